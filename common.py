@@ -1,0 +1,1030 @@
+"""What the four methods share: captioned images, augmentation, backbones, the run folder, the SVM probe.
+
+Nothing here knows a method. From top to bottom, in the order in which a script meets it:
+
+    processes and precision    start_processes, World, autocast, main_first
+    strings and captions       PackedStrings, CaptionData, caption_data (shapes, coco, vg, jsonl)
+    labelled images            LabelData, label_data (shapes, coco, voc07, folder)
+    from file to batch         read_crop, random_crop, centre_crop, InfiniteSampler, Feed
+    on the device              draw_colour_jitter (parameters), augment (pixels)
+    backbones                  build_backbone, load_backbone
+    schedules                  warmup_cosine
+    the output folder          Run: args.json, metrics.jsonl, checkpoint.pth, result.json; StopSignals
+    the probe                  extract_features, svm_probe
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torchvision
+from PIL import Image, ImageOps
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchvision.models.resnet import BasicBlock, Bottleneck
+from tqdm import tqdm
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def fail(message, everywhere=True):
+    """End the program with one line that says what is wrong and what to do.
+
+    everywhere: all processes come here, so that one of them speaks for all.
+    """
+    sys.exit(f"error: {message}" if not everywhere or int(os.environ.get("RANK", 0)) == 0 else 1)
+
+
+def say(message):
+    """A line for the user, from the first process only, that does not tear the progress bar."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        tqdm.write(str(message), file=sys.stdout)
+        sys.stdout.flush()
+
+
+def progress(iterable=None, **kwargs):
+    """A tqdm bar on the first process only."""
+    return tqdm(iterable, disable=int(os.environ.get("RANK", 0)) != 0, dynamic_ncols=True, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------ processes and precision
+
+
+class World(NamedTuple):
+    """The place of this process among all: rank in [0, size), and its device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+
+def start_processes():
+    """Join the other processes when started by torchrun (NCCL on GPUs, gloo on CPUs); alone otherwise. -> World"""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+    if "RANK" not in os.environ:
+        return World(0, 1, torch.device("cuda" if cuda else "cpu"))
+    local = int(os.environ["LOCAL_RANK"])
+    if cuda and local >= torch.cuda.device_count():
+        fail(f"torchrun started more processes than the {torch.cuda.device_count()} GPUs here: lower --nproc_per_node")
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        # gloo beside NCCL: flags on the host can be shared without waiting for the GPU.
+        # Hours, because the others wait while the first one builds labels or probes.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=6))
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def end_processes(world):
+    """Part from the other processes: what the first one still has to do (the probe) it does alone."""
+    if world.size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def main_first(world):
+    """The first process runs the block before the others do: build a file once, then read it everywhere."""
+    if world.size > 1 and not world.is_main:
+        dist.barrier()
+    try:
+        yield
+    finally:
+        if world.size > 1 and world.is_main:
+            dist.barrier()
+
+
+def any_process(world, flag):
+    """True on every process when `flag` is true on one. Host memory only: the GPU is not waited for."""
+    if world.size == 1:
+        return flag
+    flag = torch.tensor(int(flag))
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def average(world, values):
+    """Mean of a tensor over the processes."""
+    if world.size > 1:
+        dist.all_reduce(values)
+    return values / world.size
+
+
+def choose_amp(device, wish=None):
+    """`--amp`: what the user wished, or bf16 where the device computes in it natively and fp32 elsewhere."""
+    if wish:
+        return wish
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "off"
+    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "off"
+
+
+def autocast(device, amp):
+    return torch.autocast(device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(amp), enabled=amp != "off")
+
+
+# ------------------------------------------------------------------------------------------ strings and captions
+
+
+class PackedStrings:
+    """Strings in one byte buffer: append and read, nothing else.
+
+    Millions of Python strings cost 50 bytes each beside their letters, and worker processes copy them as soon as
+    they touch their reference counts. One buffer and 8 bytes per string stay shared.
+    """
+
+    def __init__(self, strings=()):
+        self.buffer, self.ends = bytearray(), array("q", [0])
+        for string in strings:
+            self.append(string)
+
+    def append(self, string):
+        self.buffer += string.encode("utf-8", "replace")
+        self.ends.append(len(self.buffer))
+
+    def __len__(self):
+        return len(self.ends) - 1
+
+    def __getitem__(self, i):
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        return self.buffer[self.ends[i] : self.ends[i + 1]].decode()
+
+
+class ImageFiles(PackedStrings):
+    """Paths of images; `open(i)` gives a PIL image, not yet decoded."""
+
+    def open(self, i):
+        return Image.open(self[i])
+
+    def check(self):
+        """End the program when files are missing. Each folder is listed once: no file is touched by itself."""
+        folders, missing = {}, []
+        for path in self:
+            folder, name = os.path.split(path)
+            if folder not in folders:
+                folders[folder] = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+            if name not in folders[folder]:
+                missing.append(path)
+        if missing:
+            fail(f"{len(missing)} of {len(self)} images are missing, the first is {missing[0]}: check --root and the split")
+
+
+class CaptionData:
+    """Images, each with captions and tags (either may be empty): what every source is turned into.
+
+    images: ImageFiles or ShapeImages.  captions: all captions, packed; image i has those from first_caption[i] to
+    first_caption[i + 1].  tag_names: None when the source knows no tags; tags are indices into it.
+    """
+
+    def __init__(self, images, tag_names=None):
+        self.images, self.tag_names = images, tag_names
+        self.captions, self.first_caption = PackedStrings(), array("q", [0])
+        self.tags, self.first_tag = array("i"), array("q", [0])
+
+    def add(self, image, captions, tags=()):
+        self.images.append(image)
+        for caption in captions:
+            self.captions.append(caption)
+        self.tags.extend(tags)
+        self.first_caption.append(len(self.captions))
+        self.first_tag.append(len(self.tags))
+
+    def __len__(self):
+        return len(self.images)
+
+    def captions_of(self, i):
+        return [self.captions[j] for j in range(self.first_caption[i], self.first_caption[i + 1])]
+
+    def tags_of(self, i):
+        return list(self.tags[self.first_tag[i] : self.first_tag[i + 1]])
+
+    def select(self, keep, captions_per_image=None, seed=0):
+        """The images `keep` (indices), with at most `captions_per_image` captions each, drawn once and for all."""
+        selected = CaptionData(type(self.images)(), self.tag_names)
+        for i in keep:
+            captions = self.captions_of(i)
+            if captions_per_image and len(captions) > captions_per_image:
+                captions = sample_rng(seed, 0, i).permutation(captions)[:captions_per_image].tolist()
+            selected.add(self.images[i], captions, self.tags_of(i))
+        return selected
+
+
+def read_json(path, keys, hint):
+    """The JSON in `path`, checked: `keys` maps each top-level list to the keys that all its entries must have."""
+    if not os.path.isfile(path):
+        fail(f"{path} not found: {hint}")
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        fail(f"{path} is not valid JSON ({error}): is the download complete?")
+    for top, wanted in keys.items():
+        if not isinstance(content, dict) or not isinstance(content.get(top), list):
+            fail(f'{path} lacks the list "{top}": {hint}')
+        for n, entry in enumerate(content[top]):
+            for key in wanted:
+                if not isinstance(entry, dict) or key not in entry:
+                    fail(f'{path}: entry {n} of "{top}" lacks "{key}"')
+    return content
+
+
+def iterate_json_list(path, hint):
+    """Yield the entries of a file that is one huge JSON list, chunk by chunk (VG's is 700 MB, and 8 GB as objects)."""
+    if not os.path.isfile(path):
+        fail(f"{path} not found: {hint}")
+    decoder, separator, text, at, n = json.JSONDecoder(), re.compile(r"[,\s]*"), "", 0, 0
+    with open(path, encoding="utf-8") as file:
+        if file.read(1) != "[":
+            fail(f"{path} is not a JSON list: {hint}")
+        while True:
+            at = separator.match(text, at).end()
+            if text.startswith("]", at):
+                return
+            try:
+                entry, at = decoder.raw_decode(text, at)
+            except json.JSONDecodeError:  # the chunk ends inside an entry
+                more = file.read(1 << 24)
+                if not more:
+                    fail(f"{path} is not valid JSON after entry {n - 1}: is the download complete?")
+                text, at = text[at:] + more, 0
+            else:
+                yield entry
+                n += 1
+
+
+def caption_data(name, root=None, split="train", fraction=1.0, captions_per_image=None, seed=0):
+    """Load one split of a captioned data set -> CaptionData.
+
+    name: "shapes", "coco", "vg" or the path of a .jsonl file.  root: the folder of the data (default datasets/<name>;
+    for a .jsonl the folder that relative image paths start from, default the file's own).
+    fraction, captions_per_image: VirTex Fig. 4; the subset depends on the seed alone.
+    """
+    if name == "shapes":
+        data = built_in_shapes(split)
+    elif name == "coco":
+        data = coco_data(root or "datasets/coco", split)
+    elif name == "vg":
+        data = vg_data(root or "datasets/vg", split)
+    elif name.endswith(".jsonl"):
+        data = jsonl_data(name, root, split)
+    else:
+        fail(f"--data {name} is unknown: give shapes, coco, vg or the path of a .jsonl file")
+    if not len(data):
+        fail(f"--data {name}: the split {split} holds no image")
+    if fraction < 1 or captions_per_image:
+        order = np.random.default_rng(seed).permutation(len(data))
+        data = data.select(np.sort(order[: max(1, round(fraction * len(data)))]), captions_per_image, seed)
+    if isinstance(data.images, ImageFiles):
+        data.images.check()
+    return data
+
+
+def built_in_shapes(split):
+    import shapes  # only here: a script copied elsewhere with common.py does without it
+
+    return shapes.shapes_data(split)
+
+
+COCO_LAYOUT = "a COCO folder holds annotations/captions_{split}.json and the images in {split}/; name the splits with --train-split and --val-split"
+
+
+def coco_data(root, split):
+    """annotations/captions_{split}.json, images in {split}/, tags from annotations/instances_{split}.json if there."""
+    path = os.path.join(root, "annotations", f"captions_{split}.json")
+    content = read_json(path, {"images": ["id", "file_name"], "annotations": ["image_id", "caption"]}, COCO_LAYOUT)
+    captions = {image["id"]: [] for image in content["images"]}
+    for n, entry in enumerate(content["annotations"]):
+        if entry["image_id"] not in captions:
+            fail(f'{path}: entry {n} of "annotations" names the unknown image_id {entry["image_id"]}')
+        captions[entry["image_id"]].append(str(entry["caption"]).strip())
+    tags, tag_names = {}, None
+    if os.path.isfile(os.path.join(root, "annotations", f"instances_{split}.json")):
+        tags, tag_names, _ = coco_instances(root, split)
+    data = CaptionData(ImageFiles(), tag_names)
+    for image in content["images"]:
+        data.add(os.path.join(root, split, image["file_name"]), captions[image["id"]], tags.get(image["id"], ()))
+    return data
+
+
+def coco_instances(root, split):
+    """-> ({image id: sorted category indices}, category names in the order of their ids, {image id: path})"""
+    path = os.path.join(root, "annotations", f"instances_{split}.json")
+    wanted = {"images": ["id", "file_name"], "annotations": ["image_id", "category_id"], "categories": ["id", "name"]}
+    content = read_json(path, wanted, COCO_LAYOUT)
+    categories = sorted(content["categories"], key=lambda category: category["id"])
+    index = {category["id"]: k for k, category in enumerate(categories)}
+    present = {image["id"]: set() for image in content["images"]}
+    for n, entry in enumerate(content["annotations"]):
+        if entry["category_id"] not in index or entry["image_id"] not in present:
+            fail(f'{path}: entry {n} of "annotations" names an unknown image_id or category_id')
+        present[entry["image_id"]].add(index[entry["category_id"]])
+    paths = {image["id"]: os.path.join(root, split, image["file_name"]) for image in content["images"]}
+    return {i: sorted(tags) for i, tags in present.items()}, [category["name"] for category in categories], paths
+
+
+def vg_data(root, split):
+    """Visual Genome: each region's phrase is a caption of its image. A fixed split, 5,000 images for validation."""
+    hint = "a VG folder holds region_descriptions.json, image_data.json, VG_100K/ and VG_100K_2/"
+    if split not in ("train", "val"):
+        fail(f'--data vg has the splits "train" and "val", not "{split}"')
+    path, paths = os.path.join(root, "image_data.json"), {}
+    for n, image in enumerate(iterate_json_list(path, hint)):
+        if "image_id" not in image or "url" not in image:
+            fail(f'{path}: entry {n} lacks "image_id" or "url"')
+        paths[image["image_id"]] = os.path.join(root, *image["url"].split("/")[-2:])
+    ids = np.random.default_rng(0).permutation(sorted(paths)).tolist()  # a fixed seed: everybody's split is the same
+    num_val = min(5000, len(ids) // 10)
+    wanted = set(ids[:num_val] if split == "val" else ids[num_val:])
+    path, data = os.path.join(root, "region_descriptions.json"), CaptionData(ImageFiles())
+    for n, entry in enumerate(progress(iterate_json_list(path, hint), desc="captions", unit=" images", total=len(paths))):
+        if "id" not in entry or "regions" not in entry:
+            fail(f'{path}: entry {n} lacks "id" or "regions"')
+        if entry["id"] in wanted:
+            data.add(paths[entry["id"]], [region["phrase"].strip() for region in entry["regions"] if region.get("phrase")])
+    return data
+
+
+def jsonl_data(path, root, split):
+    """One {"image", "captions", "tags", "split"} per line; all but "image" may be missing.
+
+    Relative images start from `root` (default: the file's folder). When no line names a split, "val" is a fixed
+    random twentieth of the lines and any other name is the rest.
+    """
+    if not os.path.isfile(path):
+        fail(f"{path} not found: --data takes the path of a file with one JSON object per line")
+    root, index, splits, data = root or os.path.dirname(path), {}, [], CaptionData(ImageFiles(), [])
+    with open(path, encoding="utf-8") as file:
+        for n, line in enumerate(progress(file, desc=os.path.basename(path), unit=" lines"), 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                fail(f"{path}, line {n}: not valid JSON ({error})")
+            if not isinstance(row, dict) or not isinstance(row.get("image"), str):
+                fail(f'{path}, line {n}: expected {{"image": "photo.jpg", "captions": ["..."]}}')
+            captions, tags = row.get("captions", []), row.get("tags", [])
+            if not all(isinstance(field, list) and all(isinstance(s, str) for s in field) for field in (captions, tags)):
+                fail(f'{path}, line {n}: "captions" and "tags" must be lists of strings')
+            tags = sorted({index.setdefault(tag, len(index)) for tag in tags})
+            data.add(os.path.join(root, row["image"]), [s.strip() for s in captions if s.strip()], tags)
+            splits.append(row.get("split"))
+    data.tag_names = list(index) or None
+    if not any(splits):
+        val = set(np.random.default_rng(0).permutation(len(data))[: max(1, len(data) // 20)].tolist())
+        splits = ["val" if i in val else split if split != "val" else "train" for i in range(len(data))]
+    return data.select([i for i in range(len(data)) if splits[i] == split])
+
+
+# ------------------------------------------------------------------------------------------ labelled images
+
+
+class LabelData(NamedTuple):
+    """Images with class labels, for probes. labels: (N, classes) int8 with 1 yes, 0 no, -1 "difficult" (VOC)."""
+
+    images: object
+    labels: np.ndarray
+    names: list
+
+    def select(self, keep):
+        return LabelData(type(self.images)(self.images[i] for i in keep), self.labels[keep], self.names)
+
+
+def label_data(name, root=None, split="train"):
+    """Load one split of a labelled data set -> LabelData. name: "shapes", "coco", "voc07" or "folder"."""
+    if name == "shapes":
+        data = label_from_tags(built_in_shapes(split))
+    elif name == "coco":
+        present, names, paths = coco_instances(root or "datasets/coco", split)
+        data = LabelData(ImageFiles(paths[i] for i in present), multi_hot(present.values(), len(names)), names)
+    elif name == "voc07":
+        data = voc07_labels(root or "datasets/voc07", split)
+    elif name == "folder":
+        data = folder_labels(root or "datasets/folder", split)
+    else:
+        fail(f"the labelled data set {name} is unknown: give shapes, coco, voc07 or folder")
+    if isinstance(data.images, ImageFiles):
+        data.images.check()
+    return data
+
+
+def multi_hot(groups, size):
+    labels = np.zeros((len(groups), size), np.int8)
+    for row, group in zip(labels, groups):
+        row[list(group)] = 1
+    return labels
+
+
+def label_from_tags(data):
+    return LabelData(data.images, multi_hot([data.tags_of(i) for i in range(len(data))], len(data.tag_names)), data.tag_names)
+
+
+def voc07_labels(root, split):
+    """PASCAL VOC: ImageSets/Main/{class}_{split}.txt with 1, -1 and 0 for "difficult"; JPEGImages/{image}.jpg."""
+    for folder in (root, os.path.join(root, "VOC2007"), os.path.join(root, "VOCdevkit", "VOC2007")):
+        if os.path.isdir(os.path.join(folder, "ImageSets", "Main")):
+            break
+    else:
+        fail(f"{root} holds no VOCdevkit/VOC2007/ImageSets/Main: give --root the folder that holds VOCdevkit")
+    lists = sorted(Path(folder, "ImageSets", "Main").glob(f"*_{split}.txt"))
+    if not lists:
+        fail(f"{folder}/ImageSets/Main holds no <class>_{split}.txt: is the split {split} part of this download?")
+    labels, ids = [], None
+    for path in lists:
+        rows = [line.split() for line in path.read_text().splitlines() if line.strip()]
+        for n, row in enumerate(rows, 1):
+            if len(row) != 2 or row[1] not in ("1", "-1", "0"):
+                fail(f"{path}, line {n}: expected an image name and 1, -1 or 0")
+        if ids is None:
+            ids = [row[0] for row in rows]
+        if ids != [row[0] for row in rows]:
+            fail(f"{path} lists other images than {lists[0]}")
+        labels.append([{"1": 1, "-1": 0, "0": -1}[row[1]] for row in rows])
+    images = ImageFiles(os.path.join(folder, "JPEGImages", f"{i}.jpg") for i in ids)
+    return LabelData(images, np.array(labels, np.int8).T, [path.name[: -len(f"_{split}.txt")] for path in lists])
+
+
+def folder_labels(root, split):
+    """{split}/<class>/<image>: the layout of ImageNet, Places, iNaturalist and torchvision's ImageFolder."""
+    if not os.path.isdir(os.path.join(root, split)):
+        fail(f"{root}/{split} not found: an image folder holds {split}/<class>/<image>; name the splits with --train-split and --val-split")
+    names = sorted(entry.name for entry in os.scandir(os.path.join(root, split)) if entry.is_dir())
+    images, classes = ImageFiles(), []
+    for k, name in enumerate(names):
+        for path in sorted(Path(root, split, name).rglob("*")):
+            if path.suffix.lower() in Image.registered_extensions():
+                images.append(str(path))
+                classes.append([k])
+    if not classes:
+        fail(f"{root}/{split} holds no image: expected {split}/<class>/<image>")
+    return LabelData(images, multi_hot(classes, len(names)), names)
+
+
+# ------------------------------------------------------------------------------------------ from file to batch
+
+
+def sample_rng(seed, epoch, index):
+    """The generator of one sample's augmentation: a function of its arguments alone, whatever process draws from it."""
+    return np.random.default_rng([seed, epoch, index])
+
+
+def random_crop(rng, scale=(0.2, 1.0), ratio=(3 / 4, 4 / 3)):
+    """-> function (width, height) -> box: a random part of the area and a random aspect, as in Inception training."""
+
+    def crop(width, height):
+        for _ in range(10):
+            area, aspect = width * height * rng.uniform(*scale), math.exp(rng.uniform(*map(math.log, ratio)))
+            w, h = math.sqrt(area * aspect), math.sqrt(area / aspect)
+            if w <= width and h <= height:
+                x, y = rng.uniform(0, width - w), rng.uniform(0, height - h)
+                return x, y, x + w, y + h
+        return centre_crop(1.0)(width, height)
+
+    return crop
+
+
+def centre_crop(part):
+    """-> function (width, height) -> box: the central square. part 224 / 256 is "resize to 256, centre crop 224"."""
+
+    def crop(width, height):
+        side = part * min(width, height)
+        x, y = (width - side) / 2, (height - side) / 2
+        return x, y, x + side, y + side
+
+    return crop
+
+
+UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)  # what PIL raises on bad files
+
+
+def read_crop(images, index, crop, size):
+    """Decode, crop and resize one image -> ((size, size, 3) uint8 array, index, unreadable).
+
+    An image that cannot be decoded is replaced by the next: `index` is that of the image returned and `unreadable`
+    lists those passed over. The box is cut and resized in one step, and a large JPEG is decoded at a half, a quarter
+    or an eighth of its size when that still has more pixels than are wanted.
+    """
+    unreadable = []
+    while len(unreadable) < min(100, len(images)):
+        try:
+            image = images.open(index)
+            if image.getexif().get(0x0112, 1) > 1:  # a phone held upright
+                image = ImageOps.exif_transpose(image)
+            width, height = image.size
+            left, top, right, bottom = crop(width, height)
+            if image.format == "JPEG":
+                image.draft("RGB", (math.ceil(size * width / (right - left)), math.ceil(size * height / (bottom - top))))
+            sx, sy = image.width / width, image.height / height
+            box = (left * sx, top * sy, min(right * sx, image.width), min(bottom * sy, image.height))
+            return np.array(image.convert("RGB").resize((size, size), Image.BILINEAR, box)), index, unreadable
+        except UNREADABLE:
+            unreadable.append(index)
+            index = (index + 1) % len(images)
+    raise RuntimeError(f"{len(unreadable)} images in a row cannot be decoded, the last is {images[index - 1]}")
+
+
+class InfiniteSampler(Sampler):
+    """Yields (epoch, index) for ever, beginning with batch number `start`.
+
+    The epochs' permutations stand one behind the other; batch t is the t-th slice of `batch_size` (global) of them,
+    and each rank takes its own share of the slice. Nothing else decides what is seen when.
+    """
+
+    def __init__(self, size, batch_size, world, seed, start=0):
+        self.size, self.batch_size, self.world, self.seed, self.start = size, batch_size, world, seed, start
+
+    def __iter__(self):
+        share, epoch, order = self.batch_size // self.world.size, -1, None
+        for position in itertools.count(self.start * self.batch_size):
+            if (position % self.batch_size) // share != self.world.rank:
+                continue
+            if position // self.size != epoch:
+                epoch = position // self.size
+                order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
+            yield epoch, int(order[position % self.size])
+
+
+def make_loader(dataset, sampler, batch_size, workers, collate, device):
+    """A DataLoader whose workers leave Ctrl-C and SIGTERM to the main process."""
+    return DataLoader(
+        dataset, batch_size, sampler=sampler, num_workers=workers, collate_fn=collate, pin_memory=device.type == "cuda",
+        worker_init_fn=ignore_signals, prefetch_factor=4 if workers else None,
+    )  # fmt: skip
+
+
+def ignore_signals(_):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class Feed:
+    """Batches (dicts of tensors) of a loader on the device; counts the seconds spent waiting for them in `waited`.
+
+    `unreadable` in a batch (list of indices) is taken out and reported to `run`.
+    """
+
+    def __init__(self, loader, device, run, images):
+        self.batches, self.device, self.run, self.images, self.waited = iter(loader), device, run, images, 0.0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        start = time.perf_counter()
+        batch = next(self.batches)
+        self.waited += time.perf_counter() - start
+        self.run.report_unreadable(batch.pop("unreadable"), self.images)
+        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+
+
+# ------------------------------------------------------------------------------------------ on the device
+
+
+def draw_colour_jitter(rng, strength=(0.4, 0.4, 0.4, 0.1), p=0.8):
+    """(4,) float32: factors of brightness, contrast and saturation, and hue in turns. Neutral with probability 1 - p."""
+    b, c, s, h = strength
+    factors = rng.uniform((1 - b, 1 - c, 1 - s, -h), (1 + b, 1 + c, 1 + s, h))
+    return (factors if rng.random() < p else np.array([1, 1, 1, 0])).astype(np.float32)
+
+
+GREY = (0.299, 0.587, 0.114)
+RGB_TO_YIQ = ((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
+
+
+def augment(images, jitter=None):
+    """uint8 (B, size, size, 3) -> normalised float32 (B, 3, size, size) in channels-last memory, jittered if asked.
+
+    jitter: (B, 4) from draw_colour_jitter. Brightness, contrast, saturation and hue (a rotation in YIQ), in this
+    order, are each linear in the colours: together they are one 3x3 matrix and one offset per image, so that the
+    whole jitter is a single pass over the pixels. [ours: the order is fixed, and values are clamped once, at the end]
+    """
+    pixels = images.float() / 255
+    if jitter is not None:
+        brightness, contrast, saturation, hue = jitter.T
+        grey, to_yiq = pixels.new_tensor(GREY), pixels.new_tensor(RGB_TO_YIQ)
+        cos, sin = torch.cos(2 * math.pi * hue), torch.sin(2 * math.pi * hue)
+        rotation = torch.eye(3, device=pixels.device).repeat(len(hue), 1, 1)
+        rotation[:, 1, 1] = rotation[:, 2, 2] = cos
+        rotation[:, 1, 2], rotation[:, 2, 1] = -sin, sin
+        rotate_hue = torch.linalg.inv(to_yiq) @ rotation @ to_yiq
+        saturate = saturation[:, None, None] * torch.eye(3, device=pixels.device) + (1 - saturation)[:, None, None] * grey
+        matrix = (contrast * brightness)[:, None, None] * rotate_hue @ saturate
+        # Contrast blends with the mean grey, which saturation and hue leave as it is.
+        offset = (1 - contrast) * brightness * (pixels.mean((1, 2)) @ grey)
+        red, green, blue = (column[:, None, None] for column in matrix.unbind(2))  # (B, 1, 1, 3) each
+        pixels = pixels[..., :1] * red + pixels[..., 1:2] * green + pixels[..., 2:] * blue
+        pixels = (pixels + offset[:, None, None, None]).clamp_(0, 1)
+    pixels = (pixels - pixels.new_tensor(IMAGENET_MEAN)) / pixels.new_tensor(IMAGENET_STD)
+    return pixels.permute(0, 3, 1, 2)
+
+
+# ------------------------------------------------------------------------------------------ backbones
+
+
+class ResNet(torchvision.models.ResNet):
+    """torchvision's ResNet without the classifier: (B, 3, H, W) -> (B, channels, H / 32, W / 32), its key names kept."""
+
+    def __init__(self, block, layers, width=64):
+        # The last batch norm of each block starts at zero: at first a block is the identity. [official VirTex code]
+        super().__init__(block, layers, width_per_group=width, zero_init_residual=True)
+        self.channels = self.fc.in_features
+        del self.fc
+
+    def forward(self, x):
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        return self.layer4(self.layer3(self.layer2(self.layer1(x))))
+
+
+BACKBONES = {
+    "resnet18": (BasicBlock, (2, 2, 2, 2)),
+    "resnet50": (Bottleneck, (3, 4, 6, 3)),
+    "resnet101": (Bottleneck, (3, 4, 23, 3)),
+    "resnet50w2x": (Bottleneck, (3, 4, 6, 3), 128),  # torchvision's wide_resnet50_2
+}
+
+
+def build_backbone(arch):
+    """A randomly initialised backbone: images (B, 3, H, W) -> features (B, backbone.channels, H / 32, W / 32)."""
+    return ResNet(*BACKBONES[arch])
+
+
+PREFIXES = ("module.encoder_q.", "module.backbone.", "visual.cnn.", "backbone.", "encoder_q.", "module.", "")
+CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|projector)\b")
+
+
+def read_checkpoint(path):
+    """torch.load with weights_only, on the CPU; a clear end when there is nothing to load."""
+    if not os.path.isfile(path):
+        fail(f"{path} not found: --weights takes a checkpoint file")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # truncated, not a checkpoint, or one that wants to run code: all end here, with the reason
+        fail(f"{path} cannot be loaded as weights ({str(error).splitlines()[0]})")
+
+
+def backbone_weights(content, path):
+    """The ResNet in a checkpoint of ours, of VirTex, MoCo, SwAV, VICReg, DINO or torchvision -> (arch, state dict).
+
+    content: what read_checkpoint(path) gave. The architecture is recognised by names and shapes. What is left over
+    must be exactly a classifier or projection head and nothing may be missing, or the program ends and names the keys.
+    """
+    for key in ("model", "state_dict", "teacher"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict):
+        fail(f"{path} holds no state dict")
+    prefix = next((prefix for prefix in PREFIXES if prefix + "conv1.weight" in content), None)
+    if prefix is None:
+        fail(f"{path} holds no ResNet: no key ends in conv1.weight; its first keys are {', '.join(list(content)[:5])}")
+    state = {key[len(prefix) :]: value for key, value in content.items() if key.startswith(prefix)}
+    matches = []
+    for arch in BACKBONES:
+        with torch.device("meta"):
+            wanted = {key: value.shape for key, value in build_backbone(arch).state_dict().items()}
+        missing = [key for key in wanted if key not in state or state[key].shape != wanted[key]]
+        unexpected = [key for key in state if key not in wanted and not CLASSIFIER.match(key)]
+        matches.append((len(missing) + len(unexpected), arch, missing, unexpected))
+    wrong, arch, missing, unexpected = min(matches)
+    if wrong:
+        fail(f"{path} is no {arch}, the closest match: missing {missing[:5]}, unexpected {unexpected[:5]}")
+    return arch, {key: value for key, value in state.items() if not CLASSIFIER.match(key)}
+
+
+# ------------------------------------------------------------------------------------------ schedules
+
+
+def warmup_cosine(iteration, total, warmup):
+    """Factor of the learning rate: linear from 0 over `warmup` iterations, then a cosine to 0 at `total`."""
+    if iteration < warmup:
+        return iteration / warmup
+    return 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / max(1, total - warmup)))
+
+
+# ------------------------------------------------------------------------------------------ flags
+
+
+def add_common_flags(parser, script):
+    """The flags that mean the same in every training script. A default of None is filled in by `fill_defaults`."""
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", default="shapes", help="shapes (built in), coco, vg, or the path of a .jsonl file")
+    data.add_argument("--root", help="folder of the data set (default datasets/<name>; for a .jsonl its own folder)")
+    data.add_argument("--train-split", help="name of the training split (default train; train2017 for coco)")
+    data.add_argument("--val-split", help="name of the validation split (default val; val2017 for coco)")
+    data.add_argument("--fraction", type=float, default=1.0, help="train on this part of the images [VirTex Fig. 4]")
+    data.add_argument("--captions-per-image", type=int, help="train on this many captions of each image [VirTex Fig. 4]")
+    data.add_argument("--image-size", type=int, help="side of the training crops; the cost grows with its square")
+    data.add_argument("--workers", type=int, default=min(8, os.cpu_count()), help="data processes per training process; more when data_wait in metrics.jsonl is above 0.05")
+
+    run = parser.add_argument_group("run")
+    run.add_argument("--output", default=f"runs/{script}", help="folder of the results; the same command started again goes on from its checkpoint")
+    run.add_argument("--fresh", action="store_true", help="forget what --output holds and start over")
+    run.add_argument("--seed", type=int, default=0, help="of the initialisation, the order of samples, augmentation and dropout")
+    run.add_argument("--amp", choices=("bf16", "fp16", "off"), help="precision (default bf16 where the device computes in it; fp16 for GPUs before Ampere)")
+    run.add_argument("--compile", action="store_true", help="torch.compile the model: slower to start, faster on GPUs")
+    run.add_argument("--log-every", type=int, help="iterations between lines of metrics.jsonl")
+    run.add_argument("--checkpoint-every", type=int, help="iterations between checkpoints: what a killed run can lose")
+
+    probe = parser.add_argument_group("probe (SVM on frozen features, eval_linear.py's svm-virtex)")
+    probe.add_argument("--probe-data", choices=sorted(LABEL_SPLITS), help="labelled images to probe on (default: the tags of --data when it has some)")
+    probe.add_argument("--probe-root", help="folder of --probe-data")
+    probe.add_argument("--probe-images", type=int, help="probe on at most this many training images")
+    probe.add_argument("--probe-every", type=int, default=0, help="probe every N iterations on a held-out fifth of the probe's training images and keep the best as backbone_best.pth [Sec. 3, early stopping]")
+
+
+def fill_defaults(args, defaults, scaled=()):
+    """Give every flag that the user left out its default, and refuse what cannot be.
+
+    defaults: {flag: (on shapes, on real data)}.  scaled: flags of learning rates, which belong to the default batch
+    size and grow linearly with it. What was chosen is kept in `args` and printed.
+    """
+    column = 0 if args.data == "shapes" else 1
+    factor = (args.batch_size or defaults["batch_size"][column]) / defaults["batch_size"][column]
+    for flag, values in defaults.items():
+        if getattr(args, flag) is None:
+            setattr(args, flag, values[column] * factor if flag in scaled else values[column])
+            if flag in scaled:
+                how = f" ({values[column]} at batch {defaults['batch_size'][column]}, scaled linearly)" if factor != 1 else ""
+                say(f"--{flag.replace('_', '-')} {getattr(args, flag):g}{how}")
+    if args.train_split is None:
+        args.train_split = "train2017" if args.data == "coco" else "train"
+    if args.val_split is None:
+        args.val_split = "val2017" if args.data == "coco" else "val"
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if args.batch_size < 1 or args.batch_size % processes:
+        fail(f"--batch-size {args.batch_size} cannot be divided over {processes} processes: it is the global batch")
+    if not 0 < args.fraction <= 1:
+        fail(f"--fraction {args.fraction} must be above 0 and at most 1")
+    for flag in ("captions_per_image", "epochs", "probe_images"):
+        if getattr(args, flag) is not None and getattr(args, flag) <= 0:
+            fail(f"--{flag.replace('_', '-')} must be above 0")
+    for flag in ("image_size", "iters", "log_every", "checkpoint_every"):
+        if getattr(args, flag) < 1:
+            fail(f"--{flag.replace('_', '-')} must be at least 1")
+    if args.probe_every and not (args.probe_data or args.data in ("shapes", "coco")):
+        fail("--probe-every needs labels: add --probe-data voc07 --probe-root FOLDER (or folder, coco)")
+    return args
+
+
+# ------------------------------------------------------------------------------------------ the output folder
+
+RUN_FILES = ("args.json", "metrics.jsonl", "checkpoint.pth", "backbone.pth", "backbone_best.pth", "result.json", "skipped.txt")
+# Flags that may differ when a run goes on: they change where and how fast it runs, not what it learns.
+FREE_FLAGS = ("output", "root", "fresh", "workers", "amp", "compile", "log_every", "checkpoint_every", "probe_root")
+
+
+def write_file(path, write):
+    """Write through a temporary file: `path` is whole, old or new, whenever the power fails."""
+    temporary = f"{path}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        fail(f"{path} cannot be written ({error.strerror}); what it held before is kept: make room and start the same command again", everywhere=False)
+
+
+def write_json(path, content):
+    write_file(path, lambda file: file.write(json.dumps(content, indent=2).encode() + b"\n"))
+
+
+class Run:
+    """The output folder of one training run (see the README): what is kept, found again and reported."""
+
+    def __init__(self, args, script, world):
+        self.args, self.script, self.world, self.folder = args, script, world, Path(args.output)
+        self.unreadable, self.last_log = set(), None
+
+    def begin(self):
+        """-> the checkpoint to go on from, or None. Ends the program when the folder holds an ended or another run."""
+        with main_first(self.world):
+            if self.world.is_main:
+                try:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    fail(f"--output {self.folder} cannot be made ({error.strerror})")
+                for name in RUN_FILES if self.args.fresh else ():
+                    (self.folder / name).unlink(missing_ok=True)
+            path = self.folder / "checkpoint.pth"
+            checkpoint = read_checkpoint(path) if path.exists() else None
+            if checkpoint:
+                self.check_same_run(checkpoint)
+                if (self.folder / "result.json").exists():
+                    say(f"{self.folder} holds a run that has ended: see result.json there. --fresh starts over.")
+                    sys.exit(0)
+                say(f"{self.folder} holds a checkpoint: going on from iteration {checkpoint['iteration']}")
+            if self.world.is_main:
+                (self.folder / "result.json").unlink(missing_ok=True)
+                self.keep_metrics_until(checkpoint["iteration"] if checkpoint else 0)
+                self.write_args()
+        return checkpoint
+
+    def check_same_run(self, checkpoint):
+        if checkpoint.get("script") != self.script:
+            fail(f"{self.folder} holds a run of {checkpoint.get('script', 'another program')}.py: choose another --output")
+        for flag, value in vars(self.args).items():
+            before = checkpoint["args"].get(flag)
+            if flag not in FREE_FLAGS and before != value:
+                fail(f"{self.folder} holds a run with --{flag.replace('_', '-')} {before}, not {value}: choose another --output, or --fresh to start over")
+
+    def keep_metrics_until(self, iteration):
+        """Drop the lines that a killed run wrote after its last checkpoint: they will be written again."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["iteration"] <= iteration]
+        write_file(path, lambda file: file.write("".join(kept).encode()))
+
+    def write_args(self):
+        git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+        versions = {"python": sys.version.split()[0], "torch": torch.__version__, "torchvision": torchvision.__version__, "numpy": np.__version__}
+        content = {"command": [sys.executable, *sys.argv], "versions": versions, "processes": self.world.size}
+        if git.returncode == 0:
+            content["git_commit"] = git.stdout.strip()
+        write_json(self.folder / "args.json", {**vars(self.args), **content})
+        say(" ".join(f"{key}={value}" for key, value in vars(self.args).items() if value is not None))
+
+    def log(self, iteration, feed, **values):
+        """One line of metrics.jsonl: `values` (floats) with the speed and the wait for data since the last line."""
+        now = time.perf_counter()
+        if self.last_log:
+            seconds, steps, waited = now - self.last_log[0], iteration - self.last_log[1], feed.waited - self.last_log[2]
+            values |= {"images_per_s": steps * self.args.batch_size / seconds, "data_wait": waited / seconds}
+        self.last_log = now, iteration, feed.waited
+        if self.world.is_main:
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"iteration": iteration, **{k: float(f"{v:.6g}") for k, v in values.items()}}) + "\n")
+
+    def check_finite(self, iteration, loss):
+        if not math.isfinite(loss):
+            fail(
+                f"the loss is {loss} at iteration {iteration}; {self.folder}/checkpoint.pth keeps the last good state if one was "
+                "written. Try a lower learning rate (--lr), a longer --warmup, or --amp off"
+            )
+
+    def save(self, iteration, **state):
+        if self.world.is_main:
+            state = {"script": self.script, "args": vars(self.args), "iteration": iteration, **state}
+            write_file(self.folder / "checkpoint.pth", lambda file: torch.save(state, file))
+
+    def save_weights(self, name, state_dict):
+        """A plain state dict beside the checkpoint, on the CPU and in PyTorch's usual memory format."""
+        if self.world.is_main:
+            plain = {key: value.detach().cpu().contiguous() for key, value in state_dict.items()}
+            write_file(self.folder / name, lambda file: torch.save(plain, file))
+
+    def report_unreadable(self, indices, images):
+        """Name each undecodable image once, in the log and in skipped.txt; end the run when they are more than 1%."""
+        for index in set(indices) - self.unreadable:
+            self.unreadable.add(index)
+            path = self.folder / "skipped.txt"
+            named = set(path.read_text().splitlines()) if path.exists() else set()
+            if images[index] not in named:
+                named.add(images[index])
+                tqdm.write(f"cannot decode {images[index]}: the next image takes its place", file=sys.stdout)
+                with open(path, "a") as file:
+                    file.write(images[index] + "\n")
+            if len(named) > 0.01 * len(images):
+                fail(f"{len(named)} of {len(images)} images cannot be decoded; they are listed in {path}", everywhere=False)
+
+    def finish(self, **result):
+        if self.world.is_main:
+            write_json(self.folder / "result.json", result)
+
+
+class StopSignals:
+    """Within the block, SIGTERM and the first Ctrl-C only set `number`: the loop leaves when its step is done."""
+
+    def __enter__(self):
+        self.number = 0
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def note(self, number, frame):
+        if self.number:
+            raise KeyboardInterrupt
+        self.number = number
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+# ------------------------------------------------------------------------------------------ the probe
+
+LABEL_SPLITS = {"shapes": ("train", "val"), "coco": ("train2017", "val2017"), "voc07": ("trainval", "test"), "folder": ("train", "val")}
+
+
+class CropView(Dataset):
+    """Every image once, centre-cropped: "resize the shorter side to 256, centre crop 224" at `size` 224."""
+
+    def __init__(self, images, size):
+        self.images, self.size = images, size
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, i):
+        pixels, _, unreadable = read_crop(self.images, i, centre_crop(224 / 256), self.size)
+        if unreadable:
+            raise OSError(f"cannot decode {self.images[i]}")
+        return torch.from_numpy(pixels)
+
+
+@torch.no_grad()
+def extract_features(backbone, images, size, device, amp="off", workers=0, desc="features"):
+    """Global average pooled features in eval mode -> (N, channels) float32 array."""
+    training, features = backbone.training, []
+    loader = DataLoader(CropView(images, size), 64, num_workers=workers)
+    backbone.eval()
+    for batch in progress(loader, desc=desc, unit=" batches", leave=False):
+        with autocast(device, amp):
+            features.append(backbone(augment(batch.to(device))).float().mean((2, 3)).cpu())
+    backbone.train(training)
+    return torch.cat(features).numpy()
+
+
+def svm_probe(train_x, train_y, test_x, test_y, names, seed=0):
+    """One linear SVM per class on l2-normalised features [VirTex App. A.1] -> {class: average precision in percent}
+
+    Squared hinge, positives weighted 2, C in {0.01, 0.1, 1, 10} by 3-fold cross-validation. train_y, test_y:
+    (N, classes) with 1, 0 and -1 for VOC's "difficult": negatives in training, left out in testing [official code].
+    A class with fewer than three examples on one side cannot be cross-validated and takes C = 1; one without any
+    example on one side, in training or testing, has no score and is left out.
+    """
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.metrics import average_precision_score
+    from sklearn.model_selection import cross_val_score
+    from sklearn.svm import LinearSVC
+
+    train_x, test_x = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12) for x in (train_x.astype(np.float64), test_x.astype(np.float64)))
+
+    def average_precision(k):
+        target, counted = train_y[:, k] == 1, test_y[:, k] >= 0
+        truth = test_y[counted, k] == 1
+        if not (0 < target.sum() < len(target) and truth.any()):
+            return None
+
+        def svm(cost):
+            return LinearSVC(C=cost, class_weight={1: 2, 0: 1}, max_iter=2000, tol=1e-4, dual=True, random_state=seed)
+
+        y, cost = target.astype(int), 1.0
+        if min(y.sum(), len(y) - y.sum()) >= 3:
+            cost = max((0.01, 0.1, 1.0, 10.0), key=lambda c: cross_val_score(svm(c), train_x, y, cv=3, scoring="average_precision").mean())
+        return 100 * average_precision_score(truth, svm(cost).fit(train_x, y).decision_function(test_x[counted]))
+
+    with warnings.catch_warnings(), ThreadPoolExecutor() as pool:  # liblinear works outside the interpreter's lock
+        warnings.simplefilter("ignore", ConvergenceWarning)  # 2000 iterations are the protocol, converged or not
+        scores = list(progress(pool.map(average_precision, range(len(names))), total=len(names), desc="SVMs", unit=" classes", leave=False))
+    return {name: score for name, score in zip(names, scores) if score is not None}
+
+
+def probe_data(args, train, val):
+    """The labelled images a training script probes on -> (name, train LabelData, test LabelData) or None.
+
+    `--probe-data` when given, otherwise the tags of its own captioned data.
+    """
+    if args.probe_data:
+        name = args.probe_data
+        fit, test = (label_data(name, args.probe_root, split) for split in LABEL_SPLITS[name])
+    elif train.tag_names and val.tag_names == train.tag_names:
+        name, fit, test = os.path.basename(args.data), label_from_tags(train), label_from_tags(val)
+    else:
+        return None
+    keep = np.sort(np.random.default_rng(args.seed).permutation(len(fit.images))[: args.probe_images])
+    return name, fit.select(keep), test
+
+
+def probe(backbone, fit, test, args, device, desc):
+    """mAP of SVMs trained on the features of `fit` and tested on `test` (LabelData), in percent."""
+    features = [extract_features(backbone, data.images, args.image_size, device, args.amp, args.workers, desc) for data in (fit, test)]
+    scores = svm_probe(features[0], fit.labels, features[1], test.labels, fit.names)
+    return float(np.mean(list(scores.values())))

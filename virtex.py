@@ -1,0 +1,756 @@
+"""VirTex: a backbone learned by writing captions, from left to right and from right to left.
+
+Desai, Johnson. VirTex: Learning Visual Representations from Textual Annotations. CVPR 2021.
+
+A convolutional network turns a photo into a 7x7 grid of features. Two Transformers look at the grid and predict the
+photo's caption, one forward and one backward (Eq. 1), everything from random initialisation. Captions say which
+objects are there, how they look, where they are and what they do: a network that can caption has learned to see, and
+it is the network that is kept.
+
+    laptop        python virtex.py
+    own photos    python virtex.py --data photos.jsonl --arch resnet18 --image-size 112 --hidden 512 --epochs 30
+    one GPU       python virtex.py --data coco --batch-size 64
+    eight GPUs    torchrun --nproc_per_node=8 virtex.py --data coco
+    two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 virtex.py --data coco
+    captions      python virtex.py --caption photo1.jpg photo2.jpg --weights runs/virtex/checkpoint.pth
+
+What to expect: with the paper's head (H = 2048, 10K words) the loss starts near 12.5 per direction and not at
+ln 10000 = 9.2: the output layer is the token embedding, so at first each position predicts its own input token, which
+is never the right answer. It falls under 7 as soon as the word frequencies are learned; on COCO it ends near 2 per
+direction. A loss that stays at 5-6 means that the heads write captions without looking at the photo.
+"""
+
+import argparse
+import io
+import itertools
+import math
+import re
+import shutil
+import sys
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+import common
+from common import fail, progress, say
+
+TASKS = ("bicaptioning", "captioning", "masked_lm", "token_classification")
+
+DEFAULTS = {
+    #                    on shapes   on real data (the paper's)
+    "arch":             ("resnet18", "resnet50"),  # Sec. 3
+    "image_size":       (96,         224),         # Sec. 3
+    "crop_min":         (0.6,        0.2),         # Sec. 3
+    "hidden":           (256,        2048),        # Sec. 4.1
+    "batch_size":       (64,         256),         # Sec. 3
+    "iters":            (600,        500_000),     # Sec. 3
+    "lr":               (0.1,        0.2),         # Sec. 3
+    "text_lr":          (0.1,        1e-3),        # Sec. 3
+    "log_every":        (10,         20),
+    "checkpoint_every": (200,        2000),
+    "probe_images":     (2000,       10_000),
+}  # fmt: skip
+
+
+def get_args(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common.add_common_flags(parser, "virtex")
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--task", choices=TASKS, default="bicaptioning", help="what is predicted from the photo; the others are ablations [Sec. 4.2]")
+    model.add_argument("--arch", choices=sorted(common.BACKBONES), help="resnet50 for the paper's numbers [Sec. 3], resnet18 for small data or a CPU")
+    model.add_argument("--layers", type=int, default=1, help="L, Transformer layers per direction; 2 helps a little, 4 overfits [Fig. 5c]")
+    model.add_argument("--hidden", type=int, help="H, width of the Transformers; larger is better and slower [Fig. 5c]. A = H/64 heads and F = 4H follow")
+    model.add_argument("--dropout", type=float, default=0.1, help="in the Transformers; raise it when few captions are learned by heart [official code]")
+    model.add_argument("--vocab-size", type=int, default=10_000, help="tokens of the tokenizer; fewer where the captions do not hold as many [Sec. 3]")
+    model.add_argument("--tokenizer", help="an existing SentencePiece .model instead of one trained on the captions")
+    model.add_argument("--max-length", type=int, default=30, help="tokens per caption, [SOS] and [EOS] included; raise it for long captions [official code]")
+
+    optim = parser.add_argument_group("optimisation")
+    optim.add_argument("--batch-size", type=int, help="images per iteration over all processes [Sec. 3]")
+    optim.add_argument("--iters", type=int, help="iterations; scale with the number of images [Sec. 3]")
+    optim.add_argument("--epochs", type=float, help="length in passes over the images, instead of --iters")
+    optim.add_argument("--lr", type=float, help="maximum for the backbone; lower it when the loss is not finite [Sec. 3]")
+    optim.add_argument("--text-lr", type=float, help="maximum for everything else; 0.05 suits short runs on small data, see the README [Sec. 3]")
+    optim.add_argument("--warmup", type=float, default=0.02, help="share of the run in which the learning rates rise [Sec. 3: 10K of 500K]")
+    optim.add_argument("--weight-decay", type=float, default=1e-4, help="none on norms and biases of the Transformers [Sec. 3]")
+    optim.add_argument("--clip", type=float, default=10.0, help="maximum norm of the gradient [official code]")
+    optim.add_argument("--lookahead-k", type=int, default=5, help="steps between updates of the slow weights [Sec. 3]")
+    optim.add_argument("--lookahead-alpha", type=float, default=0.5, help="how far the slow weights then move [Sec. 3]")
+    optim.add_argument("--crop-min", type=float, help="smallest part of a photo that a crop may show [Sec. 3]")
+
+    use = parser.add_argument_group("use of a trained model")
+    use.add_argument("--weights", help="a checkpoint.pth of ours or an official VirTex checkpoint (then with --tokenizer)")
+    use.add_argument("--caption", nargs="+", metavar="IMAGE", help="caption these photos; pictures of the attention go to OUTPUT/captions")
+    use.add_argument("--evaluate", action="store_true", help="caption the validation split: CIDEr and SPICE (pip install pycocoevalcap) [Fig. 6]")
+    use.add_argument("--beams", type=int, default=5, help="hypotheses kept by beam search [official code]")
+
+    args = common.fill_defaults(parser.parse_args(argv), DEFAULTS, scaled=("lr", "text_lr"))
+    if args.hidden % 64:
+        fail(f"--hidden {args.hidden} must be a multiple of 64: a head is 64 wide (A = H/64)")
+    if not 0 < args.crop_min <= 1 or not 0 <= args.warmup < 1 or not 0 <= args.dropout < 1:
+        fail("--crop-min must be in (0, 1], --warmup and --dropout in [0, 1)")
+    if args.max_length < 3 or args.layers < 1 or args.lookahead_k < 1 or args.beams < 1:
+        fail("--max-length must be at least 3; --layers, --lookahead-k and --beams at least 1")
+    if (args.caption or args.evaluate) != bool(args.weights) and not (args.caption and args.weights):
+        fail("--weights FILE goes with --caption IMAGE... or --evaluate" if args.weights else "--caption and --evaluate need --weights FILE")
+    return args
+
+
+def main(args):
+    world = common.start_processes()
+    device, args.amp = world.device, common.choose_amp(world.device, args.amp)
+    if args.caption:
+        return caption_photos(args, device)
+    if args.evaluate:
+        return evaluate_captions(args, device)
+    run = common.Run(args, "virtex", world)
+    checkpoint = run.begin()
+
+    # Data: photos with at least one caption, and a tokenizer learned from the captions.
+    train, val = load_captions(args, args.train_split, args.fraction, args.captions_per_image), load_captions(args, args.val_split)
+    labelled = common.probe_data(args, train, val)
+    if len(train) < args.batch_size:
+        say(f"note: {len(train)} images are fewer than a batch of {args.batch_size}; images repeat within a batch")
+    iters = math.ceil(args.epochs * len(train) / args.batch_size) if args.epochs else args.iters
+    with common.main_first(world):
+        tokenizer = find_tokenizer(args, run.folder / "tokenizer.model", train.captions)
+    say(f"{len(train)} photos with {len(train.captions)} captions, {tokenizer.get_piece_size()} tokens; {iters} iterations of {args.batch_size}")
+
+    # Model, optimiser, and where an earlier run stopped.
+    torch.manual_seed(args.seed)
+    model = VirTex(args.arch, tokenizer.get_piece_size(), args.hidden, args.layers, dropout=args.dropout, max_length=args.max_length, task=args.task)
+    model.to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(parameter_groups(model, args.lr, args.text_lr, args.weight_decay), momentum=0.9, fused=True)
+    lookahead = LookAhead(optimizer, args.lookahead_k, args.lookahead_alpha)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+    start, best = 0, None
+    if checkpoint:
+        start, best = checkpoint["iteration"], checkpoint["best"]
+        for part, name in ((model, "model"), (optimizer, "optimizer"), (lookahead, "lookahead"), (scaler, "scaler")):
+            part.load_state_dict(checkpoint[name])
+    if args.compile:
+        model.visual["cnn"].compile()
+    parallel = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if world.size > 1 else model
+
+    view = CaptionView(train, tokenizer, args)
+    sampler = common.InfiniteSampler(len(train), args.batch_size, world, args.seed, start)
+    loader = common.make_loader(view, sampler, args.batch_size // world.size, args.workers, collate, device)
+    feed = common.Feed(loader, device, run, train.images)
+
+    parallel.train()
+    bar = progress(total=iters, initial=start, unit=" its", desc="virtex")
+    with common.StopSignals() as stop:
+        for iteration, batch in zip(range(start + 1, iters + 1), feed):
+            factor = common.warmup_cosine(iteration - 1, iters, args.warmup * iters)
+            for group in optimizer.param_groups:
+                group["lr"] = group["max_lr"] * factor
+            # Dropout, too, is a function of the seed, the iteration and the rank: a resumed run draws the same.
+            torch.manual_seed(hash((args.seed, iteration, world.rank)))
+
+            images = common.augment(batch.pop("images"), batch.pop("jitter"))
+            with common.autocast(device, args.amp):
+                losses = parallel(images, **batch)
+            loss = sum(losses.values())
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+            scaler.step(optimizer)
+            scaler.update()
+            lookahead.step()
+            bar.update()
+
+            stopping = common.any_process(world, bool(stop.number))
+            saving = stopping or iteration % args.checkpoint_every == 0 or iteration == iters
+            if saving or iteration % args.log_every == 0:  # the only places that wait for the device
+                terms = common.average(world, torch.stack([term.detach() for term in (loss, *losses.values())])).tolist()
+                run.check_finite(iteration, terms[0] if args.amp == "fp16" else terms[0] + 0 * grad_norm.item())
+                bar.set_postfix(loss=f"{terms[0]:.3f}")
+            if iteration % args.log_every == 0:
+                run.log(iteration, feed, loss=terms[0], **dict(zip(losses, terms[1:])), lr=args.lr * factor, text_lr=args.text_lr * factor)
+            if args.probe_every and iteration % args.probe_every == 0 and world.is_main:
+                score = select_probe(model, labelled, args, device)
+                say(f"iteration {iteration}: probe on held-out training images {score:.2f} mAP")
+                if best is None or score > best["score"]:
+                    best = {"iteration": iteration, "score": score}
+                    run.save_weights("backbone_best.pth", model.visual["cnn"].state_dict())
+            if saving:
+                run.save(iteration, model=model.state_dict(), optimizer=optimizer.state_dict(), lookahead=lookahead.state_dict(),
+                         scaler=scaler.state_dict(), best=best, tokenizer=torch.frombuffer(bytearray(tokenizer.serialized_model_proto()), dtype=torch.uint8))  # fmt: skip
+            if stopping:
+                bar.close()
+                say(f"stopped by signal {stop.number} after iteration {iteration}: checkpoint written, the same command goes on from there")
+                sys.exit(128 + stop.number)
+    bar.close()
+
+    # The backbone is the result; the probe says what it is worth.
+    common.end_processes(world)
+    if not world.is_main:
+        return
+    run.save_weights("backbone.pth", model.visual["cnn"].state_dict())
+    result = {"captioning": validate(model, CaptionView(val, tokenizer, args, training=False), args, device)}
+    say("validation loss per token: " + ", ".join(f"{name} {value:.3f}" for name, value in result["captioning"].items()))
+    if labelled:
+        name, fit, test = labelled
+        torch.manual_seed(args.seed)
+        random = common.build_backbone(args.arch).to(device, memory_format=torch.channels_last)
+        trained = common.probe(model.visual["cnn"], fit, test, args, device, "features, trained")
+        baseline = common.probe(random, fit, test, args, device, "features, random")
+        result["probe"] = {"data": name, "metric": "mAP", "trained": round(trained, 2), "random": round(baseline, 2)}
+        if best:
+            _, random_state = common.backbone_weights(common.read_checkpoint(run.folder / "backbone_best.pth"), "backbone_best.pth")
+            random.load_state_dict(random_state)
+            result["probe"]["best"] = {**best, "trained": round(common.probe(random, fit, test, args, device, "features, best"), 2)}
+        say(f"linear probe on {name}: {trained:.1f} mAP trained, {baseline:.1f} mAP random initialisation ({run.folder}/backbone.pth)")
+    else:
+        say(f"no labels to probe on: measure with python eval_linear.py --weights {run.folder}/backbone.pth --data folder --root FOLDER")
+    run.finish(**result)
+
+
+# ------------------------------------------------------------------------------------------ captions to tokens
+
+UNKNOWN, SOS, EOS, MASK = range(4)  # padding shares the id of unknown [official model]
+
+
+def clean(caption):
+    """Lower case, NFKD, accents stripped [Sec. 3, Tokenization]."""
+    decomposed = unicodedata.normalize("NFKD", caption.lower())
+    return "".join(char for char in decomposed if not unicodedata.combining(char))
+
+
+def swap_left_right(caption):
+    """The caption of the mirrored photo: the whole words left and right interchanged [Sec. 3]."""
+    return re.sub(r"\b(left|right)\b", lambda match: "right" if match[0] == "left" else "left", caption)
+
+
+def find_tokenizer(args, path, captions):
+    """The tokenizer of this run: the user's, the one an earlier start trained, or a new one. Kept at `path`."""
+    if args.tokenizer:
+        tokenizer = read_tokenizer(args.tokenizer)
+        common.write_file(path, lambda file: file.write(tokenizer.serialized_model_proto()))
+    elif not path.exists():
+        say(f"training a tokenizer on {len(captions)} captions")
+        model = train_tokenizer((clean(caption) for caption in captions), args.vocab_size)
+        common.write_file(path, lambda file: file.write(model))
+    return read_tokenizer(path)
+
+
+def read_tokenizer(path):
+    if not Path(path).is_file():
+        fail(f"--tokenizer {path} not found")
+    try:
+        tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except RuntimeError:
+        fail(f"--tokenizer {path} is not a SentencePiece model")
+    if [tokenizer.piece_to_id(piece) for piece in ("[SOS]", "[EOS]", "[MASK]")] != [SOS, EOS, MASK]:
+        fail(f"--tokenizer {path} must have [SOS], [EOS], [MASK] as ids 1, 2, 3")
+    return tokenizer
+
+
+def train_tokenizer(captions, vocab_size):
+    """SentencePiece BPE [Sec. 3] -> the serialised model. The size is an upper bound: few captions hold fewer tokens."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(captions), model_writer=model, model_type="bpe", vocab_size=vocab_size, hard_vocab_limit=False,
+        character_coverage=1.0, unk_id=UNKNOWN, bos_id=-1, eos_id=-1, pad_id=-1, control_symbols="[SOS],[EOS],[MASK]", minloglevel=2,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+def encode(tokenizer, caption, max_length):
+    """-> list of ids: [SOS] c_1 ... c_T [EOS], cut after `max_length`."""
+    return [SOS, *tokenizer.encode(clean(caption)), EOS][:max_length]
+
+
+# ------------------------------------------------------------------------------------------ samples and batches
+
+
+def load_captions(args, split, fraction=1.0, captions_per_image=None):
+    data = common.caption_data(args.data, args.root, split, fraction, captions_per_image, args.seed)
+    captioned = [i for i in range(len(data)) if data.first_caption[i + 1] > data.first_caption[i]]
+    if not captioned:
+        fail(f"no image of the split {split} has a caption")
+    if len(captioned) < len(data):
+        say(f"{len(data) - len(captioned)} of {len(data)} images of the split {split} have no caption and are left out")
+        data = data.select(captioned)
+    return data
+
+
+class CaptionView(Dataset):
+    """One photo with one of its captions, as VirTex is trained on it (or, not `training`, centred, with its first)."""
+
+    def __init__(self, data, tokenizer, args, training=True):
+        self.data, self.tokenizer, self.args, self.training = data, tokenizer, args, training
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, key):
+        epoch, index = key if self.training else (0, key)
+        args, rng = self.args, common.sample_rng(self.args.seed, epoch, index)
+        crop = common.random_crop(rng, (args.crop_min, 1.0)) if self.training else common.centre_crop(1.0)
+        image, index, unreadable = common.read_crop(self.data.images, index, crop, args.image_size)
+        captions = self.data.captions_of(index)
+        caption = captions[rng.integers(len(captions))] if self.training else captions[0]
+        jitter = np.array([1, 1, 1, 0], np.float32)
+        if self.training:
+            jitter = common.draw_colour_jitter(rng)
+            if rng.random() < 0.5:
+                image, caption = image[:, ::-1].copy(), swap_left_right(caption.lower())
+        tokens = encode(self.tokenizer, caption, args.max_length)
+        sample = {"image": image, "jitter": jitter, "tokens": tokens, "unreadable": unreadable, "task": args.task}
+        if args.task == "masked_lm":
+            sample["masked"] = mask_tokens(tokens, self.tokenizer.get_piece_size(), rng)
+        return sample
+
+
+def mask_tokens(tokens, vocab_size, rng):
+    """15% of the words' tokens (one at least): 85% become [MASK], 10% any token, 5% stay [Sec. 4.2, official code]."""
+    masked = list(tokens)
+    words = range(1, len(tokens) - (tokens[-1] == EOS))
+    for t in rng.permutation(words)[: math.ceil(0.15 * len(words))]:
+        draw = rng.random()
+        if draw < 0.95:
+            masked[t] = MASK if draw < 0.85 else int(rng.integers(MASK + 1, vocab_size))
+    return masked
+
+
+def pad(sequences):
+    """Lists of ids -> (B, T) int64, zeros behind."""
+    return nn.utils.rnn.pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
+
+
+def collate(samples):
+    """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T) and what the task needs beside them.
+
+    `predicted` are the flat indices of the positions that have something to predict. They are found here, on the
+    host: finding them on the GPU would make every step wait for it.
+    """
+    tokens, task = pad([sample["tokens"] for sample in samples]), samples[0]["task"]
+    lengths = torch.tensor([len(sample["tokens"]) for sample in samples])
+    batch = {
+        "images": torch.from_numpy(np.stack([sample["image"] for sample in samples])),
+        "jitter": torch.from_numpy(np.stack([sample["jitter"] for sample in samples])),
+        "tokens": tokens,
+        "unreadable": sorted({index for sample in samples for index in sample["unreadable"]}),
+    }
+    if task in ("bicaptioning", "captioning"):
+        has_next = torch.arange(tokens.size(1) - 1) < lengths[:, None] - 1
+        batch["predicted"] = has_next.flatten().nonzero().squeeze(1)
+        if task == "bicaptioning":
+            batch["backward_tokens"] = pad([sample["tokens"][::-1] for sample in samples])
+    elif task == "masked_lm":
+        batch["masked"], batch["lengths"] = pad([sample["masked"] for sample in samples]), lengths
+        batch["predicted"] = ((batch["masked"] == MASK) & (tokens != MASK)).flatten().nonzero().squeeze(1)
+    return batch
+
+
+# ------------------------------------------------------------------------------------------ model
+
+
+class Attention(nn.Module):
+    """Multi-headed attention of Vaswani et al., with the parameter names of nn.MultiheadAttention.
+
+    Keys and values are made by a call of their own, so that decoding can keep them.
+    """
+
+    def __init__(self, hidden, heads, dropout):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * hidden, hidden))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * hidden))
+        self.out_proj = nn.Linear(hidden, hidden)
+
+    def split(self, x):
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, T, H) -> (B, heads, T, H / heads)
+
+    def keys_values(self, memory):
+        """memory (B, S, H) -> keys and values, (B, heads, S, H / heads) each"""
+        hidden = memory.size(-1)
+        keys, values = F.linear(memory, self.in_proj_weight[hidden:], self.in_proj_bias[hidden:]).chunk(2, dim=-1)
+        return self.split(keys), self.split(values)
+
+    def query(self, x):
+        hidden = x.size(-1)
+        return self.split(F.linear(x, self.in_proj_weight[:hidden], self.in_proj_bias[:hidden]))
+
+    def forward(self, x, keys, values, causal=False, mask=None):
+        """x (B, T, H); mask (B, 1, 1, S), True where a key may be seen -> (B, T, H)"""
+        dropout = self.dropout if self.training else 0.0
+        attended = F.scaled_dot_product_attention(self.query(x), keys, values, mask, dropout, is_causal=causal)
+        return self.out_proj(attended.transpose(1, 2).flatten(2))
+
+    def weights(self, x, keys):
+        """How much each query looks at each key -> (B, T, S), the mean over the heads."""
+        query = self.query(x)
+        return (query @ keys.transpose(2, 3) / math.sqrt(query.size(-1))).softmax(-1).mean(1)
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention, attention over the image, feed-forward; each with dropout, residual and then layer norm [Sec. 3].
+
+    Parameter names are those of nn.TransformerDecoderLayer.
+    """
+
+    def __init__(self, hidden, heads, feedforward, dropout):
+        super().__init__()
+        self.self_attn = Attention(hidden, heads, dropout)
+        self.multihead_attn = Attention(hidden, heads, dropout)
+        self.linear1, self.linear2 = nn.Linear(hidden, feedforward), nn.Linear(feedforward, hidden)
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(hidden) for _ in range(3))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x, memory, causal=True, mask=None, past=None):
+        """x (B, T, H); memory: keys and values of the image; past: keys and values of earlier tokens -> x, past"""
+        keys, values = self.self_attn.keys_values(x)
+        if past is not None:
+            keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
+        x = self.norm1(x + self.dropout(self.self_attn(x, keys, values, causal and past is None, mask)))
+        x = self.norm2(x + self.dropout(self.multihead_attn(x, *memory)))
+        x = self.norm3(x + self.dropout(self.linear2(self.dropout(F.gelu(self.linear1(x))))))
+        return x, (keys, values)
+
+
+class Embedding(nn.Module):
+    """Token and position, summed, layer norm, dropout [Sec. 3]."""
+
+    def __init__(self, vocab_size, hidden, dropout, max_length):
+        super().__init__()
+        self.words = nn.Embedding(vocab_size, hidden, padding_idx=UNKNOWN)
+        self.positions = nn.Embedding(max_length, hidden)
+        self.layer_norm = nn.LayerNorm(hidden, eps=1e-8)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens, first=0):
+        positions = self.positions.weight[first : first + tokens.size(1)]
+        x = self.dropout(self.layer_norm(self.words(tokens) + positions))
+        return x * (tokens != UNKNOWN).unsqueeze(-1)  # padding and unknown tokens are zero vectors [official code]
+
+
+class TextualHead(nn.Module):
+    """A Transformer that reads tokens and an image, and scores the vocabulary. Module names of the official code."""
+
+    def __init__(self, channels, vocab_size, hidden, layers, heads, feedforward, dropout, max_length):
+        super().__init__()
+        self.visual_projection = nn.Linear(channels, hidden)
+        self.embedding = Embedding(vocab_size, hidden, dropout, max_length)
+        self.transformer = nn.ModuleDict({"layers": nn.ModuleList(DecoderLayer(hidden, heads, feedforward, dropout) for _ in range(layers))})
+        self.output = nn.Linear(hidden, vocab_size)
+        for module in self.modules():  # N(0, 0.02) [official code]
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+            if isinstance(module, Attention):
+                nn.init.normal_(module.in_proj_weight, std=0.02)
+        nn.init.zeros_(self.embedding.words.weight[UNKNOWN])
+        self.output.weight = self.embedding.words.weight  # tied [Sec. 3]
+
+    def share(self, other):
+        """Use the other direction's projection, embedding and output layer; only the Transformer is one's own [Sec. 3]."""
+        self.visual_projection, self.embedding, self.output = other.visual_projection, other.embedding, other.output
+        return self
+
+    def project(self, features):
+        """(B, channels, h, w) -> the image vectors, (B, h * w, H)"""
+        return self.visual_projection(features.flatten(2).transpose(1, 2))
+
+    def memory(self, projected):
+        """Image vectors -> keys and values for each layer."""
+        return [layer.multihead_attn.keys_values(projected) for layer in self.transformer["layers"]]
+
+    def forward(self, tokens, memory, causal=True, mask=None, past=None):
+        """tokens (B, T) -> vectors (B, T, H), and for each layer the keys and values of all tokens so far."""
+        x = self.embedding(tokens, first=past[0][0].size(2) if past else 0)
+        present = []
+        for n, layer in enumerate(self.transformer["layers"]):
+            x, kept = layer(x, memory[n], causal, mask, past[n] if past else None)
+            present.append(kept)
+        return x, present
+
+
+class VirTex(nn.Module):
+    """Backbone and textual heads; calling it gives the losses of the task by name [Sec. 3, Sec. 4.2].
+
+    `visual["cnn"]` is the backbone; `textual` and `backward_textual` the two directions.
+    """
+
+    def __init__(self, arch, vocab_size, hidden, layers=1, heads=None, feedforward=None, dropout=0.1, max_length=30, task="bicaptioning"):
+        super().__init__()
+        self.task = task
+        self.visual = nn.ModuleDict({"cnn": common.build_backbone(arch)})
+        channels = self.visual["cnn"].channels
+        if task == "token_classification":
+            self.textual = nn.ModuleDict({"output": nn.Linear(channels, vocab_size)})
+            return
+        size = channels, vocab_size, hidden, layers, heads or hidden // 64, feedforward or 4 * hidden, dropout, max_length
+        self.textual = TextualHead(*size)
+        if task == "bicaptioning":
+            self.backward_textual = TextualHead(*size).share(self.textual)
+
+    def forward(self, images, tokens, predicted=None, backward_tokens=None, masked=None, lengths=None):
+        """images (B, 3, h, w), the rest from `collate` -> {name: loss}"""
+        features = self.visual["cnn"](images)
+        if self.task == "token_classification":
+            return {"token_classification": token_set_loss(self.textual["output"](features.mean((2, 3))), tokens)}
+        projected = self.textual.project(features)
+        if self.task == "masked_lm":
+            visible = (torch.arange(tokens.size(1), device=tokens.device) < lengths[:, None])[:, None, None]
+            vectors, _ = self.textual(masked, self.textual.memory(projected), causal=False, mask=visible)
+            return {"masked_lm": prediction_loss(self.textual.output, vectors, tokens, predicted)}
+        # Eq. 1: the model of each direction predicts token t from those before it and the image.
+        losses = {"forward": self.caption_loss(self.textual, projected, tokens, predicted)}
+        if self.task == "bicaptioning":
+            losses["backward"] = self.caption_loss(self.backward_textual, projected, backward_tokens, predicted)
+        return losses
+
+    @staticmethod
+    def caption_loss(head, projected, tokens, predicted):
+        vectors, _ = head(tokens[:, :-1], head.memory(projected))
+        return prediction_loss(head.output, vectors, tokens[:, 1:], predicted)
+
+
+def prediction_loss(output, vectors, targets, predicted):
+    """Mean cross-entropy over the positions `predicted` of (B, T); no other goes through the vocabulary layer."""
+    logits = output(vectors.flatten(0, 1)[predicted])
+    targets = targets.flatten()[predicted]
+    return F.cross_entropy(logits.float(), targets, reduction="sum") / max(1, len(targets))
+
+
+def token_set_loss(logits, tokens):
+    """Softmax cross-entropy with the set of a caption's K tokens, each 1/K [Sec. 4.2; Tab. 1, multi-label]."""
+    targets = torch.zeros_like(logits, dtype=torch.float32).scatter_(1, tokens, 1.0)
+    targets[:, : MASK + 1] = 0  # neither special tokens nor padding
+    return F.cross_entropy(logits.float(), targets / targets.sum(1, keepdim=True).clamp(min=1))
+
+
+# ------------------------------------------------------------------------------------------ optimiser
+
+
+def parameter_groups(model, lr, text_lr, weight_decay):
+    """The backbone at `lr`, everything else at `text_lr`; no decay on norms and biases of the Transformers [Sec. 3]."""
+    backbone, decayed, plain = [], [], []
+    for name, parameter in model.named_parameters():
+        if name.startswith("visual.cnn."):
+            backbone.append(parameter)
+        elif re.search(r"textual\.(embedding|transformer)\..*(norm|bias)", name):
+            plain.append(parameter)
+        else:
+            decayed.append(parameter)
+    groups = ((backbone, lr, weight_decay), (decayed, text_lr, weight_decay), (plain, text_lr, 0.0))
+    return [{"params": params, "lr": rate, "max_lr": rate, "weight_decay": decay} for params, rate, decay in groups if params]
+
+
+class LookAhead:
+    """Every k steps the slow weights move by alpha towards the fast ones, which go on from there (Zhang et al. 2019)."""
+
+    def __init__(self, optimizer, k, alpha):
+        self.k, self.alpha, self.steps = k, alpha, 0
+        self.fast = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.slow = [parameter.detach().clone() for parameter in self.fast]
+
+    @torch.no_grad()
+    def step(self):
+        """Call after the optimiser's own step."""
+        self.steps += 1
+        if self.steps % self.k == 0:
+            torch._foreach_lerp_(self.slow, self.fast, self.alpha)
+            torch._foreach_copy_(self.fast, self.slow)
+
+    def state_dict(self):
+        return {"steps": self.steps, "slow": self.slow}
+
+    @torch.no_grad()
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+        torch._foreach_copy_(self.slow, [slow.to(here.device) for slow, here in zip(state["slow"], self.slow)])
+
+
+# ------------------------------------------------------------------------------------------ validation
+
+
+@torch.no_grad()
+def validate(model, view, args, device):
+    """Mean loss per predicted token over the validation photos, each with its first caption -> {name: loss}"""
+    model.eval()
+    totals, count = {}, 0
+    loader = DataLoader(view, 64, num_workers=args.workers, collate_fn=collate)
+    for batch in progress(loader, desc="validation", unit=" batches", leave=False):
+        batch.pop("unreadable"), batch.pop("jitter")
+        batch = {key: value.to(device) for key, value in batch.items()}
+        n = len(batch["predicted"]) if "predicted" in batch else len(batch["tokens"])
+        with common.autocast(device, args.amp):
+            losses = model(common.augment(batch.pop("images")), **batch)
+        for name, loss in losses.items():
+            totals[name] = totals.get(name, 0.0) + n * loss.item()
+        count += n
+    return {name: total / count for name, total in totals.items()}
+
+
+def select_probe(model, labelled, args, device):
+    """The probe for early stopping [Sec. 3]: never on test images, but on a fifth of the probe's training images."""
+    _, fit, _ = labelled
+    order = np.random.default_rng(args.seed).permutation(len(fit.images))
+    held_out = len(order) // 5
+    return common.probe(model.visual["cnn"], fit.select(order[held_out:]), fit.select(order[:held_out]), args, device, "early stopping")
+
+
+# ------------------------------------------------------------------------------------------ captions for photos
+
+
+def load_virtex(path, tokenizer_path=None):
+    """A captioning model from a checkpoint of ours or an official one -> (VirTex in eval mode, tokenizer, image size)
+
+    All sizes are read off the weights. An official checkpoint does not hold its tokenizer: give coco_10k.model.
+    """
+    content = common.read_checkpoint(path)
+    args = content.get("args", {}) if isinstance(content, dict) else {}
+    if isinstance(content, dict) and content.get("script", "virtex") != "virtex":
+        fail(f"{path} is a checkpoint of {content['script']}.py, not of virtex.py")
+    state = content.get("model") if isinstance(content, dict) else None
+    if not state or "textual.embedding.words.weight" not in state or args.get("task") == "masked_lm":
+        fail(f"{path} holds no captioning model (a backbone alone cannot caption): give the checkpoint.pth of a run with --task bicaptioning or captioning")
+    if tokenizer_path:
+        tokenizer = read_tokenizer(tokenizer_path)
+    elif "tokenizer" in content:
+        tokenizer = sentencepiece.SentencePieceProcessor(model_proto=content["tokenizer"].numpy().tobytes())
+    else:
+        fail(f"{path} holds no tokenizer: add --tokenizer FILE (the official one is coco_10k.model)")
+    vocab_size, hidden = state["textual.embedding.words.weight"].shape
+    if tokenizer.get_piece_size() != vocab_size:
+        fail(f"the tokenizer has {tokenizer.get_piece_size()} tokens and {path} {vocab_size}: they do not belong together")
+    model = VirTex(
+        common.backbone_weights(content, path)[0], vocab_size, hidden,
+        layers=sum(name.startswith("textual.transformer.layers.") and name.endswith("linear1.bias") for name in state),
+        feedforward=len(state["textual.transformer.layers.0.linear1.bias"]),
+        max_length=len(state["textual.embedding.positions.weight"]),
+        task="bicaptioning" if any(name.startswith("backward_textual.") for name in state) else "captioning",
+    )  # fmt: skip
+    wrong = model.load_state_dict(state, strict=False)
+    if wrong.missing_keys or [name for name in wrong.unexpected_keys if not common.CLASSIFIER.match(name.removeprefix("visual.cnn."))]:
+        fail(f"{path} does not fit: missing {wrong.missing_keys[:5]}, unexpected {wrong.unexpected_keys[:5]}")
+    return model.eval(), tokenizer, args.get("image_size", 224)
+
+
+@torch.no_grad()
+def beam_search(head, projected, beams=5, max_length=30, cached=True):
+    """The most probable captions of a batch -> tokens (B, T) from [SOS] on (zeros behind [EOS]), log-probabilities (B,)
+
+    projected: image vectors (B, S, H). A hypothesis that ended keeps its score and its place among the beams; the
+    search is over when all have ended. cached: keep the keys and values of earlier tokens instead of computing them
+    again (the same result, faster).
+    """
+    batch, vocab_size = len(projected), head.output.out_features
+    memory = [tuple(part.repeat_interleave(beams, 0) for part in layer) for layer in head.memory(projected)]
+    tokens = torch.full((batch, beams, 1), SOS, device=projected.device)
+    scores = projected.new_tensor([0.0] + [-math.inf] * (beams - 1)).repeat(batch, 1)  # all beams are equal at first
+    past, first_row = None, beams * torch.arange(batch, device=projected.device)[:, None]
+    while tokens.size(2) < max_length:
+        flat = tokens.flatten(0, 1)
+        vectors, present = head(flat[:, -1:] if past else flat, memory, past=past)
+        log_p = head.output(vectors[:, -1]).float().log_softmax(-1).view(batch, beams, vocab_size)
+        ended = (tokens == EOS).any(2)
+        log_p[ended] = -math.inf  # nothing follows [EOS]...
+        log_p[..., UNKNOWN][ended] = 0.0  # ...but padding, at no cost
+        scores, choice = (scores[:, :, None] + log_p).flatten(1).topk(beams)
+        beam, token = choice // vocab_size, choice % vocab_size
+        tokens = torch.cat([tokens.gather(1, beam[:, :, None].expand(-1, -1, tokens.size(2))), token[:, :, None]], 2)
+        if cached:
+            rows = (first_row + beam).flatten()
+            past = [(keys[rows], values[rows]) for keys, values in present]
+        if (tokens == EOS).any(2).all():
+            break
+    return tokens[:, 0], scores[:, 0]
+
+
+@torch.no_grad()
+def word_attention(head, projected, tokens, pieces):
+    """Where the last layer looks when it predicts each word [Sec. 4.4] -> list of (word, (h, w) map in [0, 1])
+
+    projected (1, S, H); tokens (T,) from [SOS] to [EOS]; pieces: the tokens as strings, "▁" at the start of a word.
+    The map of a word is the mean over its tokens, each of which is predicted at the position before it.
+    """
+    memory, x = head.memory(projected), head.embedding(tokens[None, :-1])
+    for layer, (keys, values) in zip(head.transformer["layers"], memory):
+        own = layer.self_attn.keys_values(x)
+        query = layer.norm1(x + layer.self_attn(x, *own, causal=True))
+        weights = layer.multihead_attn.weights(query, keys)[0]
+        x, _ = layer(x, (keys, values))
+    side, words = math.isqrt(projected.size(1)), []
+    for t, piece in enumerate(pieces):
+        if piece.startswith("▁") or not words:
+            words.append(["", []])
+        words[-1][0] += piece.lstrip("▁")
+        words[-1][1].append(weights[t])
+    maps = [torch.stack(rows).mean(0).view(side, side) for _, rows in words]
+    return [(word, (m - m.min()) / (m.max() - m.min()).clamp(min=1e-8)) for (word, _), m in zip(words, maps)]
+
+
+def draw_attention(image, caption, words, path, side=192):
+    """One picture: the photo, then the photo under the attention map of each word, bicubically enlarged [Sec. 4.4]."""
+    photo, font = image.resize((side, side), Image.BICUBIC), ImageFont.load_default(15)
+    columns = min(6, len(words) + 1)
+    rows = math.ceil((len(words) + 1) / columns)
+    sheet = Image.new("RGB", (columns * (side + 8) + 8, rows * (side + 28) + 34), "white")
+    draw = ImageDraw.Draw(sheet)
+    draw.text((8, 8), caption, "black", font)
+    for n, (word, attention) in enumerate([("", None), *words]):
+        x, y = 8 + n % columns * (side + 8), 34 + n // columns * (side + 28)
+        tile = np.asarray(photo, np.float32)
+        if attention is not None:
+            heat = F.interpolate(attention[None, None].float().cpu(), (side, side), mode="bicubic", align_corners=False)
+            heat = heat[0, 0].clamp(0, 1).numpy()[..., None]
+            tile = tile * (0.35 + 0.25 * heat) + heat * np.array([102, 70, 0])  # dim the photo, glow where it looks
+        sheet.paste(Image.fromarray(tile.clip(0, 255).astype(np.uint8)), (x, y))
+        draw.text((x + side / 2, y + side + 4), word, "black", font, anchor="ma")
+    sheet.save(path)
+
+
+def caption_photos(args, device):
+    """`--caption`: print a caption for each photo and draw its words' attention."""
+    model, tokenizer, size = load_virtex(args.weights, args.tokenizer)
+    model.to(device)
+    photos = common.ImageFiles(args.caption)
+    photos.check()
+    folder = Path(args.output, "captions")
+    folder.mkdir(parents=True, exist_ok=True)
+    for first in range(0, len(photos), 32):
+        paths = args.caption[first : first + 32]
+        pixels = []
+        for path in paths:
+            image, _, unreadable = common.read_crop(common.ImageFiles([path]), 0, common.centre_crop(1.0), size)
+            pixels.append(image)
+        with torch.no_grad():
+            projected = model.textual.project(model.visual["cnn"](common.augment(torch.from_numpy(np.stack(pixels)).to(device))))
+        tokens, _ = beam_search(model.textual, projected, args.beams, model.textual.embedding.positions.num_embeddings)
+        for n, path in enumerate(paths):
+            row = ended_at(tokens[n])
+            pieces = [tokenizer.id_to_piece(token) for token in row[1:].tolist() if token != EOS]
+            caption = tokenizer.decode([token for token in row.tolist() if token > MASK])
+            picture = folder / f"{Path(path).stem}.png"
+            draw_attention(Image.fromarray(pixels[n]), caption, word_attention(model.textual, projected[n : n + 1], row, pieces), picture)
+            print(f"{path}: {caption}  ({picture})")
+
+
+def ended_at(tokens):
+    """(T,) tokens up to and with the first [EOS]."""
+    end = (tokens == EOS).nonzero()
+    return tokens[: end[0, 0] + 1] if len(end) else tokens
+
+
+def evaluate_captions(args, device):
+    """`--evaluate`: caption the validation split and score it against its own captions [Fig. 6]."""
+    model, tokenizer, size = load_virtex(args.weights, args.tokenizer)
+
+
+if __name__ == "__main__":
+    main(get_args())
