@@ -651,8 +651,7 @@ class ResNet(torchvision.models.ResNet):
     """torchvision's ResNet without the classifier: (B, 3, H, W) -> (B, channels, H / 32, W / 32), its key names kept."""
 
     def __init__(self, block, layers, width=64):
-        # The last batch norm of each block starts at zero: at first a block is the identity. [official VirTex code]
-        super().__init__(block, layers, width_per_group=width, zero_init_residual=True)
+        super().__init__(block, layers, width_per_group=width)
         self.channels = self.fc.in_features
         del self.fc
 
@@ -944,32 +943,40 @@ LABEL_SPLITS = {"shapes": ("train", "val"), "coco": ("train2017", "val2017"), "v
 
 
 class CropView(Dataset):
-    """Every image once, centre-cropped: "resize the shorter side to 256, centre crop 224" at `size` 224."""
+    """Every image once, by its central square: `part` 224 / 256 is "resize to 256, centre crop 224".
 
-    def __init__(self, images, size):
-        self.images, self.size = images, size
+    -> uint8 (size, size, 3), and whether it could be decoded (otherwise the pixels are another image's)
+    """
+
+    def __init__(self, images, size, part=224 / 256):
+        self.images, self.size, self.part = images, size, part
 
     def __len__(self):
         return len(self.images)
 
     def __getitem__(self, i):
-        pixels, _, unreadable = read_crop(self.images, i, centre_crop(224 / 256), self.size)
-        if unreadable:
-            raise OSError(f"cannot decode {self.images[i]}")
-        return torch.from_numpy(pixels)
+        pixels, _, unreadable = read_crop(self.images, i, centre_crop(self.part), self.size)
+        return pixels, not unreadable
 
 
 @torch.no_grad()
-def extract_features(backbone, images, size, device, amp="off", workers=0, desc="features"):
-    """Global average pooled features in eval mode -> (N, channels) float32 array."""
-    training, features = backbone.training, []
-    loader = DataLoader(CropView(images, size), 64, num_workers=workers)
+def extract_features(backbone, data, size, device, amp="off", workers=0, desc="features"):
+    """Global average pooled features of a LabelData in eval mode -> (N, channels) float32, (N, classes) labels.
+
+    Images that cannot be decoded are named and left out.
+    """
+    training, features, readable = backbone.training, [], []
+    loader = DataLoader(CropView(data.images, size), 64, num_workers=workers)
     backbone.eval()
-    for batch in progress(loader, desc=desc, unit=" batches", leave=False):
+    for pixels, good in progress(loader, desc=desc, unit=" batches", leave=False):
         with autocast(device, amp):
-            features.append(backbone(augment(batch.to(device))).float().mean((2, 3)).cpu())
+            features.append(backbone(augment(pixels.to(device))).float().mean((2, 3)).cpu())
+        readable.append(good)
     backbone.train(training)
-    return torch.cat(features).numpy()
+    readable = torch.cat(readable).numpy()
+    for i in np.flatnonzero(~readable):
+        say(f"cannot decode {data.images[i]}: left out of the probe")
+    return torch.cat(features).numpy()[readable], data.labels[readable]
 
 
 def svm_probe(train_x, train_y, test_x, test_y, names, seed=0):
@@ -1025,6 +1032,7 @@ def probe_data(args, train, val):
 
 def probe(backbone, fit, test, args, device, desc):
     """mAP of SVMs trained on the features of `fit` and tested on `test` (LabelData), in percent."""
-    features = [extract_features(backbone, data.images, args.image_size, device, args.amp, args.workers, desc) for data in (fit, test)]
-    scores = svm_probe(features[0], fit.labels, features[1], test.labels, fit.names)
-    return float(np.mean(list(scores.values())))
+    (fit_x, fit_y), (test_x, test_y) = (
+        extract_features(backbone, data, args.image_size, device, args.amp, args.workers, desc) for data in (fit, test)
+    )
+    return float(np.mean(list(svm_probe(fit_x, fit_y, test_x, test_y, fit.names).values())))

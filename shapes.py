@@ -20,7 +20,7 @@ COLOURS = {
     "red": (215, 45, 40), "green": (40, 160, 60), "blue": (50, 85, 215), "yellow": (240, 215, 50),
     "purple": (140, 60, 175), "orange": (245, 140, 30), "white": (245, 245, 245), "black": (20, 20, 20),
 }  # fmt: skip
-SHAPES_SIZE = {"train": 10_000, "val": 1_000}
+SHAPES_SIZE = {"train": 50_000, "val": 1_000}
 
 
 class Shape(NamedTuple):
@@ -61,7 +61,7 @@ class ShapeImages:
 
 
 def shapes_data(split):
-    """10,000 training and 1,000 validation scenes with five captions each; tags are the shapes present."""
+    """50,000 training and 1,000 validation scenes with five captions each; tags are the shapes present."""
     if split not in SHAPES_SIZE:
         fail(f'--data shapes has the splits "train" and "val", not "{split}"')
     data, first = common.CaptionData(ShapeImages(), list(SHAPES)), 10_000_000 * (split == "val")
@@ -73,14 +73,14 @@ def shapes_data(split):
 def shapes_scene(scene):
     """The 1-3 objects of a scene, none touching another -> list of Shape. A function of the scene's number alone."""
     rng, objects = random.Random(scene), []
-    wanted = rng.choice((1, 2, 2, 3))
+    wanted = rng.choice((1, 1, 2, 2, 3))
     while len(objects) < wanted:
         size = rng.choice(("large", "small"))
-        radius = rng.uniform(0.17, 0.23) if size == "large" else rng.uniform(0.09, 0.12)
+        radius = rng.uniform(0.23, 0.28) if size == "large" else rng.uniform(0.13, 0.16)
         x, y = rng.uniform(radius, 1 - radius), rng.uniform(radius, 1 - radius)
-        if all(math.hypot(x - o.x, y - o.y) > 1.15 * (radius + o.radius) for o in objects):
+        if all(math.hypot(x - o.x, y - o.y) > 1.02 * (radius + o.radius) for o in objects):
             shape, colour = rng.choice(SHAPES), rng.choice(list(COLOURS))
-            fill, angle = rng.choice(("solid", "solid", "hollow", "striped")), rng.choice((0, 0, -25, 25))
+            fill, angle = rng.choice(("solid", "solid", "solid", "hollow", "striped")), rng.choice((0, 0, 0, -20, 20))
             objects.append(Shape(shape, colour, size, fill, x, y, radius, 0 if shape == "circle" else angle))
         elif rng.random() < 0.05:  # no room: begin again rather than search for ever
             objects.clear()
@@ -113,14 +113,15 @@ def outline(shape, n=48):
     return np.array([(0, -1), (0.75, -0.15), (0.3, -0.15), (0.3, 0.95), (-0.3, 0.95), (-0.3, -0.15), (-0.75, -0.15)])  # arrow
 
 
-def draw_scene(scene, side=128):
+def draw_scene(scene, side=96):
     """-> PIL image (side x side): the objects over a blotched background with faint lines and noise."""
     rng, big = np.random.default_rng([7, scene]), 2 * side  # drawn twice as large, then halved: smooth edges
-    blotches = Image.fromarray(rng.integers(70, 190, (4, 4, 3), dtype=np.uint8))
+    shade = rng.integers(90, 170) + rng.integers(-25, 26, (3, 3, 1)) + rng.integers(-12, 13, (3, 3, 3))
+    blotches = Image.fromarray(shade.astype(np.uint8))
     image = blotches.resize((big, big), Image.BICUBIC)
     draw = ImageDraw.Draw(image)
-    for _ in range(6):  # clutter, so that colour statistics alone say little
-        draw.line([tuple(p) for p in rng.uniform(0, big, (2, 2))], tuple(rng.integers(40, 220, 3).tolist()), int(rng.integers(1, 5)))
+    for _ in range(2):  # clutter, so that colour statistics alone say little
+        draw.line([tuple(p) for p in rng.uniform(0, big, (2, 2))], tuple(rng.integers(60, 200, 3).tolist()), 3)
     for o in shapes_scene(scene):
         colour = tuple(np.clip(COLOURS[o.colour] + rng.integers(-18, 19, 3), 0, 255).tolist())
         angle = math.radians(o.angle)
@@ -138,7 +139,7 @@ def draw_scene(scene, side=128):
             image.paste(colour, mask=Image.fromarray(np.minimum(np.asarray(mask), stripes[:, None])))
             draw.line([*corners, *corners[:1]], colour, max(2, line // 3))
     pixels = np.asarray(image.resize((side, side), Image.BOX), np.float32)
-    return Image.fromarray(np.clip(pixels + rng.normal(0, 8, pixels.shape), 0, 255).astype(np.uint8))
+    return Image.fromarray(np.clip(pixels + rng.normal(0, 5, pixels.shape), 0, 255).astype(np.uint8))
 
 
 def describe_scene(scene):

@@ -22,10 +22,10 @@ direction. A loss that stays at 5-6 means that the heads write captions without 
 
 import argparse
 import io
-import itertools
 import math
 import re
 import shutil
+import subprocess
 import sys
 import unicodedata
 from pathlib import Path
@@ -47,11 +47,11 @@ TASKS = ("bicaptioning", "captioning", "masked_lm", "token_classification")
 DEFAULTS = {
     #                    on shapes   on real data (the paper's)
     "arch":             ("resnet18", "resnet50"),  # Sec. 3
-    "image_size":       (96,         224),         # Sec. 3
-    "crop_min":         (0.6,        0.2),         # Sec. 3
+    "image_size":       (64,         224),         # Sec. 3
+    "crop_min":         (0.7,        0.2),         # Sec. 3
     "hidden":           (256,        2048),        # Sec. 4.1
-    "batch_size":       (64,         256),         # Sec. 3
-    "iters":            (600,        500_000),     # Sec. 3
+    "batch_size":       (32,         256),         # Sec. 3
+    "iters":            (1200,       500_000),     # Sec. 3
     "lr":               (0.1,        0.2),         # Sec. 3
     "text_lr":          (0.1,        1e-3),        # Sec. 3
     "log_every":        (10,         20),
@@ -715,41 +715,68 @@ def draw_attention(image, caption, words, path, side=192):
     sheet.save(path)
 
 
+@torch.no_grad()
+def caption_images(model, pixels, beams, device):
+    """uint8 (B, size, size, 3) -> list of token rows ([SOS] to [EOS]) and the image vectors they were read from."""
+    projected = model.textual.project(model.visual["cnn"](common.augment(pixels.to(device))))
+    tokens, _ = beam_search(model.textual, projected, beams, model.textual.embedding.positions.num_embeddings)
+    ends = [row.tolist().index(EOS) + 1 if EOS in row.tolist() else len(row) for row in tokens]
+    return [row[:end] for row, end in zip(tokens, ends)], projected
+
+
 def caption_photos(args, device):
-    """`--caption`: print a caption for each photo and draw its words' attention."""
+    """`--caption`: print a caption for each photo and draw where its words look."""
     model, tokenizer, size = load_virtex(args.weights, args.tokenizer)
     model.to(device)
     photos = common.ImageFiles(args.caption)
     photos.check()
     folder = Path(args.output, "captions")
     folder.mkdir(parents=True, exist_ok=True)
-    for first in range(0, len(photos), 32):
-        paths = args.caption[first : first + 32]
-        pixels = []
-        for path in paths:
-            image, _, unreadable = common.read_crop(common.ImageFiles([path]), 0, common.centre_crop(1.0), size)
-            pixels.append(image)
-        with torch.no_grad():
-            projected = model.textual.project(model.visual["cnn"](common.augment(torch.from_numpy(np.stack(pixels)).to(device))))
-        tokens, _ = beam_search(model.textual, projected, args.beams, model.textual.embedding.positions.num_embeddings)
-        for n, path in enumerate(paths):
-            row = ended_at(tokens[n])
-            pieces = [tokenizer.id_to_piece(token) for token in row[1:].tolist() if token != EOS]
-            caption = tokenizer.decode([token for token in row.tolist() if token > MASK])
+    first = 0
+    for pixels, readable in DataLoader(common.CropView(photos, size, part=1.0), 16):
+        rows, projected = caption_images(model, pixels, args.beams, device)
+        for n, row in enumerate(rows):
+            path = photos[first + n]
+            if not readable[n]:
+                say(f"{path}: cannot be decoded, is it a photo?")
+                continue
+            words = [token for token in row.tolist() if token > MASK]
             picture = folder / f"{Path(path).stem}.png"
-            draw_attention(Image.fromarray(pixels[n]), caption, word_attention(model.textual, projected[n : n + 1], row, pieces), picture)
-            print(f"{path}: {caption}  ({picture})")
-
-
-def ended_at(tokens):
-    """(T,) tokens up to and with the first [EOS]."""
-    end = (tokens == EOS).nonzero()
-    return tokens[: end[0, 0] + 1] if len(end) else tokens
+            attention = word_attention(model.textual, projected[n : n + 1], row, [tokenizer.id_to_piece(token) for token in words])
+            draw_attention(Image.fromarray(pixels[n].numpy()), tokenizer.decode(words), attention, picture)
+            say(f"{path}: {tokenizer.decode(words)}  ({picture})")
+        first += len(rows)
 
 
 def evaluate_captions(args, device):
     """`--evaluate`: caption the validation split and score it against its own captions [Fig. 6]."""
+    try:
+        from pycocoevalcap.cider.cider import Cider
+        from pycocoevalcap.spice.spice import Spice
+        from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
+    except ImportError:
+        fail("--evaluate needs the captioning metrics: python -m pip install pycocoevalcap")
+    if not shutil.which("java"):
+        fail("--evaluate needs Java for the metrics' tokenizer: apt install default-jre")
     model, tokenizer, size = load_virtex(args.weights, args.tokenizer)
+    model.to(device)
+    val = load_captions(args, args.val_split)
+    written = {}
+    loader = DataLoader(common.CropView(val.images, size, part=1.0), 64, num_workers=args.workers)
+    for pixels, readable in progress(loader, desc="captions", unit=" batches"):
+        for row, good in zip(caption_images(model, pixels, args.beams, device)[0], readable):
+            written[len(written)] = [{"caption": tokenizer.decode([token for token in row.tolist() if token > MASK])}] if good else None
+    written = {i: caption for i, caption in written.items() if caption}
+    truth = {i: [{"caption": caption} for caption in val.captions_of(i)] for i in written}
+    path = Path(args.output, f"captions_{args.val_split}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    common.write_json(path, [{"image": val.images[i], **caption[0]} for i, caption in written.items()])
+    truth, written = PTBTokenizer().tokenize(truth), PTBTokenizer().tokenize(written)
+    say(f"CIDEr {100 * Cider().compute_score(truth, written)[0]:.1f} on {len(written)} images; the captions are in {path}")
+    try:
+        say(f"SPICE {100 * Spice().compute_score(truth, written)[0]:.1f}")
+    except (OSError, subprocess.CalledProcessError) as error:  # it downloads CoreNLP once and wants Java 8
+        say(f"SPICE was not measured: {error}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,52 @@
+"""What the tests share: the path of the scripts, the folder of the real data, small data sets in genuine layouts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import shapes
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture
+def real_data():
+    """The folder with coco-mini, flickr8k and flowers, named by the environment variable CAPTION_DATA."""
+    folder = os.environ.get("CAPTION_DATA")
+    if not folder:
+        pytest.skip("CAPTION_DATA is not set: it names the folder that holds coco-mini, flickr8k and flowers")
+    return Path(folder)
+
+
+def run_script(*command, **environment):
+    """Run one of the scripts as a user would -> the finished process, its output as text."""
+    command = [sys.executable, *map(str, command)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+
+
+@pytest.fixture(scope="session")
+def coco_folder(tmp_path_factory):
+    """24 training and 12 validation scenes of the built-in data as JPEG files in COCO's layout, with instances."""
+    root = tmp_path_factory.mktemp("coco")
+    (root / "annotations").mkdir()
+    for split, first, count in (("train2017", 0, 24), ("val2017", 1000, 12)):
+        (root / split).mkdir()
+        images, captions, instances = [], [], []
+        for scene in range(first, first + count):
+            name = f"{scene:012d}.jpg"
+            shapes.draw_scene(scene).save(root / split / name)
+            images.append({"id": scene, "file_name": name, "height": 96, "width": 96})
+            captions += [{"id": len(captions) + n, "image_id": scene, "caption": c} for n, c in enumerate(shapes.describe_scene(scene))]
+            instances += [{"id": n, "image_id": scene, "category_id": 10 * shapes.SHAPES.index(o.shape)} for n, o in enumerate(shapes.shapes_scene(scene))]
+        categories = [{"id": 10 * k, "name": name} for k, name in enumerate(shapes.SHAPES)]
+        write = lambda kind, content: (root / "annotations" / f"{kind}_{split}.json").write_text(json.dumps(content))
+        write("captions", {"images": images, "annotations": captions})
+        write("instances", {"images": images, "annotations": instances, "categories": categories})
+    return root
