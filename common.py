@@ -13,7 +13,6 @@ Nothing here knows a method. From top to bottom, in the order in which a script 
     the probe                  extract_features, svm_probe
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -36,7 +35,6 @@ import torch
 import torch.distributed as dist
 import torchvision
 from PIL import Image, ImageOps
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from tqdm import tqdm
@@ -606,9 +604,12 @@ class Feed:
 # ------------------------------------------------------------------------------------------ on the device
 
 
-def draw_colour_jitter(rng, strength=(0.4, 0.4, 0.4, 0.1), p=0.8):
-    """(4,) float32: factors of brightness, contrast and saturation, and hue in turns. Neutral with probability 1 - p."""
-    b, c, s, h = strength
+def draw_colour_jitter(rng, strength=1.0, p=0.8):
+    """(4,) float32: factors of brightness, contrast and saturation, and hue in turns. Neutral with probability 1 - p.
+
+    At strength 1 the ranges are 1 +- 0.4 and +- 0.1 turns.
+    """
+    b, c, s, h = (strength * limit for limit in (0.4, 0.4, 0.4, 0.1))
     factors = rng.uniform((1 - b, 1 - c, 1 - s, -h), (1 + b, 1 + c, 1 + s, h))
     return (factors if rng.random() < p else np.array([1, 1, 1, 0])).astype(np.float32)
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import common
 from common import fail, progress, say

@@ -63,7 +63,7 @@ class ShapeImages:
 def shapes_data(split):
     """50,000 training and 1,000 validation scenes with five captions each; tags are the shapes present."""
     if split not in SHAPES_SIZE:
-        fail(f'--data shapes has the splits "train" and "val", not "{split}"')
+        common.fail(f'--data shapes has the splits "train" and "val", not "{split}"')
     data, first = common.CaptionData(ShapeImages(), list(SHAPES)), 10_000_000 * (split == "val")
     for scene in range(first, first + SHAPES_SIZE[split]):
         data.add(scene, describe_scene(scene), sorted({SHAPES.index(o.shape) for o in shapes_scene(scene)}))
@@ -73,14 +73,14 @@ def shapes_data(split):
 def shapes_scene(scene):
     """The 1-3 objects of a scene, none touching another -> list of Shape. A function of the scene's number alone."""
     rng, objects = random.Random(scene), []
-    wanted = rng.choice((1, 1, 2, 2, 3))
+    wanted = rng.choice((1, 1, 1, 2, 2, 3))
     while len(objects) < wanted:
         size = rng.choice(("large", "small"))
         radius = rng.uniform(0.23, 0.28) if size == "large" else rng.uniform(0.13, 0.16)
         x, y = rng.uniform(radius, 1 - radius), rng.uniform(radius, 1 - radius)
         if all(math.hypot(x - o.x, y - o.y) > 1.02 * (radius + o.radius) for o in objects):
             shape, colour = rng.choice(SHAPES), rng.choice(list(COLOURS))
-            fill, angle = rng.choice(("solid", "solid", "solid", "hollow", "striped")), rng.choice((0, 0, 0, -20, 20))
+            fill, angle = rng.choice(("solid", "solid", "solid", "hollow", "striped")), rng.choice((0, 0, 0, -15, 15))
             objects.append(Shape(shape, colour, size, fill, x, y, radius, 0 if shape == "circle" else angle))
         elif rng.random() < 0.05:  # no room: begin again rather than search for ever
             objects.clear()
@@ -120,7 +120,7 @@ def draw_scene(scene, side=96):
     blotches = Image.fromarray(shade.astype(np.uint8))
     image = blotches.resize((big, big), Image.BICUBIC)
     draw = ImageDraw.Draw(image)
-    for _ in range(2):  # clutter, so that colour statistics alone say little
+    for _ in range(2):  # clutter
         draw.line([tuple(p) for p in rng.uniform(0, big, (2, 2))], tuple(rng.integers(60, 200, 3).tolist()), 3)
     for o in shapes_scene(scene):
         colour = tuple(np.clip(COLOURS[o.colour] + rng.integers(-18, 19, 3), 0, 255).tolist())

@@ -49,10 +49,11 @@ DEFAULTS = {
     "arch":             ("resnet18", "resnet50"),  # Sec. 3
     "image_size":       (64,         224),         # Sec. 3
     "crop_min":         (0.7,        0.2),         # Sec. 3
+    "colour_jitter":    (0.25,       1.0),         # official code; the captions of shapes name exact colours
     "hidden":           (256,        2048),        # Sec. 4.1
     "batch_size":       (32,         256),         # Sec. 3
     "iters":            (1200,       500_000),     # Sec. 3
-    "lr":               (0.1,        0.2),         # Sec. 3
+    "lr":               (0.2,        0.2),         # Sec. 3
     "text_lr":          (0.1,        1e-3),        # Sec. 3
     "log_every":        (10,         20),
     "checkpoint_every": (200,        2000),
@@ -85,7 +86,8 @@ def get_args(argv=None):
     optim.add_argument("--clip", type=float, default=10.0, help="maximum norm of the gradient [official code]")
     optim.add_argument("--lookahead-k", type=int, default=5, help="steps between updates of the slow weights [Sec. 3]")
     optim.add_argument("--lookahead-alpha", type=float, default=0.5, help="how far the slow weights then move [Sec. 3]")
-    optim.add_argument("--crop-min", type=float, help="smallest part of a photo that a crop may show [Sec. 3]")
+    optim.add_argument("--crop-min", type=float, help="smallest part of a photo that a crop may show; raise it when captions speak of the whole [Sec. 3]")
+    optim.add_argument("--colour-jitter", type=float, help="strength of the colour jitter; lower it when captions name exact colours, 0 for none [official code]")
 
     use = parser.add_argument_group("use of a trained model")
     use.add_argument("--weights", help="a checkpoint.pth of ours or an official VirTex checkpoint (then with --tokenizer)")
@@ -96,8 +98,8 @@ def get_args(argv=None):
     args = common.fill_defaults(parser.parse_args(argv), DEFAULTS, scaled=("lr", "text_lr"))
     if args.hidden % 64:
         fail(f"--hidden {args.hidden} must be a multiple of 64: a head is 64 wide (A = H/64)")
-    if not 0 < args.crop_min <= 1 or not 0 <= args.warmup < 1 or not 0 <= args.dropout < 1:
-        fail("--crop-min must be in (0, 1], --warmup and --dropout in [0, 1)")
+    if not 0 < args.crop_min <= 1 or not 0 <= args.warmup < 1 or not 0 <= args.dropout < 1 or not 0 <= args.colour_jitter <= 1:
+        fail("--crop-min must be in (0, 1], --warmup and --dropout in [0, 1), --colour-jitter in [0, 1]")
     if args.max_length < 3 or args.layers < 1 or args.lookahead_k < 1 or args.beams < 1:
         fail("--max-length must be at least 3; --layers, --lookahead-k and --beams at least 1")
     if (args.caption or args.evaluate) != bool(args.weights) and not (args.caption and args.weights):
@@ -303,7 +305,7 @@ class CaptionView(Dataset):
         caption = captions[rng.integers(len(captions))] if self.training else captions[0]
         jitter = np.array([1, 1, 1, 0], np.float32)
         if self.training:
-            jitter = common.draw_colour_jitter(rng)
+            jitter = common.draw_colour_jitter(rng, args.colour_jitter)
             if rng.random() < 0.5:
                 image, caption = image[:, ::-1].copy(), swap_left_right(caption.lower())
         tokens = encode(self.tokenizer, caption, args.max_length)

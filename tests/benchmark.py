@@ -9,7 +9,10 @@ the ratios mean something on a machine that others use too. A further method joi
 """
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -71,16 +74,6 @@ def virtex_step(args, device):
     return step
 
 
-def virtex_loop(args):
-    """Images per second and the share of time spent waiting for data, of virtex.py itself on --data."""
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ["--data", args.data, "--arch", args.arch, "--hidden", args.hidden, "--image-size", args.image_size, "--amp", args.amp]
-        flags += ["--batch-size", args.batch_size, "--iters", args.steps + 10, "--log-every", 10, "--output", folder, "--workers", args.workers]
-        flags += ["--root", args.root] if args.root else []
-        flags += ["--train-split", args.train_split] if args.train_split else []
-        return flags
-
-
 METHODS = {"virtex": virtex_step}
 
 
@@ -98,3 +91,68 @@ def measure(steps, args, device):
             if n >= 2:  # the first two warm up
                 seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def whole_loop(method, args):
+    """-> images per second and share of the time spent waiting for data of the script itself, fed from the files of --data"""
+    script = Path(__file__).resolve().parent.parent / f"{method}.py"
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"data": args.data, "root": args.root, "train-split": args.train_split, "val-split": args.train_split, "arch": args.arch,
+                 "hidden": args.hidden, "image-size": args.image_size, "batch-size": args.batch_size, "amp": args.amp, "workers": args.workers,
+                 "iters": 10_000_000, "log-every": args.steps, "checkpoint-every": 10_000_000, "output": folder}  # fmt: skip
+        command = [sys.executable, script, *(word for flag, value in flags.items() if value is not None for word in (f"--{flag}", value))]
+        process = subprocess.Popen([str(word) for word in command + ["--compile"] * args.compile])
+        metrics = Path(folder, "metrics.jsonl")
+        while process.poll() is None and (not metrics.exists() or len(metrics.read_text().splitlines()) < 3):
+            time.sleep(0.5)
+        process.kill()
+        process.wait()
+        last = json.loads(metrics.read_text().splitlines()[2])  # the first two hold the start
+        return last["images_per_s"], last["data_wait"]
+
+
+def decoding_speed(args):
+    """-> images per second that one core decodes, crops and resizes"""
+    data = common.caption_data(args.data, args.root, args.train_split)
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < 5:
+        rng = common.sample_rng(0, 0, count)
+        common.read_crop(data.images, count % len(data), common.random_crop(rng), args.image_size)
+        count += 1
+    return count / (time.perf_counter() - start)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", choices=sorted(METHODS), default=sorted(METHODS))
+    parser.add_argument("--arch", default="resnet50", choices=sorted(common.BACKBONES))
+    parser.add_argument("--hidden", type=int, default=1024, help="H of VirTex's heads")
+    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=10, help="timed rounds")
+    parser.add_argument("--amp", choices=("bf16", "fp16", "off"))
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--data", help="also time the whole loop on this data set")
+    parser.add_argument("--root")
+    parser.add_argument("--train-split", default="train2017")
+    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count()))
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    args.amp = common.choose_amp(device, args.amp)
+
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{name}; torch {torch.__version__}; {args.arch}, {args.image_size} px, batch {args.batch_size}, {args.amp}")
+    steps = {"bare backbone": bare_backbone(args, device), **{method: METHODS[method](args, device) for method in args.methods}}
+    seconds = measure(steps, args, device)
+    floor = seconds["bare backbone"]
+    for name, value in seconds.items():
+        print(f"{name:16} {args.batch_size / value:8.1f} images/s   {100 * floor / value:5.1f}% of the bare backbone")
+    if args.data:
+        print(f"decoding         {decoding_speed(args):8.1f} images/s and core")
+        for method in args.methods:
+            speed, wait = whole_loop(method, args)
+            print(f"{method + ', loop':16} {speed:8.1f} images/s   {100 * speed * seconds[method] / args.batch_size:5.1f}% of its step, {100 * wait:.1f}% waiting for data")
+
+
+if __name__ == "__main__":
+    main()
