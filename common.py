@@ -14,10 +14,14 @@ Nothing here knows a method. From top to bottom, in the order in which a script 
 """
 
 import contextlib
+import ctypes
+import functools
 import itertools
 import json
 import math
+import multiprocessing
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -48,6 +52,18 @@ def fail(message, everywhere=True):
     everywhere: all processes come here, so that one of them speaks for all.
     """
     sys.exit(f"error: {message}" if not everywhere or int(os.environ.get("RANK", 0)) == 0 else 1)
+
+
+def run(main, get_args):
+    """Start a script; Ctrl-C outside the training loop, which minds it itself, is no error to trace."""
+    try:
+        main(get_args())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    finally:  # the workers ignore SIGTERM: after an error Python would wait for them for ever
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for worker in multiprocessing.active_children():
+            worker.kill()
 
 
 def say(message):
@@ -83,6 +99,8 @@ def start_processes():
     if cuda:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
+    else:
+        keep_freed_memory()
     if "RANK" not in os.environ:
         return World(0, 1, torch.device("cuda" if cuda else "cpu"))
     local = int(os.environ["LOCAL_RANK"])
@@ -96,6 +114,15 @@ def start_processes():
         # Hours, because the others wait while the first one builds labels or probes.
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=6))
     return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def keep_freed_memory():
+    """Let glibc keep what a step frees for the next one: returned to the kernel and zeroed by it anew, it cost a third."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def end_processes(world):
@@ -186,7 +213,7 @@ class ImageFiles(PackedStrings):
         for path in self:
             folder, name = os.path.split(path)
             if folder not in folders:
-                folders[folder] = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+                folders[folder] = set(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else set()
             if name not in folders[folder]:
                 missing.append(path)
         if missing:
@@ -237,6 +264,8 @@ def read_json(path, keys, hint):
     """The JSON in `path`, checked: `keys` maps each top-level list to the keys that all its entries must have."""
     if not os.path.isfile(path):
         fail(f"{path} not found: {hint}")
+    if os.path.getsize(path) > 50e6:
+        say(f"reading {path}")
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -257,23 +286,26 @@ def iterate_json_list(path, hint):
     if not os.path.isfile(path):
         fail(f"{path} not found: {hint}")
     decoder, separator, text, at, n = json.JSONDecoder(), re.compile(r"[,\s]*"), "", 0, 0
-    with open(path, encoding="utf-8") as file:
-        if file.read(1) != "[":
-            fail(f"{path} is not a JSON list: {hint}")
-        while True:
-            at = separator.match(text, at).end()
-            if text.startswith("]", at):
-                return
-            try:
-                entry, at = decoder.raw_decode(text, at)
-            except json.JSONDecodeError:  # the chunk ends inside an entry
-                more = file.read(1 << 24)
-                if not more:
-                    fail(f"{path} is not valid JSON after entry {n - 1}: is the download complete?")
-                text, at = text[at:] + more, 0
-            else:
-                yield entry
-                n += 1
+    try:
+        with open(path, encoding="utf-8") as file:
+            if file.read(1) != "[":
+                fail(f"{path} is not a JSON list: {hint}")
+            while True:
+                at = separator.match(text, at).end()
+                if text.startswith("]", at):
+                    return
+                try:
+                    entry, at = decoder.raw_decode(text, at)
+                except json.JSONDecodeError:  # the chunk ends inside an entry
+                    more = file.read(1 << 24)
+                    if not more:
+                        fail(f"{path} is not valid JSON after entry {n - 1}: is the download complete?")
+                    text, at = text[at:] + more, 0
+                else:
+                    yield entry
+                    n += 1
+    except UnicodeDecodeError as error:
+        fail(f"{path} is not UTF-8 after entry {n - 1} ({error}): is the download complete?")
 
 
 def caption_data(name, root=None, split="train", fraction=1.0, captions_per_image=None, seed=0):
@@ -353,7 +385,7 @@ def vg_data(root, split):
         fail(f'--data vg has the splits "train" and "val", not "{split}"')
     path, paths = os.path.join(root, "image_data.json"), {}
     for n, image in enumerate(iterate_json_list(path, hint)):
-        if "image_id" not in image or "url" not in image:
+        if not isinstance(image, dict) or "image_id" not in image or "url" not in image:
             fail(f'{path}: entry {n} lacks "image_id" or "url"')
         paths[image["image_id"]] = os.path.join(root, *image["url"].split("/")[-2:])
     ids = np.random.default_rng(0).permutation(sorted(paths)).tolist()  # a fixed seed: everybody's split is the same
@@ -361,10 +393,12 @@ def vg_data(root, split):
     wanted = set(ids[:num_val] if split == "val" else ids[num_val:])
     path, data = os.path.join(root, "region_descriptions.json"), CaptionData(ImageFiles())
     for n, entry in enumerate(progress(iterate_json_list(path, hint), desc="captions", unit=" images", total=len(paths))):
-        if "id" not in entry or "regions" not in entry:
-            fail(f'{path}: entry {n} lacks "id" or "regions"')
+        if not isinstance(entry, dict) or "id" not in entry or not isinstance(entry.get("regions"), list):
+            fail(f'{path}: entry {n} lacks "id" or the list "regions"')
+        if not all(isinstance(region, dict) and "phrase" in region for region in entry["regions"]):
+            fail(f'{path}: a region of entry {n} lacks "phrase"')
         if entry["id"] in wanted:
-            data.add(paths[entry["id"]], [region["phrase"].strip() for region in entry["regions"] if region.get("phrase")])
+            data.add(paths[entry["id"]], [region["phrase"].strip() for region in entry["regions"] if region["phrase"].strip()])
     return data
 
 
@@ -377,13 +411,13 @@ def jsonl_data(path, root, split):
     if not os.path.isfile(path):
         fail(f"{path} not found: --data takes the path of a file with one JSON object per line")
     root, index, splits, data = root or os.path.dirname(path), {}, [], CaptionData(ImageFiles(), [])
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for n, line in enumerate(progress(file, desc=os.path.basename(path), unit=" lines"), 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 fail(f"{path}, line {n}: not valid JSON ({error})")
             if not isinstance(row, dict) or not isinstance(row.get("image"), str):
                 fail(f'{path}, line {n}: expected {{"image": "photo.jpg", "captions": ["..."]}}')
@@ -474,7 +508,7 @@ def folder_labels(root, split):
         fail(f"{root}/{split} not found: an image folder holds {split}/<class>/<image>; name the splits with --train-split and --val-split")
     names = sorted(entry.name for entry in os.scandir(os.path.join(root, split)) if entry.is_dir())
     images, classes = ImageFiles(), []
-    for k, name in enumerate(names):
+    for k, name in enumerate(progress(names, desc="image folder", unit=" classes", leave=False)):
         for path in sorted(Path(root, split, name).rglob("*")):
             if path.suffix.lower() in Image.registered_extensions():
                 images.append(str(path))
@@ -538,13 +572,15 @@ def read_crop(images, index, crop, size):
             left, top, right, bottom = crop(width, height)
             if image.format == "JPEG":
                 image.draft("RGB", (math.ceil(size * width / (right - left)), math.ceil(size * height / (bottom - top))))
+            if image.mode.startswith("I"):  # 16 bits per pixel: PIL would clip them to white
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             sx, sy = image.width / width, image.height / height
             box = (left * sx, top * sy, min(right * sx, image.width), min(bottom * sy, image.height))
             return np.array(image.convert("RGB").resize((size, size), Image.BILINEAR, box)), index, unreadable
         except UNREADABLE:
             unreadable.append(index)
             index = (index + 1) % len(images)
-    raise RuntimeError(f"{len(unreadable)} images in a row cannot be decoded, the last is {images[index - 1]}")
+    return np.zeros((size, size, 3), np.uint8), unreadable[0], unreadable  # more than 1% of the images: the run ends by itself
 
 
 class InfiniteSampler(Sampler):
@@ -614,8 +650,17 @@ def draw_colour_jitter(rng, strength=1.0, p=0.8):
     return (factors if rng.random() < p else np.array([1, 1, 1, 0])).astype(np.float32)
 
 
-GREY = (0.299, 0.587, 0.114)
-RGB_TO_YIQ = ((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
+GREY = np.array([0.299, 0.587, 0.114])
+YIQ = np.array([GREY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
+# A rotation by an angle in the plane of I and Q, seen from RGB: HUE[0] + cos HUE[1] + sin HUE[2].
+PLANE = np.diag([1, 0, 0]), np.diag([0, 1, 1]), np.array([[0, 0, 0], [0, 0, -1], [0, 1, 0]])
+HUE = np.stack([np.linalg.inv(YIQ) @ part @ YIQ for part in PLANE])
+
+
+@functools.cache
+def colour_constants(device):
+    """GREY, HUE, and ImageNet's mean and deviation as tensors. Kept: a copy from the host would make the GPU wait."""
+    return [torch.tensor(np.asarray(value), dtype=torch.float32, device=device) for value in (GREY, HUE, IMAGENET_MEAN, IMAGENET_STD)]
 
 
 def augment(images, jitter=None):
@@ -625,24 +670,19 @@ def augment(images, jitter=None):
     order, are each linear in the colours: together they are one 3x3 matrix and one offset per image, so that the
     whole jitter is a single pass over the pixels. [ours: the order is fixed, and values are clamped once, at the end]
     """
+    grey, hue_basis, mean, std = colour_constants(images.device)
     pixels = images.float() / 255
     if jitter is not None:
-        brightness, contrast, saturation, hue = jitter.T
-        grey, to_yiq = pixels.new_tensor(GREY), pixels.new_tensor(RGB_TO_YIQ)
-        cos, sin = torch.cos(2 * math.pi * hue), torch.sin(2 * math.pi * hue)
-        rotation = torch.eye(3, device=pixels.device).repeat(len(hue), 1, 1)
-        rotation[:, 1, 1] = rotation[:, 2, 2] = cos
-        rotation[:, 1, 2], rotation[:, 2, 1] = -sin, sin
-        rotate_hue = torch.linalg.inv(to_yiq) @ rotation @ to_yiq
-        saturate = saturation[:, None, None] * torch.eye(3, device=pixels.device) + (1 - saturation)[:, None, None] * grey
-        matrix = (contrast * brightness)[:, None, None] * rotate_hue @ saturate
+        brightness, contrast, saturation, hue = jitter.T[..., None, None]  # (B, 1, 1) each
+        turn = 2 * math.pi * hue
+        rotate = hue_basis[0] + turn.cos() * hue_basis[1] + turn.sin() * hue_basis[2]
+        saturate = saturation * torch.eye(3, device=pixels.device) + (1 - saturation) * grey
+        red, green, blue = (contrast * brightness * rotate @ saturate)[:, None, None].unbind(-1)  # (B, 1, 1, 3) each
         # Contrast blends with the mean grey, which saturation and hue leave as it is.
-        offset = (1 - contrast) * brightness * (pixels.mean((1, 2)) @ grey)
-        red, green, blue = (column[:, None, None] for column in matrix.unbind(2))  # (B, 1, 1, 3) each
+        offset = (1 - contrast) * brightness * (pixels.mean((1, 2)) @ grey)[:, None, None]
         pixels = pixels[..., :1] * red + pixels[..., 1:2] * green + pixels[..., 2:] * blue
-        pixels = (pixels + offset[:, None, None, None]).clamp_(0, 1)
-    pixels = (pixels - pixels.new_tensor(IMAGENET_MEAN)) / pixels.new_tensor(IMAGENET_STD)
-    return pixels.permute(0, 3, 1, 2)
+        pixels = (pixels + offset[..., None]).clamp_(0, 1)
+    return ((pixels - mean) / std).permute(0, 3, 1, 2)
 
 
 # ------------------------------------------------------------------------------------------ backbones
@@ -685,7 +725,8 @@ def read_checkpoint(path):
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # truncated, not a checkpoint, or one that wants to run code: all end here, with the reason
-        fail(f"{path} cannot be loaded as weights ({str(error).splitlines()[0]})")
+        reason = "it holds more than weights, or is no checkpoint" if isinstance(error, pickle.UnpicklingError) else str(error) or type(error).__name__
+        fail(f"{path} cannot be loaded as weights ({reason.splitlines()[0]})")
 
 
 def backbone_weights(content, path):
@@ -703,6 +744,8 @@ def backbone_weights(content, path):
     if prefix is None:
         fail(f"{path} holds no ResNet: no key ends in conv1.weight; its first keys are {', '.join(list(content)[:5])}")
     state = {key[len(prefix) :]: value for key, value in content.items() if key.startswith(prefix)}
+    for key in [key for key in state if key.endswith("running_mean")]:  # files from before PyTorch 0.4.1 lack the counters
+        state.setdefault(key.replace("running_mean", "num_batches_tracked"), torch.tensor(0))
     matches = []
     for arch in BACKBONES:
         with torch.device("meta"):
@@ -761,16 +804,16 @@ def fill_defaults(args, defaults, scaled=()):
     """Give every flag that the user left out its default, and refuse what cannot be.
 
     defaults: {flag: (on shapes, on real data)}.  scaled: flags of learning rates, which belong to the default batch
-    size and grow linearly with it. What was chosen is kept in `args` and printed.
+    size and grow linearly with it; what was chosen is printed.
     """
     column = 0 if args.data == "shapes" else 1
     factor = (args.batch_size or defaults["batch_size"][column]) / defaults["batch_size"][column]
     for flag, values in defaults.items():
         if getattr(args, flag) is None:
             setattr(args, flag, values[column] * factor if flag in scaled else values[column])
-            if flag in scaled:
-                how = f" ({values[column]} at batch {defaults['batch_size'][column]}, scaled linearly)" if factor != 1 else ""
-                say(f"--{flag.replace('_', '-')} {getattr(args, flag):g}{how}")
+            if flag in scaled and factor != 1:
+                chosen, usual = f"--{flag.replace('_', '-')} {getattr(args, flag):g}", defaults["batch_size"][column]
+                say(f"{chosen}: {values[column]} at batch {usual}, scaled linearly to batch {args.batch_size}")
     if args.train_split is None:
         args.train_split = "train2017" if args.data == "coco" else "train"
     if args.val_split is None:
@@ -783,11 +826,9 @@ def fill_defaults(args, defaults, scaled=()):
     for flag in ("captions_per_image", "epochs", "probe_images"):
         if getattr(args, flag) is not None and getattr(args, flag) <= 0:
             fail(f"--{flag.replace('_', '-')} must be above 0")
-    for flag in ("image_size", "iters", "log_every", "checkpoint_every"):
-        if getattr(args, flag) < 1:
-            fail(f"--{flag.replace('_', '-')} must be at least 1")
-    if args.probe_every and not (args.probe_data or args.data in ("shapes", "coco")):
-        fail("--probe-every needs labels: add --probe-data voc07 --probe-root FOLDER (or folder, coco)")
+    for flag, least in {"image_size": 1, "iters": 1, "log_every": 1, "checkpoint_every": 1, "workers": 0, "probe_every": 0}.items():
+        if getattr(args, flag) < least:
+            fail(f"--{flag.replace('_', '-')} must be at least {least}")
     return args
 
 
@@ -807,10 +848,21 @@ def write_file(path, write):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        reason = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(reason, OSError):
+            raise
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        fail(f"{path} cannot be written ({error.strerror}); what it held before is kept: make room and start the same command again", everywhere=False)
+        fail(f"{path} cannot be written ({reason.strerror}); what it held before is kept: make room and start the same command again", everywhere=False)
+
+
+def append_line(path, line):
+    try:
+        with open(path, "a") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        fail(f"{path} cannot be written ({error.strerror}): make room and start the same command again", everywhere=False)
 
 
 def write_json(path, content):
@@ -880,15 +932,15 @@ class Run:
             values |= {"images_per_s": steps * self.args.batch_size / seconds, "data_wait": waited / seconds}
         self.last_log = now, iteration, feed.waited
         if self.world.is_main:
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"iteration": iteration, **{k: float(f"{v:.6g}") for k, v in values.items()}}) + "\n")
+            line = json.dumps({"iteration": iteration, **{k: float(f"{v:.6g}") for k, v in values.items()}})
+            append_line(self.folder / "metrics.jsonl", line)
 
-    def check_finite(self, iteration, loss):
-        if not math.isfinite(loss):
-            fail(
-                f"the loss is {loss} at iteration {iteration}; {self.folder}/checkpoint.pth keeps the last good state if one was "
-                "written. Try a lower learning rate (--lr), a longer --warmup, or --amp off"
-            )
+    def check_finite(self, iteration, values):
+        """values: {name: float}; ends the run, before anything is written, when one of them is not a number."""
+        for name, value in values.items():
+            if not math.isfinite(value):
+                kept = "checkpoint.pth keeps the last good state" if (self.folder / "checkpoint.pth").exists() else "no checkpoint was written yet"
+                fail(f"the {name} is {value} at iteration {iteration}; {kept}. Try a lower learning rate, a longer --warmup, or --amp off")
 
     def save(self, iteration, **state):
         if self.world.is_main:
@@ -910,8 +962,7 @@ class Run:
             if images[index] not in named:
                 named.add(images[index])
                 tqdm.write(f"cannot decode {images[index]}: the next image takes its place", file=sys.stdout)
-                with open(path, "a") as file:
-                    file.write(images[index] + "\n")
+                append_line(path, images[index])
             if len(named) > 0.01 * len(images):
                 fail(f"{len(named)} of {len(images)} images cannot be decoded; they are listed in {path}", everywhere=False)
 
@@ -967,7 +1018,7 @@ def extract_features(backbone, data, size, device, amp="off", workers=0, desc="f
     Images that cannot be decoded are named and left out.
     """
     training, features, readable = backbone.training, [], []
-    loader = DataLoader(CropView(data.images, size), 64, num_workers=workers)
+    loader = DataLoader(CropView(data.images, size), 64, num_workers=workers, worker_init_fn=ignore_signals)
     backbone.eval()
     for pixels, good in progress(loader, desc=desc, unit=" batches", leave=False):
         with autocast(device, amp):
@@ -975,6 +1026,8 @@ def extract_features(backbone, data, size, device, amp="off", workers=0, desc="f
         readable.append(good)
     backbone.train(training)
     readable = torch.cat(readable).numpy()
+    if not readable.any():
+        fail(f"none of the {len(readable)} images can be decoded, the first is {data.images[0]}")
     for i in np.flatnonzero(~readable):
         say(f"cannot decode {data.images[i]}: left out of the probe")
     return torch.cat(features).numpy()[readable], data.labels[readable]
@@ -1026,9 +1079,15 @@ def probe_data(args, train, val):
     elif train.tag_names and val.tag_names == train.tag_names:
         name, fit, test = os.path.basename(args.data), label_from_tags(train), label_from_tags(val)
     else:
+        if args.probe_every:
+            fail(f"--probe-every needs labels and {args.data} has no tags: add --probe-data and --probe-root")
         return None
     keep = np.sort(np.random.default_rng(args.seed).permutation(len(fit.images))[: args.probe_images])
-    return name, fit.select(keep), test
+    fit = fit.select(keep)
+    if not ((fit.labels == 1).any(0) & (fit.labels != 1).any(0) & (test.labels == 1).any(0)).any():
+        (fail if args.probe_every else say)(f"no class of {name} has examples in both splits: nothing to probe on")
+        return None
+    return name, fit, test
 
 
 def probe(backbone, fit, test, args, device, desc):

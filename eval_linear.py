@@ -39,6 +39,7 @@ def get_args(argv=None):
     parser.add_argument("--root", help="folder of the data set (default datasets/<name>)")
     parser.add_argument("--train-split", help="default: trainval for voc07, train2017 for coco, train otherwise")
     parser.add_argument("--val-split", help="default: test for voc07, val2017 for coco, val otherwise")
+    parser.add_argument("--train-images", type=int, help="train on at most this many images, drawn by --seed (default 2000 for shapes, all otherwise)")
     parser.add_argument("--image-size", type=int, default=224, help="side of the crops; the one the backbone was trained at is best [App. A.1]")
     parser.add_argument("--runs", type=int, default=1, help="repeat with different seeds: mean and standard deviation")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
@@ -54,6 +55,8 @@ def get_args(argv=None):
 
     train, val = common.LABEL_SPLITS[args.data]
     args.train_split, args.val_split = args.train_split or train, args.val_split or val
+    if args.train_images is None and args.data == "shapes":
+        args.train_images = 2000
     args.lr = args.lr or 0.3 * args.batch_size / 256
     if args.weights in ("random", "imagenet") and not args.arch:
         fail(f"--weights {args.weights} needs --arch")
@@ -68,11 +71,13 @@ def get_args(argv=None):
 
 def main(args):
     world = common.start_processes()
-    if args.protocol == "svm-virtex" and not world.is_main:
-        return  # one process's work
+    if args.protocol == "svm-virtex" and world.size > 1:
+        fail("--protocol svm-virtex is one process's work: start it without torchrun")
     train, test = (common.label_data(args.data, args.root, split) for split in (args.train_split, args.val_split))
     if train.names != test.names:
         fail(f"the splits have different classes: {sorted(set(train.names) ^ set(test.names))[:5]} are in one of them only")
+    if args.train_images:
+        train = train.select(np.sort(np.random.default_rng(args.seed).permutation(len(train.images))[: args.train_images]))
     say(f"{len(train.images)} training and {len(test.images)} test images of {len(train.names)} classes; {args.protocol}")
 
     scores = []
@@ -83,6 +88,7 @@ def main(args):
             scores.append(svm_virtex(backbone, train, test, args, world, seed))
         else:
             scores.append(sgd_virtex(backbone, train, test, args, world, seed))
+    common.end_processes(world)
     if not world.is_main:
         return
 
@@ -135,7 +141,10 @@ def svm_virtex(backbone, train, test, args, world, seed):
 
 
 class LabelView(Dataset):
-    """One labelled image: a random crop of 20-100% with a random flip."""
+    """One labelled image: a random crop of 20-100% with a random flip.
+
+    -> uint8 (size, size, 3), class, index of an image that could not be decoded and is replaced by the next, or -1
+    """
 
     def __init__(self, data, size, seed):
         self.data, self.size, self.seed = data, size, seed
@@ -144,8 +153,9 @@ class LabelView(Dataset):
     def __getitem__(self, key):
         epoch, index = key
         rng = common.sample_rng(self.seed, epoch, index)
-        image, index, _ = common.read_crop(self.data.images, index, common.random_crop(rng), self.size)
-        return (image[:, ::-1].copy() if rng.random() < 0.5 else image), self.classes[index]
+        image, index, unreadable = common.read_crop(self.data.images, index, common.random_crop(rng), self.size)
+        image = image[:, ::-1].copy() if rng.random() < 0.5 else image
+        return image, self.classes[index], unreadable[0] if unreadable else -1
 
 
 def sgd_virtex(backbone, train, test, args, world, seed):
@@ -163,13 +173,17 @@ def sgd_virtex(backbone, train, test, args, world, seed):
         with torch.no_grad(), common.autocast(device, args.amp):
             return backbone(common.augment(images.to(device, non_blocking=True))).float().mean((2, 3))
 
-    for iteration, (images, classes) in zip(progress(range(iters), desc="linear layer", unit=" its"), loader):
+    unreadable = set()
+    for iteration, (images, classes, replaced) in zip(progress(range(iters), desc="linear layer", unit=" its"), loader):
         for group in optimizer.param_groups:
             group["lr"] = args.lr * common.warmup_cosine(iteration, iters, 0)
         loss = F.cross_entropy(parallel(pooled(images)), classes.to(device, non_blocking=True))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        unreadable.update(replaced.tolist())
+    for i in unreadable - {-1}:
+        say(f"cannot decode {train.images[i]}: the next image took its place")
 
     x, y = common.extract_features(backbone, test, args.image_size, device, args.amp, args.workers, "test features")
     with torch.no_grad():
@@ -178,4 +192,4 @@ def sgd_virtex(backbone, train, test, args, world, seed):
 
 
 if __name__ == "__main__":
-    main(get_args())
+    common.run(main, get_args)

@@ -124,7 +124,10 @@ def main(args):
         say(f"note: {len(train)} images are fewer than a batch of {args.batch_size}; images repeat within a batch")
     iters = math.ceil(args.epochs * len(train) / args.batch_size) if args.epochs else args.iters
     with common.main_first(world):
-        tokenizer = find_tokenizer(args, run.folder / "tokenizer.model", train.captions)
+        path = run.folder / "tokenizer.model"
+        if world.is_main:
+            common.write_file(path, lambda file: file.write(tokenizer_model(args, train.captions, checkpoint)))
+        tokenizer = read_tokenizer(path)
     say(f"{len(train)} photos with {len(train.captions)} captions, {tokenizer.get_piece_size()} tokens; {iters} iterations of {args.batch_size}")
 
     # Model, optimiser, and where an earlier run stopped.
@@ -141,6 +144,8 @@ def main(args):
             part.load_state_dict(checkpoint[name])
     if args.compile:
         model.visual["cnn"].compile()
+        for head in (module for module in model.children() if isinstance(module, TextualHead)):
+            head.decode = torch.compile(head.decode, dynamic=True)  # captions have all lengths
     parallel = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if world.size > 1 else model
 
     view = CaptionView(train, tokenizer, args)
@@ -156,7 +161,7 @@ def main(args):
             for group in optimizer.param_groups:
                 group["lr"] = group["max_lr"] * factor
             # Dropout, too, is a function of the seed, the iteration and the rank: a resumed run draws the same.
-            torch.manual_seed(hash((args.seed, iteration, world.rank)))
+            torch.manual_seed((args.seed << 40) + iteration * world.size + world.rank)
 
             images = common.augment(batch.pop("images"), batch.pop("jitter"))
             with common.autocast(device, args.amp):
@@ -175,7 +180,8 @@ def main(args):
             saving = stopping or iteration % args.checkpoint_every == 0 or iteration == iters
             if saving or iteration % args.log_every == 0:  # the only places that wait for the device
                 terms = common.average(world, torch.stack([term.detach() for term in (loss, *losses.values())])).tolist()
-                run.check_finite(iteration, terms[0] if args.amp == "fp16" else terms[0] + 0 * grad_norm.item())
+                # (In fp16 the scaler skips steps whose gradient is infinite.)
+                run.check_finite(iteration, {"loss": terms[0]} if args.amp == "fp16" else {"loss": terms[0], "gradient": grad_norm.item()})
                 bar.set_postfix(loss=f"{terms[0]:.3f}")
             if iteration % args.log_every == 0:
                 run.log(iteration, feed, loss=terms[0], **dict(zip(losses, terms[1:])), lr=args.lr * factor, text_lr=args.text_lr * factor)
@@ -199,8 +205,8 @@ def main(args):
     if not world.is_main:
         return
     run.save_weights("backbone.pth", model.visual["cnn"].state_dict())
-    result = {"captioning": validate(model, CaptionView(val, tokenizer, args, training=False), args, device)}
-    say("validation loss per token: " + ", ".join(f"{name} {value:.3f}" for name, value in result["captioning"].items()))
+    result = {"validation_loss": validate(model, CaptionView(val, tokenizer, args, training=False), args, device)}
+    say("validation loss per token: " + ", ".join(f"{name} {value:.3f}" for name, value in result["validation_loss"].items()))
     if labelled:
         name, fit, test = labelled
         torch.manual_seed(args.seed)
@@ -234,16 +240,13 @@ def swap_left_right(caption):
     return re.sub(r"\b(left|right)\b", lambda match: "right" if match[0] == "left" else "left", caption)
 
 
-def find_tokenizer(args, path, captions):
-    """The tokenizer of this run: the user's, the one an earlier start trained, or a new one. Kept at `path`."""
+def tokenizer_model(args, captions, checkpoint):
+    """The serialised tokenizer of this run: the checkpoint's when it goes on, the user's, or one learned from the captions."""
+    if checkpoint:
+        return checkpoint["tokenizer"].numpy().tobytes()
     if args.tokenizer:
-        tokenizer = read_tokenizer(args.tokenizer)
-        common.write_file(path, lambda file: file.write(tokenizer.serialized_model_proto()))
-    elif not path.exists():
-        say(f"training a tokenizer on {len(captions)} captions")
-        model = train_tokenizer((clean(caption) for caption in captions), args.vocab_size)
-        common.write_file(path, lambda file: file.write(model))
-    return read_tokenizer(path)
+        return read_tokenizer(args.tokenizer).serialized_model_proto()
+    return train_tokenizer((clean(caption) for caption in progress(captions, desc="tokenizer", unit=" captions")), args.vocab_size)
 
 
 def read_tokenizer(path):
@@ -362,7 +365,7 @@ def collate(samples):
 class Attention(nn.Module):
     """Multi-headed attention of Vaswani et al., with the parameter names of nn.MultiheadAttention.
 
-    Keys and values are made by a call of their own, so that decoding can keep them.
+    Projecting is a call of its own, so that decoding can keep keys and values.
     """
 
     def __init__(self, hidden, heads, dropout):
@@ -372,28 +375,28 @@ class Attention(nn.Module):
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * hidden))
         self.out_proj = nn.Linear(hidden, hidden)
 
-    def split(self, x):
+    def per_head(self, x):
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, T, H) -> (B, heads, T, H / heads)
 
-    def keys_values(self, memory):
-        """memory (B, S, H) -> keys and values, (B, heads, S, H / heads) each"""
-        hidden = memory.size(-1)
-        keys, values = F.linear(memory, self.in_proj_weight[hidden:], self.in_proj_bias[hidden:]).chunk(2, dim=-1)
-        return self.split(keys), self.split(values)
-
-    def query(self, x):
+    def project(self, x, parts):
+        """x (B, T, H) -> some of "qkv", (B, heads, T, H / heads) each"""
         hidden = x.size(-1)
-        return self.split(F.linear(x, self.in_proj_weight[:hidden], self.in_proj_bias[:hidden]))
+        # split, not slices: their gradients are put together once instead of being padded with zeros and added.
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        if parts != "qkv":
+            n = 0 if parts == "q" else 1
+            weight, bias = weight.split((hidden, 2 * hidden))[n], bias.split((hidden, 2 * hidden))[n]
+        return [self.per_head(part) for part in F.linear(x, weight, bias).chunk(len(parts), dim=-1)]
 
-    def forward(self, x, keys, values, causal=False, mask=None):
-        """x (B, T, H); mask (B, 1, 1, S), True where a key may be seen -> (B, T, H)"""
+    def forward(self, query, keys, values, causal=False, mask=None):
+        """Projected query, keys and values; mask (B, 1, 1, S), True where a key may be seen -> (B, T, H)"""
         dropout = self.dropout if self.training else 0.0
-        attended = F.scaled_dot_product_attention(self.query(x), keys, values, mask, dropout, is_causal=causal)
+        attended = F.scaled_dot_product_attention(query, keys, values, mask, dropout, is_causal=causal)
         return self.out_proj(attended.transpose(1, 2).flatten(2))
 
-    def weights(self, x, keys):
+    @staticmethod
+    def weights(query, keys):
         """How much each query looks at each key -> (B, T, S), the mean over the heads."""
-        query = self.query(x)
         return (query @ keys.transpose(2, 3) / math.sqrt(query.size(-1))).softmax(-1).mean(1)
 
 
@@ -413,11 +416,11 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x, memory, causal=True, mask=None, past=None):
         """x (B, T, H); memory: keys and values of the image; past: keys and values of earlier tokens -> x, past"""
-        keys, values = self.self_attn.keys_values(x)
+        query, keys, values = self.self_attn.project(x, "qkv")
         if past is not None:
             keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
-        x = self.norm1(x + self.dropout(self.self_attn(x, keys, values, causal and past is None, mask)))
-        x = self.norm2(x + self.dropout(self.multihead_attn(x, *memory)))
+        x = self.norm1(x + self.dropout(self.self_attn(query, keys, values, causal and past is None, mask)))
+        x = self.norm2(x + self.dropout(self.multihead_attn(*self.multihead_attn.project(x, "q"), *memory)))
         x = self.norm3(x + self.dropout(self.linear2(self.dropout(F.gelu(self.linear1(x))))))
         return x, (keys, values)
 
@@ -468,11 +471,14 @@ class TextualHead(nn.Module):
 
     def memory(self, projected):
         """Image vectors -> keys and values for each layer."""
-        return [layer.multihead_attn.keys_values(projected) for layer in self.transformer["layers"]]
+        return [layer.multihead_attn.project(projected, "kv") for layer in self.transformer["layers"]]
 
     def forward(self, tokens, memory, causal=True, mask=None, past=None):
         """tokens (B, T) -> vectors (B, T, H), and for each layer the keys and values of all tokens so far."""
-        x = self.embedding(tokens, first=past[0][0].size(2) if past else 0)
+        return self.decode(self.embedding(tokens, first=past[0][0].size(2) if past else 0), memory, causal, mask, past)
+
+    def decode(self, x, memory, causal=True, mask=None, past=None):
+        """The Transformer, from embedded tokens x (B, T, H)."""
         present = []
         for n, layer in enumerate(self.transformer["layers"]):
             x, kept = layer(x, memory[n], causal, mask, past[n] if past else None)
@@ -508,24 +514,26 @@ class VirTex(nn.Module):
         if self.task == "masked_lm":
             visible = (torch.arange(tokens.size(1), device=tokens.device) < lengths[:, None])[:, None, None]
             vectors, _ = self.textual(masked, self.textual.memory(projected), causal=False, mask=visible)
-            return {"masked_lm": prediction_loss(self.textual.output, vectors, tokens, predicted)}
-        # Eq. 1: the model of each direction predicts token t from those before it and the image.
-        losses = {"forward": self.caption_loss(self.textual, projected, tokens, predicted)}
+            return {"masked_lm": prediction_losses(self.textual.output, [vectors], [tokens], predicted)[0]}
+        # Eq. 1: the model of each direction predicts token t from those before it and the image. What the directions
+        # share, the embedding and the vocabulary layer, is applied to both at once.
+        heads, sequences = {"forward": self.textual}, [tokens]
         if self.task == "bicaptioning":
-            losses["backward"] = self.caption_loss(self.backward_textual, projected, backward_tokens, predicted)
-        return losses
-
-    @staticmethod
-    def caption_loss(head, projected, tokens, predicted):
-        vectors, _ = head(tokens[:, :-1], head.memory(projected))
-        return prediction_loss(head.output, vectors, tokens[:, 1:], predicted)
+            heads["backward"], sequences = self.backward_textual, [tokens, backward_tokens]
+        x = self.textual.embedding(torch.cat([sequence[:, :-1] for sequence in sequences])).chunk(len(heads))
+        vectors = [head.decode(x[n], head.memory(projected))[0] for n, head in enumerate(heads.values())]
+        losses = prediction_losses(self.textual.output, vectors, [sequence[:, 1:] for sequence in sequences], predicted)
+        return dict(zip(heads, losses))
 
 
-def prediction_loss(output, vectors, targets, predicted):
-    """Mean cross-entropy over the positions `predicted` of (B, T); no other goes through the vocabulary layer."""
-    logits = output(vectors.flatten(0, 1)[predicted])
-    targets = targets.flatten()[predicted]
-    return F.cross_entropy(logits.float(), targets, reduction="sum") / max(1, len(targets))
+def prediction_losses(output, vectors, targets, predicted):
+    """Mean cross-entropy of each (B, T) in `targets` given its vectors (B, T, H), over the positions `predicted`.
+
+    No other position goes through the vocabulary layer: padding costs nothing.
+    """
+    logits = output(torch.cat([x.flatten(0, 1)[predicted] for x in vectors])).float()
+    loss = F.cross_entropy(logits, torch.cat([target.flatten()[predicted] for target in targets]), reduction="none")
+    return loss.view(len(vectors), len(predicted)).sum(1) / max(1, len(predicted))
 
 
 def token_set_loss(logits, tokens):
@@ -683,9 +691,8 @@ def word_attention(head, projected, tokens, pieces):
     """
     memory, x = head.memory(projected), head.embedding(tokens[None, :-1])
     for layer, (keys, values) in zip(head.transformer["layers"], memory):
-        own = layer.self_attn.keys_values(x)
-        query = layer.norm1(x + layer.self_attn(x, *own, causal=True))
-        weights = layer.multihead_attn.weights(query, keys)[0]
+        attended = layer.norm1(x + layer.self_attn(*layer.self_attn.project(x, "qkv"), causal=True))
+        weights = layer.multihead_attn.weights(*layer.multihead_attn.project(attended, "q"), keys)[0]
         x, _ = layer(x, (keys, values))
     side, words = math.isqrt(projected.size(1)), []
     for t, piece in enumerate(pieces):
@@ -782,4 +789,4 @@ def evaluate_captions(args, device):
 
 
 if __name__ == "__main__":
-    main(get_args())
+    common.run(main, get_args)

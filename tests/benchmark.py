@@ -137,7 +137,7 @@ def main():
     parser.add_argument("--train-split", default="train2017")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count()))
     args = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = common.start_processes().device
     args.amp = common.choose_amp(device, args.amp)
 
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
