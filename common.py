@@ -122,7 +122,7 @@ def keep_freed_memory():
     if hasattr(libc, "mallopt"):
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
         libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # as size_t: never
 
 
 def end_processes(world):

@@ -230,8 +230,8 @@ UNKNOWN, SOS, EOS, MASK = range(4)  # padding shares the id of unknown [official
 
 
 def clean(caption):
-    """Lower case, NFKD, accents stripped [Sec. 3, Tokenization]."""
-    decomposed = unicodedata.normalize("NFKD", caption.lower())
+    """Lower case, NFKD (which can bring forth capitals: first), accents stripped [Sec. 3, Tokenization]."""
+    decomposed = unicodedata.normalize("NFKD", caption).lower()
     return "".join(char for char in decomposed if not unicodedata.combining(char))
 
 
@@ -264,10 +264,13 @@ def read_tokenizer(path):
 def train_tokenizer(captions, vocab_size):
     """SentencePiece BPE [Sec. 3] -> the serialised model. The size is an upper bound: few captions hold fewer tokens."""
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(captions), model_writer=model, model_type="bpe", vocab_size=vocab_size, hard_vocab_limit=False,
-        character_coverage=1.0, unk_id=UNKNOWN, bos_id=-1, eos_id=-1, pad_id=-1, control_symbols="[SOS],[EOS],[MASK]", minloglevel=2,
-    )  # fmt: skip
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(captions), model_writer=model, model_type="bpe", vocab_size=vocab_size, hard_vocab_limit=False,
+            character_coverage=1.0, unk_id=UNKNOWN, bos_id=-1, eos_id=-1, pad_id=-1, control_symbols="[SOS],[EOS],[MASK]", minloglevel=3,
+        )  # fmt: skip
+    except RuntimeError as error:  # more letters than --vocab-size, or no letter at all
+        fail(f"no tokenizer of --vocab-size {vocab_size} can be trained on these captions ({str(error).split('] ')[-1].strip()})")
     return model.getvalue()
 
 
@@ -531,7 +534,7 @@ def prediction_losses(output, vectors, targets, predicted):
 
     No other position goes through the vocabulary layer: padding costs nothing.
     """
-    logits = output(torch.cat([x.flatten(0, 1)[predicted] for x in vectors])).float()
+    logits = output(torch.cat([x.flatten(0, 1)[predicted] for x in vectors]))
     loss = F.cross_entropy(logits, torch.cat([target.flatten()[predicted] for target in targets]), reduction="none")
     return loss.view(len(vectors), len(predicted)).sum(1) / max(1, len(predicted))
 
@@ -749,11 +752,11 @@ def caption_photos(args, device):
             if not readable[n]:
                 say(f"{path}: cannot be decoded, is it a photo?")
                 continue
-            words = [token for token in row.tolist() if token > MASK]
+            caption = tokenizer.decode([token for token in row.tolist() if token > MASK])
+            pieces = [tokenizer.id_to_piece(token) for token in row[1:].tolist() if token != EOS]
             picture = folder / f"{Path(path).stem}.png"
-            attention = word_attention(model.textual, projected[n : n + 1], row, [tokenizer.id_to_piece(token) for token in words])
-            draw_attention(Image.fromarray(pixels[n].numpy()), tokenizer.decode(words), attention, picture)
-            say(f"{path}: {tokenizer.decode(words)}  ({picture})")
+            draw_attention(Image.fromarray(pixels[n].numpy()), caption, word_attention(model.textual, projected[n : n + 1], row, pieces), picture)
+            say(f"{path}: {caption}  ({picture})")
         first += len(rows)
 
 

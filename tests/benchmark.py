@@ -23,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 import virtex
+from common import progress
 
 
 def bare_backbone(args, device):
@@ -77,19 +78,18 @@ def virtex_step(args, device):
 METHODS = {"virtex": virtex_step}
 
 
-def measure(steps, args, device):
-    """Seconds per step of each function, the median over rounds in which they take turns."""
+def measure(steps, rounds, device):
+    """Seconds per step of each function: they take turns, five steps each (one update of the slow weights), median of `rounds`."""
     seconds = {name: [] for name in steps}
-    for n in range(args.steps + 2):
+    for n in progress(range(rounds + 1), desc="rounds", leave=False):
         for name, step in steps.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize()
             start = time.perf_counter()
-            step()
+            for _ in range(5):
+                step()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            if n >= 2:  # the first two warm up
-                seconds[name].append(time.perf_counter() - start)
+            if n:  # the first round warms up
+                seconds[name].append((time.perf_counter() - start) / 5)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
@@ -99,7 +99,7 @@ def whole_loop(method, args):
     with tempfile.TemporaryDirectory() as folder:
         flags = {"data": args.data, "root": args.root, "train-split": args.train_split, "val-split": args.train_split, "arch": args.arch,
                  "hidden": args.hidden, "image-size": args.image_size, "batch-size": args.batch_size, "amp": args.amp, "workers": args.workers,
-                 "iters": 10_000_000, "log-every": args.steps, "checkpoint-every": 10_000_000, "output": folder}  # fmt: skip
+                 "iters": 10_000_000, "log-every": 10, "checkpoint-every": 10_000_000, "output": folder}  # fmt: skip
         command = [sys.executable, script, *(word for flag, value in flags.items() if value is not None for word in (f"--{flag}", value))]
         process = subprocess.Popen([str(word) for word in command + ["--compile"] * args.compile])
         metrics = Path(folder, "metrics.jsonl")
@@ -129,7 +129,7 @@ def main():
     parser.add_argument("--hidden", type=int, default=1024, help="H of VirTex's heads")
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=10, help="timed rounds")
+    parser.add_argument("--rounds", type=int, default=4, help="timed rounds of five steps each")
     parser.add_argument("--amp", choices=("bf16", "fp16", "off"))
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--data", help="also time the whole loop on this data set")
@@ -143,7 +143,7 @@ def main():
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}; torch {torch.__version__}; {args.arch}, {args.image_size} px, batch {args.batch_size}, {args.amp}")
     steps = {"bare backbone": bare_backbone(args, device), **{method: METHODS[method](args, device) for method in args.methods}}
-    seconds = measure(steps, args, device)
+    seconds = measure(steps, args.rounds, device)
     floor = seconds["bare backbone"]
     for name, value in seconds.items():
         print(f"{name:16} {args.batch_size / value:8.1f} images/s   {100 * floor / value:5.1f}% of the bare backbone")
