@@ -624,7 +624,9 @@ class Feed:
     """
 
     def __init__(self, loader, device, run, images):
-        self.batches, self.device, self.run, self.images, self.waited = iter(loader), device, run, images, 0.0
+        self.device, self.run, self.images = device, run, images
+        self.started, self.waited = time.perf_counter(), 0.0
+        self.batches = iter(loader)
 
     def __iter__(self):
         return self
@@ -874,7 +876,7 @@ class Run:
 
     def __init__(self, args, script, world):
         self.args, self.script, self.world, self.folder = args, script, world, Path(args.output)
-        self.unreadable, self.last_log = set(), None
+        self.unreadable, self.first_iteration, self.last_log = set(), 0, None
 
     def begin(self):
         """-> the checkpoint to go on from, or None. Ends the program when the folder holds an ended or another run."""
@@ -894,9 +896,10 @@ class Run:
                     say(f"{self.folder} holds a run that has ended: see result.json there. --fresh starts over.")
                     sys.exit(0)
                 say(f"{self.folder} holds a checkpoint: going on from iteration {checkpoint['iteration']}")
+                self.first_iteration = checkpoint["iteration"]
             if self.world.is_main:
                 (self.folder / "result.json").unlink(missing_ok=True)
-                self.keep_metrics_until(checkpoint["iteration"] if checkpoint else 0)
+                self.keep_metrics_until(self.first_iteration)
                 self.write_args()
         return checkpoint
 
@@ -926,10 +929,9 @@ class Run:
 
     def log(self, iteration, feed, **values):
         """One line of metrics.jsonl: `values` (floats) with the speed and the wait for data since the last line."""
-        now = time.perf_counter()
-        if self.last_log:
-            seconds, steps, waited = now - self.last_log[0], iteration - self.last_log[1], feed.waited - self.last_log[2]
-            values |= {"images_per_s": steps * self.args.batch_size / seconds, "data_wait": waited / seconds}
+        now, (before, first, waited) = time.perf_counter(), self.last_log or (feed.started, self.first_iteration, 0.0)
+        speed = (iteration - first) * self.args.batch_size / (now - before)
+        values |= {"images_per_s": speed, "data_wait": (feed.waited - waited) / (now - before)}
         self.last_log = now, iteration, feed.waited
         if self.world.is_main:
             line = json.dumps({"iteration": iteration, **{k: float(f"{v:.6g}") for k, v in values.items()}})
@@ -1096,3 +1098,17 @@ def probe(backbone, fit, test, args, device, desc):
         extract_features(backbone, data, args.image_size, device, args.amp, args.workers, desc) for data in (fit, test)
     )
     return float(np.mean(list(svm_probe(fit_x, fit_y, test_x, test_y, fit.names).values())))
+
+
+def probe_result(backbone, labelled, args, device, best_weights=None):
+    """The entry "probe" of result.json: `backbone` beside the same at random initialisation, and the best of early stopping."""
+    name, fit, test = labelled
+    torch.manual_seed(args.seed)
+    other = build_backbone(args.arch).to(device, memory_format=torch.channels_last)
+    result = {"data": name, "metric": "mAP"}
+    result["trained"] = round(probe(backbone, fit, test, args, device, "features, trained"), 2)
+    result["random"] = round(probe(other, fit, test, args, device, "features, random"), 2)
+    if best_weights:
+        other.load_state_dict(read_checkpoint(best_weights))
+        result["best"] = {"trained": round(probe(other, fit, test, args, device, "features, best"), 2)}
+    return result

@@ -14,10 +14,11 @@ it is the network that is kept.
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 virtex.py --data coco
     captions      python virtex.py --caption photo1.jpg photo2.jpg --weights runs/virtex/checkpoint.pth
 
-What to expect: with the paper's head (H = 2048, 10K words) the loss starts near 12.5 per direction and not at
-ln 10000 = 9.2: the output layer is the token embedding, so at first each position predicts its own input token, which
-is never the right answer. It falls under 7 as soon as the word frequencies are learned; on COCO it ends near 2 per
-direction. A loss that stays at 5-6 means that the heads write captions without looking at the photo.
+What to expect: with the paper's head (H = 2048, 10K words) the loss starts near 12.5 in each direction and not at
+ln 10000 = 9.2: the output layer is the token embedding, so at first each position predicts the token it has just read,
+which is hardly ever the right answer. Word frequencies are learned at once; then comes a plateau on which the heads
+write plausible captions without looking (0.95 per direction on shapes, 3.2 on Flickr8k), and it is left when the
+backbone begins to see.
 """
 
 import argparse
@@ -137,10 +138,11 @@ def main(args):
     optimizer = torch.optim.SGD(parameter_groups(model, args.lr, args.text_lr, args.weight_decay), momentum=0.9, fused=True)
     lookahead = LookAhead(optimizer, args.lookahead_k, args.lookahead_alpha)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+    parts = {"model": model, "optimizer": optimizer, "lookahead": lookahead, "scaler": scaler}
     start, best = 0, None
     if checkpoint:
         start, best = checkpoint["iteration"], checkpoint["best"]
-        for part, name in ((model, "model"), (optimizer, "optimizer"), (lookahead, "lookahead"), (scaler, "scaler")):
+        for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
     if args.compile:
         model.visual["cnn"].compile()
@@ -192,11 +194,12 @@ def main(args):
                     best = {"iteration": iteration, "score": score}
                     run.save_weights("backbone_best.pth", model.visual["cnn"].state_dict())
             if saving:
-                run.save(iteration, model=model.state_dict(), optimizer=optimizer.state_dict(), lookahead=lookahead.state_dict(),
-                         scaler=scaler.state_dict(), best=best, tokenizer=torch.frombuffer(bytearray(tokenizer.serialized_model_proto()), dtype=torch.uint8))  # fmt: skip
+                states = {name: part.state_dict() for name, part in parts.items()}
+                words = torch.frombuffer(bytearray(tokenizer.serialized_model_proto()), dtype=torch.uint8)
+                run.save(iteration, **states, best=best, tokenizer=words)
             if stopping:
                 bar.close()
-                say(f"stopped by signal {stop.number} after iteration {iteration}: checkpoint written, the same command goes on from there")
+                say(f"stopped after iteration {iteration}: checkpoint written, the same command goes on from there")
                 sys.exit(128 + stop.number)
     bar.close()
 
@@ -208,17 +211,11 @@ def main(args):
     result = {"validation_loss": validate(model, CaptionView(val, tokenizer, args, training=False), args, device)}
     say("validation loss per token: " + ", ".join(f"{name} {value:.3f}" for name, value in result["validation_loss"].items()))
     if labelled:
-        name, fit, test = labelled
-        torch.manual_seed(args.seed)
-        random = common.build_backbone(args.arch).to(device, memory_format=torch.channels_last)
-        trained = common.probe(model.visual["cnn"], fit, test, args, device, "features, trained")
-        baseline = common.probe(random, fit, test, args, device, "features, random")
-        result["probe"] = {"data": name, "metric": "mAP", "trained": round(trained, 2), "random": round(baseline, 2)}
+        best_weights = run.folder / "backbone_best.pth" if best else None
+        result["probe"] = common.probe_result(model.visual["cnn"], labelled, args, device, best_weights)
         if best:
-            _, random_state = common.backbone_weights(common.read_checkpoint(run.folder / "backbone_best.pth"), "backbone_best.pth")
-            random.load_state_dict(random_state)
-            result["probe"]["best"] = {**best, "trained": round(common.probe(random, fit, test, args, device, "features, best"), 2)}
-        say(f"linear probe on {name}: {trained:.1f} mAP trained, {baseline:.1f} mAP random initialisation ({run.folder}/backbone.pth)")
+            result["probe"]["best"] |= best
+        say("linear probe on {data}: {trained:.1f} mAP trained, {random:.1f} mAP at random initialisation".format(**result["probe"]))
     else:
         say(f"no labels to probe on: measure with python eval_linear.py --weights {run.folder}/backbone.pth --data folder --root FOLDER")
     run.finish(**result)
