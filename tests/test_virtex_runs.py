@@ -90,12 +90,12 @@ def test_two_processes(coco_folder, tmp_path):
 
 @pytest.mark.parametrize("task", virtex.TASKS)
 def test_every_task_learns_its_captions(task, coco_folder, tmp_path, capsys):
-    """Each task overfits 24 pictures: the loss falls well below its start; the output folder keeps its contract."""
-    flags = tiny(coco_folder, tmp_path, "--task", task, "--iters", 40, "--probe-images", 12, "--crop-min", 0.9)[1:]
+    """Each task overfits 24 pictures: the loss falls by 1.5 nats or more; the output folder keeps its contract."""
+    flags = tiny(coco_folder, tmp_path, "--task", task, "--iters", 60, "--probe-images", 12, "--crop-min", 0.9)[1:]
     virtex.main(virtex.get_args(list(map(str, flags))))
     rows = metrics(tmp_path)
-    assert sum(row["loss"] for row in rows[-5:]) < 0.6 * sum(row["loss"] for row in rows[:5])
-    assert set(rows[-1]) >= {"iteration", "loss", "lr", "images_per_s", "data_wait"}
+    assert sum(row["loss"] for row in rows[-5:]) / 5 < sum(row["loss"] for row in rows[:5]) / 5 - 1.5
+    assert all(row.keys() >= {"iteration", "loss", "lr", "images_per_s", "data_wait"} for row in rows)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["probe"].keys() == {"data", "metric", "trained", "random"}
     import torchvision
@@ -120,10 +120,10 @@ def test_captions_and_pictures(coco_folder, tmp_path, capsys):
 
 
 def test_learns_on_shapes(tmp_path):
-    """On the built-in data the trained backbone beats its random initialisation by 3 mAP or more in 300 iterations."""
-    finished(run_script("virtex.py", "--output", tmp_path, "--iters", 300, OMP_NUM_THREADS="2"))
+    """On the built-in data the trained backbone beats its random initialisation by 4 mAP or more (measured: 8.7)."""
+    finished(run_script("virtex.py", "--output", tmp_path, OMP_NUM_THREADS="2"))
     probe = json.loads((tmp_path / "result.json").read_text())["probe"]
-    assert probe["trained"] > probe["random"] + 3
+    assert probe["trained"] > probe["random"] + 4
 
 
 @pytest.mark.parametrize(
