@@ -49,9 +49,9 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def fail(message, everywhere=True):
     """End the program with one line that says what is wrong and what to do.
 
-    everywhere: all processes come here, so that one of them speaks for all.
+    everywhere: all processes come here, so that one on each machine speaks for all.
     """
-    sys.exit(f"error: {message}" if not everywhere or int(os.environ.get("RANK", 0)) == 0 else 1)
+    sys.exit(f"error: {message}" if not everywhere or int(os.environ.get("LOCAL_RANK", 0)) == 0 else 1)
 
 
 def run(main, get_args):
@@ -734,8 +734,9 @@ def read_checkpoint(path):
 def backbone_weights(content, path):
     """The ResNet in a checkpoint of ours, of VirTex, MoCo, SwAV, VICReg, DINO or torchvision -> (arch, state dict).
 
-    content: what read_checkpoint(path) gave. The architecture is recognised by names and shapes. What is left over
-    must be exactly a classifier or projection head and nothing may be missing, or the program ends and names the keys.
+    content: what read_checkpoint(path) gave. The architecture is recognised by names and shapes. What is left
+    under the backbone's prefix must be exactly a classifier or projection head and nothing may be missing, or the program
+    ends and names the keys. Keys under other prefixes (text, momentum encoder, queue) are ignored.
     """
     for key in ("model", "state_dict", "teacher"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
@@ -808,6 +809,12 @@ def fill_defaults(args, defaults, scaled=()):
     defaults: {flag: (on shapes, on real data)}.  scaled: flags of learning rates, which belong to the default batch
     size and grow linearly with it; what was chosen is printed.
     """
+    if args.iters and args.epochs:
+        fail("give --iters or --epochs, not both")
+    if args.probe_root and not args.probe_data:
+        fail("--probe-root goes with --probe-data")
+    if not 0 <= args.seed < 2**23:
+        fail(f"--seed {args.seed} must be from 0 to {2**23 - 1}")
     column = 0 if args.data == "shapes" else 1
     factor = (args.batch_size or defaults["batch_size"][column]) / defaults["batch_size"][column]
     for flag, values in defaults.items():

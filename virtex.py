@@ -4,21 +4,23 @@ Desai, Johnson. VirTex: Learning Visual Representations from Textual Annotations
 
 A convolutional network turns a photo into a 7x7 grid of features. Two Transformers look at the grid and predict the
 photo's caption, one forward and one backward (Eq. 1), everything from random initialisation. Captions say which
-objects are there, how they look, where they are and what they do: a network that can caption has learned to see, and
-it is the network that is kept.
+objects are there, how they look, where they are and what they do: a backbone that can be captioned from has learned to
+see, and only the backbone is kept [Sec. 3].
 
     laptop        python virtex.py
-    own photos    python virtex.py --data photos.jsonl --arch resnet18 --image-size 112 --hidden 512 --epochs 30
+    own photos    python virtex.py --data photos.jsonl --arch resnet18 --image-size 112 --hidden 512 --epochs 60 \
+                      --batch-size 32 --lr 0.1 --text-lr 0.1
     one GPU       python virtex.py --data coco --batch-size 64
     eight GPUs    torchrun --nproc_per_node=8 virtex.py --data coco
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 virtex.py --data coco
+                  (with --output on a file system that both see)
     captions      python virtex.py --caption photo1.jpg photo2.jpg --weights runs/virtex/checkpoint.pth
 
 What to expect: with the paper's head (H = 2048, 10K words) the loss starts near 12.5 in each direction and not at
 ln 10000 = 9.2: the output layer is the token embedding, so at first each position predicts the token it has just read,
 which is hardly ever the right answer. Word frequencies are learned at once; then comes a plateau on which the heads
-write plausible captions without looking (0.95 per direction on shapes, 3.2 on Flickr8k), and it is left when the
-backbone begins to see.
+write plausible captions without looking, and it is left when the backbone begins to see. (Measured with the README's
+commands: the plateau is near 0.95 per direction on shapes, H = 256, and 3.2 on Flickr8k, H = 512.)
 """
 
 import argparse
@@ -69,8 +71,8 @@ def get_args(argv=None):
     model = parser.add_argument_group("model")
     model.add_argument("--task", choices=TASKS, default="bicaptioning", help="what is predicted from the photo; the others are ablations [Sec. 4.2]")
     model.add_argument("--arch", choices=sorted(common.BACKBONES), help="resnet50 for the paper's numbers [Sec. 3], resnet18 for small data or a CPU")
-    model.add_argument("--layers", type=int, default=1, help="L, Transformer layers per direction; 2 helps a little, 4 overfits [Fig. 5c]")
-    model.add_argument("--hidden", type=int, help="H, width of the Transformers; larger is better and slower [Fig. 5c]. A = H/64 heads and F = 4H follow")
+    model.add_argument("--layers", type=int, default=1, help="L, Transformer layers per direction; 2 or 3 generally help, 4 overfits slightly [Sec. 4.2]. No layer in token_classification")
+    model.add_argument("--hidden", type=int, help="H, width of the Transformers; larger is better and slower [Sec. 4.2]. A = H/64 heads and F = 4H follow")
     model.add_argument("--dropout", type=float, default=0.1, help="in the Transformers; raise it when few captions are learned by heart [official code]")
     model.add_argument("--vocab-size", type=int, default=10_000, help="tokens of the tokenizer; fewer where the captions do not hold as many [Sec. 3]")
     model.add_argument("--tokenizer", help="an existing SentencePiece .model instead of one trained on the captions")
@@ -81,7 +83,7 @@ def get_args(argv=None):
     optim.add_argument("--iters", type=int, help="iterations; scale with the number of images [Sec. 3]")
     optim.add_argument("--epochs", type=float, help="length in passes over the images, instead of --iters")
     optim.add_argument("--lr", type=float, help="maximum for the backbone; lower it when the loss is not finite [Sec. 3]")
-    optim.add_argument("--text-lr", type=float, help="maximum for everything else; 0.05 suits short runs on small data, see the README [Sec. 3]")
+    optim.add_argument("--text-lr", type=float, help="maximum for everything else; 0.05 to 0.1 suits short runs on small data, see the README [Sec. 3]")
     optim.add_argument("--warmup", type=float, default=0.02, help="share of the run in which the learning rates rise [Sec. 3: 10K of 500K]")
     optim.add_argument("--weight-decay", type=float, default=1e-4, help="none on norms and biases of the Transformers [Sec. 3]")
     optim.add_argument("--clip", type=float, default=10.0, help="maximum norm of the gradient [official code]")
@@ -103,7 +105,11 @@ def get_args(argv=None):
         fail("--crop-min must be in (0, 1], --warmup and --dropout in [0, 1), --colour-jitter in [0, 1]")
     if args.max_length < 3 or args.layers < 1 or args.lookahead_k < 1 or args.beams < 1:
         fail("--max-length must be at least 3; --layers, --lookahead-k and --beams at least 1")
-    if (args.caption or args.evaluate) != bool(args.weights) and not (args.caption and args.weights):
+    if not 0 < args.lookahead_alpha <= 1 or args.clip <= 0 or args.weight_decay < 0:
+        fail("--lookahead-alpha must be in (0, 1], --clip above 0 and --weight-decay at least 0")
+    if args.caption and args.evaluate:
+        fail("give --caption or --evaluate, not both")
+    if bool(args.caption or args.evaluate) != bool(args.weights):
         fail("--weights FILE goes with --caption IMAGE... or --evaluate" if args.weights else "--caption and --evaluate need --weights FILE")
     return args
 
@@ -136,6 +142,8 @@ def main(args):
     model = VirTex(args.arch, tokenizer.get_piece_size(), args.hidden, args.layers, dropout=args.dropout, max_length=args.max_length, task=args.task)
     model.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(parameter_groups(model, args.lr, args.text_lr, args.weight_decay), momentum=0.9, fused=True)
+    for parameter in model.parameters():  # the fused SGD leaves them uninitialised when the scaler skips the first step
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     lookahead = LookAhead(optimizer, args.lookahead_k, args.lookahead_alpha)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "lookahead": lookahead, "scaler": scaler}
@@ -143,7 +151,9 @@ def main(args):
     if checkpoint:
         start, best = checkpoint["iteration"], checkpoint["best"]
         for name, part in parts.items():
-            part.load_state_dict(checkpoint[name])
+            if checkpoint[name]:  # a scaler that was not in use has no state
+                part.load_state_dict(checkpoint[name])
+        checkpoint = None  # at the paper's size 2 GB per process
     if args.compile:
         model.visual["cnn"].compile()
         for head in (module for module in model.children() if isinstance(module, TextualHead)):
@@ -209,7 +219,7 @@ def main(args):
         return
     run.save_weights("backbone.pth", model.visual["cnn"].state_dict())
     result = {"validation_loss": validate(model, CaptionView(val, tokenizer, args, training=False), args, device)}
-    say("validation loss per token: " + ", ".join(f"{name} {value:.3f}" for name, value in result["validation_loss"].items()))
+    say("validation loss: " + ", ".join(f"{name} {value:.3f}" for name, value in result["validation_loss"].items()))
     if labelled:
         best_weights = run.folder / "backbone_best.pth" if best else None
         result["probe"] = common.probe_result(model.visual["cnn"], labelled, args, device, best_weights)
@@ -227,7 +237,7 @@ UNKNOWN, SOS, EOS, MASK = range(4)  # padding shares the id of unknown [official
 
 
 def clean(caption):
-    """Lower case, NFKD (which can bring forth capitals: first), accents stripped [Sec. 3, Tokenization]."""
+    """Lower case, accents stripped [Sec. 3, Tokenization], by NFKD [official code], which can bring forth capitals: first."""
     decomposed = unicodedata.normalize("NFKD", caption).lower()
     return "".join(char for char in decomposed if not unicodedata.combining(char))
 
@@ -264,6 +274,7 @@ def train_tokenizer(captions, vocab_size):
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(captions), model_writer=model, model_type="bpe", vocab_size=vocab_size, hard_vocab_limit=False,
+            split_by_unicode_script=True,  # no piece joins letters and punctuation: dog? dog! [Sec. 3]
             character_coverage=1.0, unk_id=UNKNOWN, bos_id=-1, eos_id=-1, pad_id=-1, control_symbols="[SOS],[EOS],[MASK]", minloglevel=3,
         )  # fmt: skip
     except RuntimeError as error:  # more letters than --vocab-size, or no letter at all
@@ -515,8 +526,8 @@ class VirTex(nn.Module):
             visible = (torch.arange(tokens.size(1), device=tokens.device) < lengths[:, None])[:, None, None]
             vectors, _ = self.textual(masked, self.textual.memory(projected), causal=False, mask=visible)
             return {"masked_lm": prediction_losses(self.textual.output, [vectors], [tokens], predicted)[0]}
-        # Eq. 1: the model of each direction predicts token t from those before it and the image. What the directions
-        # share, the embedding and the vocabulary layer, is applied to both at once.
+        # The negative of Eq. 1, each direction as a mean over its tokens: a token is predicted from the image and from
+        # those before it in the direction of reading. What both share, embedding and vocabulary layer, is run once.
         heads, sequences = {"forward": self.textual}, [tokens]
         if self.task == "bicaptioning":
             heads["backward"], sequences = self.backward_textual, [tokens, backward_tokens]
@@ -590,10 +601,10 @@ class LookAhead:
 
 @torch.no_grad()
 def validate(model, view, args, device):
-    """Mean loss per predicted token over the validation photos, each with its first caption -> {name: loss}"""
+    """Mean loss per predicted token (token classification: per caption), each photo with its first caption -> {name: loss}"""
     model.eval()
     totals, count = {}, 0
-    loader = DataLoader(view, 64, num_workers=args.workers, collate_fn=collate)
+    loader = DataLoader(view, 64, num_workers=args.workers, collate_fn=collate, worker_init_fn=common.ignore_signals)
     for batch in progress(loader, desc="validation", unit=" batches", leave=False):
         batch.pop("unreadable"), batch.pop("jitter")
         batch = {key: value.to(device) for key, value in batch.items()}
@@ -603,7 +614,7 @@ def validate(model, view, args, device):
         for name, loss in losses.items():
             totals[name] = totals.get(name, 0.0) + n * loss.item()
         count += n
-    return {name: total / count for name, total in totals.items()}
+    return {name: total / max(1, count) for name, total in totals.items()}
 
 
 def select_probe(model, labelled, args, device):
@@ -751,7 +762,7 @@ def caption_photos(args, device):
                 continue
             caption = tokenizer.decode([token for token in row.tolist() if token > MASK])
             pieces = [tokenizer.id_to_piece(token) for token in row[1:].tolist() if token != EOS]
-            picture = folder / f"{Path(path).stem}.png"
+            picture = folder / f"{first + n + 1}_{Path(path).stem}.png"
             draw_attention(Image.fromarray(pixels[n].numpy()), caption, word_attention(model.textual, projected[n : n + 1], row, pieces), picture)
             say(f"{path}: {caption}  ({picture})")
         first += len(rows)
@@ -771,7 +782,7 @@ def evaluate_captions(args, device):
     model.to(device)
     val = load_captions(args, args.val_split)
     written = {}
-    loader = DataLoader(common.CropView(val.images, size, part=1.0), 64, num_workers=args.workers)
+    loader = DataLoader(common.CropView(val.images, size, part=1.0), 64, num_workers=args.workers, worker_init_fn=common.ignore_signals)
     for pixels, readable in progress(loader, desc="captions", unit=" batches"):
         for row, good in zip(caption_images(model, pixels, args.beams, device)[0], readable):
             written[len(written)] = [{"caption": tokenizer.decode([token for token in row.tolist() if token > MASK])}] if good else None

@@ -435,6 +435,7 @@ def test_missing_image_folder(coco):
 def test_one_process_speaks_for_all(monkeypatch):
     """What all processes run into is said once; what one process ran into, by that process."""
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit) as ended:
         common.fail("said by the first")
     assert ended.value.code == 1

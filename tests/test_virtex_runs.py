@@ -105,6 +105,19 @@ def test_every_task_learns_its_captions(task, coco_folder, tmp_path, capsys):
     assert "linear probe on coco" in capsys.readouterr().out
 
 
+def test_half_precision_goes_on_from_a_run_without_it(coco_folder, tmp_path):
+    """--amp may change when a run goes on; under fp16 the steps that the scaler skips leave the weights finite."""
+    flags = tiny(coco_folder, tmp_path, "--iters", 6, "--probe-images", 12)[1:]
+    virtex.main(virtex.get_args(list(map(str, [*flags, "--amp", "off"]))))
+    checkpoint = torch.load(tmp_path / "checkpoint.pth", weights_only=True)
+    torch.save({**checkpoint, "iteration": 3}, tmp_path / "checkpoint.pth")  # as if it had been killed half-way
+    (tmp_path / "result.json").unlink()
+    virtex.main(virtex.get_args(list(map(str, [*flags, "--amp", "fp16"]))))
+    checkpoint = torch.load(tmp_path / "checkpoint.pth", weights_only=True)
+    assert checkpoint["iteration"] == 6 and checkpoint["scaler"]
+    assert all(value.isfinite().all() for value in checkpoint["model"].values())
+
+
 def test_captions_and_pictures(coco_folder, tmp_path, capsys):
     """--caption prints a caption per photo and draws one picture each, with the checkpoint alone; --probe-every keeps the best."""
     train = tiny(coco_folder, tmp_path, "--iters", 30, "--probe-images", 20, "--probe-every", 15, "--crop-min", 0.9)[1:]
@@ -143,6 +156,11 @@ def test_learns_on_shapes(tmp_path):
         (["--caption", "photo.jpg", "--weights", "none.pth"], "none.pth not found"),
         (["--tokenizer", "none.model"], "none.model not found"),
         (["--probe-every", "-1"], "--probe-every"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--iters", "5", "--epochs", "1"], "--iters or --epochs, not both"),
+        (["--caption", "photo.jpg", "--evaluate", "--weights", "x.pth"], "--caption or --evaluate, not both"),
+        (["--probe-root", "folder"], "--probe-root goes with --probe-data"),
+        (["--clip", "-1"], "--clip above 0"),
     ],
 )
 def test_bad_flags_are_one_clear_line(flags, message, tmp_path):
