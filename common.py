@@ -166,7 +166,7 @@ def choose_amp(device, wish=None):
         return wish
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "off"
-    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "off"
+    return "bf16" if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "off"
 
 
 def autocast(device, amp):
