@@ -1056,7 +1056,7 @@ def test_warmup_cosine():
 
 # ------------------------------------------------------------------------------------------ the output folder
 
-FEED = types.SimpleNamespace(waited=0.0)
+FEED = types.SimpleNamespace(started=0.0, waited=0.0)
 
 
 def make_run(folder, script="virtex", **flags):
@@ -1112,15 +1112,16 @@ def test_metrics_without_a_checkpoint_are_dropped(tmp_path):
 
 
 def test_log_tells_speed_and_waiting(tmp_path, monkeypatch):
-    """Images per second and the share of time spent waiting, since the line before."""
-    clock, feed = iter((10.0, 14.0)), types.SimpleNamespace(waited=2.0)
+    """Images per second and the share of time spent waiting, since the line before or the start of the loop."""
+    clock, feed = iter((10.0, 14.0)), types.SimpleNamespace(started=5.0, waited=2.0)
     monkeypatch.setattr(common.time, "perf_counter", lambda: next(clock))
     run = make_run(tmp_path)
     run.folder.mkdir()
     run.log(10, feed, loss=2.0)
     feed.waited = 3.0
     run.log(20, feed, loss=1.0)
-    last = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    first, last = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
+    assert first == {"iteration": 10, "loss": 2.0, "images_per_s": 8.0, "data_wait": 0.4}
     assert last == {"iteration": 20, "loss": 1.0, "images_per_s": 10.0, "data_wait": 0.25}
 
 
