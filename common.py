@@ -1,16 +1,19 @@
-"""What the four methods share: captioned images, augmentation, backbones, the run folder, the SVM probe.
+"""What the methods share: captioned images, augmentation, backbones, the output folder, the SVM probe.
 
 Nothing here knows a method. From top to bottom, in the order in which a script meets it:
 
-    processes and precision    start_processes, World, autocast, main_first
+    processes and precision    run, start_processes, main_first, choose_amp, autocast
     strings and captions       PackedStrings, CaptionData, caption_data (shapes, coco, vg, jsonl)
     labelled images            LabelData, label_data (shapes, coco, voc07, folder)
-    from file to batch         read_crop, random_crop, centre_crop, InfiniteSampler, Feed
+    from file to batch         read_crop, random_crop, centre_crop, InfiniteSampler, make_loader, Feed
     on the device              draw_colour_jitter (parameters), augment (pixels)
-    backbones                  build_backbone, load_backbone
+    backbones                  build_backbone, read_checkpoint, backbone_weights
     schedules                  warmup_cosine
-    the output folder          Run: args.json, metrics.jsonl, checkpoint.pth, result.json; StopSignals
-    the probe                  extract_features, svm_probe
+    flags                      add_common_flags, fill_defaults
+    the output folder          Run (args.json, metrics.jsonl, checkpoint.pth, result.json), StopSignals
+    the probe                  extract_features, svm_probe, probe_data, probe_result
+
+The built-in data set is in shapes.py.
 """
 
 import contextlib
