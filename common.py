@@ -285,7 +285,7 @@ def read_json(path, keys, hint):
 
 
 def iterate_json_list(path, hint):
-    """Yield the entries of a file that is one huge JSON list, chunk by chunk (VG's is 700 MB, and 8 GB as objects)."""
+    """Yield the entries of a file that is one huge JSON list, chunk by chunk (VG's is 700 MB, and several times that as objects)."""
     if not os.path.isfile(path):
         fail(f"{path} not found: {hint}")
     decoder, separator, text, at, n = json.JSONDecoder(), re.compile(r"[,\s]*"), "", 0, 0
