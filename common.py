@@ -1090,9 +1090,9 @@ def probe_data(args, train, val):
         fit, test = (label_data(name, args.probe_root, split) for split in LABEL_SPLITS[name])
     elif train.tag_names and val.tag_names == train.tag_names:
         name, fit, test = os.path.basename(args.data), label_from_tags(train), label_from_tags(val)
+    elif args.probe_every:
+        fail(f"--probe-every needs labels and {args.data} has no tags: add --probe-data and --probe-root")
     else:
-        if args.probe_every:
-            fail(f"--probe-every needs labels and {args.data} has no tags: add --probe-data and --probe-root")
         return None
     keep = np.sort(np.random.default_rng(args.seed).permutation(len(fit.images))[: args.probe_images])
     fit = fit.select(keep)
@@ -1102,12 +1102,13 @@ def probe_data(args, train, val):
     return name, fit, test
 
 
-def probe(backbone, fit, test, args, device, desc):
-    """mAP of SVMs trained on the features of `fit` and tested on `test` (LabelData), in percent."""
+def probe(backbone, fit, test, args, device, desc, seed=0):
+    """SVMs trained on the features of `fit` and tested on `test` (LabelData) -> {class: average precision, "mAP": their mean}"""
     (fit_x, fit_y), (test_x, test_y) = (
         extract_features(backbone, data, args.image_size, device, args.amp, args.workers, desc) for data in (fit, test)
     )
-    return float(np.mean(list(svm_probe(fit_x, fit_y, test_x, test_y, fit.names).values())))
+    scores = svm_probe(fit_x, fit_y, test_x, test_y, fit.names, seed)
+    return {**scores, "mAP": float(np.mean(list(scores.values()))) if scores else math.nan}
 
 
 def probe_result(backbone, labelled, args, device, best_weights=None):
@@ -1116,9 +1117,9 @@ def probe_result(backbone, labelled, args, device, best_weights=None):
     torch.manual_seed(args.seed)
     other = build_backbone(args.arch).to(device, memory_format=torch.channels_last)
     result = {"data": name, "metric": "mAP"}
-    result["trained"] = round(probe(backbone, fit, test, args, device, "features, trained"), 2)
-    result["random"] = round(probe(other, fit, test, args, device, "features, random"), 2)
+    result["trained"] = round(probe(backbone, fit, test, args, device, "features, trained")["mAP"], 2)
+    result["random"] = round(probe(other, fit, test, args, device, "features, random")["mAP"], 2)
     if best_weights:
         other.load_state_dict(read_checkpoint(best_weights))
-        result["best"] = {"trained": round(probe(other, fit, test, args, device, "features, best"), 2)}
+        result["best"] = {"trained": round(probe(other, fit, test, args, device, "features, best")["mAP"], 2)}
     return result

@@ -124,17 +124,13 @@ def load_backbone(weights, arch, seed):
 
 def svm_virtex(backbone, train, test, args, world, seed):
     """-> {class: average precision, "mAP": their mean}"""
-    (train_x, train_y), (test_x, test_y) = (
-        common.extract_features(backbone, data, args.image_size, world.device, args.amp, args.workers, f"{name} features")
-        for name, data in (("train", train), ("test", test))
-    )
-    scores = common.svm_probe(train_x, train_y, test_x, test_y, train.names, seed)
-    if not scores:
+    scores = common.probe(backbone, train, test, args, world.device, "features", seed)
+    if math.isnan(scores["mAP"]):
         fail("no class has both positive and negative training images and a positive test image")
     left_out = [name for name in train.names if name not in scores]
     if left_out:
         say(f"{len(left_out)} classes without training or test examples are left out: {', '.join(left_out[:5])}")
-    return {**scores, "mAP": float(np.mean(list(scores.values())))}
+    return scores
 
 
 # ------------------------------------------------------------------------------------------ sgd-virtex

@@ -287,6 +287,11 @@ def encode(tokenizer, caption, max_length):
     return [SOS, *tokenizer.encode(clean(caption)), EOS][:max_length]
 
 
+def decode(tokenizer, row):
+    """(T,) tokens -> the caption, without special and unknown tokens."""
+    return tokenizer.decode([token for token in row.tolist() if token > MASK])
+
+
 # ------------------------------------------------------------------------------------------ samples and batches
 
 
@@ -622,7 +627,7 @@ def select_probe(model, labelled, args, device):
     _, fit, _ = labelled
     order = np.random.default_rng(args.seed).permutation(len(fit.images))
     held_out = len(order) // 5
-    return common.probe(model.visual["cnn"], fit.select(order[held_out:]), fit.select(order[:held_out]), args, device, "early stopping")
+    return common.probe(model.visual["cnn"], fit.select(order[held_out:]), fit.select(order[:held_out]), args, device, "early stopping")["mAP"]
 
 
 # ------------------------------------------------------------------------------------------ captions for photos
@@ -760,7 +765,7 @@ def caption_photos(args, device):
             if not readable[n]:
                 say(f"{path}: cannot be decoded, is it a photo?")
                 continue
-            caption = tokenizer.decode([token for token in row.tolist() if token > MASK])
+            caption = decode(tokenizer, row)
             pieces = [tokenizer.id_to_piece(token) for token in row[1:].tolist() if token != EOS]
             picture = folder / f"{first + n + 1}_{Path(path).stem}.png"
             draw_attention(Image.fromarray(pixels[n].numpy()), caption, word_attention(model.textual, projected[n : n + 1], row, pieces), picture)
@@ -781,12 +786,12 @@ def evaluate_captions(args, device):
     model, tokenizer, size = load_virtex(args.weights, args.tokenizer)
     model.to(device)
     val = load_captions(args, args.val_split)
-    written = {}
+    captions = []
     loader = DataLoader(common.CropView(val.images, size, part=1.0), 64, num_workers=args.workers, worker_init_fn=common.ignore_signals)
     for pixels, readable in progress(loader, desc="captions", unit=" batches"):
-        for row, good in zip(caption_images(model, pixels, args.beams, device)[0], readable):
-            written[len(written)] = [{"caption": tokenizer.decode([token for token in row.tolist() if token > MASK])}] if good else None
-    written = {i: caption for i, caption in written.items() if caption}
+        rows, _ = caption_images(model, pixels, args.beams, device)
+        captions += [decode(tokenizer, row) if good else None for row, good in zip(rows, readable)]
+    written = {i: [{"caption": caption}] for i, caption in enumerate(captions) if caption is not None}
     truth = {i: [{"caption": caption} for caption in val.captions_of(i)] for i in written}
     path = Path(args.output, f"captions_{args.val_split}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
