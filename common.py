@@ -1,19 +1,18 @@
-"""What the methods share: captioned images, augmentation, backbones, the output folder, the SVM probe.
+"""What the methods share: captioned images, augmentation, backbones, the output folder.
 
 Nothing here knows a method. From top to bottom, in the order in which a script meets it:
 
     processes and precision    run, start_processes, main_first, choose_amp, autocast
-    strings and captions       PackedStrings, CaptionData, caption_data (shapes, coco, vg, jsonl)
-    labelled images            LabelData, label_data (shapes, coco, voc07, folder)
-    from file to batch         read_crop, random_crop, centre_crop, InfiniteSampler, make_loader, Feed
+    strings and captions       PackedStrings, CaptionData, caption_data (shapes, coco, vg, jsonl), filter_captions
+    from file to batch         read_crop, random_crop, centre_crop, CropView, InfiniteSampler, make_loader, Feed
     on the device              draw_colour_jitter (parameters), augment (pixels)
-    backbones                  build_backbone, read_checkpoint, backbone_weights
-    schedules                  warmup_cosine
+    backbones                  build_backbone, read_checkpoint, backbone_weights, load_backbone
+    schedules, losses          warmup_cosine, tag_loss
     flags                      add_common_flags, fill_defaults
     the output folder          Run (args.json, metrics.jsonl, checkpoint.pth, result.json), StopSignals
-    the probe                  extract_features, svm_probe, probe_data, probe_result
 
-The built-in data set is in shapes.py.
+Beside it: language.py (words, tokens, language models), probe.py (labelled images, the SVM probe) and shapes.py (the
+built-in data set).
 """
 
 import contextlib
@@ -30,9 +29,7 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from array import array
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -40,10 +37,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torchvision
 from PIL import Image, ImageOps
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.models.resnet import BasicBlock, Bottleneck
+from torchvision.models.vgg import cfgs, make_layers
 from tqdm import tqdm
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -437,88 +437,20 @@ def jsonl_data(path, root, split):
     return data.select([i for i in range(len(data)) if splits[i] == split])
 
 
-# ------------------------------------------------------------------------------------------ labelled images
+def filter_captions(data, tokenize):
+    """Each image's captions without repetitions and with 3 to 25 tokens [ICMLM Sec. 4, Datasets] -> CaptionData
 
-
-class LabelData(NamedTuple):
-    """Images with class labels, for probes. labels: (N, classes) int8 with 1 yes, 0 no, -1 "difficult" (VOC)."""
-
-    images: object
-    labels: np.ndarray
-    names: list
-
-    def select(self, keep):
-        return LabelData(type(self.images)(self.images[i] for i in keep), self.labels[keep], self.names)
-
-
-def label_data(name, root=None, split="train"):
-    """Load one split of a labelled data set -> LabelData. name: "shapes", "coco", "voc07" or "folder"."""
-    if name == "shapes":
-        data = label_from_tags(built_in_shapes(split))
-    elif name == "coco":
-        present, names, paths = coco_instances(root or "datasets/coco", split)
-        data = LabelData(ImageFiles(paths[i] for i in present), multi_hot(present.values(), len(names)), names)
-    elif name == "voc07":
-        data = voc07_labels(root or "datasets/voc07", split)
-    elif name == "folder":
-        data = folder_labels(root or "datasets/folder", split)
-    else:
-        fail(f"the labelled data set {name} is unknown: give shapes, coco, voc07 or folder")
-    if isinstance(data.images, ImageFiles):
-        data.images.check()
-    return data
-
-
-def multi_hot(groups, size):
-    labels = np.zeros((len(groups), size), np.int8)
-    for row, group in zip(labels, groups):
-        row[list(group)] = 1
-    return labels
-
-
-def label_from_tags(data):
-    return LabelData(data.images, multi_hot([data.tags_of(i) for i in range(len(data))], len(data.tag_names)), data.tag_names)
-
-
-def voc07_labels(root, split):
-    """PASCAL VOC: ImageSets/Main/{class}_{split}.txt with 1, -1 and 0 for "difficult"; JPEGImages/{image}.jpg."""
-    for folder in (root, os.path.join(root, "VOC2007"), os.path.join(root, "VOCdevkit", "VOC2007")):
-        if os.path.isdir(os.path.join(folder, "ImageSets", "Main")):
-            break
-    else:
-        fail(f"{root} holds no VOCdevkit/VOC2007/ImageSets/Main: give --root the folder that holds VOCdevkit")
-    lists = sorted(Path(folder, "ImageSets", "Main").glob(f"*_{split}.txt"))
-    if not lists:
-        fail(f"{folder}/ImageSets/Main holds no <class>_{split}.txt: is the split {split} part of this download?")
-    labels, ids = [], None
-    for path in lists:
-        rows = [line.split() for line in path.read_text().splitlines() if line.strip()]
-        for n, row in enumerate(rows, 1):
-            if len(row) != 2 or row[1] not in ("1", "-1", "0"):
-                fail(f"{path}, line {n}: expected an image name and 1, -1 or 0")
-        if ids is None:
-            ids = [row[0] for row in rows]
-        if ids != [row[0] for row in rows]:
-            fail(f"{path} lists other images than {lists[0]}")
-        labels.append([{"1": 1, "-1": 0, "0": -1}[row[1]] for row in rows])
-    images = ImageFiles(os.path.join(folder, "JPEGImages", f"{i}.jpg") for i in ids)
-    return LabelData(images, np.array(labels, np.int8).T, [path.name[: -len(f"_{split}.txt")] for path in lists])
-
-
-def folder_labels(root, split):
-    """{split}/<class>/<image>: the layout of ImageNet, Places, iNaturalist and torchvision's ImageFolder."""
-    if not os.path.isdir(os.path.join(root, split)):
-        fail(f"{root}/{split} not found: an image folder holds {split}/<class>/<image>; name the splits with --train-split and --val-split")
-    names = sorted(entry.name for entry in os.scandir(os.path.join(root, split)) if entry.is_dir())
-    images, classes = ImageFiles(), []
-    for k, name in enumerate(progress(names, desc="image folder", unit=" classes", leave=False)):
-        for path in sorted(Path(root, split, name).rglob("*")):
-            if path.suffix.lower() in Image.registered_extensions():
-                images.append(str(path))
-                classes.append([k])
-    if not classes:
-        fail(f"{root}/{split} holds no image: expected {split}/<class>/<image>")
-    return LabelData(images, multi_hot(classes, len(names)), names)
+    tokenize: function caption -> its tokens. What was taken out is counted in the log.
+    """
+    kept, repeated, wrong_length = CaptionData(type(data.images)(), data.tag_names), 0, 0
+    for i in progress(range(len(data)), desc="captions", unit=" images", leave=False):
+        captions = data.captions_of(i)
+        different = list(dict.fromkeys(captions))
+        fitting = [caption for caption in different if 3 <= len(tokenize(caption)) <= 25]
+        repeated, wrong_length = repeated + len(captions) - len(different), wrong_length + len(different) - len(fitting)
+        kept.add(data.images[i], fitting, data.tags_of(i))
+    say(f"{len(kept.captions)} captions; left out: {repeated} repeated for their image, {wrong_length} of fewer than 3 or more than 25 tokens")
+    return kept
 
 
 # ------------------------------------------------------------------------------------------ from file to batch
@@ -584,6 +516,23 @@ def read_crop(images, index, crop, size):
             unreadable.append(index)
             index = (index + 1) % len(images)
     return np.zeros((size, size, 3), np.uint8), unreadable[0], unreadable  # more than 1% of the images: the run ends by itself
+
+
+class CropView(Dataset):
+    """Every image once, by its central square: `part` 224 / 256 is "resize to 256, centre crop 224".
+
+    -> uint8 (size, size, 3), and whether it could be decoded (otherwise the pixels are another image's)
+    """
+
+    def __init__(self, images, size, part=224 / 256):
+        self.images, self.size, self.part = images, size, part
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, i):
+        pixels, _, unreadable = read_crop(self.images, i, centre_crop(self.part), self.size)
+        return pixels, not unreadable
 
 
 class InfiniteSampler(Sampler):
@@ -706,17 +655,48 @@ class ResNet(torchvision.models.ResNet):
         return self.layer4(self.layer3(self.layer2(self.layer1(x))))
 
 
+class VGG16(nn.Module):
+    """torchvision's vgg16_bn without the classifier: (B, 3, H, W) -> (B, 512, H / 32, W / 32), its key names kept.
+
+    Batch norm as in DeeperCluster, whose probes the paper uses [ICMLM Sec. 4]. The last three convolutions are probed
+    one by one: `maps` gives what they put out, after batch norm and ReLU.
+    """
+
+    channels = 512
+    LAST_RELU = {"C-11": 36, "C-12": 39, "C-13": 42}  # of each convolution, as indices into `features`
+
+    def __init__(self):
+        super().__init__()
+        self.features = make_layers(cfgs["D"], batch_norm=True)
+        for module in self.features:
+            if isinstance(module, nn.Conv2d):  # as torchvision does
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                nn.init.zeros_(module.bias)
+
+    def forward(self, x):
+        return self.features(x)
+
+    def maps(self, x):
+        """-> {"C-11": (B, 512, H / 16, W / 16), "C-12": ..., "C-13": ...}"""
+        kept = {}
+        for n, module in enumerate(self.features[:-1]):
+            x = module(x)
+            kept |= {name: x for name, last in self.LAST_RELU.items() if n == last}
+        return kept
+
+
 BACKBONES = {
-    "resnet18": (BasicBlock, (2, 2, 2, 2)),
-    "resnet50": (Bottleneck, (3, 4, 6, 3)),
-    "resnet101": (Bottleneck, (3, 4, 23, 3)),
-    "resnet50w2x": (Bottleneck, (3, 4, 6, 3), 128),  # torchvision's wide_resnet50_2
+    "resnet18": functools.partial(ResNet, BasicBlock, (2, 2, 2, 2)),
+    "resnet50": functools.partial(ResNet, Bottleneck, (3, 4, 6, 3)),
+    "resnet101": functools.partial(ResNet, Bottleneck, (3, 4, 23, 3)),
+    "resnet50w2x": functools.partial(ResNet, Bottleneck, (3, 4, 6, 3), 128),  # torchvision's wide_resnet50_2
+    "vgg16": VGG16,  # torchvision's vgg16_bn
 }
 
 
 def build_backbone(arch):
     """A randomly initialised backbone: images (B, 3, H, W) -> features (B, backbone.channels, H / 32, W / 32)."""
-    return ResNet(*BACKBONES[arch])
+    return BACKBONES[arch]()
 
 
 PREFIXES = ("module.encoder_q.", "module.backbone.", "visual.cnn.", "backbone.", "encoder_q.", "module.", "")
@@ -735,7 +715,7 @@ def read_checkpoint(path):
 
 
 def backbone_weights(content, path):
-    """The ResNet in a checkpoint of ours, of VirTex, MoCo, SwAV, VICReg, DINO or torchvision -> (arch, state dict).
+    """The ResNet or VGG-16 in a checkpoint of ours, of VirTex, MoCo, SwAV, VICReg, DINO or torchvision -> (arch, state dict).
 
     content: what read_checkpoint(path) gave. The architecture is recognised by names and shapes. What is left
     under the backbone's prefix must be exactly a classifier or projection head and nothing may be missing, or the program
@@ -746,9 +726,10 @@ def backbone_weights(content, path):
             content = content[key]
     if not isinstance(content, dict):
         fail(f"{path} holds no state dict")
-    prefix = next((prefix for prefix in PREFIXES if prefix + "conv1.weight" in content), None)
+    first = ("conv1.weight", "features.0.weight")  # of ResNet and VGG
+    prefix = next((prefix for prefix in PREFIXES if any(prefix + key in content for key in first)), None)
     if prefix is None:
-        fail(f"{path} holds no ResNet: no key ends in conv1.weight; its first keys are {', '.join(list(content)[:5])}")
+        fail(f"{path} holds no ResNet or VGG: no key ends in {' or '.join(first)}; its first keys are {', '.join(list(content)[:5])}")
     state = {key[len(prefix) :]: value for key, value in content.items() if key.startswith(prefix)}
     for key in [key for key in state if key.endswith("running_mean")]:  # files from before PyTorch 0.4.1 lack the counters
         state.setdefault(key.replace("running_mean", "num_batches_tracked"), torch.tensor(0))
@@ -765,7 +746,17 @@ def backbone_weights(content, path):
     return arch, {key: value for key, value in state.items() if not CLASSIFIER.match(key)}
 
 
-# ------------------------------------------------------------------------------------------ schedules
+def load_backbone(arch, path):
+    """The backbone in the file `path`, refused when it is not of the architecture `arch` (None: whichever it is)."""
+    found, state = backbone_weights(read_checkpoint(path), path)
+    if arch and arch != found:
+        fail(f"{path} is a {found}, not --arch {arch}")
+    backbone = build_backbone(found)
+    backbone.load_state_dict(state)
+    return backbone
+
+
+# ------------------------------------------------------------------------------------------ schedules and losses
 
 
 def warmup_cosine(iteration, total, warmup):
@@ -775,7 +766,14 @@ def warmup_cosine(iteration, total, warmup):
     return 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / max(1, total - warmup)))
 
 
+def tag_loss(logits, labels):
+    """Softmax cross-entropy with labels that sum to one [ICMLM Eq. 2]. logits, labels (multi-hot): (B, K) -> scalar"""
+    return F.cross_entropy(logits.float(), labels / labels.sum(1, keepdim=True).clamp(min=1))
+
+
 # ------------------------------------------------------------------------------------------ flags
+
+LABEL_SPLITS = {"shapes": ("train", "val"), "coco": ("train2017", "val2017"), "voc07": ("trainval", "test"), "folder": ("train", "val")}
 
 
 def add_common_flags(parser, script):
@@ -999,127 +997,3 @@ class StopSignals:
     def __exit__(self, *_):
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-
-# ------------------------------------------------------------------------------------------ the probe
-
-LABEL_SPLITS = {"shapes": ("train", "val"), "coco": ("train2017", "val2017"), "voc07": ("trainval", "test"), "folder": ("train", "val")}
-
-
-class CropView(Dataset):
-    """Every image once, by its central square: `part` 224 / 256 is "resize to 256, centre crop 224".
-
-    -> uint8 (size, size, 3), and whether it could be decoded (otherwise the pixels are another image's)
-    """
-
-    def __init__(self, images, size, part=224 / 256):
-        self.images, self.size, self.part = images, size, part
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, i):
-        pixels, _, unreadable = read_crop(self.images, i, centre_crop(self.part), self.size)
-        return pixels, not unreadable
-
-
-@torch.no_grad()
-def extract_features(backbone, data, size, device, amp="off", workers=0, desc="features"):
-    """Global average pooled features of a LabelData in eval mode -> (N, channels) float32, (N, classes) labels.
-
-    Images that cannot be decoded are named and left out.
-    """
-    training, features, readable = backbone.training, [], []
-    loader = DataLoader(CropView(data.images, size), 64, num_workers=workers, worker_init_fn=ignore_signals)
-    backbone.eval()
-    for pixels, good in progress(loader, desc=desc, unit=" batches", leave=False):
-        with autocast(device, amp):
-            features.append(backbone(augment(pixels.to(device))).float().mean((2, 3)).cpu())
-        readable.append(good)
-    backbone.train(training)
-    readable = torch.cat(readable).numpy()
-    if not readable.any():
-        fail(f"none of the {len(readable)} images can be decoded, the first is {data.images[0]}")
-    for i in np.flatnonzero(~readable):
-        say(f"cannot decode {data.images[i]}: left out of the probe")
-    return torch.cat(features).numpy()[readable], data.labels[readable]
-
-
-def svm_probe(train_x, train_y, test_x, test_y, names, seed=0):
-    """One linear SVM per class on l2-normalised features [VirTex App. A.1] -> {class: average precision in percent}
-
-    Squared hinge, positives weighted 2, C in {0.01, 0.1, 1, 10} by 3-fold cross-validation. train_y, test_y:
-    (N, classes) with 1, 0 and -1 for VOC's "difficult": negatives in training, left out in testing [official code].
-    A class with fewer than three examples on one side cannot be cross-validated and takes C = 1; one without any
-    example on one side, in training or testing, has no score and is left out.
-    """
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.metrics import average_precision_score
-    from sklearn.model_selection import cross_val_score
-    from sklearn.svm import LinearSVC
-
-    train_x, test_x = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12) for x in (train_x.astype(np.float64), test_x.astype(np.float64)))
-
-    def average_precision(k):
-        target, counted = train_y[:, k] == 1, test_y[:, k] >= 0
-        truth = test_y[counted, k] == 1
-        if not (0 < target.sum() < len(target) and truth.any()):
-            return None
-
-        def svm(cost):
-            return LinearSVC(C=cost, class_weight={1: 2, 0: 1}, max_iter=2000, tol=1e-4, dual=True, random_state=seed)
-
-        y, cost = target.astype(int), 1.0
-        if min(y.sum(), len(y) - y.sum()) >= 3:
-            cost = max((0.01, 0.1, 1.0, 10.0), key=lambda c: cross_val_score(svm(c), train_x, y, cv=3, scoring="average_precision").mean())
-        return 100 * average_precision_score(truth, svm(cost).fit(train_x, y).decision_function(test_x[counted]))
-
-    with warnings.catch_warnings(), ThreadPoolExecutor() as pool:  # liblinear works outside the interpreter's lock
-        warnings.simplefilter("ignore", ConvergenceWarning)  # 2000 iterations are the protocol, converged or not
-        scores = list(progress(pool.map(average_precision, range(len(names))), total=len(names), desc="SVMs", unit=" classes", leave=False))
-    return {name: score for name, score in zip(names, scores) if score is not None}
-
-
-def probe_data(args, train, val):
-    """The labelled images a training script probes on -> (name, train LabelData, test LabelData) or None.
-
-    `--probe-data` when given, otherwise the tags of its own captioned data.
-    """
-    if args.probe_data:
-        name = args.probe_data
-        fit, test = (label_data(name, args.probe_root, split) for split in LABEL_SPLITS[name])
-    elif train.tag_names and val.tag_names == train.tag_names:
-        name, fit, test = os.path.basename(args.data), label_from_tags(train), label_from_tags(val)
-    elif args.probe_every:
-        fail(f"--probe-every needs labels and {args.data} has no tags: add --probe-data and --probe-root")
-    else:
-        return None
-    keep = np.sort(np.random.default_rng(args.seed).permutation(len(fit.images))[: args.probe_images])
-    fit = fit.select(keep)
-    if not ((fit.labels == 1).any(0) & (fit.labels != 1).any(0) & (test.labels == 1).any(0)).any():
-        (fail if args.probe_every else say)(f"no class of {name} has examples in both splits: nothing to probe on")
-        return None
-    return name, fit, test
-
-
-def probe(backbone, fit, test, args, device, desc, seed=0):
-    """SVMs trained on the features of `fit` and tested on `test` (LabelData) -> {class: average precision, "mAP": their mean}"""
-    (fit_x, fit_y), (test_x, test_y) = (
-        extract_features(backbone, data, args.image_size, device, args.amp, args.workers, desc) for data in (fit, test)
-    )
-    scores = svm_probe(fit_x, fit_y, test_x, test_y, fit.names, seed)
-    return {**scores, "mAP": float(np.mean(list(scores.values()))) if scores else math.nan}
-
-
-def probe_result(backbone, labelled, args, device, best_weights=None):
-    """The entry "probe" of result.json: `backbone` beside the same at random initialisation, and the best of early stopping."""
-    name, fit, test = labelled
-    torch.manual_seed(args.seed)
-    other = build_backbone(args.arch).to(device, memory_format=torch.channels_last)
-    result = {"data": name, "metric": "mAP"}
-    result["trained"] = round(probe(backbone, fit, test, args, device, "features, trained")["mAP"], 2)
-    result["random"] = round(probe(other, fit, test, args, device, "features, random")["mAP"], 2)
-    if best_weights:
-        other.load_state_dict(read_checkpoint(best_weights))
-        result["best"] = {"trained": round(probe(other, fit, test, args, device, "features, best")["mAP"], 2)}
-    return result

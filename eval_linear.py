@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import common
+import probe
 from common import fail, progress, say
 
 PROTOCOLS = ("svm-virtex", "sgd-virtex")
@@ -73,7 +74,7 @@ def main(args):
     world = common.start_processes()
     if args.protocol == "svm-virtex" and world.size > 1:
         fail("--protocol svm-virtex is one process's work: start it without torchrun")
-    train, test = (common.label_data(args.data, args.root, split) for split in (args.train_split, args.val_split))
+    train, test = (probe.label_data(args.data, args.root, split) for split in (args.train_split, args.val_split))
     if train.names != test.names:
         fail(f"the splits have different classes: {sorted(set(train.names) ^ set(test.names))[:5]} are in one of them only")
     if args.train_images:
@@ -107,24 +108,20 @@ def load_backbone(weights, arch, seed):
     if weights == "random":
         return common.build_backbone(arch)
     if weights == "imagenet":
-        name = "wide_resnet50_2" if arch == "resnet50w2x" else arch
+        name = {"resnet50w2x": "wide_resnet50_2", "vgg16": "vgg16_bn"}.get(arch, arch)
         try:
             state = torchvision.models.get_model_weights(name)["IMAGENET1K_V1"].get_state_dict(progress=True, check_hash=True)
         except OSError as error:
             fail(f"--weights imagenet: torchvision's weights cannot be downloaded ({error}); give a file")
-        found, state = common.backbone_weights(state, "torchvision's download")
-    else:
-        found, state = common.backbone_weights(common.read_checkpoint(weights), weights)
-    if arch and arch != found:
-        fail(f"--weights {weights} is a {found}, not --arch {arch}")
-    backbone = common.build_backbone(found)
-    backbone.load_state_dict(state)
-    return backbone
+        backbone = common.build_backbone(arch)
+        backbone.load_state_dict(common.backbone_weights(state, "torchvision's download")[1])
+        return backbone
+    return common.load_backbone(arch, weights)
 
 
 def svm_virtex(backbone, train, test, args, world, seed):
     """-> {class: average precision, "mAP": their mean}"""
-    scores = common.probe(backbone, train, test, args, world.device, "features", seed)
+    scores = probe.probe_scores(backbone, train, test, args, world.device, "features", seed)
     if math.isnan(scores["mAP"]):
         fail("no class has both positive and negative training images and a positive test image")
     left_out = [name for name in train.names if name not in scores]
@@ -181,7 +178,7 @@ def sgd_virtex(backbone, train, test, args, world, seed):
     for i in unreadable - {-1}:
         say(f"cannot decode {train.images[i]}: the next image took its place")
 
-    x, y = common.extract_features(backbone, test, args.image_size, device, args.amp, args.workers, "test features")
+    x, y = probe.extract_features(backbone, test, args.image_size, device, args.amp, args.workers, "test features")
     with torch.no_grad():
         correct = linear(torch.from_numpy(x).to(device)).argmax(1).cpu().numpy() == y.argmax(1)
     return {"top-1": 100 * float(correct.mean())}

@@ -24,13 +24,11 @@ commands: the plateau is near 0.95 per direction on shapes, H = 256, and 3.2 on 
 """
 
 import argparse
-import io
 import math
 import re
 import shutil
 import subprocess
 import sys
-import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +41,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import common
+import language
+import probe
 from common import fail, progress, say
+from language import EOS, MASK, SOS, UNKNOWN, clean
 
 TASKS = ("bicaptioning", "captioning", "masked_lm", "token_classification")
 
@@ -126,7 +127,7 @@ def main(args):
 
     # Data: photos with at least one caption, and a tokenizer learned from the captions.
     train, val = load_captions(args, args.train_split, args.fraction, args.captions_per_image), load_captions(args, args.val_split)
-    labelled = common.probe_data(args, train, val)
+    labelled = probe.probe_data(args, train, val)
     if len(train) < args.batch_size:
         say(f"note: {len(train)} images are fewer than a batch of {args.batch_size}; images repeat within a batch")
     iters = math.ceil(args.epochs * len(train) / args.batch_size) if args.epochs else args.iters
@@ -198,7 +199,7 @@ def main(args):
             if iteration % args.log_every == 0:
                 run.log(iteration, feed, loss=terms[0], **dict(zip(losses, terms[1:])), lr=args.lr * factor, text_lr=args.text_lr * factor)
             if args.probe_every and iteration % args.probe_every == 0 and world.is_main:
-                score = select_probe(model, labelled, args, device)
+                score = probe.select_probe(model.visual["cnn"], labelled, args, device)
                 say(f"iteration {iteration}: probe on held-out training images {score:.2f} mAP")
                 if best is None or score > best["score"]:
                     best = {"iteration": iteration, "score": score}
@@ -222,7 +223,7 @@ def main(args):
     say("validation loss: " + ", ".join(f"{name} {value:.3f}" for name, value in result["validation_loss"].items()))
     if labelled:
         best_weights = run.folder / "backbone_best.pth" if best else None
-        result["probe"] = common.probe_result(model.visual["cnn"], labelled, args, device, best_weights)
+        result["probe"] = probe.probe_result(model.visual["cnn"], labelled, args, device, best_weights)
         if best:
             result["probe"]["best"] |= best
         say("linear probe on {data}: {trained:.1f} mAP trained, {random:.1f} mAP at random initialisation".format(**result["probe"]))
@@ -232,15 +233,6 @@ def main(args):
 
 
 # ------------------------------------------------------------------------------------------ captions to tokens
-
-UNKNOWN, SOS, EOS, MASK = range(4)  # padding shares the id of unknown [official model]
-
-
-def clean(caption):
-    """Lower case, accents stripped [Sec. 3, Tokenization], by NFKD [official code], which can bring forth capitals: first."""
-    decomposed = unicodedata.normalize("NFKD", caption).lower()
-    return "".join(char for char in decomposed if not unicodedata.combining(char))
-
 
 def swap_left_right(caption):
     """The caption of the mirrored photo: the whole words left and right interchanged [Sec. 3]."""
@@ -253,7 +245,7 @@ def tokenizer_model(args, captions, checkpoint):
         return checkpoint["tokenizer"].numpy().tobytes()
     if args.tokenizer:
         return read_tokenizer(args.tokenizer).serialized_model_proto()
-    return train_tokenizer((clean(caption) for caption in progress(captions, desc="tokenizer", unit=" captions")), args.vocab_size)
+    return language.train_tokenizer((clean(caption) for caption in progress(captions, desc="tokenizer", unit=" captions")), args.vocab_size)
 
 
 def read_tokenizer(path):
@@ -266,20 +258,6 @@ def read_tokenizer(path):
     if [tokenizer.piece_to_id(piece) for piece in ("[SOS]", "[EOS]", "[MASK]")] != [SOS, EOS, MASK]:
         fail(f"--tokenizer {path} must have [SOS], [EOS], [MASK] as ids 1, 2, 3")
     return tokenizer
-
-
-def train_tokenizer(captions, vocab_size):
-    """SentencePiece BPE [Sec. 3] -> the serialised model. The size is an upper bound: few captions hold fewer tokens."""
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(captions), model_writer=model, model_type="bpe", vocab_size=vocab_size, hard_vocab_limit=False,
-            split_by_unicode_script=True,  # no piece joins letters and punctuation: dog? dog! [Sec. 3]
-            character_coverage=1.0, unk_id=UNKNOWN, bos_id=-1, eos_id=-1, pad_id=-1, control_symbols="[SOS],[EOS],[MASK]", minloglevel=3,
-        )  # fmt: skip
-    except RuntimeError as error:  # more letters than --vocab-size, or no letter at all
-        fail(f"no tokenizer of --vocab-size {vocab_size} can be trained on these captions ({str(error).split('] ')[-1].strip()})")
-    return model.getvalue()
 
 
 def encode(tokenizer, caption, max_length):
@@ -556,7 +534,7 @@ def token_set_loss(logits, tokens):
     """Softmax cross-entropy with the set of a caption's K tokens, each 1/K [Sec. 4.2; Tab. 1, multi-label]."""
     targets = torch.zeros_like(logits, dtype=torch.float32).scatter_(1, tokens, 1.0)
     targets[:, : MASK + 1] = 0  # neither special tokens nor padding
-    return F.cross_entropy(logits.float(), targets / targets.sum(1, keepdim=True).clamp(min=1))
+    return common.tag_loss(logits, targets)
 
 
 # ------------------------------------------------------------------------------------------ optimiser
@@ -620,14 +598,6 @@ def validate(model, view, args, device):
             totals[name] = totals.get(name, 0.0) + n * loss.item()
         count += n
     return {name: total / max(1, count) for name, total in totals.items()}
-
-
-def select_probe(model, labelled, args, device):
-    """The probe for early stopping [Sec. 3]: never on test images, but on a fifth of the probe's training images."""
-    _, fit, _ = labelled
-    order = np.random.default_rng(args.seed).permutation(len(fit.images))
-    held_out = len(order) // 5
-    return common.probe(model.visual["cnn"], fit.select(order[held_out:]), fit.select(order[:held_out]), args, device, "early stopping")["mAP"]
 
 
 # ------------------------------------------------------------------------------------------ captions for photos

@@ -27,6 +27,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 import common
+import probe
 import shapes
 
 CPU = torch.device("cpu")
@@ -112,7 +113,7 @@ def test_coco_without_instances_has_no_tags(coco):
 
 def test_coco_labels_are_the_tags(coco_folder):
     """label_data("coco") is the multi-hot form of the instances."""
-    labels, tags = common.label_data("coco", str(coco_folder), "train2017"), common.caption_data("coco", str(coco_folder), "train2017")
+    labels, tags = probe.label_data("coco", str(coco_folder), "train2017"), common.caption_data("coco", str(coco_folder), "train2017")
     assert labels.names == tags.tag_names and list(labels.images) == list(tags.images)
     assert [np.flatnonzero(row).tolist() for row in labels.labels] == [tags.tags_of(i) for i in range(24)]
 
@@ -290,7 +291,7 @@ def test_unknown_data():
 def test_unknown_label_data():
     """The same for labelled images."""
     with error_naming("imagenet is unknown", "voc07"):
-        common.label_data("imagenet")
+        probe.label_data("imagenet")
 
 
 @pytest.mark.parametrize("name, file", [("coco", "annotations/captions_train.json"), ("vg", "image_data.json"), ("no.jsonl", "no.jsonl")])
@@ -420,7 +421,7 @@ def test_missing_images_are_found_before_training(coco):
     """Images that are not there: how many, and the first of them."""
     for scene in (5, 9):
         (coco / "train2017" / f"{scene:012d}.jpg").unlink()
-    for load in (common.caption_data, common.label_data):
+    for load in (common.caption_data, probe.label_data):
         with error_naming("2 of 24 images are missing", coco / "train2017" / "000000000005.jpg"):
             load("coco", str(coco), "train2017")
 
@@ -543,7 +544,7 @@ def test_shapes_data(monkeypatch):
         scene = val.images[i]
         assert val.captions_of(i) == shapes.describe_scene(scene) and np.array_equal(val.images.open(i), shapes.draw_scene(scene))
         assert {val.tag_names[tag] for tag in val.tags_of(i)} == {o.shape for o in shapes.shapes_scene(scene)}
-    labels = common.label_data("shapes", split="val")
+    labels = probe.label_data("shapes", split="val")
     assert [np.flatnonzero(row).tolist() for row in labels.labels] == [val.tags_of(i) for i in range(10)]
 
 
@@ -911,7 +912,8 @@ def test_draw_colour_jitter():
 
 # ------------------------------------------------------------------------------------------ backbones
 
-TORCHVISION = {name: name for name in common.BACKBONES} | {"resnet50w2x": "wide_resnet50_2"}
+TORCHVISION = {name: name for name in common.BACKBONES} | {"resnet50w2x": "wide_resnet50_2", "vgg16": "vgg16_bn"}
+CLASSIFIER = {"resnet": ["fc.weight", "fc.bias"], "vgg16": [f"classifier.{n}.{name}" for n in (0, 3, 6) for name in ("weight", "bias")]}
 
 
 def on_meta(build, *arguments):
@@ -925,8 +927,8 @@ def test_backbones_have_torchvisions_names(arch):
     """Exactly the classifier is missing and nothing is unexpected; the shapes fit, too."""
     reference, ours = on_meta(getattr(torchvision.models, TORCHVISION[arch])), on_meta(common.build_backbone, arch)
     keys = reference.load_state_dict(ours.state_dict(), strict=False)
-    assert keys.missing_keys == ["fc.weight", "fc.bias"] and keys.unexpected_keys == []
-    assert ours.channels == reference.fc.in_features
+    assert keys.missing_keys == CLASSIFIER["vgg16" if arch == "vgg16" else "resnet"] and keys.unexpected_keys == []
+    assert ours.channels == (512 if arch == "vgg16" else reference.fc.in_features)
 
 
 def test_backbone_computes_torchvisions_features():
@@ -938,6 +940,25 @@ def test_backbone_computes_torchvisions_features():
     with torch.no_grad():
         features, expected = ours(images), torch.nn.Sequential(*list(theirs.children())[:-2])(images)
     assert features.shape == (1, 512, 7, 7) and torch.equal(features, expected)
+
+
+def test_vgg16_computes_torchvisions_features():
+    """The output is that of vgg16_bn.features; C-11, C-12 and C-13 are what its 11th to 13th convolutions put out after their ReLU."""
+    torch.manual_seed(0)
+    ours = common.build_backbone("vgg16").eval()
+    theirs = torchvision.models.vgg16_bn(init_weights=False).eval()
+    theirs.load_state_dict(ours.state_dict(), strict=False)
+    images, outputs, convolutions = torch.randn(2, 3, 64, 64), {}, 0
+    for module in theirs.features:
+        convolutions += isinstance(module, torch.nn.Conv2d)
+        if isinstance(module, torch.nn.ReLU):
+            module.register_forward_hook(lambda _, __, output, n=convolutions: outputs.update({n: output.clone()}))
+    with torch.no_grad():
+        expected, features, maps = theirs.features(images), ours(images), ours.maps(images)
+    assert convolutions == 13 and features.shape == (2, 512, 2, 2) and torch.equal(features, expected)
+    assert maps.keys() == {"C-11", "C-12", "C-13"}
+    assert all(maps[f"C-{n}"].shape == (2, 512, 4, 4) and torch.equal(maps[f"C-{n}"], outputs[n]) for n in (11, 12, 13))
+    assert torch.equal(torch.nn.functional.max_pool2d(maps["C-13"], 2), features)
 
 
 def prefixed(prefix, state, **more):
@@ -1002,7 +1023,7 @@ def test_keys_that_do_not_fit_are_named(change, named):
 
 def test_a_checkpoint_without_a_resnet():
     """A file with other weights is refused by its first keys."""
-    with error_naming("vit.pth", "no ResNet", "patch_embed.weight"):
+    with error_naming("vit.pth", "no ResNet or VGG", "patch_embed.weight"):
         common.backbone_weights({"model": {"patch_embed.weight": torch.zeros(1)}}, "vit.pth")
 
 
@@ -1316,15 +1337,15 @@ def test_a_second_signal_ends_at_once():
 
 
 def labelled(images):
-    return common.LabelData(images, np.arange(len(images), dtype=np.int8)[:, None], ["number"])
+    return probe.LabelData(images, np.arange(len(images), dtype=np.int8)[:, None], ["number"])
 
 
 def test_features_are_pooled_in_eval_mode(coco_folder):
     """Pooled output of the backbone on the central crop; its running statistics and its mode stay as they were."""
     torch.manual_seed(0)
-    backbone, data = common.build_backbone("resnet18"), common.label_data("coco", str(coco_folder), "val2017")
+    backbone, data = common.build_backbone("resnet18"), probe.label_data("coco", str(coco_folder), "val2017")
     before = {key: value.clone() for key, value in backbone.state_dict().items()}
-    features, labels = common.extract_features(backbone, data, 32, CPU)
+    features, labels = probe.extract_features(backbone, data, 32, CPU)
     assert backbone.training and all(torch.equal(before[key], value) for key, value in backbone.state_dict().items())
     pixels = common.read_crop(data.images, 3, common.centre_crop(224 / 256), 32)[0]
     with torch.no_grad():
@@ -1336,7 +1357,7 @@ def test_features_are_pooled_in_eval_mode(coco_folder):
 def test_features_leave_out_what_cannot_be_decoded(tmp_path, capsys):
     """Undecodable images are named and have neither features nor labels."""
     images = damage(tmp_path)
-    features, labels = common.extract_features(common.build_backbone("resnet18"), labelled(images), 32, CPU)
+    features, labels = probe.extract_features(common.build_backbone("resnet18"), labelled(images), 32, CPU)
     assert len(features) == 1 and labels.tolist() == [[2]]
     printed = capsys.readouterr().out
     assert all(f"{name}.jpg" in printed for name in ("garbage", "truncated", "empty")) and "good.jpg" not in printed
@@ -1346,21 +1367,21 @@ def test_nothing_but_undecodable_images(tmp_path):
     """When no image can be decoded the program ends with a line, not with a traceback from inside a worker."""
     images = common.ImageFiles(damage(tmp_path)[i] for i in (0, 1, 3))
     with error_naming("decoded"):
-        common.extract_features(common.build_backbone("resnet18"), labelled(images), 32, CPU)
+        probe.extract_features(common.build_backbone("resnet18"), labelled(images), 32, CPU)
 
 
 def test_probe_data_are_the_tags(coco_folder):
     """Without --probe-data the probe's labels are the tags; --probe-images limits the training images."""
     train, val = (common.caption_data("coco", str(coco_folder), split) for split in ("train2017", "val2017"))
     args = argparse.Namespace(probe_data=None, probe_root=None, probe_images=10, probe_every=0, data="coco", seed=0)
-    name, fit, test = common.probe_data(args, train, val)
+    name, fit, test = probe.probe_data(args, train, val)
     assert name == "coco" and len(fit.images) == len(fit.labels) == 10 and len(test.images) == 12
     row = {path: labels for path, labels in zip(fit.images, fit.labels)}
     for i in range(len(train)):
         if train.images[i] in row:
             assert np.flatnonzero(row[train.images[i]]).tolist() == train.tags_of(i)
     train.tag_names = None
-    assert common.probe_data(args, train, val) is None
+    assert probe.probe_data(args, train, val) is None
     args.probe_every = 5
     with error_naming("--probe-every", "--probe-data"):
-        common.probe_data(args, train, val)
+        probe.probe_data(args, train, val)

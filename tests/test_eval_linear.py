@@ -15,6 +15,7 @@ from sklearn.svm import LinearSVC
 
 import common
 import eval_linear
+import probe
 import shapes
 
 CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ def literal_probe(train_x, train_y, test_x, test_y, k, costs=(0.01, 0.1, 1.0, 10
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_svm_probe_is_scikit_learns(features):
     """The same C by cross-validation and the same average precision, difficult entries included."""
-    scores = common.svm_probe(*features, list("abcdef"))
+    scores = probe.svm_probe(*features, list("abcdef"))
     chosen = set()
     for k in range(3):
         expected, C = literal_probe(*features, k)
@@ -84,22 +85,22 @@ def test_svm_probe_is_scikit_learns(features):
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_a_class_too_rare_for_cross_validation(features):
     """Fewer than three positives: C = 1."""
-    assert common.svm_probe(*features, list("abcdef"))["d"] == pytest.approx(literal_probe(*features, 3, (1.0,))[0], abs=1e-9)
+    assert probe.svm_probe(*features, list("abcdef"))["d"] == pytest.approx(literal_probe(*features, 3, (1.0,))[0], abs=1e-9)
 
 
 def test_classes_without_positives_are_left_out(features):
     """No positive in testing or in training: no score, and the others are not moved by it."""
-    assert sorted(common.svm_probe(*features, list("abcdef"))) == list("abcd")
+    assert sorted(probe.svm_probe(*features, list("abcdef"))) == list("abcd")
 
 
 def test_difficult_entries_count_as_described(features):
     """Difficult ones are negatives in training; in testing their features do not matter."""
     train_x, train_y, test_x, test_y = (array.copy() for array in features)
-    scores = common.svm_probe(train_x, train_y, test_x, test_y, list("abcdef"))
+    scores = probe.svm_probe(train_x, train_y, test_x, test_y, list("abcdef"))
     test_x[test_y[:, 0] == -1] *= -1
-    assert common.svm_probe(train_x, train_y, test_x, test_y, list("abcdef"))["a"] == scores["a"]
+    assert probe.svm_probe(train_x, train_y, test_x, test_y, list("abcdef"))["a"] == scores["a"]
     train_y[train_y == -1] = 0
-    assert common.svm_probe(train_x, train_y, features[2], test_y, list("abcdef")) == scores
+    assert probe.svm_probe(train_x, train_y, features[2], test_y, list("abcdef")) == scores
 
 
 # ------------------------------------------------------------------------------------------ VOC07
@@ -134,7 +135,7 @@ def voc(tmp_path_factory):
 def test_voc07_labels(voc, inside):
     """Classes by name; 1, -1 and 0 become 1, 0 and -1; --root may be any of the three folders."""
     for split, scenes in VOC_SCENES.items():
-        data = common.label_data("voc07", str(voc / inside), split)
+        data = probe.label_data("voc07", str(voc / inside), split)
         assert data.names == sorted(shapes.SHAPES)
         assert [path.split("/")[-1] for path in data.images] == [f"{scene:06d}.jpg" for scene in scenes]
         expected = [[{1: 1, -1: 0, 0: -1}[voc_label(scene, shape)] for shape in data.names] for scene in scenes]
@@ -169,7 +170,7 @@ def test_voc07_with_a_bad_line(tmp_path):
     folder.mkdir(parents=True)
     (folder / "cat_test.txt").write_text("000005 -1\n000007 yes\n")
     with ends("cat_test.txt, line 2: expected an image name and 1, -1 or 0"):
-        common.label_data("voc07", str(tmp_path), "test")
+        probe.label_data("voc07", str(tmp_path), "test")
 
 
 # ------------------------------------------------------------------------------------------ folders
@@ -199,7 +200,7 @@ def folder(tmp_path_factory):
 
 def test_folder_labels(folder):
     """Class names are those of the folders, in order."""
-    data = common.label_data("folder", str(folder), "val")
+    data = probe.label_data("folder", str(folder), "val")
     assert data.names == ["blue", "red"] and data.labels.tolist() == [[1, 0]] * 8 + [[0, 1]] * 8
     assert all(f"/{data.names[labels.argmax()]}/" in path for path, labels in zip(data.images, data.labels, strict=True))
 
@@ -210,7 +211,7 @@ def test_folder_ignores_other_files(tmp_path):
     (tmp_path / "train" / "red" / "notes.txt").touch()
     (tmp_path / "train" / "red" / "deep").mkdir()
     (tmp_path / "train" / "red" / "deep" / "b.JPEG").touch()
-    assert len(common.label_data("folder", str(tmp_path), "train").images) == 3
+    assert len(probe.label_data("folder", str(tmp_path), "train").images) == 3
 
 
 def test_sgd_learns_what_is_separable(folder, tmp_path):
@@ -232,7 +233,7 @@ def test_svm_on_a_folder(folder, tmp_path):
 
 def test_sgd_does_not_depend_on_the_workers(folder):
     """The order of the images and their augmentation come from the seed alone."""
-    view, batches = eval_linear.LabelView(common.label_data("folder", str(folder), "train"), 32, 0), []
+    view, batches = eval_linear.LabelView(probe.label_data("folder", str(folder), "train"), 32, 0), []
     for workers in (0, 2):
         loader = common.make_loader(view, common.InfiniteSampler(32, 16, ALONE, 0), 16, workers, None, CPU)
         batches.append([batch[:2] for batch, _ in zip(loader, range(3))])
@@ -242,7 +243,7 @@ def test_sgd_does_not_depend_on_the_workers(folder):
 
 def test_label_view_gives_the_right_classes(folder):
     """The class of an augmented image is that of its folder."""
-    view = eval_linear.LabelView(common.label_data("folder", str(folder), "train"), 32, 0)
+    view = eval_linear.LabelView(probe.label_data("folder", str(folder), "train"), 32, 0)
     for index in (0, 5, 16, 31):
         image, label, *_ = view[0, index]
         assert label == (image[..., 0].mean() > image[..., 2].mean()) == (index >= 16)
@@ -252,7 +253,7 @@ def test_a_replacement_brings_its_own_class(tmp_path):
     """Where the last blue image cannot be decoded, the first red one takes its place, as red."""
     write_folder(tmp_path, "train", COLOURS, 2)
     (tmp_path / "train" / "blue" / "1.png").write_text("no picture")
-    view = eval_linear.LabelView(common.label_data("folder", str(tmp_path), "train"), 32, 0)
+    view = eval_linear.LabelView(probe.label_data("folder", str(tmp_path), "train"), 32, 0)
     image, label, unreadable = view[0, 1]
     assert image[..., 0].mean() > image[..., 2].mean() and label == 1 and unreadable == 1
 
@@ -296,7 +297,7 @@ def test_folder_without_images(tmp_path):
     """A split without any image."""
     (tmp_path / "train" / "red").mkdir(parents=True)
     with ends("train holds no image"):
-        common.label_data("folder", str(tmp_path), "train")
+        probe.label_data("folder", str(tmp_path), "train")
 
 
 def test_splits_with_different_classes(folder, tmp_path):
@@ -310,7 +311,7 @@ def test_splits_with_different_classes(folder, tmp_path):
 def test_real_flowers(real_data):
     """Five classes with 300 training and 100 validation photos each."""
     for split, size in (("train", 300), ("val", 100)):
-        data = common.label_data("folder", str(real_data / "flowers"), split)
+        data = probe.label_data("folder", str(real_data / "flowers"), split)
         assert len(data.names) == 5 and data.labels.sum(0).tolist() == [size] * 5 and len(data.images) == 5 * size
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 from torch import nn
 
 import common
+import language
 import shapes
 import virtex
 from virtex import EOS, MASK, SOS, UNKNOWN
@@ -490,9 +491,9 @@ def test_beam_search_with_room_for_all_is_exhaustive():
 @pytest.fixture(scope="module")
 def tokenizer_path(tmp_path_factory):
     """A tokenizer of 150 tokens from captions of the built-in data, as a file."""
-    captions = [virtex.clean(caption) for scene in range(200) for caption in shapes.describe_scene(scene)]
+    captions = [language.clean(caption) for scene in range(200) for caption in shapes.describe_scene(scene)]
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    path.write_bytes(virtex.train_tokenizer(captions, 150))
+    path.write_bytes(language.train_tokenizer(captions, 150))
     return path
 
 
@@ -503,14 +504,14 @@ def tokenizer(tokenizer_path):
 
 def test_clean():
     """Sec. 3, Tokenization: lower case, compatibility characters decomposed, accents stripped."""
-    assert virtex.clean("A Crème BRÛLÉE") == "a creme brulee"
-    assert virtex.clean("e\u0301") == "e"  # an accent that is a character of its own
-    assert virtex.clean("ﬁve ²⁄₃ ＡＢＣ…") == "five 2\u20443 abc..."
+    assert language.clean("A Crème BRÛLÉE") == "a creme brulee"
+    assert language.clean("e\u0301") == "e"  # an accent that is a character of its own
+    assert language.clean("ﬁve ²⁄₃ ＡＢＣ…") == "five 2\u20443 abc..."
 
 
 def test_clean_leaves_no_capital():
     """Sec. 3, Tokenization: "we lowercase", also what NFKD makes of a sign."""
-    assert virtex.clean("Coke™ №5 at 20℃") == "coketm no5 at 20°c"
+    assert language.clean("Coke™ №5 at 20℃") == "coketm no5 at 20°c"
 
 
 def test_swap_left_right():
@@ -550,14 +551,14 @@ def test_decode_inverts_encode(tokenizer):
     """Sec. 3: tokens lose nothing but case and accents."""
     for scene in range(200, 260):
         for caption in shapes.describe_scene(scene):
-            assert tokenizer.decode(virtex.encode(tokenizer, caption, 100)) == virtex.clean(caption)
+            assert tokenizer.decode(virtex.encode(tokenizer, caption, 100)) == language.clean(caption)
     assert tokenizer.decode(virtex.encode(tokenizer, "A Rêd CIRCLE", 100)) == "a red circle"
 
 
 def test_two_captions_make_a_tokenizer(tmp_path):
     """DESIGN 5.1: a smaller corpus gets a smaller vocabulary without failing."""
     path, captions = tmp_path / "tokenizer.model", ["a dog runs on the grass.", "two dogs!"]
-    path.write_bytes(virtex.train_tokenizer(iter(captions), 10_000))
+    path.write_bytes(language.train_tokenizer(iter(captions), 10_000))
     tokenizer = virtex.read_tokenizer(path)
     assert 4 < tokenizer.get_piece_size() < 200
     assert [tokenizer.decode(virtex.encode(tokenizer, caption, 30)) for caption in captions] == captions
@@ -566,13 +567,13 @@ def test_two_captions_make_a_tokenizer(tmp_path):
 def test_too_few_tokens_are_refused():
     """DESIGN 8: one line instead of SentencePiece's traceback when --vocab-size cannot hold the letters."""
     with pytest.raises(SystemExit, match="vocab-size"):
-        virtex.train_tokenizer(["the quick brown fox jumps over the lazy dog"], 12)
+        language.train_tokenizer(["the quick brown fox jumps over the lazy dog"], 12)
 
 
 def test_no_piece_mixes_letters_and_punctuation():
     """Sec. 3: "to prevent redundant tokens such as dog? and dog!"."""
     captions = 50 * ["a dog?", "the dog!", "dog's (dog), dog-dog", "dog; it's a 'dog'.", "no.dog"]
-    tokenizer = virtex.sentencepiece.SentencePieceProcessor(model_proto=virtex.train_tokenizer(captions, 100))
+    tokenizer = virtex.sentencepiece.SentencePieceProcessor(model_proto=language.train_tokenizer(captions, 100))
     pieces = [tokenizer.id_to_piece(i).lstrip("▁") for i in range(MASK + 1, tokenizer.get_piece_size())]
     assert "dog" in pieces
     assert [piece for piece in pieces if any(map(str.isalpha, piece)) and not piece.isalpha()] == []
@@ -822,7 +823,7 @@ def test_tokenizers_that_do_not_belong_are_refused(own_state, tmp_path):
     """DESIGN 8: a tokenizer of another size, without the special tokens, or no tokenizer at all."""
     torch.save({"model": own_state}, tmp_path / "x.pth")
     other, bare, text = tmp_path / "other.model", tmp_path / "bare.model", tmp_path / "text.model"
-    other.write_bytes(virtex.train_tokenizer(["a dog", "a cat"], 100))
+    other.write_bytes(language.train_tokenizer(["a dog", "a cat"], 100))
     trainer, model = virtex.sentencepiece.SentencePieceTrainer, io.BytesIO()
     trainer.train(sentence_iterator=iter(["a dog"]), model_writer=model, vocab_size=20, model_type="bpe", hard_vocab_limit=False, minloglevel=2)
     bare.write_bytes(model.getvalue())

@@ -1,0 +1,195 @@
+"""What is read in captions: words by part of speech, SentencePiece tokens, and language models.
+
+    words and tokens   words_of, count_concepts, top_concepts, clean, train_tokenizer
+    language models    language_model (of the hub, of a folder, or trained from scratch), embed_captions
+"""
+
+import io
+import itertools
+import os
+import re
+import shutil
+import unicodedata
+from collections import Counter, defaultdict
+
+import sentencepiece
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from common import InfiniteSampler, World, autocast, fail, progress, tag_loss, warmup_cosine
+
+# ------------------------------------------------------------------------------------------ words and tokens
+
+PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
+PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # the first two letters of the Penn Treebank's tags
+UNIVERSAL = {"NOUN": "nouns", "ADJ": "adjectives", "VERB": "verbs"}  # spaCy's
+# Verbs that show nothing. spaCy has a part of speech for them, the Penn Treebank has none.
+AUXILIARIES = set("be am is are was were been being do does did have has had having can could may might must shall should will would".split())
+
+
+def words_of(caption):
+    """The words of a caption in lower case, in their order. A word is letters, possibly joined by hyphens: t-shirt."""
+    return re.findall(r"[^\W\d_]+(?:-[^\W\d_]+)*", caption.lower())
+
+
+def tag_words(captions, tagger):
+    """Yield [(word, "nouns" | "adjectives" | "verbs" | None), ...] for each caption. tagger: textblob or spacy."""
+    if tagger == "textblob":
+        from textblob.en.taggers import PatternTagger  # its lexicon comes with the package
+
+        tag = PatternTagger().tag
+        for caption in captions:
+            yield [(word, PENN.get(tag[:2])) for word, tag in tag(" ".join(words_of(caption)), tokenize=False)]
+    else:
+        try:
+            import spacy
+
+            nlp = spacy.load("en_core_web_sm", disable=["parser", "ner", "lemmatizer"])
+        except (ImportError, OSError):
+            fail("--tagger spacy needs its English model: python -m pip install spacy && python -m spacy download en_core_web_sm")
+        for document in nlp.pipe(spacy.tokens.Doc(nlp.vocab, words_of(caption)) for caption in captions):
+            yield [(token.text, UNIVERSAL.get(token.pos_)) for token in document]
+
+
+def count_concepts(captions, tagger="textblob"):
+    """The words of the captions by part of speech -> {"nouns": {word: count}, "adjectives": ..., "verbs": ...} by frequency.
+
+    A tagger may see a word differently in different captions: the word belongs to the part of speech that it is
+    given most often in all of them. The count is that of all its occurrences. [ICMLM Sec. 3.1, TP-Postag]
+    """
+    seen = defaultdict(Counter)
+    for tagged in progress(tag_words(captions, tagger), total=len(captions), desc="parts of speech", unit=" captions"):
+        for word, part in tagged:
+            seen[word][None if word in AUXILIARIES else part] += 1
+    concepts = {part: {} for part in PARTS_OF_SPEECH.values()}
+    for word, counts in sorted(seen.items(), key=lambda item: (-item[1].total(), item[0])):
+        part = counts.most_common(1)[0][0]
+        if part:
+            concepts[part][word] = counts.total()
+    return concepts
+
+
+def top_concepts(concepts, pos, number):
+    """The `number` most frequent words of the parts of speech in `pos`, "nn+adj+vb" for example -> {word: count}"""
+    chosen = {word: count for part in pos.split("+") for word, count in concepts[PARTS_OF_SPEECH[part]].items()}
+    return dict(sorted(chosen.items(), key=lambda item: (-item[1], item[0]))[:number])
+
+
+UNKNOWN, SOS, EOS, MASK = range(4)  # SentencePiece ids of VirTex's official model; padding shares that of unknown
+
+
+def clean(caption):
+    """Lower case, accents stripped [VirTex Sec. 3, Tokenization], by NFKD [official code], which can bring forth capitals: first."""
+    decomposed = unicodedata.normalize("NFKD", caption).lower()
+    return "".join(char for char in decomposed if not unicodedata.combining(char))
+
+
+def train_tokenizer(captions, vocab_size):
+    """SentencePiece BPE [VirTex Sec. 3] -> the serialised model. The size is an upper bound: few captions hold fewer tokens."""
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(captions), model_writer=model, model_type="bpe", vocab_size=vocab_size, hard_vocab_limit=False,
+            split_by_unicode_script=True,  # no piece joins letters and punctuation: dog? dog! [Sec. 3]
+            character_coverage=1.0, unk_id=UNKNOWN, bos_id=-1, eos_id=-1, pad_id=-1, control_symbols="[SOS],[EOS],[MASK]", minloglevel=3,
+        )  # fmt: skip
+    except RuntimeError as error:  # more letters than --vocab-size, or no letter at all
+        fail(f"no tokenizer of --vocab-size {vocab_size} can be trained on these captions ({str(error).split('] ')[-1].strip()})")
+    return model.getvalue()
+
+
+# ------------------------------------------------------------------------------------------ language models
+
+
+def language_model(name, captions, folder, iters, seed, device, amp):
+    """A BERT-like masked language model, frozen and in eval mode -> (tokenizer, model), of transformers
+
+    name: of the hub, a local folder, or "scratch": a small BERT trained for `iters` iterations on `captions`, kept in
+    `folder` and found there again.
+    """
+    if name == "scratch":
+        if not os.path.isdir(folder):
+            train_language_model(captions, folder, iters, seed, device, amp)
+        name = str(folder)
+    transformers = quiet_transformers()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        model = transformers.AutoModelForMaskedLM.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        fail(f"--lm {name} cannot be loaded ({str(error).splitlines()[0]}): give a BERT-like model of the hub, its folder, or scratch")
+    return tokenizer, model.to(device).eval().requires_grad_(False)
+
+
+def quiet_transformers():
+    import transformers  # only here: it takes seconds, and most runs need no language model
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def train_language_model(captions, folder, iters, seed, device, amp, batch_size=64):
+    """`--lm scratch`: a BERT of 4 layers and 256 dimensions with its own WordPiece vocabulary, kept in `folder`.
+
+    Masked language modelling as BERT does it: 15% of the tokens; of these 80% [MASK], 10% any token, 10% kept. Beside
+    it [CLS] learns to name the tokens of its caption through the same output layer: BERT gives it a meaning by
+    predicting the next sentence, and captions have none. [ours]
+    """
+    transformers = quiet_transformers()
+    from tokenizers import BertWordPieceTokenizer
+
+    pieces = BertWordPieceTokenizer(lowercase=True)
+    pieces.train_from_iterator((captions[i] for i in range(len(captions))), vocab_size=10_000, min_frequency=2, show_progress=False)
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "cls", "sep", "pad", "mask")}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, model_max_length=64, **names)
+    torch.manual_seed(seed)
+    model = transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=len(tokenizer), hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024,
+            max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+    ).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01)
+    order = iter(InfiniteSampler(len(captions), batch_size, World(0, 1, device), seed))
+    bar = progress(range(iters), desc="language model", unit=" its")
+    for iteration in bar:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * warmup_cosine(iteration, iters, 0.1 * iters)
+        inputs = tokenizer([captions[i] for _, i in itertools.islice(order, batch_size)], padding=True, truncation=True, return_tensors="pt")
+        tokens = inputs["input_ids"]
+        special = torch.isin(tokens, torch.tensor(tokenizer.all_special_ids))
+        chosen = (torch.rand(tokens.shape) < 0.15) & ~special
+        draw = torch.rand(tokens.shape)
+        masked = torch.where(chosen & (draw < 0.8), tokenizer.mask_token_id, tokens)
+        masked = torch.where(chosen & (draw >= 0.9), torch.randint(len(tokenizer), tokens.shape), masked)
+        named = torch.zeros(len(tokens), len(tokenizer)).scatter_(1, tokens, 1.0)
+        named[:, tokenizer.all_special_ids] = 0
+        with autocast(device, amp):
+            hidden = model.bert(masked.to(device), attention_mask=inputs["attention_mask"].to(device)).last_hidden_state
+            loss = F.cross_entropy(model.cls(hidden[chosen.to(device)]).float(), tokens[chosen].to(device))
+            loss = loss + tag_loss(model.cls(hidden[:, 0]), named.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if iteration % 10 == 0:
+            bar.set_postfix(loss=f"{loss.item():.2f}")
+    temporary = f"{folder}.tmp"  # whole or not there
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    os.replace(temporary, folder)
+
+
+@torch.no_grad()
+def embed_captions(tokenizer, model, captions, vectors, device, amp, batch_size=256):
+    """Write the [CLS] vector of each caption, of the last layer before the pooler, into vectors (N, dimensions)."""
+    for first in progress(range(0, len(captions), batch_size), desc="caption vectors", unit=" batches"):
+        batch = [captions[i] for i in range(first, min(first + batch_size, len(captions)))]
+        inputs = tokenizer(batch, padding=True, truncation=True, max_length=64, return_tensors="pt").to(device)
+        with autocast(device, amp):
+            hidden = model.base_model(**inputs).last_hidden_state
+        vectors[first : first + len(batch)] = hidden[:, 0].float().cpu().numpy()
+
+
