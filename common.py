@@ -6,8 +6,8 @@ Nothing here knows a method. From top to bottom, in the order in which a script 
     strings and captions       PackedStrings, CaptionData, caption_data (shapes, coco, vg, jsonl), filter_captions
     from file to batch         read_crop, random_crop, centre_crop, CropView, InfiniteSampler, make_loader, Feed
     on the device              draw_colour_jitter (parameters), augment (pixels)
-    backbones                  build_backbone, read_checkpoint, backbone_weights, load_backbone
-    schedules, losses          warmup_cosine, tag_loss
+    backbones                  build_backbone, read_checkpoint, backbone_weights, load_backbone, tag_head
+    optimisers, schedules      build_optimizer, warmup_cosine, learning_rate_factor, and a loss: tag_loss
     flags                      add_common_flags, fill_defaults
     the output folder          Run (args.json, metrics.jsonl, checkpoint.pth, result.json), StopSignals
 
@@ -756,7 +756,30 @@ def load_backbone(arch, path):
     return backbone
 
 
-# ------------------------------------------------------------------------------------------ schedules and losses
+def tag_head(arch, channels, num_labels):
+    """The module tp of ICMLM's Fig. 2: (B, channels, h, w) -> logits (B, K). Widths are the backbone's [ours].
+
+    ResNets: pooling and a 2-layer MLP [ICMLM Sec. 4.3]. VGG-16: 4 convolutions, pooling and a linear layer, in place of
+    its fully connected layers [ICMLM Sec. 4, Networks].
+    """
+    pool = nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    if arch != "vgg16":
+        return nn.Sequential(*pool, nn.Linear(channels, channels), nn.ReLU(), nn.Linear(channels, num_labels))
+    layer = lambda: (nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU())
+    return nn.Sequential(*layer(), *layer(), *layer(), *layer(), *pool, nn.Linear(channels, num_labels))
+
+
+# ------------------------------------------------------------------------------------------ optimisers, schedules, losses
+
+
+def build_optimizer(args, parameters):
+    """SGD with momentum for ResNets, RAdam for VGG-16 [ICMLM App. F.1]."""
+    if args.optimizer == "radam":  # weight decay decoupled, as in the code of RAdam's authors
+        return torch.optim.RAdam(parameters, args.lr, weight_decay=args.weight_decay, decoupled_weight_decay=True)
+    optimizer = torch.optim.SGD(parameters, args.lr, momentum=0.9, weight_decay=args.weight_decay, fused=True)
+    for parameter in optimizer.param_groups[0]["params"]:  # uninitialised otherwise when fp16's scaler skips the first step
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def warmup_cosine(iteration, total, warmup):
@@ -764,6 +787,13 @@ def warmup_cosine(iteration, total, warmup):
     if iteration < warmup:
         return iteration / warmup
     return 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / max(1, total - warmup)))
+
+
+def learning_rate_factor(args, iteration, iters):
+    """SGD: a cosine; RAdam: a tenth after each of --steps [ICMLM App. F.1]. Both after --warmup."""
+    if args.optimizer == "sgd" or iteration < args.warmup * iters:
+        return warmup_cosine(iteration, iters, args.warmup * iters)
+    return 0.1 ** sum(iteration >= step * iters for step in args.steps)
 
 
 def tag_loss(logits, labels):

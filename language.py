@@ -1,6 +1,6 @@
 """What is read in captions: words by part of speech, SentencePiece tokens, and language models.
 
-    words and tokens   words_of, count_concepts, top_concepts, clean, train_tokenizer
+    words and tokens   words_of, count_concepts, top_concepts, concept_labels, clean, train_tokenizer
     language models    language_model (of the hub, of a folder, or trained from scratch), embed_captions
 """
 
@@ -12,8 +12,10 @@ import shutil
 import unicodedata
 from collections import Counter, defaultdict
 
+import numpy as np
 import sentencepiece
 import torch
+from scipy import sparse
 from torch import nn
 from torch.nn import functional as F
 
@@ -74,6 +76,27 @@ def top_concepts(concepts, pos, number):
     """The `number` most frequent words of the parts of speech in `pos`, "nn+adj+vb" for example -> {word: count}"""
     chosen = {word: count for part in pos.split("+") for word, count in concepts[PARTS_OF_SPEECH[part]].items()}
     return dict(sorted(chosen.items(), key=lambda item: (-item[1], item[0]))[:number])
+
+
+def multi_hot(rows, size):
+    """An iterable of sets of labels -> (N, size) sparse, 1 where a label is present"""
+    indices, ends = [], [0]
+    for row in rows:
+        indices += sorted(row)
+        ends.append(len(indices))
+    return sparse.csr_array((np.ones(len(indices), np.float32), np.array(indices, np.int32), np.array(ends)), (len(ends) - 1, size))
+
+
+def caption_labels(data, labels_of, size):
+    """An image has the labels of all its captions. labels_of: function caption -> labels -> (N, size) sparse"""
+    images = progress(range(len(data)), desc="labels", unit=" images")
+    return multi_hot(({label for caption in data.captions_of(i) for label in labels_of(caption)} for i in images), size)
+
+
+def concept_labels(data, concepts):
+    """Which of the words `concepts` occur in the captions of each image [ICMLM Sec. 3.1, TP-Postag] -> (N, K) sparse"""
+    index = {word: k for k, word in enumerate(concepts)}
+    return caption_labels(data, lambda caption: (index[word] for word in words_of(caption) if word in index), len(concepts))
 
 
 UNKNOWN, SOS, EOS, MASK = range(4)  # SentencePiece ids of VirTex's official model; padding shares that of unknown

@@ -161,12 +161,7 @@ def main(args):
     if args.init:
         model.backbone = common.load_backbone(args.arch, args.init)
     model.to(device, memory_format=torch.channels_last)
-    if args.optimizer == "sgd":
-        optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay, fused=True)
-        for parameter in model.parameters():  # the fused SGD leaves them uninitialised when the scaler skips the first step
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    else:  # weight decay decoupled, as in the code of RAdam's authors
-        optimizer = torch.optim.RAdam(model.parameters(), args.lr, weight_decay=args.weight_decay, decoupled_weight_decay=True)
+    optimizer = common.build_optimizer(args, model.parameters())
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     start, best = 0, None
@@ -190,7 +185,7 @@ def main(args):
     bar = progress(total=iters, initial=start, unit=" its", desc="tp")
     with common.StopSignals() as stop:
         for iteration, batch in zip(range(start + 1, iters + 1), feed):
-            factor = learning_rate_factor(args, iteration - 1, iters)
+            factor = common.learning_rate_factor(args, iteration - 1, iters)
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * factor
 
@@ -291,32 +286,12 @@ def cached_labels(args, train, val, run, device):
 CSR = ("data", "indices", "indptr")
 
 
-def multi_hot(rows, size):
-    """An iterable of sets of labels -> (N, size) sparse, 1 where a label is present"""
-    indices, ends = [], [0]
-    for row in rows:
-        indices += sorted(row)
-        ends.append(len(indices))
-    return sparse.csr_array((np.ones(len(indices), np.float32), np.array(indices, np.int32), np.array(ends)), (len(ends) - 1, size))
-
-
-def of_each_image(data, labels_of_caption, desc):
-    """Yield for each image the labels of all its captions together."""
-    for i in progress(range(len(data)), desc=desc, unit=" images"):
-        yield {label for caption in data.captions_of(i) for label in labels_of_caption(caption)}
-
-
 def postag_labels(args, train, val, run, device):
     """TP-Postag: the K most frequent nouns, adjectives and verbs, each present where a caption holds the word [Sec. 3.1]."""
     concepts = language.count_concepts(train.captions, args.tagger)
     common.write_json(run.folder / "concepts.json", concepts)
     names = list(language.top_concepts(concepts, args.pos, args.num_labels))
-    index = {word: k for k, word in enumerate(names)}
-
-    def labels_of(caption):
-        return (index[word] for word in language.words_of(caption) if word in index)
-
-    return Labels(names, *(multi_hot(of_each_image(data, labels_of, "labels"), len(names)) for data in (train, val)))
+    return Labels(names, *(language.concept_labels(data, names) for data in (train, val)))
 
 
 def token_labels(args, train, val, run, device):
@@ -330,14 +305,14 @@ def token_labels(args, train, val, run, device):
     def labels_of(caption):
         return (token - first for token in tokenizer.encode(language.clean(caption)) if token >= first)
 
-    return Labels(names, *(multi_hot(of_each_image(data, labels_of, "labels"), len(names)) for data in (train, val)))
+    return Labels(names, *(language.caption_labels(data, labels_of, len(names)) for data in (train, val)))
 
 
 def instance_labels(train, val):
     """TP-Label: the annotated tags [Sec. 4]."""
     if not train.tag_names or train.tag_names != val.tag_names:
         fail('--labels instances needs the same tags in both splits: annotations/instances_{split}.json for coco, "tags" for a .jsonl')
-    return Labels(train.tag_names, *(multi_hot((data.tags_of(i) for i in range(len(data))), len(data.tag_names)) for data in (train, val)))
+    return Labels(train.tag_names, *(language.multi_hot((data.tags_of(i) for i in range(len(data))), len(data.tag_names)) for data in (train, val)))
 
 
 def cluster_labels(args, train, val, run, device, passes=5):
@@ -372,7 +347,7 @@ def cluster_labels(args, train, val, run, device, passes=5):
         if len(nearest[cluster[n]]) < 3:
             nearest[cluster[n]][train.captions[n]] = None
     of_image = lambda data, first: (set(cluster[first + data.first_caption[i] : first + data.first_caption[i + 1]]) for i in range(len(data)))
-    return Labels([" | ".join(captions) for captions in nearest], multi_hot(of_image(train, 0), clusters), multi_hot(of_image(val, number), clusters))
+    return Labels([" | ".join(captions) for captions in nearest], language.multi_hot(of_image(train, 0), clusters), language.multi_hot(of_image(val, number), clusters))
 
 
 def lda_labels(args, train, val, run, device, passes=10):
@@ -480,20 +455,10 @@ class TagPredictor(nn.Module):
     def __init__(self, arch, num_labels):
         super().__init__()
         self.backbone = common.build_backbone(arch)
-        self.head = tag_head(arch, self.backbone.channels, num_labels)
+        self.head = common.tag_head(arch, self.backbone.channels, num_labels)
 
     def forward(self, images):
         return self.head(self.backbone(images))
-
-
-def tag_head(arch, channels, num_labels):
-    """(B, channels, h, w) -> (B, K). ResNets: pooling and a 2-layer MLP [Sec. 4.3]; VGG-16: 4 convolutions, pooling and a
-    linear layer, in place of its fully connected layers [Sec. 4, Networks]. Widths are the backbone's [ours]."""
-    pool = nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    if arch != "vgg16":
-        return nn.Sequential(*pool, nn.Linear(channels, channels), nn.ReLU(), nn.Linear(channels, num_labels))
-    layer = lambda: (nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU())
-    return nn.Sequential(*layer(), *layer(), *layer(), *layer(), *pool, nn.Linear(channels, num_labels))
 
 
 def label_loss(logits, targets, labels):
@@ -501,13 +466,6 @@ def label_loss(logits, targets, labels):
     if labels == "lda":
         return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="sum") / len(targets)
     return common.tag_loss(logits, targets)
-
-
-def learning_rate_factor(args, iteration, iters):
-    """SGD: a cosine; RAdam: a tenth after each of --steps [App. F.1]. Both after --warmup."""
-    if args.optimizer == "sgd" or iteration < args.warmup * iters:
-        return common.warmup_cosine(iteration, iters, args.warmup * iters)
-    return 0.1 ** sum(iteration >= step * iters for step in args.steps)
 
 
 # ------------------------------------------------------------------------------------------ validation
