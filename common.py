@@ -4,12 +4,13 @@ Nothing here knows a method. From top to bottom, in the order in which a script 
 
     processes and precision    run, start_processes, main_first, choose_amp, autocast
     strings and captions       PackedStrings, CaptionData, caption_data (shapes, coco, vg, jsonl), filter_captions
-    from file to batch         read_crop, random_crop, centre_crop, CropView, InfiniteSampler, make_loader, Feed
+    from file to batch         read_crop, random_crop, centre_crop, photo_sample, CropView, InfiniteSampler, make_loader, Feed
     on the device              draw_colour_jitter (parameters), augment (pixels)
     backbones                  build_backbone, read_checkpoint, backbone_weights, load_backbone, tag_head
     optimisers, schedules      build_optimizer, warmup_cosine, learning_rate_factor, and a loss: tag_loss
     flags                      add_common_flags, fill_defaults
-    the output folder          Run (args.json, metrics.jsonl, checkpoint.pth, result.json), StopSignals
+    pictures                   draw_attention
+    the output folder          cached_arrays, Run (args.json, metrics.jsonl, checkpoint.pth, result.json), StopSignals
 
 Beside it: language.py (words, tokens, language models), probe.py (labelled images, the SVM probe) and shapes.py (the
 built-in data set).
@@ -39,7 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.models.resnet import BasicBlock, Bottleneck
@@ -518,6 +519,25 @@ def read_crop(images, index, crop, size):
     return np.zeros((size, size, 3), np.uint8), unreadable[0], unreadable  # more than 1% of the images: the run ends by itself
 
 
+def photo_sample(images, index, args, rng, training=True):
+    """One photo, cropped, jittered and mirrored at random by --crop-min and --colour-jitter (or, not `training`, centred)."""
+    crop = random_crop(rng, (args.crop_min, 1.0)) if training else centre_crop(1.0)
+    image, index, unreadable = read_crop(images, index, crop, args.image_size)
+    jitter, mirrored = np.array([1, 1, 1, 0], np.float32), False
+    if training:
+        jitter, mirrored = draw_colour_jitter(rng, args.colour_jitter), rng.random() < 0.5
+    return {"image": image[:, ::-1] if mirrored else image, "jitter": jitter, "index": index, "mirrored": mirrored, "unreadable": unreadable}
+
+
+def collate_photos(samples):
+    """-> images uint8 (B, size, size, 3), jitter (B, 4), and the list of unreadable images"""
+    return {
+        "images": torch.from_numpy(np.stack([sample["image"] for sample in samples])),
+        "jitter": torch.from_numpy(np.stack([sample["jitter"] for sample in samples])),
+        "unreadable": sorted({index for sample in samples for index in sample["unreadable"]}),
+    }
+
+
 class CropView(Dataset):
     """Every image once, by its central square: `part` 224 / 256 is "resize to 256, centre crop 224".
 
@@ -872,6 +892,29 @@ def fill_defaults(args, defaults, scaled=()):
     return args
 
 
+# ------------------------------------------------------------------------------------------ pictures
+
+
+def draw_attention(image, caption, words, path, side=192):
+    """One picture: the photo, then the photo under the attention map of each word, bicubically enlarged [Sec. 4.4]."""
+    photo, font = image.resize((side, side), Image.BICUBIC), ImageFont.load_default(15)
+    columns = min(6, len(words) + 1)
+    rows = math.ceil((len(words) + 1) / columns)
+    sheet = Image.new("RGB", (columns * (side + 8) + 8, rows * (side + 28) + 34), "white")
+    draw = ImageDraw.Draw(sheet)
+    draw.text((8, 8), caption, "black", font)
+    for n, (word, attention) in enumerate([("", None), *words]):
+        x, y = 8 + n % columns * (side + 8), 34 + n // columns * (side + 28)
+        tile = np.asarray(photo, np.float32)
+        if attention is not None:
+            heat = F.interpolate(attention[None, None].float().cpu(), (side, side), mode="bicubic", align_corners=False)
+            heat = heat[0, 0].clamp(0, 1).numpy()[..., None]
+            tile = tile * (0.35 + 0.25 * heat) + heat * np.array([102, 70, 0])  # dim the photo, glow where it looks
+        sheet.paste(Image.fromarray(tile.clip(0, 255).astype(np.uint8)), (x, y))
+        draw.text((x + side / 2, y + side + 4), word, "black", font, anchor="ma")
+    sheet.save(path)
+
+
 # ------------------------------------------------------------------------------------------ the output folder
 
 RUN_FILES = ("args.json", "metrics.jsonl", "checkpoint.pth", "backbone.pth", "backbone_best.pth", "result.json", "skipped.txt")
@@ -907,6 +950,18 @@ def append_line(path, line):
 
 def write_json(path, content):
     write_file(path, lambda file: file.write(json.dumps(content, indent=2).encode() + b"\n"))
+
+
+def cached_arrays(path, made_of, build):
+    """The dict of arrays that build() gives, kept in the file `path` and found there again while `made_of` (JSON) is the same."""
+    made_of = json.dumps(made_of)
+    if path.exists():
+        with np.load(path) as file:
+            if file["made_of"] == made_of:
+                return {name: file[name] for name in file.files}
+    arrays = build()
+    write_file(path, lambda file: np.savez(file, made_of=made_of, **arrays))
+    return arrays
 
 
 class Run:

@@ -38,8 +38,10 @@ def words_of(caption):
 def tag_words(captions, tagger):
     """Yield [(word, "nouns" | "adjectives" | "verbs" | None), ...] for each caption. tagger: textblob or spacy."""
     if tagger == "textblob":
-        from textblob.en.taggers import PatternTagger  # its lexicon comes with the package
-
+        try:
+            from textblob.en.taggers import PatternTagger  # its lexicon comes with the package
+        except ImportError:
+            fail("the part-of-speech tagger is missing: python -m pip install textblob")
         tag = PatternTagger().tag
         for caption in captions:
             yield [(word, PENN.get(tag[:2])) for word, tag in tag(" ".join(words_of(caption)), tokenize=False)]
@@ -99,6 +101,39 @@ def concept_labels(data, concepts):
     return caption_labels(data, lambda caption: (index[word] for word in words_of(caption) if word in index), len(concepts))
 
 
+def sparse_parts(name, matrix):
+    """A sparse matrix as arrays for a file, and `sparse_from` them again."""
+    return {f"{name}_{part}": getattr(matrix, part) for part in CSR}
+
+
+def sparse_from(name, arrays, columns):
+    return sparse.csr_array(tuple(arrays[f"{name}_{part}"] for part in CSR), (len(arrays[f"{name}_indptr"]) - 1, columns))
+
+
+CSR = ("data", "indices", "indptr")
+
+
+def label_rows(samples, targets, mirrored=None):
+    """The rows of `targets`, sparse (N, K), of photo samples -> (B, K)
+
+    mirrored: (K,) which label takes the place of each when a photo is mirrored.
+    """
+    rows, flips = targets[[sample["index"] for sample in samples]].toarray(), np.array([sample["mirrored"] for sample in samples])
+    if flips.any():
+        rows[flips] = rows[flips][:, mirrored]
+    return torch.from_numpy(rows)
+
+
+def mirrored_labels(names):
+    """The labels left and right change places in the mirrored photo, where words or tokens are labels -> (K,) indices"""
+    order = np.arange(len(names))
+    for left, right in (("left", "right"), ("▁left", "▁right")):
+        if left in names and right in names:
+            a, b = names.index(left), names.index(right)
+            order[[a, b]] = b, a
+    return order
+
+
 UNKNOWN, SOS, EOS, MASK = range(4)  # SentencePiece ids of VirTex's official model; padding shares that of unknown
 
 
@@ -125,11 +160,11 @@ def train_tokenizer(captions, vocab_size):
 # ------------------------------------------------------------------------------------------ language models
 
 
-def language_model(name, captions, folder, iters, seed, device, amp):
+def language_model(name, captions, folder, iters, seed, device, amp, masked_words=True):
     """A BERT-like masked language model, frozen and in eval mode -> (tokenizer, model), of transformers
 
     name: of the hub, a local folder, or "scratch": a small BERT trained for `iters` iterations on `captions`, kept in
-    `folder` and found there again.
+    `folder` and found there again.  masked_words: whether it must be able to predict them; otherwise an encoder will do.
     """
     if name == "scratch":
         if not os.path.isdir(folder):
@@ -138,9 +173,12 @@ def language_model(name, captions, folder, iters, seed, device, amp):
     transformers = quiet_transformers()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        model = transformers.AutoModelForMaskedLM.from_pretrained(name)
+        model, loading = transformers.AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True)
     except (OSError, ValueError) as error:
         fail(f"--lm {name} cannot be loaded ({str(error).splitlines()[0]}): give a BERT-like model of the hub, its folder, or scratch")
+    missing = sorted(key for key in loading["missing_keys"] if masked_words or key.startswith(f"{model.base_model_prefix}."))
+    if missing:
+        fail(f"--lm {name} is not a whole masked language model: it lacks {', '.join(missing[:3])}")
     return tokenizer, model.to(device).eval().requires_grad_(False)
 
 

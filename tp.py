@@ -25,7 +25,6 @@ label frequencies.
 
 import argparse
 import functools
-import json
 import math
 import sys
 from typing import NamedTuple
@@ -176,7 +175,7 @@ def main(args):
     parallel = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if world.size > 1 else model
 
     sampler = common.InfiniteSampler(len(images), args.batch_size, world, args.seed, start)
-    together = functools.partial(collate, targets=targets, mirrored=mirrored_labels(names))
+    together = functools.partial(collate, targets=targets, mirrored=language.mirrored_labels(names))
     loader = common.make_loader(TagView(images, args), sampler, args.batch_size // world.size, args.workers, together, device)
     feed = common.Feed(loader, device, run, images)
     validation = functools.partial(validate, model, TagView(val_images, args, training=False), val_targets, args, device)
@@ -267,23 +266,20 @@ LABEL_FLAGS = ("data", "train_split", "val_split", "fraction", "captions_per_ima
 
 def cached_labels(args, train, val, run, device):
     """The labels of this run, from labels.npz in its folder when they are there already -> Labels"""
-    path, made_of = run.folder / "labels.npz", json.dumps({flag: getattr(args, flag) for flag in LABEL_FLAGS})
-    if path.exists() and (file := np.load(path))["made_of"] == made_of:
-        return Labels(file["names"].tolist(), *(sparse.csr_array(tuple(file[f"{split}_{part}"] for part in CSR), file[f"{split}_shape"]) for split in ("train", "val")))
-    if args.labels == "instances":
-        labels = instance_labels(train, val)
-    else:
-        train, val = (common.filter_captions(data, language.words_of) for data in (train, val))
-        if not len(train.captions) or not len(val.captions):
-            fail(f"--labels {args.labels} needs captions of 3 to 25 words in both splits")
-        build = {"postag": postag_labels, "cluster": cluster_labels, "lda": lda_labels, "tokens": token_labels}[args.labels]
-        labels = build(args, train, val, run, device)
-    content = {f"{split}_{part}": getattr(matrix, part) for split, matrix in (("train", labels.train), ("val", labels.val)) for part in (*CSR, "shape")}
-    common.write_file(path, lambda file: np.savez(file, made_of=made_of, names=np.array(labels.names), **content))
-    return labels
 
+    def build():
+        if args.labels == "instances":
+            labels = instance_labels(train, val)
+        else:
+            kept = [common.filter_captions(data, language.words_of) for data in (train, val)]
+            if not all(len(data.captions) for data in kept):
+                fail(f"--labels {args.labels} needs captions of 3 to 25 words in both splits")
+            labels = {"postag": postag_labels, "cluster": cluster_labels, "lda": lda_labels, "tokens": token_labels}[args.labels](args, *kept, run, device)
+        return {"names": np.array(labels.names), **language.sparse_parts("train", labels.train), **language.sparse_parts("val", labels.val)}
 
-CSR = ("data", "indices", "indptr")
+    arrays = common.cached_arrays(run.folder / "labels.npz", {flag: getattr(args, flag) for flag in LABEL_FLAGS}, build)
+    names = arrays["names"].tolist()
+    return Labels(names, *(language.sparse_from(split, arrays, len(names)) for split in ("train", "val")))
 
 
 def postag_labels(args, train, val, run, device):
@@ -323,7 +319,7 @@ def cluster_labels(args, train, val, run, device, passes=5):
     """
     from sklearn.cluster import MiniBatchKMeans
 
-    tokenizer, model = language.language_model(args.lm, train.captions, run.folder / "language_model", args.lm_iters, args.seed, device, args.amp)
+    tokenizer, model = language.language_model(args.lm, train.captions, run.folder / "language_model", args.lm_iters, args.seed, device, args.amp, masked_words=False)
     path, number, clusters = run.folder / "caption_vectors.npy", len(train.captions), min(args.num_labels, len(train.captions))
     vectors = np.lib.format.open_memmap(path, "w+", np.float16, (number + len(val.captions), model.config.hidden_size))
     language.embed_captions(tokenizer, model, train.captions, vectors[:number], device, args.amp)
@@ -399,14 +395,8 @@ class TagView(Dataset):
         return len(self.images)
 
     def __getitem__(self, key):
-        args, (epoch, index) = self.args, key if self.training else (0, key)
-        rng = common.sample_rng(args.seed, epoch, index)
-        crop = common.random_crop(rng, (args.crop_min, 1.0)) if self.training else common.centre_crop(1.0)
-        image, index, unreadable = common.read_crop(self.images, index, crop, args.image_size)
-        jitter, mirrored = np.array([1, 1, 1, 0], np.float32), False
-        if self.training:
-            jitter, mirrored = common.draw_colour_jitter(rng, args.colour_jitter), rng.random() < 0.5
-        return {"image": image[:, ::-1] if mirrored else image, "jitter": jitter, "index": index, "mirrored": mirrored, "unreadable": unreadable}
+        (epoch, index) = key if self.training else (0, key)
+        return common.photo_sample(self.images, index, self.args, common.sample_rng(self.args.seed, epoch, index), self.training)
 
 
 def collate(samples, targets=None, mirrored=None):
@@ -414,27 +404,10 @@ def collate(samples, targets=None, mirrored=None):
 
     targets: sparse (N, K).  mirrored: (K,) which label takes the place of each when a photo is mirrored.
     """
-    batch = {
-        "images": torch.from_numpy(np.stack([sample["image"] for sample in samples])),
-        "jitter": torch.from_numpy(np.stack([sample["jitter"] for sample in samples])),
-        "unreadable": sorted({index for sample in samples for index in sample["unreadable"]}),
-    }
+    batch = common.collate_photos(samples)
     if targets is not None:
-        rows, flips = targets[[sample["index"] for sample in samples]].toarray(), np.array([sample["mirrored"] for sample in samples])
-        if flips.any():
-            rows[flips] = rows[flips][:, mirrored]
-        batch["targets"] = torch.from_numpy(rows)
+        batch["targets"] = language.label_rows(samples, targets, mirrored)
     return batch
-
-
-def mirrored_labels(names):
-    """The labels left and right change places in the mirrored photo, where words or tokens are labels -> (K,) indices"""
-    order = np.arange(len(names))
-    for left, right in (("left", "right"), ("▁left", "▁right")):
-        if left in names and right in names:
-            a, b = names.index(left), names.index(right)
-            order[[a, b]] = b, a
-    return order
 
 
 ROTATIONS = ["0°", "90°", "180°", "270°"]

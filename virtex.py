@@ -35,7 +35,7 @@ import numpy as np
 import sentencepiece
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -336,12 +336,7 @@ def collate(samples):
     """
     tokens, task = pad([sample["tokens"] for sample in samples]), samples[0]["task"]
     lengths = torch.tensor([len(sample["tokens"]) for sample in samples])
-    batch = {
-        "images": torch.from_numpy(np.stack([sample["image"] for sample in samples])),
-        "jitter": torch.from_numpy(np.stack([sample["jitter"] for sample in samples])),
-        "tokens": tokens,
-        "unreadable": sorted({index for sample in samples for index in sample["unreadable"]}),
-    }
+    batch = {**common.collate_photos(samples), "tokens": tokens}
     if task in ("bicaptioning", "captioning"):
         has_next = torch.arange(tokens.size(1) - 1) < lengths[:, None] - 1
         batch["predicted"] = has_next.flatten().nonzero().squeeze(1)
@@ -690,26 +685,6 @@ def word_attention(head, projected, tokens, pieces):
     return [(word, (m - m.min()) / (m.max() - m.min()).clamp(min=1e-8)) for (word, _), m in zip(words, maps)]
 
 
-def draw_attention(image, caption, words, path, side=192):
-    """One picture: the photo, then the photo under the attention map of each word, bicubically enlarged [Sec. 4.4]."""
-    photo, font = image.resize((side, side), Image.BICUBIC), ImageFont.load_default(15)
-    columns = min(6, len(words) + 1)
-    rows = math.ceil((len(words) + 1) / columns)
-    sheet = Image.new("RGB", (columns * (side + 8) + 8, rows * (side + 28) + 34), "white")
-    draw = ImageDraw.Draw(sheet)
-    draw.text((8, 8), caption, "black", font)
-    for n, (word, attention) in enumerate([("", None), *words]):
-        x, y = 8 + n % columns * (side + 8), 34 + n // columns * (side + 28)
-        tile = np.asarray(photo, np.float32)
-        if attention is not None:
-            heat = F.interpolate(attention[None, None].float().cpu(), (side, side), mode="bicubic", align_corners=False)
-            heat = heat[0, 0].clamp(0, 1).numpy()[..., None]
-            tile = tile * (0.35 + 0.25 * heat) + heat * np.array([102, 70, 0])  # dim the photo, glow where it looks
-        sheet.paste(Image.fromarray(tile.clip(0, 255).astype(np.uint8)), (x, y))
-        draw.text((x + side / 2, y + side + 4), word, "black", font, anchor="ma")
-    sheet.save(path)
-
-
 @torch.no_grad()
 def caption_images(model, pixels, beams, device):
     """uint8 (B, size, size, 3) -> list of token rows ([SOS] to [EOS]) and the image vectors they were read from."""
@@ -738,7 +713,7 @@ def caption_photos(args, device):
             caption = decode(tokenizer, row)
             pieces = [tokenizer.id_to_piece(token) for token in row[1:].tolist() if token != EOS]
             picture = folder / f"{first + n + 1}_{Path(path).stem}.png"
-            draw_attention(Image.fromarray(pixels[n].numpy()), caption, word_attention(model.textual, projected[n : n + 1], row, pieces), picture)
+            common.draw_attention(Image.fromarray(pixels[n].numpy()), caption, word_attention(model.textual, projected[n : n + 1], row, pieces), picture)
             say(f"{path}: {caption}  ({picture})")
         first += len(rows)
 
