@@ -22,6 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
+import tp
 import virtex
 from common import progress
 
@@ -75,7 +76,36 @@ def virtex_step(args, device):
     return step
 
 
-METHODS = {"virtex": virtex_step}
+def random_photos(args, device):
+    """-> uint8 images and their colour jitter, on the device"""
+    rng = common.sample_rng(0, 0, 0)
+    images = torch.from_numpy(rng.integers(0, 256, (args.batch_size, args.image_size, args.image_size, 3), dtype="uint8"))
+    jitter = torch.stack([torch.from_numpy(common.draw_colour_jitter(rng)) for _ in range(args.batch_size)])
+    return images.to(device), jitter.to(device)
+
+
+def tp_step(args, device):
+    """-> function that does one whole step of tp.py, TP-Postag with 5,000 labels"""
+    model = tp.TagPredictor(args.arch, 5000).to(device, memory_format=torch.channels_last)
+    if args.compile:
+        model.compile()
+    optimizer = torch.optim.SGD(model.parameters(), 0.03, momentum=0.9, weight_decay=1e-4, fused=True)
+    images, jitter = random_photos(args, device)
+    labels = (torch.rand(args.batch_size, 5000, device=device) < 0.003).float()  # 15 words of a photo's captions are labels
+    labels[:, 0] = 1
+
+    def step():
+        with common.autocast(device, args.amp):
+            logits = model(common.augment(images, jitter))
+        loss = tp.label_loss(logits, labels, "postag")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+METHODS = {"virtex": virtex_step, "tp": tp_step}
 
 
 def measure(steps, rounds, device):
@@ -98,7 +128,7 @@ def whole_loop(method, args):
     script = Path(__file__).resolve().parent.parent / f"{method}.py"
     with tempfile.TemporaryDirectory() as folder:
         flags = {"data": args.data, "root": args.root, "train-split": args.train_split, "val-split": args.train_split, "arch": args.arch,
-                 "hidden": args.hidden, "image-size": args.image_size, "batch-size": args.batch_size, "amp": args.amp, "workers": args.workers,
+                 "hidden": args.hidden if method == "virtex" else None, "image-size": args.image_size, "batch-size": args.batch_size, "amp": args.amp, "workers": args.workers,
                  "iters": 10_000_000, "log-every": 10, "checkpoint-every": 10_000_000, "output": folder}  # fmt: skip
         command = [sys.executable, script, *(word for flag, value in flags.items() if value is not None for word in (f"--{flag}", value))]
         process = subprocess.Popen([str(word) for word in command + ["--compile"] * args.compile])
