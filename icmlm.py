@@ -146,7 +146,7 @@ def main(args):
     )
     labelled = probe.probe_data(args, train, val)
     with common.main_first(world):
-        tokenizer, lm = language.language_model(args.lm, train.captions, run.folder / "language_model", args.lm_iters, args.seed, device, args.amp)
+        tokenizer, lm = language.language_model(args, train.captions, run.folder / "language_model", device)
         lm = FrozenLanguageModel(lm, args.amp)
         concepts, train, val = cached_triplets(args, train, val, tokenizer, run)
     iters = math.ceil(args.epochs * len(train) / args.batch_size) if args.epochs else args.iters
@@ -613,8 +613,11 @@ def explain(args, device):
     if not isinstance(content, dict) or content.get("script") != "icmlm":
         fail(f"{args.weights} is no checkpoint.pth of icmlm.py (a backbone alone cannot fill in words)")
     trained, concepts = argparse.Namespace(**content["args"]), content["concepts"]
-    name = str(Path(args.weights).parent / "language_model") if trained.lm == "scratch" else trained.lm
-    tokenizer, lm = language.language_model(args.lm if args.lm != "scratch" and args.lm else name, None, None, None, None, device, args.amp)
+    if args.lm not in (None, "scratch"):  # it may have been moved
+        trained.lm = args.lm
+    elif trained.lm == "scratch":
+        trained.lm = str(Path(args.weights).parent / "language_model")
+    tokenizer, lm = language.language_model(trained, None, None, device)
     lm = FrozenLanguageModel(lm, args.amp)
     model = build_model(trained, lm, len(concepts))
     model.load_state_dict(content["model"])

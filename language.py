@@ -6,11 +6,13 @@
 
 import io
 import itertools
+import json
 import os
 import re
 import shutil
 import unicodedata
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import numpy as np
 import sentencepiece
@@ -160,17 +162,22 @@ def train_tokenizer(captions, vocab_size):
 # ------------------------------------------------------------------------------------------ language models
 
 
-def language_model(name, captions, folder, iters, seed, device, amp, masked_words=True):
-    """A BERT-like masked language model, frozen and in eval mode -> (tokenizer, model), of transformers
+# What --lm scratch is made of: with any other value of these it is trained anew.
+SCRATCH_FLAGS = ("data", "train_split", "fraction", "captions_per_image", "seed", "lm_iters")
 
-    name: of the hub, a local folder, or "scratch": a small BERT trained for `iters` iterations on `captions`, kept in
-    `folder` and found there again.  masked_words: whether it must be able to predict them; otherwise an encoder will do.
+
+def language_model(args, captions, folder, device, masked_words=True):
+    """`--lm`: a BERT-like masked language model, frozen and in eval mode -> (tokenizer, model), of transformers
+
+    A name of the hub, a local folder, or "scratch": a small BERT trained on `captions`, kept in `folder` and found there
+    again.  masked_words: whether it must be able to predict them; otherwise an encoder will do.
     """
+    transformers, name = quiet_transformers(), args.lm
     if name == "scratch":
-        if not os.path.isdir(folder):
-            train_language_model(captions, folder, iters, seed, device, amp)
-        name = str(folder)
-    transformers = quiet_transformers()
+        name, made_of = str(folder), {flag: getattr(args, flag) for flag in SCRATCH_FLAGS}
+        note = Path(folder, "made_of.json")
+        if not note.exists() or json.loads(note.read_text()) != made_of:
+            train_language_model(captions, folder, args.lm_iters, args.seed, device, args.amp, made_of)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         model, loading = transformers.AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True)
@@ -190,7 +197,7 @@ def quiet_transformers():
     return transformers
 
 
-def train_language_model(captions, folder, iters, seed, device, amp, batch_size=64):
+def train_language_model(captions, folder, iters, seed, device, amp, made_of, batch_size=64):
     """`--lm scratch`: a BERT of 4 layers and 256 dimensions with its own WordPiece vocabulary, kept in `folder`.
 
     Masked language modelling as BERT does it: 15% of the tokens; of these 80% [MASK], 10% any token, 10% kept. Beside
@@ -240,6 +247,8 @@ def train_language_model(captions, folder, iters, seed, device, amp, batch_size=
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
+    Path(temporary, "made_of.json").write_text(json.dumps(made_of))
+    shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)
 
 

@@ -319,7 +319,7 @@ def cluster_labels(args, train, val, run, device, passes=5):
     """
     from sklearn.cluster import MiniBatchKMeans
 
-    tokenizer, model = language.language_model(args.lm, train.captions, run.folder / "language_model", args.lm_iters, args.seed, device, args.amp, masked_words=False)
+    tokenizer, model = language.language_model(args, train.captions, run.folder / "language_model", device, masked_words=False)
     path, number, clusters = run.folder / "caption_vectors.npy", len(train.captions), min(args.num_labels, len(train.captions))
     vectors = np.lib.format.open_memmap(path, "w+", np.float16, (number + len(val.captions), model.config.hidden_size))
     language.embed_captions(tokenizer, model, train.captions, vectors[:number], device, args.amp)
