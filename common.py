@@ -1,6 +1,6 @@
 """What the methods share: captioned images, augmentation, backbones, the output folder.
 
-Nothing here knows a method. From top to bottom, in the order in which a script meets it:
+From top to bottom, in the order in which a script meets it:
 
     processes and precision    run, start_processes, main_first, choose_amp, autocast
     strings and captions       PackedStrings, CaptionData, caption_data (shapes, coco, vg, jsonl), filter_captions
@@ -30,6 +30,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from array import array
 from datetime import timedelta
 from pathlib import Path
@@ -139,13 +140,15 @@ def end_processes(world):
 @contextlib.contextmanager
 def main_first(world):
     """The first process runs the block before the others do: build a file once, then read it everywhere."""
-    if world.size > 1 and not world.is_main:
-        dist.barrier()
+    if not world.is_main and any_process(world, False):
+        sys.exit(1)  # the first process has failed, and has said why
+    failed = True
     try:
         yield
+        failed = False
     finally:
-        if world.size > 1 and world.is_main:
-            dist.barrier()
+        if world.is_main:
+            any_process(world, failed)
 
 
 def any_process(world, flag):
@@ -199,6 +202,10 @@ class PackedStrings:
     def __len__(self):
         return len(self.ends) - 1
 
+    def digest(self):
+        """A number that differs, as good as surely, for other strings."""
+        return zlib.crc32(self.ends, zlib.crc32(self.buffer))
+
     def __getitem__(self, i):
         if not 0 <= i < len(self):
             raise IndexError(i)
@@ -211,7 +218,7 @@ class ImageFiles(PackedStrings):
     def open(self, i):
         return Image.open(self[i])
 
-    def check(self):
+    def check(self, hint="check --root and the split"):
         """End the program when files are missing. Each folder is listed once: no file is touched by itself."""
         folders, missing = {}, []
         for path in self:
@@ -221,7 +228,7 @@ class ImageFiles(PackedStrings):
             if name not in folders[folder]:
                 missing.append(path)
         if missing:
-            fail(f"{len(missing)} of {len(self)} images are missing, the first is {missing[0]}: check --root and the split")
+            fail(f"{len(missing)} of {len(self)} images are missing, the first is {missing[0]}: {hint}")
 
 
 class CaptionData:
@@ -249,6 +256,11 @@ class CaptionData:
 
     def captions_of(self, i):
         return [self.captions[j] for j in range(self.first_caption[i], self.first_caption[i + 1])]
+
+    def digest(self):
+        """A number that differs, as good as surely, for other captions or tags of the images: what is made of them can be kept by it."""
+        parts = (self.first_caption, self.tags, self.first_tag, json.dumps(self.tag_names).encode())
+        return functools.reduce(lambda number, part: zlib.crc32(part, number), parts, self.captions.digest())
 
     def tags_of(self, i):
         return list(self.tags[self.first_tag[i] : self.first_tag[i + 1]])
@@ -441,7 +453,8 @@ def jsonl_data(path, root, split):
 def filter_captions(data, tokenize):
     """Each image's captions without repetitions and with 3 to 25 tokens [ICMLM Sec. 4, Datasets] -> CaptionData
 
-    tokenize: function caption -> its tokens. What was taken out is counted in the log.
+    tokenize: function caption -> its tokens: words in tp.py, those of the language model in icmlm.py. What was taken out
+    is counted in the log.
     """
     kept, repeated, wrong_length = CaptionData(type(data.images)(), data.tag_names), 0, 0
     for i in progress(range(len(data)), desc="captions", unit=" images", leave=False):
@@ -726,7 +739,7 @@ CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|project
 def read_checkpoint(path):
     """torch.load with weights_only, on the CPU; a clear end when there is nothing to load."""
     if not os.path.isfile(path):
-        fail(f"{path} not found: --weights takes a checkpoint file")
+        fail(f"{path} not found: expected a checkpoint file")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # truncated, not a checkpoint, or one that wants to run code: all end here, with the reason
@@ -777,7 +790,7 @@ def load_backbone(arch, path):
 
 
 def tag_head(arch, channels, num_labels):
-    """The module tp of ICMLM's Fig. 2: (B, channels, h, w) -> logits (B, K). Widths are the backbone's [ours].
+    """The module tp of ICMLM's Fig. 2: (B, channels, h, w) -> logits (B, K). Widths, kernels and norms are [ours].
 
     ResNets: pooling and a 2-layer MLP [ICMLM Sec. 4.3]. VGG-16: 4 convolutions, pooling and a linear layer, in place of
     its fully connected layers [ICMLM Sec. 4, Networks].
@@ -807,6 +820,24 @@ def warmup_cosine(iteration, total, warmup):
     if iteration < warmup:
         return iteration / warmup
     return 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / max(1, total - warmup)))
+
+
+def check_recipe(args, given):
+    """Refuse optimisation flags that cannot be or do not belong together. given: the flags that the user gave.
+
+    --steps belong to RAdam; another optimiser than the recipe's needs its own --lr.
+    """
+    if args.optimizer == "sgd":
+        if "steps" in given:
+            fail("--steps goes with --optimizer radam: sgd follows a cosine")
+        args.steps = []
+    if args.optimizer != ("radam" if args.arch == "vgg16" and args.data != "shapes" else "sgd") and "lr" not in given:
+        fail(f"--optimizer {args.optimizer} needs its --lr: the default belongs to the other optimiser")
+    args.steps = list(args.steps)
+    if not args.lr > 0 or not args.weight_decay >= 0 or not 0 <= args.warmup < 1 or any(not 0 < step < 1 for step in args.steps):
+        fail("--lr must be above 0, --weight-decay at least 0; --warmup and --steps are shares of the run, between 0 and 1")
+    if not 0 < args.crop_min <= 1 or not 0 <= args.colour_jitter <= 1:
+        fail("--crop-min must be in (0, 1], --colour-jitter in [0, 1]")
 
 
 def learning_rate_factor(args, iteration, iters):
@@ -884,7 +915,7 @@ def fill_defaults(args, defaults, scaled=()):
     if not 0 < args.fraction <= 1:
         fail(f"--fraction {args.fraction} must be above 0 and at most 1")
     for flag in ("captions_per_image", "epochs", "probe_images"):
-        if getattr(args, flag) is not None and getattr(args, flag) <= 0:
+        if getattr(args, flag) is not None and not 0 < getattr(args, flag) < math.inf:
             fail(f"--{flag.replace('_', '-')} must be above 0")
     for flag, least in {"image_size": 1, "iters": 1, "log_every": 1, "checkpoint_every": 1, "workers": 0, "probe_every": 0}.items():
         if getattr(args, flag) < least:

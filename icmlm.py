@@ -15,9 +15,10 @@ look and the word is named from there (Eqs. 3-6). Tag prediction (tp.py) is trai
     VG, VGG-16    torchrun --nproc_per_node=4 icmlm.py --data vg --arch vgg16 --head att-fc --init runs/tp/backbone.pth
     pictures      python icmlm.py --explain photo.jpg --caption "a dog on a surfboard" --word surfboard --weights runs/icmlm/checkpoint.pth
 
-What to expect: the masked-word loss starts near ln V, the logarithm of the language model's vocabulary, and falls to
-what the language model knows without the photo; below that, the photo has been looked at. The end of every run prints
-the share of masked words found with the photo beside that of the language model alone (Tab. 1).
+What to expect: in tfm the masked-word loss starts where the language model stands without the photo, because its vector
+passes through; in att-fc it starts near ln V, the logarithm of the vocabulary. The end of every run prints the share of
+masked words found with the photo, with the photo of another caption and by the language model alone (Tab. 1): the first
+minus the second is what was seen.
 """
 
 import argparse
@@ -44,8 +45,8 @@ from common import fail, progress, say
 
 DEFAULTS = {
     #                    on shapes   on real data (the paper's)
-    #                                ResNet                VGG-16
-    "image_size":       (96,         224,                  224),        # App. F.2
+    #                    (ours)      ResNet                VGG-16
+    "image_size":       (96,         224,                  224),        # App. F.2, of the evaluation
     "crop_min":         (0.7,        0.2,                  0.2),        # ours
     "colour_jitter":    (0.25,       1.0,                  1.0),        # ours
     "layers":           (1,          1,                    1),          # Sec. 4
@@ -56,9 +57,9 @@ DEFAULTS = {
     "iters":            (700,        500_000,              200_000),    # App. F.1
     "warmup_attention": (0.0,        0.0,                  0.25),       # App. F.1: 50K of 200K, att-fc
     "optimizer":        ("sgd",      "sgd",                "radam"),    # App. F.1
-    "lr":               (0.1,        3e-2,                 1e-4),       # App. F.1
-    "weight_decay":     (1e-4,       1e-4,                 1e-3),       # App. F.1
-    "steps":            ((),         (),                   (0.8, 0.9)), # App. F.1
+    "lr":               (0.1,        3e-2,                 1e-4),       # App. F.1; VGG-16: as for tags
+    "weight_decay":     (1e-4,       1e-4,                 1e-3),       # App. F.1; VGG-16: as for tags
+    "steps":            ((),         (),                   (0.8, 0.9)), # App. F.1; VGG-16: as for tags
     "lm":               ("scratch",  "bert-base-uncased",  "bert-base-uncased"),  # Sec. 3.2
     "lm_iters":         (300,        20_000,               20_000),     # ours
     "log_every":        (10,         20,                   20),
@@ -109,21 +110,17 @@ def get_args(argv=None):
     use.add_argument("--word", help="the word of the caption to mask")
 
     args = parser.parse_args(argv)
+    given = {flag for flag, value in vars(args).items() if value is not None}
     args.arch = args.arch or ("resnet18" if args.data == "shapes" else "resnet50")
     column = 2 if args.arch == "vgg16" else 1
-    given_warmup = args.warmup_attention
     args = common.fill_defaults(args, {flag: (row[0], row[column]) for flag, row in DEFAULTS.items()}, scaled=("lr",))
-    if given_warmup is None and args.head != "att-fc":
+    common.check_recipe(args, given)
+    if "warmup_attention" not in given and (args.head != "att-fc" or not args.init):  # attention needs features that see something
         args.warmup_attention = 0.0
-    args.steps = list(args.steps)
-    if not 0 < args.crop_min <= 1 or not 0 <= args.colour_jitter <= 1 or not 0 <= args.dropout < 1:
-        fail("--crop-min must be in (0, 1], --colour-jitter in [0, 1], --dropout in [0, 1)")
-    if not 0 <= args.warmup < 1 or not 0 <= args.warmup_attention < 1 or any(not 0 < step < 1 for step in args.steps):
-        fail("--warmup, --warmup-attention and --steps are shares of the run, between 0 and 1")
-    if args.weight_decay < 0 or args.lr <= 0 or args.lambda_tp < 0:
-        fail("--lr must be above 0; --weight-decay and --lambda-tp at least 0")
-    if args.steps and args.optimizer == "sgd":
-        fail("--steps goes with --optimizer radam: sgd follows a cosine")
+    if args.explain and "lm" not in given:
+        args.lm = None
+    if not 0 <= args.dropout < 1 or not 0 <= args.warmup_attention < 1 or not args.lambda_tp >= 0:
+        fail("--dropout and --warmup-attention must be in [0, 1), --lambda-tp at least 0")
     if min(args.layers, args.heads, args.attention_width, args.num_concepts, args.lm_iters, args.proxy_triplets) < 1:
         fail("--layers, --heads, --attention-width, --num-concepts, --lm-iters and --proxy-triplets must be at least 1")
     if len({bool(flag) for flag in (args.explain, args.caption, args.word, args.weights)}) > 1:
@@ -138,6 +135,7 @@ def main(args):
         return explain(args, device)
     run = common.Run(args, "icmlm", world)
     checkpoint = run.begin()
+    initial = common.load_backbone(args.arch, args.init) if args.init and not checkpoint else None
 
     # Data: photos and captions, the frozen language model, and every word of a caption that can be masked.
     train, val = (
@@ -145,18 +143,20 @@ def main(args):
         common.caption_data(args.data, args.root, args.val_split),
     )
     labelled = probe.probe_data(args, train, val)
+    if not len(train.captions) or not len(val.captions):
+        fail("no image of the training or of the validation split has a caption")
     with common.main_first(world):
-        tokenizer, lm = language.language_model(args, train.captions, run.folder / "language_model", device)
-        lm = FrozenLanguageModel(lm, args.amp)
+        tokenizer, pretrained = language.language_model(args, train.captions, run.folder / "language_model", device)
         concepts, train, val = cached_triplets(args, train, val, tokenizer, run)
+    lm = FrozenLanguageModel(pretrained, args.amp)
     iters = math.ceil(args.epochs * len(train) / args.batch_size) if args.epochs else args.iters
     say(f"{len(train.images)} photos, {len(train)} triplets of {len(concepts)} concepts, {lm.vocabulary.shape[0]} tokens; {iters} iterations of {args.batch_size}")
 
     # Model, optimiser, and where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = build_model(args, lm, len(concepts))
-    if args.init:
-        model.backbone = common.load_backbone(args.arch, args.init)
+    if initial:
+        model.backbone = initial
     model.to(device, memory_format=torch.channels_last)
     optimizer = common.build_optimizer(args, model.parameters())
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
@@ -176,12 +176,12 @@ def main(args):
     loader = common.make_loader(TripletView(train, tokenizer, args), sampler, args.batch_size // world.size, args.workers, together, device)
     feed = common.Feed(loader, device, run, train.images)
 
-    frozen_until = round(args.warmup_attention * iters)
+    frozen_until = int(args.warmup_attention * iters)
     parallel = prepare(model, world, frozen=start < frozen_until)
     bar = progress(total=iters, initial=start, unit=" its", desc="icmlm")
     with common.StopSignals() as stop:
         for iteration, batch in zip(range(start + 1, iters + 1), feed):
-            if iteration == frozen_until + 1:
+            if iteration == frozen_until + 1 and frozen_until > start:
                 parallel = prepare(model, world, frozen=False)
             factor = common.learning_rate_factor(args, iteration - 1, iters)
             for group in optimizer.param_groups:
@@ -194,7 +194,8 @@ def main(args):
             with common.autocast(device, args.amp):
                 found, tag_logits = parallel(images, words, batch["visible"], batch["position"])
                 logits = lm.score(found, args.head)
-            losses = {"mlm": F.cross_entropy(logits.float(), batch["target"])}  # Eq. 7
+            # Eq. 7 over triplets, as App. F.1 counts them: a caption has as many as it has words to mask.
+            losses = {"mlm": F.cross_entropy(logits.float(), batch["target"])}
             if tag_logits is not None:
                 losses["tp"] = common.tag_loss(tag_logits, batch["tags"])  # Eq. 2
             loss = losses["mlm"] + args.lambda_tp * losses.get("tp", 0.0)  # Eq. 8
@@ -232,7 +233,7 @@ def main(args):
         return
     run.save_weights("backbone.pth", model.backbone.state_dict())
     result = validate(model, lm, val, concepts, tokenizer, args, device)
-    for name in ("with the photo", "language model alone"):
+    for name in RANKED:
         scores = result["masked_words"][name]
         say(f"masked words, {name}: " + ", ".join(f"{part} {score:.1f}" for part, score in scores.items()))
     if "attention" in result:
@@ -254,7 +255,8 @@ def build_model(args, lm, num_concepts):
 
 
 def prepare(model, world, frozen):
-    """The model ready for training, its backbone `frozen` (no gradient, fixed batch statistics) or not, in DDP where there are several processes."""
+    """The model ready for training, its backbone `frozen` (no gradient; fixed batch statistics, too [ours]) or not; in DDP
+    where there are several processes."""
     model.train()
     model.backbone.train(not frozen).requires_grad_(not frozen)
     return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if world.size > 1 else model
@@ -286,8 +288,8 @@ class Triplets:
         return int(self.image[c]), self.tokens[self.first_token[c] : self.first_token[c + 1]].copy(), int(self.position[n])
 
 
-# What triplets are made of: with any other value of these they are made anew.
-TRIPLET_FLAGS = ("data", "train_split", "val_split", "fraction", "captions_per_image", "seed", "pos", "num_concepts", "tagger", "lm", "lm_iters")
+# What triplets are made of, beside the captions and the vocabulary: with any other value of these they are made anew.
+TRIPLET_FLAGS = ("pos", "num_concepts", "tagger")
 
 
 def cached_triplets(args, train, val, tokenizer, run):
@@ -310,7 +312,9 @@ def cached_triplets(args, train, val, tokenizer, run):
                 fail(f"no caption of the split holds a word to mask: {split} needs captions of 3 to 25 tokens with {args.pos} among the concepts")
         return arrays
 
-    arrays = common.cached_arrays(run.folder / "triplets.npz", {flag: getattr(args, flag) for flag in TRIPLET_FLAGS}, build)
+    vocabulary = common.PackedStrings(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
+    made_of = {"data": (train.digest(), val.digest(), vocabulary.digest()), **{flag: getattr(args, flag) for flag in TRIPLET_FLAGS}}
+    arrays = common.cached_arrays(run.folder / "triplets.npz", made_of, build)
     concepts = dict(zip(arrays["concepts"].tolist(), arrays["parts"].tolist()))
     return concepts, *(
         Triplets(data.images, language.sparse_from(f"{split}_tags", arrays, len(concepts)), *(arrays[f"{split}_{name}"] for name in Triplets.PARTS))
@@ -320,7 +324,7 @@ def cached_triplets(args, train, val, tokenizer, run):
 
 def maskable_tokens(tokenizer, words):
     """{token id: word} for the words that are one token [DESIGN 5.3]. In a sentence a word follows a space."""
-    ids = tokenizer([" " + word for word in words], add_special_tokens=False)["input_ids"]
+    ids = tokenizer([" " + word for word in words], add_special_tokens=False)["input_ids"] if words else []
     return {row[0]: word for row, word in zip(ids, words) if len(row) == 1 and row[0] != tokenizer.unk_token_id}
 
 
@@ -346,8 +350,8 @@ class TripletView(Dataset):
 
     def __init__(self, triplets, tokenizer, args, training=True, chosen=None):
         self.triplets, self.args, self.training, self.chosen = triplets, args, training, chosen
-        self.mask, (left, right) = tokenizer.mask_token_id, (tokenizer.convert_tokens_to_ids(word) for word in ("left", "right"))
-        self.left_right = {left: right, right: left} if tokenizer.unk_token_id not in (left, right) else {}
+        self.mask, sides = tokenizer.mask_token_id, list(maskable_tokens(tokenizer, ["left", "right"]))
+        self.left_right = dict(zip(sides, reversed(sides))) if len(sides) == 2 else {}
         self.image_of_triplet = triplets.image[triplets.caption]
 
     def __len__(self):
@@ -387,7 +391,7 @@ def collate(samples, tags, mirrored, padding):
 class FrozenLanguageModel:
     """psi of the paper, and what it knows about its vocabulary. No autograd runs inside it.
 
-    width: d_w.  vocabulary: its input embeddings V (|V|, d_v), where d_v = d_w in BERT.  score: token scores.
+    width: d_w.  vocabulary: its input embeddings V (|V|, d_v), where d_v = d_w in BERT.
     """
 
     def __init__(self, model, amp):
@@ -398,14 +402,17 @@ class FrozenLanguageModel:
     def read(self, tokens, visible):
         """tokens, visible (B, T) -> W (B, T, d_w)"""
         with torch.inference_mode(), common.autocast(tokens.device, self.amp):
-            words = self.encoder(input_ids=tokens, attention_mask=visible.long()).last_hidden_state
+            # With a mask of 2 dimensions transformers would ask the GPU at every step whether it is all ones.
+            words = self.encoder(input_ids=tokens, attention_mask=visible[:, None, None]).last_hidden_state
         return words.clone()  # a usual tensor again: the heads save it for their backward
 
+    def classify(self, vectors):
+        """The pretrained token classification layer: vectors (B, d_w) of masked tokens -> logits (B, |V|)"""
+        return self.classifier(vectors[:, None]).logits[:, 0]
+
     def score(self, found, head):
-        """What a head found, (B, d_w) -> logits (B, |V|): by the token classification layer (tfm) or as v_k = found . V_k (att-fc, Eq. 6)"""
-        if head == "att-fc":
-            return F.linear(found, self.vocabulary)
-        return self.classifier(found[:, None]).logits[:, 0]
+        """What the head found, x^ of Eq. 7, (B, d_w) -> logits (B, |V|): classified (tfm), or v_k = x^ . V_k (att-fc, Eq. 6)"""
+        return self.classify(found) if head == "tfm" else F.linear(found, self.vocabulary)
 
 
 def token_classifier(model):
@@ -442,10 +449,15 @@ class ICMLM(nn.Module):
         -> what was found for the masked token (B, d_w); tag logits (B, K) or None; with `maps` also the attention (B, h', w')
         """
         features = self.backbone(images)
+        found, attention = self.fill_in(features, words, visible, position, maps)
+        tags = self.tags(features) if self.tags is not None else None
+        return (found, tags, attention) if maps else (found, tags)
+
+    def fill_in(self, features, words, visible, position, maps=False):
+        """features (B, d_x, H, W) -> what was found (B, d_w); the attention (B, H, W), or None without `maps`"""
         x = features.flatten(2).transpose(1, 2)  # X: (B, H * W, d_x)
         found, attention = self.head(x, words, visible, position, maps)
-        tags = self.tags(features) if self.tags is not None else None
-        return (found, tags, attention.view(len(x), *features.shape[2:])) if maps else (found, tags)
+        return found, attention.unflatten(1, features.shape[2:]) if maps else None
 
 
 class Tfm(nn.Module):
@@ -460,17 +472,17 @@ class Tfm(nn.Module):
         z = torch.cat([self.project(x), words.to(x.dtype)], 1)  # Z = [X; W]: (B, S, d_w)
         seen = torch.cat([visible.new_ones(x.shape[:2]), visible], 1)  # all places of the photo, and no padding
         rows, place = torch.arange(len(x), device=x.device), x.size(1) + position
-        attention = None
         for layer in self.layers:
-            if maps:  # of the last layer: from the masked token to the photo
-                attention = layer.attention(z, seen)[rows, :, place, : x.size(1)].mean(1)
-                attention = attention / attention.sum(1, keepdim=True)
-            z = layer(z, seen)
+            before, z = z, layer(z, seen)
+        attention = None
+        if maps:  # of the last layer: from the masked token to the photo
+            attention = self.layers[-1].attention(before, seen)[rows, :, place, : x.size(1)].mean(1)
+            attention = attention / attention.sum(1, keepdim=True)
         return z[rows, place], attention
 
 
 class EncoderLayer(nn.Module):
-    """Eqs. 13-15, then residual, dropout, layer norm and the feed-forward layers of Vaswani et al. [App. E]
+    """Eqs. 13-15, then dropout, residual and layer norm [App. E] and the feed-forward layers of Vaswani et al.
 
     As in the paper each head is as wide as the model, and K asks while Q answers: the softmax runs along Q.
     """
@@ -516,8 +528,10 @@ class AttFc(nn.Module):
         widths = [channels, *[vocabulary_width] * layers]
         self.fc = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.ReLU()) for a, b in zip(widths, widths[1:])))
 
-    def forward(self, x, words, visible, position, maps=False):
-        s = self.average(torch.stack([head(x, words, visible) for head in self.att], -1)).squeeze(-1)
+    def forward(self, x, words, visible, position, maps=False):  # it asks the whole caption, and its maps cost nothing
+        s = torch.stack([head(x, words, visible) for head in self.att], -1)
+        # Not as a layer, which autocast would round: half a percent more attention is a lot at first.
+        s = (s * self.average.weight[0]).sum(-1) + self.average.bias
         p = s.softmax(1)  # Eq. 5: (B, H * W)
         pooled = (p[:, None].to(x.dtype) @ x).squeeze(1)  # x^ = X^T p: (B, d_x)
         return self.fc(pooled), p
@@ -540,29 +554,34 @@ class AttentionHead(nn.Module):
 
 # ------------------------------------------------------------------------------------------ the proxy task
 
+RANKED = ("with the photo", "with another photo", "language model alone")
+
 
 @torch.no_grad()
 def validate(model, lm, triplets, concepts, tokenizer, args, device):
-    """Masked words found on the validation split, with the photo and by the language model alone [Tab. 1] -> the entries of result.json
+    """Masked words found on the validation split -> the entries of result.json
 
-    {"masked_words": {"triplets": n, "with the photo": {"top1", "top5", "nouns top1", ...}, "language model alone": {...}}};
-    on shapes also "attention": what part of it lies inside the box of the masked word's object, and the box's part of the area.
+    {"masked_words": {"triplets": n, "with the photo": {"top1", "top5", "nouns top1", ...}, "language model alone": {...} [Tab. 1],
+    "with another photo": {...}}}: of the next sample, what the head knows of captions without seeing [ours]; on shapes also
+    "attention": what part of it lies inside the box of the masked word's object, and the box's part of the area.
     """
     model.eval()
     chosen = np.sort(np.random.default_rng(args.seed).permutation(len(triplets))[: args.proxy_triplets])
     view = TripletView(triplets, tokenizer, args, training=False, chosen=chosen)
     together = functools.partial(collate, tags=triplets.tags, mirrored=None, padding=tokenizer.pad_token_id)
     loader = DataLoader(view, 64, num_workers=args.workers, collate_fn=together, worker_init_fn=common.ignore_signals)
-    ranks, targets, maps = {"with the photo": [], "language model alone": []}, [], []
+    ranks, targets, maps = {name: [] for name in RANKED}, [], []
     for batch in progress(loader, desc="masked words", unit=" batches", leave=False):
         batch.pop("unreadable")
         batch = {key: value.to(device) for key, value in batch.items()}
         words = lm.read(batch["tokens"], batch["visible"])
         with common.autocast(device, args.amp):
-            found, _, attention = model(common.augment(batch["images"]), words, batch["visible"], batch["position"], maps=True)
+            features = model.backbone(common.augment(batch["images"]))
+            found, attention = model.fill_in(features, words, batch["visible"], batch["position"], maps=True)
+            blind, _ = model.fill_in(features.roll(1, 0), words, batch["visible"], batch["position"])
             alone = words[torch.arange(len(words), device=device), batch["position"]]
-            logits = {"with the photo": lm.score(found, args.head), "language model alone": lm.score(alone, "tfm")}
-        for name, scores in logits.items():
+            logits = lm.score(found, args.head), lm.score(blind, args.head), lm.classify(alone)
+        for name, scores in zip(RANKED, logits):
             scores = scores.float()
             ranks[name].append((scores > scores.gather(1, batch["target"][:, None])).sum(1).cpu())
         targets += batch["target"].tolist()
@@ -579,7 +598,8 @@ def validate(model, lm, triplets, concepts, tokenizer, args, device):
     result = {"masked_words": result}
     if args.data == "shapes":
         scenes = [triplets.images[triplets[n][0]] for n in chosen]
-        result["attention"] = attention_inside_boxes(scenes, masked, torch.cat(maps).numpy())
+        shares = attention_inside_boxes(scenes, masked, torch.cat(maps).numpy())
+        result |= {"attention": shares} if shares["words"] else {}
     return result
 
 
@@ -600,7 +620,7 @@ def attention_inside_boxes(scenes, masked, maps):
         overlap = lambda low, high, n: (np.minimum(high * n, np.arange(n) + 1) - np.maximum(low * n, np.arange(n))).clip(0)
         inside.append(overlap(top, bottom, maps.shape[1]) @ attention @ overlap(left, right, maps.shape[2]))
         area.append((right - left) * (bottom - top))
-    return {"inside": 100 * float(np.mean(inside)), "area": 100 * float(np.mean(area)), "words": len(inside)}
+    return {"inside": 100 * float(np.mean(inside or 0)), "area": 100 * float(np.mean(area or 0)), "words": len(inside)}
 
 
 # ------------------------------------------------------------------------------------------ for people
@@ -613,22 +633,27 @@ def explain(args, device):
     if not isinstance(content, dict) or content.get("script") != "icmlm":
         fail(f"{args.weights} is no checkpoint.pth of icmlm.py (a backbone alone cannot fill in words)")
     trained, concepts = argparse.Namespace(**content["args"]), content["concepts"]
-    if args.lm not in (None, "scratch"):  # it may have been moved
+    if args.lm:  # it may have been moved
         trained.lm = args.lm
     elif trained.lm == "scratch":
         trained.lm = str(Path(args.weights).parent / "language_model")
-    tokenizer, lm = language.language_model(trained, None, None, device)
-    lm = FrozenLanguageModel(lm, args.amp)
+    tokenizer, pretrained = language.language_model(trained, None, None, device)
+    lm = FrozenLanguageModel(pretrained, args.amp)
     model = build_model(trained, lm, len(concepts))
-    model.load_state_dict(content["model"])
+    try:
+        model.load_state_dict(content["model"])
+    except RuntimeError:
+        fail(f"--lm {trained.lm} has other sizes than the language model that {args.weights} was trained with")
     model.to(device).eval()
 
     encoded = tokenizer(args.caption, return_tensors="pt")
+    if encoded["input_ids"].size(1) > pretrained.config.max_position_embeddings:
+        fail(f"the caption has {encoded['input_ids'].size(1)} tokens, more than the {pretrained.config.max_position_embeddings} of the language model")
     tokens, position = encoded["input_ids"], word_position(tokenizer, encoded, args.word, concepts)
     masked = tokens.clone()
     masked[0, position] = tokenizer.mask_token_id
     photos = common.ImageFiles([args.explain])
-    photos.check()
+    photos.check("check the path")
     pixels, readable = common.CropView(photos, trained.image_size, part=1.0)[0]
     if not readable:
         fail(f"{args.explain} cannot be decoded, is it a photo?")
@@ -637,7 +662,7 @@ def explain(args, device):
     with common.autocast(device, args.amp):
         images = common.augment(torch.from_numpy(pixels)[None].to(device))
         found, _, attention = model(images, words, visible, torch.tensor([position], device=device), maps=True)
-        logits = {"with the photo": lm.score(found, trained.head), "without it": lm.score(words[:, position], "tfm")}
+        logits = {"with the photo": lm.score(found, trained.head), "without it": lm.classify(words[:, position])}
     say(tokenizer.decode(masked[0], skip_special_tokens=False))
     for name, scores in logits.items():
         best = scores.float().softmax(1)[0].topk(5)

@@ -1,16 +1,20 @@
 """What is read in captions: words by part of speech, SentencePiece tokens, and language models.
 
-    words and tokens   words_of, count_concepts, top_concepts, concept_labels, clean, train_tokenizer
+    words              words_of, count_concepts, top_concepts
+    labels             multi_hot, caption_labels, concept_labels, sparse_parts, sparse_from, label_rows, mirrored_labels
+    tokens             clean, train_tokenizer
     language models    language_model (of the hub, of a folder, or trained from scratch), embed_captions
 """
 
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import unicodedata
+from array import array
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -23,22 +27,25 @@ from torch.nn import functional as F
 
 from common import InfiniteSampler, World, autocast, fail, progress, tag_loss, warmup_cosine
 
-# ------------------------------------------------------------------------------------------ words and tokens
+# ------------------------------------------------------------------------------------------ words
 
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # the first two letters of the Penn Treebank's tags
-UNIVERSAL = {"NOUN": "nouns", "ADJ": "adjectives", "VERB": "verbs"}  # spaCy's
-# Verbs that show nothing. spaCy has a part of speech for them, the Penn Treebank has none.
+UNIVERSAL = {"NOUN": "nouns", "PROPN": "nouns", "ADJ": "adjectives", "VERB": "verbs"}  # spaCy's
+# Verbs that show nothing. spaCy has a part of speech for them, the Penn Treebank has none. [ours]
 AUXILIARIES = set("be am is are was were been being do does did have has had having can could may might must shall should will would".split())
 
 
 def words_of(caption):
-    """The words of a caption in lower case, in their order. A word is letters, possibly joined by hyphens: t-shirt."""
-    return re.findall(r"[^\W\d_]+(?:-[^\W\d_]+)*", caption.lower())
+    """The words of a caption in lower case, in their order, without a possessive 's. Letters, possibly joined: t-shirt, can't."""
+    return re.findall(r"[^\W\d_]+(?:['’-][^\W\d_]+)*", re.sub(r"['’]s\b", "", caption.lower()))
 
 
 def tag_words(captions, tagger):
-    """Yield [(word, "nouns" | "adjectives" | "verbs" | None), ...] for each caption. tagger: textblob or spacy."""
+    """Yield [(word, "nouns" | "adjectives" | "verbs" | None), ...] for each caption. tagger: textblob or spacy.
+
+    Both see the words alone, in lower case: captions are written in all ways. [ours]
+    """
     if tagger == "textblob":
         try:
             from textblob.en.taggers import PatternTagger  # its lexicon comes with the package
@@ -67,7 +74,8 @@ def count_concepts(captions, tagger="textblob"):
     seen = defaultdict(Counter)
     for tagged in progress(tag_words(captions, tagger), total=len(captions), desc="parts of speech", unit=" captions"):
         for word, part in tagged:
-            seen[word][None if word in AUXILIARIES else part] += 1
+            auxiliary = part == "verbs" and word in AUXILIARIES
+            seen[word][None if auxiliary or len(word) < 2 or not word.replace("-", "").isalpha() else part] += 1
     concepts = {part: {} for part in PARTS_OF_SPEECH.values()}
     for word, counts in sorted(seen.items(), key=lambda item: (-item[1].total(), item[0])):
         part = counts.most_common(1)[0][0]
@@ -82,13 +90,16 @@ def top_concepts(concepts, pos, number):
     return dict(sorted(chosen.items(), key=lambda item: (-item[1], item[0]))[:number])
 
 
+# ------------------------------------------------------------------------------------------ labels
+
+
 def multi_hot(rows, size):
     """An iterable of sets of labels -> (N, size) sparse, 1 where a label is present"""
-    indices, ends = [], [0]
+    indices, ends = array("i"), array("q", [0])
     for row in rows:
-        indices += sorted(row)
+        indices.extend(sorted(row))
         ends.append(len(indices))
-    return sparse.csr_array((np.ones(len(indices), np.float32), np.array(indices, np.int32), np.array(ends)), (len(ends) - 1, size))
+    return sparse.csr_array((np.ones(len(indices), np.float32), np.array(indices), np.array(ends)), (len(ends) - 1, size))
 
 
 def caption_labels(data, labels_of, size):
@@ -103,6 +114,9 @@ def concept_labels(data, concepts):
     return caption_labels(data, lambda caption: (index[word] for word in words_of(caption) if word in index), len(concepts))
 
 
+CSR = ("data", "indices", "indptr")
+
+
 def sparse_parts(name, matrix):
     """A sparse matrix as arrays for a file, and `sparse_from` them again."""
     return {f"{name}_{part}": getattr(matrix, part) for part in CSR}
@@ -110,9 +124,6 @@ def sparse_parts(name, matrix):
 
 def sparse_from(name, arrays, columns):
     return sparse.csr_array(tuple(arrays[f"{name}_{part}"] for part in CSR), (len(arrays[f"{name}_indptr"]) - 1, columns))
-
-
-CSR = ("data", "indices", "indptr")
 
 
 def label_rows(samples, targets, mirrored=None):
@@ -127,7 +138,7 @@ def label_rows(samples, targets, mirrored=None):
 
 
 def mirrored_labels(names):
-    """The labels left and right change places in the mirrored photo, where words or tokens are labels -> (K,) indices"""
+    """The labels left and right change places in the mirrored photo, where words or tokens are labels [ours] -> (K,) indices"""
     order = np.arange(len(names))
     for left, right in (("left", "right"), ("▁left", "▁right")):
         if left in names and right in names:
@@ -135,6 +146,8 @@ def mirrored_labels(names):
             order[[a, b]] = b, a
     return order
 
+
+# ------------------------------------------------------------------------------------------ tokens
 
 UNKNOWN, SOS, EOS, MASK = range(4)  # SentencePiece ids of VirTex's official model; padding shares that of unknown
 
@@ -154,16 +167,12 @@ def train_tokenizer(captions, vocab_size):
             split_by_unicode_script=True,  # no piece joins letters and punctuation: dog? dog! [Sec. 3]
             character_coverage=1.0, unk_id=UNKNOWN, bos_id=-1, eos_id=-1, pad_id=-1, control_symbols="[SOS],[EOS],[MASK]", minloglevel=3,
         )  # fmt: skip
-    except RuntimeError as error:  # more letters than --vocab-size, or no letter at all
-        fail(f"no tokenizer of --vocab-size {vocab_size} can be trained on these captions ({str(error).split('] ')[-1].strip()})")
+    except RuntimeError as error:  # more letters than tokens, or no letter at all
+        fail(f"no tokenizer of {vocab_size} tokens can be trained on these captions ({str(error).split('] ')[-1].strip()})")
     return model.getvalue()
 
 
 # ------------------------------------------------------------------------------------------ language models
-
-
-# What --lm scratch is made of: with any other value of these it is trained anew.
-SCRATCH_FLAGS = ("data", "train_split", "fraction", "captions_per_image", "seed", "lm_iters")
 
 
 def language_model(args, captions, folder, device, masked_words=True):
@@ -174,15 +183,16 @@ def language_model(args, captions, folder, device, masked_words=True):
     """
     transformers, name = quiet_transformers(), args.lm
     if name == "scratch":
-        name, made_of = str(folder), {flag: getattr(args, flag) for flag in SCRATCH_FLAGS}
+        name, made_of = str(folder), {"captions": captions.digest(), "iters": args.lm_iters, "seed": args.seed}
         note = Path(folder, "made_of.json")
         if not note.exists() or json.loads(note.read_text()) != made_of:
             train_language_model(captions, folder, args.lm_iters, args.seed, device, args.amp, made_of)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         model, loading = transformers.AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True)
-    except (OSError, ValueError) as error:
-        fail(f"--lm {name} cannot be loaded ({str(error).splitlines()[0]}): give a BERT-like model of the hub, its folder, or scratch")
+    except Exception as error:  # not there, half there, no masked language model: transformers and safetensors have many ways to say it
+        reason = " ".join(str(error).split())[:300]
+        fail(f"--lm {name} cannot be loaded ({reason}): give a BERT-like model of the hub, its folder, or scratch")
     missing = sorted(key for key in loading["missing_keys"] if masked_words or key.startswith(f"{model.base_model_prefix}."))
     if missing:
         fail(f"--lm {name} is not a whole masked language model: it lacks {', '.join(missing[:3])}")
@@ -206,9 +216,11 @@ def train_language_model(captions, folder, iters, seed, device, amp, made_of, ba
     """
     transformers = quiet_transformers()
     from tokenizers import BertWordPieceTokenizer
+    from tokenizers.processors import BertProcessing
 
     pieces = BertWordPieceTokenizer(lowercase=True)
     pieces.train_from_iterator((captions[i] for i in range(len(captions))), vocab_size=10_000, min_frequency=2, show_progress=False)
+    pieces._tokenizer.post_processor = BertProcessing(*((name, pieces.token_to_id(name)) for name in ("[SEP]", "[CLS]")))
     names = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "cls", "sep", "pad", "mask")}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, model_max_length=64, **names)
     torch.manual_seed(seed)
@@ -233,7 +245,7 @@ def train_language_model(captions, folder, iters, seed, device, amp, made_of, ba
         masked = torch.where(chosen & (draw >= 0.9), torch.randint(len(tokenizer), tokens.shape), masked)
         named = torch.zeros(len(tokens), len(tokenizer)).scatter_(1, tokens, 1.0)
         named[:, tokenizer.all_special_ids] = 0
-        with autocast(device, amp):
+        with autocast(device, "off" if amp == "fp16" else amp):  # a small model needs no scaler
             hidden = model.bert(masked.to(device), attention_mask=inputs["attention_mask"].to(device)).last_hidden_state
             loss = F.cross_entropy(model.cls(hidden[chosen.to(device)]).float(), tokens[chosen].to(device))
             loss = loss + tag_loss(model.cls(hidden[:, 0]), named.to(device))
@@ -243,6 +255,8 @@ def train_language_model(captions, folder, iters, seed, device, amp, made_of, ba
         optimizer.step()
         if iteration % 10 == 0:
             bar.set_postfix(loss=f"{loss.item():.2f}")
+    if not math.isfinite(loss.item()):
+        fail(f"the language model's loss is {loss.item()}: try another --seed, --amp off, or --lm FOLDER", everywhere=False)
     temporary = f"{folder}.tmp"  # whole or not there
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)

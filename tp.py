@@ -26,6 +26,7 @@ label frequencies.
 import argparse
 import functools
 import math
+import os
 import sys
 from typing import NamedTuple
 
@@ -91,7 +92,7 @@ def get_args(argv=None):
     model.add_argument("--init", help="start from this backbone.pth; VGG-16 wants one of --labels rotation [App. F.1]")
 
     optim = parser.add_argument_group("optimisation")
-    optim.add_argument("--batch-size", type=int, help="images per iteration over all processes; rotation shows each in four ways [App. F.1]")
+    optim.add_argument("--batch-size", type=int, help="images per iteration over all processes; rotation shows each in four ways [App. F.1; Gidaris et al. 2018]")
     optim.add_argument("--iters", type=int, help="iterations; scale with the number of images [App. F.1]")
     optim.add_argument("--epochs", type=float, help="length in passes over the images, instead of --iters")
     optim.add_argument("--optimizer", choices=("sgd", "radam"), help="sgd with a cosine for ResNets, radam with --steps for VGG-16 [App. F.1]")
@@ -102,28 +103,28 @@ def get_args(argv=None):
     optim.add_argument("--crop-min", type=float, help="smallest part of a photo that a crop may show; raise it when captions speak of the whole [ours]")
     optim.add_argument("--colour-jitter", type=float, help="strength of the colour jitter; lower it when labels name colours, 0 for none [ours]")
     optim.add_argument("--validate-every", type=int, help="iterations between validation scores")
+    optim.add_argument("--val-images", type=int, default=5000, help="score at most this many images of the validation split, drawn once [ours]")
 
     use = parser.add_argument_group("use of a trained model")
     use.add_argument("--weights", help="a checkpoint.pth of this script")
     use.add_argument("--predict", nargs="+", metavar="IMAGE", help="print the ten most likely labels of these photos")
 
     args = parser.parse_args(argv)
+    given = {flag for flag, value in vars(args).items() if value is not None}
     shapes, rotation = args.data == "shapes", args.labels == "rotation"
     args.arch = args.arch or ("resnet18" if shapes else "vgg16" if rotation else "resnet50")
     vgg = args.arch == "vgg16"
     column = 3 + rotation if vgg else 2
     args = common.fill_defaults(args, {flag: (row[rotation], row[column]) for flag, row in DEFAULTS.items()}, scaled=("lr",))
+    common.check_recipe(args, given)
+    if args.labels not in NUM_LABELS and "num_labels" in given:
+        fail(f"--num-labels goes with {', '.join(NUM_LABELS)}: {args.labels} has as many as it has")
     if args.num_labels is None and args.labels in NUM_LABELS:
         args.num_labels = NUM_LABELS[args.labels][0 if shapes else 1 + vgg]
-    args.steps = list(args.steps)
-    if not 0 < args.crop_min <= 1 or not 0 <= args.colour_jitter <= 1 or not 0 <= args.warmup < 1:
-        fail("--crop-min must be in (0, 1], --colour-jitter in [0, 1], --warmup in [0, 1)")
-    if args.weight_decay < 0 or args.lr <= 0 or any(not 0 < step < 1 for step in args.steps):
-        fail("--lr must be above 0, --weight-decay at least 0 and --steps shares of the run, between 0 and 1")
-    if args.steps and args.optimizer == "sgd":
-        fail("--steps goes with --optimizer radam: sgd follows a cosine")
-    if min(args.num_labels or 2, args.validate_every, args.lm_iters or 1) < 1 or args.num_labels == 1:
-        fail("--num-labels must be at least 2; --validate-every and --lm-iters at least 1")
+    if args.num_labels is not None and args.num_labels < 2 or args.lm_iters is not None and args.lm_iters < 1:
+        fail("--num-labels must be at least 2, --lm-iters at least 1")
+    if args.validate_every < 1 or args.val_images < 1:
+        fail("--validate-every and --val-images must be at least 1")
     if bool(args.predict) != bool(args.weights):
         fail("--weights FILE goes with --predict IMAGE..." if args.weights else "--predict needs --weights FILE")
     return args
@@ -136,6 +137,7 @@ def main(args):
         return predict_photos(args, device)
     run = common.Run(args, "tp", world)
     checkpoint = run.begin()
+    initial = common.load_backbone(args.arch, args.init) if args.init and not checkpoint else None
 
     # Data: photos, and labels made of their captions, once. A photo without any label is left out.
     train, val = (
@@ -151,14 +153,17 @@ def main(args):
         names = labels.names
         images, targets = with_labels(train.images, labels.train, args.train_split)
         val_images, val_targets = with_labels(val.images, labels.val, args.val_split)
+    if len(val_images) > args.val_images:
+        drawn = np.sort(np.random.default_rng(args.seed).permutation(len(val_images))[: args.val_images])
+        val_images, val_targets = type(val_images)(val_images[i] for i in drawn), None if val_targets is None else val_targets[drawn]
     iters = math.ceil(args.epochs * len(images) / args.batch_size) if args.epochs else args.iters
     say(f"{len(images)} photos, {len(names)} labels; {iters} iterations of {args.batch_size}")
 
     # Model, optimiser, and where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = TagPredictor(args.arch, len(names))
-    if args.init:
-        model.backbone = common.load_backbone(args.arch, args.init)
+    if initial:
+        model.backbone = initial
     model.to(device, memory_format=torch.channels_last)
     optimizer = common.build_optimizer(args, model.parameters())
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
@@ -236,7 +241,7 @@ def main(args):
     result = {"validation": validation()}
     say("validation: " + ", ".join(f"{name} {score:.2f}" for name, score in result["validation"].items()))
     if targets is not None:
-        result["label_frequencies"] = tag_scores(np.tile(targets.mean(0), (val_targets.shape[0], 1)), val_targets, args.labels)
+        result["label_frequencies"] = tag_scores(np.broadcast_to(targets.mean(0), val_targets.shape), val_targets, args.labels)
         say("by label frequencies alone: " + ", ".join(f"{name} {score:.2f}" for name, score in result["label_frequencies"].items()))
     if labelled:
         best_weights = run.folder / "backbone_best.pth" if best else None
@@ -260,8 +265,8 @@ class Labels(NamedTuple):
     val: sparse.csr_array
 
 
-# What labels are made of: with any other value of these they are made anew.
-LABEL_FLAGS = ("data", "train_split", "val_split", "fraction", "captions_per_image", "seed", "labels", "pos", "num_labels", "tagger", "lm", "lm_iters")
+# What labels are made of, beside captions and tags: with any other value of these they are made anew.
+LABEL_FLAGS = ("labels", "pos", "num_labels", "tagger", "lm", "lm_iters", "seed")
 
 
 def cached_labels(args, train, val, run, device):
@@ -277,7 +282,8 @@ def cached_labels(args, train, val, run, device):
             labels = {"postag": postag_labels, "cluster": cluster_labels, "lda": lda_labels, "tokens": token_labels}[args.labels](args, *kept, run, device)
         return {"names": np.array(labels.names), **language.sparse_parts("train", labels.train), **language.sparse_parts("val", labels.val)}
 
-    arrays = common.cached_arrays(run.folder / "labels.npz", {flag: getattr(args, flag) for flag in LABEL_FLAGS}, build)
+    made_of = {"data": (train.digest(), val.digest()), **{flag: getattr(args, flag) for flag in LABEL_FLAGS}}
+    arrays = common.cached_arrays(run.folder / "labels.npz", made_of, build)
     names = arrays["names"].tolist()
     return Labels(names, *(language.sparse_from(split, arrays, len(names)) for split in ("train", "val")))
 
@@ -314,14 +320,21 @@ def instance_labels(train, val):
 def cluster_labels(args, train, val, run, device, passes=5):
     """TP-Cluster: k-means on the [CLS] vectors; an image has the clusters of all its captions [Sec. 3.1, Eq. 1].
 
-    Mini-batches, and vectors that lie on the disk in half precision: memory holds the centres, one batch and its
-    distances. A label is called by the three captions nearest to its centre.
+    Five passes in mini-batches from random captions as centres [ours], and vectors that lie on the disk in half
+    precision: memory holds the centres, one batch and its distances. A label is called by the three captions nearest to
+    its centre.
     """
     from sklearn.cluster import MiniBatchKMeans
 
     tokenizer, model = language.language_model(args, train.captions, run.folder / "language_model", device, masked_words=False)
     path, number, clusters = run.folder / "caption_vectors.npy", len(train.captions), min(args.num_labels, len(train.captions))
     vectors = np.lib.format.open_memmap(path, "w+", np.float16, (number + len(val.captions), model.config.hidden_size))
+    try:
+        with open(path, "r+b") as file:  # a hole in the file would end the program without a word when the disk fills up
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    except OSError as error:
+        path.unlink()
+        fail(f"{path} cannot be written ({error.strerror}): clustering needs {vectors.nbytes / 1e9:.1f} GB there for a while", everywhere=False)
     language.embed_captions(tokenizer, model, train.captions, vectors[:number], device, args.amp)
     language.embed_captions(tokenizer, model, val.captions, vectors[number:], device, args.amp)
 
@@ -342,21 +355,27 @@ def cluster_labels(args, train, val, run, device, passes=5):
     for n in np.argsort(distance[:number]):
         if len(nearest[cluster[n]]) < 3:
             nearest[cluster[n]][train.captions[n]] = None
-    of_image = lambda data, first: (set(cluster[first + data.first_caption[i] : first + data.first_caption[i + 1]]) for i in range(len(data)))
-    return Labels([" | ".join(captions) for captions in nearest], language.multi_hot(of_image(train, 0), clusters), language.multi_hot(of_image(val, number), clusters))
+
+    def of_images(data, cluster):
+        return language.multi_hot((set(cluster[data.first_caption[i] : data.first_caption[i + 1]].tolist()) for i in range(len(data))), clusters)
+
+    return Labels([" | ".join(captions) for captions in nearest], of_images(train, cluster[:number]), of_images(val, cluster[number:]))
 
 
 def lda_labels(args, train, val, run, device, passes=10):
-    """TP-LDA: topic probabilities; a document is all captions of an image, without stop words [Sec. 4, Additional TP models].
+    """TP-LDA: topic probabilities; a document is all captions of an image [Sec. 4, Additional TP models].
 
-    A label is called by the five words that are most likely in its topic.
+    English stop words are left out, 10K words kept [ours]. A label is called by the five words most likely in its topic.
     """
     from sklearn.decomposition import LatentDirichletAllocation
     from sklearn.feature_extraction.text import CountVectorizer
 
     documents = lambda data: (" ".join(data.captions_of(i)) for i in progress(range(len(data)), desc="words", unit=" images"))
     vectorizer = CountVectorizer(stop_words="english", analyzer="word", token_pattern=r"[^\W\d_]{2,}", max_features=10_000)
-    counts = vectorizer.fit_transform(documents(train)), vectorizer.transform(documents(val))
+    try:
+        counts = vectorizer.fit_transform(documents(train)), vectorizer.transform(documents(val))
+    except ValueError:
+        fail("--labels lda finds no word in the captions that is not a stop word")
     rng, number = np.random.default_rng(args.seed), len(train)
     lda = LatentDirichletAllocation(args.num_labels, learning_method="online", total_samples=number, random_state=args.seed)
     for _ in progress(range(passes), desc="topics", unit=" passes"):
@@ -365,7 +384,7 @@ def lda_labels(args, train, val, run, device, passes=10):
 
     def probabilities(matrix):
         parts = [lda.transform(matrix[first : first + 1024]) for first in progress(range(0, matrix.shape[0], 1024), desc="topics of images")]
-        return sparse.csr_array(np.concatenate(parts).astype(np.float32) * (matrix.sum(1) > 0))  # no word, no topic
+        return sparse.csr_array(np.concatenate(parts).astype(np.float32) * (np.diff(matrix.indptr) > 0)[:, None])  # no word, no topic
 
     words = vectorizer.get_feature_names_out()
     names = [", ".join(words[np.argsort(-weights)[:5]]) for weights in lda.components_]
@@ -435,7 +454,7 @@ class TagPredictor(nn.Module):
 
 
 def label_loss(logits, targets, labels):
-    """Eq. 2; for topics the binary cross-entropy instead, summed over the topics [Sec. 4, Additional TP models]."""
+    """Eq. 2; for topics the binary cross-entropy instead [Sec. 4, Additional TP models], summed over the topics [ours]."""
     if labels == "lda":
         return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="sum") / len(targets)
     return common.tag_loss(logits, targets)
@@ -472,13 +491,13 @@ def tag_scores(scores, targets, labels):
     from sklearn.metrics import average_precision_score
 
     right = targets.toarray() >= (0.1 if labels == "lda" else 0.5)
-    ranked = np.argsort(-scores, 1, kind="stable")[:, :5]
+    ranked = torch.from_numpy(np.ascontiguousarray(scores)).topk(min(5, scores.shape[1])).indices.numpy()
     hits = np.take_along_axis(right, ranked, 1)
     result = {"top1": 100 * float(hits[:, 0].mean())}
     if labels != "rotation":
         occurring = np.flatnonzero(right.any(0))
         precision = [average_precision_score(right[:, k], scores[:, k]) for k in progress(occurring, desc="mAP", unit=" labels", leave=False)]
-        result |= {"top5": 100 * float(hits.any(1).mean()), "mAP": 100 * float(np.mean(precision)) if precision else math.nan}
+        result |= {"top5": 100 * float(hits.any(1).mean())} | ({"mAP": 100 * float(np.mean(precision))} if precision else {})
     return result
 
 
@@ -496,7 +515,7 @@ def predict_photos(args, device):
     model.load_state_dict(content["model"])
     model.to(device).eval()
     photos = common.ImageFiles(args.predict)
-    photos.check()
+    photos.check("check the path")
     for n, (pixels, readable) in enumerate(common.CropView(photos, trained["image_size"], part=1.0)):
         if not readable:
             say(f"{photos[n]}: cannot be decoded, is it a photo?")

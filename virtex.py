@@ -699,7 +699,7 @@ def caption_photos(args, device):
     model, tokenizer, size = load_virtex(args.weights, args.tokenizer)
     model.to(device)
     photos = common.ImageFiles(args.caption)
-    photos.check()
+    photos.check("check the path")
     folder = Path(args.output, "captions")
     folder.mkdir(parents=True, exist_ok=True)
     first = 0

@@ -565,8 +565,8 @@ def test_two_captions_make_a_tokenizer(tmp_path):
 
 
 def test_too_few_tokens_are_refused():
-    """DESIGN 8: one line instead of SentencePiece's traceback when --vocab-size cannot hold the letters."""
-    with pytest.raises(SystemExit, match="vocab-size"):
+    """DESIGN 8: one line instead of SentencePiece's traceback when the vocabulary cannot hold the letters."""
+    with pytest.raises(SystemExit, match="no tokenizer of 12 tokens"):
         language.train_tokenizer(["the quick brown fox jumps over the lazy dog"], 12)
 
 
