@@ -7,7 +7,7 @@ photo says what is missing. In tfm a Transformer reads both together (App. E), i
 look and the word is named from there (Eqs. 3-6). Tag prediction (tp.py) is trained beside it (Eq. 8).
 
     laptop        python icmlm.py
-    own photos    python icmlm.py --data photos.jsonl --lm scratch --arch resnet18 --image-size 112 --batch-size 32 --lr 0.1 --iters 20000
+    own photos    python icmlm.py --data photos.jsonl --lm scratch --arch resnet18 --image-size 112 --batch-size 32 --lr 0.03 --iters 20000
     one GPU       python icmlm.py --data coco --batch-size 128 --init runs/tp/backbone.pth
     eight GPUs    torchrun --nproc_per_node=8 icmlm.py --data coco --init runs/tp/backbone.pth
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 icmlm.py --data coco ...
@@ -57,7 +57,7 @@ DEFAULTS = {
     "iters":            (700,        500_000,              200_000),    # App. F.1
     "warmup_attention": (0.0,        0.0,                  0.25),       # App. F.1: 50K of 200K, att-fc
     "optimizer":        ("sgd",      "sgd",                "radam"),    # App. F.1
-    "lr":               (0.1,        3e-2,                 1e-4),       # App. F.1; VGG-16: as for tags
+    "lr":               (3e-2,       3e-2,                 1e-4),       # App. F.1; VGG-16: as for tags
     "weight_decay":     (1e-4,       1e-4,                 1e-3),       # App. F.1; VGG-16: as for tags
     "steps":            ((),         (),                   (0.8, 0.9)), # App. F.1; VGG-16: as for tags
     "lm":               ("scratch",  "bert-base-uncased",  "bert-base-uncased"),  # Sec. 3.2
@@ -95,7 +95,7 @@ def get_args(argv=None):
     optim.add_argument("--epochs", type=float, help="length in passes over the triplets, instead of --iters")
     optim.add_argument("--warmup-attention", type=float, help="share of the run in which the backbone stays frozen; helps att-fc on VGG-16 [App. F.1]")
     optim.add_argument("--optimizer", choices=("sgd", "radam"), help="sgd with a cosine for ResNets, radam with --steps for VGG-16 [App. F.1]")
-    optim.add_argument("--lr", type=float, help="initial learning rate; lower it when the loss is not finite, 0.1 suits short runs of sgd [App. F.1]")
+    optim.add_argument("--lr", type=float, help="initial learning rate; lower it when the loss is not finite; 0.03 suits small batches, too [App. F.1]")
     optim.add_argument("--warmup", type=float, default=0.0, help="share of the run in which the learning rate rises; 0.02 helps large batches [ours]")
     optim.add_argument("--steps", type=float, nargs="*", help="radam: shares of the run after which the learning rate falls to a tenth [App. F.1]")
     optim.add_argument("--weight-decay", type=float, help="raise it when few images are learned by heart [App. F.1]")

@@ -8,7 +8,7 @@ one softmax over them (Eq. 2). Annotated tags (TP-Label) and rotations (RotNet, 
 is the paper's start for VGG-16) are trained by the same loop, as the baselines that they are.
 
     laptop        python tp.py
-    own photos    python tp.py --data photos.jsonl --arch resnet18 --image-size 112 --epochs 60 --batch-size 32 --lr 0.1
+    own photos    python tp.py --data photos.jsonl --arch resnet18 --image-size 112 --epochs 60 --batch-size 32 --lr 0.03
     one GPU       python tp.py --data coco
     eight GPUs    torchrun --nproc_per_node=8 tp.py --data coco
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 tp.py --data coco
@@ -55,7 +55,7 @@ DEFAULTS = {
     "batch_size":       (32,         32,         128,         128,         128),
     "iters":            (1200,       400,        100_000,     100_000,     120_000),
     "optimizer":        ("sgd",      "sgd",      "sgd",       "radam",     "radam"),
-    "lr":               (0.1,        0.1,        3e-2,        1e-4,        1e-3),
+    "lr":               (3e-2,       3e-2,       3e-2,        1e-4,        1e-3),
     "weight_decay":     (1e-4,       1e-4,       1e-4,        1e-3,        1e-5),
     "steps":            ((),         (),         (),          (0.8, 0.9),  (5 / 6, 11 / 12)),
     "lm":               ("scratch",  None,       "bert-base-uncased", "bert-base-uncased", None),  # Sec. 3.1
@@ -96,7 +96,7 @@ def get_args(argv=None):
     optim.add_argument("--iters", type=int, help="iterations; scale with the number of images [App. F.1]")
     optim.add_argument("--epochs", type=float, help="length in passes over the images, instead of --iters")
     optim.add_argument("--optimizer", choices=("sgd", "radam"), help="sgd with a cosine for ResNets, radam with --steps for VGG-16 [App. F.1]")
-    optim.add_argument("--lr", type=float, help="initial learning rate; lower it when the loss is not finite, 0.1 suits short runs of sgd [App. F.1]")
+    optim.add_argument("--lr", type=float, help="initial learning rate; lower it when the loss is not finite; 0.03 suits small batches, too [App. F.1]")
     optim.add_argument("--warmup", type=float, default=0.0, help="share of the run in which the learning rate rises; 0.02 helps large batches [ours]")
     optim.add_argument("--steps", type=float, nargs="*", help="radam: shares of the run after which the learning rate falls to a tenth [App. F.1]")
     optim.add_argument("--weight-decay", type=float, help="raise it when few images are learned by heart [App. F.1]")
