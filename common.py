@@ -822,17 +822,17 @@ def warmup_cosine(iteration, total, warmup):
     return 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / max(1, total - warmup)))
 
 
-def check_recipe(args, given):
+def check_recipe(args, given, optimizer):
     """Refuse optimisation flags that cannot be or do not belong together. given: the flags that the user gave.
 
-    --steps belong to RAdam; another optimiser than the recipe's needs its own --lr.
+    --steps belong to RAdam; another optimiser than the recipe's, `optimizer`, needs its own --lr.
     """
     if args.optimizer == "sgd":
         if "steps" in given:
             fail("--steps goes with --optimizer radam: sgd follows a cosine")
         args.steps = []
-    if args.optimizer != ("radam" if args.arch == "vgg16" and args.data != "shapes" else "sgd") and "lr" not in given:
-        fail(f"--optimizer {args.optimizer} needs its --lr: the default belongs to the other optimiser")
+    if args.optimizer != optimizer and "lr" not in given:
+        fail(f"--optimizer {args.optimizer} needs its --lr: the default belongs to {optimizer}")
     args.steps = list(args.steps)
     if not args.lr > 0 or not args.weight_decay >= 0 or not 0 <= args.warmup < 1 or any(not 0 < step < 1 for step in args.steps):
         fail("--lr must be above 0, --weight-decay at least 0; --warmup and --steps are shares of the run, between 0 and 1")

@@ -113,8 +113,9 @@ def get_args(argv=None):
     given = {flag for flag, value in vars(args).items() if value is not None}
     args.arch = args.arch or ("resnet18" if args.data == "shapes" else "resnet50")
     column = 2 if args.arch == "vgg16" else 1
-    args = common.fill_defaults(args, {flag: (row[0], row[column]) for flag, row in DEFAULTS.items()}, scaled=("lr",))
-    common.check_recipe(args, given)
+    defaults = {flag: (row[0], row[column]) for flag, row in DEFAULTS.items()}
+    args = common.fill_defaults(args, defaults, scaled=("lr",))
+    common.check_recipe(args, given, defaults["optimizer"][args.data != "shapes"])
     if "warmup_attention" not in given and (args.head != "att-fc" or not args.init):  # attention needs features that see something
         args.warmup_attention = 0.0
     if args.explain and "lm" not in given:

@@ -115,8 +115,9 @@ def get_args(argv=None):
     args.arch = args.arch or ("resnet18" if shapes else "vgg16" if rotation else "resnet50")
     vgg = args.arch == "vgg16"
     column = 3 + rotation if vgg else 2
-    args = common.fill_defaults(args, {flag: (row[rotation], row[column]) for flag, row in DEFAULTS.items()}, scaled=("lr",))
-    common.check_recipe(args, given)
+    defaults = {flag: (row[rotation], row[column]) for flag, row in DEFAULTS.items()}
+    args = common.fill_defaults(args, defaults, scaled=("lr",))
+    common.check_recipe(args, given, defaults["optimizer"][not shapes])
     if args.labels not in NUM_LABELS and "num_labels" in given:
         fail(f"--num-labels goes with {', '.join(NUM_LABELS)}: {args.labels} has as many as it has")
     if args.num_labels is None and args.labels in NUM_LABELS:

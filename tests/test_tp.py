@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import sentencepiece
-import shapes
 import sklearn.cluster
 import torch
 from scipy import sparse
@@ -19,6 +18,7 @@ from torch import nn
 
 import common
 import language
+import shapes
 import tp
 
 CPU = torch.device("cpu")
@@ -126,7 +126,7 @@ def test_clusters_are_equation_1(tiny_bert, tmp_path, monkeypatch):
 
     vector_of = {sentence: literal_cls(tiny_bert, sentence) for sentence in {*train.captions, *val.captions}}
     expected = np.stack([vector_of[sentence] for sentence in train.captions])
-    assert len(batches) == 5 and expected.std(0).min() > 0.1
+    assert len(batches) == 5 and expected.std(0).mean() > 0.2
     for batch in batches:  # few captions: each of the five passes is one batch of all of them
         np.testing.assert_allclose(batch, expected, atol=3e-3)
 
@@ -146,7 +146,8 @@ def test_clusters_are_equation_1(tiny_bert, tmp_path, monkeypatch):
     assert not (tmp_path / "caption_vectors.npy").exists()
 
     objective = sum(nearest_centre(vector, centres)[1] for vector in expected.tolist())
-    assert objective < 1.3 * sklearn.cluster.KMeans(5, n_init=10, random_state=0).fit(expected).inertia_  # measured: 1.06
+    lloyd = [sklearn.cluster.KMeans(5, init="random", n_init=1, random_state=seed).fit(expected).inertia_ for seed in range(10)]
+    assert min(lloyd) * 0.99 < objective < 1.1 * max(lloyd)  # as good as some start of the algorithm without mini-batches
 
 
 def given_vectors(monkeypatch, points):
@@ -155,7 +156,7 @@ def given_vectors(monkeypatch, points):
     def embed(tokenizer, model, captions, vectors, device, amp):
         vectors[:] = points[[int(captions[n]) for n in range(len(captions))]]
 
-    monkeypatch.setattr(language, "language_model", lambda *_: (None, SimpleNamespace(config=SimpleNamespace(hidden_size=points.shape[1]))))
+    monkeypatch.setattr(language, "language_model", lambda *_, **__: (None, SimpleNamespace(config=SimpleNamespace(hidden_size=points.shape[1]))))
     monkeypatch.setattr(language, "embed_captions", embed)
 
 
@@ -254,8 +255,9 @@ def test_four_rotations_pixel_by_pixel():
 
 
 def test_words():
-    """A word is letters of any script in lower case, possibly joined by hyphens; numbers and marks are none."""
+    """A word is letters of any script in lower case, joined by hyphens or apostrophes, without a possessive 's."""
     assert language.words_of("A T-shirt, 3 well-known DOGS' café_2x - non- stop; naïve") == ["a", "t-shirt", "well-known", "dogs", "café", "x", "non", "stop", "naïve"]
+    assert language.words_of("the Dog's can't man’s") == ["the", "dog", "can't", "man"]
     assert language.words_of("") == language.words_of("12 ... - _") == []
 
 
@@ -281,9 +283,15 @@ def test_a_word_has_the_part_of_speech_it_is_given_most_often(monkeypatch):
 
 
 def test_auxiliaries_are_no_concepts(monkeypatch):
-    """is, has, can, ... are left out whatever the tagger says; other words with the same beginning are not."""
-    concepts = counted(monkeypatch, "is/v has/v can/n being/n does/v must/n island/n having/v hash/v")
-    assert concepts == {"nouns": {"island": 1}, "adjectives": {}, "verbs": {"hash": 1}}
+    """is, has, can, ... are left out where they are verbs; a can is a noun, and other words with the same beginning stay."""
+    concepts = counted(monkeypatch, "is/v has/v can/n being/v does/v must/v island/n having/v hash/v", "can/n can/v do/v do/n do/v")
+    assert concepts == {"nouns": {"can": 3, "island": 1}, "adjectives": {}, "verbs": {"hash": 1}}
+
+
+def test_single_letters_and_contractions_are_no_concepts(monkeypatch):
+    """A concept is a word of two letters or more; hyphens may join its parts, apostrophes not."""
+    concepts = counted(monkeypatch, "x/n can't/v o'clock/n t-shirt/n ox/n")
+    assert concepts == {"nouns": {"ox": 1, "t-shirt": 1}, "adjectives": {}, "verbs": {}}
 
 
 def test_concepts_come_by_frequency_and_ties_by_alphabet(monkeypatch):
@@ -424,7 +432,7 @@ def test_tokens_of_an_image_are_those_of_all_its_captions(tmp_path):
     assert labels.names == [tokenizer.id_to_piece(token) for token in range(4, tokenizer.get_piece_size())]
     literal = lambda *captions: {tokenizer.id_to_piece(token) for caption in captions for token in tokenizer.encode(caption) if token > 3}
     assert words_of_rows(labels, labels.train) == [literal("a cafe table", "two dogs run"), literal("two dogs, two cats")]
-    assert words_of_rows(labels, labels.val)[0] == literal("two cafe dogs")
+    assert words_of_rows(labels, labels.val)[0] == literal("two cafe dogs ω")
     assert 0 in tokenizer.encode("ω") and not {"[MASK]", "[SOS]", "[EOS]", "<unk>"} & set(labels.names)
 
 
@@ -463,10 +471,7 @@ def test_an_image_without_label_is_left_out_and_counted(capsys):
 
 # ------------------------------------------------------------------------------------------ labels.npz
 
-OTHER = {
-    "data": "other.jsonl", "train_split": "other", "val_split": "other", "fraction": 0.5, "captions_per_image": 1, "seed": 1, "labels": "tokens",
-    "pos": "nn", "num_labels": 7, "tagger": "spacy", "lm": "other", "lm_iters": 7,
-}  # fmt: skip
+OTHER = {"labels": "tokens", "pos": "nn", "num_labels": 7, "tagger": "spacy", "lm": "other", "lm_iters": 7, "seed": 1}
 
 
 class Rebuilt(Exception):
@@ -481,7 +486,7 @@ BUILDERS = ("postag_labels", "cluster_labels", "lda_labels", "token_labels", "in
 
 
 def test_labels_are_made_once(tmp_path, monkeypatch):
-    """DESIGN 5.2: the second call reads labels.npz; any flag that labels depend on makes them anew, others do not."""
+    """DESIGN 5.2: the second call reads labels.npz; any other caption, tag or flag that labels depend on makes them anew."""
     train, val = captioned(["a dog runs"], ["a red cat"]), captioned(["the dog runs"])
     first = labels_in(tmp_path, train, val)
     for builder in BUILDERS:
@@ -495,6 +500,11 @@ def test_labels_are_made_once(tmp_path, monkeypatch):
         setattr(args, flag, value)
         with pytest.raises(Rebuilt):
             tp.cached_labels(args, train, val, SimpleNamespace(folder=tmp_path), CPU)
+    others = captioned(["a dog sits"], ["a red cat"]), captioned(["a dog runs", "a red cat"], []), tagged_data(["x"], [0], [])
+    for other in others:  # another word, the same captions of another image, tags
+        for data in ((other, val), (train, other)):
+            with pytest.raises(Rebuilt):
+                labels_in(tmp_path, *data, *(["--labels", "instances"] if other.tag_names else []))
 
 
 def test_labels_come_back_exactly(tmp_path, monkeypatch):
@@ -503,7 +513,7 @@ def test_labels_come_back_exactly(tmp_path, monkeypatch):
     dense = lambda n: (rng.random((n, 5)) * (rng.random((n, 5)) < 0.4)).astype(np.float32) * (np.arange(n) % 3 > 0)[:, None]
     made = tp.Labels(["▁left", "", "a | b, c", "собака", "x" * 500], sparse.csr_array(dense(9)), sparse.csr_array(dense(4)))
     monkeypatch.setattr(tp, "lda_labels", lambda *_: made)
-    assert labels_in(tmp_path, captioned(["a dog runs"]), captioned(["a dog runs"]), "--labels", "lda") is made
+    labels_in(tmp_path, captioned(["a dog runs"]), captioned(["a dog runs"]), "--labels", "lda")
     monkeypatch.setattr(tp, "lda_labels", rebuilt)
     read = labels_in(tmp_path, captioned(["a dog runs"]), captioned(["a dog runs"]), "--labels", "lda")
     assert read.names == made.names
@@ -590,12 +600,12 @@ def slow_scores(scores, right):
 
 
 def test_scores_written_out():
-    """top1 and top5 of images, mAP over the labels that occur, equal scores and labels that never occur among them."""
+    """top1 and top5 of images, mAP over the labels that occur, images of equal score and labels that never occur among them."""
     rng = np.random.default_rng(0)
-    scores, targets = rng.integers(0, 6, (30, 9)).astype(np.float32), (rng.random((30, 9)) < 0.15).astype(np.float32)
+    scores, targets = rng.integers(0, 6, (30, 9)) + 0.01 * np.arange(9), (rng.random((30, 9)) < 0.15).astype(np.float32)
     targets[:, 4] = 0
     expected = slow_scores(scores.tolist(), (targets > 0).tolist())
-    assert 5 < expected["top1"] < 50 < expected["top5"] < 95
+    assert 5 < expected["top1"] < 60 and expected["top1"] < expected["top5"] < 95
     assert tp.tag_scores(scores, sparse.csr_array(targets), "postag") == pytest.approx(expected, abs=1e-9)
 
 
@@ -607,7 +617,7 @@ def test_scores_of_topics_and_rotations():
     assert tp.tag_scores(scores, sparse.csr_array(targets), "lda") == pytest.approx(slow_scores(scores.tolist(), (targets >= np.float32(0.1)).tolist()), abs=1e-9)
     turned = tp.tag_scores(np.eye(4)[[0, 1, 2, 2]], sparse.csr_array(np.eye(4)), "rotation")
     assert turned == {"top1": 75.0}
-    assert math.isnan(tp.tag_scores(scores, sparse.csr_array((20, 7)), "postag")["mAP"])
+    assert tp.tag_scores(scores, sparse.csr_array((20, 7)), "postag") == {"top1": 0.0, "top5": 0.0}
 
 
 def test_scores_of_label_frequencies():
@@ -693,7 +703,16 @@ def test_defaults_on_shapes_and_the_user_s_flags():
         assert {name: getattr(args, name) for name in given} == given and args.steps == [0.3, 0.6]
 
 
-@pytest.mark.parametrize("flags, lr", ((["--data", "coco"], 3e-2), (["--data", "coco", "--arch", "vgg16"], 1e-4), ([], 0.1)))
+def test_steps_are_radam_s_alone():
+    """App. F.1: SGD follows a cosine, also for VGG-16; another optimiser than the recipe's needs its own --lr."""
+    assert arguments("--data", "coco", "--arch", "vgg16", "--optimizer", "sgd", "--lr", 0.01).steps == []
+    assert arguments("--data", "coco", "--optimizer", "radam", "--lr", 1e-4, "--steps", 0.5).steps == [0.5]
+    for flags in (("--arch", "vgg16", "--optimizer", "sgd"), ("--optimizer", "radam")):
+        with pytest.raises(SystemExit, match="needs its --lr"):
+            arguments("--data", "coco", *flags)
+
+
+@pytest.mark.parametrize("flags, lr", ((["--data", "coco"], 3e-2), (["--data", "coco", "--arch", "vgg16"], 1e-4), ([], tp.DEFAULTS["lr"][0])))
 def test_another_batch_scales_the_learning_rate(flags, lr, capsys):
     """DESIGN 3: linearly, and what was chosen is printed; --lr is taken literally."""
     usual = arguments(*flags).batch_size
@@ -805,11 +824,15 @@ def test_the_model_is_backbone_and_head(arch):
 RHYMES = ["a red dog runs fast", "two men ride a bike", "the black cat sits on its mat", "one old bird sings"]
 
 
+def frozen_model(folder, **kwargs):
+    return language.language_model(arguments("--lm", folder), None, None, CPU, **kwargs)
+
+
 @pytest.fixture(scope="module")
 def scratch_folder(tmp_path_factory):
     """The folder of a language model trained on four captions until it knows them."""
     folder = tmp_path_factory.mktemp("scratch") / "language_model"
-    language.train_language_model(common.PackedStrings(5 * RHYMES), folder, 60, 0, CPU, "off", batch_size=16)
+    language.train_language_model(common.PackedStrings(5 * RHYMES), folder, 60, 0, CPU, "off", {}, batch_size=16)
     return folder
 
 
@@ -826,7 +849,7 @@ def test_scratch_language_model_is_a_transformers_folder(scratch_folder):
 
 def test_scratch_language_model_learns(scratch_folder):
     """It names a masked word from the words around it, and from [CLS] the tokens of the caption."""
-    tokenizer, model = language.language_model(str(scratch_folder), None, None, None, 0, CPU, "off")
+    tokenizer, model = frozen_model(scratch_folder)
     masked = tokenizer([RHYMES[0].replace("dog", tokenizer.mask_token)], return_tensors="pt")
     logits, place = model(**masked).logits[0], (masked["input_ids"][0] == tokenizer.mask_token_id).nonzero().item()
     assert tokenizer.convert_ids_to_tokens(logits[place].argmax().item()) == "dog"
@@ -840,39 +863,63 @@ def test_scratch_language_model_learns(scratch_folder):
 def test_language_model_is_frozen(tiny_bert, scratch_folder):
     """Sec. 3.1: psi is pretrained and stays as it is: in eval mode, no parameter is trained."""
     for folder in (tiny_bert, scratch_folder):
-        _, model = language.language_model(str(folder), None, None, None, 0, CPU, "off")
+        _, model = frozen_model(folder)
         assert not model.training and not any(module.training for module in model.modules())
         assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_scratch_language_model_is_trained_once(scratch_folder, tmp_path, monkeypatch):
-    """--lm scratch trains into its folder, and takes what lies there the next time; the same seed gives the same weights."""
+    """--lm scratch keeps its model in the folder, until it would be made of other things; the same seed gives the same weights."""
     captions = common.PackedStrings(RHYMES)
-    state = lambda folder, seed: language.language_model("scratch", captions, folder, 2, seed, CPU, "off")[1].state_dict()
+
+    def state(name, *flags):
+        args = arguments("--labels", "cluster", "--lm", "scratch", "--lm-iters", 2, *flags)
+        return language.language_model(args, captions, tmp_path / name, CPU)[1].state_dict()
+
     torch.manual_seed(5)
-    first = state(tmp_path / "one", 0)
+    first = state("one")
     torch.manual_seed(6)
-    again, other = state(tmp_path / "two", 0), state(tmp_path / "three", 1)
-    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    again, other = state("two"), state("three", "--seed", 1)
     assert (tmp_path / "one" / "tokenizer.json").read_bytes() == (tmp_path / "two" / "tokenizer.json").read_bytes()
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
     assert any(not torch.equal(value, other[name]) for name, value in first.items())
     monkeypatch.setattr(language, "train_language_model", rebuilt)
-    assert all(torch.equal(value, first[name]) for name, value in state(tmp_path / "one", 0).items())
+    assert all(torch.equal(value, first[name]) for name, value in state("one", "--lr", 7).items())
+    for name, *flags in (("four",), ("one", "--seed", 1), ("one", "--lm-iters", 3)):
+        with pytest.raises(Rebuilt):
+            state(name, *flags)
+    captions = common.PackedStrings(RHYMES[1:])
     with pytest.raises(Rebuilt):
-        state(tmp_path / "four", 0)
+        state("one")
 
 
 def test_caption_vectors_do_not_depend_on_the_batch(tiny_bert):
     """Captions of different length side by side: each has the vector that it has alone; batches end where they end."""
-    tokenizer, model = language.language_model(str(tiny_bert), None, None, None, 0, CPU, "off")
+    tokenizer, model = frozen_model(tiny_bert)
     captions, vectors = common.PackedStrings(SENTENCES[:7]), np.zeros((7, 16), np.float32)
     language.embed_captions(tokenizer, model, captions, vectors, CPU, "off", batch_size=3)
     np.testing.assert_allclose(vectors, [literal_cls(tiny_bert, sentence) for sentence in SENTENCES[:7]], atol=1e-5)
 
 
+def test_an_encoder_alone_makes_clusters(tiny_bert, tmp_path):
+    """Sec. 3.1 asks for [CLS] vectors only: a BERT without an output layer has the same ones; where words are predicted it is refused."""
+    import transformers
+
+    transformers.AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path)
+    transformers.BertModel.from_pretrained(tiny_bert, add_pooling_layer=True).save_pretrained(tmp_path)
+    captions, found = common.PackedStrings(SENTENCES[:3]), []
+    for folder in (tiny_bert, tmp_path):
+        vectors = np.zeros((3, 16), np.float32)
+        language.embed_captions(*frozen_model(folder, masked_words=False), captions, vectors, CPU, "off")
+        found.append(vectors)
+    assert (found[0] == found[1]).all() and found[0].any()
+    with pytest.raises(SystemExit, match="is not a whole masked language model: it lacks cls.predictions"):
+        frozen_model(tmp_path)
+
+
 def test_a_long_caption_is_cut(tiny_bert):
     """A caption of more tokens than the model has positions is truncated, not an error."""
-    tokenizer, model = language.language_model(str(tiny_bert), None, None, None, 0, CPU, "off")
+    tokenizer, model = frozen_model(tiny_bert)
     vectors = np.zeros((2, 16), np.float32)
     language.embed_captions(tokenizer, model, common.PackedStrings(["red dog " * 70, "red dog " * 31]), vectors, CPU, "off")
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-5)
@@ -889,7 +936,7 @@ def test_a_language_model_that_is_not_there(name, tiny_bert, tmp_path, monkeypat
             (tmp_path / "no-weights" / path.name).write_bytes(path.read_bytes())
     wanted = name if "/" in name else str(tmp_path / name)
     with pytest.raises(SystemExit) as stopped:
-        language.language_model(wanted, None, None, None, 0, CPU, "off")
+        frozen_model(wanted)
     assert f"--lm {wanted} cannot be loaded" in str(stopped.value) and "\n" not in str(stopped.value)
 
 
