@@ -1069,7 +1069,10 @@ class Run:
                 fail(f"the {name} is {value} at iteration {iteration}; {kept}. Try a lower learning rate, a longer --warmup, or --amp off")
 
     def save(self, iteration, **state):
+        """Write checkpoint.pth, unless the last step has made a weight infinite: then the one before is kept."""
         if self.world.is_main:
+            if not all(value.isfinite().all() for value in state.get("model", {}).values()):
+                self.check_finite(iteration, {"model": math.nan})
             state = {"script": self.script, "args": vars(self.args), "iteration": iteration, **state}
             write_file(self.folder / "checkpoint.pth", lambda file: torch.save(state, file))
 

@@ -216,11 +216,13 @@ def train_language_model(captions, folder, iters, seed, device, amp, made_of, ba
     """
     transformers = quiet_transformers()
     from tokenizers import BertWordPieceTokenizer
-    from tokenizers.processors import BertProcessing
 
     pieces = BertWordPieceTokenizer(lowercase=True)
-    pieces.train_from_iterator((captions[i] for i in range(len(captions))), vocab_size=10_000, min_frequency=2, show_progress=False)
-    pieces._tokenizer.post_processor = BertProcessing(*((name, pieces.token_to_id(name)) for name in ("[SEP]", "[CLS]")))
+    # The letters of the captions are given in order: the trainer would number them differently every time.
+    letters = sorted({letter for caption in captions for letter in pieces.normalize(caption) if not letter.isspace()})
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"##{letter}" for letter in letters)]
+    pieces.train_from_iterator(iter(captions), vocab_size=10_000, min_frequency=2, special_tokens=special, show_progress=False)
+    pieces = BertWordPieceTokenizer(pieces.get_vocab(), lowercase=True)  # with [CLS] and [SEP] around a caption
     names = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "cls", "sep", "pad", "mask")}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, model_max_length=64, **names)
     torch.manual_seed(seed)

@@ -340,7 +340,7 @@ def cluster_labels(args, train, val, run, device, passes=5):
     language.embed_captions(tokenizer, model, val.captions, vectors[number:], device, args.amp)
 
     size, rng = max(4096, 2 * clusters), np.random.default_rng(args.seed)
-    kmeans = MiniBatchKMeans(clusters, init="random", batch_size=size, random_state=args.seed)
+    kmeans = MiniBatchKMeans(clusters, init="random", batch_size=size, random_state=args.seed)  # k-means++: minutes at 10K
     for _ in progress(range(passes), desc="k-means", unit=" passes"):
         order = rng.permutation(number)
         batches = np.array_split(order, max(1, number // size))  # none smaller than the number of clusters
@@ -492,7 +492,7 @@ def tag_scores(scores, targets, labels):
     from sklearn.metrics import average_precision_score
 
     right = targets.toarray() >= (0.1 if labels == "lda" else 0.5)
-    ranked = torch.from_numpy(np.ascontiguousarray(scores)).topk(min(5, scores.shape[1])).indices.numpy()
+    ranked = torch.from_numpy(np.array(scores)).topk(min(5, scores.shape[1])).indices.numpy()
     hits = np.take_along_axis(right, ranked, 1)
     result = {"top1": 100 * float(hits[:, 0].mean())}
     if labels != "rotation":
