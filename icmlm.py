@@ -56,10 +56,10 @@ DEFAULTS = {
     "batch_size":       (32,         512,                  896),        # App. F.1
     "iters":            (700,        500_000,              200_000),    # App. F.1
     "warmup_attention": (0.0,        0.0,                  0.25),       # App. F.1: 50K of 200K, att-fc
-    "optimizer":        ("sgd",      "sgd",                "radam"),    # App. F.1
-    "lr":               (3e-2,       3e-2,                 1e-4),       # App. F.1; VGG-16: as for tags
+    "optimizer":        ("radam",    "sgd",                "radam"),    # App. F.1
+    "lr":               (1e-3,       3e-2,                 1e-4),       # App. F.1; VGG-16: as for tags
     "weight_decay":     (1e-4,       1e-4,                 1e-3),       # App. F.1; VGG-16: as for tags
-    "steps":            ((),         (),                   (0.8, 0.9)), # App. F.1; VGG-16: as for tags
+    "steps":            ((0.8,),     (),                   (0.8, 0.9)), # App. F.1; VGG-16: as for tags
     "lm":               ("scratch",  "bert-base-uncased",  "bert-base-uncased"),  # Sec. 3.2
     "lm_iters":         (300,        20_000,               20_000),     # ours
     "log_every":        (10,         20,                   20),
