@@ -375,13 +375,14 @@ class TripletView(Dataset):
 
 
 def collate(samples, tags, mirrored, padding):
-    """-> images (B, size, size, 3), jitter (B, 4), tokens (B, T), visible (B, T): no padding, position (B,), target (B,), tags (B, K)"""
+    """-> images (B, size, size, 3), jitter (B, 4), index (B,) of the photos, tokens (B, T), visible (B, T): no padding,
+    position (B,), target (B,), tags (B, K)"""
     tokens = [sample["tokens"] for sample in samples]
     lengths = torch.tensor([len(row) for row in tokens])
     tokens = nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=padding)
     return {
         **common.collate_photos(samples), "tokens": tokens, "visible": torch.arange(tokens.size(1)) < lengths[:, None],
-        "position": torch.tensor([sample["position"] for sample in samples]), "target": torch.tensor([sample["target"] for sample in samples]),
+        **{name: torch.tensor([sample[name] for sample in samples]) for name in ("index", "position", "target")},
         "tags": language.label_rows(samples, tags, mirrored),
     }  # fmt: skip
 
@@ -398,13 +399,15 @@ class FrozenLanguageModel:
     def __init__(self, model, amp):
         self.encoder, self.amp, self.width = model.base_model, amp, model.config.hidden_size
         self.vocabulary = model.get_input_embeddings().weight
+        # Given a mask of 2 dimensions transformers asks the GPU at every step whether it is all ones; only with fused
+        # attention it takes one of 4 as it is.
+        self.sdpa = model.config._attn_implementation == "sdpa"
         self.classifier = token_classifier(model)
 
     def read(self, tokens, visible):
         """tokens, visible (B, T) -> W (B, T, d_w)"""
         with torch.inference_mode(), common.autocast(tokens.device, self.amp):
-            # With a mask of 2 dimensions transformers would ask the GPU at every step whether it is all ones.
-            words = self.encoder(input_ids=tokens, attention_mask=visible[:, None, None]).last_hidden_state
+            words = self.encoder(input_ids=tokens, attention_mask=visible[:, None, None] if self.sdpa else visible.long()).last_hidden_state
         return words.clone()  # a usual tensor again: the heads save it for their backward
 
     def classify(self, vectors):
@@ -563,7 +566,7 @@ def validate(model, lm, triplets, concepts, tokenizer, args, device):
     """Masked words found on the validation split -> the entries of result.json
 
     {"masked_words": {"triplets": n, "with the photo": {"top1", "top5", "nouns top1", ...}, "language model alone": {...} [Tab. 1],
-    "with another photo": {...}}}: of the next sample, what the head knows of captions without seeing [ours]; on shapes also
+    "with another photo": {...}}}: of another sample, what the head knows of captions without seeing [ours]; on shapes also
     "attention": what part of it lies inside the box of the masked word's object, and the box's part of the area.
     """
     model.eval()
@@ -579,7 +582,7 @@ def validate(model, lm, triplets, concepts, tokenizer, args, device):
         with common.autocast(device, args.amp):
             features = model.backbone(common.augment(batch["images"]))
             found, attention = model.fill_in(features, words, batch["visible"], batch["position"], maps=True)
-            blind, _ = model.fill_in(features.roll(1, 0), words, batch["visible"], batch["position"])
+            blind, _ = model.fill_in(features[another_photo(batch["index"].tolist())], words, batch["visible"], batch["position"])
             alone = words[torch.arange(len(words), device=device), batch["position"]]
             logits = lm.score(found, args.head), lm.score(blind, args.head), lm.classify(alone)
         for name, scores in zip(RANKED, logits):
@@ -602,6 +605,12 @@ def validate(model, lm, triplets, concepts, tokenizer, args, device):
         shares = attention_inside_boxes(scenes, masked, torch.cat(maps).numpy())
         result |= {"attention": shares} if shares["words"] else {}
     return result
+
+
+def another_photo(images):
+    """For each sample of a batch, by the index of its photo, the next sample that has another photo (if there is one)."""
+    n = len(images)
+    return [next((j % n for j in range(i + 1, i + n) if images[j % n] != image), i) for i, image in enumerate(images)]
 
 
 def attention_inside_boxes(scenes, masked, maps):
