@@ -1027,6 +1027,15 @@ class Run:
                 self.write_args()
         return checkpoint
 
+    def restore(self, checkpoint, parts):
+        """Load the states of `parts` {name: module, optimiser...} -> the iteration, and the best of early stopping"""
+        if not checkpoint:
+            return 0, None
+        for name, part in parts.items():
+            if checkpoint[name]:  # a scaler that was not in use has no state
+                part.load_state_dict(checkpoint[name])
+        return checkpoint["iteration"], checkpoint["best"]
+
     def check_same_run(self, checkpoint):
         if checkpoint.get("script") != self.script:
             fail(f"{self.folder} holds a run of {checkpoint.get('script', 'another program')}.py: choose another --output")

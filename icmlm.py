@@ -162,13 +162,8 @@ def main(args):
     optimizer = common.build_optimizer(args, model.parameters())
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    start, best = 0, None
-    if checkpoint:
-        start, best = checkpoint["iteration"], checkpoint["best"]
-        for name, part in parts.items():
-            if checkpoint[name]:  # a scaler that was not in use has no state
-                part.load_state_dict(checkpoint[name])
-        checkpoint = None
+    start, best = run.restore(checkpoint, parts)
+    checkpoint = None
     if args.compile:
         model.backbone.compile()
 
@@ -215,11 +210,7 @@ def main(args):
             if iteration % args.log_every == 0:
                 run.log(iteration, feed, loss=terms[0], **dict(zip(losses, terms[1:])), lr=args.lr * factor)
             if args.probe_every and iteration % args.probe_every == 0 and world.is_main:
-                score = probe.select_probe(model.backbone, labelled, args, device)
-                say(f"iteration {iteration}: probe on held-out training images {score:.2f} mAP")
-                if best is None or score > best["score"]:
-                    best = {"iteration": iteration, "score": score}
-                    run.save_weights("backbone_best.pth", model.backbone.state_dict())
+                best = probe.keep_best(run, iteration, model.backbone, labelled, best, device)
             if saving:
                 run.save(iteration, **{name: part.state_dict() for name, part in parts.items()}, best=best, concepts=concepts)
             if stopping:
@@ -239,15 +230,7 @@ def main(args):
         say(f"masked words, {name}: " + ", ".join(f"{part} {score:.1f}" for part, score in scores.items()))
     if "attention" in result:
         say("attention inside the box of the masked word's object: {inside:.1f}% on {area:.1f}% of the area".format(**result["attention"]))
-    if labelled:
-        best_weights = run.folder / "backbone_best.pth" if best else None
-        result["probe"] = probe.probe_result(model.backbone, labelled, args, device, best_weights)
-        if best:
-            result["probe"]["best"] |= best
-        say("linear probe on {data}: {trained:.1f} mAP trained, {random:.1f} mAP at random initialisation".format(**result["probe"]))
-    else:
-        say(f"no labels to probe on: measure with python eval_linear.py --weights {run.folder}/backbone.pth --data folder --root FOLDER")
-    run.finish(**result)
+    run.finish(**result, **probe.final_probe(run, model.backbone, labelled, best, device))
 
 
 def build_model(args, lm, num_concepts):

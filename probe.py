@@ -2,7 +2,7 @@
 
     labelled images    LabelData, label_data (shapes, coco, voc07, folder), label_from_tags
     the probe          extract_features, svm_probe, probe_scores
-    in a training run  probe_data, select_probe (early stopping), probe_result (the end)
+    in a training run  probe_data, select_probe and keep_best (early stopping), final_probe
 
 The training scripts end with it; eval_linear.py is the same by itself, with more protocols.
 """
@@ -204,15 +204,37 @@ def select_probe(backbone, labelled, args, device):
     return probe_scores(backbone, fit.select(order[held_out:]), fit.select(order[:held_out]), args, device, "early stopping")["mAP"]
 
 
-def probe_result(backbone, labelled, args, device, best_weights=None):
-    """The entry "probe" of result.json: `backbone` beside the same at random initialisation, and the best of early stopping."""
-    name, fit, test = labelled
+def keep_best(run, iteration, backbone, labelled, best, device):
+    """Early stopping: probe, and keep the backbone as backbone_best.pth when it is better than `best`
+
+    -> the best so far, {"iteration", "score"} (None at first)
+    """
+    score = select_probe(backbone, labelled, run.args, device)
+    say(f"iteration {iteration}: probe on held-out training images {score:.2f} mAP")
+    if best is None or score > best["score"]:
+        best = {"iteration": iteration, "score": score}
+        run.save_weights("backbone_best.pth", backbone.state_dict())
+    return best
+
+
+def final_probe(run, backbone, labelled, best, device):
+    """{"probe": ...} of result.json: the trained backbone, the same at random initialisation, and the best of early stopping.
+
+    Without labels nothing, and the command that measures.
+    """
+    if not labelled:
+        say(f"no labels to probe on: measure with python eval_linear.py --weights {run.folder}/backbone.pth --data folder --root FOLDER")
+        return {}
+    args, (name, fit, test) = run.args, labelled
+
+    def score(backbone, which):
+        return round(probe_scores(backbone, fit, test, args, device, f"features, {which}")["mAP"], 2)
+
     torch.manual_seed(args.seed)
     other = common.build_backbone(args.arch).to(device, memory_format=torch.channels_last)
-    result = {"data": name, "metric": "mAP"}
-    result["trained"] = round(probe_scores(backbone, fit, test, args, device, "features, trained")["mAP"], 2)
-    result["random"] = round(probe_scores(other, fit, test, args, device, "features, random")["mAP"], 2)
-    if best_weights:
-        other.load_state_dict(common.read_checkpoint(best_weights))
-        result["best"] = {"trained": round(probe_scores(other, fit, test, args, device, "features, best")["mAP"], 2)}
-    return result
+    result = {"data": name, "metric": "mAP", "trained": score(backbone, "trained"), "random": score(other, "random")}
+    if best:
+        other.load_state_dict(common.read_checkpoint(run.folder / "backbone_best.pth"))
+        result["best"] = {**best, "trained": score(other, "best")}
+    say("linear probe on {data}: {trained:.1f} mAP trained, {random:.1f} mAP at random initialisation".format(**result))
+    return {"probe": result}

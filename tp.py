@@ -169,13 +169,8 @@ def main(args):
     optimizer = common.build_optimizer(args, model.parameters())
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    start, best = 0, None
-    if checkpoint:
-        start, best = checkpoint["iteration"], checkpoint["best"]
-        for name, part in parts.items():
-            if checkpoint[name]:  # a scaler that was not in use has no state
-                part.load_state_dict(checkpoint[name])
-        checkpoint = None
+    start, best = run.restore(checkpoint, parts)
+    checkpoint = None
     if args.compile:
         model.compile()
     parallel = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if world.size > 1 else model
@@ -221,11 +216,7 @@ def main(args):
             if logging or validating:
                 run.log(iteration, feed, loss=value, lr=args.lr * factor, **scores)
             if args.probe_every and iteration % args.probe_every == 0 and world.is_main:
-                score = probe.select_probe(model.backbone, labelled, args, device)
-                say(f"iteration {iteration}: probe on held-out training images {score:.2f} mAP")
-                if best is None or score > best["score"]:
-                    best = {"iteration": iteration, "score": score}
-                    run.save_weights("backbone_best.pth", model.backbone.state_dict())
+                best = probe.keep_best(run, iteration, model.backbone, labelled, best, device)
             if saving:
                 run.save(iteration, **{name: part.state_dict() for name, part in parts.items()}, best=best, names=names)
             if stopping:
@@ -244,15 +235,7 @@ def main(args):
     if targets is not None:
         result["label_frequencies"] = tag_scores(np.broadcast_to(targets.mean(0), val_targets.shape), val_targets, args.labels)
         say("by label frequencies alone: " + ", ".join(f"{name} {score:.2f}" for name, score in result["label_frequencies"].items()))
-    if labelled:
-        best_weights = run.folder / "backbone_best.pth" if best else None
-        result["probe"] = probe.probe_result(model.backbone, labelled, args, device, best_weights)
-        if best:
-            result["probe"]["best"] |= best
-        say("linear probe on {data}: {trained:.1f} mAP trained, {random:.1f} mAP at random initialisation".format(**result["probe"]))
-    else:
-        say(f"no labels to probe on: measure with python eval_linear.py --weights {run.folder}/backbone.pth --data folder --root FOLDER")
-    run.finish(**result)
+    run.finish(**result, **probe.final_probe(run, model.backbone, labelled, best, device))
 
 
 # ------------------------------------------------------------------------------------------ captions to labels

@@ -148,13 +148,8 @@ def main(args):
     lookahead = LookAhead(optimizer, args.lookahead_k, args.lookahead_alpha)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "lookahead": lookahead, "scaler": scaler}
-    start, best = 0, None
-    if checkpoint:
-        start, best = checkpoint["iteration"], checkpoint["best"]
-        for name, part in parts.items():
-            if checkpoint[name]:  # a scaler that was not in use has no state
-                part.load_state_dict(checkpoint[name])
-        checkpoint = None  # at the paper's size 2 GB per process
+    start, best = run.restore(checkpoint, parts)
+    checkpoint = None  # at the paper's size 2 GB per process
     if args.compile:
         model.visual["cnn"].compile()
         for head in (module for module in model.children() if isinstance(module, TextualHead)):
@@ -199,11 +194,7 @@ def main(args):
             if iteration % args.log_every == 0:
                 run.log(iteration, feed, loss=terms[0], **dict(zip(losses, terms[1:])), lr=args.lr * factor, text_lr=args.text_lr * factor)
             if args.probe_every and iteration % args.probe_every == 0 and world.is_main:
-                score = probe.select_probe(model.visual["cnn"], labelled, args, device)
-                say(f"iteration {iteration}: probe on held-out training images {score:.2f} mAP")
-                if best is None or score > best["score"]:
-                    best = {"iteration": iteration, "score": score}
-                    run.save_weights("backbone_best.pth", model.visual["cnn"].state_dict())
+                best = probe.keep_best(run, iteration, model.visual["cnn"], labelled, best, device)
             if saving:
                 states = {name: part.state_dict() for name, part in parts.items()}
                 words = torch.frombuffer(bytearray(tokenizer.serialized_model_proto()), dtype=torch.uint8)
@@ -221,15 +212,7 @@ def main(args):
     run.save_weights("backbone.pth", model.visual["cnn"].state_dict())
     result = {"validation_loss": validate(model, CaptionView(val, tokenizer, args, training=False), args, device)}
     say("validation loss: " + ", ".join(f"{name} {value:.3f}" for name, value in result["validation_loss"].items()))
-    if labelled:
-        best_weights = run.folder / "backbone_best.pth" if best else None
-        result["probe"] = probe.probe_result(model.visual["cnn"], labelled, args, device, best_weights)
-        if best:
-            result["probe"]["best"] |= best
-        say("linear probe on {data}: {trained:.1f} mAP trained, {random:.1f} mAP at random initialisation".format(**result["probe"]))
-    else:
-        say(f"no labels to probe on: measure with python eval_linear.py --weights {run.folder}/backbone.pth --data folder --root FOLDER")
-    run.finish(**result)
+    run.finish(**result, **probe.final_probe(run, model.visual["cnn"], labelled, best, device))
 
 
 # ------------------------------------------------------------------------------------------ captions to tokens
