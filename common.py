@@ -822,6 +822,17 @@ def warmup_cosine(iteration, total, warmup):
     return 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / max(1, total - warmup)))
 
 
+def add_recipe_flags(optim):
+    """The flags of optimisation and augmentation that tp.py and icmlm.py have in common [ICMLM App. F.1]."""
+    optim.add_argument("--optimizer", choices=("sgd", "radam"), help="sgd with a cosine for ResNets, radam with --steps for VGG-16 [App. F.1]")
+    optim.add_argument("--lr", type=float, help="initial learning rate; lower it when the loss is not finite; 0.03 suits small batches, too [App. F.1]")
+    optim.add_argument("--warmup", type=float, default=0.0, help="share of the run in which the learning rate rises; 0.02 helps large batches [ours]")
+    optim.add_argument("--steps", type=float, nargs="*", help="radam: shares of the run after which the learning rate falls to a tenth [App. F.1]")
+    optim.add_argument("--weight-decay", type=float, help="raise it when few images are learned by heart [App. F.1]")
+    optim.add_argument("--crop-min", type=float, help="smallest part of a photo that a crop may show; raise it when captions speak of the whole [ours]")
+    optim.add_argument("--colour-jitter", type=float, help="strength of the colour jitter; lower it when labels name colours, 0 for none [ours]")
+
+
 def check_recipe(args, given, optimizer):
     """Refuse optimisation flags that cannot be or do not belong together. given: the flags that the user gave.
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import FeaturesAsGiven
 from PIL import Image
 from torch import nn
 
@@ -22,15 +23,6 @@ import shapes
 
 CPU = torch.device("cpu")
 ALONE = common.World(0, 1, CPU)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors of a few numbers are not worth a second thread: waiting for it costs more than the sum."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
@@ -209,17 +201,6 @@ def test_training_leaves_the_language_model_as_it_is(head, lm_folder):
 
 
 # ------------------------------------------------------------------------------------------ the heads, written out
-
-
-class FeaturesAsGiven(nn.Module):
-    """In place of the backbone: images in, the same out."""
-
-    def __init__(self, channels):
-        super().__init__()
-        self.channels = channels
-
-    def forward(self, images):
-        return images
 
 
 def build_model(head, channels=5, width=6, vocabulary_width=4, num_tags=0, layers=1, heads=1, attention_width=7, dropout=0.0):

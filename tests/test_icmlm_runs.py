@@ -21,15 +21,6 @@ TINY = ["--arch", "resnet18", "--image-size", 64, "--batch-size", 8, "--workers"
 TINY += ["--probe-images", 12, "--proxy-triplets", 30, "--attention-width", 32]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Batches of eight small photos are not worth a second thread, and the bits are those of the subprocesses."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def tiny_lm(coco_folder, tmp_path_factory):
     """The folder of a BERT of one layer and 32 dimensions that has read the captions of `coco_folder` for a second."""

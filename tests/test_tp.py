@@ -24,15 +24,6 @@ import tp
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors of a few numbers are not worth a second thread: waiting for it costs more than the sum."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def captioned(*images):
     """CaptionData of images with these captions."""
     data = common.CaptionData(common.ImageFiles())

@@ -29,15 +29,6 @@ LABELS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Pictures of 32 pixels are not worth a second thread: waiting for it costs more than the work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def tiny(coco_folder, output, *flags):
     return ["tp.py", "--data", "coco", "--root", coco_folder, "--output", output, *TINY, *flags]
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from conftest import FeaturesAsGiven
 from PIL import Image
 from torch import nn
 
@@ -23,30 +24,9 @@ import shapes
 import virtex
 from virtex import EOS, MASK, SOS, UNKNOWN
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors of a few numbers are not worth a second thread: waiting for it costs more than the sum."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # Three captions of different length, so that a batch of them is padded; an unknown token within the first.
 CAPTIONS = [[SOS, 5, UNKNOWN, 7, EOS], [SOS, 9, 4, 6, 4, 8, EOS], [SOS, 10, EOS]]
 MASKED = [[SOS, 5, UNKNOWN, MASK, EOS], [SOS, MASK, 4, 11, MASK, 8, EOS], [SOS, MASK, EOS]]
-
-
-class FeaturesAsGiven(nn.Module):
-    """In place of the backbone: images in, the same out."""
-
-    def __init__(self, channels):
-        super().__init__()
-        self.channels = channels
-
-    def forward(self, images):
-        return images
 
 
 def build_model(channels, *args, **kwargs):
@@ -874,7 +854,7 @@ def test_captioned_photo_shows_each_word_s_own_map(tokenizer, tmp_path, monkeypa
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)).save(tmp_path / "photo.png")
     monkeypatch.setattr(virtex, "load_virtex", lambda *_: (model, tokenizer, 8))
     monkeypatch.setattr(virtex, "beam_search", lambda *_: (row[None], None))
-    monkeypatch.setattr(virtex, "draw_attention", lambda image, caption, words, path: drawn.update(words))
+    monkeypatch.setattr(common, "draw_attention", lambda image, caption, words, path: drawn.update(words))
     args = SimpleNamespace(weights="", tokenizer="", caption=[str(tmp_path / "photo.png")], output=str(tmp_path), beams=5)
     virtex.caption_photos(args, torch.device("cpu"))
 
