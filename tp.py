@@ -53,11 +53,11 @@ DEFAULTS = {
     "crop_min":         (0.7,        0.7,        0.2,         0.2,         0.2),          # ours
     "colour_jitter":    (0.25,       0.25,       1.0,         1.0,         1.0),          # ours
     "batch_size":       (32,         32,         128,         128,         128),
-    "iters":            (1200,       400,        100_000,     100_000,     120_000),
-    "optimizer":        ("sgd",      "sgd",      "sgd",       "radam",     "radam"),
-    "lr":               (3e-2,       3e-2,       3e-2,        1e-4,        1e-3),
-    "weight_decay":     (1e-4,       1e-4,       1e-4,        1e-3,        1e-5),
-    "steps":            ((),         (),         (),          (0.8, 0.9),  (5 / 6, 11 / 12)),
+    "iters":            (1200,       500,        100_000,     100_000,     120_000),
+    "optimizer":        ("radam",    "radam",    "sgd",       "radam",     "radam"),
+    "lr":               (1e-3,       1e-3,       3e-2,        1e-4,        1e-3),
+    "weight_decay":     (1e-4,       1e-5,       1e-4,        1e-3,        1e-5),
+    "steps":            ((0.8,),     (0.8,),     (),          (0.8, 0.9),  (5 / 6, 11 / 12)),
     "lm":               ("scratch",  None,       "bert-base-uncased", "bert-base-uncased", None),  # Sec. 3.1
     "lm_iters":         (400,        None,       20_000,      20_000,      None),         # ours
     "log_every":        (10,         10,         20,          20,          20),
