@@ -1,7 +1,7 @@
 """How close each method's training step comes to its floor: forward and backward of the bare backbone.
 
-    python tests/benchmark.py                                          # VirTex, ResNet-50, batch 16, 224 px
-    python tests/benchmark.py --batch-size 64
+    python tests/benchmark.py                                          # every method, ResNet-50, batch 16, 224 px
+    python tests/benchmark.py --methods virtex --batch-size 64
     python tests/benchmark.py --data coco --root FOLDER --train-split train2017    # and the whole loop, from JPEG files
 
 Everything is measured in one run, in turns, in the same precision and memory format, on data already on the device; only
@@ -19,9 +19,11 @@ import time
 from pathlib import Path
 
 import torch
+from transformers import BertConfig, BertForMaskedLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
+import icmlm
 import tp
 import virtex
 from common import progress
@@ -105,7 +107,36 @@ def tp_step(args, device):
     return step
 
 
-METHODS = {"virtex": virtex_step, "tp": tp_step}
+def icmlm_step(args, device):
+    """-> function that does one whole step of icmlm.py, tfm beside a frozen BERT-base (of random weights: they cost the same)"""
+    lm = icmlm.FrozenLanguageModel(BertForMaskedLM(BertConfig()).to(device).eval().requires_grad_(False), args.amp)
+    model = icmlm.ICMLM(args.arch, "tfm", lm.width, lm.vocabulary.size(1), num_tags=5000, layers=1, heads=1, attention_width=512, dropout=0.1)
+    model.to(device, memory_format=torch.channels_last).train()
+    if args.compile:
+        model.backbone.compile()
+    optimizer = torch.optim.SGD(model.parameters(), 0.03, momentum=0.9, weight_decay=1e-4, fused=True)
+    images, jitter = random_photos(args, device)
+    labels = torch.zeros(args.batch_size, 5000, device=device)
+    labels[:, :15] = 1
+    lengths = torch.randint(10, 17, (args.batch_size, 1))  # COCO's captions: about 12 tokens and the two ends
+    tokens, visible = torch.randint(1000, 30_000, (args.batch_size, 16), device=device), (torch.arange(16) < lengths).to(device)
+    position = torch.full((args.batch_size,), 5, device=device)
+    target, tokens[:, 5] = tokens[:, 5].clone(), 103  # [MASK]
+
+    def step():
+        words = lm.read(tokens, visible)
+        with common.autocast(device, args.amp):
+            found, tags = model(common.augment(images, jitter), words, visible, position)
+            logits = lm.score(found, "tfm")
+        loss = torch.nn.functional.cross_entropy(logits.float(), target) + 0.1 * common.tag_loss(tags, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+METHODS = {"virtex": virtex_step, "tp": tp_step, "icmlm": icmlm_step}
 
 
 def measure(steps, rounds, device):
