@@ -29,6 +29,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import zlib
 from array import array
@@ -347,7 +348,7 @@ def caption_data(name, root=None, split="train", fraction=1.0, captions_per_imag
         order = np.random.default_rng(seed).permutation(len(data))
         data = data.select(np.sort(order[: max(1, round(fraction * len(data)))]), captions_per_image, seed)
     if isinstance(data.images, ImageFiles):
-        data.images.check()
+        data.images.check("relative paths start from the folder of the .jsonl, or from --root" if name.endswith(".jsonl") else "check --root and the split")
     return data
 
 
@@ -437,6 +438,8 @@ def jsonl_data(path, root, split):
                 fail(f"{path}, line {n}: not valid JSON ({error})")
             if not isinstance(row, dict) or not isinstance(row.get("image"), str):
                 fail(f'{path}, line {n}: expected {{"image": "photo.jpg", "captions": ["..."]}}')
+            if "caption" in row and "captions" not in row:
+                fail(f'{path}, line {n}: has "caption", but the key is "captions", a list of strings')
             captions, tags = row.get("captions", []), row.get("tags", [])
             if not all(isinstance(field, list) and all(isinstance(s, str) for s in field) for field in (captions, tags)):
                 fail(f'{path}, line {n}: "captions" and "tags" must be lists of strings')
@@ -941,12 +944,14 @@ def draw_attention(image, caption, words, path, side=192):
     """One picture: the photo, then the photo under the attention map of each word, bicubically enlarged [Sec. 4.4]."""
     photo, font = image.resize((side, side), Image.BICUBIC), ImageFont.load_default(15)
     columns = min(6, len(words) + 1)
-    rows = math.ceil((len(words) + 1) / columns)
-    sheet = Image.new("RGB", (columns * (side + 8) + 8, rows * (side + 28) + 34), "white")
+    rows, width = math.ceil((len(words) + 1) / columns), columns * (side + 8) + 8
+    lines = textwrap.wrap(caption, width // 8)
+    top = 16 + 18 * len(lines)
+    sheet = Image.new("RGB", (width, rows * (side + 28) + top), "white")
     draw = ImageDraw.Draw(sheet)
-    draw.text((8, 8), caption, "black", font)
+    draw.multiline_text((8, 8), "\n".join(lines), "black", font)
     for n, (word, attention) in enumerate([("", None), *words]):
-        x, y = 8 + n % columns * (side + 8), 34 + n // columns * (side + 28)
+        x, y = 8 + n % columns * (side + 8), top + n // columns * (side + 28)
         tile = np.asarray(photo, np.float32)
         if attention is not None:
             heat = F.interpolate(attention[None, None].float().cpu(), (side, side), mode="bicubic", align_corners=False)
@@ -1011,7 +1016,7 @@ class Run:
 
     def __init__(self, args, script, world):
         self.args, self.script, self.world, self.folder = args, script, world, Path(args.output)
-        self.unreadable, self.first_iteration, self.last_log = set(), 0, None
+        self.unreadable, self.first_iteration, self.last_log, self.data = set(), 0, None, None
 
     def begin(self):
         """-> the checkpoint to go on from, or None. Ends the program when the folder holds an ended or another run."""
@@ -1037,6 +1042,12 @@ class Run:
                 self.keep_metrics_until(self.first_iteration)
                 self.write_args()
         return checkpoint
+
+    def same_data(self, checkpoint, *data):
+        """Refuse to go on with other captions or tags than those that the run began with."""
+        self.data = [part.digest() for part in data]
+        if checkpoint and checkpoint.get("data", self.data) != self.data:
+            fail(f"{self.folder} holds a run on other captions or tags than --data gives now: choose another --output, or --fresh to start over")
 
     def restore(self, checkpoint, parts):
         """Load the states of `parts` {name: module, optimiser...} -> the iteration, and the best of early stopping"""
@@ -1093,7 +1104,7 @@ class Run:
         if self.world.is_main:
             if not all(value.isfinite().all() for value in state.get("model", {}).values()):
                 self.check_finite(iteration, {"model": math.nan})
-            state = {"script": self.script, "args": vars(self.args), "iteration": iteration, **state}
+            state = {"script": self.script, "args": vars(self.args), "data": self.data, "iteration": iteration, **state}
             write_file(self.folder / "checkpoint.pth", lambda file: torch.save(state, file))
 
     def save_weights(self, name, state_dict):
@@ -1113,7 +1124,7 @@ class Run:
                 tqdm.write(f"cannot decode {images[index]}: the next image takes its place", file=sys.stdout)
                 append_line(path, images[index])
             if len(named) > 0.01 * len(images):
-                fail(f"{len(named)} of {len(images)} images cannot be decoded; they are listed in {path}", everywhere=False)
+                fail(f"{len(named)} of {len(images)} images cannot be decoded, and at most 1% may be: repair or remove those listed in {path}", everywhere=False)
 
     def finish(self, **result):
         if self.world.is_main:

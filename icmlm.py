@@ -137,6 +137,7 @@ def main(args):
         common.caption_data(args.data, args.root, args.train_split, args.fraction, args.captions_per_image, args.seed),
         common.caption_data(args.data, args.root, args.val_split),
     )
+    run.same_data(checkpoint, train, val)
     labelled = probe.probe_data(args, train, val)
     if not len(train.captions) or not len(val.captions):
         fail("no image of the training or of the validation split has a caption")
@@ -659,6 +660,8 @@ def explain(args, device):
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{Path(args.explain).stem}_{args.word}.png"
     heat = attention[0].float().cpu()
+    if heat.numel() == 1:
+        say("the attention has one place only: train at a larger --image-size to see where it looks")
     common.draw_attention(Image.fromarray(pixels), args.caption, [(args.word, (heat - heat.min()) / (heat.max() - heat.min()).clamp(min=1e-8))], path)
     say(f"the attention is in {path}")
 

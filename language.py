@@ -187,12 +187,15 @@ def language_model(args, captions, folder, device, masked_words=True):
         note = Path(folder, "made_of.json")
         if not note.exists() or json.loads(note.read_text()) != made_of:
             train_language_model(captions, folder, args.lm_iters, args.seed, device, args.amp, made_of)
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:  # no name of the hub
+        if not os.path.isdir(name):
+            fail(f"--lm {name}: no such folder")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         model, loading = transformers.AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True)
     except Exception as error:  # not there, half there, no masked language model: transformers and safetensors have many ways to say it
         reason = " ".join(str(error).split())[:300]
-        fail(f"--lm {name} cannot be loaded ({reason}): give a BERT-like model of the hub, its folder, or scratch")
+        fail(f"--lm {name} cannot be loaded ({reason}): give a BERT-like model of the hub (downloaded once), its folder, or scratch, which needs no download")
     missing = sorted(key for key in loading["missing_keys"] if masked_words or key.startswith(f"{model.base_model_prefix}."))
     if missing:
         fail(f"--lm {name} is not a whole masked language model: it lacks {', '.join(missing[:3])}")

@@ -19,7 +19,7 @@ is the paper's start for VGG-16) are trained by the same loop, as the baselines 
 
 What to expect: the loss starts near ln K, the logarithm of the number of labels, and drops at once to that of naming the
 frequent labels for every photo. It never comes near zero: a photo with n labels asks for 1/n on each of them and costs
-ln n at best. Whether the backbone sees shows in the validation scores, which are logged beside those of predicting
+ln n at best. (lda has a loss of its own: a binary cross-entropy summed over the topics, from 0.7 K.) Whether the backbone sees shows in the validation scores, which are logged beside those of predicting
 label frequencies.
 """
 
@@ -139,6 +139,7 @@ def main(args):
         common.caption_data(args.data, args.root, args.train_split, args.fraction, args.captions_per_image, args.seed),
         common.caption_data(args.data, args.root, args.val_split),
     )
+    run.same_data(checkpoint, train, val)
     labelled = probe.probe_data(args, train, val)
     if args.labels == "rotation":
         names, images, targets, val_images, val_targets = ROTATIONS, train.images, None, val.images, None
@@ -152,7 +153,7 @@ def main(args):
         drawn = np.sort(np.random.default_rng(args.seed).permutation(len(val_images))[: args.val_images])
         val_images, val_targets = type(val_images)(val_images[i] for i in drawn), None if val_targets is None else val_targets[drawn]
     iters = math.ceil(args.epochs * len(images) / args.batch_size) if args.epochs else args.iters
-    say(f"{len(images)} photos, {len(names)} labels; {iters} iterations of {args.batch_size}")
+    say(f"{len(images)} photos ({len(val_images)} for validation), {len(names)} labels; {iters} iterations of {args.batch_size}")
 
     # Model, optimiser, and where an earlier run stopped.
     torch.manual_seed(args.seed)
@@ -291,7 +292,7 @@ def token_labels(args, train, val, run, device):
 def instance_labels(train, val):
     """TP-Label: the annotated tags [Sec. 4]."""
     if not train.tag_names or train.tag_names != val.tag_names:
-        fail('--labels instances needs the same tags in both splits: annotations/instances_{split}.json for coco, "tags" for a .jsonl')
+        fail('--labels instances needs tags, the same in both splits: annotations/instances_{split}.json for coco, "tags" in a .jsonl')
     return Labels(train.tag_names, *(language.multi_hot((data.tags_of(i) for i in range(len(data))), len(data.tag_names)) for data in (train, val)))
 
 
@@ -305,6 +306,8 @@ def cluster_labels(args, train, val, run, device, passes=5):
     from sklearn.cluster import MiniBatchKMeans
 
     tokenizer, model = language.language_model(args, train.captions, run.folder / "language_model", device, masked_words=False)
+    if len(train.captions) < 10 * args.num_labels:
+        say(f"note: {len(train.captions)} captions are few for {args.num_labels} clusters: a smaller --num-labels gives labels that several photos share")
     path, number, clusters = run.folder / "caption_vectors.npy", len(train.captions), min(args.num_labels, len(train.captions))
     vectors = np.lib.format.open_memmap(path, "w+", np.float16, (number + len(val.captions), model.config.hidden_size))
     try:

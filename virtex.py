@@ -127,6 +127,7 @@ def main(args):
 
     # Data: photos with at least one caption, and a tokenizer learned from the captions.
     train, val = load_captions(args, args.train_split, args.fraction, args.captions_per_image), load_captions(args, args.val_split)
+    run.same_data(checkpoint, train, val)
     labelled = probe.probe_data(args, train, val)
     if len(train) < args.batch_size:
         say(f"note: {len(train)} images are fewer than a batch of {args.batch_size}; images repeat within a batch")

@@ -682,7 +682,7 @@ def test_recipes_of_the_paper(flags, recipe, num_labels, lm):
 def test_defaults_on_shapes_and_the_user_s_flags():
     """No flag at all: a small ResNet on shapes, a small language model; a flag that the user gives always wins."""
     args = arguments()
-    assert (args.data, args.arch, args.labels, args.optimizer, args.lm, args.steps) == ("shapes", "resnet18", "postag", "sgd", "scratch", [])
+    assert (args.data, args.arch, args.labels, args.optimizer, args.lm, args.steps) == ("shapes", "resnet18", "postag", "radam", "scratch", [0.8])
     given = {
         "arch": "vgg16", "labels": "cluster", "lr": 0.7, "weight_decay": 0.0, "iters": 3, "batch_size": 8, "optimizer": "radam", "num_labels": 9, "lm": "folder",
         "lm_iters": 5, "image_size": 32, "crop_min": 0.5, "colour_jitter": 0.0, "warmup": 0.1, "validate_every": 2, "checkpoint_every": 1, "log_every": 1,
