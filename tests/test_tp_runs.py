@@ -293,7 +293,7 @@ def test_bad_flags_are_one_clear_line(flags, message, coco_folder, tmp_path):
     "flags, message",
     [
         (["--init", "none.pth"], "none.pth not found"),
-        (["--labels", "cluster", "--lm", "/no/such/model"], "--lm /no/such/model cannot be loaded"),
+        (["--labels", "cluster", "--lm", "/no/such/model"], "--lm /no/such/model: no such folder"),
         (["--val-split", "val2014"], "captions_val2014.json not found"),
     ],
 )
