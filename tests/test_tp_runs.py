@@ -161,7 +161,7 @@ def test_two_processes(coco_folder, tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
     flags = tiny(coco_folder, tmp_path / "run", "--iters", 6, "--checkpoint-every", 3, "--validate-every", 4)[1:]
     output = finished(run_script(*launch, *flags, PYTHONPATH=str(ROOT))).stdout
-    assert (tmp_path / "built").read_text() == "0" and output.count("24 photos, ") == 1
+    assert (tmp_path / "built").read_text() == "0" and output.count("24 photos (") == 1
     assert [row["iteration"] for row in metrics(tmp_path / "run")] == list(range(1, 7))
     files = {"args.json", "metrics.jsonl", "checkpoint.pth", "backbone.pth", "result.json", "labels.npz", "concepts.json"}
     assert {path.name for path in (tmp_path / "run").iterdir()} == files
@@ -237,7 +237,7 @@ def test_photos_without_a_label_are_left_out(coco_folder, tmp_path):
     command = ["tp.py", "--data", tmp_path / "photos.jsonl", "--output", tmp_path / "run", *TINY, "--epochs", 1.5]
     output = run_here(command)
     assert "6 of 18 images of the split train have no label and are left out" in output and "2 of 6 images of the split val" in output
-    assert "12 photos, " in output and [row["iteration"] for row in metrics(tmp_path / "run")] == [1, 2, 3]
+    assert "12 photos (" in output and [row["iteration"] for row in metrics(tmp_path / "run")] == [1, 2, 3]
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert "probe" not in result and "no labels to probe on" in output
 
@@ -308,7 +308,7 @@ def test_a_jsonl_without_captions_or_tags(labels, coco_folder, tmp_path):
     photos = sorted((coco_folder / "train2017").iterdir())
     (tmp_path / "photos.jsonl").write_text("\n".join(json.dumps({"image": str(photo)}) for photo in photos))
     message = refused(["tp.py", "--data", tmp_path / "photos.jsonl", "--labels", labels, "--output", tmp_path / "run", *TINY])
-    assert {"postag": "--labels postag needs captions", "instances": "--labels instances needs the same tags"}[labels] in message
+    assert {"postag": "--labels postag needs captions", "instances": "--labels instances needs tags, the same"}[labels] in message
 
 
 def test_a_loss_that_is_not_finite_keeps_the_last_good_state(coco_folder, tmp_path):
