@@ -470,13 +470,14 @@ def test_bad_files_are_one_clear_line(tiny, trained, tmp_path):
 
 
 def test_learns_on_shapes(tmp_path):
-    """On the built-in data the photo tells words that the text does not: 5 points or more above the language model alone (measured:
-    12.8), and of adjectives, which colours are, 6 or more above what is found beside another photo (measured: 16.1)."""
-    flags = ["--fraction", 0.1, "--image-size", 64, "--iters", 350, "--optimizer", "radam", "--lr", 1e-3, "--dropout", 0, "--colour-jitter", 0.1]
-    flags += ["--head", "tfm", "--lambda-tp", 1, "--batch-size", 32, "--lm-iters", 150, "--proxy-triplets", 400, "--probe-images", 200, "--workers", 0]
-    finished(run_script("icmlm.py", *flags, "--output", tmp_path, OMP_NUM_THREADS="2"))
+    """The job without flags: the photo tells words that the text does not, and the backbone beats random features.
+
+    Measured: 58.2% of the masked words with the photo, 41.6 with another, 42.9 by the language model alone; the probe 7.9 mAP above random.
+    """
+    finished(run_script("icmlm.py", "--output", tmp_path, OMP_NUM_THREADS="2"))
     result = json.loads((tmp_path / "result.json").read_text())
     words = result["masked_words"]
-    assert words["with the photo"]["top1"] > words["language model alone"]["top1"] + 5
-    assert words["with the photo"]["adjectives top1"] > words["with another photo"]["adjectives top1"] + 6
-    assert result["attention"]["words"] > 50 and 0 < result["attention"]["inside"] < 100
+    assert words["with the photo"]["top1"] > words["language model alone"]["top1"] + 6
+    assert words["with the photo"]["top1"] > words["with another photo"]["top1"] + 6
+    assert result["probe"]["trained"] > result["probe"]["random"] + 3
+    assert result["attention"]["words"] > 1000 and 0 < result["attention"]["inside"] < 100
