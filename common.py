@@ -8,7 +8,7 @@ From top to bottom, in the order in which a script meets it:
     on the device              draw_colour_jitter (parameters), augment (pixels)
     backbones                  build_backbone, read_checkpoint, backbone_weights, load_backbone, tag_head
     optimisers, schedules      build_optimizer, warmup_cosine, learning_rate_factor, and a loss: tag_loss
-    flags                      add_common_flags, fill_defaults
+    flags                      add_common_flags, fill_defaults; of tp.py and icmlm.py: add_recipe_flags, check_recipe
     pictures                   draw_attention
     the output folder          cached_arrays, Run (args.json, metrics.jsonl, checkpoint.pth, result.json), StopSignals
 
@@ -825,35 +825,6 @@ def warmup_cosine(iteration, total, warmup):
     return 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / max(1, total - warmup)))
 
 
-def add_recipe_flags(optim):
-    """The flags of optimisation and augmentation that tp.py and icmlm.py have in common [ICMLM App. F.1]."""
-    optim.add_argument("--optimizer", choices=("sgd", "radam"), help="sgd with a cosine for ResNets, radam with --steps for VGG-16 [App. F.1]")
-    optim.add_argument("--lr", type=float, help="initial learning rate; lower it when the loss is not finite; 0.03 suits small batches, too [App. F.1]")
-    optim.add_argument("--warmup", type=float, default=0.0, help="share of the run in which the learning rate rises; 0.02 helps large batches [ours]")
-    optim.add_argument("--steps", type=float, nargs="*", help="radam: shares of the run after which the learning rate falls to a tenth [App. F.1]")
-    optim.add_argument("--weight-decay", type=float, help="raise it when few images are learned by heart [App. F.1]")
-    optim.add_argument("--crop-min", type=float, help="smallest part of a photo that a crop may show; raise it when captions speak of the whole [ours]")
-    optim.add_argument("--colour-jitter", type=float, help="strength of the colour jitter; lower it when labels name colours, 0 for none [ours]")
-
-
-def check_recipe(args, given, optimizer):
-    """Refuse optimisation flags that cannot be or do not belong together. given: the flags that the user gave.
-
-    --steps belong to RAdam; another optimiser than the recipe's, `optimizer`, needs its own --lr.
-    """
-    if args.optimizer == "sgd":
-        if "steps" in given:
-            fail("--steps goes with --optimizer radam: sgd follows a cosine")
-        args.steps = []
-    if args.optimizer != optimizer and "lr" not in given:
-        fail(f"--optimizer {args.optimizer} needs its --lr: the default belongs to {optimizer}")
-    args.steps = list(args.steps)
-    if not args.lr > 0 or not args.weight_decay >= 0 or not 0 <= args.warmup < 1 or any(not 0 < step < 1 for step in args.steps):
-        fail("--lr must be above 0, --weight-decay at least 0; --warmup and --steps are shares of the run, between 0 and 1")
-    if not 0 < args.crop_min <= 1 or not 0 <= args.colour_jitter <= 1:
-        fail("--crop-min must be in (0, 1], --colour-jitter in [0, 1]")
-
-
 def learning_rate_factor(args, iteration, iters):
     """SGD: a cosine; RAdam: a tenth after each of --steps [ICMLM App. F.1]. Both after --warmup."""
     if args.optimizer == "sgd" or iteration < args.warmup * iters:
@@ -935,6 +906,35 @@ def fill_defaults(args, defaults, scaled=()):
         if getattr(args, flag) < least:
             fail(f"--{flag.replace('_', '-')} must be at least {least}")
     return args
+
+
+def add_recipe_flags(optim):
+    """The flags of optimisation and augmentation that tp.py and icmlm.py have in common [ICMLM App. F.1]."""
+    optim.add_argument("--optimizer", choices=("sgd", "radam"), help="sgd with a cosine for ResNets, radam with --steps for VGG-16 [App. F.1]")
+    optim.add_argument("--lr", type=float, help="initial learning rate; lower it when the loss is not finite; 0.03 suits small batches, too [App. F.1]")
+    optim.add_argument("--warmup", type=float, default=0.0, help="share of the run in which the learning rate rises; 0.02 helps large batches [ours]")
+    optim.add_argument("--steps", type=float, nargs="*", help="radam: shares of the run after which the learning rate falls to a tenth [App. F.1]")
+    optim.add_argument("--weight-decay", type=float, help="raise it when few images are learned by heart [App. F.1]")
+    optim.add_argument("--crop-min", type=float, help="smallest part of a photo that a crop may show; raise it when captions speak of the whole [ours]")
+    optim.add_argument("--colour-jitter", type=float, help="strength of the colour jitter; lower it when labels name colours, 0 for none [ours]")
+
+
+def check_recipe(args, given, optimizer):
+    """Refuse optimisation flags that cannot be or do not belong together. given: the flags that the user gave.
+
+    --steps belong to RAdam; another optimiser than the recipe's, `optimizer`, needs its own --lr.
+    """
+    if args.optimizer == "sgd":
+        if "steps" in given:
+            fail("--steps goes with --optimizer radam: sgd follows a cosine")
+        args.steps = []
+    if args.optimizer != optimizer and "lr" not in given:
+        fail(f"--optimizer {args.optimizer} needs its --lr: the default belongs to {optimizer}")
+    args.steps = list(args.steps)
+    if not args.lr > 0 or not args.weight_decay >= 0 or not 0 <= args.warmup < 1 or any(not 0 < step < 1 for step in args.steps):
+        fail("--lr must be above 0, --weight-decay at least 0; --warmup and --steps are shares of the run, between 0 and 1")
+    if not 0 < args.crop_min <= 1 or not 0 <= args.colour_jitter <= 1:
+        fail("--crop-min must be in (0, 1], --colour-jitter in [0, 1]")
 
 
 # ------------------------------------------------------------------------------------------ pictures
