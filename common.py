@@ -4,10 +4,10 @@ From top to bottom, in the order in which a script meets it:
 
     processes and precision    run, start_processes, main_first, choose_amp, autocast
     strings and captions       PackedStrings, CaptionData, caption_data (shapes, coco, vg, jsonl), filter_captions
-    from file to batch         read_crop, random_crop, centre_crop, photo_sample, CropView, InfiniteSampler, make_loader, Feed
+    from file to batch         read_crops, read_crop, random_crop, centre_crop, photo_sample, CropView, InfiniteSampler, make_loader, Feed
     on the device              draw_colour_jitter (parameters), augment (pixels)
     backbones                  build_backbone, read_checkpoint, backbone_weights, load_backbone, tag_head
-    optimisers, schedules      build_optimizer, warmup_cosine, learning_rate_factor, and a loss: tag_loss
+    optimisers, schedules      build_optimizer, sgd, warmup_cosine, learning_rate_factor, and a loss: tag_loss
     flags                      add_common_flags, fill_defaults; of tp.py and icmlm.py: add_recipe_flags, check_recipe
     pictures                   draw_attention
     the output folder          cached_arrays, Run (args.json, metrics.jsonl, checkpoint.pth, result.json), StopSignals
@@ -507,8 +507,8 @@ def centre_crop(part):
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)  # what PIL raises on bad files
 
 
-def read_crop(images, index, crop, size):
-    """Decode, crop and resize one image -> ((size, size, 3) uint8 array, index, unreadable).
+def read_crops(images, index, crops, size):
+    """Decode one image and cut several crops from it -> (list of (size, size, 3) uint8 arrays, index, unreadable).
 
     An image that cannot be decoded is replaced by the next: `index` is that of the image returned and `unreadable`
     lists those passed over. The box is cut and resized in one step, and a large JPEG is decoded at a half, a quarter
@@ -521,18 +521,25 @@ def read_crop(images, index, crop, size):
             if image.getexif().get(0x0112, 1) > 1:  # a phone held upright
                 image = ImageOps.exif_transpose(image)
             width, height = image.size
-            left, top, right, bottom = crop(width, height)
+            boxes = [crop(width, height) for crop in crops]
             if image.format == "JPEG":
-                image.draft("RGB", (math.ceil(size * width / (right - left)), math.ceil(size * height / (bottom - top))))
+                smallest = min(right - left for left, _, right, _ in boxes), min(bottom - top for _, top, _, bottom in boxes)
+                image.draft("RGB", (math.ceil(size * width / smallest[0]), math.ceil(size * height / smallest[1])))
             if image.mode.startswith("I"):  # 16 bits per pixel: PIL would clip them to white
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-            sx, sy = image.width / width, image.height / height
-            box = (left * sx, top * sy, min(right * sx, image.width), min(bottom * sy, image.height))
-            return np.array(image.convert("RGB").resize((size, size), Image.BILINEAR, box)), index, unreadable
+            sx, sy, image = image.width / width, image.height / height, image.convert("RGB")
+            boxes = [(left * sx, top * sy, min(right * sx, image.width), min(bottom * sy, image.height)) for left, top, right, bottom in boxes]
+            return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes], index, unreadable
         except UNREADABLE:
             unreadable.append(index)
             index = (index + 1) % len(images)
-    return np.zeros((size, size, 3), np.uint8), unreadable[0], unreadable  # more than 1% of the images: the run ends by itself
+    return [np.zeros((size, size, 3), np.uint8) for _ in crops], unreadable[0], unreadable  # more than 1% of the images: the run ends by itself
+
+
+def read_crop(images, index, crop, size):
+    """One crop of one image -> ((size, size, 3) uint8 array, index, unreadable), as read_crops."""
+    pixels, index, unreadable = read_crops(images, index, [crop], size)
+    return pixels[0], index, unreadable
 
 
 def photo_sample(images, index, args, rng, training=True):
@@ -812,9 +819,15 @@ def build_optimizer(args, parameters):
     """SGD with momentum for ResNets, RAdam for VGG-16 [ICMLM App. F.1]."""
     if args.optimizer == "radam":  # weight decay decoupled, as in the code of RAdam's authors
         return torch.optim.RAdam(parameters, args.lr, weight_decay=args.weight_decay, decoupled_weight_decay=True)
-    optimizer = torch.optim.SGD(parameters, args.lr, momentum=0.9, weight_decay=args.weight_decay, fused=True)
-    for parameter in optimizer.param_groups[0]["params"]:  # uninitialised otherwise when fp16's scaler skips the first step
-        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return sgd(parameters, args.lr, args.weight_decay)
+
+
+def sgd(parameters, lr, weight_decay):
+    """Fused SGD with momentum 0.9, which all three papers use. parameters: as torch.optim takes them, in groups or not."""
+    optimizer = torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=weight_decay, fused=True)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:  # uninitialised otherwise when fp16's scaler skips the first step
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 

@@ -377,15 +377,12 @@ class FrozenLanguageModel:
     def __init__(self, model, amp):
         self.encoder, self.amp, self.width = model.base_model, amp, model.config.hidden_size
         self.vocabulary = model.get_input_embeddings().weight
-        # Given a mask of 2 dimensions transformers asks the GPU at every step whether it is all ones; only with fused
-        # attention it takes one of 4 as it is.
-        self.sdpa = model.config._attn_implementation == "sdpa"
         self.classifier = token_classifier(model)
 
     def read(self, tokens, visible):
         """tokens, visible (B, T) -> W (B, T, d_w)"""
         with torch.inference_mode(), common.autocast(tokens.device, self.amp):
-            words = self.encoder(input_ids=tokens, attention_mask=visible[:, None, None] if self.sdpa else visible.long()).last_hidden_state
+            words = self.encoder(input_ids=tokens, attention_mask=language.attention_mask(self.encoder, visible)).last_hidden_state
         return words.clone()  # a usual tensor again: the heads save it for their backward
 
     def classify(self, vectors):

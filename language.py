@@ -1,11 +1,14 @@
 """What is read in captions: words by part of speech, SentencePiece tokens, and language models.
 
     words              words_of, count_concepts, top_concepts
-    labels             multi_hot, caption_labels, concept_labels, sparse_parts, sparse_from, label_rows, mirrored_labels
+    labels             multi_hot, caption_labels, concept_labels, sparse_parts, sparse_from, label_rows
+    mirrored photos    swap_left_right, mirrored_labels
     tokens             clean, train_tokenizer
-    language models    language_model (of the hub, of a folder, or trained from scratch), embed_captions
+    language models    language_model (of the hub, of a folder, or trained from scratch), attention_mask,
+                       train_wordpiece, embed_captions
 """
 
+import contextlib
 import io
 import itertools
 import json
@@ -137,6 +140,11 @@ def label_rows(samples, targets, mirrored=None):
     return torch.from_numpy(rows)
 
 
+def swap_left_right(caption):
+    """The caption of the mirrored photo: the whole words left and right interchanged [VirTex Sec. 3]."""
+    return re.sub(r"\b(left|right)\b", lambda match: "right" if match[0].lower() == "left" else "left", caption, flags=re.IGNORECASE)
+
+
 def mirrored_labels(names):
     """The labels left and right change places in the mirrored photo, where words or tokens are labels [ours] -> (K,) indices"""
     order = np.arange(len(names))
@@ -187,19 +195,26 @@ def language_model(args, captions, folder, device, masked_words=True):
         note = Path(folder, "made_of.json")
         if not note.exists() or json.loads(note.read_text()) != made_of:
             train_language_model(captions, folder, args.lm_iters, args.seed, device, args.amp, made_of)
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:  # no name of the hub
-        if not os.path.isdir(name):
-            fail(f"--lm {name}: no such folder")
-    try:
+    with loading(name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        model, loading = transformers.AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True)
-    except Exception as error:  # not there, half there, no masked language model: transformers and safetensors have many ways to say it
-        reason = " ".join(str(error).split())[:300]
-        fail(f"--lm {name} cannot be loaded ({reason}): give a BERT-like model of the hub (downloaded once), its folder, or scratch, which needs no download")
-    missing = sorted(key for key in loading["missing_keys"] if masked_words or key.startswith(f"{model.base_model_prefix}."))
+        model, report = transformers.AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True)
+    missing = sorted(key for key in report["missing_keys"] if masked_words or key.startswith(f"{model.base_model_prefix}."))
     if missing:
         fail(f"--lm {name} is not a whole masked language model: it lacks {', '.join(missing[:3])}")
     return tokenizer, model.to(device).eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def loading(name, flag="--lm"):
+    """Within the block a model `name` is read; when it cannot be, the program ends with the reason and what to give."""
+    if str(name).startswith(("/", ".", "~")) or str(name).count("/") > 1:  # no name of the hub
+        if not os.path.isdir(name):
+            fail(f"{flag} {name}: no such folder")
+    try:
+        yield
+    except Exception as error:  # not there, half there, of another kind: transformers and safetensors have many ways to say it
+        reason, other = " ".join(str(error).split())[:300], ", or scratch, which needs no download" if flag == "--lm" else ""
+        fail(f"{flag} {name} cannot be loaded ({reason}): give a model of the right kind of the hub (downloaded once) or its folder{other}")
 
 
 def quiet_transformers():
@@ -210,13 +225,17 @@ def quiet_transformers():
     return transformers
 
 
-def train_language_model(captions, folder, iters, seed, device, amp, made_of, batch_size=64):
-    """`--lm scratch`: a BERT of 4 layers and 256 dimensions with its own WordPiece vocabulary, kept in `folder`.
+def attention_mask(model, visible):
+    """The mask that a language model wants for tokens (B, T) of which those `visible` (B, T) are no padding.
 
-    Masked language modelling as BERT does it: 15% of the tokens; of these 80% [MASK], 10% any token, 10% kept. Beside
-    it [CLS] learns to name the tokens of its caption through the same output layer: BERT gives it a meaning by
-    predicting the next sentence, and captions have none. [ours]
+    Given one of 2 dimensions transformers asks the GPU at every step whether it is all ones; only with fused attention it
+    takes one of 4 as it is.
     """
+    return visible[:, None, None] if model.config._attn_implementation == "sdpa" else visible.long()
+
+
+def train_wordpiece(captions):
+    """BERT's kind of tokenizer, WordPiece in lower case, with a vocabulary of at most 10K learned from `captions`."""
     transformers = quiet_transformers()
     from tokenizers import BertWordPieceTokenizer
 
@@ -227,7 +246,18 @@ def train_language_model(captions, folder, iters, seed, device, amp, made_of, ba
     pieces.train_from_iterator(iter(captions), vocab_size=10_000, min_frequency=2, special_tokens=special, show_progress=False)
     pieces = BertWordPieceTokenizer(pieces.get_vocab(), lowercase=True)  # with [CLS] and [SEP] around a caption
     names = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "cls", "sep", "pad", "mask")}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, model_max_length=64, **names)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, model_max_length=64, **names)
+
+
+def train_language_model(captions, folder, iters, seed, device, amp, made_of, batch_size=64):
+    """`--lm scratch`: a BERT of 4 layers and 256 dimensions with its own WordPiece vocabulary, kept in `folder`.
+
+    Masked language modelling as BERT does it: 15% of the tokens; of these 80% [MASK], 10% any token, 10% kept. Beside
+    it [CLS] learns to name the tokens of its caption through the same output layer: BERT gives it a meaning by
+    predicting the next sentence, and captions have none. [ours]
+    """
+    transformers = quiet_transformers()
+    tokenizer = train_wordpiece(captions)
     torch.manual_seed(seed)
     model = transformers.BertForMaskedLM(
         transformers.BertConfig(

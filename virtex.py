@@ -143,9 +143,7 @@ def main(args):
     torch.manual_seed(args.seed)
     model = VirTex(args.arch, tokenizer.get_piece_size(), args.hidden, args.layers, dropout=args.dropout, max_length=args.max_length, task=args.task)
     model.to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(parameter_groups(model, args.lr, args.text_lr, args.weight_decay), momentum=0.9, fused=True)
-    for parameter in model.parameters():  # the fused SGD leaves them uninitialised when the scaler skips the first step
-        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    optimizer = common.sgd(parameter_groups(model, args.lr, args.text_lr, args.weight_decay), args.lr, args.weight_decay)
     lookahead = LookAhead(optimizer, args.lookahead_k, args.lookahead_alpha)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "lookahead": lookahead, "scaler": scaler}
@@ -218,11 +216,6 @@ def main(args):
 
 # ------------------------------------------------------------------------------------------ captions to tokens
 
-def swap_left_right(caption):
-    """The caption of the mirrored photo: the whole words left and right interchanged [Sec. 3]."""
-    return re.sub(r"\b(left|right)\b", lambda match: "right" if match[0] == "left" else "left", caption)
-
-
 def tokenizer_model(args, captions, checkpoint):
     """The serialised tokenizer of this run: the checkpoint's when it goes on, the user's, or one learned from the captions."""
     if checkpoint:
@@ -288,7 +281,7 @@ class CaptionView(Dataset):
         if self.training:
             jitter = common.draw_colour_jitter(rng, args.colour_jitter)
             if rng.random() < 0.5:
-                image, caption = image[:, ::-1].copy(), swap_left_right(caption.lower())
+                image, caption = image[:, ::-1].copy(), language.swap_left_right(caption)
         tokens = encode(self.tokenizer, caption, args.max_length)
         sample = {"image": image, "jitter": jitter, "tokens": tokens, "unreadable": unreadable, "task": args.task}
         if args.task == "masked_lm":

@@ -496,10 +496,10 @@ def test_clean_leaves_no_capital():
 
 def test_swap_left_right():
     """Sec. 3: the words left and right are interchanged; parts of other words are not (the official code's "bleft")."""
-    assert virtex.swap_left_right("left of the cat, right of the dog") == "right of the cat, left of the dog"
-    assert virtex.swap_left_right("a left-hand glove. right!") == "a right-hand glove. left!"
+    assert language.swap_left_right("left of the cat, right of the dog") == "right of the cat, left of the dog"
+    assert language.swap_left_right("a left-hand glove. right!") == "a right-hand glove. left!"
     for caption in ("a bright and upright cat", "leftover pizza", "two lefts, no rights", "copyright"):
-        assert virtex.swap_left_right(caption) == caption
+        assert language.swap_left_right(caption) == caption
 
 
 def test_mirrored_photos_have_mirrored_captions(tokenizer):
