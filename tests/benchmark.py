@@ -1,4 +1,5 @@
-"""How close each method's training step comes to its floor: forward and backward of the bare backbone.
+"""How close each method's training step comes to its floor: forward and backward of the bare backbone (in
+mmcontrastive.py two forwards and one backward, of the backbone and of BERT).
 
     python tests/benchmark.py                                          # every method, ResNet-50, batch 16, 224 px
     python tests/benchmark.py --methods virtex --batch-size 64
@@ -18,12 +19,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM, BertModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 import icmlm
+import mmcontrastive
 import tp
 import virtex
 from common import progress
@@ -51,7 +54,7 @@ def virtex_step(args, device):
     model = virtex.VirTex(args.arch, 10_000, args.hidden).to(device, memory_format=torch.channels_last)
     if args.compile:
         model.visual["cnn"].compile()
-    optimizer = torch.optim.SGD(virtex.parameter_groups(model, 0.2, 1e-3, 1e-4), momentum=0.9, fused=True)
+    optimizer = common.sgd(virtex.parameter_groups(model, 0.2, 1e-3, 1e-4), 0.2, 1e-4)
     lookahead = virtex.LookAhead(optimizer, 5, 0.5)
     samples = []
     for i in range(args.batch_size):
@@ -86,12 +89,18 @@ def random_photos(args, device):
     return images.to(device), jitter.to(device)
 
 
+def random_captions(args, device, length=16):
+    """-> tokens (B, T), visible (B, T): COCO's captions have about 12 tokens and the two ends"""
+    visible = torch.arange(length) < torch.randint(10, length + 1, (args.batch_size, 1))
+    return torch.randint(1000, 30_000, (args.batch_size, length), device=device), visible.to(device)
+
+
 def tp_step(args, device):
     """-> function that does one whole step of tp.py, TP-Postag with 5,000 labels"""
     model = tp.TagPredictor(args.arch, 5000).to(device, memory_format=torch.channels_last)
     if args.compile:
         model.compile()
-    optimizer = torch.optim.SGD(model.parameters(), 0.03, momentum=0.9, weight_decay=1e-4, fused=True)
+    optimizer = common.sgd(model.parameters(), 0.03, 1e-4)
     images, jitter = random_photos(args, device)
     labels = (torch.rand(args.batch_size, 5000, device=device) < 0.003).float()  # 15 words of a photo's captions are labels
     labels[:, 0] = 1
@@ -114,12 +123,11 @@ def icmlm_step(args, device):
     model.to(device, memory_format=torch.channels_last).train()
     if args.compile:
         model.backbone.compile()
-    optimizer = torch.optim.SGD(model.parameters(), 0.03, momentum=0.9, weight_decay=1e-4, fused=True)
+    optimizer = common.sgd(model.parameters(), 0.03, 1e-4)
     images, jitter = random_photos(args, device)
     labels = torch.zeros(args.batch_size, 5000, device=device)
     labels[:, :15] = 1
-    lengths = torch.randint(10, 17, (args.batch_size, 1))  # COCO's captions: about 12 tokens and the two ends
-    tokens, visible = torch.randint(1000, 30_000, (args.batch_size, 16), device=device), (torch.arange(16) < lengths).to(device)
+    tokens, visible = random_captions(args, device)
     position = torch.full((args.batch_size,), 5, device=device)
     target, tokens[:, 5] = tokens[:, 5].clone(), 103  # [MASK]
 
@@ -136,7 +144,60 @@ def icmlm_step(args, device):
     return step
 
 
-METHODS = {"virtex": virtex_step, "tp": tp_step, "icmlm": icmlm_step}
+def mmcontrastive_step(args, device):
+    """-> function that does one whole step of mmcontrastive.py without tags, BERT-base beside the backbone, queues full"""
+    flags = mmcontrastive.get_args(["--data", "coco", "--arch", args.arch, "--batch-size", str(args.batch_size), "--bn-splits", "4"])
+    model = mmcontrastive.build_model(flags, BertConfig(), 0, flags.queue).to(device, memory_format=torch.channels_last)
+    for queue in model.queues.values():
+        queue.total += flags.queue
+    if args.compile:
+        model.queries["image"].trunk.compile()
+        model.keys["image"].trunk.compile()
+    optimizer = common.sgd(model.queries.parameters(), 0.03, 1e-4)
+    views = [(*random_photos(args, device), torch.ones(args.batch_size, device=device), random_captions(args, device)) for _ in range(2)]
+    captioned, tags, world = torch.ones(args.batch_size, dtype=torch.bool, device=device), torch.zeros(args.batch_size, 0, device=device), common.World(0, 1, device)
+    rng = np.random.default_rng(0)
+
+    def step():
+        photos = [mmcontrastive.blur(common.augment(images, jitter), sigma) for images, jitter, sigma, _ in views]
+        mmcontrastive.update_momentum(model.queries, model.keys, flags.momentum)
+        with common.autocast(device, args.amp):
+            queries = model(photos[0], views[0][3])
+            keys = model.encode_keys(photos[1], views[1][3], world, rng, flags.bn_splits)
+        losses = mmcontrastive.contrastive_losses(queries, keys, model.queues, tags, captioned, flags)
+        loss = sum(getattr(flags, f"lambda_{name}") * value for name, value in losses.items())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        model.enqueue(keys, tags, captioned, world)
+
+    return step
+
+
+def contrastive_floor(args, device):
+    """-> function that does what no contrastive method can do without: two forwards and one backward of backbone and BERT-base"""
+    photo_step, pixels = bare_backbone(args, device), common.augment(random_photos(args, device)[0])
+    bert, key_bert = (BertModel(BertConfig()).to(device) for _ in range(2))
+    key_backbone = common.build_backbone(args.arch).to(device, memory_format=torch.channels_last)
+    if args.compile:
+        key_backbone.compile()
+    tokens, visible = random_captions(args, device)
+
+    def step():
+        photo_step()
+        bert.zero_grad()
+        with common.autocast(device, args.amp):
+            with torch.no_grad():
+                key_backbone(pixels)
+                key_bert(tokens, visible[:, None, None])
+            pooled = bert(tokens, visible[:, None, None]).pooler_output
+        pooled.backward(torch.ones_like(pooled))
+
+    return step
+
+
+METHODS = {"virtex": virtex_step, "tp": tp_step, "icmlm": icmlm_step, "mmcontrastive": mmcontrastive_step}
+FLOORS = {"mmcontrastive": contrastive_floor}  # of the others the bare backbone
 
 
 def measure(steps, rounds, device):
@@ -203,16 +264,19 @@ def main():
 
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}; torch {torch.__version__}; {args.arch}, {args.image_size} px, batch {args.batch_size}, {args.amp}")
-    steps = {"bare backbone": bare_backbone(args, device), **{method: METHODS[method](args, device) for method in args.methods}}
+    steps = {"bare backbone": bare_backbone(args, device)}
+    for method in args.methods:
+        floor = {f"{method}, floor": FLOORS[method](args, device)} if method in FLOORS else {}
+        steps |= {**floor, method: METHODS[method](args, device)}
     seconds = measure(steps, args.rounds, device)
-    floor = seconds["bare backbone"]
     for name, value in seconds.items():
-        print(f"{name:16} {args.batch_size / value:8.1f} images/s   {100 * floor / value:5.1f}% of the bare backbone")
+        floor = f"{name}, floor" if name in FLOORS else "bare backbone"
+        print(f"{name:20} {args.batch_size / value:8.1f} images/s   {100 * seconds[floor] / value:5.1f}% of the {floor}")
     if args.data:
-        print(f"decoding         {decoding_speed(args):8.1f} images/s and core")
+        print(f"decoding             {decoding_speed(args):8.1f} images/s and core")
         for method in args.methods:
             speed, wait = whole_loop(method, args)
-            print(f"{method + ', loop':16} {speed:8.1f} images/s   {100 * speed * seconds[method] / args.batch_size:5.1f}% of its step, {100 * wait:.1f}% waiting for data")
+            print(f"{method + ', loop':20} {speed:8.1f} images/s   {100 * speed * seconds[method] / args.batch_size:5.1f}% of its step, {100 * wait:.1f}% waiting for data")
 
 
 if __name__ == "__main__":
