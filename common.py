@@ -816,14 +816,14 @@ def tag_head(arch, channels, num_labels):
 
 
 def build_optimizer(args, parameters):
-    """SGD with momentum for ResNets, RAdam for VGG-16 [ICMLM App. F.1]."""
+    """`--optimizer`: SGD with momentum, or RAdam [ICMLM App. F.1]. parameters: as torch.optim takes them, in groups or not."""
     if args.optimizer == "radam":  # weight decay decoupled, as in the code of RAdam's authors
         return torch.optim.RAdam(parameters, args.lr, weight_decay=args.weight_decay, decoupled_weight_decay=True)
     return sgd(parameters, args.lr, args.weight_decay)
 
 
 def sgd(parameters, lr, weight_decay):
-    """Fused SGD with momentum 0.9, which all three papers use. parameters: as torch.optim takes them, in groups or not."""
+    """Fused SGD with momentum 0.9, which all three papers use."""
     optimizer = torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=weight_decay, fused=True)
     for group in optimizer.param_groups:
         for parameter in group["params"]:  # uninitialised otherwise when fp16's scaler skips the first step
