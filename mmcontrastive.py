@@ -312,6 +312,8 @@ def keep_caption_model(args, captions, folder):
         config = transformers.BertConfig(
             vocab_size=len(tokenizer), hidden_size=args.lm_width, num_hidden_layers=args.lm_layers, num_attention_heads=args.lm_width // 64,
             intermediate_size=4 * args.lm_width, max_position_embeddings=512, pad_token_id=tokenizer.pad_token_id,
+            # BERT's 0.02 gives all captions the same vector, up to dropout, and a contrast of nothing teaches nothing. [ours]
+            initializer_range=args.lm_width**-0.5,
         )  # fmt: skip
     else:
         with language.loading(args.lm):
