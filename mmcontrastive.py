@@ -386,7 +386,7 @@ class TwoViews(Dataset):
 def collate(samples, tokenizer):
     """-> images uint8 (B, 2, size, size, 3), jitter (B, 2, 4), blur (B, 2): sigma in pixels, tags (B, tags), captioned (B,), the
     list of unreadable images; with a tokenizer also tokens and visible of both views, (B, T) each"""
-    stack = lambda name: torch.from_numpy(np.stack([np.stack(sample[name]) for sample in samples]))
+    stack = lambda name: torch.from_numpy(np.stack([np.asarray(sample[name]) for sample in samples]))
     batch = {name: stack(name) for name in ("images", "jitter", "blur", "tags")}
     batch["captioned"] = torch.tensor([sample["captioned"] for sample in samples])
     batch["unreadable"] = sorted({index for sample in samples for index in sample["unreadable"]})
