@@ -424,7 +424,7 @@ class CaptionTrunk(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.bert = language.quiet_transformers().AutoModel.from_config(config)
+        self.bert = language.quiet_transformers().AutoModel.from_config(config).float()  # some are published in half precision
 
     def forward(self, tokens, visible):
         output = self.bert(input_ids=tokens, attention_mask=language.attention_mask(self.bert, visible))
