@@ -650,6 +650,7 @@ def retrieval_scores(similarity, image_of_caption):
     similarity (N images, M captions), image_of_caption (M,). An image's rank is that of its best caption. Equal
     similarities share the ranks between them: a model that finds everything alike gets no credit.
     """
+    similarity = similarity.nan_to_num(-math.inf)  # vectors that are no numbers are near to nothing
     own = image_of_caption == torch.arange(len(similarity))[:, None]
     best = similarity.masked_fill(~own, -math.inf).amax(1, keepdim=True)
     to_text = 1 + ((similarity > best) & ~own).sum(1) + ((similarity == best) & ~own).sum(1) / 2
