@@ -763,13 +763,13 @@ def read_round_trips(path):
     """-> {caption: {"caption", "fr", "de"}} of the file; half a last line, of a killed run, is left out"""
     rows = {}
     if os.path.isfile(path):
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:
             for n, line in enumerate(file, 1):
-                if not line.endswith("\n"):
+                if not line.endswith(b"\n"):
                     break
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError:
+                except (json.JSONDecodeError, UnicodeDecodeError):
                     row = None
                 if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("caption", *PIVOTS)):
                     fail(f'{path}, line {n}: expected {{"caption", {", ".join(map(json.dumps, PIVOTS))}}} with a text each')
