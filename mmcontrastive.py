@@ -285,7 +285,7 @@ def usable(train, args, weights):
     if (weights["cc"] or weights["ic"]) and not captioned.any():
         fail("no photo has a caption: with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are enough (MoCo-v2)")
     if weights["tag"] and not len(train.tags):
-        if args.require_tags:
+        if args.require_tags or not (weights["ii"] or weights["ic"]):
             fail('--lambda-tag wants tags and no photo has any: annotations/instances_{split}.json for coco, "tags" in a .jsonl')
         say("no photo has tags: the loss of Eq. 5 takes no part")
         weights = {**weights, "tag": 0.0}
