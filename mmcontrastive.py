@@ -481,7 +481,7 @@ class MultimodalContrastive(nn.Module):
         a query would find its key by statistics that both have seen. rng: the same on all processes.
         """
         photos = gather(photos, world)
-        order = torch.from_numpy(rng.permutation(len(photos))).to(photos.device)
+        order = torch.from_numpy(rng.permutation(len(photos))).to(photos.device, non_blocking=True)
         shares = order.chunk(world.size)[world.rank].chunk(max(1, splits // world.size))
         groups = [self.keys["image"](photos[share].contiguous(memory_format=torch.channels_last)) for share in shares]
         back = order.argsort()
