@@ -153,6 +153,8 @@ def get_args(argv=None):
         fail(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} groups of two or more over {processes} processes")
     if args.queue < args.batch_size:
         fail(f"--queue {args.queue} must hold at least one batch of {args.batch_size}")
+    if args.search and args.backtranslate:
+        fail("give --search or --backtranslate, not both")
     if bool(args.search) != bool(args.weights):
         fail("--weights FILE goes with --search TEXT..." if args.weights else "--search needs --weights FILE")
     if args.translator.count("{}") != 2:
