@@ -690,11 +690,16 @@ def search(args, device):
     else:
         images = common.caption_data(trained.data, trained.root, trained.val_split).images
     trained.workers, trained.amp = args.workers, args.amp
-    similarity = encode_captions(model, tokenizer, args.search, trained, device) @ encode_photos(model, images, trained, device).T
+    photos = encode_photos(model, images, trained, device)
+    readable = photos.any(1)
+    if not readable.any():
+        fail(f"none of the {len(images)} photos can be decoded")
+    images, photos = type(images)(images[n] for n in readable.nonzero().flatten().tolist()), photos[readable]
+    similarity = encode_captions(model, tokenizer, args.search, trained, device) @ photos.T
     nearest = similarity.topk(min(10, len(images)))
     path = Path(args.output, "search.png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [(text, [(images.open(n), f"{score:.2f}") for score, n in zip(*row)]) for text, *row in zip(args.search, nearest.values.tolist(), nearest.indices.tolist())]
+    rows = [(text, [((images, n), f"{score:.2f}") for score, n in zip(*row)]) for text, *row in zip(args.search, nearest.values.tolist(), nearest.indices.tolist())]
     draw_rows(rows, path)
     if args.root:
         for text, places in zip(args.search, nearest.indices.tolist()):
@@ -703,15 +708,15 @@ def search(args, device):
 
 
 def draw_rows(rows, path, side=128):
-    """rows: [(text, [(photo, note), ...]), ...] -> one picture"""
+    """rows: [(text, [((images, index), note), ...]), ...] -> one picture"""
     font, height = ImageFont.load_default(15), side + 48
     sheet = Image.new("RGB", (max(len(photos) for _, photos in rows) * (side + 8) + 8, len(rows) * height + 8), "white")
     draw = ImageDraw.Draw(sheet)
     for y, (text, photos) in zip(range(8, len(rows) * height, height), rows):
         draw.text((8, y), text, "black", font)
         for x, (photo, note) in zip(range(8, sheet.width, side + 8), photos):
-            photo = photo.convert("RGB")
-            sheet.paste(photo.resize((side, side), Image.BICUBIC, common.centre_crop(1.0)(*photo.size)), (x, y + 22))
+            pixels, _, _ = common.read_crop(*photo, common.centre_crop(1.0), side)
+            sheet.paste(Image.fromarray(pixels), (x, y + 22))
             draw.text((x + side / 2, y + 22 + side), note, "grey", font, anchor="ma")
     sheet.save(path)
 
