@@ -772,11 +772,11 @@ def read_round_trips(path):
     if os.path.isfile(path):
         with open(path, "rb") as file:
             for n, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
                 try:
                     row = json.loads(line)
                 except (json.JSONDecodeError, UnicodeDecodeError):
+                    if not line.endswith(b"\n"):
+                        break
                     row = None
                 if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("caption", *PIVOTS)):
                     fail(f'{path}, line {n}: expected {{"caption", {", ".join(map(json.dumps, PIVOTS))}}} with a text each')

@@ -6,7 +6,6 @@ script as a user starts it is tested elsewhere.
 
 import json
 import math
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -338,7 +337,6 @@ def rounds(model, world, splits):
 
 
 TWO = f"""
-import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import torch
 import common
@@ -596,6 +594,8 @@ def test_round_trips_of_a_killed_run(tmp_path):
     assert mmcontrastive.read_round_trips(path) == {f"caption {n}": row(n) for n in range(3)}
     french, german = mmcontrastive.read_backtranslations(path, ["caption 2", "caption 0", "caption 2"])
     assert list(french) == ["français 2", "français 0", "français 2"] and list(german) == ["deutsch 2", "deutsch 0", "deutsch 2"]
+    path.write_text(json.dumps(row(0)) + "\n" + json.dumps(row(1)))  # by hand: whole, but for the end of the line
+    assert len(mmcontrastive.read_round_trips(path)) == 2
     with pytest.raises(SystemExit, match="1 of 2 captions have no round trip in .*trips.jsonl: write them with the same command and --backtranslate"):
         mmcontrastive.read_backtranslations(path, ["caption 1", "caption 3"])
     for bad in (b"{}\n", b"nonsense\n", b'["caption", "fr", "de"]\n', b'{"caption": "a", "fr": "b", "de": 3}\n', b"\xff\xfe\n"):

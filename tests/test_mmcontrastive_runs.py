@@ -15,7 +15,13 @@ import pytest
 import torch
 from conftest import ROOT, run_script
 from PIL import Image
-from test_mmcontrastive import ALONE, CPU, assert_same_scores, literal_losses, literal_scores
+from test_mmcontrastive import (
+    ALONE,
+    CPU,
+    assert_same_scores,
+    literal_losses,
+    literal_scores,
+)
 from test_virtex_runs import finished, kill_at, metrics
 
 import common
