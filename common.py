@@ -979,7 +979,7 @@ def draw_attention(image, caption, words, path, side=192):
 
 RUN_FILES = ("args.json", "metrics.jsonl", "checkpoint.pth", "backbone.pth", "backbone_best.pth", "result.json", "skipped.txt")
 # Flags that may differ when a run goes on: they change where and how fast it runs, not what it learns.
-FREE_FLAGS = ("output", "root", "fresh", "workers", "amp", "compile", "log_every", "checkpoint_every", "probe_root")
+FREE_FLAGS = ("output", "root", "fresh", "workers", "amp", "compile", "log_every", "checkpoint_every", "probe_root", "backtranslations", "require_tags")
 
 
 def write_file(path, write):

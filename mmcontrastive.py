@@ -157,6 +157,8 @@ def get_args(argv=None):
         fail(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} groups of two or more over {processes} processes")
     if args.queue < args.batch_size:
         fail(f"--queue {args.queue} must hold at least one batch of {args.batch_size}")
+    if args.search and args.backtranslate:
+        fail("give --search or --backtranslate, not both")
     if bool(args.search) != bool(args.weights):
         fail("--weights FILE goes with --search TEXT..." if args.weights else "--search needs --weights FILE")
     if args.translator.count("{}") != 2:
@@ -289,7 +291,7 @@ def usable(train, args, weights):
     if (weights["cc"] or weights["ic"]) and not captioned.any():
         fail("no photo has a caption: with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are enough (MoCo-v2)")
     if weights["tag"] and not len(train.tags):
-        if args.require_tags:
+        if args.require_tags or not (weights["ii"] or weights["ic"]):
             fail('--lambda-tag wants tags and no photo has any: annotations/instances_{split}.json for coco, "tags" in a .jsonl')
         say("no photo has tags: the loss of Eq. 5 takes no part")
         weights = {**weights, "tag": 0.0}
@@ -392,7 +394,7 @@ class TwoViews(Dataset):
 def collate(samples, tokenizer):
     """-> images uint8 (B, 2, size, size, 3), jitter (B, 2, 4), blur (B, 2): sigma in pixels, tags (B, tags), captioned (B,), the
     list of unreadable images; with a tokenizer also tokens and visible of both views, (B, T) each"""
-    stack = lambda name: torch.from_numpy(np.stack([np.stack(sample[name]) for sample in samples]))
+    stack = lambda name: torch.from_numpy(np.stack([np.asarray(sample[name]) for sample in samples]))
     batch = {name: stack(name) for name in ("images", "jitter", "blur", "tags")}
     batch["captioned"] = torch.tensor([sample["captioned"] for sample in samples])
     batch["unreadable"] = sorted({index for sample in samples for index in sample["unreadable"]})
@@ -430,7 +432,7 @@ class CaptionTrunk(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.bert = language.quiet_transformers().AutoModel.from_config(config)
+        self.bert = language.quiet_transformers().AutoModel.from_config(config).float()  # some are published in half precision
 
     def forward(self, tokens, visible):
         output = self.bert(input_ids=tokens, attention_mask=language.attention_mask(self.bert, visible))
@@ -487,7 +489,7 @@ class MultimodalContrastive(nn.Module):
         a query would find its key by statistics that both have seen. rng: the same on all processes.
         """
         photos = gather(photos, world)
-        order = torch.from_numpy(rng.permutation(len(photos))).to(photos.device)
+        order = torch.from_numpy(rng.permutation(len(photos))).to(photos.device, non_blocking=True)
         shares = order.chunk(world.size)[world.rank].chunk(max(1, splits // world.size))
         groups = [self.keys["image"](photos[share].contiguous(memory_format=torch.channels_last)) for share in shares]
         back = order.argsort()
@@ -656,6 +658,7 @@ def retrieval_scores(similarity, image_of_caption):
     similarity (N images, M captions), image_of_caption (M,). An image's rank is that of its best caption. Equal
     similarities share the ranks between them: a model that finds everything alike gets no credit.
     """
+    similarity = similarity.nan_to_num(-math.inf)  # vectors that are no numbers are near to nothing
     own = image_of_caption == torch.arange(len(similarity))[:, None]
     best = similarity.masked_fill(~own, -math.inf).amax(1, keepdim=True)
     to_text = 1 + ((similarity > best) & ~own).sum(1) + ((similarity == best) & ~own).sum(1) / 2
@@ -693,11 +696,16 @@ def search(args, device):
     else:
         images = common.caption_data(trained.data, trained.root, trained.val_split).images
     trained.workers, trained.amp = args.workers, args.amp
-    similarity = encode_captions(model, tokenizer, args.search, trained, device) @ encode_photos(model, images, trained, device).T
+    photos = encode_photos(model, images, trained, device)
+    readable = photos.any(1)
+    if not readable.any():
+        fail(f"none of the {len(images)} photos can be decoded")
+    images, photos = type(images)(images[n] for n in readable.nonzero().flatten().tolist()), photos[readable]
+    similarity = encode_captions(model, tokenizer, args.search, trained, device) @ photos.T
     nearest = similarity.topk(min(10, len(images)))
     path = Path(args.output, "search.png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [(text, [(images.open(n), f"{score:.2f}") for score, n in zip(*row)]) for text, *row in zip(args.search, nearest.values.tolist(), nearest.indices.tolist())]
+    rows = [(text, [((images, n), f"{score:.2f}") for score, n in zip(*row)]) for text, *row in zip(args.search, nearest.values.tolist(), nearest.indices.tolist())]
     draw_rows(rows, path)
     if args.root:
         for text, places in zip(args.search, nearest.indices.tolist()):
@@ -706,15 +714,15 @@ def search(args, device):
 
 
 def draw_rows(rows, path, side=128):
-    """rows: [(text, [(photo, note), ...]), ...] -> one picture"""
+    """rows: [(text, [((images, index), note), ...]), ...] -> one picture"""
     font, height = ImageFont.load_default(15), side + 48
     sheet = Image.new("RGB", (max(len(photos) for _, photos in rows) * (side + 8) + 8, len(rows) * height + 8), "white")
     draw = ImageDraw.Draw(sheet)
     for y, (text, photos) in zip(range(8, len(rows) * height, height), rows):
         draw.text((8, y), text, "black", font)
         for x, (photo, note) in zip(range(8, sheet.width, side + 8), photos):
-            photo = photo.convert("RGB")
-            sheet.paste(photo.resize((side, side), Image.BICUBIC, common.centre_crop(1.0)(*photo.size)), (x, y + 22))
+            pixels, _, _ = common.read_crop(*photo, common.centre_crop(1.0), side)
+            sheet.paste(Image.fromarray(pixels), (x, y + 22))
             draw.text((x + side / 2, y + 22 + side), note, "grey", font, anchor="ma")
     sheet.save(path)
 
@@ -768,13 +776,13 @@ def read_round_trips(path):
     """-> {caption: {"caption", "fr", "de"}} of the file; half a last line, of a killed run, is left out"""
     rows = {}
     if os.path.isfile(path):
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:
             for n, line in enumerate(file, 1):
-                if not line.endswith("\n"):
-                    break
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError:
+                except (json.JSONDecodeError, UnicodeDecodeError):
+                    if not line.endswith(b"\n"):
+                        break
                     row = None
                 if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("caption", *PIVOTS)):
                     fail(f'{path}, line {n}: expected {{"caption", {", ".join(map(json.dumps, PIVOTS))}}} with a text each')

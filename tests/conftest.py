@@ -11,6 +11,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import common
 import shapes
 
 torch.set_num_threads(1)  # pictures of 32 pixels are not worth a second thread: waiting for it costs more than the work
@@ -61,3 +62,34 @@ def coco_folder(tmp_path_factory):
         write("captions", {"images": images, "annotations": captions})
         write("instances", {"images": images, "annotations": instances, "categories": categories})
     return root
+
+
+@pytest.fixture(scope="session")
+def tiny_lm(coco_folder, tmp_path_factory):
+    """The folder of a BERT of one layer and 32 dimensions that has read the captions of `coco_folder` for a second."""
+    import transformers
+    from tokenizers import BertWordPieceTokenizer
+
+    captions = list(common.caption_data("coco", str(coco_folder), "train2017").captions)
+    pieces = BertWordPieceTokenizer()
+    pieces.train_from_iterator(captions, vocab_size=1000, min_frequency=2, show_progress=False)
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "cls", "sep", "pad", "mask")}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, **names)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id, initializer_range=0.2,
+    )  # fmt: skip
+    model = transformers.BertForMaskedLM(config)
+    inputs, optimizer = tokenizer(captions, padding=True, return_tensors="pt"), torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(40):
+        masked = (torch.rand(inputs["input_ids"].shape) < 0.15) & (inputs["input_ids"] > 4)
+        labels = inputs["input_ids"].masked_fill(~masked, -100)
+        optimizer.zero_grad()
+        loss = model(inputs["input_ids"].masked_fill(masked, tokenizer.mask_token_id), inputs["attention_mask"], labels=labels).loss
+        loss.backward()
+        optimizer.step()
+    folder = tmp_path_factory.mktemp("lm")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

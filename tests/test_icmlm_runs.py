@@ -21,37 +21,6 @@ TINY = ["--arch", "resnet18", "--image-size", 64, "--batch-size", 8, "--workers"
 TINY += ["--probe-images", 12, "--proxy-triplets", 30, "--attention-width", 32]
 
 
-@pytest.fixture(scope="session")
-def tiny_lm(coco_folder, tmp_path_factory):
-    """The folder of a BERT of one layer and 32 dimensions that has read the captions of `coco_folder` for a second."""
-    import transformers
-    from tokenizers import BertWordPieceTokenizer
-
-    captions = list(common.caption_data("coco", str(coco_folder), "train2017").captions)
-    pieces = BertWordPieceTokenizer()
-    pieces.train_from_iterator(captions, vocab_size=1000, min_frequency=2, show_progress=False)
-    names = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "cls", "sep", "pad", "mask")}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, **names)
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id, initializer_range=0.2,
-    )  # fmt: skip
-    model = transformers.BertForMaskedLM(config)
-    inputs, optimizer = tokenizer(captions, padding=True, return_tensors="pt"), torch.optim.Adam(model.parameters(), 0.01)
-    for _ in range(40):
-        masked = (torch.rand(inputs["input_ids"].shape) < 0.15) & (inputs["input_ids"] > 4)
-        labels = inputs["input_ids"].masked_fill(~masked, -100)
-        optimizer.zero_grad()
-        loss = model(inputs["input_ids"].masked_fill(masked, tokenizer.mask_token_id), inputs["attention_mask"], labels=labels).loss
-        loss.backward()
-        optimizer.step()
-    folder = tmp_path_factory.mktemp("lm")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def tiny(coco_folder, tiny_lm):
     """-> function (output, flags) -> the command of a tiny run on 24 scenes"""
