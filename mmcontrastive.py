@@ -52,7 +52,7 @@ DEFAULTS = {
     #                    on shapes     on real data (the paper's)
     "arch":             ("resnet18",   "resnet50"),           # Sec. 4.1
     "image_size":       (64,           224),                  # Sec. 4.1
-    "crop_min":         (0.5,          0.2),                  # Sec. 4.1: MoCo-v2
+    "crop_min":         (0.7,          0.2),                  # Sec. 4.1: MoCo-v2
     "colour_jitter":    (0.25,         1.0),                  # Sec. 4.1: MoCo-v2; the captions of shapes name exact colours
     "greyscale":        (0.0,          0.2),                  # Sec. 4.1: MoCo-v2
     "caption_views":    ("sibling",    "backtranslation"),    # Sec. 4.1
@@ -61,15 +61,16 @@ DEFAULTS = {
     "lm_width":         (128,          768),                  # Sec. 4.1: BERT base
     "mlp_hidden":       (512,          2048),                 # Sec. 4.1
     "queue":            (512,          32_768),               # Sec. 4.1
-    "momentum":         (0.99,         0.999),                # Sec. 4.1
+    "momentum":         (0.995,        0.999),                # Sec. 4.1
+    "bn_splits":        (4,            8),                    # MoCo: 8 GPUs
     "lambda_tag":       (0.0,          1.0),                  # Sec. 4.1; on shapes the tags are what is probed
-    "lambda_ic":        (6e-3,         1e-4),                 # Sec. 4.1; a sum over K keys, so that a smaller K wants more
-    "lambda_ci":        (6e-3,         1e-4),                 # Sec. 4.1
+    "lambda_ic":        (0.025,        1e-4),                 # Sec. 4.1; a sum over K keys, so that a smaller K wants more
+    "lambda_ci":        (0.025,        1e-4),                 # Sec. 4.1
     "batch_size":       (32,           512),                  # Sec. 4.1
-    "iters":            (1000,         46_200),               # Sec. 4.1: 200 epochs of COCO
+    "iters":            (700,          46_200),               # Sec. 4.1: 200 epochs of COCO
     "optimizer":        ("radam",      "sgd"),                # Sec. 4.1; RAdam leaves plateaus on which a short run of SGD stays
     "lr":               (1e-3,         0.03),                 # Sec. 4.1
-    "text_lr":          (1e-3,         4e-5),                 # Sec. 4.1
+    "text_lr":          (5e-4,         4e-5),                 # Sec. 4.1
     "log_every":        (10,           20),
     "checkpoint_every": (200,          2000),
     "probe_images":     (2000,         10_000),
@@ -102,7 +103,7 @@ def get_args(argv=None):
     model.add_argument("--unified-mlp", action="store_true", help="one MLP per encoder for both spaces, whose widths must be equal; an ablation, worse [Sec. 4.4]")
     model.add_argument("--queue", type=int, help="K, keys to compare with; fewer on fewer photos [Sec. 4.1]")
     model.add_argument("--momentum", type=float, help="m of the momentum encoders; lower it for runs of a few thousand iterations [Sec. 4.1]")
-    model.add_argument("--bn-splits", type=int, default=8, help="groups with batch statistics of their own, over all processes, into which the momentum encoder's batch is drawn; 1 opens a shortcut [MoCo]")
+    model.add_argument("--bn-splits", type=int, help="groups with batch statistics of their own, over all processes, into which the momentum encoder's batch is drawn; 1 opens a shortcut [MoCo]")
 
     losses = parser.add_argument_group("losses")
     losses.add_argument("--lambda-ii", type=float, default=1.0, help="weight of Eq. 3, photo to photo [Sec. 4.1]")
