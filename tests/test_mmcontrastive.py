@@ -337,6 +337,7 @@ def rounds(model, world, splits):
 
 
 TWO = f"""
+import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import torch
 import common
