@@ -91,13 +91,13 @@ def get_args(argv=None):
         fail(f"--weights {args.weights} needs --arch")
     if args.protocol in TRAINED:
         fill_recipe(args)
-    elif args.epochs or args.batch_size or args.lr:
+    elif (args.epochs, args.batch_size, args.lr) != (None, None, None):
         fail(f"--epochs, --batch-size and --lr do not go with --protocol {args.protocol}, which solves its SVMs")
     if args.solver and not args.protocol.startswith("svm"):
         fail(f"--solver does not go with --protocol {args.protocol}, which has no SVMs")
     if args.data != "folder" and args.protocol in ("sgd-virtex", "sgd-mct", "logreg-icmlm"):
         fail(f"--protocol {args.protocol} wants one label per image: --data folder")
-    if args.runs < 1 or args.image_size < 1 or (args.train_images or 1) < 1 or args.workers < 0:
+    if min(args.runs, args.image_size, 1 if args.train_images is None else args.train_images) < 1 or args.workers < 0:
         fail("--runs, --image-size and --train-images must be at least 1, --workers at least 0")
     return args
 

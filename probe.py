@@ -158,6 +158,7 @@ def extract_features(backbone, data, size, device, amp="off", workers=0, desc="f
 # ------------------------------------------------------------------------------------------ support vector machines
 
 COSTS = (0.01, 0.1, 1.0, 10.0)  # [VirTex App. A.1]
+CHUNK = 2**25  # numbers in a matrix of images x SVMs that are solved together: 256 MB
 
 
 def svm_probe(train_x, train_y, test_x, test_y, names, seed=0, costs=COSTS, solver="torch", device="cpu"):
@@ -232,7 +233,7 @@ def torch_svms(train_x, positive, test_x, costs, device="cpu"):
     train, test, side = train @ basis, test @ basis, torch.from_numpy(positive).to(device)
     best = np.ones(positive.shape[1])
     validated = np.flatnonzero(can_cross_validate(positive))
-    for part in np.array_split(validated, math.ceil(3 * positive.shape[0] * len(validated) / 2**25)) if len(validated) else ():  # 256 MB a matrix
+    for part in np.array_split(validated, min(len(validated), math.ceil(positive.shape[0] * 3 * len(validated) / CHUNK))) if len(validated) else ():
         # One column per class and fold: the costs of the images that the fold holds out are zero.
         folds = [[held for _, held in StratifiedKFold(3).split(train_x, positive[:, k])] for k in part]
         mask = torch.ones(len(train_x), 3 * len(part), dtype=torch.float64, device=device)
