@@ -62,7 +62,7 @@ def get_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", required=True, help="a checkpoint file, imagenet or random")
     parser.add_argument("--arch", choices=sorted(common.BACKBONES), help="needed for imagenet and random only: a file's is recognised")
-    parser.add_argument("--protocol", choices=PROTOCOLS, default="svm-virtex", help="svm-* for VOC07, COCO and small sets, layers for VGG-16, the others for ImageNet")
+    parser.add_argument("--protocol", choices=PROTOCOLS, default="svm-virtex", help="svm-* for VOC07, COCO, small sets; layers for VGG-16; others for ImageNet")
     parser.add_argument("--data", choices=sorted(common.LABEL_SPLITS), default="shapes", help="labelled images; folder is ImageNet's layout")
     parser.add_argument("--root", help="folder of the data set (default datasets/<name>)")
     parser.add_argument("--train-split", help="default: trainval for voc07, train2017 for coco, train otherwise")
@@ -336,11 +336,11 @@ def multi_label_loss(logits, labels):
 
 
 def augmented(backbone, train, test, args, world, seed):
-    """Train linear layers on augmented images -> {"top-1": percent}, with several labels per image {"mAP": percent}; `layers` names its three
-
-    On the first process; None on the others.
+    """Train linear layers on augmented images -> on the first process {"top-1": percent}, or {"mAP": percent} when images have
+    several labels, for `layers` three of them; None on the others
     """
-    device, iters, several, layers = world.device, math.ceil(args.epochs * len(train.images) / args.batch_size), args.data != "folder", args.protocol == "layers"
+    device, several, layers = world.device, args.data != "folder", args.protocol == "layers"
+    iters = math.ceil(args.epochs * len(train.images) / args.batch_size)
     kinds, width = ([f"{name} " for name in backbone.LAST_RELU], 16 * backbone.channels) if layers else ([""], backbone.channels)
     probes = LinearProbes([width] * len(kinds), len(train.names)).to(device)
     parallel = DistributedDataParallel(probes) if world.size > 1 else probes

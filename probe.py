@@ -223,7 +223,7 @@ def liblinear_svms(train_x, positive, test_x, costs, seed):
 
 
 def torch_svms(train_x, positive, test_x, costs, device="cpu"):
-    """The same SVMs, cross-validated and solved together: equal but for LinearSVC's tolerance, in a fraction of its time."""
+    """What liblinear_svms gives, up to its tolerance, in a fraction of the time: the SVMs of all classes and folds are solved together."""
     from sklearn.metrics import average_precision_score
     from sklearn.model_selection import StratifiedKFold
 
@@ -231,21 +231,22 @@ def torch_svms(train_x, positive, test_x, costs, device="cpu"):
     train, test = (torch.from_numpy(np.pad(x, ((0, 0), (0, 1)), constant_values=1)).to(device) for x in (train_x, test_x))
     basis = principal_axes(train)
     train, test, side = train @ basis, test @ basis, torch.from_numpy(positive).to(device)
-    best = np.ones(positive.shape[1])
+    chosen = np.ones(positive.shape[1])
     validated = np.flatnonzero(can_cross_validate(positive))
-    for part in np.array_split(validated, min(len(validated), math.ceil(positive.shape[0] * 3 * len(validated) / CHUNK))) if len(validated) else ():
-        # One column per class and fold: the costs of the images that the fold holds out are zero.
-        folds = [[held for _, held in StratifiedKFold(3).split(train_x, positive[:, k])] for k in part]
-        mask = torch.ones(len(train_x), 3 * len(part), dtype=torch.float64, device=device)
-        for column, held in enumerate(held for three in folds for held in three):
+    for classes in np.array_split(validated, 1 + 3 * len(train) * len(validated) // CHUNK):
+        # One column per class and fold: images that the fold holds out cost nothing.
+        folds = [(k, held) for k in classes for _, held in StratifiedKFold(3).split(train_x, positive[:, k])]
+        mask = torch.ones(len(train), len(folds), dtype=torch.float64, device=device)
+        for column, (_, held) in enumerate(folds):
             mask[held, column] = 0
-        sides, w, scores = side[:, part.repeat(3)], None, []
-        for cost in progress(costs, desc="cross-validation", unit=" costs", leave=False):  # each starts from the one before
-            w = solve_svms(train, sides, cost * mask, w)
-            decisions = (train @ w).cpu().numpy().reshape(len(train_x), len(part), 3)
-            scores.append([np.mean([average_precision_score(positive[held, k], decisions[held, n, m]) for m, held in enumerate(folds[n])]) for n, k in enumerate(part)])
-        best[part] = np.array(costs)[np.argmax(scores, 0)]
-    costs = torch.from_numpy(best).to(device).expand(len(train_x), -1)
+        w, scores = None, []
+        for cost in progress(costs, desc="cross-validation", unit=" costs", leave=False):
+            w = solve_svms(train, side[:, classes.repeat(3)], cost * mask, start=w)  # near the solution of the cost before
+            decisions = (train @ w).cpu().numpy()
+            precisions = [average_precision_score(positive[held, k], decisions[held, column]) for column, (k, held) in enumerate(folds)]
+            scores.append(np.reshape(precisions, (-1, 3)).mean(1))
+        chosen[classes] = np.array(costs)[np.argmax(scores, 0)]
+    costs = torch.from_numpy(chosen).to(device).expand(len(train), -1)
     return (test @ solve_svms(train, side, costs)).cpu().numpy()
 
 
