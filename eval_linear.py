@@ -183,7 +183,7 @@ def extracted(backbone, data, name, args, world):
     Kept in the output folder under `name` with what they were made of.
     """
     part, cells = EXTRACTED[args.protocol]
-    path, made_of = Path(args.output, name), [digest(backbone, data.images), args.image_size, part, cells, args.amp]
+    path, made_of = Path(args.output, name), [digest(backbone, data), args.image_size, part, cells, args.amp]
     kept = common.read_arrays(path, made_of) if world.is_main else None
     if common.any_process(world, world.is_main and kept is None):
         features, labels = probe.extract_features(backbone, data, args.image_size, world.device, args.amp, args.workers, name, part, cells, world)
@@ -193,11 +193,12 @@ def extracted(backbone, data, name, args, world):
     return (kept["features"], kept["labels"]) if world.is_main else (None, None)
 
 
-def digest(backbone, images):
-    """A number that differs, as good as surely, for other weights, another list of images, or files that have changed."""
-    number = functools.reduce(lambda n, tensor: zlib.crc32(tensor.cpu().contiguous().numpy(), n), backbone.state_dict().values(), 0)
-    stats = [os.stat(path) for path in images] if isinstance(images, common.ImageFiles) else []
-    return zlib.crc32(json.dumps([*images, *((file.st_size, file.st_mtime_ns) for file in stats)]).encode(), number)
+def digest(backbone, data):
+    """A number that differs, as good as surely, for other weights, labels, lists of images, or files that have changed."""
+    arrays = [tensor.cpu().contiguous().numpy() for tensor in backbone.state_dict().values()] + [np.ascontiguousarray(data.labels)]
+    number = functools.reduce(lambda n, values: zlib.crc32(values, n), arrays, 0)
+    stats = [os.stat(path) for path in data.images] if isinstance(data.images, common.ImageFiles) else []
+    return zlib.crc32(json.dumps([*data.images, *((file.st_size, file.st_mtime_ns) for file in stats)]).encode(), number)
 
 
 def svm(train_x, train_y, test_x, test_y, names, args, device, seed):

@@ -458,6 +458,20 @@ def test_features_of_something_else_are_not_used(tmp_path, monkeypatch, change):
     assert before.shape != after.shape or not np.array_equal(before, after)
 
 
+def test_labels_that_were_corrected_are_used(voc, tmp_path, monkeypatch):
+    """The same images with other labels: what was kept is not used."""
+    command = (*RANDOM, "--data", "voc07", "--root", voc)
+    before, load = evaluate(tmp_path, *command)["mean"], probe.label_data
+
+    def corrected(*given):
+        data = load(*given)
+        return data._replace(labels=data.labels[:, ::-1])
+
+    monkeypatch.setattr(probe, "label_data", corrected)
+    after = evaluate(tmp_path, *command)["mean"]
+    assert after[min(shapes.SHAPES)] == pytest.approx(before[max(shapes.SHAPES)])
+
+
 # ------------------------------------------------------------------------------------------ the protocols, one by one
 
 
