@@ -10,12 +10,13 @@ From top to bottom, in the order in which a script meets it:
     optimisers, schedules      build_optimizer, sgd, warmup_cosine, learning_rate_factor, and a loss: tag_loss
     flags                      add_common_flags, fill_defaults; of tp.py and icmlm.py: add_recipe_flags, check_recipe
     pictures                   draw_attention
-    the output folder          cached_arrays, Run (args.json, metrics.jsonl, checkpoint.pth, result.json), StopSignals
+    the output folder          cached_arrays (read_arrays, keep_arrays), Run (args.json, metrics.jsonl, checkpoint.pth, result.json), StopSignals
 
 Beside it: language.py (words, tokens, language models), probe.py (labelled images, the SVM probe) and shapes.py (the
 built-in data set).
 """
 
+import argparse
 import contextlib
 import ctypes
 import functools
@@ -751,7 +752,8 @@ def read_checkpoint(path):
     if not os.path.isfile(path):
         fail(f"{path} not found: expected a checkpoint file")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's and others keep their arguments beside the weights
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # truncated, not a checkpoint, or one that wants to run code: all end here, with the reason
         reason = "it holds more than weights, or is no checkpoint" if isinstance(error, pickle.UnpicklingError) else str(error) or type(error).__name__
         fail(f"{path} cannot be loaded as weights ({reason.splitlines()[0]})")
@@ -772,7 +774,7 @@ def backbone_weights(content, path):
     first = ("conv1.weight", "features.0.weight")  # of ResNet and VGG
     prefix = next((prefix for prefix in PREFIXES if any(prefix + key in content for key in first)), None)
     if prefix is None:
-        fail(f"{path} holds no ResNet or VGG: no key ends in {' or '.join(first)}; its first keys are {', '.join(list(content)[:5])}")
+        fail(f"{path} holds no ResNet or VGG: no key ends in {' or '.join(first)}; its first keys are {', '.join(map(str, list(content)[:5]))}")
     state = {key[len(prefix) :]: value for key, value in content.items() if key.startswith(prefix)}
     for key in [key for key in state if key.endswith("running_mean")]:  # files from before PyTorch 0.4.1 lack the counters
         state.setdefault(key.replace("running_mean", "num_batches_tracked"), torch.tensor(0))
@@ -907,9 +909,7 @@ def fill_defaults(args, defaults, scaled=()):
         args.train_split = "train2017" if args.data == "coco" else "train"
     if args.val_split is None:
         args.val_split = "val2017" if args.data == "coco" else "val"
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    if args.batch_size < 1 or args.batch_size % processes:
-        fail(f"--batch-size {args.batch_size} cannot be divided over {processes} processes: it is the global batch")
+    check_batch_size(args.batch_size)
     if not 0 < args.fraction <= 1:
         fail(f"--fraction {args.fraction} must be above 0 and at most 1")
     for flag in ("captions_per_image", "epochs", "probe_images"):
@@ -919,6 +919,12 @@ def fill_defaults(args, defaults, scaled=()):
         if getattr(args, flag) < least:
             fail(f"--{flag.replace('_', '-')} must be at least {least}")
     return args
+
+
+def check_batch_size(batch_size):
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if batch_size < 1 or batch_size % processes:
+        fail(f"--batch-size {batch_size} cannot be divided over {processes} processes: it is the global batch")
 
 
 def add_recipe_flags(optim):
@@ -1014,14 +1020,24 @@ def write_json(path, content):
 
 def cached_arrays(path, made_of, build):
     """The dict of arrays that build() gives, kept in the file `path` and found there again while `made_of` (JSON) is the same."""
-    made_of = json.dumps(made_of)
+    arrays = read_arrays(path, made_of)
+    if arrays is None:
+        arrays = build()
+        keep_arrays(path, made_of, arrays)
+    return arrays
+
+
+def read_arrays(path, made_of):
+    """The arrays that `path` keeps, or None when there are none or they were made of something else."""
     if path.exists():
         with np.load(path) as file:
-            if file["made_of"] == made_of:
+            if file["made_of"] == json.dumps(made_of):
                 return {name: file[name] for name in file.files}
-    arrays = build()
-    write_file(path, lambda file: np.savez(file, made_of=made_of, **arrays))
-    return arrays
+    return None
+
+
+def keep_arrays(path, made_of, arrays):
+    write_file(path, lambda file: np.savez(file, made_of=json.dumps(made_of), **arrays))
 
 
 class Run:

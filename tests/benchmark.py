@@ -4,6 +4,7 @@ mmcontrastive.py two forwards and one backward, of the backbone and of BERT).
     python tests/benchmark.py                                          # every method, ResNet-50, batch 16, 224 px
     python tests/benchmark.py --methods virtex --batch-size 64
     python tests/benchmark.py --data coco --root FOLDER --train-split train2017    # and the whole loop, from JPEG files
+    python tests/benchmark.py --methods svm --arch resnet18            # the probe's SVMs beside scikit-learn's, some minutes
 
 Everything is measured in one run, in turns, in the same precision and memory format, on data already on the device; only
 the ratios mean something on a machine that others use too. A further method joins with an entry in METHODS.
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 import icmlm
 import mmcontrastive
+import probe
 import tp
 import virtex
 from common import progress
@@ -233,6 +235,21 @@ def whole_loop(method, args):
         return last["images_per_s"], last["data_wait"]
 
 
+def svm_speed(args, device):
+    """Seconds and mAP of each solver of the probe: 2000 built-in scenes seen by a random backbone, 8 classes, 4 costs, 3 folds"""
+    torch.manual_seed(0)
+    backbone = common.build_backbone(args.arch).to(device, memory_format=torch.channels_last)
+    train, test = (probe.label_data("shapes", None, split) for split in ("train", "val"))
+    features = [probe.extract_features(backbone, data, 64, device) for data in (train.select(range(2000)), test)]
+    results = {}
+    for solver in ("torch", "liblinear"):
+        start = time.perf_counter()
+        scores = probe.svm_probe(*features[0], *features[1], train.names, solver=solver, device=device)
+        results[solver] = time.perf_counter() - start
+        print(f"SVMs, {solver:10} {results[solver]:8.1f} s          {probe.with_mean(scores)['mAP']:8.3f} mAP")
+    print(f"{results['liblinear'] / results['torch']:.1f} times as fast on {len(features[0][0])} x {features[0][0].shape[1]} features")
+
+
 def decoding_speed(args):
     """-> images per second that one core decodes, crops and resizes"""
     data = common.caption_data(args.data, args.root, args.train_split)
@@ -246,7 +263,7 @@ def decoding_speed(args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", choices=sorted(METHODS), default=sorted(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=(*sorted(METHODS), "svm"), default=sorted(METHODS))
     parser.add_argument("--arch", default="resnet50", choices=sorted(common.BACKBONES))
     parser.add_argument("--hidden", type=int, default=1024, help="H of VirTex's heads")
     parser.add_argument("--image-size", type=int, default=224)
@@ -264,6 +281,11 @@ def main():
 
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}; torch {torch.__version__}; {args.arch}, {args.image_size} px, batch {args.batch_size}, {args.amp}")
+    if "svm" in args.methods:
+        svm_speed(args, device)
+        args.methods.remove("svm")
+    if not args.methods:
+        return
     steps = {"bare backbone": bare_backbone(args, device)}
     for method in args.methods:
         floor = {f"{method}, floor": FLOORS[method](args, device)} if method in FLOORS else {}
