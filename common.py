@@ -743,7 +743,7 @@ def build_backbone(arch):
     return BACKBONES[arch]()
 
 
-PREFIXES = ("module.encoder_q.", "module.backbone.", "visual.cnn.", "backbone.", "encoder_q.", "module.", "")
+PREFIXES = ("queries.image.trunk.0.", "module.encoder_q.", "module.backbone.", "visual.cnn.", "backbone.", "encoder_q.", "module.", "")
 CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|projector)\b")
 
 

@@ -59,23 +59,23 @@ DEFAULTS = {
     "lm":               ("scratch",    "bert-base-uncased"),  # Sec. 4.1
     "lm_layers":        (2,            12),                   # Sec. 4.1: BERT base
     "lm_width":         (128,          768),                  # Sec. 4.1: BERT base
+    "dropout":          (0.0,          0.1),                  # BERT; on shapes siblings differ enough
     "mlp_hidden":       (512,          2048),                 # Sec. 4.1
     "queue":            (512,          32_768),               # Sec. 4.1
     "momentum":         (0.995,        0.999),                # Sec. 4.1
     "bn_splits":        (4,            8),                    # MoCo: 8 GPUs
     "lambda_tag":       (0.0,          1.0),                  # Sec. 4.1; on shapes the tags are what is probed
-    "lambda_ic":        (0.025,        1e-4),                 # Sec. 4.1; a sum over K keys, so that a smaller K wants more
-    "lambda_ci":        (0.025,        1e-4),                 # Sec. 4.1
+    "lambda_ic":        (0.1,          1e-4),                 # Sec. 4.1; a sum over K keys, so that a smaller K wants more
+    "lambda_ci":        (0.1,          1e-4),                 # Sec. 4.1
     "batch_size":       (32,           512),                  # Sec. 4.1
-    "iters":            (700,          46_200),               # Sec. 4.1: 200 epochs of COCO
+    "iters":            (900,          46_200),               # Sec. 4.1: 200 epochs of COCO
     "optimizer":        ("radam",      "sgd"),                # Sec. 4.1; RAdam leaves plateaus on which a short run of SGD stays
     "lr":               (1e-3,         0.03),                 # Sec. 4.1
-    "text_lr":          (5e-4,         4e-5),                 # Sec. 4.1
+    "text_lr":          (1e-3,         4e-5),                 # Sec. 4.1
     "log_every":        (10,           20),
     "checkpoint_every": (200,          2000),
     "probe_images":     (2000,         10_000),
 }  # fmt: skip
-
 
 LOSSES = ("ii", "tag", "cc", "ic", "ci")
 
@@ -97,6 +97,7 @@ def get_args(argv=None):
     model.add_argument("--lm", help="caption encoder: a BERT-like model of the hub, a local folder, or scratch: a random BERT ('Ours (scratch)' of Tab. 1)")
     model.add_argument("--lm-layers", type=int, help="of --lm scratch; fewer for few captions [Sec. 4.1]")
     model.add_argument("--lm-width", type=int, help="of --lm scratch; a head is 64 wide [Sec. 4.1]")
+    model.add_argument("--dropout", type=float, help="of --lm scratch; with --caption-views same it is all that differs [BERT]")
     model.add_argument("--mlp-hidden", type=int, help="hidden layer of the MLPs [Sec. 4.1]")
     model.add_argument("--intra-dim", type=int, default=128, help="width of the spaces within a modality [Sec. 4.1, 4.4]")
     model.add_argument("--inter-dim", type=int, default=1024, help="width of the space that photos and captions share [Sec. 4.1, 4.4]")
@@ -144,6 +145,8 @@ def get_args(argv=None):
         fail(f"--unified-mlp has one width for both spaces: --intra-dim {args.intra_dim} and --inter-dim {args.inter_dim} must be equal [Sec. 4.4: 128, 1024 or 1152]")
     if not 0 < args.crop_min <= 1 or not all(0 <= share <= 1 for share in (args.colour_jitter, args.greyscale, args.blur, args.momentum)):
         fail("--crop-min must be in (0, 1]; --colour-jitter, --greyscale, --blur and --momentum in [0, 1]")
+    if not 0 <= args.dropout < 1 or args.caption_views == "same" and args.lm == "scratch" and args.lambda_cc and not args.dropout:
+        fail("--dropout must be in [0, 1), and above 0 with --caption-views same, whose views are alike without it")
     if args.lm_width % 64 or min(args.lm_layers, args.lm_width, args.mlp_hidden, args.intra_dim, args.inter_dim, args.bn_splits, args.retrieval_images) < 1:
         fail("--lm-width must be a multiple of 64; --lm-layers, --mlp-hidden, --intra-dim, --inter-dim, --bn-splits and --retrieval-images at least 1")
     if args.optimizer != DEFAULTS["optimizer"][args.data != "shapes"] and not {"lr", "text_lr"} <= given:
@@ -315,6 +318,7 @@ def keep_caption_model(args, captions, folder):
         config = transformers.BertConfig(
             vocab_size=len(tokenizer), hidden_size=args.lm_width, num_hidden_layers=args.lm_layers, num_attention_heads=args.lm_width // 64,
             intermediate_size=4 * args.lm_width, max_position_embeddings=512, pad_token_id=tokenizer.pad_token_id,
+            hidden_dropout_prob=args.dropout, attention_probs_dropout_prob=args.dropout,
             # BERT's 0.02 gives all captions the same vector, up to dropout, and a contrast of nothing teaches nothing. [ours]
             initializer_range=args.lm_width**-0.5,
         )  # fmt: skip
