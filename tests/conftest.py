@@ -43,6 +43,16 @@ def run_script(*command, **environment):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
 
 
+@pytest.fixture
+def no_training(monkeypatch):
+    """For commands that must be refused: should one be accepted the test fails here, instead of training for minutes."""
+
+    def accepted(*_):
+        raise AssertionError("the command was accepted, and training would begin")
+
+    monkeypatch.setattr(common, "InfiniteSampler", accepted)
+
+
 @pytest.fixture(scope="session")
 def coco_folder(tmp_path_factory):
     """24 training and 12 validation scenes of the built-in data as JPEG files in COCO's layout, with instances."""

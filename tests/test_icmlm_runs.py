@@ -414,7 +414,7 @@ def test_explain_refuses(trained, coco_folder, tmp_path):
         (["--explain", "photo.jpg", "--caption", "a dog", "--word", "dog", "--weights", "none.pth"], "none.pth not found"),
     ],
 )
-def test_bad_flags_are_one_clear_line(flags, message, tmp_path):
+def test_bad_flags_are_one_clear_line(flags, message, tmp_path, no_training):
     """Wrong flags end with one line that says what is wrong (DESIGN Sec. 8)."""
     with pytest.raises(SystemExit) as stopped:
         icmlm.main(icmlm.get_args([*flags, "--output", str(tmp_path / "run")]))

@@ -527,6 +527,9 @@ def test_round_trips_and_training_on_them(tiny, translators, coco_folder, tmp_pa
         (["--lm-width", "100"], "--lm-width must be a multiple of 64"),
         (["--lm-width", "0"], "--lm-width must be a multiple of 64"),
         (["--lm-layers", "0"], "--lm-layers"),
+        (["--dropout", "1"], "--dropout must be in [0, 1)"),
+        (["--caption-views", "same"], "above 0 with --caption-views same"),
+        (["--optimizer", "sgd", "--lr", "0.1"], "--optimizer sgd needs its --lr and --text-lr"),
         (["--mlp-hidden", "0"], "--mlp-hidden"),
         (["--intra-dim", "0"], "--intra-dim"),
         (["--inter-dim", "0"], "--inter-dim"),
@@ -535,8 +538,8 @@ def test_round_trips_and_training_on_them(tiny, translators, coco_folder, tmp_pa
         (["--temperature", "0"], "--temperature must be above 0"),
         (["--margin", "-0.1"], "--margin"),
         (["--tag-threshold", "-1"], "--tag-threshold"),
-        (["--batch-size", "12"], "--batch-size 12 cannot be split into --bn-splits 8 groups of two or more over 1 processes"),
-        (["--batch-size", "8"], "--batch-size 8 cannot be split into --bn-splits 8 groups"),
+        (["--batch-size", "12", "--bn-splits", "8"], "--batch-size 12 cannot be split into --bn-splits 8 groups of two or more over 1 processes"),
+        (["--batch-size", "8", "--bn-splits", "8"], "--batch-size 8 cannot be split into --bn-splits 8 groups"),
         (["--queue", "31"], "--queue 31 must hold at least one batch of 32"),
         (["--search", "a dog"], "--search needs --weights FILE"),
         (["--weights", "x.pth"], "--weights FILE goes with --search"),
@@ -547,7 +550,7 @@ def test_round_trips_and_training_on_them(tiny, translators, coco_folder, tmp_pa
         (["--probe-root", "folder"], "--probe-root goes with --probe-data"),
     ],
 )
-def test_bad_flags_are_one_clear_line(flags, message, tmp_path):
+def test_bad_flags_are_one_clear_line(flags, message, tmp_path, no_training):
     """Wrong flags end with one line that says what is wrong (DESIGN Sec. 8)."""
     with pytest.raises(SystemExit) as stopped:
         mmcontrastive.main(mmcontrastive.get_args([*flags, "--output", str(tmp_path / "run")]))
@@ -599,3 +602,19 @@ def test_bad_files_are_one_clear_line(tiny, trained, translators, coco_folder, t
     with pytest.raises(SystemExit, match="start it without torchrun"):
         mmcontrastive.backtranslate(arguments(tiny(tmp_path / "run", "--backtranslate", "--translator", translators)), CPU)
     assert not (tmp_path / "run" / "checkpoint.pth").exists()
+
+
+# ------------------------------------------------------------------------------------------ it learns
+
+
+def test_learns_on_shapes(tmp_path):
+    """Half the job without flags: captions find their photos and photos their captions, and the backbone beats random features.
+
+    Measured with all 900 iterations: R@10 54.9 and 47.5 (random 1.1), median ranks 9 and 12 of 5,000 and 1,000; the probe 6.8 mAP above random.
+    """
+    finished(run_script("mmcontrastive.py", "--iters", 500, "--output", tmp_path, OMP_NUM_THREADS="2"))
+    result = json.loads((tmp_path / "result.json").read_text())
+    for way in ("image to text", "text to image"):
+        assert result["retrieval"]["trained"][way]["R@10"] > 10 * result["retrieval"]["random"][way]["R@10"]
+        assert result["retrieval"]["trained"][way]["median rank"] < 100
+    assert result["probe"]["trained"] > result["probe"]["random"] + 2

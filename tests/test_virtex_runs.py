@@ -163,7 +163,7 @@ def test_learns_on_shapes(tmp_path):
         (["--clip", "-1"], "--clip above 0"),
     ],
 )
-def test_bad_flags_are_one_clear_line(flags, message, tmp_path):
+def test_bad_flags_are_one_clear_line(flags, message, tmp_path, no_training):
     """Wrong flags end with one line that says what is wrong (DESIGN Sec. 8)."""
     with pytest.raises(SystemExit) as stopped:
         virtex.main(virtex.get_args([*flags, "--output", str(tmp_path / "run")]))
