@@ -1,0 +1,188 @@
+"""One table and one picture of all methods: trained on the same photos with the same backbone for as many iterations, and
+probed alike, beside the backbone at random initialisation and one trained with labels.
+
+    python tests/compare.py                                            # the built-in scenes, half an hour on two cores
+    python tests/compare.py --data coco --root flickr8k --train-split train --val-split val --image-size 96 --iters 4688 \\
+        --probe-data folder --probe-root flowers --output runs/flickr8k
+    python tests/compare.py ... --only virtex tp                       # these rows now, on this machine
+    python tests/compare.py ... --processes 8                          # each run on eight GPUs
+
+Writes comparison.md, comparison.png and result.json into --output, and each run into a folder of its own there. A run that
+has ended is not repeated, a killed one goes on; so a row may as well be trained by hand, with flags of your own, into
+OUTPUT/NAME. Flags that no method shares stand in METHODS: on real photos they suit short runs of small batches from random
+initialisation, measured on Flickr8k, and the papers' recipes are in the README.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+import common
+import eval_linear
+import probe
+from common import fail, say
+
+NO_CAPTIONS = "--lambda-tag 0 --lambda-cc 0 --lambda-ic 0 --lambda-ci 0"
+CONTRASTIVE = (
+    "--caption-views sibling --lm scratch --lm-layers 4 --lm-width 256 --mlp-hidden 1024 --queue 1024 --dropout 0 --bn-splits 4 "
+    "--optimizer radam --lr 1e-3 --text-lr 1e-3 --lambda-ic 0.05 --lambda-ci 0.05"
+)
+ICMLM = "--lm scratch --lm-iters 2000 --optimizer radam --steps 0.8 --lambda-tp 1"
+METHODS = {
+    # folder         name and what it learns from                          script             on shapes beside its defaults, on real photos
+    "virtex":       ("VirTex", "captions",                                 "virtex.py",        "", "--hidden 512 --lr 0.2 --text-lr 0.1"),
+    "tp":           ("TP-Postag", "captions",                              "tp.py",            "", "--lr 0.03"),
+    "icmlm":        ("ICMLM-tfm", "captions",                              "icmlm.py",         "", f"{ICMLM} --lr 1e-3"),
+    "icmlm-att-fc": ("ICMLM-att-fc, from TP's backbone", "captions",       "icmlm.py",         "--head att-fc --warmup-attention 0.4",
+                     f"{ICMLM} --lr 5e-4 --head att-fc --warmup-attention 0.25"),
+    "mmcontrastive": ("Multimodal contrastive", "captions",                "mmcontrastive.py", "", CONTRASTIVE),
+    "inter-modal":  ("... between photos and captions only", "captions",   "mmcontrastive.py", "--lambda-ii 0 --lambda-cc 0 --lambda-tag 0 --intra-dim 1024",
+                     f"{CONTRASTIVE} --lambda-ii 0 --lambda-cc 0 --lambda-tag 0 --intra-dim 1024"),
+    "moco":         ("MoCo-v2", "photos",                                  "mmcontrastive.py", NO_CAPTIONS,
+                     f"--bn-splits 4 --queue 1024 --mlp-hidden 1024 --optimizer radam --lr 1e-3 --text-lr 1e-3 {NO_CAPTIONS}"),
+    "labels":       ("Supervised", "the probe's labels",                   "tp.py",            "--labels instances", "--labels instances --lr 0.03"),
+    "random":       ("Random initialisation", "nothing",                   None,               "", ""),
+}  # fmt: skip
+
+
+def get_args(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="shapes", help="shapes, coco, vg or a .jsonl file")
+    parser.add_argument("--root", help="folder of the data set (default datasets/<name>)")
+    parser.add_argument("--train-split", help="as of the scripts")
+    parser.add_argument("--val-split", help="as of the scripts")
+    parser.add_argument("--arch", default="resnet18", choices=sorted(common.BACKBONES))
+    parser.add_argument("--image-size", type=int, default=64, help="side of the images, of training and of the probe")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--iters", type=int, default=1200, help="of every method")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count()))
+    parser.add_argument("--probe-data", default="shapes", choices=sorted(common.LABEL_SPLITS), help="labelled images for the probe and for the supervised row")
+    parser.add_argument("--probe-root", help="their folder")
+    parser.add_argument("--protocol", default="svm-virtex", choices=eval_linear.EXTRACTED, help="of the probe, see eval_linear.py")
+    parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS), help="train and probe these rows; the table has every row that is there")
+    parser.add_argument("--processes", type=int, default=1, help="GPUs of this machine for each run (torchrun)")
+    parser.add_argument("--output", default="runs/compare")
+    args = parser.parse_args(argv)
+    if args.data != "shapes" and args.probe_data == "shapes":
+        fail("--probe-data and --probe-root are needed: the labelled photos on which the backbones are to be measured")
+    return args
+
+
+def main(args):
+    output = Path(args.output)
+    for number, name in enumerate(args.only, 1):
+        say(f"\n[{number} of {len(args.only)}] {METHODS[name][0]}")
+        if METHODS[name][2]:
+            train(name, args)
+        weights = output / name / "backbone.pth" if METHODS[name][2] else "random"
+        python(
+            args, "eval_linear.py", "--weights", weights, *(("--arch", args.arch) if weights == "random" else ()), *given(args, "image_size", "seed", "workers"),
+            "--protocol", args.protocol, "--data", args.probe_data, *(("--root", args.probe_root) if args.probe_root else ()),
+            "--output", output / name / "probe",
+        )  # fmt: skip
+
+    rows = [row(name, args) for name in METHODS if (output / name / "probe" / "result.json").exists()]
+    metric = next(key for key in ("mAP", "top-1") if key in rows[0]["scores"])
+    lines = ["| method | learns from | iterations | " + f"{metric} |", "|---|---|---|---|"]
+    lines += [f"| {r['method']} | {r['learns_from']} | {' + '.join(map(str, r['iterations'])) or 'none'} | {r['scores'][metric]:.1f} |" for r in rows]
+    common.write_file(output / "comparison.md", lambda file: file.write("\n".join(lines + [""]).encode()))
+    common.write_json(output / "result.json", {"args": vars(args), "metric": metric, "rows": rows})
+    draw_bars([(r["method"], r["learns_from"], r["scores"][metric]) for r in rows], metric, output / "comparison.png")
+    say("\n" + "\n".join(lines) + f"\n\nthe same as a picture: {output / 'comparison.png'}")
+
+
+def train(name, args):
+    """One run into its folder, unless one has ended there."""
+    _, _, script, on_shapes, on_photos = METHODS[name]
+    folder = Path(args.output, name)
+    if (folder / "result.json").exists():
+        check_run(folder, name, args)
+        say(f"{folder} holds a run that has ended: it is not repeated")
+        return
+    data = given(args, "data", "root", "train_split", "val_split")
+    if name == "labels":
+        data = labelled_photos(args)
+    elif name == "icmlm-att-fc":
+        backbone = Path(args.output, "tp", "backbone.pth")
+        if not backbone.exists():
+            fail(f"{METHODS[name][0]}: {backbone} is not there; --only tp trains it first")
+        data += ["--init", backbone]
+    own = (on_shapes if args.data == "shapes" else on_photos).split()
+    python(args, script, *data, *given(args, "arch", "image_size", "batch_size", "iters", "seed", "workers"), *own, "--output", folder)
+
+
+def given(args, *flags):
+    """-> the flags that have a value, as on a command line"""
+    return [text for flag in flags if getattr(args, flag) is not None for text in (f"--{flag.replace('_', '-')}", str(getattr(args, flag)))]
+
+
+def labelled_photos(args):
+    """The supervised row trains on the very photos and labels that the probe is trained on -> flags of tp.py"""
+    if args.probe_data == "shapes":
+        return ["--data", "shapes"]
+    data = probe.label_data(args.probe_data, args.probe_root, common.LABEL_SPLITS[args.probe_data][0])
+    lines = [json.dumps({"image": os.path.abspath(data.images[i]), "tags": [data.names[n] for n in np.flatnonzero(labels == 1)]}) for i, labels in enumerate(data.labels)]
+    path = Path(args.output, "labels.jsonl")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    common.write_file(path, lambda file: file.write("\n".join(lines + [""]).encode()))
+    return ["--data", path]
+
+
+def python(args, script, *flags):
+    """Run one of our scripts, its output on this screen; its failure is ours."""
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={args.processes}"] if args.processes > 1 else []
+    command = [str(text) for text in (*launcher, REPO / script, *flags)]
+    say(" ".join(["python", *launcher, script, *map(str, flags)]))
+    if subprocess.run([sys.executable, *command], check=False).returncode:
+        fail(f"{script} ended with an error, see above; started again, this command goes on from there")
+
+
+def check_run(folder, name, args):
+    """Refuse a run of other photos or of another backbone: it could not be compared."""
+    before = json.loads((folder / "args.json").read_text())
+    for flag in ("arch", "image_size", "batch_size", *(("data", "train_split") if name != "labels" else ())):
+        if getattr(args, flag) not in (None, before[flag]):
+            fail(f"{folder} holds a run with --{flag.replace('_', '-')} {before[flag]}, not {getattr(args, flag)}: choose another --output")
+
+
+def row(name, args):
+    """One line of the table: {"name", "method", "learns_from", "iterations", "scores"}"""
+    scores = json.loads(Path(args.output, name, "probe", "result.json").read_text())["mean"]
+    runs = {"random": (), "icmlm-att-fc": ("tp", name)}.get(name, (name,))
+    iterations = [common.read_checkpoint(Path(args.output, run, "checkpoint.pth"))["iteration"] for run in runs]
+    return {"name": name, "method": METHODS[name][0], "learns_from": METHODS[name][1], "iterations": iterations, "scores": scores}
+
+
+def draw_bars(rows, metric, path, side=28, left=290, width=500):
+    """rows: [(method, learns_from, score), ...] -> horizontal bars; a line through all of them at the score without training"""
+    colours = {"captions": "#3b6fb6", "photos": "#8a6fb0", "the probe's labels": "#4d9a5b", "nothing": "#999999"}
+    font, height = ImageFont.load_default(15), len(rows) * side
+    sheet = Image.new("RGB", (left + width + 60, height + 48), "white")
+    draw = ImageDraw.Draw(sheet)
+    scale = width / max(score for *_, score in rows)
+    for y, (method, learns_from, score) in zip(range(8, height, side), rows):
+        draw.text((left - 8, y + side / 2), method, "black", font, anchor="rm")
+        draw.rectangle((left, y + 3, left + score * scale, y + side - 3), colours[learns_from])
+        draw.text((left + score * scale + 6, y + side / 2), f"{score:.1f}", "black", font, anchor="lm")
+        if learns_from == "nothing":
+            draw.line((left + score * scale, 8, left + score * scale, height + 8), colours["nothing"])
+    x = left
+    for learns_from, colour in colours.items():
+        draw.rectangle((x, height + 20, x + 12, height + 32), colour)
+        draw.text((x + 18, height + 26), learns_from, "black", font, anchor="lm")
+        x += 36 + draw.textlength(learns_from, font)
+    draw.text((left - 8, height + 26), f"{metric}; learned from", "black", font, anchor="rm")
+    sheet.save(path)
+
+
+if __name__ == "__main__":
+    common.run(main, get_args)

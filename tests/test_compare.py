@@ -1,0 +1,86 @@
+"""compare.py: its commands are ones that the scripts accept, and its table says what the runs say."""
+
+import importlib
+import json
+
+import compare
+import numpy as np
+import pytest
+from conftest import run_script
+from PIL import Image
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """A .jsonl of 24 captioned photos, and 24 + 12 labelled ones of two classes in folders -> the flags of compare.py"""
+    rng = np.random.default_rng(0)
+
+    def photo(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (40, 40, 3), np.uint8)).save(path)
+        return str(path)
+
+    lines = [json.dumps({"image": photo(tmp_path / "photos" / f"{n}.jpg"), "captions": ["a noisy picture"]}) for n in range(24)]
+    (tmp_path / "photos.jsonl").write_text("\n".join(lines))
+    for split, number in (("train", 12), ("val", 6)):
+        for name in ("noise", "noise again"):
+            for n in range(number):
+                photo(tmp_path / "labelled" / split / name / f"{n}.jpg")
+    common = ["--data", tmp_path / "photos.jsonl", "--probe-data", "folder", "--probe-root", tmp_path / "labelled", "--output", tmp_path / "runs"]
+    return [*common, "--image-size", 32, "--batch-size", 8, "--workers", 0]
+
+
+def test_one_table(photos, tmp_path):
+    """Some rows now, one later; an ended run is not repeated; the supervised row learns from the probe's labels."""
+    first = run_script("tests/compare.py", *photos, "--iters", 1, "--only", "moco", "labels")
+    assert first.returncode == 0, first.stderr
+    trained = (tmp_path / "runs" / "moco" / "checkpoint.pth").stat().st_mtime_ns
+    then = run_script("tests/compare.py", *photos, "--iters", 1, "--only", "moco", "random")
+    assert then.returncode == 0, then.stderr
+    assert "is not repeated" in then.stdout and (tmp_path / "runs" / "moco" / "checkpoint.pth").stat().st_mtime_ns == trained
+
+    probes = {name: json.loads((tmp_path / "runs" / name / "probe" / "result.json").read_text()) for name in ("moco", "labels", "random")}
+    assert [probes[name]["args"]["weights"] for name in probes] == [str(tmp_path / "runs" / name / "backbone.pth") for name in ("moco", "labels")] + ["random"]
+    table = (tmp_path / "runs" / "comparison.md").read_text().splitlines()
+    expected = [f"{probes[name]['mean']['mAP']:.1f}" for name in probes]
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in table] == [
+        ["method", "learns from", "iterations", "mAP"], ["---"] * 4, ["MoCo-v2", "photos", "1", expected[0]],
+        ["Supervised", "the probe's labels", "1", expected[1]], ["Random initialisation", "nothing", "none", expected[2]],
+    ]  # fmt: skip
+    labels = [json.loads(line) for line in (tmp_path / "runs" / "labels.jsonl").read_text().splitlines()]
+    assert sorted(row["tags"][0] for row in labels) == ["noise"] * 12 + ["noise again"] * 12
+    assert all(f"/train/{row['tags'][0]}/" in row["image"] for row in labels)
+    assert json.loads((tmp_path / "runs" / "labels" / "args.json").read_text())["labels"] == "instances"
+    assert Image.open(tmp_path / "runs" / "comparison.png").height > 3 * 28
+
+    other = run_script("tests/compare.py", *photos, "--image-size", 64, "--only", "moco")
+    assert other.returncode and "--image-size 32, not 64" in other.stderr
+    early = run_script("tests/compare.py", *photos, "--only", "icmlm-att-fc")
+    assert early.returncode and "--only tp trains it first" in early.stderr
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, script, *_) in compare.METHODS.items() if script])
+@pytest.mark.parametrize("data", ["shapes", "photos.jsonl"])
+def test_flags_are_accepted(name, data, monkeypatch):
+    """Every row's flags, as its script parses them: the same data, backbone, size, batch and iterations for all."""
+    commands = []
+    monkeypatch.setattr(compare, "python", lambda args, script, *flags: commands.append((script, list(map(str, flags)))))
+    monkeypatch.setattr(compare, "labelled_photos", lambda args: ["--data", data])
+    monkeypatch.setattr(compare.Path, "exists", lambda path: path.name == "backbone.pth")
+    compare.train(name, compare.get_args(["--data", data, "--probe-data", "folder", "--iters", "77", "--batch-size", "16", "--image-size", "48", "--arch", "vgg16"]))
+    ((script, flags),) = commands
+    args = importlib.import_module(script.removesuffix(".py")).get_args(flags)
+    assert (args.data, args.iters, args.batch_size, args.image_size, args.arch) == (data, 77, 16, 48, "vgg16")
+
+
+def test_bars(tmp_path):
+    """A bar of twice the score is twice as long, in the colour of what the method learns from."""
+    compare.draw_bars([("one", "captions", 40.0), ("two", "nothing", 20.0)], "mAP", tmp_path / "bars.png", side=28, left=290, width=500)
+    pixels = np.asarray(Image.open(tmp_path / "bars.png").convert("RGB"))
+    assert (pixels[14] == (0x3B, 0x6F, 0xB6)).all(1).sum() == pytest.approx(500, abs=3)  # less the line of the second score
+    assert (pixels[14 + 28] == (0x99, 0x99, 0x99)).all(1).sum() == pytest.approx(250, abs=3)
+
+
+def test_probe_is_needed():
+    with pytest.raises(SystemExit, match="--probe-data and --probe-root"):
+        compare.get_args(["--data", "coco"])
