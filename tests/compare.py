@@ -9,8 +9,9 @@ probed alike, beside the backbone at random initialisation and one trained with 
 
 Writes comparison.md, comparison.png and result.json into --output, and each run into a folder of its own there. A run that
 has ended is not repeated, a killed one goes on; so a row may as well be trained by hand, with flags of your own, into
-OUTPUT/NAME. Flags that no method shares stand in METHODS: on real photos they suit short runs of small batches from random
-initialisation, measured on Flickr8k, and the papers' recipes are in the README.
+OUTPUT/NAME. The flags that differ stand in METHODS: on real photos they suit short runs of small batches, measured on
+Flickr8k; the papers' recipes are in the README. Nothing is downloaded and no run has seen other data: ICMLM trains a small
+BERT on the captions, the contrastive rows start from it, so --only icmlm goes before them as --only tp before icmlm-att-fc.
 """
 
 import argparse
@@ -31,25 +32,24 @@ import probe
 from common import fail, say
 
 NO_CAPTIONS = "--lambda-tag 0 --lambda-cc 0 --lambda-ic 0 --lambda-ci 0"
-CONTRASTIVE = (
-    "--caption-views sibling --lm scratch --lm-layers 4 --lm-width 256 --mlp-hidden 1024 --queue 1024 --dropout 0 --bn-splits 4 "
-    "--optimizer radam --lr 1e-3 --text-lr 1e-3 --lambda-ic 0.05 --lambda-ci 0.05"
-)
+INTER_MODAL = "--lambda-ii 0 --lambda-cc 0 --lambda-tag 0 --intra-dim 1024"
+CONTRASTIVE = "--bn-splits 4 --queue 512 --momentum 0.998 --mlp-hidden 1024 --optimizer radam --lr 1e-3 --text-lr 1e-3"
+CAPTIONS = "--caption-views sibling --lm {output}/icmlm/language_model --dropout 0 --lambda-ic 0.2 --lambda-ci 0.2"
 ICMLM = "--lm scratch --lm-iters 2000 --optimizer radam --steps 0.8 --lambda-tp 1"
+FROM_TP = "--head att-fc --init {output}/tp/backbone.pth"
 METHODS = {
-    # folder         name and what it learns from                          script             on shapes beside its defaults, on real photos
-    "virtex":       ("VirTex", "captions",                                 "virtex.py",        "", "--hidden 512 --lr 0.2 --text-lr 0.1"),
-    "tp":           ("TP-Postag", "captions",                              "tp.py",            "", "--lr 0.03"),
-    "icmlm":        ("ICMLM-tfm", "captions",                              "icmlm.py",         "", f"{ICMLM} --lr 1e-3"),
-    "icmlm-att-fc": ("ICMLM-att-fc, from TP's backbone", "captions",       "icmlm.py",         "--head att-fc --warmup-attention 0.4",
-                     f"{ICMLM} --lr 5e-4 --head att-fc --warmup-attention 0.25"),
-    "mmcontrastive": ("Multimodal contrastive", "captions",                "mmcontrastive.py", "", CONTRASTIVE),
-    "inter-modal":  ("... between photos and captions only", "captions",   "mmcontrastive.py", "--lambda-ii 0 --lambda-cc 0 --lambda-tag 0 --intra-dim 1024",
-                     f"{CONTRASTIVE} --lambda-ii 0 --lambda-cc 0 --lambda-tag 0 --intra-dim 1024"),
-    "moco":         ("MoCo-v2", "photos",                                  "mmcontrastive.py", NO_CAPTIONS,
-                     f"--bn-splits 4 --queue 1024 --mlp-hidden 1024 --optimizer radam --lr 1e-3 --text-lr 1e-3 {NO_CAPTIONS}"),
-    "labels":       ("Supervised", "the probe's labels",                   "tp.py",            "--labels instances", "--labels instances --lr 0.03"),
-    "random":       ("Random initialisation", "nothing",                   None,               "", ""),
+    # folder         name, what it learns from, script               its flags on shapes, on real photos
+    "virtex":        ("VirTex", "captions", "virtex.py",              "", "--hidden 512 --lr 0.2 --text-lr 0.1"),
+    "tp":            ("TP-Postag", "captions", "tp.py",               "", "--lr 0.03"),
+    "icmlm":         ("ICMLM-tfm", "captions", "icmlm.py",            "", f"{ICMLM} --lr 1e-3"),
+    "icmlm-att-fc":  ("ICMLM-att-fc, from TP's backbone", "captions", "icmlm.py",
+                      f"{FROM_TP} --warmup-attention 0.4", f"{FROM_TP} --warmup-attention 0.25 {ICMLM} --lr 5e-4"),
+    "mmcontrastive": ("Multimodal contrastive", "captions", "mmcontrastive.py", "", f"{CONTRASTIVE} {CAPTIONS}"),
+    "inter-modal":   ("... between photos and captions only", "captions", "mmcontrastive.py",
+                      INTER_MODAL, f"{CONTRASTIVE} {CAPTIONS} {INTER_MODAL} --lr 5e-4 --text-lr 5e-4"),
+    "moco":          ("MoCo-v2", "photos", "mmcontrastive.py",        NO_CAPTIONS, f"{CONTRASTIVE} {NO_CAPTIONS}"),
+    "labels":        ("Supervised", "the probe's labels", "tp.py",    "--labels instances", "--labels instances --lr 0.03"),
+    "random":        ("Random initialisation", "nothing", None,       "", ""),
 }  # fmt: skip
 
 
@@ -111,12 +111,7 @@ def train(name, args):
     data = given(args, "data", "root", "train_split", "val_split")
     if name == "labels":
         data = labelled_photos(args)
-    elif name == "icmlm-att-fc":
-        backbone = Path(args.output, "tp", "backbone.pth")
-        if not backbone.exists():
-            fail(f"{METHODS[name][0]}: {backbone} is not there; --only tp trains it first")
-        data += ["--init", backbone]
-    own = (on_shapes if args.data == "shapes" else on_photos).split()
+    own = [word.format(output=args.output) for word in (on_shapes if args.data == "shapes" else on_photos).split()]
     python(args, script, *data, *given(args, "arch", "image_size", "batch_size", "iters", "seed", "workers"), *own, "--output", folder)
 
 
