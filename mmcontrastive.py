@@ -188,17 +188,19 @@ def main(args):
         common.caption_data(args.data, args.root, args.train_split, args.fraction, args.captions_per_image, args.seed),
         common.caption_data(args.data, args.root, args.val_split),
     )
-    run.same_data(checkpoint, train, val)
-    labelled = probe.probe_data(args, train, val)
     weights = {name: getattr(args, f"lambda_{name}") for name in LOSSES}
-    train, weights["tag"] = usable(train, args, weights)
     reads = bool(weights["cc"] or weights["ic"])
-    round_trips = read_backtranslations(args.backtranslations, train.captions) if reads and args.caption_views == "backtranslation" else None
-    size = min(args.queue, len(train)) // args.batch_size * args.batch_size
+    round_trips = read_backtranslations(args.backtranslations, train.captions) if reads and args.caption_views == "backtranslation" else []
+    run.same_data(checkpoint, train, val, *round_trips)
+    labelled = probe.probe_data(args, train, val)
+    train, weights["tag"] = usable(train, args, weights)
+    photos = (np.diff(train.first_caption) > 0).sum() if reads else len(train)
+    size = min(args.queue, photos) // args.batch_size * args.batch_size
+    kind = "photos with captions" if reads else "photos"
     if not size:
-        fail(f"{len(train)} photos are fewer than a batch of {args.batch_size}: lower --batch-size")
+        fail(f"{photos} {kind} are fewer than a batch of {args.batch_size}: lower --batch-size")
     if size != args.queue:
-        say(f"queues of {size} keys instead of {args.queue}: a multiple of the batch, and no more than there are photos")
+        say(f"queues of {size} keys instead of {args.queue}: a multiple of the batch, and no more than there are {kind}")
     tokenizer, config = None, None
     if reads:
         with common.main_first(world):
@@ -335,7 +337,10 @@ def read_caption_model(folder):
     transformers = language.quiet_transformers()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the data workers tokenise
     with language.loading(folder):
-        return transformers.AutoTokenizer.from_pretrained(folder), transformers.AutoConfig.from_pretrained(folder)
+        tokenizer, config = transformers.AutoTokenizer.from_pretrained(folder), transformers.AutoConfig.from_pretrained(folder)
+    if tokenizer.pad_token is None:
+        fail("the tokenizer of --lm has no token for padding: give a BERT-like model")
+    return tokenizer, config
 
 
 def load_pretrained(model, name):

@@ -492,6 +492,10 @@ def test_round_trips_and_training_on_them(tiny, translators, coco_folder, tmp_pa
     assert len(metrics(tmp_path / "run")) == 3 and {file.name for file in (tmp_path / "run").iterdir()} == FILES | {"caption_model", "backtranslations.jsonl"}
     start(tiny(tmp_path / "other", "--caption-views", "backtranslation", "--iters", 3, "--backtranslations", path))
     assert [row["cc"] for row in metrics(tmp_path / "other")] == [row["cc"] for row in metrics(tmp_path / "run")]
+    (tmp_path / "run" / "result.json").unlink()
+    path.write_text("".join(json.dumps({**row, "fr": "another trip"}) + "\n" for row in rows))
+    with pytest.raises(SystemExit, match="holds a run on other captions"):
+        start(command)
 
 
 # ------------------------------------------------------------------------------------------ bad input
@@ -577,16 +581,23 @@ def test_bad_files_are_one_clear_line(tiny, trained, translators, coco_folder, t
     (tmp_path / "silent.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "untagged.jsonl").write_text("".join(json.dumps({**row, "captions": ["a dog"]}) + "\n" for row in rows))
     (tmp_path / "trips.jsonl").write_text('{"caption": "a dog", "fr": "un chien"}\n')
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps({**row, "captions": ["a dog"] if n < 10 else []}) + "\n" for n, row in enumerate(rows)))
     (tmp_path / "empty").mkdir()
+    tokenizer, config = mmcontrastive.read_caption_model(trained / "caption_model")
+    tokenizer.pad_token = None
+    for part in (tokenizer, config):
+        part.save_pretrained(tmp_path / "unpadded")
     trips = ["--caption-views", "backtranslation", "--backtranslations"]
     for flags, message in [
         (["--lm", tmp_path / "empty"], f"--lm {tmp_path / 'empty'} cannot be loaded"),
+        (["--lm", tmp_path / "unpadded"], "the tokenizer of --lm has no token for padding"),
+        (["--data", tmp_path / "mixed.jsonl"], "5 photos with captions are fewer than a batch of 8"),
         (["--lm", tmp_path / "none"], f"--lm {tmp_path / 'none'}: no such folder"),
         (["--output", trained], "holds a run with --image-size 64, not 32"),
         (["--data", tmp_path / "silent.jsonl"], "no photo has a caption: with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are enough"),
         (["--data", tmp_path / "untagged.jsonl", "--lambda-tag", 1], "--lambda-tag wants tags and no photo has any"),
         (["--data", tmp_path / "untagged.jsonl", "--lambda-ii", 0, "--lambda-ic", 0, "--lambda-ci", 0], "--lambda-tag wants tags and no photo has any"),
-        (["--fraction", 0.2], "5 photos are fewer than a batch of 8"),
+        (["--fraction", 0.2], "5 photos with captions are fewer than a batch of 8"),
         ([*trips, tmp_path / "none.jsonl"], "captions have no round trip in"),
         ([*trips, tmp_path / "trips.jsonl"], "trips.jsonl, line 1: expected"),
         (["--backtranslate", "--translator", f"{tmp_path}/{{}}-{{}}"], f"--translator {tmp_path}/en-fr: no such folder"),
