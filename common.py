@@ -916,7 +916,7 @@ def fill_defaults(args, defaults, scaled=()):
         if getattr(args, flag) is not None and not 0 < getattr(args, flag) < math.inf:
             fail(f"--{flag.replace('_', '-')} must be above 0")
     for flag, least in {"image_size": 1, "iters": 1, "log_every": 1, "checkpoint_every": 1, "workers": 0, "probe_every": 0}.items():
-        if getattr(args, flag) < least:
+        if getattr(args, flag) is not None and getattr(args, flag) < least:
             fail(f"--{flag.replace('_', '-')} must be at least {least}")
     return args
 

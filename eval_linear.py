@@ -52,7 +52,7 @@ TRAINED = {  # protocols trained by SGD with momentum 0.9
     "sgd-virtex":   (100,    256,        0.3),   # VirTex Sec. 4.1: cosine, no weight decay
     "sgd-mct":      (60,     256,        30.0),  # MCT Sec. 4.2: divided by 5 at three epochs, no weight decay
     "logreg-icmlm": (100,    1024,       None),  # ICMLM App. F.2: cosine; epochs ours
-    "layers":       (100,    256,        0.01),  # ours: the paper leaves them to its code
+    "layers":       (100,    256,        0.01),  # ours, cosine and no weight decay too: the paper leaves them to its code
 }  # fmt: skip
 
 PROTOCOLS = (*EXTRACTED, *(name for name in TRAINED if name not in EXTRACTED))
@@ -69,7 +69,7 @@ def get_args(argv=None):
     parser.add_argument("--val-split", help="default: test for voc07, val2017 for coco, val otherwise")
     parser.add_argument("--train-images", type=int, help="train on at most this many images, drawn by --seed (default 2000 for shapes, all otherwise)")
     parser.add_argument("--image-size", type=int, default=224, help="side of the crops; the one the backbone was trained at is best [App. A.1]")
-    parser.add_argument("--runs", type=int, default=1, help="repeat with different seeds: mean and standard deviation")
+    parser.add_argument("--runs", type=int, default=1, help="repeat with different seeds: mean and standard deviation (svm-virtex on a file draws nothing and repeats itself)")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--output", help="folder of result.json and of the features (default runs/eval_linear)", default="runs/eval_linear")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count()), help="data processes per process")
@@ -140,6 +140,7 @@ def main(args):
         torch.manual_seed(seed)
         if args.protocol in EXTRACTED:
             fit, held = (extracted(backbone, data, f"features_{name}.npz", args, world) for name, data in (("train", train), ("test", test)))
+            torch.manual_seed(seed)  # features found again leave the generator where it was
             if world.is_main:  # what follows is one process's work
                 classify = {"sgd-mct": sgd_mct, "logreg-icmlm": logreg_icmlm}.get(args.protocol, svm)
                 scores.append(classify(*fit, *held, train.names, args, world.device, seed))
@@ -293,7 +294,7 @@ class LabelView(Dataset):
     """One labelled image: a random crop of 20-100% with a random flip [VirTex App. A.1], for `layers` also colour jitter.
 
     -> uint8 (size, size, 3), jitter (4,), labels (classes,), index of an image that could not be decoded and is replaced
-    by the next, or -1. ICMLM's "heavier" augmentation is SimCLR's, whose crops and jitter these are [Sec. 4; strength ours].
+    by the next, or -1. ICMLM's "heavier" augmentation is SimCLR's, whose colour jitter is all that is taken here [Sec. 4; ours].
     """
 
     def __init__(self, data, size, seed, jitter=0.0):
@@ -321,7 +322,7 @@ class LinearProbes(nn.Module):
 def probed_features(backbone, images, jitter, args, device):
     """-> list of (B, width): pooled over the image, or with `layers` the three last convolutions of VGG-16 in 4x4 cells
 
-    512 channels x 16 cells are 8192 numbers, the square grid nearest to about 9K [ICMLM Sec. 4 after Caron et al. 2019].
+    512 channels x 16 cells are 8192 numbers, the square grid nearest to about 9K [ICMLM App. C after Caron et al. 2019; ours].
     """
     if args.protocol != "layers":
         return [probe.pooled(backbone, images, device, args.amp)]

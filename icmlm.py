@@ -302,7 +302,7 @@ def cached_triplets(args, train, val, tokenizer, run):
 
 
 def maskable_tokens(tokenizer, words):
-    """{token id: word} for the words that are one token [DESIGN 5.3]. In a sentence a word follows a space."""
+    """{token id: word} for the words that are one token [ours]. In a sentence a word follows a space."""
     ids = tokenizer([" " + word for word in words], add_special_tokens=False)["input_ids"] if words else []
     return {row[0]: word for row, word in zip(ids, words) if len(row) == 1 and row[0] != tokenizer.unk_token_id}
 
@@ -558,10 +558,10 @@ def validate(model, lm, triplets, concepts, tokenizer, args, device):
             features = model.backbone(common.augment(batch["images"]))
             found, attention = model.fill_in(features, words, batch["visible"], batch["position"], maps=True)
             blind, _ = model.fill_in(features[another_photo(batch["index"].tolist())], words, batch["visible"], batch["position"])
-            alone = words[torch.arange(len(words), device=device), batch["position"]]
-            logits = lm.score(found, args.head), lm.score(blind, args.head), lm.classify(alone)
+        alone = words[torch.arange(len(words), device=device), batch["position"]]
+        # In float32: in half precision many words share the best score, and each of them would count as found.
+        logits = lm.score(found.float(), args.head), lm.score(blind.float(), args.head), lm.classify(alone.float())
         for name, scores in zip(RANKED, logits):
-            scores = scores.float()
             ranks[name].append((scores > scores.gather(1, batch["target"][:, None])).sum(1).cpu())
         targets += batch["target"].tolist()
         maps.append(attention.float().cpu())

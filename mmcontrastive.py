@@ -9,10 +9,8 @@ as views of each other (Eq. 5). The others come from queues that momentum encode
 and between the two is measured in different spaces, by MLPs of their own [Sec. 3.2].
 
     laptop        python mmcontrastive.py
-    own photos    python mmcontrastive.py --data photos.jsonl --caption-views sibling --lm scratch --lm-layers 4 --lm-width 256 \
-                      --dropout 0 --arch resnet18 --image-size 112 --batch-size 32 --bn-splits 4 --optimizer radam --lr 1e-3 --text-lr 1e-3 \\
-                      --queue 1024 --lambda-ic 0.05 --lambda-ci 0.05
-    MoCo-v2       the same with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 --lambda-tag 0
+    own photos    python mmcontrastive.py --data photos.jsonl ...            (the README has a command for small data)
+    MoCo-v2       python mmcontrastive.py --data coco --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 --lambda-tag 0
     round trips   python mmcontrastive.py --data coco --backtranslate         (once, on a GPU; the paper's views of captions)
     one GPU       python mmcontrastive.py --data coco --batch-size 128
     eight GPUs    torchrun --nproc_per_node=8 mmcontrastive.py --data coco
@@ -24,6 +22,9 @@ What to expect: the losses start near 0 and rise while the queues fill, because 
 `cc` towards ln(K + 1), `ic` and `ci` towards K times the margin. Then they fall, `cc` within the first hundreds of
 iterations and the others slowly. A run ends with retrieval, from photos to captions and back (Tab. 7), beside that of
 random vectors.
+
+Ours: words left and right in a caption follow the photo's view that it is compared with; `--lm scratch` reads with a
+WordPiece vocabulary of its own, the paper's with BERT's; MoCo-v2 is what this paper calls so (tau 0.07, batch 512).
 """
 
 import argparse
@@ -69,7 +70,8 @@ DEFAULTS = {
     "lambda_ic":        (0.2,          1e-4),                 # Sec. 4.1; a sum over K keys, so that a smaller K wants more
     "lambda_ci":        (0.2,          1e-4),                 # Sec. 4.1
     "batch_size":       (32,           512),                  # Sec. 4.1
-    "iters":            (900,          46_200),               # Sec. 4.1: 200 epochs of COCO
+    "iters":            (900,          None),
+    "epochs":           (None,         200.0),                # Sec. 4.1
     "optimizer":        ("radam",      "sgd"),                # Sec. 4.1; RAdam leaves plateaus on which a short run of SGD stays
     "lr":               (1e-3,         0.03),                 # Sec. 4.1
     "text_lr":          (1e-3,         4e-5),                 # Sec. 4.1
@@ -119,8 +121,8 @@ def get_args(argv=None):
 
     optim = parser.add_argument_group("optimisation")
     optim.add_argument("--batch-size", type=int, help="photos per iteration over all processes [Sec. 4.1]")
-    optim.add_argument("--iters", type=int, help="iterations; scale with the number of photos [Sec. 4.1]")
-    optim.add_argument("--epochs", type=float, help="length in passes over the photos, instead of --iters")
+    optim.add_argument("--iters", type=int, help="length in iterations; short runs want some thousands")
+    optim.add_argument("--epochs", type=float, help="length in passes over the photos, instead of --iters [Sec. 4.1]")
     optim.add_argument("--optimizer", choices=("sgd", "radam"), help="radam, with its own --lr and --text-lr of about 1e-3, for short runs on small data [Sec. 4.1]")
     optim.add_argument("--lr", type=float, help="initial, for the photo encoder; cosine [Sec. 4.1]")
     optim.add_argument("--text-lr", type=float, help="initial, for the caption encoder; 4e-5 suits a pretrained BERT, 0.03 and more one from scratch on small data [Sec. 4.1]")
@@ -137,6 +139,8 @@ def get_args(argv=None):
     args = parser.parse_args(argv)
     given = {flag for flag, value in vars(args).items() if value is not None}
     args = common.fill_defaults(args, DEFAULTS, scaled=("lr", "text_lr"))
+    if "iters" in given:
+        args.epochs = None
     weights = {name: getattr(args, f"lambda_{name}") for name in LOSSES}
     if not all(0 <= weight < math.inf for weight in weights.values()) or not (args.lambda_ii or args.lambda_tag or args.lambda_ic):
         fail("no --lambda-* may be below 0, and the photo encoder learns nothing without --lambda-ii, --lambda-tag or --lambda-ic")
@@ -208,7 +212,9 @@ def main(args):
                 keep_caption_model(args, train.captions, run.folder / "caption_model")
             tokenizer, config = read_caption_model(run.folder / "caption_model")
     iters = math.ceil(args.epochs * len(train) / args.batch_size) if args.epochs else args.iters
-    say(f"{len(train)} photos with {len(train.captions)} captions and {len(train.tags)} tags; {iters} iterations of {args.batch_size}")
+    say(f"{len(train)} photos with {len(train.captions)} captions and {len(train.tags)} tags; {iters} iterations of {args.batch_size}, {iters * args.batch_size / len(train):.1f} epochs")
+    if reads and args.lm == "scratch" and args.caption_views == "sibling" and not args.dropout and (single := int((np.diff(train.first_caption) == 1).sum())):
+        say(f"{single} photos have one caption, whose two views are alike: for them Eq. 8 teaches little without --dropout")
 
     # Encoders and queues, optimiser, and where an earlier run stopped.
     torch.manual_seed(args.seed)
@@ -359,8 +365,8 @@ def load_pretrained(model, name):
 class TwoViews(Dataset):
     """A photo seen twice and two views of one of its captions.
 
-    The query of a photo meets the key of its caption and the other way round (Eqs. 9 to 13), so that the words left and
-    right follow the view of the photo that a caption is compared with.
+    The query of a photo meets the key of its caption and the other way round (Eqs. 9 to 13), so the words left and right
+    follow the view of the photo that a caption is compared with; two views of a caption may then differ in them. [ours]
     """
 
     def __init__(self, data, args, round_trips=None):
@@ -553,7 +559,7 @@ def update_momentum(queries, keys, m):
 
 
 class Queue(nn.Module):
-    """The last K keys, first in first out. Slots that were never filled count for nothing [DESIGN 5.4]."""
+    """The last K keys, first in first out. Slots that were never filled count for nothing [ours]."""
 
     def __init__(self, size, dim):
         super().__init__()

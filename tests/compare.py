@@ -1,7 +1,7 @@
 """One table and one picture of all methods: trained on the same photos with the same backbone for as many iterations, and
 probed alike, beside the backbone at random initialisation and one trained with labels.
 
-    python tests/compare.py                                            # the built-in scenes, half an hour on two cores
+    python tests/compare.py                                            # the built-in scenes, about 45 minutes on two cores
     python tests/compare.py --data coco --root flickr8k --train-split train --val-split val --image-size 96 --iters 4688 \\
         --probe-data folder --probe-root flowers --output runs/flickr8k
     python tests/compare.py ... --only virtex tp                       # these rows now, on this machine
@@ -10,8 +10,11 @@ probed alike, beside the backbone at random initialisation and one trained with 
 Writes comparison.md, comparison.png and result.json into --output, and each run into a folder of its own there. A run that
 has ended is not repeated, a killed one goes on; so a row may as well be trained by hand, with flags of your own, into
 OUTPUT/NAME. The flags that differ stand in METHODS: on real photos they suit short runs of small batches, measured on
-Flickr8k; the papers' recipes are in the README. Nothing is downloaded and no run has seen other data: ICMLM trains a small
-BERT on the captions, the contrastive rows start from it, so --only icmlm goes before them as --only tp before icmlm-att-fc.
+Flickr8k; the papers' recipes are in the README. Nothing is downloaded. On real photos ICMLM trains a small BERT on the
+captions, from which the contrastive rows that read captions start: the table does not count its 2,000 iterations.
+
+The supervised row learns from labels: on the built-in scenes the shapes in as many scenes as the others see, elsewhere the
+classes of the photos that the probe is trained on.
 """
 
 import argparse
@@ -34,13 +37,14 @@ from common import fail, say
 NO_CAPTIONS = "--lambda-tag 0 --lambda-cc 0 --lambda-ic 0 --lambda-ci 0"
 INTER_MODAL = "--lambda-ii 0 --lambda-cc 0 --lambda-tag 0 --intra-dim 1024"
 CONTRASTIVE = "--bn-splits 4 --queue 512 --momentum 0.998 --mlp-hidden 1024 --optimizer radam --lr 1e-3 --text-lr 1e-3"
-CAPTIONS = "--caption-views sibling --lm {output}/icmlm/language_model --dropout 0 --lambda-ic 0.2 --lambda-ci 0.2"
+CAPTIONS = "--caption-views sibling --lm {output}/icmlm/language_model --lambda-tag 0 --lambda-ic 0.2 --lambda-ci 0.2"
+SGD = "--optimizer sgd --lr 0.03"
 ICMLM = "--lm scratch --lm-iters 2000 --optimizer radam --steps 0.8 --lambda-tp 1"
 FROM_TP = "--head att-fc --init {output}/tp/backbone.pth"
 METHODS = {
     # folder         name, what it learns from, script               its flags on shapes, on real photos
     "virtex":        ("VirTex", "captions", "virtex.py",              "", "--hidden 512 --lr 0.2 --text-lr 0.1"),
-    "tp":            ("TP-Postag", "captions", "tp.py",               "", "--lr 0.03"),
+    "tp":            ("TP-Postag", "captions", "tp.py",               "", SGD),
     "icmlm":         ("ICMLM-tfm", "captions", "icmlm.py",            "", f"{ICMLM} --lr 1e-3"),
     "icmlm-att-fc":  ("ICMLM-att-fc, from TP's backbone", "captions", "icmlm.py",
                       f"{FROM_TP} --warmup-attention 0.4", f"{FROM_TP} --warmup-attention 0.25 {ICMLM} --lr 5e-4"),
@@ -48,7 +52,7 @@ METHODS = {
     "inter-modal":   ("... between photos and captions only", "captions", "mmcontrastive.py",
                       INTER_MODAL, f"{CONTRASTIVE} {CAPTIONS} {INTER_MODAL} --lr 5e-4 --text-lr 5e-4"),
     "moco":          ("MoCo-v2", "photos", "mmcontrastive.py",        NO_CAPTIONS, f"{CONTRASTIVE} {NO_CAPTIONS}"),
-    "labels":        ("Supervised", "the probe's labels", "tp.py",    "--labels instances", "--labels instances --lr 0.03"),
+    "labels":        ("Supervised", "labels", "tp.py",                "--labels instances", f"--labels instances {SGD}"),
     "random":        ("Random initialisation", "nothing", None,       "", ""),
 }  # fmt: skip
 
@@ -72,8 +76,13 @@ def get_args(argv=None):
     parser.add_argument("--processes", type=int, default=1, help="GPUs of this machine for each run (torchrun)")
     parser.add_argument("--output", default="runs/compare")
     args = parser.parse_args(argv)
+    args.only = [name for name in METHODS if name in args.only]  # some start from what others leave
     if args.data != "shapes" and args.probe_data == "shapes":
         fail("--probe-data and --probe-root are needed: the labelled photos on which the backbones are to be measured")
+    if args.protocol in eval_linear.TRAINED and args.probe_data != "folder":
+        fail(f"--protocol {args.protocol} wants one label per image: --probe-data folder")
+    if args.batch_size > 512:
+        fail(f"--batch-size {args.batch_size}: the contrastive rows' queues hold 512 keys")
     return args
 
 
@@ -105,7 +114,7 @@ def train(name, args):
     _, _, script, on_shapes, on_photos = METHODS[name]
     folder = Path(args.output, name)
     if (folder / "result.json").exists():
-        check_run(folder, name, args)
+        check_run(name, args)
         say(f"{folder} holds a run that has ended: it is not repeated")
         return
     data = given(args, "data", "root", "train_split", "val_split")
@@ -121,45 +130,58 @@ def given(args, *flags):
 
 
 def labelled_photos(args):
-    """The supervised row trains on the very photos and labels that the probe is trained on -> flags of tp.py"""
+    """The labels that the supervised row learns from -> flags of tp.py"""
     if args.probe_data == "shapes":
         return ["--data", "shapes"]
     data = probe.label_data(args.probe_data, args.probe_root, common.LABEL_SPLITS[args.probe_data][0])
-    lines = [json.dumps({"image": os.path.abspath(data.images[i]), "tags": [data.names[n] for n in np.flatnonzero(labels == 1)]}) for i, labels in enumerate(data.labels)]
+    tags = [[data.names[n] for n in np.flatnonzero(labels == 1)] for labels in data.labels]  # none for those with difficult ones only
+    lines = [json.dumps({"image": os.path.abspath(image), "tags": names, "split": "train"}) for image, names in zip(data.images, tags)]
     path = Path(args.output, "labels.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
     common.write_file(path, lambda file: file.write("\n".join(lines + [""]).encode()))
-    return ["--data", path]
+    return ["--data", path, "--val-split", "train"]  # what it then says of validation is about training; the table is not
 
 
 def python(args, script, *flags):
     """Run one of our scripts, its output on this screen; its failure is ours."""
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={args.processes}"] if args.processes > 1 else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.processes}"] if args.processes > 1 else []
     command = [str(text) for text in (*launcher, REPO / script, *flags)]
     say(" ".join(["python", *launcher, script, *map(str, flags)]))
     if subprocess.run([sys.executable, *command], check=False).returncode:
         fail(f"{script} ended with an error, see above; started again, this command goes on from there")
 
 
-def check_run(folder, name, args):
-    """Refuse a run of other photos or of another backbone: it could not be compared."""
-    before = json.loads((folder / "args.json").read_text())
-    for flag in ("arch", "image_size", "batch_size", *(("data", "train_split") if name != "labels" else ())):
-        if getattr(args, flag) not in (None, before[flag]):
-            fail(f"{folder} holds a run with --{flag.replace('_', '-')} {before[flag]}, not {getattr(args, flag)}: choose another --output")
-
-
 def row(name, args):
     """One line of the table: {"name", "method", "learns_from", "iterations", "scores"}"""
-    scores = json.loads(Path(args.output, name, "probe", "result.json").read_text())["mean"]
-    runs = {"random": (), "icmlm-att-fc": ("tp", name)}.get(name, (name,))
-    iterations = [common.read_checkpoint(Path(args.output, run, "checkpoint.pth"))["iteration"] for run in runs]
-    return {"name": name, "method": METHODS[name][0], "learns_from": METHODS[name][1], "iterations": iterations, "scores": scores}
+    result = Path(args.output, name, "probe", "result.json")
+    check(result, args, "image_size", "protocol", *(("arch",) if name == "random" else ()), data="probe_data", root="probe_root")
+    iterations = [check_run(run, args) for run in {"random": (), "icmlm-att-fc": ("tp", name)}.get(name, (name,))]
+    return {"name": name, "method": METHODS[name][0], "learns_from": METHODS[name][1], "iterations": iterations, "scores": json.loads(result.read_text())["mean"]}
+
+
+def check_run(name, args):
+    """Refuse a run that is not of this comparison -> its iterations"""
+    folder = Path(args.output, name)
+    check(folder / "args.json", args, "arch", "image_size", "batch_size", *(("data", "root", "train_split") if name != "labels" else ()))
+    iterations = common.read_checkpoint(folder / "checkpoint.pth")["iteration"]
+    if iterations != args.iters:
+        fail(f"{folder} holds a run of {iterations} iterations, not {args.iters}: give its --iters, or choose another --output")
+    return iterations
+
+
+def check(path, args, *same, **named):
+    """Refuse what was made with other flags: it could not be compared."""
+    content = json.loads(path.read_text())
+    before = content.get("args", content)
+    for flag, ours in {**dict(zip(same, same)), **named}.items():
+        wanted, found = getattr(args, ours), before[flag]
+        if wanted is not None and found != wanted and not (flag == "root" and found and os.path.realpath(found) == os.path.realpath(wanted)):
+            fail(f"{path} says --{flag.replace('_', '-')} {found}, not {wanted}: choose another --output")
 
 
 def draw_bars(rows, metric, path, side=28, left=290, width=500):
     """rows: [(method, learns_from, score), ...] -> horizontal bars; a line through all of them at the score without training"""
-    colours = {"captions": "#3b6fb6", "photos": "#8a6fb0", "the probe's labels": "#4d9a5b", "nothing": "#999999"}
+    colours = {"captions": "#3b6fb6", "photos": "#8a6fb0", "labels": "#4d9a5b", "nothing": "#999999"}
     font, height = ImageFont.load_default(15), len(rows) * side
     sheet = Image.new("RGB", (left + width + 60, height + 48), "white")
     draw = ImageDraw.Draw(sheet)

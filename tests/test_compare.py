@@ -3,10 +3,11 @@
 import importlib
 import json
 
+import common
 import compare
 import numpy as np
+import probe
 import pytest
-from conftest import run_script
 from PIL import Image
 
 
@@ -26,18 +27,17 @@ def photos(tmp_path):
         for name in ("noise", "noise again"):
             for n in range(number):
                 photo(tmp_path / "labelled" / split / name / f"{n}.jpg")
-    common = ["--data", tmp_path / "photos.jsonl", "--probe-data", "folder", "--probe-root", tmp_path / "labelled", "--output", tmp_path / "runs"]
-    return [*common, "--image-size", 32, "--batch-size", 8, "--workers", 0]
+    flags = ["--data", tmp_path / "photos.jsonl", "--probe-data", "folder", "--probe-root", tmp_path / "labelled", "--output", tmp_path / "runs"]
+    return [*flags, "--image-size", 32, "--batch-size", 8, "--workers", 0]
 
 
-def test_one_table(photos, tmp_path):
+def test_one_table(photos, tmp_path, capsys):
     """Some rows now, one later; an ended run is not repeated; the supervised row learns from the probe's labels."""
-    first = run_script("tests/compare.py", *photos, "--iters", 1, "--only", "moco", "labels")
-    assert first.returncode == 0, first.stderr
+    start = lambda *flags: compare.main(compare.get_args([*map(str, photos), "--iters", "1", *flags]))
+    start("--only", "moco", "labels")
     trained = (tmp_path / "runs" / "moco" / "checkpoint.pth").stat().st_mtime_ns
-    then = run_script("tests/compare.py", *photos, "--iters", 1, "--only", "moco", "random")
-    assert then.returncode == 0, then.stderr
-    assert "is not repeated" in then.stdout and (tmp_path / "runs" / "moco" / "checkpoint.pth").stat().st_mtime_ns == trained
+    start("--only", "moco", "random")
+    assert "is not repeated" in capsys.readouterr().out and (tmp_path / "runs" / "moco" / "checkpoint.pth").stat().st_mtime_ns == trained
 
     probes = {name: json.loads((tmp_path / "runs" / name / "probe" / "result.json").read_text()) for name in ("moco", "labels", "random")}
     assert [probes[name]["args"]["weights"] for name in probes] == [str(tmp_path / "runs" / name / "backbone.pth") for name in ("moco", "labels")] + ["random"]
@@ -45,18 +45,24 @@ def test_one_table(photos, tmp_path):
     expected = [f"{probes[name]['mean']['mAP']:.1f}" for name in probes]
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in table] == [
         ["method", "learns from", "iterations", "mAP"], ["---"] * 4, ["MoCo-v2", "photos", "1", expected[0]],
-        ["Supervised", "the probe's labels", "1", expected[1]], ["Random initialisation", "nothing", "none", expected[2]],
+        ["Supervised", "labels", "1", expected[1]],
+        ["Random initialisation", "nothing", "none", expected[2]],
     ]  # fmt: skip
     labels = [json.loads(line) for line in (tmp_path / "runs" / "labels.jsonl").read_text().splitlines()]
     assert sorted(row["tags"][0] for row in labels) == ["noise"] * 12 + ["noise again"] * 12
     assert all(f"/train/{row['tags'][0]}/" in row["image"] for row in labels)
     assert json.loads((tmp_path / "runs" / "labels" / "args.json").read_text())["labels"] == "instances"
+    assert len(probe.label_data("folder", str(tmp_path / "labelled"), "train").images) == len(common.caption_data(str(tmp_path / "runs" / "labels.jsonl"), split="train"))
     assert Image.open(tmp_path / "runs" / "comparison.png").height > 3 * 28
 
-    other = run_script("tests/compare.py", *photos, "--image-size", 64, "--only", "moco")
-    assert other.returncode and "--image-size 32, not 64" in other.stderr
-    early = run_script("tests/compare.py", *photos, "--only", "icmlm-att-fc")
-    assert early.returncode and "tp/backbone.pth" in early.stderr and "icmlm.py ended with an error" in early.stderr
+    with pytest.raises(SystemExit, match="moco/args.json says --image-size 32, not 64"):
+        start("--only", "moco", "--image-size", "64")
+    with pytest.raises(SystemExit, match="a run of 1 iterations, not 2"):
+        start("--only", "random", "--iters", "2")
+    with pytest.raises(SystemExit, match="result.json says --protocol svm-virtex, not sgd-mct"):  # of the rows that are there already
+        start("--only", "random", "--protocol", "sgd-mct")
+    with pytest.raises(SystemExit, match="icmlm.py ended with an error"):  # a row that starts from one that is not there
+        start("--only", "icmlm-att-fc")
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, script, *_) in compare.METHODS.items() if script])
@@ -66,7 +72,8 @@ def test_flags_are_accepted(name, data, monkeypatch):
     commands = []
     monkeypatch.setattr(compare, "python", lambda args, script, *flags: commands.append((script, list(map(str, flags)))))
     monkeypatch.setattr(compare, "labelled_photos", lambda args: ["--data", data])
-    compare.train(name, compare.get_args(["--data", data, "--output", "out", "--probe-data", "folder", "--iters", "77", "--batch-size", "16", "--image-size", "48", "--arch", "vgg16"]))
+    shared = ["--iters", "77", "--batch-size", "16", "--image-size", "48", "--arch", "vgg16"]
+    compare.train(name, compare.get_args(["--data", data, "--output", "out", "--probe-data", "folder", *shared]))
     ((script, flags),) = commands
     args = importlib.import_module(script.removesuffix(".py")).get_args(flags)
     assert (args.data, args.iters, args.batch_size, args.image_size, args.arch) == (data, 77, 16, 48, "vgg16")
@@ -80,6 +87,10 @@ def test_bars(tmp_path):
     assert (pixels[14 + 28] == (0x99, 0x99, 0x99)).all(1).sum() == pytest.approx(250, abs=3)
 
 
-def test_probe_is_needed():
+def test_bad_flags():
     with pytest.raises(SystemExit, match="--probe-data and --probe-root"):
         compare.get_args(["--data", "coco"])
+    with pytest.raises(SystemExit, match="--protocol sgd-mct wants one label per image"):
+        compare.get_args(["--protocol", "sgd-mct"])
+    with pytest.raises(SystemExit, match="--batch-size 1024"):
+        compare.get_args(["--batch-size", "1024"])
