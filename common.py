@@ -448,6 +448,10 @@ def jsonl_data(path, root, split):
             data.add(os.path.join(root, row["image"]), [s.strip() for s in captions if s.strip()], tags)
             splits.append(row.get("split"))
     data.tag_names = list(index) or None
+    if any(splits) and not all(splits):
+        say(f"{path}: {splits.count(None)} lines name no split, while others do: they are left out")
+    if splits and split not in splits and any(splits):
+        fail(f"{path}: no line is of the split {split}, there are {', '.join(sorted(filter(None, set(splits))))}")
     if not any(splits):
         val = set(np.random.default_rng(0).permutation(len(data))[: max(1, len(data) // 20)].tolist())
         splits = ["val" if i in val else split if split != "val" else "train" for i in range(len(data))]
@@ -960,7 +964,10 @@ def check_recipe(args, given, optimizer):
 
 
 def draw_attention(image, caption, words, path, side=192):
-    """One picture: the photo, then the photo under the attention map of each word, bicubically enlarged [Sec. 4.4]."""
+    """One picture: the photo, then the photo under the attention map of each word, bicubically enlarged [Sec. 4.4].
+
+    words: [(word, (h, w) not negative), ...]. Brightness is in proportion to the map's maximum, so that an even map looks even.
+    """
     photo, font = image.resize((side, side), Image.BICUBIC), ImageFont.load_default(15)
     columns = min(6, len(words) + 1)
     rows, width = math.ceil((len(words) + 1) / columns), columns * (side + 8) + 8
@@ -973,7 +980,7 @@ def draw_attention(image, caption, words, path, side=192):
         x, y = 8 + n % columns * (side + 8), top + n // columns * (side + 28)
         tile = np.asarray(photo, np.float32)
         if attention is not None:
-            heat = F.interpolate(attention[None, None].float().cpu(), (side, side), mode="bicubic", align_corners=False)
+            heat = F.interpolate((attention / attention.max())[None, None].float().cpu(), (side, side), mode="bicubic", align_corners=False)
             heat = heat[0, 0].clamp(0, 1).numpy()[..., None]
             tile = tile * (0.35 + 0.25 * heat) + heat * np.array([102, 70, 0])  # dim the photo, glow where it looks
         sheet.paste(Image.fromarray(tile.clip(0, 255).astype(np.uint8)), (x, y))
@@ -1153,7 +1160,7 @@ class Run:
                 tqdm.write(f"cannot decode {images[index]}: the next image takes its place", file=sys.stdout)
                 append_line(path, images[index])
             if len(named) > 0.01 * len(images):
-                fail(f"{len(named)} of {len(images)} images cannot be decoded, and at most 1% may be: repair or remove those listed in {path}", everywhere=False)
+                fail(f"{len(named)} of {len(images)} images cannot be decoded, and at most 1% may be: repair or remove those listed in {path}, which are those met so far", everywhere=False)
 
     def finish(self, **result):
         if self.world.is_main:

@@ -659,7 +659,7 @@ def explain(args, device):
     heat = attention[0].float().cpu()
     if heat.numel() == 1:
         say("the attention has one place only: train at a larger --image-size to see where it looks")
-    common.draw_attention(Image.fromarray(pixels), args.caption, [(args.word, (heat - heat.min()) / (heat.max() - heat.min()).clamp(min=1e-8))], path)
+    common.draw_attention(Image.fromarray(pixels), args.caption, [(args.word, heat)], path)
     say(f"the attention is in {path}")
 
 

@@ -106,7 +106,7 @@ def get_args(argv=None):
     model.add_argument("--inter-dim", type=int, default=1024, help="width of the space that photos and captions share [Sec. 4.1, 4.4]")
     model.add_argument("--unified-mlp", action="store_true", help="one MLP per encoder for both spaces, whose widths must be equal; an ablation, worse [Sec. 4.4]")
     model.add_argument("--queue", type=int, help="K, keys to compare with; fewer on fewer photos [Sec. 4.1]")
-    model.add_argument("--momentum", type=float, help="m of the momentum encoders; lower it for runs of a few thousand iterations [Sec. 4.1]")
+    model.add_argument("--momentum", type=float, help="m of the momentum encoders; lower it for short runs: 0.995 for a thousand iterations, 0.998 for five [Sec. 4.1]")
     model.add_argument("--bn-splits", type=int, help="groups with batch statistics of their own, over all processes, into which the momentum encoder's batch is drawn; 1 opens a shortcut [MoCo]")
 
     losses = parser.add_argument_group("losses")
@@ -125,7 +125,7 @@ def get_args(argv=None):
     optim.add_argument("--epochs", type=float, help="length in passes over the photos, instead of --iters [Sec. 4.1]")
     optim.add_argument("--optimizer", choices=("sgd", "radam"), help="radam, with its own --lr and --text-lr of about 1e-3, for short runs on small data [Sec. 4.1]")
     optim.add_argument("--lr", type=float, help="initial, for the photo encoder; cosine [Sec. 4.1]")
-    optim.add_argument("--text-lr", type=float, help="initial, for the caption encoder; 4e-5 suits a pretrained BERT, 0.03 and more one from scratch on small data [Sec. 4.1]")
+    optim.add_argument("--text-lr", type=float, help="initial, for the caption encoder; 4e-5 suits a pretrained BERT [Sec. 4.1]")
     optim.add_argument("--warmup", type=float, default=0.0, help="share of the run in which the learning rates rise [ours]")
     optim.add_argument("--weight-decay", type=float, default=1e-4, help="of everything [Sec. 4.1]")
 
@@ -204,7 +204,7 @@ def main(args):
     if not size:
         fail(f"{photos} {kind} are fewer than a batch of {args.batch_size}: lower --batch-size")
     if size != args.queue:
-        say(f"queues of {size} keys instead of {args.queue}: a multiple of the batch, and no more than there are {kind}")
+        say(f"queues of {size} keys instead of {args.queue}: a multiple of the batch, and no more than there are {kind}" + reads * " (--lambda-ic and --lambda-ci weight sums over them)")
     tokenizer, config = None, None
     if reads:
         with common.main_first(world):
@@ -293,7 +293,7 @@ def main(args):
         result["retrieval"] = validate(model, val, tokenizer, args, device)
         for name, scores in result["retrieval"].items():
             if name not in ("images", "captions"):
-                say(f"retrieval, {name}: " + "; ".join(f"{way} " + ", ".join(f"{k} {v:.1f}" for k, v in part.items()) for way, part in scores.items()))
+                say(f"retrieval among {result['retrieval']['images']} photos, {name}: " + "; ".join(f"{way} " + ", ".join(f"{k} {v:.1f}" for k, v in part.items()) for way, part in scores.items()))
     run.finish(**result, **probe.final_probe(run, model.backbone, labelled, best, device))
 
 

@@ -376,7 +376,7 @@ def final_probe(run, backbone, labelled, best, device):
     Without labels nothing, and the command that measures.
     """
     if not labelled:
-        say(f"no labels to probe on: measure with python eval_linear.py --weights {run.folder}/backbone.pth --data folder --root FOLDER")
+        say(f"no labels to probe on: measure with python eval_linear.py --weights {run.folder}/backbone.pth --image-size {run.args.image_size} --data folder --root FOLDER")
         return {}
     args, (name, fit, test) = run.args, labelled
 

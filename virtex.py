@@ -642,7 +642,7 @@ def beam_search(head, projected, beams=5, max_length=30, cached=True):
 
 @torch.no_grad()
 def word_attention(head, projected, tokens, pieces):
-    """Where the last layer looks when it predicts each word [Sec. 4.4] -> list of (word, (h, w) map in [0, 1])
+    """Where the last layer looks when it predicts each word [Sec. 4.4] -> list of (word, (h, w) map that sums to one)
 
     projected (1, S, H); tokens (T,) from [SOS] to [EOS]; pieces: the tokens as strings, "▁" at the start of a word.
     The map of a word is the mean over its tokens, each of which is predicted at the position before it.
@@ -658,8 +658,7 @@ def word_attention(head, projected, tokens, pieces):
             words.append(["", []])
         words[-1][0] += piece.lstrip("▁")
         words[-1][1].append(weights[t])
-    maps = [torch.stack(rows).mean(0).view(side, side) for _, rows in words]
-    return [(word, (m - m.min()) / (m.max() - m.min()).clamp(min=1e-8)) for (word, _), m in zip(words, maps)]
+    return [(word, torch.stack(rows).mean(0).view(side, side)) for word, rows in words]
 
 
 @torch.no_grad()

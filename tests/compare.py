@@ -81,13 +81,18 @@ def get_args(argv=None):
         fail("--probe-data and --probe-root are needed: the labelled photos on which the backbones are to be measured")
     if args.protocol in eval_linear.TRAINED and args.probe_data != "folder":
         fail(f"--protocol {args.protocol} wants one label per image: --probe-data folder")
-    if args.batch_size > 512:
-        fail(f"--batch-size {args.batch_size}: the contrastive rows' queues hold 512 keys")
+    if args.batch_size > 512 or args.batch_size % 4 or args.batch_size < 8:
+        fail(f"--batch-size {args.batch_size}: the contrastive rows want a multiple of 4 (--bn-splits) from 8 to 512 (--queue)")
     return args
 
 
 def main(args):
     output = Path(args.output)
+    there = lambda: [name for name in METHODS if (output / name / "probe" / "result.json").exists()]
+    for name in there():  # nothing that cannot be compared is begun, or made anew over what is there
+        row(name, args)
+    for split in common.LABEL_SPLITS[args.probe_data]:
+        probe.label_data(args.probe_data, args.probe_root, split)
     for number, name in enumerate(args.only, 1):
         say(f"\n[{number} of {len(args.only)}] {METHODS[name][0]}")
         if METHODS[name][2]:
@@ -99,7 +104,7 @@ def main(args):
             "--output", output / name / "probe",
         )  # fmt: skip
 
-    rows = [row(name, args) for name in METHODS if (output / name / "probe" / "result.json").exists()]
+    rows = [row(name, args) for name in there()]
     metric = next(key for key in ("mAP", "top-1") if key in rows[0]["scores"])
     lines = ["| method | learns from | iterations | " + f"{metric} |", "|---|---|---|---|"]
     lines += [f"| {r['method']} | {r['learns_from']} | {' + '.join(map(str, r['iterations'])) or 'none'} | {r['scores'][metric]:.1f} |" for r in rows]
@@ -148,13 +153,13 @@ def python(args, script, *flags):
     command = [str(text) for text in (*launcher, REPO / script, *flags)]
     say(" ".join(["python", *launcher, script, *map(str, flags)]))
     if subprocess.run([sys.executable, *command], check=False).returncode:
-        fail(f"{script} ended with an error, see above; started again, this command goes on from there")
+        fail(f"{script} ended with an error, see above")
 
 
 def row(name, args):
     """One line of the table: {"name", "method", "learns_from", "iterations", "scores"}"""
     result = Path(args.output, name, "probe", "result.json")
-    check(result, args, "image_size", "protocol", *(("arch",) if name == "random" else ()), data="probe_data", root="probe_root")
+    check(result, args, "image_size", "protocol", "seed", *(("arch",) if name == "random" else ()), data="probe_data", root="probe_root")
     iterations = [check_run(run, args) for run in {"random": (), "icmlm-att-fc": ("tp", name)}.get(name, (name,))]
     return {"name": name, "method": METHODS[name][0], "learns_from": METHODS[name][1], "iterations": iterations, "scores": json.loads(result.read_text())["mean"]}
 
@@ -162,7 +167,7 @@ def row(name, args):
 def check_run(name, args):
     """Refuse a run that is not of this comparison -> its iterations"""
     folder = Path(args.output, name)
-    check(folder / "args.json", args, "arch", "image_size", "batch_size", *(("data", "root", "train_split") if name != "labels" else ()))
+    check(folder / "args.json", args, "arch", "image_size", "batch_size", "seed", *(("data", "root", "train_split") if name != "labels" else ()))
     iterations = common.read_checkpoint(folder / "checkpoint.pth")["iteration"]
     if iterations != args.iters:
         fail(f"{folder} holds a run of {iterations} iterations, not {args.iters}: give its --iters, or choose another --output")

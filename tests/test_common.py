@@ -242,6 +242,15 @@ def test_jsonl_splits_by_key(tmp_path):
     assert val.tags_of(1) == [4]
 
 
+def test_jsonl_lines_without_a_split_among_others(tmp_path, capsys):
+    """Left out, and said so; a split that no line names is refused with those that there are."""
+    path = write_jsonl(tmp_path / "data.jsonl", [{"image": "a.jpg", "split": "train"}, {"image": "b.jpg"}, {"image": "c.jpg", "split": "dev"}])
+    assert [os.path.basename(image) for image in common.caption_data(path, None, "dev").images] == ["c.jpg"]
+    assert "1 lines name no split, while others do: they are left out" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no line is of the split val, there are dev, train"):
+        common.caption_data(path, None, "val")
+
+
 def test_jsonl_default_split(tmp_path):
     """Without "split" a fixed twentieth is for validation, the rest for training, and none for both."""
     path = write_jsonl(tmp_path / "data.jsonl", [{"image": f"{n}.jpg", "captions": ["x"]} for n in range(60)])
@@ -1385,3 +1394,13 @@ def test_probe_data_are_the_tags(coco_folder):
     args.probe_every = 5
     with error_naming("--probe-every", "--probe-data"):
         probe.probe_data(args, train, val)
+
+
+def test_an_even_attention_looks_even(tmp_path):
+    """Brightness is in proportion to the map: no structure is drawn that is not there, and the strongest place is brightest."""
+    grey = Image.new("RGB", (8, 8), (100, 100, 100))
+    common.draw_attention(grey, "x", [("even", torch.full((2, 2), 0.25) + 1e-4 * torch.arange(4).view(2, 2)), ("left", torch.tensor([[0.4, 0.1], [0.4, 0.1]]))], tmp_path / "a.png", side=32)
+    sheet = np.asarray(Image.open(tmp_path / "a.png").convert("RGB")).astype(int)
+    even, left = sheet[34:66, 48:80], sheet[34:66, 88:120]
+    assert np.ptp(even[8:24, 8:24], (0, 1)).max() <= 2
+    assert left[16, 4, 0] > left[16, 28, 0] + 30

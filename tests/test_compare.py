@@ -59,8 +59,16 @@ def test_one_table(photos, tmp_path, capsys):
         start("--only", "moco", "--image-size", "64")
     with pytest.raises(SystemExit, match="a run of 1 iterations, not 2"):
         start("--only", "random", "--iters", "2")
-    with pytest.raises(SystemExit, match="result.json says --protocol svm-virtex, not sgd-mct"):  # of the rows that are there already
+    with pytest.raises(SystemExit, match="says --protocol svm-virtex, not sgd-mct"):
         start("--only", "random", "--protocol", "sgd-mct")
+    with pytest.raises(SystemExit, match="says --seed 0, not 1"):
+        start("--only", "random", "--seed", "1")
+    with pytest.raises(SystemExit, match="labelled, not /nowhere"):
+        start("--only", "random", "--probe-root", "/nowhere")
+    assert {name: json.loads((tmp_path / "runs" / name / "probe" / "result.json").read_text()) for name in probes} == probes  # all as it was
+    with pytest.raises(SystemExit, match="/nowhere"):
+        start("--only", "moco", "--probe-root", "/nowhere", "--output", str(tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
     with pytest.raises(SystemExit, match="icmlm.py ended with an error"):  # a row that starts from one that is not there
         start("--only", "icmlm-att-fc")
 
@@ -92,5 +100,5 @@ def test_bad_flags():
         compare.get_args(["--data", "coco"])
     with pytest.raises(SystemExit, match="--protocol sgd-mct wants one label per image"):
         compare.get_args(["--protocol", "sgd-mct"])
-    with pytest.raises(SystemExit, match="--batch-size 1024"):
-        compare.get_args(["--batch-size", "1024"])
+    with pytest.raises(SystemExit, match="a multiple of 4"):
+        compare.get_args(["--batch-size", "30"])

@@ -218,7 +218,7 @@ def test_between_the_modalities_alone(tiny, tmp_path, capsys):
     assert not any("intra" in name for name in state) and {name.split(".")[1] for name in state if name.startswith("queues.")} == {"ic", "ci"}
     assert len(state["queues.ic.keys"]) == 24
     output = capsys.readouterr().out
-    assert "queues of 24 keys instead of 1000" in output and "retrieval, trained: image to text R@1" in output and "retrieval, random: " in output
+    assert "queues of 24 keys instead of 1000" in output and "photos, trained: image to text R@1" in output and "photos, random: " in output
 
 
 def test_unified_mlps_and_vgg16(tiny, tmp_path):
