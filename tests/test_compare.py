@@ -55,7 +55,7 @@ def test_one_table(photos, tmp_path, capsys):
     assert len(probe.label_data("folder", str(tmp_path / "labelled"), "train").images) == len(common.caption_data(str(tmp_path / "runs" / "labels.jsonl"), split="train"))
     assert Image.open(tmp_path / "runs" / "comparison.png").height > 3 * 28
 
-    with pytest.raises(SystemExit, match="moco/args.json says --image-size 32, not 64"):
+    with pytest.raises(SystemExit, match="says --image-size 32, not 64"):
         start("--only", "moco", "--image-size", "64")
     with pytest.raises(SystemExit, match="a run of 1 iterations, not 2"):
         start("--only", "random", "--iters", "2")
