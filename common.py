@@ -8,7 +8,7 @@ From top to bottom, in the order in which a script meets it:
     on the device              draw_colour_jitter (parameters), augment (pixels)
     backbones                  build_backbone, read_checkpoint, backbone_weights, load_backbone, tag_head
     optimisers, schedules      build_optimizer, sgd, warmup_cosine, learning_rate_factor, and a loss: tag_loss
-    flags                      add_common_flags, fill_defaults; of tp.py and icmlm.py: add_recipe_flags, check_recipe
+    flags                      flag_parser, fill_defaults; of tp.py and icmlm.py: add_recipe_flags, check_recipe
     pictures                   draw_attention
     the output folder          cached_arrays (read_arrays, keep_arrays), Run (args.json, metrics.jsonl, checkpoint.pth, result.json), StopSignals
 
@@ -861,8 +861,24 @@ def tag_loss(logits, labels):
 LABEL_SPLITS = {"shapes": ("train", "val"), "coco": ("train2017", "val2017"), "voc07": ("trainval", "test"), "folder": ("train", "val")}
 
 
-def add_common_flags(parser, script):
-    """The flags that mean the same in every training script. A default of None is filled in by `fill_defaults`."""
+def flag_parser(script, description, defaults, on_shapes=1):
+    """A parser with the flags that mean the same in every training script, whose --help tells every default.
+
+    defaults: {flag: values, the first `on_shapes` of them on shapes}, for flags whose default of None `fill_defaults` fills in.
+    """
+
+    def told(values):
+        words = (" ".join(f"{part:.3g}" for part in value) or "none" if isinstance(value, tuple) else value for value in values)
+        return " or ".join(dict.fromkeys(str(word) for word in words if word is not None)) or "none"
+
+    class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+        def _get_help_string(self, action):
+            if action.dest in defaults:
+                shapes, real = told(defaults[action.dest][:on_shapes]), told(defaults[action.dest][on_shapes:])
+                return f"{action.help} (default {shapes if shapes == real else f'{shapes} on shapes, {real} on real data'})"
+            return action.help if action.default in (None, argparse.SUPPRESS) or action.const else f"{action.help} (default %(default)s)"
+
+    parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
     data = parser.add_argument_group("data")
     data.add_argument("--data", default="shapes", help="shapes (built in), coco, vg, or the path of a .jsonl file")
     data.add_argument("--root", help="folder of the data set (default datasets/<name>; for a .jsonl its own folder)")
@@ -887,6 +903,7 @@ def add_common_flags(parser, script):
     probe.add_argument("--probe-root", help="folder of --probe-data")
     probe.add_argument("--probe-images", type=int, help="probe on at most this many training images")
     probe.add_argument("--probe-every", type=int, default=0, help="probe every N iterations on a held-out fifth of the probe's training images and keep the best as backbone_best.pth [Sec. 3, early stopping]")
+    return parser
 
 
 def fill_defaults(args, defaults, scaled=()):

@@ -69,8 +69,7 @@ DEFAULTS = {
 
 
 def get_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_common_flags(parser, "icmlm")
+    parser = common.flag_parser("icmlm", __doc__, DEFAULTS)
 
     text = parser.add_argument_group("language model and concepts")
     text.add_argument("--lm", help="a BERT-like masked language model of the hub, a local folder, or scratch: a small one trained on the captions [Sec. 3.2]")
@@ -85,7 +84,7 @@ def get_args(argv=None):
     model.add_argument("--heads", type=int, help="attention heads of tfm, or of att [Sec. 4, Sec. 4.3]")
     model.add_argument("--attention-width", type=int, default=512, help="att-fc: d_z of Eq. 3, per head [ours]")
     model.add_argument("--dropout", type=float, default=0.1, help="in tfm [BERT]")
-    model.add_argument("--arch", choices=sorted(common.BACKBONES), help="resnet50 [Sec. 4.3] or vgg16 [Sec. 4] for the paper's numbers, resnet18 for small data or a CPU")
+    model.add_argument("--arch", choices=sorted(common.BACKBONES), help="resnet50 [Sec. 4.3] or vgg16 [Sec. 4] for the paper's numbers, resnet18 for small data or a CPU (default resnet18 on shapes, resnet50 on real data). Of two defaults of another flag the second is vgg16's")
     model.add_argument("--init", help="start from this backbone.pth, of tp.py in the paper; without it the first thousands of iterations go into seeing at all [App. F.1]")
 
     optim = parser.add_argument_group("optimisation")

@@ -84,8 +84,7 @@ LOSSES = ("ii", "tag", "cc", "ic", "ci")
 
 
 def get_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_common_flags(parser, "mmcontrastive")
+    parser = common.flag_parser("mmcontrastive", __doc__, DEFAULTS)
 
     views = parser.add_argument_group("views of photos and captions")
     views.add_argument("--crop-min", type=float, help="smallest part of a photo that a crop may show; raise it when captions speak of the whole [Sec. 4.1]")

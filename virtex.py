@@ -23,7 +23,6 @@ write plausible captions without looking, and it is left when the backbone begin
 commands: the plateau is near 0.95 per direction on shapes, H = 256, and 3.2 on Flickr8k, H = 512.)
 """
 
-import argparse
 import math
 import re
 import shutil
@@ -66,8 +65,7 @@ DEFAULTS = {
 
 
 def get_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_common_flags(parser, "virtex")
+    parser = common.flag_parser("virtex", __doc__, DEFAULTS)
 
     model = parser.add_argument_group("model")
     model.add_argument("--task", choices=TASKS, default="bicaptioning", help="what is predicted from the photo; the others are ablations [Sec. 4.2]")

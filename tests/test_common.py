@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import errno
+import importlib
 import io
 import itertools
 import json
@@ -1404,3 +1405,16 @@ def test_an_even_attention_looks_even(tmp_path):
     even, left = sheet[34:66, 48:80], sheet[34:66, 88:120]
     assert np.ptp(even[8:24, 8:24], (0, 1)).max() <= 2
     assert left[16, 4, 0] > left[16, 28, 0] + 30
+
+
+@pytest.mark.parametrize("script, lines", [
+    ("virtex", ["224 on real data", "default 0.1 on shapes, 0.001 on real data", "default 0.02)"]),
+    ("tp", ["default 0.8 on shapes, none or 0.8 0.9 or 0.833 0.917 on real data", "default 0.001 on shapes, 0.03 or 0.0001 or 0.001 on real data"]),
+    ("icmlm", ["default 0.0 on shapes, 0.0 or 0.25 on real data", "default 1)"]),
+    ("mmcontrastive", ["default 900 on shapes, none on real data", "default none on shapes, 200.0 on real data", "default 128)"]),
+])  # fmt: skip
+def test_help_tells_the_defaults(script, lines, capsys):
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(script).get_args(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0 and all(line in told for line in lines)
