@@ -791,6 +791,32 @@ def test_an_error_ends_the_program_and_its_workers():
     assert ended.returncode == 1 and ended.stderr.strip().endswith("RuntimeError: CUDA out of memory")
 
 
+TWO_PROCESSES = """
+import sys
+import common
+
+world = common.start_processes()
+with common.main_first(world):
+    if world.is_main and sys.argv[1] == "fail":
+        common.fail("no room", everywhere=False)
+    print(f"rank {world.rank} has been here", flush=True)
+"""
+
+
+@pytest.mark.parametrize("first", ["succeeds", "fail"])
+def test_the_first_process_goes_first(first, tmp_path):
+    """The others wait for the first, and do not wait for ever, nor repeat its work, when it has failed; its error is told once."""
+    script = tmp_path / "script.py"
+    script.write_text(TWO_PROCESSES)
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(common.__file__), "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, first]
+    ended = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    if first == "succeeds":
+        assert ended.returncode == 0 and ended.stdout.splitlines() == ["rank 0 has been here", "rank 1 has been here"]
+    else:
+        assert ended.returncode == 1 and "has been here" not in ended.stdout and ended.stderr.count("error: no room") == 1
+
+
 def test_feed_reports_unreadable_images():
     """The list of unreadable images is taken out of the batch and given to the run; waiting is counted."""
     reported = []
@@ -1098,6 +1124,16 @@ def make_run(folder, script="virtex", **flags):
 
 def iterations(folder):
     return [json.loads(line)["iteration"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_infinite_weights_are_not_written(tmp_path):
+    """The last good checkpoint stays when a step has made one weight infinite."""
+    run = make_run(tmp_path)
+    run.begin()
+    run.save(1, model={"weight": torch.zeros(2)})
+    with pytest.raises(SystemExit, match=r"the model is nan at iteration 2; checkpoint.pth keeps the last good state"):
+        run.save(2, model={"bias": torch.zeros(1), "weight": torch.tensor([0.0, math.inf])})
+    assert torch.load(tmp_path / "run" / "checkpoint.pth")["iteration"] == 1
 
 
 def test_run_begins_and_goes_on(tmp_path):

@@ -450,3 +450,17 @@ def test_learns_on_shapes(tmp_path):
     assert words["with the photo"]["top1"] > words["with another photo"]["top1"] + 6
     assert result["probe"]["trained"] > result["probe"]["random"] + 3
     assert result["attention"]["words"] > 1000 and 0 < result["attention"]["inside"] < 100
+
+
+def test_a_run_does_not_go_on_with_other_data(tiny, tmp_path):
+    """Other captions or tags than those that the run began with are refused, and nothing is lost."""
+    command = tiny(tmp_path, "--iters", 2)
+    start(command)
+    (tmp_path / "result.json").unlink()
+    path = tmp_path / "checkpoint.pth"
+    checkpoint = torch.load(path, weights_only=True)
+    torch.save({**checkpoint, "data": [number + 1 for number in checkpoint["data"]]}, path)  # as if it had begun with others
+    before = path.read_bytes()
+    with pytest.raises(SystemExit, match="holds a run on other captions or tags"):
+        start(command)
+    assert path.read_bytes() == before

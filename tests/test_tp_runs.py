@@ -367,3 +367,17 @@ def test_learns_on_shapes(tmp_path):
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["validation"]["mAP"] > result["label_frequencies"]["mAP"] + 15
     assert result["probe"]["trained"] > result["probe"]["random"] + 2
+
+
+def test_a_run_does_not_go_on_with_other_data(coco_folder, tmp_path):
+    """Other captions or tags than those that the run began with are refused, and nothing is lost."""
+    command = tiny(coco_folder, tmp_path, "--iters", 2)
+    run_here(command)
+    (tmp_path / "result.json").unlink()
+    path = tmp_path / "checkpoint.pth"
+    checkpoint = torch.load(path, weights_only=True)
+    torch.save({**checkpoint, "data": [number + 1 for number in checkpoint["data"]]}, path)  # as if it had begun with others
+    before = path.read_bytes()
+    with pytest.raises(SystemExit, match="holds a run on other captions or tags"):
+        run_here(command)
+    assert path.read_bytes() == before
