@@ -43,6 +43,15 @@ def run_script(*command, **environment):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
 
 
+def begun_with_other_data(folder):
+    """Turn an ended run into one that was killed, and began with other captions or tags -> its checkpoint's path and bytes"""
+    path = folder / "checkpoint.pth"
+    checkpoint = torch.load(path, weights_only=True)
+    torch.save({**checkpoint, "data": [number + 1 for number in checkpoint["data"]]}, path)
+    (folder / "result.json").unlink()
+    return path, path.read_bytes()
+
+
 @pytest.fixture
 def no_training(monkeypatch):
     """For commands that must be refused: should one be accepted the test fails here, instead of training for minutes."""

@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_script
+from conftest import ROOT, begun_with_other_data, run_script
 from PIL import Image
 from test_virtex_runs import finished, kill_at, metrics
 
@@ -456,11 +456,7 @@ def test_a_run_does_not_go_on_with_other_data(tiny, tmp_path):
     """Other captions or tags than those that the run began with are refused, and nothing is lost."""
     command = tiny(tmp_path, "--iters", 2)
     start(command)
-    (tmp_path / "result.json").unlink()
-    path = tmp_path / "checkpoint.pth"
-    checkpoint = torch.load(path, weights_only=True)
-    torch.save({**checkpoint, "data": [number + 1 for number in checkpoint["data"]]}, path)  # as if it had begun with others
-    before = path.read_bytes()
+    path, kept = begun_with_other_data(tmp_path)
     with pytest.raises(SystemExit, match="holds a run on other captions or tags"):
         start(command)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == kept

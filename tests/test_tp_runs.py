@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, run_script
+from conftest import ROOT, begun_with_other_data, run_script
 from test_virtex_runs import finished, kill_at, metrics
 
 import common
@@ -373,11 +373,7 @@ def test_a_run_does_not_go_on_with_other_data(coco_folder, tmp_path):
     """Other captions or tags than those that the run began with are refused, and nothing is lost."""
     command = tiny(coco_folder, tmp_path, "--iters", 2)
     run_here(command)
-    (tmp_path / "result.json").unlink()
-    path = tmp_path / "checkpoint.pth"
-    checkpoint = torch.load(path, weights_only=True)
-    torch.save({**checkpoint, "data": [number + 1 for number in checkpoint["data"]]}, path)  # as if it had begun with others
-    before = path.read_bytes()
+    path, kept = begun_with_other_data(tmp_path)
     with pytest.raises(SystemExit, match="holds a run on other captions or tags"):
         run_here(command)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == kept
