@@ -191,12 +191,17 @@ def draw_bars(rows, metric, path, side=28, left=290, width=500):
     sheet = Image.new("RGB", (left + width + 60, height + 48), "white")
     draw = ImageDraw.Draw(sheet)
     scale = width / max(score for *_, score in rows)
-    for y, (method, learns_from, score) in zip(range(8, height, side), rows):
+    tops = range(8, height, side)
+    for y, (method, learns_from, score) in zip(tops, rows):
         draw.text((left - 8, y + side / 2), method, "black", font, anchor="rm")
         draw.rectangle((left, y + 3, left + score * scale, y + side - 3), colours[learns_from])
-        draw.text((left + score * scale + 6, y + side / 2), f"{score:.1f}", "black", font, anchor="lm")
+    for _, learns_from, score in rows:
         if learns_from == "nothing":
             draw.line((left + score * scale, 8, left + score * scale, height + 8), colours["nothing"])
+    for y, (*_, score) in zip(tops, rows):  # last, on white: legible on the line, too
+        x, text = left + score * scale + 6, f"{score:.1f}"
+        draw.rectangle((x - 3, y + 3, x + draw.textlength(text, font) + 3, y + side - 3), "white")
+        draw.text((x, y + side / 2), text, "black", font, anchor="lm")
     x = left
     for learns_from, colour in colours.items():
         draw.rectangle((x, height + 20, x + 12, height + 32), colour)
