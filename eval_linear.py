@@ -43,7 +43,7 @@ EXTRACTED = {  # protocols on features extracted once
     #                crop: its part of the smaller side        cells x cells of the average pooling
     "svm-virtex":   (224 / 256,                                1),  # VirTex App. A.1: resize 256, crop 224; 2048-d
     "svm-icmlm":    (1.0,                                      2),  # ICMLM App. F.2: smallest side 224, crop 224; 8192-d
-    "sgd-mct":      (224 / 256,                                1),  # MCT Sec. 4.2: no augmentation; 2048-d
+    "sgd-mct":      (224 / 256,                                1),  # MCT Sec. 4.2: no augmentation; 2048-d; crop ours
     "logreg-icmlm": (1.0,                                      1),  # ICMLM App. F.2; 2048-d
 }  # fmt: skip
 
@@ -205,7 +205,7 @@ def digest(backbone, data):
 def svm(train_x, train_y, test_x, test_y, names, args, device, seed):
     """One SVM per class -> {class: average precision, "mAP": their mean}"""
     costs = probe.COSTS
-    if args.protocol == "svm-icmlm":  # 40 costs, log-uniform [App. F.2]
+    if args.protocol == "svm-icmlm":  # 40 costs, log-uniform [App. F.2; ours: each is tried, where the paper searches with Optuna]
         costs = sorted(10 ** np.random.default_rng(seed).uniform(-5, 5, 40))
     scores = probe.svm_probe(train_x, train_y, test_x, test_y, names, seed, costs, args.solver or "torch", device)
     if not scores:
@@ -267,7 +267,7 @@ def train_linear(x, y, trials, factor, args, device, seed):
 
 
 def linear_layer(inputs, outputs):
-    """Weights N(0, 0.01), bias 0 [VirTex App. A.1]"""
+    """Weights N(0, 0.01), bias 0 [VirTex App. A.1; ours for the other protocols]"""
     layer = nn.Linear(inputs, outputs)
     nn.init.normal_(layer.weight, std=0.01)
     nn.init.zeros_(layer.bias)
@@ -294,7 +294,8 @@ class LabelView(Dataset):
     """One labelled image: a random crop of 20-100% with a random flip [VirTex App. A.1], for `layers` also colour jitter.
 
     -> uint8 (size, size, 3), jitter (4,), labels (classes,), index of an image that could not be decoded and is replaced
-    by the next, or -1. ICMLM's "heavier" augmentation is SimCLR's, whose colour jitter is all that is taken here [Sec. 4; ours].
+    by the next, or -1. ICMLM's `layers` augments more heavily, citing SimCLR, and says no more [Sec. 4]: here, colour jitter of half
+    SimCLR's strength is added [ours].
     """
 
     def __init__(self, data, size, seed, jitter=0.0):
@@ -332,7 +333,7 @@ def probed_features(backbone, images, jitter, args, device):
 
 
 def multi_label_loss(logits, labels):
-    """A logistic regression per class, summed over the classes; difficult entries are left out. (B, classes) both -> scalar"""
+    """A logistic regression per class, summed over the classes; difficult entries are left out [ours]. (B, classes) both -> scalar"""
     losses = F.binary_cross_entropy_with_logits(logits, (labels == 1).float(), reduction="none")
     return (losses * (labels >= 0)).sum(1).mean()
 

@@ -162,9 +162,9 @@ CHUNK = 2**25  # numbers in a matrix of images x SVMs that are solved together: 
 
 
 def svm_probe(train_x, train_y, test_x, test_y, names, seed=0, costs=COSTS, solver="torch", device="cpu"):
-    """One linear SVM per class on l2-normalised features [VirTex App. A.1] -> {class: average precision in percent}
+    """One linear SVM per class [VirTex App. A.1] on l2-normalised features [official code] -> {class: average precision in percent}
 
-    Squared hinge, positives weighted 2, C out of `costs` (rising) by 3-fold cross-validation. train_y, test_y:
+    Squared hinge, positives weighted 2, C out of `costs` (rising) by the average precision of 3-fold cross-validation. train_y, test_y:
     (N, classes) with 1, 0 and -1 for VOC's "difficult": negatives in training, left out in testing [official code].
     A class with fewer than three examples on one side cannot be cross-validated and takes C = 1; one without any
     example on one side, in training or testing, has no score and is left out.
@@ -188,7 +188,10 @@ def unit_length(x):
 
 
 def average_precisions(decisions, labels, names):
-    """(N, classes) decision values and labels, -1 not counted -> {class: average precision in percent}, of classes with a positive"""
+    """(N, classes) decision values and labels, -1 not counted -> {class: average precision in percent}, of classes with a positive
+
+    Average precision is the area under all steps of the curve, not VOC07's mean over eleven recalls.
+    """
     from sklearn.metrics import average_precision_score
 
     counted = labels >= 0

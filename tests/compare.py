@@ -10,8 +10,8 @@ probed alike, beside the backbone at random initialisation and one trained with 
 Writes comparison.md, comparison.png and result.json into --output, and each run into a folder of its own there. A run that
 has ended is not repeated, a killed one goes on; so a row may as well be trained by hand, with flags of your own, into
 OUTPUT/NAME. The flags that differ stand in METHODS: on real photos they suit short runs of small batches, measured on
-Flickr8k; the papers' recipes are in the README. Nothing is downloaded. On real photos ICMLM trains a small BERT on the
-captions, from which the contrastive rows that read captions start: the table does not count its 2,000 iterations.
+Flickr8k; the papers' recipes are in the README. Nothing is downloaded. ICMLM trains a small BERT on the captions first, from
+which on real photos the contrastive rows that read captions start: the table does not count its 300 or 2,000 iterations.
 
 The supervised row learns from labels: on the built-in scenes the shapes in as many scenes as the others see, elsewhere the
 classes of the photos that the probe is trained on.
@@ -63,6 +63,7 @@ def get_args(argv=None):
     parser.add_argument("--root", help="folder of the data set (default datasets/<name>)")
     parser.add_argument("--train-split", help="as of the scripts")
     parser.add_argument("--val-split", help="as of the scripts")
+    parser.add_argument("--fraction", type=float, default=1.0, help="as of the scripts: train on this part of the captioned photos")
     parser.add_argument("--arch", default="resnet18", choices=sorted(common.BACKBONES))
     parser.add_argument("--image-size", type=int, default=64, help="side of the images, of training and of the probe")
     parser.add_argument("--batch-size", type=int, default=32)
@@ -122,7 +123,7 @@ def train(name, args):
         check_run(name, args)
         say(f"{folder} holds a run that has ended: it is not repeated")
         return
-    data = given(args, "data", "root", "train_split", "val_split")
+    data = given(args, "data", "root", "train_split", "val_split", "fraction")
     if name == "labels":
         data = labelled_photos(args)
     own = [word.format(output=args.output) for word in (on_shapes if args.data == "shapes" else on_photos).split()]
@@ -167,7 +168,7 @@ def row(name, args):
 def check_run(name, args):
     """Refuse a run that is not of this comparison -> its iterations"""
     folder = Path(args.output, name)
-    check(folder / "args.json", args, "arch", "image_size", "batch_size", "seed", *(("data", "root", "train_split") if name != "labels" else ()))
+    check(folder / "args.json", args, "arch", "image_size", "batch_size", "seed", *(("data", "root", "train_split", "fraction") if name != "labels" else ()))
     iterations = common.read_checkpoint(folder / "checkpoint.pth")["iteration"]
     if iterations != args.iters:
         fail(f"{folder} holds a run of {iterations} iterations, not {args.iters}: give its --iters, or choose another --output")

@@ -63,6 +63,8 @@ def test_one_table(photos, tmp_path, capsys):
         start("--only", "random", "--protocol", "sgd-mct")
     with pytest.raises(SystemExit, match="says --seed 0, not 1"):
         start("--only", "random", "--seed", "1")
+    with pytest.raises(SystemExit, match="says --fraction 1.0, not 0.5"):
+        start("--only", "random", "--fraction", "0.5")
     with pytest.raises(SystemExit, match="labelled, not /nowhere"):
         start("--only", "random", "--probe-root", "/nowhere")
     assert {name: json.loads((tmp_path / "runs" / name / "probe" / "result.json").read_text()) for name in probes} == probes  # all as it was
@@ -80,11 +82,12 @@ def test_flags_are_accepted(name, data, monkeypatch):
     commands = []
     monkeypatch.setattr(compare, "python", lambda args, script, *flags: commands.append((script, list(map(str, flags)))))
     monkeypatch.setattr(compare, "labelled_photos", lambda args: ["--data", data])
-    shared = ["--iters", "77", "--batch-size", "16", "--image-size", "48", "--arch", "vgg16"]
+    shared = ["--iters", "77", "--fraction", "0.5", "--batch-size", "16", "--image-size", "48", "--arch", "vgg16"]
     compare.train(name, compare.get_args(["--data", data, "--output", "out", "--probe-data", "folder", *shared]))
     ((script, flags),) = commands
     args = importlib.import_module(script.removesuffix(".py")).get_args(flags)
     assert (args.data, args.iters, args.batch_size, args.image_size, args.arch) == (data, 77, 16, 48, "vgg16")
+    assert args.fraction == (1.0 if name == "labels" else 0.5)
 
 
 def test_bars(tmp_path):
