@@ -8,7 +8,7 @@ From top to bottom, in the order in which a script meets it:
     on the device              draw_colour_jitter (parameters), augment (pixels)
     backbones                  build_backbone, read_checkpoint, backbone_weights, load_backbone, tag_head
     optimisers, schedules      build_optimizer, sgd, warmup_cosine, learning_rate_factor, and a loss: tag_loss
-    flags                      flag_parser, fill_defaults; of tp.py and icmlm.py: add_recipe_flags, check_recipe
+    flags                      help_formatter, flag_parser, fill_defaults; of tp.py and icmlm.py: add_recipe_flags, check_recipe
     pictures                   draw_attention
     the output folder          cached_arrays (read_arrays, keep_arrays), Run (args.json, metrics.jsonl, checkpoint.pth, result.json), StopSignals
 
@@ -25,13 +25,13 @@ import json
 import math
 import multiprocessing
 import os
-import pickle
 import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import zipfile
 import zlib
 from array import array
 from datetime import timedelta
@@ -384,7 +384,7 @@ def coco_instances(root, split):
     """-> ({image id: sorted category indices}, category names in the order of their ids, {image id: path})"""
     path = os.path.join(root, "annotations", f"instances_{split}.json")
     wanted = {"images": ["id", "file_name"], "annotations": ["image_id", "category_id"], "categories": ["id", "name"]}
-    content = read_json(path, wanted, COCO_LAYOUT)
+    content = read_json(path, wanted, "labels need annotations/instances_{split}.json in a COCO folder, beside the images in {split}/")
     categories = sorted(content["categories"], key=lambda category: category["id"])
     index = {category["id"]: k for k, category in enumerate(categories)}
     present = {image["id"]: set() for image in content["images"]}
@@ -759,7 +759,8 @@ def read_checkpoint(path):
         with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's and others keep their arguments beside the weights
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # truncated, not a checkpoint, or one that wants to run code: all end here, with the reason
-        reason = "it holds more than weights, or is no checkpoint" if isinstance(error, pickle.UnpicklingError) else str(error) or type(error).__name__
+        known = isinstance(error, (OSError, RuntimeError, EOFError))
+        reason = str(error) or type(error).__name__ if known else "it holds more than weights, or is no checkpoint"
         fail(f"{path} cannot be loaded as weights ({reason.splitlines()[0]})")
 
 
@@ -779,7 +780,7 @@ def backbone_weights(content, path):
     prefix = next((prefix for prefix in PREFIXES if any(prefix + key in content for key in first)), None)
     if prefix is None:
         fail(f"{path} holds no ResNet or VGG: no key ends in {' or '.join(first)}; its first keys are {', '.join(map(str, list(content)[:5]))}")
-    state = {key[len(prefix) :]: value for key, value in content.items() if key.startswith(prefix)}
+    state = {key[len(prefix) :]: value for key, value in content.items() if key.startswith(prefix) and isinstance(value, torch.Tensor)}
     for key in [key for key in state if key.endswith("running_mean")]:  # files from before PyTorch 0.4.1 lack the counters
         state.setdefault(key.replace("running_mean", "num_batches_tracked"), torch.tensor(0))
     matches = []
@@ -791,7 +792,10 @@ def backbone_weights(content, path):
         matches.append((len(missing) + len(unexpected), arch, missing, unexpected))
     wrong, arch, missing, unexpected = min(matches)
     if wrong:
-        fail(f"{path} is no {arch}, the closest match: missing {missing[:5]}, unexpected {unexpected[:5]}")
+        batch_norm = ": VGG-16 means torchvision's vgg16_bn" if arch == "vgg16" else ""
+        fail(f"{path} is no {arch}, the closest match{batch_norm}: missing {missing[:5]}, unexpected {unexpected[:5]}")
+    if not all(value.isfinite().all() for value in state.values()):
+        fail(f"{path} holds weights that are not finite: its training has diverged")
     return arch, {key: value for key, value in state.items() if not CLASSIFIER.match(key)}
 
 
@@ -861,11 +865,8 @@ def tag_loss(logits, labels):
 LABEL_SPLITS = {"shapes": ("train", "val"), "coco": ("train2017", "val2017"), "voc07": ("trainval", "test"), "folder": ("train", "val")}
 
 
-def flag_parser(script, description, defaults, on_shapes=1):
-    """A parser with the flags that mean the same in every training script, whose --help tells every default.
-
-    defaults: {flag: values, the first `on_shapes` of them on shapes}, for flags whose default of None `fill_defaults` fills in.
-    """
+def help_formatter(defaults, on_shapes=1):
+    """A formatter whose --help tells every default. defaults: {flag: values, the first `on_shapes` of them on shapes}, of flags that `fill_defaults` fills in"""
 
     def told(values):
         words = (" ".join(f"{part:.3g}" for part in value) or "none" if isinstance(value, tuple) else value for value in values)
@@ -876,9 +877,15 @@ def flag_parser(script, description, defaults, on_shapes=1):
             if action.dest in defaults:
                 shapes, real = told(defaults[action.dest][:on_shapes]), told(defaults[action.dest][on_shapes:])
                 return f"{action.help} (default {shapes if shapes == real else f'{shapes} on shapes, {real} on real data'})"
-            return action.help if action.default in (None, argparse.SUPPRESS) or action.const else f"{action.help} (default %(default)s)"
+            silent = action.default in (None, argparse.SUPPRESS) or action.const or "(default" in action.help
+            return action.help if silent else f"{action.help} (default %(default)s)"
 
-    parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
+    return HelpFormatter
+
+
+def flag_parser(script, description, defaults, on_shapes=1):
+    """A parser with the flags that mean the same in every training script. defaults, on_shapes: see help_formatter."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=help_formatter(defaults, on_shapes))
     data = parser.add_argument_group("data")
     data.add_argument("--data", default="shapes", help="shapes (built in), coco, vg, or the path of a .jsonl file")
     data.add_argument("--root", help="folder of the data set (default datasets/<name>; for a .jsonl its own folder)")
@@ -1052,11 +1059,14 @@ def cached_arrays(path, made_of, build):
 
 
 def read_arrays(path, made_of):
-    """The arrays that `path` keeps, or None when there are none or they were made of something else."""
+    """The arrays that `path` keeps, or None when there are none, they were made of something else, or the file is damaged."""
     if path.exists():
-        with np.load(path) as file:
-            if file["made_of"] == json.dumps(made_of):
-                return {name: file[name] for name in file.files}
+        try:
+            with np.load(path) as file:
+                if file["made_of"] == json.dumps(made_of):
+                    return {name: file[name] for name in file.files}
+        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+            say(f"{path} is damaged ({error}): it is made again")
     return None
 
 

@@ -59,7 +59,7 @@ PROTOCOLS = (*EXTRACTED, *(name for name in TRAINED if name not in EXTRACTED))
 
 
 def get_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=common.help_formatter({}))
     parser.add_argument("--weights", required=True, help="a checkpoint file, imagenet or random")
     parser.add_argument("--arch", choices=sorted(common.BACKBONES), help="needed for imagenet and random only: a file's is recognised")
     parser.add_argument("--protocol", choices=PROTOCOLS, default="svm-virtex", help="svm-* for VOC07, COCO, small sets; layers for VGG-16; others for ImageNet")
@@ -99,6 +99,8 @@ def get_args(argv=None):
         fail(f"--protocol {args.protocol} wants one label per image: --data folder")
     if min(args.runs, args.image_size, 1 if args.train_images is None else args.train_images) < 1 or args.workers < 0:
         fail("--runs, --image-size and --train-images must be at least 1, --workers at least 0")
+    if not 0 <= args.seed < 2**32:
+        fail(f"--seed {args.seed} must be from 0 to {2**32 - 1}")
     return args
 
 
@@ -128,6 +130,8 @@ def main(args):
     train, test = (probe.label_data(args.data, args.root, split) for split in (args.train_split, args.val_split))
     if train.names != test.names:
         fail(f"the splits have different classes: {sorted(set(train.names) ^ set(test.names))[:5]} are in one of them only")
+    if {"mAP", "top-1"} & set(train.names):
+        fail("a class is called mAP or top-1, as the scores are: rename its folder")
     if args.train_images:
         train = train.select(np.sort(np.random.default_rng(args.seed).permutation(len(train.images))[: args.train_images]))
     say(f"{len(train.images)} training and {len(test.images)} test images of {len(train.names)} classes; {args.protocol}")
@@ -191,6 +195,8 @@ def extracted(backbone, data, name, args, world):
         if world.is_main:
             kept = {"features": features, "labels": labels}
             common.keep_arrays(path, made_of, kept)
+    if kept and len(kept["features"]) < len(data.images):
+        say(f"{path}: {len(data.images) - len(kept['features'])} of {len(data.images)} images could not be decoded and are left out")
     return (kept["features"], kept["labels"]) if world.is_main else (None, None)
 
 
@@ -198,7 +204,7 @@ def digest(backbone, data):
     """A number that differs, as good as surely, for other weights, labels, lists of images, or files that have changed."""
     arrays = [tensor.cpu().contiguous().numpy() for tensor in backbone.state_dict().values()] + [np.ascontiguousarray(data.labels)]
     number = functools.reduce(lambda n, values: zlib.crc32(values, n), arrays, 0)
-    stats = [os.stat(path) for path in data.images] if isinstance(data.images, common.ImageFiles) else []
+    stats = [os.stat(path) for path in data.images if os.path.exists(path)] if isinstance(data.images, common.ImageFiles) else []  # a broken link does not
     return zlib.crc32(json.dumps([*data.images, *((file.st_size, file.st_mtime_ns) for file in stats)]).encode(), number)
 
 
@@ -223,7 +229,7 @@ def sgd_mct(train_x, train_y, test_x, test_y, names, args, device, seed):
         return 0.2 ** sum(share >= epoch / 60 for epoch in (30, 40, 50))
 
     [layer] = train_linear(train_x, train_y, [(args.lr, 0.0)], factor, args, device, seed)
-    return scores_of(logits_of(layer, test_x, device), test_y, names)
+    return scores_of(finite(logits_of(layer, test_x, device)), test_y, names)
 
 
 def logreg_icmlm(train_x, train_y, test_x, test_y, names, args, device, seed):
@@ -278,6 +284,12 @@ def linear_layer(inputs, outputs):
 def logits_of(layer, x, device):
     """(N, D) -> (N, classes) on the CPU, in parts that fit on a GPU"""
     return np.concatenate([layer(torch.from_numpy(rows).to(device)).cpu().numpy() for rows in np.array_split(x, math.ceil(len(x) / 2**16))])
+
+
+def finite(logits):
+    if not np.isfinite(logits).all():
+        fail("the linear layer has diverged: its outputs are not finite. Try a lower --lr")
+    return logits
 
 
 def scores_of(logits, labels, names, several=False):
@@ -370,7 +382,7 @@ def augmented(backbone, train, test, args, world, seed):
         logits, labels = probe.describe_images(logits_of, test, args.image_size, args.workers, "test images", world=world)
     if not world.is_main:
         return None
-    scores = {kind: scores_of(part, labels, train.names, several) for kind, part in zip(kinds, np.split(logits, len(kinds), 1))}
+    scores = {kind: scores_of(part, labels, train.names, several) for kind, part in zip(kinds, np.split(finite(logits), len(kinds), 1))}
     return {kind + metric: value for kind, found in scores.items() for metric, value in found.items()}
 
 

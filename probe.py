@@ -97,7 +97,7 @@ def folder_labels(root, split):
     """{split}/<class>/<image>: the layout of ImageNet, Places, iNaturalist and torchvision's ImageFolder."""
     if not os.path.isdir(os.path.join(root, split)):
         fail(f"{root}/{split} not found: an image folder holds {split}/<class>/<image>; name the splits with --train-split and --val-split")
-    names = sorted(entry.name for entry in os.scandir(os.path.join(root, split)) if entry.is_dir())
+    names = sorted(entry.name for entry in os.scandir(os.path.join(root, split)) if entry.is_dir() and not entry.name.startswith("."))  # .ipynb_checkpoints is no class
     images, classes = ImageFiles(), []
     for k, name in enumerate(progress(names, desc="image folder", unit=" classes", leave=False)):
         for path in sorted(Path(root, split, name).rglob("*")):
@@ -150,9 +150,11 @@ def extract_features(backbone, data, size, device, amp="off", workers=0, desc="f
     """Pooled features of a LabelData in eval mode -> what describe_images gives"""
     training = backbone.training
     backbone.eval()
-    described = describe_images(lambda images: pooled(backbone, images, device, amp, cells), data, size, workers, desc, part, world)
+    features, labels = describe_images(lambda images: pooled(backbone, images, device, amp, cells), data, size, workers, desc, part, world)
     backbone.train(training)
-    return described
+    if features is not None and not np.isfinite(features).all():
+        fail("the features are not finite: has the training of the backbone diverged? With --amp fp16 try --amp off", everywhere=False)
+    return features, labels
 
 
 # ------------------------------------------------------------------------------------------ support vector machines

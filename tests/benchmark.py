@@ -262,7 +262,7 @@ def decoding_speed(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=common.help_formatter({}))
     parser.add_argument("--methods", nargs="+", choices=(*sorted(METHODS), "svm"), default=sorted(METHODS))
     parser.add_argument("--arch", default="resnet50", choices=sorted(common.BACKBONES))
     parser.add_argument("--hidden", type=int, default=1024, help="H of VirTex's heads")

@@ -20,6 +20,8 @@ classes of the photos that the probe is trained on.
 import argparse
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +60,7 @@ METHODS = {
 
 
 def get_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=common.help_formatter({}))
     parser.add_argument("--data", default="shapes", help="shapes, coco, vg or a .jsonl file")
     parser.add_argument("--root", help="folder of the data set (default datasets/<name>)")
     parser.add_argument("--train-split", help="as of the scripts")
@@ -77,7 +79,11 @@ def get_args(argv=None):
     parser.add_argument("--processes", type=int, default=1, help="GPUs of this machine for each run (torchrun)")
     parser.add_argument("--output", default="runs/compare")
     args = parser.parse_args(argv)
-    args.only = [name for name in METHODS if name in args.only]  # some start from what others leave
+    args.only = [name for name in METHODS if name in args.only]
+    for name in args.only:  # some start from what others leave
+        for needed in re.findall(r"{output}/([^/ ]+)/", own_flags(name, args)):
+            if needed not in args.only and not Path(args.output, needed, "result.json").exists():
+                fail(f"the row {name} starts from {needed}: add it to --only")
     if args.data != "shapes" and args.probe_data == "shapes":
         fail("--probe-data and --probe-root are needed: the labelled photos on which the backbones are to be measured")
     if args.protocol in eval_linear.TRAINED and args.probe_data != "folder":
@@ -117,7 +123,7 @@ def main(args):
 
 def train(name, args):
     """One run into its folder, unless one has ended there."""
-    _, _, script, on_shapes, on_photos = METHODS[name]
+    script = METHODS[name][2]
     folder = Path(args.output, name)
     if (folder / "result.json").exists():
         check_run(name, args)
@@ -126,8 +132,12 @@ def train(name, args):
     data = given(args, "data", "root", "train_split", "val_split", "fraction")
     if name == "labels":
         data = labelled_photos(args)
-    own = [word.format(output=args.output) for word in (on_shapes if args.data == "shapes" else on_photos).split()]
+    own = [word.format(output=args.output) for word in own_flags(name, args).split()]
     python(args, script, *data, *given(args, "arch", "image_size", "batch_size", "iters", "seed", "workers"), *own, "--output", folder)
+
+
+def own_flags(name, args):
+    return METHODS[name][3 if args.data == "shapes" else 4]
 
 
 def given(args, *flags):
@@ -149,12 +159,16 @@ def labelled_photos(args):
 
 
 def python(args, script, *flags):
-    """Run one of our scripts, its output on this screen; its failure is ours."""
+    """Run one of our scripts, its output on this screen; its failure is ours, and our end (SIGTERM) its."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.processes}"] if args.processes > 1 else []
     command = [str(text) for text in (*launcher, REPO / script, *flags)]
     say(" ".join(["python", *launcher, script, *map(str, flags)]))
-    if subprocess.run([sys.executable, *command], check=False).returncode:
-        fail(f"{script} ended with an error, see above")
+    with subprocess.Popen([sys.executable, *command]) as run:
+        before = signal.signal(signal.SIGTERM, lambda *_: run.terminate())  # it writes its checkpoint; then we end, too
+        code = run.wait()
+    signal.signal(signal.SIGTERM, before)
+    if code:
+        fail(f"{script} was stopped, or ended with an error: see above")
 
 
 def row(name, args):

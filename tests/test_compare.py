@@ -2,6 +2,10 @@
 
 import importlib
 import json
+import os
+import subprocess
+import sys
+import time
 
 import common
 import compare
@@ -71,7 +75,7 @@ def test_one_table(photos, tmp_path, capsys):
     with pytest.raises(SystemExit, match="/nowhere"):
         start("--only", "moco", "--probe-root", "/nowhere", "--output", str(tmp_path / "other"))
     assert not (tmp_path / "other").exists()
-    with pytest.raises(SystemExit, match="icmlm.py ended with an error"):  # a row that starts from one that is not there
+    with pytest.raises(SystemExit, match="the row icmlm-att-fc starts from tp: add it to --only"):
         start("--only", "icmlm-att-fc")
 
 
@@ -88,6 +92,22 @@ def test_flags_are_accepted(name, data, monkeypatch):
     args = importlib.import_module(script.removesuffix(".py")).get_args(flags)
     assert (args.data, args.iters, args.batch_size, args.image_size, args.arch) == (data, 77, 16, 48, "vgg16")
     assert args.fraction == (1.0 if name == "labels" else 0.5)
+
+
+def test_a_stopped_comparison_leaves_no_training_behind(tmp_path):
+    """SIGTERM reaches the script that runs: it writes its checkpoint and ends before the comparison does; the same command goes on."""
+    command = [sys.executable, compare.__file__, "--only", "tp", "--image-size", "32", "--iters", "100000", "--workers", "0", "--output", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        while not (tmp_path / "tp" / "metrics.jsonl").exists() or not (tmp_path / "tp" / "metrics.jsonl").read_text():
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+        errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and "tp.py was stopped" in errors
+    iteration = common.read_checkpoint(tmp_path / "tp" / "checkpoint.pth")["iteration"]
+    assert 10 <= iteration < 100000
+    time.sleep(1)
+    assert len((tmp_path / "tp" / "metrics.jsonl").read_text().splitlines()) == iteration // 10
 
 
 def test_bars(tmp_path):

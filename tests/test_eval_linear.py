@@ -357,6 +357,35 @@ def test_undecodable_training_images_are_named(tmp_path, capsys):
     assert str(tmp_path / "train" / "red" / "1.png") in capsys.readouterr().out
 
 
+def test_a_broken_link_and_a_broken_photo(tmp_path, capsys):
+    """Both are left out by name, and told again when the kept features are used."""
+    for split in ("train", "val"):
+        write_folder(tmp_path, split, COLOURS, 4)
+    (tmp_path / "train" / "red" / "1.png").write_text("no picture")
+    (tmp_path / "train" / "red" / "link.png").symlink_to(tmp_path / "nowhere.png")
+    command = (*RANDOM, "--data", "folder", "--root", tmp_path)
+    first, named = evaluate(tmp_path / "out", *command), capsys.readouterr().out
+    assert all(f"cannot decode {tmp_path / 'train' / 'red' / name}" in named for name in ("1.png", "link.png"))
+    assert evaluate(tmp_path / "out", *command)["mean"] == first["mean"]
+    assert f"2 of {4 * len(COLOURS) + 1} images could not be decoded" in capsys.readouterr().out
+
+
+def test_hidden_folders_are_no_classes(tmp_path):
+    """.ipynb_checkpoints and the like."""
+    write_folder(tmp_path, "train", COLOURS, 2)
+    (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
+    assert list(probe.label_data("folder", str(tmp_path), "train").names) == sorted(COLOURS)
+
+
+def test_a_class_that_is_called_as_the_score_is(tmp_path):
+    """Its score would be overwritten by the mean."""
+    for split in ("train", "val"):
+        write_folder(tmp_path, split, COLOURS, 2)
+        (tmp_path / split / "red").rename(tmp_path / split / "mAP")
+    with ends("a class is called mAP"):
+        evaluate(tmp_path, *RANDOM, "--data", "folder", "--root", tmp_path)
+
+
 def test_folder_without_a_split(folder, tmp_path):
     """A missing split is named, with the layout that was expected."""
     with ends("valid not found: an image folder holds"):
@@ -439,6 +468,31 @@ def test_features_are_kept(folder, tmp_path, monkeypatch):
     assert evaluate(tmp_path, *command, "--runs", 2)["runs"] == first["runs"]
     evaluate(tmp_path, *command, "--protocol", "sgd-mct", "--epochs", 1)
     assert len(extracted) == 2
+
+
+@pytest.mark.parametrize("content", (b"", b"PK\x03\x04 and no more", b"a text"))
+def test_damaged_features_are_made_again(folder, tmp_path, capsys, content):
+    """A file that was cut off does not block the folder."""
+    first = evaluate(tmp_path, *RANDOM, "--data", "folder", "--root", folder)
+    (tmp_path / "features_train.npz").write_bytes(content)
+    assert evaluate(tmp_path, *RANDOM, "--data", "folder", "--root", folder)["mean"] == first["mean"]
+    assert "features_train.npz is damaged" in capsys.readouterr().out
+
+
+def test_numbers_that_are_not_finite_are_refused(folder, tmp_path, monkeypatch):
+    """In the weights, the features or the outputs of the linear layer: an error, not a score that is chance."""
+    state = common.build_backbone("resnet18").state_dict()
+    state["conv1.weight"][0] = math.nan
+    torch.save(state, tmp_path / "nan.pth")
+    with ends("nan.pth holds weights that are not finite"):
+        evaluate(tmp_path, "--weights", tmp_path / "nan.pth", "--data", "folder", "--root", folder)
+    with ends("the linear layer has diverged"):
+        evaluate(tmp_path, *RANDOM, *SGD, "--data", "folder", "--root", folder, "--epochs", 2, "--lr", 1e38)
+    with ends("the linear layer has diverged"):
+        evaluate(tmp_path, *RANDOM, "--protocol", "sgd-mct", "--data", "folder", "--root", folder, "--lr", 1e38)
+    monkeypatch.setattr(probe, "pooled", lambda backbone, images, *_: torch.full((len(images), 4), math.inf))
+    with ends("the features are not finite"):
+        evaluate(tmp_path / "other", *RANDOM, "--data", "folder", "--root", folder)
 
 
 @pytest.mark.parametrize("change", ("weights", "size", "list", "file", "crop", "precision"))
@@ -733,6 +787,7 @@ def test_wrong_checkpoints_are_refused(folder, tmp_path, change, named):
         ([*RANDOM, *SGD, "--solver", "torch"], "--solver does not go with --protocol sgd-virtex"),
         ([*RANDOM, "--train-images", "0"], "--train-images must be at least 1"),
         ([*RANDOM, "--runs", "0"], "--runs"),
+        ([*RANDOM, "--seed", "-1"], "--seed -1 must be from 0"),
     ],
 )
 def test_wrong_flags_are_refused(command, message):
