@@ -1,7 +1,7 @@
 """One table and one picture of all methods: trained on the same photos with the same backbone for as many iterations, and
 probed alike, beside the backbone at random initialisation and one trained with labels.
 
-    python tests/compare.py                                            # the built-in scenes, about 45 minutes on two cores
+    python tests/compare.py                                            # the built-in scenes, about an hour on two cores
     python tests/compare.py --data coco --root flickr8k --train-split train --val-split val --image-size 96 --iters 4688 \\
         --probe-data folder --probe-root flowers --output runs/flickr8k
     python tests/compare.py ... --only virtex tp                       # these rows now, on this machine
