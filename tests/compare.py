@@ -47,6 +47,7 @@ METHODS = {
     # folder         name, what it learns from, script               its flags on shapes, on real photos
     "virtex":        ("VirTex", "captions", "virtex.py",              "", "--hidden 512 --lr 0.2 --text-lr 0.1"),
     "tp":            ("TP-Postag", "captions", "tp.py",               "", SGD),
+    "tp-longer":     ("... as long again", "captions", "tp.py",       "--init {output}/tp/backbone.pth", f"--init {{output}}/tp/backbone.pth {SGD}"),
     "icmlm":         ("ICMLM-tfm", "captions", "icmlm.py",            "", f"{ICMLM} --lr 1e-3"),
     "icmlm-att-fc":  ("ICMLM-att-fc, from TP's backbone", "captions", "icmlm.py",
                       f"{FROM_TP} --warmup-attention 0.4", f"{FROM_TP} --warmup-attention 0.25 {ICMLM} --lr 5e-4"),
@@ -175,7 +176,7 @@ def row(name, args):
     """One line of the table: {"name", "method", "learns_from", "iterations", "scores"}"""
     result = Path(args.output, name, "probe", "result.json")
     check(result, args, "image_size", "protocol", "seed", *(("arch",) if name == "random" else ()), data="probe_data", root="probe_root")
-    iterations = [check_run(run, args) for run in {"random": (), "icmlm-att-fc": ("tp", name)}.get(name, (name,))]
+    iterations = [check_run(run, args) for run in {"random": (), "tp-longer": ("tp", name), "icmlm-att-fc": ("tp", name)}.get(name, (name,))]
     return {"name": name, "method": METHODS[name][0], "learns_from": METHODS[name][1], "iterations": iterations, "scores": json.loads(result.read_text())["mean"]}
 
 
