@@ -794,8 +794,6 @@ def backbone_weights(content, path):
     if wrong:
         batch_norm = ": VGG-16 means torchvision's vgg16_bn" if arch == "vgg16" else ""
         fail(f"{path} is no {arch}, the closest match{batch_norm}: missing {missing[:5]}, unexpected {unexpected[:5]}")
-    if not all(value.isfinite().all() for value in state.values()):
-        fail(f"{path} holds weights that are not finite: its training has diverged")
     return arch, {key: value for key, value in state.items() if not CLASSIFIER.match(key)}
 
 
@@ -804,6 +802,8 @@ def load_backbone(arch, path):
     found, state = backbone_weights(read_checkpoint(path), path)
     if arch and arch != found:
         fail(f"{path} is a {found}, not --arch {arch}")
+    if not all(value.isfinite().all() for value in state.values()):
+        fail(f"{path} holds weights that are not finite: its training has diverged")
     backbone = build_backbone(found)
     backbone.load_state_dict(state)
     return backbone
