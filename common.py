@@ -797,12 +797,16 @@ def backbone_weights(content, path):
     return arch, {key: value for key, value in state.items() if not CLASSIFIER.match(key)}
 
 
+def all_finite(state_dict):
+    return all(value.isfinite().all() for value in state_dict.values())
+
+
 def load_backbone(arch, path):
     """The backbone in the file `path`, refused when it is not of the architecture `arch` (None: whichever it is)."""
     found, state = backbone_weights(read_checkpoint(path), path)
     if arch and arch != found:
         fail(f"{path} is a {found}, not --arch {arch}")
-    if not all(value.isfinite().all() for value in state.values()):
+    if not all_finite(state):
         fail(f"{path} holds weights that are not finite: its training has diverged")
     backbone = build_backbone(found)
     backbone.load_state_dict(state)
@@ -1165,7 +1169,7 @@ class Run:
     def save(self, iteration, **state):
         """Write checkpoint.pth, unless the last step has made a weight infinite: then the one before is kept."""
         if self.world.is_main:
-            if not all(value.isfinite().all() for value in state.get("model", {}).values()):
+            if not all_finite(state.get("model", {})):
                 self.check_finite(iteration, {"model": math.nan})
             state = {"script": self.script, "args": vars(self.args), "data": self.data, "iteration": iteration, **state}
             write_file(self.folder / "checkpoint.pth", lambda file: torch.save(state, file))

@@ -42,15 +42,15 @@ CONTRASTIVE = "--bn-splits 4 --queue 512 --momentum 0.998 --mlp-hidden 1024 --op
 CAPTIONS = "--caption-views sibling --lm {output}/icmlm/language_model --lambda-tag 0 --lambda-ic 0.2 --lambda-ci 0.2"
 SGD = "--optimizer sgd --lr 0.03"
 ICMLM = "--lm scratch --lm-iters 2000 --optimizer radam --steps 0.8 --lambda-tp 1"
-FROM_TP = "--head att-fc --init {output}/tp/backbone.pth"
+FROM_TP = "--init {output}/tp/backbone.pth"
 METHODS = {
     # folder         name, what it learns from, script               its flags on shapes, on real photos
     "virtex":        ("VirTex", "captions", "virtex.py",              "", "--hidden 512 --lr 0.2 --text-lr 0.1"),
     "tp":            ("TP-Postag", "captions", "tp.py",               "", SGD),
-    "tp-longer":     ("... as long again", "captions", "tp.py",       "--init {output}/tp/backbone.pth", f"--init {{output}}/tp/backbone.pth {SGD}"),
+    "tp-longer":     ("... as long again", "captions", "tp.py",       FROM_TP, f"{FROM_TP} {SGD}"),
     "icmlm":         ("ICMLM-tfm", "captions", "icmlm.py",            "", f"{ICMLM} --lr 1e-3"),
     "icmlm-att-fc":  ("ICMLM-att-fc, from TP's backbone", "captions", "icmlm.py",
-                      f"{FROM_TP} --warmup-attention 0.4", f"{FROM_TP} --warmup-attention 0.25 {ICMLM} --lr 5e-4"),
+                      f"--head att-fc {FROM_TP} --warmup-attention 0.4", f"--head att-fc {FROM_TP} --warmup-attention 0.25 {ICMLM} --lr 5e-4"),
     "mmcontrastive": ("Multimodal contrastive", "captions", "mmcontrastive.py", "", f"{CONTRASTIVE} {CAPTIONS}"),
     "inter-modal":   ("... between photos and captions only", "captions", "mmcontrastive.py",
                       INTER_MODAL, f"{CONTRASTIVE} {CAPTIONS} {INTER_MODAL} --lr 5e-4 --text-lr 5e-4"),
@@ -82,7 +82,7 @@ def get_args(argv=None):
     args = parser.parse_args(argv)
     args.only = [name for name in METHODS if name in args.only]
     for name in args.only:  # some start from what others leave
-        for needed in re.findall(r"{output}/([^/ ]+)/", own_flags(name, args)):
+        for needed in rows_read(own_flags(name, args)):
             if needed not in args.only and not Path(args.output, needed, "result.json").exists():
                 fail(f"the row {name} starts from {needed}: add it to --only")
     if args.data != "shapes" and args.probe_data == "shapes":
@@ -141,6 +141,11 @@ def own_flags(name, args):
     return METHODS[name][3 if args.data == "shapes" else 4]
 
 
+def rows_read(flags, file=""):
+    """-> the rows whose folders, or a `file` in them, the flags name"""
+    return re.findall(r"{output}/([^/ ]+)/" + file, flags)
+
+
 def given(args, *flags):
     """-> the flags that have a value, as on a command line"""
     return [text for flag in flags if getattr(args, flag) is not None for text in (f"--{flag.replace('_', '-')}", str(getattr(args, flag)))]
@@ -176,7 +181,8 @@ def row(name, args):
     """One line of the table: {"name", "method", "learns_from", "iterations", "scores"}"""
     result = Path(args.output, name, "probe", "result.json")
     check(result, args, "image_size", "protocol", "seed", *(("arch",) if name == "random" else ()), data="probe_data", root="probe_root")
-    iterations = [check_run(run, args) for run in {"random": (), "tp-longer": ("tp", name), "icmlm-att-fc": ("tp", name)}.get(name, (name,))]
+    runs = [*rows_read(own_flags(name, args), "backbone.pth"), name] if METHODS[name][2] else []  # what this backbone was trained in
+    iterations = [check_run(run, args) for run in runs]
     return {"name": name, "method": METHODS[name][0], "learns_from": METHODS[name][1], "iterations": iterations, "scores": json.loads(result.read_text())["mean"]}
 
 
