@@ -1,19 +1,17 @@
-"""What the methods share: captioned images, augmentation, backbones, the output folder.
+"""What the methods share: captioned images, batches, backbones, and the output folder of a run.
 
-From top to bottom, in the order in which a script meets it:
+In the order in which a script meets it:
 
-    processes and precision    run, start_processes, main_first, choose_amp, autocast
-    strings and captions       PackedStrings, CaptionData, caption_data (shapes, coco, vg, jsonl), filter_captions
-    from file to batch         read_crops, read_crop, random_crop, centre_crop, photo_sample, CropView, InfiniteSampler, make_loader, Feed
-    on the device              draw_colour_jitter (parameters), augment (pixels)
-    backbones                  build_backbone, read_checkpoint, backbone_weights, load_backbone, tag_head
-    optimisers, schedules      build_optimizer, sgd, warmup_cosine, learning_rate_factor, and a loss: tag_loss
-    flags                      help_formatter, flag_parser, fill_defaults; of tp.py and icmlm.py: add_recipe_flags, check_recipe
-    pictures                   draw_attention
-    the output folder          cached_arrays (read_arrays, keep_arrays), Run (args.json, metrics.jsonl, checkpoint.pth, result.json), StopSignals
-
-Beside it: language.py (words, tokens, language models), probe.py (labelled images, the SVM probe) and shapes.py (the
-built-in data set).
+    messages               fail, check, say, progress, run
+    processes, precision   World, start, main_first, any_process, data_parallel, autocast
+    captioned images       CaptionData, caption_data (shapes, coco, vg, jsonl)
+    from file to batch     Samples, photo, read_crops, InfiniteSampler, loader, validation_batches
+    on the device          augment: colour jitter and normalisation
+    backbones              build_backbone, load_backbone
+    optimisation           build_optimizer, lr_factor
+    flags                  flag_parser, choose_recipe, parse
+    the output folder      Run, whose `steps` feed the training loop; cached_arrays
+    pictures               draw_attention
 """
 
 import argparse
@@ -45,47 +43,58 @@ import torch.nn.functional as F
 import torchvision
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.models.vgg import cfgs, make_layers
 from tqdm import tqdm
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# -------------------------------------------------------------------------------------- messages
 
 
 def fail(message, everywhere=True):
     """End the program with one line that says what is wrong and what to do.
 
-    everywhere: all processes come here, so that one on each machine speaks for all.
+    everywhere: all processes fail alike, and one on each machine speaks for all.
     """
-    sys.exit(f"error: {message}" if not everywhere or int(os.environ.get("LOCAL_RANK", 0)) == 0 else 1)
+    speaks = not everywhere or int(os.environ.get("LOCAL_RANK", 0)) == 0
+    sys.exit(f"error: {message}" if speaks else 1)
 
 
-def run(main, get_args):
-    """Start a script; Ctrl-C outside the training loop, which minds it itself, is no error to trace."""
-    try:
-        main(get_args())
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
-    finally:  # the workers ignore SIGTERM: after an error Python would wait for them for ever
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for worker in multiprocessing.active_children():
-            worker.kill()
+def check(condition, message):
+    """End the program with the message unless the condition holds."""
+    if not condition:
+        fail(message)
 
 
 def say(message):
-    """A line for the user, from the first process only, that does not tear the progress bar."""
+    """Print a line, from the first process only, without tearing the progress bar."""
     if int(os.environ.get("RANK", 0)) == 0:
         tqdm.write(str(message), file=sys.stdout)
         sys.stdout.flush()
 
 
 def progress(iterable=None, **kwargs):
-    """A tqdm bar on the first process only."""
-    return tqdm(iterable, disable=int(os.environ.get("RANK", 0)) != 0, dynamic_ncols=True, **kwargs)
+    """A tqdm progress bar on the first process only."""
+    hidden = int(os.environ.get("RANK", 0)) != 0
+    return tqdm(iterable, disable=hidden, dynamic_ncols=True, **kwargs)
 
 
-# ------------------------------------------------------------------------------------------ processes and precision
+def run(main, get_args):
+    """Start a script: main(get_args()). Ctrl-C and undecodable photos end it with one line."""
+    try:
+        main(get_args())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    except Unreadable as error:
+        fail(str(error).splitlines()[-1], everywhere=False)
+    finally:  # workers ignore SIGTERM: after an error Python would wait for them for ever
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+
+# ---------------------------------------------------------------------- processes and precision
 
 
 class World(NamedTuple):
@@ -100,8 +109,8 @@ class World(NamedTuple):
         return self.rank == 0
 
 
-def start_processes():
-    """Join the other processes when started by torchrun (NCCL on GPUs, gloo on CPUs); alone otherwise. -> World"""
+def start():
+    """Join the other processes if torchrun started this one (NCCL or gloo) -> World"""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -110,21 +119,23 @@ def start_processes():
         keep_freed_memory()
     if "RANK" not in os.environ:
         return World(0, 1, torch.device("cuda" if cuda else "cpu"))
+
     local = int(os.environ["LOCAL_RANK"])
-    if cuda and local >= torch.cuda.device_count():
-        fail(f"torchrun started more processes than the {torch.cuda.device_count()} GPUs here: lower --nproc_per_node")
+    enough = not cuda or local < torch.cuda.device_count()
+    check(enough, "torchrun started more processes than there are GPUs: lower --nproc_per_node")
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        # gloo beside NCCL: flags on the host can be shared without waiting for the GPU.
-        # Hours, because the others wait while the first one builds labels or probes.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=6))
+        # gloo beside NCCL: flags on the host are shared without waiting for the GPU. Hours,
+        # because the others wait while the first process builds labels.
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=6))
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
 def keep_freed_memory():
-    """Let glibc keep what a step frees for the next one: returned to the kernel and zeroed by it anew, it cost a third."""
+    """Let glibc keep what one step frees for the next: handing it back cost a third of the time."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
@@ -133,7 +144,7 @@ def keep_freed_memory():
 
 
 def end_processes(world):
-    """Part from the other processes: what the first one still has to do (the probe) it does alone."""
+    """Leave the group: what the first process still has to do, it does alone."""
     if world.size > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -141,20 +152,19 @@ def end_processes(world):
 
 @contextlib.contextmanager
 def main_first(world):
-    """The first process runs the block before the others do: build a file once, then read it everywhere."""
-    if not world.is_main and any_process(world, False):
-        sys.exit(1)  # the first process has failed, and has said why
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        if world.is_main:
-            any_process(world, failed)
+    """The first process runs the block before the others: build a file once, read it everywhere.
+
+    When it fails there, it ends and torchrun ends the others.
+    """
+    if world.size > 1 and not world.is_main:
+        dist.barrier()
+    yield
+    if world.size > 1 and world.is_main:
+        dist.barrier()
 
 
 def any_process(world, flag):
-    """True on every process when `flag` is true on one. Host memory only: the GPU is not waited for."""
+    """True on every process if `flag` is true on one. The GPU is not waited for."""
     if world.size == 1:
         return flag
     flag = torch.tensor(int(flag))
@@ -162,34 +172,37 @@ def any_process(world, flag):
     return bool(flag)
 
 
-def average(world, values):
-    """Mean of a tensor over the processes."""
-    if world.size > 1:
-        dist.all_reduce(values)
-    return values / world.size
+def data_parallel(model, world):
+    """DistributedDataParallel when there are several processes. BatchNorm stays per process."""
+    if world.size == 1:
+        return model
+    return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+def autocast(device, amp):
+    """The context of mixed precision; amp: "bf16", "fp16" or "off"."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(amp)
+    return torch.autocast(device.type, dtype, enabled=amp != "off")
 
 
 def choose_amp(device, wish=None):
-    """`--amp`: what the user wished, or bf16 where the device computes in it natively and fp32 elsewhere."""
+    """`--amp`: the user's wish, or bf16 where the device computes in it natively, else "off"."""
     if wish:
         return wish
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "off"
-    return "bf16" if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "off"
+    mkldnn = torch.backends.mkldnn.is_available()
+    return "bf16" if mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "off"
 
 
-def autocast(device, amp):
-    return torch.autocast(device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(amp), enabled=amp != "off")
-
-
-# ------------------------------------------------------------------------------------------ strings and captions
+# ------------------------------------------------------------------------------ captioned images
 
 
 class PackedStrings:
     """Strings in one byte buffer: append and read, nothing else.
 
-    Millions of Python strings cost 50 bytes each beside their letters, and worker processes copy them as soon as
-    they touch their reference counts. One buffer and 8 bytes per string stay shared.
+    Millions of Python strings cost 50 bytes each beside their letters, and worker processes copy
+    them as soon as they touch the reference counts. A buffer and 8 bytes per string stay shared.
     """
 
     def __init__(self, strings=()):
@@ -204,40 +217,45 @@ class PackedStrings:
     def __len__(self):
         return len(self.ends) - 1
 
-    def digest(self):
-        """A number that differs, as good as surely, for other strings."""
-        return zlib.crc32(self.ends, zlib.crc32(self.buffer))
-
     def __getitem__(self, i):
         if not 0 <= i < len(self):
             raise IndexError(i)
         return self.buffer[self.ends[i] : self.ends[i + 1]].decode()
+
+    def digest(self):
+        """A checksum of all strings."""
+        return zlib.crc32(self.ends, zlib.crc32(self.buffer))
 
 
 class ImageFiles(PackedStrings):
     """Paths of images; `open(i)` gives a PIL image, not yet decoded."""
 
     def open(self, i):
+        if not os.path.isfile(self[i]):  # reading a pipe or a device would hang
+            raise OSError(f"{self[i]} is not a file")
         return Image.open(self[i])
 
-    def check(self, hint="check --root and the split"):
-        """End the program when files are missing. Each folder is listed once: no file is touched by itself."""
+    def check_files(self, hint="check --root and the split"):
+        """End the program if files are missing. Folders are listed once; no file is opened."""
         folders, missing = {}, []
         for path in self:
             folder, name = os.path.split(path)
             if folder not in folders:
-                folders[folder] = set(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else set()
+                exists = os.path.isdir(folder or ".")
+                folders[folder] = set(os.listdir(folder or ".")) if exists else set()
             if name not in folders[folder]:
                 missing.append(path)
         if missing:
-            fail(f"{len(missing)} of {len(self)} images are missing, the first is {missing[0]}: {hint}")
+            number = f"{len(missing)} of {len(self)} images are missing"
+            fail(f"{number}, the first is {missing[0]}: {hint}")
 
 
 class CaptionData:
-    """Images, each with captions and tags (either may be empty): what every source is turned into.
+    """Images, each with captions and tags (either may be empty): what every source becomes.
 
-    images: ImageFiles or ShapeImages.  captions: all captions, packed; image i has those from first_caption[i] to
-    first_caption[i + 1].  tag_names: None when the source knows no tags; tags are indices into it.
+    images: ImageFiles or shapes.ShapeImages.  captions: packed; those of image i are
+    captions[first_caption[i]] to captions[first_caption[i + 1] - 1].  tags: indices into
+    tag_names, likewise; tag_names is None if the source knows no tags.
     """
 
     def __init__(self, images, tag_names=None):
@@ -259,236 +277,277 @@ class CaptionData:
     def captions_of(self, i):
         return [self.captions[j] for j in range(self.first_caption[i], self.first_caption[i + 1])]
 
-    def digest(self):
-        """A number that differs, as good as surely, for other captions or tags of the images: what is made of them can be kept by it."""
-        parts = (self.first_caption, self.tags, self.first_tag, json.dumps(self.tag_names).encode())
-        return functools.reduce(lambda number, part: zlib.crc32(part, number), parts, self.captions.digest())
-
     def tags_of(self, i):
         return list(self.tags[self.first_tag[i] : self.first_tag[i + 1]])
 
+    def captioned(self):
+        """(N,) bool: which images have a caption"""
+        return np.diff(self.first_caption) > 0
+
     def select(self, keep, captions_per_image=None, seed=0):
-        """The images `keep` (indices), with at most `captions_per_image` captions each, drawn once and for all."""
+        """The images `keep`, each with at most `captions_per_image` captions, drawn once."""
         selected = CaptionData(type(self.images)(), self.tag_names)
         for i in keep:
             captions = self.captions_of(i)
             if captions_per_image and len(captions) > captions_per_image:
-                captions = sample_rng(seed, 0, i).permutation(captions)[:captions_per_image].tolist()
+                rng = np.random.default_rng([seed, 0, i])
+                captions = rng.permutation(captions)[:captions_per_image].tolist()
             selected.add(self.images[i], captions, self.tags_of(i))
         return selected
 
-
-def read_json(path, keys, hint):
-    """The JSON in `path`, checked: `keys` maps each top-level list to the keys that all its entries must have."""
-    if not os.path.isfile(path):
-        fail(f"{path} not found: {hint}")
-    if os.path.getsize(path) > 50e6:
-        say(f"reading {path}")
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        fail(f"{path} is not valid JSON ({error}): is the download complete?")
-    for top, wanted in keys.items():
-        if not isinstance(content, dict) or not isinstance(content.get(top), list):
-            fail(f'{path} lacks the list "{top}": {hint}')
-        for n, entry in enumerate(content[top]):
-            for key in wanted:
-                if not isinstance(entry, dict) or key not in entry:
-                    fail(f'{path}: entry {n} of "{top}" lacks "{key}"')
-    return content
-
-
-def iterate_json_list(path, hint):
-    """Yield the entries of a file that is one huge JSON list, chunk by chunk (VG's is 700 MB, and several times that as objects)."""
-    if not os.path.isfile(path):
-        fail(f"{path} not found: {hint}")
-    decoder, separator, text, at, n = json.JSONDecoder(), re.compile(r"[,\s]*"), "", 0, 0
-    try:
-        with open(path, encoding="utf-8") as file:
-            if file.read(1) != "[":
-                fail(f"{path} is not a JSON list: {hint}")
-            while True:
-                at = separator.match(text, at).end()
-                if text.startswith("]", at):
-                    return
-                try:
-                    entry, at = decoder.raw_decode(text, at)
-                except json.JSONDecodeError:  # the chunk ends inside an entry
-                    more = file.read(1 << 24)
-                    if not more:
-                        fail(f"{path} is not valid JSON after entry {n - 1}: is the download complete?")
-                    text, at = text[at:] + more, 0
-                else:
-                    yield entry
-                    n += 1
-    except UnicodeDecodeError as error:
-        fail(f"{path} is not UTF-8 after entry {n - 1} ({error}): is the download complete?")
+    def digest(self):
+        """A checksum of captions and tags: what is made of them can be kept under it."""
+        number = self.captions.digest()
+        for part in (self.first_caption, self.tags, self.first_tag):
+            number = zlib.crc32(part, number)
+        return zlib.crc32(json.dumps(self.tag_names).encode(), number)
 
 
 def caption_data(name, root=None, split="train", fraction=1.0, captions_per_image=None, seed=0):
-    """Load one split of a captioned data set -> CaptionData.
+    """One split of "shapes", "coco", "vg" or of a .jsonl file (its path) -> CaptionData
 
-    name: "shapes", "coco", "vg" or the path of a .jsonl file.  root: the folder of the data (default datasets/<name>;
-    for a .jsonl the folder that relative image paths start from, default the file's own).
+    root: its folder (default datasets/<name>; for a .jsonl the file's own).
     fraction, captions_per_image: VirTex Fig. 4; the subset depends on the seed alone.
     """
+    hint = "check --root and the split"
     if name == "shapes":
-        data = built_in_shapes(split)
+        data = shapes_data(split)
     elif name == "coco":
         data = coco_data(root or "datasets/coco", split)
     elif name == "vg":
         data = vg_data(root or "datasets/vg", split)
     elif name.endswith(".jsonl"):
         data = jsonl_data(name, root, split)
+        hint = "relative paths start from the folder of the .jsonl, or from --root"
     else:
         fail(f"--data {name} is unknown: give shapes, coco, vg or the path of a .jsonl file")
-    if not len(data):
-        fail(f"--data {name}: the split {split} holds no image")
+    check(len(data), f"--data {name}: the split {split} holds no image")
     if fraction < 1 or captions_per_image:
         order = np.random.default_rng(seed).permutation(len(data))
-        data = data.select(np.sort(order[: max(1, round(fraction * len(data)))]), captions_per_image, seed)
+        keep = np.sort(order[: max(1, round(fraction * len(data)))])
+        data = data.select(keep, captions_per_image, seed)
     if isinstance(data.images, ImageFiles):
-        data.images.check("relative paths start from the folder of the .jsonl, or from --root" if name.endswith(".jsonl") else "check --root and the split")
+        data.images.check_files(hint)
     return data
 
 
-def built_in_shapes(split):
-    import shapes  # only here: a script copied elsewhere with common.py does without it
+def shapes_data(split):
+    """The built-in scenes: five captions each, tags are the shapes present."""
+    import shapes  # only here: a script that is copied elsewhere does without it
 
-    return shapes.shapes_data(split)
+    check(split in shapes.SPLITS, f'--data shapes has the splits "train" and "val", not "{split}"')
+    data = CaptionData(shapes.ShapeImages(), list(shapes.SHAPES))
+    for scene in shapes.SPLITS[split]:
+        objects = shapes.objects_of(scene)
+        data.add(scene, shapes.describe(scene, objects), shapes.tags(objects))
+    return data
 
 
-COCO_LAYOUT = "a COCO folder holds annotations/captions_{split}.json and the images in {split}/; name the splits with --train-split and --val-split"
+def read_json(path, lists, hint):
+    """The JSON object in `path`; lists: {its lists: the keys that their entries must have}."""
+    check(os.path.isfile(path), f"{path} not found: {hint}")
+    if os.path.getsize(path) > 50e6:
+        say(f"reading {path}")
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except ValueError as error:
+        fail(f"{path} is not valid JSON ({error}): is the download complete?")
+    for name, keys in lists.items():
+        found = isinstance(content, dict) and isinstance(content.get(name), list)
+        check(found, f'{path} lacks the list "{name}": {hint}')
+        for n, entry in enumerate(content[name]):
+            for key in keys:
+                if not isinstance(entry, dict) or key not in entry:
+                    fail(f'{path}: entry {n} of "{name}" lacks "{key}"')
+    return content
+
+
+COCO = (
+    "a COCO folder holds annotations/captions_{split}.json, instances_{split}.json if there are "
+    "labels, and the images in {split}/; name the splits with --train-split and --val-split"
+)
 
 
 def coco_data(root, split):
-    """annotations/captions_{split}.json, images in {split}/, tags from annotations/instances_{split}.json if there."""
+    """annotations/captions_{split}.json, images in {split}/, tags from instances_{split}.json."""
     path = os.path.join(root, "annotations", f"captions_{split}.json")
-    content = read_json(path, {"images": ["id", "file_name"], "annotations": ["image_id", "caption"]}, COCO_LAYOUT)
+    lists = {"images": ("id", "file_name"), "annotations": ("image_id", "caption")}
+    content = read_json(path, lists, COCO)
     captions = {image["id"]: [] for image in content["images"]}
     for n, entry in enumerate(content["annotations"]):
-        if entry["image_id"] not in captions:
-            fail(f'{path}: entry {n} of "annotations" names the unknown image_id {entry["image_id"]}')
-        captions[entry["image_id"]].append(str(entry["caption"]).strip())
+        number = entry["image_id"]
+        known = number in captions
+        check(known, f'{path}: entry {n} of "annotations" names the unknown image_id {number}')
+        captions[number].append(str(entry["caption"]).strip())
     tags, tag_names = {}, None
     if os.path.isfile(os.path.join(root, "annotations", f"instances_{split}.json")):
         tags, tag_names, _ = coco_instances(root, split)
     data = CaptionData(ImageFiles(), tag_names)
     for image in content["images"]:
-        data.add(os.path.join(root, split, image["file_name"]), captions[image["id"]], tags.get(image["id"], ()))
+        number, file = image["id"], os.path.join(root, split, image["file_name"])
+        data.add(file, captions[number], tags.get(number, ()))
     return data
 
 
 def coco_instances(root, split):
-    """-> ({image id: sorted category indices}, category names in the order of their ids, {image id: path})"""
+    """-> ({image id: sorted category indices}, category names by their ids, {image id: path})"""
     path = os.path.join(root, "annotations", f"instances_{split}.json")
-    wanted = {"images": ["id", "file_name"], "annotations": ["image_id", "category_id"], "categories": ["id", "name"]}
-    content = read_json(path, wanted, "labels need annotations/instances_{split}.json in a COCO folder, beside the images in {split}/")
+    lists = {
+        "images": ("id", "file_name"),
+        "annotations": ("image_id", "category_id"),
+        "categories": ("id", "name"),
+    }
+    content = read_json(path, lists, COCO)
     categories = sorted(content["categories"], key=lambda category: category["id"])
     index = {category["id"]: k for k, category in enumerate(categories)}
     present = {image["id"]: set() for image in content["images"]}
     for n, entry in enumerate(content["annotations"]):
-        if entry["category_id"] not in index or entry["image_id"] not in present:
-            fail(f'{path}: entry {n} of "annotations" names an unknown image_id or category_id')
+        known = entry["category_id"] in index and entry["image_id"] in present
+        check(known, f'{path}: entry {n} of "annotations" names an unknown image or category')
         present[entry["image_id"]].add(index[entry["category_id"]])
-    paths = {image["id"]: os.path.join(root, split, image["file_name"]) for image in content["images"]}
-    return {i: sorted(tags) for i, tags in present.items()}, [category["name"] for category in categories], paths
+    paths = {i["id"]: os.path.join(root, split, i["file_name"]) for i in content["images"]}
+    tags = {image: sorted(found) for image, found in present.items()}
+    return tags, [category["name"] for category in categories], paths
+
+
+VG = "a VG folder holds region_descriptions.json, image_data.json, VG_100K/ and VG_100K_2/"
 
 
 def vg_data(root, split):
-    """Visual Genome: each region's phrase is a caption of its image. A fixed split, 5,000 images for validation."""
-    hint = "a VG folder holds region_descriptions.json, image_data.json, VG_100K/ and VG_100K_2/"
-    if split not in ("train", "val"):
-        fail(f'--data vg has the splits "train" and "val", not "{split}"')
-    path, paths = os.path.join(root, "image_data.json"), {}
-    for n, image in enumerate(iterate_json_list(path, hint)):
-        if not isinstance(image, dict) or "image_id" not in image or "url" not in image:
-            fail(f'{path}: entry {n} lacks "image_id" or "url"')
-        paths[image["image_id"]] = os.path.join(root, *image["url"].split("/")[-2:])
-    ids = np.random.default_rng(0).permutation(sorted(paths)).tolist()  # a fixed seed: everybody's split is the same
+    """Visual Genome: each region's phrase is a caption of its image. A fixed 103K / 5K split."""
+    import ijson  # reads a list of 700 MB entry by entry
+
+    def entries(name):
+        path = os.path.join(root, name)
+        check(os.path.isfile(path), f"{path} not found: {VG}")
+        try:
+            with open(path, "rb") as file:
+                yield from ijson.items(file, "item")
+        except (ijson.JSONError, UnicodeDecodeError) as error:
+            fail(f"{path} is not valid JSON ({error}): is the download complete?")
+
+    check(split in ("train", "val"), f'--data vg has the splits "train" and "val", not "{split}"')
+    paths = {}
+    for n, image in enumerate(entries("image_data.json")):
+        try:
+            paths[image["image_id"]] = os.path.join(root, *image["url"].split("/")[-2:])
+        except (KeyError, TypeError, AttributeError):
+            fail(f'{root}/image_data.json: entry {n} lacks "image_id" or "url"')
+    ids = np.random.default_rng(0).permutation(sorted(paths)).tolist()  # everybody's split alike
     num_val = min(5000, len(ids) // 10)
     wanted = set(ids[:num_val] if split == "val" else ids[num_val:])
-    path, data = os.path.join(root, "region_descriptions.json"), CaptionData(ImageFiles())
-    for n, entry in enumerate(progress(iterate_json_list(path, hint), desc="captions", unit=" images", total=len(paths))):
-        if not isinstance(entry, dict) or "id" not in entry or not isinstance(entry.get("regions"), list):
-            fail(f'{path}: entry {n} lacks "id" or the list "regions"')
-        if not all(isinstance(region, dict) and "phrase" in region for region in entry["regions"]):
-            fail(f'{path}: a region of entry {n} lacks "phrase"')
-        if entry["id"] in wanted:
-            data.add(paths[entry["id"]], [region["phrase"].strip() for region in entry["regions"] if region["phrase"].strip()])
+    data = CaptionData(ImageFiles())
+    regions = progress(entries("region_descriptions.json"), desc="captions", total=len(paths))
+    for n, entry in enumerate(regions):
+        try:
+            phrases = [region["phrase"].strip() for region in entry["regions"]]
+            number = entry["id"]
+        except (KeyError, TypeError, AttributeError):
+            where = f"{root}/region_descriptions.json: entry {n}"
+            fail(f'{where} lacks "id", the list "regions", or a "phrase" in it')
+        if number in wanted:
+            data.add(paths[number], [phrase for phrase in phrases if phrase])
     return data
 
 
 def jsonl_data(path, root, split):
     """One {"image", "captions", "tags", "split"} per line; all but "image" may be missing.
 
-    Relative images start from `root` (default: the file's folder). When no line names a split, "val" is a fixed
-    random twentieth of the lines and any other name is the rest.
+    Relative images start from `root` (default: the file's folder). When no line names a split,
+    "val" is a fixed random twentieth of the lines and any other name is the rest.
     """
-    if not os.path.isfile(path):
-        fail(f"{path} not found: --data takes the path of a file with one JSON object per line")
-    root, index, splits, data = root or os.path.dirname(path), {}, [], CaptionData(ImageFiles(), [])
+    check(os.path.isfile(path), f"{path} not found: --data takes a file of one JSON object a line")
+    root, index, splits = root or os.path.dirname(path), {}, []
+    data = CaptionData(ImageFiles(), [])
     with open(path, "rb") as file:
         for n, line in enumerate(progress(file, desc=os.path.basename(path), unit=" lines"), 1):
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                fail(f"{path}, line {n}: not valid JSON ({error})")
-            if not isinstance(row, dict) or not isinstance(row.get("image"), str):
-                fail(f'{path}, line {n}: expected {{"image": "photo.jpg", "captions": ["..."]}}')
-            if "caption" in row and "captions" not in row:
-                fail(f'{path}, line {n}: has "caption", but the key is "captions", a list of strings')
-            captions, tags = row.get("captions", []), row.get("tags", [])
-            if not all(isinstance(field, list) and all(isinstance(s, str) for s in field) for field in (captions, tags)):
-                fail(f'{path}, line {n}: "captions" and "tags" must be lists of strings')
+            image, captions, tags, name = jsonl_row(line, f"{path}, line {n}")
             tags = sorted({index.setdefault(tag, len(index)) for tag in tags})
-            data.add(os.path.join(root, row["image"]), [s.strip() for s in captions if s.strip()], tags)
-            splits.append(row.get("split"))
+            captions = [caption.strip() for caption in captions if caption.strip()]
+            data.add(os.path.join(root, image), captions, tags)
+            splits.append(name)
     data.tag_names = list(index) or None
-    if any(splits) and not all(splits):
-        say(f"{path}: {splits.count(None)} lines name no split, while others do: they are left out")
-    if splits and split not in splits and any(splits):
-        fail(f"{path}: no line is of the split {split}, there are {', '.join(sorted(filter(None, set(splits))))}")
-    if not any(splits):
-        val = set(np.random.default_rng(0).permutation(len(data))[: max(1, len(data) // 20)].tolist())
-        splits = ["val" if i in val else split if split != "val" else "train" for i in range(len(data))]
-    return data.select([i for i in range(len(data)) if splits[i] == split])
+
+    named = sorted(set(splits) - {None})
+    if named:
+        check(split in named, f"{path}: no line is of the split {split}, there are {named}")
+        if None in splits:
+            say(f"{path}: {splits.count(None)} lines name no split, as others do, and are left out")
+        return data.select([i for i, name in enumerate(splits) if name == split])
+    order = np.random.default_rng(0).permutation(len(data))
+    val, train = np.split(order, [max(1, len(data) // 20)])
+    return data.select(np.sort(val if split == "val" else train).tolist())
 
 
-def filter_captions(data, tokenize):
-    """Each image's captions without repetitions and with 3 to 25 tokens [ICMLM Sec. 4, Datasets] -> CaptionData
+def jsonl_row(line, where):
+    """-> image, captions, tags, split or None; `where` is named in errors"""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        fail(f"{where}: not valid JSON ({error})")
+    expected = f'{where}: expected {{"image": "photo.jpg", "captions": ["..."]}}'
+    check(isinstance(row, dict) and isinstance(row.get("image"), str), expected)
+    misspelt = "caption" in row and "captions" not in row
+    check(not misspelt, f'{where}: has "caption", but the key is "captions", a list of strings')
+    captions, tags, split = row.get("captions", []), row.get("tags", []), row.get("split")
+    for strings in (captions, tags):
+        is_list = isinstance(strings, list) and all(isinstance(s, str) for s in strings)
+        check(is_list, f'{where}: "captions" and "tags" must be lists of strings')
+    check(isinstance(split, str | None), f'{where}: "split" must be a string')
+    return row["image"], captions, tags, split
 
-    tokenize: function caption -> its tokens: words in tp.py, those of the language model in icmlm.py. What was taken out
-    is counted in the log.
+
+def swap_left_right(caption):
+    """The caption of the mirrored photo: the whole words left and right interchanged."""
+    other = {"left": "right", "right": "left"}
+    return re.sub(r"\b(left|right)\b", lambda word: other[word[0].lower()], caption, flags=re.I)
+
+
+# ---------------------------------------------------------------------------- from file to batch
+
+
+class Unreadable(Exception):
+    """An image that cannot be decoded; the message is its path."""
+
+
+class Samples(Dataset):
+    """make(index, rng) -> one sample, a dict; it raises Unreadable if it cannot decode the image.
+
+    A key is (epoch, index) in training: rng depends on the seed and the key alone. In validation
+    it is an index and rng is None. The next sample takes the place of one that is unreadable;
+    "unreadable" in a sample lists the paths that were passed over.
     """
-    kept, repeated, wrong_length = CaptionData(type(data.images)(), data.tag_names), 0, 0
-    for i in progress(range(len(data)), desc="captions", unit=" images", leave=False):
-        captions = data.captions_of(i)
-        different = list(dict.fromkeys(captions))
-        fitting = [caption for caption in different if 3 <= len(tokenize(caption)) <= 25]
-        repeated, wrong_length = repeated + len(captions) - len(different), wrong_length + len(different) - len(fitting)
-        kept.add(data.images[i], fitting, data.tags_of(i))
-    say(f"{len(kept.captions)} captions; left out: {repeated} repeated for their image, {wrong_length} of fewer than 3 or more than 25 tokens")
-    return kept
 
+    def __init__(self, make, size, seed=0):
+        self.make, self.size, self.seed = make, size, seed
 
-# ------------------------------------------------------------------------------------------ from file to batch
+    def __len__(self):
+        return self.size
 
-
-def sample_rng(seed, epoch, index):
-    """The generator of one sample's augmentation: a function of its arguments alone, whatever process draws from it."""
-    return np.random.default_rng([seed, epoch, index])
+    def __getitem__(self, key):
+        rng, index = None, key
+        if isinstance(key, tuple):
+            rng, index = np.random.default_rng([self.seed, *key]), key[1]
+        unreadable = []
+        for _ in range(min(100, self.size)):
+            try:
+                return {**self.make(index, rng), "unreadable": unreadable}
+            except Unreadable as error:
+                unreadable.append(str(error))
+                index = (index + 1) % self.size
+        number = f"{len(unreadable)} images in a row cannot be decoded"
+        raise Unreadable(f"{number}, the first is {unreadable[0]}: are they photos?")
 
 
 def random_crop(rng, scale=(0.2, 1.0), ratio=(3 / 4, 4 / 3)):
-    """-> function (width, height) -> box: a random part of the area and a random aspect, as in Inception training."""
+    """-> function (width, height) -> box of a random area and aspect, as in Inception's training"""
 
     def crop(width, height):
         for _ in range(10):
-            area, aspect = width * height * rng.uniform(*scale), math.exp(rng.uniform(*map(math.log, ratio)))
+            area = width * height * rng.uniform(*scale)
+            aspect = math.exp(rng.uniform(*map(math.log, ratio)))
             w, h = math.sqrt(area * aspect), math.sqrt(area / aspect)
             if w <= width and h <= height:
                 x, y = rng.uniform(0, width - w), rng.uniform(0, height - h)
@@ -499,7 +558,7 @@ def random_crop(rng, scale=(0.2, 1.0), ratio=(3 / 4, 4 / 3)):
 
 
 def centre_crop(part):
-    """-> function (width, height) -> box: the central square. part 224 / 256 is "resize to 256, centre crop 224"."""
+    """-> function (width, height) -> central square. 224 / 256 is "resize 256, centre crop 224"."""
 
     def crop(width, height):
         side = part * min(width, height)
@@ -509,68 +568,74 @@ def centre_crop(part):
     return crop
 
 
-UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)  # what PIL raises on bad files
-
-
 def read_crops(images, index, crops, size):
-    """Decode one image and cut several crops from it -> (list of (size, size, 3) uint8 arrays, index, unreadable).
+    """Decode an image once and cut several crops from it -> list of (size, size, 3) uint8 arrays
 
-    An image that cannot be decoded is replaced by the next: `index` is that of the image returned and `unreadable`
-    lists those passed over. The box is cut and resized in one step, and a large JPEG is decoded at a half, a quarter
-    or an eighth of its size when that still has more pixels than are wanted.
+    A box is cut and resized in one step, and a large JPEG is decoded at a half, a quarter or an
+    eighth of its size when that still has more pixels than are wanted. Raises Unreadable.
     """
-    unreadable = []
-    while len(unreadable) < min(100, len(images)):
-        try:
-            image = images.open(index)
-            if image.getexif().get(0x0112, 1) > 1:  # a phone held upright
-                image = ImageOps.exif_transpose(image)
-            width, height = image.size
-            boxes = [crop(width, height) for crop in crops]
-            if image.format == "JPEG":
-                smallest = min(right - left for left, _, right, _ in boxes), min(bottom - top for _, top, _, bottom in boxes)
-                image.draft("RGB", (math.ceil(size * width / smallest[0]), math.ceil(size * height / smallest[1])))
-            if image.mode.startswith("I"):  # 16 bits per pixel: PIL would clip them to white
-                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-            sx, sy, image = image.width / width, image.height / height, image.convert("RGB")
-            boxes = [(left * sx, top * sy, min(right * sx, image.width), min(bottom * sy, image.height)) for left, top, right, bottom in boxes]
-            return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes], index, unreadable
-        except UNREADABLE:
-            unreadable.append(index)
-            index = (index + 1) % len(images)
-    return [np.zeros((size, size, 3), np.uint8) for _ in crops], unreadable[0], unreadable  # more than 1% of the images: the run ends by itself
+    try:
+        image = images.open(index)
+        ImageOps.exif_transpose(image, in_place=True)  # a phone held upright
+        width, height = image.size
+        boxes = [crop(width, height) for crop in crops]
+        if image.format == "JPEG":
+            w = min(right - left for left, _, right, _ in boxes)
+            h = min(bottom - top for _, top, _, bottom in boxes)
+            image.draft("RGB", (math.ceil(size * width / w), math.ceil(size * height / h)))
+        if image.mode.startswith("I"):  # 16 bits per pixel: PIL would clip them to white
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        image = image.convert("RGB")
+        scale = np.array(2 * (image.width / width, image.height / height))
+        limit = 2 * image.size  # a box may stand out by a rounding error
+        boxes = [np.minimum(scale * box, limit).tolist() for box in boxes]
+        return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes]
+    except Exception as error:  # PIL and its formats raise a dozen kinds
+        raise Unreadable(images[index]) from error
 
 
-def read_crop(images, index, crop, size):
-    """One crop of one image -> ((size, size, 3) uint8 array, index, unreadable), as read_crops."""
-    pixels, index, unreadable = read_crops(images, index, [crop], size)
-    return pixels[0], index, unreadable
+NO_JITTER = np.array([1, 1, 1, 0], np.float32)
 
 
-def photo_sample(images, index, args, rng, training=True):
-    """One photo, cropped, jittered and mirrored at random by --crop-min and --colour-jitter (or, not `training`, centred)."""
-    crop = random_crop(rng, (args.crop_min, 1.0)) if training else centre_crop(1.0)
-    image, index, unreadable = read_crop(images, index, crop, args.image_size)
-    jitter, mirrored = np.array([1, 1, 1, 0], np.float32), False
-    if training:
-        jitter, mirrored = draw_colour_jitter(rng, args.colour_jitter), rng.random() < 0.5
-    return {"image": image[:, ::-1] if mirrored else image, "jitter": jitter, "index": index, "mirrored": mirrored, "unreadable": unreadable}
+def photo(images, index, rng, size, crop_min, jitter):
+    """One photo, cropped, colour-jittered and mirrored at random; centred if rng is None.
+
+    crop_min: smallest part of the area that a crop shows.  jitter: strength, see colour_jitter.
+    -> {"image": uint8 (size, size, 3), "jitter": (4,), "mirrored": bool}
+    """
+    if rng is None:
+        [pixels] = read_crops(images, index, [centre_crop(1.0)], size)
+        return {"image": pixels, "jitter": NO_JITTER, "mirrored": False}
+    [pixels] = read_crops(images, index, [random_crop(rng, (crop_min, 1.0))], size)
+    jitter, mirrored = colour_jitter(rng, jitter), bool(rng.random() < 0.5)
+    image = pixels[:, ::-1] if mirrored else pixels
+    return {"image": image, "jitter": jitter, "mirrored": mirrored}
+
+
+def colour_jitter(rng, strength=1.0, p=0.8):
+    """(4,) float32: factors of brightness, contrast, saturation, and hue in turns.
+
+    At strength 1 within 1 +- 0.4 and +- 0.1 turns. Neutral with probability 1 - p.
+    """
+    b, c, s, h = (strength * limit for limit in (0.4, 0.4, 0.4, 0.1))
+    factors = rng.uniform((1 - b, 1 - c, 1 - s, -h), (1 + b, 1 + c, 1 + s, h))
+    return factors.astype(np.float32) if rng.random() < p else NO_JITTER
+
+
+def stack(samples, name):
+    """The arrays or numbers `name` of all samples -> tensor (B, ...)"""
+    return torch.from_numpy(np.stack([sample[name] for sample in samples]))
 
 
 def collate_photos(samples):
     """-> images uint8 (B, size, size, 3), jitter (B, 4), and the list of unreadable images"""
-    return {
-        "images": torch.from_numpy(np.stack([sample["image"] for sample in samples])),
-        "jitter": torch.from_numpy(np.stack([sample["jitter"] for sample in samples])),
-        "unreadable": sorted({index for sample in samples for index in sample["unreadable"]}),
-    }
+    unreadable = [path for sample in samples for path in sample["unreadable"]]
+    images, jitter = stack(samples, "image"), stack(samples, "jitter")
+    return {"images": images, "jitter": jitter, "unreadable": unreadable}
 
 
 class CropView(Dataset):
-    """Every image once, by its central square: `part` 224 / 256 is "resize to 256, centre crop 224".
-
-    -> uint8 (size, size, 3), and whether it could be decoded (otherwise the pixels are another image's)
-    """
+    """The central square of every image -> uint8 (size, size, 3), and whether it is readable"""
 
     def __init__(self, images, size, part=224 / 256):
         self.images, self.size, self.part = images, size, part
@@ -579,19 +644,22 @@ class CropView(Dataset):
         return len(self.images)
 
     def __getitem__(self, i):
-        pixels, _, unreadable = read_crop(self.images, i, centre_crop(self.part), self.size)
-        return pixels, not unreadable
+        try:
+            return read_crops(self.images, i, [centre_crop(self.part)], self.size)[0], True
+        except Unreadable:
+            return np.zeros((self.size, self.size, 3), np.uint8), False
 
 
 class InfiniteSampler(Sampler):
     """Yields (epoch, index) for ever, beginning with batch number `start`.
 
-    The epochs' permutations stand one behind the other; batch t is the t-th slice of `batch_size` (global) of them,
-    and each rank takes its own share of the slice. Nothing else decides what is seen when.
+    The epochs' permutations stand one behind the other; batch t is the t-th slice of `batch_size`
+    (global) of them, and each rank takes its share of the slice. Nothing else decides what is seen.
     """
 
     def __init__(self, size, batch_size, world, seed, start=0):
-        self.size, self.batch_size, self.world, self.seed, self.start = size, batch_size, world, seed, start
+        self.size, self.batch_size, self.world = size, batch_size, world
+        self.seed, self.start = seed, start
 
     def __iter__(self):
         share, epoch, order = self.batch_size // self.world.size, -1, None
@@ -604,12 +672,18 @@ class InfiniteSampler(Sampler):
             yield epoch, int(order[position % self.size])
 
 
-def make_loader(dataset, sampler, batch_size, workers, collate, device):
+def loader(dataset, batch_size, workers, collate=None, device=torch.device("cpu"), sampler=None):
     """A DataLoader whose workers leave Ctrl-C and SIGTERM to the main process."""
     return DataLoader(
-        dataset, batch_size, sampler=sampler, num_workers=workers, collate_fn=collate, pin_memory=device.type == "cuda",
-        worker_init_fn=ignore_signals, prefetch_factor=4 if workers else None,
-    )  # fmt: skip
+        dataset,
+        batch_size,
+        sampler=sampler,
+        num_workers=workers,
+        collate_fn=collate,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=ignore_signals,
+        prefetch_factor=4 if workers else None,
+    )
 
 
 def ignore_signals(_):
@@ -617,41 +691,18 @@ def ignore_signals(_):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-class Feed:
-    """Batches (dicts of tensors) of a loader on the device; counts the seconds spent waiting for them in `waited`.
-
-    `unreadable` in a batch (list of indices) is taken out and reported to `run`.
-    """
-
-    def __init__(self, loader, device, run, images):
-        self.device, self.run, self.images = device, run, images
-        self.started, self.waited = time.perf_counter(), 0.0
-        self.batches = iter(loader)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        start = time.perf_counter()
-        batch = next(self.batches)
-        self.waited += time.perf_counter() - start
-        self.run.report_unreadable(batch.pop("unreadable"), self.images)
-        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+def validation_batches(samples, workers, collate, device, desc="validation"):
+    """One pass over Samples in their order -> batches of at most 64, tensors on `device`"""
+    batches = loader(samples, 64, workers, collate, device)
+    for batch in progress(batches, desc=desc, unit=" batches", leave=False):
+        for path in batch.pop("unreadable"):
+            say(f"cannot decode {path}: the next image takes its place in the {desc}")
+        yield {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
-# ------------------------------------------------------------------------------------------ on the device
+# --------------------------------------------------------------------------------- on the device
 
-
-def draw_colour_jitter(rng, strength=1.0, p=0.8):
-    """(4,) float32: factors of brightness, contrast and saturation, and hue in turns. Neutral with probability 1 - p.
-
-    At strength 1 the ranges are 1 +- 0.4 and +- 0.1 turns.
-    """
-    b, c, s, h = (strength * limit for limit in (0.4, 0.4, 0.4, 0.1))
-    factors = rng.uniform((1 - b, 1 - c, 1 - s, -h), (1 + b, 1 + c, 1 + s, h))
-    return (factors if rng.random() < p else np.array([1, 1, 1, 0])).astype(np.float32)
-
-
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY = np.array([0.299, 0.587, 0.114])
 YIQ = np.array([GREY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 # A rotation by an angle in the plane of I and Q, seen from RGB: HUE[0] + cos HUE[1] + sin HUE[2].
@@ -661,16 +712,17 @@ HUE = np.stack([np.linalg.inv(YIQ) @ part @ YIQ for part in PLANE])
 
 @functools.cache
 def colour_constants(device):
-    """GREY, HUE, and ImageNet's mean and deviation as tensors. Kept: a copy from the host would make the GPU wait."""
-    return [torch.tensor(np.asarray(value), dtype=torch.float32, device=device) for value in (GREY, HUE, IMAGENET_MEAN, IMAGENET_STD)]
+    """Kept on the device: a copy from the host would make the GPU wait."""
+    values = GREY, HUE, IMAGENET_MEAN, IMAGENET_STD
+    return [torch.tensor(np.asarray(v), dtype=torch.float32, device=device) for v in values]
 
 
 def augment(images, jitter=None):
-    """uint8 (B, size, size, 3) -> normalised float32 (B, 3, size, size) in channels-last memory, jittered if asked.
+    """uint8 (B, size, size, 3) -> normalised float32 (B, 3, size, size), channels-last in memory
 
-    jitter: (B, 4) from draw_colour_jitter. Brightness, contrast, saturation and hue (a rotation in YIQ), in this
-    order, are each linear in the colours: together they are one 3x3 matrix and one offset per image, so that the
-    whole jitter is a single pass over the pixels. [ours: the order is fixed, and values are clamped once, at the end]
+    jitter: (B, 4) from colour_jitter. Brightness, contrast, saturation and hue (a rotation in YIQ),
+    in this order, are each linear in the colours: together one 3x3 matrix and one offset per image,
+    a single pass over the pixels. [ours: the order is fixed, values are clamped once, at the end]
     """
     grey, hue_basis, mean, std = colour_constants(images.device)
     pixels = images.float() / 255
@@ -679,19 +731,21 @@ def augment(images, jitter=None):
         turn = 2 * math.pi * hue
         rotate = hue_basis[0] + turn.cos() * hue_basis[1] + turn.sin() * hue_basis[2]
         saturate = saturation * torch.eye(3, device=pixels.device) + (1 - saturation) * grey
-        red, green, blue = (contrast * brightness * rotate @ saturate)[:, None, None].unbind(-1)  # (B, 1, 1, 3) each
+        matrix = contrast * brightness * rotate @ saturate
+        red, green, blue = matrix[:, None, None].unbind(-1)  # (B, 1, 1, 3) each
         # Contrast blends with the mean grey, which saturation and hue leave as it is.
-        offset = (1 - contrast) * brightness * (pixels.mean((1, 2)) @ grey)[:, None, None]
+        mean_grey = (pixels.mean((1, 2)) @ grey)[:, None, None]
+        offset = (1 - contrast) * brightness * mean_grey
         pixels = pixels[..., :1] * red + pixels[..., 1:2] * green + pixels[..., 2:] * blue
         pixels = (pixels + offset[..., None]).clamp_(0, 1)
     return ((pixels - mean) / std).permute(0, 3, 1, 2)
 
 
-# ------------------------------------------------------------------------------------------ backbones
+# ------------------------------------------------------------------------------------- backbones
 
 
 class ResNet(torchvision.models.ResNet):
-    """torchvision's ResNet without the classifier: (B, 3, H, W) -> (B, channels, H / 32, W / 32), its key names kept."""
+    """torchvision's, with its key names and without the classifier -> (B, channels, H/32, W/32)"""
 
     def __init__(self, block, layers, width=64):
         super().__init__(block, layers, width_per_group=width)
@@ -704,14 +758,12 @@ class ResNet(torchvision.models.ResNet):
 
 
 class VGG16(nn.Module):
-    """torchvision's vgg16_bn without the classifier: (B, 3, H, W) -> (B, 512, H / 32, W / 32), its key names kept.
+    """torchvision's vgg16_bn, with its key names and without the classifier -> (B, 512, H/32, W/32)
 
-    Batch norm as in DeeperCluster, whose probes the paper uses [ICMLM Sec. 4]. The last three convolutions are probed
-    one by one: `maps` gives what they put out, after batch norm and ReLU.
+    Batch norm as in DeeperCluster, whose linear classifiers the paper uses [ICMLM Sec. 4].
     """
 
     channels = 512
-    LAST_RELU = {"C-11": 36, "C-12": 39, "C-13": 42}  # of each convolution, as indices into `features`
 
     def __init__(self):
         super().__init__()
@@ -724,277 +776,570 @@ class VGG16(nn.Module):
     def forward(self, x):
         return self.features(x)
 
-    def maps(self, x):
-        """-> {"C-11": (B, 512, H / 16, W / 16), "C-12": ..., "C-13": ...}"""
-        kept = {}
-        for n, module in enumerate(self.features[:-1]):
-            x = module(x)
-            kept |= {name: x for name, last in self.LAST_RELU.items() if n == last}
-        return kept
-
 
 BACKBONES = {
     "resnet18": functools.partial(ResNet, BasicBlock, (2, 2, 2, 2)),
     "resnet50": functools.partial(ResNet, Bottleneck, (3, 4, 6, 3)),
     "resnet101": functools.partial(ResNet, Bottleneck, (3, 4, 23, 3)),
-    "resnet50w2x": functools.partial(ResNet, Bottleneck, (3, 4, 6, 3), 128),  # torchvision's wide_resnet50_2
-    "vgg16": VGG16,  # torchvision's vgg16_bn
+    "resnet50w2x": functools.partial(ResNet, Bottleneck, (3, 4, 6, 3), 128),  # wide_resnet50_2
+    "vgg16": VGG16,
 }
 
 
 def build_backbone(arch):
-    """A randomly initialised backbone: images (B, 3, H, W) -> features (B, backbone.channels, H / 32, W / 32)."""
+    """A randomly initialised backbone: (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32)"""
     return BACKBONES[arch]()
 
 
-PREFIXES = ("queries.image.trunk.0.", "module.encoder_q.", "module.backbone.", "visual.cnn.", "backbone.", "encoder_q.", "module.", "")
+def read_checkpoint(path):
+    """torch.load with weights_only, on the CPU; ends the program if there is nothing to load."""
+    check(os.path.isfile(path), f"{path} not found: expected a checkpoint file")
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's keep their arguments
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # cut off, no checkpoint, or one that wants to run code
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        fail(f"{path} cannot be loaded as weights, it is damaged or holds more ({reason})")
+
+
+# What others put before the names of a backbone, and what may stand beside it under that prefix.
+PREFIXES = (
+    "queries.image.trunk.0.",  # mmcontrastive.py
+    "module.encoder_q.",  # MoCo
+    "module.backbone.",
+    "visual.cnn.",  # VirTex
+    "backbone.",
+    "encoder_q.",
+    "module.",
+    "",
+)
 CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|projector)\b")
 
 
-def read_checkpoint(path):
-    """torch.load with weights_only, on the CPU; a clear end when there is nothing to load."""
-    if not os.path.isfile(path):
-        fail(f"{path} not found: expected a checkpoint file")
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's and others keep their arguments beside the weights
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # truncated, not a checkpoint, or one that wants to run code: all end here, with the reason
-        known = isinstance(error, (OSError, RuntimeError, EOFError))
-        reason = str(error) or type(error).__name__ if known else "it holds more than weights, or is no checkpoint"
-        fail(f"{path} cannot be loaded as weights ({reason.splitlines()[0]})")
-
-
 def backbone_weights(content, path):
-    """The ResNet or VGG-16 in a checkpoint of ours, of VirTex, MoCo, SwAV, VICReg, DINO or torchvision -> (arch, state dict).
+    """The ResNet or VGG-16 in a checkpoint of ours, VirTex, MoCo, SwAV, VICReg, DINO, torchvision
 
-    content: what read_checkpoint(path) gave. The architecture is recognised by names and shapes. What is left
-    under the backbone's prefix must be exactly a classifier or projection head and nothing may be missing, or the program
-    ends and names the keys. Keys under other prefixes (text, momentum encoder, queue) are ignored.
+    content: what read_checkpoint(path) gave -> (arch, state dict). The architecture is recognised
+    by names and shapes. Under the backbone's prefix nothing may be missing and nothing be left but
+    a classifier or projection head; keys under other prefixes (text, queues) are ignored.
     """
     for key in ("model", "state_dict", "teacher"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    if not isinstance(content, dict):
-        fail(f"{path} holds no state dict")
-    first = ("conv1.weight", "features.0.weight")  # of ResNet and VGG
-    prefix = next((prefix for prefix in PREFIXES if any(prefix + key in content for key in first)), None)
-    if prefix is None:
-        fail(f"{path} holds no ResNet or VGG: no key ends in {' or '.join(first)}; its first keys are {', '.join(map(str, list(content)[:5]))}")
-    state = {key[len(prefix) :]: value for key, value in content.items() if key.startswith(prefix) and isinstance(value, torch.Tensor)}
-    for key in [key for key in state if key.endswith("running_mean")]:  # files from before PyTorch 0.4.1 lack the counters
+    check(isinstance(content, dict), f"{path} holds no state dict")
+    first = "conv1.weight", "features.0.weight"  # of ResNet and VGG
+    prefixes = [p for p in PREFIXES if any(p + key in content for key in first)]
+    check(prefixes, f"{path} holds no ResNet or VGG; its first keys are {list(content)[:5]}")
+    state = {}
+    for key, value in content.items():
+        if isinstance(key, str) and key.startswith(prefixes[0]) and torch.is_tensor(value):
+            state[key.removeprefix(prefixes[0])] = value
+    for key in [key for key in state if key.endswith("running_mean")]:  # from before PyTorch 0.4.1
         state.setdefault(key.replace("running_mean", "num_batches_tracked"), torch.tensor(0))
+
     matches = []
     for arch in BACKBONES:
-        with torch.device("meta"):
+        with torch.device("meta"):  # shapes without memory
             wanted = {key: value.shape for key, value in build_backbone(arch).state_dict().items()}
-        missing = [key for key in wanted if key not in state or state[key].shape != wanted[key]]
-        unexpected = [key for key in state if key not in wanted and not CLASSIFIER.match(key)]
+        missing = [k for k, shape in wanted.items() if k not in state or state[k].shape != shape]
+        unexpected = [k for k in state if k not in wanted and not CLASSIFIER.match(k)]
         matches.append((len(missing) + len(unexpected), arch, missing, unexpected))
     wrong, arch, missing, unexpected = min(matches)
     if wrong:
-        batch_norm = ": VGG-16 means torchvision's vgg16_bn" if arch == "vgg16" else ""
-        fail(f"{path} is no {arch}, the closest match{batch_norm}: missing {missing[:5]}, unexpected {unexpected[:5]}")
+        name = "vgg16 (with batch norm)" if arch == "vgg16" else arch
+        keys = f"missing {missing[:5]}, unexpected {unexpected[:5]}"
+        fail(f"{path} is no {name}, the closest match: {keys}")
     return arch, {key: value for key, value in state.items() if not CLASSIFIER.match(key)}
 
 
-def all_finite(state_dict):
-    return all(value.isfinite().all() for value in state_dict.values())
-
-
-def load_backbone(arch, path):
-    """The backbone in the file `path`, refused when it is not of the architecture `arch` (None: whichever it is)."""
+def load_backbone(path, arch=None):
+    """The backbone in the file `path`, of the architecture `arch` (None: whichever it is)."""
     found, state = backbone_weights(read_checkpoint(path), path)
-    if arch and arch != found:
-        fail(f"{path} is a {found}, not --arch {arch}")
-    if not all_finite(state):
-        fail(f"{path} holds weights that are not finite: its training has diverged")
+    check(arch in (None, found), f"{path} is a {found}, not --arch {arch}")
+    check(all_finite(state), f"{path} holds weights that are not finite: its training has diverged")
     backbone = build_backbone(found)
     backbone.load_state_dict(state)
     return backbone
 
 
-def tag_head(arch, channels, num_labels):
-    """The module tp of ICMLM's Fig. 2: (B, channels, h, w) -> logits (B, K). Widths, kernels and norms are [ours].
-
-    ResNets: pooling and a 2-layer MLP [ICMLM Sec. 4.3]. VGG-16: 4 convolutions, pooling and a linear layer, in place of
-    its fully connected layers [ICMLM Sec. 4, Networks].
-    """
-    pool = nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    if arch != "vgg16":
-        return nn.Sequential(*pool, nn.Linear(channels, channels), nn.ReLU(), nn.Linear(channels, num_labels))
-    layer = lambda: (nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU())
-    return nn.Sequential(*layer(), *layer(), *layer(), *layer(), *pool, nn.Linear(channels, num_labels))
+def all_finite(state):
+    return all(value.isfinite().all() for value in state.values())
 
 
-# ------------------------------------------------------------------------------------------ optimisers, schedules, losses
+# ---------------------------------------------------------------------------------- optimisation
 
 
-def build_optimizer(args, parameters):
-    """`--optimizer`: SGD with momentum, or RAdam [ICMLM App. F.1]. parameters: as torch.optim takes them, in groups or not."""
-    if args.optimizer == "radam":  # weight decay decoupled, as in the code of RAdam's authors
-        return torch.optim.RAdam(parameters, args.lr, weight_decay=args.weight_decay, decoupled_weight_decay=True)
-    return sgd(parameters, args.lr, args.weight_decay)
-
-
-def sgd(parameters, lr, weight_decay):
-    """Fused SGD with momentum 0.9, which all three papers use."""
+def build_optimizer(name, parameters, lr, weight_decay):
+    """ "sgd" with momentum 0.9, which all three papers use, or "radam" [ICMLM App. F.1]"""
+    if name == "radam":  # weight decay decoupled, as in the code of RAdam's authors
+        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": True}
+        return torch.optim.RAdam(parameters, lr, **decay)
     optimizer = torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=weight_decay, fused=True)
     for group in optimizer.param_groups:
-        for parameter in group["params"]:  # uninitialised otherwise when fp16's scaler skips the first step
+        for parameter in group["params"]:  # or undefined when fp16's scaler skips the first step
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
-def warmup_cosine(iteration, total, warmup):
-    """Factor of the learning rate: linear from 0 over `warmup` iterations, then a cosine to 0 at `total`."""
-    if iteration < warmup:
-        return iteration / warmup
-    return 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / max(1, total - warmup)))
+def lr_factor(iteration, total, warmup=0.0, steps=()):
+    """Factor of the learning rate at an iteration, counted from 0.
+
+    It rises linearly from 0 over the share `warmup` of the run, then falls by a cosine to 0, or,
+    with `steps`, to a tenth after each of these shares [ICMLM App. F.1].
+    """
+    start = warmup * total
+    if iteration < start:
+        return iteration / start
+    if steps:
+        return 0.1 ** sum(iteration >= step * total for step in steps)
+    return 0.5 * (1 + math.cos(math.pi * (iteration - start) / max(1, total - start)))
 
 
-def learning_rate_factor(args, iteration, iters):
-    """SGD: a cosine; RAdam: a tenth after each of --steps [ICMLM App. F.1]. Both after --warmup."""
-    if args.optimizer == "sgd" or iteration < args.warmup * iters:
-        return warmup_cosine(iteration, iters, args.warmup * iters)
-    return 0.1 ** sum(iteration >= step * iters for step in args.steps)
+def set_lr(optimizer, factor):
+    """Scale the learning rates that the optimizer was built with."""
+    for group in optimizer.param_groups:
+        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
 
 
-def tag_loss(logits, labels):
-    """Softmax cross-entropy with labels that sum to one [ICMLM Eq. 2]. logits, labels (multi-hot): (B, K) -> scalar"""
-    return F.cross_entropy(logits.float(), labels / labels.sum(1, keepdim=True).clamp(min=1))
+# ----------------------------------------------------------------------------------------- flags
+
+RECIPES = "demo", "small", "paper"
+LABELLED = "shapes", "coco", "voc07", "folder"
 
 
-# ------------------------------------------------------------------------------------------ flags
+def number(kind, words, holds):
+    """A type of flags: `--lr -1` ends with "argument --lr: -1 is not above 0"."""
 
-LABEL_SPLITS = {"shapes": ("train", "val"), "coco": ("train2017", "val2017"), "voc07": ("trainval", "test"), "folder": ("train", "val")}
+    def parse(text):
+        value = kind(text)
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {words}")
+        return value
 
-
-def help_formatter(defaults, on_shapes=1):
-    """A formatter whose --help tells every default. defaults: {flag: values, the first `on_shapes` of them on shapes}, of flags that `fill_defaults` fills in"""
-
-    def told(values):
-        words = (" ".join(f"{part:.3g}" for part in value) or "none" if isinstance(value, tuple) else value for value in values)
-        return " or ".join(dict.fromkeys(str(word) for word in words if word is not None)) or "none"
-
-    class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-        def _get_help_string(self, action):
-            if action.dest in defaults:
-                shapes, real = told(defaults[action.dest][:on_shapes]), told(defaults[action.dest][on_shapes:])
-                return f"{action.help} (default {shapes if shapes == real else f'{shapes} on shapes, {real} on real data'})"
-            silent = action.default in (None, argparse.SUPPRESS) or action.const or "(default" in action.help
-            return action.help if silent else f"{action.help} (default %(default)s)"
-
-    return HelpFormatter
+    parse.__name__ = kind.__name__  # argparse: "invalid int value"
+    return parse
 
 
-def flag_parser(script, description, defaults, on_shapes=1):
-    """A parser with the flags that mean the same in every training script. defaults, on_shapes: see help_formatter."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=help_formatter(defaults, on_shapes))
-    data = parser.add_argument_group("data")
-    data.add_argument("--data", default="shapes", help="shapes (built in), coco, vg, or the path of a .jsonl file")
-    data.add_argument("--root", help="folder of the data set (default datasets/<name>; for a .jsonl its own folder)")
-    data.add_argument("--train-split", help="name of the training split (default train; train2017 for coco)")
-    data.add_argument("--val-split", help="name of the validation split (default val; val2017 for coco)")
-    data.add_argument("--fraction", type=float, default=1.0, help="train on this part of the images [VirTex Fig. 4]")
-    data.add_argument("--captions-per-image", type=int, help="train on this many captions of each image [VirTex Fig. 4]")
-    data.add_argument("--image-size", type=int, help="side of the training crops; the cost grows with its square")
-    data.add_argument("--workers", type=int, default=min(8, os.cpu_count()), help="data processes per training process; more when data_wait in metrics.jsonl is above 0.05")
+natural = number(int, "0 or more", lambda n: n >= 0)
+count = number(int, "1 or more", lambda n: n >= 1)
+positive = number(float, "a number above 0", lambda x: 0 < x < math.inf)
+non_negative = number(float, "a number of 0 or more", lambda x: 0 <= x < math.inf)
+share = number(float, "in [0, 1]", lambda x: 0 <= x <= 1)
+positive_share = number(float, "above 0 and at most 1", lambda x: 0 < x <= 1)
+proper_share = number(float, "at least 0 and below 1", lambda x: 0 <= x < 1)
+seed_number = number(int, f"from 0 to {2**23 - 1}", lambda n: 0 <= n < 2**23)
 
-    run = parser.add_argument_group("run")
-    run.add_argument("--output", default=f"runs/{script}", help="folder of the results; the same command started again goes on from its checkpoint")
-    run.add_argument("--fresh", action="store_true", help="forget what --output holds and start over")
-    run.add_argument("--seed", type=int, default=0, help="of the initialisation, the order of samples, augmentation and dropout")
-    run.add_argument("--amp", choices=("bf16", "fp16", "off"), help="precision (default bf16 where the device computes in it; fp16 for GPUs before Ampere)")
-    run.add_argument("--compile", action="store_true", help="torch.compile the model: slower to start, faster on GPUs")
-    run.add_argument("--log-every", type=int, help="iterations between lines of metrics.jsonl")
-    run.add_argument("--checkpoint-every", type=int, help="iterations between checkpoints: what a killed run can lose")
 
-    probe = parser.add_argument_group("probe (SVM on frozen features, eval_linear.py's svm-virtex)")
-    probe.add_argument("--probe-data", choices=sorted(LABEL_SPLITS), help="labelled images to probe on (default: the tags of --data when it has some)")
-    probe.add_argument("--probe-root", help="folder of --probe-data")
-    probe.add_argument("--probe-images", type=int, help="probe on at most this many training images")
-    probe.add_argument("--probe-every", type=int, default=0, help="probe every N iterations on a held-out fifth of the probe's training images and keep the best as backbone_best.pth [Sec. 3, early stopping]")
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the layout of the script's docstring and tells each default."""
+
+    def _get_help_string(self, action):
+        silent = action.default in (None, False, argparse.SUPPRESS)
+        return action.help if silent else f"{action.help} (default %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def __init__(self, description=None, **more):
+        settings = {"formatter_class": Help, "allow_abbrev": False}
+        super().__init__(description=description, **settings, **more)
+
+    def error(self, message):
+        fail(message)
+
+
+def flag_parser(script, description):
+    """A parser with the flags that mean the same in every training script."""
+    parser = Parser(description)
+    add = parser.add_argument_group("data").add_argument
+    add("--data", default="shapes", help="shapes (built in), coco, vg, or the path of a .jsonl")
+    add("--recipe", choices=RECIPES, help="defaults of the other flags: demo for shapes, small "
+        "for a .jsonl, paper for coco and vg; --help shows those of the --data beside it")  # fmt: skip
+    add("--root", help="folder of the data (default datasets/<name>; for a .jsonl its own)")
+    add("--train-split", help="name of the training split")
+    add("--val-split", help="name of the validation split")
+    add("--fraction", type=positive_share, default=1.0,
+        help="share of the images to train on [VirTex Fig. 4]")  # fmt: skip
+    add("--captions-per-image", type=count, help="train on this many captions [VirTex Fig. 4]")
+    add("--image-size", type=count, help="side of the crops; the cost grows with its square")
+    add("--crop-min", type=positive_share,
+        help="smallest part of a photo that a crop may show; higher if captions tell of the whole")  # fmt: skip
+    add("--colour-jitter", type=share,
+        help="strength of the colour jitter; lower if captions name colours, 0 for none")  # fmt: skip
+    add("--workers", type=natural, default=min(8, os.cpu_count()),
+        help="data processes per process; more when data_wait in metrics.jsonl is above 0.05")  # fmt: skip
+
+    add = parser.add_argument_group("optimisation").add_argument
+    add("--batch-size", type=count, help="images per iteration over all processes")
+    add("--iters", type=count, help="length in iterations; scale with the number of images")
+    add("--epochs", type=positive, help="length in passes over the images, instead of --iters")
+    add("--lr", type=positive, help="peak learning rate; lower it when the loss is not finite")
+    add("--warmup", type=proper_share, default=0.0,
+        help="share of the run in which the learning rate rises")  # fmt: skip
+    add("--weight-decay", type=non_negative, default=1e-4,
+        help="raise it when few images are learned by heart")  # fmt: skip
+
+    add = parser.add_argument_group("run").add_argument
+    add("--output", default=f"runs/{script}", help="the same command goes on from what is there")
+    add("--fresh", action="store_true", help="forget what --output holds and start over")
+    add("--seed", type=seed_number, default=0,
+        help="of initialisation, order, augmentation and dropout")  # fmt: skip
+    add("--amp", choices=("bf16", "fp16", "off"),
+        help="precision (default bf16 where the device has it); fp16 for GPUs before Ampere")  # fmt: skip
+    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
+    add("--log-every", type=count, default=20, help="iterations between lines of metrics.jsonl")
+    add("--checkpoint-every", type=count, help="iterations that a killed run can lose")
+
+    add = parser.add_argument_group("probe of the backbone (see eval_linear.py)").add_argument
+    add("--probe-data", choices=LABELLED, help="labelled images (default: the tags of --data)")
+    add("--probe-root", help="folder of --probe-data")
+    add("--probe-images", type=count, help="probe on at most this many training images")
+    add("--probe-every", type=natural, default=0,
+        help="iterations between probes on held-out training images; the best backbone is kept "
+        "as backbone_best.pth [VirTex Sec. 3]")  # fmt: skip
     return parser
 
 
-def fill_defaults(args, defaults, scaled=()):
-    """Give every flag that the user left out its default, and refuse what cannot be.
+def look(argv, *flags):
+    """What the command line gives for a few flags on which defaults depend -> Namespace"""
+    parser = Parser(add_help=False)
+    for flag in flags:
+        parser.add_argument(flag)
+    return parser.parse_known_args(argv)[0]
 
-    defaults: {flag: (on shapes, on real data)}.  scaled: flags of learning rates, which belong to the default batch
-    size and grow linearly with it; what was chosen is printed.
+
+def choose_recipe(table, argv):
+    """The column of the table for `--recipe`, or else for `--data` -> {flag: default}
+
+    table: {flag: (demo, small, paper)}
     """
+    given = look(argv, "--data", "--recipe", "--iters", "--epochs")
+    by_data = {None: "demo", "shapes": "demo", "coco": "paper", "vg": "paper"}
+    name = given.recipe or by_data.get(given.data, "small")
+    check(name in RECIPES, f"--recipe {name} is unknown: choose from {', '.join(RECIPES)}")
+    recipe = {flag: row[RECIPES.index(name)] for flag, row in table.items()}
+    recipe["recipe"] = name
+    if given.iters:
+        recipe["epochs"] = None
+    if given.epochs:
+        recipe["iters"] = None
+    year = "2017" if given.data == "coco" else ""
+    return {**recipe, "train_split": f"train{year}", "val_split": f"val{year}"}
+
+
+def parse(parser, argv, recipe, scaled=()):
+    """Parse the command line; what it leaves out is the recipe's, as --help then tells.
+
+    scaled: flags of learning rates. The recipe's belong to its batch size and grow linearly with
+    another one, and to its optimizer: another needs its own.
+    """
+    given = look(argv, "--batch-size", "--optimizer")
+    recipe = dict(recipe)
+    usual = recipe["batch_size"]
+    if given.optimizer and given.optimizer != recipe.get("optimizer"):
+        recipe |= {**dict.fromkeys(scaled), "steps": ()}
+    elif given.batch_size and given.batch_size.isdigit() and int(given.batch_size) != usual:
+        factor = int(given.batch_size) / usual
+        for flag in scaled:
+            recipe[flag] *= factor
+    parser.set_defaults(**recipe)
+    args = parser.parse_args(argv)
+
+    for flag in scaled:
+        name, value = f"--{flag.replace('_', '-')}", getattr(args, flag)
+        if value is None:
+            parser.error(f"--optimizer {args.optimizer} needs its own {name}: the recipe's differs")
+        if args.batch_size != usual and value == recipe[flag]:
+            say(f"{name} {value:g}: the recipe's, scaled from batch {usual} to {args.batch_size}")
     if args.iters and args.epochs:
-        fail("give --iters or --epochs, not both")
+        parser.error("give --iters or --epochs, not both")
     if args.probe_root and not args.probe_data:
-        fail("--probe-root goes with --probe-data")
-    if not 0 <= args.seed < 2**23:
-        fail(f"--seed {args.seed} must be from 0 to {2**23 - 1}")
-    column = 0 if args.data == "shapes" else 1
-    factor = (args.batch_size or defaults["batch_size"][column]) / defaults["batch_size"][column]
-    for flag, values in defaults.items():
-        if getattr(args, flag) is None:
-            setattr(args, flag, values[column] * factor if flag in scaled else values[column])
-            if flag in scaled and factor != 1:
-                chosen, usual = f"--{flag.replace('_', '-')} {getattr(args, flag):g}", defaults["batch_size"][column]
-                say(f"{chosen}: {values[column]} at batch {usual}, scaled linearly to batch {args.batch_size}")
-    if args.train_split is None:
-        args.train_split = "train2017" if args.data == "coco" else "train"
-    if args.val_split is None:
-        args.val_split = "val2017" if args.data == "coco" else "val"
-    check_batch_size(args.batch_size)
-    if not 0 < args.fraction <= 1:
-        fail(f"--fraction {args.fraction} must be above 0 and at most 1")
-    for flag in ("captions_per_image", "epochs", "probe_images"):
-        if getattr(args, flag) is not None and not 0 < getattr(args, flag) < math.inf:
-            fail(f"--{flag.replace('_', '-')} must be above 0")
-    for flag, least in {"image_size": 1, "iters": 1, "log_every": 1, "checkpoint_every": 1, "workers": 0, "probe_every": 0}.items():
-        if getattr(args, flag) is not None and getattr(args, flag) < least:
-            fail(f"--{flag.replace('_', '-')} must be at least {least}")
+        parser.error("--probe-root goes with --probe-data")
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if args.batch_size % processes:
+        parser.error(f"--batch-size {args.batch_size} is for all {processes} processes together "
+                     "and cannot be divided by them")  # fmt: skip
     return args
 
 
-def check_batch_size(batch_size):
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    if batch_size < 1 or batch_size % processes:
-        fail(f"--batch-size {batch_size} cannot be divided over {processes} processes: it is the global batch")
+# ----------------------------------------------------------------------------- the output folder
+
+# Flags that may differ when a run goes on: where and how fast it runs, not what it learns.
+FREE_FLAGS = {
+    "output", "root", "fresh", "workers", "amp", "compile", "log_every", "checkpoint_every",
+    "probe_root", "backtranslations",
+}  # fmt: skip
 
 
-def add_recipe_flags(optim):
-    """The flags of optimisation and augmentation that tp.py and icmlm.py have in common [ICMLM App. F.1]."""
-    optim.add_argument("--optimizer", choices=("sgd", "radam"), help="sgd with a cosine for ResNets, radam with --steps for VGG-16 [App. F.1]")
-    optim.add_argument("--lr", type=float, help="initial learning rate; lower it when the loss is not finite; 0.03 suits small batches, too [App. F.1]")
-    optim.add_argument("--warmup", type=float, default=0.0, help="share of the run in which the learning rate rises; 0.02 helps large batches [ours]")
-    optim.add_argument("--steps", type=float, nargs="*", help="radam: shares of the run after which the learning rate falls to a tenth [App. F.1]")
-    optim.add_argument("--weight-decay", type=float, help="raise it when few images are learned by heart [App. F.1]")
-    optim.add_argument("--crop-min", type=float, help="smallest part of a photo that a crop may show; raise it when captions speak of the whole [ours]")
-    optim.add_argument("--colour-jitter", type=float, help="strength of the colour jitter; lower it when labels name colours, 0 for none [ours]")
+def write_file(path, write):
+    """Write through a temporary file: `path` is whole, old or new, whenever the power fails."""
+    temporary = f"{path}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        Path(temporary).unlink(missing_ok=True)
+        kept = "what it held before is kept: make room and start the same command again"
+        fail(f"{path} cannot be written ({error}); {kept}", everywhere=False)
 
 
-def check_recipe(args, given, optimizer):
-    """Refuse optimisation flags that cannot be or do not belong together. given: the flags that the user gave.
-
-    --steps belong to RAdam; another optimiser than the recipe's, `optimizer`, needs its own --lr.
-    """
-    if args.optimizer == "sgd":
-        if "steps" in given:
-            fail("--steps goes with --optimizer radam: sgd follows a cosine")
-        args.steps = []
-    if args.optimizer != optimizer and "lr" not in given:
-        fail(f"--optimizer {args.optimizer} needs its --lr: the default belongs to {optimizer}")
-    args.steps = list(args.steps)
-    if not args.lr > 0 or not args.weight_decay >= 0 or not 0 <= args.warmup < 1 or any(not 0 < step < 1 for step in args.steps):
-        fail("--lr must be above 0, --weight-decay at least 0; --warmup and --steps are shares of the run, between 0 and 1")
-    if not 0 < args.crop_min <= 1 or not 0 <= args.colour_jitter <= 1:
-        fail("--crop-min must be in (0, 1], --colour-jitter in [0, 1]")
+def write_json(path, content):
+    write_file(path, lambda file: file.write(json.dumps(content, indent=2).encode() + b"\n"))
 
 
-# ------------------------------------------------------------------------------------------ pictures
+def append_line(path, line):
+    try:
+        with open(path, "a") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        reason = f"{path} cannot be written ({error.strerror})"
+        fail(f"{reason}: make room and start the same command again", everywhere=False)
+
+
+def cached_arrays(path, made_of, build):
+    """The dict of arrays that build() gives, kept in the file `path` as long as `made_of` (JSON)
+    is the same."""
+    arrays = read_arrays(path, made_of)
+    if arrays is None:
+        arrays = build()
+        keep_arrays(path, made_of, arrays)
+    return arrays
+
+
+def read_arrays(path, made_of):
+    """What keep_arrays wrote, or None: no file, made of something else, or damaged."""
+    if path.exists():
+        try:
+            with np.load(path) as file:
+                if file["made_of"] == json.dumps(made_of):
+                    return {name: file[name] for name in file.files}
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+            say(f"{path} is damaged ({error}): it is made again")
+    return None
+
+
+def keep_arrays(path, made_of, arrays):
+    write_file(path, lambda file: np.savez(file, made_of=json.dumps(made_of), **arrays))
+
+
+class Run:
+    """The output folder of a training run (docs/output.md): what is kept, found again, reported."""
+
+    def __init__(self, args, script, world, *data):
+        """Begin, or go on from a checkpoint. data: the CaptionData that the run depends on."""
+        self.args, self.script, self.world, self.folder = args, script, world, Path(args.output)
+        self.data = [part.digest() for part in data]
+        self.iteration, self.checkpoint, self.best = 0, None, None
+        self.values, self.waited, self.unreadable = {}, 0.0, set()
+        with main_first(world):
+            self.begin()
+
+    def begin(self):
+        names = "args.json metrics.jsonl checkpoint.pth backbone.pth backbone_best.pth"
+        if self.world.is_main:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                fail(f"--output {self.folder} cannot be made ({error.strerror})")
+            for name in (*names.split(), "result.json", "skipped.txt") if self.args.fresh else ():
+                (self.folder / name).unlink(missing_ok=True)
+        if (self.folder / "checkpoint.pth").exists():
+            self.checkpoint = read_checkpoint(self.folder / "checkpoint.pth")
+            self.check_same_run()
+            self.iteration, self.best = self.checkpoint["iteration"], self.checkpoint["best"]
+            if (self.folder / "result.json").exists():
+                say(f"{self.folder} holds a run that has ended, see result.json there; "
+                    "--fresh starts over")  # fmt: skip
+                sys.exit(0)
+            say(f"{self.folder} holds a checkpoint: going on from iteration {self.iteration}")
+        if self.world.is_main:
+            (self.folder / "result.json").unlink(missing_ok=True)
+            self.keep_metrics()
+            self.write_args()
+
+    def check_same_run(self):
+        hint = "choose another --output, or --fresh to start over"
+        script, before = self.checkpoint.get("script"), self.checkpoint["args"]
+        check(script == self.script, f"{self.folder} holds a run of {script}.py: {hint}")
+        for flag, value in vars(self.args).items():
+            if flag not in FREE_FLAGS and before.get(flag) != value:
+                name = f"--{flag.replace('_', '-')} {before.get(flag)}"
+                fail(f"{self.folder} holds a run with {name}, not {value}: {hint}")
+        same = self.checkpoint["data"] == self.data
+        check(same, f"{self.folder} holds a run on other captions or tags than --data: {hint}")
+
+    def keep_metrics(self):
+        """Drop the lines that a killed run wrote after its checkpoint: they come again."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        lines = [line for line in lines if line.endswith("\n")]  # half a line, of a killed run
+        kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
+        write_file(path, lambda file: file.write("".join(kept).encode()))
+
+    def write_args(self):
+        here = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
+        git = subprocess.run(here, capture_output=True, text=True)
+        versions = {module.__name__: module.__version__ for module in (torch, torchvision, np)}
+        content = {"command": [sys.executable, *sys.argv], "processes": self.world.size}
+        content["versions"] = {"python": sys.version.split()[0], **versions}
+        if git.returncode == 0:
+            content["git_commit"] = git.stdout.strip()
+        write_json(self.folder / "args.json", {**vars(self.args), **content})
+        how = f"recipe {self.args.recipe}, {self.world.device.type}, amp {self.args.amp}"
+        say(f"{self.script}: {how}; all settings are in {self.folder}/args.json")
+
+    def resume(self, **parts):
+        """The model, optimizer... that checkpoints hold by these names; load an earlier run's."""
+        self.parts = parts
+        if self.checkpoint:
+            for name, part in parts.items():
+                if self.checkpoint[name]:  # a scaler that was not in use has no state
+                    part.load_state_dict(self.checkpoint[name])
+            self.checkpoint = None  # gigabytes, at the papers' sizes
+
+    def steps(self, samples, collate, total, probe, backbone, **more):
+        """Yield (iteration, batch) up to iteration `total`, and do what all scripts do around it:
+
+        feed the device, seed dropout, write metrics and checkpoints, keep the best backbone of
+        --probe-every, mind Ctrl-C.  samples: Samples.  collate: list of samples -> dict of tensors,
+        and "unreadable".  probe: eval_linear.Probe or None.  more: goes into checkpoints, too.
+        """
+        args, world, device = self.args, self.world, self.world.device
+        sampler = InfiniteSampler(len(samples), args.batch_size, world, args.seed, self.iteration)
+        share = args.batch_size // world.size
+        batches = iter(loader(samples, share, args.workers, collate, device, sampler))
+        bar = progress(total=total, initial=self.iteration, unit=" its", desc=self.script)
+        self.since = time.perf_counter(), self.iteration
+        with StopSignals() as stop, bar:
+            for self.iteration in range(self.iteration + 1, total + 1):
+                asked = time.perf_counter()
+                batch = next(batches)
+                self.waited += time.perf_counter() - asked
+                self.report_unreadable(batch.pop("unreadable"), len(samples))
+                # Dropout is a function of seed, iteration and rank: a resumed run draws the same.
+                torch.manual_seed((args.seed << 40) + self.iteration * world.size + world.rank)
+                yield self.iteration, {k: v.to(device, non_blocking=True) for k, v in batch.items()}
+                bar.update()
+
+                stopping = any_process(world, bool(stop.number))
+                saving = stopping or self.due(args.checkpoint_every) or self.iteration == total
+                if saving or self.due(args.log_every):
+                    bar.set_postfix(loss=f"{self.write_metrics():.3f}")
+                if args.probe_every and self.due(args.probe_every) and world.is_main:
+                    self.best = probe.keep_best(backbone, self)
+                if saving and world.is_main:
+                    self.save(**more)
+                if stopping:
+                    say(f"stopped after iteration {self.iteration}: "
+                        "the same command goes on from there")  # fmt: skip
+                    sys.exit(128 + stop.number)
+        end_processes(world)
+
+    def due(self, every):
+        return self.iteration % every == 0
+
+    def log(self, **values):
+        """What the next line of metrics.jsonl may hold: numbers, or tensors that are read then."""
+        self.values = values
+
+    def write_metrics(self):
+        """Read the logged values, the only place that waits for the device -> the loss
+
+        Writes a line of metrics.jsonl when one is due; ends the run if a value is not finite.
+        """
+        values = dict(self.values)
+        tensors = {name: v.detach() for name, v in values.items() if torch.is_tensor(v)}
+        mean = torch.stack(list(tensors.values())).float()
+        if self.world.size > 1:
+            dist.all_reduce(mean)
+        values |= dict(zip(tensors, (mean / self.world.size).tolist()))
+        for name, value in values.items():
+            self.check_finite(name, math.isfinite(value))
+        if self.due(self.args.log_every):
+            now, (before, first) = time.perf_counter(), self.since
+            images = (self.iteration - first) * self.args.batch_size
+            values["images_per_s"] = images / (now - before)
+            values["data_wait"] = self.waited / (now - before)
+            self.since, self.waited = (now, self.iteration), 0.0
+            row = {name: float(f"{value:.6g}") for name, value in values.items()}
+            if self.world.is_main:
+                line = json.dumps({"iteration": self.iteration, **row})
+                append_line(self.folder / "metrics.jsonl", line)
+        return values["loss"]
+
+    def check_finite(self, name, finite):
+        if not finite:
+            exists = (self.folder / "checkpoint.pth").exists()
+            kept = "checkpoint.pth keeps the last good state" if exists else "no checkpoint yet"
+            advice = "Try a lower learning rate, a longer --warmup, or --amp off"
+            fail(f"the {name} is not finite at iteration {self.iteration}; {kept}. {advice}")
+
+    def save(self, **more):
+        """Write checkpoint.pth, unless the last step has made a weight infinite."""
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        self.check_finite("model", all_finite(state["model"]))
+        state |= {"script": self.script, "args": vars(self.args), "data": self.data}
+        state |= {"iteration": self.iteration, "best": self.best, **more}
+        write_file(self.folder / "checkpoint.pth", lambda file: torch.save(state, file))
+
+    def save_weights(self, name, module):
+        """A plain state dict beside the checkpoint, on the CPU and in the usual memory format."""
+        state = {k: v.detach().cpu().contiguous() for k, v in module.state_dict().items()}
+        write_file(self.folder / name, lambda file: torch.save(state, file))
+
+    def report_unreadable(self, paths, total):
+        """Name each undecodable image once, in skipped.txt too; more than 1% end the run."""
+        for path in sorted(set(paths) - self.unreadable):
+            self.unreadable.add(path)
+            skipped = self.folder / "skipped.txt"
+            named = set(skipped.read_text().splitlines()) if skipped.exists() else set()
+            if path not in named:
+                named.add(path)
+                tqdm.write(f"cannot decode {path}: the next image takes its place")
+                append_line(skipped, path)
+            if len(named) > 0.01 * total:
+                number = f"{len(named)} of {total} images cannot be decoded, at most 1% may be"
+                fail(f"{number}: repair or remove those in {skipped}", everywhere=False)
+
+    def finish(self, probe, backbone, **result):
+        """Say what the backbone is worth and write result.json: the run has ended."""
+        if probe:
+            result |= probe.final(backbone, self)
+        else:
+            say("eval_linear.py is not here: the backbone is not probed")
+        write_json(self.folder / "result.json", result)
+
+
+class StopSignals:
+    """Within the block SIGTERM and the first Ctrl-C only set `number`: the step is done first."""
+
+    def __enter__(self):
+        self.number, signals = 0, (signal.SIGINT, signal.SIGTERM)
+        self.before = {number: signal.signal(number, self.note) for number in signals}
+        return self
+
+    def note(self, number, frame):
+        if self.number:
+            raise KeyboardInterrupt
+        self.number = number
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+# -------------------------------------------------------------------------------------- pictures
 
 
 def draw_attention(image, caption, words, path, side=192):
-    """One picture: the photo, then the photo under the attention map of each word, bicubically enlarged [Sec. 4.4].
+    """The photo, then the photo under the attention map of each word, bicubically enlarged.
 
-    words: [(word, (h, w) not negative), ...]. Brightness is in proportion to the map's maximum, so that an even map looks even.
+    words: [(word, (h, w) not negative), ...]. Brightness is in proportion to the map's maximum, so
+    that an even map looks even. [VirTex Sec. 4.4]
     """
     photo, font = image.resize((side, side), Image.BICUBIC), ImageFont.load_default(15)
     columns = min(6, len(words) + 1)
@@ -1008,209 +1353,10 @@ def draw_attention(image, caption, words, path, side=192):
         x, y = 8 + n % columns * (side + 8), top + n // columns * (side + 28)
         tile = np.asarray(photo, np.float32)
         if attention is not None:
-            heat = F.interpolate((attention / attention.max())[None, None].float().cpu(), (side, side), mode="bicubic", align_corners=False)
-            heat = heat[0, 0].clamp(0, 1).numpy()[..., None]
-            tile = tile * (0.35 + 0.25 * heat) + heat * np.array([102, 70, 0])  # dim the photo, glow where it looks
+            heat = (attention / attention.max())[None, None].float().cpu()
+            heat = F.interpolate(heat, (side, side), mode="bicubic").clamp(0, 1)[0, 0, ..., None]
+            heat = heat.numpy()
+            tile = tile * (0.35 + 0.25 * heat) + heat * (102, 70, 0)  # dim, and glow where it looks
         sheet.paste(Image.fromarray(tile.clip(0, 255).astype(np.uint8)), (x, y))
         draw.text((x + side / 2, y + side + 4), word, "black", font, anchor="ma")
     sheet.save(path)
-
-
-# ------------------------------------------------------------------------------------------ the output folder
-
-RUN_FILES = ("args.json", "metrics.jsonl", "checkpoint.pth", "backbone.pth", "backbone_best.pth", "result.json", "skipped.txt")
-# Flags that may differ when a run goes on: they change where and how fast it runs, not what it learns.
-FREE_FLAGS = ("output", "root", "fresh", "workers", "amp", "compile", "log_every", "checkpoint_every", "probe_root", "backtranslations", "require_tags")
-
-
-def write_file(path, write):
-    """Write through a temporary file: `path` is whole, old or new, whenever the power fails."""
-    temporary = f"{path}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        reason = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(reason, OSError):
-            raise
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        fail(f"{path} cannot be written ({reason.strerror}); what it held before is kept: make room and start the same command again", everywhere=False)
-
-
-def append_line(path, line):
-    try:
-        with open(path, "a") as file:
-            file.write(line + "\n")
-    except OSError as error:
-        fail(f"{path} cannot be written ({error.strerror}): make room and start the same command again", everywhere=False)
-
-
-def write_json(path, content):
-    write_file(path, lambda file: file.write(json.dumps(content, indent=2).encode() + b"\n"))
-
-
-def cached_arrays(path, made_of, build):
-    """The dict of arrays that build() gives, kept in the file `path` and found there again while `made_of` (JSON) is the same."""
-    arrays = read_arrays(path, made_of)
-    if arrays is None:
-        arrays = build()
-        keep_arrays(path, made_of, arrays)
-    return arrays
-
-
-def read_arrays(path, made_of):
-    """The arrays that `path` keeps, or None when there are none, they were made of something else, or the file is damaged."""
-    if path.exists():
-        try:
-            with np.load(path) as file:
-                if file["made_of"] == json.dumps(made_of):
-                    return {name: file[name] for name in file.files}
-        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-            say(f"{path} is damaged ({error}): it is made again")
-    return None
-
-
-def keep_arrays(path, made_of, arrays):
-    write_file(path, lambda file: np.savez(file, made_of=json.dumps(made_of), **arrays))
-
-
-class Run:
-    """The output folder of one training run (see the README): what is kept, found again and reported."""
-
-    def __init__(self, args, script, world):
-        self.args, self.script, self.world, self.folder = args, script, world, Path(args.output)
-        self.unreadable, self.first_iteration, self.last_log, self.data = set(), 0, None, None
-
-    def begin(self):
-        """-> the checkpoint to go on from, or None. Ends the program when the folder holds an ended or another run."""
-        with main_first(self.world):
-            if self.world.is_main:
-                try:
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                except OSError as error:
-                    fail(f"--output {self.folder} cannot be made ({error.strerror})")
-                for name in RUN_FILES if self.args.fresh else ():
-                    (self.folder / name).unlink(missing_ok=True)
-            path = self.folder / "checkpoint.pth"
-            checkpoint = read_checkpoint(path) if path.exists() else None
-            if checkpoint:
-                self.check_same_run(checkpoint)
-                if (self.folder / "result.json").exists():
-                    say(f"{self.folder} holds a run that has ended: see result.json there. --fresh starts over.")
-                    sys.exit(0)
-                say(f"{self.folder} holds a checkpoint: going on from iteration {checkpoint['iteration']}")
-                self.first_iteration = checkpoint["iteration"]
-            if self.world.is_main:
-                (self.folder / "result.json").unlink(missing_ok=True)
-                self.keep_metrics_until(self.first_iteration)
-                self.write_args()
-        return checkpoint
-
-    def same_data(self, checkpoint, *data):
-        """Refuse to go on with other captions or tags than those that the run began with."""
-        self.data = [part.digest() for part in data]
-        if checkpoint and checkpoint.get("data", self.data) != self.data:
-            fail(f"{self.folder} holds a run on other captions or tags than --data gives now: choose another --output, or --fresh to start over")
-
-    def restore(self, checkpoint, parts):
-        """Load the states of `parts` {name: module, optimiser...} -> the iteration, and the best of early stopping"""
-        if not checkpoint:
-            return 0, None
-        for name, part in parts.items():
-            if checkpoint[name]:  # a scaler that was not in use has no state
-                part.load_state_dict(checkpoint[name])
-        return checkpoint["iteration"], checkpoint["best"]
-
-    def check_same_run(self, checkpoint):
-        if checkpoint.get("script") != self.script:
-            fail(f"{self.folder} holds a run of {checkpoint.get('script', 'another program')}.py: choose another --output")
-        for flag, value in vars(self.args).items():
-            before = checkpoint["args"].get(flag)
-            if flag not in FREE_FLAGS and before != value:
-                fail(f"{self.folder} holds a run with --{flag.replace('_', '-')} {before}, not {value}: choose another --output, or --fresh to start over")
-
-    def keep_metrics_until(self, iteration):
-        """Drop the lines that a killed run wrote after its last checkpoint: they will be written again."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["iteration"] <= iteration]
-        write_file(path, lambda file: file.write("".join(kept).encode()))
-
-    def write_args(self):
-        git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
-        versions = {"python": sys.version.split()[0], "torch": torch.__version__, "torchvision": torchvision.__version__, "numpy": np.__version__}
-        content = {"command": [sys.executable, *sys.argv], "versions": versions, "processes": self.world.size}
-        if git.returncode == 0:
-            content["git_commit"] = git.stdout.strip()
-        write_json(self.folder / "args.json", {**vars(self.args), **content})
-        say(" ".join(f"{key}={value}" for key, value in vars(self.args).items() if value is not None))
-
-    def log(self, iteration, feed, **values):
-        """One line of metrics.jsonl: `values` (floats) with the speed and the wait for data since the last line."""
-        now, (before, first, waited) = time.perf_counter(), self.last_log or (feed.started, self.first_iteration, 0.0)
-        speed = (iteration - first) * self.args.batch_size / (now - before)
-        values |= {"images_per_s": speed, "data_wait": (feed.waited - waited) / (now - before)}
-        self.last_log = now, iteration, feed.waited
-        if self.world.is_main:
-            line = json.dumps({"iteration": iteration, **{k: float(f"{v:.6g}") for k, v in values.items()}})
-            append_line(self.folder / "metrics.jsonl", line)
-
-    def check_finite(self, iteration, values):
-        """values: {name: float}; ends the run, before anything is written, when one of them is not a number."""
-        for name, value in values.items():
-            if not math.isfinite(value):
-                kept = "checkpoint.pth keeps the last good state" if (self.folder / "checkpoint.pth").exists() else "no checkpoint was written yet"
-                fail(f"the {name} is {value} at iteration {iteration}; {kept}. Try a lower learning rate, a longer --warmup, or --amp off")
-
-    def save(self, iteration, **state):
-        """Write checkpoint.pth, unless the last step has made a weight infinite: then the one before is kept."""
-        if self.world.is_main:
-            if not all_finite(state.get("model", {})):
-                self.check_finite(iteration, {"model": math.nan})
-            state = {"script": self.script, "args": vars(self.args), "data": self.data, "iteration": iteration, **state}
-            write_file(self.folder / "checkpoint.pth", lambda file: torch.save(state, file))
-
-    def save_weights(self, name, state_dict):
-        """A plain state dict beside the checkpoint, on the CPU and in PyTorch's usual memory format."""
-        if self.world.is_main:
-            plain = {key: value.detach().cpu().contiguous() for key, value in state_dict.items()}
-            write_file(self.folder / name, lambda file: torch.save(plain, file))
-
-    def report_unreadable(self, indices, images):
-        """Name each undecodable image once, in the log and in skipped.txt; end the run when they are more than 1%."""
-        for index in set(indices) - self.unreadable:
-            self.unreadable.add(index)
-            path = self.folder / "skipped.txt"
-            named = set(path.read_text().splitlines()) if path.exists() else set()
-            if images[index] not in named:
-                named.add(images[index])
-                tqdm.write(f"cannot decode {images[index]}: the next image takes its place", file=sys.stdout)
-                append_line(path, images[index])
-            if len(named) > 0.01 * len(images):
-                fail(f"{len(named)} of {len(images)} images cannot be decoded, and at most 1% may be: repair or remove those listed in {path}, which are those met so far", everywhere=False)
-
-    def finish(self, **result):
-        if self.world.is_main:
-            write_json(self.folder / "result.json", result)
-
-
-class StopSignals:
-    """Within the block, SIGTERM and the first Ctrl-C only set `number`: the loop leaves when its step is done."""
-
-    def __enter__(self):
-        self.number = 0
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def note(self, number, frame):
-        if self.number:
-            raise KeyboardInterrupt
-        self.number = number
-
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)

@@ -1,261 +1,275 @@
-"""ICMLM: a backbone learned by filling in a word that is missing in the caption of a photo.
+"""ICMLM: a backbone learned by predicting a masked word of a caption with the help of the photo.
 
-Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020, Sec. 3.2.
+Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020,
+Sec. 3.2.
 
-One word of a caption is masked: a noun, adjective or verb that can be seen. A frozen language model reads the rest; the
-photo says what is missing. In tfm a Transformer reads both together (App. E), in att-fc the text only says where to
-look and the word is named from there (Eqs. 3-6). Tag prediction (tp.py) is trained beside it (Eq. 8).
+One word of a caption is masked, a noun, adjective or verb. A frozen language model reads the rest
+of the caption; the photo has to tell the missing word. In tfm a Transformer encoder reads photo
+and text together (App. E). In att-fc the text only says where to look, and the word is predicted
+from what is seen there (Eqs. 3-6). Tag prediction (tp.py) is trained beside both (Eq. 8).
 
     laptop        python icmlm.py
-    own photos    python icmlm.py --data photos.jsonl --lm scratch --arch resnet18 --image-size 112 --batch-size 32 --lr 0.03 --iters 20000
+    own photos    python tp.py --data photos.jsonl
+                  python icmlm.py --data photos.jsonl --init runs/tp/backbone.pth
     one GPU       python icmlm.py --data coco --batch-size 128 --init runs/tp/backbone.pth
     eight GPUs    torchrun --nproc_per_node=8 icmlm.py --data coco --init runs/tp/backbone.pth
-    two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 icmlm.py --data coco ...
-                  (with --output on a file system that both see)
-    VG, VGG-16    torchrun --nproc_per_node=4 icmlm.py --data vg --arch vgg16 --head att-fc --init runs/tp/backbone.pth
-    pictures      python icmlm.py --explain photo.jpg --caption "a dog on a surfboard" --word surfboard --weights runs/icmlm/checkpoint.pth
+    two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
+                      --rdzv-endpoint=HOST:29400 icmlm.py --data coco ...   (on both; shared --output)
+    VG, VGG-16    torchrun --nproc_per_node=4 icmlm.py --data vg --arch vgg16 --head att-fc \\
+                      --init runs/rotation/backbone.pth
+    attention     python icmlm.py --explain photo.jpg --caption "a dog on a surfboard" \\
+                      --word surfboard --weights runs/icmlm/checkpoint.pth
 
-What to expect: in tfm the masked-word loss starts where the language model stands without the photo, because its vector
-passes through; in att-fc it starts near ln V, the logarithm of the vocabulary. The end of every run prints the share of
-masked words found with the photo, with the photo of another caption and by the language model alone (Tab. 1): the first
-minus the second is what was seen.
+What to expect: in tfm the loss mlm starts near that of the language model without a photo, for its
+vector passes through the encoder layer; in att-fc it starts near ln V, V being the size of the
+vocabulary. Every run ends with the accuracy of masked token prediction with the photo, with
+another photo, and by the language model alone [Tab. 1]. The first minus the second is what was
+seen. If they are alike, the photo is not looked at: start from the backbone of tp.py (--init),
+take --head att-fc, and train its attention first (--warmup-attention 0.25).
 """
 
-import argparse
 import copy
-import functools
 import math
-import sys
 from array import array
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from scipy import sparse
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
-from transformers.modeling_outputs import BaseModelOutput
 
 import common
 import language
-import probe
-from common import fail, progress, say
+from common import check, count, fail, non_negative, progress, proper_share, say
 
-DEFAULTS = {
-    #                    on shapes   on real data (the paper's)
-    #                    (ours)      ResNet                VGG-16
-    "image_size":       (96,         224,                  224),        # App. F.2, of the evaluation
-    "crop_min":         (0.7,        0.2,                  0.2),        # ours
-    "colour_jitter":    (0.25,       1.0,                  1.0),        # ours
-    "layers":           (1,          1,                    1),          # Sec. 4
-    "heads":            (1,          1,                    12),         # Sec. 4.3, Sec. 4
-    "lambda_tp":        (1.0,        0.1,                  1.0),        # App. B
-    "num_concepts":     (5000,       5000,                 1000),       # Sec. 4.3, Sec. 4.2
-    "batch_size":       (32,         512,                  896),        # App. F.1
-    "iters":            (700,        500_000,              200_000),    # App. F.1
-    "warmup_attention": (0.0,        0.0,                  0.25),       # App. F.1: 50K of 200K, att-fc
-    "optimizer":        ("radam",    "sgd",                "radam"),    # App. F.1
-    "lr":               (1e-3,       3e-2,                 1e-4),       # App. F.1; VGG-16: as for tags
-    "weight_decay":     (1e-4,       1e-4,                 1e-3),       # App. F.1; VGG-16: as for tags
-    "steps":            ((0.8,),     (),                   (0.8, 0.9)), # App. F.1; VGG-16: as for tags
-    "lm":               ("scratch",  "bert-base-uncased",  "bert-base-uncased"),  # Sec. 3.2
-    "lm_iters":         (300,        20_000,               20_000),     # ours
-    "log_every":        (10,         20,                   20),
-    "checkpoint_every": (200,        2000,                 2000),
-    "probe_images":     (2000,       10_000,               10_000),
-}  # fmt: skip
+try:
+    import eval_linear
+except ModuleNotFoundError:  # copied without it: no probe at the end
+    eval_linear = None
+
+HEADS = "tfm", "att-fc"
+
+# fmt: off
+RECIPES = {  #           demo        small       paper
+    "arch":             ("resnet18", "resnet18", "resnet50"),  # Sec. 4.3
+    "image_size":       (96,         112,        224),         # App. F.2, of the evaluation
+    "crop_min":         (0.7,        0.2,        0.2),         # ours
+    "colour_jitter":    (0.25,       1.0,        1.0),         # ours
+    "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.2
+    "lm_iters":         (300,        4000,       20_000),      # ours
+    "num_concepts":     (5000,       5000,       5000),        # Sec. 4.3
+    "heads":            (1,          1,          1),           # Sec. 4.3
+    "lambda_tp":        (1.0,        1.0,        0.1),         # App. B
+    "batch_size":       (32,         32,         512),         # App. F.1
+    "iters":            (700,        20_000,     500_000),     # App. F.1
+    "warmup_attention": (0.0,        0.0,        0.0),
+    "optimizer":        ("radam",    "sgd",      "sgd"),       # App. F.1
+    "lr":               (1e-3,       3e-2,       3e-2),        # App. F.1
+    "weight_decay":     (1e-4,       1e-4,       1e-4),        # App. F.1
+    "steps":            ((0.8,),     (),         ()),          # App. F.1: cosine
+    "log_every":        (10,         20,         20),
+    "checkpoint_every": (200,        500,        2000),
+    "probe_images":     (2000,       10_000,     10_000),
+}
+VGG16 = {  # what differs in the paper's recipe with --arch vgg16
+    "heads":            12,          # Sec. 4, Networks
+    "num_concepts":     1000,        # Sec. 4.2
+    "lambda_tp":        1.0,         # App. B
+    "batch_size":       896,         # App. F.1
+    "iters":            200_000,     # App. F.1
+    "warmup_attention": 0.25,        # App. F.1: 50K of 200K iterations
+    "optimizer":        "radam",     # App. F.1
+    "lr":               1e-4,        # App. F.1, of tag prediction
+    "weight_decay":     1e-3,        # App. F.1, of tag prediction
+    "steps":            (0.8, 0.9),  # App. F.1, of tag prediction
+}
+# fmt: on
 
 
 def get_args(argv=None):
-    parser = common.flag_parser("icmlm", __doc__, DEFAULTS)
+    parser = common.flag_parser("icmlm", __doc__)
 
-    text = parser.add_argument_group("language model and concepts")
-    text.add_argument("--lm", help="a BERT-like masked language model of the hub, a local folder, or scratch: a small one trained on the captions [Sec. 3.2]")
-    text.add_argument("--lm-iters", type=int, help="iterations of --lm scratch; more for more captions [ours]")
-    text.add_argument("--pos", choices=("nn", "nn+adj", "nn+adj+vb"), default="nn+adj+vb", help="parts of speech that are masked and are tags [Sec. 4.2]")
-    text.add_argument("--num-concepts", type=int, help="that many most frequent words are masked and are tags; fewer where the captions hold fewer [Sec. 4.2, 4.3]")
-    text.add_argument("--tagger", choices=("textblob", "spacy"), default="textblob", help="spacy is the paper's and more careful; it needs a download")
+    add = parser.add_argument_group("language model and concepts").add_argument
+    add("--lm", help="BERT or alike: a name of the hub, a folder, or scratch: trained on captions")
+    add("--lm-iters", type=count, help="iterations of --lm scratch; more for more captions [ours]")
+    add("--pos", choices=("nn", "nn+adj", "nn+adj+vb"), default="nn+adj+vb",
+        help="parts of speech that are masked and are tags [Sec. 4.2]")  # fmt: skip
+    add("--num-concepts", type=count, help="so many most frequent words are masked and are tags")
+    add("--tagger", choices=("textblob", "spacy"), default="textblob",
+        help="spacy is the paper's and more careful; it needs a download")  # fmt: skip
 
-    model = parser.add_argument_group("model")
-    model.add_argument("--head", choices=("tfm", "att-fc"), default="tfm", help="tfm fills in more words, att-fc gave the paper's best backbones on VOC [Sec. 4.1]")
-    model.add_argument("--layers", type=int, help="layers of tfm, or of fc; more help the proxy task and hurt the backbone [App. B]")
-    model.add_argument("--heads", type=int, help="attention heads of tfm, or of att [Sec. 4, Sec. 4.3]")
-    model.add_argument("--attention-width", type=int, default=512, help="att-fc: d_z of Eq. 3, per head [ours]")
-    model.add_argument("--dropout", type=float, default=0.1, help="in tfm [BERT]")
-    model.add_argument("--arch", choices=sorted(common.BACKBONES), help="resnet50 [Sec. 4.3] or vgg16 [Sec. 4] for the paper's numbers, resnet18 for small data or a CPU (default resnet18 on shapes, resnet50 on real data). Of two defaults of another flag the second is vgg16's")
-    model.add_argument("--init", help="start from this backbone.pth, of tp.py in the paper; without it the first thousands of iterations go into seeing at all [App. F.1]")
+    add = parser.add_argument_group("model").add_argument
+    add("--head", choices=HEADS, default=HEADS[0],
+        help="tfm predicts more words, att-fc gave better backbones on VOC [Sec. 4.1]")  # fmt: skip
+    add("--layers", type=count, default=1, help="of tfm, or of fc; more hurt the backbone [App. B]")
+    add("--heads", type=count, help="attention heads of tfm, or of att [Sec. 4, Sec. 4.3]")
+    add("--attention-width", type=count, default=512, help="d_z of Eq. 3, per head [ours]")
+    add("--dropout", type=proper_share, default=0.1, help="in tfm [BERT]")
+    add("--arch", choices=common.BACKBONES, help="resnet18 for small data or a CPU; vgg16 with "
+        "--recipe paper has defaults of its own")  # fmt: skip
+    add("--init", help="begin with this backbone.pth, in the paper that of tp.py [App. F.1]")
 
-    optim = parser.add_argument_group("optimisation")
-    optim.add_argument("--lambda-tp", type=float, help="weight of tag prediction beside masked words; 0 for none [Eq. 8, App. B]")
-    optim.add_argument("--batch-size", type=int, help="triplets of photo, caption and masked word per iteration over all processes [App. F.1]")
-    optim.add_argument("--iters", type=int, help="iterations; scale with the number of captions [App. F.1]")
-    optim.add_argument("--epochs", type=float, help="length in passes over the triplets, instead of --iters")
-    optim.add_argument("--warmup-attention", type=float, help="share of the run in which the backbone stays frozen; helps att-fc on VGG-16 [App. F.1]")
-    common.add_recipe_flags(optim)
-    optim.add_argument("--proxy-triplets", type=int, default=5000, help="score masked words on at most this many triplets of the validation split, drawn once [ours]")
+    add = parser.add_argument_group("optimisation of ICMLM").add_argument
+    add("--optimizer", choices=("sgd", "radam"), help="radam for VGG-16, short runs [App. F.1]")
+    add("--steps", type=proper_share, nargs="*", metavar="SHARE",
+        help="shares of the run after which lr falls to a tenth; none: a cosine")  # fmt: skip
+    add("--lambda-tp", type=non_negative, help="weight of tag prediction; 0 for none [Eq. 8]")
+    add("--warmup-attention", type=proper_share,
+        help="share of the run with a frozen backbone; for att-fc with --init [App. F.1]")  # fmt: skip
+    add("--proxy-triplets", type=count, default=5000,
+        help="validate on at most this many triplets, drawn once [ours]")  # fmt: skip
 
-    use = parser.add_argument_group("use of a trained model")
-    use.add_argument("--weights", help="a checkpoint.pth of this script")
-    use.add_argument("--explain", metavar="IMAGE", help="fill in --word of --caption with and without this photo; a picture of the attention goes to OUTPUT/explained")
-    use.add_argument("--caption", help="what the photo shows")
-    use.add_argument("--word", help="the word of the caption to mask")
+    add = parser.add_argument_group("use of a trained model").add_argument
+    add("--weights", help="a checkpoint.pth of this script")
+    add("--explain", metavar="IMAGE", help="predict --word of --caption with and without this "
+        "photo, and draw the attention")  # fmt: skip
+    add("--caption", help="what the photo shows")
+    add("--word", help="the word of the caption to mask")
 
-    args = parser.parse_args(argv)
-    given = {flag for flag, value in vars(args).items() if value is not None}
-    args.arch = args.arch or ("resnet18" if args.data == "shapes" else "resnet50")
-    column = 2 if args.arch == "vgg16" else 1
-    defaults = {flag: (row[0], row[column]) for flag, row in DEFAULTS.items()}
-    args = common.fill_defaults(args, defaults, scaled=("lr",))
-    common.check_recipe(args, given, defaults["optimizer"][args.data != "shapes"])
-    if "warmup_attention" not in given and (args.head != "att-fc" or not args.init):  # attention needs features that see something
-        args.warmup_attention = 0.0
-    if args.explain and "lm" not in given:
-        args.lm = None
-    if not 0 <= args.dropout < 1 or not 0 <= args.warmup_attention < 1 or not args.lambda_tp >= 0:
-        fail("--dropout and --warmup-attention must be in [0, 1), --lambda-tp at least 0")
-    if min(args.layers, args.heads, args.attention_width, args.num_concepts, args.lm_iters, args.proxy_triplets) < 1:
-        fail("--layers, --heads, --attention-width, --num-concepts, --lm-iters and --proxy-triplets must be at least 1")
-    if len({bool(flag) for flag in (args.explain, args.caption, args.word, args.weights)}) > 1:
-        fail('--explain photo.jpg, --caption "...", --word WORD and --weights FILE go together')
+    given = common.look(argv, "--arch", "--head", "--init", "--lm")
+    table = dict(RECIPES)
+    if given.arch == "vgg16":
+        for flag, value in VGG16.items():
+            demo, small, _ = RECIPES[flag]
+            table[flag] = demo, small, value
+    recipe = common.choose_recipe(table, argv)
+    if given.head != "att-fc" or not given.init:  # attention needs features that tell something
+        recipe["warmup_attention"] = 0.0
+    args = common.parse(parser, argv, recipe, scaled=("lr",))
+    use = args.explain, args.caption, args.word, args.weights
+    if any(use) and not all(use):
+        parser.error('--explain IMAGE, --caption "...", --word WORD, --weights FILE go together')
+    if args.explain:
+        args.lm = given.lm  # or else the one that the checkpoint was trained with
     return args
 
 
 def main(args):
-    world = common.start_processes()
+    world = common.start()
     device, args.amp = world.device, common.choose_amp(world.device, args.amp)
     if args.explain:
         return explain(args, device)
-    run = common.Run(args, "icmlm", world)
-    checkpoint = run.begin()
-    initial = common.load_backbone(args.arch, args.init) if args.init and not checkpoint else None
 
-    # Data: photos and captions, the frozen language model, and every word of a caption that can be masked.
-    train, val = (
-        common.caption_data(args.data, args.root, args.train_split, args.fraction, args.captions_per_image, args.seed),
-        common.caption_data(args.data, args.root, args.val_split),
-    )
-    run.same_data(checkpoint, train, val)
-    labelled = probe.probe_data(args, train, val)
-    if not len(train.captions) or not len(val.captions):
-        fail("no image of the training or of the validation split has a caption")
+    # Data: the frozen language model, and each word of each caption that can be masked.
+    train = load_captions(args, args.train_split, args.fraction, args.captions_per_image)
+    val = load_captions(args, args.val_split)
+    run = common.Run(args, "icmlm", world, train, val)
+    probe = eval_linear and eval_linear.Probe(args, train, val)
+    start_from = args.init if not run.checkpoint else None
+    backbone = common.load_backbone(start_from, args.arch) if start_from else None
     with common.main_first(world):
-        tokenizer, pretrained = language.language_model(args, train.captions, run.folder / "language_model", device)
-        concepts, train, val = cached_triplets(args, train, val, tokenizer, run)
+        tokenizer, pretrained = language.language_model(
+            args.lm, train.captions, run.folder / "language_model",
+            device, args.lm_iters, args.seed, args.amp,
+        )  # fmt: skip
+        concepts, train, val = load_triplets(args, train, val, tokenizer, run.folder)
     lm = FrozenLanguageModel(pretrained, args.amp)
-    iters = math.ceil(args.epochs * len(train) / args.batch_size) if args.epochs else args.iters
-    say(f"{len(train.images)} photos, {len(train)} triplets of {len(concepts)} concepts, {lm.vocabulary.shape[0]} tokens; {iters} iterations of {args.batch_size}")
+    iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
+    say(f"{len(train.images)} photos, {len(train)} triplets of {len(concepts)} concepts, "
+        f"{len(lm.vocabulary)} tokens; {iters} iterations")  # fmt: skip
 
-    # Model, optimiser, and where an earlier run stopped.
+    # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = build_model(args, lm, len(concepts))
-    if initial:
-        model.backbone = initial
+    model.backbone = backbone or model.backbone
     model.to(device, memory_format=torch.channels_last)
-    optimizer = common.build_optimizer(args, model.parameters())
+    optimizer = common.build_optimizer(
+        args.optimizer, model.parameters(), args.lr, args.weight_decay
+    )
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    start, best = run.restore(checkpoint, parts)
-    checkpoint = None
+    run.resume(model=model, optimizer=optimizer, scaler=scaler)
     if args.compile:
         model.backbone.compile()
 
-    sampler = common.InfiniteSampler(len(train), args.batch_size, world, args.seed, start)
-    together = functools.partial(collate, tags=train.tags, mirrored=language.mirrored_labels(list(concepts)), padding=tokenizer.pad_token_id)
-    loader = common.make_loader(TripletView(train, tokenizer, args), sampler, args.batch_size // world.size, args.workers, together, device)
-    feed = common.Feed(loader, device, run, train.images)
+    make = partial(sample, train, tokenizer.mask_token_id, left_right_tokens(tokenizer), args)
+    samples = common.Samples(make, len(train), args.seed)
+    swap = language.left_right_swap(list(concepts))
+    together = partial(collate, train.tags, swap, tokenizer.pad_token_id)
+    warmup, parallel = int(args.warmup_attention * iters), None
+    steps = run.steps(samples, together, iters, probe, model.backbone, concepts=concepts)
+    for iteration, batch in steps:
+        if parallel is None or iteration == warmup + 1:
+            parallel = prepare(model, world, frozen=iteration <= warmup)
+        factor = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
+        common.set_lr(optimizer, factor)
+        images = common.augment(batch["images"], batch["jitter"])
+        visible, position = batch["visible"], batch["position"]
+        words = lm.read(batch["tokens"], visible)
+        with common.autocast(device, args.amp):
+            logits, tag_logits = parallel(images, words, visible, position)
+        # Eq. 7 over triplets, as App. F.1 counts them: a caption has as many as words to mask.
+        losses = {"mlm": F.cross_entropy(logits.float(), batch["target"])}
+        loss = losses["mlm"]
+        if args.lambda_tp:
+            losses["tp"] = language.tag_loss(tag_logits, batch["tags"])  # Eq. 2
+            loss = losses["mlm"] + args.lambda_tp * losses["tp"]  # Eq. 8
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        run.log(loss=loss, **losses, lr=args.lr * factor)
 
-    frozen_until = int(args.warmup_attention * iters)
-    parallel = prepare(model, world, frozen=start < frozen_until)
-    bar = progress(total=iters, initial=start, unit=" its", desc="icmlm")
-    with common.StopSignals() as stop:
-        for iteration, batch in zip(range(start + 1, iters + 1), feed):
-            if iteration == frozen_until + 1 and frozen_until > start:
-                parallel = prepare(model, world, frozen=False)
-            factor = common.learning_rate_factor(args, iteration - 1, iters)
-            for group in optimizer.param_groups:
-                group["lr"] = args.lr * factor
-            # Dropout, too, is a function of the seed, the iteration and the rank: a resumed run draws the same.
-            torch.manual_seed((args.seed << 40) + iteration * world.size + world.rank)
-
-            images = common.augment(batch["images"], batch["jitter"])
-            words = lm.read(batch["tokens"], batch["visible"])
-            with common.autocast(device, args.amp):
-                found, tag_logits = parallel(images, words, batch["visible"], batch["position"])
-                logits = lm.score(found, args.head)
-            # Eq. 7 over triplets, as App. F.1 counts them: a caption has as many as it has words to mask.
-            losses = {"mlm": F.cross_entropy(logits.float(), batch["target"])}
-            if tag_logits is not None:
-                losses["tp"] = common.tag_loss(tag_logits, batch["tags"])  # Eq. 2
-            loss = losses["mlm"] + args.lambda_tp * losses.get("tp", 0.0)  # Eq. 8
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            bar.update()
-
-            stopping = common.any_process(world, bool(stop.number))
-            saving = stopping or iteration % args.checkpoint_every == 0 or iteration == iters
-            if saving or iteration % args.log_every == 0:  # the only places that wait for the device
-                terms = common.average(world, torch.stack([term.detach() for term in (loss, *losses.values())])).tolist()
-                run.check_finite(iteration, {"loss": terms[0]})
-                bar.set_postfix({name: f"{term:.3f}" for name, term in zip(losses, terms[1:])})
-            if iteration % args.log_every == 0:
-                run.log(iteration, feed, loss=terms[0], **dict(zip(losses, terms[1:])), lr=args.lr * factor)
-            if args.probe_every and iteration % args.probe_every == 0 and world.is_main:
-                best = probe.keep_best(run, iteration, model.backbone, labelled, best, device)
-            if saving:
-                run.save(iteration, **{name: part.state_dict() for name, part in parts.items()}, best=best, concepts=concepts)
-            if stopping:
-                bar.close()
-                say(f"stopped after iteration {iteration}: checkpoint written, the same command goes on from there")
-                sys.exit(128 + stop.number)
-    bar.close()
-
-    # The backbone is the result; the probe says what it is worth, and the proxy task whether the photo was looked at.
-    common.end_processes(world)
-    if not world.is_main:
-        return
-    run.save_weights("backbone.pth", model.backbone.state_dict())
-    result = validate(model, lm, val, concepts, tokenizer, args, device)
-    for name in RANKED:
-        scores = result["masked_words"][name]
-        say(f"masked words, {name}: " + ", ".join(f"{part} {score:.1f}" for part, score in scores.items()))
-    if "attention" in result:
-        say("attention inside the box of the masked word's object: {inside:.1f}% on {area:.1f}% of the area".format(**result["attention"]))
-    run.finish(**result, **probe.final_probe(run, model.backbone, labelled, best, device))
+    # The backbone is the result; the probe says what it is worth, and masked token prediction
+    # with another photo whether the photo was looked at.
+    if world.is_main:
+        run.save_weights("backbone.pth", model.backbone)
+        result = validate(model, lm, val, concepts, tokenizer, args, device)
+        for name in PREDICTED:
+            scores = [f"{part} {score:.1f}" for part, score in result["masked_words"][name].items()]
+            say(f"masked token prediction, {name}: {', '.join(scores)}")
+        if "attention" in result:
+            say("attention inside the box of the masked word's object: {inside:.1f}% on "
+                "{area:.1f}% of the area".format(**result["attention"]))  # fmt: skip
+        run.finish(probe, model.backbone, **result)
 
 
 def build_model(args, lm, num_concepts):
     num_tags = num_concepts if args.lambda_tp else 0
-    return ICMLM(args.arch, args.head, lm.width, lm.vocabulary.size(1), num_tags, args.layers, args.heads, args.attention_width, args.dropout)
+    sizes = args.layers, args.heads, args.attention_width, args.dropout
+    return ICMLM(args.arch, args.head, lm, num_tags, *sizes)
 
 
 def prepare(model, world, frozen):
-    """The model ready for training, its backbone `frozen` (no gradient; fixed batch statistics, too [ours]) or not; in DDP
-    where there are several processes."""
+    """The model ready for training, in DDP where there are several processes
+
+    frozen: its backbone gets no gradient and keeps its batch statistics [App. F.1; the latter ours]
+    """
     model.train()
     model.backbone.train(not frozen).requires_grad_(not frozen)
-    return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if world.size > 1 else model
+    return common.data_parallel(model, world)
 
 
-# ------------------------------------------------------------------------------------------ captions to triplets
+# -------------------------------------------------------------------------- captions to triplets
 
 
+def load_captions(args, split, fraction=1.0, captions_per_image=None):
+    """One split, which must have captions -> CaptionData"""
+    data = common.caption_data(args.data, args.root, split, fraction, captions_per_image, args.seed)
+    check(len(data.captions), f"no image of the split {split} has a caption")
+    return data
+
+
+@dataclass
 class Triplets:
-    """Photo, caption, masked word [Sec. 4, Datasets]: two numbers each, because VG has 13 million of them.
+    """Photo, caption, masked word [Sec. 4, Datasets]: two numbers each, as VG has 13 million.
 
-    images; tags: sparse (images, concepts).  tokens: all captions' token ids one behind the other; caption c has those
-    from first_token[c] to first_token[c + 1] and belongs to image[c].  caption, position: of each triplet, in the order
-    of the images.
+    The captions' tokens stand one behind the other: those of caption c are
+    tokens[first_token[c] : first_token[c + 1]], and it belongs to image[c].
     """
 
-    PARTS = ("tokens", "first_token", "image", "caption", "position")
-
-    def __init__(self, images, tags, tokens, first_token, image, caption, position):
-        self.images, self.tags, self.tokens, self.first_token, self.image = images, tags, tokens, first_token, image
-        self.caption, self.position = caption, position
+    images: common.ImageFiles  # or shapes.ShapeImages
+    tags: sparse.csr_array  # (images, concepts)
+    tokens: np.ndarray
+    first_token: np.ndarray
+    image: np.ndarray
+    caption: np.ndarray  # of each triplet
+    position: np.ndarray  # of the masked token in the caption, of each triplet
 
     def __len__(self):
         return len(self.caption)
@@ -263,206 +277,232 @@ class Triplets:
     def __getitem__(self, n):
         """-> the image's index, the caption's token ids, the position of the masked one"""
         c = self.caption[n]
-        return int(self.image[c]), self.tokens[self.first_token[c] : self.first_token[c + 1]].copy(), int(self.position[n])
+        tokens = self.tokens[self.first_token[c] : self.first_token[c + 1]]
+        return int(self.image[c]), tokens.copy(), int(self.position[n])
+
+    def select(self, chosen):
+        return replace(self, caption=self.caption[chosen], position=self.position[chosen])
 
 
-# What triplets are made of, beside the captions and the vocabulary: with any other value of these they are made anew.
-TRIPLET_FLAGS = ("pos", "num_concepts", "tagger")
+ARRAYS = "tokens", "first_token", "image", "caption", "position"
 
 
-def cached_triplets(args, train, val, tokenizer, run):
-    """The triplets of this run, from triplets.npz in its folder when they are there -> {concept: part of speech}, Triplets, Triplets"""
+def load_triplets(args, train, val, tokenizer, folder):
+    """The triplets of both splits, kept in triplets.npz of the folder
 
-    def build():
-        kept = [common.filter_captions(data, tokenizer.tokenize) for data in (train, val)]
-        counts = language.count_concepts(kept[0].captions, args.tagger)
-        common.write_json(run.folder / "concepts.json", counts)
-        words = list(language.top_concepts(counts, args.pos, args.num_concepts))
-        part = {word: part for part, group in counts.items() for word in group}
-        arrays = {"concepts": np.array(words), "parts": np.array([part[word] for word in words])}
-        maskable = maskable_tokens(tokenizer, words)
-        say(f"{len(maskable)} of {len(words)} concepts are one token of the language model and can be masked")
-        for split, data in zip(("train", "val"), kept):
-            tags = language.concept_labels(data, words)
-            arrays |= language.sparse_parts(f"{split}_tags", tags)
-            arrays |= {f"{split}_{name}": value for name, value in find_triplets(data, tokenizer, maskable).items()}
-            if not len(arrays[f"{split}_caption"]):
-                fail(f"no caption of the split holds a word to mask: {split} needs captions of 3 to 25 tokens with {args.pos} among the concepts")
-        return arrays
-
+    -> {concept: part of speech}, the most frequent first; Triplets of train; Triplets of val
+    """
     vocabulary = common.PackedStrings(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
-    made_of = {"data": (train.digest(), val.digest(), vocabulary.digest()), **{flag: getattr(args, flag) for flag in TRIPLET_FLAGS}}
-    arrays = common.cached_arrays(run.folder / "triplets.npz", made_of, build)
+    made_of = {"data": (train.digest(), val.digest(), vocabulary.digest())}
+    made_of |= {flag: getattr(args, flag) for flag in ("pos", "num_concepts", "tagger")}
+    build = partial(build_triplets, args, train, val, tokenizer, folder)
+    arrays = common.cached_arrays(folder / "triplets.npz", made_of, build)
     concepts = dict(zip(arrays["concepts"].tolist(), arrays["parts"].tolist()))
-    return concepts, *(
-        Triplets(data.images, language.sparse_from(f"{split}_tags", arrays, len(concepts)), *(arrays[f"{split}_{name}"] for name in Triplets.PARTS))
-        for split, data in (("train", train), ("val", val))
-    )
+    splits = []
+    for split, data in (("train", train), ("val", val)):
+        tags = language.sparse_from(f"{split}_tags", arrays, len(concepts))
+        splits.append(Triplets(data.images, tags, *(arrays[f"{split}_{part}"] for part in ARRAYS)))
+    return concepts, *splits
+
+
+def build_triplets(args, train, val, tokenizer, folder):
+    """-> the arrays of triplets.npz; also writes concepts.json"""
+    train, val = (language.filter_captions(data, tokenizer.tokenize) for data in (train, val))
+    counts = language.count_concepts(train.captions, args.tagger)
+    common.write_json(folder / "concepts.json", counts)
+    concepts = language.top_concepts(counts, args.pos, args.num_concepts)
+    part_of = {word: part for part, words in counts.items() for word in words}
+    arrays = {"concepts": np.array(concepts), "parts": np.array([part_of[w] for w in concepts])}
+    maskable = maskable_tokens(tokenizer, concepts)
+    say(f"{len(maskable)} of {len(concepts)} concepts are one token and can be masked")
+    for split, data in (("train", train), ("val", val)):
+        found = find_triplets(data, tokenizer, maskable)
+        needed = f"{split} needs captions of 3 to 25 tokens with {args.pos} among the concepts"
+        check(len(found["caption"]), f"no caption of the split holds a word to mask: {needed}")
+        arrays |= {f"{split}_{name}": value for name, value in found.items()}
+        tags = language.concept_labels(data, concepts)
+        arrays |= language.sparse_parts(f"{split}_tags", tags)
+    return arrays
 
 
 def maskable_tokens(tokenizer, words):
-    """{token id: word} for the words that are one token [ours]. In a sentence a word follows a space."""
-    ids = tokenizer([" " + word for word in words], add_special_tokens=False)["input_ids"] if words else []
-    return {row[0]: word for row, word in zip(ids, words) if len(row) == 1 and row[0] != tokenizer.unk_token_id}
+    """{token: word} of the words that are one token of the language model [ours]"""
+    in_sentence = [f" {word}" for word in words]  # to RoBERTa a word without a space is another
+    ids = tokenizer(in_sentence, add_special_tokens=False)["input_ids"] if words else []
+    single = {row[0]: word for row, word in zip(ids, words) if len(row) == 1}
+    single.pop(tokenizer.unk_token_id, None)
+    return single
+
+
+def left_right_tokens(tokenizer):
+    """{token of left: token of right, and the other way round}, or {} if they are not one token"""
+    sides = list(maskable_tokens(tokenizer, ["left", "right"]))
+    return dict(zip(sides, reversed(sides))) if len(sides) == 2 else {}
+
+
+def word_positions(encoded, n):
+    """The positions of the tokens of each word of caption n of a batch -> list of lists"""
+    words = defaultdict(list)
+    for position, word in enumerate(encoded.word_ids(n)):
+        if word is not None:  # it is of special tokens
+            words[word].append(position)
+    return list(words.values())
 
 
 def find_triplets(data, tokenizer, maskable):
-    """Tokenise the captions and find the whole words in them that can be masked -> the arrays of Triplets"""
-    tokens, ends, caption, position = array("i"), array("q", [0]), array("i"), array("i")
+    """Tokenise the captions and find the whole words in them that can be masked -> {ARRAYS}"""
+    tokens, ends = array("i"), array("q", [0])
+    caption, position = array("i"), array("i")
     for first in progress(range(0, len(data.captions), 1000), desc="triplets", unit=" batches"):
-        encoded = tokenizer([data.captions[i] for i in range(first, min(first + 1000, len(data.captions)))])
+        last = min(first + 1000, len(data.captions))
+        encoded = tokenizer([data.captions[i] for i in range(first, last)])
         for n, ids in enumerate(encoded["input_ids"]):
-            words = encoded.word_ids(n)
-            for m, token in enumerate(ids):
-                if token in maskable and words[m] is not None and words.count(words[m]) == 1:
+            for positions in word_positions(encoded, n):
+                if len(positions) == 1 and ids[positions[0]] in maskable:
                     caption.append(first + n)
-                    position.append(m)
+                    position.append(positions[0])
             tokens.extend(ids)
             ends.append(len(tokens))
     image = np.repeat(np.arange(len(data)), np.diff(data.first_caption))
-    return {"tokens": np.array(tokens), "first_token": np.array(ends), "image": image, "caption": np.array(caption), "position": np.array(position)}
+    arrays = np.array(tokens), np.array(ends), image, np.array(caption), np.array(position)
+    return dict(zip(ARRAYS, arrays))
 
 
-class TripletView(Dataset):
-    """One triplet, as ICMLM is trained on it: the photo cropped and mirrored at random (or, not `training`, centred), a word masked."""
-
-    def __init__(self, triplets, tokenizer, args, training=True, chosen=None):
-        self.triplets, self.args, self.training, self.chosen = triplets, args, training, chosen
-        self.mask, sides = tokenizer.mask_token_id, list(maskable_tokens(tokenizer, ["left", "right"]))
-        self.left_right = dict(zip(sides, reversed(sides))) if len(sides) == 2 else {}
-        self.image_of_triplet = triplets.image[triplets.caption]
-
-    def __len__(self):
-        return len(self.chosen)
-
-    def __getitem__(self, key):
-        epoch, n = key if self.training else (0, self.chosen[key])
-        draw, unreadable = n, []
-        while True:  # once, unless a photo cannot be decoded: then the first triplet of the next photo takes its place
-            image, tokens, position = self.triplets[n]
-            sample = common.photo_sample(self.triplets.images, image, self.args, common.sample_rng(self.args.seed, epoch, draw), self.training)
-            unreadable += sample["unreadable"]
-            if sample["index"] == image:
-                break
-            n = int(np.searchsorted(self.image_of_triplet, sample["index"])) % len(self.triplets)
-        if sample["mirrored"]:  # in the mirrored photo left is right
-            tokens = np.array([self.left_right.get(token, token) for token in tokens.tolist()])
-        target, tokens[position] = tokens[position], self.mask
-        return {**sample, "unreadable": unreadable, "tokens": torch.from_numpy(tokens).long(), "position": position, "target": int(target)}
+# --------------------------------------------------------------------------- samples and batches
 
 
-def collate(samples, tags, mirrored, padding):
-    """-> images (B, size, size, 3), jitter (B, 4), index (B,) of the photos, tokens (B, T), visible (B, T): no padding,
-    position (B,), target (B,), tags (B, K)"""
-    tokens = [sample["tokens"] for sample in samples]
-    lengths = torch.tensor([len(row) for row in tokens])
-    tokens = nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=padding)
-    return {
-        **common.collate_photos(samples), "tokens": tokens, "visible": torch.arange(tokens.size(1)) < lengths[:, None],
-        **{name: torch.tensor([sample[name] for sample in samples]) for name in ("index", "position", "target")},
-        "tags": language.label_rows(samples, tags, mirrored),
-    }  # fmt: skip
+def sample(triplets, mask, left_right, args, index, rng):
+    """A photo and its caption with one word masked [Sec. 3.2]; rng None: centred."""
+    image, tokens, position = triplets[index]
+    photo = common.photo(
+        triplets.images, image, rng, args.image_size, args.crop_min, args.colour_jitter
+    )
+    if photo["mirrored"]:
+        tokens = np.array([left_right.get(token, token) for token in tokens.tolist()])
+    target, tokens[position] = tokens[position], mask
+    return {**photo, "index": image, "tokens": tokens, "position": position, "target": target}
 
 
-# ------------------------------------------------------------------------------------------ the frozen language model
+def collate(tags, swap, padding, samples):
+    """-> images uint8 (B, size, size, 3), jitter (B, 4), index (B,) of the photos, tokens (B, T),
+    visible (B, T): what is no padding, position and target (B,) of the masked token, tags (B, K)
+    """
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    tokens = [torch.from_numpy(sample["tokens"]).long() for sample in samples]
+    batch = {**common.collate_photos(samples), "tokens": pad(tokens, padding_value=padding)}
+    batch["visible"] = pad([torch.ones_like(row, dtype=torch.bool) for row in tokens])
+    for name in ("index", "position", "target"):
+        batch[name] = torch.tensor([int(sample[name]) for sample in samples])
+    mirrored = [sample["mirrored"] for sample in samples]
+    batch["tags"] = language.label_rows(tags, batch["index"].tolist(), mirrored, swap)
+    return batch
+
+
+# --------------------------------------------------------------------- the frozen language model
 
 
 class FrozenLanguageModel:
-    """psi of the paper, and what it knows about its vocabulary. No autograd runs inside it.
+    """psi of the paper, module 2 of Fig. 2. No module of ours: checkpoints do not hold it.
 
-    width: d_w.  vocabulary: its input embeddings V (|V|, d_v), where d_v = d_w in BERT.
+    width: d_w.  vocabulary: V, its input embeddings (|V|, d_v); in BERT d_v = d_w.
     """
 
     def __init__(self, model, amp):
-        self.encoder, self.amp, self.width = model.base_model, amp, model.config.hidden_size
-        self.vocabulary = model.get_input_embeddings().weight
-        self.classifier = token_classifier(model)
+        self.encoder, self.classifier = model.base_model, token_classifier(model)
+        self.width, self.amp = model.config.hidden_size, amp
+        self.vocabulary = model.get_input_embeddings().weight.detach()
 
     def read(self, tokens, visible):
-        """tokens, visible (B, T) -> W (B, T, d_w)"""
+        """tokens, visible (B, T) -> W (B, T, d_w), float32"""
+        mask = language.attention_mask(self.encoder, visible)
         with torch.inference_mode(), common.autocast(tokens.device, self.amp):
-            words = self.encoder(input_ids=tokens, attention_mask=language.attention_mask(self.encoder, visible)).last_hidden_state
-        return words.clone()  # a usual tensor again: the heads save it for their backward
+            words = self.encoder(input_ids=tokens, attention_mask=mask).last_hidden_state
+        return words.to(torch.float32, copy=True)  # autograd refuses tensors of inference mode
 
-    def classify(self, vectors):
-        """The pretrained token classification layer: vectors (B, d_w) of masked tokens -> logits (B, |V|)"""
-        return self.classifier(vectors[:, None]).logits[:, 0]
-
-    def score(self, found, head):
-        """What the head found, x^ of Eq. 7, (B, d_w) -> logits (B, |V|): classified (tfm), or v_k = x^ . V_k (att-fc, Eq. 6)"""
-        return self.classify(found) if head == "tfm" else F.linear(found, self.vocabulary)
+    def classify(self, states):
+        """The pretrained token classification layer: states (B, d_w) of tokens -> logits (B, |V|)"""
+        return self.classifier(states[:, None]).logits[:, 0]
 
 
 def token_classifier(model):
-    """The pretrained layers that follow the encoder of a masked language model, whatever its architecture calls them."""
+    """The pretrained layers behind the encoder of a masked language model, whatever their names
+
+    -> a copy of the model in which the encoder returns what it is given; the weights are shared.
+    """
+    from transformers.modeling_outputs import BaseModelOutput  # only here: it takes seconds
 
     class Given(nn.Module):
-        def forward(self, input_ids, **_):
+        def forward(self, input_ids, *_, **__):
             return BaseModelOutput(last_hidden_state=input_ids)
 
-    classifier = copy.copy(model)
-    classifier._modules = {**model._modules, model.base_model_prefix: Given()}  # the copy's; the model keeps its own
-    return classifier
+    not_copied = {id(parameter): parameter for parameter in model.parameters()}
+    not_copied[id(model.base_model)] = Given()
+    return copy.deepcopy(model, not_copied)
 
 
-# ------------------------------------------------------------------------------------------ model
+# ----------------------------------------------------------------------------------------- model
 
 
 class ICMLM(nn.Module):
-    """Backbone, the head that fills in the masked word, and the tag head (modules 1, 3 or 4, and 5 of Fig. 2)."""
+    """Backbone, a head that predicts the masked token, tag head: modules 1, 3 or 4, 5 of Fig. 2."""
 
-    def __init__(self, arch, head, width, vocabulary_width, num_tags, layers, heads, attention_width, dropout):
+    def __init__(self, arch, head, lm, num_tags, layers, heads, attention_width, dropout):
         super().__init__()
         self.backbone = common.build_backbone(arch)
         channels = self.backbone.channels
         if head == "tfm":
-            self.head = Tfm(channels, width, layers, heads, dropout)
+            self.head = Tfm(channels, lm, layers, heads, dropout)
         else:
-            self.head = AttFc(channels, width, vocabulary_width, layers, heads, attention_width)
-        self.tags = common.tag_head(arch, channels, num_tags) if num_tags else None
+            self.head = AttFc(channels, lm, layers, heads, attention_width)
+        self.tags = language.tag_head(arch, channels, num_tags) if num_tags else None
 
-    def forward(self, images, words, visible, position, maps=False):
+    def forward(self, images, words, visible, position):
         """images (B, 3, h, w); words W (B, T, d_w), visible (B, T), position (B,) of the masked token
 
-        -> what was found for the masked token (B, d_w); tag logits (B, K) or None; with `maps` also the attention (B, h', w')
+        -> logits of the masked token (B, |V|); tag logits (B, K) or None
         """
         features = self.backbone(images)
-        found, attention = self.fill_in(features, words, visible, position, maps)
-        tags = self.tags(features) if self.tags is not None else None
-        return (found, tags, attention) if maps else (found, tags)
+        logits, _ = self.predict(features, words, visible, position)
+        return logits, None if self.tags is None else self.tags(features)
 
-    def fill_in(self, features, words, visible, position, maps=False):
-        """features (B, d_x, H, W) -> what was found (B, d_w); the attention (B, H, W), or None without `maps`"""
-        x = features.flatten(2).transpose(1, 2)  # X: (B, H * W, d_x)
-        found, attention = self.head(x, words, visible, position, maps)
-        return found, attention.unflatten(1, features.shape[2:]) if maps else None
+    def predict(self, features, words, visible, position, need_weights=False):
+        """features (B, d_x, H, W) -> logits (B, |V|), attention (B, H, W) or None"""
+        x = features.flatten(2).mT  # X: (B, H * W, d_x)
+        logits, attention = self.head(x, words, visible, position, need_weights)
+        if attention is not None:
+            attention = attention.unflatten(1, features.shape[2:])
+        return logits, attention
 
 
 class Tfm(nn.Module):
-    """ICMLM-tfm: X is projected to the token space and read together with W by a Transformer encoder [Sec. 3.2, App. E]."""
+    """ICMLM-tfm: a Transformer encoder reads the projected X together with W [Sec. 3.2, App. E]."""
 
-    def __init__(self, channels, width, layers, heads, dropout):
+    def __init__(self, channels, lm, layers, heads, dropout):
         super().__init__()
-        self.project = nn.Linear(channels, width)
-        self.layers = nn.ModuleList(EncoderLayer(width, heads, dropout) for _ in range(layers))
+        self.project = nn.Linear(channels, lm.width)
+        self.layers = nn.ModuleList(EncoderLayer(lm.width, heads, dropout) for _ in range(layers))
+        self.classify = lm.classify  # frozen, and no part of this module
 
-    def forward(self, x, words, visible, position, maps=False):
-        z = torch.cat([self.project(x), words.to(x.dtype)], 1)  # Z = [X; W]: (B, S, d_w)
-        seen = torch.cat([visible.new_ones(x.shape[:2]), visible], 1)  # all places of the photo, and no padding
-        rows, place = torch.arange(len(x), device=x.device), x.size(1) + position
+    def forward(self, x, words, visible, position, need_weights=False):
+        """-> logits (B, |V|); where the masked token looks in the photo (B, H * W), if needed"""
+        x = self.project(x)
+        places = x.size(1)
+        z = torch.cat([x, words.to(x.dtype)], 1)  # Z = [X; W]: (B, S, d_w)
+        visible = torch.cat([visible.new_ones(x.shape[:2]), visible], 1)
         for layer in self.layers:
-            before, z = z, layer(z, seen)
-        attention = None
-        if maps:  # of the last layer: from the masked token to the photo
-            attention = self.layers[-1].attention(before, seen)[rows, :, place, : x.size(1)].mean(1)
-            attention = attention / attention.sum(1, keepdim=True)
-        return z[rows, place], attention
+            z, weights = layer(z, visible, need_weights)
+        rows, masked = torch.arange(len(z), device=z.device), places + position
+        logits = self.classify(z[rows, masked])
+        if not need_weights:
+            return logits, None
+        attention = weights[rows, :, masked, :places].mean(1)  # over heads, of the last layer
+        return logits, attention / attention.sum(1, keepdim=True)
 
 
 class EncoderLayer(nn.Module):
-    """Eqs. 13-15, then dropout, residual and layer norm [App. E] and the feed-forward layers of Vaswani et al.
+    """Multi-head attention, feed-forward; each with dropout, residual and layer norm [App. E]
 
-    As in the paper each head is as wide as the model, and K asks while Q answers: the softmax runs along Q.
+    As in the paper each head is as wide as the model.
     """
 
     def __init__(self, width, heads, dropout):
@@ -471,215 +511,283 @@ class EncoderLayer(nn.Module):
         self.key, self.query, self.value = (nn.Linear(width, heads * width) for _ in range(3))
         self.merge = nn.Linear(heads * width, width)
         self.linear1, self.linear2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.norm1, self.norm2, self.dropout = nn.LayerNorm(width), nn.LayerNorm(width), nn.Dropout(dropout)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
         for module in self.modules():  # as BERT
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
 
     def per_head(self, x):
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, S, heads * d_w) -> (B, heads, S, d_w)
+        """(B, S, heads * d_w) -> (B, heads, S, d_w)"""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def attention(self, z, seen):
-        """softmax(K Q^T / sqrt(d_w)) of Eq. 14 -> (B, heads, S, S)"""
-        key, query = self.per_head(self.key(z)), self.per_head(self.query(z))
-        scores = key @ query.transpose(2, 3) / math.sqrt(key.size(-1))
-        return scores.float().masked_fill(~seen[:, None, None], -math.inf).softmax(-1)
+    def forward(self, z, visible, need_weights=False):
+        """z (B, S, d_w), visible (B, S) -> z; the attention weights (B, heads, S, S), if needed"""
+        projections = self.key, self.query, self.value
+        key, query, value = (self.per_head(project(z)) for project in projections)  # Eq. 13
+        outputs = attend(key, query, value, visible)
+        merged = self.merge(outputs.transpose(1, 2).flatten(2))  # Eq. 15
+        weights = None
+        if need_weights:  # Eq. 14 with the identity in place of V
+            identity = torch.eye(z.size(1), dtype=key.dtype, device=z.device)
+            weights = attend(key, query, identity.expand(*key.shape[:2], -1, -1), visible)
+        z = self.norm1(z + self.dropout(merged))
+        hidden = F.relu(self.linear1(z))
+        return self.norm2(z + self.dropout(self.linear2(hidden))), weights
 
-    def forward(self, z, seen):
-        """z (B, S, d_w), seen (B, S) -> (B, S, d_w)"""
-        key, query, value = (self.per_head(project(z)) for project in (self.key, self.query, self.value))  # Eq. 13
-        heads = F.scaled_dot_product_attention(key, query, value, seen[:, None, None])  # Eq. 14
-        z = self.norm1(z + self.dropout(self.merge(heads.transpose(1, 2).flatten(2))))  # Eq. 15
-        return self.norm2(z + self.dropout(self.linear2(F.relu(self.linear1(z)))))
 
-
-class AttFc(nn.Module):
-    """ICMLM-att-fc: the text says where to look, and the word is named from what is seen there alone [Sec. 3.2]."""
-
-    def __init__(self, channels, width, vocabulary_width, layers, heads, attention_width):
-        super().__init__()
-        self.att = nn.ModuleList(AttentionHead(channels, width, attention_width) for _ in range(heads))
-        self.average = nn.Linear(heads, 1)  # a weighted average, equal weights at first
-        nn.init.constant_(self.average.weight, 1 / heads)
-        nn.init.zeros_(self.average.bias)
-        widths = [channels, *[vocabulary_width] * layers]
-        self.fc = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.ReLU()) for a, b in zip(widths, widths[1:])))
-
-    def forward(self, x, words, visible, position, maps=False):  # it asks the whole caption, and its maps cost nothing
-        s = torch.stack([head(x, words, visible) for head in self.att], -1)
-        # Not as a layer, which autocast would round: half a percent more attention is a lot at first.
-        s = (s * self.average.weight[0]).sum(-1) + self.average.bias
-        p = s.softmax(1)  # Eq. 5: (B, H * W)
-        pooled = (p[:, None].to(x.dtype) @ x).squeeze(1)  # x^ = X^T p: (B, d_x)
-        return self.fc(pooled), p
+def attend(key, query, value, visible):
+    """Eq. 14: softmax(K Q^T / sqrt(D)) V. In the paper K asks and Q answers: the softmax is over Q."""
+    return F.scaled_dot_product_attention(key, query, value, visible[:, None, None])
 
 
 class AttentionHead(nn.Module):
-    """Eqs. 3 and 4: how much each place of the photo answers to the caption."""
+    """att, one head: how well each place of the photo matches the caption [Sec. 3.2]."""
 
     def __init__(self, channels, width, attention_width):
         super().__init__()
-        self.sigma_x, self.norm_x = nn.Linear(channels, attention_width, bias=False), nn.LayerNorm(attention_width)
-        self.sigma_w, self.norm_w = nn.Linear(width, attention_width, bias=False), nn.LayerNorm(attention_width)
+        self.sigma_x = nn.Linear(channels, attention_width, bias=False)
+        self.norm_x = nn.LayerNorm(attention_width)
+        self.sigma_w = nn.Linear(width, attention_width, bias=False)
+        self.norm_w = nn.LayerNorm(attention_width)
 
     def forward(self, x, words, visible):
         """x (B, H * W, d_x), words (B, T, d_w), visible (B, T) -> s (B, H * W)"""
-        x, words = F.relu(self.norm_x(self.sigma_x(x))), F.relu(self.norm_w(self.sigma_w(words)))
-        scores = x @ words.transpose(1, 2) / math.sqrt(x.size(-1))  # Eq. 3: S (B, H * W, T)
-        return scores.float().masked_fill(~visible[:, None], -math.inf).logsumexp(2)  # Eq. 4
+        x = F.relu(self.norm_x(self.sigma_x(x)))
+        words = F.relu(self.norm_w(self.sigma_w(words)))
+        scores = x @ words.mT / math.sqrt(x.size(-1))  # Eq. 3: S (B, H * W, T)
+        scores = scores.float().masked_fill(~visible[:, None], -math.inf)
+        return scores.logsumexp(2)  # Eq. 4
 
 
-# ------------------------------------------------------------------------------------------ the proxy task
+class AttFc(nn.Module):
+    """ICMLM-att-fc: the text says where to look; the word is predicted from there [Sec. 3.2]."""
 
-RANKED = ("with the photo", "with another photo", "language model alone")
+    def __init__(self, channels, lm, layers, heads, attention_width):
+        super().__init__()
+        sizes = channels, lm.width, attention_width
+        self.att = nn.ModuleList(AttentionHead(*sizes) for _ in range(heads))
+        self.average = nn.Linear(heads, 1)  # equal weights at first
+        nn.init.constant_(self.average.weight, 1 / heads)
+        nn.init.zeros_(self.average.bias)
+        widths = [channels, *[lm.vocabulary.size(1)] * layers]
+        self.fc = nn.Sequential()
+        for before, after in zip(widths, widths[1:]):
+            linear = nn.Linear(before, after)
+            self.fc.append(nn.Sequential(linear, nn.LayerNorm(after), nn.ReLU()))
+        self.register_buffer("vocabulary", lm.vocabulary, persistent=False)  # V, frozen
+
+    def forward(self, x, words, visible, position, need_weights=False):
+        """-> logits (B, |V|), p (B, H * W). The whole caption asks, not one position; p is free."""
+        s = torch.stack([head(x, words, visible) for head in self.att], -1)
+        # Written out: autocast would round a linear layer, and the softmax needs the digits.
+        s = (s * self.average.weight[0]).sum(-1) + self.average.bias
+        p = s.softmax(1)  # Eq. 5: (B, H * W)
+        pooled = (p[:, None].to(x.dtype) @ x).squeeze(1)  # Eq. 5: x^ = X^T p (B, d_x)
+        logits = F.linear(self.fc(pooled), self.vocabulary)  # Eq. 6: v_k = fc(x^)^T V_k
+        return logits, p
+
+
+# ----------------------------------------------------------------------- masked token prediction
+
+PREDICTED = "with the photo", "with another photo", "language model alone"
 
 
 @torch.no_grad()
-def validate(model, lm, triplets, concepts, tokenizer, args, device):
-    """Masked words found on the validation split -> the entries of result.json
+def validate(model, lm, val, concepts, tokenizer, args, device):
+    """Accuracies of masked token prediction in percent -> the entries of result.json
 
-    {"masked_words": {"triplets": n, "with the photo": {"top1", "top5", "nouns top1", ...}, "language model alone": {...} [Tab. 1],
-    "with another photo": {...}}}: of another sample, what the head knows of captions without seeing [ours]; on shapes also
-    "attention": what part of it lies inside the box of the masked word's object, and the box's part of the area.
+    {"masked_words": {"triplets": N, "with the photo": {"top1", "top5", "nouns top1", ...},
+    "language model alone": ... [Tab. 1], "with another photo": what the head knows of captions
+    without seeing [ours]}}; on shapes also "attention", see attention_inside_boxes.
     """
     model.eval()
-    chosen = np.sort(np.random.default_rng(args.seed).permutation(len(triplets))[: args.proxy_triplets])
-    view = TripletView(triplets, tokenizer, args, training=False, chosen=chosen)
-    together = functools.partial(collate, tags=triplets.tags, mirrored=None, padding=tokenizer.pad_token_id)
-    loader = DataLoader(view, 64, num_workers=args.workers, collate_fn=together, worker_init_fn=common.ignore_signals)
-    ranks, targets, maps = {name: [] for name in RANKED}, [], []
-    for batch in progress(loader, desc="masked words", unit=" batches", leave=False):
-        batch.pop("unreadable")
-        batch = {key: value.to(device) for key, value in batch.items()}
-        words = lm.read(batch["tokens"], batch["visible"])
-        with common.autocast(device, args.amp):
-            features = model.backbone(common.augment(batch["images"]))
-            found, attention = model.fill_in(features, words, batch["visible"], batch["position"], maps=True)
-            blind, _ = model.fill_in(features[another_photo(batch["index"].tolist())], words, batch["visible"], batch["position"])
-        alone = words[torch.arange(len(words), device=device), batch["position"]]
-        # In float32: in half precision many words share the best score, and each of them would count as found.
-        logits = lm.score(found.float(), args.head), lm.score(blind.float(), args.head), lm.classify(alone.float())
-        for name, scores in zip(RANKED, logits):
-            ranks[name].append((scores > scores.gather(1, batch["target"][:, None])).sum(1).cpu())
-        targets += batch["target"].tolist()
-        maps.append(attention.float().cpu())
-    model.train()
+    order = np.random.default_rng(args.seed).permutation(len(val))
+    val = val.select(np.sort(order[: args.proxy_triplets]))
+    make = partial(sample, val, tokenizer.mask_token_id, {}, args)
+    together = partial(collate, val.tags, None, tokenizer.pad_token_id)
+    batches = common.validation_batches(
+        common.Samples(make, len(val)), args.workers, together, device, "masked token prediction"
+    )
+    found = defaultdict(list)
+    for batch in batches:
+        logits, attention = predictions(model, lm, batch, args.amp)
+        target = batch["target"][:, None]
+        for name, scores in zip(PREDICTED, logits):
+            found[name].append((scores > scores.gather(1, target)).sum(1))
+        found["target"].append(batch["target"])
+        found["index"].append(batch["index"])
+        found["attention"].append(attention)
+    found = {name: torch.cat(parts).cpu().numpy() for name, parts in found.items()}
+
     word_of = maskable_tokens(tokenizer, list(concepts))
-    masked = [word_of[target] for target in targets]
-    parts = np.array([concepts[word] for word in masked])
-    result = {"triplets": len(masked)}
-    for name in ranks:
-        rank = torch.cat(ranks[name]).numpy()
-        result[name] = {f"top{k}": 100 * float((rank < k).mean()) for k in (1, 5)}
-        result[name] |= {f"{part} top1": 100 * float((rank[parts == part] < 1).mean()) for part in sorted(set(parts))}
-    result = {"masked_words": result}
+    words = [word_of[target] for target in found["target"].tolist()]
+    parts = np.array([concepts[word] for word in words])
+    result = {"masked_words": {"triplets": len(words)}}
+    for name in PREDICTED:
+        result["masked_words"][name] = accuracies(found[name], parts)
     if args.data == "shapes":
-        scenes = [triplets.images[triplets[n][0]] for n in chosen]
-        shares = attention_inside_boxes(scenes, masked, torch.cat(maps).numpy())
-        result |= {"attention": shares} if shares["words"] else {}
+        scenes = [val.images[i] for i in found["index"]]
+        shares = attention_inside_boxes(scenes, words, found["attention"])
+        if shares:
+            result["attention"] = shares
     return result
 
 
-def another_photo(images):
-    """For each sample of a batch, by the index of its photo, the next sample that has another photo (if there is one)."""
-    n = len(images)
-    return [next((j % n for j in range(i + 1, i + n) if images[j % n] != image), i) for i, image in enumerate(images)]
+def predictions(model, lm, batch, amp):
+    """-> logits (B, |V|) for each of PREDICTED, attention (B, H, W)"""
+    words, visible, position = batch["tokens"], batch["visible"], batch["position"]
+    words = lm.read(words, visible)
+    with common.autocast(words.device, amp):
+        features = model.backbone(common.augment(batch["images"]))
+    # The rest in float32: in half precision many tokens share the best score, and all would count.
+    features = features.float()
+    logits, attention = model.predict(features, words, visible, position, need_weights=True)
+    other = features[another_photo(batch["index"].tolist())]
+    blind, _ = model.predict(other, words, visible, position)
+    rows = torch.arange(len(words), device=words.device)
+    return (logits, blind, lm.classify(words[rows, position])), attention
 
 
-def attention_inside_boxes(scenes, masked, maps):
-    """Where a masked word names exactly one object of a scene by shape or colour: the part of the attention inside the
-    object's box, and the box's part of the area, which a blind attention would get -> {"inside", "area", "words"}, percent
+def another_photo(photos):
+    """For each sample of a batch the next one of another photo, or itself if there is none
 
-    maps (N, h, w), each with the sum 1; the attention of a cell is spread evenly over it.
+    photos: the samples' photos -> indices into the batch
     """
-    import shapes
+    others = []
+    for i, photo in enumerate(photos):
+        following = [*range(i + 1, len(photos)), *range(i)]
+        others.append(next((j for j in following if photos[j] != photo), i))
+    return others
+
+
+def accuracies(rank, parts):
+    """rank (N,) of the masked tokens, from 0; parts (N,) of speech -> {"top1": percent, ...}"""
+    scores = {f"top{k}": 100 * float((rank < k).mean()) for k in (1, 5)}
+    for part in np.unique(parts):
+        scores[f"{part} top1"] = 100 * float((rank[parts == part] < 1).mean())
+    return scores
+
+
+def attention_inside_boxes(scenes, words, maps):
+    """How much of the attention falls into the box of the object that the masked word names
+
+    Only of words that name exactly one object of the scene by its shape or colour.  maps (N, h, w),
+    each with the sum 1; the attention of a cell is spread evenly over it.  -> {"inside": percent,
+    "area": that of the box, what an even attention would get, "words": their number}, or None
+    """
+    import shapes  # only here: a script that is copied elsewhere does without it
 
     inside, area = [], []
-    for scene, word, attention in zip(scenes, masked, maps):
-        named = [o for o in shapes.shapes_scene(scene) if word in (o.shape, o.colour)]
-        if len(named) != 1:
-            continue
-        left, top, right, bottom = named[0].box
-        overlap = lambda low, high, n: (np.minimum(high * n, np.arange(n) + 1) - np.maximum(low * n, np.arange(n))).clip(0)
-        inside.append(overlap(top, bottom, maps.shape[1]) @ attention @ overlap(left, right, maps.shape[2]))
-        area.append((right - left) * (bottom - top))
-    return {"inside": 100 * float(np.mean(inside or 0)), "area": 100 * float(np.mean(area or 0)), "words": len(inside)}
+    for scene, word, attention in zip(scenes, words, maps):
+        named = [o for o in shapes.objects_of(scene) if word in (o.shape, o.colour)]
+        if len(named) == 1:
+            left, top, right, bottom = named[0].box
+            rows = covered(top, bottom, attention.shape[0])
+            columns = covered(left, right, attention.shape[1])
+            inside.append(rows @ attention @ columns)
+            area.append((right - left) * (bottom - top))
+    if not inside:
+        return None
+    mean = {"inside": 100 * float(np.mean(inside)), "area": 100 * float(np.mean(area))}
+    return {**mean, "words": len(inside)}
 
 
-# ------------------------------------------------------------------------------------------ for people
+def covered(low, high, cells):
+    """The share of each of the cells that divide [0, 1] which lies in [low, high] -> (cells,)"""
+    cell = np.arange(cells)
+    overlap = np.minimum(high * cells, cell + 1) - np.maximum(low * cells, cell)
+    return overlap.clip(0)
 
 
-@torch.no_grad()
-def explain(args, device):
-    """`--explain`: fill in a masked word with and without the photo, and draw where the model looks [Figs. 1, 3, 4, 5]."""
-    content = common.read_checkpoint(args.weights)
-    if not isinstance(content, dict) or content.get("script") != "icmlm":
-        fail(f"{args.weights} is no checkpoint.pth of icmlm.py (a backbone alone cannot fill in words)")
-    trained, concepts = argparse.Namespace(**content["args"]), content["concepts"]
-    if args.lm:  # it may have been moved
-        trained.lm = args.lm
-    elif trained.lm == "scratch":
-        trained.lm = str(Path(args.weights).parent / "language_model")
-    tokenizer, pretrained = language.language_model(trained, None, None, device)
-    lm = FrozenLanguageModel(pretrained, args.amp)
+# --------------------------------------------------------------------- where a trained model looks
+
+
+def load_icmlm(path, lm_name, amp, device):
+    """A checkpoint.pth of this script -> model in eval mode, lm, tokenizer, concepts, image size"""
+    content = common.read_checkpoint(path)
+    ours = isinstance(content, dict) and content.get("script") == "icmlm"
+    check(ours, f"{path} is no checkpoint.pth of icmlm.py (a backbone alone cannot predict words)")
+    trained, concepts = SimpleNamespace(**content["args"]), content["concepts"]
+    name = lm_name or trained.lm
+    if name == "scratch":
+        name = str(Path(path).parent / "language_model")
+    scratch = dict.fromkeys(("captions", "folder", "iters", "seed"))  # not needed: it is trained
+    tokenizer, pretrained = language.language_model(name, device=device, amp=amp, **scratch)
+    lm = FrozenLanguageModel(pretrained, amp)
     model = build_model(trained, lm, len(concepts))
     try:
         model.load_state_dict(content["model"])
     except RuntimeError:
-        fail(f"--lm {trained.lm} has other sizes than the language model that {args.weights} was trained with")
-    model.to(device).eval()
+        fail(f"--lm {name} has other sizes than the language model that {path} was trained with")
+    return model.to(device).eval(), lm, tokenizer, concepts, trained.image_size
 
+
+@torch.no_grad()
+def explain(args, device):
+    """`--explain`: predict a masked word and draw where the model looks [Figs. 1, 3, 4, 5]."""
+    model, lm, tokenizer, concepts, size = load_icmlm(args.weights, args.lm, args.amp, device)
     encoded = tokenizer(args.caption, return_tensors="pt")
-    if encoded["input_ids"].size(1) > pretrained.config.max_position_embeddings:
-        fail(f"the caption has {encoded['input_ids'].size(1)} tokens, more than the {pretrained.config.max_position_embeddings} of the language model")
-    tokens, position = encoded["input_ids"], word_position(tokenizer, encoded, args.word, concepts)
-    masked = tokens.clone()
-    masked[0, position] = tokenizer.mask_token_id
+    tokens, limit = encoded["input_ids"], lm.encoder.config.max_position_embeddings
+    fits = tokens.size(1) <= limit
+    length = f"{tokens.size(1)} tokens, more than the {limit} of the language model"
+    check(fits, f"the caption has {length}: shorten it")
+    position = find_word(tokenizer, encoded, args.word, concepts)
+    tokens[0, position] = tokenizer.mask_token_id
     photos = common.ImageFiles([args.explain])
-    photos.check("check the path")
-    pixels, readable = common.CropView(photos, trained.image_size, part=1.0)[0]
-    if not readable:
-        fail(f"{args.explain} cannot be decoded, is it a photo?")
-    visible = torch.ones_like(tokens, dtype=torch.bool, device=device)
-    words = lm.read(masked.to(device), visible)
-    with common.autocast(device, args.amp):
-        images = common.augment(torch.from_numpy(pixels)[None].to(device))
-        found, _, attention = model(images, words, visible, torch.tensor([position], device=device), maps=True)
-        logits = {"with the photo": lm.score(found, trained.head), "without it": lm.classify(words[:, position])}
-    say(tokenizer.decode(masked[0], skip_special_tokens=False))
-    for name, scores in logits.items():
-        best = scores.float().softmax(1)[0].topk(5)
-        guesses = ", ".join(f"{tokenizer.decode([token]).strip()} {100 * p:.1f}%" for p, token in zip(best.values.tolist(), best.indices.tolist()))
-        say(f"{name}: {guesses}")
-    folder = Path(args.output, "explained")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{Path(args.explain).stem}_{args.word}.png"
-    heat = attention[0].float().cpu()
-    if heat.numel() == 1:
-        say("the attention has one place only: train at a larger --image-size to see where it looks")
-    common.draw_attention(Image.fromarray(pixels), args.caption, [(args.word, heat)], path)
+    photos.check_files("check the path")
+    pixels, readable = common.CropView(photos, size, part=1.0)[0]
+    check(readable, f"{args.explain} cannot be decoded, is it a photo?")
+
+    batch = {
+        "images": torch.from_numpy(pixels)[None],
+        "index": torch.tensor([0]),
+        "tokens": tokens,
+        "visible": torch.ones_like(tokens, dtype=torch.bool),
+        "position": torch.tensor([position]),
+    }
+    batch = {name: value.to(device) for name, value in batch.items()}
+    (logits, _, alone), attention = predictions(model, lm, batch, args.amp)
+    say(tokenizer.decode(tokens[0]))
+    say(f"with the photo: {best_words(tokenizer, logits[0])}")
+    say(f"without it: {best_words(tokenizer, alone[0])}")
+    if attention.numel() == 1:
+        say("the attention has one place only: train with a larger --image-size to see more")
+    path = Path(args.output, "explained", f"{Path(args.explain).stem}_{args.word}.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    words = [(args.word, attention[0].cpu())]
+    common.draw_attention(Image.fromarray(pixels), args.caption, words, path)
     say(f"the attention is in {path}")
 
 
-def word_position(tokenizer, encoded, word, concepts):
-    """Where `word` stands in the caption; ends the program when it cannot be masked there."""
-    pieces = {}
-    for m, n in enumerate(encoded.word_ids(0)):
-        if n is not None:
-            pieces.setdefault(n, []).append(m)
+def best_words(tokenizer, logits, number=5):
+    """logits (|V|,) -> "dog 71.0%, cat 12.5%, ..." """
+    p, tokens = logits.softmax(0).topk(number)
+    words = [tokenizer.decode([token]).strip() for token in tokens.tolist()]
+    return ", ".join(f"{word} {100 * p:.1f}%" for word, p in zip(words, p.tolist()))
+
+
+def find_word(tokenizer, encoded, word, concepts):
+    """The position of `word` in the caption; ends the program if it cannot be masked there."""
     tokens, maskable = encoded["input_ids"][0].tolist(), maskable_tokens(tokenizer, list(concepts))
-    wanted = tokenizer(" " + word, add_special_tokens=False)["input_ids"]
-    spelled = [group for group in pieces.values() if [tokens[m] for m in group] == wanted]
-    choice = [maskable[tokens[group[0]]] for group in pieces.values() if len(group) == 1 and tokens[group[0]] in maskable]
-    others = f"; these words of the caption can be masked: {', '.join(dict.fromkeys(choice)) or 'none'}"
-    if not spelled:
-        fail(f'"{word}" is not a word of the caption{others}')
-    if len(wanted) > 1:
-        fail(f'"{word}" is {len(wanted)} tokens of the language model, {" ".join(tokenizer.convert_ids_to_tokens(wanted))}, and only one can be masked{others}')
-    if wanted[0] not in maskable:
-        fail(f'"{word}" is not among the {len(concepts)} concepts that were trained{others}')
-    return spelled[0][0]
+    wanted = tokenizer(f" {word}", add_special_tokens=False)["input_ids"]
+    places, possible = [], []
+    for positions in word_positions(encoded, 0):
+        spelled = [tokens[m] for m in positions]
+        if spelled == wanted:
+            places.append(positions[0])
+        if len(spelled) == 1 and spelled[0] in maskable:
+            possible.append(maskable[spelled[0]])
+    hint = ", ".join(dict.fromkeys(possible)) or "none"
+    hint = f"these words of the caption can be masked: {hint}"
+    check(places, f'"{word}" is not a word of the caption; {hint}')
+    pieces = " ".join(tokenizer.convert_ids_to_tokens(wanted))
+    several = f"is {len(wanted)} tokens of the language model, {pieces}, and only one can be masked"
+    check(len(wanted) == 1, f'"{word}" {several}; {hint}')
+    trained = f"is not among the {len(concepts)} concepts that were trained"
+    check(wanted[0] in maskable, f'"{word}" {trained}; {hint}')
+    return places[0]
 
 
 if __name__ == "__main__":

@@ -1,39 +1,47 @@
-"""Multimodal contrastive training: a backbone learned by telling photos, captions, and which belong together.
+"""Multimodal contrastive training: a backbone learned by telling photos and captions apart.
 
-Yuan, Lin, Kuen, Zhang, Wang, Maire, Kale, Faieta. Multimodal Contrastive Training for Visual Representation Learning.
-CVPR 2021.
+Yuan, Lin, Kuen, Zhang, Wang, Maire, Kale, Faieta. Multimodal Contrastive Training for Visual
+Representation Learning. CVPR 2021.
 
-Two views of a photo shall be closer to each other than to other photos (Eq. 3, MoCo-v2), two wordings of a caption than to
-other captions (Eq. 8), and a photo to its caption than to others', both ways (Eqs. 11, 14); photos that share tags count
-as views of each other (Eq. 5). The others come from queues that momentum encoders have filled. Closeness within a modality
-and between the two is measured in different spaces, by MLPs of their own [Sec. 3.2].
+Two views of a photo shall be more similar than views of different photos (Eq. 3, MoCo-v2), two
+wordings of a caption more than different captions (Eq. 8), and a photo and its caption more than a
+photo and another's caption (Eqs. 11, 14); photos with common tags count as views of one photo
+(Eq. 5). A query is compared with the key of its own photo and with a queue of earlier keys, which
+momentum encoders have made. Similarity within a modality and between the two is measured in
+different spaces, each with MLPs of its own [Sec. 3.2].
 
     laptop        python mmcontrastive.py
-    own photos    python mmcontrastive.py --data photos.jsonl ...            (the README has a command for small data)
-    MoCo-v2       python mmcontrastive.py --data coco --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 --lambda-tag 0
-    round trips   python mmcontrastive.py --data coco --backtranslate         (once, on a GPU; the paper's views of captions)
+    own photos    python mmcontrastive.py --data photos.jsonl
+    MoCo-v2       python mmcontrastive.py --data coco --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 \\
+                      --lambda-tag 0
+    translations  python mmcontrastive.py --data coco --backtranslate   (once, before a COCO run)
     one GPU       python mmcontrastive.py --data coco --batch-size 128
     eight GPUs    torchrun --nproc_per_node=8 mmcontrastive.py --data coco
-    two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 mmcontrastive.py --data coco
-                  (with --output on a file system that both see)
-    search        python mmcontrastive.py --search "a dog in the snow" "two children" --root photos --weights runs/mmcontrastive/checkpoint.pth
+    two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
+                      --rdzv-endpoint=HOST:29400 mmcontrastive.py --data coco
+                      (on both; shared --output)
+    search        python mmcontrastive.py --search "a dog in the snow" "two children" \\
+                      --root photos --weights runs/mmcontrastive/checkpoint.pth
 
-What to expect: the losses start near 0 and rise while the queues fill, because only what has been filled in counts: `ii` and
-`cc` towards ln(K + 1), `ic` and `ci` towards K times the margin. Then they fall, `cc` within the first hundreds of
-iterations and the others slowly. A run ends with retrieval, from photos to captions and back (Tab. 7), beside that of
-random vectors.
+What to expect: the losses start near 0 and rise while the queues fill, because only what has been
+filled in counts: `ii` and `cc` towards ln(K + 1), `ic` and `ci` towards K times the margin. Then
+they fall, `cc` within the first hundreds of iterations and the others slowly. A run ends with
+retrieval, from photos to captions and back (Tab. 7), beside that of random similarities.
 
-Ours: words left and right in a caption follow the photo's view that it is compared with; `--lm scratch` reads with a
-WordPiece vocabulary of its own, the paper's with BERT's; MoCo-v2 is what this paper calls so (tau 0.07, batch 512).
+When it is stuck on few photos: --queue of about 16 batches; --momentum so near to 1 that the key
+encoders hardly change while a batch passes through the queue, but no nearer (else the losses fall
+early and rise again, and retrieval stays at chance); --lambda-ic and --lambda-ci at 50 to 100 / K.
+
+Ours: the words left and right in a caption follow the view of the photo that it is compared with;
+--lm scratch has a WordPiece vocabulary of its own, the paper's is BERT's; MoCo-v2 is what this
+paper calls so (temperature 0.07, batch 512).
 """
 
-import argparse
 import copy
-import functools
 import json
 import math
 import os
-import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,405 +50,506 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
 
 import common
 import language
-import probe
-from common import fail, progress, say
+from common import check, count, fail, non_negative, positive, progress, proper_share, say, share
 
-DEFAULTS = {
-    #                    on shapes     on real data (the paper's)
-    "arch":             ("resnet18",   "resnet50"),           # Sec. 4.1
-    "image_size":       (64,           224),                  # Sec. 4.1
-    "crop_min":         (0.7,          0.2),                  # Sec. 4.1: MoCo-v2
-    "colour_jitter":    (0.25,         1.0),                  # Sec. 4.1: MoCo-v2; the captions of shapes name exact colours
-    "greyscale":        (0.0,          0.2),                  # Sec. 4.1: MoCo-v2
-    "caption_views":    ("sibling",    "backtranslation"),    # Sec. 4.1
-    "lm":               ("scratch",    "bert-base-uncased"),  # Sec. 4.1
-    "lm_layers":        (2,            12),                   # Sec. 4.1: BERT base
-    "lm_width":         (128,          768),                  # Sec. 4.1: BERT base
-    "dropout":          (0.0,          0.1),                  # BERT; on shapes siblings differ enough
-    "mlp_hidden":       (512,          2048),                 # Sec. 4.1
-    "queue":            (512,          32_768),               # Sec. 4.1
-    "momentum":         (0.995,        0.999),                # Sec. 4.1
-    "bn_splits":        (4,            8),                    # MoCo: 8 GPUs
-    "lambda_tag":       (0.0,          1.0),                  # Sec. 4.1; on shapes the tags are what is probed
-    "lambda_ic":        (0.2,          1e-4),                 # Sec. 4.1; a sum over K keys, so that a smaller K wants more
-    "lambda_ci":        (0.2,          1e-4),                 # Sec. 4.1
-    "batch_size":       (32,           512),                  # Sec. 4.1
-    "iters":            (900,          None),
-    "epochs":           (None,         200.0),                # Sec. 4.1
-    "optimizer":        ("radam",      "sgd"),                # Sec. 4.1; RAdam leaves plateaus on which a short run of SGD stays
-    "lr":               (1e-3,         0.03),                 # Sec. 4.1
-    "text_lr":          (1e-3,         4e-5),                 # Sec. 4.1
-    "log_every":        (10,           20),
-    "checkpoint_every": (200,          2000),
-    "probe_images":     (2000,         10_000),
-}  # fmt: skip
+try:
+    import eval_linear
+except ModuleNotFoundError:  # copied without it: no probe at the end
+    eval_linear = None
 
-LOSSES = ("ii", "tag", "cc", "ic", "ci")
+LOSSES = "ii", "tag", "cc", "ic", "ci"
+
+# fmt: off
+RECIPES = {  #           demo        small       paper
+    "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.1
+    "image_size":       (64,         112,        224),                  # Sec. 4.1
+    "crop_min":         (0.7,        0.2,        0.2),                  # Sec. 4.1: MoCo-v2
+    "colour_jitter":    (0.25,       1.0,        1.0),                  # Sec. 4.1: MoCo-v2
+    "greyscale":        (0.0,        0.2,        0.2),                  # Sec. 4.1: MoCo-v2
+    "caption_views":    ("sibling",  "sibling",  "backtranslation"),    # Sec. 4.1
+    "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 4.1
+    "lm_layers":        (2,          4,          12),                   # Sec. 4.1: BERT base
+    "lm_width":         (128,        256,        768),                  # Sec. 4.1: BERT base
+    "dropout":          (0.0,        0.0,        0.1),                  # BERT
+    "mlp_hidden":       (512,        1024,       2048),                 # Sec. 4.1
+    "queue":            (512,        512,        32_768),               # Sec. 4.1
+    "momentum":         (0.995,      0.998,      0.999),                # Sec. 4.1
+    "bn_splits":        (4,          4,          8),                    # MoCo: 8 GPUs
+    "lambda_tag":       (0.0,        1.0,        1.0),                  # Sec. 4.1; demo: see below
+    "lambda_ic":        (0.2,        0.2,        1e-4),                 # Sec. 4.1
+    "lambda_ci":        (0.2,        0.2,        1e-4),                 # Sec. 4.1
+    "batch_size":       (32,         32,         512),                  # Sec. 4.1
+    "iters":            (900,        None,       None),
+    "epochs":           (None,       60.0,       200.0),                # Sec. 4.1
+    "optimizer":        ("radam",    "radam",    "sgd"),                # Sec. 4.1
+    "lr":               (1e-3,       1e-3,       0.03),                 # Sec. 4.1
+    "text_lr":          (1e-3,       1e-3,       4e-5),                 # Sec. 4.1
+    "log_every":        (10,         20,         20),
+    "checkpoint_every": (200,        500,        2000),
+    "probe_images":     (2000,       10_000,     10_000),
+}  # The demo's probe is on its tags: Eq. 5 would be taught what it asks.
+# fmt: on
 
 
 def get_args(argv=None):
-    parser = common.flag_parser("mmcontrastive", __doc__, DEFAULTS)
+    parser = common.flag_parser("mmcontrastive", __doc__)
 
-    views = parser.add_argument_group("views of photos and captions")
-    views.add_argument("--crop-min", type=float, help="smallest part of a photo that a crop may show; raise it when captions speak of the whole [Sec. 4.1]")
-    views.add_argument("--colour-jitter", type=float, help="strength of the colour jitter; lower it when captions name exact colours [Sec. 4.1]")
-    views.add_argument("--greyscale", type=float, help="share of views without colours [Sec. 4.1]")
-    views.add_argument("--blur", type=float, default=0.5, help="share of views that are blurred [Sec. 4.1]")
-    views.add_argument("--caption-views", choices=("same", "sibling", "backtranslation"), help="the same caption twice (dropout differs), another of the photo, or a round trip through another language [Sec. 4.1]")
-    views.add_argument("--backtranslations", metavar="FILE", help="round trips, written by --backtranslate (default OUTPUT/backtranslations.jsonl)")
+    add = parser.add_argument_group("views of photos and captions").add_argument
+    add("--greyscale", type=share, help="share of views without colours [Sec. 4.1]")
+    add("--blur", type=share, default=0.5, help="share of views that are blurred [Sec. 4.1]")
+    add("--caption-views", choices=("same", "sibling", "backtranslation"),
+        help="a caption twice (dropout differs), with another of its photo, or translated to "
+        "another language and back [Sec. 4.1]")  # fmt: skip
+    add("--backtranslations", metavar="FILE",
+        help="what --backtranslate wrote (default OUTPUT/backtranslations.jsonl)")  # fmt: skip
 
-    model = parser.add_argument_group("model")
-    model.add_argument("--arch", choices=sorted(common.BACKBONES), help="resnet50 for the paper's numbers, resnet18 for small data or a CPU [Sec. 4.1]")
-    model.add_argument("--lm", help="caption encoder: a BERT-like model of the hub, a local folder, or scratch: a random BERT ('Ours (scratch)' of Tab. 1)")
-    model.add_argument("--lm-layers", type=int, help="of --lm scratch; fewer for few captions [Sec. 4.1]")
-    model.add_argument("--lm-width", type=int, help="of --lm scratch; a head is 64 wide [Sec. 4.1]")
-    model.add_argument("--dropout", type=float, help="of --lm scratch; with --caption-views same it is all that differs [BERT]")
-    model.add_argument("--mlp-hidden", type=int, help="hidden layer of the MLPs [Sec. 4.1]")
-    model.add_argument("--intra-dim", type=int, default=128, help="width of the spaces within a modality [Sec. 4.1, 4.4]")
-    model.add_argument("--inter-dim", type=int, default=1024, help="width of the space that photos and captions share [Sec. 4.1, 4.4]")
-    model.add_argument("--unified-mlp", action="store_true", help="one MLP per encoder for both spaces, whose widths must be equal; an ablation, worse [Sec. 4.4]")
-    model.add_argument("--queue", type=int, help="K, keys to compare with; fewer on fewer photos [Sec. 4.1]")
-    model.add_argument("--momentum", type=float, help="m of the momentum encoders; lower it for short runs: 0.995 for a thousand iterations, 0.998 for five [Sec. 4.1]")
-    model.add_argument("--bn-splits", type=int, help="groups with batch statistics of their own, over all processes, into which the momentum encoder's batch is drawn; 1 opens a shortcut [MoCo]")
+    add = parser.add_argument_group("model").add_argument
+    add("--arch", choices=common.BACKBONES, help="resnet18 for small data or a CPU [Sec. 4.1]")
+    add("--lm", help="caption encoder: a BERT-like model of the hub or in a local folder, or "
+        "scratch: a random BERT ('Ours (scratch)' in Tab. 1)")  # fmt: skip
+    add("--lm-layers", type=count, help="of --lm scratch; fewer for few captions [Sec. 4.1]")
+    add("--lm-width", type=count, help="of --lm scratch; a head is 64 wide [Sec. 4.1]")
+    add("--dropout", type=proper_share,
+        help="of --lm scratch; all that differs between the views of --caption-views same")  # fmt: skip
+    add("--mlp-hidden", type=count, help="hidden layer of the MLPs [Sec. 4.1]")
+    add("--intra-dim", type=count, default=128,
+        help="of the spaces within a modality [Sec. 4.1, 4.4]")  # fmt: skip
+    add("--inter-dim", type=count, default=1024,
+        help="of the space that photos and captions share [Sec. 4.1, 4.4]")  # fmt: skip
+    add("--unified-mlp", action="store_true",
+        help="one MLP per encoder for both spaces; an ablation, worse [Sec. 4.4]")  # fmt: skip
+    add("--queue", type=count, help="K, keys to compare with; fewer on fewer photos [Sec. 4.1]")
+    add("--momentum", type=share,
+        help="m of the momentum encoders; lower it for short runs [Sec. 4.1]")  # fmt: skip
+    add("--bn-splits", type=count,
+        help="groups with batch statistics of their own, over all processes, into which the keys' "
+        "batch is shuffled; 1 lets queries find their keys by the statistics [MoCo]")  # fmt: skip
 
-    losses = parser.add_argument_group("losses")
-    losses.add_argument("--lambda-ii", type=float, default=1.0, help="weight of Eq. 3, photo to photo [Sec. 4.1]")
-    losses.add_argument("--lambda-tag", type=float, help="weight of Eq. 5, photos that share tags; takes no part where there are none [Sec. 4.1]")
-    losses.add_argument("--lambda-cc", type=float, default=1.0, help="weight of Eq. 8, caption to caption [Sec. 4.1]")
-    losses.add_argument("--lambda-ic", type=float, help="weight of Eq. 11, photo to captions; raise it as you lower --queue [Sec. 4.1]")
-    losses.add_argument("--lambda-ci", type=float, help="weight of Eq. 14, caption to photos; raise it as you lower --queue [Sec. 4.1]")
-    losses.add_argument("--temperature", type=float, default=0.07, help="tau of Eqs. 3, 5, 8 [Sec. 4.1]")
-    losses.add_argument("--margin", type=float, default=0.2, help="alpha of Eqs. 11, 14 [Sec. 4.1]")
-    losses.add_argument("--tag-threshold", type=float, default=2, help="epsilon of Eq. 4: photos with more than this many common tags belong together [Sec. 4.1]")
+    add = parser.add_argument_group("losses").add_argument
+    add("--lambda-ii", type=non_negative, default=1.0, help="of Eq. 3, photo to photo [Sec. 4.1]")
+    add("--lambda-tag", type=non_negative, help="of Eq. 5, photos with common tags [Sec. 4.1]")
+    add("--lambda-cc", type=non_negative, default=1.0,
+        help="of Eq. 8, caption to caption [Sec. 4.1]")  # fmt: skip
+    add("--lambda-ic", type=non_negative,
+        help="of Eq. 11, photo to captions; a sum over K keys: raise it as you lower --queue")  # fmt: skip
+    add("--lambda-ci", type=non_negative, help="of Eq. 14, caption to photos; likewise")
+    add("--temperature", type=positive, default=0.07, help="tau of Eqs. 3, 5, 8 [Sec. 4.1]")
+    add("--margin", type=non_negative, default=0.2, help="alpha of Eqs. 11, 14 [Sec. 4.1]")
+    add("--tag-threshold", type=non_negative, default=2,
+        help="epsilon of Eq. 4: photos with more common tags than this are positives [Sec. 4.1]")  # fmt: skip
 
-    optim = parser.add_argument_group("optimisation")
-    optim.add_argument("--batch-size", type=int, help="photos per iteration over all processes [Sec. 4.1]")
-    optim.add_argument("--iters", type=int, help="length in iterations; short runs want some thousands")
-    optim.add_argument("--epochs", type=float, help="length in passes over the photos, instead of --iters [Sec. 4.1]")
-    optim.add_argument("--optimizer", choices=("sgd", "radam"), help="radam, with its own --lr and --text-lr of about 1e-3, for short runs on small data [Sec. 4.1]")
-    optim.add_argument("--lr", type=float, help="initial, for the photo encoder; cosine [Sec. 4.1]")
-    optim.add_argument("--text-lr", type=float, help="initial, for the caption encoder; 4e-5 suits a pretrained BERT [Sec. 4.1]")
-    optim.add_argument("--warmup", type=float, default=0.0, help="share of the run in which the learning rates rise [ours]")
-    optim.add_argument("--weight-decay", type=float, default=1e-4, help="of everything [Sec. 4.1]")
+    add = parser.add_argument_group("optimisation of both encoders").add_argument
+    add("--optimizer", choices=("sgd", "radam"),
+        help="radam, at about 1e-3, leaves plateaus on which short runs of sgd stay [Sec. 4.1]")  # fmt: skip
+    add("--text-lr", type=positive,
+        help="peak, of the caption encoder; 4e-5 suits a pretrained BERT [Sec. 4.1]")  # fmt: skip
 
-    use = parser.add_argument_group("retrieval, and other uses")
-    use.add_argument("--retrieval-images", type=int, default=1000, help="photos of the validation split to retrieve among, drawn once [Sec. 4.4, Tab. 7]")
-    use.add_argument("--weights", help="a checkpoint.pth of this script")
-    use.add_argument("--search", nargs="+", metavar="TEXT", help="find the ten photos nearest to each text, below --root or else in the validation split; a picture goes to OUTPUT/search.png")
-    use.add_argument("--backtranslate", action="store_true", help="translate all training captions to French and German and back; what is done already is kept")
-    use.add_argument("--translator", default="Helsinki-NLP/opus-mt-{}-{}", help="MarianMT models of the hub or local folders, a pattern for the two languages [Sec. 4.1]")
+    use = parser.add_argument_group("retrieval and other uses")
+    use.add_argument("--retrieval-images", type=count, default=1000,
+        help="validation photos to retrieve among, drawn once [Sec. 4.4, Tab. 7]")  # fmt: skip
+    use.add_argument("--weights", help="a checkpoint.pth of this script, for --search")
+    add = use.add_mutually_exclusive_group().add_argument
+    add("--search", nargs="+", metavar="TEXT",
+        help="find the ten photos nearest to each text, below --root or else in the validation "
+        "split, and draw them in OUTPUT/search.png")  # fmt: skip
+    add("--backtranslate", action="store_true",
+        help="translate the training captions to French and German and back")  # fmt: skip
+    use.add_argument("--translator", default="Helsinki-NLP/opus-mt-{}-{}",
+        help="MarianMT models of the hub or local folders; {} and {} are languages [Sec. 4.1]")  # fmt: skip
 
-    args = parser.parse_args(argv)
-    given = {flag for flag, value in vars(args).items() if value is not None}
-    args = common.fill_defaults(args, DEFAULTS, scaled=("lr", "text_lr"))
-    if "iters" in given:
-        args.epochs = None
-    weights = {name: getattr(args, f"lambda_{name}") for name in LOSSES}
-    if not all(0 <= weight < math.inf for weight in weights.values()) or not (args.lambda_ii or args.lambda_tag or args.lambda_ic):
-        fail("no --lambda-* may be below 0, and the photo encoder learns nothing without --lambda-ii, --lambda-tag or --lambda-ic")
-    if bool(args.lambda_ic) != bool(args.lambda_ci):
-        fail("--lambda-ic and --lambda-ci: one alone would compare with a space that nothing trains; give both, or 0 for both")
-    if args.unified_mlp and args.intra_dim != args.inter_dim:
-        fail(f"--unified-mlp has one width for both spaces: --intra-dim {args.intra_dim} and --inter-dim {args.inter_dim} must be equal [Sec. 4.4: 128, 1024 or 1152]")
-    if not 0 < args.crop_min <= 1 or not all(0 <= share <= 1 for share in (args.colour_jitter, args.greyscale, args.blur, args.momentum)):
-        fail("--crop-min must be in (0, 1]; --colour-jitter, --greyscale, --blur and --momentum in [0, 1]")
-    if not 0 <= args.dropout < 1 or args.caption_views == "same" and args.lm == "scratch" and args.lambda_cc and not args.dropout:
-        fail("--dropout must be in [0, 1), and above 0 with --caption-views same, whose views are alike without it")
-    if args.lm_width % 64 or min(args.lm_layers, args.lm_width, args.mlp_hidden, args.intra_dim, args.inter_dim, args.bn_splits, args.retrieval_images) < 1:
-        fail("--lm-width must be a multiple of 64; --lm-layers, --mlp-hidden, --intra-dim, --inter-dim, --bn-splits and --retrieval-images at least 1")
-    if args.optimizer != DEFAULTS["optimizer"][args.data != "shapes"] and not {"lr", "text_lr"} <= given:
-        fail(f"--optimizer {args.optimizer} needs its --lr and --text-lr: the defaults belong to the other")
-    if not args.lr > 0 or not args.text_lr > 0 or not args.weight_decay >= 0 or not 0 <= args.warmup < 1:
-        fail("--lr and --text-lr must be above 0, --weight-decay at least 0, --warmup in [0, 1)")
-    if not args.temperature > 0 or not args.margin >= 0 or not args.tag_threshold >= 0:
-        fail("--temperature must be above 0, --margin and --tag-threshold at least 0")
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    groups = max(args.bn_splits, processes)
-    if groups % processes or args.batch_size % groups or args.batch_size < 2 * groups:
-        fail(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} groups of two or more over {processes} processes")
-    if args.queue < args.batch_size:
-        fail(f"--queue {args.queue} must hold at least one batch of {args.batch_size}")
-    if args.search and args.backtranslate:
-        fail("give --search or --backtranslate, not both")
-    if bool(args.search) != bool(args.weights):
-        fail("--weights FILE goes with --search TEXT..." if args.weights else "--search needs --weights FILE")
-    if args.translator.count("{}") != 2:
-        fail(f"--translator {args.translator} must hold {{}} twice, for the language from and the language to")
-    args.require_tags = "lambda_tag" in given and args.lambda_tag > 0  # otherwise they take part where they are
-    args.backtranslations = args.backtranslations or os.path.join(args.output, "backtranslations.jsonl")
+    recipe = common.choose_recipe(RECIPES, argv)
+    args = common.parse(parser, argv, recipe, scaled=("lr", "text_lr"))
+    # A recipe's weight of Eq. 5 is dropped where no photo has tags; one that the user gives is not.
+    args.tags_required = common.look(argv, "--lambda-tag").lambda_tag is not None
+    if not args.backtranslations:
+        args.backtranslations = os.path.join(args.output, "backtranslations.jsonl")
+    check_flags(parser, args)
     return args
 
 
+def check_flags(parser, args):
+    """Refuse flags that do not go together."""
+    if not (args.lambda_ii or args.lambda_tag or args.lambda_ic):
+        parser.error("the image encoder learns nothing without --lambda-ii, --lambda-tag or "
+                     "--lambda-ic: give one of them")  # fmt: skip
+    if bool(args.lambda_ic) != bool(args.lambda_ci):
+        parser.error("--lambda-ic and --lambda-ci: one alone would compare with a space that "
+                     "nothing trains; give both, or 0 for both")  # fmt: skip
+    dims = f"--intra-dim {args.intra_dim} and --inter-dim {args.inter_dim}"
+    if args.unified_mlp and args.intra_dim != args.inter_dim:
+        parser.error(f"--unified-mlp has one width for both spaces: {dims} must be equal")
+    if args.lm_width % 64:
+        parser.error(f"--lm-width {args.lm_width} must be a multiple of 64: a head is 64 wide")
+    same_text = args.caption_views == "same" and args.lm == "scratch"
+    if same_text and args.lambda_cc and not args.dropout:
+        parser.error("--dropout must be above 0 with --caption-views same: the two views of a "
+                     "caption are equal without it")  # fmt: skip
+    if args.queue < args.batch_size:
+        parser.error(f"--queue {args.queue} must hold at least one batch of {args.batch_size}")
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    groups = max(args.bn_splits, processes)
+    if groups % processes or args.batch_size % groups or args.batch_size < 2 * groups:
+        parser.error(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} "
+                     f"groups of two or more over {processes} processes")  # fmt: skip
+    if bool(args.search) != bool(args.weights):
+        parser.error("--weights FILE goes with --search TEXT...")
+    if args.translator.count("{}") != 2:
+        parser.error(f"--translator {args.translator} must hold {{}} twice, for the language from "
+                     "and the language to")  # fmt: skip
+
+
 def main(args):
-    world = common.start_processes()
+    world = common.start()
     device, args.amp = world.device, common.choose_amp(world.device, args.amp)
     if args.search:
         return search(args, device)
     if args.backtranslate:
         return backtranslate(args, device)
-    run = common.Run(args, "mmcontrastive", world)
-    checkpoint = run.begin()
 
-    # Data: photos, and what is there of captions and tags.
-    train, val = (
-        common.caption_data(args.data, args.root, args.train_split, args.fraction, args.captions_per_image, args.seed),
-        common.caption_data(args.data, args.root, args.val_split),
-    )
+    # Data: photos, with captions and tags where they have some; and the losses that they allow.
+    train, val = load_train(args), common.caption_data(args.data, args.root, args.val_split)
     weights = {name: getattr(args, f"lambda_{name}") for name in LOSSES}
     reads = bool(weights["cc"] or weights["ic"])
-    round_trips = read_backtranslations(args.backtranslations, train.captions) if reads and args.caption_views == "backtranslation" else []
-    run.same_data(checkpoint, train, val, *round_trips)
-    labelled = probe.probe_data(args, train, val)
-    train, weights["tag"] = usable(train, args, weights)
-    photos = (np.diff(train.first_caption) > 0).sum() if reads else len(train)
-    size = min(args.queue, photos) // args.batch_size * args.batch_size
-    kind = "photos with captions" if reads else "photos"
-    if not size:
-        fail(f"{photos} {kind} are fewer than a batch of {args.batch_size}: lower --batch-size")
-    if size != args.queue:
-        say(f"queues of {size} keys instead of {args.queue}: a multiple of the batch, and no more than there are {kind}" + reads * " (--lambda-ic and --lambda-ci weight sums over them)")
-    tokenizer, config = None, None
+    translations = []
+    if reads and args.caption_views == "backtranslation":
+        translations = read_backtranslations(args.backtranslations, train.captions)
+    run = common.Run(args, "mmcontrastive", world, train, val, *translations)
+    probe = eval_linear and eval_linear.Probe(args, train, val)
+    weights = possible_losses(weights, train, args.tags_required)
+    train = photos_with_losses(train, weights)
+    size = queue_size(args.queue, train, reads, args.batch_size)
+    tokenizer = config = None
     if reads:
         with common.main_first(world):
-            if world.is_main and not checkpoint:
+            if world.is_main and not run.checkpoint:
                 keep_caption_model(args, train.captions, run.folder / "caption_model")
             tokenizer, config = read_caption_model(run.folder / "caption_model")
-    iters = math.ceil(args.epochs * len(train) / args.batch_size) if args.epochs else args.iters
-    say(f"{len(train)} photos with {len(train.captions)} captions and {len(train.tags)} tags; {iters} iterations of {args.batch_size}, {iters * args.batch_size / len(train):.1f} epochs")
-    if reads and args.lm == "scratch" and args.caption_views == "sibling" and not args.dropout and (single := int((np.diff(train.first_caption) == 1).sum())):
-        say(f"{single} photos have one caption, whose two views are alike: for them Eq. 8 teaches little without --dropout")
+    iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
+    say(f"{len(train)} photos, {len(train.captions)} captions, {len(train.tags)} tags; "
+        f"{iters} iterations, {iters * args.batch_size / len(train):.1f} epochs")  # fmt: skip
 
-    # Encoders and queues, optimiser, and where an earlier run stopped.
+    # Encoders, momentum encoders and queues; optimizer; and where an earlier run stopped.
     torch.manual_seed(args.seed)
-    model = build_model(args, config, len(train.tag_names) if weights["tag"] else 0, size)
-    if reads and args.lm != "scratch" and not checkpoint:
+    dims = mlp_dims(weights, args.intra_dim, args.inter_dim)
+    encoders = build_encoders(args.arch, config, dims, args.mlp_hidden, args.unified_mlp)
+    num_tags = len(train.tag_names) if weights["tag"] else 0
+    model = MultimodalContrastive(encoders, num_tags, size)
+    if reads and args.lm != "scratch" and not run.checkpoint:
         load_pretrained(model, args.lm)
     model.to(device, memory_format=torch.channels_last)
-    groups = [{"params": model.queries[name].parameters(), "max_lr": lr} for name, lr in (("image", args.lr), ("caption", args.text_lr)) if name in model.queries]
-    optimizer = common.build_optimizer(args, groups)
+    groups = [{"params": model.queries["image"].parameters(), "lr": args.lr}]
+    if reads:
+        groups.append({"params": model.queries["caption"].parameters(), "lr": args.text_lr})
+    optimizer = common.build_optimizer(args.optimizer, groups, args.lr, args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    start, best = run.restore(checkpoint, parts)
-    checkpoint = None
+    run.resume(model=model, optimizer=optimizer, scaler=scaler)
     if args.compile:
         model.queries["image"].trunk.compile()
         model.keys["image"].trunk.compile()
-    parallel = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if world.size > 1 else model
+    parallel = common.data_parallel(model, world).train()
 
-    view = TwoViews(train, args, round_trips)
-    sampler = common.InfiniteSampler(len(train), args.batch_size, world, args.seed, start)
-    loader = common.make_loader(view, sampler, args.batch_size // world.size, args.workers, functools.partial(collate, tokenizer=tokenizer), device)
-    feed = common.Feed(loader, device, run, train.images)
-
-    parallel.train()
-    bar = progress(total=iters, initial=start, unit=" its", desc="mmcontrastive")
-    with common.StopSignals() as stop:
-        for iteration, batch in zip(range(start + 1, iters + 1), feed):
-            factor = common.warmup_cosine(iteration - 1, iters, args.warmup * iters)
-            for group in optimizer.param_groups:
-                group["lr"] = group["max_lr"] * factor
-            # Dropout, too, is a function of the seed, the iteration and the rank: a resumed run draws the same.
-            torch.manual_seed((args.seed << 40) + iteration * world.size + world.rank)
-
-            photos = [blur(common.augment(images, jitter), sigma) for images, jitter, sigma in zip(*(batch[part].unbind(1) for part in ("images", "jitter", "blur")))]
-            captions = [(batch[f"tokens{n}"], batch[f"visible{n}"]) for n in (0, 1)] if reads else (None, None)
-            update_momentum(model.queries, model.keys, args.momentum)
-            with common.autocast(device, args.amp):
-                queries = parallel(photos[0], captions[0])
-                keys = model.encode_keys(photos[1], captions[1], world, np.random.default_rng([args.seed, iteration]), args.bn_splits)
-            mine = slice(world.rank * len(batch["tags"]), (world.rank + 1) * len(batch["tags"]))
-            positives = {name: key[mine] for name, key in keys.items()}
-            losses = contrastive_losses(queries, positives, model.queues, batch["tags"], batch["captioned"], args)
-            loss = sum(weights[name] * losses[name] for name in losses)  # Eq. 15
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            model.enqueue(keys, batch["tags"], batch["captioned"], world)
-            bar.update()
-
-            stopping = common.any_process(world, bool(stop.number))
-            saving = stopping or iteration % args.checkpoint_every == 0 or iteration == iters
-            if saving or iteration % args.log_every == 0:  # the only places that wait for the device
-                terms = common.average(world, torch.stack([term.detach() for term in (loss, *losses.values())])).tolist()
-                run.check_finite(iteration, {"loss": terms[0]})
-                bar.set_postfix({name: f"{term:.2f}" for name, term in zip(losses, terms[1:])})
-            if iteration % args.log_every == 0:
-                run.log(iteration, feed, loss=terms[0], **dict(zip(losses, terms[1:])), lr=args.lr * factor, text_lr=args.text_lr * factor)
-            if args.probe_every and iteration % args.probe_every == 0 and world.is_main:
-                best = probe.keep_best(run, iteration, model.backbone, labelled, best, device)
-            if saving:
-                run.save(iteration, **{name: part.state_dict() for name, part in parts.items()}, best=best)
-            if stopping:
-                bar.close()
-                say(f"stopped after iteration {iteration}: checkpoint written, the same command goes on from there")
-                sys.exit(128 + stop.number)
-    bar.close()
+    samples = common.Samples(partial(sample, train, translations, args), len(train), args.seed)
+    collate_views = partial(collate, tokenizer=tokenizer)
+    settings = args.temperature, args.margin, args.tag_threshold
+    for iteration, batch in run.steps(samples, collate_views, iters, probe, model.backbone):
+        factor = common.lr_factor(iteration - 1, iters, args.warmup)
+        common.set_lr(optimizer, factor)
+        tags, captioned = batch["tags"], batch["captioned"]
+        images_q, captions_q = view(batch, "q")
+        images_k, captions_k = view(batch, "k")
+        update_momentum(model.queries, model.keys, args.momentum)
+        rng = np.random.default_rng([args.seed, iteration])
+        with common.autocast(device, args.amp):
+            queries = parallel(images_q, captions_q)
+            all_keys = model.encode_keys(images_k, captions_k, args.bn_splits, rng, world)
+        keys = {name: key.chunk(world.size)[world.rank] for name, key in all_keys.items()}
+        losses = contrastive_losses(queries, keys, model.queues, tags, captioned, *settings)
+        loss = sum(weights[name] * losses[name] for name in losses)  # Eq. 15
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        model.enqueue(all_keys, tags, captioned, world)
+        run.log(loss=loss, **losses, lr=args.lr * factor, text_lr=args.text_lr * factor)
 
     # The backbone is the result; the probe says what it is worth.
-    common.end_processes(world)
-    if not world.is_main:
-        return
-    run.save_weights("backbone.pth", model.backbone.state_dict())
-    result = {}
-    if weights["ic"] and len(val.captions):
-        result["retrieval"] = validate(model, val, tokenizer, args, device)
-        for name, scores in result["retrieval"].items():
-            if name not in ("images", "captions"):
-                say(f"retrieval among {result['retrieval']['images']} photos, {name}: " + "; ".join(f"{way} " + ", ".join(f"{k} {v:.1f}" for k, v in part.items()) for way, part in scores.items()))
-    run.finish(**result, **probe.final_probe(run, model.backbone, labelled, best, device))
+    if world.is_main:
+        run.save_weights("backbone.pth", model.backbone)
+        result = {}
+        if weights["ic"] and len(val.captions):
+            result["retrieval"] = validate(model.queries, val, tokenizer, args, device)
+        run.finish(probe, model.backbone, **result)
 
 
-def usable(train, args, weights):
-    """The photos that take part in some loss [Sec. 3.2, end], and the weight of Eq. 5: 0 without tags. Ends the program when
-    a loss that was asked for has no data."""
-    captioned = np.diff(train.first_caption) > 0
-    if (weights["cc"] or weights["ic"]) and not captioned.any():
-        fail("no photo has a caption: with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are enough (MoCo-v2)")
-    if weights["tag"] and not len(train.tags):
-        if args.require_tags or not (weights["ii"] or weights["ic"]):
-            fail('--lambda-tag wants tags and no photo has any: annotations/instances_{split}.json for coco, "tags" in a .jsonl')
-        say("no photo has tags: the loss of Eq. 5 takes no part")
-        weights = {**weights, "tag": 0.0}
-    if not (weights["ii"] or weights["tag"]) and not captioned.all():
-        say(f"{(~captioned).sum()} photos without a caption are left out: no loss is left for them")
-        train = train.select(np.flatnonzero(captioned))
-    return train, weights["tag"]
+# ------------------------------------------------------------- photos, and the losses they allow
 
 
-# ------------------------------------------------------------------------------------------ the caption encoder's files
+def load_train(args):
+    subset = args.fraction, args.captions_per_image, args.seed
+    return common.caption_data(args.data, args.root, args.train_split, *subset)
+
+
+def possible_losses(weights, train, tags_required):
+    """The weights of the losses, with 0 for Eq. 5 if no photo has tags
+
+    tags_required: fail instead. Photos without captions are enough for MoCo-v2 alone.
+    """
+    if weights["cc"] or weights["ic"]:
+        hint = "with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are enough (MoCo-v2)"
+        check(len(train.captions), f"no photo has a caption: {hint}")
+    if not weights["tag"] or len(train.tags):
+        return weights
+    others = weights["ii"] or weights["ic"]
+    source = 'annotations/instances_{split}.json for coco, "tags" in a .jsonl'
+    missing = f"--lambda-tag wants tags and no photo has any: {source}"
+    check(others and not tags_required, missing)
+    say("no photo has tags: the loss of Eq. 5 is left out")
+    return {**weights, "tag": 0.0}
+
+
+def photos_with_losses(train, weights):
+    """The photos that take part in a loss: one without a caption in Eqs. 3, 5 [Sec. 3.2, end]"""
+    captioned = train.captioned()
+    if weights["ii"] or weights["tag"] or captioned.all():
+        return train
+    say(f"{(~captioned).sum()} photos without a caption are left out: no loss is left for them")
+    return train.select(np.flatnonzero(captioned))
+
+
+def queue_size(wanted, train, reads, batch_size):
+    """K: a multiple of the batch, and no more than there are keys in the data"""
+    kind, available = "photos", len(train)
+    if reads:
+        kind, available = "photos with captions", int(train.captioned().sum())
+    size = min(wanted, available) // batch_size * batch_size
+    check(size, f"{available} {kind} are fewer than a batch of {batch_size}: lower --batch-size")
+    if size != wanted:
+        say(f"queues of {size} keys instead of {wanted}: a multiple of the batch, and no more "
+            f"than there are {kind}; --lambda-ic and --lambda-ci weight sums over them")  # fmt: skip
+    return size
+
+
+# --------------------------------------------------------------- the caption encoder's two parts
 
 MAX_TOKENS = 64  # of a caption; what is behind is cut off [ours]
 
 
 def keep_caption_model(args, captions, folder):
-    """Tokenizer and architecture of the caption encoder, in the output folder: --search and a run that goes on read them there."""
+    """Write the caption encoder's tokenizer and configuration: they are read by the run itself,
+    when it goes on, and by --search."""
     transformers = language.quiet_transformers()
     if args.lm == "scratch":
         tokenizer = language.train_wordpiece(captions)
         config = transformers.BertConfig(
-            vocab_size=len(tokenizer), hidden_size=args.lm_width, num_hidden_layers=args.lm_layers, num_attention_heads=args.lm_width // 64,
-            intermediate_size=4 * args.lm_width, max_position_embeddings=512, pad_token_id=tokenizer.pad_token_id,
-            hidden_dropout_prob=args.dropout, attention_probs_dropout_prob=args.dropout,
-            # BERT's 0.02 gives all captions the same vector, up to dropout, and a contrast of nothing teaches nothing. [ours]
+            vocab_size=len(tokenizer),
+            hidden_size=args.lm_width,
+            num_hidden_layers=args.lm_layers,
+            num_attention_heads=args.lm_width // 64,
+            intermediate_size=4 * args.lm_width,
+            max_position_embeddings=512,
+            pad_token_id=tokenizer.pad_token_id,
+            hidden_dropout_prob=args.dropout,
+            attention_probs_dropout_prob=args.dropout,
+            # With BERT's 0.02 all captions get the same vector at first, up to dropout, and there
+            # is nothing to tell apart. [ours]
             initializer_range=args.lm_width**-0.5,
-        )  # fmt: skip
+        )
     else:
         with language.loading(args.lm):
-            tokenizer, config = transformers.AutoTokenizer.from_pretrained(args.lm), transformers.AutoConfig.from_pretrained(args.lm)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(args.lm)
+            config = transformers.AutoConfig.from_pretrained(args.lm)
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
 
 
 def read_caption_model(folder):
-    """-> tokenizer, architecture"""
+    """-> tokenizer, configuration"""
     transformers = language.quiet_transformers()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the data workers tokenise
     with language.loading(folder):
-        tokenizer, config = transformers.AutoTokenizer.from_pretrained(folder), transformers.AutoConfig.from_pretrained(folder)
-    if tokenizer.pad_token is None:
-        fail("the tokenizer of --lm has no token for padding: give a BERT-like model")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder)
+    padded = tokenizer.pad_token is not None
+    check(padded, "the tokenizer of --lm has no token for padding: give a BERT-like model")
     return tokenizer, config
 
 
 def load_pretrained(model, name):
-    """Start both caption encoders from the weights of `name`. Not all models have a trained pooler: it then starts at random."""
+    """Start both caption encoders from the weights of `name`. A pooler that it lacks is random."""
     with language.loading(name):
-        pretrained, loading = language.quiet_transformers().AutoModel.from_pretrained(name, output_loading_info=True)
-    if loading["missing_keys"]:
-        say(f"--lm {name} lacks {', '.join(sorted(loading['missing_keys'])[:3])}: random at first")
+        read = language.quiet_transformers().AutoModel.from_pretrained
+        pretrained, report = read(name, output_loading_info=True)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        say(f"--lm {name} lacks {', '.join(missing[:3])}: random at first")
     for encoders in (model.queries, model.keys):
         encoders["caption"].trunk.bert.load_state_dict(pretrained.state_dict())
 
 
-# ------------------------------------------------------------------------------------------ samples and batches
-
-
-class TwoViews(Dataset):
-    """A photo seen twice and two views of one of its captions.
-
-    The query of a photo meets the key of its caption and the other way round (Eqs. 9 to 13), so the words left and right
-    follow the view of the photo that a caption is compared with; two views of a caption may then differ in them. [ours]
-    """
-
-    def __init__(self, data, args, round_trips=None):
-        self.data, self.args, self.round_trips = data, args, round_trips
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, key):
-        (epoch, index), args, data = key, self.args, self.data
-        rng = common.sample_rng(args.seed, epoch, index)
-        images, index, unreadable = common.read_crops(data.images, index, 2 * [common.random_crop(rng, (args.crop_min, 1.0))], args.image_size)
-        jitter = np.stack([common.draw_colour_jitter(rng, args.colour_jitter) for _ in images])
-        jitter[rng.random(2) < args.greyscale, 2:] = 0  # no saturation, and no hue to turn
-        sigma = np.where(rng.random(2) < args.blur, rng.uniform(0.1, 2.0, 2), 0) * args.image_size / 224  # MoCo-v2's at 224 pixels
-        mirrored = rng.random(2) < 0.5
-        captions = self.caption_views(index, rng)
-        if captions:
-            captions = [language.swap_left_right(caption) if flip else caption for caption, flip in zip(captions, mirrored[::-1])]
-        tags = np.zeros(len(data.tag_names or ()), np.float32)
-        tags[data.tags_of(index)] = 1
-        return {
-            "images": [image[:, ::-1] if flip else image for image, flip in zip(images, mirrored)], "jitter": jitter, "blur": sigma.astype(np.float32),
-            "captions": captions or ["", ""], "captioned": bool(captions), "tags": tags, "unreadable": unreadable,
-        }  # fmt: skip
-
-    def caption_views(self, index, rng):
-        """Two views of one of the photo's captions [Sec. 3.1]; of a round trip one view is the caption itself [ours]"""
-        first, last = self.data.first_caption[index], self.data.first_caption[index + 1]
-        if first == last:
-            return []
-        n = rng.integers(first, last)
-        captions = self.data.captions
-        if self.args.caption_views == "sibling" and last - first > 1:
-            other = rng.integers(first, last - 1)
-            return [captions[n], captions[other + (other >= n)]]
-        if self.round_trips:
-            return [captions[n], self.round_trips[rng.integers(len(self.round_trips))][n]]
-        return [captions[n], captions[n]]
-
-
-def collate(samples, tokenizer):
-    """-> images uint8 (B, 2, size, size, 3), jitter (B, 2, 4), blur (B, 2): sigma in pixels, tags (B, tags), captioned (B,), the
-    list of unreadable images; with a tokenizer also tokens and visible of both views, (B, T) each"""
-    stack = lambda name: torch.from_numpy(np.stack([np.asarray(sample[name]) for sample in samples]))
-    batch = {name: stack(name) for name in ("images", "jitter", "blur", "tags")}
-    batch["captioned"] = torch.tensor([sample["captioned"] for sample in samples])
-    batch["unreadable"] = sorted({index for sample in samples for index in sample["unreadable"]})
-    for n in (0, 1) if tokenizer else ():
-        batch[f"tokens{n}"], batch[f"visible{n}"] = tokenise(tokenizer, [sample["captions"][n] for sample in samples])
-    return batch
-
-
 def tokenise(tokenizer, captions):
-    """-> tokens (B, T), visible (B, T): no padding"""
-    encoded = tokenizer(captions, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
+    """-> tokens (B, T), visible (B, T): True where there is no padding"""
+    settings = {"padding": True, "truncation": True, "max_length": MAX_TOKENS}
+    encoded = tokenizer(captions, return_tensors="pt", **settings)
     return encoded["input_ids"], encoded["attention_mask"].bool()
 
 
-def blur(images, sigma):
-    """Gaussian blur of each image (B, 3, h, w) by its own sigma (B,), in pixels; 0 leaves it as it is [MoCo-v2]
+# ------------------------------------------------------------------------------------- two views
 
-    As matrices (h, h) and (w, w) beside each image: their rows sum to one up to the border, and a blurred normalised
-    image is a normalised blurred one.
+
+def sample(data, translations, args, index, rng):
+    """Two views of a photo and of one of its captions: "q" for the queries and "k" for the keys"""
+    crop = common.random_crop(rng, (args.crop_min, 1.0))
+    images = common.read_crops(data.images, index, [crop, crop], args.image_size)
+    jitter = np.stack([common.colour_jitter(rng, args.colour_jitter) for _ in images])
+    jitter[rng.random(2) < args.greyscale, 2:] = 0  # no saturation, and no hue to turn
+    blurred = rng.random(2) < args.blur
+    sigma = np.where(blurred, rng.uniform(0.1, 2.0, 2), 0)  # MoCo-v2's, at 224 pixels
+    sigma = (sigma * args.image_size / 224).astype(np.float32)
+    mirrored_q, mirrored_k = rng.random(2) < 0.5
+    image_q = images[0][:, ::-1] if mirrored_q else images[0]
+    image_k = images[1][:, ::-1] if mirrored_k else images[1]
+
+    caption_q = caption_k = ""
+    captioned = data.first_caption[index] < data.first_caption[index + 1]
+    if captioned:
+        caption_q, caption_k = caption_views(data, index, args.caption_views, translations, rng)
+    # A photo's query meets the key of its caption, and the other way round (Eqs. 9 to 13): left
+    # and right in a caption follow the photo that it meets. [ours]
+    if mirrored_k:
+        caption_q = common.swap_left_right(caption_q)
+    if mirrored_q:
+        caption_k = common.swap_left_right(caption_k)
+    tags = np.zeros(len(data.tag_names or ()), np.float32)
+    tags[data.tags_of(index)] = 1
+    return {
+        "q": {"image": image_q, "jitter": jitter[0], "sigma": sigma[0], "caption": caption_q},
+        "k": {"image": image_k, "jitter": jitter[1], "sigma": sigma[1], "caption": caption_k},
+        "captioned": captioned,
+        "tags": tags,
+    }
+
+
+def caption_views(data, index, kind, translations, rng):
+    """Two views of one of the photo's captions [Sec. 3.1] -> two strings
+
+    kind: "same", "sibling" or "backtranslation", where one view is the caption itself [ours].
     """
+    first, end = data.first_caption[index], data.first_caption[index + 1]
+    n = rng.integers(first, end)
+    caption = data.captions[n]
+    if kind == "sibling" and end - first > 1:
+        other = rng.integers(first, end - 1)
+        if other >= n:  # any but n itself
+            other += 1
+        return caption, data.captions[other]
+    if kind == "backtranslation":
+        translated = translations[rng.integers(len(translations))]
+        return caption, translated[n]
+    return caption, caption
 
-    def kernel(side):
-        place = torch.arange(side, device=images.device, dtype=torch.float32)
-        return (-0.5 * ((place[:, None] - place) / sigma.clamp(min=1e-3)[:, None, None]) ** 2).softmax(-1)[:, None]
 
-    blurred = kernel(images.size(2)) @ images.contiguous() @ kernel(images.size(3)).mT
+def collate(samples, tokenizer):
+    """-> images uint8 (B, size, size, 3), jitter (B, 4), sigma (B,) in pixels, of both views (_q
+    and _k); tags (B, tags), captioned (B,), and the list of unreadable images
+
+    With a tokenizer also tokens and visible (B, T) of both views.
+    """
+    batch = {"unreadable": [path for sample in samples for path in sample["unreadable"]]}
+    batch["tags"] = common.stack(samples, "tags")
+    batch["captioned"] = common.stack(samples, "captioned")
+    for name in ("q", "k"):
+        views = [sample[name] for sample in samples]
+        batch[f"images_{name}"] = common.stack(views, "image")
+        batch[f"jitter_{name}"] = common.stack(views, "jitter")
+        batch[f"sigma_{name}"] = common.stack(views, "sigma")
+        if tokenizer:
+            tokens, visible = tokenise(tokenizer, [view["caption"] for view in views])
+            batch |= {f"tokens_{name}": tokens, f"visible_{name}": visible}
+    return batch
+
+
+def view(batch, name):
+    """View "q" or "k" of a batch on the device -> images (B, 3, h, w), captions or None
+
+    captions: tokens (B, T), visible (B, T)
+    """
+    images = common.augment(batch[f"images_{name}"], batch[f"jitter_{name}"])
+    images = blur(images, batch[f"sigma_{name}"])
+    if f"tokens_{name}" not in batch:
+        return images, None
+    return images, (batch[f"tokens_{name}"], batch[f"visible_{name}"])
+
+
+def blur(images, sigma):
+    """Gaussian blur of each image (B, 3, h, w) by its own sigma (B,) in pixels; 0 for none
+
+    One matrix (h, h) and one (w, w) for each image. Their rows sum to one, up to the border: it
+    does not matter that the images are normalised already. [MoCo-v2]
+    """
+    height, width = images.shape[2:]
+    rows, columns = gaussian_matrix(height, sigma), gaussian_matrix(width, sigma)
+    blurred = rows @ images.contiguous() @ columns.mT
     return blurred.contiguous(memory_format=torch.channels_last)
 
 
-# ------------------------------------------------------------------------------------------ encoders
+def gaussian_matrix(side, sigma):
+    """(B, 1, side, side): in row i the weights of all pixels for the blurred pixel i"""
+    place = torch.arange(side, device=sigma.device, dtype=torch.float32)
+    distance = place[:, None] - place
+    sigma = sigma.clamp(min=1e-3)[:, None, None]
+    return (-0.5 * (distance / sigma) ** 2).softmax(-1)[:, None]
+
+
+# ------------------------------------------------------------------------- encoders and momentum
+
+# Which encoder, and which of its MLPs, makes the queries and the keys of each loss.
+QUERIES = {
+    "ii": ("image", "intra"),  # Eq. 1
+    "cc": ("caption", "intra"),  # Eq. 6
+    "ic": ("image", "inter"),  # Eq. 9
+    "ci": ("caption", "inter"),  # Eq. 12
+}
+KEYS = {
+    "ii": ("image", "intra"),  # Eq. 2
+    "cc": ("caption", "intra"),  # Eq. 7
+    "ic": ("caption", "inter"),  # Eq. 10
+    "ci": ("image", "inter"),  # Eq. 13
+}
+
+
+def by_loss(table, outputs):
+    """{modality: {space: x}} -> {loss: x}, for the losses whose x is there"""
+    found = {}
+    for loss, (modality, space) in table.items():
+        if modality in outputs and space in outputs[modality]:
+            found[loss] = outputs[modality][space]
+    return found
+
+
+def mlp_dims(weights, intra_dim, inter_dim):
+    """The spaces that the losses with a weight need -> {modality: {space: dimension}}"""
+    dims = {"image": {}, "caption": {}}
+    if weights["ii"] or weights["tag"]:
+        dims["image"]["intra"] = intra_dim
+    if weights["cc"]:
+        dims["caption"]["intra"] = intra_dim
+    if weights["ic"]:
+        dims["image"]["inter"] = dims["caption"]["inter"] = inter_dim
+    return dims
+
+
+def build_encoders(arch, config, dims, hidden, unified=False):
+    """-> {"image": Encoder} and, with the configuration of its BERT, "caption". dims: mlp_dims"""
+    backbone = common.build_backbone(arch)
+    trunk = nn.Sequential(backbone, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    encoders = {"image": Encoder(trunk, backbone.channels, dims["image"], hidden, unified)}
+    if config:
+        trunk, width = CaptionTrunk(config), config.hidden_size
+        encoders["caption"] = Encoder(trunk, width, dims["caption"], hidden, unified)
+    return nn.ModuleDict(encoders)
 
 
 class CaptionTrunk(nn.Module):
@@ -448,42 +557,51 @@ class CaptionTrunk(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.bert = language.quiet_transformers().AutoModel.from_config(config).float()  # some are published in half precision
+        bert = language.quiet_transformers().AutoModel.from_config(config)
+        self.bert = bert.float()  # some are published in half precision
 
     def forward(self, tokens, visible):
-        output = self.bert(input_ids=tokens, attention_mask=language.attention_mask(self.bert, visible))
+        mask = language.attention_mask(self.bert, visible)
+        output = self.bert(input_ids=tokens, attention_mask=mask)
         pooled = output.get("pooler_output")
         return output.last_hidden_state[:, 0] if pooled is None else pooled
 
 
 class Encoder(nn.Module):
-    """A trunk, and an MLP into each space: `intra` its modality and `inter` both -> {space: (B, dim), l2-normalised} [Sec. 4.1]"""
+    """A trunk, and for each space a 2-layer MLP: "intra", within the modality, "inter", of both
 
-    def __init__(self, trunk, width, spaces, hidden, unified):
+    -> {space: (B, dim), of length one} [Sec. 4.1].  unified: one MLP for both spaces [Sec. 4.4].
+    """
+
+    def __init__(self, trunk, width, dims, hidden, unified=False):
         super().__init__()
-        mlp = lambda dim: nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, dim))
-        self.trunk, self.mlps = trunk, nn.ModuleDict({space: mlp(dim) for space, dim in spaces.items()})
-        if unified:
-            self.mlps = nn.ModuleDict(dict.fromkeys(spaces, mlp(*set(spaces.values()))))
+        self.trunk, self.mlps = trunk, nn.ModuleDict()
+        for space, dim in dims.items():
+            if unified and len(self.mlps):
+                self.mlps[space] = next(iter(self.mlps.values()))
+            else:
+                layers = nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, dim)
+                self.mlps[space] = nn.Sequential(*layers)
 
     def forward(self, *inputs):
         features = self.trunk(*inputs)
-        return {space: F.normalize(mlp(features).float(), dim=1) for space, mlp in self.mlps.items()}
+        return {name: F.normalize(mlp(features).float(), dim=1) for name, mlp in self.mlps.items()}
 
 
 class MultimodalContrastive(nn.Module):
-    """Encoders of photos and of captions, their momentum copies, and the queues of keys (Fig. 2).
+    """Encoders of photos and captions, their momentum copies, and the queues of keys (Fig. 2).
 
-    encoders: {"image": Encoder} and, where captions are read, "caption".  num_tags: 0 without Eq. 5.  size: K
+    encoders: of build_encoders.  num_tags: 0 without Eq. 5.  size: K
     """
 
     def __init__(self, encoders, num_tags, size):
         super().__init__()
-        self.queries, self.keys = nn.ModuleDict(encoders), copy.deepcopy(nn.ModuleDict(encoders)).requires_grad_(False)
-        dims = {(name, space): mlp[-1].out_features for name, encoder in encoders.items() for space, mlp in encoder.mlps.items()}
-        # Of what modality the keys of each loss are, and in which space.
-        kinds = {"ii": ("image", "intra"), "cc": ("caption", "intra"), "ic": ("caption", "inter"), "ci": ("image", "inter")}
-        self.queues = nn.ModuleDict({name: Queue(size, dims[kind]) for name, kind in kinds.items() if kind in dims})
+        self.queries = nn.ModuleDict(encoders)
+        self.keys = copy.deepcopy(self.queries).requires_grad_(False)
+        self.queues = nn.ModuleDict()
+        mlps = {modality: encoder.mlps for modality, encoder in encoders.items()}
+        for loss, mlp in by_loss(KEYS, mlps).items():
+            self.queues[loss] = Queue(size, mlp[-1].out_features)
         if num_tags:
             self.queues["tag"] = Queue(size, num_tags)
 
@@ -491,64 +609,50 @@ class MultimodalContrastive(nn.Module):
     def backbone(self):
         return self.queries["image"].trunk[0]
 
-    def forward(self, photos, captions=None):
-        """photos (B, 3, h, w), captions (tokens, visible) or None -> queries {"ii", "ic", "cc", "ci": (B, dim)}: Eqs. 1, 9, 6, 12"""
-        image = self.queries["image"](photos)
-        caption = self.queries["caption"](*captions) if captions else {}
-        return named(ii=image.get("intra"), ic=image.get("inter"), cc=caption.get("intra"), ci=caption.get("inter"))
+    def forward(self, images, captions=None):
+        """images (B, 3, h, w), captions: tokens and visible -> queries {loss: (B, dim)}"""
+        outputs = {"image": self.queries["image"](images)}
+        if captions:
+            outputs["caption"] = self.queries["caption"](*captions)
+        return by_loss(QUERIES, outputs)
 
     @torch.no_grad()
-    def encode_keys(self, photos, captions, world, rng, splits):
-        """The keys of the whole batch, of all processes, on each of them: {"ii", "ci", "cc", "ic"}: Eqs. 2, 13, 7, 10
+    def encode_keys(self, images, captions, splits, rng, world):
+        """The keys of the batches of all processes, on each of them -> {loss: (size * B, dim)}
 
-        Shuffled batch norm [MoCo]: the batch is drawn anew into `splits` groups that have batch statistics of their own, or
-        a query would find its key by statistics that both have seen. rng: the same on all processes.
+        Shuffled batch norm [MoCo]: the images are drawn into `splits` groups with statistics of
+        their own, or a query would find its key by the statistics of the batch that both are in.
+        rng: the same on all processes.
         """
-        photos = gather(photos, world)
-        order = torch.from_numpy(rng.permutation(len(photos))).to(photos.device, non_blocking=True)
-        shares = order.chunk(world.size)[world.rank].chunk(max(1, splits // world.size))
-        groups = [self.keys["image"](photos[share].contiguous(memory_format=torch.channels_last)) for share in shares]
-        back = order.argsort()
-        image = {space: gather(torch.cat([group[space] for group in groups]), world)[back] for space in groups[0]}
-        caption = self.keys["caption"](*captions) if captions else {}
-        caption = {space: gather(vectors, world) for space, vectors in caption.items()}
-        return named(ii=image.get("intra"), ci=image.get("inter"), cc=caption.get("intra"), ic=caption.get("inter"))
+        images = gather(images, world)
+        order = torch.from_numpy(rng.permutation(len(images))).to(images.device, non_blocking=True)
+        share = order.chunk(world.size)[world.rank]
+        groups = []
+        for rows in share.chunk(max(1, splits // world.size)):
+            group = images[rows].contiguous(memory_format=torch.channels_last)
+            groups.append(self.keys["image"](group))
+        outputs, unshuffle = {"image": {}, "caption": {}}, order.argsort()
+        for space in groups[0]:
+            shuffled = gather(torch.cat([group[space] for group in groups]), world)
+            outputs["image"][space] = shuffled[unshuffle]
+        if captions:
+            for space, keys in self.keys["caption"](*captions).items():
+                outputs["caption"][space] = gather(keys, world)
+        return by_loss(KEYS, outputs)
 
     @torch.no_grad()
     def enqueue(self, keys, tags, captioned, world):
-        """keys: of the whole batch; tags (b, tags), captioned (b,): of this process. A caption that is not there leaves no key."""
+        """keys: of encode_keys; tags (B, tags), captioned (B,): of this process
+
+        A caption that is not there leaves no key.
+        """
         captioned = gather(captioned, world)
-        for name, key in keys.items():
-            self.queues[name].enqueue(key, captioned if name in ("cc", "ic") else torch.ones_like(captioned))
+        all_valid = torch.ones_like(captioned)
+        for loss, key in keys.items():
+            modality, _ = KEYS[loss]
+            self.queues[loss].enqueue(key, captioned if modality == "caption" else all_valid)
         if "tag" in self.queues:
-            self.queues["tag"].enqueue(gather(tags, world), torch.ones_like(captioned))
-
-
-def named(**vectors):
-    return {name: vector for name, vector in vectors.items() if vector is not None}
-
-
-def gather(x, world):
-    """(b, ...) of each process -> (size * b, ...), in the order of the processes"""
-    if world.size == 1:
-        return x
-    x = x.contiguous()
-    parts = [torch.empty_like(x) for _ in range(world.size)]
-    dist.all_gather(parts, x)
-    return torch.cat(parts)
-
-
-def build_model(args, config, num_tags, size):
-    """config: of the caption encoder, None without one"""
-    def spaces(intra, inter):
-        return {space: dim for space, dim, used in (("intra", args.intra_dim, intra), ("inter", args.inter_dim, inter)) if used}
-
-    backbone = common.build_backbone(args.arch)
-    photos = nn.Sequential(backbone, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    encoders = {"image": Encoder(photos, backbone.channels, spaces(args.lambda_ii or num_tags, args.lambda_ic), args.mlp_hidden, args.unified_mlp)}
-    if config:
-        encoders["caption"] = Encoder(CaptionTrunk(config), config.hidden_size, spaces(args.lambda_cc, args.lambda_ic), args.mlp_hidden, args.unified_mlp)
-    return MultimodalContrastive(encoders, num_tags, size)
+            self.queues["tag"].enqueue(gather(tags, world), all_valid)
 
 
 @torch.no_grad()
@@ -557,8 +661,18 @@ def update_momentum(queries, keys, m):
     torch._foreach_lerp_(list(keys.parameters()), list(queries.parameters()), 1 - m)
 
 
+def gather(x, world):
+    """(B, ...) of each process -> (size * B, ...), in the order of the processes"""
+    if world.size == 1:
+        return x
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(world.size)]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
+
+
 class Queue(nn.Module):
-    """The last K keys, first in first out. Slots that were never filled count for nothing [ours]."""
+    """The last K keys, first in first out. Slots that were never filled do not count [ours]."""
 
     def __init__(self, size, dim):
         super().__init__()
@@ -571,247 +685,318 @@ class Queue(nn.Module):
         return torch.arange(len(self.keys), device=self.keys.device) < self.total
 
     def enqueue(self, keys, valid):
-        """Put the keys (B, dim) that are `valid` (B,) over the oldest. B <= K. The host does not learn how many: it would have to wait."""
-        number = torch.arange(len(keys), device=keys.device)
-        front = (~valid).byte().argsort(stable=True)  # the valid ones first, in their order
-        place = (self.total + number) % len(self.keys)
-        self.keys[place] = torch.where((number < valid.sum())[:, None], keys[front].to(self.keys.dtype), self.keys[place])
-        self.total += valid.sum()
+        """Put the keys (B, dim) that are `valid` (B,) over the oldest. B <= K
+
+        To select them, the host would have to know how many there are, and would wait for the GPU.
+        So all are written, the valid ones first, and the others write back what is there.
+        """
+        number, place = valid.sum(), torch.arange(len(keys), device=keys.device)
+        valid_first = (~valid).byte().argsort(stable=True)
+        slots = (self.total + place) % len(self.keys)
+        new = keys[valid_first].to(self.keys.dtype)
+        self.keys[slots] = torch.where((place < number)[:, None], new, self.keys[slots])
+        self.total += number
 
 
-# ------------------------------------------------------------------------------------------ losses
+# ---------------------------------------------------------------------------------------- losses
 
 
-def contrastive_losses(queries, keys, queues, tags, captioned, args):
-    """Eqs. 3, 5, 8, 11 and 14, each a mean over the batch -> {"ii", "tag", "cc", "ic", "ci"}, those that there are vectors for
+def contrastive_losses(queries, keys, queues, tags, captioned, temperature, margin, threshold):
+    """Eqs. 3, 5, 8, 11, 14, each a mean over the batch -> {loss: scalar}, those with a query
 
-    queries, keys: {name: (B, dim)}; keys are those of the same photos and captions.  tags (B, tags), captioned (B,). What a
-    photo has no data for it adds nothing to: without tags Eq. 5, without a caption Eqs. 8, 11, 14 [Sec. 3.2, end].
+    queries, keys: {loss: (B, dim)}, row by row of the same photos and captions.  queues: {loss:
+    Queue}.  tags (B, tags), captioned (B,): without tags Eq. 5 is 0, without a caption Eqs. 8, 11
+    and 14 [Sec. 3.2, end].
     """
     losses = {}
     if "ii" in queries:
-        log_p = log_probabilities(queries["ii"], keys["ii"], queues["ii"], args.temperature)
+        log_p = log_probabilities(queries["ii"], keys["ii"], queues["ii"], temperature)
         losses["ii"] = -log_p[:, 0].mean()  # Eq. 3
         if "tag" in queues:
-            losses["tag"] = (tag_loss(log_p, tags, queues["tag"], args.tag_threshold) * tags.any(1)).mean()
+            positives = tag_positives(tags, queues["tag"], threshold)
+            losses["tag"] = (tag_loss(log_p, positives) * tags.any(1)).mean()
     if "cc" in queries:
-        losses["cc"] = (-log_probabilities(queries["cc"], keys["cc"], queues["cc"], args.temperature)[:, 0] * captioned).mean()  # Eq. 8
+        log_p = log_probabilities(queries["cc"], keys["cc"], queues["cc"], temperature)
+        losses["cc"] = (-log_p[:, 0] * captioned).mean()  # Eq. 8
     for name in ("ic", "ci"):
         if name in queries:
-            losses[name] = (ranking_loss(queries[name], keys[name], queues[name], args.margin) * captioned).mean()
+            loss = ranking_loss(queries[name], keys[name], queues[name], margin)
+            losses[name] = (loss * captioned).mean()
     return losses
 
 
+def similarities(query, key, queue):
+    """q . k+ with the own key -> (B, 1), and q . k with those of the queue -> (B, K)"""
+    return (query * key).sum(1, keepdim=True), query @ queue.keys.T
+
+
 def log_probabilities(query, key, queue, temperature):
-    """log softmax of Eqs. 3, 5 and 8 -> (B, 1 + K): the own key first, then the queue; -inf where the queue is not yet filled"""
-    own, others = (query * key).sum(1, keepdim=True), query @ queue.keys.T
-    return torch.cat([own, others.masked_fill(~queue.filled, -math.inf)], 1).div(temperature).log_softmax(1)
+    """The logarithms in Eqs. 3, 5 and 8 -> (B, 1 + K): of the own key, then of the queue's"""
+    own, others = similarities(query, key, queue)
+    others = others.masked_fill(~queue.filled, -math.inf)
+    logits = torch.cat([own, others], 1) / temperature
+    return logits.log_softmax(1)
 
 
-def tag_loss(log_p, tags, queue, threshold):
-    """Eq. 5: the mean over the positives P of Eq. 4, the own key and those with more than `threshold` tags in common -> (B,)"""
-    positive = torch.cat([torch.ones_like(tags[:, :1], dtype=torch.bool), (tags @ queue.keys.T > threshold) & queue.filled], 1)
-    return -log_p.masked_fill(~positive, 0).sum(1) / positive.sum(1)
+def tag_positives(tags, queue, threshold):
+    """Eq. 4: the own key, and those with more than `threshold` common tags -> (B, 1 + K) bool"""
+    own = torch.ones(len(tags), 1, dtype=torch.bool, device=tags.device)
+    others = (tags @ queue.keys.T > threshold) & queue.filled
+    return torch.cat([own, others], 1)
+
+
+def tag_loss(log_p, positives):
+    """Eq. 5: the mean over the positives -> (B,)"""
+    return -log_p.masked_fill(~positives, 0).sum(1) / positives.sum(1)
 
 
 def ranking_loss(query, key, queue, margin):
-    """Eqs. 11 and 14: sum over the queue of [margin - own + other]_+ -> (B,)"""
-    own, others = (query * key).sum(1, keepdim=True), query @ queue.keys.T
-    return (margin - own + others).clamp(min=0).masked_fill(~queue.filled, 0).sum(1)
+    """Eqs. 11 and 14: the sum over the queue of [alpha - q . k+ + q . k]_+ -> (B,)"""
+    own, others = similarities(query, key, queue)
+    hinge = (margin - own + others).clamp(min=0)
+    return hinge.masked_fill(~queue.filled, 0).sum(1)
 
 
-# ------------------------------------------------------------------------------------------ retrieval
+# ------------------------------------------------------------------------------------- retrieval
 
 
 @torch.no_grad()
-def encode_photos(model, images, args, device):
-    """Each photo by its central square, in the space that photos and captions share -> (N, inter_dim), on the CPU
+def encode_images(encoder, images, size, workers, device, amp):
+    """The central square of each image, in the common space -> (N, inter_dim) on the CPU
 
-    Photos that cannot be decoded are named and get the vector 0: they are near to nothing.
+    An image that cannot be decoded is named and gets the vector 0, which is near to nothing.
     """
-    loader = DataLoader(common.CropView(images, args.image_size, part=1.0), 64, num_workers=args.workers, worker_init_fn=common.ignore_signals)
-    vectors, readable = [], []
-    for pixels, good in progress(loader, desc="photos", unit=" batches", leave=False):
-        with common.autocast(device, args.amp):
-            vectors.append(model.queries["image"](common.augment(pixels.to(device)))["inter"].cpu())
-        readable.append(good)
-    readable = torch.cat(readable)
-    for n in (~readable).nonzero().flatten().tolist():
+    crops = common.loader(common.CropView(images, size, part=1.0), 64, workers, device=device)
+    vectors = []
+    for pixels, readable in progress(crops, desc="photos", unit=" batches", leave=False):
+        with common.autocast(device, amp):
+            output = encoder(common.augment(pixels.to(device)))
+        vectors.append(output["inter"].cpu() * readable[:, None])
+    vectors = torch.cat(vectors)
+    for n in (~vectors.any(1)).nonzero().flatten().tolist():
         say(f"cannot decode {images[n]}: left out")
-    return torch.cat(vectors) * readable[:, None]
+    return vectors
 
 
 @torch.no_grad()
-def encode_captions(model, tokenizer, captions, args, device, batch_size=256):
-    """-> (N, inter_dim), on the CPU"""
-    vectors = []
-    for first in progress(range(0, len(captions), batch_size), desc="captions", unit=" batches", leave=False):
-        tokens, visible = tokenise(tokenizer, [captions[n] for n in range(first, min(first + batch_size, len(captions)))])
-        with common.autocast(device, args.amp):
-            vectors.append(model.queries["caption"](tokens.to(device), visible.to(device))["inter"].cpu())
+def encode_captions(encoder, tokenizer, captions, device, amp, batch_size=256):
+    """Each caption in the common space -> (N, inter_dim) on the CPU"""
+    vectors, starts = [], range(0, len(captions), batch_size)
+    for start in progress(starts, desc="captions", unit=" batches", leave=False):
+        end = min(start + batch_size, len(captions))
+        tokens, visible = tokenise(tokenizer, [captions[n] for n in range(start, end)])
+        with common.autocast(device, amp):
+            output = encoder(tokens.to(device), visible.to(device))
+        vectors.append(output["inter"].cpu())
     return torch.cat(vectors)
 
 
-def validate(model, val, tokenizer, args, device):
-    """Retrieval on the validation split [Tab. 7] -> {"images": N, "captions": M, "trained": scores, "random": scores of random vectors}"""
-    captioned = np.flatnonzero(np.diff(val.first_caption) > 0)
+def validate(encoders, val, tokenizer, args, device):
+    """Retrieval among validation photos [Tab. 7]
+
+    -> {"images": N, "captions": M, "trained": scores, "random": scores of random similarities}
+    """
+    captioned = np.flatnonzero(val.captioned())
     drawn = np.random.default_rng(args.seed).permutation(captioned)[: args.retrieval_images]
     val = val.select(np.sort(drawn))
-    image_of_caption = torch.from_numpy(np.repeat(np.arange(len(val)), np.diff(val.first_caption)))
-    model.eval()
-    photos, captions = encode_photos(model, val.images, args, device), encode_captions(model, tokenizer, val.captions, args, device)
-    model.train()
+    image_of_caption = np.repeat(np.arange(len(val)), np.diff(val.first_caption))
+    image_of_caption = torch.from_numpy(image_of_caption)
+    encoders.eval()
+    size, workers = args.image_size, args.workers
+    images = encode_images(encoders["image"], val.images, size, workers, device, args.amp)
+    captions = encode_captions(encoders["caption"], tokenizer, val.captions, device, args.amp)
     draw = torch.Generator().manual_seed(args.seed)
-    return {
-        "images": len(photos), "captions": len(captions), "trained": retrieval_scores(photos @ captions.T, image_of_caption),
-        "random": retrieval_scores(torch.rand(len(photos), len(captions), generator=draw), image_of_caption),
-    }  # fmt: skip
+    chance = torch.rand(len(images), len(captions), generator=draw)
+    result = {"images": len(images), "captions": len(captions)}
+    for name, similarity in (("trained", images @ captions.T), ("random", chance)):
+        result[name] = retrieval_scores(similarity, image_of_caption)
+        say(f"retrieval among {len(images)} photos, {name}: {format_scores(result[name])}")
+    return result
 
 
 def retrieval_scores(similarity, image_of_caption):
-    """-> {"image to text", "text to image": {"R@1", "R@5", "R@10": percent, "median rank"}} [Sec. 4.2, Cross-modal Retrieval]
+    """-> {"image to text", "text to image": {"R@1", "R@5", "R@10": percent, "median rank"}}
 
-    similarity (N images, M captions), image_of_caption (M,). An image's rank is that of its best caption. Equal
-    similarities share the ranks between them: a model that finds everything alike gets no credit.
+    similarity (N images, M captions), image_of_caption (M,). An image's rank is that of its best
+    caption. Equal similarities share the mean of their ranks: a model that finds everything alike
+    gets no credit. [Sec. 4.2, Cross-modal Retrieval]
     """
     similarity = similarity.nan_to_num(-math.inf)  # vectors that are no numbers are near to nothing
     own = image_of_caption == torch.arange(len(similarity))[:, None]
     best = similarity.masked_fill(~own, -math.inf).amax(1, keepdim=True)
-    to_text = 1 + ((similarity > best) & ~own).sum(1) + ((similarity == best) & ~own).sum(1) / 2
+    higher, equal = (similarity > best) & ~own, (similarity == best) & ~own
+    to_text = 1 + higher.sum(1) + equal.sum(1) / 2
     right = similarity[image_of_caption, torch.arange(similarity.size(1))]
-    to_image = 1 + (similarity > right).sum(0) + ((similarity == right).sum(0) - 1) / 2
-
-    def scores(ranks):
-        return {**{f"R@{k}": 100 * (ranks <= k).float().mean().item() for k in (1, 5, 10)}, "median rank": float(np.median(ranks.numpy()))}
-
-    return {"image to text": scores(to_text), "text to image": scores(to_image)}
+    equal = (similarity == right).sum(0) - 1  # without the right one itself
+    to_image = 1 + (similarity > right).sum(0) + equal / 2
+    return {"image to text": rank_scores(to_text), "text to image": rank_scores(to_image)}
 
 
-# ------------------------------------------------------------------------------------------ for people
+def rank_scores(ranks):
+    scores = {f"R@{k}": 100 * (ranks <= k).float().mean().item() for k in (1, 5, 10)}
+    return {**scores, "median rank": float(np.median(ranks.numpy()))}
+
+
+def format_scores(scores):
+    """ "image to text R@1 0.1, ..., median rank 646.5; text to image R@1 ..." """
+    directions = []
+    for direction, values in scores.items():
+        numbers = ", ".join(f"{name} {value:.1f}" for name, value in values.items())
+        directions.append(f"{direction} {numbers}")
+    return "; ".join(directions)
+
+
+# ---------------------------------------------------------------------------------------- search
+
+
+def load_query_encoders(path):
+    """A checkpoint.pth of this script -> encoders with their MLPs of the common space, in eval
+    mode; tokenizer; the run's flags as a dict"""
+    content = common.read_checkpoint(path)
+    ours = isinstance(content, dict) and content.get("script") == "mmcontrastive"
+    check(ours, f"{path} is no checkpoint.pth of mmcontrastive.py (a backbone alone cannot read)")
+    flags = content["args"]
+    problem = "was trained without --lambda-ic: photos and captions share no space in it"
+    check(flags["lambda_ic"], f"{path} {problem}")
+    tokenizer, config = read_caption_model(Path(path).parent / "caption_model")
+    dims = {modality: {"inter": flags["inter_dim"]} for modality in ("image", "caption")}
+    encoders = build_encoders(flags["arch"], config, dims, flags["mlp_hidden"])
+    state = {}
+    for key, value in content["model"].items():
+        if key.startswith("queries.") and ".mlps.intra." not in key:
+            state[key.removeprefix("queries.")] = value
+    encoders.load_state_dict(state)
+    return encoders.eval(), tokenizer, flags
+
+
+def photos_below(root):
+    """All photos in the folder `root` and the folders in it -> ImageFiles"""
+    paths = sorted(path for path in Path(root).rglob("*") if path.is_file())
+    formats = Image.registered_extensions()
+    photos = common.ImageFiles(str(path) for path in paths if path.suffix.lower() in formats)
+    check(len(photos), f"--root {root} holds no photo")
+    return photos
 
 
 def search(args, device):
-    """`--search`: one row of ten photos for each text, the nearest first, in OUTPUT/search.png"""
-    content = common.read_checkpoint(args.weights)
-    if not isinstance(content, dict) or content.get("script") != "mmcontrastive":
-        fail(f"{args.weights} is no checkpoint.pth of mmcontrastive.py (a backbone alone cannot read)")
-    trained = argparse.Namespace(**content["args"])
-    if not trained.lambda_ic:
-        fail(f"{args.weights} was trained without --lambda-ic: photos and captions share no space in it")
-    tokenizer, config = read_caption_model(Path(args.weights).parent / "caption_model")
-    queues = {key: value.shape for key, value in content["model"].items() if key.startswith("queues.") and key.endswith(".keys")}
-    num_tags = queues["queues.tag.keys"][1] if "queues.tag.keys" in queues else 0
-    model = build_model(trained, config, num_tags, queues["queues.ic.keys"][0])
-    model.load_state_dict(content["model"])
-    model.to(device, memory_format=torch.channels_last).eval()
+    """`--search`: a row of ten photos for each text, the nearest first, in OUTPUT/search.png"""
+    encoders, tokenizer, flags = load_query_encoders(args.weights)
+    encoders.to(device, memory_format=torch.channels_last)
     if args.root:
-        paths = sorted(str(path) for path in Path(args.root).rglob("*") if path.suffix.lower() in Image.registered_extensions())
-        images = common.ImageFiles(paths)
-        if not paths:
-            fail(f"--root {args.root} holds no photo")
+        images = photos_below(args.root)
     else:
-        images = common.caption_data(trained.data, trained.root, trained.val_split).images
-    trained.workers, trained.amp = args.workers, args.amp
-    photos = encode_photos(model, images, trained, device)
-    readable = photos.any(1)
-    if not readable.any():
-        fail(f"none of the {len(images)} photos can be decoded")
-    images, photos = type(images)(images[n] for n in readable.nonzero().flatten().tolist()), photos[readable]
-    similarity = encode_captions(model, tokenizer, args.search, trained, device) @ photos.T
-    nearest = similarity.topk(min(10, len(images)))
+        images = common.caption_data(flags["data"], flags["root"], flags["val_split"]).images
+    size, workers = flags["image_size"], args.workers
+    vectors = encode_images(encoders["image"], images, size, workers, device, args.amp)
+    readable = vectors.any(1).nonzero().flatten().tolist()
+    check(readable, f"none of the {len(images)} photos can be decoded")
+    images, vectors = type(images)(images[n] for n in readable), vectors[readable]
+    texts = encode_captions(encoders["caption"], tokenizer, args.search, device, args.amp)
+    scores, nearest = (texts @ vectors.T).topk(min(10, len(images)))
     path = Path(args.output, "search.png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [(text, [((images, n), f"{score:.2f}") for score, n in zip(*row)]) for text, *row in zip(args.search, nearest.values.tolist(), nearest.indices.tolist())]
-    draw_rows(rows, path)
+    draw_rows(args.search, images, nearest.tolist(), scores.tolist(), path)
     if args.root:
-        for text, places in zip(args.search, nearest.indices.tolist()):
-            say(f"{text}: " + ", ".join(images[n] for n in places[:3]) + ", ...")
+        for text, row in zip(args.search, nearest.tolist()):
+            say(f"{text}: " + ", ".join(images[n] for n in row[:3]) + ", ...")
     say(f"the ten nearest of {len(images)} photos to each text are in {path}")
 
 
-def draw_rows(rows, path, side=128):
-    """rows: [(text, [((images, index), note), ...]), ...] -> one picture"""
-    font, height = ImageFont.load_default(15), side + 48
-    sheet = Image.new("RGB", (max(len(photos) for _, photos in rows) * (side + 8) + 8, len(rows) * height + 8), "white")
+def draw_rows(texts, images, nearest, scores, path, side=128):
+    """One picture: for each text a row of the images `nearest`, with their scores below them"""
+    font, width, height = ImageFont.load_default(15), side + 8, side + 48
+    sheet = Image.new("RGB", (len(nearest[0]) * width + 8, len(texts) * height + 8), "white")
     draw = ImageDraw.Draw(sheet)
-    for y, (text, photos) in zip(range(8, len(rows) * height, height), rows):
+    for row, text in enumerate(texts):
+        y = 8 + row * height
         draw.text((8, y), text, "black", font)
-        for x, (photo, note) in zip(range(8, sheet.width, side + 8), photos):
-            pixels, _, _ = common.read_crop(*photo, common.centre_crop(1.0), side)
+        for column, (n, score) in enumerate(zip(nearest[row], scores[row])):
+            x = 8 + column * width
+            [pixels] = common.read_crops(images, n, [common.centre_crop(1.0)], side)
             sheet.paste(Image.fromarray(pixels), (x, y + 22))
-            draw.text((x + side / 2, y + 22 + side), note, "grey", font, anchor="ma")
+            place = x + side / 2, y + 22 + side
+            draw.text(place, f"{score:.2f}", "grey", font, anchor="ma")
     sheet.save(path)
 
 
-PIVOTS = ("fr", "de")
+# ------------------------------------------------------------------------------ back-translation
+
+PIVOTS = "fr", "de"
 
 
 @torch.no_grad()
 def backtranslate(args, device, batch_size=64):
-    """`--backtranslate`: every training caption to French and to German and back [Sec. 4.1], a line for each in the file
+    """`--backtranslate`: every training caption to French and to German and back [Sec. 4.1]
 
-    {"caption", "fr", "de"}. A batch is written as soon as it is done; started again, it goes on from there.
+    Writes lines {"caption", "fr", "de"}, a batch as soon as it is done: started again, it goes on.
     """
-    if "RANK" in os.environ:
-        fail("--backtranslate is one process's work: start it without torchrun")
-    data = common.caption_data(args.data, args.root, args.train_split, args.fraction, args.captions_per_image, args.seed)
-    path = Path(args.backtranslations)
+    check("RANK" not in os.environ, "--backtranslate is one process's work: start it without torchrun")
+    train, path = load_train(args), Path(args.backtranslations)
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = read_round_trips(path)
-    common.write_file(path, lambda file: file.writelines(f"{json.dumps(row)}\n".encode() for row in done.values()))  # without half a line
-    wanted = [caption for caption in dict.fromkeys(data.captions) if caption not in done]
+    done = read_translations(path)
+    lines = "".join(json.dumps(row) + "\n" for row in done.values())  # without half a line
+    common.write_file(path, lambda file: file.write(lines.encode()))
+    wanted = [caption for caption in dict.fromkeys(train.captions) if caption not in done]
     wanted.sort(key=len)  # captions of a batch are padded to the longest
     say(f"{len(done)} captions are in {path} already, {len(wanted)} to translate")
     if not wanted:
         return
-    translators = {pair: translator(args.translator.format(*pair), device, args.amp) for pivot in PIVOTS for pair in (("en", pivot), (pivot, "en"))}
-    for first in progress(range(0, len(wanted), batch_size), desc="round trips", unit=" batches"):
-        batch = wanted[first : first + batch_size]
-        trips = {pivot: translators[pivot, "en"](translators["en", pivot](batch)) for pivot in PIVOTS}
-        common.append_line(path, "\n".join(json.dumps(dict(zip(("caption", *trips), row))) for row in zip(batch, *trips.values())))
+    there, back = {}, {}
+    for pivot in PIVOTS:
+        there[pivot] = load_translator(args.translator.format("en", pivot), device, args.amp)
+        back[pivot] = load_translator(args.translator.format(pivot, "en"), device, args.amp)
+    starts = range(0, len(wanted), batch_size)
+    for start in progress(starts, desc="back-translation", unit=" batches"):
+        batch = wanted[start : start + batch_size]
+        columns = [batch, *(back[pivot](there[pivot](batch)) for pivot in PIVOTS)]
+        rows = [dict(zip(("caption", *PIVOTS), row)) for row in zip(*columns)]
+        common.append_line(path, "\n".join(json.dumps(row) for row in rows))
     say(f"{path} is complete")
 
 
-def translator(name, device, amp):
-    """-> function [text, ...] -> [translation, ...]"""
+def load_translator(name, device, amp):
+    """-> function: list of texts -> list of their translations"""
     transformers = language.quiet_transformers()
     with language.loading(name, "--translator"):
-        tokenizer, model = transformers.AutoTokenizer.from_pretrained(name), transformers.AutoModelForSeq2SeqLM.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(name)
     model.to(device).eval()
+    settings = {"num_beams": 1, "do_sample": False, "max_new_tokens": 2 * MAX_TOKENS}
 
     def translate(texts):
         inputs = tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(device)
         with common.autocast(device, amp):
-            tokens = model.generate(**inputs, num_beams=1, do_sample=False, max_new_tokens=2 * MAX_TOKENS)
+            tokens = model.generate(**inputs, **settings)
         return tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
     return translate
 
 
-def read_round_trips(path):
-    """-> {caption: {"caption", "fr", "de"}} of the file; half a last line, of a killed run, is left out"""
+def read_translations(path):
+    """-> {caption: {"caption", "fr", "de"}}; half a last line, of a killed run, is left out"""
     rows = {}
-    if os.path.isfile(path):
-        with open(path, "rb") as file:
-            for n, line in enumerate(file, 1):
-                try:
-                    row = json.loads(line)
-                except (json.JSONDecodeError, UnicodeDecodeError):
-                    if not line.endswith(b"\n"):
-                        break
-                    row = None
-                if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("caption", *PIVOTS)):
-                    fail(f'{path}, line {n}: expected {{"caption", {", ".join(map(json.dumps, PIVOTS))}}} with a text each')
-                rows[row["caption"]] = row
+    lines = Path(path).read_bytes().splitlines(keepends=True) if os.path.isfile(path) else []
+    for n, line in enumerate(lines, 1):
+        row = None
+        try:
+            row = json.loads(line)
+        except ValueError:
+            if not line.endswith(b"\n"):
+                break
+        texts = [row.get(key) for key in ("caption", *PIVOTS)] if isinstance(row, dict) else [None]
+        expected = f'{path}, line {n}: expected {{"caption", "fr", "de"}} with a text each'
+        check(all(isinstance(text, str) for text in texts), expected)
+        rows[row["caption"]] = row
     return rows
 
 
 def read_backtranslations(path, captions):
-    """-> for each language the round trips of all captions, packed in their order"""
-    rows = read_round_trips(path)
+    """For each pivot language the back-translations of all captions, in their order"""
+    rows = read_translations(path)
     missing = sum(caption not in rows for caption in captions)
     if missing:
-        fail(f"{missing} of {len(captions)} captions have no round trip in {path}: write them with the same command and --backtranslate, or take --caption-views sibling")
+        hint = "write them with the same command and --backtranslate, or take --caption-views sibling"
+        fail(f"{missing} of {len(captions)} captions have no back-translation in {path}: {hint}")
     return [common.PackedStrings(rows[caption][pivot] for caption in captions) for pivot in PIVOTS]
 
 

@@ -1,509 +1,580 @@
-"""TP: a backbone learned by naming what the captions of a photo speak of.
+"""TP: a backbone learned by predicting what the captions of a photo mention.
 
-Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020, Sec. 3.1.
+Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020,
+Sec. 3.1.
 
-Captions are turned into labels once: their nouns, adjectives and verbs, the clusters that a language model sorts them
-into (Eq. 1), their topics or their tokens. Then a convolutional network learns to predict all labels of a photo, with
-one softmax over them (Eq. 2). Annotated tags (TP-Label) and rotations (RotNet, which needs neither captions nor tags and
-is the paper's start for VGG-16) are trained by the same loop, as the baselines that they are.
+Captions are turned into labels once: their nouns, adjectives and verbs, the clusters of their
+[CLS] vectors (Eq. 1), or their topics. A convolutional network is then trained to predict all
+labels of a photo, with one softmax over them (Eq. 2). The paper's baselines run through the same
+loop: annotated tags, and rotations, from which its VGG-16 starts [App. F.1].
 
     laptop        python tp.py
-    own photos    python tp.py --data photos.jsonl --arch resnet18 --image-size 112 --epochs 60 --batch-size 32 --lr 0.03
+    own photos    python tp.py --data photos.jsonl
     one GPU       python tp.py --data coco
     eight GPUs    torchrun --nproc_per_node=8 tp.py --data coco
-    two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 tp.py --data coco
-                  (with --output on a file system that both see)
-    VGG-16        torchrun --nproc_per_node=8 tp.py --data coco --labels rotation --output runs/rotation
-                  torchrun --nproc_per_node=8 tp.py --data coco --arch vgg16 --init runs/rotation/backbone.pth
-    tags          python tp.py --predict photo.jpg --weights runs/tp/checkpoint.pth
+    two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
+                      --rdzv-endpoint=HOST:29400 tp.py --data coco   (on both; shared --output)
+    VGG-16        torchrun --nproc_per_node=8 tp.py --data coco --labels rotation \\
+                      --output runs/rotation
+                  torchrun --nproc_per_node=8 tp.py --data coco --arch vgg16 \\
+                      --init runs/rotation/backbone.pth
+    labels        python tp.py --predict photo.jpg --weights runs/tp/checkpoint.pth
 
-What to expect: the loss starts near ln K, the logarithm of the number of labels, and drops at once to that of naming the
-frequent labels for every photo. It never comes near zero: a photo with n labels asks for 1/n on each of them and costs
-ln n at best. (lda has a loss of its own: a binary cross-entropy summed over the topics, from 0.7 K.) Whether the backbone sees shows in the validation scores, which are logged beside those of predicting
-label frequencies.
+What to expect: the loss starts near ln K, K being the number of labels, and falls at once to that
+of predicting the label frequencies for every photo. It never comes near zero: a photo with n
+labels costs at least ln n. (Topics have another loss, a binary cross-entropy that starts near
+0.7 K.) The validation scores show whether the backbone sees: they stand beside those of the label
+frequencies. A run that does not get above these wants more iterations, or fewer and better labels:
+look into concepts.json, then try a smaller --num-labels, --pos nn, or --tagger spacy.
 """
 
-import functools
 import math
 import os
-import sys
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import sentencepiece
 import torch
 import torch.nn.functional as F
 from scipy import sparse
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
 
 import common
 import language
-import probe
-from common import fail, progress, say
+from common import check, count, fail, positive_share, progress, say
 
-LABELS = ("postag", "cluster", "lda", "tokens", "instances", "rotation")
+try:
+    import eval_linear
+except ModuleNotFoundError:  # copied without it: no probe at the end
+    eval_linear = None
 
-DEFAULTS = {
-    #                    on shapes               on real data (the paper's, App. F.1)
-    #                    labels      rotation    ResNet       VGG-16       VGG-16, rotation
-    "image_size":       (64,         64,         224,         224,         224),
-    "crop_min":         (0.7,        0.7,        0.2,         0.2,         0.2),          # ours
-    "colour_jitter":    (0.25,       0.25,       1.0,         1.0,         1.0),          # ours
-    "batch_size":       (32,         32,         128,         128,         128),
-    "iters":            (1200,       500,        100_000,     100_000,     120_000),
-    "optimizer":        ("radam",    "radam",    "sgd",       "radam",     "radam"),
-    "lr":               (1e-3,       1e-3,       3e-2,        1e-4,        1e-3),
-    "weight_decay":     (1e-4,       1e-5,       1e-4,        1e-3,        1e-5),
-    "steps":            ((0.8,),     (0.8,),     (),          (0.8, 0.9),  (5 / 6, 11 / 12)),
-    "lm":               ("scratch",  None,       "bert-base-uncased", "bert-base-uncased", None),  # Sec. 3.1
-    "lm_iters":         (400,        None,       20_000,      20_000,      None),         # ours
-    "log_every":        (10,         10,         20,          20,          20),
-    "validate_every":   (400,        200,        5000,        5000,        5000),
-    "checkpoint_every": (200,        200,        2000,        2000,        2000),
-    "probe_images":     (2000,       2000,       10_000,      10_000,      10_000),
-}  # fmt: skip
+LABELS = "postag", "cluster", "lda", "instances", "rotation"
+POS = "nn", "nn+adj", "nn+adj+vb"
+TAGGERS = "textblob", "spacy"
+two_or_more = common.number(int, "2 or more", lambda n: n >= 2)  # a type of flags
 
-NUM_LABELS = {
-    #           shapes  ResNet  VGG-16
-    "postag":  (5000,   5000,   1000),    # Sec. 4.3, Tab. 2 (VGG-16: also 10K)
-    "cluster": (200,    1000,   1000),    # Tab. 2 (also 10K)
-    "lda":     (40,     40,     40),      # Sec. 4.2
-    "tokens":  (10_000, 10_000, 10_000),  # VirTex Sec. 4.2
-}  # fmt: skip
+# fmt: off
+RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1]
+    "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
+    "image_size":       (64,         112,        224),
+    "crop_min":         (0.7,        0.2,        0.2),                  # ours
+    "colour_jitter":    (0.25,       1.0,        1.0),                  # ours
+    "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.1
+    "lm_iters":         (400,        4000,       20_000),               # ours
+    "optimizer":        ("radam",    "sgd",      "sgd"),                # App. F.1
+    "batch_size":       (32,         32,         128),                  # App. F.1
+    "iters":            (1200,       None,       100_000),              # App. F.1
+    "epochs":           (None,       60.0,       None),
+    "lr":               (1e-3,       3e-2,       3e-2),                 # App. F.1
+    "steps":            ([0.8],      [],         []),                   # App. F.1
+    "weight_decay":     (1e-4,       1e-4,       1e-4),                 # App. F.1
+    "log_every":        (10,         20,         20),
+    "validate_every":   (400,        2000,       5000),
+    "checkpoint_every": (200,        500,        2000),
+    "probe_images":     (2000,       10_000,     10_000),
+}
+# What the paper does otherwise with VGG-16, and with the rotations that VGG-16 begins with.
+VGG16 = {"optimizer": "radam", "lr": 1e-4, "weight_decay": 1e-3, "steps": [0.8, 0.9]}  # App. F.1
+ROTATION = {"arch": "vgg16", "optimizer": "radam", "lr": 1e-3, "weight_decay": 1e-5,
+            "iters": 120_000, "steps": [5 / 6, 11 / 12]}  # App. F.1
+NUM_LABELS = {"postag": 5000, "cluster": 1000, "lda": 40}  # Sec. 4.3, Tab. 2, Sec. 4.2
+# fmt: on
 
 
 def get_args(argv=None):
-    parser = common.flag_parser("tp", __doc__, DEFAULTS, on_shapes=2)
+    parser = common.flag_parser("tp", __doc__)
 
-    labels = parser.add_argument_group("labels")
-    labels.add_argument("--labels", choices=LABELS, default="postag", help="what is predicted; postag is best in the paper [Sec. 3.1, Sec. 4]")
-    labels.add_argument("--pos", choices=("nn", "nn+adj", "nn+adj+vb"), default="nn+adj+vb", help="postag: parts of speech that become labels [Tab. 4]")
-    labels.add_argument("--num-labels", type=int, help="K: the most frequent words, clusters, topics, or tokens; fewer where the captions hold fewer [Tab. 2, 4] (default 5000 words, with vgg16 1000; 1000 clusters, 200 on shapes; 40 topics; 10000 tokens)")
-    labels.add_argument("--tagger", choices=("textblob", "spacy"), default="textblob", help="postag: spacy is the paper's and more careful; it needs a download")
-    labels.add_argument("--lm", help="cluster: a BERT-like model of the hub, a local folder, or scratch: a small one trained on the captions [Sec. 3.1]")
-    labels.add_argument("--lm-iters", type=int, help="iterations of --lm scratch; more for more captions [ours]")
+    add = parser.add_argument_group("labels").add_argument
+    add("--labels", choices=LABELS, default=LABELS[0], help="what is predicted [Sec. 3.1, 4]")
+    add("--num-labels", type=two_or_more, help="K words, clusters or topics, at most [Tab. 2, 4]")
+    add("--pos", choices=POS, default=POS[-1], help="postag: nouns, adjectives, verbs [Tab. 4]")
+    add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="postag: spacy is the paper's and "
+        "more careful; it needs a download")  # fmt: skip
+    add("--lm", help="cluster: a BERT-like model of the hub, a local folder, or scratch: a small "
+        "one, trained on the captions [Sec. 3.1]")  # fmt: skip
+    add("--lm-iters", type=count, help="iterations of --lm scratch; more for more captions")
 
-    model = parser.add_argument_group("model")
-    model.add_argument("--arch", choices=sorted(common.BACKBONES), help="resnet50 [Sec. 4.3] or vgg16 [Sec. 4] for the paper's numbers, resnet18 for small data or a CPU (default resnet18 on shapes, resnet50 on real data, there vgg16 for rotation). Of two defaults of another flag the second is vgg16's")
-    model.add_argument("--init", help="start from this backbone.pth; VGG-16 wants one of --labels rotation [App. F.1]")
+    add = parser.add_argument_group("model").add_argument
+    add("--arch", choices=common.BACKBONES, help="resnet18 for small data or a CPU")
+    add("--init", help="start from this backbone.pth; vgg16 needs that of --labels rotation")
 
-    optim = parser.add_argument_group("optimisation")
-    optim.add_argument("--batch-size", type=int, help="images per iteration over all processes; rotation shows each in four ways [App. F.1; Gidaris et al. 2018]")
-    optim.add_argument("--iters", type=int, help="iterations; scale with the number of images [App. F.1]")
-    optim.add_argument("--epochs", type=float, help="length in passes over the images, instead of --iters")
-    common.add_recipe_flags(optim)
-    optim.add_argument("--validate-every", type=int, help="iterations between validation scores")
-    optim.add_argument("--val-images", type=int, default=5000, help="score at most this many images of the validation split, drawn once [ours]")
+    add = parser.add_argument_group("optimizer and validation").add_argument
+    add("--optimizer", choices=("sgd", "radam"), help="radam for vgg16; the other needs its --lr")
+    add("--steps", type=positive_share, nargs="*", help="radam: shares of the run after which the "
+        "learning rate falls to a tenth; empty: it falls by a cosine, as with sgd")  # fmt: skip
+    add("--validate-every", type=count, help="iterations, rounded up to a multiple of --log-every")
+    add("--val-images", type=count, default=5000, help="validate on at most this many, drawn once")
 
-    use = parser.add_argument_group("use of a trained model")
-    use.add_argument("--weights", help="a checkpoint.pth of this script")
-    use.add_argument("--predict", nargs="+", metavar="IMAGE", help="print the ten most likely labels of these photos")
+    add = parser.add_argument_group("use of a trained model").add_argument
+    add("--predict", nargs="+", metavar="IMAGE", help="print the ten most likely labels of photos")
+    add("--weights", help="a checkpoint.pth of this script")
 
-    args = parser.parse_args(argv)
-    given = {flag for flag, value in vars(args).items() if value is not None}
-    shapes, rotation = args.data == "shapes", args.labels == "rotation"
-    args.arch = args.arch or ("resnet18" if shapes else "vgg16" if rotation else "resnet50")
-    vgg = args.arch == "vgg16"
-    column = 3 + rotation if vgg else 2
-    defaults = {flag: (row[rotation], row[column]) for flag, row in DEFAULTS.items()}
-    args = common.fill_defaults(args, defaults, scaled=("lr",))
-    common.check_recipe(args, given, defaults["optimizer"][not shapes])
-    if args.labels not in NUM_LABELS and "num_labels" in given:
-        fail(f"--num-labels goes with {', '.join(NUM_LABELS)}: {args.labels} has as many as it has")
-    if args.num_labels is None and args.labels in NUM_LABELS:
-        args.num_labels = NUM_LABELS[args.labels][0 if shapes else 1 + vgg]
-    if args.num_labels is not None and args.num_labels < 2 or args.lm_iters is not None and args.lm_iters < 1:
-        fail("--num-labels must be at least 2, --lm-iters at least 1")
-    if args.validate_every < 1 or args.val_images < 1:
-        fail("--validate-every and --val-images must be at least 1")
+    args = common.parse(parser, argv, choose_recipe(argv), scaled=("lr",))
+    if args.num_labels and args.labels not in NUM_LABELS:
+        names = ", ".join(NUM_LABELS)
+        parser.error(f"--num-labels goes with {names}: {args.labels} has as many as it has")
+    if args.optimizer == "sgd" and args.steps:
+        parser.error("--steps goes with --optimizer radam: sgd follows a cosine")
     if bool(args.predict) != bool(args.weights):
-        fail("--weights FILE goes with --predict IMAGE..." if args.weights else "--predict needs --weights FILE")
+        parser.error("--weights FILE goes with --predict IMAGE...")
     return args
 
 
+def choose_recipe(argv):
+    """The recipe for these flags; the paper's depends on --arch and --labels -> {flag: default}"""
+    given = common.look(argv, "--arch", "--labels")
+    labels = given.labels or LABELS[0]
+    other = {}
+    if labels == "rotation" and given.arch in (None, "vgg16"):
+        other = ROTATION
+    elif given.arch == "vgg16":
+        other = VGG16
+    table = {flag: (*row[:2], other.get(flag, row[2])) for flag, row in RECIPES.items()}
+    recipe = common.choose_recipe(table, argv)
+
+    recipe["num_labels"] = NUM_LABELS.get(labels)
+    if labels == "postag" and given.arch == "vgg16":
+        recipe["num_labels"] = 1000  # Tab. 2
+    if labels == "cluster" and recipe["recipe"] == "demo":
+        recipe["num_labels"] = 200
+    return recipe
+
+
 def main(args):
-    world = common.start_processes()
+    world = common.start()
     device, args.amp = world.device, common.choose_amp(world.device, args.amp)
     if args.predict:
-        return predict_photos(args, device)
-    run = common.Run(args, "tp", world)
-    checkpoint = run.begin()
-    initial = common.load_backbone(args.arch, args.init) if args.init and not checkpoint else None
+        return predict_photos(args.predict, args.weights, device)
 
-    # Data: photos, and labels made of their captions, once. A photo without any label is left out.
-    train, val = (
-        common.caption_data(args.data, args.root, args.train_split, args.fraction, args.captions_per_image, args.seed),
-        common.caption_data(args.data, args.root, args.val_split),
-    )
-    run.same_data(checkpoint, train, val)
-    labelled = probe.probe_data(args, train, val)
-    if args.labels == "rotation":
-        names, images, targets, val_images, val_targets = ROTATIONS, train.images, None, val.images, None
-    else:
-        with common.main_first(world):
-            labels = cached_labels(args, train, val, run, device)
-        names = labels.names
-        images, targets = with_labels(train.images, labels.train, args.train_split)
-        val_images, val_targets = with_labels(val.images, labels.val, args.val_split)
-    if len(val_images) > args.val_images:
-        drawn = np.sort(np.random.default_rng(args.seed).permutation(len(val_images))[: args.val_images])
-        val_images, val_targets = type(val_images)(val_images[i] for i in drawn), None if val_targets is None else val_targets[drawn]
-    iters = math.ceil(args.epochs * len(images) / args.batch_size) if args.epochs else args.iters
-    say(f"{len(images)} photos ({len(val_images)} for validation), {len(names)} labels; {iters} iterations of {args.batch_size}")
+    # Data: photos, and labels made of their captions. Photos without a label are left out.
+    subset = args.fraction, args.captions_per_image, args.seed
+    train = common.caption_data(args.data, args.root, args.train_split, *subset)
+    val = common.caption_data(args.data, args.root, args.val_split)
+    run = common.Run(args, "tp", world, train, val)
+    probe = eval_linear and eval_linear.Probe(args, train, val)
+    initial = None
+    if args.init and not run.checkpoint:  # now: a wrong file is refused before labels are made
+        initial = common.load_backbone(args.init, args.arch)
+    with common.main_first(world):
+        labels = load_labels(args, train, val, run.folder, device)
+    rows = labelled_rows(labels.train, len(train), args.train_split)
+    val_rows = labelled_rows(labels.val, len(val), args.val_split)
+    drawn = np.random.default_rng(args.seed).permutation(len(val_rows))[: args.val_images]
+    val_rows = val_rows[np.sort(drawn)]
+    names, size = labels.names, len(rows)
+    iters = args.iters or math.ceil(args.epochs * size / args.batch_size)
+    say(f"{size} photos ({len(val_rows)} for validation), {len(names)} labels; {iters} iterations")
 
-    # Model, optimiser, and where an earlier run stopped.
+    # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = TagPredictor(args.arch, len(names))
     if initial:
         model.backbone = initial
     model.to(device, memory_format=torch.channels_last)
-    optimizer = common.build_optimizer(args, model.parameters())
+    weights = model.parameters()
+    optimizer = common.build_optimizer(args.optimizer, weights, args.lr, args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    start, best = run.restore(checkpoint, parts)
-    checkpoint = None
+    run.resume(model=model, optimizer=optimizer, scaler=scaler)
     if args.compile:
         model.compile()
-    parallel = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if world.size > 1 else model
+    parallel = common.data_parallel(model, world).train()
 
-    sampler = common.InfiniteSampler(len(images), args.batch_size, world, args.seed, start)
-    together = functools.partial(collate, targets=targets, mirrored=language.mirrored_labels(names))
-    loader = common.make_loader(TagView(images, args), sampler, args.batch_size // world.size, args.workers, together, device)
-    feed = common.Feed(loader, device, run, images)
-    validation = functools.partial(validate, model, TagView(val_images, args, training=False), val_targets, args, device)
-
-    parallel.train()
-    bar = progress(total=iters, initial=start, unit=" its", desc="tp")
-    with common.StopSignals() as stop:
-        for iteration, batch in zip(range(start + 1, iters + 1), feed):
-            factor = common.learning_rate_factor(args, iteration - 1, iters)
-            for group in optimizer.param_groups:
-                group["lr"] = args.lr * factor
-
-            pixels = common.augment(batch["images"], batch["jitter"])
-            wanted = batch.get("targets")
-            if args.labels == "rotation":
-                pixels, wanted = four_rotations(pixels)
-            with common.autocast(device, args.amp):
-                logits = parallel(pixels)
-            loss = label_loss(logits, wanted, args.labels)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            bar.update()
-
-            stopping = common.any_process(world, bool(stop.number))
-            saving = stopping or iteration % args.checkpoint_every == 0 or iteration == iters
-            logging, validating = iteration % args.log_every == 0, iteration % args.validate_every == 0 and iteration < iters
-            if saving or logging or validating:  # the only places that wait for the device
-                value = common.average(world, loss.detach()).item()
-                run.check_finite(iteration, {"loss": value})
-                bar.set_postfix(loss=f"{value:.3f}")
-            scores = {}
-            if validating and world.is_main:
-                scores = {f"validation_{name}": score for name, score in validation().items()}
-                say(f"iteration {iteration}: " + ", ".join(f"{name.replace('_', ' ')} {score:.2f}" for name, score in scores.items()))
-            if logging or validating:
-                run.log(iteration, feed, loss=value, lr=args.lr * factor, **scores)
-            if args.probe_every and iteration % args.probe_every == 0 and world.is_main:
-                best = probe.keep_best(run, iteration, model.backbone, labelled, best, device)
-            if saving:
-                run.save(iteration, **{name: part.state_dict() for name, part in parts.items()}, best=best, names=names)
-            if stopping:
-                bar.close()
-                say(f"stopped after iteration {iteration}: checkpoint written, the same command goes on from there")
-                sys.exit(128 + stop.number)
-    bar.close()
+    crops = {"size": args.image_size, "crop_min": args.crop_min, "jitter": args.colour_jitter}
+    samples = common.Samples(partial(sample, train.images, rows, **crops), size, args.seed)
+    val_samples = common.Samples(partial(sample, val.images, val_rows, **crops), len(val_rows))
+    swap = language.left_right_swap(names)
+    validation = partial(validate, model, val_samples, labels.val, args, device)
+    validate_every = math.ceil(args.validate_every / args.log_every) * args.log_every
+    batches = partial(collate, labels=labels.train, swap=swap)
+    for iteration, batch in run.steps(samples, batches, iters, probe, model.backbone, names=names):
+        factor = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
+        common.set_lr(optimizer, factor)
+        images, targets = common.augment(batch["images"], batch["jitter"]), batch.get("targets")
+        if args.labels == "rotation":
+            images, targets = four_rotations(images)
+        with common.autocast(device, args.amp):
+            logits = parallel(images)
+        loss = label_loss(logits, targets, args.labels)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scores = {}
+        if iteration % validate_every == 0 and iteration < iters and world.is_main:
+            scores = validation()
+            say(f"iteration {iteration}, validation: {in_words(scores)}")
+        scores = {f"validation_{name}": score for name, score in scores.items()}
+        run.log(loss=loss, lr=args.lr * factor, **scores)
 
     # The backbone is the result; the probe says what it is worth.
-    common.end_processes(world)
-    if not world.is_main:
-        return
-    run.save_weights("backbone.pth", model.backbone.state_dict())
-    result = {"validation": validation()}
-    say("validation: " + ", ".join(f"{name} {score:.2f}" for name, score in result["validation"].items()))
-    if targets is not None:
-        result["label_frequencies"] = tag_scores(np.broadcast_to(targets.mean(0), val_targets.shape), val_targets, args.labels)
-        say("by label frequencies alone: " + ", ".join(f"{name} {score:.2f}" for name, score in result["label_frequencies"].items()))
-    run.finish(**result, **probe.final_probe(run, model.backbone, labelled, best, device))
+    if world.is_main:
+        run.save_weights("backbone.pth", model.backbone)
+        result = {"validation": validation()}
+        say(f"validation: {in_words(result['validation'])}")
+        if args.labels != "rotation":
+            targets = labels.val[val_rows].toarray()
+            always = np.tile(labels.train[rows].mean(0), (len(targets), 1))
+            result["label_frequencies"] = tag_scores(always, targets, args.labels)
+            say(f"by label frequencies alone: {in_words(result['label_frequencies'])}")
+        run.finish(probe, model.backbone, **result)
 
 
-# ------------------------------------------------------------------------------------------ captions to labels
+# ---------------------------------------------------------------------------- captions to labels
 
 
 class Labels(NamedTuple):
-    """names: K labels in words.  train, val: sparse (N, K), multi-hot or, for lda, topic probabilities."""
+    """names: K labels in words.  train, val: sparse (N, K), one row per image of the split.
+
+    Rows are multi-hot, for lda probabilities. Rotations need none: train and val are None.
+    """
 
     names: list
-    train: sparse.csr_array
-    val: sparse.csr_array
+    train: sparse.csr_array | None
+    val: sparse.csr_array | None
 
 
-# What labels are made of, beside captions and tags: with any other value of these they are made anew.
-LABEL_FLAGS = ("labels", "pos", "num_labels", "tagger", "lm", "lm_iters", "seed")
+ROTATIONS = ["0°", "90°", "180°", "270°"]
+# What labels are made with. Another value of one of these: they are made again.
+LABEL_FLAGS = "labels", "pos", "num_labels", "tagger", "lm", "lm_iters", "seed"
 
 
-def cached_labels(args, train, val, run, device):
-    """The labels of this run, from labels.npz in its folder when they are there already -> Labels"""
+def load_labels(args, train, val, folder, device):
+    """The labels of --labels, made once and kept in labels.npz -> Labels"""
+    if args.labels == "rotation":
+        return Labels(ROTATIONS, None, None)
+    number, seed = args.num_labels, args.seed
+    lm = {"lm": args.lm, "lm_iters": args.lm_iters, "device": device, "amp": args.amp}
+    make = {
+        "postag": lambda: postag_labels(train, val, number, args.pos, args.tagger, folder),
+        "cluster": lambda: cluster_labels(train, val, number, seed, folder, **lm),
+        "lda": lambda: lda_labels(train, val, number, seed),
+        "instances": lambda: instance_labels(train, val),
+    }
 
     def build():
-        if args.labels == "instances":
-            labels = instance_labels(train, val)
-        else:
-            kept = [common.filter_captions(data, language.words_of) for data in (train, val)]
-            if not all(len(data.captions) for data in kept):
-                fail(f"--labels {args.labels} needs captions of 3 to 25 words in both splits")
-            labels = {"postag": postag_labels, "cluster": cluster_labels, "lda": lda_labels, "tokens": token_labels}[args.labels](args, *kept, run, device)
-        return {"names": np.array(labels.names), **language.sparse_parts("train", labels.train), **language.sparse_parts("val", labels.val)}
+        labels = make[args.labels]()
+        rows = language.sparse_parts("train", labels.train)
+        rows |= language.sparse_parts("val", labels.val)
+        return {"names": np.array(labels.names), **rows}
 
-    made_of = {"data": (train.digest(), val.digest()), **{flag: getattr(args, flag) for flag in LABEL_FLAGS}}
-    arrays = common.cached_arrays(run.folder / "labels.npz", made_of, build)
+    flags = {flag: getattr(args, flag) for flag in LABEL_FLAGS}
+    made_of = {"data": (train.digest(), val.digest()), **flags}
+    arrays = common.cached_arrays(folder / "labels.npz", made_of, build)
     names = arrays["names"].tolist()
-    return Labels(names, *(language.sparse_from(split, arrays, len(names)) for split in ("train", "val")))
+    rows = [language.sparse_from(split, arrays, len(names)) for split in ("train", "val")]
+    return Labels(names, *rows)
 
 
-def postag_labels(args, train, val, run, device):
-    """TP-Postag: the K most frequent nouns, adjectives and verbs, each present where a caption holds the word [Sec. 3.1]."""
-    concepts = language.count_concepts(train.captions, args.tagger)
-    common.write_json(run.folder / "concepts.json", concepts)
-    names = list(language.top_concepts(concepts, args.pos, args.num_labels))
-    return Labels(names, *(language.concept_labels(data, names) for data in (train, val)))
+def usable_captions(train, val, labels):
+    """Both splits with the captions that labels are made of [Sec. 4, Datasets]"""
+    splits = [language.filter_captions(data, language.words_of) for data in (train, val)]
+    enough = all(len(data.captions) for data in splits)
+    check(enough, f"--labels {labels} needs captions of 3 to 25 words in both splits")
+    return splits
 
 
-def token_labels(args, train, val, run, device):
-    """The set of the captions' SentencePiece tokens, as VirTex's token classification has it."""
-    captions = progress(train.captions, desc="tokenizer", unit=" captions")
-    model = language.train_tokenizer((language.clean(caption) for caption in captions), args.num_labels)
-    common.write_file(run.folder / "tokenizer.model", lambda file: file.write(model))
-    tokenizer, first = sentencepiece.SentencePieceProcessor(model_proto=model), language.MASK + 1
-    names = [tokenizer.id_to_piece(token) for token in range(first, tokenizer.get_piece_size())]
+def postag_labels(train, val, number, pos, tagger, folder):
+    """TP-Postag: the K most frequent nouns, adjectives and verbs [Sec. 3.1]
 
-    def labels_of(caption):
-        return (token - first for token in tokenizer.encode(language.clean(caption)) if token >= first)
-
-    return Labels(names, *(language.caption_labels(data, labels_of, len(names)) for data in (train, val)))
-
-
-def instance_labels(train, val):
-    """TP-Label: the annotated tags [Sec. 4]."""
-    if not train.tag_names or train.tag_names != val.tag_names:
-        fail('--labels instances needs tags, the same in both splits: annotations/instances_{split}.json for coco, "tags" in a .jsonl')
-    return Labels(train.tag_names, *(language.multi_hot((data.tags_of(i) for i in range(len(data))), len(data.tag_names)) for data in (train, val)))
-
-
-def cluster_labels(args, train, val, run, device, passes=5):
-    """TP-Cluster: k-means on the [CLS] vectors; an image has the clusters of all its captions [Sec. 3.1, Eq. 1].
-
-    Five passes in mini-batches from random captions as centres [ours], and vectors that lie on the disk in half
-    precision: memory holds the centres, one batch and its distances. A label is called by the three captions nearest to
-    its centre.
+    A label is present when one of the image's captions holds the word.
     """
-    from sklearn.cluster import MiniBatchKMeans
+    train, val = usable_captions(train, val, "postag")
+    concepts = language.count_concepts(train.captions, tagger)
+    common.write_json(folder / "concepts.json", concepts)
+    names = language.top_concepts(concepts, pos, number)
+    rows = [language.concept_labels(data, names) for data in (train, val)]
+    return Labels(names, *rows)
 
-    tokenizer, model = language.language_model(args, train.captions, run.folder / "language_model", device, masked_words=False)
-    if len(train.captions) < 10 * args.num_labels:
-        say(f"note: {len(train.captions)} captions are few for {args.num_labels} clusters: a smaller --num-labels gives labels that several photos share")
-    path, number, clusters = run.folder / "caption_vectors.npy", len(train.captions), min(args.num_labels, len(train.captions))
-    vectors = np.lib.format.open_memmap(path, "w+", np.float16, (number + len(val.captions), model.config.hidden_size))
+
+def cluster_labels(train, val, number, seed, folder, lm, lm_iters, device, amp):
+    """TP-Cluster: the clusters of an image's captions [Sec. 3.1, Eq. 1]"""
+    train, val = usable_captions(train, val, "cluster")
+    captions, size = train.captions, len(train.captions)
+    clusters = min(number, size)
+    if size < 10 * number:
+        say(f"note: {size} captions are few for {number} clusters: "
+            "with a smaller --num-labels photos share more labels")  # fmt: skip
+    kept, settings = folder / "language_model", (device, lm_iters, seed, amp)
+    read = language.language_model
+    tokenizer, model = read(lm, captions, kept, *settings, masked_words=False)
+    path = folder / "caption_vectors.npy"
+    vectors = array_on_disk(path, (size + len(val.captions), model.config.hidden_size))
+    embed_captions(tokenizer, model, captions, vectors[:size], device, amp)
+    embed_captions(tokenizer, model, val.captions, vectors[size:], device, amp)
+    kmeans = train_kmeans(vectors[:size], clusters, seed)
+    cluster, distance = assign_clusters(kmeans, vectors)
+    path.unlink()
+    names = cluster_names(captions, cluster[:size], distance[:size], clusters)
+    rows = image_clusters(train, cluster[:size], clusters)
+    return Labels(names, rows, image_clusters(val, cluster[size:], clusters))
+
+
+def array_on_disk(path, shape):
+    """A half-precision array in the file `path`: the captions of VG would not fit into memory."""
+    array = np.lib.format.open_memmap(path, "w+", np.float16, shape)
     try:
-        with open(path, "r+b") as file:  # a hole in the file would end the program without a word when the disk fills up
+        with open(path, "r+b") as file:  # else a disk that fills up later would kill the process
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     except OSError as error:
         path.unlink()
-        fail(f"{path} cannot be written ({error.strerror}): clustering needs {vectors.nbytes / 1e9:.1f} GB there for a while", everywhere=False)
-    language.embed_captions(tokenizer, model, train.captions, vectors[:number], device, args.amp)
-    language.embed_captions(tokenizer, model, val.captions, vectors[number:], device, args.amp)
+        needed = f"clustering needs {array.nbytes / 1e9:.1f} GB there for a while"
+        fail(f"{path} cannot be written ({error.strerror}): {needed}", everywhere=False)
+    return array
 
-    size, rng = max(4096, 2 * clusters), np.random.default_rng(args.seed)
-    kmeans = MiniBatchKMeans(clusters, init="random", batch_size=size, random_state=args.seed)  # k-means++: minutes at 10K
+
+def embed_captions(tokenizer, model, captions, vectors, device, amp, batch_size=256):
+    """psi(c)_[CLS] of Eq. 1, from the last layer, before the pooler -> into vectors (N, d_w)"""
+    first = range(0, len(captions), batch_size)
+    for n in progress(first, desc="caption vectors", unit=" batches"):
+        batch = [captions[i] for i in range(n, min(n + batch_size, len(captions)))]
+        settings = {"padding": True, "truncation": True, "max_length": 64, "return_tensors": "pt"}
+        inputs = tokenizer(batch, **settings).to(device)
+        with common.autocast(device, amp):
+            hidden = model.base_model(**inputs).last_hidden_state
+        vectors[n : n + len(batch)] = hidden[:, 0].float().cpu().numpy()
+
+
+def train_kmeans(vectors, clusters, seed, passes=5):
+    """Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2 -> scikit-learn's
+
+    vectors: (N, d_w). In mini-batches, which memory can hold, from random vectors: k-means++ would
+    take minutes at 10K clusters. [ours]
+    """
+    from sklearn.cluster import MiniBatchKMeans
+
+    number, size, rng = len(vectors), max(4096, 2 * clusters), np.random.default_rng(seed)
+    kmeans = MiniBatchKMeans(clusters, init="random", batch_size=size, random_state=seed)
     for _ in progress(range(passes), desc="k-means", unit=" passes"):
         order = rng.permutation(number)
-        batches = np.array_split(order, max(1, number // size))  # none smaller than the number of clusters
+        batches = np.array_split(order, max(1, number // size))  # none has fewer than `clusters`
         for batch in progress(batches, desc="pass", unit=" batches", leave=False):
             kmeans.partial_fit(vectors[np.sort(batch)].astype(np.float32))
-    cluster, distance = np.empty(len(vectors), np.int32), np.empty(len(vectors), np.float32)
-    for first in progress(range(0, len(vectors), 4096), desc="clusters", unit=" batches"):
-        distances = kmeans.transform(vectors[first : first + 4096].astype(np.float32))
-        cluster[first : first + 4096], distance[first : first + 4096] = distances.argmin(1), distances.min(1)
-    path.unlink()
-
-    nearest = [{} for _ in range(clusters)]  # dicts keep their order and each caption once
-    for n in np.argsort(distance[:number]):
-        if len(nearest[cluster[n]]) < 3:
-            nearest[cluster[n]][train.captions[n]] = None
-
-    def of_images(data, cluster):
-        return language.multi_hot((set(cluster[data.first_caption[i] : data.first_caption[i + 1]].tolist()) for i in range(len(data))), clusters)
-
-    return Labels([" | ".join(captions) for captions in nearest], of_images(train, cluster[:number]), of_images(val, cluster[number:]))
+    return kmeans
 
 
-def lda_labels(args, train, val, run, device, passes=10):
-    """TP-LDA: topic probabilities; a document is all captions of an image [Sec. 4, Additional TP models].
+def assign_clusters(kmeans, vectors, batch_size=4096):
+    """y of Eq. 1: the nearest centre of each vector -> clusters (N,), distances (N,)"""
+    cluster = np.empty(len(vectors), np.int32)
+    distance = np.empty(len(vectors), np.float32)
+    for n in progress(range(0, len(vectors), batch_size), desc="clusters", unit=" batches"):
+        part = slice(n, n + batch_size)
+        distances = kmeans.transform(vectors[part].astype(np.float32))
+        cluster[part], distance[part] = distances.argmin(1), distances.min(1)
+    return cluster, distance
 
-    English stop words are left out, 10K words kept [ours]. A label is called by the five words most likely in its topic.
+
+def cluster_names(captions, cluster, distance, clusters):
+    """A cluster is called by the three captions nearest to its centre [ours] -> [name]"""
+    nearest = [[] for _ in range(clusters)]
+    for n in np.argsort(distance):
+        chosen = nearest[cluster[n]]
+        if len(chosen) < 3 and captions[n] not in chosen:
+            chosen.append(captions[n])
+    return [" | ".join(chosen) for chosen in nearest]
+
+
+def image_clusters(data, cluster, clusters):
+    """cluster: that of each caption -> (images, clusters) sparse"""
+    per_image = np.split(cluster, data.first_caption[1:-1])
+    return language.multi_hot((set(part.tolist()) for part in per_image), clusters)
+
+
+def lda_labels(train, val, number, seed, passes=10):
+    """TP-LDA: topic probabilities; a document is all captions of an image [Sec. 4]
+
+    Without English stop words, of the 10K most frequent words. A topic is called by its five most
+    probable words. [ours]
     """
     from sklearn.decomposition import LatentDirichletAllocation
     from sklearn.feature_extraction.text import CountVectorizer
 
-    documents = lambda data: (" ".join(data.captions_of(i)) for i in progress(range(len(data)), desc="words", unit=" images"))
-    vectorizer = CountVectorizer(stop_words="english", analyzer="word", token_pattern=r"[^\W\d_]{2,}", max_features=10_000)
+    train, val = usable_captions(train, val, "lda")
+    word = r"[^\W\d_]{2,}"
+    vectorizer = CountVectorizer(stop_words="english", token_pattern=word, max_features=10_000)
     try:
-        counts = vectorizer.fit_transform(documents(train)), vectorizer.transform(documents(val))
-    except ValueError:
+        counts = vectorizer.fit_transform(documents(train))
+    except ValueError:  # an empty vocabulary
         fail("--labels lda finds no word in the captions that is not a stop word")
-    rng, number = np.random.default_rng(args.seed), len(train)
-    lda = LatentDirichletAllocation(args.num_labels, learning_method="online", total_samples=number, random_state=args.seed)
+    rng, size = np.random.default_rng(seed), len(train)
+    lda = LatentDirichletAllocation(number, total_samples=size, random_state=seed)
     for _ in progress(range(passes), desc="topics", unit=" passes"):
-        for batch in np.array_split(rng.permutation(number), max(1, number // 1024)):
-            lda.partial_fit(counts[0][batch])
-
-    def probabilities(matrix):
-        parts = [lda.transform(matrix[first : first + 1024]) for first in progress(range(0, matrix.shape[0], 1024), desc="topics of images")]
-        return sparse.csr_array(np.concatenate(parts).astype(np.float32) * (np.diff(matrix.indptr) > 0)[:, None])  # no word, no topic
-
+        for batch in np.array_split(rng.permutation(size), max(1, size // 1024)):
+            lda.partial_fit(counts[batch])
     words = vectorizer.get_feature_names_out()
     names = [", ".join(words[np.argsort(-weights)[:5]]) for weights in lda.components_]
-    return Labels(names, *map(probabilities, counts))
+    val_counts = vectorizer.transform(documents(val))
+    return Labels(names, topic_probabilities(lda, counts), topic_probabilities(lda, val_counts))
 
 
-def with_labels(images, labels, split):
-    """The images that have a label, and the labels; those without are counted in the log."""
-    kept = np.flatnonzero(labels.sum(1) > 0)
-    if not len(kept):
-        fail(f"no image of the split {split} has a label")
-    if len(kept) < len(images):
-        say(f"{len(images) - len(kept)} of {len(images)} images of the split {split} have no label and are left out")
-    return type(images)(images[i] for i in kept), labels[kept]
+def documents(data):
+    for i in progress(range(len(data)), desc="words", unit=" images"):
+        yield " ".join(data.captions_of(i))
 
 
-# ------------------------------------------------------------------------------------------ samples and batches
+def topic_probabilities(lda, counts, batch_size=1024):
+    """counts: (N, words) sparse -> (N, topics) sparse; an image without words has no topic"""
+    first = range(0, counts.shape[0], batch_size)
+    batches = progress(first, desc="topics of images", unit=" batches")
+    rows = np.concatenate([lda.transform(counts[n : n + batch_size]) for n in batches])
+    rows[np.diff(counts.indptr) == 0] = 0
+    return sparse.csr_array(rows.astype(np.float32))
 
 
-class TagView(Dataset):
-    """One photo, cropped and mirrored at random (or, not `training`, centred)."""
-
-    def __init__(self, images, args, training=True):
-        self.images, self.args, self.training = images, args, training
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, key):
-        (epoch, index) = key if self.training else (0, key)
-        return common.photo_sample(self.images, index, self.args, common.sample_rng(self.args.seed, epoch, index), self.training)
+def instance_labels(train, val):
+    """TP-Label: the annotated tags [Sec. 4]"""
+    same = train.tag_names and train.tag_names == val.tag_names
+    check(same, "--labels instances needs tags, the same in both splits: "
+          'annotations/instances_{split}.json for coco, "tags" in a .jsonl')  # fmt: skip
+    number = len(train.tag_names)
+    tags = [map(data.tags_of, range(len(data))) for data in (train, val)]
+    rows = [language.multi_hot(per_image, number) for per_image in tags]
+    return Labels(train.tag_names, *rows)
 
 
-def collate(samples, targets=None, mirrored=None):
-    """-> images uint8 (B, size, size, 3), jitter (B, 4), and targets (B, K) when there are any
+def labelled_rows(labels, number, split):
+    """Which of the `number` images of a split have a label; the others are counted in the log."""
+    if labels is None:  # rotations
+        return np.arange(number)
+    rows = np.flatnonzero(labels.sum(1) > 0)
+    check(len(rows), f"no image of the split {split} has a label")
+    missing = number - len(rows)
+    if missing:
+        say(f"{missing} of {number} images of the split {split} have no label and are left out")
+    return rows
 
-    targets: sparse (N, K).  mirrored: (K,) which label takes the place of each when a photo is mirrored.
+
+# --------------------------------------------------------------------------- samples and batches
+
+
+def sample(images, rows, index, rng, size, crop_min, jitter):
+    """The photo images[rows[index]] and the row of its labels; rng None: centred"""
+    row = int(rows[index])
+    return {**common.photo(images, row, rng, size, crop_min, jitter), "row": row}
+
+
+def collate(samples, labels, swap):
+    """-> images uint8 (B, size, size, 3), jitter (B, 4), and targets (B, K) unless labels is None
+
+    swap: (K,) which label takes the place of each in a mirrored photo.
     """
     batch = common.collate_photos(samples)
-    if targets is not None:
-        batch["targets"] = language.label_rows(samples, targets, mirrored)
+    if labels is not None:
+        rows = [sample["row"] for sample in samples]
+        mirrored = [sample["mirrored"] for sample in samples]
+        batch["targets"] = language.label_rows(labels, rows, mirrored, swap)
     return batch
 
 
-ROTATIONS = ["0°", "90°", "180°", "270°"]
-
-
 def four_rotations(images):
-    """RotNet (Gidaris et al. 2018) shows every image in four ways at once -> images (4B, 3, h, w), labels (4B, 4)"""
+    """RotNet (Gidaris et al. 2018): each image in four ways -> (4B, 3, h, w), targets (4B, 4)"""
     turned = torch.cat([torch.rot90(images, k, (2, 3)) for k in range(4)])
-    return turned.contiguous(memory_format=torch.channels_last), torch.eye(4, device=images.device).repeat_interleave(len(images), 0)
+    targets = torch.eye(4, device=images.device).repeat_interleave(len(images), 0)
+    return turned.contiguous(memory_format=torch.channels_last), targets
 
 
-# ------------------------------------------------------------------------------------------ model and loss
+# -------------------------------------------------------------------------------- model and loss
 
 
 class TagPredictor(nn.Module):
-    """tp(phi(I)): a backbone and a head that scores K labels. (B, 3, h, w) -> logits (B, K)"""
+    """tp(phi(I)): a backbone, and a head that scores K labels. (B, 3, h, w) -> logits (B, K)"""
 
     def __init__(self, arch, num_labels):
         super().__init__()
         self.backbone = common.build_backbone(arch)
-        self.head = common.tag_head(arch, self.backbone.channels, num_labels)
+        self.head = language.tag_head(arch, self.backbone.channels, num_labels)
 
     def forward(self, images):
         return self.head(self.backbone(images))
 
 
 def label_loss(logits, targets, labels):
-    """Eq. 2; for topics the binary cross-entropy instead [Sec. 4, Additional TP models], summed over the topics [ours]."""
+    """Eq. 2, or for topics the binary cross-entropy [Sec. 4], summed over the topics [ours]
+
+    logits, targets: (B, K) -> scalar
+    """
     if labels == "lda":
-        return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="sum") / len(targets)
-    return common.tag_loss(logits, targets)
+        losses = F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none")
+        return losses.sum(1).mean()
+    return language.tag_loss(logits, targets)  # Eq. 2
 
 
-# ------------------------------------------------------------------------------------------ validation
+# ------------------------------------------------------------------------------------ validation
 
 
 @torch.no_grad()
-def validate(model, view, targets, args, device):
-    """Scores on the validation split, each photo centred -> {"loss", "top1", "top5", "mAP"} (rotation: loss and top1)"""
+def validate(model, samples, labels, args, device):
+    """Loss and tag_scores on the validation split, each photo centred -> {name: score}"""
     model.eval()
-    logits, rows = [], []
-    loader = DataLoader(view, 64, num_workers=args.workers, collate_fn=functools.partial(collate, targets=targets), worker_init_fn=common.ignore_signals)
-    for batch in progress(loader, desc="validation", unit=" batches", leave=False):
-        pixels, wanted = common.augment(batch["images"].to(device)), batch.get("targets")
-        if targets is None:
-            pixels, wanted = four_rotations(pixels)
+    logits, targets = [], []
+    batches = partial(collate, labels=labels, swap=None)
+    for batch in common.validation_batches(samples, args.workers, batches, device):
+        images, wanted = common.augment(batch["images"]), batch.get("targets")
+        if args.labels == "rotation":
+            images, wanted = four_rotations(images)
         with common.autocast(device, args.amp):
-            logits.append(model(pixels).float().cpu())
-        rows.append(wanted.cpu())
+            logits.append(model(images).float().cpu())
+        targets.append(wanted.cpu())
     model.train()
-    logits, rows = torch.cat(logits), torch.cat(rows)
-    loss = label_loss(logits, rows, args.labels).item()
-    return {"loss": loss, **tag_scores(logits.numpy(), sparse.csr_array(rows.numpy()), args.labels)}
+    logits, targets = torch.cat(logits), torch.cat(targets)
+    loss = label_loss(logits, targets, args.labels).item()
+    return {"loss": loss, **tag_scores(logits.numpy(), targets.numpy(), args.labels)}
 
 
 def tag_scores(scores, targets, labels):
-    """How well `scores` (N, K) rank the labels -> {name: percent}
+    """How well `scores` (N, K) rank the labels `targets` (N, K) -> {name: percent}
 
-    top1, top5: images one of whose 1 or 5 best-scored labels is right. mAP: mean over the labels that occur of the
-    average precision. Of topics those count as right that make up a tenth of the captions or more [ours].
+    top1, top5: images of which one of the 1 or 5 best-scored labels is right. mAP: average
+    precision, mean over the labels that occur. Of topics those are right that make up a tenth of
+    the captions or more [ours]. Rotations have top1 alone.
     """
     from sklearn.metrics import average_precision_score
 
-    right = targets.toarray() >= (0.1 if labels == "lda" else 0.5)
-    ranked = torch.from_numpy(np.array(scores)).topk(min(5, scores.shape[1])).indices.numpy()
-    hits = np.take_along_axis(right, ranked, 1)
+    right = targets >= (0.1 if labels == "lda" else 0.5)
+    best = torch.from_numpy(scores).topk(min(5, scores.shape[1])).indices.numpy()
+    hits = np.take_along_axis(right, best, 1)
     result = {"top1": 100 * float(hits[:, 0].mean())}
-    if labels != "rotation":
-        occurring = np.flatnonzero(right.any(0))
-        precision = [average_precision_score(right[:, k], scores[:, k]) for k in progress(occurring, desc="mAP", unit=" labels", leave=False)]
-        result |= {"top5": 100 * float(hits.any(1).mean())} | ({"mAP": 100 * float(np.mean(precision))} if precision else {})
+    if labels == "rotation":
+        return result
+    result["top5"] = 100 * float(hits.any(1).mean())
+    occurring = np.flatnonzero(right.any(0))
+    precisions = []
+    for k in progress(occurring, desc="mAP", unit=" labels", leave=False):
+        precisions.append(average_precision_score(right[:, k], scores[:, k]))
+    if precisions:
+        result["mAP"] = 100 * float(np.mean(precisions))
     return result
 
 
-# ------------------------------------------------------------------------------------------ labels for photos
+def in_words(scores):
+    return ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
+
+
+# ----------------------------------------------------------------------------- labels for photos
 
 
 @torch.no_grad()
-def predict_photos(args, device):
-    """`--predict`: print the ten most likely labels of each photo, in words."""
-    content = common.read_checkpoint(args.weights)
-    if not isinstance(content, dict) or content.get("script") != "tp":
-        fail(f"{args.weights} is no checkpoint.pth of tp.py (a backbone alone has no labels)")
+def predict_photos(paths, weights, device):
+    """`--predict`: print the ten most likely labels of each photo."""
+    content = common.read_checkpoint(weights)
+    ours = isinstance(content, dict) and content.get("script") == "tp"
+    check(ours, f"{weights} is no checkpoint.pth of tp.py (a backbone alone has no labels)")
     names, trained = content["names"], content["args"]
     model = TagPredictor(trained["arch"], len(names))
     model.load_state_dict(content["model"])
     model.to(device).eval()
-    photos = common.ImageFiles(args.predict)
-    photos.check("check the path")
-    for n, (pixels, readable) in enumerate(common.CropView(photos, trained["image_size"], part=1.0)):
+    photos = common.ImageFiles(paths)
+    photos.check_files("check the path")
+    squares = common.CropView(photos, trained["image_size"], part=1.0)
+    for path, (pixels, readable) in zip(paths, squares):
         if not readable:
-            say(f"{photos[n]}: cannot be decoded, is it a photo?")
+            say(f"{path}: cannot be decoded, is it a photo?")
             continue
         logits = model(common.augment(torch.from_numpy(pixels)[None].to(device)))[0]
-        probabilities = logits.sigmoid() if trained["labels"] == "lda" else logits.softmax(0)
-        say(f"{photos[n]}")
-        for probability, label in zip(*(part.tolist() for part in probabilities.topk(min(10, len(names))))):
-            say(f"  {100 * probability:5.1f}%  {names[label]}")
+        chances = logits.sigmoid() if trained["labels"] == "lda" else logits.softmax(0)
+        say(path)
+        best = chances.topk(min(10, len(names)))
+        for chance, k in zip(best.values.tolist(), best.indices.tolist()):
+            say(f"  {100 * chance:5.1f}%  {names[k]}")
 
 
 if __name__ == "__main__":
