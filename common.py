@@ -32,7 +32,9 @@ import time
 import zipfile
 import zlib
 from array import array
+from collections import OrderedDict
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,13 +42,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torchvision
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import ExifTags, Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
-from torchvision.models.resnet import BasicBlock, Bottleneck
-from torchvision.models.vgg import cfgs, make_layers
 from tqdm import tqdm
 
 # -------------------------------------------------------------------------------------- messages
@@ -87,7 +86,8 @@ def run(main, get_args):
     except KeyboardInterrupt:
         sys.exit("interrupted")
     except Unreadable as error:
-        fail(str(error).splitlines()[-1], everywhere=False)
+        last = str(error).splitlines()[-1]  # before it a worker's traceback, if it was in one
+        fail(last.removeprefix("common.Unreadable: "), everywhere=False)
     finally:  # workers ignore SIGTERM: after an error Python would wait for them for ever
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in multiprocessing.active_children():
@@ -343,111 +343,105 @@ def shapes_data(split):
     return data
 
 
-def read_json(path, lists, hint):
-    """The JSON object in `path`; lists: {its lists: the keys that their entries must have}."""
-    check(os.path.isfile(path), f"{path} not found: {hint}")
-    if os.path.getsize(path) > 50e6:
-        say(f"reading {path}")
-    try:
-        content = json.loads(Path(path).read_bytes())
-    except ValueError as error:
-        fail(f"{path} is not valid JSON ({error}): is the download complete?")
-    for name, keys in lists.items():
-        found = isinstance(content, dict) and isinstance(content.get(name), list)
-        check(found, f'{path} lacks the list "{name}": {hint}')
-        for n, entry in enumerate(content[name]):
-            for key in keys:
-                if not isinstance(entry, dict) or key not in entry:
-                    fail(f'{path}: entry {n} of "{name}" lacks "{key}"')
-    return content
+class Reading:
+    """`with Reading(path, expected) as at:` reads a file of the user, entry by entry.
+
+    Whatever is wrong in it ends the program with one line: the file, the entry `at.entry` that is
+    being read, the reason, and what was expected.
+    """
+
+    def __init__(self, path, expected):
+        self.path, self.expected, self.entry = path, expected, None
+        check(os.path.isfile(path), f"{path} not found: {expected}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, _):
+        if isinstance(error, KeyError):
+            error, kind = f"{error} is missing", ValueError
+        if kind and issubclass(kind, (ValueError, TypeError, AttributeError, RecursionError)):
+            entry = "" if self.entry is None else f", entry {self.entry}"
+            reason = " ".join(str(error).split())  # ijson's are of several lines
+            fail(f"{self.path}{entry}: {reason}. Expected: {self.expected}")
 
 
 COCO = (
-    "a COCO folder holds annotations/captions_{split}.json, instances_{split}.json if there are "
-    "labels, and the images in {split}/; name the splits with --train-split and --val-split"
+    "a COCO folder with annotations/captions_{split}.json, instances_{split}.json if there are "
+    "labels, and images in {split}/; name the splits with --train-split and --val-split"
 )
 
 
 def coco_data(root, split):
     """annotations/captions_{split}.json, images in {split}/, tags from instances_{split}.json."""
     path = os.path.join(root, "annotations", f"captions_{split}.json")
-    lists = {"images": ("id", "file_name"), "annotations": ("image_id", "caption")}
-    content = read_json(path, lists, COCO)
-    captions = {image["id"]: [] for image in content["images"]}
-    for n, entry in enumerate(content["annotations"]):
-        number = entry["image_id"]
-        known = number in captions
-        check(known, f'{path}: entry {n} of "annotations" names the unknown image_id {number}')
-        captions[number].append(str(entry["caption"]).strip())
+    with Reading(path, COCO) as at:
+        content = json.loads(Path(path).read_bytes())
+        files = {image["id"]: image["file_name"] for image in content["images"]}
+        captions = {image: [] for image in files}
+        for at.entry, row in enumerate(content["annotations"]):
+            captions[row["image_id"]].append(row["caption"].strip())
     tags, tag_names = {}, None
     if os.path.isfile(os.path.join(root, "annotations", f"instances_{split}.json")):
         tags, tag_names, _ = coco_instances(root, split)
     data = CaptionData(ImageFiles(), tag_names)
-    for image in content["images"]:
-        number, file = image["id"], os.path.join(root, split, image["file_name"])
-        data.add(file, captions[number], tags.get(number, ()))
+    for image, file in files.items():
+        data.add(os.path.join(root, split, file), captions[image], tags.get(image, ()))
     return data
 
 
 def coco_instances(root, split):
     """-> ({image id: sorted category indices}, category names by their ids, {image id: path})"""
     path = os.path.join(root, "annotations", f"instances_{split}.json")
-    lists = {
-        "images": ("id", "file_name"),
-        "annotations": ("image_id", "category_id"),
-        "categories": ("id", "name"),
-    }
-    content = read_json(path, lists, COCO)
-    categories = sorted(content["categories"], key=lambda category: category["id"])
-    index = {category["id"]: k for k, category in enumerate(categories)}
-    present = {image["id"]: set() for image in content["images"]}
-    for n, entry in enumerate(content["annotations"]):
-        known = entry["category_id"] in index and entry["image_id"] in present
-        check(known, f'{path}: entry {n} of "annotations" names an unknown image or category')
-        present[entry["image_id"]].add(index[entry["category_id"]])
-    paths = {i["id"]: os.path.join(root, split, i["file_name"]) for i in content["images"]}
-    tags = {image: sorted(found) for image, found in present.items()}
-    return tags, [category["name"] for category in categories], paths
+    with Reading(path, COCO) as at:
+        content = json.loads(Path(path).read_bytes())
+        categories = sorted(content["categories"], key=lambda category: category["id"])
+        index = {category["id"]: k for k, category in enumerate(categories)}
+        names = [category["name"] for category in categories]
+        paths = {i["id"]: os.path.join(root, split, i["file_name"]) for i in content["images"]}
+        present = {image: set() for image in paths}
+        for at.entry, row in enumerate(content["annotations"]):
+            present[row["image_id"]].add(index[row["category_id"]])
+        tags = {image: sorted(found) for image, found in present.items()}
+        return tags, names, paths
 
 
-VG = "a VG folder holds region_descriptions.json, image_data.json, VG_100K/ and VG_100K_2/"
+def json_list(path):
+    """Yield the entries of a list of 700 MB one by one; ValueError if it is not valid JSON."""
+    import ijson
+
+    try:
+        with open(path, "rb") as file:
+            yield from ijson.items(file, "item")
+    except ijson.JSONError as error:
+        raise ValueError(error) from error
+
+
+VG = "a VG folder with region_descriptions.json, image_data.json, VG_100K/ and VG_100K_2/"
 
 
 def vg_data(root, split):
     """Visual Genome: each region's phrase is a caption of its image. A fixed 103K / 5K split."""
-    import ijson  # reads a list of 700 MB entry by entry
-
-    def entries(name):
-        path = os.path.join(root, name)
-        check(os.path.isfile(path), f"{path} not found: {VG}")
-        try:
-            with open(path, "rb") as file:
-                yield from ijson.items(file, "item")
-        except (ijson.JSONError, UnicodeDecodeError) as error:
-            fail(f"{path} is not valid JSON ({error}): is the download complete?")
-
     check(split in ("train", "val"), f'--data vg has the splits "train" and "val", not "{split}"')
-    paths = {}
-    for n, image in enumerate(entries("image_data.json")):
-        try:
-            paths[image["image_id"]] = os.path.join(root, *image["url"].split("/")[-2:])
-        except (KeyError, TypeError, AttributeError):
-            fail(f'{root}/image_data.json: entry {n} lacks "image_id" or "url"')
-    ids = np.random.default_rng(0).permutation(sorted(paths)).tolist()  # everybody's split alike
+    path, files = os.path.join(root, "image_data.json"), {}
+    with Reading(path, VG) as at:
+        for at.entry, image in enumerate(json_list(path)):
+            files[image["image_id"]] = image["url"].split("/")[-2:]
+    ids = np.random.default_rng(0).permutation(sorted(files)).tolist()  # everybody's split alike
     num_val = min(5000, len(ids) // 10)
     wanted = set(ids[:num_val] if split == "val" else ids[num_val:])
-    data = CaptionData(ImageFiles())
-    regions = progress(entries("region_descriptions.json"), desc="captions", total=len(paths))
-    for n, entry in enumerate(regions):
-        try:
-            phrases = [region["phrase"].strip() for region in entry["regions"]]
-            number = entry["id"]
-        except (KeyError, TypeError, AttributeError):
-            where = f"{root}/region_descriptions.json: entry {n}"
-            fail(f'{where} lacks "id", the list "regions", or a "phrase" in it')
-        if number in wanted:
-            data.add(paths[number], [phrase for phrase in phrases if phrase])
+
+    data, path = CaptionData(ImageFiles()), os.path.join(root, "region_descriptions.json")
+    with Reading(path, VG) as at:
+        entries = progress(json_list(path), desc="captions", total=len(files))
+        for at.entry, image in enumerate(entries):
+            phrases = [region["phrase"].strip() for region in image["regions"]]
+            if image["id"] in wanted:
+                data.add(os.path.join(root, *files[image["id"]]), [p for p in phrases if p])
     return data
+
+
+JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} in each line'
 
 
 def jsonl_data(path, root, split):
@@ -456,18 +450,25 @@ def jsonl_data(path, root, split):
     Relative images start from `root` (default: the file's folder). When no line names a split,
     "val" is a fixed random twentieth of the lines and any other name is the rest.
     """
-    check(os.path.isfile(path), f"{path} not found: --data takes a file of one JSON object a line")
     root, index, splits = root or os.path.dirname(path), {}, []
     data = CaptionData(ImageFiles(), [])
-    with open(path, "rb") as file:
-        for n, line in enumerate(progress(file, desc=os.path.basename(path), unit=" lines"), 1):
+    with Reading(path, JSONL) as at, open(path, "rb") as file:
+        bar = progress(file, desc=os.path.basename(path), unit=" lines")
+        for at.entry, line in enumerate(bar, 1):
             if not line.strip():
                 continue
-            image, captions, tags, name = jsonl_row(line, f"{path}, line {n}")
-            tags = sorted({index.setdefault(tag, len(index)) for tag in tags})
-            captions = [caption.strip() for caption in captions if caption.strip()]
-            data.add(os.path.join(root, image), captions, tags)
-            splits.append(name)
+            row = json.loads(line)
+            if "caption" in row and "captions" not in row:
+                raise ValueError('has "caption", but the key is "captions", a list of strings')
+            for key in ("captions", "tags"):
+                if not isinstance(row.setdefault(key, []), list):
+                    raise ValueError(f'"{key}" must be a list of strings')
+            captions = [caption.strip() for caption in row["captions"]]
+            tags = sorted({index.setdefault(str(tag), len(index)) for tag in row["tags"]})
+            data.add(os.path.join(root, row["image"]), filter(None, captions), tags)
+            if not isinstance(row.get("split"), str | None):
+                raise ValueError('"split" must be a string')
+            splits.append(row.get("split"))
     data.tag_names = list(index) or None
 
     named = sorted(set(splits) - {None})
@@ -479,24 +480,6 @@ def jsonl_data(path, root, split):
     order = np.random.default_rng(0).permutation(len(data))
     val, train = np.split(order, [max(1, len(data) // 20)])
     return data.select(np.sort(val if split == "val" else train).tolist())
-
-
-def jsonl_row(line, where):
-    """-> image, captions, tags, split or None; `where` is named in errors"""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        fail(f"{where}: not valid JSON ({error})")
-    expected = f'{where}: expected {{"image": "photo.jpg", "captions": ["..."]}}'
-    check(isinstance(row, dict) and isinstance(row.get("image"), str), expected)
-    misspelt = "caption" in row and "captions" not in row
-    check(not misspelt, f'{where}: has "caption", but the key is "captions", a list of strings')
-    captions, tags, split = row.get("captions", []), row.get("tags", []), row.get("split")
-    for strings in (captions, tags):
-        is_list = isinstance(strings, list) and all(isinstance(s, str) for s in strings)
-        check(is_list, f'{where}: "captions" and "tags" must be lists of strings')
-    check(isinstance(split, str | None), f'{where}: "split" must be a string')
-    return row["image"], captions, tags, split
 
 
 def swap_left_right(caption):
@@ -576,7 +559,8 @@ def read_crops(images, index, crops, size):
     """
     try:
         image = images.open(index)
-        ImageOps.exif_transpose(image, in_place=True)  # a phone held upright
+        if image.getexif().get(ExifTags.Base.Orientation, 1) > 1:  # a phone held upright
+            ImageOps.exif_transpose(image, in_place=True)  # only then: it decodes the whole photo
         width, height = image.size
         boxes = [crop(width, height) for crop in crops]
         if image.format == "JPEG":
@@ -744,51 +728,36 @@ def augment(images, jitter=None):
 # ------------------------------------------------------------------------------------- backbones
 
 
-class ResNet(torchvision.models.ResNet):
-    """torchvision's, with its key names and without the classifier -> (B, channels, H/32, W/32)"""
-
-    def __init__(self, block, layers, width=64):
-        super().__init__(block, layers, width_per_group=width)
-        self.channels = self.fc.in_features
-        del self.fc
-
-    def forward(self, x):
-        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        return self.layer4(self.layer3(self.layer2(self.layer1(x))))
-
-
-class VGG16(nn.Module):
-    """torchvision's vgg16_bn, with its key names and without the classifier -> (B, 512, H/32, W/32)
-
-    Batch norm as in DeeperCluster, whose linear classifiers the paper uses [ICMLM Sec. 4].
-    """
-
-    channels = 512
-
-    def __init__(self):
-        super().__init__()
-        self.features = make_layers(cfgs["D"], batch_norm=True)
-        for module in self.features:
-            if isinstance(module, nn.Conv2d):  # as torchvision does
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-                nn.init.zeros_(module.bias)
-
-    def forward(self, x):
-        return self.features(x)
-
-
-BACKBONES = {
-    "resnet18": functools.partial(ResNet, BasicBlock, (2, 2, 2, 2)),
-    "resnet50": functools.partial(ResNet, Bottleneck, (3, 4, 6, 3)),
-    "resnet101": functools.partial(ResNet, Bottleneck, (3, 4, 23, 3)),
-    "resnet50w2x": functools.partial(ResNet, Bottleneck, (3, 4, 6, 3), 128),  # wide_resnet50_2
-    "vgg16": VGG16,
+BACKBONES = {  # and their names in torchvision
+    "resnet18": "resnet18",
+    "resnet50": "resnet50",
+    "resnet101": "resnet101",
+    "resnet50w2x": "wide_resnet50_2",
+    "vgg16": "vgg16_bn",  # batch norm as in DeeperCluster, whose probes ICMLM uses [Sec. 4]
 }
 
 
 def build_backbone(arch):
-    """A randomly initialised backbone: (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32)"""
-    return BACKBONES[arch]()
+    """torchvision's, with its key names and without the classifier, randomly initialised
+
+    (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32)
+    """
+    from torchvision import models  # only here: --help does without the seconds that it takes
+
+    if arch == "vgg16":
+        layers = models.vgg.make_layers(models.vgg.cfgs["D"], batch_norm=True)
+        for module in layers:
+            if isinstance(module, nn.Conv2d):  # as torchvision does
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                nn.init.zeros_(module.bias)
+        parts, channels = {"features": layers}, 512
+    else:
+        model = getattr(models, BACKBONES[arch])()
+        names = "conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"
+        parts, channels = {name: getattr(model, name) for name in names}, model.fc.in_features
+    backbone = nn.Sequential(OrderedDict(parts))
+    backbone.channels = channels
+    return backbone
 
 
 def read_checkpoint(path):
@@ -837,19 +806,17 @@ def backbone_weights(content, path):
     for key in [key for key in state if key.endswith("running_mean")]:  # from before PyTorch 0.4.1
         state.setdefault(key.replace("running_mean", "num_batches_tracked"), torch.tensor(0))
 
-    matches = []
+    state = {key: value for key, value in state.items() if not CLASSIFIER.match(key)}
+    shapes, differences = {key: value.shape for key, value in state.items()}, {}
     for arch in BACKBONES:
         with torch.device("meta"):  # shapes without memory
             wanted = {key: value.shape for key, value in build_backbone(arch).state_dict().items()}
-        missing = [k for k, shape in wanted.items() if k not in state or state[k].shape != shape]
-        unexpected = [k for k in state if k not in wanted and not CLASSIFIER.match(k)]
-        matches.append((len(missing) + len(unexpected), arch, missing, unexpected))
-    wrong, arch, missing, unexpected = min(matches)
-    if wrong:
-        name = "vgg16 (with batch norm)" if arch == "vgg16" else arch
-        keys = f"missing {missing[:5]}, unexpected {unexpected[:5]}"
-        fail(f"{path} is no {name}, the closest match: {keys}")
-    return arch, {key: value for key, value in state.items() if not CLASSIFIER.match(key)}
+        differences[arch] = sorted({key for key, _ in shapes.items() ^ wanted.items()})
+    arch = min(BACKBONES, key=lambda arch: len(differences[arch]))
+    keys = differences[arch]
+    name = f"{BACKBONES[arch]} of torchvision, the closest match"
+    check(not keys, f"{path} is no {name}: it differs in {keys[:5]}")
+    return arch, state
 
 
 def load_backbone(path, arch=None):
@@ -954,39 +921,33 @@ def flag_parser(script, description):
     parser = Parser(description)
     add = parser.add_argument_group("data").add_argument
     add("--data", default="shapes", help="shapes (built in), coco, vg, or the path of a .jsonl")
-    add("--recipe", choices=RECIPES, help="defaults of the other flags: demo for shapes, small "
-        "for a .jsonl, paper for coco and vg; --help shows those of the --data beside it")  # fmt: skip
+    add(
+        "--recipe", choices=RECIPES, help="the other defaults: demo (shapes), small (.jsonl), paper"
+    )
     add("--root", help="folder of the data (default datasets/<name>; for a .jsonl its own)")
     add("--train-split", help="name of the training split")
     add("--val-split", help="name of the validation split")
-    add("--fraction", type=positive_share, default=1.0,
-        help="share of the images to train on [VirTex Fig. 4]")  # fmt: skip
+    add("--fraction", type=positive_share, default=1.0, help="of the images [VirTex Fig. 4]")
     add("--captions-per-image", type=count, help="train on this many captions [VirTex Fig. 4]")
     add("--image-size", type=count, help="side of the crops; the cost grows with its square")
-    add("--crop-min", type=positive_share,
-        help="smallest part of a photo that a crop may show; higher if captions tell of the whole")  # fmt: skip
-    add("--colour-jitter", type=share,
-        help="strength of the colour jitter; lower if captions name colours, 0 for none")  # fmt: skip
-    add("--workers", type=natural, default=min(8, os.cpu_count()),
-        help="data processes per process; more when data_wait in metrics.jsonl is above 0.05")  # fmt: skip
+    add("--crop-min", type=positive_share, help="smallest share of a photo that a crop shows")
+    add("--colour-jitter", type=share, help="strength; lower if captions name colours, 0 for none")
+    cores = min(8, os.cpu_count())
+    add("--workers", type=natural, default=cores, help="more when data_wait in metrics is > 0.05")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--batch-size", type=count, help="images per iteration over all processes")
     add("--iters", type=count, help="length in iterations; scale with the number of images")
     add("--epochs", type=positive, help="length in passes over the images, instead of --iters")
-    add("--lr", type=positive, help="peak learning rate; lower it when the loss is not finite")
-    add("--warmup", type=proper_share, default=0.0,
-        help="share of the run in which the learning rate rises")  # fmt: skip
-    add("--weight-decay", type=non_negative, default=1e-4,
-        help="raise it when few images are learned by heart")  # fmt: skip
+    add("--lr", type=positive, help="peak; lower it when the loss is not finite")
+    add("--warmup", type=proper_share, default=0.0, help="share of the run in which --lr rises")
+    add("--weight-decay", type=non_negative, default=1e-4, help="more for few images")
 
     add = parser.add_argument_group("run").add_argument
     add("--output", default=f"runs/{script}", help="the same command goes on from what is there")
     add("--fresh", action="store_true", help="forget what --output holds and start over")
-    add("--seed", type=seed_number, default=0,
-        help="of initialisation, order, augmentation and dropout")  # fmt: skip
-    add("--amp", choices=("bf16", "fp16", "off"),
-        help="precision (default bf16 where the device has it); fp16 for GPUs before Ampere")  # fmt: skip
+    add("--seed", type=seed_number, default=0, help="of all that is random")
+    add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
     add("--log-every", type=count, default=20, help="iterations between lines of metrics.jsonl")
     add("--checkpoint-every", type=count, help="iterations that a killed run can lose")
@@ -995,9 +956,7 @@ def flag_parser(script, description):
     add("--probe-data", choices=LABELLED, help="labelled images (default: the tags of --data)")
     add("--probe-root", help="folder of --probe-data")
     add("--probe-images", type=count, help="probe on at most this many training images")
-    add("--probe-every", type=natural, default=0,
-        help="iterations between probes on held-out training images; the best backbone is kept "
-        "as backbone_best.pth [VirTex Sec. 3]")  # fmt: skip
+    add("--probe-every", type=natural, default=0, help="iterations; keeps backbone_best.pth")
     return parser
 
 
@@ -1183,7 +1142,8 @@ class Run:
     def write_args(self):
         here = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
         git = subprocess.run(here, capture_output=True, text=True)
-        versions = {module.__name__: module.__version__ for module in (torch, torchvision, np)}
+        versions = {"torch": torch.__version__, "numpy": np.__version__}
+        versions["torchvision"] = version("torchvision")  # importing it takes seconds
         content = {"command": [sys.executable, *sys.argv], "processes": self.world.size}
         content["versions"] = {"python": sys.version.split()[0], **versions}
         if git.returncode == 0:

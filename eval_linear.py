@@ -3,387 +3,849 @@
     python eval_linear.py --weights runs/virtex/backbone.pth --data folder --root photos
     python eval_linear.py --weights runs/virtex/backbone.pth --data voc07 --root VOCdevkit
     python eval_linear.py --weights random --arch resnet50 --data voc07 --root VOCdevkit --runs 5
-    torchrun --nproc_per_node=8 eval_linear.py --weights FILE --data folder --root imagenet --protocol sgd-virtex
+    torchrun --nproc_per_node=8 eval_linear.py --weights runs/virtex/backbone.pth \\
+        --data folder --root imagenet --protocol sgd-virtex
 
-`--weights` takes a backbone.pth or checkpoint.pth of ours, an official VirTex checkpoint, MoCo, SwAV, VICReg, DINO or
-torchvision files, `imagenet` (torchvision's, downloaded) or `random`. The backbone is always in eval mode.
+--weights takes a backbone.pth or checkpoint.pth of ours, an official VirTex checkpoint, files of
+MoCo, SwAV, VICReg, DINO or torchvision, "imagenet" (torchvision's, downloaded) or "random".
+--data folder is the layout of ImageNet: {train,val}/<class>/<image>.
 
-    svm-virtex     one SVM per class on pooled features, C by cross-validation; mAP [VirTex Sec. 4.1, App. A.1]
-    svm-icmlm      the same on features pooled 2x2, 8192 for ResNet-50, with 40 costs; mAP [ICMLM App. F.2]
-    sgd-virtex     one linear layer trained with augmentation; top-1 [VirTex Sec. 4.1, App. A.1]
-    sgd-mct        one linear layer on features extracted once; top-1 [multimodal contrastive training, Sec. 4.2]
-    logreg-icmlm   the same, learning rate and weight decay by 25 trials on held-out training images; top-1 [ICMLM App. F.2]
-    layers         one linear layer after each of VGG-16's last three convolutions, with augmentation; mAP or top-1 [ICMLM Sec. 4]
+    protocol       classifier on the frozen backbone, which is always in eval mode       score
+    svm-virtex     one SVM per class on pooled features, cost by cross-validation        mAP
+    svm-icmlm      one SVM per class on features pooled 2x2, 40 costs                    mAP
+    sgd-virtex     linear layer, trained with augmentation                               top-1
+    sgd-mct        linear layer on features extracted once                               top-1
+    logreg-icmlm   the same; learning rate and weight decay chosen out of 25 trials      top-1
+    layers         linear layers on each of VGG-16's last three convolutions,            top-1
+                   trained with augmentation                                             or mAP
 
-SVMs and `layers` take images with several labels (voc07, coco, shapes) and with one (folder), the others folders only.
-Features extracted once stay in the output folder, and are found again for the same weights, images and size.
+The SVMs and `layers` take images with several labels (voc07, coco, shapes) and with one (folder),
+the others need one. Features that are extracted once are kept in the output folder and used again
+for the same weights, images and size. The training scripts end with svm-virtex: see `Probe`.
 """
 
-import argparse
 import functools
-import json
 import math
 import os
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-import torchvision
+from PIL import Image
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
 
 import common
-import probe
-from common import fail, progress, say
+from common import ImageFiles, check, fail, progress, say
 
-EXTRACTED = {  # protocols on features extracted once
-    #                crop: its part of the smaller side        cells x cells of the average pooling
-    "svm-virtex":   (224 / 256,                                1),  # VirTex App. A.1: resize 256, crop 224; 2048-d
-    "svm-icmlm":    (1.0,                                      2),  # ICMLM App. F.2: smallest side 224, crop 224; 8192-d
-    "sgd-mct":      (224 / 256,                                1),  # MCT Sec. 4.2: no augmentation; 2048-d; crop ours
-    "logreg-icmlm": (1.0,                                      1),  # ICMLM App. F.2; 2048-d
-}  # fmt: skip
-
+# fmt: off
+EXTRACTED = {  # protocols on features extracted once, without augmentation
+    #               crop: its share of the smaller side; average pooling in cells x cells
+    "svm-virtex":   (224 / 256, 1),  # [VirTex App. A.1] resize 256, crop 224; ResNet-50: 2048-d
+    "svm-icmlm":    (1.0,       2),  # [ICMLM App. F.2] smallest side 224, crop 224; 8192-d
+    "sgd-mct":      (224 / 256, 1),  # [contrastive paper Sec. 4.2] 2048-d; the crop is ours
+    "logreg-icmlm": (1.0,       1),  # [ICMLM App. F.2] 2048-d
+}
 TRAINED = {  # protocols trained by SGD with momentum 0.9
-    #                epochs  batch_size  lr
-    "sgd-virtex":   (100,    256,        0.3),   # VirTex Sec. 4.1: cosine, no weight decay
-    "sgd-mct":      (60,     256,        30.0),  # MCT Sec. 4.2: divided by 5 at three epochs, no weight decay
-    "logreg-icmlm": (100,    1024,       None),  # ICMLM App. F.2: cosine; epochs ours
-    "layers":       (100,    256,        0.01),  # ours, cosine and no weight decay too: the paper leaves them to its code
-}  # fmt: skip
+    #               epochs  batch  learning rate
+    "sgd-virtex":   (100,   256,   0.3),   # [VirTex Sec. 4.1, App. A.1] cosine, no weight decay
+    "sgd-mct":      (60,    256,   30.0),  # [contrastive paper Sec. 4.2] 3 steps, no weight decay
+    "logreg-icmlm": (100,   1024,  None),  # [ICMLM App. F.2] cosine; searched; the epochs are ours
+    "layers":       (100,   256,   0.01),  # [ICMLM Sec. 4] refers to its code: as sgd-virtex [ours]
+}
+# fmt: on
+PROTOCOLS = "svm-virtex", "svm-icmlm", "sgd-virtex", "sgd-mct", "logreg-icmlm", "layers"
+ONE_LABEL = "sgd-virtex", "sgd-mct", "logreg-icmlm"  # protocols for images with one label each
+COSTS = (0.01, 0.1, 1.0, 10.0)  # C of the SVMs [VirTex App. A.1]
 
-PROTOCOLS = (*EXTRACTED, *(name for name in TRAINED if name not in EXTRACTED))
+LABEL_SPLITS = {
+    "shapes": ("train", "val"),
+    "coco": ("train2017", "val2017"),
+    "voc07": ("trainval", "test"),
+    "folder": ("train", "val"),
+}
 
 
 def get_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=common.help_formatter({}))
-    parser.add_argument("--weights", required=True, help="a checkpoint file, imagenet or random")
-    parser.add_argument("--arch", choices=sorted(common.BACKBONES), help="needed for imagenet and random only: a file's is recognised")
-    parser.add_argument("--protocol", choices=PROTOCOLS, default="svm-virtex", help="svm-* for VOC07, COCO, small sets; layers for VGG-16; others for ImageNet")
-    parser.add_argument("--data", choices=sorted(common.LABEL_SPLITS), default="shapes", help="labelled images; folder is ImageNet's layout")
-    parser.add_argument("--root", help="folder of the data set (default datasets/<name>)")
-    parser.add_argument("--train-split", help="default: trainval for voc07, train2017 for coco, train otherwise")
-    parser.add_argument("--val-split", help="default: test for voc07, val2017 for coco, val otherwise")
-    parser.add_argument("--train-images", type=int, help="train on at most this many images, drawn by --seed (default 2000 for shapes, all otherwise)")
-    parser.add_argument("--image-size", type=int, default=224, help="side of the crops; the one the backbone was trained at is best [App. A.1]")
-    parser.add_argument("--runs", type=int, default=1, help="repeat with different seeds: mean and standard deviation (svm-virtex on a file draws nothing and repeats itself)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--output", help="folder of result.json and of the features (default runs/eval_linear)", default="runs/eval_linear")
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count()), help="data processes per process")
-    parser.add_argument("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision of the frozen backbone; off for numbers to report")
-
-    svm = parser.add_argument_group("svm-*")
-    svm.add_argument("--solver", choices=("torch", "liblinear"), help="torch solves all SVMs at once, liblinear is the paper's and slow (default torch)")
-    sgd = parser.add_argument_group("sgd-*, logreg-icmlm, layers")
-    sgd.add_argument("--epochs", type=int, help="passes over the training images (default the protocol's)")
-    sgd.add_argument("--batch-size", type=int, help="images per iteration over all processes (default the protocol's)")
-    sgd.add_argument("--lr", type=float, help="maximum (default the protocol's, scaled linearly with the batch size; logreg-icmlm searches its own)")
+    parser = common.Parser(__doc__)
+    add = parser.add_argument
+    add("--weights", required=True, help="a checkpoint file, imagenet or random")
+    add("--arch", choices=sorted(common.BACKBONES), help="for imagenet and random")
+    add("--protocol", choices=PROTOCOLS, default="svm-virtex", help="see above")
+    add("--data", choices=common.LABELLED, default="shapes", help="labelled images")
+    add("--root", help="folder of the data (default datasets/<name>)")
+    add("--train-split", help="default trainval for voc07, train2017 for coco, else train")
+    add("--val-split", help="default test for voc07, val2017 for coco, else val")
+    add("--train-images", type=common.count, help="at most; default 2000 for shapes, else all")
+    add("--image-size", type=common.count, default=224, help="best as in training [App. A.1]")
+    add("--runs", type=common.count, default=1, help="with other seeds: mean and deviation")
+    add("--seed", type=common.seed_number, default=0, help="of the first run")
+    add("--output", default="runs/eval_linear", help="folder of result.json and of features")
+    add("--workers", type=common.natural, default=min(8, os.cpu_count()), help="per process")
+    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off for numbers to report")
+    add = parser.add_argument_group("all but svm-* (defaults are the protocol's)").add_argument
+    add("--epochs", type=common.count, help="passes over the training images")
+    add("--batch-size", type=common.count, help="images per iteration over all processes")
+    add("--lr", type=common.positive, help="peak; the default scales with the batch size")
     args = parser.parse_args(argv)
 
-    train, val = common.LABEL_SPLITS[args.data]
-    args.train_split, args.val_split = args.train_split or train, args.val_split or val
-    if args.train_images is None and args.data == "shapes":
-        args.train_images = 2000
+    protocol = f"--protocol {args.protocol}"
     if args.weights in ("random", "imagenet") and not args.arch:
-        fail(f"--weights {args.weights} needs --arch")
+        parser.error(f"--weights {args.weights} needs --arch")
+    if args.data != "folder" and args.protocol in ONE_LABEL:
+        parser.error(f"{protocol} wants one label per image: --data folder")
+    if args.protocol not in TRAINED and (args.epochs or args.batch_size or args.lr):
+        parser.error(f"--epochs, --batch-size and --lr do not go with {protocol}: it has no SGD")
+    if args.protocol == "logreg-icmlm" and args.lr:
+        parser.error(f"--lr does not go with {protocol}, which searches for its learning rate")
+
+    # What was left out is the data set's and the protocol's.
+    train_split, val_split = LABEL_SPLITS[args.data]
+    args.train_split = args.train_split or train_split
+    args.val_split = args.val_split or val_split
+    if args.data == "shapes":
+        args.train_images = args.train_images or 2000
     if args.protocol in TRAINED:
-        fill_recipe(args)
-    elif (args.epochs, args.batch_size, args.lr) != (None, None, None):
-        fail(f"--epochs, --batch-size and --lr do not go with --protocol {args.protocol}, which solves its SVMs")
-    if args.solver and not args.protocol.startswith("svm"):
-        fail(f"--solver does not go with --protocol {args.protocol}, which has no SVMs")
-    if args.data != "folder" and args.protocol in ("sgd-virtex", "sgd-mct", "logreg-icmlm"):
-        fail(f"--protocol {args.protocol} wants one label per image: --data folder")
-    if min(args.runs, args.image_size, 1 if args.train_images is None else args.train_images) < 1 or args.workers < 0:
-        fail("--runs, --image-size and --train-images must be at least 1, --workers at least 0")
-    if not 0 <= args.seed < 2**32:
-        fail(f"--seed {args.seed} must be from 0 to {2**32 - 1}")
+        epochs, batch_size, lr = TRAINED[args.protocol]
+        args.epochs = args.epochs or epochs
+        args.batch_size = args.batch_size or batch_size
+        if lr:
+            args.lr = args.lr or lr * args.batch_size / batch_size
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        if args.batch_size % processes:
+            parser.error(f"--batch-size {args.batch_size} cannot be divided over {processes} "
+                         "processes: it is that of all together")  # fmt: skip
     return args
 
 
-def fill_recipe(args):
-    """Give --epochs, --batch-size and --lr the protocol's values where the user gave none."""
-    epochs, batch_size, lr = TRAINED[args.protocol]
-    if lr is None and args.lr is not None:
-        fail(f"--lr does not go with --protocol {args.protocol}, which searches for its learning rate")
-    args.epochs = epochs if args.epochs is None else args.epochs
-    args.batch_size = batch_size if args.batch_size is None else args.batch_size
-    common.check_batch_size(args.batch_size)
-    if lr is not None and args.lr is None:
-        args.lr = lr * args.batch_size / batch_size
-    if args.epochs < 1 or args.lr is not None and not args.lr > 0:
-        fail("--epochs must be at least 1, --lr above 0")
-
-
 def main(args):
-    world = common.start_processes()
+    world = common.start()
     try:
         os.makedirs(args.output, exist_ok=True)
     except OSError as error:
         fail(f"--output {args.output} cannot be made ({error.strerror})")
+
+    # The backbone and the labelled images.
     backbone = load_backbone(args.weights, args.arch, args.seed)
-    if args.protocol == "layers" and not isinstance(backbone, common.VGG16):
-        fail("--protocol layers looks at the last three convolutions of a VGG-16: --arch vgg16, or a file of one")
-    train, test = (probe.label_data(args.data, args.root, split) for split in (args.train_split, args.val_split))
-    if train.names != test.names:
-        fail(f"the splits have different classes: {sorted(set(train.names) ^ set(test.names))[:5]} are in one of them only")
+    if args.protocol == "layers" and not hasattr(backbone, "features"):
+        fail("--protocol layers is for VGG-16, its last three convolutions: --arch vgg16")
+    train = label_data(args.data, args.root, args.train_split)
+    test = label_data(args.data, args.root, args.val_split)
+    differing = sorted(set(train.names) ^ set(test.names))[:5]
+    check(train.names == test.names, f"the splits have different classes: {differing} in one only")
     if {"mAP", "top-1"} & set(train.names):
         fail("a class is called mAP or top-1, as the scores are: rename its folder")
     if args.train_images:
-        train = train.select(np.sort(np.random.default_rng(args.seed).permutation(len(train.images))[: args.train_images]))
-    say(f"{len(train.images)} training and {len(test.images)} test images of {len(train.names)} classes; {args.protocol}")
+        order = np.random.default_rng(args.seed).permutation(len(train.images))
+        train = train.select(np.sort(order[: args.train_images]))
+    sizes = f"{len(train.images)} training and {len(test.images)} test images"
+    say(f"{args.protocol}: {sizes} of {len(train.names)} classes")
 
-    scores = []
+    # Each run has a seed of its own.
+    runs = []
     for seed in range(args.seed, args.seed + args.runs):
         if args.weights == "random" and seed > args.seed:
             backbone = load_backbone(args.weights, args.arch, seed)
-        backbone.to(world.device, memory_format=torch.channels_last).eval().requires_grad_(False)
-        torch.manual_seed(seed)
-        if args.protocol in EXTRACTED:
-            fit, held = (extracted(backbone, data, f"features_{name}.npz", args, world) for name, data in (("train", train), ("test", test)))
-            torch.manual_seed(seed)  # features found again leave the generator where it was
-            if world.is_main:  # what follows is one process's work
-                classify = {"sgd-mct": sgd_mct, "logreg-icmlm": logreg_icmlm}.get(args.protocol, svm)
-                scores.append(classify(*fit, *held, train.names, args, world.device, seed))
-        else:
-            scores.append(augmented(backbone, train, test, args, world, seed))
+        backbone.to(world.device, memory_format=torch.channels_last)
+        backbone.eval().requires_grad_(False)
+        if args.protocol not in EXTRACTED:
+            runs.append(score_augmented(backbone, train, test, args, world, seed))
+            continue
+        how = args.image_size, *EXTRACTED[args.protocol], args.amp, args.workers, world
+        fit = kept_features(f"{args.output}/features_train.npz", backbone, train, *how)
+        held = kept_features(f"{args.output}/features_test.npz", backbone, test, *how)
+        torch.manual_seed(seed)  # the same, whether features were extracted or found
+        if world.is_main:
+            sgd = args.epochs, args.batch_size, args.lr
+            scores = score_features(args.protocol, fit, held, train.names, *sgd, world.device, seed)
+            runs.append(scores)
     common.end_processes(world)
-    if not world.is_main:
-        return
+    if world.is_main:
+        report(runs, train.names, args)
 
-    mean = {name: float(np.mean([score[name] for score in scores])) for name in scores[0]}
-    deviation = {name: float(np.std([score[name] for score in scores])) for name in scores[0]}
+
+def report(runs, classes, args):
+    """Print mean and standard deviation of the runs, {name: percent} each; write result.json."""
+    mean = {name: float(np.mean([scores[name] for scores in runs])) for name in runs[0]}
+    deviation = {name: float(np.std([scores[name] for scores in runs])) for name in runs[0]}
     width = max(map(len, mean))
-    for name in sorted(mean, key=lambda name: (name not in train.names, name)):
-        say(f"{name:{width}}  {mean[name]:6.2f}" + (f" ± {deviation[name]:.2f}" if args.runs > 1 else ""))
-    common.write_json(f"{args.output}/result.json", {"args": vars(args), "mean": mean, "std": deviation, "runs": scores})
+    for name in sorted(mean, key=lambda name: (name not in classes, name)):  # metrics come last
+        line = f"{name:{width}}  {mean[name]:6.2f}"
+        if len(runs) > 1:
+            line += f" ± {deviation[name]:.2f}"
+        say(line)
+    content = {"args": vars(args), "mean": mean, "std": deviation, "runs": runs}
+    common.write_json(f"{args.output}/result.json", content)
 
 
 def load_backbone(weights, arch, seed):
-    """-> backbone; its classifier, if the file has one, is left behind"""
+    """weights: "random", "imagenet" or a file -> the backbone, its classifier left behind"""
     torch.manual_seed(seed)
     if weights == "random":
         return common.build_backbone(arch)
-    if weights == "imagenet":
-        name = {"resnet50w2x": "wide_resnet50_2", "vgg16": "vgg16_bn"}.get(arch, arch)
-        try:
-            state = torchvision.models.get_model_weights(name)["IMAGENET1K_V1"].get_state_dict(progress=True, check_hash=True)
-        except OSError as error:
-            fail(f"--weights imagenet: torchvision's weights cannot be downloaded ({error}); give a file")
-        backbone = common.build_backbone(arch)
-        backbone.load_state_dict(common.backbone_weights(state, "torchvision's download")[1])
-        return backbone
-    return common.load_backbone(arch, weights)
+    if weights != "imagenet":
+        return common.load_backbone(weights, arch)
+
+    from torchvision.models import get_model_weights
+
+    published = get_model_weights(common.BACKBONES[arch])["IMAGENET1K_V1"]
+    try:
+        state = published.get_state_dict(progress=True, check_hash=True)
+    except OSError as error:
+        fail(f"--weights imagenet: the file cannot be downloaded ({error}); give one")
+    backbone = common.build_backbone(arch)
+    backbone.load_state_dict(common.backbone_weights(state, "torchvision's download")[1])
+    return backbone
 
 
-# ------------------------------------------------------------------------------------------ features extracted once
+# ------------------------------------------------------------------------------- labelled images
 
 
-def extracted(backbone, data, name, args, world):
-    """Pooled features (N, D) float32 and labels (N, classes) of the images that can be decoded; (None, None) but on the first process.
+class LabelData(NamedTuple):
+    """Images with labels, (N, classes) int8: 1 yes, 0 no, -1 "difficult" (VOC only)."""
 
-    Kept in the output folder under `name` with what they were made of.
+    images: object
+    labels: np.ndarray
+    names: list
+
+    def select(self, keep):
+        images = type(self.images)(self.images[i] for i in keep)
+        return LabelData(images, self.labels[keep], self.names)
+
+
+def label_data(name, root=None, split="train"):
+    """One split of "shapes", "coco", "voc07" or "folder" -> LabelData"""
+    if name == "shapes":
+        return label_from_tags(common.shapes_data(split))
+    readers = {"coco": coco_labels, "voc07": voc07_labels, "folder": folder_labels}
+    check(name in readers, f"{name} are no labelled images: choose from {common.LABELLED}")
+    data = readers[name](root or f"datasets/{name}", split)
+    data.images.check_files()
+    return data
+
+
+def multi_hot(groups, size):
+    """N lists of classes -> (N, size) int8"""
+    labels = np.zeros((len(groups), size), np.int8)
+    for row, group in zip(labels, groups):
+        row[list(group)] = 1
+    return labels
+
+
+def label_from_tags(data):
+    """The tags of CaptionData are the classes -> LabelData"""
+    tags = [data.tags_of(i) for i in range(len(data))]
+    return LabelData(data.images, multi_hot(tags, len(data.tag_names)), data.tag_names)
+
+
+def coco_labels(root, split):
+    """annotations/instances_{split}.json, images in {split}/ -> LabelData"""
+    present, names, paths = common.coco_instances(root, split)
+    images = ImageFiles(paths[image] for image in present)
+    return LabelData(images, multi_hot(present.values(), len(names)), names)
+
+
+VOC_LABELS = {"1": 1, "-1": 0, "0": -1}  # theirs to ours: yes, no, difficult
+
+
+def voc07_labels(root, split):
+    """ImageSets/Main/<class>_{split}.txt, images in JPEGImages/ -> LabelData"""
+    folders = Path(root), Path(root, "VOC2007"), Path(root, "VOCdevkit", "VOC2007")
+    folders = [folder for folder in folders if Path(folder, "ImageSets", "Main").is_dir()]
+    check(folders, f"{root} holds no VOCdevkit/VOC2007/ImageSets/Main: give VOCdevkit's folder")
+    lists = sorted(Path(folders[0], "ImageSets", "Main").glob(f"*_{split}.txt"))
+    check(lists, f"{folders[0]}/ImageSets/Main holds no <class>_{split}.txt: was it downloaded?")
+    ids, columns = [], []
+    for path in lists:
+        rows = [line.split() for line in path.read_text().splitlines()]
+        for n, row in enumerate(rows, 1):
+            good = not row or (len(row) == 2 and row[1] in VOC_LABELS)
+            check(good, f"{path}, line {n}: expected an image name and 1, -1 or 0")
+        found = [row[0] for row in rows if row]
+        ids = ids or found
+        check(found == ids, f"{path} lists other images than {lists[0]}")
+        columns.append([VOC_LABELS[row[1]] for row in rows if row])
+    names = [path.name.removesuffix(f"_{split}.txt") for path in lists]
+    images = ImageFiles(f"{folders[0]}/JPEGImages/{name}.jpg" for name in ids)
+    return LabelData(images, np.array(columns, np.int8).T, names)
+
+
+def folder_labels(root, split):
+    """{split}/<class>/<image>, as ImageNet, Places and torchvision's ImageFolder -> LabelData"""
+    folder = Path(root, split)
+    layout = f"an image folder holds {split}/<class>/<image>"
+    check(folder.is_dir(), f"{folder} not found: {layout}; see --train-split and --val-split")
+    names = [entry.name for entry in folder.iterdir() if entry.is_dir()]
+    names = sorted(name for name in names if not name.startswith("."))  # .ipynb_checkpoints
+    images, classes = ImageFiles(), []
+    for k, name in enumerate(progress(names, desc="image folder", unit=" classes", leave=False)):
+        for path in sorted((folder / name).rglob("*")):
+            if path.suffix.lower() in Image.registered_extensions():
+                images.append(str(path))
+                classes.append([k])
+    check(classes, f"{folder} holds no image: {layout}")
+    return LabelData(images, multi_hot(classes, len(names)), names)
+
+
+# --------------------------------------------------------------------------------------- features
+
+
+def pooled(backbone, images, device, amp="off", cells=1):
+    """uint8 (B, size, size, 3) -> averages over cells x cells parts, (B, channels * cells^2)"""
+    with torch.no_grad(), common.autocast(device, amp):
+        maps = backbone(common.augment(images.to(device, non_blocking=True)))
+    return F.adaptive_avg_pool2d(maps.float(), cells).flatten(1)
+
+
+def extract_features(backbone, data, size, world, amp="off", workers=0, part=224 / 256, cells=1):
+    """Pooled features of a LabelData in eval mode -> as describe_images"""
+    describe = functools.partial(pooled, backbone, device=world.device, amp=amp, cells=cells)
+    training = backbone.training
+    backbone.eval()
+    features, labels = describe_images(describe, data, size, world, workers, part)
+    backbone.train(training)
+    finite = not world.is_main or np.isfinite(features).all()
+    check(finite, "the features are not finite: has the training diverged? Is --amp fp16 to blame?")
+    return features, labels
+
+
+def describe_images(describe, data, size, world, workers=0, part=224 / 256):
+    """describe(uint8 (B, size, size, 3)) -> (B, D), for the central crop of every image
+
+    data: LabelData.  part: see common.CropView.
+    -> (N, D) float32 and labels (N, classes) on the first process, in the order of `data` and
+    without the images that cannot be decoded; (None, None) on the others, which do their share.
     """
-    part, cells = EXTRACTED[args.protocol]
-    path, made_of = Path(args.output, name), [digest(backbone, data), args.image_size, part, cells, args.amp]
+    number = len(data.images)
+    share = math.ceil(number / world.size)
+    # Every process has as many: the first images come again at the end.
+    mine = [i % number for i in range(world.rank, share * world.size, world.size)]
+    crops = common.CropView(data.images, size, part)
+    batches = common.loader(crops, 64, workers, sampler=mine)
+    features, readable = [], []
+    for images, good in progress(batches, desc="images", unit=" batches", leave=False):
+        features.append(describe(images).float().cpu())
+        readable.append(good)
+    features = gather(torch.cat(features), world)
+    readable = gather(torch.cat(readable), world)
+    if not world.is_main:
+        return None, None
+
+    features, readable = features[:number].numpy(), readable[:number].numpy()
+    check(readable.any(), f"none of the {number} images can be decoded, as {data.images[0]}")
+    for i in np.flatnonzero(~readable):
+        say(f"cannot decode {data.images[i]}: left out")
+    return features[readable], data.labels[readable]
+
+
+def gather(rows, world):
+    """The rows of all processes in turns on the first process, None on the others"""
+    if world.size == 1:
+        return rows
+    parts = [torch.empty_like(rows) for _ in range(world.size)] if world.is_main else None
+    dist.gather(rows, parts)
+    return torch.stack(parts, 1).flatten(0, 1) if world.is_main else None
+
+
+def kept_features(path, backbone, data, size, part, cells, amp, workers, world):
+    """extract_features, kept in the file `path` with what they were made of"""
+    path = Path(path)
+    made_of = [checksum(backbone, data), size, part, cells, amp]
     kept = common.read_arrays(path, made_of) if world.is_main else None
     if common.any_process(world, world.is_main and kept is None):
-        features, labels = probe.extract_features(backbone, data, args.image_size, world.device, args.amp, args.workers, name, part, cells, world)
+        how = size, world, amp, workers, part, cells
+        features, labels = extract_features(backbone, data, *how)
         if world.is_main:
             kept = {"features": features, "labels": labels}
             common.keep_arrays(path, made_of, kept)
-    if kept and len(kept["features"]) < len(data.images):
-        say(f"{path}: {len(data.images) - len(kept['features'])} of {len(data.images)} images could not be decoded and are left out")
-    return (kept["features"], kept["labels"]) if world.is_main else (None, None)
+    if not world.is_main:
+        return None, None
+    number = len(data.images)
+    left_out = number - len(kept["features"])
+    if left_out:
+        say(f"{path}: {left_out} of {number} images could not be decoded and are left out")
+    return kept["features"], kept["labels"]
 
 
-def digest(backbone, data):
-    """A number that differs, as good as surely, for other weights, labels, lists of images, or files that have changed."""
-    arrays = [tensor.cpu().contiguous().numpy() for tensor in backbone.state_dict().values()] + [np.ascontiguousarray(data.labels)]
-    number = functools.reduce(lambda n, values: zlib.crc32(values, n), arrays, 0)
-    stats = [os.stat(path) for path in data.images if os.path.exists(path)] if isinstance(data.images, common.ImageFiles) else []  # a broken link does not
-    return zlib.crc32(json.dumps([*data.images, *((file.st_size, file.st_mtime_ns) for file in stats)]).encode(), number)
+def checksum(backbone, data):
+    """Of the weights, the labels, the list of images, and the sizes and dates of their files."""
+    number = zlib.crc32(np.ascontiguousarray(data.labels))
+    for value in backbone.state_dict().values():
+        number = zlib.crc32(value.cpu().contiguous().numpy(), number)
+    for image in data.images:
+        number = zlib.crc32(str(image).encode(), number)
+        if os.path.exists(str(image)):  # not a scene of shapes, nor a broken link
+            file = os.stat(image)
+            number = zlib.crc32(f"{file.st_size} {file.st_mtime_ns}".encode(), number)
+    return number
 
 
-def svm(train_x, train_y, test_x, test_y, names, args, device, seed):
-    """One SVM per class -> {class: average precision, "mAP": their mean}"""
-    costs = probe.COSTS
-    if args.protocol == "svm-icmlm":  # 40 costs, log-uniform [App. F.2; ours: each is tried, where the paper searches with Optuna]
+def score_features(protocol, fit, held, names, epochs, batch_size, lr, device, seed):
+    """Classify features -> {"top-1": percent}, or {class: average precision in percent, "mAP"}
+
+    fit, held: features (N, D) and labels (N, classes), of training and of test images.
+    """
+    if protocol == "sgd-mct":
+        return sgd_mct(*fit, *held, epochs, batch_size, lr, device, seed)
+    if protocol == "logreg-icmlm":
+        return logreg_icmlm(*fit, *held, epochs, batch_size, device, seed)
+    costs = COSTS
+    if protocol == "svm-icmlm":
+        # Log-uniform [ICMLM App. F.2]. All 40 are tried [ours], where the paper lets Optuna search.
         costs = sorted(10 ** np.random.default_rng(seed).uniform(-5, 5, 40))
-    scores = probe.svm_probe(train_x, train_y, test_x, test_y, names, seed, costs, args.solver or "torch", device)
+    scores = svm_probe(*fit, *held, names, costs, device)
     if not scores:
         fail("no class has both positive and negative training images and a positive test image")
     left_out = [name for name in names if name not in scores]
     if left_out:
-        say(f"{len(left_out)} classes without training or test examples are left out: {', '.join(left_out[:5])}")
-    return probe.with_mean(scores)
+        which = ", ".join(left_out[:5])
+        say(f"{len(left_out)} classes without training or test examples are left out: {which}")
+    return {**scores, "mAP": mean_of(scores)}
 
 
-def sgd_mct(train_x, train_y, test_x, test_y, names, args, device, seed):
-    """One linear layer, learning rate divided by 5 at epochs 30, 40, 50 of 60 [MCT Sec. 4.2] -> {"top-1": percent}"""
+# ----------------------------------------------------------------------- support vector machines
+
+CHUNK = 2**25  # numbers in a matrix of images x SVMs that are solved together: 256 MB
+
+
+def svm_probe(train_x, train_y, test_x, test_y, names, costs=COSTS, device="cpu"):
+    """One linear SVM per class [VirTex App. A.1] -> {class: average precision in percent}
+
+    Squared hinge loss, positives weighted 2, C by 3-fold cross-validation. train_x, test_x: (N, D)
+    features, l2-normalised here [official code].  train_y, test_y: (N, classes) 1, 0 or -1 for
+    "difficult": negatives in training, left out in testing [official code].  costs: rising.
+    A class without positives or negatives in training, or positives in testing, has no score.
+    """
+    positive = train_y == 1
+    kept = np.flatnonzero(positive.any(0) & ~positive.all(0) & (test_y == 1).any(0))
+    if not len(kept):
+        return {}
+    positive, test_y, names = positive[:, kept], test_y[:, kept], [names[k] for k in kept]
+    train, test = with_bias(train_x).to(device), with_bias(test_x).to(device)
+    axes = principal_axes(train)
+    train, test = train @ axes, test @ axes
+    chosen = torch.from_numpy(choose_costs(train, positive, costs)).to(device)
+    w = solve_svms(train, torch.from_numpy(positive).to(device), chosen.expand(len(train), -1))
+    return average_precisions((test @ w).cpu().numpy(), test_y, names)
+
+
+def with_bias(x):
+    """Unit length, and a constant feature whose weight is the bias: regularised as in LIBLINEAR"""
+    return F.pad(F.normalize(torch.from_numpy(x).double()), (0, 1), value=1)
+
+
+def principal_axes(x):
+    """(N, D) -> (D, at most min(N, D)) orthonormal, the eigenvectors of x'x
+
+    The SVMs are the same in these coordinates, and quicker to solve.
+    """
+    if len(x) >= x.shape[1]:
+        return torch.linalg.eigh(x.T @ x)[1]
+    values, vectors = torch.linalg.eigh(x @ x.T)  # the smaller matrix has the same eigenvalues
+    kept = values > 1e-12 * values[-1]
+    return x.T @ vectors[:, kept] / values[kept].sqrt()
+
+
+def choose_costs(x, positive, costs):
+    """The cost with the best average precision in 3-fold cross-validation -> (classes,)
+
+    x: (N, D) tensor in its principal axes.  positive: (N, classes) bool. Classes with fewer than
+    three examples on one side, one for each fold, take 1.
+    """
+    chosen = np.ones(positive.shape[1])
+    rarer = np.minimum(positive.sum(0), (~positive).sum(0))
+    validated = np.flatnonzero(rarer >= 3)
+    for classes in np.array_split(validated, 1 + 3 * len(x) * len(validated) // CHUNK):
+        if len(classes):
+            scores = cross_validate(x, positive[:, classes], costs)
+            chosen[classes] = np.array(costs)[scores.argmax(0)]
+    return chosen
+
+
+def cross_validate(x, positive, costs):
+    """Average precision, the mean over three folds -> (costs, classes)"""
+    from sklearn.metrics import average_precision_score
+    from sklearn.model_selection import StratifiedKFold
+
+    folds = []  # a column each: the class, and the images held out
+    for k in range(positive.shape[1]):
+        splits = StratifiedKFold(3).split(positive, positive[:, k])
+        folds += [(k, held) for _, held in splits]
+    of_folds = torch.from_numpy(positive[:, [k for k, _ in folds]]).to(x.device)
+    mask = x.new_ones(of_folds.shape)
+    for column, (_, held) in enumerate(folds):
+        mask[held, column] = 0  # what is held out costs nothing
+    w, scores = None, []
+    for cost in progress(costs, desc="cross-validation", unit=" costs", leave=False):
+        w = solve_svms(x, of_folds, cost * mask, start=w)  # near the solution of the cost before
+        decisions = (x @ w).cpu().numpy()
+        for column, (k, held) in enumerate(folds):
+            scores.append(average_precision_score(positive[held, k], decisions[held, column]))
+    return np.reshape(scores, (len(costs), -1, 3)).mean(2)
+
+
+def solve_svms(x, positive, costs, start=None, tolerance=1e-5):
+    """Each column of w (D, M) minimises w'w / 2 + sum_i c_i max(0, 1 - s_i w'x_i)^2
+
+    s_i = 1 or -1, c_i doubled for positives.  x: (N, D) float64 in its principal axes.
+    positive: (N, M) bool.  costs: (N, M), 0 leaves an example out.  start: (D, M).
+    Newton's method, whose steps conjugate gradients find [Lin, Weng, Keerthi 2008], for all columns
+    at once, until the gradient of each is `tolerance` of that at w = 0.
+    """
+    sign, costs = 2.0 * positive - 1, costs * (1.0 + positive)
+    w = x.new_zeros(x.shape[1], sign.shape[1]) if start is None else start.clone()
+    goal = tolerance * (2 * x.T @ (costs * sign)).norm(dim=0)
+    left = torch.arange(sign.shape[1], device=x.device)  # the columns that are not solved yet
+    for _ in range(1000):
+        slack = (1 - sign * (x @ w[:, left])).clamp(min=0)
+        gradient = w[:, left] - 2 * x.T @ (costs * sign * slack)
+        far = gradient.norm(dim=0) > goal[left]
+        if not far.any():
+            break
+        left, sign, costs = left[far], sign[:, far], costs[:, far]
+        curvature = 2 * costs * (slack[:, far] > 0)  # the Hessian is I + x' diag(curvature) x
+        step = conjugate_gradients(x, curvature, -gradient[:, far])
+        w[:, left] = line_search(x, sign, costs, w[:, left], step)
+    return w
+
+
+def line_search(x, sign, costs, w, step):
+    """w + step, where the step of a column is halved until its loss does not rise"""
+
+    def loss(w):
+        slack = (1 - sign * (x @ w)).clamp(min=0)
+        return w.square().sum(0) / 2 + (costs * slack.square()).sum(0)
+
+    highest = loss(w) * (1 + 1e-12)  # rounding errors are no rise
+    for _ in range(30):
+        too_long = loss(w + step) > highest
+        if not too_long.any():
+            break
+        step = torch.where(too_long, step / 2, step)
+    return w + step
+
+
+def conjugate_gradients(x, curvature, target, iterations=200):
+    """Per column: solve (I + x' diag(curvature) x) step = target up to a tenth of its norm
+
+    In the principal axes the matrix is nearly diagonal: its diagonal is the preconditioner.
+    """
+    diagonal = 1 + x.square().mean(0)[:, None] * curvature.sum(0)
+    tiny = torch.finfo(x.dtype).tiny  # a column that is solved exactly divides 0 by 0
+    step, rest = torch.zeros_like(target), target.clone()
+    direction = rest / diagonal
+    inner = (rest * direction).sum(0)
+    for _ in range(iterations):
+        image = direction + x.T @ (curvature * (x @ direction))
+        length = inner / (direction * image).sum(0).clamp(min=tiny)
+        step += length * direction
+        rest -= length * image
+        if (rest.norm(dim=0) <= 0.1 * target.norm(dim=0)).all():
+            break
+        scaled, before = rest / diagonal, inner
+        inner = (rest * scaled).sum(0)
+        direction = scaled + inner / before.clamp(min=tiny) * direction
+    return step
+
+
+def average_precisions(decisions, labels, names):
+    """(N, classes) both, labels of -1 not counted -> {class: average precision in percent}
+
+    The area under the whole curve, not VOC07's mean over eleven recalls; of classes with positives.
+    """
+    from sklearn.metrics import average_precision_score
+
+    scores = {}
+    for k, name in enumerate(names):
+        counted = labels[:, k] >= 0
+        if (labels[:, k] == 1).any():
+            score = average_precision_score(labels[counted, k], decisions[counted, k])
+            scores[name] = 100 * float(score)
+    return scores
+
+
+def mean_of(scores):
+    return float(np.mean(list(scores.values()))) if scores else math.nan
+
+
+# ---------------------------------------------------------------- linear layers, features given
+
+
+def sgd_mct(train_x, train_y, test_x, test_y, epochs, batch_size, lr, device, seed):
+    """lr / 5 after epochs 30, 40, 50 of 60 [contrastive paper Sec. 4.2] -> {"top-1": percent}"""
 
     def factor(share):
         return 0.2 ** sum(share >= epoch / 60 for epoch in (30, 40, 50))
 
-    [layer] = train_linear(train_x, train_y, [(args.lr, 0.0)], factor, args, device, seed)
-    return scores_of(finite(logits_of(layer, test_x, device)), test_y, names)
+    how = factor, epochs, batch_size, device, seed
+    [layer] = train_linear(train_x, train_y, [(lr, 0.0)], *how)
+    logits = predict(layer, test_x, device)
+    check_finite(logits)
+    return {"top-1": top1(logits, test_y)}
 
 
-def logreg_icmlm(train_x, train_y, test_x, test_y, names, args, device, seed):
-    """One linear layer, with the best of 25 learning rates and weight decays for held-out images [ICMLM App. F.2] -> {"top-1": percent}
+def logreg_icmlm(train_x, train_y, test_x, test_y, epochs, batch_size, device, seed):
+    """The best of 25 pairs of lr and weight decay for held-out images [ICMLM App. F.2]
 
-    [ours: a fifth is held out, the trials are random (the paper's are Optuna's), features are l2-normalised as for the SVMs]
+    [ours: a fifth is held out, the trials are random where the paper's are Optuna's, and features
+    are l2-normalised as for the SVMs] -> {"top-1": percent}
     """
+    number = len(train_x)
+    check(number >= 5, f"logreg-icmlm holds out a fifth of the training images, of 5 at least; "
+          f"there are {number}")  # fmt: skip
     rng = np.random.default_rng(seed)
-    trials = [(float(10**power), float(decay)) for power, decay in zip(rng.uniform(-1, 2, 25), rng.uniform(0, 1e-5, 25))]
-    train_x, test_x = probe.unit_length(train_x), probe.unit_length(test_x)
-    held, fit = np.split(rng.permutation(len(train_x)), [len(train_x) // 5])
-    if not len(held):
-        fail(f"--protocol logreg-icmlm holds out a fifth of the training images, and there are {len(train_x)}: give it 5 at least")
+    rates, decays = 10 ** rng.uniform(-1, 2, 25), rng.uniform(0, 1e-5, 25)
+    trials = list(zip(rates.tolist(), decays.tolist()))
+    train_x = F.normalize(torch.from_numpy(train_x)).numpy()
+    test_x = F.normalize(torch.from_numpy(test_x)).numpy()
+    held, fit = np.split(rng.permutation(number), [number // 5])
+    cosine = functools.partial(common.lr_factor, total=1)
+    how = cosine, epochs, batch_size, device, seed
 
-    cosine = functools.partial(common.warmup_cosine, total=1, warmup=0)
-    layers = train_linear(train_x[fit], train_y[fit], trials, cosine, args, device, seed)
-    best = max(range(25), key=lambda n: scores_of(logits_of(layers[n], train_x[held], device), train_y[held], names)["top-1"])
-    say("chosen: learning rate {:.3g}, weight decay {:.2g}".format(*trials[best]))
-    [layer] = train_linear(train_x, train_y, [trials[best]], cosine, args, device, seed)
-    return scores_of(logits_of(layer, test_x, device), test_y, names)
+    layers = train_linear(train_x[fit], train_y[fit], trials, *how)
+    scores = [top1(predict(layer, train_x[held], device), train_y[held]) for layer in layers]
+    best = trials[np.argmax(scores)]
+    say(f"chosen: learning rate {best[0]:.3g}, weight decay {best[1]:.2g}")
+    [layer] = train_linear(train_x, train_y, [best], *how)
+    return {"top-1": top1(predict(layer, test_x, device), test_y)}
 
 
-def train_linear(x, y, trials, factor, args, device, seed):
-    """One linear layer per (learning rate, weight decay) in `trials`, trained side by side on the same batches -> list of nn.Linear
+def train_linear(x, y, trials, factor, epochs, batch_size, device, seed):
+    """One linear layer per (learning rate, weight decay) in `trials`, all on the same batches
 
-    x: (N, D) float32.  y: (N, classes), one label each.  factor(share of the run) scales the learning rates.
+    x: (N, D) float32.  y: (N, classes), one label each.  factor(share of the run) scales the
+    learning rates.  -> LinearLayers
     """
     x, classes = torch.from_numpy(x).to(device), torch.from_numpy(y.argmax(1)).to(device)
-    layers = [linear_layer(x.shape[1], y.shape[1]).to(device) for _ in trials]
-    groups = [{"params": layer.parameters(), "lr": lr, "peak": lr, "weight_decay": decay} for layer, (lr, decay) in zip(layers, trials)]
-    optimizer, order = torch.optim.SGD(groups, momentum=0.9), np.random.default_rng(seed)
-    for epoch in progress(range(args.epochs), desc=f"{len(trials)} linear layers" if len(trials) > 1 else "linear layer", unit=" epochs", leave=False):
-        batches = torch.from_numpy(order.permutation(len(x))).to(device).split(args.batch_size)
+    layers = LinearLayers(len(trials) * [x.shape[1]], y.shape[1]).to(device)
+    groups = []
+    for layer, (lr, decay) in zip(layers, trials):
+        groups.append({"params": layer.parameters(), "lr": lr, "weight_decay": decay})
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    rng = np.random.default_rng(seed)
+    for epoch in progress(range(epochs), desc="linear layers", unit=" epochs", leave=False):
+        batches = torch.from_numpy(rng.permutation(len(x))).to(device).split(batch_size)
         for n, batch in enumerate(batches):
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * factor((epoch + n / len(batches)) / args.epochs)
+            common.set_lr(optimizer, factor((epoch + n / len(batches)) / epochs))
+            losses = [F.cross_entropy(layer(x[batch]), classes[batch]) for layer in layers]
             optimizer.zero_grad()
-            sum(F.cross_entropy(layer(x[batch]), classes[batch]) for layer in layers).backward()  # separate parameters: separate trainings
+            sum(losses).backward()  # the layers share no parameters: each is trained by itself
             optimizer.step()
     return layers
 
 
-def linear_layer(inputs, outputs):
-    """Weights N(0, 0.01), bias 0 [VirTex App. A.1; ours for the other protocols]"""
-    layer = nn.Linear(inputs, outputs)
-    nn.init.normal_(layer.weight, std=0.01)
-    nn.init.zeros_(layer.bias)
-    return layer
+class LinearLayers(nn.ModuleList):
+    """Linear layers side by side, each on its own features
 
-
-@torch.no_grad()
-def logits_of(layer, x, device):
-    """(N, D) -> (N, classes) on the CPU, in parts that fit on a GPU"""
-    return np.concatenate([layer(torch.from_numpy(rows).to(device)).cpu().numpy() for rows in np.array_split(x, math.ceil(len(x) / 2**16))])
-
-
-def finite(logits):
-    if not np.isfinite(logits).all():
-        fail("the linear layer has diverged: its outputs are not finite. Try a lower --lr")
-    return logits
-
-
-def scores_of(logits, labels, names, several=False):
-    """(N, classes) both -> {"top-1": percent}, or with `several` labels per image {"mAP": percent}, difficult ones not counted"""
-    if several:
-        return {"mAP": probe.with_mean(probe.average_precisions(logits, labels, names))["mAP"]}
-    return {"top-1": 100 * float((logits.argmax(1) == labels.argmax(1)).mean())}
-
-
-# ------------------------------------------------------------------------------------------ trained with augmentation
-
-
-class LabelView(Dataset):
-    """One labelled image: a random crop of 20-100% with a random flip [VirTex App. A.1], for `layers` also colour jitter.
-
-    -> uint8 (size, size, 3), jitter (4,), labels (classes,), index of an image that could not be decoded and is replaced
-    by the next, or -1. ICMLM's `layers` augments more heavily, citing SimCLR, and says no more [Sec. 4]: here, colour jitter of half
-    SimCLR's strength is added [ours].
+    Weights N(0, 0.01), bias 0 [VirTex App. A.1; ours for the other protocols].
     """
-
-    def __init__(self, data, size, seed, jitter=0.0):
-        self.data, self.size, self.seed, self.jitter = data, size, seed, jitter
-
-    def __getitem__(self, key):
-        epoch, index = key
-        rng = common.sample_rng(self.seed, epoch, index)
-        image, index, unreadable = common.read_crop(self.data.images, index, common.random_crop(rng), self.size)
-        image = image[:, ::-1].copy() if rng.random() < 0.5 else image
-        return image, common.draw_colour_jitter(rng, self.jitter), self.data.labels[index], unreadable[0] if unreadable else -1
-
-
-class LinearProbes(nn.Module):
-    """Linear layers side by side, each on its own feature of the frozen backbone."""
 
     def __init__(self, widths, classes):
         super().__init__()
-        self.layers = nn.ModuleList(linear_layer(width, classes) for width in widths)
+        for width in widths:
+            layer = nn.Linear(width, classes)
+            nn.init.normal_(layer.weight, std=0.01)
+            nn.init.zeros_(layer.bias)
+            self.append(layer)
 
     def forward(self, features):
-        return [layer(feature) for layer, feature in zip(self.layers, features)]
+        return [layer(feature) for layer, feature in zip(self, features)]
 
 
-def probed_features(backbone, images, jitter, args, device):
-    """-> list of (B, width): pooled over the image, or with `layers` the three last convolutions of VGG-16 in 4x4 cells
+@torch.no_grad()
+def predict(layer, x, device):
+    """(N, D) -> logits (N, classes) on the CPU, in parts that fit on a GPU"""
+    parts = torch.from_numpy(x).split(2**16)
+    return torch.cat([layer(part.to(device)).cpu() for part in parts]).numpy()
 
-    512 channels x 16 cells are 8192 numbers, the square grid nearest to about 9K [ICMLM App. C after Caron et al. 2019; ours].
+
+def top1(logits, labels):
+    """(N, classes) both -> percent"""
+    return 100 * float((logits.argmax(1) == labels.argmax(1)).mean())
+
+
+def check_finite(logits):
+    finite = np.isfinite(logits).all()
+    check(finite, "the linear layer has diverged, its outputs are not finite: try a lower --lr")
+
+
+# -------------------------------------------------------- linear layers, trained with augmentation
+
+# Where the last three convolutions of VGG-16 end, after batch norm and ReLU: indices in `features`.
+CONVOLUTIONS = {"C-11": 36, "C-12": 39, "C-13": 42}
+CELLS = 4  # 512 channels x 4 x 4 = 8192: the square grid nearest to about 9K [ICMLM App. C; ours]
+
+
+def convolution_features(backbone, images, device, amp="off", jitter=None):
+    """uint8 (B, size, size, 3) -> for each of CONVOLUTIONS its maps in 4x4 cells, (B, 8192)"""
+    features = []
+    with torch.no_grad(), common.autocast(device, amp):
+        maps = common.augment(images.to(device, non_blocking=True), jitter)
+        for n, module in enumerate(backbone.features):
+            maps = module(maps)
+            if n in CONVOLUTIONS.values():
+                features.append(F.adaptive_avg_pool2d(maps.float(), CELLS).flatten(1))
+    return features
+
+
+def labelled_photo(data, size, jitter, index, rng):
+    """A sample (see common.Samples): a crop of 20-100%, mirrored at random [VirTex App. A.1]"""
+    sample = common.photo(data.images, index, rng, size, 0.2, jitter)
+    return {**sample, "labels": data.labels[index]}
+
+
+def collate_labelled(samples):
+    return {**common.collate_photos(samples), "labels": common.stack(samples, "labels")}
+
+
+def classification_loss(logits, labels, several):
+    """Softmax cross-entropy, or with several labels per image a logistic regression per class
+
+    The latter summed over classes, without difficult entries [ours]. (B, classes) both -> scalar
     """
-    if args.protocol != "layers":
-        return [probe.pooled(backbone, images, device, args.amp)]
-    with torch.no_grad(), common.autocast(device, args.amp):
-        maps = backbone.maps(common.augment(images.to(device, non_blocking=True), None if jitter is None else jitter.to(device, non_blocking=True)))
-    return [F.adaptive_avg_pool2d(value.float(), 4).flatten(1) for value in maps.values()]
+    if not several:
+        return F.cross_entropy(logits, labels.argmax(1))
+    positive, counted = (labels == 1).float(), labels >= 0
+    losses = F.binary_cross_entropy_with_logits(logits, positive, reduction="none")
+    return (losses * counted).sum(1).mean()
 
 
-def multi_label_loss(logits, labels):
-    """A logistic regression per class, summed over the classes; difficult entries are left out [ours]. (B, classes) both -> scalar"""
-    losses = F.binary_cross_entropy_with_logits(logits, (labels == 1).float(), reduction="none")
-    return (losses * (labels >= 0)).sum(1).mean()
+def score_augmented(backbone, train, test, args, world, seed):
+    """Protocols sgd-virtex and layers -> {"top-1": percent}; "mAP" with several labels per image
 
-
-def augmented(backbone, train, test, args, world, seed):
-    """Train linear layers on augmented images -> on the first process {"top-1": percent}, or {"mAP": percent} when images have
-    several labels, for `layers` three of them; None on the others
+    `layers` has one for each convolution. None on all processes but the first.
+    [ours: the paper's `layers` augments as SimCLR, it says no more (ICMLM Sec. 4). Here it has the
+    crops and flips of sgd-virtex, and colour jitter of half SimCLR's strength.]
     """
     device, several, layers = world.device, args.data != "folder", args.protocol == "layers"
-    iters = math.ceil(args.epochs * len(train.images) / args.batch_size)
-    kinds, width = ([f"{name} " for name in backbone.LAST_RELU], 16 * backbone.channels) if layers else ([""], backbone.channels)
-    probes = LinearProbes([width] * len(kinds), len(train.names)).to(device)
-    parallel = DistributedDataParallel(probes) if world.size > 1 else probes
-    optimizer = torch.optim.SGD(probes.parameters(), args.lr, momentum=0.9, weight_decay=0)
-    sampler = common.InfiniteSampler(len(train.images), args.batch_size, world, seed)
-    view = LabelView(train, args.image_size, seed, jitter=float(layers))
-    loader = common.make_loader(view, sampler, args.batch_size // world.size, args.workers, None, device)
+    names, widths, strength = [""], [backbone.channels], 0.0
+    if layers:
+        names, strength = [f"{name} " for name in CONVOLUTIONS], 1.0
+        widths = len(names) * [backbone.channels * CELLS**2]
 
-    unreadable = set()
-    for iteration, (images, jitter, labels, replaced) in zip(progress(range(iters), desc=args.protocol, unit=" its"), loader):
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * common.warmup_cosine(iteration, iters, 0)
-        outputs, labels = parallel(probed_features(backbone, images, jitter, args, device)), labels.to(device, non_blocking=True)
-        loss = sum(multi_label_loss(logits, labels) if several else F.cross_entropy(logits, labels.argmax(1)) for logits in outputs)
+    def describe(images, jitter=None):
+        if layers:
+            return convolution_features(backbone, images, device, args.amp, jitter)
+        return [pooled(backbone, images, device, args.amp)]
+
+    torch.manual_seed(seed)
+    model = LinearLayers(widths, len(train.names)).to(device)
+    parallel = common.data_parallel(model, world)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
+    number, share = len(train.images), args.batch_size // world.size
+    sample = functools.partial(labelled_photo, train, args.image_size, strength)
+    samples = common.Samples(sample, number, seed)
+    sampler = common.InfiniteSampler(number, args.batch_size, world, seed)
+    batches = common.loader(samples, share, args.workers, collate_labelled, device, sampler)
+    iters, unreadable = math.ceil(args.epochs * number / args.batch_size), set()
+    for iteration, batch in zip(progress(range(iters), desc=args.protocol, unit=" its"), batches):
+        common.set_lr(optimizer, common.lr_factor(iteration, iters))
+        unreadable.update(batch.pop("unreadable"))
+        batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        outputs = parallel(describe(batch["images"], batch["jitter"]))
+        losses = [classification_loss(logits, batch["labels"], several) for logits in outputs]
         optimizer.zero_grad()
-        loss.backward()
+        sum(losses).backward()
         optimizer.step()
-        unreadable.update(replaced.tolist())
-    for i in unreadable - {-1}:
-        say(f"cannot decode {train.images[i]}: the next image took its place")
+    for path in sorted(unreadable):
+        say(f"cannot decode {path}: the next image took its place")
 
-    with torch.no_grad():
-        logits_of = lambda images: torch.cat(probes(probed_features(backbone, images, None, args, device)), 1)
-        logits, labels = probe.describe_images(logits_of, test, args.image_size, args.workers, "test images", world=world)
+    @torch.no_grad()
+    def predict_all(images):
+        return torch.cat(model(describe(images)), 1)
+
+    logits, labels = describe_images(predict_all, test, args.image_size, world, args.workers)
     if not world.is_main:
         return None
-    scores = {kind: scores_of(part, labels, train.names, several) for kind, part in zip(kinds, np.split(finite(logits), len(kinds), 1))}
-    return {kind + metric: value for kind, found in scores.items() for metric, value in found.items()}
+    check_finite(logits)
+    scores = {}
+    for name, part in zip(names, np.split(logits, len(names), 1)):
+        if several:
+            scores[f"{name}mAP"] = mean_of(average_precisions(part, labels, train.names))
+        else:
+            scores[f"{name}top-1"] = top1(part, labels)
+    return scores
+
+
+# ---------------------------------------------------------------------- the probe in a training run
+
+
+class Probe:
+    """What a training script measures its backbone by: SVMs (svm-virtex) on frozen features.
+
+    labelled: training and test LabelData, of --probe-data or, without it, of the script's own
+    captioned images and their tags; None if there are no labels.
+    """
+
+    def __init__(self, args, train, val):
+        """args: of common.flag_parser.  train, val: CaptionData"""
+        self.args, self.labelled = args, None
+        self.name = args.probe_data or os.path.basename(args.data)
+        if args.probe_data:
+            splits = LABEL_SPLITS[args.probe_data]
+            fit, test = [label_data(args.probe_data, args.probe_root, split) for split in splits]
+        elif train.tag_names and val.tag_names == train.tag_names:
+            fit, test = label_from_tags(train), label_from_tags(val)
+        else:
+            needed = f"--probe-every needs labels and {args.data} has no tags: add --probe-data"
+            check(not args.probe_every, needed)
+            return
+        order = np.random.default_rng(args.seed).permutation(len(fit.images))
+        fit = fit.select(np.sort(order[: args.probe_images]))
+        self.labelled = fit, test
+        usable = (fit.labels == 1).any(0) & (fit.labels != 1).any(0) & (test.labels == 1).any(0)
+        if not usable.any():
+            message = f"no class of {self.name} has examples in both splits: nothing to probe on"
+            check(not args.probe_every, message)
+            say(message)
+            self.labelled = None
+
+    def score(self, backbone, fit, test, device):
+        """SVMs on the features of the LabelData `fit`, tested on `test` -> mAP in percent"""
+        alone = common.World(0, 1, device)  # the first process probes while the others wait
+        how = self.args.image_size, alone, self.args.amp, self.args.workers
+        features = extract_features(backbone, fit, *how), extract_features(backbone, test, *how)
+        return mean_of(svm_probe(*features[0], *features[1], fit.names, device=device))
+
+    def keep_best(self, backbone, run):
+        """Early stopping [VirTex Sec. 3]: save the backbone if it is the best of the run so far
+
+        The probe is trained and tested on training images, of which a fifth is held out.
+        -> the best so far, {"iteration", "score"}
+        """
+        fit, _ = self.labelled
+        order = np.random.default_rng(self.args.seed).permutation(len(fit.images))
+        held, rest = np.split(order, [len(order) // 5])
+        score = self.score(backbone, fit.select(rest), fit.select(held), run.world.device)
+        say(f"iteration {run.iteration}: probe on held-out training images {score:.2f} mAP")
+        if run.best and not score > run.best["score"]:
+            return run.best
+        run.save_weights("backbone_best.pth", backbone)
+        return {"iteration": run.iteration, "score": score}
+
+    def final(self, backbone, run):
+        """Probe the trained backbone, a random one, and the best of the run -> for result.json"""
+        args, device = self.args, run.world.device
+        if not self.labelled:
+            flags = f"--image-size {args.image_size} --data folder --root FOLDER"
+            command = f"python eval_linear.py --weights {run.folder}/backbone.pth {flags}"
+            say(f"no labels to probe on: measure with {command}")
+            return {}
+        torch.manual_seed(args.seed)
+        other = common.build_backbone(args.arch).to(device, memory_format=torch.channels_last)
+        trained = round(self.score(backbone, *self.labelled, device), 2)
+        random = round(self.score(other, *self.labelled, device), 2)
+        result = {"data": self.name, "metric": "mAP", "trained": trained, "random": random}
+        if run.best:
+            other.load_state_dict(common.read_checkpoint(run.folder / "backbone_best.pth"))
+            best = round(self.score(other, *self.labelled, device), 2)
+            result["best"] = {**run.best, "trained": best}
+        scores = f"{trained:.1f} mAP trained, {random:.1f} mAP at random initialisation"
+        say(f"linear probe on {self.name}: {scores}")
+        return {"probe": result}
 
 
 if __name__ == "__main__":

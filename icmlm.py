@@ -1,12 +1,11 @@
-"""ICMLM: a backbone learned by predicting a masked word of a caption with the help of the photo.
+"""ICMLM: a backbone learned by predicting masked words of captions with the help of the photo.
 
-Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020,
-Sec. 3.2.
+Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020.
 
-One word of a caption is masked, a noun, adjective or verb. A frozen language model reads the rest
-of the caption; the photo has to tell the missing word. In tfm a Transformer encoder reads photo
-and text together (App. E). In att-fc the text only says where to look, and the word is predicted
-from what is seen there (Eqs. 3-6). Tag prediction (tp.py) is trained beside both (Eq. 8).
+One word of a caption is masked: a noun, adjective or verb. A frozen language model reads the rest
+of the caption, and the photo has to tell the missing word [Sec. 3.2]. In tfm a Transformer encoder
+reads photo and text together (Eqs. 13-15). In att-fc the text only says where to look, and the word
+is predicted from what is seen there (Eqs. 3-6). Tag prediction is trained beside both (Eq. 8).
 
     laptop        python icmlm.py
     own photos    python tp.py --data photos.jsonl
@@ -14,18 +13,18 @@ from what is seen there (Eqs. 3-6). Tag prediction (tp.py) is trained beside bot
     one GPU       python icmlm.py --data coco --batch-size 128 --init runs/tp/backbone.pth
     eight GPUs    torchrun --nproc_per_node=8 icmlm.py --data coco --init runs/tp/backbone.pth
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
-                      --rdzv-endpoint=HOST:29400 icmlm.py --data coco ...   (on both; shared --output)
+                      --rdzv-endpoint=HOST:29400 icmlm.py --data coco   (on both; shared --output)
     VG, VGG-16    torchrun --nproc_per_node=4 icmlm.py --data vg --arch vgg16 --head att-fc \\
                       --init runs/rotation/backbone.pth
     attention     python icmlm.py --explain photo.jpg --caption "a dog on a surfboard" \\
                       --word surfboard --weights runs/icmlm/checkpoint.pth
 
-What to expect: in tfm the loss mlm starts near that of the language model without a photo, for its
-vector passes through the encoder layer; in att-fc it starts near ln V, V being the size of the
-vocabulary. Every run ends with the accuracy of masked token prediction with the photo, with
-another photo, and by the language model alone [Tab. 1]. The first minus the second is what was
-seen. If they are alike, the photo is not looked at: start from the backbone of tp.py (--init),
-take --head att-fc, and train its attention first (--warmup-attention 0.25).
+What to expect: in tfm the loss `mlm` starts near that of the language model without a photo, whose
+vectors pass through the encoder layer; in att-fc it starts near ln V, V being the size of the
+vocabulary. Every run ends with the accuracy of masked token prediction with the photo, with another
+photo, and of the language model alone [Tab. 1]. If the first two are alike, the photo is not looked
+at: start from the backbone of tp.py (--init), take --head att-fc, and train its attention first
+(--warmup-attention 0.25).
 """
 
 import copy
@@ -46,7 +45,7 @@ from torch import nn
 
 import common
 import language
-from common import check, count, fail, non_negative, progress, proper_share, say
+from common import check, count, fail, non_negative, positive_share, progress, proper_share, say
 
 try:
     import eval_linear
@@ -54,40 +53,35 @@ except ModuleNotFoundError:  # copied without it: no probe at the end
     eval_linear = None
 
 HEADS = "tfm", "att-fc"
+POS = "nn", "nn+adj", "nn+adj+vb"
+TAGGERS = "textblob", "spacy"
 
 # fmt: off
-RECIPES = {  #           demo        small       paper
-    "arch":             ("resnet18", "resnet18", "resnet50"),  # Sec. 4.3
-    "image_size":       (96,         112,        224),         # App. F.2, of the evaluation
-    "crop_min":         (0.7,        0.2,        0.2),         # ours
-    "colour_jitter":    (0.25,       1.0,        1.0),         # ours
+RECIPES = {  #           demo        small       paper: ResNet-50
+    "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
+    "image_size":       (96,         112,        224),                  # App. F.2, of the probe
+    "crop_min":         (0.7,        0.2,        0.2),                  # ours
+    "colour_jitter":    (0.25,       1.0,        1.0),                  # ours
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.2
-    "lm_iters":         (300,        4000,       20_000),      # ours
-    "num_concepts":     (5000,       5000,       5000),        # Sec. 4.3
-    "heads":            (1,          1,          1),           # Sec. 4.3
-    "lambda_tp":        (1.0,        1.0,        0.1),         # App. B
-    "batch_size":       (32,         32,         512),         # App. F.1
-    "iters":            (700,        20_000,     500_000),     # App. F.1
-    "warmup_attention": (0.0,        0.0,        0.0),
-    "optimizer":        ("radam",    "sgd",      "sgd"),       # App. F.1
-    "lr":               (1e-3,       3e-2,       3e-2),        # App. F.1
-    "weight_decay":     (1e-4,       1e-4,       1e-4),        # App. F.1
-    "steps":            ((0.8,),     (),         ()),          # App. F.1: cosine
+    "lm_iters":         (300,        4000,       20_000),               # ours
+    "num_concepts":     (5000,       5000,       5000),                 # Sec. 4.3
+    "heads":            (1,          1,          1),                    # Sec. 4.3
+    "lambda_tp":        (1.0,        1.0,        0.1),                  # App. B
+    "warmup_attention": (0.0,        0.0,        0.0),                  # App. F.1
+    "optimizer":        ("radam",    "sgd",      "sgd"),                # App. F.1
+    "batch_size":       (32,         32,         512),                  # App. F.1
+    "iters":            (700,        20_000,     500_000),              # App. F.1
+    "lr":               (1e-3,       3e-2,       3e-2),                 # App. F.1
+    "steps":            ([0.8],      [],         []),                   # App. F.1
+    "weight_decay":     (1e-4,       1e-4,       1e-4),                 # App. F.1
     "log_every":        (10,         20,         20),
     "checkpoint_every": (200,        500,        2000),
     "probe_images":     (2000,       10_000,     10_000),
 }
-VGG16 = {  # what differs in the paper's recipe with --arch vgg16
-    "heads":            12,          # Sec. 4, Networks
-    "num_concepts":     1000,        # Sec. 4.2
-    "lambda_tp":        1.0,         # App. B
-    "batch_size":       896,         # App. F.1
-    "iters":            200_000,     # App. F.1
-    "warmup_attention": 0.25,        # App. F.1: 50K of 200K iterations
-    "optimizer":        "radam",     # App. F.1
-    "lr":               1e-4,        # App. F.1, of tag prediction
-    "weight_decay":     1e-3,        # App. F.1, of tag prediction
-    "steps":            (0.8, 0.9),  # App. F.1, of tag prediction
+VGG16 = {  # what the paper does otherwise with VGG-16
+    "num_concepts": 1000, "heads": 12, "lambda_tp": 1.0,                # Sec. 4.2, Sec. 4, App. B
+    "warmup_attention": 0.25, "batch_size": 896, "iters": 200_000,      # App. F.1: 50K of 200K
+    "optimizer": "radam", "lr": 1e-4, "steps": [0.8, 0.9], "weight_decay": 1e-3,  # App. F.1: TP's
 }
 # fmt: on
 
@@ -96,57 +90,48 @@ def get_args(argv=None):
     parser = common.flag_parser("icmlm", __doc__)
 
     add = parser.add_argument_group("language model and concepts").add_argument
-    add("--lm", help="BERT or alike: a name of the hub, a folder, or scratch: trained on captions")
-    add("--lm-iters", type=count, help="iterations of --lm scratch; more for more captions [ours]")
-    add("--pos", choices=("nn", "nn+adj", "nn+adj+vb"), default="nn+adj+vb",
-        help="parts of speech that are masked and are tags [Sec. 4.2]")  # fmt: skip
-    add("--num-concepts", type=count, help="so many most frequent words are masked and are tags")
-    add("--tagger", choices=("textblob", "spacy"), default="textblob",
-        help="spacy is the paper's and more careful; it needs a download")  # fmt: skip
+    add("--lm", help="BERT or alike, of the hub or a folder; scratch: trained on the captions")
+    add("--lm-iters", type=count, help="iterations of --lm scratch; more for more captions")
+    add("--pos", choices=POS, default=POS[-1], help="words to mask, also the tags [Sec. 4.2]")
+    add("--num-concepts", type=count, help="only so many, the most frequent [Sec. 4.2, 4.3]")
+    add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="spacy is the paper's")
 
     add = parser.add_argument_group("model").add_argument
-    add("--head", choices=HEADS, default=HEADS[0],
-        help="tfm predicts more words, att-fc gave better backbones on VOC [Sec. 4.1]")  # fmt: skip
+    add("--arch", choices=common.BACKBONES, help="resnet18 for small data or a CPU")
+    add("--init", help="start from this backbone.pth, in the paper one of tp.py [App. F.1]")
+    add("--head", choices=HEADS, default=HEADS[0], help="att-fc: better on VOC [Sec. 4.1]")
     add("--layers", type=count, default=1, help="of tfm, or of fc; more hurt the backbone [App. B]")
-    add("--heads", type=count, help="attention heads of tfm, or of att [Sec. 4, Sec. 4.3]")
-    add("--attention-width", type=count, default=512, help="d_z of Eq. 3, per head [ours]")
+    add("--heads", type=count, help="attention heads of tfm, or of att [Sec. 4, 4.3]")
+    add("--attention-width", type=count, default=512, help="att-fc: d_z of Eq. 3, per head [ours]")
     add("--dropout", type=proper_share, default=0.1, help="in tfm [BERT]")
-    add("--arch", choices=common.BACKBONES, help="resnet18 for small data or a CPU; vgg16 with "
-        "--recipe paper has defaults of its own")  # fmt: skip
-    add("--init", help="begin with this backbone.pth, in the paper that of tp.py [App. F.1]")
 
-    add = parser.add_argument_group("optimisation of ICMLM").add_argument
-    add("--optimizer", choices=("sgd", "radam"), help="radam for VGG-16, short runs [App. F.1]")
-    add("--steps", type=proper_share, nargs="*", metavar="SHARE",
-        help="shares of the run after which lr falls to a tenth; none: a cosine")  # fmt: skip
+    add = parser.add_argument_group("optimizer and validation").add_argument
+    add("--optimizer", choices=("sgd", "radam"), help="radam for vgg16; the other needs its --lr")
+    add("--steps", type=positive_share, nargs="*", help="lr falls to a tenth after these shares")
     add("--lambda-tp", type=non_negative, help="weight of tag prediction; 0 for none [Eq. 8]")
-    add("--warmup-attention", type=proper_share,
-        help="share of the run with a frozen backbone; for att-fc with --init [App. F.1]")  # fmt: skip
-    add("--proxy-triplets", type=count, default=5000,
-        help="validate on at most this many triplets, drawn once [ours]")  # fmt: skip
+    add("--warmup-attention", type=proper_share, help="share of the run with a frozen backbone")
+    add("--proxy-triplets", type=count, default=5000, help="validate on at most so many [ours]")
 
     add = parser.add_argument_group("use of a trained model").add_argument
-    add("--weights", help="a checkpoint.pth of this script")
-    add("--explain", metavar="IMAGE", help="predict --word of --caption with and without this "
-        "photo, and draw the attention")  # fmt: skip
+    add("--explain", metavar="IMAGE", help="predict --word with this photo, draw its attention")
     add("--caption", help="what the photo shows")
     add("--word", help="the word of the caption to mask")
+    add("--weights", help="a checkpoint.pth of this script")
 
     given = common.look(argv, "--arch", "--head", "--init", "--lm")
-    table = dict(RECIPES)
-    if given.arch == "vgg16":
-        for flag, value in VGG16.items():
-            demo, small, _ = RECIPES[flag]
-            table[flag] = demo, small, value
+    other = VGG16 if given.arch == "vgg16" else {}
+    table = {flag: (*row[:2], other.get(flag, row[2])) for flag, row in RECIPES.items()}
     recipe = common.choose_recipe(table, argv)
-    if given.head != "att-fc" or not given.init:  # attention needs features that tell something
+    if given.head != "att-fc" or not given.init:  # attention needs features that mean something
         recipe["warmup_attention"] = 0.0
     args = common.parse(parser, argv, recipe, scaled=("lr",))
+    if args.optimizer == "sgd" and args.steps:
+        parser.error("--steps goes with --optimizer radam: sgd follows a cosine")
     use = args.explain, args.caption, args.word, args.weights
     if any(use) and not all(use):
-        parser.error('--explain IMAGE, --caption "...", --word WORD, --weights FILE go together')
+        parser.error('--explain IMAGE, --caption "...", --word WORD and --weights FILE go together')
     if args.explain:
-        args.lm = given.lm  # or else the one that the checkpoint was trained with
+        args.lm = given.lm  # if not given, the one that the checkpoint was trained with
     return args
 
 
@@ -157,41 +142,39 @@ def main(args):
         return explain(args, device)
 
     # Data: the frozen language model, and each word of each caption that can be masked.
-    train = load_captions(args, args.train_split, args.fraction, args.captions_per_image)
-    val = load_captions(args, args.val_split)
+    subset = args.fraction, args.captions_per_image, args.seed
+    train = common.caption_data(args.data, args.root, args.train_split, *subset)
+    val = common.caption_data(args.data, args.root, args.val_split)
+    check(len(train.captions), f"no image of the split {args.train_split} has a caption")
     run = common.Run(args, "icmlm", world, train, val)
     probe = eval_linear and eval_linear.Probe(args, train, val)
-    start_from = args.init if not run.checkpoint else None
-    backbone = common.load_backbone(start_from, args.arch) if start_from else None
+    initial = None
+    if args.init and not run.checkpoint:  # now: a wrong file is refused before a BERT is trained
+        initial = common.load_backbone(args.init, args.arch)
     with common.main_first(world):
-        tokenizer, pretrained = language.language_model(
-            args.lm, train.captions, run.folder / "language_model",
-            device, args.lm_iters, args.seed, args.amp,
-        )  # fmt: skip
+        scratch = train.captions, run.folder / "language_model", device, args.lm_iters, args.seed
+        tokenizer, pretrained = language.language_model(args.lm, *scratch, args.amp)
         concepts, train, val = load_triplets(args, train, val, tokenizer, run.folder)
-    lm = FrozenLanguageModel(pretrained, args.amp)
-    iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
-    say(f"{len(train.images)} photos, {len(train)} triplets of {len(concepts)} concepts, "
+    lm, size = FrozenLanguageModel(pretrained, args.amp), len(train)
+    iters = args.iters or math.ceil(args.epochs * size / args.batch_size)
+    say(f"{len(train.images)} photos, {size} triplets of {len(concepts)} concepts, "
         f"{len(lm.vocabulary)} tokens; {iters} iterations")  # fmt: skip
 
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = build_model(args, lm, len(concepts))
-    model.backbone = backbone or model.backbone
+    if initial:
+        model.backbone = initial
     model.to(device, memory_format=torch.channels_last)
-    optimizer = common.build_optimizer(
-        args.optimizer, model.parameters(), args.lr, args.weight_decay
-    )
+    weights = model.parameters()
+    optimizer = common.build_optimizer(args.optimizer, weights, args.lr, args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     run.resume(model=model, optimizer=optimizer, scaler=scaler)
     if args.compile:
         model.backbone.compile()
 
-    make = partial(sample, train, tokenizer.mask_token_id, left_right_tokens(tokenizer), args)
-    samples = common.Samples(make, len(train), args.seed)
-    swap = language.left_right_swap(list(concepts))
-    together = partial(collate, train.tags, swap, tokenizer.pad_token_id)
     warmup, parallel = int(args.warmup_attention * iters), None
+    samples, together = triplet_samples(train, tokenizer, concepts, args)
     steps = run.steps(samples, together, iters, probe, model.backbone, concepts=concepts)
     for iteration, batch in steps:
         if parallel is None or iteration == warmup + 1:
@@ -215,17 +198,10 @@ def main(args):
         scaler.update()
         run.log(loss=loss, **losses, lr=args.lr * factor)
 
-    # The backbone is the result; the probe says what it is worth, and masked token prediction
-    # with another photo whether the photo was looked at.
+    # The backbone is the result; the probe says what it is worth.
     if world.is_main:
         run.save_weights("backbone.pth", model.backbone)
         result = validate(model, lm, val, concepts, tokenizer, args, device)
-        for name in PREDICTED:
-            scores = [f"{part} {score:.1f}" for part, score in result["masked_words"][name].items()]
-            say(f"masked token prediction, {name}: {', '.join(scores)}")
-        if "attention" in result:
-            say("attention inside the box of the masked word's object: {inside:.1f}% on "
-                "{area:.1f}% of the area".format(**result["attention"]))  # fmt: skip
         run.finish(probe, model.backbone, **result)
 
 
@@ -236,23 +212,13 @@ def build_model(args, lm, num_concepts):
 
 
 def prepare(model, world, frozen):
-    """The model ready for training, in DDP where there are several processes
-
-    frozen: its backbone gets no gradient and keeps its batch statistics [App. F.1; the latter ours]
-    """
+    """Ready for training. A frozen backbone [App. F.1] keeps its batch statistics, too [ours]."""
     model.train()
     model.backbone.train(not frozen).requires_grad_(not frozen)
     return common.data_parallel(model, world)
 
 
-# -------------------------------------------------------------------------- captions to triplets
-
-
-def load_captions(args, split, fraction=1.0, captions_per_image=None):
-    """One split, which must have captions -> CaptionData"""
-    data = common.caption_data(args.data, args.root, split, fraction, captions_per_image, args.seed)
-    check(len(data.captions), f"no image of the split {split} has a caption")
-    return data
+# ---------------------------------------------------------- triplets of photo, caption and token
 
 
 @dataclass
@@ -279,9 +245,6 @@ class Triplets:
         c = self.caption[n]
         tokens = self.tokens[self.first_token[c] : self.first_token[c + 1]]
         return int(self.image[c]), tokens.copy(), int(self.position[n])
-
-    def select(self, chosen):
-        return replace(self, caption=self.caption[chosen], position=self.position[chosen])
 
 
 ARRAYS = "tokens", "first_token", "image", "caption", "position"
@@ -334,18 +297,12 @@ def maskable_tokens(tokenizer, words):
     return single
 
 
-def left_right_tokens(tokenizer):
-    """{token of left: token of right, and the other way round}, or {} if they are not one token"""
-    sides = list(maskable_tokens(tokenizer, ["left", "right"]))
-    return dict(zip(sides, reversed(sides))) if len(sides) == 2 else {}
-
-
 def word_positions(encoded, n):
-    """The positions of the tokens of each word of caption n of a batch -> list of lists"""
+    """Where the tokens of each word of caption n stand -> list of lists; no special tokens"""
     words = defaultdict(list)
     for position, word in enumerate(encoded.word_ids(n)):
-        if word is not None:  # it is of special tokens
-            words[word].append(position)
+        words[word].append(position)
+    words.pop(None, None)
     return list(words.values())
 
 
@@ -368,18 +325,24 @@ def find_triplets(data, tokenizer, maskable):
     return dict(zip(ARRAYS, arrays))
 
 
-# --------------------------------------------------------------------------- samples and batches
+def triplet_samples(triplets, tokenizer, concepts, args):
+    """-> Samples, and the function that collates them to batches"""
+    sides = list(maskable_tokens(tokenizer, ["left", "right"]))
+    left_right = dict(zip(sides, reversed(sides)))  # each token -> the other
+    make = partial(sample, triplets, tokenizer.mask_token_id, left_right, args)
+    swap = language.left_right_swap(list(concepts))
+    together = partial(collate, triplets.tags, swap, tokenizer.pad_token_id)
+    return common.Samples(make, len(triplets), args.seed), together
 
 
 def sample(triplets, mask, left_right, args, index, rng):
     """A photo and its caption with one word masked [Sec. 3.2]; rng None: centred."""
     image, tokens, position = triplets[index]
-    photo = common.photo(
-        triplets.images, image, rng, args.image_size, args.crop_min, args.colour_jitter
-    )
+    crop = args.image_size, args.crop_min, args.colour_jitter
+    photo = common.photo(triplets.images, image, rng, *crop)
     if photo["mirrored"]:
         tokens = np.array([left_right.get(token, token) for token in tokens.tolist()])
-    target, tokens[position] = tokens[position], mask
+    target, tokens[position] = int(tokens[position]), mask
     return {**photo, "index": image, "tokens": tokens, "position": position, "target": target}
 
 
@@ -392,7 +355,7 @@ def collate(tags, swap, padding, samples):
     batch = {**common.collate_photos(samples), "tokens": pad(tokens, padding_value=padding)}
     batch["visible"] = pad([torch.ones_like(row, dtype=torch.bool) for row in tokens])
     for name in ("index", "position", "target"):
-        batch[name] = torch.tensor([int(sample[name]) for sample in samples])
+        batch[name] = common.stack(samples, name)
     mirrored = [sample["mirrored"] for sample in samples]
     batch["tags"] = language.label_rows(tags, batch["index"].tolist(), mirrored, swap)
     return batch
@@ -402,7 +365,7 @@ def collate(tags, swap, padding, samples):
 
 
 class FrozenLanguageModel:
-    """psi of the paper, module 2 of Fig. 2. No module of ours: checkpoints do not hold it.
+    """psi of the paper, module 2 of Fig. 2. No nn.Module: not trained, and in no checkpoint.
 
     width: d_w.  vocabulary: V, its input embeddings (|V|, d_v); in BERT d_v = d_w.
     """
@@ -420,7 +383,7 @@ class FrozenLanguageModel:
         return words.to(torch.float32, copy=True)  # autograd refuses tensors of inference mode
 
     def classify(self, states):
-        """The pretrained token classification layer: states (B, d_w) of tokens -> logits (B, |V|)"""
+        """The pretrained token classification layer: states (B, d_w) -> logits (B, |V|)"""
         return self.classifier(states[:, None]).logits[:, 0]
 
 
@@ -457,7 +420,7 @@ class ICMLM(nn.Module):
         self.tags = language.tag_head(arch, channels, num_tags) if num_tags else None
 
     def forward(self, images, words, visible, position):
-        """images (B, 3, h, w); words W (B, T, d_w), visible (B, T), position (B,) of the masked token
+        """images (B, 3, h, w); words W (B, T, d_w); visible (B, T); position (B,) of what is masked
 
         -> logits of the masked token (B, |V|); tag logits (B, K) or None
         """
@@ -524,22 +487,20 @@ class EncoderLayer(nn.Module):
 
     def forward(self, z, visible, need_weights=False):
         """z (B, S, d_w), visible (B, S) -> z; the attention weights (B, heads, S, S), if needed"""
-        projections = self.key, self.query, self.value
-        key, query, value = (self.per_head(project(z)) for project in projections)  # Eq. 13
-        outputs = attend(key, query, value, visible)
-        merged = self.merge(outputs.transpose(1, 2).flatten(2))  # Eq. 15
+        key = self.per_head(self.key(z))  # Eq. 13
+        query = self.per_head(self.query(z))
+        value = self.per_head(self.value(z))
+        # Eq. 14 for any V: softmax(K Q^T / sqrt(D)) V. In the paper K asks and Q answers.
+        mask = visible[:, None, None]
+        attend = partial(F.scaled_dot_product_attention, key, query, attn_mask=mask)
+        merged = self.merge(attend(value).transpose(1, 2).flatten(2))  # Eq. 15
         weights = None
-        if need_weights:  # Eq. 14 with the identity in place of V
+        if need_weights:  # with the identity for V what remains is the softmax
             identity = torch.eye(z.size(1), dtype=key.dtype, device=z.device)
-            weights = attend(key, query, identity.expand(*key.shape[:2], -1, -1), visible)
+            weights = attend(identity.expand(*key.shape[:2], -1, -1))
         z = self.norm1(z + self.dropout(merged))
         hidden = F.relu(self.linear1(z))
         return self.norm2(z + self.dropout(self.linear2(hidden))), weights
-
-
-def attend(key, query, value, visible):
-    """Eq. 14: softmax(K Q^T / sqrt(D)) V. In the paper K asks and Q answers: the softmax is over Q."""
-    return F.scaled_dot_product_attention(key, query, value, visible[:, None, None])
 
 
 class AttentionHead(nn.Module):
@@ -579,7 +540,7 @@ class AttFc(nn.Module):
         self.register_buffer("vocabulary", lm.vocabulary, persistent=False)  # V, frozen
 
     def forward(self, x, words, visible, position, need_weights=False):
-        """-> logits (B, |V|), p (B, H * W). The whole caption asks, not one position; p is free."""
+        """-> logits (B, |V|), p (B, H * W). The whole caption is read, not one position of it."""
         s = torch.stack([head(x, words, visible) for head in self.att], -1)
         # Written out: autocast would round a linear layer, and the softmax needs the digits.
         s = (s * self.average.weight[0]).sum(-1) + self.average.bias
@@ -591,54 +552,55 @@ class AttFc(nn.Module):
 
 # ----------------------------------------------------------------------- masked token prediction
 
+# With another photo [ours]: what the head knows of captions without seeing.
 PREDICTED = "with the photo", "with another photo", "language model alone"
 
 
 @torch.no_grad()
 def validate(model, lm, val, concepts, tokenizer, args, device):
-    """Accuracies of masked token prediction in percent -> the entries of result.json
+    """Accuracies of masked token prediction [Tab. 1] in percent -> the entries of result.json
 
-    {"masked_words": {"triplets": N, "with the photo": {"top1", "top5", "nouns top1", ...},
-    "language model alone": ... [Tab. 1], "with another photo": what the head knows of captions
-    without seeing [ours]}}; on shapes also "attention", see attention_inside_boxes.
+    {"masked_words": {"triplets": N, and for each of PREDICTED {"top1", "top5", "nouns top1", ...}},
+    "attention": on shapes, what attention_inside_boxes gives}
     """
     model.eval()
     order = np.random.default_rng(args.seed).permutation(len(val))
-    val = val.select(np.sort(order[: args.proxy_triplets]))
-    make = partial(sample, val, tokenizer.mask_token_id, {}, args)
-    together = partial(collate, val.tags, None, tokenizer.pad_token_id)
-    batches = common.validation_batches(
-        common.Samples(make, len(val)), args.workers, together, device, "masked token prediction"
-    )
-    found = defaultdict(list)
+    chosen = np.sort(order[: args.proxy_triplets])
+    val = replace(val, caption=val.caption[chosen], position=val.position[chosen])
+    samples, together = triplet_samples(val, tokenizer, concepts, args)
+    batches = common.validation_batches(samples, args.workers, together, device)
+    rows = []
     for batch in batches:
         logits, attention = predictions(model, lm, batch, args.amp)
         target = batch["target"][:, None]
-        for name, scores in zip(PREDICTED, logits):
-            found[name].append((scores > scores.gather(1, target)).sum(1))
-        found["target"].append(batch["target"])
-        found["index"].append(batch["index"])
-        found["attention"].append(attention)
-    found = {name: torch.cat(parts).cpu().numpy() for name, parts in found.items()}
+        ranks = {name: (v > v.gather(1, target)).sum(1) for name, v in logits.items()}
+        rows.append({"attention": attention, "target": target, "index": batch["index"], **ranks})
+    found = {name: torch.cat([row[name] for row in rows]).cpu().numpy() for name in rows[0]}
 
     word_of = maskable_tokens(tokenizer, list(concepts))
-    words = [word_of[target] for target in found["target"].tolist()]
+    words = [word_of[target] for target in found["target"].flatten()]
     parts = np.array([concepts[word] for word in words])
     result = {"masked_words": {"triplets": len(words)}}
     for name in PREDICTED:
-        result["masked_words"][name] = accuracies(found[name], parts)
+        scores = accuracies(found[name], parts)
+        result["masked_words"][name] = scores
+        numbers = ", ".join(f"{part} {score:.1f}" for part, score in scores.items())
+        say(f"masked token prediction, {name}: {numbers}")
     if args.data == "shapes":
         scenes = [val.images[i] for i in found["index"]]
-        shares = attention_inside_boxes(scenes, words, found["attention"])
-        if shares:
-            result["attention"] = shares
+        inside, area = attention_inside_boxes(scenes, words, found["attention"])
+        if len(inside):
+            shares = {"inside": 100 * float(inside.mean()), "area": 100 * float(area.mean())}
+            result["attention"] = {**shares, "words": len(inside)}
+            line = "attention in the box of the masked object: {inside:.1f}% on {area:.1f}% of the area"
+            say(line.format(**shares))
     return result
 
 
 def predictions(model, lm, batch, amp):
-    """-> logits (B, |V|) for each of PREDICTED, attention (B, H, W)"""
-    words, visible, position = batch["tokens"], batch["visible"], batch["position"]
-    words = lm.read(words, visible)
+    """-> {one of PREDICTED: logits (B, |V|)}, attention (B, H, W)"""
+    visible, position = batch["visible"], batch["position"]
+    words = lm.read(batch["tokens"], visible)
     with common.autocast(words.device, amp):
         features = model.backbone(common.augment(batch["images"]))
     # The rest in float32: in half precision many tokens share the best score, and all would count.
@@ -647,14 +609,12 @@ def predictions(model, lm, batch, amp):
     other = features[another_photo(batch["index"].tolist())]
     blind, _ = model.predict(other, words, visible, position)
     rows = torch.arange(len(words), device=words.device)
-    return (logits, blind, lm.classify(words[rows, position])), attention
+    alone = lm.classify(words[rows, position])
+    return dict(zip(PREDICTED, (logits, blind, alone))), attention
 
 
 def another_photo(photos):
-    """For each sample of a batch the next one of another photo, or itself if there is none
-
-    photos: the samples' photos -> indices into the batch
-    """
+    """photos: of each sample of a batch -> the next sample of another photo, itself if none is"""
     others = []
     for i, photo in enumerate(photos):
         following = [*range(i + 1, len(photos)), *range(i)]
@@ -671,11 +631,10 @@ def accuracies(rank, parts):
 
 
 def attention_inside_boxes(scenes, words, maps):
-    """How much of the attention falls into the box of the object that the masked word names
+    """Where the masked word names exactly one object of its scene, by shape or colour: the share of
+    the attention inside the object's box, and the area of the box, which an even map would get
 
-    Only of words that name exactly one object of the scene by its shape or colour.  maps (N, h, w),
-    each with the sum 1; the attention of a cell is spread evenly over it.  -> {"inside": percent,
-    "area": that of the box, what an even attention would get, "words": their number}, or None
+    maps (N, h, w), each with the sum 1 -> two arrays of at most N numbers
     """
     import shapes  # only here: a script that is copied elsewhere does without it
 
@@ -688,10 +647,7 @@ def attention_inside_boxes(scenes, words, maps):
             columns = covered(left, right, attention.shape[1])
             inside.append(rows @ attention @ columns)
             area.append((right - left) * (bottom - top))
-    if not inside:
-        return None
-    mean = {"inside": 100 * float(np.mean(inside)), "area": 100 * float(np.mean(area))}
-    return {**mean, "words": len(inside)}
+    return np.array(inside), np.array(area)
 
 
 def covered(low, high, cells):
@@ -730,9 +686,8 @@ def explain(args, device):
     model, lm, tokenizer, concepts, size = load_icmlm(args.weights, args.lm, args.amp, device)
     encoded = tokenizer(args.caption, return_tensors="pt")
     tokens, limit = encoded["input_ids"], lm.encoder.config.max_position_embeddings
-    fits = tokens.size(1) <= limit
-    length = f"{tokens.size(1)} tokens, more than the {limit} of the language model"
-    check(fits, f"the caption has {length}: shorten it")
+    length = f"has {tokens.size(1)} tokens, more than the {limit} of the language model"
+    check(tokens.size(1) <= limit, f"the caption {length}: shorten it")
     position = find_word(tokenizer, encoded, args.word, concepts)
     tokens[0, position] = tokenizer.mask_token_id
     photos = common.ImageFiles([args.explain])
@@ -740,18 +695,14 @@ def explain(args, device):
     pixels, readable = common.CropView(photos, size, part=1.0)[0]
     check(readable, f"{args.explain} cannot be decoded, is it a photo?")
 
-    batch = {
-        "images": torch.from_numpy(pixels)[None],
-        "index": torch.tensor([0]),
-        "tokens": tokens,
-        "visible": torch.ones_like(tokens, dtype=torch.bool),
-        "position": torch.tensor([position]),
-    }
+    batch = {"images": torch.from_numpy(pixels)[None], "index": torch.tensor([0])}
+    batch |= {"tokens": tokens, "position": torch.tensor([position])}
+    batch["visible"] = torch.ones_like(tokens, dtype=torch.bool)
     batch = {name: value.to(device) for name, value in batch.items()}
-    (logits, _, alone), attention = predictions(model, lm, batch, args.amp)
+    logits, attention = predictions(model, lm, batch, args.amp)
     say(tokenizer.decode(tokens[0]))
-    say(f"with the photo: {best_words(tokenizer, logits[0])}")
-    say(f"without it: {best_words(tokenizer, alone[0])}")
+    say(f"with the photo: {best_words(tokenizer, logits[PREDICTED[0]][0])}")
+    say(f"without it: {best_words(tokenizer, logits[PREDICTED[2]][0])}")
     if attention.numel() == 1:
         say("the attention has one place only: train with a larger --image-size to see more")
     path = Path(args.output, "explained", f"{Path(args.explain).stem}_{args.word}.png")
@@ -779,8 +730,8 @@ def find_word(tokenizer, encoded, word, concepts):
             places.append(positions[0])
         if len(spelled) == 1 and spelled[0] in maskable:
             possible.append(maskable[spelled[0]])
-    hint = ", ".join(dict.fromkeys(possible)) or "none"
-    hint = f"these words of the caption can be masked: {hint}"
+    possible = ", ".join(dict.fromkeys(possible)) or "none"
+    hint = f"these words of the caption can be masked: {possible}"
     check(places, f'"{word}" is not a word of the caption; {hint}')
     pieces = " ".join(tokenizer.convert_ids_to_tokens(wanted))
     several = f"is {len(wanted)} tokens of the language model, {pieces}, and only one can be masked"

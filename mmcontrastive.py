@@ -3,23 +3,21 @@
 Yuan, Lin, Kuen, Zhang, Wang, Maire, Kale, Faieta. Multimodal Contrastive Training for Visual
 Representation Learning. CVPR 2021.
 
-Two views of a photo shall be more similar than views of different photos (Eq. 3, MoCo-v2), two
-wordings of a caption more than different captions (Eq. 8), and a photo and its caption more than a
-photo and another's caption (Eqs. 11, 14); photos with common tags count as views of one photo
-(Eq. 5). A query is compared with the key of its own photo and with a queue of earlier keys, which
-momentum encoders have made. Similarity within a modality and between the two is measured in
-different spaces, each with MLPs of its own [Sec. 3.2].
+Two views of a photo shall be more similar than views of different photos (Eq. 3, as in MoCo-v2),
+and so shall two wordings of a caption (Eq. 8), a photo and its caption (Eqs. 11, 14), and photos
+with common tags (Eq. 5). A query is compared with the key of its own photo and with a queue of
+earlier keys, which momentum encoders have made. Similarity within a modality and between the two
+is measured in different spaces, each with MLPs of its own [Sec. 3.2].
 
     laptop        python mmcontrastive.py
     own photos    python mmcontrastive.py --data photos.jsonl
     MoCo-v2       python mmcontrastive.py --data coco --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 \\
                       --lambda-tag 0
-    translations  python mmcontrastive.py --data coco --backtranslate   (once, before a COCO run)
+    for COCO      python mmcontrastive.py --data coco --backtranslate   (once: views of captions)
     one GPU       python mmcontrastive.py --data coco --batch-size 128
     eight GPUs    torchrun --nproc_per_node=8 mmcontrastive.py --data coco
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
-                      --rdzv-endpoint=HOST:29400 mmcontrastive.py --data coco
-                      (on both; shared --output)
+                      --rdzv-endpoint=HOST:29400 mmcontrastive.py --data coco   (on both nodes)
     search        python mmcontrastive.py --search "a dog in the snow" "two children" \\
                       --root photos --weights runs/mmcontrastive/checkpoint.pth
 
@@ -31,10 +29,6 @@ retrieval, from photos to captions and back (Tab. 7), beside that of random simi
 When it is stuck on few photos: --queue of about 16 batches; --momentum so near to 1 that the key
 encoders hardly change while a batch passes through the queue, but no nearer (else the losses fall
 early and rise again, and retrieval stays at chance); --lambda-ic and --lambda-ci at 50 to 100 / K.
-
-Ours: the words left and right in a caption follow the view of the photo that it is compared with;
---lm scratch has a WordPiece vocabulary of its own, the paper's is BERT's; MoCo-v2 is what this
-paper calls so (temperature 0.07, batch 512).
 """
 
 import copy
@@ -78,7 +72,7 @@ RECIPES = {  #           demo        small       paper
     "queue":            (512,        512,        32_768),               # Sec. 4.1
     "momentum":         (0.995,      0.998,      0.999),                # Sec. 4.1
     "bn_splits":        (4,          4,          8),                    # MoCo: 8 GPUs
-    "lambda_tag":       (0.0,        1.0,        1.0),                  # Sec. 4.1; demo: see below
+    "lambda_tag":       (0.0,        1.0,        1.0),                  # Sec. 4.1; 0: probed on
     "lambda_ic":        (0.2,        0.2,        1e-4),                 # Sec. 4.1
     "lambda_ci":        (0.2,        0.2,        1e-4),                 # Sec. 4.1
     "batch_size":       (32,         32,         512),                  # Sec. 4.1
@@ -90,75 +84,61 @@ RECIPES = {  #           demo        small       paper
     "log_every":        (10,         20,         20),
     "checkpoint_every": (200,        500,        2000),
     "probe_images":     (2000,       10_000,     10_000),
-}  # The demo's probe is on its tags: Eq. 5 would be taught what it asks.
+}
 # fmt: on
 
 
 def get_args(argv=None):
+    # fmt: off
     parser = common.flag_parser("mmcontrastive", __doc__)
 
-    add = parser.add_argument_group("views of photos and captions").add_argument
-    add("--greyscale", type=share, help="share of views without colours [Sec. 4.1]")
-    add("--blur", type=share, default=0.5, help="share of views that are blurred [Sec. 4.1]")
+    add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
+    add("--greyscale", type=share, help="share of views without colours")
+    add("--blur", type=share, default=0.5, help="share of views that are blurred")
     add("--caption-views", choices=("same", "sibling", "backtranslation"),
-        help="a caption twice (dropout differs), with another of its photo, or translated to "
-        "another language and back [Sec. 4.1]")  # fmt: skip
-    add("--backtranslations", metavar="FILE",
-        help="what --backtranslate wrote (default OUTPUT/backtranslations.jsonl)")  # fmt: skip
+        help="a caption twice (dropout differs), two of a photo, or one and its back-translation")
+    add("--backtranslations", help="what --backtranslate wrote (default: its file in --output)")
 
-    add = parser.add_argument_group("model").add_argument
-    add("--arch", choices=common.BACKBONES, help="resnet18 for small data or a CPU [Sec. 4.1]")
-    add("--lm", help="caption encoder: a BERT-like model of the hub or in a local folder, or "
-        "scratch: a random BERT ('Ours (scratch)' in Tab. 1)")  # fmt: skip
-    add("--lm-layers", type=count, help="of --lm scratch; fewer for few captions [Sec. 4.1]")
-    add("--lm-width", type=count, help="of --lm scratch; a head is 64 wide [Sec. 4.1]")
-    add("--dropout", type=proper_share,
-        help="of --lm scratch; all that differs between the views of --caption-views same")  # fmt: skip
-    add("--mlp-hidden", type=count, help="hidden layer of the MLPs [Sec. 4.1]")
-    add("--intra-dim", type=count, default=128,
-        help="of the spaces within a modality [Sec. 4.1, 4.4]")  # fmt: skip
-    add("--inter-dim", type=count, default=1024,
-        help="of the space that photos and captions share [Sec. 4.1, 4.4]")  # fmt: skip
-    add("--unified-mlp", action="store_true",
-        help="one MLP per encoder for both spaces; an ablation, worse [Sec. 4.4]")  # fmt: skip
-    add("--queue", type=count, help="K, keys to compare with; fewer on fewer photos [Sec. 4.1]")
-    add("--momentum", type=share,
-        help="m of the momentum encoders; lower it for short runs [Sec. 4.1]")  # fmt: skip
-    add("--bn-splits", type=count,
-        help="groups with batch statistics of their own, over all processes, into which the keys' "
-        "batch is shuffled; 1 lets queries find their keys by the statistics [MoCo]")  # fmt: skip
+    add = parser.add_argument_group("model [Sec. 4.1]").add_argument
+    add("--arch", choices=common.BACKBONES, help="resnet18 for small data or a CPU")
+    add("--lm", help="caption encoder: a BERT of the hub or in a folder, or scratch (untrained)")
+    add("--lm-layers", type=count, help="of --lm scratch; fewer for few captions")
+    add("--lm-width", type=count, help="of --lm scratch; a head is 64 wide")
+    add("--dropout", type=proper_share, help="of --lm scratch; --caption-views same needs it")
+    add("--mlp-hidden", type=count, help="hidden layer of the MLPs")
+    add("--intra-dim", type=count, default=128, help="of the spaces within a modality [Sec. 4.4]")
+    add("--inter-dim", type=count, default=1024, help="of the space of both [Sec. 4.4]")
+    add("--unified-mlp", action="store_true", help="one MLP for both spaces: worse [Sec. 4.4]")
+    add("--queue", type=count, help="K, keys to compare with; fewer on fewer photos")
+    add("--momentum", type=share, help="m of the momentum encoders; lower for short runs")
+    add("--bn-splits", type=count, help="groups of shuffled batch norm; 1 opens a shortcut [MoCo]")
 
-    add = parser.add_argument_group("losses").add_argument
-    add("--lambda-ii", type=non_negative, default=1.0, help="of Eq. 3, photo to photo [Sec. 4.1]")
-    add("--lambda-tag", type=non_negative, help="of Eq. 5, photos with common tags [Sec. 4.1]")
-    add("--lambda-cc", type=non_negative, default=1.0,
-        help="of Eq. 8, caption to caption [Sec. 4.1]")  # fmt: skip
-    add("--lambda-ic", type=non_negative,
-        help="of Eq. 11, photo to captions; a sum over K keys: raise it as you lower --queue")  # fmt: skip
-    add("--lambda-ci", type=non_negative, help="of Eq. 14, caption to photos; likewise")
-    add("--temperature", type=positive, default=0.07, help="tau of Eqs. 3, 5, 8 [Sec. 4.1]")
-    add("--margin", type=non_negative, default=0.2, help="alpha of Eqs. 11, 14 [Sec. 4.1]")
-    add("--tag-threshold", type=non_negative, default=2,
-        help="epsilon of Eq. 4: photos with more common tags than this are positives [Sec. 4.1]")  # fmt: skip
+    add = parser.add_argument_group("losses and their weights [Sec. 4.1]").add_argument
+    add("--lambda-ii", type=non_negative, default=1.0, help="Eq. 3, photo to photo")
+    add("--lambda-tag", type=non_negative, help="Eq. 5, photos with common tags; 0 if they mislead")
+    add("--lambda-cc", type=non_negative, default=1.0, help="Eq. 8, caption to caption")
+    add("--lambda-ic", type=non_negative, help="Eq. 11, photo to captions; more for short queues")
+    add("--lambda-ci", type=non_negative, help="Eq. 14, caption to photos; more for short queues")
+    add("--temperature", type=positive, default=0.07, help="tau of Eqs. 3, 5, 8")
+    add("--margin", type=non_negative, default=0.2, help="alpha of Eqs. 11, 14")
+    add("--tag-threshold", type=non_negative, default=2, help="epsilon of Eq. 4; less for few tags")
 
-    add = parser.add_argument_group("optimisation of both encoders").add_argument
-    add("--optimizer", choices=("sgd", "radam"),
-        help="radam, at about 1e-3, leaves plateaus on which short runs of sgd stay [Sec. 4.1]")  # fmt: skip
-    add("--text-lr", type=positive,
-        help="peak, of the caption encoder; 4e-5 suits a pretrained BERT [Sec. 4.1]")  # fmt: skip
+    add = parser.add_argument_group("optimisation of both encoders [Sec. 4.1]").add_argument
+    add("--optimizer", choices=("sgd", "radam"), help="radam, at about 1e-3, for short runs")
+    add("--text-lr", type=positive, help="of the caption encoder; 4e-5 suits a pretrained BERT")
 
     use = parser.add_argument_group("retrieval and other uses")
-    use.add_argument("--retrieval-images", type=count, default=1000,
-        help="validation photos to retrieve among, drawn once [Sec. 4.4, Tab. 7]")  # fmt: skip
-    use.add_argument("--weights", help="a checkpoint.pth of this script, for --search")
+    add = use.add_argument
+    add("--retrieval-images", type=count, default=1000, help="of the validation split [Tab. 7]")
+    add("--weights", help="a checkpoint.pth of this script, for --search")
+    add("--translator", default="Helsinki-NLP/opus-mt-{}-{}",
+        help="MarianMT models of the hub or folders; {} and {} stand for languages [Sec. 4.1]")
     add = use.add_mutually_exclusive_group().add_argument
     add("--search", nargs="+", metavar="TEXT",
-        help="find the ten photos nearest to each text, below --root or else in the validation "
-        "split, and draw them in OUTPUT/search.png")  # fmt: skip
+        help="draw the ten nearest photos, of --root or the validation split, in search.png")
     add("--backtranslate", action="store_true",
-        help="translate the training captions to French and German and back")  # fmt: skip
-    use.add_argument("--translator", default="Helsinki-NLP/opus-mt-{}-{}",
-        help="MarianMT models of the hub or local folders; {} and {} are languages [Sec. 4.1]")  # fmt: skip
+        help="translate the training captions to French and German and back")
+    # fmt: on
 
     recipe = common.choose_recipe(RECIPES, argv)
     args = common.parse(parser, argv, recipe, scaled=("lr", "text_lr"))
@@ -166,27 +146,17 @@ def get_args(argv=None):
     args.tags_required = common.look(argv, "--lambda-tag").lambda_tag is not None
     if not args.backtranslations:
         args.backtranslations = os.path.join(args.output, "backtranslations.jsonl")
-    check_flags(parser, args)
-    return args
-
-
-def check_flags(parser, args):
-    """Refuse flags that do not go together."""
     if not (args.lambda_ii or args.lambda_tag or args.lambda_ic):
-        parser.error("the image encoder learns nothing without --lambda-ii, --lambda-tag or "
-                     "--lambda-ic: give one of them")  # fmt: skip
-    if bool(args.lambda_ic) != bool(args.lambda_ci):
-        parser.error("--lambda-ic and --lambda-ci: one alone would compare with a space that "
-                     "nothing trains; give both, or 0 for both")  # fmt: skip
-    dims = f"--intra-dim {args.intra_dim} and --inter-dim {args.inter_dim}"
+        parser.error("give --lambda-ii, --lambda-tag or --lambda-ic: no other trains the backbone")
+    if bool(args.lambda_ic) != bool(args.lambda_ci):  # keys in a space that nothing trains
+        parser.error("--lambda-ic and --lambda-ci go together: give both, or 0 for both")
     if args.unified_mlp and args.intra_dim != args.inter_dim:
-        parser.error(f"--unified-mlp has one width for both spaces: {dims} must be equal")
+        parser.error("--unified-mlp has one width: --intra-dim and --inter-dim must be equal")
     if args.lm_width % 64:
         parser.error(f"--lm-width {args.lm_width} must be a multiple of 64: a head is 64 wide")
-    same_text = args.caption_views == "same" and args.lm == "scratch"
-    if same_text and args.lambda_cc and not args.dropout:
-        parser.error("--dropout must be above 0 with --caption-views same: the two views of a "
-                     "caption are equal without it")  # fmt: skip
+    equal_views = args.caption_views == "same" and args.lm == "scratch" and not args.dropout
+    if equal_views and args.lambda_cc:
+        parser.error("--caption-views same needs --dropout above 0, or both views are equal")
     if args.queue < args.batch_size:
         parser.error(f"--queue {args.queue} must hold at least one batch of {args.batch_size}")
     processes = int(os.environ.get("WORLD_SIZE", 1))
@@ -197,8 +167,8 @@ def check_flags(parser, args):
     if bool(args.search) != bool(args.weights):
         parser.error("--weights FILE goes with --search TEXT...")
     if args.translator.count("{}") != 2:
-        parser.error(f"--translator {args.translator} must hold {{}} twice, for the language from "
-                     "and the language to")  # fmt: skip
+        parser.error(f"--translator {args.translator} must hold {{}} twice: from and to a language")
+    return args
 
 
 def main(args):
@@ -206,36 +176,36 @@ def main(args):
     device, args.amp = world.device, common.choose_amp(world.device, args.amp)
     if args.search:
         return search(args, device)
+    subset = args.fraction, args.captions_per_image, args.seed
+    train = common.caption_data(args.data, args.root, args.train_split, *subset)
     if args.backtranslate:
-        return backtranslate(args, device)
+        return backtranslate(args, train.captions, device)
 
-    # Data: photos, with captions and tags where they have some; and the losses that they allow.
-    train, val = load_train(args), common.caption_data(args.data, args.root, args.val_split)
+    # Data: photos, captions and tags, as far as they are there, and the losses that they allow.
+    val = common.caption_data(args.data, args.root, args.val_split)
     weights = {name: getattr(args, f"lambda_{name}") for name in LOSSES}
-    reads = bool(weights["cc"] or weights["ic"])
-    translations = []
+    reads, translations = bool(weights["cc"] or weights["ic"]), []
     if reads and args.caption_views == "backtranslation":
         translations = read_backtranslations(args.backtranslations, train.captions)
     run = common.Run(args, "mmcontrastive", world, train, val, *translations)
     probe = eval_linear and eval_linear.Probe(args, train, val)
-    weights = possible_losses(weights, train, args.tags_required)
+    weights["tag"] = tag_weight(weights, train, args.tags_required)
     train = photos_with_losses(train, weights)
+    num_tags = len(train.tag_names) if weights["tag"] else 0
     size = queue_size(args.queue, train, reads, args.batch_size)
     tokenizer = config = None
     if reads:
         with common.main_first(world):
-            if world.is_main and not run.checkpoint:
-                keep_caption_model(args, train.captions, run.folder / "caption_model")
-            tokenizer, config = read_caption_model(run.folder / "caption_model")
+            tokenizer, config = load_caption_model(args, train, run)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
     say(f"{len(train)} photos, {len(train.captions)} captions, {len(train.tags)} tags; "
         f"{iters} iterations, {iters * args.batch_size / len(train):.1f} epochs")  # fmt: skip
 
-    # Encoders, momentum encoders and queues; optimizer; and where an earlier run stopped.
+    # Encoders, momentum encoders, queues, optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
-    dims = mlp_dims(weights, args.intra_dim, args.inter_dim)
-    encoders = build_encoders(args.arch, config, dims, args.mlp_hidden, args.unified_mlp)
-    num_tags = len(train.tag_names) if weights["tag"] else 0
+    dims = {"intra": args.intra_dim, "inter": args.inter_dim}
+    needed = [name for name in LOSSES if weights[name]]
+    encoders = build_encoders(args.arch, config, needed, dims, args.mlp_hidden, args.unified_mlp)
     model = MultimodalContrastive(encoders, num_tags, size)
     if reads and args.lm != "scratch" and not run.checkpoint:
         load_pretrained(model, args.lm)
@@ -287,27 +257,15 @@ def main(args):
 # ------------------------------------------------------------- photos, and the losses they allow
 
 
-def load_train(args):
-    subset = args.fraction, args.captions_per_image, args.seed
-    return common.caption_data(args.data, args.root, args.train_split, *subset)
-
-
-def possible_losses(weights, train, tags_required):
-    """The weights of the losses, with 0 for Eq. 5 if no photo has tags
-
-    tags_required: fail instead. Photos without captions are enough for MoCo-v2 alone.
-    """
-    if weights["cc"] or weights["ic"]:
-        hint = "with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are enough (MoCo-v2)"
-        check(len(train.captions), f"no photo has a caption: {hint}")
+def tag_weight(weights, train, required):
+    """The weight of Eq. 5: 0 if no photo has tags; then the program ends if they are `required`."""
     if not weights["tag"] or len(train.tags):
-        return weights
-    others = weights["ii"] or weights["ic"]
+        return weights["tag"]
     source = 'annotations/instances_{split}.json for coco, "tags" in a .jsonl'
-    missing = f"--lambda-tag wants tags and no photo has any: {source}"
-    check(others and not tags_required, missing)
+    others = weights["ii"] or weights["ic"]
+    check(others and not required, f"--lambda-tag wants tags and no photo has any: {source}")
     say("no photo has tags: the loss of Eq. 5 is left out")
-    return {**weights, "tag": 0.0}
+    return 0.0
 
 
 def photos_with_losses(train, weights):
@@ -324,79 +282,19 @@ def queue_size(wanted, train, reads, batch_size):
     kind, available = "photos", len(train)
     if reads:
         kind, available = "photos with captions", int(train.captioned().sum())
+        hint = "with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are enough (MoCo-v2)"
+        check(available, f"no photo has a caption: {hint}")
     size = min(wanted, available) // batch_size * batch_size
     check(size, f"{available} {kind} are fewer than a batch of {batch_size}: lower --batch-size")
     if size != wanted:
-        say(f"queues of {size} keys instead of {wanted}: a multiple of the batch, and no more "
-            f"than there are {kind}; --lambda-ic and --lambda-ci weight sums over them")  # fmt: skip
+        say(f"queues of {size} keys instead of {wanted}: a multiple of the batch, and no more than "
+            f"there are {kind}; --lambda-ic and --lambda-ci weight sums over them")  # fmt: skip
     return size
 
 
-# --------------------------------------------------------------- the caption encoder's two parts
+# ------------------------------------------------------------------------------------- two views
 
 MAX_TOKENS = 64  # of a caption; what is behind is cut off [ours]
-
-
-def keep_caption_model(args, captions, folder):
-    """Write the caption encoder's tokenizer and configuration: they are read by the run itself,
-    when it goes on, and by --search."""
-    transformers = language.quiet_transformers()
-    if args.lm == "scratch":
-        tokenizer = language.train_wordpiece(captions)
-        config = transformers.BertConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=args.lm_width,
-            num_hidden_layers=args.lm_layers,
-            num_attention_heads=args.lm_width // 64,
-            intermediate_size=4 * args.lm_width,
-            max_position_embeddings=512,
-            pad_token_id=tokenizer.pad_token_id,
-            hidden_dropout_prob=args.dropout,
-            attention_probs_dropout_prob=args.dropout,
-            # With BERT's 0.02 all captions get the same vector at first, up to dropout, and there
-            # is nothing to tell apart. [ours]
-            initializer_range=args.lm_width**-0.5,
-        )
-    else:
-        with language.loading(args.lm):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(args.lm)
-            config = transformers.AutoConfig.from_pretrained(args.lm)
-    tokenizer.save_pretrained(folder)
-    config.save_pretrained(folder)
-
-
-def read_caption_model(folder):
-    """-> tokenizer, configuration"""
-    transformers = language.quiet_transformers()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the data workers tokenise
-    with language.loading(folder):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        config = transformers.AutoConfig.from_pretrained(folder)
-    padded = tokenizer.pad_token is not None
-    check(padded, "the tokenizer of --lm has no token for padding: give a BERT-like model")
-    return tokenizer, config
-
-
-def load_pretrained(model, name):
-    """Start both caption encoders from the weights of `name`. A pooler that it lacks is random."""
-    with language.loading(name):
-        read = language.quiet_transformers().AutoModel.from_pretrained
-        pretrained, report = read(name, output_loading_info=True)
-    missing = sorted(report["missing_keys"])
-    if missing:
-        say(f"--lm {name} lacks {', '.join(missing[:3])}: random at first")
-    for encoders in (model.queries, model.keys):
-        encoders["caption"].trunk.bert.load_state_dict(pretrained.state_dict())
-
-
-def tokenise(tokenizer, captions):
-    """-> tokens (B, T), visible (B, T): True where there is no padding"""
-    settings = {"padding": True, "truncation": True, "max_length": MAX_TOKENS}
-    encoded = tokenizer(captions, return_tensors="pt", **settings)
-    return encoded["input_ids"], encoded["attention_mask"].bool()
-
-
-# ------------------------------------------------------------------------------------- two views
 
 
 def sample(data, translations, args, index, rng):
@@ -412,12 +310,9 @@ def sample(data, translations, args, index, rng):
     image_q = images[0][:, ::-1] if mirrored_q else images[0]
     image_k = images[1][:, ::-1] if mirrored_k else images[1]
 
-    caption_q = caption_k = ""
-    captioned = data.first_caption[index] < data.first_caption[index + 1]
-    if captioned:
-        caption_q, caption_k = caption_views(data, index, args.caption_views, translations, rng)
     # A photo's query meets the key of its caption, and the other way round (Eqs. 9 to 13): left
     # and right in a caption follow the photo that it meets. [ours]
+    caption_q, caption_k = caption_views(data, index, args.caption_views, translations, rng)
     if mirrored_k:
         caption_q = common.swap_left_right(caption_q)
     if mirrored_q:
@@ -427,27 +322,26 @@ def sample(data, translations, args, index, rng):
     return {
         "q": {"image": image_q, "jitter": jitter[0], "sigma": sigma[0], "caption": caption_q},
         "k": {"image": image_k, "jitter": jitter[1], "sigma": sigma[1], "caption": caption_k},
-        "captioned": captioned,
+        "captioned": data.first_caption[index + 1] > data.first_caption[index],
         "tags": tags,
     }
 
 
 def caption_views(data, index, kind, translations, rng):
-    """Two views of one of the photo's captions [Sec. 3.1] -> two strings
+    """Two views of one of the photo's captions [Sec. 3.1]; two empty strings if it has none
 
-    kind: "same", "sibling" or "backtranslation", where one view is the caption itself [ours].
+    kind: --caption-views. Of a caption and its back-translation one view is the caption. [ours]
     """
-    first, end = data.first_caption[index], data.first_caption[index + 1]
-    n = rng.integers(first, end)
-    caption = data.captions[n]
-    if kind == "sibling" and end - first > 1:
-        other = rng.integers(first, end - 1)
-        if other >= n:  # any but n itself
-            other += 1
-        return caption, data.captions[other]
-    if kind == "backtranslation":
+    captions = data.captions_of(index)
+    if not captions:
+        return "", ""
+    n = rng.integers(len(captions))
+    caption, siblings = captions[n], captions[:n] + captions[n + 1 :]
+    if kind == "sibling" and siblings:
+        return caption, siblings[rng.integers(len(siblings))]
+    if translations:
         translated = translations[rng.integers(len(translations))]
-        return caption, translated[n]
+        return caption, translated[data.first_caption[index] + n]
     return caption, caption
 
 
@@ -471,6 +365,13 @@ def collate(samples, tokenizer):
     return batch
 
 
+def tokenise(tokenizer, captions):
+    """-> tokens (B, T), visible (B, T): True where there is no padding"""
+    settings = {"padding": True, "truncation": True, "max_length": MAX_TOKENS}
+    encoded = tokenizer(captions, return_tensors="pt", **settings)
+    return encoded["input_ids"], encoded["attention_mask"].bool()
+
+
 def view(batch, name):
     """View "q" or "k" of a batch on the device -> images (B, 3, h, w), captions or None
 
@@ -486,21 +387,18 @@ def view(batch, name):
 def blur(images, sigma):
     """Gaussian blur of each image (B, 3, h, w) by its own sigma (B,) in pixels; 0 for none
 
-    One matrix (h, h) and one (w, w) for each image. Their rows sum to one, up to the border: it
-    does not matter that the images are normalised already. [MoCo-v2]
+    A matrix of weights for the rows and one for the columns of each image. They sum to one, up to
+    the border: it does not matter that the images are normalised already. [MoCo-v2]
     """
-    height, width = images.shape[2:]
-    rows, columns = gaussian_matrix(height, sigma), gaussian_matrix(width, sigma)
-    blurred = rows @ images.contiguous() @ columns.mT
+    sigma, (height, width) = sigma.clamp(min=1e-3)[:, None, None], images.shape[2:]
+
+    def weights(side):  # (B, 1, side, side): of all pixels, for each blurred pixel
+        place = torch.arange(side, device=sigma.device, dtype=torch.float32)
+        distance = place[:, None] - place
+        return (-0.5 * (distance / sigma) ** 2).softmax(-1)[:, None]
+
+    blurred = weights(height) @ images.contiguous() @ weights(width).mT
     return blurred.contiguous(memory_format=torch.channels_last)
-
-
-def gaussian_matrix(side, sigma):
-    """(B, 1, side, side): in row i the weights of all pixels for the blurred pixel i"""
-    place = torch.arange(side, device=sigma.device, dtype=torch.float32)
-    distance = place[:, None] - place
-    sigma = sigma.clamp(min=1e-3)[:, None, None]
-    return (-0.5 * (distance / sigma) ** 2).softmax(-1)[:, None]
 
 
 # ------------------------------------------------------------------------- encoders and momentum
@@ -529,27 +427,75 @@ def by_loss(table, outputs):
     return found
 
 
-def mlp_dims(weights, intra_dim, inter_dim):
-    """The spaces that the losses with a weight need -> {modality: {space: dimension}}"""
-    dims = {"image": {}, "caption": {}}
-    if weights["ii"] or weights["tag"]:
-        dims["image"]["intra"] = intra_dim
-    if weights["cc"]:
-        dims["caption"]["intra"] = intra_dim
-    if weights["ic"]:
-        dims["image"]["inter"] = dims["caption"]["inter"] = inter_dim
-    return dims
+def build_encoders(arch, config, losses, dims, hidden, unified=False):
+    """-> {"image": Encoder} and, with the configuration of its BERT, "caption"
 
-
-def build_encoders(arch, config, dims, hidden, unified=False):
-    """-> {"image": Encoder} and, with the configuration of its BERT, "caption". dims: mlp_dims"""
+    losses: those whose spaces are needed.  dims: {"intra": 128, "inter": 1024}
+    """
+    spaces = {"image": {}, "caption": {}}
+    for loss, (modality, space) in QUERIES.items():
+        if loss in losses or (loss == "ii" and "tag" in losses):  # Eqs. 3 and 5 share queries
+            spaces[modality][space] = dims[space]
     backbone = common.build_backbone(arch)
     trunk = nn.Sequential(backbone, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    encoders = {"image": Encoder(trunk, backbone.channels, dims["image"], hidden, unified)}
+    encoders = {"image": Encoder(trunk, backbone.channels, spaces["image"], hidden, unified)}
     if config:
         trunk, width = CaptionTrunk(config), config.hidden_size
-        encoders["caption"] = Encoder(trunk, width, dims["caption"], hidden, unified)
+        encoders["caption"] = Encoder(trunk, width, spaces["caption"], hidden, unified)
     return nn.ModuleDict(encoders)
+
+
+def load_caption_model(args, train, run):
+    """The caption encoder's tokenizer and configuration
+
+    They are written to the output folder, for --search and for a run that goes on.
+    """
+    folder, transformers = run.folder / "caption_model", language.quiet_transformers()
+    if run.checkpoint or not run.world.is_main:
+        return read_caption_model(folder)
+    if args.lm == "scratch":
+        single = int((np.diff(train.first_caption) == 1).sum())
+        if args.caption_views == "sibling" and single and not args.dropout:
+            say(f"{single} photos have one caption, whose two views are equal: for them Eq. 8 "
+                "teaches little without --dropout")  # fmt: skip
+        tokenizer = language.train_wordpiece(train.captions)
+        config = transformers.BertConfig(
+            vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id,
+            hidden_size=args.lm_width, intermediate_size=4 * args.lm_width,
+            num_hidden_layers=args.lm_layers, num_attention_heads=args.lm_width // 64,
+            hidden_dropout_prob=args.dropout, attention_probs_dropout_prob=args.dropout,
+            # With BERT's 0.02 all captions have the same vector at first: nothing to tell. [ours]
+            initializer_range=args.lm_width**-0.5,
+        )  # fmt: skip
+    else:
+        tokenizer, config = read_caption_model(args.lm)
+    tokenizer.save_pretrained(folder)
+    config.save_pretrained(folder)
+    return read_caption_model(folder)
+
+
+def read_caption_model(name):
+    """name: of the hub, or a folder -> tokenizer, configuration"""
+    transformers = language.quiet_transformers()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the data workers tokenise
+    with language.loading(name):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name)
+    padded = tokenizer.pad_token is not None
+    check(padded, "the tokenizer of --lm has no token for padding: give a BERT-like model")
+    return tokenizer, config
+
+
+def load_pretrained(model, name):
+    """Start both caption encoders from the weights of `name`. A pooler that it lacks is random."""
+    with language.loading(name):
+        read = language.quiet_transformers().AutoModel.from_pretrained
+        pretrained, report = read(name, output_loading_info=True)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        say(f"--lm {name} lacks {', '.join(missing[:3])}: random at first")
+    for encoders in (model.queries, model.keys):
+        encoders["caption"].trunk.bert.load_state_dict(pretrained.state_dict())
 
 
 class CaptionTrunk(nn.Module):
@@ -577,11 +523,10 @@ class Encoder(nn.Module):
         super().__init__()
         self.trunk, self.mlps = trunk, nn.ModuleDict()
         for space, dim in dims.items():
-            if unified and len(self.mlps):
-                self.mlps[space] = next(iter(self.mlps.values()))
-            else:
-                layers = nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, dim)
-                self.mlps[space] = nn.Sequential(*layers)
+            mlp = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, dim))
+            self.mlps[space] = mlp
+        if unified:
+            self.mlps.update(dict.fromkeys(dims, mlp))
 
     def forward(self, *inputs):
         features = self.trunk(*inputs)
@@ -642,10 +587,7 @@ class MultimodalContrastive(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys, tags, captioned, world):
-        """keys: of encode_keys; tags (B, tags), captioned (B,): of this process
-
-        A caption that is not there leaves no key.
-        """
+        """keys: of all processes; tags (B, tags), captioned (B,): of this. No caption, no key."""
         captioned = gather(captioned, world)
         all_valid = torch.ones_like(captioned)
         for loss, key in keys.items():
@@ -713,8 +655,11 @@ def contrastive_losses(queries, keys, queues, tags, captioned, temperature, marg
         log_p = log_probabilities(queries["ii"], keys["ii"], queues["ii"], temperature)
         losses["ii"] = -log_p[:, 0].mean()  # Eq. 3
         if "tag" in queues:
-            positives = tag_positives(tags, queues["tag"], threshold)
-            losses["tag"] = (tag_loss(log_p, positives) * tags.any(1)).mean()
+            own = torch.ones_like(captioned)[:, None]
+            others = tags @ queues["tag"].keys.T > threshold
+            positive = torch.cat([own, others & queues["tag"].filled], 1)  # Eq. 4
+            loss = -log_p.masked_fill(~positive, 0).sum(1) / positive.sum(1)  # Eq. 5
+            losses["tag"] = (loss * tags.any(1)).mean()
     if "cc" in queries:
         log_p = log_probabilities(queries["cc"], keys["cc"], queues["cc"], temperature)
         losses["cc"] = (-log_p[:, 0] * captioned).mean()  # Eq. 8
@@ -738,18 +683,6 @@ def log_probabilities(query, key, queue, temperature):
     return logits.log_softmax(1)
 
 
-def tag_positives(tags, queue, threshold):
-    """Eq. 4: the own key, and those with more than `threshold` common tags -> (B, 1 + K) bool"""
-    own = torch.ones(len(tags), 1, dtype=torch.bool, device=tags.device)
-    others = (tags @ queue.keys.T > threshold) & queue.filled
-    return torch.cat([own, others], 1)
-
-
-def tag_loss(log_p, positives):
-    """Eq. 5: the mean over the positives -> (B,)"""
-    return -log_p.masked_fill(~positives, 0).sum(1) / positives.sum(1)
-
-
 def ranking_loss(query, key, queue, margin):
     """Eqs. 11 and 14: the sum over the queue of [alpha - q . k+ + q . k]_+ -> (B,)"""
     own, others = similarities(query, key, queue)
@@ -767,15 +700,16 @@ def encode_images(encoder, images, size, workers, device, amp):
     An image that cannot be decoded is named and gets the vector 0, which is near to nothing.
     """
     crops = common.loader(common.CropView(images, size, part=1.0), 64, workers, device=device)
-    vectors = []
-    for pixels, readable in progress(crops, desc="photos", unit=" batches", leave=False):
+    vectors, readable = [], []
+    for pixels, good in progress(crops, desc="photos", unit=" batches", leave=False):
         with common.autocast(device, amp):
             output = encoder(common.augment(pixels.to(device)))
-        vectors.append(output["inter"].cpu() * readable[:, None])
-    vectors = torch.cat(vectors)
-    for n in (~vectors.any(1)).nonzero().flatten().tolist():
+        vectors.append(output["inter"].cpu())
+        readable.append(good)
+    readable = torch.cat(readable)
+    for n in (~readable).nonzero().flatten().tolist():
         say(f"cannot decode {images[n]}: left out")
-    return vectors
+    return torch.cat(vectors) * readable[:, None]
 
 
 @torch.no_grad()
@@ -799,8 +733,8 @@ def validate(encoders, val, tokenizer, args, device):
     captioned = np.flatnonzero(val.captioned())
     drawn = np.random.default_rng(args.seed).permutation(captioned)[: args.retrieval_images]
     val = val.select(np.sort(drawn))
-    image_of_caption = np.repeat(np.arange(len(val)), np.diff(val.first_caption))
-    image_of_caption = torch.from_numpy(image_of_caption)
+    captions_per_image = torch.from_numpy(np.diff(val.first_caption))
+    image_of_caption = torch.arange(len(val)).repeat_interleave(captions_per_image)
     encoders.eval()
     size, workers = args.image_size, args.workers
     images = encode_images(encoders["image"], val.images, size, workers, device, args.amp)
@@ -859,8 +793,8 @@ def load_query_encoders(path):
     problem = "was trained without --lambda-ic: photos and captions share no space in it"
     check(flags["lambda_ic"], f"{path} {problem}")
     tokenizer, config = read_caption_model(Path(path).parent / "caption_model")
-    dims = {modality: {"inter": flags["inter_dim"]} for modality in ("image", "caption")}
-    encoders = build_encoders(flags["arch"], config, dims, flags["mlp_hidden"])
+    dims, hidden = {"inter": flags["inter_dim"]}, flags["mlp_hidden"]
+    encoders = build_encoders(flags["arch"], config, ("ic", "ci"), dims, hidden)
     state = {}
     for key, value in content["model"].items():
         if key.startswith("queries.") and ".mlps.intra." not in key:
@@ -869,21 +803,14 @@ def load_query_encoders(path):
     return encoders.eval(), tokenizer, flags
 
 
-def photos_below(root):
-    """All photos in the folder `root` and the folders in it -> ImageFiles"""
-    paths = sorted(path for path in Path(root).rglob("*") if path.is_file())
-    formats = Image.registered_extensions()
-    photos = common.ImageFiles(str(path) for path in paths if path.suffix.lower() in formats)
-    check(len(photos), f"--root {root} holds no photo")
-    return photos
-
-
 def search(args, device):
     """`--search`: a row of ten photos for each text, the nearest first, in OUTPUT/search.png"""
     encoders, tokenizer, flags = load_query_encoders(args.weights)
     encoders.to(device, memory_format=torch.channels_last)
     if args.root:
-        images = photos_below(args.root)
+        paths, formats = sorted(Path(args.root).rglob("*")), Image.registered_extensions()
+        images = common.ImageFiles(str(path) for path in paths if path.suffix.lower() in formats)
+        check(len(images), f"--root {args.root} holds no photo")
     else:
         images = common.caption_data(flags["data"], flags["root"], flags["val_split"]).images
     size, workers = flags["image_size"], args.workers
@@ -921,36 +848,34 @@ def draw_rows(texts, images, nearest, scores, path, side=128):
 
 # ------------------------------------------------------------------------------ back-translation
 
-PIVOTS = "fr", "de"
-
 
 @torch.no_grad()
-def backtranslate(args, device, batch_size=64):
-    """`--backtranslate`: every training caption to French and to German and back [Sec. 4.1]
+def backtranslate(args, captions, device, batch_size=64):
+    """`--backtranslate`: every caption to French and to German and back [Sec. 4.1]
 
     Writes lines {"caption", "fr", "de"}, a batch as soon as it is done: started again, it goes on.
     """
-    check("RANK" not in os.environ, "--backtranslate is one process's work: start it without torchrun")
-    train, path = load_train(args), Path(args.backtranslations)
+    alone = "RANK" not in os.environ
+    check(alone, "--backtranslate is one process's work: start it without torchrun")
+    path = Path(args.backtranslations)
     path.parent.mkdir(parents=True, exist_ok=True)
     done = read_translations(path)
     lines = "".join(json.dumps(row) + "\n" for row in done.values())  # without half a line
     common.write_file(path, lambda file: file.write(lines.encode()))
-    wanted = [caption for caption in dict.fromkeys(train.captions) if caption not in done]
+    wanted = [caption for caption in dict.fromkeys(captions) if caption not in done]
     wanted.sort(key=len)  # captions of a batch are padded to the longest
     say(f"{len(done)} captions are in {path} already, {len(wanted)} to translate")
     if not wanted:
         return
-    there, back = {}, {}
-    for pivot in PIVOTS:
-        there[pivot] = load_translator(args.translator.format("en", pivot), device, args.amp)
-        back[pivot] = load_translator(args.translator.format(pivot, "en"), device, args.amp)
+    pairs = ("en", "fr"), ("fr", "en"), ("en", "de"), ("de", "en")
+    models = [load_translator(args.translator.format(*pair), device, args.amp) for pair in pairs]
+    to_french, from_french, to_german, from_german = models
     starts = range(0, len(wanted), batch_size)
     for start in progress(starts, desc="back-translation", unit=" batches"):
         batch = wanted[start : start + batch_size]
-        columns = [batch, *(back[pivot](there[pivot](batch)) for pivot in PIVOTS)]
-        rows = [dict(zip(("caption", *PIVOTS), row)) for row in zip(*columns)]
-        common.append_line(path, "\n".join(json.dumps(row) for row in rows))
+        french, german = from_french(to_french(batch)), from_german(to_german(batch))
+        for caption, fr, de in zip(batch, french, german):
+            common.append_line(path, json.dumps({"caption": caption, "fr": fr, "de": de}))
     say(f"{path} is complete")
 
 
@@ -974,30 +899,30 @@ def load_translator(name, device, amp):
 
 def read_translations(path):
     """-> {caption: {"caption", "fr", "de"}}; half a last line, of a killed run, is left out"""
-    rows = {}
-    lines = Path(path).read_bytes().splitlines(keepends=True) if os.path.isfile(path) else []
+    if not os.path.isfile(path):
+        return {}
+    rows, lines = {}, Path(path).read_bytes().split(b"\n")
     for n, line in enumerate(lines, 1):
-        row = None
         try:
             row = json.loads(line)
-        except ValueError:
-            if not line.endswith(b"\n"):
-                break
-        texts = [row.get(key) for key in ("caption", *PIVOTS)] if isinstance(row, dict) else [None]
-        expected = f'{path}, line {n}: expected {{"caption", "fr", "de"}} with a text each'
-        check(all(isinstance(text, str) for text in texts), expected)
+            good = all(isinstance(row[key], str) for key in ("caption", "fr", "de"))
+        except (ValueError, KeyError, TypeError):
+            good = False
+        if not good and n == len(lines):
+            break
+        check(good, f'{path}, line {n}: expected {{"caption", "fr", "de"}} with a text each')
         rows[row["caption"]] = row
     return rows
 
 
 def read_backtranslations(path, captions):
-    """For each pivot language the back-translations of all captions, in their order"""
+    """The back-translations of all captions in their order, by French and by German"""
     rows = read_translations(path)
     missing = sum(caption not in rows for caption in captions)
     if missing:
-        hint = "write them with the same command and --backtranslate, or take --caption-views sibling"
-        fail(f"{missing} of {len(captions)} captions have no back-translation in {path}: {hint}")
-    return [common.PackedStrings(rows[caption][pivot] for caption in captions) for pivot in PIVOTS]
+        number = f"{missing} of {len(captions)} captions have no back-translation in {path}"
+        fail(f"{number}: add --backtranslate to write them, or take --caption-views sibling")
+    return [common.PackedStrings(rows[caption][by] for caption in captions) for by in ("fr", "de")]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """TP: a backbone learned by predicting what the captions of a photo mention.
 
-Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020,
-Sec. 3.1.
+Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020.
 
 Captions are turned into labels once: their nouns, adjectives and verbs, the clusters of their
 [CLS] vectors (Eq. 1), or their topics. A convolutional network is then trained to predict all
-labels of a photo, with one softmax over them (Eq. 2). The paper's baselines run through the same
-loop: annotated tags, and rotations, from which its VGG-16 starts [App. F.1].
+labels of a photo, with one softmax over them (Eq. 2) [Sec. 3.1]. The paper's baselines run through
+the same loop: annotated tags, and rotations, from which its VGG-16 starts [App. F.1].
 
     laptop        python tp.py
     own photos    python tp.py --data photos.jsonl
@@ -14,10 +13,8 @@ loop: annotated tags, and rotations, from which its VGG-16 starts [App. F.1].
     eight GPUs    torchrun --nproc_per_node=8 tp.py --data coco
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 tp.py --data coco   (on both; shared --output)
-    VGG-16        torchrun --nproc_per_node=8 tp.py --data coco --labels rotation \\
-                      --output runs/rotation
-                  torchrun --nproc_per_node=8 tp.py --data coco --arch vgg16 \\
-                      --init runs/rotation/backbone.pth
+    VGG-16        python tp.py --data coco --labels rotation --output runs/rotation
+                  python tp.py --data coco --arch vgg16 --init runs/rotation/backbone.pth
     labels        python tp.py --predict photo.jpg --weights runs/tp/checkpoint.pth
 
 What to expect: the loss starts near ln K, K being the number of labels, and falls at once to that
@@ -88,18 +85,16 @@ def get_args(argv=None):
     add("--labels", choices=LABELS, default=LABELS[0], help="what is predicted [Sec. 3.1, 4]")
     add("--num-labels", type=two_or_more, help="K words, clusters or topics, at most [Tab. 2, 4]")
     add("--pos", choices=POS, default=POS[-1], help="postag: nouns, adjectives, verbs [Tab. 4]")
-    add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="postag: spacy is the paper's and "
-        "more careful; it needs a download")  # fmt: skip
-    add("--lm", help="cluster: a BERT-like model of the hub, a local folder, or scratch: a small "
-        "one, trained on the captions [Sec. 3.1]")  # fmt: skip
+    add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="postag: spacy is the paper's")
+    add("--lm", help="cluster: a BERT of the hub or in a folder; scratch: trained on the captions")
     add("--lm-iters", type=count, help="iterations of --lm scratch; more for more captions")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", choices=common.BACKBONES, help="resnet18 for small data or a CPU")
-    add("--init", help="start from this backbone.pth; vgg16 needs that of --labels rotation")
+    add("--init", help="start from this backbone.pth: for vgg16 from that of --labels rotation")
 
     add = parser.add_argument_group("optimizer and validation").add_argument
-    add("--optimizer", choices=("sgd", "radam"), help="radam for vgg16; the other needs its --lr")
+    add("--optimizer", choices=("sgd", "radam"), help="radam for vgg16; a change needs its --lr")
     add("--steps", type=positive_share, nargs="*", help="radam: shares of the run after which the "
         "learning rate falls to a tenth; empty: it falls by a cosine, as with sgd")  # fmt: skip
     add("--validate-every", type=count, help="iterations, rounded up to a multiple of --log-every")
@@ -124,11 +119,9 @@ def choose_recipe(argv):
     """The recipe for these flags; the paper's depends on --arch and --labels -> {flag: default}"""
     given = common.look(argv, "--arch", "--labels")
     labels = given.labels or LABELS[0]
-    other = {}
+    other = VGG16 if given.arch == "vgg16" else {}
     if labels == "rotation" and given.arch in (None, "vgg16"):
         other = ROTATION
-    elif given.arch == "vgg16":
-        other = VGG16
     table = {flag: (*row[:2], other.get(flag, row[2])) for flag, row in RECIPES.items()}
     recipe = common.choose_recipe(table, argv)
 
@@ -171,8 +164,8 @@ def main(args):
     if initial:
         model.backbone = initial
     model.to(device, memory_format=torch.channels_last)
-    weights = model.parameters()
-    optimizer = common.build_optimizer(args.optimizer, weights, args.lr, args.weight_decay)
+    parameters, backbone = model.parameters(), model.backbone
+    optimizer = common.build_optimizer(args.optimizer, parameters, args.lr, args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     run.resume(model=model, optimizer=optimizer, scaler=scaler)
     if args.compile:
@@ -182,11 +175,11 @@ def main(args):
     crops = {"size": args.image_size, "crop_min": args.crop_min, "jitter": args.colour_jitter}
     samples = common.Samples(partial(sample, train.images, rows, **crops), size, args.seed)
     val_samples = common.Samples(partial(sample, val.images, val_rows, **crops), len(val_rows))
-    swap = language.left_right_swap(names)
     validation = partial(validate, model, val_samples, labels.val, args, device)
+    # Scores go into lines of metrics.jsonl, which are due every --log-every iterations.
     validate_every = math.ceil(args.validate_every / args.log_every) * args.log_every
-    batches = partial(collate, labels=labels.train, swap=swap)
-    for iteration, batch in run.steps(samples, batches, iters, probe, model.backbone, names=names):
+    collate_fn = partial(collate, labels=labels.train, swap=language.left_right_swap(names))
+    for iteration, batch in run.steps(samples, collate_fn, iters, probe, backbone, names=names):
         factor = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, factor)
         images, targets = common.augment(batch["images"], batch["jitter"]), batch.get("targets")
@@ -208,7 +201,7 @@ def main(args):
 
     # The backbone is the result; the probe says what it is worth.
     if world.is_main:
-        run.save_weights("backbone.pth", model.backbone)
+        run.save_weights("backbone.pth", backbone)
         result = {"validation": validation()}
         say(f"validation: {in_words(result['validation'])}")
         if args.labels != "rotation":
@@ -216,16 +209,15 @@ def main(args):
             always = np.tile(labels.train[rows].mean(0), (len(targets), 1))
             result["label_frequencies"] = tag_scores(always, targets, args.labels)
             say(f"by label frequencies alone: {in_words(result['label_frequencies'])}")
-        run.finish(probe, model.backbone, **result)
+        run.finish(probe, backbone, **result)
 
 
 # ---------------------------------------------------------------------------- captions to labels
 
 
 class Labels(NamedTuple):
-    """names: K labels in words.  train, val: sparse (N, K), one row per image of the split.
-
-    Rows are multi-hot, for lda probabilities. Rotations need none: train and val are None.
+    """names: K labels in words.  train, val: sparse (N, K), a row for each image of the split:
+    multi-hot, for lda probabilities, for rotations None.
     """
 
     names: list
@@ -292,8 +284,7 @@ def cluster_labels(train, val, number, seed, folder, lm, lm_iters, device, amp):
     captions, size = train.captions, len(train.captions)
     clusters = min(number, size)
     if size < 10 * number:
-        say(f"note: {size} captions are few for {number} clusters: "
-            "with a smaller --num-labels photos share more labels")  # fmt: skip
+        say(f"note: {size} captions are few for {number} clusters: try a smaller --num-labels")
     kept, settings = folder / "language_model", (device, lm_iters, seed, amp)
     read = language.language_model
     tokenizer, model = read(lm, captions, kept, *settings, masked_words=False)
@@ -310,7 +301,7 @@ def cluster_labels(train, val, number, seed, folder, lm, lm_iters, device, amp):
 
 
 def array_on_disk(path, shape):
-    """A half-precision array in the file `path`: the captions of VG would not fit into memory."""
+    """A half-precision array in the file `path`, not in memory: VG's captions need 8 GB."""
     array = np.lib.format.open_memmap(path, "w+", np.float16, shape)
     try:
         with open(path, "r+b") as file:  # else a disk that fills up later would kill the process
@@ -337,7 +328,7 @@ def embed_captions(tokenizer, model, captions, vectors, device, amp, batch_size=
 def train_kmeans(vectors, clusters, seed, passes=5):
     """Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2 -> scikit-learn's
 
-    vectors: (N, d_w). In mini-batches, which memory can hold, from random vectors: k-means++ would
+    vectors: (N, d_w). In mini-batches, which fit into memory, from random vectors: k-means++ would
     take minutes at 10K clusters. [ours]
     """
     from sklearn.cluster import MiniBatchKMeans
@@ -493,8 +484,8 @@ def label_loss(logits, targets, labels):
     logits, targets: (B, K) -> scalar
     """
     if labels == "lda":
-        losses = F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none")
-        return losses.sum(1).mean()
+        total = F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="sum")
+        return total / len(targets)
     return language.tag_loss(logits, targets)  # Eq. 2
 
 
@@ -506,8 +497,8 @@ def validate(model, samples, labels, args, device):
     """Loss and tag_scores on the validation split, each photo centred -> {name: score}"""
     model.eval()
     logits, targets = [], []
-    batches = partial(collate, labels=labels, swap=None)
-    for batch in common.validation_batches(samples, args.workers, batches, device):
+    collate_fn = partial(collate, labels=labels, swap=None)
+    for batch in common.validation_batches(samples, args.workers, collate_fn, device):
         images, wanted = common.augment(batch["images"]), batch.get("targets")
         if args.labels == "rotation":
             images, wanted = four_rotations(images)
@@ -537,9 +528,8 @@ def tag_scores(scores, targets, labels):
         return result
     result["top5"] = 100 * float(hits.any(1).mean())
     occurring = np.flatnonzero(right.any(0))
-    precisions = []
-    for k in progress(occurring, desc="mAP", unit=" labels", leave=False):
-        precisions.append(average_precision_score(right[:, k], scores[:, k]))
+    bar = progress(occurring, desc="mAP", unit=" labels", leave=False)
+    precisions = [average_precision_score(right[:, k], scores[:, k]) for k in bar]
     if precisions:
         result["mAP"] = 100 * float(np.mean(precisions))
     return result

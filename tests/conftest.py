@@ -1,9 +1,14 @@
-"""What the tests share: the path of the scripts, the folder of the real data, small data sets in genuine layouts."""
+"""What the tests share: tiny runs of the scripts, small data sets in genuine layouts, real data."""
 
+import contextlib
+import importlib
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +19,28 @@ sys.path.insert(0, str(ROOT))
 import common
 import shapes
 
-torch.set_num_threads(1)  # pictures of 32 pixels are not worth a second thread: waiting for it costs more than the work
+torch.set_num_threads(1)  # pictures of 32 pixels are not worth a second thread
+CPU = torch.device("cpu")
+ALONE = common.World(0, 1, CPU)
+TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+
+# The flags of a run of a second or two on 24 scenes, beside those that all scripts share.
+TINY = [
+    *("--arch", "resnet18", "--image-size", 32, "--batch-size", 8, "--workers", 0),
+    *("--log-every", 1, "--lr", 0.05, "--probe-images", 12, "--amp", "off"),
+]
+OWN = {
+    "virtex": ["--hidden", 64, "--text-lr", 0.05],
+    "tp": ["--val-images", 12],
+    "icmlm": ["--image-size", 64, "--proxy-triplets", 30, "--attention-width", 32],
+    "mmcontrastive": [
+        *("--lm", "scratch", "--lm-layers", 1, "--lm-width", 64, "--mlp-hidden", 32),
+        *("--intra-dim", 16, "--inter-dim", 24, "--queue", 16, "--bn-splits", 2),
+        *("--caption-views", "sibling", "--lambda-ic", 0.1, "--lambda-ci", 0.05),
+        *("--momentum", 0.9, "--text-lr", 0.05),
+    ],
+}
+SCRIPTS = tuple(OWN)
 
 
 class FeaturesAsGiven(torch.nn.Module):
@@ -28,33 +54,85 @@ class FeaturesAsGiven(torch.nn.Module):
         return images
 
 
+# ------------------------------------------------------------------------------ running a script
+
+
 @pytest.fixture
-def real_data():
-    """The folder with coco-mini, flickr8k and flowers, named by the environment variable CAPTION_DATA."""
-    folder = os.environ.get("CAPTION_DATA")
-    if not folder:
-        pytest.skip("CAPTION_DATA is not set: it names the folder that holds coco-mini, flickr8k and flowers")
-    return Path(folder)
+def tiny(coco_folder, tiny_lm):
+    """-> function (script, output, *flags) -> the command of a tiny run on 24 scenes"""
+
+    def command(script, output, *flags):
+        data = "--data", "coco", "--root", coco_folder, "--output", output
+        lm = ["--lm", tiny_lm] if script == "icmlm" else []
+        return [f"{script}.py", *map(str, (*data, *TINY, *OWN[script], *lm, *flags))]
+
+    return command
 
 
-def run_script(*command, **environment):
-    """Run one of the scripts as a user would -> the finished process, its output as text."""
-    command = [sys.executable, *map(str, command)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+def run_here(command):
+    """Run a script in this process -> what it printed."""
+    script, *flags = map(str, command)
+    module = importlib.import_module(script.removesuffix(".py"))
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        module.main(module.get_args(flags))
+    return output.getvalue()
 
 
-def begun_with_other_data(folder):
-    """Turn an ended run into one that was killed, and began with other captions or tags -> its checkpoint's path and bytes"""
-    path = folder / "checkpoint.pth"
-    checkpoint = torch.load(path, weights_only=True)
-    torch.save({**checkpoint, "data": [number + 1 for number in checkpoint["data"]]}, path)
-    (folder / "result.json").unlink()
-    return path, path.read_bytes()
+def refusal(command):
+    """Run a script in this process: it must end with one line -> that line."""
+    with pytest.raises(SystemExit) as stopped:
+        run_here(command)
+    message = str(stopped.value)
+    assert message.startswith("error: ") and "\n" not in message, message
+    return message
+
+
+def environment(**more):
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+
+
+def run_script(*command, **more):
+    """Run a script as a user would -> the finished process, its output as text."""
+    words = [sys.executable, *map(str, command)]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment(**more))
+
+
+def finished(process):
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    return process
+
+
+def kill_at(iteration, command, folder):
+    """Start the script and kill it with SIGKILL as soon as it has logged `iteration`."""
+    words, quiet = [sys.executable, *map(str, command)], subprocess.DEVNULL
+    process = subprocess.Popen(words, cwd=ROOT, stdout=quiet, stderr=quiet, env=environment())
+    path = folder / "metrics.jsonl"
+    while not (path.exists() and f'"iteration": {iteration},' in path.read_text()):
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def checkpoint_in(folder):
+    return torch.load(folder / "checkpoint.pth", weights_only=True)
+
+
+def files_in(folder):
+    return {path.name for path in folder.iterdir()}
 
 
 @pytest.fixture
 def no_training(monkeypatch):
-    """For commands that must be refused: should one be accepted the test fails here, instead of training for minutes."""
+    """For commands that must be refused: one that is accepted fails here, and does not train."""
 
     def accepted(*_):
         raise AssertionError("the command was accepted, and training would begin")
@@ -62,51 +140,78 @@ def no_training(monkeypatch):
     monkeypatch.setattr(common, "InfiniteSampler", accepted)
 
 
+# ------------------------------------------------------------------------------------------ data
+
+
+@pytest.fixture
+def real_data():
+    """The folder with coco-mini, flickr8k and flowers, named by CAPTION_DATA."""
+    folder = os.environ.get("CAPTION_DATA")
+    if not folder:
+        pytest.skip("CAPTION_DATA is not set: the folder with coco-mini, flickr8k and flowers")
+    return Path(folder)
+
+
 @pytest.fixture(scope="session")
 def coco_folder(tmp_path_factory):
-    """24 training and 12 validation scenes of the built-in data as JPEG files in COCO's layout, with instances."""
+    """24 training and 12 validation scenes as JPEG files in COCO's layout, with instances."""
     root = tmp_path_factory.mktemp("coco")
     (root / "annotations").mkdir()
+    categories = [{"id": 10 * k, "name": name} for k, name in enumerate(shapes.SHAPES)]
     for split, first, count in (("train2017", 0, 24), ("val2017", 1000, 12)):
         (root / split).mkdir()
         images, captions, instances = [], [], []
         for scene in range(first, first + count):
-            name = f"{scene:012d}.jpg"
-            shapes.draw_scene(scene).save(root / split / name)
+            name, objects = f"{scene:012d}.jpg", shapes.objects_of(scene)
+            shapes.draw(scene).save(root / split / name)
             images.append({"id": scene, "file_name": name, "height": 96, "width": 96})
-            captions += [{"id": len(captions) + n, "image_id": scene, "caption": c} for n, c in enumerate(shapes.describe_scene(scene))]
-            instances += [{"id": n, "image_id": scene, "category_id": 10 * shapes.SHAPES.index(o.shape)} for n, o in enumerate(shapes.shapes_scene(scene))]
-        categories = [{"id": 10 * k, "name": name} for k, name in enumerate(shapes.SHAPES)]
-        write = lambda kind, content: (root / "annotations" / f"{kind}_{split}.json").write_text(json.dumps(content))
-        write("captions", {"images": images, "annotations": captions})
-        write("instances", {"images": images, "annotations": instances, "categories": categories})
+            for caption in shapes.describe(scene, objects):
+                captions.append({"id": len(captions), "image_id": scene, "caption": caption})
+            for o in objects:
+                category = 10 * shapes.SHAPES.index(o.shape)
+                row = {"id": len(instances), "image_id": scene, "category_id": category}
+                instances.append(row)
+        content = {"images": images, "annotations": captions}
+        path = root / "annotations"
+        (path / f"captions_{split}.json").write_text(json.dumps(content))
+        content = {"images": images, "annotations": instances, "categories": categories}
+        (path / f"instances_{split}.json").write_text(json.dumps(content))
     return root
 
 
 @pytest.fixture(scope="session")
 def tiny_lm(coco_folder, tmp_path_factory):
-    """The folder of a BERT of one layer and 32 dimensions that has read the captions of `coco_folder` for a second."""
+    """The folder of a BERT of one layer and 32 dimensions that has read coco_folder's captions."""
     import transformers
     from tokenizers import BertWordPieceTokenizer
 
     captions = list(common.caption_data("coco", str(coco_folder), "train2017").captions)
     pieces = BertWordPieceTokenizer()
-    pieces.train_from_iterator(captions, vocab_size=1000, min_frequency=2, show_progress=False)
+    sizes = {"vocab_size": 1000, "min_frequency": 2}
+    pieces.train_from_iterator(captions, show_progress=False, **sizes)
     names = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "cls", "sep", "pad", "mask")}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, **names)
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id, initializer_range=0.2,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2,
+    )
     model = transformers.BertForMaskedLM(config)
-    inputs, optimizer = tokenizer(captions, padding=True, return_tensors="pt"), torch.optim.Adam(model.parameters(), 0.01)
+    inputs = tokenizer(captions, padding=True, return_tensors="pt")
+    tokens, visible = inputs["input_ids"], inputs["attention_mask"]
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
     for _ in range(40):
-        masked = (torch.rand(inputs["input_ids"].shape) < 0.15) & (inputs["input_ids"] > 4)
-        labels = inputs["input_ids"].masked_fill(~masked, -100)
+        masked = (torch.rand(tokens.shape) < 0.15) & (tokens > 4)
+        labels = tokens.masked_fill(~masked, -100)
         optimizer.zero_grad()
-        loss = model(inputs["input_ids"].masked_fill(masked, tokenizer.mask_token_id), inputs["attention_mask"], labels=labels).loss
-        loss.backward()
+        words = tokens.masked_fill(masked, tokenizer.mask_token_id)
+        model(words, visible, labels=labels).loss.backward()
         optimizer.step()
     folder = tmp_path_factory.mktemp("lm")
     model.save_pretrained(folder)

@@ -1,0 +1,281 @@
+"""What all four training scripts promise (DESIGN Secs. 3, 4, 8), as one table over them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torchvision
+from conftest import (
+    ROOT,
+    SCRIPTS,
+    TORCHRUN,
+    checkpoint_in,
+    files_in,
+    finished,
+    kill_at,
+    metrics,
+    refusal,
+    result,
+    run_here,
+    run_script,
+)
+
+import common
+
+# Loss terms and other numbers in each line of metrics.jsonl, and the script's own files.
+LOGGED = {
+    "virtex": {"forward", "backward", "text_lr"},
+    "tp": set(),
+    "icmlm": {"mlm", "tp"},
+    "mmcontrastive": {"ii", "tag", "cc", "ic", "ci", "text_lr"},
+}
+FILES = {
+    "virtex": {"tokenizer.model"},
+    "tp": {"labels.npz", "concepts.json"},
+    "icmlm": {"triplets.npz", "concepts.json"},
+    "mmcontrastive": {"caption_model"},
+}
+RUN_FILES = {"args.json", "metrics.jsonl", "checkpoint.pth", "backbone.pth", "result.json"}
+ALWAYS = {"iteration", "loss", "lr", "images_per_s", "data_wait"}
+
+every_script = pytest.mark.parametrize("script", SCRIPTS)
+
+
+@every_script
+def test_output_folder(script, tiny, tmp_path):
+    """Each file of the contract; the backbone is torchvision's but for the classifier."""
+    output = run_here(tiny(script, tmp_path, "--iters", 3, "--probe-every", 2))
+    assert files_in(tmp_path) == RUN_FILES | FILES[script] | {"backbone_best.pth"}
+    rows = metrics(tmp_path)
+    assert [row["iteration"] for row in rows] == [1, 2, 3]
+    assert all(row.keys() == ALWAYS | LOGGED[script] for row in rows)
+    probe = result(tmp_path)["probe"]
+    assert probe.keys() == {"data", "metric", "trained", "random", "best"}
+    assert probe["best"]["iteration"] == 2
+    trained, random = probe["trained"], probe["random"]
+    expected = f"{trained:.1f} mAP trained, {random:.1f} mAP at random initialisation"
+    assert output.splitlines()[-1] == f"linear probe on coco: {expected}"
+    state = torch.load(tmp_path / "backbone.pth", weights_only=True)
+    wrong = torchvision.models.resnet18().load_state_dict(state, strict=False)
+    assert wrong.missing_keys == ["fc.weight", "fc.bias"] and not wrong.unexpected_keys
+    args = json.loads((tmp_path / "args.json").read_text())
+    assert args["iters"] == 3 and args["recipe"] == "paper" and args["processes"] == 1
+    assert args["versions"]["torch"] == torch.__version__
+
+
+@every_script
+def test_killed_three_times_ends_with_the_same_bits(script, tiny, tmp_path):
+    """SIGKILL before the first checkpoint, right after one and between two; workers 2 and 0."""
+    flags = ["--iters", 14, "--checkpoint-every", 4]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_here(tiny(script, whole, *flags))
+    command = tiny(script, killed, *flags, "--workers", 2)
+    for iteration in (2, 8, 11):
+        kill_at(iteration, command, killed)
+    assert "going on from iteration" in run_here(command)
+    for name in ("backbone.pth", "result.json"):
+        assert (whole / name).read_bytes() == (killed / name).read_bytes()
+    speed = {"images_per_s": 0, "data_wait": 0}
+    assert [row["iteration"] for row in metrics(killed)] == list(range(1, 15))
+    for one, other in zip(metrics(whole), metrics(killed)):
+        assert one | speed == other | speed
+    one, other = checkpoint_in(whole)["model"], checkpoint_in(killed)["model"]
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+    assert "has ended" in ended_by(0, command)
+    assert "--lr 0.05, not 0.2" in refusal([*command, "--lr", 0.2])
+
+
+def ended_by(code, command):
+    """Run a script in a process of its own -> what it printed; it ends with this exit code."""
+    process = run_script(*command)
+    assert process.returncode == code and "Traceback" not in process.stderr, process.stderr
+    return process.stdout
+
+
+@every_script
+def test_sigterm_writes_a_checkpoint_and_leaves(script, tiny, tmp_path):
+    """The step is finished, the checkpoint written, and a line says how to go on."""
+    command = tiny(script, tmp_path, "--iters", 100_000, "--checkpoint-every", 100_000)
+    words, pipe = [sys.executable, *command, "--workers", "1"], subprocess.PIPE
+    process = subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    while not (tmp_path / "metrics.jsonl").exists() or not metrics(tmp_path):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "goes on from there" in output and "Traceback" not in errors
+    assert checkpoint_in(tmp_path)["iteration"] == metrics(tmp_path)[-1]["iteration"] >= 1
+
+
+# Started in place of a script: after the last step each process tells how far apart weights are.
+COMPARED = """
+import importlib, sys
+sys.path.insert(0, {root!r})
+import torch, torch.distributed as dist
+import common
+
+end, runs, resume = common.end_processes, [], common.Run.resume
+
+def kept(self, **parts):
+    runs.append(parts["model"])
+    resume(self, **parts)
+
+def compared(world):
+    state = runs[0].state_dict()
+    names = [name for name, _ in runs[0].named_parameters()]
+    names += [name for name in state if name.startswith("queues")]
+    mine = torch.cat([state[name].detach().double().flatten() for name in names])
+    everybody = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(everybody, mine)
+    apart = (everybody[0] - everybody[1]).abs().max()
+    print("numbers apart:", float(apart), flush=True)
+    end(world)
+
+common.end_processes, common.Run.resume = compared, kept
+script = importlib.import_module(sys.argv.pop(1))
+common.run(script.main, script.get_args)
+"""
+
+
+@every_script
+def test_two_processes(script, tiny, tmp_path):
+    """torchrun with gloo: every iteration is logged once, one set of files, equal weights."""
+    launcher, folder = tmp_path / "compared.py", tmp_path / "run"
+    launcher.write_text(COMPARED.format(root=str(ROOT)))
+    flags = tiny(script, folder, "--iters", 5, "--checkpoint-every", 3)[1:]
+    process = finished(run_script(*TORCHRUN, launcher, script, *flags))
+    assert process.stdout.count("numbers apart: 0.0\n") == 2
+    assert [row["iteration"] for row in metrics(folder)] == [1, 2, 3, 4, 5]
+    assert files_in(folder) == RUN_FILES | FILES[script]
+    assert json.loads((folder / "args.json").read_text())["processes"] == 2
+    assert not any(name.startswith("module.") for name in checkpoint_in(folder)["model"])
+
+
+@every_script
+def test_fp16_goes_on_from_fp32(script, tiny, tmp_path):
+    """--amp may change; the steps that the scaler skips leave the weights finite."""
+    flags = ["--iters", 6]
+    run_here(tiny(script, tmp_path, *flags))
+    path = tmp_path / "checkpoint.pth"
+    torch.save({**checkpoint_in(tmp_path), "iteration": 3}, path)  # as if it had been killed
+    (tmp_path / "result.json").unlink()
+    run_here(tiny(script, tmp_path, *flags, "--amp", "fp16"))
+    checkpoint = checkpoint_in(tmp_path)
+    assert checkpoint["iteration"] == 6 and checkpoint["scaler"]
+    assert common.all_finite(checkpoint["model"])
+
+
+@every_script
+def test_a_loss_that_is_not_finite(script, tiny, tmp_path):
+    """A diverging run stops, says what to try, and its checkpoint is finite."""
+    flags = ["--iters", 60, "--checkpoint-every", 1, "--warmup", 0.2, "--lr", 1e15]
+    if script == "virtex":
+        flags += ["--text-lr", 1e15, "--clip", 1e15]
+    message = refusal(tiny(script, tmp_path, *flags))
+    assert "checkpoint.pth keeps the last good state. Try a lower learning rate" in message
+    assert common.all_finite(checkpoint_in(tmp_path)["model"])
+
+
+@every_script
+def test_photos_that_cannot_be_decoded_or_are_missing(script, tiny, coco_folder, tmp_path):
+    """One bad photo in 24 is over 1%: the run ends and names it; skipped.txt lists it."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(coco_folder, data)
+    bad = sorted((data / "train2017").iterdir())[5]
+    bad.write_bytes(bad.read_bytes()[:300])
+    flags = ["--root", data, "--iters", 60]
+    assert "cannot be decoded" in refusal(tiny(script, run, *flags))
+    assert (run / "skipped.txt").read_text() == f"{bad}\n"
+    bad.unlink()
+    assert "1 of 24 images are missing" in refusal(tiny(script, run, *flags, "--fresh"))
+
+
+@every_script
+def test_other_data_is_refused(script, tiny, tmp_path):
+    """Other captions or tags than those that the run began with: refused, nothing is lost."""
+    command = tiny(script, tmp_path, "--iters", 2)
+    run_here(command)
+    path, checkpoint = tmp_path / "checkpoint.pth", checkpoint_in(tmp_path)
+    torch.save({**checkpoint, "data": [number + 1 for number in checkpoint["data"]]}, path)
+    (tmp_path / "result.json").unlink()
+    kept = path.read_bytes()
+    assert "other captions or tags" in refusal(command)
+    assert path.read_bytes() == kept
+
+
+@every_script
+def test_another_script_and_damage_are_refused(script, tiny, tmp_path):
+    """A checkpoint of another script, and half a checkpoint, end with a line that names it."""
+    command = tiny(script, tmp_path, "--iters", 1)
+    torch.save({"script": "other", "args": {}}, tmp_path / "checkpoint.pth")
+    assert "holds a run of other.py" in refusal(command)
+    content = (tmp_path / "checkpoint.pth").read_bytes()
+    (tmp_path / "checkpoint.pth").write_bytes(content[: len(content) // 2])
+    assert "checkpoint.pth cannot be loaded" in refusal(command)
+
+
+@every_script
+def test_a_full_disk_keeps_the_last_checkpoint(script, tiny, tmp_path):
+    """The run ends with a line when a checkpoint cannot be written; the one before is whole."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    run_here(tiny(script, tmp_path, "--iters", 2))
+    kept = (tmp_path / "checkpoint.pth").read_bytes()
+    (tmp_path / "result.json").unlink()
+    torch.save({**checkpoint_in(tmp_path), "iteration": 1}, tmp_path / "checkpoint.pth")
+    kept = (tmp_path / "checkpoint.pth").read_bytes()
+    (tmp_path / "checkpoint.pth.tmp").symlink_to("/dev/full")
+    message = refusal(tiny(script, tmp_path, "--iters", 2))
+    assert "checkpoint.pth cannot be written" in message and "make room" in message
+    assert (tmp_path / "checkpoint.pth").read_bytes() == kept
+
+
+@every_script
+def test_copied_into_an_empty_folder(script, coco_folder, tmp_path):
+    """The script, common.py and language.py alone train on a .jsonl with no other flag but size."""
+    for name in (f"{script}.py", "common.py", "language.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    captions = ["a red circle on the left", "one small circle", "a circle and a blue square"]
+    photos = sorted((coco_folder / "train2017").iterdir()) * 3
+    rows = [{"image": str(path), "captions": captions} for path in photos[:50]]
+    (tmp_path / "photos.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--data", "photos.jsonl", "--iters", "2", "--image-size", "32", "--workers", "0"]
+    if script in ("tp", "icmlm"):
+        flags += ["--lm-iters", "2"]
+    command = [sys.executable, f"{script}.py", *flags]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "eval_linear.py is not here" in finished(process).stdout
+    assert (tmp_path / "runs" / script / "backbone.pth").exists()
+
+
+@every_script
+def test_help_tells_the_recipe_s_defaults(script, capsys):
+    """--help shows the defaults for the --data beside it, at most 100 columns wide."""
+    import importlib
+
+    module = importlib.import_module(script)
+    widths, batch_sizes = [], module.RECIPES["batch_size"]
+    for data, batch_size in zip(("shapes", "photos.jsonl", "coco"), batch_sizes):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+            patch.setenv("COLUMNS", "100")
+            module.get_args(["--data", data, "--help"])
+        text = capsys.readouterr().out
+        assert f"over all processes (default {batch_size})" in " ".join(text.split())
+        widths.append(max(map(len, text.splitlines())))
+    assert max(widths) <= 100
+
+
+@every_script
+def test_flickr8k(script, tiny, real_data, tmp_path):
+    """A few steps on real photos, in COCO's layout with splits of another name."""
+    flags = ["--root", real_data / "flickr8k", "--train-split", "train", "--val-split", "val"]
+    run_here(tiny(script, tmp_path, *flags, "--fraction", 0.02, "--iters", 3))
+    assert "probe" not in result(tmp_path) and len(metrics(tmp_path)) == 3
