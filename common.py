@@ -901,7 +901,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
     """Keeps the layout of the script's docstring and tells each default."""
 
     def _get_help_string(self, action):
-        silent = action.default in (None, False, argparse.SUPPRESS)
+        silent = action.default in (None, argparse.SUPPRESS) or action.default is False
         return action.help if silent else f"{action.help} (default %(default)s)"
 
 
@@ -1089,9 +1089,10 @@ class Run:
     """The output folder of a training run (docs/output.md): what is kept, found again, reported."""
 
     def __init__(self, args, script, world, *data):
-        """Begin, or go on from a checkpoint. data: the CaptionData that the run depends on."""
+        """Begin, or go on from a checkpoint. data: what the run depends on, the training set first,
+        as CaptionData."""
         self.args, self.script, self.world, self.folder = args, script, world, Path(args.output)
-        self.data = [part.digest() for part in data]
+        self.data, self.images = [part.digest() for part in data], len(data[0])
         self.iteration, self.checkpoint, self.best = 0, None, None
         self.values, self.waited, self.unreadable = {}, 0.0, set()
         with main_first(world):
@@ -1169,6 +1170,7 @@ class Run:
         and "unreadable".  probe: eval_linear.Probe or None.  more: goes into checkpoints, too.
         """
         args, world, device = self.args, self.world, self.world.device
+        check(probe or not args.probe_every, "--probe-every needs eval_linear.py beside the script")
         sampler = InfiniteSampler(len(samples), args.batch_size, world, args.seed, self.iteration)
         share = args.batch_size // world.size
         batches = iter(loader(samples, share, args.workers, collate, device, sampler))
@@ -1179,7 +1181,7 @@ class Run:
                 asked = time.perf_counter()
                 batch = next(batches)
                 self.waited += time.perf_counter() - asked
-                self.report_unreadable(batch.pop("unreadable"), len(samples))
+                self.report_unreadable(batch.pop("unreadable"))
                 # Dropout is a function of seed, iteration and rank: a resumed run draws the same.
                 torch.manual_seed((args.seed << 40) + self.iteration * world.size + world.rank)
                 yield self.iteration, {k: v.to(device, non_blocking=True) for k, v in batch.items()}
@@ -1251,7 +1253,7 @@ class Run:
         state = {k: v.detach().cpu().contiguous() for k, v in module.state_dict().items()}
         write_file(self.folder / name, lambda file: torch.save(state, file))
 
-    def report_unreadable(self, paths, total):
+    def report_unreadable(self, paths):
         """Name each undecodable image once, in skipped.txt too; more than 1% end the run."""
         for path in sorted(set(paths) - self.unreadable):
             self.unreadable.add(path)
@@ -1261,9 +1263,10 @@ class Run:
                 named.add(path)
                 tqdm.write(f"cannot decode {path}: the next image takes its place")
                 append_line(skipped, path)
-            if len(named) > 0.01 * total:
-                number = f"{len(named)} of {total} images cannot be decoded, at most 1% may be"
-                fail(f"{number}: repair or remove those in {skipped}", everywhere=False)
+            if len(named) > 0.01 * self.images:
+                number = f"{len(named)} of {self.images} images cannot be decoded"
+                advice = f"at most 1% may be: repair or remove those in {skipped}"
+                fail(f"{number}, {advice}", everywhere=False)
 
     def finish(self, probe, backbone, **result):
         """Say what the backbone is worth and write result.json: the run has ended."""

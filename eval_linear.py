@@ -8,7 +8,6 @@
 
 --weights takes a backbone.pth or checkpoint.pth of ours, an official VirTex checkpoint, files of
 MoCo, SwAV, VICReg, DINO or torchvision, "imagenet" (torchvision's, downloaded) or "random".
---data folder is the layout of ImageNet: {train,val}/<class>/<image>.
 
     protocol       classifier on the frozen backbone, which is always in eval mode       score
     svm-virtex     one SVM per class on pooled features, cost by cross-validation        mAP
@@ -56,17 +55,14 @@ TRAINED = {  # protocols trained by SGD with momentum 0.9
     "logreg-icmlm": (100,   1024,  None),  # [ICMLM App. F.2] cosine; searched; the epochs are ours
     "layers":       (100,   256,   0.01),  # [ICMLM Sec. 4] refers to its code: as sgd-virtex [ours]
 }
+LABEL_SPLITS = {
+    "shapes": ("train", "val"), "coco": ("train2017", "val2017"),
+    "folder": ("train", "val"), "voc07": ("trainval", "test"),
+}
 # fmt: on
 PROTOCOLS = "svm-virtex", "svm-icmlm", "sgd-virtex", "sgd-mct", "logreg-icmlm", "layers"
 ONE_LABEL = "sgd-virtex", "sgd-mct", "logreg-icmlm"  # protocols for images with one label each
 COSTS = (0.01, 0.1, 1.0, 10.0)  # C of the SVMs [VirTex App. A.1]
-
-LABEL_SPLITS = {
-    "shapes": ("train", "val"),
-    "coco": ("train2017", "val2017"),
-    "voc07": ("trainval", "test"),
-    "folder": ("train", "val"),
-}
 
 
 def get_args(argv=None):
@@ -75,7 +71,7 @@ def get_args(argv=None):
     add("--weights", required=True, help="a checkpoint file, imagenet or random")
     add("--arch", choices=sorted(common.BACKBONES), help="for imagenet and random")
     add("--protocol", choices=PROTOCOLS, default="svm-virtex", help="see above")
-    add("--data", choices=common.LABELLED, default="shapes", help="labelled images")
+    add("--data", choices=common.LABELLED, default="shapes", help="folder: as ImageNet")
     add("--root", help="folder of the data (default datasets/<name>)")
     add("--train-split", help="default trainval for voc07, train2017 for coco, else train")
     add("--val-split", help="default test for voc07, val2017 for coco, else val")
@@ -103,9 +99,9 @@ def get_args(argv=None):
         parser.error(f"--lr does not go with {protocol}, which searches for its learning rate")
 
     # What was left out is the data set's and the protocol's.
-    train_split, val_split = LABEL_SPLITS[args.data]
-    args.train_split = args.train_split or train_split
-    args.val_split = args.val_split or val_split
+    splits = LABEL_SPLITS[args.data]
+    args.train_split = args.train_split or splits[0]
+    args.val_split = args.val_split or splits[1]
     if args.data == "shapes":
         args.train_images = args.train_images or 2000
     if args.protocol in TRAINED:
@@ -114,10 +110,9 @@ def get_args(argv=None):
         args.batch_size = args.batch_size or batch_size
         if lr:
             args.lr = args.lr or lr * args.batch_size / batch_size
-        processes = int(os.environ.get("WORLD_SIZE", 1))
-        if args.batch_size % processes:
-            parser.error(f"--batch-size {args.batch_size} cannot be divided over {processes} "
-                         "processes: it is that of all together")  # fmt: skip
+        size, processes = args.batch_size, int(os.environ.get("WORLD_SIZE", 1))
+        if size % processes:
+            parser.error(f"--batch-size {size} cannot be divided over {processes} processes")
     return args
 
 
@@ -155,8 +150,8 @@ def main(args):
             runs.append(score_augmented(backbone, train, test, args, world, seed))
             continue
         how = args.image_size, *EXTRACTED[args.protocol], args.amp, args.workers, world
-        fit = kept_features(f"{args.output}/features_train.npz", backbone, train, *how)
-        held = kept_features(f"{args.output}/features_test.npz", backbone, test, *how)
+        fit = kept_features(Path(args.output, "features_train.npz"), backbone, train, *how)
+        held = kept_features(Path(args.output, "features_test.npz"), backbone, test, *how)
         torch.manual_seed(seed)  # the same, whether features were extracted or found
         if world.is_main:
             sgd = args.epochs, args.batch_size, args.lr
@@ -188,10 +183,9 @@ def load_backbone(weights, arch, seed):
         return common.build_backbone(arch)
     if weights != "imagenet":
         return common.load_backbone(weights, arch)
+    import torchvision
 
-    from torchvision.models import get_model_weights
-
-    published = get_model_weights(common.BACKBONES[arch])["IMAGENET1K_V1"]
+    published = torchvision.models.get_model_weights(common.BACKBONES[arch])["IMAGENET1K_V1"]
     try:
         state = published.get_state_dict(progress=True, check_hash=True)
     except OSError as error:
@@ -248,9 +242,6 @@ def coco_labels(root, split):
     return LabelData(images, multi_hot(present.values(), len(names)), names)
 
 
-VOC_LABELS = {"1": 1, "-1": 0, "0": -1}  # theirs to ours: yes, no, difficult
-
-
 def voc07_labels(root, split):
     """ImageSets/Main/<class>_{split}.txt, images in JPEGImages/ -> LabelData"""
     folders = Path(root), Path(root, "VOC2007"), Path(root, "VOCdevkit", "VOC2007")
@@ -258,16 +249,17 @@ def voc07_labels(root, split):
     check(folders, f"{root} holds no VOCdevkit/VOC2007/ImageSets/Main: give VOCdevkit's folder")
     lists = sorted(Path(folders[0], "ImageSets", "Main").glob(f"*_{split}.txt"))
     check(lists, f"{folders[0]}/ImageSets/Main holds no <class>_{split}.txt: was it downloaded?")
+    ours = {"1": 1, "-1": 0, "0": -1}  # their yes, no and difficult
     ids, columns = [], []
     for path in lists:
         rows = [line.split() for line in path.read_text().splitlines()]
         for n, row in enumerate(rows, 1):
-            good = not row or (len(row) == 2 and row[1] in VOC_LABELS)
+            good = not row or (len(row) == 2 and row[1] in ours)
             check(good, f"{path}, line {n}: expected an image name and 1, -1 or 0")
         found = [row[0] for row in rows if row]
         ids = ids or found
         check(found == ids, f"{path} lists other images than {lists[0]}")
-        columns.append([VOC_LABELS[row[1]] for row in rows if row])
+        columns.append([ours[row[1]] for row in rows if row])
     names = [path.name.removesuffix(f"_{split}.txt") for path in lists]
     images = ImageFiles(f"{folders[0]}/JPEGImages/{name}.jpg" for name in ids)
     return LabelData(images, np.array(columns, np.int8).T, names)
@@ -313,9 +305,9 @@ def extract_features(backbone, data, size, world, amp="off", workers=0, part=224
 
 
 def describe_images(describe, data, size, world, workers=0, part=224 / 256):
-    """describe(uint8 (B, size, size, 3)) -> (B, D), for the central crop of every image
+    """describe(uint8 (B, size, size, 3)) -> (B, D), for the central crop of each image of LabelData
 
-    data: LabelData.  part: see common.CropView.
+    part: see common.CropView.
     -> (N, D) float32 and labels (N, classes) on the first process, in the order of `data` and
     without the images that cannot be decoded; (None, None) on the others, which do their share.
     """
@@ -352,7 +344,6 @@ def gather(rows, world):
 
 def kept_features(path, backbone, data, size, part, cells, amp, workers, world):
     """extract_features, kept in the file `path` with what they were made of"""
-    path = Path(path)
     made_of = [checksum(backbone, data), size, part, cells, amp]
     kept = common.read_arrays(path, made_of) if world.is_main else None
     if common.any_process(world, world.is_main and kept is None):
@@ -363,10 +354,9 @@ def kept_features(path, backbone, data, size, part, cells, amp, workers, world):
             common.keep_arrays(path, made_of, kept)
     if not world.is_main:
         return None, None
-    number = len(data.images)
-    left_out = number - len(kept["features"])
-    if left_out:
-        say(f"{path}: {left_out} of {number} images could not be decoded and are left out")
+    found, number = len(kept["features"]), len(data.images)
+    if found < number:
+        say(f"{path}: {number - found} of {number} images could not be decoded and are left out")
     return kept["features"], kept["labels"]
 
 
@@ -377,16 +367,16 @@ def checksum(backbone, data):
         number = zlib.crc32(value.cpu().contiguous().numpy(), number)
     for image in data.images:
         number = zlib.crc32(str(image).encode(), number)
-        if os.path.exists(str(image)):  # not a scene of shapes, nor a broken link
+        if isinstance(data.images, ImageFiles) and os.path.exists(image):  # no broken link
             file = os.stat(image)
             number = zlib.crc32(f"{file.st_size} {file.st_mtime_ns}".encode(), number)
     return number
 
 
 def score_features(protocol, fit, held, names, epochs, batch_size, lr, device, seed):
-    """Classify features -> {"top-1": percent}, or {class: average precision in percent, "mAP"}
+    """fit, held: features (N, D) and labels (N, classes), of training and of test images
 
-    fit, held: features (N, D) and labels (N, classes), of training and of test images.
+    -> {"top-1": percent}, or {class: average precision in percent, "mAP": their mean}
     """
     if protocol == "sgd-mct":
         return sgd_mct(*fit, *held, epochs, batch_size, lr, device, seed)
@@ -414,7 +404,7 @@ CHUNK = 2**25  # numbers in a matrix of images x SVMs that are solved together: 
 def svm_probe(train_x, train_y, test_x, test_y, names, costs=COSTS, device="cpu"):
     """One linear SVM per class [VirTex App. A.1] -> {class: average precision in percent}
 
-    Squared hinge loss, positives weighted 2, C by 3-fold cross-validation. train_x, test_x: (N, D)
+    Squared hinge loss, positives weighted 2, C by 3-fold cross-validation.  train_x, test_x: (N, D)
     features, l2-normalised here [official code].  train_y, test_y: (N, classes) 1, 0 or -1 for
     "difficult": negatives in training, left out in testing [official code].  costs: rising.
     A class without positives or negatives in training, or positives in testing, has no score.
@@ -434,14 +424,15 @@ def svm_probe(train_x, train_y, test_x, test_y, names, costs=COSTS, device="cpu"
 
 def with_bias(x):
     """Unit length, and a constant feature whose weight is the bias: regularised as in LIBLINEAR"""
-    return F.pad(F.normalize(torch.from_numpy(x).double()), (0, 1), value=1)
+    return F.pad(torch.from_numpy(unit_length(x.astype(np.float64))), (0, 1), value=1)
+
+
+def unit_length(x):
+    return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
 
 
 def principal_axes(x):
-    """(N, D) -> (D, at most min(N, D)) orthonormal, the eigenvectors of x'x
-
-    The SVMs are the same in these coordinates, and quicker to solve.
-    """
+    """(N, D) -> (D, at most min(N, D)), eigenvectors of x'x: the SVMs are quicker to solve there"""
     if len(x) >= x.shape[1]:
         return torch.linalg.eigh(x.T @ x)[1]
     values, vectors = torch.linalg.eigh(x @ x.T)  # the smaller matrix has the same eigenvalues
@@ -452,8 +443,8 @@ def principal_axes(x):
 def choose_costs(x, positive, costs):
     """The cost with the best average precision in 3-fold cross-validation -> (classes,)
 
-    x: (N, D) tensor in its principal axes.  positive: (N, classes) bool. Classes with fewer than
-    three examples on one side, one for each fold, take 1.
+    x: (N, D) in its principal axes.  positive: (N, classes) bool; with fewer than three examples
+    on one side, one for each fold, a class takes 1.
     """
     chosen = np.ones(positive.shape[1])
     rarer = np.minimum(positive.sum(0), (~positive).sum(0))
@@ -472,8 +463,7 @@ def cross_validate(x, positive, costs):
 
     folds = []  # a column each: the class, and the images held out
     for k in range(positive.shape[1]):
-        splits = StratifiedKFold(3).split(positive, positive[:, k])
-        folds += [(k, held) for _, held in splits]
+        folds += [(k, held) for _, held in StratifiedKFold(3).split(positive, positive[:, k])]
     of_folds = torch.from_numpy(positive[:, [k for k, _ in folds]]).to(x.device)
     mask = x.new_ones(of_folds.shape)
     for column, (_, held) in enumerate(folds):
@@ -492,8 +482,8 @@ def solve_svms(x, positive, costs, start=None, tolerance=1e-5):
 
     s_i = 1 or -1, c_i doubled for positives.  x: (N, D) float64 in its principal axes.
     positive: (N, M) bool.  costs: (N, M), 0 leaves an example out.  start: (D, M).
-    Newton's method, whose steps conjugate gradients find [Lin, Weng, Keerthi 2008], for all columns
-    at once, until the gradient of each is `tolerance` of that at w = 0.
+    Newton's method with conjugate gradients [Lin, Weng, Keerthi 2008], all columns at once, until
+    the gradient of each is `tolerance` of that at w = 0.
     """
     sign, costs = 2.0 * positive - 1, costs * (1.0 + positive)
     w = x.new_zeros(x.shape[1], sign.shape[1]) if start is None else start.clone()
@@ -534,20 +524,19 @@ def conjugate_gradients(x, curvature, target, iterations=200):
     In the principal axes the matrix is nearly diagonal: its diagonal is the preconditioner.
     """
     diagonal = 1 + x.square().mean(0)[:, None] * curvature.sum(0)
-    tiny = torch.finfo(x.dtype).tiny  # a column that is solved exactly divides 0 by 0
     step, rest = torch.zeros_like(target), target.clone()
     direction = rest / diagonal
     inner = (rest * direction).sum(0)
     for _ in range(iterations):
         image = direction + x.T @ (curvature * (x @ direction))
-        length = inner / (direction * image).sum(0).clamp(min=tiny)
+        length = inner / (direction * image).sum(0).clamp(min=1e-300)  # 0 / 0 once it is solved
         step += length * direction
         rest -= length * image
         if (rest.norm(dim=0) <= 0.1 * target.norm(dim=0)).all():
             break
         scaled, before = rest / diagonal, inner
         inner = (rest * scaled).sum(0)
-        direction = scaled + inner / before.clamp(min=tiny) * direction
+        direction = scaled + inner / before.clamp(min=1e-300) * direction
     return step
 
 
@@ -594,17 +583,14 @@ def logreg_icmlm(train_x, train_y, test_x, test_y, epochs, batch_size, device, s
     are l2-normalised as for the SVMs] -> {"top-1": percent}
     """
     number = len(train_x)
-    check(number >= 5, f"logreg-icmlm holds out a fifth of the training images, of 5 at least; "
-          f"there are {number}")  # fmt: skip
+    check(number >= 5, f"logreg-icmlm holds out a fifth of the images: give it 5, not {number}")
     rng = np.random.default_rng(seed)
     rates, decays = 10 ** rng.uniform(-1, 2, 25), rng.uniform(0, 1e-5, 25)
     trials = list(zip(rates.tolist(), decays.tolist()))
-    train_x = F.normalize(torch.from_numpy(train_x)).numpy()
-    test_x = F.normalize(torch.from_numpy(test_x)).numpy()
+    train_x, test_x = unit_length(train_x), unit_length(test_x)
     held, fit = np.split(rng.permutation(number), [number // 5])
     cosine = functools.partial(common.lr_factor, total=1)
     how = cosine, epochs, batch_size, device, seed
-
     layers = train_linear(train_x[fit], train_y[fit], trials, *how)
     scores = [top1(predict(layer, train_x[held], device), train_y[held]) for layer in layers]
     best = trials[np.argmax(scores)]
@@ -614,10 +600,9 @@ def logreg_icmlm(train_x, train_y, test_x, test_y, epochs, batch_size, device, s
 
 
 def train_linear(x, y, trials, factor, epochs, batch_size, device, seed):
-    """One linear layer per (learning rate, weight decay) in `trials`, all on the same batches
+    """One linear layer per (learning rate, weight decay) in `trials`, on the same batches
 
-    x: (N, D) float32.  y: (N, classes), one label each.  factor(share of the run) scales the
-    learning rates.  -> LinearLayers
+    x: (N, D) float32.  y: (N, classes).  factor(share of the run): of the learning rates.
     """
     x, classes = torch.from_numpy(x).to(device), torch.from_numpy(y.argmax(1)).to(device)
     layers = LinearLayers(len(trials) * [x.shape[1]], y.shape[1]).to(device)
@@ -638,10 +623,7 @@ def train_linear(x, y, trials, factor, epochs, batch_size, device, seed):
 
 
 class LinearLayers(nn.ModuleList):
-    """Linear layers side by side, each on its own features
-
-    Weights N(0, 0.01), bias 0 [VirTex App. A.1; ours for the other protocols].
-    """
+    """Linear layers side by side; weights N(0, 0.01), bias 0 [VirTex App. A.1; elsewhere ours]"""
 
     def __init__(self, widths, classes):
         super().__init__()
@@ -668,8 +650,7 @@ def top1(logits, labels):
 
 
 def check_finite(logits):
-    finite = np.isfinite(logits).all()
-    check(finite, "the linear layer has diverged, its outputs are not finite: try a lower --lr")
+    check(np.isfinite(logits).all(), "the linear layer has diverged: try a lower --lr")
 
 
 # -------------------------------------------------------- linear layers, trained with augmentation
@@ -716,9 +697,8 @@ def classification_loss(logits, labels, several):
 def score_augmented(backbone, train, test, args, world, seed):
     """Protocols sgd-virtex and layers -> {"top-1": percent}; "mAP" with several labels per image
 
-    `layers` has one for each convolution. None on all processes but the first.
-    [ours: the paper's `layers` augments as SimCLR, it says no more (ICMLM Sec. 4). Here it has the
-    crops and flips of sgd-virtex, and colour jitter of half SimCLR's strength.]
+    `layers` has one for each convolution. None on all processes but the first. `layers` augments as
+    SimCLR, ICMLM Sec. 4 says and no more: with colour jitter of half its strength [ours].
     """
     device, several, layers = world.device, args.data != "folder", args.protocol == "layers"
     names, widths, strength = [""], [backbone.channels], 0.0
@@ -774,10 +754,9 @@ def score_augmented(backbone, train, test, args, world, seed):
 
 
 class Probe:
-    """What a training script measures its backbone by: SVMs (svm-virtex) on frozen features.
+    """What a training script measures its backbone by: svm-virtex on --probe-data or on its tags.
 
-    labelled: training and test LabelData, of --probe-data or, without it, of the script's own
-    captioned images and their tags; None if there are no labels.
+    labelled: training and test LabelData; None if there are no labels.
     """
 
     def __init__(self, args, train, val):
@@ -795,13 +774,13 @@ class Probe:
             return
         order = np.random.default_rng(args.seed).permutation(len(fit.images))
         fit = fit.select(np.sort(order[: args.probe_images]))
-        self.labelled = fit, test
         usable = (fit.labels == 1).any(0) & (fit.labels != 1).any(0) & (test.labels == 1).any(0)
-        if not usable.any():
+        if usable.any():
+            self.labelled = fit, test
+        else:
             message = f"no class of {self.name} has examples in both splits: nothing to probe on"
             check(not args.probe_every, message)
             say(message)
-            self.labelled = None
 
     def score(self, backbone, fit, test, device):
         """SVMs on the features of the LabelData `fit`, tested on `test` -> mAP in percent"""
@@ -811,10 +790,9 @@ class Probe:
         return mean_of(svm_probe(*features[0], *features[1], fit.names, device=device))
 
     def keep_best(self, backbone, run):
-        """Early stopping [VirTex Sec. 3]: save the backbone if it is the best of the run so far
+        """Early stopping [VirTex Sec. 3]: save the backbone if it is the best so far
 
-        The probe is trained and tested on training images, of which a fifth is held out.
-        -> the best so far, {"iteration", "score"}
+        Never by test images, but by a fifth of the training images -> {"iteration", "score"}
         """
         fit, _ = self.labelled
         order = np.random.default_rng(self.args.seed).permutation(len(fit.images))

@@ -588,11 +588,10 @@ def validate(model, lm, val, concepts, tokenizer, args, device):
         say(f"masked token prediction, {name}: {numbers}")
     if args.data == "shapes":
         scenes = [val.images[i] for i in found["index"]]
-        inside, area = attention_inside_boxes(scenes, words, found["attention"])
-        if len(inside):
-            shares = {"inside": 100 * float(inside.mean()), "area": 100 * float(area.mean())}
-            result["attention"] = {**shares, "words": len(inside)}
-            line = "attention in the box of the masked object: {inside:.1f}% on {area:.1f}% of the area"
+        shares = attention_inside_boxes(scenes, words, found["attention"])
+        if shares:
+            result["attention"] = shares
+            line = "attention inside the masked object's box: {inside:.1f}%, its area: {area:.1f}%"
             say(line.format(**shares))
     return result
 
@@ -631,10 +630,10 @@ def accuracies(rank, parts):
 
 
 def attention_inside_boxes(scenes, words, maps):
-    """Where the masked word names exactly one object of its scene, by shape or colour: the share of
-    the attention inside the object's box, and the area of the box, which an even map would get
+    """How much attention is inside the box of the object that the masked word names, in percent
 
-    maps (N, h, w), each with the sum 1 -> two arrays of at most N numbers
+    Only for words that name exactly one object, by shape or colour.  maps (N, h, w), each sums to 1
+    -> {"inside", "area" of the box: what an even map would get, "words": their number}, or None
     """
     import shapes  # only here: a script that is copied elsewhere does without it
 
@@ -647,7 +646,10 @@ def attention_inside_boxes(scenes, words, maps):
             columns = covered(left, right, attention.shape[1])
             inside.append(rows @ attention @ columns)
             area.append((right - left) * (bottom - top))
-    return np.array(inside), np.array(area)
+    if not inside:
+        return None
+    mean = {"inside": 100 * float(np.mean(inside)), "area": 100 * float(np.mean(area))}
+    return {**mean, "words": len(inside)}
 
 
 def covered(low, high, cells):

@@ -166,6 +166,8 @@ def get_args(argv=None):
                      f"groups of two or more over {processes} processes")  # fmt: skip
     if bool(args.search) != bool(args.weights):
         parser.error("--weights FILE goes with --search TEXT...")
+    if args.backtranslate and "RANK" in os.environ:
+        parser.error("--backtranslate is one process's work: start it without torchrun")
     if args.translator.count("{}") != 2:
         parser.error(f"--translator {args.translator} must hold {{}} twice: from and to a language")
     return args
@@ -184,17 +186,18 @@ def main(args):
     # Data: photos, captions and tags, as far as they are there, and the losses that they allow.
     val = common.caption_data(args.data, args.root, args.val_split)
     weights = {name: getattr(args, f"lambda_{name}") for name in LOSSES}
-    reads, translations = bool(weights["cc"] or weights["ic"]), []
-    if reads and args.caption_views == "backtranslation":
+    uses_captions = weights["cc"] > 0 or weights["ic"] > 0
+    translations = []
+    if uses_captions and args.caption_views == "backtranslation":
         translations = read_backtranslations(args.backtranslations, train.captions)
     run = common.Run(args, "mmcontrastive", world, train, val, *translations)
     probe = eval_linear and eval_linear.Probe(args, train, val)
     weights["tag"] = tag_weight(weights, train, args.tags_required)
     train = photos_with_losses(train, weights)
     num_tags = len(train.tag_names) if weights["tag"] else 0
-    size = queue_size(args.queue, train, reads, args.batch_size)
+    size = queue_size(args.queue, train, uses_captions, args.batch_size)
     tokenizer = config = None
-    if reads:
+    if uses_captions:
         with common.main_first(world):
             tokenizer, config = load_caption_model(args, train, run)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
@@ -207,11 +210,11 @@ def main(args):
     needed = [name for name in LOSSES if weights[name]]
     encoders = build_encoders(args.arch, config, needed, dims, args.mlp_hidden, args.unified_mlp)
     model = MultimodalContrastive(encoders, num_tags, size)
-    if reads and args.lm != "scratch" and not run.checkpoint:
+    if uses_captions and args.lm != "scratch" and not run.checkpoint:
         load_pretrained(model, args.lm)
     model.to(device, memory_format=torch.channels_last)
     groups = [{"params": model.queries["image"].parameters(), "lr": args.lr}]
-    if reads:
+    if uses_captions:
         groups.append({"params": model.queries["caption"].parameters(), "lr": args.text_lr})
     optimizer = common.build_optimizer(args.optimizer, groups, args.lr, args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
@@ -223,7 +226,7 @@ def main(args):
 
     samples = common.Samples(partial(sample, train, translations, args), len(train), args.seed)
     collate_views = partial(collate, tokenizer=tokenizer)
-    settings = args.temperature, args.margin, args.tag_threshold
+    constants = args.temperature, args.margin, args.tag_threshold
     for iteration, batch in run.steps(samples, collate_views, iters, probe, model.backbone):
         factor = common.lr_factor(iteration - 1, iters, args.warmup)
         common.set_lr(optimizer, factor)
@@ -236,7 +239,7 @@ def main(args):
             queries = parallel(images_q, captions_q)
             all_keys = model.encode_keys(images_k, captions_k, args.bn_splits, rng, world)
         keys = {name: key.chunk(world.size)[world.rank] for name, key in all_keys.items()}
-        losses = contrastive_losses(queries, keys, model.queues, tags, captioned, *settings)
+        losses = contrastive_losses(queries, keys, model.queues, tags, captioned, *constants)
         loss = sum(weights[name] * losses[name] for name in losses)  # Eq. 15
         optimizer.zero_grad()
         scaler.scale(loss).backward()
@@ -258,7 +261,7 @@ def main(args):
 
 
 def tag_weight(weights, train, required):
-    """The weight of Eq. 5: 0 if no photo has tags; then the program ends if they are `required`."""
+    """The weight of Eq. 5: 0 if no photo has tags, unless they are `required`: that is an error"""
     if not weights["tag"] or len(train.tags):
         return weights["tag"]
     source = 'annotations/instances_{split}.json for coco, "tags" in a .jsonl'
@@ -269,7 +272,7 @@ def tag_weight(weights, train, required):
 
 
 def photos_with_losses(train, weights):
-    """The photos that take part in a loss: one without a caption in Eqs. 3, 5 [Sec. 3.2, end]"""
+    """The photos that a loss can use: without a caption Eqs. 3 and 5 can [Sec. 3.2, end]"""
     captioned = train.captioned()
     if weights["ii"] or weights["tag"] or captioned.all():
         return train
@@ -277,10 +280,10 @@ def photos_with_losses(train, weights):
     return train.select(np.flatnonzero(captioned))
 
 
-def queue_size(wanted, train, reads, batch_size):
+def queue_size(wanted, train, uses_captions, batch_size):
     """K: a multiple of the batch, and no more than there are keys in the data"""
     kind, available = "photos", len(train)
-    if reads:
+    if uses_captions:
         kind, available = "photos with captions", int(train.captioned().sum())
         hint = "with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are enough (MoCo-v2)"
         check(available, f"no photo has a caption: {hint}")
@@ -855,8 +858,6 @@ def backtranslate(args, captions, device, batch_size=64):
 
     Writes lines {"caption", "fr", "de"}, a batch as soon as it is done: started again, it goes on.
     """
-    alone = "RANK" not in os.environ
-    check(alone, "--backtranslate is one process's work: start it without torchrun")
     path = Path(args.backtranslations)
     path.parent.mkdir(parents=True, exist_ok=True)
     done = read_translations(path)

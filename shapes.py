@@ -29,7 +29,7 @@ SPLITS = {"train": range(50_000), "val": range(10_000_000, 10_001_000)}  # scene
 
 
 class Shape(NamedTuple):
-    """One drawn object. x, y: centre, and radius, in parts of the image's side; angle in degrees."""
+    """One drawn object. x, y (centre) and radius in parts of the image's side; angle in degrees."""
 
     shape: str
     colour: str
@@ -184,9 +184,10 @@ def describe(scene, objects):
     if len(objects) == 3:
         number, others = "three", f"{a(q, 'colour')} and {a(p, 'colour')}"
     everything = " and ".join(a(x, "colour") for x in objects)
+    where = f"{place(p)}, {relation(p, o)} the {o.shape}"
     return [
         f"{a(o, 'size', 'colour')} {verb(o, rng)} {relation(o, p)} {a(p, 'fill', 'colour')}",
-        f"{a(p, 'size', 'fill', 'colour')} {verb(p, rng)} {place(p)}, {relation(p, o)} the {o.shape}",
+        f"{a(p, 'size', 'fill', 'colour')} {verb(p, rng)} {where}",
         f"{number} shapes: {everything}",
         f"the {name(q, 'colour')} is {q.size} and {q.fill} and {verb(q, rng)} {place(q)}",
         f"a picture with {a(o, 'fill', 'colour')} {place(o)} near {others}",

@@ -302,13 +302,13 @@ def cluster_labels(train, val, number, seed, folder, lm, lm_iters, device, amp):
 
 def array_on_disk(path, shape):
     """A half-precision array in the file `path`, not in memory: VG's captions need 8 GB."""
-    array = np.lib.format.open_memmap(path, "w+", np.float16, shape)
     try:
+        array = np.lib.format.open_memmap(path, "w+", np.float16, shape)
         with open(path, "r+b") as file:  # else a disk that fills up later would kill the process
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     except OSError as error:
-        path.unlink()
-        needed = f"clustering needs {array.nbytes / 1e9:.1f} GB there for a while"
+        path.unlink(missing_ok=True)
+        needed = f"clustering needs {2 * math.prod(shape) / 1e9:.1f} GB there for a while"
         fail(f"{path} cannot be written ({error.strerror}): {needed}", everywhere=False)
     return array
 

@@ -162,7 +162,7 @@ def test_two_processes(script, tiny, tmp_path):
 @every_script
 def test_fp16_goes_on_from_fp32(script, tiny, tmp_path):
     """--amp may change; the steps that the scaler skips leave the weights finite."""
-    flags = ["--iters", 6]
+    flags = ["--iters", 6, "--lr", 0.01]
     run_here(tiny(script, tmp_path, *flags))
     path = tmp_path / "checkpoint.pth"
     torch.save({**checkpoint_in(tmp_path), "iteration": 3}, path)  # as if it had been killed

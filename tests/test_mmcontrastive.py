@@ -1,336 +1,376 @@
-"""mmcontrastive.py, piece by piece, against the paper written out slowly: losses, queues, momentum encoders, views, retrieval.
-
-Everything here runs in this process on tiny sizes, but for one pair of gloo processes that do what one process does; the
-script as a user starts it is tested elsewhere.
-"""
+"""mmcontrastive.py against the paper written out in loops, piece by piece, and as it is used."""
 
 import json
 import math
+import multiprocessing
+import shutil
+import signal
+import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_script
+import torchvision.transforms.functional as TF
+from conftest import (
+    ALONE,
+    OWN,
+    ROOT,
+    TINY,
+    TORCHRUN,
+    checkpoint_in,
+    files_in,
+    finished,
+    metrics,
+    refusal,
+    result,
+    run_here,
+    run_script,
+)
 from PIL import Image
 from torch import nn
 
 import common
 import mmcontrastive
 
-CPU = torch.device("cpu")
-ALONE = common.World(0, 1, CPU)
-
 
 @pytest.fixture(autouse=True)
-def same_weights():
+def same_numbers():
     """Every test starts from the same random numbers."""
     torch.manual_seed(0)
 
 
-def units(*shape):
-    """Random vectors of length one."""
-    return nn.functional.normalize(torch.randn(*shape, dtype=torch.float64), dim=-1)
+def close(found, wanted, tolerance=1e-5):
+    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+
+
+# ------------------------------------------------------------------- the losses, written in loops
 
 
 def dot(a, b):
     return sum(x * y for x, y in zip(a, b))
 
 
-# ------------------------------------------------------------------------------------------ the paper, in loops
+def log_p(query, key, own, others, tau):
+    """The logarithm in Eqs. 3, 5 and 8, of one key among the own one and those of the queue"""
+    total = sum(math.exp(dot(query, other) / tau) for other in [own, *others])
+    return math.log(math.exp(dot(query, key) / tau) / total)
 
 
-def eq3(query, own, others, tau):
-    """Eqs. 3 and 8 for one query: lists of floats."""
-    total = math.exp(dot(query, own) / tau) + sum(math.exp(dot(query, other) / tau) for other in others)
-    return -math.log(math.exp(dot(query, own) / tau) / total)
+def eq5(query, own, others, tau, tags, other_tags, epsilon):
+    """Eq. 5; its positives are the own key and those of Eq. 4"""
+    positives = [own]
+    for key, theirs in zip(others, other_tags):
+        if dot(tags, theirs) > epsilon:
+            positives.append(key)
+    return -sum(log_p(query, key, own, others, tau) for key in positives) / len(positives)
 
 
-def eq5(query, own, others, tags, other_tags, tau, epsilon):
-    """Eq. 5, the positives as in Eq. 4 and the own key."""
-    total = math.exp(dot(query, own) / tau) + sum(math.exp(dot(query, other) / tau) for other in others)
-    positives = [own] + [other for other, theirs in zip(others, other_tags) if dot(tags, theirs) > epsilon]
-    return -sum(math.log(math.exp(dot(query, positive) / tau) / total) for positive in positives) / len(positives)
+def eq11(query, own, others, margin):
+    """Eqs. 11 and 14"""
+    return sum(max(margin - dot(query, own) + dot(query, key), 0) for key in others)
 
 
-def eq11(query, own, others, alpha):
-    """Eqs. 11 and 14."""
-    return sum(max(alpha - dot(query, own) + dot(query, other), 0) for other in others)
+def literal_losses(queries, keys, given, tags, captioned, tau, margin, epsilon):
+    """Means over the batch.  given: {loss: the keys in its queue}, and the tags in theirs"""
+    sums, other_tags = dict.fromkeys(mmcontrastive.LOSSES, 0.0), given["tag"].tolist()
+    for n, own_tags in enumerate(tags.tolist()):
+        rows = {}
+        for name, query in queries.items():
+            rows[name] = query[n].tolist(), keys[name][n].tolist(), given[name].tolist()
+        query, own, others = rows["ii"]
+        sums["ii"] -= log_p(query, own, own, others, tau)  # Eq. 3
+        if any(own_tags):
+            sums["tag"] += eq5(query, own, others, tau, own_tags, other_tags, epsilon)
+        if captioned[n]:
+            query, own, others = rows["cc"]
+            sums["cc"] -= log_p(query, own, own, others, tau)  # Eq. 8
+            sums["ic"] += eq11(*rows["ic"], margin)
+            sums["ci"] += eq11(*rows["ci"], margin)
+    return {name: total / len(tags) for name, total in sums.items()}
 
 
-def literal_losses(queries, keys, others, tags, other_tags, captioned, args):
-    """Eqs. 3, 5, 8, 11, 14, each a mean over the batch. others: {name: list of the keys that its queue has been given}"""
-    sums, size = dict.fromkeys(queries, 0.0), len(tags)
-    if other_tags is not None:
-        sums["tag"] = 0.0
-    for n in range(size):
-        for name in queries:
-            query, own, queue = queries[name][n].tolist(), keys[name][n].tolist(), [key.tolist() for key in others[name]]
-            if name == "ii":
-                sums["ii"] += eq3(query, own, queue, args.temperature) / size
-                if other_tags is not None and any(tags[n].tolist()):
-                    theirs = [row.tolist() for row in other_tags]
-                    sums["tag"] += eq5(query, own, queue, tags[n].tolist(), theirs, args.temperature, args.tag_threshold) / size
-            elif captioned[n]:
-                sums[name] += (eq3(query, own, queue, args.temperature) if name == "cc" else eq11(query, own, queue, args.margin)) / size
-    return sums
-
-
-# ------------------------------------------------------------------------------------------ losses
-
-ARGS = SimpleNamespace(temperature=0.07, margin=0.2, tag_threshold=2)
+TAU, MARGIN, EPSILON = 0.07, 0.2, 2
 DIMS = {"ii": 5, "cc": 4, "ic": 6, "ci": 6}
 
 
-def queue_with(keys, size):
-    """A queue of K = size that has been given `keys`; what was never filled holds rubbish, which must not count."""
-    queue = mmcontrastive.Queue(size, keys.size(1)).double()
+def units(*shape):
+    """Random vectors of length one in float64"""
+    return nn.functional.normalize(torch.randn(*shape, dtype=torch.float64), dim=-1)
+
+
+def queue_with(rows, size):
+    """A queue that has been given `rows`; its other slots hold what would be near to everything"""
+    queue = mmcontrastive.Queue(size, rows.size(1)).double()
     queue.keys += 3
-    for key in keys:
-        queue.enqueue(key[None], torch.ones(1, dtype=torch.bool))
+    for row in rows:
+        queue.enqueue(row[None], torch.ones(1, dtype=torch.bool))
     return queue
 
 
-def random_batch(filled, size=12, batch=6, tags=5):
-    """-> queries, keys, queues and what they were given, tags, captioned: some without tags, some without a caption"""
-    queries, keys = ({name: units(batch, dim) for name, dim in DIMS.items()} for _ in range(2))
-    others = {name: units(filled, dim) for name, dim in DIMS.items()}
-    other_tags, own_tags = ((torch.rand(n, tags) < 0.7).double() for n in (filled, batch))
-    own_tags[[1, 4]] = 0
-    other_tags[::3] = 0
-    queues = {name: queue_with(rows, size) for name, rows in {**others, "tag": other_tags}.items()}
-    captioned = torch.tensor([True, False, True, True, False, True])
-    return queries, keys, queues, others, own_tags, other_tags, captioned
+def random_batch(filled, size=12, batch=6):
+    """Six photos, some without tags or captions; queues of 12 keys that were `given` so many"""
+    b = SimpleNamespace(captioned=torch.tensor([1, 0, 1, 1, 0, 1]).bool())
+    b.queries = {name: units(batch, dim) for name, dim in DIMS.items()}
+    b.keys = {name: units(batch, dim) for name, dim in DIMS.items()}
+    b.given = {name: units(filled, dim) for name, dim in DIMS.items()}
+    b.tags = (torch.rand(batch, 5) < 0.7).double()
+    b.tags[[1, 4]] = 0
+    b.given["tag"] = (torch.rand(filled, 5) < 0.7).double()
+    b.given["tag"][::3] = 0
+    b.queues = {name: queue_with(rows, size) for name, rows in b.given.items()}
+    return b
 
 
-@pytest.mark.parametrize("filled", (0, 1, 7, 12), ids="{} of 12 filled".format)
-def test_the_losses_are_those_of_the_paper(filled):
-    """Eqs. 3, 5, 8, 11, 14 in loops; queues empty, half filled and full; photos without tags and without captions."""
-    queries, keys, queues, others, tags, other_tags, captioned = random_batch(filled)
-    found = mmcontrastive.contrastive_losses(queries, keys, queues, tags, captioned, ARGS)
-    wanted = literal_losses(queries, keys, others, tags, other_tags, captioned, ARGS)
-    assert found.keys() == wanted.keys() == {"ii", "tag", "cc", "ic", "ci"}
-    for name in wanted:
-        assert found[name].item() == pytest.approx(wanted[name], abs=1e-12)
+def losses_of(b, epsilon=EPSILON):
+    batch = b.queries, b.keys, b.queues, b.tags, b.captioned
+    return mmcontrastive.contrastive_losses(*batch, TAU, MARGIN, epsilon)
+
+
+@pytest.mark.parametrize("filled", (0, 1, 7, 12))
+def test_losses_are_those_of_the_paper(filled):
+    """Eqs. 3, 5, 8, 11, 14 with queues that are empty, partly filled and full."""
+    b = random_batch(filled)
+    found = losses_of(b)
+    constants = TAU, MARGIN, EPSILON
+    wanted = literal_losses(b.queries, b.keys, b.given, b.tags, b.captioned, *constants)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].item() == pytest.approx(value, abs=1e-12)
     if filled > 1:
-        assert all(wanted[name] > 0.1 for name in wanted) and abs(wanted["tag"] - wanted["ii"]) > 0.01
+        assert min(wanted.values()) > 0.1 and abs(wanted["tag"] - wanted["ii"]) > 0.01
 
 
-def test_losses_without_their_data_are_not_there():
-    """Without a caption encoder two losses are left, without a queue of tags one; without any caption in a batch its losses are 0."""
-    queries, keys, queues, _, tags, _, captioned = random_batch(7)
-    photos = {"ii": queries["ii"]}
-    assert mmcontrastive.contrastive_losses(photos, keys, queues, tags, captioned, ARGS).keys() == {"ii", "tag"}
-    del queues["tag"]
-    assert mmcontrastive.contrastive_losses(photos, keys, queues, tags[:, :0], captioned, ARGS).keys() == {"ii"}
-    losses = mmcontrastive.contrastive_losses(queries, keys, queues, tags, torch.zeros(6, dtype=torch.bool), ARGS)
+def test_losses_whose_data_are_missing():
+    """No caption in the batch: three losses are 0. No caption encoder, no queue of tags: fewer."""
+    b = random_batch(7)
+    b.captioned[:] = False
+    losses = losses_of(b)
     assert losses["cc"] == losses["ic"] == losses["ci"] == 0 < losses["ii"]
+    b.queries = {"ii": b.queries["ii"]}
+    assert losses_of(b).keys() == {"ii", "tag"}
+    del b.queues["tag"]
+    assert losses_of(b).keys() == {"ii"}
 
 
 def test_without_other_positives_eq5_is_eq3():
-    """Sec. 3.1: J_tag degenerates to J_ii when P holds the own key alone."""
-    queries, keys, queues, _, tags, _, captioned = random_batch(12)
-    tags[[1, 4], 0] = 1  # all have some
-    losses = lambda threshold: mmcontrastive.contrastive_losses(queries, keys, queues, tags, captioned, SimpleNamespace(**{**vars(ARGS), "tag_threshold": threshold}))
-    alone, several = losses(5), losses(0)
+    """Sec. 3.1: the tag loss degenerates to Eq. 3 when only the own key is positive."""
+    b = random_batch(12)
+    b.tags[:, 0] = 1  # all photos have tags
+    alone, several = losses_of(b, epsilon=5), losses_of(b, epsilon=0)
     assert alone["tag"].item() == pytest.approx(alone["ii"].item(), abs=1e-12)
     assert abs(several["tag"] - several["ii"]) > 0.01
 
 
-def test_gradients_reach_the_queries_alone():
-    """Finite where the queue is empty or half filled, none into keys and queues."""
-    for filled in (0, 7):
-        queries, keys, queues, _, tags, _, captioned = random_batch(filled)
-        for query in queries.values():
-            query.requires_grad_()
-        sum(mmcontrastive.contrastive_losses(queries, keys, queues, tags, captioned, ARGS).values()).backward()
-        for name, query in queries.items():
-            assert query.grad.isfinite().all() and (query.grad.abs().amax() > 1e-3) == bool(filled)
-            assert name == "ii" or not query.grad[~captioned].any()
-            assert not keys[name].requires_grad and not queues[name].keys.requires_grad
+@pytest.mark.parametrize("filled", (0, 7))
+def test_gradients_of_the_losses(filled):
+    """They are finite with an empty queue too, and 0 for the captions that are missing."""
+    b = random_batch(filled)
+    for query in b.queries.values():
+        query.requires_grad_()
+    sum(losses_of(b).values()).backward()
+    for name, query in b.queries.items():
+        assert query.grad.isfinite().all()
+        assert (query.grad.abs().amax() > 1e-3) == bool(filled)
+        assert name == "ii" or not query.grad[~b.captioned].any()
 
 
-# ------------------------------------------------------------------------------------------ queues
+# ----------------------------------------------------------------------------------------- queues
 
 
-def test_the_queue_holds_the_last_keys():
-    """First in, first out, in the order of the keys, while missing ones leave no gap; K is no multiple of the batch."""
-    generator = torch.Generator().manual_seed(1)
+def test_queue_holds_the_last_keys():
+    """First in, first out; invalid keys leave no gap; K is no multiple of the batch."""
     queue, given = mmcontrastive.Queue(7, 2), []
     for step in range(12):
-        keys, valid = torch.rand(3, 2, generator=generator), torch.rand(3, generator=generator) < (0 if step == 4 else 0.7)
+        keys, valid = torch.rand(3, 2), torch.rand(3) < 0.7
+        if step == 4:
+            valid[:] = False
         given += keys[valid].tolist()
         queue.enqueue(keys, valid)
         assert queue.total == len(given) and queue.filled.sum() == min(len(given), 7)
-        for n, key in list(enumerate(given))[-7:]:
-            assert queue.filled[n % 7] and queue.keys[n % 7].tolist() == key
-    assert len(given) > 20 and len(given) % 7 and len(given) % 3
+        for n in range(max(0, len(given) - 7), len(given)):
+            assert queue.filled[n % 7] and queue.keys[n % 7].tolist() == given[n]
+    assert 20 < len(given) < 33 and len(given) % 7
 
 
-def test_the_whole_batch_may_be_as_large_as_the_queue():
+def test_batch_as_large_as_the_queue():
     queue = mmcontrastive.Queue(4, 1)
-    for first in (0, 4):
-        queue.enqueue(torch.arange(first, first + 4.0)[:, None], torch.tensor([True, first > 0, True, True]))
+    queue.enqueue(torch.arange(4.0)[:, None], torch.tensor([True, False, True, True]))
+    queue.enqueue(torch.arange(4.0, 8.0)[:, None], torch.ones(4, dtype=torch.bool))
     assert queue.keys.flatten().tolist() == [5, 6, 7, 4] and queue.total == 7
 
 
-# ------------------------------------------------------------------------------------------ encoders
+# --------------------------------------------------------------------------------------- encoders
 
 
-class TinyBackbone(nn.Module):
-    """Convolution, batch norm, ReLU: enough for statistics to matter."""
+class TinyBackbone(nn.Sequential):
+    """Enough for batch statistics to matter"""
 
     channels = 8
 
     def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-
-    def forward(self, images):
-        return self.layers(images)
+        super().__init__(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
 
 
 class TinyReader(nn.Module):
-    """The mean of the visible tokens' vectors."""
+    """The mean of the visible tokens' vectors"""
 
     def __init__(self):
         super().__init__()
         self.words = nn.Embedding(20, 8)
 
     def forward(self, tokens, visible):
-        return (self.words(tokens) * visible[..., None]).sum(1) / visible.sum(1, keepdim=True)
+        summed = (self.words(tokens) * visible[..., None]).sum(1)
+        return summed / visible.sum(1, keepdim=True)
 
 
-def tiny_model(num_tags=3, size=12, unified=False):
+def tiny_model(unified=False):
+    """Three tags, K = 12, spaces of 6 (intra) and 4 (inter) dimensions"""
     torch.manual_seed(0)
-    spaces = {"intra": 6, "inter": 6 if unified else 4}
-    photos = nn.Sequential(TinyBackbone(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    encoders = {name: mmcontrastive.Encoder(trunk, 8, spaces, 16, unified) for name, trunk in (("image", photos), ("caption", TinyReader()))}
-    return mmcontrastive.MultimodalContrastive(encoders, num_tags, size)
+    dims = {"intra": 6, "inter": 6 if unified else 4}
+    trunk = nn.Sequential(TinyBackbone(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    encoders = {
+        "image": mmcontrastive.Encoder(trunk, 8, dims, 16, unified),
+        "caption": mmcontrastive.Encoder(TinyReader(), 8, dims, 16, unified),
+    }
+    return mmcontrastive.MultimodalContrastive(encoders, num_tags=3, size=12)
+
+
+def randomise_queries(model):
+    """Part the query encoders from the momentum encoders."""
+    with torch.no_grad():
+        for parameter in model.queries.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
 
 
 def tiny_batch(step=0, batch=8):
     """-> photos, (tokens, visible), tags, captioned"""
-    generator = torch.Generator().manual_seed(step)
-    visible = torch.rand(batch, 5, generator=generator) < 0.7
+    torch.manual_seed(100 + step)
+    photos, tokens = torch.randn(batch, 3, 9, 9), torch.randint(20, (batch, 5))
+    visible = torch.rand(batch, 5) < 0.7
     visible[:, 0] = True
-    photos, tokens = torch.randn(batch, 3, 9, 9, generator=generator), torch.randint(20, (batch, 5), generator=generator)
-    return photos, (tokens, visible), (torch.rand(batch, 3, generator=generator) < 0.5).float(), torch.rand(batch, generator=generator) < 0.6
+    tags = (torch.rand(batch, 3) < 0.5).float()
+    return photos, (tokens, visible), tags, torch.rand(batch) < 0.6
 
 
-KINDS = {"ii": ("image", "intra"), "ic": ("caption", "inter"), "cc": ("caption", "intra"), "ci": ("image", "inter")}  # of the keys: Eqs. 2, 10, 7, 13
+def keys_of(model, photos, captions, seed=0, splits=1):
+    rng = np.random.default_rng(seed)
+    return model.encode_keys(photos, captions, splits, rng, ALONE)
 
 
-def by_hand(encoder, space, features):
-    """Linear, ReLU, linear, and to length one, with the encoder's weights for that space."""
-    first, _, last = encoder.mlps[space]
-    vectors = (features @ first.weight.T + first.bias).clamp(min=0) @ last.weight.T + last.bias
-    return vectors / vectors.pow(2).sum(1, keepdim=True).sqrt()
+def by_hand(encoders, photos, captions):
+    """Features, linear, ReLU, linear, and to length one -> {(modality, space): vectors}"""
+    features = {
+        "image": encoders["image"].trunk[0](photos).mean((2, 3)),
+        "caption": encoders["caption"].trunk(*captions),
+    }
+    vectors = {}
+    for modality, feature in features.items():
+        for space in ("intra", "inter"):
+            first, _, last = encoders[modality].mlps[space]
+            hidden = (feature @ first.weight.T + first.bias).clamp(min=0)
+            output = hidden @ last.weight.T + last.bias
+            vectors[modality, space] = output / output.pow(2).sum(1, keepdim=True).sqrt()
+    return vectors
 
 
-def test_queries_and_keys_are_those_of_their_equations():
-    """Eqs. 1, 6, 9, 12 by the query encoders, 2, 7, 10, 13 by the momentum encoders: which MLP, which modality, length one."""
-    model = tiny_model()
-    with torch.no_grad():
-        for parameter in model.keys.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
+@pytest.mark.parametrize("training, splits", ((False, 1), (False, 4), (True, 1)))
+def test_queries_and_keys_are_those_of_their_equations(training, splits):
+    """Which encoder, modality and MLP each comes from; keys stand in the order of the photos.
+
+    In one group the permutation of shuffled batch norm shows nowhere, nor without statistics.
+    """
+    model = randomise_queries(tiny_model()).train(training)
     photos, captions, _, _ = tiny_batch()
-    queries, keys = model(photos, captions), model.encode_keys(photos, captions, ALONE, np.random.default_rng(0), 1)
-    for found, encoders, kinds in (
-        (queries, model.queries, {"ii": ("image", "intra"), "ic": ("image", "inter"), "cc": ("caption", "intra"), "ci": ("caption", "inter")}),
-        (keys, model.keys, KINDS),
-    ):
-        features = {"image": encoders["image"].trunk[0](photos).mean((2, 3)), "caption": encoders["caption"].trunk(*captions)}
-        assert found.keys() == kinds.keys()
-        for name, (modality, space) in kinds.items():
-            torch.testing.assert_close(found[name], by_hand(encoders[modality], space, features[modality]), rtol=0, atol=1e-5)
-            assert found[name].shape == (8, {"intra": 6, "inter": 4}[space])
-    assert model(photos).keys() == {"ii", "ic"} and model.encode_keys(photos, None, ALONE, np.random.default_rng(0), 1).keys() == {"ii", "ci"}
+    query, key = by_hand(model.queries, photos, captions), by_hand(model.keys, photos, captions)
+    wanted_queries = {
+        "ii": query["image", "intra"],  # Eq. 1
+        "cc": query["caption", "intra"],  # Eq. 6
+        "ic": query["image", "inter"],  # Eq. 9
+        "ci": query["caption", "inter"],  # Eq. 12
+    }
+    wanted_keys = {
+        "ii": key["image", "intra"],  # Eq. 2
+        "cc": key["caption", "intra"],  # Eq. 7
+        "ic": key["caption", "inter"],  # Eq. 10
+        "ci": key["image", "inter"],  # Eq. 13
+    }
+    close(model(photos, captions), wanted_queries)
+    for seed in range(3):
+        close(keys_of(model, photos, captions, seed, splits), wanted_keys)
+    assert model(photos).keys() == {"ii", "ic"}
+    assert keys_of(model, photos, None).keys() == {"ii", "ci"}
+
+
+def test_groups_have_batch_statistics_of_their_own():
+    """Shuffled batch norm: each photo's key is that of its group of two, alone."""
+    model, (photos, _, _, _) = tiny_model(), tiny_batch()
+    order = np.random.default_rng(5).permutation(8).tolist()
+    keys = keys_of(model, photos, None, seed=5, splits=4)
+    for start in range(0, 8, 2):
+        group = order[start : start + 2]
+        alone = model.keys["image"](photos[group])
+        close(keys["ii"][group], alone["intra"])
+        close(keys["ci"][group], alone["inter"])
+    whole = model.keys["image"](photos)
+    assert (keys["ii"] - whole["intra"]).abs().max() > 0.01
 
 
 def test_distinct_and_unified_mlps():
-    """Sec. 4.4: two MLPs per encoder, or one for both spaces; the momentum copy is of the same kind."""
+    """Sec. 4.4: two MLPs per encoder or one; the momentum encoders are of the same kind."""
     numbers = {}
     for unified in (False, True):
-        model = tiny_model(unified=unified)
-        for encoders in (model.queries, model.keys):
-            for encoder in encoders.values():
-                assert (encoder.mlps["intra"] is encoder.mlps["inter"]) == unified
+        model = tiny_model(unified)
+        for encoder in (*model.queries.values(), *model.keys.values()):
+            assert (encoder.mlps["intra"] is encoder.mlps["inter"]) == unified
         numbers[unified] = sum(p.numel() for p in model.queries.parameters())
-        assert [p.shape for p in model.queries.parameters()] == [p.shape for p in model.keys.parameters()]
-        assert all(a is not b for a, b in zip(model.queries.parameters(), model.keys.parameters()))
-    assert numbers[False] - numbers[True] == 2 * (8 * 16 + 16) + 2 * (16 * (4 - 6 + 6) + 4 - 6 + 6)
+        pairs = list(zip(model.queries.parameters(), model.keys.parameters(), strict=True))
+        assert all(q is not k and torch.equal(q, k) for q, k in pairs)
+    inter_mlp = 8 * 16 + 16 + 16 * 4 + 4
+    assert numbers[False] - numbers[True] == 2 * inter_mlp
 
 
 @pytest.mark.parametrize("m", (0.0, 0.3, 0.999, 1.0))
 def test_momentum_update(m):
-    """Sec. 3.1: theta_k <- m theta_k + (1 - m) theta_q, MLPs included; the query encoders stay as they are."""
-    model = tiny_model(unified=True).double()
-    with torch.no_grad():
-        for parameter in model.queries.parameters():
-            parameter += torch.randn_like(parameter)
-    before, queries = ([p.detach().clone() for p in part.parameters()] for part in (model.keys, model.queries))
+    """Sec. 3.1: theta_k <- m theta_k + (1 - m) theta_q; theta_q stays as it is."""
+    model = randomise_queries(tiny_model(unified=True).double())
+    queries = [p.detach().clone() for p in model.queries.parameters()]
+    before = [p.detach().clone() for p in model.keys.parameters()]
     mmcontrastive.update_momentum(model.queries, model.keys, m)
-    for key, old, query, now in zip(model.keys.parameters(), before, queries, model.queries.parameters()):
-        torch.testing.assert_close(key.detach(), m * old + (1 - m) * query, rtol=0, atol=1e-14)
-        assert torch.equal(now, query) and (m == 1) == torch.equal(key, old)
+    close(list(model.queries.parameters()), queries, 0)
+    wanted = [m * key + (1 - m) * query for key, query in zip(before, queries)]
+    close(list(model.keys.parameters()), wanted, 1e-14)
 
 
-def test_a_step_moves_the_query_encoders_alone():
-    """No gradient reaches a momentum encoder or a queue; all query encoders get one."""
+def test_a_step_trains_the_query_encoders_alone():
+    """All of them get gradients, momentum encoders and queues none."""
     model = tiny_model()
     for step in (0, 1):
         photos, captions, tags, captioned = tiny_batch(step)
-        queries, keys = model(photos, captions), model.encode_keys(photos + 0.1 * torch.randn_like(photos), captions, ALONE, np.random.default_rng(0), 2)
-        losses = mmcontrastive.contrastive_losses(queries, keys, model.queues, tags, captioned, ARGS)
-        if step:
-            sum(losses.values()).backward()
+        queries = model(photos, captions)
+        keys = keys_of(model, photos + 0.1 * torch.randn_like(photos), captions, splits=2)
+        batch = queries, keys, model.queues, tags, captioned
+        losses = mmcontrastive.contrastive_losses(*batch, TAU, MARGIN, EPSILON)
+        sum(losses.values()).backward()
         model.enqueue(keys, tags, captioned, ALONE)
-    assert all(p.grad is None and not p.requires_grad for p in model.keys.parameters())
     assert all(p.grad.abs().sum() > 0 for p in model.queries.parameters())
+    assert all(p.grad is None for p in model.keys.parameters())
     assert not any(buffer.requires_grad for buffer in model.queues.buffers())
-    assert model.queues["ii"].total == model.queues["ci"].total == model.queues["tag"].total == 16
-    assert model.queues["cc"].total == model.queues["ic"].total == sum(tiny_batch(step)[3].sum() for step in (0, 1)) < 16
 
 
-def test_keys_are_in_the_order_of_the_photos():
-    """Whatever the permutation: without batch statistics nothing shows it, and one group has those of the whole batch."""
-    model = tiny_model()
-    photos, captions, _, _ = tiny_batch()
-    for training, splits in ((False, 1), (False, 4), (True, 1)):
-        model.train(training)
-        plain = {(modality, space): vector for modality, inputs in (("image", (photos,)), ("caption", captions)) for space, vector in model.keys[modality](*inputs).items()}
-        for seed in range(3):
-            keys = model.encode_keys(photos, captions, ALONE, np.random.default_rng(seed), splits)
-            for name, kind in KINDS.items():
-                torch.testing.assert_close(keys[name], plain[kind], rtol=0, atol=1e-5)
+def three_batches(model, world):
+    """Momentum encoders and queues meet three batches, of which each process has its share
 
-
-def test_groups_have_batch_statistics_of_their_own():
-    """Shuffled batch norm: photo by photo, as if its group of the permutation were the whole batch."""
-    model = tiny_model()
-    photos, _, _, _ = tiny_batch()
-    order = np.random.default_rng(5).permutation(8)
-    assert order.tolist() != list(range(8))
-    keys = model.encode_keys(photos, None, ALONE, np.random.default_rng(5), 4)
-    whole = model.keys["image"](photos)
-    for name, space in (("ii", "intra"), ("ci", "inter")):
-        for n in range(8):
-            place = order.tolist().index(n)
-            group = order[place // 2 * 2 : place // 2 * 2 + 2].tolist()
-            alone = model.keys["image"](photos[group])[space][group.index(n)]
-            torch.testing.assert_close(keys[name][n], alone, rtol=0, atol=1e-5)
-        assert (keys[name] - whole[space]).abs().max() > 0.01
-
-
-def rounds(model, world, splits):
-    """Three batches through the momentum encoders and into the queues, of which each process has its share -> the keys"""
+    -> the keys of each batch
+    """
     found = []
     for step in range(3):
         photos, captions, tags, captioned = tiny_batch(step)
-        mine = slice(world.rank * 8 // world.size, (world.rank + 1) * 8 // world.size)
-        share = photos[mine], tuple(part[mine] for part in captions)
-        keys = model.encode_keys(*share, world, np.random.default_rng([7, step]), splits)
+        mine = torch.arange(8).chunk(world.size)[world.rank]
+        rng, share = np.random.default_rng([7, step]), [part[mine] for part in captions]
+        keys = model.encode_keys(photos[mine], share, 2, rng, world)
         model.enqueue(keys, tags[mine], captioned[mine], world)
         found.append(keys)
     return found
@@ -341,155 +381,185 @@ import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import torch
 import common
-from test_mmcontrastive import rounds, tiny_model
+from test_mmcontrastive import three_batches, tiny_model
 
-world, model = common.start_processes(), tiny_model()
-keys = rounds(model, world, 2)
-torch.save([keys, model.queues.state_dict()], sys.argv[1] + str(world.rank))
+world, model = common.start(), tiny_model()
+keys = three_batches(model, world)
+torch.save([keys, dict(model.queues.state_dict())], sys.argv[1] + str(world.rank))
 common.end_processes(world)
 """
 
 
 def test_two_processes_hold_what_one_does(tmp_path):
-    """encode_keys and enqueue over two gloo processes: the keys of the whole batch and the same queues on both, equal to those of
-    one process with --bn-splits 2. K = 12 is no multiple of the batch of 8, and captions are missing."""
+    """The keys of the whole batch, and the same queues as one process with --bn-splits 2 has.
+
+    The queues hold the last K = 12 keys and tags in their order, without the missing captions.
+    """
     (tmp_path / "two.py").write_text(TWO)
-    process = run_script("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "two.py", tmp_path / "rank")
-    assert process.returncode == 0, process.stderr[-3000:]
+    finished(run_script(*TORCHRUN, tmp_path / "two.py", tmp_path / "rank"))
     model = tiny_model()
-    keys = rounds(model, ALONE, 2)
-    one, (first, second) = [keys, model.queues.state_dict()], (torch.load(tmp_path / f"rank{rank}", weights_only=True) for rank in (0, 1))
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    torch.testing.assert_close([first[0], dict(first[1])], [one[0], dict(one[1])], rtol=0, atol=1e-6)
-    assert one[1]["ii.total"] == 24 and one[1]["ic.total"] == sum(tiny_batch(step)[3].sum() for step in range(3)) < 24
-    # The queues hold the last keys and tags of all batches, in their order.
-    for name in (*KINDS, "tag"):
-        batches = [(tiny_batch(step)[2] if name == "tag" else keys[step][name], tiny_batch(step)[3]) for step in range(3)]
-        given = torch.cat([rows[captioned] if name in ("cc", "ic") else rows for rows, captioned in batches])
-        for n in range(max(0, len(given) - 12), len(given)):
-            assert torch.equal(one[1][f"{name}.keys"][n % 12], given[n])
+    keys = three_batches(model, ALONE)
+    queues = dict(model.queues.state_dict())
+    for rank in (0, 1):
+        close(torch.load(tmp_path / f"rank{rank}", weights_only=True), [keys, queues], 1e-6)
+
+    given = {name: [] for name in model.queues}
+    for step in range(3):
+        _, _, tags, captioned = tiny_batch(step)
+        given["tag"] += tags
+        for name, key in keys[step].items():
+            given[name] += key[captioned] if name in ("cc", "ic") else key
+    assert len(given["ii"]) == 24 > len(given["cc"]) > 12
+    for name, rows in given.items():
+        assert queues[f"{name}.total"] == len(rows)
+        for n in range(len(rows) - 12, len(rows)):
+            assert torch.equal(queues[f"{name}.keys"][n % 12], rows[n])
+
+
+BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+BERT |= {"intermediate_size": 24, "vocab_size": 30, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize("kind", ("Bert", "Roberta", "DistilBert", "Electra"))
-def test_the_caption_trunk_is_the_pooled_output(kind):
-    """Sec. 4.1: the pooler's output, or the first token's where there is none; padding is hidden."""
+def test_caption_trunk_is_the_pooled_output(kind):
+    """Sec. 4.1: the pooler's, or the first token's where there is none; padding is hidden."""
     import transformers
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    if kind == "DistilBert":
-        sizes = {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
-    config = getattr(transformers, f"{kind}Config")(vocab_size=30, pad_token_id=0, **sizes)
+    config = getattr(transformers, f"{kind}Config")(**BERT)
     trunk = mmcontrastive.CaptionTrunk(config).eval()
-    tokens = torch.randint(2, 30, (3, 7))
-    lengths = (7, 4, 1)
-    visible = torch.arange(7) < torch.tensor(lengths)[:, None]
+    tokens, lengths = torch.randint(2, 30, (3, 7)), torch.tensor([7, 4, 1])
+    visible = torch.arange(7) < lengths[:, None]
     with torch.no_grad():
         found = trunk(tokens.masked_fill(~visible, 0), visible)
         for row, length, vector in zip(tokens, lengths, found):
             output = trunk.bert(input_ids=row[None, :length])
-            alone = output.pooler_output[0] if kind in ("Bert", "Roberta") else output.last_hidden_state[0, 0]
-            torch.testing.assert_close(vector, alone, rtol=0, atol=1e-5)
-    assert found.shape == (3, 16)
+            pooled = kind in ("Bert", "Roberta")
+            close(vector, output.pooler_output[0] if pooled else output.last_hidden_state[0, 0])
 
 
-def test_the_caption_trunk_computes_in_single_precision_whatever_it_was_saved_in():
-    """A model that was published in half precision says so in its architecture; trained, it needs all its digits."""
+def test_caption_trunk_computes_in_single_precision():
+    """Also of a model that was published in half precision"""
     import transformers
 
-    config = transformers.BertConfig(vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, dtype=torch.float16)
-    assert {p.dtype for p in mmcontrastive.CaptionTrunk(config).parameters()} == {torch.float32}
+    trunk = mmcontrastive.CaptionTrunk(transformers.BertConfig(**BERT, dtype=torch.float16))
+    assert {p.dtype for p in trunk.parameters()} == {torch.float32}
 
 
 # ------------------------------------------------------------------------------------------ views
 
 
-def gaussian(image, sigma, y, x):
-    """One blurred pixel of an image (h, w) of plain numbers."""
-    weights = {(v, u): math.exp(-((v - y) ** 2 + (u - x) ** 2) / (2 * sigma**2)) for v in range(len(image)) for u in range(len(image[0]))}
-    return sum(weight * image[v][u] for (v, u), weight in weights.items()) / sum(weights.values())
-
-
 def test_blur_is_a_gaussian_convolution():
-    """Each image by its own sigma; nothing is darker at the border; sigma 0 changes nothing."""
-    images, sigma = torch.rand(4, 3, 13, 17), torch.tensor([0.4, 1.1, 2.0, 0.0])
+    """torchvision's, each image by its own sigma; at the border nothing gets darker."""
+    images, sigma = torch.rand(4, 3, 41, 37), torch.tensor([0.4, 1.1, 2.0, 0.0])
     blurred = mmcontrastive.blur(images, sigma)
-    for n in range(3):
-        for channel, y, x in ((0, 6, 8), (2, 5, 9), (1, 7, 7)):
-            assert blurred[n, channel, y, x].item() == pytest.approx(gaussian(images[n, channel].tolist(), sigma[n].item(), y, x), abs=1e-5)
+    inside = ..., slice(12, -12), slice(12, -12)
+    for image, found, width in zip(images[:3], blurred, sigma.tolist()):
+        close(found[inside], TF.gaussian_blur(image, 23, width)[inside])
+        assert (found - image).abs().max() > 0.05
     assert torch.equal(blurred[3], images[3])
-    assert (blurred[2] - images[2]).abs().max() > 0.1 and blurred.is_contiguous(memory_format=torch.channels_last)
-    flat = torch.full((3, 3, 13, 17), 0.3)
-    torch.testing.assert_close(mmcontrastive.blur(flat, sigma[:3]), flat, rtol=0, atol=1e-6)
-
-
-def view_args(**flags):
-    defaults = {"seed": 0, "image_size": 24, "crop_min": 1.0, "colour_jitter": 0.0, "greyscale": 0.0, "blur": 0.0, "caption_views": "sibling"}
-    return SimpleNamespace(**{**defaults, **flags})
+    flat = torch.full((4, 3, 41, 37), 0.3)
+    close(mmcontrastive.blur(flat, sigma), flat, 1e-6)
 
 
 @pytest.fixture
-def photos(tmp_path):
-    """Two photos that differ from their mirror images: with three captions and a tag, and with nothing."""
+def two_photos(tmp_path):
+    """One with three captions and two tags, and one with nothing; unlike their mirror images"""
     data = common.CaptionData(common.ImageFiles(), ["dog", "tree", "sky"])
-    for n, (captions, tags) in enumerate([(["the dog left of a bright tree", "a tree right of it", "a dog"], [0, 2]), ([], [])]):
+    for n in (0, 1):
         pixels = np.random.default_rng(n).integers(0, 255, (24, 24, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{n}.png")
-        data.add(str(tmp_path / f"{n}.png"), captions, tags)
+    captions = ["the dog left of a bright tree", "a tree right of it", "a dog"]
+    data.add(str(tmp_path / "0.png"), captions, [0, 2])
+    data.add(str(tmp_path / "1.png"), [])
     return data
 
 
-def test_left_and_right_follow_the_photo_that_a_caption_meets(photos):
-    """The query photo meets the key's caption, the key photo the query's (Eqs. 9 to 13): so do mirrored photos and their words."""
-    view, straight, seen = mmcontrastive.TwoViews(photos, view_args(caption_views="same")), np.array(Image.open(photos.images[0])), set()
-    wording = {"the dog {} of a bright tree": "left", "a tree {} of it": "right"}
+def samples_of(data, **flags):
+    """The samples of a run with these flags; without any nothing but mirroring is random"""
+    plain = {"colour_jitter": 0.0, "greyscale": 0.0, "blur": 0.0, "caption_views": "sibling"}
+    args = SimpleNamespace(**{"image_size": 24, "crop_min": 1.0, **plain, **flags})
+    return common.Samples(partial(mmcontrastive.sample, data, [], args), len(data))
+
+
+def test_left_and_right_follow_the_photo_that_a_caption_meets(two_photos):
+    """The query photo meets the key's caption, the key photo the query's (Eqs. 9 to 13)."""
+    two_photos = two_photos.select([0, 1])
+    samples, seen = samples_of(two_photos, caption_views="same"), set()
+    straight = np.array(Image.open(two_photos.images[0]))
+    other = {"left": "right", "right": "left"}
+    wordings = {
+        "the d": ("the dog {} of a bright tree", "left"),
+        "a tre": ("a tree {} of it", "right"),
+    }
+
+    def mirrored(image):
+        assert np.array_equal(image, straight) or np.array_equal(image[:, ::-1], straight)
+        return not np.array_equal(image, straight)
+
     for epoch in range(40):
-        sample = view[epoch, 0]
-        mirrored = [np.array_equal(image, straight[:, ::-1]) for image in sample["images"]]
-        assert all(flip or np.array_equal(image, straight) for flip, image in zip(mirrored, sample["images"]))
-        for caption, flip in zip(sample["captions"], (mirrored[1], mirrored[0])):  # query caption: key photo; key caption: query photo
-            for words, side in wording.items():
-                if caption.startswith(words[:6]):
-                    assert caption == words.format({"left": "right", "right": "left"}[side] if flip else side)
-                    seen.add((words, *mirrored))
+        sample = samples[epoch, 0]
+        q, k = sample["q"], sample["k"]
+        for caption, image in ((q["caption"], k["image"]), (k["caption"], q["image"])):
+            if caption == "a dog":
+                continue
+            wording, side = wordings[caption[:5]]
+            assert caption == wording.format(other[side] if mirrored(image) else side)
+            seen.add((side, mirrored(q["image"]), mirrored(k["image"])))
     assert len(seen) == 8
-    nothing = view[0, 1]
-    assert nothing["captions"] == ["", ""] and not nothing["captioned"] and not nothing["tags"].any()
-    assert sample["captioned"] and sample["tags"].tolist() == [1, 0, 1]
 
 
-def test_caption_views(photos):
-    """The same caption twice, two different ones of the photo, or a caption and its round trip through either language."""
-    captions, rng = list(photos.captions), np.random.default_rng(0)
-    trips = [common.PackedStrings(f"{language} {caption}" for caption in captions) for language in ("fr", "de")]
-    pairs = lambda name, trips=None: {tuple(mmcontrastive.TwoViews(photos, view_args(caption_views=name), trips).caption_views(0, rng)) for _ in range(120)}
-    assert pairs("same") == {(caption, caption) for caption in captions}
-    assert pairs("sibling") == {(one, other) for one in captions for other in captions if one != other}
-    assert pairs("backtranslation", trips) == {(caption, f"{language} {caption}") for caption in captions for language in ("fr", "de")}
-    single = photos.select([0, 1], captions_per_image=1)
-    view = mmcontrastive.TwoViews(single, view_args())
-    assert view.caption_views(0, rng) == 2 * [single.captions[0]] and view.caption_views(1, rng) == []
+def test_caption_views(two_photos):
+    """The same caption twice, two of the photo, or one and its back-translation by either way."""
+    captions, rng = list(two_photos.captions), np.random.default_rng(0)
+    translations = []
+    for by in ("fr", "de"):
+        translations.append(common.PackedStrings(f"{by} {caption}" for caption in captions))
+
+    def pairs(kind, data=two_photos, index=0, given=()):
+        views = partial(mmcontrastive.caption_views, data, index, kind, given, rng)
+        return {views() for _ in range(120)}
+
+    same = {(caption, caption) for caption in captions}
+    assert pairs("same") == same
+    assert pairs("sibling") == {(a, b) for a in captions for b in captions if a != b}
+    translated = {(caption, f"{by} {caption}") for caption in captions for by in ("fr", "de")}
+    assert pairs("backtranslation", given=translations) == translated
+    behind = two_photos.select([1, 0])  # its captions' numbers do not begin with the photo's
+    assert pairs("backtranslation", behind, 1, translations) == translated
+    one = two_photos.select([0], captions_per_image=1)
+    assert pairs("sibling", one) == {(one.captions[0], one.captions[0])}
+    assert pairs("sibling", index=1) == {("", "")}
 
 
-def test_photo_views(photos):
-    """Two crops of their own; greyscale views lose all colour; sigma as MoCo-v2's at 224 pixels; a share of 0 and of 1 are none and all."""
-    plain = mmcontrastive.TwoViews(photos, view_args(crop_min=0.2, colour_jitter=1.0))
-    samples = [plain[epoch, 0] for epoch in range(30)]
-    assert not any(np.array_equal(*sample["images"]) for sample in samples)
-    assert all((sample["jitter"][:, 2] > 0).all() and not sample["blur"].any() for sample in samples)
-    assert sum(not np.array_equal(*sample["jitter"]) for sample in samples) > 20
-    again = plain[7, 0]
-    assert all(np.array_equal(a, b) for a, b in zip(again["images"], samples[7]["images"])) and again["captions"] == samples[7]["captions"]
+def test_photo_views(two_photos):
+    """Two crops and colours of their own, which depend on seed, epoch and index alone."""
+    samples = samples_of(two_photos, crop_min=0.2, colour_jitter=1.0)
+    drawn = [samples[epoch, 0] for epoch in range(30)]
+    assert not any(np.array_equal(s["q"]["image"], s["k"]["image"]) for s in drawn)
+    assert sum(np.array_equal(s["q"]["jitter"], s["k"]["jitter"]) for s in drawn) < 10
+    assert all(s["q"]["jitter"][2] > 0 and s["q"]["sigma"] == 0 for s in drawn)
+    for name in ("q", "k"):
+        again = samples[7, 0][name]
+        assert all(np.array_equal(again[part], drawn[7][name][part]) for part in again)
 
-    grey = mmcontrastive.TwoViews(photos, view_args(colour_jitter=1.0, greyscale=1.0, blur=1.0))
-    batch = mmcontrastive.collate([grey[epoch, 0] for epoch in range(30)], None)
-    mean, std = (torch.tensor(value)[:, None, None] for value in (common.IMAGENET_MEAN, common.IMAGENET_STD))
-    pixels = common.augment(batch["images"][:, 0], batch["jitter"][:, 0]) * std + mean
-    assert (pixels.amax(1) - pixels.amin(1)).max() < 1e-5 and pixels.std() > 0.1
-    assert (batch["blur"] > 0.1 * 24 / 224).all() and (batch["blur"] < 2 * 24 / 224).all() and batch["blur"].std() > 0.02
 
-    some = mmcontrastive.TwoViews(photos, view_args(greyscale=0.2, blur=0.5))
-    batch = mmcontrastive.collate([some[epoch, 0] for epoch in range(150)], None)
-    assert 0.12 < (batch["jitter"][..., 2] == 0).float().mean() < 0.28 and 0.4 < (batch["blur"] > 0).float().mean() < 0.6
+def batch_of(samples, number):
+    return mmcontrastive.collate([samples[epoch, 0] for epoch in range(number)], None)
+
+
+@pytest.mark.parametrize("name", ("q", "k"))
+def test_greyscale_and_blur(name, two_photos):
+    """All views at a share of 1, some between; sigma is MoCo-v2's, whose images have 224 pixels."""
+    batch = batch_of(samples_of(two_photos, colour_jitter=1.0, greyscale=1.0, blur=1.0), 40)
+    mean, std = torch.tensor([common.IMAGENET_MEAN, common.IMAGENET_STD])[..., None, None]
+    images = common.augment(batch[f"images_{name}"], batch[f"jitter_{name}"]) * std + mean
+    assert (images.amax(1) - images.amin(1)).max() < 1e-5 and images.std() > 0.1
+    sigma = batch[f"sigma_{name}"] * 224 / 24
+    assert 0.1 < sigma.min() < 0.5 and 1.6 < sigma.max() < 2
+
+    batch = batch_of(samples_of(two_photos, greyscale=0.2, blur=0.5), 250)
+    assert 0.12 < (batch[f"jitter_{name}"][:, 2] == 0).float().mean() < 0.28
+    assert 0.4 < (batch[f"sigma_{name}"] > 0).float().mean() < 0.6
 
 
 class Letters:
@@ -502,145 +572,689 @@ class Letters:
         return {"input_ids": grid, "attention_mask": (grid > 0).long()}
 
 
-def test_batches(photos):
-    """What the loop gets: both views of photos and captions, tags, who has a caption; also where the data know no tags at all."""
-    view = mmcontrastive.TwoViews(photos, view_args())
-    samples = [view[0, 0], view[0, 1]]
-    batch = mmcontrastive.collate(samples, Letters())
-    assert batch["images"].shape == (2, 2, 24, 24, 3) and batch["images"].dtype == torch.uint8
-    assert batch["jitter"].shape == (2, 2, 4) and batch["blur"].shape == (2, 2) and batch["unreadable"] == []
-    assert batch["tags"].tolist() == [[1, 0, 1], [0, 0, 0]] and batch["captioned"].tolist() == [True, False]
-    for n in (0, 1):
-        for row, visible, sample in zip(batch[f"tokens{n}"], batch[f"visible{n}"], samples):
-            assert row[visible].tolist() == [99, *map(ord, sample["captions"][n])] and visible.sum() == len(sample["captions"][n]) + 1
-    photos.tag_names, photos.tags, photos.first_tag = None, photos.tags[:0], photos.first_tag[:1] * 3
-    bare = mmcontrastive.collate([view[0, 0], view[0, 1]], None)
-    assert bare["tags"].shape == (2, 0) and "tokens0" not in bare
+def test_batches(two_photos):
+    """Both views of photos and captions, tags, and which photos have captions"""
+    samples = samples_of(two_photos)
+    rows = [samples[0, 0], samples[0, 1]]
+    batch = mmcontrastive.collate(rows, Letters())
+    assert batch["tags"].tolist() == [[1, 0, 1], [0, 0, 0]]
+    assert batch["captioned"].tolist() == [True, False] and batch["unreadable"] == []
+    for name in ("q", "k"):
+        images, (tokens, visible) = mmcontrastive.view(batch, name)
+        for n, row in enumerate(rows):
+            close(images[n], common.augment(torch.tensor(row[name]["image"][None].copy()))[0])
+            assert tokens[n][visible[n]].tolist() == [99, *map(ord, row[name]["caption"])]
+    assert rows[0]["q"]["caption"] != rows[0]["k"]["caption"]
+    bare = common.CaptionData(two_photos.images.__class__([two_photos.images[0]]))
+    bare.first_caption.append(0)
+    bare.first_tag.append(0)
+    batch = batch_of(samples_of(bare), 2)
+    assert batch["tags"].shape == (2, 0) and mmcontrastive.view(batch, "q")[1] is None
 
 
-# ------------------------------------------------------------------------------------------ retrieval
+# -------------------------------------------------------------------------------------- retrieval
+
+
+def mean_rank(right, wrong):
+    """By sorting; equal similarities share the mean of their places"""
+    order = sorted([right, *wrong], reverse=True)
+    places = [place for place, value in enumerate(order, 1) if value == right]
+    return sum(places) / len(places)
 
 
 def literal_scores(similarity, image_of_caption):
-    """Ranks by sorting, one query at a time; equal similarities share the mean of their places."""
-    def rank(right, wrong):
-        places = [place for place, value in enumerate(sorted([right, *wrong], reverse=True), 1) if value == right]
-        return sum(places) / len(places)
-
+    """Tab. 7: an image's rank is that of its best caption"""
     to_text, to_image = [], []
     for i, row in enumerate(similarity):
         own = [value for value, image in zip(row, image_of_caption) if image == i]
-        to_text.append(rank(max(own), [value for value, image in zip(row, image_of_caption) if image != i]))
-    for c, image in enumerate(image_of_caption):
-        column = [row[c] for row in similarity]
-        to_image.append(rank(column[image], column[:image] + column[image + 1 :]))
-    return {
-        way: {**{f"R@{k}": 100 * sum(rank <= k for rank in ranks) / len(ranks) for k in (1, 5, 10)}, "median rank": float(np.median(ranks))}
-        for way, ranks in (("image to text", to_text), ("text to image", to_image))
-    }
+        others = [value for value, image in zip(row, image_of_caption) if image != i]
+        to_text.append(mean_rank(max(own), others))
+    for column, image in zip(zip(*similarity), image_of_caption):
+        to_image.append(mean_rank(column[image], column[:image] + column[image + 1 :]))
+    scores = {}
+    for way, ranks in (("image to text", to_text), ("text to image", to_image)):
+        found = {f"R@{k}": 100 * sum(r <= k for r in ranks) / len(ranks) for k in (1, 5, 10)}
+        scores[way] = {**found, "median rank": np.median(ranks)}
+    return scores
 
 
 def assert_same_scores(found, wanted):
-    assert found.keys() == wanted.keys() == {"image to text", "text to image"}
-    for way in wanted:
-        assert found[way] == pytest.approx(wanted[way], abs=1e-4)
+    assert found.keys() == wanted.keys()
+    for way, scores in wanted.items():
+        assert found[way] == pytest.approx(scores, abs=1e-4)
 
 
-@pytest.mark.parametrize("levels", (1000, 6), ids=("hardly any ties", "many ties"))
+@pytest.mark.parametrize("levels", (1000, 6), ids=("few ties", "many ties"))
 def test_retrieval_scores_are_those_of_a_sort(levels):
-    """Tab. 7: R@K and median rank both ways, images with one to four captions, tied or not."""
-    generator = torch.Generator().manual_seed(levels)
-    image_of_caption = torch.tensor([0, 1, 1, 1, 2, 2, 3, 4, 4, 4, 4, 5, 6, 6, 7, 8, 8, 9, 10, 11, 11, 12, 13, 13])
-    similarity = torch.randint(levels, (14, 24), generator=generator).float()
-    similarity[image_of_caption, torch.arange(24)] += 0.35 * levels // 1  # better than chance
-    found = mmcontrastive.retrieval_scores(similarity, image_of_caption)
-    assert_same_scores(found, literal_scores(similarity.tolist(), image_of_caption.tolist()))
+    """R@K and median rank both ways; images with one to four captions"""
+    owners = torch.arange(14).repeat_interleave(torch.tensor([1, 3, 2, 1, 4, 1, 2] * 2))
+    similarity = torch.randint(levels, (14, 28)).float()
+    similarity[owners, torch.arange(28)] += 0.35 * levels // 1  # better than chance
+    found = mmcontrastive.retrieval_scores(similarity, owners)
+    assert_same_scores(found, literal_scores(similarity.tolist(), owners.tolist()))
     assert 0 < found["text to image"]["R@1"] < found["text to image"]["R@5"] < 100
 
 
-def test_retrieval_at_its_ends():
-    """Perfect vectors are found at once; a model that finds everything alike, or not a number, gets no credit."""
-    image_of_caption = torch.arange(20).repeat_interleave(5)
-    perfect = (image_of_caption == torch.arange(20)[:, None]).float()
-    best = {"R@1": 100.0, "R@5": 100.0, "R@10": 100.0, "median rank": 1.0}
-    assert_same_scores(mmcontrastive.retrieval_scores(perfect, image_of_caption), {"image to text": best, "text to image": best})
-    nothing = {"R@1": 0.0, "R@5": 0.0, "R@10": 0.0}
+def scores_of(recall, *median_ranks):
+    """The same R@K both ways"""
+    same = {f"R@{k}": recall for k in (1, 5, 10)}
+    ways = zip(("image to text", "text to image"), median_ranks)
+    return {way: {**same, "median rank": rank} for way, rank in ways}
+
+
+def test_retrieval_by_perfect_and_by_useless_vectors():
+    """A model that finds everything alike, or whose vectors are no numbers, gets no credit."""
+    owners = torch.arange(20).repeat_interleave(5)
+    perfect = (owners == torch.arange(20)[:, None]).float()
+    scores = mmcontrastive.retrieval_scores(perfect, owners)
+    assert_same_scores(scores, scores_of(100, 1, 1))
     for value in (0.7, math.nan):
-        alike = mmcontrastive.retrieval_scores(torch.full((20, 100), value), image_of_caption)
-        assert_same_scores(alike, {"image to text": {**nothing, "median rank": 1 + 95 / 2}, "text to image": {**nothing, "median rank": 1 + 19 / 2}})
+        scores = mmcontrastive.retrieval_scores(torch.full((20, 100), value), owners)
+        assert_same_scores(scores, scores_of(0, 1 + 95 / 2, 1 + 19 / 2))
 
 
-def test_random_vectors_score_what_chance_gives():
-    """text to image R@k = k / N; image to text 1 - C(M - c, k) / C(M, k): the baseline of Tab. 7."""
-    N, c, runs = 100, 5, 60
-    image_of_caption, generator, found = torch.arange(N).repeat_interleave(c), torch.Generator().manual_seed(0), []
+def test_random_similarities_score_what_chance_gives():
+    """R@k is k / N to images, 1 - C(M - c, k) / C(M, k) to texts, within four deviations."""
+    images, captions, runs, found = 100, 5, 60, []
+    total, owners = images * captions, torch.arange(images).repeat_interleave(captions)
     for _ in range(runs):
-        found.append(mmcontrastive.retrieval_scores(torch.rand(N, c * N, generator=generator), image_of_caption))
-    mean = lambda way, name: sum(scores[way][name] for scores in found) / runs
+        found.append(mmcontrastive.retrieval_scores(torch.rand(images, total), owners))
     for k in (1, 5, 10):
-        text, image = k / N, 1 - math.comb(c * N - c, k) / math.comb(c * N, k)
-        assert mean("text to image", f"R@{k}") == pytest.approx(100 * text, abs=400 * math.sqrt(text * (1 - text) / (runs * c * N)))
-        assert mean("image to text", f"R@{k}") == pytest.approx(100 * image, abs=400 * math.sqrt(image * (1 - image) / (runs * N)))
-    assert mean("text to image", "median rank") == pytest.approx(N / 2, abs=2)
+        to_text = 1 - math.comb(total - captions, k) / math.comb(total, k)
+        for way, share, number in (
+            ("image to text", to_text, runs * images),
+            ("text to image", k / images, runs * total),
+        ):
+            mean = sum(scores[way][f"R@{k}"] for scores in found) / runs
+            deviation = math.sqrt(share * (1 - share) / number)
+            assert mean == pytest.approx(100 * share, abs=400 * deviation)
+    ranks = [scores["text to image"]["median rank"] for scores in found]
+    assert sum(ranks) / runs == pytest.approx(images / 2, abs=2)
 
 
-# ------------------------------------------------------------------------------------------ files
+# ------------------------------------------------------------ photos, and the losses they allow
 
 
-def test_round_trips_of_a_killed_run(tmp_path):
-    """Whole lines count, half a last one does not; anything else is named with its line."""
-    path = tmp_path / "trips.jsonl"
-    row = lambda n: {"caption": f"caption {n}", "fr": f"français {n}", "de": f"deutsch {n}"}
-    path.write_text("".join(json.dumps(row(n)) + "\n" for n in range(3)) + json.dumps(row(3))[:20])
-    assert mmcontrastive.read_round_trips(path) == {f"caption {n}": row(n) for n in range(3)}
-    french, german = mmcontrastive.read_backtranslations(path, ["caption 2", "caption 0", "caption 2"])
-    assert list(french) == ["français 2", "français 0", "français 2"] and list(german) == ["deutsch 2", "deutsch 0", "deutsch 2"]
-    path.write_text(json.dumps(row(0)) + "\n" + json.dumps(row(1)))  # by hand: whole, but for the end of the line
-    assert len(mmcontrastive.read_round_trips(path)) == 2
-    with pytest.raises(SystemExit, match="1 of 2 captions have no round trip in .*trips.jsonl: write them with the same command and --backtranslate"):
-        mmcontrastive.read_backtranslations(path, ["caption 1", "caption 3"])
-    for bad in (b"{}\n", b"nonsense\n", b'["caption", "fr", "de"]\n', b'{"caption": "a", "fr": "b", "de": 3}\n', b"\xff\xfe\n"):
-        path.write_bytes(json.dumps(row(0)).encode() + b"\n" + bad + json.dumps(row(1)).encode() + b"\n")
-        with pytest.raises(SystemExit, match="trips.jsonl, line 2: expected"):
-            mmcontrastive.read_round_trips(path)
-    assert mmcontrastive.read_round_trips(tmp_path / "none.jsonl") == {}
-
-
-def some_data(captions, tags):
+def some_data(*rows):
+    """rows: (captions, tags) of each photo"""
     data = common.CaptionData(common.ImageFiles(), ["dog", "cat"])
-    for n, (own_captions, own_tags) in enumerate(zip(captions, tags)):
-        data.add(f"{n}.jpg", own_captions, own_tags)
+    for n, (captions, tags) in enumerate(rows):
+        data.add(f"{n}.jpg", captions, tags)
     return data
 
 
-def test_who_takes_part(capsys):
-    """Sec. 3.2, end: photos without captions stay while a loss is left for them; Eq. 5 needs a tag somewhere."""
-    ALL = dict.fromkeys(mmcontrastive.LOSSES, 1.0)
-    usable = lambda data, require_tags=False, **weights: mmcontrastive.usable(data, SimpleNamespace(require_tags=require_tags), {**ALL, **weights})
-    mixed, untagged, silent = some_data([["a dog"], [], ["a cat"]], [[0], [1], []]), some_data([["a"], []], [[], []]), some_data([[], []], [[0], []])
-    data, tag = usable(mixed)
-    assert len(data) == 3 and tag == 1
-    data, tag = usable(untagged)
-    assert len(data) == 2 and tag == 0 and "no photo has tags" in capsys.readouterr().out
-    data, tag = usable(mixed, ii=0.0, tag=0.0)
-    assert list(data.images) == ["0.jpg", "2.jpg"] and list(data.captions) == ["a dog", "a cat"] and "1 photos without a caption are left out" in capsys.readouterr().out
-    assert len(usable(mixed, ii=0.0)[0]) == 3  # Eq. 5 is left
-    assert len(usable(silent, cc=0.0, ic=0.0, ci=0.0)[0]) == 2
-    for data, flags, message in (
-        (silent, {}, "no photo has a caption"),
-        (untagged, {"require_tags": True}, "--lambda-tag wants tags"),
-        (untagged, {"ii": 0.0, "ic": 0.0, "ci": 0.0}, "--lambda-tag wants tags"),
+MIXED = (["a dog"], [0]), ([], [1]), (["a cat"], [])
+ALL = dict.fromkeys(mmcontrastive.LOSSES, 1.0)
+
+
+def test_photos_without_captions(capsys):
+    """Sec. 3.2, end: they stay while a loss within photos is left for them."""
+    data = some_data(*MIXED)
+    for off in ({}, {"ii": 0.0}, {"tag": 0.0}):
+        assert mmcontrastive.photos_with_losses(data, ALL | off) is data
+    kept = mmcontrastive.photos_with_losses(data, ALL | {"ii": 0.0, "tag": 0.0})
+    assert list(kept.images) == ["0.jpg", "2.jpg"] and list(kept.captions) == ["a dog", "a cat"]
+    assert "1 photos without a caption are left out" in capsys.readouterr().out
+
+
+def test_tag_loss_without_tags(capsys):
+    """Eq. 5 is left out, with a line; not when the user asks for it or nothing else is left."""
+    tagged, untagged = some_data(*MIXED), some_data((["a"], []), ([], []))
+    assert mmcontrastive.tag_weight(ALL | {"tag": 0.3}, tagged, True) == 0.3
+    assert mmcontrastive.tag_weight(ALL | {"tag": 0.0}, untagged, True) == 0
+    assert capsys.readouterr().out == ""
+    for off in ({}, {"ii": 0.0}, {"ic": 0.0, "ci": 0.0}):
+        assert mmcontrastive.tag_weight(ALL | off, untagged, False) == 0
+        assert "no photo has tags: the loss of Eq. 5 is left out" in capsys.readouterr().out
+    nothing_else = ALL | {"ii": 0.0, "ic": 0.0, "ci": 0.0}
+    for weights, required in ((ALL, True), (nothing_else, False)):
+        with pytest.raises(SystemExit, match="--lambda-tag wants tags and no photo has any"):
+            mmcontrastive.tag_weight(weights, untagged, required)
+
+
+def test_queue_size(capsys):
+    """A multiple of the batch, and no more keys than there are photos, or captioned photos"""
+    data = some_data(*MIXED)
+    assert mmcontrastive.queue_size(2, data, True, 2) == 2
+    assert capsys.readouterr().out == ""
+    assert mmcontrastive.queue_size(50, data, False, 1) == 3
+    assert mmcontrastive.queue_size(50, data, True, 1) == 2
+    assert "queues of 2 keys instead of 50" in capsys.readouterr().out
+    assert mmcontrastive.queue_size(3, data, False, 2) == 2
+    with pytest.raises(SystemExit, match="2 photos with captions are fewer than a batch of 3"):
+        mmcontrastive.queue_size(3, data, True, 3)
+
+
+# --------------------------------------------------------------------------------------- training
+
+
+def flags_of(command):
+    return mmcontrastive.get_args([str(word) for word in command[1:]])
+
+
+def stop_after(iteration, command, monkeypatch):
+    """Start the command; SIGTERM ends it after this iteration -> what it printed cannot be had"""
+    log = common.Run.log
+
+    def log_and_stop(run, **values):
+        log(run, **values)
+        if run.iteration == iteration:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(common.Run, "log", log_and_stop)
+        run_here(command)
+    assert stopped.value.code == 128 + signal.SIGTERM
+
+
+EASY = [
+    *("--image-size", 64, "--crop-min", 0.9, "--colour-jitter", 0, "--greyscale", 0, "--blur", 0),
+    *("--caption-views", "same", "--queue", 8, "--momentum", 0.99, "--mlp-hidden", 64),
+    *("--lr", 0.003, "--text-lr", 0.03, "--tag-threshold", 0, "--lambda-tag", 0.1),
+    *("--lambda-ic", 1, "--lambda-ci", 0.9, "--iters", 50),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(coco_folder, tiny_lm, tmp_path_factory):
+    """The folder of a run that has learned to tell 24 scenes apart: few keys, similar views"""
+    folder = tmp_path_factory.mktemp("trained")
+    data = "--data", "coco", "--root", coco_folder, "--output", folder
+    run_here(["mmcontrastive.py", *data, *TINY, *OWN["mmcontrastive"], "--lm", tiny_lm, *EASY])
+    return folder
+
+
+def test_learns_to_tell_scenes_apart(trained):
+    """The losses begin at 0, with empty queues, and end well below chance; backbone.pth is the
+    query encoder's."""
+    rows = metrics(trained)
+
+    def mean(part, name):
+        return sum(row[name] for row in part) / len(part)
+
+    assert rows[0]["ii"] == rows[0]["cc"] == pytest.approx(0, abs=1e-6)
+    assert rows[0]["ic"] == 0 < rows[1]["ic"]
+    assert mean(rows[-12:], "ii") < math.log(9) - 0.3  # ln 9: all of the 9 keys are alike
+    for name in ("cc", "loss"):
+        assert mean(rows[-12:], name) < 0.8 * mean(rows[1:6], name)
+    state = checkpoint_in(trained)["model"]
+    for name, value in torch.load(trained / "backbone.pth", weights_only=True).items():
+        assert torch.equal(value, state[f"queries.image.trunk.0.{name}"])
+
+
+@torch.no_grad()
+def vectors_of(folder, paths, captions):
+    """Photos and captions in their common space, one at a time"""
+    checkpoint = folder / "checkpoint.pth"
+    encoders, tokenizer, flags = mmcontrastive.load_query_encoders(checkpoint)
+    photos, texts, images = [], [], common.ImageFiles(paths)
+    for n in range(len(images)):
+        crops = [common.centre_crop(1.0)]
+        [pixels] = common.read_crops(images, n, crops, flags["image_size"])
+        photos.append(encoders["image"](common.augment(torch.tensor(pixels[None])))["inter"])
+    for caption in captions:
+        tokens = torch.tensor([tokenizer(caption)["input_ids"]])
+        texts.append(encoders["caption"](tokens, torch.ones_like(tokens).bool())["inter"])
+    return torch.cat(photos), torch.cat(texts)
+
+
+def test_retrieval_of_the_validation_split(trained, coco_folder):
+    """Tab. 7, from vectors of the checkpoint's encoders made one by one; its baseline is chance"""
+    found = result(trained)["retrieval"]
+    data = common.caption_data("coco", str(coco_folder), "val2017")
+    photos, captions = vectors_of(trained, data.images, data.captions)
+    owners = [n for n in range(12) for _ in range(5)]
+    assert (found["images"], found["captions"]) == (12, 60)
+    assert_same_scores(found["trained"], literal_scores((photos @ captions.T).tolist(), owners))
+    chance = found["random"]["text to image"]["R@5"]
+    assert chance == pytest.approx(100 * 5 / 12, abs=20) and found["trained"] != found["random"]
+
+
+@pytest.fixture
+def mixed_jsonl(coco_folder, tmp_path):
+    """The scenes as a .jsonl in which captions, tags or both are missing on some lines"""
+    rows = []
+    for split in ("train", "val"):
+        data = common.caption_data("coco", str(coco_folder), f"{split}2017")
+        for n, path in enumerate(data.images):
+            row = {"image": path, "split": split}
+            if n % 3:
+                row["captions"] = data.captions_of(n)[: 1 + n % 4]
+            if n % 4:
+                row["tags"] = [data.tag_names[tag] for tag in data.tags_of(n)]
+            rows.append(row)
+    path = tmp_path / "photos.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_a_step_written_out(mixed_jsonl, tmp_path, monkeypatch):
+    """From the state after three steps to the losses, keys and queues of the fourth."""
+    run = tmp_path / "run"
+    command = ["mmcontrastive.py", "--data", mixed_jsonl, "--recipe", "paper", "--output", run]
+    command += [*TINY, *OWN["mmcontrastive"], "--seed", 3, "--iters", 4, "--tag-threshold", 0]
+    command += ["--lambda-tag", 0.3, "--lambda-cc", 0.7, "--queue", 24, "--retrieval-images", 5]
+    stop_after(3, command, monkeypatch)
+    old = checkpoint_in(run)["model"]
+    run_here(command)
+    new, row, args = checkpoint_in(run)["model"], metrics(run)[-1], flags_of(command)
+
+    train = common.caption_data(args.data, None, "train")
+    tokenizer, config = mmcontrastive.read_caption_model(run / "caption_model")
+    losses, dims = mmcontrastive.LOSSES, {"intra": 16, "inter": 24}
+    encoders = mmcontrastive.build_encoders("resnet18", config, losses, dims, hidden=32)
+    model = mmcontrastive.MultimodalContrastive(encoders, len(train.tag_names), size=16)
+    model.load_state_dict(old)
+    model.to(memory_format=torch.channels_last).train()
+    with torch.no_grad():
+        for name, key in model.keys.named_parameters():
+            query = old[f"queries.{name}"]
+            key.copy_(0.9 * old[f"keys.{name}"] + (1 - 0.9) * query)
+            torch.testing.assert_close(new[f"keys.{name}"], key.detach(), rtol=1e-5, atol=1e-7)
+
+    make = partial(mmcontrastive.sample, train, [], args)
+    samples = common.Samples(make, len(train), seed=3)
+    order = np.random.default_rng([3, 1]).permutation(24)  # of epoch 1: three batches are one
+    drawn = [samples[1, int(n)] for n in order[:8]]
+    batch = mmcontrastive.collate(drawn, tokenizer)
+    tags, captioned = batch["tags"], batch["captioned"]
+    assert not captioned.all() and not tags.any(1).all()
+    torch.manual_seed((3 << 40) + 4)  # dropout
+    with torch.no_grad():
+        queries = model(*mmcontrastive.view(batch, "q"))
+        images, captions = mmcontrastive.view(batch, "k")
+        keys = model.encode_keys(images, captions, 2, np.random.default_rng([3, 4]), ALONE)
+
+    given = {name: old[f"queues.{name}.keys"] for name in (*keys, "tag")}
+    assert all(old[f"queues.{name}.total"] >= 16 for name in given)  # the queues are full
+    wanted = literal_losses(queries, keys, given, tags, captioned, 0.07, 0.2, 0)
+    for name, value in wanted.items():
+        assert row[name] == pytest.approx(value, rel=1e-3)
+    total = wanted["ii"] + 0.3 * wanted["tag"] + 0.7 * wanted["cc"]
+    total += 0.1 * wanted["ic"] + 0.05 * wanted["ci"]  # Eq. 15
+    assert row["loss"] == pytest.approx(total, rel=1e-3)
+
+    # 24 photos and 16 captions were there before: the oldest give way.
+    close(new["queues.ii.keys"][8:], keys["ii"], 1e-4)
+    close(new["queues.ii.keys"][:8], old["queues.ii.keys"][:8], 0)
+    close(new["queues.tag.keys"][8:], tags, 0)
+    number = int(captioned.sum())
+    close(new["queues.ic.keys"][:number], keys["ic"][captioned], 1e-4)
+    assert new["queues.ic.total"] == 16 + number
+    found = result(run)["retrieval"]
+    assert found["images"] == 5 <= found["captions"] <= 20  # of the eight that have captions
+
+
+def queues_in(state):
+    return {name.split(".")[1] for name in state if name.startswith("queues.")}
+
+
+MOCO = ["--lambda-cc", 0, "--lambda-ic", 0, "--lambda-ci", 0, "--lambda-tag", 0]
+
+
+def test_moco_v2_reads_no_captions(tiny, tmp_path):
+    """No caption encoder is built or written, no language model looked for; one loss is left."""
+    flags = ["--iters", 3, "--lm", "no/such/folder", "--caption-views", "backtranslation"]
+    output = run_here(tiny("mmcontrastive", tmp_path, *MOCO, *flags))
+    state = checkpoint_in(tmp_path)["model"]
+    assert "caption_model" not in files_in(tmp_path)
+    assert not any("caption" in name or "inter" in name for name in state)
+    assert queues_in(state) == {"ii"}
+    for row in metrics(tmp_path):
+        assert row["loss"] == row["ii"] and not {"tag", "cc", "ic", "ci"} & row.keys()
+    assert "retrieval among" not in output and "no photo has tags" not in output
+
+
+def test_between_the_modalities_alone(tiny, tmp_path):
+    """The baseline of Tab. 7: one MLP per encoder, two queues, two losses; counted in epochs"""
+    flags = ["--lambda-ii", 0, "--lambda-cc", 0, "--lambda-tag", 0]
+    output = run_here(tiny("mmcontrastive", tmp_path, *flags, "--epochs", 1.3))
+    rows, state = metrics(tmp_path), checkpoint_in(tmp_path)["model"]
+    assert len(rows) == 4
+    for row in rows:
+        assert not {"ii", "tag", "cc"} & row.keys()
+        assert row["loss"] == pytest.approx(0.1 * row["ic"] + 0.05 * row["ci"], rel=1e-4)
+    assert not any("intra" in name for name in state) and queues_in(state) == {"ic", "ci"}
+    assert "retrieval among 12 photos, trained: image to text R@1" in output
+
+
+def test_unified_mlps_on_vgg16(tiny, tmp_path):
+    """Sec. 4.4: each encoder's two MLPs are one; Eq. 5 does without Eq. 3."""
+    flags = ["--unified-mlp", "--inter-dim", 16, "--arch", "vgg16", "--lambda-ii", 0]
+    flags += ["--iters", 2, "--lr", 0.001, "--lambda-tag", 1, "--retrieval-images", 3]
+    run_here(tiny("mmcontrastive", tmp_path, *flags))
+    state, row = checkpoint_in(tmp_path)["model"], metrics(tmp_path)[-1]
+    intra = [name for name in state if ".mlps.intra." in name]
+    assert len(intra) == 2 * 2 * 4  # queries and keys; photos and captions; tensors of an MLP
+    for name in intra:
+        assert torch.equal(state[name], state[name.replace("intra", "inter")])
+    total = row["tag"] + row["cc"] + 0.1 * row["ic"] + 0.05 * row["ci"]
+    assert row["loss"] == pytest.approx(total, rel=1e-4)
+    assert result(tmp_path)["retrieval"]["images"] == 3
+
+
+def test_pretrained_caption_encoder(tiny, tiny_lm, tmp_path, monkeypatch, capsys):
+    """--lm FOLDER: both encoders begin with its weights; m = 1 keeps the momentum encoder there.
+
+    The run goes on elsewhere, without that folder, and with a flag that repeats its default.
+    """
+    from safetensors.torch import load_file
+
+    lm, first, second = tmp_path / "lm", tmp_path / "first", tmp_path / "second"
+    shutil.copytree(tiny_lm, lm)
+    flags = ["--lm", lm, "--momentum", 1, "--iters", 4]
+    stop_after(2, tiny("mmcontrastive", first, *flags), monkeypatch)
+    weights = load_file(lm / "model.safetensors")
+    given = {name: value for name, value in weights.items() if name.startswith("bert.")}
+    state = checkpoint_in(first)["model"]
+    assert len(given) > 10
+    for name, value in given.items():
+        assert torch.equal(state[f"keys.caption.trunk.{name}"], value)
+    for name in (
+        "bert.embeddings.word_embeddings.weight",
+        "bert.encoder.layer.0.output.dense.bias",
     ):
-        with pytest.raises(SystemExit, match=message):
-            usable(data, **flags)
+        assert not torch.equal(state[f"queries.caption.trunk.{name}"], given[name])
+    assert not list((first / "caption_model").glob("*.safetensors"))
+    pooler = "bert.pooler.dense.weight"
+    assert pooler not in given and f"keys.caption.trunk.{pooler}" in state
+
+    shutil.rmtree(lm)
+    first.rename(second)
+    output = run_here(tiny("mmcontrastive", second, *flags, "--lambda-tag", 1))
+    assert "going on from iteration 2" in output and len(metrics(second)) == 4
 
 
-def test_the_sampled_flags_are_the_papers():
-    """Sec. 4.1 on real data: what the paper states, and the learning rates that belong to its batch."""
-    args = mmcontrastive.get_args(["--data", "coco"])
-    wanted = dict(arch="resnet50", image_size=224, lm="bert-base-uncased", mlp_hidden=2048, intra_dim=128, inter_dim=1024, temperature=0.07, momentum=0.999,
-        queue=32768, lambda_ii=1, lambda_tag=1, lambda_cc=1, lambda_ic=1e-4, lambda_ci=1e-4, tag_threshold=2, margin=0.2, weight_decay=1e-4, batch_size=512,
-        lr=0.03, text_lr=4e-5, caption_views="backtranslation", bn_splits=8, greyscale=0.2, blur=0.5, crop_min=0.2)  # fmt: skip
-    assert {name: getattr(args, name) for name in wanted} == wanted
-    assert args.epochs == 200 and args.iters is None
-    assert mmcontrastive.get_args(["--data", "coco", "--iters", "5"]).epochs is None
+def test_flickr8k(real_data, tmp_path):
+    """Real photos without tags, in COCO's layout with splits of another name"""
+    data = ["--data", "coco", "--root", real_data / "flickr8k", "--output", tmp_path]
+    data += ["--train-split", "train", "--val-split", "val", "--fraction", 0.02]
+    flags = [*TINY, *OWN["mmcontrastive"], "--iters", 3, "--retrieval-images", 20]
+    output = run_here(["mmcontrastive.py", *data, *flags])
+    found = result(tmp_path)["retrieval"]
+    assert (found["images"], found["captions"]) == (20, 100)
+    assert "tag" not in metrics(tmp_path)[-1] and "no photo has tags" in output
+
+
+# ----------------------------------------------------------------------------------------- search
+
+
+def search(weights, output, *texts):
+    """The command; flags may follow the texts"""
+    files = "--weights", weights, "--output", output, "--amp", "off", "--workers", 0
+    return ["mmcontrastive.py", *files, "--search", *texts]
+
+
+def tile(picture, row, column):
+    """A photo of search.png, of 128 pixels with its text above"""
+    x, y = 8 + column * 136, 8 + row * 176 + 22
+    return np.asarray(picture.crop((x, y, x + 128, y + 128)), np.float32)
+
+
+def test_search(trained, coco_folder, tmp_path):
+    """The nearest photos of a folder to each text, in a picture; others' files and broken photos
+    are passed over."""
+    texts, folder = ["a red circle", "two blue squares left of a star"], tmp_path / "photos"
+    shutil.copytree(coco_folder / "val2017", folder / "deep" / "er")
+    paths = sorted(map(str, folder.rglob("*.jpg")))
+    (folder / "broken.jpg").write_bytes(b"\xff\xd8\xff nothing")
+    (folder / "notes.txt").write_text("no photo")
+    command = search(trained / "checkpoint.pth", tmp_path, *texts, "--root", folder)
+    lines = run_here(command).splitlines()
+
+    photos, captions = vectors_of(trained, paths, texts)
+    order = (captions @ photos.T).argsort(1, descending=True)[:, :10].tolist()
+    wanted = [f"cannot decode {folder / 'broken.jpg'}: left out"]
+    for text, row in zip(texts, order):
+        wanted.append(f"{text}: {', '.join(paths[n] for n in row[:3])}, ...")
+    path = tmp_path / "search.png"
+    assert lines == [*wanted, f"the ten nearest of 12 photos to each text are in {path}"]
+
+    thumbnails = [np.asarray(Image.open(path).resize((128, 128)), np.float32) for path in paths]
+    picture = Image.open(path)
+    assert picture.size == (8 + 10 * 136, 8 + 2 * 176)
+    for row in (0, 1):
+        for column, n in enumerate(order[row]):
+            found = tile(picture, row, column)
+            apart = [np.abs(found - thumbnail).mean() for thumbnail in thumbnails]
+            assert int(np.argmin(apart)) == n and apart[n] < 12
+
+
+def test_search_in_the_validation_split(trained, tmp_path):
+    """Without --root: in that of the run"""
+    lines = run_here(search(trained / "checkpoint.pth", tmp_path, "a star")).splitlines()
+    path = tmp_path / "search.png"
+    assert lines == [f"the ten nearest of 12 photos to each text are in {path}"]
+    assert path.exists()
+
+
+def test_search_refuses(trained, coco_folder, tmp_path):
+    """What cannot be searched in or with: one line each, and no picture"""
+    empty, bad, found = tmp_path / "empty", tmp_path / "bad", tmp_path / "found"
+    empty.mkdir()
+    bad.mkdir()
+    (bad / "broken.jpg").write_bytes(b"\xff\xd8\xff nothing")
+    own, content = trained / "checkpoint.pth", checkpoint_in(trained)
+    torch.save({"script": "virtex", "model": {}}, tmp_path / "other.pth")
+    content["args"]["lambda_ic"] = 0.0
+    torch.save(content, tmp_path / "blind.pth")
+    shutil.copy(own, tmp_path / "alone.pth")
+    for weights, root, message in [
+        (own, empty, f"--root {empty} holds no photo"),
+        (own, tmp_path / "none", "none holds no photo"),
+        (own, bad, "none of the 1 photos can be decoded"),
+        (trained / "backbone.pth", coco_folder, "is no checkpoint.pth of mmcontrastive.py"),
+        (tmp_path / "other.pth", coco_folder, "is no checkpoint.pth of mmcontrastive.py"),
+        (tmp_path / "blind.pth", coco_folder, "photos and captions share no space in it"),
+        (tmp_path / "alone.pth", coco_folder, f"{tmp_path / 'caption_model'}: no such folder"),
+    ]:
+        assert message in refusal(search(weights, found, "a dog", "--root", root))
+    assert not found.exists()
+
+
+# ------------------------------------------------------------------------------- back-translation
+
+
+@pytest.fixture(scope="module")
+def translators(coco_folder, tmp_path_factory):
+    """The pattern of the folders of four MarianMT models of one layer, which have learned nothing"""
+    import sentencepiece
+    import transformers
+
+    folder = tmp_path_factory.mktemp("marian")
+    model, vocabulary = str(folder / "pieces.model"), folder / "vocab.json"
+    captions = common.caption_data("coco", str(coco_folder), "train2017").captions
+    settings = {"vocab_size": 90, "hard_vocab_limit": False, "bos_id": -1, "minloglevel": 3}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(captions), model_prefix=str(folder / "pieces"), **settings
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_file=model)
+    words = ["</s>", "<unk>", *map(pieces.id_to_piece, range(len(pieces))), "<pad>"]
+    words = list(dict.fromkeys(words))
+    vocabulary.write_text(json.dumps({word: n for n, word in enumerate(words)}))
+    sizes = {"d_model": 16, "max_position_embeddings": 160, "init_std": 0.5}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 32}
+    start, end = len(words) - 1, {"eos_token_id": 0, "forced_eos_token_id": 0, "bos_token_id": 0}
+    for n, (source, target) in enumerate(LANGUAGES):
+        pair = folder / f"{source}-{target}"
+        languages = {"source_lang": source, "target_lang": target}
+        tokenizer = transformers.MarianTokenizer(model, model, str(vocabulary), **languages)
+        tokenizer.save_pretrained(pair)
+        torch.manual_seed(n)
+        tokens = {"pad_token_id": start, "decoder_start_token_id": start, **end}
+        config = transformers.MarianConfig(vocab_size=len(words), **sizes, **tokens)
+        transformers.MarianMTModel(config).save_pretrained(pair)
+    return str(folder / "{}-{}")
+
+
+LANGUAGES = ("en", "fr"), ("fr", "en"), ("en", "de"), ("de", "en")
+
+
+def translated(pattern, text, *languages):
+    """By MarianMT greedily, one caption at a time, from language to language"""
+    import transformers
+
+    for pair in zip(languages, languages[1:]):
+        name = pattern.format(*pair)
+        tokenizer = transformers.MarianTokenizer.from_pretrained(name)
+        model = transformers.MarianMTModel.from_pretrained(name).eval()
+        settings = {"num_beams": 1, "do_sample": False, "max_new_tokens": 128}
+        tokens = model.generate(**tokenizer(text, return_tensors="pt"), **settings)
+        text = tokenizer.decode(tokens[0], skip_special_tokens=True)
+    return text
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+quiet_marian = pytest.mark.filterwarnings("ignore:Recommended")  # to install a further package
+
+
+@quiet_marian
+def test_backtranslate_and_train_on_it(tiny, translators, coco_folder, tmp_path):
+    """Killed half-way and started again it has every caption once, both ways; training reads it."""
+    run = tmp_path / "run"
+    path = run / "backtranslations.jsonl"
+    flags = ["--caption-views", "backtranslation", "--iters", 3]
+    command = tiny("mmcontrastive", run, *flags)
+    write = [*command, "--backtranslate", "--translator", translators]
+    assert "have no back-translation in" in refusal(command)
+
+    fork = multiprocessing.get_context("fork")  # nothing has to be imported again
+    process = fork.Process(target=run_here, args=(write,))
+    process.start()
+    while not (path.exists() and path.stat().st_size):
+        assert process.is_alive(), "it ended before it could be killed"
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    captions = set(common.caption_data("coco", str(coco_folder), "train2017").captions)
+    done = rows_of(path)
+    assert 0 < len(done) < len(captions)
+    done[0]["fr"] = "not made again"
+    write_rows(path, done)
+    with open(path, "a") as file:
+        file.write('{"caption": "half a li')
+
+    left = f"{len(done)} captions are in {path} already, {len(captions) - len(done)} to translate"
+    assert left in run_here(write)
+    rows = rows_of(path)
+    assert rows[: len(done)] == done and len(rows) == len(captions)
+    assert {row["caption"] for row in rows} == captions
+    for row in rows[-3:]:
+        assert row["fr"] == translated(translators, row["caption"], "en", "fr", "en")
+        assert row["de"] == translated(translators, row["caption"], "en", "de", "en")
+    assert any(row["fr"] != row["de"] for row in rows[1:])
+    assert "0 to translate" in run_here(write) and rows_of(path) == rows
+
+    run_here(command)
+    assert len(metrics(run)) == 3
+    other = tmp_path / "other"
+    run_here(tiny("mmcontrastive", other, *flags, "--backtranslations", path))
+    assert [row["cc"] for row in metrics(other)] == [row["cc"] for row in metrics(run)]
+    (run / "result.json").unlink()
+    write_rows(path, [{**row, "fr": "another"} for row in rows])
+    assert "holds a run on other captions" in refusal(command)
+
+
+def row_of(n):
+    return {"caption": f"caption {n}", "fr": f"français {n}", "de": f"deutsch {n}"}
+
+
+def test_back_translations_of_a_killed_run(tmp_path):
+    """Whole lines count, half a last one does not; a missing caption is an error."""
+    path = tmp_path / "translations.jsonl"
+    write_rows(path, map(row_of, range(3)))
+    path.write_text(path.read_text() + json.dumps(row_of(3))[:20])
+    wanted = {f"caption {n}": row_of(n) for n in range(3)}
+    assert mmcontrastive.read_translations(path) == wanted
+    found = mmcontrastive.read_backtranslations(path, ["caption 2", "caption 0", "caption 2"])
+    assert [list(language) for language in found] == [
+        ["français 2", "français 0", "français 2"],
+        ["deutsch 2", "deutsch 0", "deutsch 2"],
+    ]
+    with pytest.raises(SystemExit, match="1 of 2 captions have no back-translation in"):
+        mmcontrastive.read_backtranslations(path, ["caption 1", "caption 3"])
+    path.write_text(path.read_text().rstrip("\n"))
+    write_rows(path, [row_of(0)])
+    path.write_text(path.read_text() + json.dumps(row_of(1)))  # whole but for the end of the line
+    assert len(mmcontrastive.read_translations(path)) == 2
+    assert mmcontrastive.read_translations(tmp_path / "none.jsonl") == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    (b"{}", b"nonsense", b'["caption"]', b'{"caption": "a", "fr": "b", "de": 3}', b"\xff\xfe"),
+)
+def test_back_translations_that_are_none(line, tmp_path):
+    path, good = tmp_path / "translations.jsonl", json.dumps(row_of(0)).encode()
+    path.write_bytes(b"\n".join([good, line, good, b""]))
+    with pytest.raises(SystemExit, match="translations.jsonl, line 2: expected"):
+        mmcontrastive.read_translations(path)
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+def test_groups_and_processes_that_do_not_fit(monkeypatch):
+    """Every process has as many groups of batch norm; with more processes than groups, one."""
+
+    def start(processes, batch_size):
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        mmcontrastive.get_args(["--data", "coco", "--batch-size", str(batch_size)])
+
+    start(16, 64)
+    with pytest.raises(SystemExit, match="--bn-splits 16 groups of two or more over 16 processes"):
+        start(16, 16)
+    with pytest.raises(SystemExit, match="--bn-splits 8 groups of two or more over 3 processes"):
+        start(3, 24)
+
+
+def test_back_translation_is_one_process_s_work(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    assert "start it without torchrun" in refusal(
+        tiny("mmcontrastive", tmp_path, "--backtranslate")
+    )
+
+
+def test_models_that_are_none(tiny, tiny_lm, tmp_path):
+    """A folder without a model, a tokenizer without padding, translators that are not there"""
+    import transformers
+
+    empty, unpadded, run = tmp_path / "empty", tmp_path / "unpadded", tmp_path / "run"
+    empty.mkdir()
+    shutil.copytree(tiny_lm, unpadded)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(unpadded)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(unpadded)
+    translator = ["--backtranslate", "--translator", f"{tmp_path}/{{}}-{{}}"]
+    for flags, message in [
+        (["--lm", empty], f"--lm {empty} cannot be loaded"),
+        (["--lm", unpadded], "the tokenizer of --lm has no token for padding"),
+        (translator, f"--translator {tmp_path}/en-fr: no such folder"),
+    ]:
+        assert message in refusal(tiny("mmcontrastive", run, *flags))
+    assert not (run / "checkpoint.pth").exists()
+
+
+# --------------------------------------------------------------------------------------- it learns
+
+
+def test_learns_on_shapes(tmp_path):
+    """Half the run without flags: captions find photos and back; the backbone beats a random one.
+
+    Measured with all 900 iterations: R@10 54.9 and 47.5 (random 1.1), median ranks 9 and 12 of
+    5,000 and 1,000; the probe 6.8 mAP above random.
+    """
+    finished(run_script("mmcontrastive.py", "--iters", 500, "--output", tmp_path))
+    found, probe = result(tmp_path)["retrieval"], result(tmp_path)["probe"]
+    for way, scores in found["trained"].items():
+        assert scores["R@10"] > 10 * found["random"][way]["R@10"]
+        assert scores["median rank"] < 100
+    assert probe["trained"] > probe["random"] + 2

@@ -255,8 +255,10 @@ def test_directions_share_all_but_their_layers():
 
 
 def test_initialisation():
-    """N(0, 0.02) for every matrix and embedding, zero biases, neutral norms [official code]"""
-    for name, value in build_model(64, 200, hidden=64, layers=2).named_parameters():
+    """N(0, 0.02) for matrices and embeddings, 0 for padding and biases, neutral norms [official]"""
+    model = build_model(64, 200, hidden=64, layers=2)
+    assert not model.textual.embedding.words.weight[UNKNOWN].any()
+    for name, value in model.named_parameters():
         if "norm" in name:
             assert (value == float(name.endswith("weight"))).all(), name
         elif "bias" in name:
@@ -782,21 +784,23 @@ def test_word_attention_is_that_of_torch():
 def test_captioned_photo_shows_each_word_s_own_map(tokenizer, tmp_path, monkeypatch):
     """A word is drawn with its own map, also behind a token that the caption does not print."""
     model, said = tiny_model(150, channels=3).float(), tokenizer.encode("a red square")
-    row, drawn = torch.tensor([SOS, UNKNOWN, *said, EOS]), {}
+    row, drawn = torch.tensor([SOS, UNKNOWN, *said, EOS]), []
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "photo.png")
     monkeypatch.setattr(virtex, "load_virtex", lambda *_: (model, tokenizer, 8))
     monkeypatch.setattr(virtex, "beam_search", lambda *_: (row[None], None))
-    monkeypatch.setattr(common, "draw_attention", lambda *passed: drawn.update(passed[2]))
+    monkeypatch.setattr(common, "draw_attention", lambda *passed: drawn.append(passed))
     photo, output = str(tmp_path / "photo.png"), str(tmp_path)
     flags = ["--caption", photo, "--weights", "x.pth", "--output", output, "--workers", "0"]
     virtex.caption_photos(virtex.get_args(flags), CPU)
 
+    [(_, caption, words, _)] = drawn
+    assert caption == "a red square"
     projected = model.textual.project(common.augment(torch.tensor(pixels)[None]))
     pieces = ["▁?", *map(tokenizer.id_to_piece, said)]
     expected = dict(virtex.word_attention(model.textual, projected, row, pieces))
-    for word in ("a", "red", "square"):
-        torch.testing.assert_close(drawn[word], expected[word])
+    for word in caption.split():
+        torch.testing.assert_close(dict(words)[word], expected[word])
 
 
 # ------------------------------------------------------------------------------- as a user runs it
@@ -809,8 +813,20 @@ def test_every_task_learns_its_captions(task, tiny, tmp_path):
     rows = metrics(tmp_path)
     losses = [row["loss"] for row in rows]
     assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1.5
+    factors = [common.lr_factor(n, 60, warmup=0.02) for n in range(60)]
+    assert [row["lr"] / 0.05 for row in rows] == pytest.approx(factors, rel=1e-5)
     terms = result(tmp_path)["validation_loss"].keys()
     assert terms and terms < rows[0].keys()
+
+
+def test_gradients_are_clipped(tiny, tmp_path):
+    """--clip bounds the norm of all gradients together: next to zero, nothing moves."""
+    run_here(tiny("virtex", tmp_path, "--iters", 3, "--clip", 1e-15, "--weight-decay", 0))
+    trained = checkpoint_in(tmp_path)["model"]
+    torch.manual_seed(0)
+    model = virtex.VirTex("resnet18", len(trained["textual.output.bias"]), 64)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(trained[name], parameter.data, rtol=0, atol=1e-15)
 
 
 class FakeMetric:

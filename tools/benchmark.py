@@ -1,16 +1,15 @@
-"""How close each method's training step comes to its floor: forward and backward of the bare backbone (in
-mmcontrastive.py two forwards and one backward, of the backbone and of BERT).
+"""How close each method's training step comes to its floor: one forward and backward pass of the
+bare backbone (for mmcontrastive.py two forward and one backward pass, of the backbone and of BERT).
 
-    python tests/benchmark.py                                          # every method, ResNet-50, batch 16, 224 px
-    python tests/benchmark.py --methods virtex --batch-size 64
-    python tests/benchmark.py --data coco --root FOLDER --train-split train2017    # and the whole loop, from JPEG files
-    python tests/benchmark.py --methods svm --arch resnet18            # the probe's SVMs beside scikit-learn's, some minutes
+    python tools/benchmark.py                                     # ResNet-50, 224 px, batch 16
+    python tools/benchmark.py --methods virtex --batch-size 64
+    python tools/benchmark.py --data coco --root FOLDER           # the whole loop, too, from files
+    python tools/benchmark.py --methods svm --arch resnet18       # the probe's SVMs, some minutes
 
-Everything is measured in one run, in turns, in the same precision and memory format, on data already on the device; only
-the ratios mean something on a machine that others use too. A further method joins with an entry in METHODS.
+Floors and steps are measured in one run, in turns, in the same precision and memory format, on data
+that is already on the device. On a machine that others use, too, only the ratios mean something.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -22,284 +21,365 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertModel
+import torch.nn.functional as F
+from sklearn.model_selection import GridSearchCV
+from sklearn.svm import LinearSVC
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
 import common
+import eval_linear
 import icmlm
+import language
 import mmcontrastive
-import probe
 import tp
 import virtex
-from common import progress
+from common import check, count, natural, progress
+
+BERT_BASE = BertConfig()
+STEPS = 5  # of each method in its turn: VirTex updates its slow weights once in five
+DECODING = 5.0  # seconds for which photos are decoded
 
 
-def bare_backbone(args, device):
-    """-> function that does one forward and backward of the backbone, gradients made anew"""
-    backbone = common.build_backbone(args.arch).to(device, memory_format=torch.channels_last)
+def get_args(argv=None):
+    parser = common.Parser(__doc__)
+    add, methods = parser.add_argument, list(METHODS)
+    add("--methods", nargs="+", choices=(*methods, "svm"), default=methods, help="to measure")
+    add("--arch", choices=common.BACKBONES, default="resnet50", help="the backbone")
+    add("--hidden", type=count, default=1024, help="H of VirTex's heads")
+    add("--image-size", type=count, default=224, help="side of the images")
+    add("--batch-size", type=count, default=16, help="images per step")
+    add("--rounds", type=count, default=4, help=f"timed rounds of {STEPS} steps each")
+    add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
+    add("--compile", action="store_true", help="torch.compile, as in the scripts")
+    add("--data", help="coco, vg or a .jsonl: also measure the scripts themselves on it")
+    add("--root", help="folder of --data")
+    add("--train-split", default="train2017", help="split of --data")
+    add("--workers", type=natural, default=min(8, os.cpu_count()), help="processes that decode")
+    return parser.parse_args(argv)
+
+
+def main(args):
+    device = common.start().device
+    args.amp = common.choose_amp(device, args.amp)
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
+    sizes = f"{args.image_size} px, batch {args.batch_size}, {args.amp}"
+    print(f"{name}; torch {torch.__version__}; {args.arch}, {sizes}")
+    if "svm" in args.methods:
+        compare_svms(args.arch, device)
+    methods = [method for method in args.methods if method != "svm"]
+    if not methods:
+        return
+
+    steps, floor_of = {"bare backbone": bare_backbone(args, device)}, {}
+    for method in methods:
+        script, make_step = METHODS[method]
+        flags = script.get_args(script_flags(method, args))
+        floor_of[method] = "bare backbone"
+        if method == "mmcontrastive":
+            floor_of[method] = "contrastive floor"
+            steps["contrastive floor"] = contrastive_floor(args, device)
+        steps[method] = make_step(flags, device)
+    speeds = measure(steps, args.batch_size, args.rounds, device)
+    for name, speed in speeds.items():
+        floor = floor_of.get(name)
+        share = f"{100 * speed / speeds[floor]:.1f}% of the {floor}" if floor else ""
+        print_speed(name, speed, share)
+
+    if args.data:
+        decoded = decoding_speed(args.data, args.root, args.train_split, args.image_size)
+        print_speed("decoding", decoded, "on one core")
+        for method in methods:
+            speed, wait = whole_loop(method, args)
+            share = f"{100 * speed / speeds[method]:.1f}% of its step"
+            print_speed(f"{method}, loop", speed, f"{share}, {100 * wait:.1f}% waiting for data")
+
+
+def print_speed(name, speed, comment):
+    print(f"{name:20} {speed:8.1f} images/s   {comment}".rstrip(), flush=True)
+
+
+def script_flags(method, args):
+    """The flags of the script, for its step and for the whole loop"""
+    flags = ["--recipe", "paper", "--arch", args.arch, "--image-size", args.image_size]
+    flags += ["--batch-size", args.batch_size, "--amp", args.amp, "--lr", 1e-3]
     if args.compile:
-        backbone.compile()
-    images = torch.randint(0, 256, (args.batch_size, args.image_size, args.image_size, 3), dtype=torch.uint8, device=device)
-    pixels = common.augment(images)
-
-    def step():
-        backbone.zero_grad()
-        with common.autocast(device, args.amp):
-            features = backbone(pixels)
-        features.backward(torch.ones_like(features))
-
-    return step
+        flags.append("--compile")
+    if method == "virtex":
+        flags += ["--hidden", args.hidden, "--text-lr", 1e-3]
+    if method == "mmcontrastive":  # of BERT-base's size without a download, no tags
+        flags += ["--lm", "scratch", "--caption-views", "sibling", "--text-lr", 1e-3]
+        flags += ["--bn-splits", 4, "--lambda-tag", 0]
+    return [str(word) for word in flags]
 
 
-def virtex_step(args, device):
-    """-> function that does one whole step of virtex.py, from uint8 images and tokens on the device"""
-    model = virtex.VirTex(args.arch, 10_000, args.hidden).to(device, memory_format=torch.channels_last)
-    if args.compile:
-        model.visual["cnn"].compile()
-    optimizer = common.sgd(virtex.parameter_groups(model, 0.2, 1e-3, 1e-4), 0.2, 1e-4)
-    lookahead = virtex.LookAhead(optimizer, 5, 0.5)
-    samples = []
-    for i in range(args.batch_size):
-        rng = common.sample_rng(0, 0, i)
-        length = int(rng.integers(10, 17))  # COCO's captions: about 12 tokens and the two ends
-        tokens = [virtex.SOS, *rng.integers(4, 10_000, length - 2).tolist(), virtex.EOS]
-        image = rng.integers(0, 256, (args.image_size, args.image_size, 3), dtype="uint8")
-        samples.append({"image": image, "jitter": common.draw_colour_jitter(rng), "tokens": tokens, "unreadable": [], "task": "bicaptioning"})
-    batch = virtex.collate(samples)
-    batch.pop("unreadable")
-    batch = {key: value.to(device) for key, value in batch.items()}
-
-    def step():
-        inputs = dict(batch)
-        images = common.augment(inputs.pop("images"), inputs.pop("jitter"))
-        with common.autocast(device, args.amp):
-            loss = sum(model(images, **inputs).values())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
-        optimizer.step()
-        lookahead.step()
-
-    return step
-
-
-def random_photos(args, device):
-    """-> uint8 images and their colour jitter, on the device"""
-    rng = common.sample_rng(0, 0, 0)
-    images = torch.from_numpy(rng.integers(0, 256, (args.batch_size, args.image_size, args.image_size, 3), dtype="uint8"))
-    jitter = torch.stack([torch.from_numpy(common.draw_colour_jitter(rng)) for _ in range(args.batch_size)])
-    return images.to(device), jitter.to(device)
-
-
-def random_captions(args, device, length=16):
-    """-> tokens (B, T), visible (B, T): COCO's captions have about 12 tokens and the two ends"""
-    visible = torch.arange(length) < torch.randint(10, length + 1, (args.batch_size, 1))
-    return torch.randint(1000, 30_000, (args.batch_size, length), device=device), visible.to(device)
-
-
-def tp_step(args, device):
-    """-> function that does one whole step of tp.py, TP-Postag with 5,000 labels"""
-    model = tp.TagPredictor(args.arch, 5000).to(device, memory_format=torch.channels_last)
-    if args.compile:
-        model.compile()
-    optimizer = common.sgd(model.parameters(), 0.03, 1e-4)
-    images, jitter = random_photos(args, device)
-    labels = (torch.rand(args.batch_size, 5000, device=device) < 0.003).float()  # 15 words of a photo's captions are labels
-    labels[:, 0] = 1
-
-    def step():
-        with common.autocast(device, args.amp):
-            logits = model(common.augment(images, jitter))
-        loss = tp.label_loss(logits, labels, "postag")
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return step
-
-
-def icmlm_step(args, device):
-    """-> function that does one whole step of icmlm.py, tfm beside a frozen BERT-base (of random weights: they cost the same)"""
-    lm = icmlm.FrozenLanguageModel(BertForMaskedLM(BertConfig()).to(device).eval().requires_grad_(False), args.amp)
-    model = icmlm.ICMLM(args.arch, "tfm", lm.width, lm.vocabulary.size(1), num_tags=5000, layers=1, heads=1, attention_width=512, dropout=0.1)
-    model.to(device, memory_format=torch.channels_last).train()
-    if args.compile:
-        model.backbone.compile()
-    optimizer = common.sgd(model.parameters(), 0.03, 1e-4)
-    images, jitter = random_photos(args, device)
-    labels = torch.zeros(args.batch_size, 5000, device=device)
-    labels[:, :15] = 1
-    tokens, visible = random_captions(args, device)
-    position = torch.full((args.batch_size,), 5, device=device)
-    target, tokens[:, 5] = tokens[:, 5].clone(), 103  # [MASK]
-
-    def step():
-        words = lm.read(tokens, visible)
-        with common.autocast(device, args.amp):
-            found, tags = model(common.augment(images, jitter), words, visible, position)
-            logits = lm.score(found, "tfm")
-        loss = torch.nn.functional.cross_entropy(logits.float(), target) + 0.1 * common.tag_loss(tags, labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return step
-
-
-def mmcontrastive_step(args, device):
-    """-> function that does one whole step of mmcontrastive.py without tags, BERT-base beside the backbone, queues full"""
-    flags = mmcontrastive.get_args(["--data", "coco", "--arch", args.arch, "--batch-size", str(args.batch_size), "--bn-splits", "4"])
-    model = mmcontrastive.build_model(flags, BertConfig(), 0, flags.queue).to(device, memory_format=torch.channels_last)
-    for queue in model.queues.values():
-        queue.total += flags.queue
-    if args.compile:
-        model.queries["image"].trunk.compile()
-        model.keys["image"].trunk.compile()
-    optimizer = common.sgd(model.queries.parameters(), 0.03, 1e-4)
-    views = [(*random_photos(args, device), torch.ones(args.batch_size, device=device), random_captions(args, device)) for _ in range(2)]
-    captioned, tags, world = torch.ones(args.batch_size, dtype=torch.bool, device=device), torch.zeros(args.batch_size, 0, device=device), common.World(0, 1, device)
-    rng = np.random.default_rng(0)
-
-    def step():
-        photos = [mmcontrastive.blur(common.augment(images, jitter), sigma) for images, jitter, sigma, _ in views]
-        mmcontrastive.update_momentum(model.queries, model.keys, flags.momentum)
-        with common.autocast(device, args.amp):
-            queries = model(photos[0], views[0][3])
-            keys = model.encode_keys(photos[1], views[1][3], world, rng, flags.bn_splits)
-        losses = mmcontrastive.contrastive_losses(queries, keys, model.queues, tags, captioned, flags)
-        loss = sum(getattr(flags, f"lambda_{name}") * value for name, value in losses.items())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        model.enqueue(keys, tags, captioned, world)
-
-    return step
-
-
-def contrastive_floor(args, device):
-    """-> function that does what no contrastive method can do without: two forwards and one backward of backbone and BERT-base"""
-    photo_step, pixels = bare_backbone(args, device), common.augment(random_photos(args, device)[0])
-    bert, key_bert = (BertModel(BertConfig()).to(device) for _ in range(2))
-    key_backbone = common.build_backbone(args.arch).to(device, memory_format=torch.channels_last)
-    if args.compile:
-        key_backbone.compile()
-    tokens, visible = random_captions(args, device)
-
-    def step():
-        photo_step()
-        bert.zero_grad()
-        with common.autocast(device, args.amp):
-            with torch.no_grad():
-                key_backbone(pixels)
-                key_bert(tokens, visible[:, None, None])
-            pooled = bert(tokens, visible[:, None, None]).pooler_output
-        pooled.backward(torch.ones_like(pooled))
-
-    return step
-
-
-METHODS = {"virtex": virtex_step, "tp": tp_step, "icmlm": icmlm_step, "mmcontrastive": mmcontrastive_step}
-FLOORS = {"mmcontrastive": contrastive_floor}  # of the others the bare backbone
-
-
-def measure(steps, rounds, device):
-    """Seconds per step of each function: they take turns, five steps each (one update of the slow weights), median of `rounds`."""
+def measure(steps, batch_size, rounds, device):
+    """{name: generator} -> {name: images per second}. They take turns; the median of the rounds."""
     seconds = {name: [] for name in steps}
     for n in progress(range(rounds + 1), desc="rounds", leave=False):
         for name, step in steps.items():
             start = time.perf_counter()
-            for _ in range(5):
-                step()
+            for _ in range(STEPS):
+                next(step)
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            if n:  # the first round warms up
-                seconds[name].append((time.perf_counter() - start) / 5)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+            if n > 0:  # the first round warms up
+                seconds[name].append((time.perf_counter() - start) / STEPS)
+    return {name: batch_size / statistics.median(taken) for name, taken in seconds.items()}
+
+
+# ------------------------------------------ floors and steps: generators, one step at each next()
+
+
+def random_batch(flags, device, length=16):
+    """-> uint8 images (B, size, size, 3) and jitter (B, 4); tokens (B, T) and visible (B, T)
+
+    COCO's captions have about 12 tokens and the two ends.
+    """
+    size, number, rng = flags.image_size, flags.batch_size, np.random.default_rng(0)
+    images = torch.randint(0, 256, (number, size, size, 3), dtype=torch.uint8)
+    jitter = np.stack([common.colour_jitter(rng) for _ in range(number)])
+    tokens = torch.randint(1000, 10_000, (number, length))
+    visible = torch.arange(length) < torch.randint(10, length + 1, (number, 1))
+    photos, captions = (images, torch.from_numpy(jitter)), (tokens, visible)
+    return [x.to(device) for x in photos], [x.to(device) for x in captions]
+
+
+def updater(model, parameters, flags, device):
+    """-> the optimizer, and a function of the loss: what follows it in a step"""
+    name = getattr(flags, "optimizer", "sgd")  # VirTex has no other
+    optimizer = common.build_optimizer(name, parameters, flags.lr, flags.weight_decay)
+    scaler = torch.amp.GradScaler(device.type, enabled=flags.amp == "fp16")
+
+    def update(loss):
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if "clip" in flags:  # VirTex's
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), flags.clip)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return optimizer, update
+
+
+def bare_backbone(flags, device):
+    """Forward and backward of the backbone, gradients made anew"""
+    backbone = common.build_backbone(flags.arch).to(device, memory_format=torch.channels_last)
+    if flags.compile:
+        backbone.compile()
+    photos, _ = random_batch(flags, device)
+    images = common.augment(*photos)
+    while True:
+        backbone.zero_grad()
+        with common.autocast(device, flags.amp):
+            features = backbone(images)
+        features.backward(torch.ones_like(features))
+        yield
+
+
+def virtex_step(flags, device):
+    """Bicaptioning, a vocabulary of 10,000 tokens"""
+    sizes = flags.hidden, flags.layers, flags.dropout, flags.max_length
+    model = virtex.VirTex(flags.arch, flags.vocab_size, *sizes)
+    model.to(device, memory_format=torch.channels_last)
+    groups = virtex.parameter_groups(model, flags.lr, flags.text_lr, flags.weight_decay)
+    optimizer, update = updater(model, groups, flags, device)
+    lookahead = virtex.LookAhead(optimizer, flags.lookahead_k, flags.lookahead_alpha)
+    if flags.compile:
+        virtex.compile_parts(model)
+    photos, (tokens, visible) = random_batch(flags, device)
+    tokens = tokens * visible  # 0 is padding; random tokens are as good to read backward
+    batch = {"tokens": tokens, "backward_tokens": tokens}
+    batch["predicted"] = visible[:, 1:].flatten().nonzero().squeeze(1)
+    while True:
+        images = common.augment(*photos)
+        with common.autocast(device, flags.amp):
+            losses = model(images, **batch)
+        update(sum(losses.values()))
+        lookahead.step()
+        yield
+
+
+def tp_step(flags, device):
+    """TP-Postag, 5,000 labels"""
+    model = tp.TagPredictor(flags.arch, flags.num_labels)
+    model.to(device, memory_format=torch.channels_last)
+    _, update = updater(model, model.parameters(), flags, device)
+    if flags.compile:
+        model.compile()
+    photos, _ = random_batch(flags, device)
+    targets = torch.zeros(flags.batch_size, flags.num_labels, device=device)
+    targets[:, :15] = 1
+    while True:
+        images = common.augment(*photos)
+        with common.autocast(device, flags.amp):
+            logits = model(images)
+        update(tp.label_loss(logits, targets, flags.labels))
+        yield
+
+
+def icmlm_step(flags, device):
+    """ICMLM-tfm beside a frozen BERT-base, of random weights: they cost the same"""
+    bert = BertForMaskedLM(BERT_BASE).to(device).eval().requires_grad_(False)
+    lm = icmlm.FrozenLanguageModel(bert, flags.amp)
+    model = icmlm.build_model(flags, lm, flags.num_concepts)
+    model.to(device, memory_format=torch.channels_last)
+    _, update = updater(model, model.parameters(), flags, device)
+    if flags.compile:
+        model.backbone.compile()
+    photos, (tokens, visible) = random_batch(flags, device)
+    position = torch.full((flags.batch_size,), 5, device=device)
+    target, tokens[:, 5] = tokens[:, 5].clone(), 103  # [MASK]
+    tags = torch.zeros(flags.batch_size, flags.num_concepts, device=device)
+    tags[:, :15] = 1
+    while True:
+        images, words = common.augment(*photos), lm.read(tokens, visible)
+        with common.autocast(device, flags.amp):
+            logits, tag_logits = model(images, words, visible, position)
+        loss = F.cross_entropy(logits.float(), target)
+        update(loss + flags.lambda_tp * language.tag_loss(tag_logits, tags))  # Eq. 8
+        yield
+
+
+def mmcontrastive_step(flags, device):
+    """Without tags; BERT-base beside the backbone, queues full"""
+    weights = {name: getattr(flags, f"lambda_{name}") for name in ("ii", "cc", "ic", "ci")}
+    dims = {"intra": flags.intra_dim, "inter": flags.inter_dim}
+    sizes = BERT_BASE, weights, dims, flags.mlp_hidden
+    encoders = mmcontrastive.build_encoders(flags.arch, *sizes)
+    model = mmcontrastive.MultimodalContrastive(encoders, 0, flags.queue)
+    model.to(device, memory_format=torch.channels_last)
+    for queue in model.queues.values():
+        queue.total += flags.queue
+    _, update = updater(model, model.queries.parameters(), flags, device)
+    if flags.compile:
+        model.queries["image"].trunk.compile()
+        model.keys["image"].trunk.compile()
+    parts, batch = ("images", "jitter", "sigma", "tokens", "visible"), {}
+    for name in ("q", "k"):
+        photos, captions = random_batch(flags, device)
+        view = *photos, torch.ones(flags.batch_size, device=device), *captions
+        batch |= {f"{part}_{name}": value for part, value in zip(parts, view)}
+    tags = torch.zeros(flags.batch_size, 0, device=device)
+    captioned = torch.ones(flags.batch_size, dtype=torch.bool, device=device)
+    constants = flags.temperature, flags.margin, flags.tag_threshold
+    alone, rng = common.World(0, 1, device), np.random.default_rng(0)
+    while True:
+        images_q, captions_q = mmcontrastive.view(batch, "q")
+        images_k, captions_k = mmcontrastive.view(batch, "k")
+        mmcontrastive.update_momentum(model.queries, model.keys, flags.momentum)
+        with common.autocast(device, flags.amp):
+            queries = model(images_q, captions_q)
+            keys = model.encode_keys(images_k, captions_k, flags.bn_splits, rng, alone)
+        compared = queries, keys, model.queues, tags, captioned
+        losses = mmcontrastive.contrastive_losses(*compared, *constants)
+        update(sum(weights[name] * losses[name] for name in losses))  # Eq. 15
+        model.enqueue(keys, tags, captioned, alone)
+        yield
+
+
+def contrastive_floor(flags, device):
+    """What no contrastive method can do without: two forward passes, one backward pass"""
+    backbone = bare_backbone(flags, device)
+    photos, captions = random_batch(flags, device)
+    images = common.augment(*photos)
+    key_backbone = common.build_backbone(flags.arch).to(device, memory_format=torch.channels_last)
+    bert, key_bert = (mmcontrastive.CaptionTrunk(BERT_BASE).to(device) for _ in range(2))
+    if flags.compile:
+        key_backbone.compile()
+    while True:
+        next(backbone)
+        bert.zero_grad()
+        with common.autocast(device, flags.amp):
+            with torch.no_grad():
+                key_backbone(images)
+                key_bert(*captions)
+            pooled = bert(*captions)
+        pooled.backward(torch.ones_like(pooled))
+        yield
+
+
+METHODS = {
+    "virtex": (virtex, virtex_step),
+    "tp": (tp, tp_step),
+    "icmlm": (icmlm, icmlm_step),
+    "mmcontrastive": (mmcontrastive, mmcontrastive_step),
+}
+
+
+# ------------------------------------------------------------------- from files; the probe's SVMs
+
+
+def decoding_speed(data, root, split, size):
+    """-> images per second that one core decodes, crops and resizes"""
+    images = common.caption_data(data, root, split).images
+    rng, start, number = np.random.default_rng(0), time.perf_counter(), 0
+    while time.perf_counter() - start < DECODING:
+        common.read_crops(images, number % len(images), [common.random_crop(rng)], size)
+        number += 1
+    return number / (time.perf_counter() - start)
 
 
 def whole_loop(method, args):
-    """-> images per second and share of the time spent waiting for data of the script itself, fed from the files of --data"""
-    script = Path(__file__).resolve().parent.parent / f"{method}.py"
+    """Run the script on --data until it has logged three times
+
+    -> images per second, and the share of the time that it waits for data
+    """
+    flags = {"data": args.data, "root": args.root, "workers": args.workers}
+    flags |= {"train-split": args.train_split, "val-split": args.train_split}
+    flags |= {"iters": 10_000_000, "checkpoint-every": 10_000_000, "log-every": 10}
+    command = [sys.executable, REPO / f"{method}.py", *script_flags(method, args)]
+    for flag, value in flags.items():
+        command += [f"--{flag}", value] if value is not None else []
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        flags = {"data": args.data, "root": args.root, "train-split": args.train_split, "val-split": args.train_split, "arch": args.arch,
-                 "hidden": args.hidden if method == "virtex" else None, "image-size": args.image_size, "batch-size": args.batch_size, "amp": args.amp, "workers": args.workers,
-                 "iters": 10_000_000, "log-every": 10, "checkpoint-every": 10_000_000, "output": folder}  # fmt: skip
-        command = [sys.executable, script, *(word for flag, value in flags.items() if value is not None for word in (f"--{flag}", value))]
-        process = subprocess.Popen([str(word) for word in command + ["--compile"] * args.compile])
         metrics = Path(folder, "metrics.jsonl")
-        while process.poll() is None and (not metrics.exists() or len(metrics.read_text().splitlines()) < 3):
-            time.sleep(0.5)
-        process.kill()
-        process.wait()
-        last = json.loads(metrics.read_text().splitlines()[2])  # the first two hold the start
-        return last["images_per_s"], last["data_wait"]
+        process = subprocess.Popen([str(word) for word in (*command, "--output", folder)])
+        try:
+            while len(rows) < 3:  # the first two hold the start
+                time.sleep(0.5)
+                check(process.poll() is None, f"{method}.py ended with an error, see above")
+                rows = metrics.read_text().splitlines() if metrics.exists() else []
+        finally:
+            process.kill()
+            process.wait()
+    last = json.loads(rows[2])
+    return last["images_per_s"], last["data_wait"]
 
 
-def svm_speed(args, device):
-    """Seconds and mAP of each solver of the probe: 2000 built-in scenes seen by a random backbone, 8 classes, 4 costs, 3 folds"""
-    torch.manual_seed(0)
-    backbone = common.build_backbone(args.arch).to(device, memory_format=torch.channels_last)
-    train, test = (probe.label_data("shapes", None, split) for split in ("train", "val"))
-    features = [probe.extract_features(backbone, data, 64, device) for data in (train.select(range(2000)), test)]
-    results = {}
-    for solver in ("torch", "liblinear"):
+def compare_svms(arch, device):
+    """Seconds and mAP of ours and of scikit-learn's: 2000 scenes, a random backbone, 8 classes"""
+    alone = common.World(0, 1, device)
+    backbone = eval_linear.load_backbone("random", arch, seed=0)
+    backbone.to(device, memory_format=torch.channels_last)
+    train, test = (eval_linear.label_data("shapes", split=split) for split in ("train", "val"))
+    fit = eval_linear.extract_features(backbone, train.select(range(2000)), 64, alone)
+    problem = *fit, *eval_linear.extract_features(backbone, test, 64, alone), train.names
+    print(f"SVMs on {len(fit[0])} x {fit[0].shape[1]} features")
+    solvers = {
+        "ours": lambda: eval_linear.svm_probe(*problem, device=device),
+        "LinearSVC, dual": lambda: linear_svc(*problem, dual=True),
+        "LinearSVC, primal": lambda: linear_svc(*problem, dual=False),
+    }
+    for name, solve in solvers.items():
         start = time.perf_counter()
-        scores = probe.svm_probe(*features[0], *features[1], train.names, solver=solver, device=device)
-        results[solver] = time.perf_counter() - start
-        print(f"SVMs, {solver:10} {results[solver]:8.1f} s          {probe.with_mean(scores)['mAP']:8.3f} mAP")
-    print(f"{results['liblinear'] / results['torch']:.1f} times as fast on {len(features[0][0])} x {features[0][0].shape[1]} features")
+        score = eval_linear.mean_of(solve())
+        print(f"{name:20} {time.perf_counter() - start:8.1f} s   {score:8.3f} mAP", flush=True)
 
 
-def decoding_speed(args):
-    """-> images per second that one core decodes, crops and resizes"""
-    data = common.caption_data(args.data, args.root, args.train_split)
-    start, count = time.perf_counter(), 0
-    while time.perf_counter() - start < 5:
-        rng = common.sample_rng(0, 0, count)
-        common.read_crop(data.images, count % len(data), common.random_crop(rng), args.image_size)
-        count += 1
-    return count / (time.perf_counter() - start)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=common.help_formatter({}))
-    parser.add_argument("--methods", nargs="+", choices=(*sorted(METHODS), "svm"), default=sorted(METHODS))
-    parser.add_argument("--arch", default="resnet50", choices=sorted(common.BACKBONES))
-    parser.add_argument("--hidden", type=int, default=1024, help="H of VirTex's heads")
-    parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=4, help="timed rounds of five steps each")
-    parser.add_argument("--amp", choices=("bf16", "fp16", "off"))
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--data", help="also time the whole loop on this data set")
-    parser.add_argument("--root")
-    parser.add_argument("--train-split", default="train2017")
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count()))
-    args = parser.parse_args()
-    device = common.start_processes().device
-    args.amp = common.choose_amp(device, args.amp)
-
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{name}; torch {torch.__version__}; {args.arch}, {args.image_size} px, batch {args.batch_size}, {args.amp}")
-    if "svm" in args.methods:
-        svm_speed(args, device)
-        args.methods.remove("svm")
-    if not args.methods:
-        return
-    steps = {"bare backbone": bare_backbone(args, device)}
-    for method in args.methods:
-        floor = {f"{method}, floor": FLOORS[method](args, device)} if method in FLOORS else {}
-        steps |= {**floor, method: METHODS[method](args, device)}
-    seconds = measure(steps, args.rounds, device)
-    for name, value in seconds.items():
-        floor = f"{name}, floor" if name in FLOORS else "bare backbone"
-        print(f"{name:20} {args.batch_size / value:8.1f} images/s   {100 * seconds[floor] / value:5.1f}% of the {floor}")
-    if args.data:
-        print(f"decoding             {decoding_speed(args):8.1f} images/s and core")
-        for method in args.methods:
-            speed, wait = whole_loop(method, args)
-            print(f"{method + ', loop':20} {speed:8.1f} images/s   {100 * speed * seconds[method] / args.batch_size:5.1f}% of its step, {100 * wait:.1f}% waiting for data")
+def linear_svc(train_x, train_y, test_x, test_y, names, dual):
+    """What eval_linear.svm_probe gives, by LIBLINEAR, class by class. Every class has examples."""
+    train_x, test_x = (eval_linear.unit_length(x.astype(np.float64)) for x in (train_x, test_x))
+    svm = LinearSVC(class_weight={True: 2, False: 1}, dual=dual, max_iter=2000, random_state=0)
+    how = {"scoring": "average_precision", "cv": 3, "n_jobs": torch.get_num_threads()}
+    search = GridSearchCV(svm, {"C": eval_linear.COSTS}, **how)
+    decisions = [search.fit(train_x, y).decision_function(test_x) for y in (train_y == 1).T]
+    return eval_linear.average_precisions(np.stack(decisions, 1), test_y, names)
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main, get_args)

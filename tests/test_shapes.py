@@ -1,0 +1,121 @@
+"""shapes.py: the scenes are what their captions and tags say."""
+
+import itertools
+import math
+import re
+
+import numpy as np
+import pytest
+
+import common
+import shapes
+
+SCENES = range(300)
+ADJECTIVES = {
+    **dict.fromkeys(shapes.COLOURS, "colour"),
+    **dict.fromkeys(("large", "small"), "size"),
+    **dict.fromkeys(("solid", "hollow", "striped"), "fill"),
+}
+
+
+def captions_of(scene):
+    return shapes.describe(scene, shapes.objects_of(scene))
+
+
+def words(caption):
+    return re.findall(r"[a-z]+", caption)
+
+
+def test_scenes_are_functions_of_their_number():
+    """A scene, its picture and its captions are the same every time, and differ between scenes."""
+    for kind in (shapes.draw, shapes.objects_of, captions_of):
+        one, again, other = (np.asarray(kind(scene), object) for scene in (5, 5, 6))
+        assert np.array_equal(one, again) and not np.array_equal(one, other)
+
+
+def test_one_to_three_objects_apart():
+    """Each object lies within the picture and none touches another."""
+    scenes = [shapes.objects_of(scene) for scene in SCENES]
+    for o in itertools.chain(*scenes):
+        assert 0 <= min(o.box) and max(o.box) <= 1
+    for o, p in itertools.chain(*(itertools.combinations(objects, 2) for objects in scenes)):
+        assert math.hypot(o.x - p.x, o.y - p.y) > o.radius + p.radius
+    assert {len(objects) for objects in scenes} == {1, 2, 3}
+
+
+def test_pictures_show_the_scene():
+    """In the middle of a solid circle, square or heart is its colour, and not the background's."""
+    for scene in range(40):
+        picture = np.asarray(shapes.draw(scene), float)
+        for o in shapes.objects_of(scene):
+            if o.fill == "solid" and o.shape in ("circle", "square", "heart"):
+                x, y = round(o.x * 96), round(o.y * 96)
+                seen = picture[y - 2 : y + 3, x - 2 : x + 3].mean((0, 1))
+                assert np.abs(seen - shapes.COLOURS[o.colour]).max() < 30
+
+
+@pytest.mark.parametrize("kind", ("shape", "colour", "size", "fill"))
+def test_captions_name_what_is_there_and_nothing_else(kind):
+    """Every shape is named; each of the five captions says something of its own."""
+    vocabulary = {word for word, other in ADJECTIVES.items() if other == kind} or shapes.SHAPES
+    for scene in SCENES:
+        captions, present = captions_of(scene), {getattr(o, kind) for o in shapes.objects_of(scene)}
+        said = {word for caption in captions for word in words(caption)} & set(vocabulary)
+        assert said <= present and (kind != "shape" or said == present)
+        assert len(set(captions)) == 5
+
+
+def test_words_belong_to_one_object():
+    """What is said of "a large red circle" and "the circle is hollow" holds for one object."""
+    for scene in SCENES:
+        objects = shapes.objects_of(scene)
+        for caption in captions_of(scene):
+            said = words(caption)
+            for n in [n for n, word in enumerate(said) if word in shapes.SHAPES]:
+                before = itertools.takewhile(ADJECTIVES.__contains__, reversed(said[:n]))
+                after = said[n + 2 :] if said[n + 1 : n + 2] == ["is"] else []
+                wanted = {(ADJECTIVES[a], a) for a in [*before, *after] if a in ADJECTIVES}
+                of_shape = [o._asdict() for o in objects if o.shape == said[n]]
+                assert any(wanted <= o.items() for o in of_shape), caption
+
+
+RELATIONS = {
+    "left of": lambda o, p: o.x < p.x,
+    "right of": lambda o, p: o.x > p.x,
+    "above": lambda o, p: o.y < p.y,
+    "below": lambda o, p: o.y > p.y,
+}
+
+
+def test_relations_are_true():
+    """ "X to the left of Y" in the first caption: the first object against the second."""
+    seen = set()
+    for scene in SCENES:
+        objects, caption = shapes.objects_of(scene), captions_of(scene)[0]
+        said = [relation for relation in RELATIONS if f" {relation} " in caption]
+        for relation in said if len(objects) > 1 else ():
+            named = re.findall("|".join(shapes.SHAPES), caption)
+            assert named == [o.shape for o in objects[:2]]
+            assert RELATIONS[relation](*objects[:2]), caption
+            seen.add(relation)
+    assert seen == set(RELATIONS)
+
+
+def test_mirrored_scenes_swap_left_and_right():
+    """The captions of a mirrored scene are those that training makes of the captions."""
+    for scene in SCENES:
+        mirrored = [o._replace(x=1 - o.x, angle=-o.angle) for o in shapes.objects_of(scene)]
+        swapped = [common.swap_left_right(caption) for caption in captions_of(scene)]
+        assert shapes.describe(scene, mirrored) == swapped
+
+
+def test_data():
+    """--data shapes: tags are the shapes present, and no scene is in both splits."""
+    data = common.caption_data("shapes", split="val")
+    assert len(data) == 1000 and data.tag_names == list(shapes.SHAPES)
+    assert not set(data.images) & set(shapes.SPLITS["train"])
+    for i, scene in enumerate(itertools.islice(data.images, 10)):
+        assert np.array_equal(data.images.open(i), shapes.draw(scene))
+        assert data.captions_of(i) == captions_of(scene)
+        present = {o.shape for o in shapes.objects_of(scene)}
+        assert {data.tag_names[tag] for tag in data.tags_of(i)} == present
