@@ -998,7 +998,7 @@ def parse(parser, argv, recipe, scaled=()):
     usual = recipe["batch_size"]
     if given.optimizer and given.optimizer != recipe.get("optimizer"):
         recipe |= {**dict.fromkeys(scaled), "steps": ()}
-    elif given.batch_size and given.batch_size.isdigit() and int(given.batch_size) != usual:
+    elif given.batch_size and given.batch_size.isdecimal() and int(given.batch_size) != usual:
         factor = int(given.batch_size) / usual
         for flag in scaled:
             recipe[flag] *= factor

@@ -129,8 +129,7 @@ def main(args):
         fail("--protocol layers is for VGG-16, its last three convolutions: --arch vgg16")
     train = label_data(args.data, args.root, args.train_split)
     test = label_data(args.data, args.root, args.val_split)
-    differing = sorted(set(train.names) ^ set(test.names))[:5]
-    check(train.names == test.names, f"the splits have different classes: {differing} in one only")
+    check_same_classes(train, test)
     if {"mAP", "top-1"} & set(train.names):
         fail("a class is called mAP or top-1, as the scores are: rename its folder")
     if args.train_images:
@@ -219,6 +218,11 @@ def label_data(name, root=None, split="train"):
     data = readers[name](root or f"datasets/{name}", split)
     data.images.check_files()
     return data
+
+
+def check_same_classes(train, test):
+    differing = sorted(set(train.names) ^ set(test.names))[:5]
+    check(train.names == test.names, f"the splits have different classes: {differing} in one only")
 
 
 def multi_hot(groups, size):
@@ -409,17 +413,22 @@ def svm_probe(train_x, train_y, test_x, test_y, names, costs=COSTS, device="cpu"
     "difficult": negatives in training, left out in testing [official code].  costs: rising.
     A class without positives or negatives in training, or positives in testing, has no score.
     """
-    positive = train_y == 1
-    kept = np.flatnonzero(positive.any(0) & ~positive.all(0) & (test_y == 1).any(0))
+    kept = np.flatnonzero(scorable(train_y, test_y))
     if not len(kept):
         return {}
-    positive, test_y, names = positive[:, kept], test_y[:, kept], [names[k] for k in kept]
+    positive, test_y, names = train_y[:, kept] == 1, test_y[:, kept], [names[k] for k in kept]
     train, test = with_bias(train_x).to(device), with_bias(test_x).to(device)
     axes = principal_axes(train)
     train, test = train @ axes, test @ axes
     chosen = torch.from_numpy(choose_costs(train, positive, costs)).to(device)
     w = solve_svms(train, torch.from_numpy(positive).to(device), chosen.expand(len(train), -1))
     return average_precisions((test @ w).cpu().numpy(), test_y, names)
+
+
+def scorable(train_y, test_y):
+    """-> (classes,) bool: positives and negatives to learn from, and positives to be found"""
+    positive = train_y == 1
+    return positive.any(0) & ~positive.all(0) & (test_y == 1).any(0)
 
 
 def with_bias(x):
@@ -774,13 +783,24 @@ class Probe:
             return
         order = np.random.default_rng(args.seed).permutation(len(fit.images))
         fit = fit.select(np.sort(order[: args.probe_images]))
-        usable = (fit.labels == 1).any(0) & (fit.labels != 1).any(0) & (test.labels == 1).any(0)
-        if usable.any():
+        check_same_classes(fit, test)
+        if scorable(fit.labels, test.labels).any():
             self.labelled = fit, test
         else:
             message = f"no class of {self.name} has examples in both splits: nothing to probe on"
             check(not args.probe_every, message)
             say(message)
+        if args.probe_every:
+            rest, held = self.early_stopping_split()
+            few = "--probe-every holds out a fifth of the probe's training images, too few to score"
+            check(scorable(rest.labels, held.labels).any(), f"{few}: raise --probe-images")
+
+    def early_stopping_split(self):
+        """Four fifths of the training images to learn from and a fifth to score -> LabelData"""
+        fit, _ = self.labelled
+        order = np.random.default_rng(self.args.seed).permutation(len(fit.images))
+        held, rest = np.split(order, [len(order) // 5])
+        return fit.select(rest), fit.select(held)
 
     def score(self, backbone, fit, test, device):
         """SVMs on the features of the LabelData `fit`, tested on `test` -> mAP in percent"""
@@ -794,10 +814,7 @@ class Probe:
 
         Never by test images, but by a fifth of the training images -> {"iteration", "score"}
         """
-        fit, _ = self.labelled
-        order = np.random.default_rng(self.args.seed).permutation(len(fit.images))
-        held, rest = np.split(order, [len(order) // 5])
-        score = self.score(backbone, fit.select(rest), fit.select(held), run.world.device)
+        score = self.score(backbone, *self.early_stopping_split(), run.world.device)
         say(f"iteration {run.iteration}: probe on held-out training images {score:.2f} mAP")
         if run.best and not score > run.best["score"]:
             return run.best

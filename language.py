@@ -301,17 +301,8 @@ def train_language_model(captions, iters, seed, device, amp, batch_size=64):
     """
     tokenizer = train_wordpiece(captions)
     torch.manual_seed(seed)
-    transformers = quiet_transformers()
-    config = transformers.BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=1024,
-        max_position_embeddings=64,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = transformers.BertForMaskedLM(config).to(device)
+    config = bert_config(tokenizer, layers=4, width=256, max_position_embeddings=64)
+    model = quiet_transformers().BertForMaskedLM(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01)
     alone = common.World(0, 1, device)
     order = iter(common.InfiniteSampler(len(captions), batch_size, alone, seed))
@@ -338,6 +329,19 @@ def train_language_model(captions, iters, seed, device, amp, batch_size=64):
         advice = "try another --seed, --amp off, or --lm FOLDER"
         fail(f"the language model's loss is {loss.item()}: {advice}", everywhere=False)
     return tokenizer, model
+
+
+def bert_config(tokenizer, layers, width, **more):
+    """The configuration of a small BERT; heads are 64 wide, as BERT's."""
+    return quiet_transformers().BertConfig(
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        **more,
+    )
 
 
 def mask_tokens(tokens, tokenizer):

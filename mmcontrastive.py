@@ -453,7 +453,7 @@ def load_caption_model(args, train, run):
 
     They are written to the output folder, for --search and for a run that goes on.
     """
-    folder, transformers = run.folder / "caption_model", language.quiet_transformers()
+    folder = run.folder / "caption_model"
     if run.checkpoint or not run.world.is_main:
         return read_caption_model(folder)
     if args.lm == "scratch":
@@ -462,14 +462,13 @@ def load_caption_model(args, train, run):
             say(f"{single} photos have one caption, whose two views are equal: for them Eq. 8 "
                 "teaches little without --dropout")  # fmt: skip
         tokenizer = language.train_wordpiece(train.captions)
-        config = transformers.BertConfig(
-            vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id,
-            hidden_size=args.lm_width, intermediate_size=4 * args.lm_width,
-            num_hidden_layers=args.lm_layers, num_attention_heads=args.lm_width // 64,
-            hidden_dropout_prob=args.dropout, attention_probs_dropout_prob=args.dropout,
-            # With BERT's 0.02 all captions have the same vector at first: nothing to tell. [ours]
-            initializer_range=args.lm_width**-0.5,
-        )  # fmt: skip
+        dropout = {
+            "hidden_dropout_prob": args.dropout,
+            "attention_probs_dropout_prob": args.dropout,
+        }
+        # With BERT's 0.02 all captions have the same vector at first: nothing to tell. [ours]
+        more = {**dropout, "initializer_range": args.lm_width**-0.5}
+        config = language.bert_config(tokenizer, args.lm_layers, args.lm_width, **more)
     else:
         tokenizer, config = read_caption_model(args.lm)
     tokenizer.save_pretrained(folder)

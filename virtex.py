@@ -27,6 +27,7 @@ import io
 import math
 import re
 import shutil
+import subprocess
 import unicodedata
 from functools import partial
 from pathlib import Path
@@ -750,9 +751,13 @@ def evaluate_captions(args, device):
     path.parent.mkdir(parents=True, exist_ok=True)
     common.write_json(path, [{"image": val.images[n], **row[0]} for n, row in written.items()])
     truth, written = PTBTokenizer().tokenize(truth), PTBTokenizer().tokenize(written)
-    for metric in (Cider(), Spice()):  # SPICE downloads CoreNLP once and wants Java 8
-        score = 100 * metric.compute_score(truth, written)[0]
-        say(f"{metric.method()} {score:.1f} on {len(written)} images; the captions are in {path}")
+    say(f"the captions are in {path}")
+    for metric in (Cider(), Spice()):
+        try:
+            score = 100 * metric.compute_score(truth, written)[0]
+            say(f"{metric.method()} {score:.1f} on {len(written)} images")
+        except (OSError, subprocess.CalledProcessError) as error:  # SPICE: CoreNLP and Java 8
+            say(f"{metric.method()} was not measured: {error}")
 
 
 if __name__ == "__main__":

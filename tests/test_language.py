@@ -246,10 +246,13 @@ def test_scratch_is_trained_once(tmp_path, monkeypatch):
 
     first, again, kept = weights("one"), weights("two"), weights("one")
     assert (first[0], again[0], kept[0]) == (1, 2, 2) and first[1:] == again[1:] == kept[1:]
-    for number, more in enumerate(({"seed": 1}, {"iters": 3}, {"captions": RHYMES[1:]}), 3):
-        assert weights("one", **more)[0] == number and weights("one", **more)[0] == number
-    assert weights("one", seed=1)[2] != first[2]
-    assert not (tmp_path / "one.tmp").exists()
+    made_of, states = {}, {first[2]}
+    for change in ({"seed": 1}, {"iters": 3}, {"captions": RHYMES[1:]}):
+        made_of |= change
+        before, (number, _, state) = len(trained), weights("one", **made_of)
+        assert number == before + 1 and state not in states
+        states.add(state)
+    assert weights("one", **made_of)[0] == 5 and not (tmp_path / "one.tmp").exists()
 
 
 def test_tokenizer(scratch):
@@ -259,6 +262,9 @@ def test_tokenizer(scratch):
     words = [" ".join(tokenizer.convert_ids_to_tokens(row)) for row in rows]
     short = "[CLS] a red dog [SEP] [PAD] [PAD]"
     assert words == [short, "[CLS] two men ride a bike [SEP]"]
+    letters = [f"##{letter}" for letter in sorted(set("".join(RHYMES)) - {" "})]
+    numbers = tokenizer.convert_tokens_to_ids(letters)
+    assert numbers == list(range(5, 5 + len(letters)))  # numbered alike every time
 
 
 def test_mask_tokens_is_bert_s(scratch):

@@ -123,23 +123,30 @@ def random_batch(filled, size=12, batch=6):
     return b
 
 
-def losses_of(b, epsilon=EPSILON):
+def losses_of(b):
     batch = b.queries, b.keys, b.queues, b.tags, b.captioned
-    return mmcontrastive.contrastive_losses(*batch, TAU, MARGIN, epsilon)
+    return mmcontrastive.contrastive_losses(*batch, TAU, MARGIN, EPSILON)
 
 
 @pytest.mark.parametrize("filled", (0, 1, 7, 12))
 def test_losses_are_those_of_the_paper(filled):
-    """Eqs. 3, 5, 8, 11, 14 with queues that are empty, partly filled and full."""
+    """Eqs. 3, 5, 8, 11, 14, the queues empty, partly filled and full; gradients are finite."""
     b = random_batch(filled)
+    for query in b.queries.values():
+        query.requires_grad_()
     found = losses_of(b)
-    constants = TAU, MARGIN, EPSILON
-    wanted = literal_losses(b.queries, b.keys, b.given, b.tags, b.captioned, *constants)
+    batch = b.queries, b.keys, b.given, b.tags, b.captioned
+    wanted = literal_losses(*batch, TAU, MARGIN, EPSILON)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert found[name].item() == pytest.approx(value, abs=1e-12)
     if filled > 1:
         assert min(wanted.values()) > 0.1 and abs(wanted["tag"] - wanted["ii"]) > 0.01
+    sum(found.values()).backward()
+    for name, query in b.queries.items():
+        assert query.grad.isfinite().all()
+        assert (query.grad.abs().amax() > 1e-3) == bool(filled)
+        assert name == "ii" or not query.grad[~b.captioned].any()
 
 
 def test_losses_whose_data_are_missing():
@@ -154,86 +161,40 @@ def test_losses_whose_data_are_missing():
     assert losses_of(b).keys() == {"ii"}
 
 
-def test_without_other_positives_eq5_is_eq3():
-    """Sec. 3.1: the tag loss degenerates to Eq. 3 when only the own key is positive."""
-    b = random_batch(12)
-    b.tags[:, 0] = 1  # all photos have tags
-    alone, several = losses_of(b, epsilon=5), losses_of(b, epsilon=0)
-    assert alone["tag"].item() == pytest.approx(alone["ii"].item(), abs=1e-12)
-    assert abs(several["tag"] - several["ii"]) > 0.01
-
-
-@pytest.mark.parametrize("filled", (0, 7))
-def test_gradients_of_the_losses(filled):
-    """They are finite with an empty queue too, and 0 for the captions that are missing."""
-    b = random_batch(filled)
-    for query in b.queries.values():
-        query.requires_grad_()
-    sum(losses_of(b).values()).backward()
-    for name, query in b.queries.items():
-        assert query.grad.isfinite().all()
-        assert (query.grad.abs().amax() > 1e-3) == bool(filled)
-        assert name == "ii" or not query.grad[~b.captioned].any()
-
-
 # ----------------------------------------------------------------------------------------- queues
 
 
-def test_queue_holds_the_last_keys():
-    """First in, first out; invalid keys leave no gap; K is no multiple of the batch."""
+@pytest.mark.parametrize("batch", (3, 7))
+def test_queue_holds_the_last_keys(batch):
+    """First in, first out; invalid keys leave no gap; K = 7 is one batch, or no multiple of it."""
     queue, given = mmcontrastive.Queue(7, 2), []
     for step in range(12):
-        keys, valid = torch.rand(3, 2), torch.rand(3) < 0.7
-        if step == 4:
-            valid[:] = False
+        keys, valid = torch.rand(batch, 2), torch.rand(batch) < 0.7
+        valid &= torch.tensor(step != 4)
         given += keys[valid].tolist()
         queue.enqueue(keys, valid)
         assert queue.total == len(given) and queue.filled.sum() == min(len(given), 7)
         for n in range(max(0, len(given) - 7), len(given)):
             assert queue.filled[n % 7] and queue.keys[n % 7].tolist() == given[n]
-    assert 20 < len(given) < 33 and len(given) % 7
-
-
-def test_batch_as_large_as_the_queue():
-    queue = mmcontrastive.Queue(4, 1)
-    queue.enqueue(torch.arange(4.0)[:, None], torch.tensor([True, False, True, True]))
-    queue.enqueue(torch.arange(4.0, 8.0)[:, None], torch.ones(4, dtype=torch.bool))
-    assert queue.keys.flatten().tolist() == [5, 6, 7, 4] and queue.total == 7
 
 
 # --------------------------------------------------------------------------------------- encoders
 
 
-class TinyBackbone(nn.Sequential):
-    """Enough for batch statistics to matter"""
-
-    channels = 8
-
-    def __init__(self):
-        super().__init__(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-
-
-class TinyReader(nn.Module):
-    """The mean of the visible tokens' vectors"""
-
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(20, 8)
-
-    def forward(self, tokens, visible):
-        summed = (self.words(tokens) * visible[..., None]).sum(1)
-        return summed / visible.sum(1, keepdim=True)
+BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+BERT |= {"intermediate_size": 24, "vocab_size": 30, "pad_token_id": 0}
 
 
 def tiny_model(unified=False):
-    """Three tags, K = 12, spaces of 6 (intra) and 4 (inter) dimensions"""
+    """Three tags, K = 12, spaces of 6 (intra) and 4 (inter) dimensions, no dropout"""
+    import transformers
+
     torch.manual_seed(0)
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**BERT, **dropout)
     dims = {"intra": 6, "inter": 6 if unified else 4}
-    trunk = nn.Sequential(TinyBackbone(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    encoders = {
-        "image": mmcontrastive.Encoder(trunk, 8, dims, 16, unified),
-        "caption": mmcontrastive.Encoder(TinyReader(), 8, dims, 16, unified),
-    }
+    losses = mmcontrastive.LOSSES
+    encoders = mmcontrastive.build_encoders("resnet18", config, losses, dims, 16, unified)
     return mmcontrastive.MultimodalContrastive(encoders, num_tags=3, size=12)
 
 
@@ -241,18 +202,18 @@ def randomise_queries(model):
     """Part the query encoders from the momentum encoders."""
     with torch.no_grad():
         for parameter in model.queries.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
+            parameter += 0.01 * torch.randn_like(parameter)
     return model
 
 
-def tiny_batch(step=0, batch=8):
-    """-> photos, (tokens, visible), tags, captioned"""
+def tiny_batch(step=0):
+    """Eight photos -> images, (tokens, visible), tags, captioned"""
     torch.manual_seed(100 + step)
-    photos, tokens = torch.randn(batch, 3, 9, 9), torch.randint(20, (batch, 5))
-    visible = torch.rand(batch, 5) < 0.7
+    images, tokens = torch.randn(8, 3, 64, 64), torch.randint(30, (8, 5))
+    visible = torch.rand(8, 5) < 0.7
     visible[:, 0] = True
-    tags = (torch.rand(batch, 3) < 0.5).float()
-    return photos, (tokens, visible), tags, torch.rand(batch) < 0.6
+    tags = (torch.rand(8, 3) < 0.5).float()
+    return images, (tokens, visible), tags, torch.rand(8) < 0.6
 
 
 def keys_of(model, photos, captions, seed=0, splits=1):
@@ -276,12 +237,10 @@ def by_hand(encoders, photos, captions):
     return vectors
 
 
-@pytest.mark.parametrize("training, splits", ((False, 1), (False, 4), (True, 1)))
+@torch.no_grad()
+@pytest.mark.parametrize("training, splits", ((False, 4), (True, 1)))
 def test_queries_and_keys_are_those_of_their_equations(training, splits):
-    """Which encoder, modality and MLP each comes from; keys stand in the order of the photos.
-
-    In one group the permutation of shuffled batch norm shows nowhere, nor without statistics.
-    """
+    """Which encoder, modality and MLP each comes from; keys stand in the order of the photos."""
     model = randomise_queries(tiny_model()).train(training)
     photos, captions, _, _ = tiny_batch()
     query, key = by_hand(model.queries, photos, captions), by_hand(model.keys, photos, captions)
@@ -297,39 +256,23 @@ def test_queries_and_keys_are_those_of_their_equations(training, splits):
         "ic": key["caption", "inter"],  # Eq. 10
         "ci": key["image", "inter"],  # Eq. 13
     }
-    close(model(photos, captions), wanted_queries)
-    for seed in range(3):
-        close(keys_of(model, photos, captions, seed, splits), wanted_keys)
-    assert model(photos).keys() == {"ii", "ic"}
-    assert keys_of(model, photos, None).keys() == {"ii", "ci"}
+    close(model(photos, captions), wanted_queries, 1e-4)
+    for seed in (0, 1):
+        close(keys_of(model, photos, captions, seed, splits), wanted_keys, 1e-4)
 
 
+@torch.no_grad()
 def test_groups_have_batch_statistics_of_their_own():
     """Shuffled batch norm: each photo's key is that of its group of two, alone."""
     model, (photos, _, _, _) = tiny_model(), tiny_batch()
     order = np.random.default_rng(5).permutation(8).tolist()
-    keys = keys_of(model, photos, None, seed=5, splits=4)
+    keys, whole = keys_of(model, photos, None, seed=5, splits=4), model.keys["image"](photos)
     for start in range(0, 8, 2):
         group = order[start : start + 2]
         alone = model.keys["image"](photos[group])
         close(keys["ii"][group], alone["intra"])
         close(keys["ci"][group], alone["inter"])
-    whole = model.keys["image"](photos)
     assert (keys["ii"] - whole["intra"]).abs().max() > 0.01
-
-
-def test_distinct_and_unified_mlps():
-    """Sec. 4.4: two MLPs per encoder or one; the momentum encoders are of the same kind."""
-    numbers = {}
-    for unified in (False, True):
-        model = tiny_model(unified)
-        for encoder in (*model.queries.values(), *model.keys.values()):
-            assert (encoder.mlps["intra"] is encoder.mlps["inter"]) == unified
-        numbers[unified] = sum(p.numel() for p in model.queries.parameters())
-        pairs = list(zip(model.queries.parameters(), model.keys.parameters(), strict=True))
-        assert all(q is not k and torch.equal(q, k) for q, k in pairs)
-    inter_mlp = 8 * 16 + 16 + 16 * 4 + 4
-    assert numbers[False] - numbers[True] == 2 * inter_mlp
 
 
 @pytest.mark.parametrize("m", (0.0, 0.3, 0.999, 1.0))
@@ -342,22 +285,6 @@ def test_momentum_update(m):
     close(list(model.queries.parameters()), queries, 0)
     wanted = [m * key + (1 - m) * query for key, query in zip(before, queries)]
     close(list(model.keys.parameters()), wanted, 1e-14)
-
-
-def test_a_step_trains_the_query_encoders_alone():
-    """All of them get gradients, momentum encoders and queues none."""
-    model = tiny_model()
-    for step in (0, 1):
-        photos, captions, tags, captioned = tiny_batch(step)
-        queries = model(photos, captions)
-        keys = keys_of(model, photos + 0.1 * torch.randn_like(photos), captions, splits=2)
-        batch = queries, keys, model.queues, tags, captioned
-        losses = mmcontrastive.contrastive_losses(*batch, TAU, MARGIN, EPSILON)
-        sum(losses.values()).backward()
-        model.enqueue(keys, tags, captioned, ALONE)
-    assert all(p.grad.abs().sum() > 0 for p in model.queries.parameters())
-    assert all(p.grad is None for p in model.keys.parameters())
-    assert not any(buffer.requires_grad for buffer in model.queues.buffers())
 
 
 def three_batches(model, world):
@@ -391,41 +318,26 @@ common.end_processes(world)
 
 
 def test_two_processes_hold_what_one_does(tmp_path):
-    """The keys of the whole batch, and the same queues as one process with --bn-splits 2 has.
-
-    The queues hold the last K = 12 keys and tags in their order, without the missing captions.
-    """
+    """The keys of the whole batch, and the same queues as one process with --bn-splits 2 has"""
     (tmp_path / "two.py").write_text(TWO)
     finished(run_script(*TORCHRUN, tmp_path / "two.py", tmp_path / "rank"))
     model = tiny_model()
     keys = three_batches(model, ALONE)
-    queues = dict(model.queues.state_dict())
+    wanted = [keys, dict(model.queues.state_dict())]
     for rank in (0, 1):
-        close(torch.load(tmp_path / f"rank{rank}", weights_only=True), [keys, queues], 1e-6)
-
-    given = {name: [] for name in model.queues}
-    for step in range(3):
-        _, _, tags, captioned = tiny_batch(step)
-        given["tag"] += tags
-        for name, key in keys[step].items():
-            given[name] += key[captioned] if name in ("cc", "ic") else key
-    assert len(given["ii"]) == 24 > len(given["cc"]) > 12
-    for name, rows in given.items():
-        assert queues[f"{name}.total"] == len(rows)
-        for n in range(len(rows) - 12, len(rows)):
-            assert torch.equal(queues[f"{name}.keys"][n % 12], rows[n])
-
-
-BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-BERT |= {"intermediate_size": 24, "vocab_size": 30, "pad_token_id": 0}
+        close(torch.load(tmp_path / f"rank{rank}", weights_only=True), wanted)
+    assert model.queues["ii"].total == 24 > model.queues["ic"].total > 12
 
 
 @pytest.mark.parametrize("kind", ("Bert", "Roberta", "DistilBert", "Electra"))
 def test_caption_trunk_is_the_pooled_output(kind):
-    """Sec. 4.1: the pooler's, or the first token's where there is none; padding is hidden."""
+    """Sec. 4.1: the pooler's, or the first token's where there is none; padding is hidden.
+
+    It computes in single precision, although the model was published in half.
+    """
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(**BERT)
+    config = getattr(transformers, f"{kind}Config")(**BERT, dtype=torch.float16)
     trunk = mmcontrastive.CaptionTrunk(config).eval()
     tokens, lengths = torch.randint(2, 30, (3, 7)), torch.tensor([7, 4, 1])
     visible = torch.arange(7) < lengths[:, None]
@@ -435,13 +347,6 @@ def test_caption_trunk_is_the_pooled_output(kind):
             output = trunk.bert(input_ids=row[None, :length])
             pooled = kind in ("Bert", "Roberta")
             close(vector, output.pooler_output[0] if pooled else output.last_hidden_state[0, 0])
-
-
-def test_caption_trunk_computes_in_single_precision():
-    """Also of a model that was published in half precision"""
-    import transformers
-
-    trunk = mmcontrastive.CaptionTrunk(transformers.BertConfig(**BERT, dtype=torch.float16))
     assert {p.dtype for p in trunk.parameters()} == {torch.float32}
 
 
@@ -465,12 +370,11 @@ def test_blur_is_a_gaussian_convolution():
 def two_photos(tmp_path):
     """One with three captions and two tags, and one with nothing; unlike their mirror images"""
     data = common.CaptionData(common.ImageFiles(), ["dog", "tree", "sky"])
-    for n in (0, 1):
+    captions = ["the dog left of a bright tree", "a tree right of it", "a dog"]
+    for n, row in enumerate(((captions, [0, 2]), ([], []))):
         pixels = np.random.default_rng(n).integers(0, 255, (24, 24, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{n}.png")
-    captions = ["the dog left of a bright tree", "a tree right of it", "a dog"]
-    data.add(str(tmp_path / "0.png"), captions, [0, 2])
-    data.add(str(tmp_path / "1.png"), [])
+        data.add(str(tmp_path / f"{n}.png"), *row)
     return data
 
 
@@ -483,29 +387,19 @@ def samples_of(data, **flags):
 
 def test_left_and_right_follow_the_photo_that_a_caption_meets(two_photos):
     """The query photo meets the key's caption, the key photo the query's (Eqs. 9 to 13)."""
-    two_photos = two_photos.select([0, 1])
-    samples, seen = samples_of(two_photos, caption_views="same"), set()
-    straight = np.array(Image.open(two_photos.images[0]))
-    other = {"left": "right", "right": "left"}
-    wordings = {
-        "the d": ("the dog {} of a bright tree", "left"),
-        "a tre": ("a tree {} of it", "right"),
-    }
-
-    def mirrored(image):
-        assert np.array_equal(image, straight) or np.array_equal(image[:, ::-1], straight)
-        return not np.array_equal(image, straight)
-
+    data = common.CaptionData(common.ImageFiles(), ["dog"])
+    data.add(two_photos.images[0], ["a dog left of a tree"])
+    samples, straight = samples_of(data), np.array(Image.open(data.images[0]))
+    captions = {False: "a dog left of a tree", True: "a dog right of a tree"}
+    seen = set()
     for epoch in range(40):
-        sample = samples[epoch, 0]
-        q, k = sample["q"], sample["k"]
-        for caption, image in ((q["caption"], k["image"]), (k["caption"], q["image"])):
-            if caption == "a dog":
-                continue
-            wording, side = wordings[caption[:5]]
-            assert caption == wording.format(other[side] if mirrored(image) else side)
-            seen.add((side, mirrored(q["image"]), mirrored(k["image"])))
-    assert len(seen) == 8
+        q, k = samples[epoch, 0]["q"], samples[epoch, 0]["k"]
+        mirrored_q = np.array_equal(q["image"], straight[:, ::-1])
+        mirrored_k = np.array_equal(k["image"], straight[:, ::-1])
+        assert mirrored_q or np.array_equal(q["image"], straight)
+        assert (q["caption"], k["caption"]) == (captions[mirrored_k], captions[mirrored_q])
+        seen.add((mirrored_q, mirrored_k))
+    assert len(seen) == 4
 
 
 def test_caption_views(two_photos):
@@ -513,19 +407,19 @@ def test_caption_views(two_photos):
     captions, rng = list(two_photos.captions), np.random.default_rng(0)
     translations = []
     for by in ("fr", "de"):
-        translations.append(common.PackedStrings(f"{by} {caption}" for caption in captions))
+        before = 3 * ["of another photo"]
+        own = [f"{by} {caption}" for caption in captions]
+        translations.append(common.PackedStrings([*before, *own]))
 
     def pairs(kind, data=two_photos, index=0, given=()):
         views = partial(mmcontrastive.caption_views, data, index, kind, given, rng)
         return {views() for _ in range(120)}
 
-    same = {(caption, caption) for caption in captions}
-    assert pairs("same") == same
+    assert pairs("same") == {(caption, caption) for caption in captions}
     assert pairs("sibling") == {(a, b) for a in captions for b in captions if a != b}
     translated = {(caption, f"{by} {caption}") for caption in captions for by in ("fr", "de")}
-    assert pairs("backtranslation", given=translations) == translated
-    behind = two_photos.select([1, 0])  # its captions' numbers do not begin with the photo's
-    assert pairs("backtranslation", behind, 1, translations) == translated
+    second = two_photos.select([0, 0]), 1
+    assert pairs("backtranslation", *second, translations) == translated
     one = two_photos.select([0], captions_per_image=1)
     assert pairs("sibling", one) == {(one.captions[0], one.captions[0])}
     assert pairs("sibling", index=1) == {("", "")}
@@ -562,33 +456,28 @@ def test_greyscale_and_blur(name, two_photos):
     assert 0.4 < (batch[f"sigma_{name}"] > 0).float().mean() < 0.6
 
 
-class Letters:
-    """A tokenizer: a letter is a token, 99 comes first."""
-
-    def __call__(self, captions, padding, truncation, max_length, return_tensors):
-        rows = [[99, *map(ord, caption)][:max_length] for caption in captions]
-        longest = max(map(len, rows))
-        grid = torch.tensor([row + (longest - len(row)) * [0] for row in rows])
-        return {"input_ids": grid, "attention_mask": (grid > 0).long()}
-
-
-def test_batches(two_photos):
+def test_batches(two_photos, tiny_lm):
     """Both views of photos and captions, tags, and which photos have captions"""
-    samples = samples_of(two_photos)
+    tokenizer, _ = mmcontrastive.read_caption_model(tiny_lm)
+    samples = samples_of(two_photos, colour_jitter=1.0, blur=1.0)
     rows = [samples[0, 0], samples[0, 1]]
-    batch = mmcontrastive.collate(rows, Letters())
+    batch = mmcontrastive.collate(rows, tokenizer)
     assert batch["tags"].tolist() == [[1, 0, 1], [0, 0, 0]]
     assert batch["captioned"].tolist() == [True, False] and batch["unreadable"] == []
     for name in ("q", "k"):
         images, (tokens, visible) = mmcontrastive.view(batch, name)
         for n, row in enumerate(rows):
-            close(images[n], common.augment(torch.tensor(row[name]["image"][None].copy()))[0])
-            assert tokens[n][visible[n]].tolist() == [99, *map(ord, row[name]["caption"])]
+            parts = [torch.tensor(row[name][part][None].copy()) for part in ("image", "jitter")]
+            blurred = mmcontrastive.blur(
+                common.augment(*parts), torch.tensor(row[name]["sigma"][None])
+            )
+            close(images[n], blurred[0])
+            assert tokens[n][visible[n]].tolist() == tokenizer(row[name]["caption"])["input_ids"]
     assert rows[0]["q"]["caption"] != rows[0]["k"]["caption"]
-    bare = common.CaptionData(two_photos.images.__class__([two_photos.images[0]]))
-    bare.first_caption.append(0)
-    bare.first_tag.append(0)
-    batch = batch_of(samples_of(bare), 2)
+    two_photos.tag_names = None
+    del two_photos.tags[:]
+    two_photos.first_tag[1] = two_photos.first_tag[2] = 0
+    batch = batch_of(samples_of(two_photos), 2)
     assert batch["tags"].shape == (2, 0) and mmcontrastive.view(batch, "q")[1] is None
 
 
@@ -635,41 +524,13 @@ def test_retrieval_scores_are_those_of_a_sort(levels):
     assert 0 < found["text to image"]["R@1"] < found["text to image"]["R@5"] < 100
 
 
-def scores_of(recall, *median_ranks):
-    """The same R@K both ways"""
-    same = {f"R@{k}": recall for k in (1, 5, 10)}
-    ways = zip(("image to text", "text to image"), median_ranks)
-    return {way: {**same, "median rank": rank} for way, rank in ways}
-
-
-def test_retrieval_by_perfect_and_by_useless_vectors():
-    """A model that finds everything alike, or whose vectors are no numbers, gets no credit."""
-    owners = torch.arange(20).repeat_interleave(5)
-    perfect = (owners == torch.arange(20)[:, None]).float()
-    scores = mmcontrastive.retrieval_scores(perfect, owners)
-    assert_same_scores(scores, scores_of(100, 1, 1))
-    for value in (0.7, math.nan):
-        scores = mmcontrastive.retrieval_scores(torch.full((20, 100), value), owners)
-        assert_same_scores(scores, scores_of(0, 1 + 95 / 2, 1 + 19 / 2))
-
-
-def test_random_similarities_score_what_chance_gives():
-    """R@k is k / N to images, 1 - C(M - c, k) / C(M, k) to texts, within four deviations."""
-    images, captions, runs, found = 100, 5, 60, []
-    total, owners = images * captions, torch.arange(images).repeat_interleave(captions)
-    for _ in range(runs):
-        found.append(mmcontrastive.retrieval_scores(torch.rand(images, total), owners))
-    for k in (1, 5, 10):
-        to_text = 1 - math.comb(total - captions, k) / math.comb(total, k)
-        for way, share, number in (
-            ("image to text", to_text, runs * images),
-            ("text to image", k / images, runs * total),
-        ):
-            mean = sum(scores[way][f"R@{k}"] for scores in found) / runs
-            deviation = math.sqrt(share * (1 - share) / number)
-            assert mean == pytest.approx(100 * share, abs=400 * deviation)
-    ranks = [scores["text to image"]["median rank"] for scores in found]
-    assert sum(ranks) / runs == pytest.approx(images / 2, abs=2)
+def test_useless_vectors_get_no_credit():
+    """Everything alike, or not a number: the ranks are those in the middle."""
+    owners, alike = torch.arange(20).repeat_interleave(5), torch.full((20, 100), 0.7)
+    scores = mmcontrastive.retrieval_scores(alike, owners)
+    assert_same_scores(scores, literal_scores(alike.tolist(), owners.tolist()))
+    assert scores["image to text"]["R@10"] == scores["text to image"]["R@10"] == 0
+    assert mmcontrastive.retrieval_scores(alike * math.nan, owners) == scores
 
 
 # ------------------------------------------------------------ photos, and the losses they allow
@@ -728,12 +589,12 @@ def test_queue_size(capsys):
 # --------------------------------------------------------------------------------------- training
 
 
-def flags_of(command):
-    return mmcontrastive.get_args([str(word) for word in command[1:]])
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def stop_after(iteration, command, monkeypatch):
-    """Start the command; SIGTERM ends it after this iteration -> what it printed cannot be had"""
+    """Start the command; SIGTERM ends it after this iteration."""
     log = common.Run.log
 
     def log_and_stop(run, **values):
@@ -765,18 +626,17 @@ def trained(coco_folder, tiny_lm, tmp_path_factory):
 
 
 def test_learns_to_tell_scenes_apart(trained):
-    """The losses begin at 0, with empty queues, and end well below chance; backbone.pth is the
-    query encoder's."""
+    """The losses begin at 0, with empty queues, and end well below chance.
+
+    backbone.pth is the query encoder's.
+    """
     rows = metrics(trained)
-
-    def mean(part, name):
-        return sum(row[name] for row in part) / len(part)
-
-    assert rows[0]["ii"] == rows[0]["cc"] == pytest.approx(0, abs=1e-6)
-    assert rows[0]["ic"] == 0 < rows[1]["ic"]
-    assert mean(rows[-12:], "ii") < math.log(9) - 0.3  # ln 9: all of the 9 keys are alike
+    losses = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    assert losses["ii"][0] == losses["cc"][0] == pytest.approx(0, abs=1e-6)
+    assert losses["ic"][0] == 0 < losses["ic"][1]
+    assert losses["ii"][-12:].mean() < math.log(9) - 0.3  # ln 9: all of the 9 keys are alike
     for name in ("cc", "loss"):
-        assert mean(rows[-12:], name) < 0.8 * mean(rows[1:6], name)
+        assert losses[name][-12:].mean() < 0.8 * losses[name][1:6].mean()
     state = checkpoint_in(trained)["model"]
     for name, value in torch.load(trained / "backbone.pth", weights_only=True).items():
         assert torch.equal(value, state[f"queries.image.trunk.0.{name}"])
@@ -810,34 +670,30 @@ def test_retrieval_of_the_validation_split(trained, coco_folder):
     assert chance == pytest.approx(100 * 5 / 12, abs=20) and found["trained"] != found["random"]
 
 
-@pytest.fixture
-def mixed_jsonl(coco_folder, tmp_path):
-    """The scenes as a .jsonl in which captions, tags or both are missing on some lines"""
-    rows = []
+def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
+    """From the state after three steps to the losses, keys and queues of the fourth
+
+    The data is a .jsonl in which captions, tags or both are missing on some lines.
+    """
+    run, path, rows = tmp_path / "run", tmp_path / "photos.jsonl", []
     for split in ("train", "val"):
         data = common.caption_data("coco", str(coco_folder), f"{split}2017")
-        for n, path in enumerate(data.images):
-            row = {"image": path, "split": split}
+        for n, image in enumerate(data.images):
+            row = {"image": image, "split": split}
             if n % 3:
                 row["captions"] = data.captions_of(n)[: 1 + n % 4]
             if n % 4:
                 row["tags"] = [data.tag_names[tag] for tag in data.tags_of(n)]
             rows.append(row)
-    path = tmp_path / "photos.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
-
-
-def test_a_step_written_out(mixed_jsonl, tmp_path, monkeypatch):
-    """From the state after three steps to the losses, keys and queues of the fourth."""
-    run = tmp_path / "run"
-    command = ["mmcontrastive.py", "--data", mixed_jsonl, "--recipe", "paper", "--output", run]
+    write_rows(path, rows)
+    command = ["mmcontrastive.py", "--data", path, "--recipe", "paper", "--output", run]
     command += [*TINY, *OWN["mmcontrastive"], "--seed", 3, "--iters", 4, "--tag-threshold", 0]
     command += ["--lambda-tag", 0.3, "--lambda-cc", 0.7, "--queue", 24, "--retrieval-images", 5]
     stop_after(3, command, monkeypatch)
     old = checkpoint_in(run)["model"]
     run_here(command)
-    new, row, args = checkpoint_in(run)["model"], metrics(run)[-1], flags_of(command)
+    new, row = checkpoint_in(run)["model"], metrics(run)[-1]
+    args = mmcontrastive.get_args(list(map(str, command[1:])))
 
     train = common.caption_data(args.data, None, "train")
     tokenizer, config = mmcontrastive.read_caption_model(run / "caption_model")
@@ -851,6 +707,7 @@ def test_a_step_written_out(mixed_jsonl, tmp_path, monkeypatch):
             query = old[f"queries.{name}"]
             key.copy_(0.9 * old[f"keys.{name}"] + (1 - 0.9) * query)
             torch.testing.assert_close(new[f"keys.{name}"], key.detach(), rtol=1e-5, atol=1e-7)
+            assert not torch.equal(new[f"queries.{name}"], query)
 
     make = partial(mmcontrastive.sample, train, [], args)
     samples = common.Samples(make, len(train), seed=3)
@@ -882,7 +739,7 @@ def test_a_step_written_out(mixed_jsonl, tmp_path, monkeypatch):
     close(new["queues.ic.keys"][:number], keys["ic"][captioned], 1e-4)
     assert new["queues.ic.total"] == 16 + number
     found = result(run)["retrieval"]
-    assert found["images"] == 5 <= found["captions"] <= 20  # of the eight that have captions
+    assert found["images"] == 5 <= found["captions"] <= 20  # of the eight with captions
 
 
 def queues_in(state):
@@ -933,7 +790,7 @@ def test_unified_mlps_on_vgg16(tiny, tmp_path):
     assert result(tmp_path)["retrieval"]["images"] == 3
 
 
-def test_pretrained_caption_encoder(tiny, tiny_lm, tmp_path, monkeypatch, capsys):
+def test_pretrained_caption_encoder(tiny, tiny_lm, tmp_path, monkeypatch):
     """--lm FOLDER: both encoders begin with its weights; m = 1 keeps the momentum encoder there.
 
     The run goes on elsewhere, without that folder, and with a flag that repeats its default.
@@ -944,36 +801,18 @@ def test_pretrained_caption_encoder(tiny, tiny_lm, tmp_path, monkeypatch, capsys
     shutil.copytree(tiny_lm, lm)
     flags = ["--lm", lm, "--momentum", 1, "--iters", 4]
     stop_after(2, tiny("mmcontrastive", first, *flags), monkeypatch)
-    weights = load_file(lm / "model.safetensors")
-    given = {name: value for name, value in weights.items() if name.startswith("bert.")}
-    state = checkpoint_in(first)["model"]
-    assert len(given) > 10
-    for name, value in given.items():
-        assert torch.equal(state[f"keys.caption.trunk.{name}"], value)
-    for name in (
-        "bert.embeddings.word_embeddings.weight",
-        "bert.encoder.layer.0.output.dense.bias",
-    ):
-        assert not torch.equal(state[f"queries.caption.trunk.{name}"], given[name])
+    state, given = checkpoint_in(first)["model"], load_file(lm / "model.safetensors")
+    names = [name for name in given if name.startswith("bert.")]
+    assert len(names) > 10
+    assert all(torch.equal(state[f"keys.caption.trunk.{name}"], given[name]) for name in names)
+    words = "bert.embeddings.word_embeddings.weight"
+    assert not torch.equal(state[f"queries.caption.trunk.{words}"], given[words])
     assert not list((first / "caption_model").glob("*.safetensors"))
-    pooler = "bert.pooler.dense.weight"
-    assert pooler not in given and f"keys.caption.trunk.{pooler}" in state
 
     shutil.rmtree(lm)
     first.rename(second)
     output = run_here(tiny("mmcontrastive", second, *flags, "--lambda-tag", 1))
     assert "going on from iteration 2" in output and len(metrics(second)) == 4
-
-
-def test_flickr8k(real_data, tmp_path):
-    """Real photos without tags, in COCO's layout with splits of another name"""
-    data = ["--data", "coco", "--root", real_data / "flickr8k", "--output", tmp_path]
-    data += ["--train-split", "train", "--val-split", "val", "--fraction", 0.02]
-    flags = [*TINY, *OWN["mmcontrastive"], "--iters", 3, "--retrieval-images", 20]
-    output = run_here(["mmcontrastive.py", *data, *flags])
-    found = result(tmp_path)["retrieval"]
-    assert (found["images"], found["captions"]) == (20, 100)
-    assert "tag" not in metrics(tmp_path)[-1] and "no photo has tags" in output
 
 
 # ----------------------------------------------------------------------------------------- search
@@ -983,12 +822,6 @@ def search(weights, output, *texts):
     """The command; flags may follow the texts"""
     files = "--weights", weights, "--output", output, "--amp", "off", "--workers", 0
     return ["mmcontrastive.py", *files, "--search", *texts]
-
-
-def tile(picture, row, column):
-    """A photo of search.png, of 128 pixels with its text above"""
-    x, y = 8 + column * 136, 8 + row * 176 + 22
-    return np.asarray(picture.crop((x, y, x + 128, y + 128)), np.float32)
 
 
 def test_search(trained, coco_folder, tmp_path):
@@ -1015,23 +848,15 @@ def test_search(trained, coco_folder, tmp_path):
     assert picture.size == (8 + 10 * 136, 8 + 2 * 176)
     for row in (0, 1):
         for column, n in enumerate(order[row]):
-            found = tile(picture, row, column)
+            x, y = 8 + column * 136, 8 + row * 176 + 22  # below the text, without the scores
+            found = np.asarray(picture.crop((x, y, x + 128, y + 128)), np.float32)
             apart = [np.abs(found - thumbnail).mean() for thumbnail in thumbnails]
             assert int(np.argmin(apart)) == n and apart[n] < 12
 
 
-def test_search_in_the_validation_split(trained, tmp_path):
-    """Without --root: in that of the run"""
-    lines = run_here(search(trained / "checkpoint.pth", tmp_path, "a star")).splitlines()
-    path = tmp_path / "search.png"
-    assert lines == [f"the ten nearest of 12 photos to each text are in {path}"]
-    assert path.exists()
-
-
 def test_search_refuses(trained, coco_folder, tmp_path):
     """What cannot be searched in or with: one line each, and no picture"""
-    empty, bad, found = tmp_path / "empty", tmp_path / "bad", tmp_path / "found"
-    empty.mkdir()
+    bad, none, found = tmp_path / "bad", tmp_path / "none", tmp_path / "found"
     bad.mkdir()
     (bad / "broken.jpg").write_bytes(b"\xff\xd8\xff nothing")
     own, content = trained / "checkpoint.pth", checkpoint_in(trained)
@@ -1040,8 +865,7 @@ def test_search_refuses(trained, coco_folder, tmp_path):
     torch.save(content, tmp_path / "blind.pth")
     shutil.copy(own, tmp_path / "alone.pth")
     for weights, root, message in [
-        (own, empty, f"--root {empty} holds no photo"),
-        (own, tmp_path / "none", "none holds no photo"),
+        (own, none, f"--root {none} holds no photo"),
         (own, bad, "none of the 1 photos can be decoded"),
         (trained / "backbone.pth", coco_folder, "is no checkpoint.pth of mmcontrastive.py"),
         (tmp_path / "other.pth", coco_folder, "is no checkpoint.pth of mmcontrastive.py"),
@@ -1050,45 +874,34 @@ def test_search_refuses(trained, coco_folder, tmp_path):
     ]:
         assert message in refusal(search(weights, found, "a dog", "--root", root))
     assert not found.exists()
+    assert "ten nearest of 12 photos" in run_here(search(own, found, "a dog"))  # of its val split
 
 
 # ------------------------------------------------------------------------------- back-translation
 
 
 @pytest.fixture(scope="module")
-def translators(coco_folder, tmp_path_factory):
-    """The pattern of the folders of four MarianMT models of one layer, which have learned nothing"""
-    import sentencepiece
+def translators(tiny_lm, tmp_path_factory):
+    """The pattern of the folders of four MarianMT models of one layer, with random weights
+
+    Their tokenizer is that of `tiny_lm`.
+    """
     import transformers
 
     folder = tmp_path_factory.mktemp("marian")
-    model, vocabulary = str(folder / "pieces.model"), folder / "vocab.json"
-    captions = common.caption_data("coco", str(coco_folder), "train2017").captions
-    settings = {"vocab_size": 90, "hard_vocab_limit": False, "bos_id": -1, "minloglevel": 3}
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(captions), model_prefix=str(folder / "pieces"), **settings
-    )
-    pieces = sentencepiece.SentencePieceProcessor(model_file=model)
-    words = ["</s>", "<unk>", *map(pieces.id_to_piece, range(len(pieces))), "<pad>"]
-    words = list(dict.fromkeys(words))
-    vocabulary.write_text(json.dumps({word: n for n, word in enumerate(words)}))
+    tokenizer, _ = mmcontrastive.read_caption_model(tiny_lm)
+    pad, end = tokenizer.pad_token_id, tokenizer.sep_token_id
+    tokens = {"pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": end}
+    tokens |= {"vocab_size": len(tokenizer), "forced_eos_token_id": end}
     sizes = {"d_model": 16, "max_position_embeddings": 160, "init_std": 0.5}
     for part in ("encoder", "decoder"):
         sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 32}
-    start, end = len(words) - 1, {"eos_token_id": 0, "forced_eos_token_id": 0, "bos_token_id": 0}
-    for n, (source, target) in enumerate(LANGUAGES):
-        pair = folder / f"{source}-{target}"
-        languages = {"source_lang": source, "target_lang": target}
-        tokenizer = transformers.MarianTokenizer(model, model, str(vocabulary), **languages)
-        tokenizer.save_pretrained(pair)
+    for n, pair in enumerate(("en-fr", "fr-en", "en-de", "de-en")):
         torch.manual_seed(n)
-        tokens = {"pad_token_id": start, "decoder_start_token_id": start, **end}
-        config = transformers.MarianConfig(vocab_size=len(words), **sizes, **tokens)
-        transformers.MarianMTModel(config).save_pretrained(pair)
+        config = transformers.MarianConfig(**tokens, **sizes)
+        transformers.MarianMTModel(config).save_pretrained(folder / pair)
+        tokenizer.save_pretrained(folder / pair)
     return str(folder / "{}-{}")
-
-
-LANGUAGES = ("en", "fr"), ("fr", "en"), ("en", "de"), ("de", "en")
 
 
 def translated(pattern, text, *languages):
@@ -1097,7 +910,7 @@ def translated(pattern, text, *languages):
 
     for pair in zip(languages, languages[1:]):
         name = pattern.format(*pair)
-        tokenizer = transformers.MarianTokenizer.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         model = transformers.MarianMTModel.from_pretrained(name).eval()
         settings = {"num_beams": 1, "do_sample": False, "max_new_tokens": 128}
         tokens = model.generate(**tokenizer(text, return_tensors="pt"), **settings)
@@ -1109,15 +922,7 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-quiet_marian = pytest.mark.filterwarnings("ignore:Recommended")  # to install a further package
-
-
-@quiet_marian
-def test_backtranslate_and_train_on_it(tiny, translators, coco_folder, tmp_path):
+def test_backtranslate_and_train_on_it(tiny, translators, coco_folder, tmp_path, monkeypatch):
     """Killed half-way and started again it has every caption once, both ways; training reads it."""
     run = tmp_path / "run"
     path = run / "backtranslations.jsonl"
@@ -1152,6 +957,9 @@ def test_backtranslate_and_train_on_it(tiny, translators, coco_folder, tmp_path)
         assert row["de"] == translated(translators, row["caption"], "en", "de", "en")
     assert any(row["fr"] != row["de"] for row in rows[1:])
     assert "0 to translate" in run_here(write) and rows_of(path) == rows
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "0")
+        assert "start it without torchrun" in refusal(write)
 
     run_here(command)
     assert len(metrics(run)) == 3
@@ -1167,24 +975,21 @@ def row_of(n):
     return {"caption": f"caption {n}", "fr": f"français {n}", "de": f"deutsch {n}"}
 
 
-def test_back_translations_of_a_killed_run(tmp_path):
-    """Whole lines count, half a last one does not; a missing caption is an error."""
+@pytest.mark.parametrize("last", (json.dumps(row_of(2))[:20], json.dumps(row_of(3))))
+def test_back_translations_of_a_killed_run(last, tmp_path):
+    """Without a line's end at the end: half a line does not count, a whole one does."""
     path = tmp_path / "translations.jsonl"
     write_rows(path, map(row_of, range(3)))
-    path.write_text(path.read_text() + json.dumps(row_of(3))[:20])
-    wanted = {f"caption {n}": row_of(n) for n in range(3)}
+    with open(path, "a") as file:
+        file.write(last)
+    number = 4 if last.endswith("}") else 3
+    wanted = {f"caption {n}": row_of(n) for n in range(number)}
     assert mmcontrastive.read_translations(path) == wanted
-    found = mmcontrastive.read_backtranslations(path, ["caption 2", "caption 0", "caption 2"])
-    assert [list(language) for language in found] == [
-        ["français 2", "français 0", "français 2"],
-        ["deutsch 2", "deutsch 0", "deutsch 2"],
-    ]
+    french, german = mmcontrastive.read_backtranslations(path, ["caption 2", "caption 0"])
+    assert list(french) == ["français 2", "français 0"]
+    assert list(german) == ["deutsch 2", "deutsch 0"]
     with pytest.raises(SystemExit, match="1 of 2 captions have no back-translation in"):
-        mmcontrastive.read_backtranslations(path, ["caption 1", "caption 3"])
-    path.write_text(path.read_text().rstrip("\n"))
-    write_rows(path, [row_of(0)])
-    path.write_text(path.read_text() + json.dumps(row_of(1)))  # whole but for the end of the line
-    assert len(mmcontrastive.read_translations(path)) == 2
+        mmcontrastive.read_backtranslations(path, ["caption 1", "caption 4"])
     assert mmcontrastive.read_translations(tmp_path / "none.jsonl") == {}
 
 
@@ -1202,45 +1007,30 @@ def test_back_translations_that_are_none(line, tmp_path):
 # ---------------------------------------------------------------------------------------- refusals
 
 
-def test_groups_and_processes_that_do_not_fit(monkeypatch):
+@pytest.mark.parametrize("processes, batch_size, splits", ((16, 16, 16), (3, 24, 8)))
+def test_groups_and_processes_that_do_not_fit(processes, batch_size, splits, monkeypatch):
     """Every process has as many groups of batch norm; with more processes than groups, one."""
-
-    def start(processes, batch_size):
-        monkeypatch.setenv("WORLD_SIZE", str(processes))
-        mmcontrastive.get_args(["--data", "coco", "--batch-size", str(batch_size)])
-
-    start(16, 64)
-    with pytest.raises(SystemExit, match="--bn-splits 16 groups of two or more over 16 processes"):
-        start(16, 16)
-    with pytest.raises(SystemExit, match="--bn-splits 8 groups of two or more over 3 processes"):
-        start(3, 24)
-
-
-def test_back_translation_is_one_process_s_work(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    assert "start it without torchrun" in refusal(
-        tiny("mmcontrastive", tmp_path, "--backtranslate")
-    )
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    message = f"--bn-splits {splits} groups of two or more over {processes} processes"
+    assert message in refusal(["mmcontrastive.py", "--data", "coco", "--batch-size", batch_size])
+    assert mmcontrastive.get_args(["--data", "coco", "--batch-size", "96", "--bn-splits", "6"])
 
 
 def test_models_that_are_none(tiny, tiny_lm, tmp_path):
     """A folder without a model, a tokenizer without padding, translators that are not there"""
-    import transformers
-
-    empty, unpadded, run = tmp_path / "empty", tmp_path / "unpadded", tmp_path / "run"
+    empty, unpadded = tmp_path / "empty", tmp_path / "unpadded"
     empty.mkdir()
-    shutil.copytree(tiny_lm, unpadded)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(unpadded)
+    tokenizer, config = mmcontrastive.read_caption_model(tiny_lm)
     tokenizer.pad_token = None
     tokenizer.save_pretrained(unpadded)
+    config.save_pretrained(unpadded)
     translator = ["--backtranslate", "--translator", f"{tmp_path}/{{}}-{{}}"]
     for flags, message in [
         (["--lm", empty], f"--lm {empty} cannot be loaded"),
         (["--lm", unpadded], "the tokenizer of --lm has no token for padding"),
         (translator, f"--translator {tmp_path}/en-fr: no such folder"),
     ]:
-        assert message in refusal(tiny("mmcontrastive", run, *flags))
-    assert not (run / "checkpoint.pth").exists()
+        assert message in refusal(tiny("mmcontrastive", tmp_path / "run", *flags))
 
 
 # --------------------------------------------------------------------------------------- it learns

@@ -54,7 +54,7 @@ def get_args(argv=None):
     add("--rounds", type=count, default=4, help=f"timed rounds of {STEPS} steps each")
     add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
     add("--compile", action="store_true", help="torch.compile, as in the scripts")
-    add("--data", help="coco, vg or a .jsonl: also measure the scripts themselves on it")
+    add("--data", help="coco, vg or a .jsonl: also measure the whole loop of the scripts")
     add("--root", help="folder of --data")
     add("--train-split", default="train2017", help="split of --data")
     add("--workers", type=natural, default=min(8, os.cpu_count()), help="processes that decode")
@@ -347,6 +347,7 @@ def whole_loop(method, args):
         finally:
             process.kill()
             process.wait()
+            print(file=sys.stderr)  # its bar has left the line open
     last = json.loads(rows[2])
     return last["images_per_s"], last["data_wait"]
 

@@ -15,6 +15,7 @@ the data go with labels.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,10 +27,10 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 import common
 import eval_linear
-from common import check, fail, say
+from common import check, say
 
 NO_CAPTIONS = "--lambda-tag 0 --lambda-cc 0 --lambda-ic 0 --lambda-ci 0"
-INTER_MODAL = "--lambda-ii 0 --lambda-cc 0 --lambda-tag 0 --intra-dim 1024"
+INTER_MODAL = "--lambda-ii 0 --lambda-cc 0 --lambda-tag 0"
 FROM_TP = "--init {output}/tp-{seed}/backbone.pth"
 ATT_FC = f"{FROM_TP} --head att-fc"
 # fmt: off
@@ -61,52 +62,60 @@ def get_args(argv=None):
     add("--output", default="runs/compare", help="folder of the runs, the table and the picture")
     args, args.more = parser.parse_known_args(argv)
     args.only = [name for name in ROWS if name in args.only]
-    for name in args.only:
-        needs_tp = FROM_TP in ROWS[name][3] and "tp" not in args.only
-        there = Path(args.output, "tp-0", "backbone.pth").exists()
-        check(there or not needs_tp, f"the row {name} starts from tp: add it to --only")
+    from_tp = [name for name in args.only if FROM_TP in ROWS[name][3]]
+    tp = [Path(args.output, f"tp-{seed}", "backbone.pth") for seed in range(args.seeds)]
+    if from_tp and "tp" not in args.only and not all(path.exists() for path in tp):
+        parser.error(f"the row {from_tp[0]} starts from tp: add it to --only")
+    if common.look(args.more, "--seed").seed:
+        parser.error("give --seeds N instead of --seed: each run has its own seed, 0 to N - 1")
     return args
 
 
 def main(args):
+    recipe = common.choose_recipe({}, ["--data", args.data, *args.more])
+    split = common.look(args.more, "--train-split").train_split or recipe["train_split"]
+    if not args.probe_data:  # now: after the runs it would be too late
+        tags = common.caption_data(args.data, args.root, split).tag_names
+        check(tags, f"{args.data} has no tags to probe on: add --probe-data and --probe-root")
     for seed in range(args.seeds):
         for name in args.only:
-            train(name, seed, args)
-    rows = list(filter(None, (summary(name, args) for name in ROWS)))
-    check(rows, "no run has a probe: add --probe-data and --probe-root")
-    output = Path(args.output)
-    table = in_lines(rows)
+            train(name, seed, recipe["recipe"], args)
+    rows = list(filter(None, (summary(name, args.output) for name in ROWS)))
+    check(rows, "no run has a probe: its data have no class with examples in both splits")
+    for flag in ("arch", "data", "probe_data"):
+        values = {str(row["settings"][flag]) for row in rows if row["learns_from"] != "labels"}
+        found = f"{args.output} holds runs with --{flag.replace('_', '-')} {', '.join(values)}"
+        check(len(values) < 2, f"{found}: they cannot be compared, choose another --output")
+    output, table = Path(args.output), in_lines(rows)
     common.write_file(output / "comparison.md", lambda file: file.write(table.encode()))
     common.write_json(output / "result.json", {"rows": rows})
     draw_bars(rows, output / "comparison.png")
     say(f"\n{table}\nthe same as a picture: {output}/comparison.png")
 
 
-def train(name, seed, args):
+def train(name, seed, recipe, args):
     """Run the script of a row, with its output on this screen, until it has ended."""
     method, _, script, own = ROWS[name]
     command = [REPO / script, "--seed", seed, "--output", Path(args.output, f"{name}-{seed}")]
-    command += own.format(output=args.output, seed=seed).split()
-    data, probe = {"data": args.data, "root": args.root}, {}
-    if args.probe_data:
-        probe = {"probe-data": args.probe_data, "probe-root": args.probe_root}
-    if name == "supervised" and args.probe_data:
-        data = {"data": labelled_photos(args), "val-split": "train", "recipe": recipe_of(args)}
-    for flag, value in (data | probe).items():
-        if value is not None:
-            command += [f"--{flag}", value]
-    command = [str(word) for word in (*command, *args.more)]
+    command += [word.format(output=args.output, seed=seed) for word in own.split()]
+    for flag in ("data", "root", "probe_data", "probe_root"):
+        if getattr(args, flag) is not None:
+            command += [f"--{flag.replace('_', '-')}", getattr(args, flag)]
+    command += args.more
+    if name == "supervised" and args.probe_data not in (None, "shapes"):
+        # At the end: of a flag that is given twice the last value counts.
+        command += ["--data", labelled_photos(args), "--recipe", recipe, "--fraction", 1]
+        command += ["--train-split", "train", "--val-split", "train"]
+    command = [str(word) for word in command]
     if args.processes > 1:
         launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={args.processes}"]
         command = ["-m", *launcher, *command]
     say(f"\n{method}, seed {seed}: python {' '.join(command)}")
-    if subprocess.run([sys.executable, *command]).returncode:
-        fail(f"{script} was stopped or ended with an error, see above")
-
-
-def recipe_of(args):
-    """The recipe that the other rows have"""
-    return common.choose_recipe({}, ["--data", args.data])["recipe"]
+    with subprocess.Popen([sys.executable, *command]) as process:
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        process.wait()  # after a SIGTERM, too: it writes its checkpoint and ends
+    signal.signal(signal.SIGTERM, before)
+    check(process.returncode == 0, f"{script} was stopped or ended with an error, see above")
 
 
 def labelled_photos(args):
@@ -123,21 +132,22 @@ def labelled_photos(args):
     return path
 
 
-def summary(name, args):
+def summary(name, output):
     """The runs of a row that have ended -> {"method", "trained": [mAP], ...}, None without any"""
-    folders = sorted(Path(args.output).glob(f"{name}-[0-9]*/result.json"))
-    results = [json.loads(path.read_text()) for path in folders]
+    folders = [path.parent for path in sorted(Path(output).glob(f"{name}-[0-9]*/result.json"))]
+    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
     probes = [result["probe"] for result in results if "probe" in result]
     if not probes:
         return None
-    settings = json.loads((folders[0].parent / "args.json").read_text())
-    seen = common.read_checkpoint(folders[0].parent / "checkpoint.pth")["iteration"]
+    settings = json.loads((folders[0] / "args.json").read_text())
+    seen = common.read_checkpoint(folders[0] / "checkpoint.pth")["iteration"]
     return {
         "method": ROWS[name][0],
         "learns_from": ROWS[name][1],
         "images": seen * settings["batch_size"],
         "trained": [probe["trained"] for probe in probes],
         "random": [probe["random"] for probe in probes],
+        "settings": settings,
     }
 
 
@@ -148,16 +158,14 @@ def mean_and_deviation(scores):
 
 
 def in_lines(rows):
-    lines = [
-        "| method | learns from | images seen | runs | mAP | random |",
-        "|---|---|---|---|---|---|",
-    ]
+    table = "| method | learns from | images seen | runs | mAP | random |\n"
+    table += 6 * "|---" + "|\n"
     for row in rows:
         seen, runs = f"{row['images']:,}", len(row["trained"])
         trained, random = mean_and_deviation(row["trained"]), mean_and_deviation(row["random"])
         cells = row["method"], row["learns_from"], seen, str(runs), trained, random
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        table += f"| {' | '.join(cells)} |\n"
+    return table
 
 
 def draw_bars(rows, path, side=30, left=220, width=520):
@@ -167,13 +175,11 @@ def draw_bars(rows, path, side=30, left=220, width=520):
     draw = ImageDraw.Draw(sheet)
     scale = width / max(max(row["trained"]) for row in rows)
     for y, row in zip(range(8, height + 8, side), rows):
-        middle, mean = y + side / 2, np.mean(row["trained"])
+        middle, end = y + side / 2, left + np.mean(row["trained"]) * scale
         draw.text((left - 8, middle), row["method"], "black", font, anchor="rm")
-        colour = COLOURS[row["learns_from"]]
-        draw.rectangle((left, y + 4, left + mean * scale, y + side - 4), colour)
+        draw.rectangle((left, y + 4, end, y + side - 4), COLOURS[row["learns_from"]])
         random = left + np.mean(row["random"]) * scale
         draw.line((random, y + 1, random, y + side - 1), "black", 2)
-        end = left + mean * scale
         if len(row["trained"]) > 1:
             half = np.std(row["trained"], ddof=1) * scale
             draw.line((end - half, middle, end + half, middle), "black", 2)

@@ -1,0 +1,270 @@
+"""tools/: compare.py's commands are ones that the scripts accept, and its table says what their
+runs say; benchmark.py measures every method, and its LinearSVC solves what the probe solves."""
+
+import importlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import transformers
+from conftest import checkpoint_in, environment, metrics, result
+from PIL import Image
+
+import eval_linear
+from tools import benchmark, compare
+
+# ------------------------------------------------------------------------------------ compare.py
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """24 captioned photos without tags and 36 labelled ones in folders -> flags of compare.py"""
+    rng = np.random.default_rng(0)
+
+    def photo(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (40, 40, 3), np.uint8)).save(path)
+        return str(path)
+
+    lines = []
+    for n in range(24):
+        image = photo(tmp_path / "photos" / f"{n}.jpg")
+        lines.append(json.dumps({"image": image, "captions": ["a noisy picture"]}))
+    (tmp_path / "photos.jsonl").write_text("\n".join(lines))
+    for split, number in (("train", 12), ("val", 6)):
+        for name in ("noise", "noise again"):
+            for n in range(number):
+                photo(tmp_path / "labelled" / split / name / f"{n}.jpg")
+    flags = ["--data", tmp_path / "photos.jsonl", "--output", tmp_path / "all runs"]
+    flags += ["--probe-data", "folder", "--probe-root", tmp_path / "labelled"]
+    return [*flags, "--image-size", 32, "--batch-size", 8, "--workers", 0]
+
+
+def compare_with(*flags):
+    compare.main(compare.get_args([str(flag) for flag in flags]))
+
+
+def refused(*flags):
+    with pytest.raises(SystemExit) as stopped:
+        compare_with(*flags)
+    return str(stopped.value)
+
+
+class RunHere:
+    """In place of subprocess.Popen: the script runs in this process."""
+
+    def __init__(self, command):
+        _, script, *flags = command
+        module, self.returncode = importlib.import_module(Path(script).stem), 0
+        try:
+            module.main(module.get_args(flags))
+        except SystemExit as stopped:
+            self.returncode = stopped.code if isinstance(stopped.code, int) else 1
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait(self):
+        pass
+
+
+def test_one_table(photos, tmp_path, monkeypatch, capsys):
+    """Two rows, two seeds. An ended run is not repeated; the supervised row learns from labels."""
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(Popen=RunHere))
+    runs, flags = tmp_path / "all runs", [*photos, "--seeds", 2, "--iters", 1]
+    # These two would take the captions' splits away from the labelled photos, or half of them.
+    flags += ["--train-split", "train", "--val-split", "val", "--fraction", 0.9]
+    compare_with(*flags, "--only", "supervised")
+    labels = [json.loads(line) for line in (runs / "labels.jsonl").read_text().splitlines()]
+    assert sorted(row["tags"][0] for row in labels) == ["noise"] * 12 + ["noise again"] * 12
+    assert all(f"/train/{row['tags'][0]}/" in row["image"] for row in labels)
+    settings = json.loads((runs / "supervised-1" / "args.json").read_text())
+    assert (settings["labels"], settings["fraction"]) == ("instances", 1.0)
+    assert (settings["recipe"], settings["seed"]) == ("small", 1)
+
+    written = (runs / "supervised-0" / "checkpoint.pth").stat().st_mtime_ns
+    capsys.readouterr()
+    compare_with(*flags, "--only", "moco", "supervised")
+    assert (runs / "supervised-0" / "checkpoint.pth").stat().st_mtime_ns == written
+    assert capsys.readouterr().out.count("holds a run that has ended") == 2
+
+    table = (runs / "comparison.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:]]
+    for row, name in zip(rows, ("moco", "supervised"), strict=True):
+        probes = [result(runs / f"{name}-{seed}")["probe"] for seed in (0, 1)]
+        for cell, backbone in ((4, "trained"), (5, "random")):
+            one, other = (probe[backbone] for probe in probes)
+            deviation = abs(one - other) / 2**0.5
+            assert row[cell] == f"{(one + other) / 2:.1f} ± {deviation:.1f}"
+    assert [row[:4] for row in rows] == [
+        ["MoCo-v2", "photos", "8", "2"],
+        ["Supervised", "labels", "8", "2"],
+    ]
+    kept = json.loads((runs / "result.json").read_text())["rows"]
+    assert [row["method"] for row in kept] == ["MoCo-v2", "Supervised"]
+    assert Image.open(runs / "comparison.png").height > 2 * 30
+
+    assert "ended with an error" in refused(*flags, "--only", "moco", "--image-size", 64)
+
+
+@pytest.mark.parametrize("name", compare.ROWS)
+@pytest.mark.parametrize("data", ["shapes", "coco", "photos.jsonl"])
+def test_flags_are_accepted(name, data, monkeypatch, tmp_path):
+    """Every row's command, as its script parses it."""
+    commands = []
+
+    class Recorded(RunHere):
+        returncode = 0
+
+        def __init__(self, command):
+            commands.append(command[1:])
+
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(Popen=Recorded))
+    monkeypatch.setattr(compare, "labelled_photos", lambda args: "labels.jsonl")
+    flags = ["--data", data, "--output", "all runs", "--probe-data", "folder", "--only", "tp", name]
+    shared = ["--iters", "77", "--batch-size", "16", "--arch", "resnet18", "--fraction", "0.5"]
+    compare.train(name, 3, "small", compare.get_args([*flags, *shared]))
+    [[script, *flags]] = commands
+    args = importlib.import_module(Path(script).stem).get_args(flags)
+    assert (args.iters, args.batch_size, args.arch) == (77, 16, "resnet18")
+    assert (args.output, args.seed, args.probe_data) == (f"all runs/{name}-3", 3, "folder")
+    if name == "supervised":
+        assert (args.data, args.recipe, args.fraction) == ("labels.jsonl", "small", 1.0)
+    else:
+        recipe = {"shapes": "demo", "coco": "paper"}.get(data, "small")
+        assert (args.data, args.recipe, args.fraction) == (data, recipe, 0.5)
+    if name in ("icmlm-from-tp", "att-fc"):
+        assert args.init == "all runs/tp-3/backbone.pth"
+
+
+def test_a_stopped_comparison_leaves_no_training_behind(photos, tmp_path):
+    """SIGTERM reaches the script: it writes its checkpoint and ends before the comparison does."""
+    flags = [*photos, "--only", "moco", "--iters", 100_000, "--log-every", 1]
+    command = [sys.executable, compare.__file__, *map(str, flags)]
+    run, pipe = tmp_path / "all runs" / "moco-0", subprocess.PIPE
+    options = {"stdout": subprocess.DEVNULL, "stderr": pipe, "text": True, "env": environment()}
+    with subprocess.Popen(command, **options) as process:
+        while not (run / "metrics.jsonl").exists() or not metrics(run):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        errors = process.communicate(timeout=60)[1]
+    ended = "error: mmcontrastive.py was stopped or ended with an error, see above"
+    assert process.returncode == 1 and errors.splitlines()[-1] == ended
+    iteration = checkpoint_in(run)["iteration"]
+    time.sleep(1)
+    assert metrics(run)[-1]["iteration"] == iteration
+
+
+def test_refusals(photos, tmp_path, monkeypatch):
+    """Before anything is trained; and rows that cannot be compared get no table."""
+    monkeypatch.setattr(compare, "subprocess", None)
+    starts = "error: the row icmlm-from-tp starts from tp: add it to --only"
+    assert refused(*photos, "--only", "icmlm-from-tp", "moco") == starts
+    (tmp_path / "all runs" / "tp-0").mkdir(parents=True)
+    (tmp_path / "all runs" / "tp-0" / "backbone.pth").touch()
+    compare.get_args([str(flag) for flag in (*photos, "--only", "icmlm-from-tp")])
+    assert refused(*photos, "--only", "icmlm-from-tp", "--seeds", 2) == starts
+    assert "give --seeds N" in refused(*photos, "--seed", 5)
+    untagged = refused("--data", tmp_path / "photos.jsonl", "--output", tmp_path)
+    assert untagged.endswith("has no tags to probe on: add --probe-data and --probe-root")
+
+    monkeypatch.setattr(compare, "train", lambda *_: None)
+    assert "no run has a probe" in refused(*photos)
+    archs = iter(["resnet18", "resnet50", *["resnet18"] * 20])
+
+    def summary(*_):
+        settings = {"arch": next(archs), "data": "shapes", "probe_data": None}
+        return {"learns_from": "captions", "settings": settings}
+
+    monkeypatch.setattr(compare, "summary", summary)
+    message = refused(*photos)
+    assert "holds runs with --arch resnet" in message and "cannot be compared" in message
+
+
+def test_bars(tmp_path):
+    """A bar of twice the score is twice as long, in the colour of what the method learns from."""
+    rows = [
+        {"method": "one", "learns_from": "captions", "trained": [40.0], "random": [10.0]},
+        {"method": "two", "learns_from": "photos", "trained": [18.0, 22.0], "random": [10.0, 12.0]},
+    ]
+    compare.draw_bars(rows, tmp_path / "bars.png", side=30, left=220, width=500)
+    pixels = np.asarray(Image.open(tmp_path / "bars.png").convert("RGB"))
+
+    def length(y, colour):
+        return (pixels[y] == colour).all(1).sum()
+
+    assert length(14, (0x3B, 0x6F, 0xB6)) == pytest.approx(500, abs=4)  # a line crosses it
+    assert length(14 + 30, (0x8A, 0x6F, 0xB0)) == pytest.approx(250, abs=4)
+    assert [compare.mean_and_deviation(row["trained"]) for row in rows] == ["40.0", "20.0 ± 2.8"]
+
+
+# ---------------------------------------------------------------------------------- benchmark.py
+
+TINY = ["--arch", "resnet18", "--image-size", "32", "--batch-size", "8", "--hidden", "64"]
+TINY += ["--rounds", "1", "--amp", "off"]
+
+
+def printed_speeds(output):
+    """{name: (images per second, comment)}"""
+    speeds = {}
+    for line in output.splitlines():
+        if "images/s" in line:
+            speed, comment = line[20:].split("images/s")
+            speeds[line[:20].strip()] = float(speed), comment.strip()
+    return speeds
+
+
+def test_benchmark_runs(monkeypatch, capsys):
+    """Each method's step beside its floor, with a small BERT."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    bert = transformers.BertConfig(vocab_size=10_000, intermediate_size=64, **sizes)
+    monkeypatch.setattr(benchmark, "BERT_BASE", bert)
+    monkeypatch.setattr(benchmark, "STEPS", 1)
+    benchmark.main(benchmark.get_args(TINY))
+    speeds = printed_speeds(capsys.readouterr().out)
+    assert speeds.keys() == {*benchmark.METHODS, "bare backbone", "contrastive floor"}
+    for method in benchmark.METHODS:
+        name = "contrastive floor" if method == "mmcontrastive" else "bare backbone"
+        (speed, comment), (floor, _) = speeds[method], speeds[name]
+        share, text = comment.split("% of the ")
+        assert text == name and float(share) == pytest.approx(100 * speed / floor, rel=0.05)
+
+
+def test_benchmark_of_the_whole_loop(coco_folder, monkeypatch, capsys):
+    """The script itself is run until it has logged three times; its errors end the benchmark."""
+    monkeypatch.setattr(benchmark, "DECODING", 0.1)
+    flags = [*TINY, "--methods", "tp", "--workers", "0", "--data", "coco", "--root"]
+    benchmark.main(benchmark.get_args([*flags, str(coco_folder)]))
+    speeds = printed_speeds(capsys.readouterr().out)
+    assert speeds.keys() == {"bare backbone", "tp", "decoding", "tp, loop"}
+    assert all(speed > 0 for speed, _ in speeds.values())
+    assert "% of its step, " in speeds["tp, loop"][1]
+    with pytest.raises(SystemExit, match="error: tp.py ended with an error, see above"):
+        benchmark.whole_loop("tp", benchmark.get_args([*flags, "/nowhere"]))
+
+
+def test_linear_svc(monkeypatch):
+    """Both forms of LinearSVC give the scores of the probe's solver, "difficult" images too."""
+    rng = np.random.default_rng(0)
+    x, direction = rng.normal(size=(2, 150, 6)).astype(np.float32), rng.normal(size=(6, 3))
+    noise = rng.normal(size=(2, 150, 3))
+    y = np.where(x @ direction + noise > 1, 1, 0)
+    y[:, ::10] = -1
+    names = ["one", "two", "three"]
+    ours = eval_linear.svm_probe(x[0], y[0], x[1], y[1], names)
+    for dual in (True, False):
+        theirs = benchmark.linear_svc(x[0], y[0], x[1], y[1], names, dual)
+        assert theirs == pytest.approx(ours, abs=1e-3)
+    monkeypatch.setattr(eval_linear, "COSTS", (1e-4,))
+    other = benchmark.linear_svc(x[0], y[0], x[1], y[1], names, dual=False)
+    assert other != pytest.approx(ours, abs=1e-3)  # the test can tell a difference
