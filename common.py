@@ -1027,7 +1027,7 @@ def parse(parser, argv, recipe, scaled=()):
 # Flags that may differ when a run goes on: where and how fast it runs, not what it learns.
 FREE_FLAGS = {
     "output", "root", "fresh", "workers", "amp", "compile", "log_every", "checkpoint_every",
-    "probe_root", "backtranslations",
+    "probe_root", "backtranslations", "tags_required",
 }  # fmt: skip
 
 

@@ -96,18 +96,18 @@ def test_svms_are_those_of_scikit_learn(features, monkeypatch):
 
 
 @quiet
-@pytest.mark.parametrize("source, size", (("shapes", 32), ("folder", 48)))
-def test_svms_on_features_of_a_backbone(source, size, request):
+@pytest.mark.parametrize("source, size, number", (("shapes", 32, 200), ("folder", 48, 300)))
+def test_svms_on_features_of_a_backbone(source, size, number, request):
     """Of scenes and of real flowers: each class agrees with scikit-learn to 0.05 points."""
     root = request.getfixturevalue("real_data") / "flowers" if source == "folder" else None
     torch.manual_seed(0)
     backbone, features = common.build_backbone("resnet18"), []
-    for split in ("train", "val"):
+    for seed, split in enumerate(("train", "val")):
         data = eval_linear.label_data(source, root, split)
         counts = data.labels.sum(0).tolist()
         assert source == "shapes" or counts == 5 * [300 if split == "train" else 100]
-        order = np.random.default_rng(0).permutation(len(data.images))
-        features += eval_linear.extract_features(backbone, data.select(order[:200]), size, ALONE)
+        data = data.select(np.random.default_rng(seed).permutation(len(data.images))[:number])
+        features += eval_linear.extract_features(backbone, data, size, ALONE)
     found = eval_linear.svm_probe(*features, data.names)
     assert len(found) > 4
     for k, name in enumerate(data.names):
@@ -336,9 +336,8 @@ def test_schedules(flags, rates, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(common, "random_crop", lambda rng, s: views.add(s) or crop(rng, s))
     monkeypatch.setattr(common, "colour_jitter", lambda rng, s: jitters.add(s) or jitter(rng, s))
     layers = "layers" in flags
-    evaluate(
-        tmp_path, folder, f"{flags} --weights random --arch {'vgg16' if layers else 'resnet18'}"
-    )
+    arch = "vgg16" if layers else "resnet18"
+    evaluate(tmp_path, folder, f"{flags} --weights random --arch {arch}")
     assert steps == [(pytest.approx(rate), 0.9, 0) for rate in rates]
     augmented = "sgd-mct" not in flags
     assert views == ({(0.2, 1.0)} if augmented else set())

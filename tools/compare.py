@@ -7,7 +7,7 @@
 
 Each run is the one-line command of its script and goes into a folder of its own below --output. A
 run that has ended is not repeated and a killed one goes on. comparison.md, comparison.png and
-result.json hold the probe of each backbone beside that of random initialisation.
+result.json hold the probe of every run that has ended, beside that of random initialisation.
 
 The supervised row is trained with the classes that the others are only probed on: it shows how far
 the data go with labels.
@@ -33,6 +33,7 @@ NO_CAPTIONS = "--lambda-tag 0 --lambda-cc 0 --lambda-ic 0 --lambda-ci 0"
 INTER_MODAL = "--lambda-ii 0 --lambda-cc 0 --lambda-tag 0"
 FROM_TP = "--init {output}/tp-{seed}/backbone.pth"
 ATT_FC = f"{FROM_TP} --head att-fc"
+TP_LABEL = "--labels instances"
 # fmt: off
 ROWS = {  #           method                    learns from  script              its own flags
     "virtex":        ("VirTex",                 "captions", "virtex.py",        ""),
@@ -43,7 +44,7 @@ ROWS = {  #           method                    learns from  script             
     "mmcontrastive": ("Multimodal contrastive", "captions", "mmcontrastive.py", ""),
     "inter-modal":   ("... inter-modal only",   "captions", "mmcontrastive.py", INTER_MODAL),
     "moco":          ("MoCo-v2",                "photos",   "mmcontrastive.py", NO_CAPTIONS),
-    "supervised":    ("Supervised",             "labels",   "tp.py",            "--labels instances"),
+    "supervised":    ("Supervised",             "labels",   "tp.py",            TP_LABEL),
 }
 # fmt: on
 COLOURS = {"captions": "#3b6fb6", "photos": "#8a6fb0", "labels": "#4d9a5b"}
@@ -56,7 +57,7 @@ def get_args(argv=None):
     add("--root", help="as of the scripts")
     add("--probe-data", choices=common.LABELLED, help="labelled images (default: tags of --data)")
     add("--probe-root", help="their folder")
-    add("--only", nargs="+", choices=ROWS, default=list(ROWS), help="train these rows")
+    add("--only", nargs="+", metavar="ROW", choices=ROWS, default=list(ROWS), help="train these")
     add("--seeds", type=common.count, default=1, help="runs of each row")
     add("--processes", type=common.count, default=1, help="GPUs for each run (torchrun)")
     add("--output", default="runs/compare", help="folder of the runs, the table and the picture")
