@@ -1047,11 +1047,14 @@ def test_explain_refuses(trained, example, lms, tmp_path):
 
 
 def test_learns_on_shapes(tmp_path):
-    """The run without flags: the photo tells words that the text does not.
+    """Half the run without flags: the photo tells words that the text does not.
 
-    Measured: 57.1% of the masked words with the photo, 40.8 with another one, 41.6 by the language
-    model alone; the probe is 7.9 mAP above random initialisation."""
-    finished(run_script("icmlm.py", "--output", tmp_path))
+    Measured, with all scenes: 53.4% of the masked words with the photo, 41.8 with another one, 42.4
+    by the language model alone; the probe is 6.5 mAP above random initialisation.
+    """
+    flags = ["--iters", 350, "--lm-iters", 200, "--image-size", 80, "--fraction", 0.2]
+    flags += ["--proxy-triplets", 2000, "--probe-images", 1000]
+    finished(run_script("icmlm.py", *flags, "--output", tmp_path))
     found = result(tmp_path)
     top1 = {name: found["masked_words"][name]["top1"] for name in icmlm.PREDICTED}
     assert top1["with the photo"] > top1["with another photo"] + 6

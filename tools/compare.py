@@ -9,8 +9,7 @@ Each run is the one-line command of its script and goes into a folder of its own
 run that has ended is not repeated and a killed one goes on. comparison.md, comparison.png and
 result.json hold the probe of every run that has ended, beside that of random initialisation.
 
-The supervised row is trained with the classes that the others are only probed on: it shows how far
-the data go with labels.
+The supervised row learns the classes that the others are only probed on: how far labels go.
 """
 
 import json
