@@ -635,10 +635,10 @@ class CropView(Dataset):
 
 
 class InfiniteSampler(Sampler):
-    """Yields (epoch, index) for ever, beginning with batch number `start`.
+    """Yields (epoch, index) forever, beginning with batch number `start`.
 
-    The epochs' permutations stand one behind the other; batch t is the t-th slice of `batch_size`
-    (global) of them, and each rank takes its share of the slice. Nothing else decides what is seen.
+    The epochs' permutations are concatenated; batch t is the t-th slice of `batch_size` (global) of
+    them, and each rank takes its share of the slice. Nothing else decides what is seen.
     """
 
     def __init__(self, size, batch_size, world, seed, start=0):
@@ -921,19 +921,19 @@ def flag_parser(script, description):
     parser = Parser(description)
     add = parser.add_argument_group("data").add_argument
     add("--data", default="shapes", help="shapes (built in), coco, vg, or the path of a .jsonl")
-    add(
-        "--recipe", choices=RECIPES, help="the other defaults: demo (shapes), small (.jsonl), paper"
-    )
+    add("--recipe", choices=RECIPES, help="other defaults: demo (shapes), small (.jsonl), paper")
     add("--root", help="folder of the data (default datasets/<name>; for a .jsonl its own)")
     add("--train-split", help="name of the training split")
     add("--val-split", help="name of the validation split")
-    add("--fraction", type=positive_share, default=1.0, help="of the images [VirTex Fig. 4]")
+    add("--fraction", type=positive_share, default=1.0, help="train on this share [VirTex Fig. 4]")
     add("--captions-per-image", type=count, help="train on this many captions [VirTex Fig. 4]")
     add("--image-size", type=count, help="side of the crops; the cost grows with its square")
     add("--crop-min", type=positive_share, help="smallest share of a photo that a crop shows")
     add("--colour-jitter", type=share, help="strength; lower if captions name colours, 0 for none")
     cores = min(8, os.cpu_count())
-    add("--workers", type=natural, default=cores, help="more when data_wait in metrics is > 0.05")
+    add(
+        "--workers", type=natural, default=cores, help="data processes; more if data_wait is > 0.05"
+    )
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--batch-size", type=count, help="images per iteration over all processes")
@@ -946,7 +946,7 @@ def flag_parser(script, description):
     add = parser.add_argument_group("run").add_argument
     add("--output", default=f"runs/{script}", help="the same command goes on from what is there")
     add("--fresh", action="store_true", help="forget what --output holds and start over")
-    add("--seed", type=seed_number, default=0, help="of all that is random")
+    add("--seed", type=seed_number, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
     add("--log-every", type=count, default=20, help="iterations between lines of metrics.jsonl")

@@ -452,8 +452,8 @@ def principal_axes(x):
 def choose_costs(x, positive, costs):
     """The cost with the best average precision in 3-fold cross-validation -> (classes,)
 
-    x: (N, D) in its principal axes.  positive: (N, classes) bool; with fewer than three examples
-    on one side, one for each fold, a class takes 1.
+    x: (N, D) in its principal axes.  positive: (N, classes) bool; the cost is 1 for a class with
+    fewer than three positives or negatives, one for each fold.
     """
     chosen = np.ones(positive.shape[1])
     rarer = np.minimum(positive.sum(0), (~positive).sum(0))

@@ -186,7 +186,7 @@ def main(args):
         words = lm.read(batch["tokens"], visible)
         with common.autocast(device, args.amp):
             logits, tag_logits = parallel(images, words, visible, position)
-        # Eq. 7 over triplets, as App. F.1 counts them: a caption has as many as words to mask.
+        # Eqs. 6, 7: softmax over the vocabulary, mean over the triplets of the batch [App. F.1].
         losses = {"mlm": F.cross_entropy(logits.float(), batch["target"])}
         loss = losses["mlm"]
         if args.lambda_tp:
@@ -390,7 +390,8 @@ class FrozenLanguageModel:
 def token_classifier(model):
     """The pretrained layers behind the encoder of a masked language model, whatever their names
 
-    -> a copy of the model in which the encoder returns what it is given; the weights are shared.
+    -> a copy of the model in which the encoder returns what it is given. deepcopy takes what its
+    memo holds instead of copying it: the weights stay shared and the encoder is replaced.
     """
     from transformers.modeling_outputs import BaseModelOutput  # only here: it takes seconds
 
@@ -490,7 +491,7 @@ class EncoderLayer(nn.Module):
         key = self.per_head(self.key(z))  # Eq. 13
         query = self.per_head(self.query(z))
         value = self.per_head(self.value(z))
-        # Eq. 14 for any V: softmax(K Q^T / sqrt(D)) V. In the paper K asks and Q answers.
+        # Eq. 14: softmax(K Q^T / sqrt(D)) V. The paper compares K with Q: K is passed as query.
         mask = visible[:, None, None]
         attend = partial(F.scaled_dot_product_attention, key, query, attn_mask=mask)
         merged = self.merge(attend(value).transpose(1, 2).flatten(2))  # Eq. 15
@@ -546,7 +547,7 @@ class AttFc(nn.Module):
         s = (s * self.average.weight[0]).sum(-1) + self.average.bias
         p = s.softmax(1)  # Eq. 5: (B, H * W)
         pooled = (p[:, None].to(x.dtype) @ x).squeeze(1)  # Eq. 5: x^ = X^T p (B, d_x)
-        logits = F.linear(self.fc(pooled), self.vocabulary)  # Eq. 6: v_k = fc(x^)^T V_k
+        logits = F.linear(self.fc(pooled), self.vocabulary)  # v_k of Eq. 6: fc(x^)^T V_k
         return logits, p
 
 

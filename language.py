@@ -32,7 +32,7 @@ from common import CaptionData, check, fail, progress, say
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of the Penn tags
 UNIVERSAL = {"NOUN": "nouns", "PROPN": "nouns", "ADJ": "adjectives", "VERB": "verbs"}  # spaCy's
-# Verbs that show nothing. spaCy has a part of speech for them, the Penn Treebank has none. [ours]
+# Auxiliary verbs name nothing visible. spaCy has a part of speech for them, Penn has none. [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()

@@ -3,8 +3,8 @@
 Yuan, Lin, Kuen, Zhang, Wang, Maire, Kale, Faieta. Multimodal Contrastive Training for Visual
 Representation Learning. CVPR 2021.
 
-Two views of a photo shall be more similar than views of different photos (Eq. 3, as in MoCo-v2),
-and so shall two wordings of a caption (Eq. 8), a photo and its caption (Eqs. 11, 14), and photos
+Two views of a photo should be more similar than views of different photos (Eq. 3, as in MoCo-v2),
+and so should two wordings of a caption (Eq. 8), a photo and its caption (Eqs. 11, 14), and photos
 with common tags (Eq. 5). A query is compared with the key of its own photo and with a queue of
 earlier keys, which momentum encoders have made. Similarity within a modality and between the two
 is measured in different spaces, each with MLPs of its own [Sec. 3.2].
@@ -72,7 +72,7 @@ RECIPES = {  #           demo        small       paper
     "queue":            (512,        512,        32_768),               # Sec. 4.1
     "momentum":         (0.995,      0.998,      0.999),                # Sec. 4.1
     "bn_splits":        (4,          4,          8),                    # MoCo: 8 GPUs
-    "lambda_tag":       (0.0,        1.0,        1.0),                  # Sec. 4.1; 0: probed on
+    "lambda_tag":       (0.0,        1.0,        1.0),                  # Sec. 4.1
     "lambda_ic":        (0.2,        0.2,        1e-4),                 # Sec. 4.1
     "lambda_ci":        (0.2,        0.2,        1e-4),                 # Sec. 4.1
     "batch_size":       (32,         32,         512),                  # Sec. 4.1
@@ -589,7 +589,10 @@ class MultimodalContrastive(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys, tags, captioned, world):
-        """keys: of all processes; tags (B, tags), captioned (B,): of this. No caption, no key."""
+        """keys: of all processes; tags (B, tags), captioned (B,): of this process.
+
+        Photos without a caption add no caption key.
+        """
         captioned = gather(captioned, world)
         all_valid = torch.ones_like(captioned)
         for loss, key in keys.items():
@@ -631,8 +634,8 @@ class Queue(nn.Module):
     def enqueue(self, keys, valid):
         """Put the keys (B, dim) that are `valid` (B,) over the oldest. B <= K
 
-        To select them, the host would have to know how many there are, and would wait for the GPU.
-        So all are written, the valid ones first, and the others write back what is there.
+        Boolean indexing would make the CPU wait for the GPU. So all rows are written, the valid
+        ones first, and the invalid ones write back the old keys.
         """
         number, place = valid.sum(), torch.arange(len(keys), device=keys.device)
         valid_first = (~valid).byte().argsort(stable=True)
@@ -658,14 +661,14 @@ def contrastive_losses(queries, keys, queues, tags, captioned, temperature, marg
         losses["ii"] = -log_p[:, 0].mean()  # Eq. 3
         if "tag" in queues:
             own = torch.ones_like(captioned)[:, None]
-            others = tags @ queues["tag"].keys.T > threshold
+            others = tags @ queues["tag"].keys.T > threshold  # t_p . t_j > epsilon
             positive = torch.cat([own, others & queues["tag"].filled], 1)  # Eq. 4
             loss = -log_p.masked_fill(~positive, 0).sum(1) / positive.sum(1)  # Eq. 5
             losses["tag"] = (loss * tags.any(1)).mean()
     if "cc" in queries:
         log_p = log_probabilities(queries["cc"], keys["cc"], queues["cc"], temperature)
         losses["cc"] = (-log_p[:, 0] * captioned).mean()  # Eq. 8
-    for name in ("ic", "ci"):
+    for name in ("ic", "ci"):  # Eq. 11 and Eq. 14
         if name in queries:
             loss = ranking_loss(queries[name], keys[name], queues[name], margin)
             losses[name] = (loss * captioned).mean()
@@ -686,7 +689,7 @@ def log_probabilities(query, key, queue, temperature):
 
 
 def ranking_loss(query, key, queue, margin):
-    """Eqs. 11 and 14: the sum over the queue of [alpha - q . k+ + q . k]_+ -> (B,)"""
+    """Eq. 11, Eq. 14: the sum over the queue of [alpha - q . k+ + q . k]_+ -> (B,)"""
     own, others = similarities(query, key, queue)
     hinge = (margin - own + others).clamp(min=0)
     return hinge.masked_fill(~queue.filled, 0).sum(1)

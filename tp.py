@@ -48,7 +48,7 @@ except ModuleNotFoundError:  # copied without it: no probe at the end
 LABELS = "postag", "cluster", "lda", "instances", "rotation"
 POS = "nn", "nn+adj", "nn+adj+vb"
 TAGGERS = "textblob", "spacy"
-two_or_more = common.number(int, "2 or more", lambda n: n >= 2)  # a type of flags
+two_or_more = common.number(int, "2 or more", lambda n: n >= 2)  # an argparse type
 
 # fmt: off
 RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1]
@@ -486,7 +486,7 @@ def label_loss(logits, targets, labels):
     if labels == "lda":
         total = F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="sum")
         return total / len(targets)
-    return language.tag_loss(logits, targets)  # Eq. 2
+    return language.tag_loss(logits, targets)  # Eq. 2 stands there
 
 
 # ------------------------------------------------------------------------------------ validation

@@ -93,7 +93,7 @@ def get_args(argv=None):
     add = use.add_mutually_exclusive_group().add_argument
     add("--caption", nargs="+", metavar="IMAGE", help="caption photos, with pictures of attention")
     add("--evaluate", action="store_true", help="CIDEr and SPICE of the validation split [Fig. 6]")
-    use.add_argument("--beams", type=count, default=5, help="of beam search [official code]")
+    use.add_argument("--beams", type=count, default=5, help="of beam search [Sec. 4.4]")
 
     recipe = common.choose_recipe(RECIPES, argv)
     args = common.parse(parser, argv, recipe, scaled=("lr", "text_lr"))
@@ -184,7 +184,7 @@ def load_captions(args, split, fraction=1.0, captions_per_image=None):
 
 
 def clean(caption):
-    """Lower case, accents stripped [Sec. 3]; NFKD [official code] can bring capitals: first"""
+    """Lower case, accents stripped [Sec. 3]; NFKD first, which can produce capitals"""
     decomposed = unicodedata.normalize("NFKD", caption).lower()
     return "".join(char for char in decomposed if not unicodedata.combining(char))
 
@@ -252,7 +252,7 @@ def sample(data, tokenizer, args, index, rng):
     captions = data.captions_of(index)
     caption = captions[0] if rng is None else captions[rng.integers(len(captions))]
     if photo["mirrored"]:
-        caption = common.swap_left_right(caption)  # [Sec. 3]
+        caption = common.swap_left_right(caption)  # flipped with the photo [Sec. 3]
     tokens = [SOS, *tokenizer.encode(clean(caption)), EOS][: args.max_length]
     masked = None
     if args.task == "masked_lm":
@@ -417,7 +417,7 @@ class TextualHead(nn.Module):
             if isinstance(module, Attention):
                 nn.init.normal_(module.in_proj_weight, std=0.02)
         nn.init.zeros_(self.embedding.words.weight[UNKNOWN])
-        self.output.weight = self.embedding.words.weight  # tied [Sec. 3]
+        self.output.weight = self.embedding.words.weight  # weight tying [Sec. 3]
 
     def share(self, other):
         """Use the other direction's parts; only the Transformer is a direction's own [Sec. 3]."""
@@ -479,8 +479,8 @@ class VirTex(nn.Module):
         return self.caption_losses(projected, tokens, **batch)
 
     def caption_losses(self, projected, tokens, predicted, backward_tokens=None):
-        """Eq. 1, negative: each token is predicted from the image and from the tokens before it
-        in the direction of reading. The loss of a direction is the mean over its tokens.
+        """Minus Eq. 1, per direction and averaged over its tokens: each token is predicted from
+        the image and from the tokens before it in the direction of reading.
         """
         heads, sequences = {"forward": self.textual}, [tokens]
         if self.task == "bicaptioning":
@@ -516,7 +516,7 @@ def prediction_losses(output, vectors, targets, predicted):
 
 
 def token_set_loss(logits, tokens):
-    """Softmax cross-entropy with the set of a caption's K tokens, each 1/K [Sec. 4.2]"""
+    """Softmax cross-entropy with the set of a caption's K tokens, each 1/K [Sec. 4.1, 4.2]"""
     targets = torch.zeros_like(logits, dtype=torch.float32).scatter_(1, tokens, 1.0)
     targets[:, : MASK + 1] = 0  # neither special tokens nor padding
     return F.cross_entropy(logits.float(), targets / targets.sum(1, keepdim=True).clamp(min=1))
@@ -548,9 +548,8 @@ def parameter_groups(model, lr, text_lr, weight_decay):
 
 
 class LookAhead:
-    """Every k steps the slow weights move by alpha towards the fast, which go on from there.
-
-    Zhang et al. 2019; k = 5, alpha = 0.5 [Sec. 3].
+    """Look-ahead: every k steps the slow weights move by alpha towards the fast ones, which go on
+    from there [Zhang et al. 2019; Sec. 3: k = 5, alpha = 0.5].
     """
 
     def __init__(self, optimizer, k, alpha):
