@@ -514,12 +514,15 @@ class Samples(Dataset):
         if isinstance(key, tuple):
             rng, index = np.random.default_rng([self.seed, *key]), key[1]
         unreadable = []
-        for _ in range(min(100, self.size)):
+        for _ in range(self.size):
             try:
                 return {**self.make(index, rng), "unreadable": unreadable}
             except Unreadable as error:
-                unreadable.append(str(error))
                 index = (index + 1) % self.size
+                if str(error) not in unreadable:  # a photo may have many samples (icmlm.py)
+                    unreadable.append(str(error))
+            if len(unreadable) == 100:
+                break
         number = f"{len(unreadable)} images in a row cannot be decoded"
         raise Unreadable(f"{number}, the first is {unreadable[0]}: are they photos?")
 

@@ -437,6 +437,17 @@ def photos(images, size=32, crop_min=0.2, jitter=1.0):
     return common.Samples(functools.partial(common.photo, images, **settings), len(images))
 
 
+def test_one_bad_photo_may_have_many_samples():
+    """150 triplets of one undecodable photo are passed over; it is named once."""
+
+    def make(index, rng):
+        if index < 150:
+            raise common.Unreadable("bad.jpg")
+        return {"index": index}
+
+    assert common.Samples(make, 200)[0] == {"index": 150, "unreadable": ["bad.jpg"]}
+
+
 def test_undecodable_photos_are_replaced_and_named(damaged, capsys):
     """The next photo that can be decoded takes their place, past the end of the list too."""
     samples, good = photos(damaged), read(damaged[2], common.centre_crop(1.0))
