@@ -572,7 +572,15 @@ def collate_draws(samples):
     return {**batch, "unreadable": [path for sample in samples for path in sample["unreadable"]]}
 
 
-def test_batches_do_not_depend_on_the_number_of_workers():
+@pytest.fixture
+def interruptible():
+    """A shell starts jobs in the background with Ctrl-C ignored: not so here."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_batches_do_not_depend_on_the_number_of_workers(interruptible):
     """The same bits in the same order. The workers leave signals to the main process."""
     loaded, samples = [], common.Samples(draws, 20)
     for workers in (0, 2):
@@ -629,10 +637,12 @@ def test_an_error_ends_the_program_and_its_workers(tmp_path, error, message):
 
 
 TWO_PROCESSES = """
+import sys
 import common
 
 world = common.start()
-print("any:", common.any_process(world, world.is_main), flush=True)
+sys.stdout.write(f"any: {common.any_process(world, world.is_main)}\\n")  # one write
+sys.stdout.flush()
 with common.main_first(world):
     if world.is_main:
         common.fail("no room", everywhere=False)
