@@ -1099,9 +1099,14 @@ class Run:
         self.iteration, self.checkpoint, self.best = 0, None, None
         self.values, self.waited, self.unreadable = {}, 0.0, set()
         with main_first(world):
-            self.begin()
+            ended = self.begin()
+        if ended:  # all processes come here, and none waits for another
+            say(f"{self.folder} holds a run that has ended, see result.json there; "
+                "--fresh starts over")  # fmt: skip
+            sys.exit(0)
 
     def begin(self):
+        """Read or make the folder -> whether it holds a run that has ended"""
         names = "args.json metrics.jsonl checkpoint.pth backbone.pth backbone_best.pth"
         if self.world.is_main:
             try:
@@ -1115,14 +1120,13 @@ class Run:
             self.check_same_run()
             self.iteration, self.best = self.checkpoint["iteration"], self.checkpoint["best"]
             if (self.folder / "result.json").exists():
-                say(f"{self.folder} holds a run that has ended, see result.json there; "
-                    "--fresh starts over")  # fmt: skip
-                sys.exit(0)
+                return True
             say(f"{self.folder} holds a checkpoint: going on from iteration {self.iteration}")
         if self.world.is_main:
             (self.folder / "result.json").unlink(missing_ok=True)
             self.keep_metrics()
             self.write_args()
+        return False
 
     def check_same_run(self):
         hint = "choose another --output, or --fresh to start over"
