@@ -231,9 +231,10 @@ class ImageFiles(PackedStrings):
     """Paths of images; `open(i)` gives a PIL image, not yet decoded."""
 
     def open(self, i):
-        if not os.path.isfile(self[i]):  # reading a pipe or a device would hang
-            raise OSError(f"{self[i]} is not a file")
-        return Image.open(self[i])
+        path = self[i]
+        if not os.path.isfile(path):  # reading a pipe or a device would hang
+            raise OSError(f"{path} is not a file")
+        return Image.open(path)
 
     def check_files(self, hint="check --root and the split"):
         """End the program if files are missing. Folders are listed once; no file is opened."""
@@ -971,16 +972,18 @@ def look(argv, *flags):
     return parser.parse_known_args(argv)[0]
 
 
-def choose_recipe(table, argv):
+def choose_recipe(table, argv, paper=None):
     """The column of the table for `--recipe`, or else for `--data` -> {flag: default}
 
-    table: {flag: (demo, small, paper)}
+    table: {flag: (demo, small, paper)}.  paper: {flag: value} that replace those of its column.
     """
     given = look(argv, "--data", "--recipe", "--iters", "--epochs")
     by_data = {None: "demo", "shapes": "demo", "coco": "paper", "vg": "paper"}
     name = given.recipe or by_data.get(given.data, "small")
     check(name in RECIPES, f"--recipe {name} is unknown: choose from {', '.join(RECIPES)}")
     recipe = {flag: row[RECIPES.index(name)] for flag, row in table.items()}
+    if name == "paper":
+        recipe |= paper or {}
     recipe["recipe"] = name
     if given.iters:
         recipe["epochs"] = None

@@ -120,8 +120,7 @@ def get_args(argv=None):
 
     given = common.look(argv, "--arch", "--head", "--init", "--lm")
     other = VGG16 if given.arch == "vgg16" else {}
-    table = {flag: (*row[:2], other.get(flag, row[2])) for flag, row in RECIPES.items()}
-    recipe = common.choose_recipe(table, argv)
+    recipe = common.choose_recipe(RECIPES, argv, paper=other)
     if given.head != "att-fc" or not given.init:  # attention needs features that mean something
         recipe["warmup_attention"] = 0.0
     args = common.parse(parser, argv, recipe, scaled=("lr",))

@@ -122,8 +122,7 @@ def choose_recipe(argv):
     other = VGG16 if given.arch == "vgg16" else {}
     if labels == "rotation" and given.arch in (None, "vgg16"):
         other = ROTATION
-    table = {flag: (*row[:2], other.get(flag, row[2])) for flag, row in RECIPES.items()}
-    recipe = common.choose_recipe(table, argv)
+    recipe = common.choose_recipe(RECIPES, argv, paper=other)
 
     recipe["num_labels"] = NUM_LABELS.get(labels)
     if labels == "postag" and given.arch == "vgg16":
