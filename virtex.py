@@ -677,9 +677,9 @@ def beam_search(head, projected, beams=5, max_length=30, cached=True):
 def word_attention(head, projected, tokens, pieces):
     """Where the last layer looks when it predicts each word [Sec. 4.4] -> list of (word, (h, w))
 
-    projected (1, S, H); tokens (T,) from [SOS] to [EOS]; pieces: the tokens as strings, "▁" at the
-    start of a word. The map of a word is the mean over its tokens, each of which is predicted at
-    the position before it; it sums to one.
+    projected (1, S, H); tokens (T,) from [SOS] to [EOS]; pieces: the tokens as strings, "▁" at
+    the start of a word. The map of a word is the mean over its tokens, each of which is predicted
+    at the position before it; it sums to one.
     """
     x = head.embedding(tokens[None, :-1])
     for layer, (key, value) in zip(head.transformer["layers"], head.memory(projected)):

@@ -43,6 +43,14 @@ OWN = {
 SCRIPTS = tuple(OWN)
 
 
+def captioned(*images):
+    """CaptionData of images with these captions"""
+    data = common.CaptionData(common.ImageFiles())
+    for n, captions in enumerate(images):
+        data.add(f"{n}.jpg", captions)
+    return data
+
+
 class FeaturesAsGiven(torch.nn.Module):
     """In place of the backbone: images in, the same out."""
 

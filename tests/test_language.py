@@ -6,20 +6,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import CPU
+from conftest import CPU, captioned
 from scipy import sparse
 from torch import nn
 
 import common
 import language
-
-
-def captioned(*images):
-    """CaptionData of images with these captions."""
-    data = common.CaptionData(common.ImageFiles())
-    for n, captions in enumerate(images):
-        data.add(f"{n}.jpg", captions)
-    return data
 
 
 # ------------------------------------------------------------------------------------- concepts

@@ -18,6 +18,7 @@ from conftest import (
     CPU,
     OWN,
     TINY,
+    captioned,
     checkpoint_in,
     files_in,
     finished,
@@ -34,14 +35,6 @@ import common
 import language
 import shapes
 import tp
-
-
-def captioned(*images):
-    """CaptionData of images with these captions"""
-    data = common.CaptionData(common.ImageFiles())
-    for n, captions in enumerate(images):
-        data.add(f"{n}.jpg", captions)
-    return data
 
 
 def tagged(names, *images):
