@@ -841,7 +841,9 @@ def all_finite(state):
 
 
 def build_optimizer(name, parameters, lr, weight_decay):
-    """ "sgd" with momentum 0.9, which all three papers use, or "radam" [ICMLM App. F.1]"""
+    """ "sgd" with momentum 0.9, which all three papers use; "radam" [ICMLM App. F.1]; "adamw" """
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr, weight_decay=weight_decay, fused=True)
     if name == "radam":  # weight decay decoupled, as in the code of RAdam's authors
         decay = {"weight_decay": weight_decay, "decoupled_weight_decay": True}
         return torch.optim.RAdam(parameters, lr, **decay)
@@ -875,6 +877,7 @@ def set_lr(optimizer, factor):
 # ----------------------------------------------------------------------------------------- flags
 
 RECIPES = "demo", "small", "paper"
+OPTIMIZERS = "sgd", "radam", "adamw"
 LABELLED = "shapes", "coco", "voc07", "folder"
 
 
@@ -1144,11 +1147,17 @@ class Run:
 
     def keep_metrics(self):
         """Drop the lines that a killed run wrote after its checkpoint: they come again."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        lines = [line for line in lines if line.endswith("\n")]  # half a line, of a killed run
-        kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
-        write_file(path, lambda file: file.write("".join(kept).encode()))
+        path, kept, lost = self.folder / "metrics.jsonl", [], 0
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        for line in lines:
+            try:
+                if json.loads(line)["iteration"] <= self.iteration:
+                    kept.append(line + b"\n")
+            except (ValueError, TypeError, KeyError):  # cut off or zeros: the power has failed
+                lost += 1
+        if lost:
+            say(f"{path}: {lost} lines that cannot be read are dropped")
+        write_file(path, lambda file: file.write(b"".join(kept)))
 
     def write_args(self):
         here = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]

@@ -60,7 +60,7 @@ TAGGERS = "textblob", "spacy"
 RECIPES = {  #           demo        small       paper: ResNet-50
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
     "image_size":       (96,         112,        224),                  # App. F.2, of the probe
-    "crop_min":         (0.7,        0.2,        0.2),                  # ours
+    "crop_min":         (0.8,        0.2,        0.2),                  # ours
     "colour_jitter":    (0.25,       1.0,        1.0),                  # ours
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.2
     "lm_iters":         (300,        4000,       20_000),               # ours
@@ -68,12 +68,13 @@ RECIPES = {  #           demo        small       paper: ResNet-50
     "heads":            (1,          1,          1),                    # Sec. 4.3
     "lambda_tp":        (1.0,        1.0,        0.1),                  # App. B
     "warmup_attention": (0.0,        0.0,        0.0),                  # App. F.1
-    "optimizer":        ("radam",    "sgd",      "sgd"),                # App. F.1
-    "batch_size":       (32,         32,         512),                  # App. F.1
-    "iters":            (700,        20_000,     500_000),              # App. F.1
+    "optimizer":        ("adamw",    "sgd",      "sgd"),                # App. F.1
+    "batch_size":       (64,         32,         512),                  # App. F.1
+    "iters":            (300,        20_000,     500_000),              # App. F.1
     "lr":               (1e-3,       3e-2,       3e-2),                 # App. F.1
-    "steps":            ([0.8],      [],         []),                   # App. F.1
-    "weight_decay":     (1e-4,       1e-4,       1e-4),                 # App. F.1
+    "warmup":           (0.1,        0.0,        0.0),
+    "steps":            ([],         [],         []),                   # App. F.1
+    "weight_decay":     (1e-2,       1e-4,       1e-4),                 # App. F.1
     "log_every":        (10,         20,         20),
     "checkpoint_every": (200,        500,        2000),
     "probe_images":     (2000,       10_000,     10_000),
@@ -106,16 +107,16 @@ def get_args(argv=None):
     add("--dropout", type=proper_share, default=0.1, help="in tfm [BERT]")
 
     add = parser.add_argument_group("optimizer and validation").add_argument
-    add("--optimizer", choices=("sgd", "radam"), help="radam for vgg16; the other needs its --lr")
+    add("--optimizer", choices=common.OPTIMIZERS, help="radam for vgg16; the other needs its --lr")
     add("--steps", type=positive_share, nargs="*", help="lr falls to a tenth after these shares")
     add("--lambda-tp", type=non_negative, help="weight of tag prediction; 0 for none [Eq. 8]")
     add("--warmup-attention", type=proper_share, help="share of the run with a frozen backbone")
     add("--proxy-triplets", type=count, default=5000, help="validate on at most so many [ours]")
 
     add = parser.add_argument_group("use of a trained model").add_argument
-    add("--explain", metavar="IMAGE", help="predict --word with this photo, draw its attention")
+    add("--explain", metavar="IMAGE", help="predict words with this photo, draw their attention")
     add("--caption", help="what the photo shows")
-    add("--word", help="the word of the caption to mask")
+    add("--word", nargs="+", help="the words of the caption to mask, one at a time")
     add("--weights", help="a checkpoint.pth of this script")
 
     given = common.look(argv, "--arch", "--head", "--init", "--lm")
@@ -572,13 +573,12 @@ def validate(model, lm, val, concepts, tokenizer, args, device):
     rows = []
     for batch in batches:
         logits, attention = predictions(model, lm, batch, args.amp)
-        target = batch["target"][:, None]
-        ranks = {name: (v > v.gather(1, target)).sum(1) for name, v in logits.items()}
-        rows.append({"attention": attention, "target": target, "index": batch["index"], **ranks})
+        rows.append({"attention": attention, "target": batch["target"], "index": batch["index"]})
+        rows[-1] |= {name: ranks(v, batch["target"]) for name, v in logits.items()}
     found = {name: torch.cat([row[name] for row in rows]).cpu().numpy() for name in rows[0]}
 
     word_of = maskable_tokens(tokenizer, list(concepts))
-    words = [word_of[target] for target in found["target"].flatten()]
+    words = [word_of[target] for target in found["target"]]
     parts = np.array([concepts[word] for word in words])
     result = {"masked_words": {"triplets": len(words)}}
     for name in PREDICTED:
@@ -621,9 +621,20 @@ def another_photo(photos):
     return others
 
 
+def ranks(logits, target):
+    """The place of each target (B,) among its logits (B, |V|), from 0 -> (B,)
+
+    Equal logits share the mean of their places; a target whose logit is NaN comes last.
+    """
+    own = logits.gather(1, target[:, None])
+    equal = (logits == own).sum(1) - 1
+    rank = (logits > own).sum(1) + equal / 2
+    return rank.masked_fill(own.isnan().squeeze(1), logits.size(1))
+
+
 def accuracies(rank, parts):
     """rank (N,) of the masked tokens, from 0; parts (N,) of speech -> {"top1": percent, ...}"""
-    scores = {f"top{k}": 100 * float((rank < k).mean()) for k in (1, 5)}
+    scores = {f"top{k}": 100 * float((rank <= k - 1).mean()) for k in (1, 5)}
     for part in np.unique(parts):
         scores[f"{part} top1"] = 100 * float((rank[parts == part] < 1).mean())
     return scores
@@ -684,33 +695,39 @@ def load_icmlm(path, lm_name, amp, device):
 
 @torch.no_grad()
 def explain(args, device):
-    """`--explain`: predict a masked word and draw where the model looks [Figs. 1, 3, 4, 5]."""
+    """`--explain`: predict masked words, one at a time, and draw where the model looks for each
+    [Figs. 1, 3, 4, 5].
+    """
     model, lm, tokenizer, concepts, size = load_icmlm(args.weights, args.lm, args.amp, device)
-    encoded = tokenizer(args.caption, return_tensors="pt")
+    encoded, words = tokenizer(args.caption, return_tensors="pt"), args.word
     tokens, limit = encoded["input_ids"], lm.encoder.config.max_position_embeddings
     length = f"has {tokens.size(1)} tokens, more than the {limit} of the language model"
     check(tokens.size(1) <= limit, f"the caption {length}: shorten it")
-    position = find_word(tokenizer, encoded, args.word, concepts)
-    tokens[0, position] = tokenizer.mask_token_id
+    positions = torch.tensor([find_word(tokenizer, encoded, word, concepts) for word in words])
+    tokens = tokens.repeat(len(words), 1)
+    tokens[torch.arange(len(words)), positions] = tokenizer.mask_token_id
     photos = common.ImageFiles([args.explain])
     photos.check_files("check the path")
     pixels, readable = common.CropView(photos, size, part=1.0)[0]
     check(readable, f"{args.explain} cannot be decoded, is it a photo?")
 
-    batch = {"images": torch.from_numpy(pixels)[None], "index": torch.tensor([0])}
-    batch |= {"tokens": tokens, "position": torch.tensor([position])}
+    images = torch.from_numpy(pixels).repeat(len(words), 1, 1, 1)
+    batch = {"images": images, "index": torch.arange(len(words))}
+    batch |= {"tokens": tokens, "position": positions}
     batch["visible"] = torch.ones_like(tokens, dtype=torch.bool)
     batch = {name: value.to(device) for name, value in batch.items()}
     logits, attention = predictions(model, lm, batch, args.amp)
-    say(tokenizer.decode(tokens[0]))
-    say(f"with the photo: {best_words(tokenizer, logits[PREDICTED[0]][0])}")
-    say(f"without it: {best_words(tokenizer, logits[PREDICTED[2]][0])}")
-    if attention.numel() == 1:
+    for n, row in enumerate(tokens):
+        say(tokenizer.decode(row))
+        say(f"with the photo: {best_words(tokenizer, logits[PREDICTED[0]][n])}")
+        say(f"without it: {best_words(tokenizer, logits[PREDICTED[2]][n])}")
+    if attention[0].numel() == 1:
         say("the attention has one place only: train with a larger --image-size to see more")
-    path = Path(args.output, "explained", f"{Path(args.explain).stem}_{args.word}.png")
+    name = "_".join([Path(args.explain).stem, *words])
+    path = Path(args.output, "explained", f"{name}.png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    words = [(args.word, attention[0].cpu())]
-    common.draw_attention(Image.fromarray(pixels), args.caption, words, path)
+    maps = list(zip(words, attention.cpu()))
+    common.draw_attention(Image.fromarray(pixels), args.caption, maps, path)
     say(f"the attention is in {path}")
 
 

@@ -237,6 +237,7 @@ def language_model(name, captions, folder, device, iters, seed, amp, masked_word
     missing = [key for key in report["missing_keys"] if masked_words or key.startswith(encoder)]
     if missing:
         fail(f"--lm {name} is not a whole masked language model: it lacks {sorted(missing)[:3]}")
+    model.float()  # transformers 5 keeps the precision of the file
     return tokenizer, model.to(device).eval().requires_grad_(False)
 
 

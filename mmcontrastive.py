@@ -60,9 +60,10 @@ LOSSES = "ii", "tag", "cc", "ic", "ci"
 RECIPES = {  #           demo        small       paper
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.1
     "image_size":       (64,         112,        224),                  # Sec. 4.1
-    "crop_min":         (0.7,        0.2,        0.2),                  # Sec. 4.1: MoCo-v2
+    "crop_min":         (0.8,        0.2,        0.2),                  # Sec. 4.1: MoCo-v2
     "colour_jitter":    (0.25,       1.0,        1.0),                  # Sec. 4.1: MoCo-v2
     "greyscale":        (0.0,        0.2,        0.2),                  # Sec. 4.1: MoCo-v2
+    "blur":             (0.0,        0.5,        0.5),                  # Sec. 4.1: MoCo-v2
     "caption_views":    ("sibling",  "sibling",  "backtranslation"),    # Sec. 4.1
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 4.1
     "lm_layers":        (2,          4,          12),                   # Sec. 4.1: BERT base
@@ -71,16 +72,18 @@ RECIPES = {  #           demo        small       paper
     "mlp_hidden":       (512,        1024,       2048),                 # Sec. 4.1
     "queue":            (512,        512,        32_768),               # Sec. 4.1
     "momentum":         (0.995,      0.998,      0.999),                # Sec. 4.1
-    "bn_splits":        (4,          4,          8),                    # MoCo: 8 GPUs
+    "bn_splits":        (1,          4,          8),                    # MoCo: 8 GPUs
     "lambda_tag":       (0.0,        1.0,        1.0),                  # Sec. 4.1
-    "lambda_ic":        (0.2,        0.2,        1e-4),                 # Sec. 4.1
-    "lambda_ci":        (0.2,        0.2,        1e-4),                 # Sec. 4.1
-    "batch_size":       (32,         32,         512),                  # Sec. 4.1
-    "iters":            (900,        None,       None),
+    "lambda_ic":        (0.05,       0.2,        1e-4),                 # Sec. 4.1
+    "lambda_ci":        (0.05,       0.2,        1e-4),                 # Sec. 4.1
+    "batch_size":       (64,         32,         512),                  # Sec. 4.1
+    "iters":            (600,        None,       None),
     "epochs":           (None,       60.0,       200.0),                # Sec. 4.1
-    "optimizer":        ("radam",    "radam",    "sgd"),                # Sec. 4.1
+    "optimizer":        ("adamw",    "radam",    "sgd"),                # Sec. 4.1
     "lr":               (1e-3,       1e-3,       0.03),                 # Sec. 4.1
     "text_lr":          (1e-3,       1e-3,       4e-5),                 # Sec. 4.1
+    "warmup":           (0.1,        0.0,        0.0),
+    "weight_decay":     (1e-2,       1e-4,       1e-4),                 # Sec. 4.1
     "log_every":        (10,         20,         20),
     "checkpoint_every": (200,        500,        2000),
     "probe_images":     (2000,       10_000,     10_000),
@@ -94,7 +97,7 @@ def get_args(argv=None):
 
     add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
     add("--greyscale", type=share, help="share of views without colours")
-    add("--blur", type=share, default=0.5, help="share of views that are blurred")
+    add("--blur", type=share, help="share of views that are blurred")
     add("--caption-views", choices=("same", "sibling", "backtranslation"),
         help="a caption twice (dropout differs), two of a photo, or one and its back-translation")
     add("--backtranslations", help="what --backtranslate wrote (default: its file in --output)")
@@ -124,7 +127,7 @@ def get_args(argv=None):
     add("--tag-threshold", type=non_negative, default=2, help="epsilon of Eq. 4; less for few tags")
 
     add = parser.add_argument_group("optimisation of both encoders [Sec. 4.1]").add_argument
-    add("--optimizer", choices=("sgd", "radam"), help="radam, at about 1e-3, for short runs")
+    add("--optimizer", choices=common.OPTIMIZERS, help="radam, at about 1e-3, for short runs")
     add("--text-lr", type=positive, help="of the caption encoder; 4e-5 suits a pretrained BERT")
 
     use = parser.add_argument_group("retrieval and other uses")

@@ -1,4 +1,4 @@
-"""The built-in data set `--data shapes`: scenes of one to three objects, and captions for them.
+"""The built-in data set `--data shapes`: scenes of one or two objects, and captions for them.
 
 Everything is a function of the scene's number, drawn when it is looked at: nothing on disk, no
 download. Nouns, colours, sizes, fills, verbs and places (left, right, above...) all mean something
@@ -25,7 +25,7 @@ COLOURS = {
     "white": (245, 245, 245),
     "black": (20, 20, 20),
 }
-SPLITS = {"train": range(50_000), "val": range(10_000_000, 10_001_000)}  # scene numbers
+SPLITS = {"train": range(20_000), "val": range(10_000_000, 10_001_000)}  # scene numbers
 
 
 class Shape(NamedTuple):
@@ -70,17 +70,20 @@ class ShapeImages:
 
 
 def objects_of(scene):
-    """The 1-3 objects of a scene, none touching another -> list of Shape"""
+    """The one or two objects of a scene, not touching each other -> list of Shape
+
+    Mostly one, and mostly solid and upright: a small network learns the shapes in minutes.
+    """
     rng, objects = random.Random(scene), []
-    wanted = rng.choice((1, 1, 1, 2, 2, 3))
+    wanted = rng.choice((1, 1, 1, 1, 1, 2))
     while len(objects) < wanted:
         size = rng.choice(("large", "small"))
-        radius = rng.uniform(0.23, 0.28) if size == "large" else rng.uniform(0.13, 0.16)
+        radius = rng.uniform(0.28, 0.34) if size == "large" else rng.uniform(0.2, 0.24)
         x, y = rng.uniform(radius, 1 - radius), rng.uniform(radius, 1 - radius)
-        if all(math.hypot(x - o.x, y - o.y) > 1.02 * (radius + o.radius) for o in objects):
+        if all(math.hypot(x - o.x, y - o.y) > radius + o.radius for o in objects):
             shape, colour = rng.choice(SHAPES), rng.choice(list(COLOURS))
-            fill = rng.choice(("solid", "solid", "solid", "hollow", "striped"))
-            angle = rng.choice((0, 0, 0, -15, 15))
+            fill = rng.choice(6 * ("solid",) + ("hollow", "striped"))
+            angle = rng.choice((0, 0, 0, 0, -15, 15))
             angle = 0 if shape == "circle" else angle
             objects.append(Shape(shape, colour, size, fill, x, y, radius, angle))
         elif rng.random() < 0.05:  # no room: begin again rather than search for ever
@@ -128,22 +131,17 @@ def outline(shape, n=48):
 
 
 def draw(scene, side=96):
-    """-> PIL image (side x side): the objects over a blotched background with lines and noise"""
+    """-> PIL image (side x side): the objects over a blotched background"""
     rng, big = np.random.default_rng([7, scene]), 2 * side  # drawn twice as large: smooth edges
     shade = (
         rng.integers(90, 170) + rng.integers(-25, 26, (3, 3, 1)) + rng.integers(-12, 13, (3, 3, 3))
     )
     image = Image.fromarray(shade.astype(np.uint8)).resize((big, big), Image.BICUBIC)
     canvas = ImageDraw.Draw(image)
-    for _ in range(2):  # clutter
-        ends = [tuple(p) for p in rng.uniform(0, big, (2, 2))]
-        canvas.line(ends, tuple(rng.integers(60, 200, 3).tolist()), 3)
     for o in objects_of(scene):
         colour = np.clip(COLOURS[o.colour] + rng.integers(-18, 19, 3), 0, 255)
         draw_object(image, canvas, o, tuple(colour.tolist()), big)
-    pixels = np.asarray(image.resize((side, side), Image.BOX), np.float32)
-    pixels = pixels + rng.normal(0, 5, pixels.shape)
-    return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+    return image.reduce(2)
 
 
 def draw_object(image, canvas, o, colour, side):
@@ -171,8 +169,8 @@ def draw_object(image, canvas, o, colour, side):
 def describe(scene, objects):
     """Five captions, worded differently: what, how it looks, what it does, where, and how many."""
     rng = random.Random(-1 - scene)
-    o, p, q = (objects * 3)[:3] if len(objects) < 3 else objects
     if len(objects) == 1:
+        [o] = objects
         return [
             f"{a(o, 'size', 'fill', 'colour')} {verb(o, rng)} {place(o)}",
             f"there is {a(o, 'colour', 'fill')} {place(o)}",
@@ -180,17 +178,14 @@ def describe(scene, objects):
             f"the {o.shape} is {o.size}, {o.fill} and {o.colour}",
             f"{place(o)} of the picture {verb(o, rng)} {a(o, 'colour')}",
         ]
-    number, others = "two", a(p, "colour")
-    if len(objects) == 3:
-        number, others = "three", f"{a(q, 'colour')} and {a(p, 'colour')}"
-    everything = " and ".join(a(x, "colour") for x in objects)
+    o, p = objects
     where = f"{place(p)}, {relation(p, o)} the {o.shape}"
     return [
         f"{a(o, 'size', 'colour')} {verb(o, rng)} {relation(o, p)} {a(p, 'fill', 'colour')}",
         f"{a(p, 'size', 'fill', 'colour')} {verb(p, rng)} {where}",
-        f"{number} shapes: {everything}",
-        f"the {name(q, 'colour')} is {q.size} and {q.fill} and {verb(q, rng)} {place(q)}",
-        f"a picture with {a(o, 'fill', 'colour')} {place(o)} near {others}",
+        f"two shapes: {a(o, 'colour')} and {a(p, 'colour')}",
+        f"the {name(o, 'colour')} is {o.size} and {o.fill} and {verb(o, rng)} {place(o)}",
+        f"a picture with {a(o, 'fill', 'colour')} {place(o)} near {a(p, 'colour')}",
     ]
 
 

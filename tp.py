@@ -54,17 +54,18 @@ two_or_more = common.number(int, "2 or more", lambda n: n >= 2)  # an argparse t
 RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1]
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
     "image_size":       (64,         112,        224),
-    "crop_min":         (0.7,        0.2,        0.2),                  # ours
+    "crop_min":         (0.8,        0.2,        0.2),                  # ours
     "colour_jitter":    (0.25,       1.0,        1.0),                  # ours
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.1
     "lm_iters":         (400,        4000,       20_000),               # ours
-    "optimizer":        ("radam",    "sgd",      "sgd"),                # App. F.1
-    "batch_size":       (32,         32,         128),                  # App. F.1
-    "iters":            (1200,       None,       100_000),              # App. F.1
+    "optimizer":        ("adamw",    "sgd",      "sgd"),                # App. F.1
+    "batch_size":       (64,         32,         128),                  # App. F.1
+    "iters":            (600,        None,       100_000),              # App. F.1
     "epochs":           (None,       60.0,       None),
     "lr":               (1e-3,       3e-2,       3e-2),                 # App. F.1
-    "steps":            ([0.8],      [],         []),                   # App. F.1
-    "weight_decay":     (1e-4,       1e-4,       1e-4),                 # App. F.1
+    "warmup":           (0.1,        0.0,        0.0),
+    "steps":            ([],         [],         []),                   # App. F.1
+    "weight_decay":     (1e-2,       1e-4,       1e-4),                 # App. F.1
     "log_every":        (10,         20,         20),
     "validate_every":   (400,        2000,       5000),
     "checkpoint_every": (200,        500,        2000),
@@ -94,7 +95,7 @@ def get_args(argv=None):
     add("--init", help="start from this backbone.pth: for vgg16 from that of --labels rotation")
 
     add = parser.add_argument_group("optimizer and validation").add_argument
-    add("--optimizer", choices=("sgd", "radam"), help="radam for vgg16; a change needs its --lr")
+    add("--optimizer", choices=common.OPTIMIZERS, help="radam for vgg16; a change needs its --lr")
     add("--steps", type=positive_share, nargs="*", help="radam: shares of the run after which the "
         "learning rate falls to a tenth; empty: it falls by a cosine, as with sgd")  # fmt: skip
     add("--validate-every", type=count, help="iterations, rounded up to a multiple of --log-every")

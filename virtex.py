@@ -18,9 +18,9 @@ do: a backbone that can be captioned from has learned to see, and only the backb
 What to expect: with the paper's head (H = 2048, 10K words) the loss starts near 12.5 in each
 direction and not at ln 10000 = 9.2. The output layer is the token embedding, so at first each
 position predicts the token it has just read. Word frequencies are learned at once. Then comes a
-plateau on which the heads write plausible captions without looking, and it is left when the
-backbone begins to see: the plateau is near 0.95 per direction on shapes (H = 256) and near 3.2 on
-Flickr8k (H = 512). A run that stays there wants more iterations or a higher --text-lr.
+plateau on which the heads write plausible captions without looking, near 3.2 per direction on
+Flickr8k (H = 512), and it is left when the backbone begins to see. A run that stays there wants
+more iterations or a higher --text-lr.
 """
 
 import io
@@ -53,15 +53,20 @@ TASKS = "bicaptioning", "captioning", "masked_lm", "token_classification"
 RECIPES = {  #           demo        small       paper
     "arch":             ("resnet18", "resnet18", "resnet50"),  # Sec. 3
     "image_size":       (64,         112,        224),         # Sec. 3
-    "crop_min":         (0.7,        0.2,        0.2),         # Sec. 3
+    "crop_min":         (0.8,        0.2,        0.2),         # Sec. 3
     "colour_jitter":    (0.25,       1.0,        1.0),         # official code
     "hidden":           (256,        512,        2048),        # Sec. 4.1
-    "batch_size":       (32,         32,         256),         # Sec. 3
-    "iters":            (1200,       None,       500_000),     # Sec. 3
+    "init_std":         (0.06,       0.02,       0.02),        # official code
+    "dropout":          (0.0,        0.1,        0.1),         # official code
+    "batch_size":       (64,         32,         256),         # Sec. 3
+    "iters":            (650,        None,       500_000),     # Sec. 3
     "epochs":           (None,       60.0,       None),
-    "lr":               (0.2,        0.1,        0.2),         # Sec. 3
-    "text_lr":          (0.1,        0.1,        1e-3),        # Sec. 3
-    "warmup":           (0.02,       0.02,       0.02),        # Sec. 3: 10K of 500K iterations
+    "optimizer":        ("adamw",    "sgd",      "sgd"),       # Sec. 3
+    "lr":               (1e-3,       0.1,        0.2),         # Sec. 3
+    "text_lr":          (1e-3,       0.1,        1e-3),        # Sec. 3
+    "warmup":           (0.1,        0.02,       0.02),        # Sec. 3: 10K of 500K iterations
+    "weight_decay":     (1e-2,       1e-4,       1e-4),        # Sec. 3
+    "lookahead_alpha":  (1.0,        0.5,        0.5),         # Sec. 3; at 1 it does nothing
     "log_every":        (10,         20,         20),
     "checkpoint_every": (200,        500,        2000),
     "probe_images":     (2000,       10_000,     10_000),
@@ -77,16 +82,18 @@ def get_args(argv=None):
     add("--arch", choices=common.BACKBONES, help="resnet18 for small data or a CPU")
     add("--layers", type=count, default=1, help="L; 2 or 3 generally help [Sec. 4.2]")
     add("--hidden", type=count, help="H; larger is better and slower; A = H/64, F = 4H follow")
-    add("--dropout", type=proper_share, default=0.1, help="more for few captions [official code]")
+    add("--init-std", type=positive, help="of the heads' first weights; about H^-0.5 if H is small")
+    add("--dropout", type=proper_share, help="more for few captions")
     add("--vocab-size", type=count, default=10_000, help="tokens, at most [Sec. 3]")
     add("--tokenizer", help="a SentencePiece .model, instead of one trained on the captions")
     add("--max-length", type=count, default=30, help="tokens per caption, [SOS], [EOS] included")
 
     add = parser.add_argument_group("optimisation of the heads").add_argument
+    add("--optimizer", choices=common.OPTIMIZERS, help="another needs its own rates")
     add("--text-lr", type=positive, help="peak, of all but the backbone; 0.05 to 0.1 for few data")
     add("--clip", type=positive, default=10.0, help="maximum norm of the gradient [official code]")
     add("--lookahead-k", type=count, default=5, help="steps between slow updates [Sec. 3]")
-    add("--lookahead-alpha", type=positive_share, default=0.5, help="size of slow updates [Sec. 3]")
+    add("--lookahead-alpha", type=positive_share, help="size of the slow updates; 1: none")
 
     use = parser.add_argument_group("use of a trained model")
     use.add_argument("--weights", help="a checkpoint.pth, or an official one (with --tokenizer)")
@@ -128,10 +135,10 @@ def main(args):
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
     sizes = args.hidden, args.layers, args.dropout, args.max_length
-    model = VirTex(args.arch, vocab_size, *sizes, task=args.task)
+    model = VirTex(args.arch, vocab_size, *sizes, task=args.task, init_std=args.init_std)
     model.to(device, memory_format=torch.channels_last)
     groups = parameter_groups(model, args.lr, args.text_lr, args.weight_decay)
-    optimizer = common.build_optimizer("sgd", groups, args.lr, args.weight_decay)
+    optimizer = common.build_optimizer(args.optimizer, groups, args.lr, args.weight_decay)
     lookahead = LookAhead(optimizer, args.lookahead_k, args.lookahead_alpha)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     run.resume(model=model, optimizer=optimizer, lookahead=lookahead, scaler=scaler)
@@ -282,23 +289,29 @@ def pad(sequences):
 def collate(samples):
     """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), and what the task needs
 
-    `predicted` are the flat indices of the positions that have something to predict. They are found
-    on the host: finding them on the GPU would make every step wait for it.
+    `predicted` are the flat indices of the positions that have something to predict: not padding,
+    nor unknown tokens, which share its id [official code]. They are found on the host: finding them
+    on the GPU would make every step wait for it.
     """
     tokens, task = pad([sample["tokens"] for sample in samples]), samples[0]["task"]
-    lengths = torch.tensor([len(sample["tokens"]) for sample in samples])
     batch = {**common.collate_photos(samples), "tokens": tokens}
     if task in ("bicaptioning", "captioning"):
-        has_next = torch.arange(tokens.size(1) - 1) < lengths[:, None] - 1
-        batch["predicted"] = has_next.flatten().nonzero().squeeze(1)
+        batch["predicted"] = places(tokens[:, 1:] != UNKNOWN)
     if task == "bicaptioning":
-        batch["backward_tokens"] = pad([sample["tokens"][::-1] for sample in samples])
+        backward = pad([sample["tokens"][::-1] for sample in samples])
+        batch["backward_tokens"] = backward
+        batch["backward_predicted"] = places(backward[:, 1:] != UNKNOWN)
     if task == "masked_lm":
         masked = pad([sample["masked"] for sample in samples])
-        predicted = (masked == MASK) & (tokens != MASK)
-        batch |= {"masked": masked, "predicted": predicted.flatten().nonzero().squeeze(1)}
+        batch |= {"masked": masked, "predicted": places((masked == MASK) & (tokens > MASK))}
+        lengths = torch.tensor([len(sample["tokens"]) for sample in samples])
         batch["visible"] = torch.arange(tokens.size(1)) < lengths[:, None]
     return batch
+
+
+def places(mask):
+    """(B, T) bool -> flat indices of what is true"""
+    return mask.flatten().nonzero().squeeze(1)
 
 
 # ----------------------------------------------------------------------------------------- model
@@ -402,20 +415,20 @@ class Embedding(nn.Module):
 class TextualHead(nn.Module):
     """A Transformer that reads tokens and an image [Sec. 3]. Module names of the official code."""
 
-    def __init__(self, channels, vocab_size, hidden, layers, dropout, max_length):
+    def __init__(self, channels, vocab_size, hidden, layers, dropout, max_length, init_std=0.02):
         super().__init__()
         self.visual_projection = nn.Linear(channels, hidden)
         self.embedding = Embedding(vocab_size, hidden, dropout, max_length)
         decoder = nn.ModuleList(DecoderLayer(hidden, dropout) for _ in range(layers))
         self.transformer = nn.ModuleDict({"layers": decoder})
         self.output = nn.Linear(hidden, vocab_size)
-        for module in self.modules():  # N(0, 0.02) [official code]
+        for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
+                nn.init.normal_(module.weight, std=init_std)
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
             if isinstance(module, Attention):
-                nn.init.normal_(module.in_proj_weight, std=0.02)
+                nn.init.normal_(module.in_proj_weight, std=init_std)
         nn.init.zeros_(self.embedding.words.weight[UNKNOWN])
         self.output.weight = self.embedding.words.weight  # weight tying [Sec. 3]
 
@@ -454,7 +467,7 @@ class VirTex(nn.Module):
     """
 
     def __init__(self, arch, vocab_size, hidden, layers=1, dropout=0.1, max_length=30,
-                 task=TASKS[0]):  # fmt: skip
+                 task=TASKS[0], init_std=0.02):  # fmt: skip
         super().__init__()
         self.task = task
         self.visual = nn.ModuleDict({"cnn": common.build_backbone(arch)})
@@ -462,7 +475,7 @@ class VirTex(nn.Module):
         if task == "token_classification":
             self.textual = nn.ModuleDict({"output": nn.Linear(channels, vocab_size)})
             return
-        sizes = channels, vocab_size, hidden, layers, dropout, max_length
+        sizes = channels, vocab_size, hidden, layers, dropout, max_length, init_std
         self.textual = TextualHead(*sizes)
         if task == "bicaptioning":
             self.backward_textual = TextualHead(*sizes).share(self.textual)
@@ -478,14 +491,16 @@ class VirTex(nn.Module):
             return {"masked_lm": self.masked_loss(projected, tokens, **batch)}
         return self.caption_losses(projected, tokens, **batch)
 
-    def caption_losses(self, projected, tokens, predicted, backward_tokens=None):
+    def caption_losses(self, projected, tokens, predicted, backward_tokens=None,
+                       backward_predicted=None):  # fmt: skip
         """Minus Eq. 1, per direction and averaged over its tokens: each token is predicted from
         the image and from the tokens before it in the direction of reading.
         """
-        heads, sequences = {"forward": self.textual}, [tokens]
+        heads, sequences, predicted = {"forward": self.textual}, [tokens], [predicted]
         if self.task == "bicaptioning":
             heads["backward"] = self.backward_textual
             sequences.append(backward_tokens)
+            predicted.append(backward_predicted)
         # What the directions share, embedding and output layer, is run once for both.
         inputs = torch.cat([sequence[:, :-1] for sequence in sequences])
         embedded = self.textual.embedding(inputs).chunk(len(heads))
@@ -501,18 +516,19 @@ class VirTex(nn.Module):
         """Masked language modelling: [MASK]ed tokens from the image and all other tokens"""
         memory, mask = self.textual.memory(projected), visible[:, None, None]
         vectors, _ = self.textual(masked, memory, causal=False, mask=mask)
-        return prediction_losses(self.textual.output, [vectors], [tokens], predicted)[0]
+        return prediction_losses(self.textual.output, [vectors], [tokens], [predicted])[0]
 
 
 def prediction_losses(output, vectors, targets, predicted):
     """Mean cross-entropy of each (B, T) of `targets` given its vectors (B, T, H)
 
-    Only the positions `predicted` go through the vocabulary layer: padding costs nothing.
+    Only the positions `predicted`, equally many of each, go through the vocabulary layer: padding
+    costs nothing.
     """
-    logits = output(torch.cat([x.flatten(0, 1)[predicted] for x in vectors]))
-    targets = torch.cat([target.flatten()[predicted] for target in targets])
-    loss = F.cross_entropy(logits, targets, reduction="none")
-    return loss.view(len(vectors), len(predicted)).sum(1) / max(1, len(predicted))
+    logits = output(torch.cat([x.flatten(0, 1)[p] for x, p in zip(vectors, predicted)]))
+    targets = torch.cat([target.flatten()[p] for target, p in zip(targets, predicted)])
+    loss, number = F.cross_entropy(logits, targets, reduction="none"), len(predicted[0])
+    return loss.view(len(vectors), number).sum(1) / max(1, number)
 
 
 def token_set_loss(logits, tokens):

@@ -1106,16 +1106,20 @@ def test_steps(tmp_path, monkeypatch):
     assert speeds == [(1.6, 0.4)] * 4
 
 
-def test_a_killed_run_goes_on(tmp_path):
-    """From its checkpoint; the lines after it, and half a line, are dropped and come again."""
+def test_a_killed_run_goes_on(tmp_path, capsys):
+    """From its checkpoint; the lines after it, and those that a power failure has left (half a
+    line, zeros, an empty one), are dropped and come again.
+    """
     train(start(tmp_path), 8, killed_in=2)
     assert logged(tmp_path) == [1] and start(tmp_path).iteration == 0 and logged(tmp_path) == []
     first = train(start(tmp_path), 8, killed_in=6)
     assert logged(tmp_path) == [1, 2, 3, 4, 5]
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"iteration": 2, "lo')
+        file.write('\n\0\0\0\n{"iteration": 2, "lo')
+    capsys.readouterr()
     run = start(tmp_path, workers=2, root="there", amp="bf16")  # where and how fast it runs
     assert run.iteration == 3 and logged(tmp_path) == [1, 2, 3]
+    assert "metrics.jsonl: 3 lines that cannot be read are dropped" in capsys.readouterr().out
     assert torch.equal(run.parts["model"].weight, first.parts["model"].weight)
     train(run, 8)
     assert logged(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -767,11 +767,8 @@ def test_the_first_process_makes_the_labels(tiny, tmp_path, monkeypatch):
 
 
 def test_learns_on_shapes(tmp_path):
-    """A quarter of the run without flags on a fifth of the scenes; measured with seeds 0 and 1:
-
-    61.8 and 61.9 mAP against 32.0 by label frequencies; the probe 5.1 and 5.6 above random.
-    """
-    flags = ["--iters", 300, "--fraction", 0.2, "--probe-images", 1000]
+    """A quarter of the run without flags"""
+    flags = ["--iters", 150, "--probe-images", 1000]
     flags += ["--workers", min(2, os.cpu_count()), "--output", tmp_path]
     finished(run_script("tp.py", *flags))
     scores, probe = result(tmp_path), result(tmp_path)["probe"]

@@ -194,7 +194,7 @@ def virtex_step(flags, device):
     photos, (tokens, visible) = random_batch(flags, device)
     tokens = tokens * visible  # 0 is padding; random tokens are as good to read backward
     batch = {"tokens": tokens, "backward_tokens": tokens}
-    batch["predicted"] = visible[:, 1:].flatten().nonzero().squeeze(1)
+    batch["predicted"] = batch["backward_predicted"] = virtex.places(visible[:, 1:])
     while True:
         images = common.augment(*photos)
         with common.autocast(device, flags.amp):
