@@ -127,7 +127,7 @@ def get_args(argv=None):
     add("--tag-threshold", type=non_negative, default=2, help="epsilon of Eq. 4; less for few tags")
 
     add = parser.add_argument_group("optimisation of both encoders [Sec. 4.1]").add_argument
-    add("--optimizer", choices=common.OPTIMIZERS, help="radam, at about 1e-3, for short runs")
+    add("--optimizer", choices=common.OPTIMIZERS, help="adamw or radam at about 1e-3 in short runs")
     add("--text-lr", type=positive, help="of the caption encoder; 4e-5 suits a pretrained BERT")
 
     use = parser.add_argument_group("retrieval and other uses")

@@ -522,13 +522,12 @@ class VirTex(nn.Module):
 def prediction_losses(output, vectors, targets, predicted):
     """Mean cross-entropy of each (B, T) of `targets` given its vectors (B, T, H)
 
-    Only the positions `predicted`, equally many of each, go through the vocabulary layer: padding
-    costs nothing.
+    Only the positions `predicted` go through the vocabulary layer: padding costs nothing.
     """
     logits = output(torch.cat([x.flatten(0, 1)[p] for x, p in zip(vectors, predicted)]))
     targets = torch.cat([target.flatten()[p] for target, p in zip(targets, predicted)])
-    loss, number = F.cross_entropy(logits, targets, reduction="none"), len(predicted[0])
-    return loss.view(len(vectors), number).sum(1) / max(1, number)
+    losses = F.cross_entropy(logits, targets, reduction="none").split([len(p) for p in predicted])
+    return [loss.sum() / max(1, len(loss)) for loss in losses]
 
 
 def token_set_loss(logits, tokens):

@@ -177,6 +177,20 @@ def test_captioning_is_the_forward_half_of_equation_1():
     assert torch.equal(losses["forward"], both(features, **batch_of(CAPTIONS))["forward"])
 
 
+def test_a_caption_cut_off_at_an_unknown_token():
+    """Forward it is no target; backward it is where the reading begins: 1 target and 2."""
+    model, features = tiny_model(), random_features(1, 5, 2, 3)
+    losses = model(features, **batch_of([[SOS, 5, UNKNOWN]]))
+    w = {name: value.numpy() for name, value in model.state_dict().items()}
+    for name, head, tokens in (
+        ("forward", "textual", [SOS, 5, UNKNOWN]),
+        ("backward", "backward_textual", [UNKNOWN, 5, SOS]),
+    ):
+        log_p = slow_log_p(w, head, features[0].numpy(), tokens)
+        assert len(log_p) == (1 if name == "forward" else 2)
+        assert losses[name].item() == pytest.approx(-np.mean(log_p), abs=1e-10)
+
+
 @pytest.mark.parametrize("task, rows", (("bicaptioning", 22), ("captioning", 11), ("masked_lm", 4)))
 def test_only_predicted_positions_reach_the_vocabulary(task, rows):
     """Padding costs nothing: 3 + 6 + 2 known tokens in each direction, or 4 [MASK]ed ones."""
