@@ -162,9 +162,13 @@ def main(args):
 
 
 def report(runs, classes, args):
-    """Print mean and standard deviation of the runs, {name: percent} each; write result.json."""
-    mean = {name: float(np.mean([scores[name] for scores in runs])) for name in runs[0]}
-    deviation = {name: float(np.std([scores[name] for scores in runs])) for name in runs[0]}
+    """Print mean and sample standard deviation of the runs, {name: percent} each; write
+    result.json.
+    """
+    found = {name: [scores[name] for scores in runs] for name in runs[0]}
+    mean = {name: float(np.mean(values)) for name, values in found.items()}
+    ddof = min(1, len(runs) - 1)  # of one run the deviation is 0
+    deviation = {name: float(np.std(values, ddof=ddof)) for name, values in found.items()}
     width = max(map(len, mean))
     for name in sorted(mean, key=lambda name: (name not in classes, name)):  # metrics come last
         line = f"{name:{width}}  {mean[name]:6.2f}"

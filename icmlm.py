@@ -80,7 +80,7 @@ RECIPES = {  #           demo        small       paper: ResNet-50
     "probe_images":     (2000,       10_000,     10_000),
 }
 VGG16 = {  # what the paper does otherwise with VGG-16
-    "num_concepts": 1000, "heads": 12, "lambda_tp": 1.0,                # Sec. 4.2, Sec. 4, App. B
+    "num_concepts": 1000, "heads": 12, "lambda_tp": 1.0,  # Sec. 4.2; Sec. 4 (App. E: 8); App. B
     "warmup_attention": 0.25, "batch_size": 896, "iters": 200_000,      # App. F.1: 50K of 200K
     "optimizer": "radam", "lr": 1e-4, "steps": [0.8, 0.9], "weight_decay": 1e-3,  # App. F.1: TP's
 }
@@ -99,7 +99,7 @@ def get_args(argv=None):
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", choices=common.BACKBONES, help="resnet18 for small data or a CPU")
-    add("--init", help="start from this backbone.pth, in the paper one of tp.py [App. F.1]")
+    add("--init", help="start from this backbone.pth: tp.py's; vgg16: its rotations' [App. F.1]")
     add("--head", choices=HEADS, default=HEADS[0], help="att-fc: better on VOC [Sec. 4.1]")
     add("--layers", type=count, default=1, help="of tfm, or of fc; more hurt the backbone [App. B]")
     add("--heads", type=count, help="attention heads of tfm, or of att [Sec. 4, 4.3]")
@@ -516,11 +516,11 @@ class AttentionHead(nn.Module):
 
     def forward(self, x, words, visible):
         """x (B, H * W, d_x), words (B, T, d_w), visible (B, T) -> s (B, H * W)"""
-        x = F.relu(self.norm_x(self.sigma_x(x)))
-        words = F.relu(self.norm_w(self.sigma_w(words)))
-        scores = x @ words.mT / math.sqrt(x.size(-1))  # Eq. 3: S (B, H * W, T)
-        scores = scores.float().masked_fill(~visible[:, None], -math.inf)
-        return scores.logsumexp(2)  # Eq. 4
+        x = F.relu(self.norm_x(self.sigma_x(x))).float()
+        words = F.relu(self.norm_w(self.sigma_w(words))).float()
+        with common.autocast(x.device, "off"):  # sums of hundreds of products, then exponentials
+            scores = x @ words.mT / math.sqrt(x.size(-1))  # Eq. 3: S (B, H * W, T)
+        return scores.masked_fill(~visible[:, None], -math.inf).logsumexp(2)  # Eq. 4
 
 
 class AttFc(nn.Module):

@@ -299,7 +299,7 @@ def test_two_runs_give_mean_and_deviation(voc, tmp_path):
     output = run_here(command(tmp_path, voc, "--runs 2", "voc07"))
     found = result(tmp_path)
     one, two = [scores["mAP"] for scores in found["runs"]]
-    mean, deviation = (one + two) / 2, abs(one - two) / 2
+    mean, deviation = (one + two) / 2, abs(one - two) / math.sqrt(2)
     assert one != two and found["mean"]["mAP"] == pytest.approx(mean)
     assert found["std"]["mAP"] == pytest.approx(deviation)
     assert output.splitlines()[-1].split() == ["mAP", f"{mean:.2f}", "±", f"{deviation:.2f}"]
