@@ -363,7 +363,7 @@ class Watched(common.ImageFiles):
 
 def test_large_jpegs_are_decoded_small(tmp_path):
     """At a fraction of the size that the smallest crop needs; the crop is the right part of it."""
-    picture = shapes.draw(3, 1200).crop((0, 0, 1200, 900))
+    picture = shapes.draw(33, 1200).crop((0, 0, 1200, 900))
     picture.save(tmp_path / "a.jpg", quality=95)
     images, box = Watched([str(tmp_path / "a.jpg")]), (401.5, 300.25, 701.5, 600.25)
     _, pixels = common.read_crops(images, 0, [everything, lambda width, height: box], 64)

@@ -694,7 +694,7 @@ def pixel_count(attention, box, side=600):
 def test_attention_inside_boxes():
     """Of the object that a word names by its shape or colour; words that name two do not count."""
     rng, scenes, words, maps, expected = np.random.default_rng(0), [], [], [], []
-    for scene in range(30):
+    for scene in range(90):
         objects = shapes.objects_of(scene)
         word = objects[-1][scene % 2]
         attention = rng.random(rng.integers(1, 7, 2)) ** 3
@@ -712,7 +712,7 @@ def test_attention_inside_boxes():
     inside, area = np.mean(expected, 0)
     assert found["inside"] == pytest.approx(inside, abs=0.1)
     assert found["area"] == pytest.approx(area) and found["words"] == len(expected)
-    assert 20 < len(expected) < 40
+    assert 60 < len(expected) < 90
 
 
 def test_validation_on_shapes_says_where_it_looks(knowing_lm, tokenizer):
