@@ -1006,7 +1006,8 @@ def parse(parser, argv, recipe, scaled=()):
     recipe = dict(recipe)
     usual = recipe["batch_size"]
     if given.optimizer and given.optimizer != recipe.get("optimizer"):
-        recipe |= {**dict.fromkeys(scaled), "steps": ()}
+        decay = 1e-2 if given.optimizer == "adamw" else 1e-4
+        recipe |= {**dict.fromkeys(scaled), "steps": (), "weight_decay": decay}
     elif given.batch_size and given.batch_size.isdecimal() and int(given.batch_size) != usual:
         factor = int(given.batch_size) / usual
         for flag in scaled:
@@ -1139,8 +1140,8 @@ class Run:
         script, before = self.checkpoint.get("script"), self.checkpoint["args"]
         check(script == self.script, f"{self.folder} holds a run of {script}.py: {hint}")
         for flag, value in vars(self.args).items():
-            if flag not in FREE_FLAGS and before.get(flag) != value:
-                name = f"--{flag.replace('_', '-')} {before.get(flag)}"
+            if flag not in FREE_FLAGS and before.get(flag, value) != value:
+                name = f"--{flag.replace('_', '-')} {before[flag]}"
                 fail(f"{self.folder} holds a run with {name}, not {value}: {hint}")
         same = self.checkpoint["data"] == self.data
         check(same, f"{self.folder} holds a run on other captions or tags than --data: {hint}")

@@ -107,7 +107,7 @@ def get_args(argv=None):
     add("--dropout", type=proper_share, default=0.1, help="in tfm [BERT]")
 
     add = parser.add_argument_group("optimizer and validation").add_argument
-    add("--optimizer", choices=common.OPTIMIZERS, help="radam for vgg16; the other needs its --lr")
+    add("--optimizer", choices=common.OPTIMIZERS, help="radam for vgg16; another needs its --lr")
     add("--steps", type=positive_share, nargs="*", help="lr falls to a tenth after these shares")
     add("--lambda-tp", type=non_negative, help="weight of tag prediction; 0 for none [Eq. 8]")
     add("--warmup-attention", type=proper_share, help="share of the run with a frozen backbone")
@@ -126,7 +126,7 @@ def get_args(argv=None):
         recipe["warmup_attention"] = 0.0
     args = common.parse(parser, argv, recipe, scaled=("lr",))
     if args.optimizer == "sgd" and args.steps:
-        parser.error("--steps goes with --optimizer radam: sgd follows a cosine")
+        parser.error("--steps goes with --optimizer radam or adamw: sgd follows a cosine")
     use = args.explain, args.caption, args.word, args.weights
     if any(use) and not all(use):
         parser.error('--explain IMAGE, --caption "...", --word WORD and --weights FILE go together')
@@ -636,7 +636,7 @@ def accuracies(rank, parts):
     """rank (N,) of the masked tokens, from 0; parts (N,) of speech -> {"top1": percent, ...}"""
     scores = {f"top{k}": 100 * float((rank <= k - 1).mean()) for k in (1, 5)}
     for part in np.unique(parts):
-        scores[f"{part} top1"] = 100 * float((rank[parts == part] < 1).mean())
+        scores[f"{part} top1"] = 100 * float((rank[parts == part] <= 0).mean())
     return scores
 
 

@@ -96,7 +96,7 @@ def get_args(argv=None):
 
     add = parser.add_argument_group("optimizer and validation").add_argument
     add("--optimizer", choices=common.OPTIMIZERS, help="radam for vgg16; a change needs its --lr")
-    add("--steps", type=positive_share, nargs="*", help="radam: shares of the run after which the "
+    add("--steps", type=positive_share, nargs="*", help="shares of the run after which the "
         "learning rate falls to a tenth; empty: it falls by a cosine, as with sgd")  # fmt: skip
     add("--validate-every", type=count, help="iterations, rounded up to a multiple of --log-every")
     add("--val-images", type=count, default=5000, help="validate on at most this many, drawn once")
@@ -110,7 +110,7 @@ def get_args(argv=None):
         names = ", ".join(NUM_LABELS)
         parser.error(f"--num-labels goes with {names}: {args.labels} has as many as it has")
     if args.optimizer == "sgd" and args.steps:
-        parser.error("--steps goes with --optimizer radam: sgd follows a cosine")
+        parser.error("--steps goes with --optimizer radam or adamw: sgd follows a cosine")
     if bool(args.predict) != bool(args.weights):
         parser.error("--weights FILE goes with --predict IMAGE...")
     return args

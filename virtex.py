@@ -90,7 +90,9 @@ def get_args(argv=None):
 
     add = parser.add_argument_group("optimisation of the heads").add_argument
     add("--optimizer", choices=common.OPTIMIZERS, help="another needs its own rates")
-    add("--text-lr", type=positive, help="peak, of all but the backbone; 0.05 to 0.1 for few data")
+    add(
+        "--text-lr", type=positive, help="peak, of all but the backbone; sgd, few data: 0.05 to 0.1"
+    )
     add("--clip", type=positive, default=10.0, help="maximum norm of the gradient [official code]")
     add("--lookahead-k", type=count, default=5, help="steps between slow updates [Sec. 3]")
     add("--lookahead-alpha", type=positive_share, help="size of the slow updates; 1: none")
@@ -600,16 +602,17 @@ def validate(model, val, tokenizer, args, device):
     """
     model.eval()
     samples = common.Samples(partial(sample, val, tokenizer, args), len(val))
-    totals, number = {}, 0
+    totals, numbers = {}, {}
     for batch in common.validation_batches(samples, args.workers, collate, device):
-        n = len(batch.get("predicted", batch["tokens"]))
         del batch["jitter"]
         with common.autocast(device, args.amp):
             losses = model(common.augment(batch.pop("images")), **batch)
         for name, loss in losses.items():
+            part = "backward_predicted" if name == "backward" else "predicted"
+            n = len(batch.get(part, batch["tokens"]))
             totals[name] = totals.get(name, 0.0) + n * loss.item()
-        number += n
-    return {name: total / max(1, number) for name, total in totals.items()}
+            numbers[name] = numbers.get(name, 0) + n
+    return {name: total / max(1, numbers[name]) for name, total in totals.items()}
 
 
 # --------------------------------------------------------------------------- captions for photos

@@ -150,8 +150,8 @@ def random_batch(flags, device, length=16):
 
 def updater(model, parameters, flags, device):
     """-> the optimizer, and a function of the loss: what follows it in a step"""
-    name = getattr(flags, "optimizer", "sgd")  # VirTex has no other
-    optimizer = common.build_optimizer(name, parameters, flags.lr, flags.weight_decay)
+    decay = flags.weight_decay
+    optimizer = common.build_optimizer(flags.optimizer, parameters, flags.lr, decay)
     scaler = torch.amp.GradScaler(device.type, enabled=flags.amp == "fp16")
 
     def update(loss):
