@@ -1140,8 +1140,8 @@ class Run:
         script, before = self.checkpoint.get("script"), self.checkpoint["args"]
         check(script == self.script, f"{self.folder} holds a run of {script}.py: {hint}")
         for flag, value in vars(self.args).items():
-            if flag not in FREE_FLAGS and before.get(flag, value) != value:
-                name = f"--{flag.replace('_', '-')} {before[flag]}"
+            if flag not in FREE_FLAGS and before.get(flag) != value:
+                name = f"--{flag.replace('_', '-')} {before.get(flag)}"
                 fail(f"{self.folder} holds a run with {name}, not {value}: {hint}")
         same = self.checkpoint["data"] == self.data
         check(same, f"{self.folder} holds a run on other captions or tags than --data: {hint}")
