@@ -938,9 +938,7 @@ def flag_parser(script, description):
     add("--crop-min", type=positive_share, help="smallest share of a photo that a crop shows")
     add("--colour-jitter", type=share, help="strength; lower if captions name colours, 0 for none")
     cores = min(8, os.cpu_count())
-    add(
-        "--workers", type=natural, default=cores, help="data processes; more if data_wait is > 0.05"
-    )
+    add("--workers", type=natural, default=cores, help="data processes; more if data_wait > 0.05")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--batch-size", type=count, help="images per iteration over all processes")

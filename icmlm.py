@@ -573,8 +573,9 @@ def validate(model, lm, val, concepts, tokenizer, args, device):
     rows = []
     for batch in batches:
         logits, attention = predictions(model, lm, batch, args.amp)
-        rows.append({"attention": attention, "target": batch["target"], "index": batch["index"]})
-        rows[-1] |= {name: ranks(v, batch["target"]) for name, v in logits.items()}
+        target, index = batch["target"], batch["index"]
+        places = {name: ranks(v, target) for name, v in logits.items()}
+        rows.append({"attention": attention, "target": target, "index": index, **places})
     found = {name: torch.cat([row[name] for row in rows]).cpu().numpy() for name in rows[0]}
 
     word_of = maskable_tokens(tokenizer, list(concepts))

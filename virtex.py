@@ -90,9 +90,7 @@ def get_args(argv=None):
 
     add = parser.add_argument_group("optimisation of the heads").add_argument
     add("--optimizer", choices=common.OPTIMIZERS, help="another needs its own rates")
-    add(
-        "--text-lr", type=positive, help="peak, of all but the backbone; sgd, few data: 0.05 to 0.1"
-    )
+    add("--text-lr", type=positive, help="peak, of the heads; with sgd 0.05 to 0.1 for few data")
     add("--clip", type=positive, default=10.0, help="maximum norm of the gradient [official code]")
     add("--lookahead-k", type=count, default=5, help="steps between slow updates [Sec. 3]")
     add("--lookahead-alpha", type=positive_share, help="size of the slow updates; 1: none")

@@ -150,8 +150,8 @@ def random_batch(flags, device, length=16):
 
 def updater(model, parameters, flags, device):
     """-> the optimizer, and a function of the loss: what follows it in a step"""
-    decay = flags.weight_decay
-    optimizer = common.build_optimizer(flags.optimizer, parameters, flags.lr, decay)
+    settings = flags.lr, flags.weight_decay
+    optimizer = common.build_optimizer(flags.optimizer, parameters, *settings)
     scaler = torch.amp.GradScaler(device.type, enabled=flags.amp == "fp16")
 
     def update(loss):
