@@ -29,6 +29,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 import zipfile
 import zlib
 from array import array
@@ -80,7 +81,7 @@ def progress(iterable=None, **kwargs):
 
 
 def run(main, get_args):
-    """Start a script: main(get_args()). Ctrl-C and undecodable photos end it with one line."""
+    """Start a script: main(get_args()). What is not the script's fault ends it with one line."""
     try:
         main(get_args())
     except KeyboardInterrupt:
@@ -88,6 +89,14 @@ def run(main, get_args):
     except Unreadable as error:
         last = str(error).splitlines()[-1]  # before it a worker's traceback, if it was in one
         fail(last.removeprefix("common.Unreadable: "), everywhere=False)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.filename:  # no permission, a file for a folder...
+            fail(f"{error.filename}: {error.strerror}", everywhere=False)
+        if isinstance(error, MemoryError) or re.search("(out of|allocate) memory", str(error)):
+            fail("out of memory: lower --batch-size or --image-size", everywhere=False)
+        if re.search("[Cc]onnection (closed|reset)", str(error)):
+            fail("another process has ended: its message, if it had time for one, says why", False)
+        raise
     finally:  # workers ignore SIGTERM: after an error Python would wait for them for ever
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in multiprocessing.active_children():
@@ -176,7 +185,9 @@ def data_parallel(model, world):
     """DistributedDataParallel when there are several processes. BatchNorm stays per process."""
     if world.size == 1:
         return model
-    return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    with warnings.catch_warnings():  # torch 2.15 has a new name, which 2.11 does not know
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 def autocast(device, amp):
@@ -345,10 +356,10 @@ def shapes_data(split):
 
 
 class Reading:
-    """`with Reading(path, expected) as at:` reads a file of the user, entry by entry.
+    """`with Reading(path, expected) as at:` makes something of a file, the user's or our own.
 
-    Whatever is wrong in it ends the program with one line: the file, the entry `at.entry` that is
-    being read, the reason, and what was expected.
+    Whatever goes wrong ends the program with one line: the file, the entry `at.entry` that is being
+    read, the reason, and what was expected.
     """
 
     def __init__(self, path, expected):
@@ -359,11 +370,10 @@ class Reading:
         return self
 
     def __exit__(self, kind, error, _):
-        if isinstance(error, KeyError):
-            error, kind = f"{error} is missing", ValueError
-        if kind and issubclass(kind, (ValueError, TypeError, AttributeError, RecursionError)):
+        if kind and issubclass(kind, Exception):
             entry = "" if self.entry is None else f", entry {self.entry}"
-            reason = " ".join(str(error).split())  # ijson's are of several lines
+            reason = textwrap.shorten(str(error), 200) or kind.__name__  # torch's are of many lines
+            reason = f"{reason} is missing" if kind is KeyError else reason
             fail(f"{self.path}{entry}: {reason}. Expected: {self.expected}")
 
 
@@ -764,15 +774,14 @@ def build_backbone(arch):
     return backbone
 
 
+CHECKPOINT = "a whole checkpoint file of this version, with weights and numbers and no code"
+
+
 def read_checkpoint(path):
     """torch.load with weights_only, on the CPU; ends the program if there is nothing to load."""
-    check(os.path.isfile(path), f"{path} not found: expected a checkpoint file")
-    try:
+    with Reading(path, CHECKPOINT):
         with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's keep their arguments
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # cut off, no checkpoint, or one that wants to run code
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        fail(f"{path} cannot be loaded as weights, it is damaged or holds more ({reason})")
 
 
 # What others put before the names of a backbone, and what may stand beside it under that prefix.
@@ -825,11 +834,13 @@ def backbone_weights(content, path):
 
 def load_backbone(path, arch=None):
     """The backbone in the file `path`, of the architecture `arch` (None: whichever it is)."""
-    found, state = backbone_weights(read_checkpoint(path), path)
-    check(arch in (None, found), f"{path} is a {found}, not --arch {arch}")
-    check(all_finite(state), f"{path} holds weights that are not finite: its training has diverged")
-    backbone = build_backbone(found)
-    backbone.load_state_dict(state)
+    content = read_checkpoint(path)
+    with Reading(path, CHECKPOINT):
+        found, state = backbone_weights(content, path)
+        check(arch in (None, found), f"{path} is a {found}, not --arch {arch}")
+        check(all_finite(state), f"{path} has weights that are not finite: its training diverged")
+        backbone = build_backbone(found)
+        backbone.load_state_dict(state)
     return backbone
 
 
@@ -894,8 +905,10 @@ def number(kind, words, holds):
     return parse
 
 
-natural = number(int, "0 or more", lambda n: n >= 0)
-count = number(int, "1 or more", lambda n: n >= 1)
+natural = number(int, f"from 0 to {10**9}", lambda n: 0 <= n <= 10**9)
+count = number(int, f"from 1 to {10**9}", lambda n: 1 <= n <= 10**9)
+dim = number(int, "from 1 to 65536", lambda n: 1 <= n <= 65536)  # a size that memory holds
+image_side = number(int, "from 1 to 4096", lambda n: 1 <= n <= 4096)
 positive = number(float, "a number above 0", lambda x: 0 < x < math.inf)
 non_negative = number(float, "a number of 0 or more", lambda x: 0 <= x < math.inf)
 share = number(float, "in [0, 1]", lambda x: 0 <= x <= 1)
@@ -934,14 +947,15 @@ def flag_parser(script, description):
     add("--val-split", help="name of the validation split")
     add("--fraction", type=positive_share, default=1.0, help="train on this share [VirTex Fig. 4]")
     add("--captions-per-image", type=count, help="train on this many captions [VirTex Fig. 4]")
-    add("--image-size", type=count, help="side of the crops; the cost grows with its square")
+    add("--image-size", type=image_side, help="side of the crops; the cost grows with its square")
     add("--crop-min", type=positive_share, help="smallest share of a photo that a crop shows")
     add("--colour-jitter", type=share, help="strength; lower if captions name colours, 0 for none")
     cores = min(8, os.cpu_count())
     add("--workers", type=natural, default=cores, help="data processes; more if data_wait > 0.05")
 
-    add = parser.add_argument_group("optimisation").add_argument
-    add("--batch-size", type=count, help="images per iteration over all processes")
+    add = parser.add_argument_group("backbone and optimisation").add_argument
+    add("--arch", choices=BACKBONES, help="resnet18 for small data or a CPU")
+    add("--batch-size", type=dim, help="images per iteration over all processes")
     add("--iters", type=count, help="length in iterations; scale with the number of images")
     add("--epochs", type=positive, help="length in passes over the images, instead of --iters")
     add("--lr", type=positive, help="peak; lower it when the loss is not finite")
@@ -1023,6 +1037,8 @@ def parse(parser, argv, recipe, scaled=()):
         parser.error("give --iters or --epochs, not both")
     if args.probe_root and not args.probe_data:
         parser.error("--probe-root goes with --probe-data")
+    if args.arch == "vgg16" and args.image_size < 32:
+        parser.error("--arch vgg16 halves a photo five times: give --image-size 32 or more")
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if args.batch_size % processes:
         parser.error(f"--batch-size {args.batch_size} is for all {processes} processes together "
@@ -1100,6 +1116,7 @@ class Run:
         """Begin, or go on from a checkpoint. data: what the run depends on, the training set first,
         as CaptionData."""
         self.args, self.script, self.world, self.folder = args, script, world, Path(args.output)
+        self.path = self.folder / "checkpoint.pth"
         self.data, self.images = [part.digest() for part in data], len(data[0])
         self.iteration, self.checkpoint, self.best = 0, None, None
         self.values, self.waited, self.unreadable = {}, 0.0, set()
@@ -1114,16 +1131,16 @@ class Run:
         """Read or make the folder -> whether it holds a run that has ended"""
         names = "args.json metrics.jsonl checkpoint.pth backbone.pth backbone_best.pth"
         if self.world.is_main:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                fail(f"--output {self.folder} cannot be made ({error.strerror})")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock()
             for name in (*names.split(), "result.json", "skipped.txt") if self.args.fresh else ():
                 (self.folder / name).unlink(missing_ok=True)
-        if (self.folder / "checkpoint.pth").exists():
-            self.checkpoint = read_checkpoint(self.folder / "checkpoint.pth")
-            self.check_same_run()
-            self.iteration, self.best = self.checkpoint["iteration"], self.checkpoint["best"]
+        if self.path.exists():
+            self.checkpoint = read_checkpoint(self.path)
+            with Reading(self.path, f"{CHECKPOINT}; --fresh starts over"):
+                self.check_same_run()
+                self.iteration = int(self.checkpoint["iteration"])
+                self.best = self.checkpoint["best"] and dict(self.checkpoint["best"])
             if (self.folder / "result.json").exists():
                 return True
             say(f"{self.folder} holds a checkpoint: going on from iteration {self.iteration}")
@@ -1132,6 +1149,18 @@ class Run:
             self.keep_metrics()
             self.write_args()
         return False
+
+    def lock(self):
+        """Refuse a second run in the same folder. The lock ends with this process."""
+        try:
+            import fcntl
+
+            self.locked = open(self.folder / ".lock", "w")
+            fcntl.lockf(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another process is training into {self.folder}: choose another --output")
+        except (ImportError, OSError):  # Windows, and file systems without locks
+            pass
 
     def check_same_run(self):
         hint = "choose another --output, or --fresh to start over"
@@ -1175,9 +1204,10 @@ class Run:
         """The model, optimizer... that checkpoints hold by these names; load an earlier run's."""
         self.parts = parts
         if self.checkpoint:
-            for name, part in parts.items():
-                if self.checkpoint[name]:  # a scaler that was not in use has no state
-                    part.load_state_dict(self.checkpoint[name])
+            with Reading(self.path, f"{CHECKPOINT}; --fresh starts over"):
+                for name, part in parts.items():
+                    if self.checkpoint[name]:  # a scaler that was not in use has no state
+                        part.load_state_dict(self.checkpoint[name])
             self.checkpoint = None  # gigabytes, at the papers' sizes
 
     def steps(self, samples, collate, total, probe, backbone, **more):
@@ -1253,7 +1283,7 @@ class Run:
 
     def check_finite(self, name, finite):
         if not finite:
-            exists = (self.folder / "checkpoint.pth").exists()
+            exists = self.path.exists()
             kept = "checkpoint.pth keeps the last good state" if exists else "no checkpoint yet"
             advice = "Try a lower learning rate, a longer --warmup, or --amp off"
             fail(f"the {name} is not finite at iteration {self.iteration}; {kept}. {advice}")
@@ -1264,7 +1294,7 @@ class Run:
         self.check_finite("model", all_finite(state["model"]))
         state |= {"script": self.script, "args": vars(self.args), "data": self.data}
         state |= {"iteration": self.iteration, "best": self.best, **more}
-        write_file(self.folder / "checkpoint.pth", lambda file: torch.save(state, file))
+        write_file(self.path, lambda file: torch.save(state, file))
 
     def save_weights(self, name, module):
         """A plain state dict beside the checkpoint, on the CPU and in the usual memory format."""

@@ -53,8 +53,10 @@ TRAINED = {  # protocols trained by SGD with momentum 0.9
     "sgd-virtex":   (100,   256,   0.3),   # [VirTex Sec. 4.1, App. A.1] cosine, no weight decay
     "sgd-mct":      (60,    256,   30.0),  # [contrastive paper Sec. 4.2] 3 steps, no weight decay
     "logreg-icmlm": (100,   1024,  None),  # [ICMLM App. F.2] cosine; searched; the epochs are ours
-    "layers":       (100,   256,   0.01),  # [ICMLM Sec. 4] refers to its code: as sgd-virtex [ours]
+    "layers":       (100,   256,   0.01),  # [ICMLM Sec. 4] as DeeperCluster's code; C-13: twice it
 }
+LAYERS_VOC = (60, 128, 0.01)  # with several labels per image
+LAYERS_DECAY = 1e-5  # weight decay; the learning rate falls as lr / sqrt(1 + lr * decay * t)
 LABEL_SPLITS = {
     "shapes": ("train", "val"), "coco": ("train2017", "val2017"),
     "folder": ("train", "val"), "voc07": ("trainval", "test"),
@@ -76,7 +78,7 @@ def get_args(argv=None):
     add("--train-split", help="default trainval for voc07, train2017 for coco, else train")
     add("--val-split", help="default test for voc07, val2017 for coco, else val")
     add("--train-images", type=common.count, help="at most; default 2000 for shapes, else all")
-    add("--image-size", type=common.count, default=224, help="best as in training [App. A.1]")
+    add("--image-size", type=common.image_side, default=224, help="best as in training [App. A.1]")
     add("--runs", type=common.count, default=1, help="with other seeds: mean and deviation")
     add("--seed", type=common.seed_number, default=0, help="of the first run")
     add("--output", default="runs/eval_linear", help="folder of result.json and of features")
@@ -84,7 +86,7 @@ def get_args(argv=None):
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off for numbers to report")
     add = parser.add_argument_group("all but svm-* (defaults are the protocol's)").add_argument
     add("--epochs", type=common.count, help="passes over the training images")
-    add("--batch-size", type=common.count, help="images per iteration over all processes")
+    add("--batch-size", type=common.dim, help="images per iteration over all processes")
     add("--lr", type=common.positive, help="peak; the default scales with the batch size")
     args = parser.parse_args(argv)
 
@@ -106,6 +108,8 @@ def get_args(argv=None):
         args.train_images = args.train_images or 2000
     if args.protocol in TRAINED:
         epochs, batch_size, lr = TRAINED[args.protocol]
+        if args.protocol == "layers" and args.data != "folder":
+            epochs, batch_size, lr = LAYERS_VOC
         args.epochs = args.epochs or epochs
         args.batch_size = args.batch_size or batch_size
         if lr:
@@ -113,15 +117,14 @@ def get_args(argv=None):
         size, processes = args.batch_size, int(os.environ.get("WORLD_SIZE", 1))
         if size % processes:
             parser.error(f"--batch-size {size} cannot be divided over {processes} processes")
+    if args.protocol == "layers" and args.image_size < 48:
+        parser.error("--protocol layers pools maps of 3x3 and more: --image-size 48 or more")
     return args
 
 
 def main(args):
     world = common.start()
-    try:
-        os.makedirs(args.output, exist_ok=True)
-    except OSError as error:
-        fail(f"--output {args.output} cannot be made ({error.strerror})")
+    os.makedirs(args.output, exist_ok=True)
 
     # The backbone and the labelled images.
     backbone = load_backbone(args.weights, args.arch, args.seed)
@@ -294,10 +297,14 @@ def folder_labels(root, split):
 
 
 def pooled(backbone, images, device, amp="off", cells=1):
-    """uint8 (B, size, size, 3) -> averages over cells x cells parts, (B, channels * cells^2)"""
+    """uint8 (B, size, size, 3) -> averages over cells x cells parts, (B, channels * cells^2)
+
+    The parts overlap: of 7x7 places 2x2 parts have 6x6 each [Goyal et al. 2019, ICMLM's 24].
+    """
     with torch.no_grad(), common.autocast(device, amp):
         maps = backbone(common.augment(images.to(device, non_blocking=True)))
-    return F.adaptive_avg_pool2d(maps.float(), cells).flatten(1)
+    part = [max(1, side - cells + 1) for side in maps.shape[2:]]
+    return F.avg_pool2d(maps.float(), part, stride=1).flatten(1)
 
 
 def extract_features(backbone, data, size, world, amp="off", workers=0, part=224 / 256, cells=1):
@@ -394,7 +401,10 @@ def score_features(protocol, fit, held, names, epochs, batch_size, lr, device, s
     if protocol == "svm-icmlm":
         # Log-uniform [ICMLM App. F.2]. All 40 are tried [ours], where the paper lets Optuna search.
         costs = sorted(10 ** np.random.default_rng(seed).uniform(-5, 5, 40))
-    scores = svm_probe(*fit, *held, names, costs, device)
+    interpolated = (
+        protocol == "svm-icmlm"
+    )  # as the code of Goyal et al.; VirTex's is scikit-learn's
+    scores = svm_probe(*fit, *held, names, costs, device, interpolated)
     if not scores:
         fail("no class has both positive and negative training images and a positive test image")
     left_out = [name for name in names if name not in scores]
@@ -409,7 +419,9 @@ def score_features(protocol, fit, held, names, epochs, batch_size, lr, device, s
 CHUNK = 2**25  # numbers in a matrix of images x SVMs that are solved together: 256 MB
 
 
-def svm_probe(train_x, train_y, test_x, test_y, names, costs=COSTS, device="cpu"):
+def svm_probe(
+    train_x, train_y, test_x, test_y, names, costs=COSTS, device="cpu", interpolated=False
+):
     """One linear SVM per class [VirTex App. A.1] -> {class: average precision in percent}
 
     Squared hinge loss, positives weighted 2, C by 3-fold cross-validation.  train_x, test_x: (N, D)
@@ -426,7 +438,7 @@ def svm_probe(train_x, train_y, test_x, test_y, names, costs=COSTS, device="cpu"
     train, test = train @ axes, test @ axes
     chosen = torch.from_numpy(choose_costs(train, positive, costs)).to(device)
     w = solve_svms(train, torch.from_numpy(positive).to(device), chosen.expand(len(train), -1))
-    return average_precisions((test @ w).cpu().numpy(), test_y, names)
+    return average_precisions((test @ w).cpu().numpy(), test_y, names, interpolated)
 
 
 def scorable(train_y, test_y):
@@ -553,19 +565,25 @@ def conjugate_gradients(x, curvature, target, iterations=200):
     return step
 
 
-def average_precisions(decisions, labels, names):
+def average_precisions(decisions, labels, names, interpolated=False):
     """(N, classes) both, labels of -1 not counted -> {class: average precision in percent}
 
     The area under the whole curve, not VOC07's mean over eleven recalls; of classes with positives.
+    interpolated: with the best precision at this recall or a higher one.
     """
-    from sklearn.metrics import average_precision_score
+    from sklearn.metrics import average_precision_score, precision_recall_curve
+
+    def area(truth, decision):
+        if not interpolated:
+            return average_precision_score(truth, decision)
+        precision, recall, _ = precision_recall_curve(truth, decision)  # recall falls
+        return -np.sum(np.diff(recall) * np.maximum.accumulate(precision)[:-1])
 
     scores = {}
     for k, name in enumerate(names):
         counted = labels[:, k] >= 0
         if (labels[:, k] == 1).any():
-            score = average_precision_score(labels[counted, k], decisions[counted, k])
-            scores[name] = 100 * float(score)
+            scores[name] = 100 * float(area(labels[counted, k], decisions[counted, k]))
     return scores
 
 
@@ -628,7 +646,8 @@ def train_linear(x, y, trials, factor, epochs, batch_size, device, seed):
         batches = torch.from_numpy(rng.permutation(len(x))).to(device).split(batch_size)
         for n, batch in enumerate(batches):
             common.set_lr(optimizer, factor((epoch + n / len(batches)) / epochs))
-            losses = [F.cross_entropy(layer(x[batch]), classes[batch]) for layer in layers]
+            features, wanted = x[batch], classes[batch]
+            losses = [F.cross_entropy(layer(features), wanted) for layer in layers]
             optimizer.zero_grad()
             sum(losses).backward()  # the layers share no parameters: each is trained by itself
             optimizer.step()
@@ -670,23 +689,28 @@ def check_finite(logits):
 
 # Where the last three convolutions of VGG-16 end, after batch norm and ReLU: indices in `features`.
 CONVOLUTIONS = {"C-11": 36, "C-12": 39, "C-13": 42}
-CELLS = 4  # 512 channels x 4 x 4 = 8192: the square grid nearest to about 9K [ICMLM App. C; ours]
 
 
 def convolution_features(backbone, images, device, amp="off", jitter=None):
-    """uint8 (B, size, size, 3) -> for each of CONVOLUTIONS its maps in 4x4 cells, (B, 8192)"""
+    """uint8 (B, size, size, 3) -> for each of CONVOLUTIONS its maps averaged over 3x3 places
+
+    At 224 pixels (B, 512 * 4 * 4): the "about 9K" of ICMLM Sec. 4. [DeeperCluster's code]
+    """
     features = []
     with torch.no_grad(), common.autocast(device, amp):
         maps = common.augment(images.to(device, non_blocking=True), jitter)
         for n, module in enumerate(backbone.features):
             maps = module(maps)
             if n in CONVOLUTIONS.values():
-                features.append(F.adaptive_avg_pool2d(maps.float(), CELLS).flatten(1))
+                features.append(F.avg_pool2d(maps.float(), 3, stride=3).flatten(1))
     return features
 
 
 def labelled_photo(data, size, jitter, index, rng):
-    """A sample (see common.Samples): a crop of 20-100%, mirrored at random [VirTex App. A.1]"""
+    """A sample (see common.Samples): a crop of 20-100%, mirrored at random [VirTex App. A.1]
+
+    VirTex's public configuration has crops of 8-100%.
+    """
     sample = common.photo(data.images, index, rng, size, 0.2, jitter)
     return {**sample, "labels": data.labels[index]}
 
@@ -712,12 +736,14 @@ def score_augmented(backbone, train, test, args, world, seed):
 
     `layers` has one for each convolution. None on all processes but the first. `layers` augments as
     SimCLR, ICMLM Sec. 4 says and no more: with colour jitter of half its strength [ours].
+    Once in an epoch it is scored and written to --output, from where the same command goes on.
     """
     device, several, layers = world.device, args.data != "folder", args.protocol == "layers"
-    names, widths, strength = [""], [backbone.channels], 0.0
+    names, widths, rates, strength, decay = [""], [backbone.channels], [args.lr], 0.0, 0.0
     if layers:
-        names, strength = [f"{name} " for name in CONVOLUTIONS], 1.0
-        widths = len(names) * [backbone.channels * CELLS**2]
+        names, strength, decay = [f"{name} " for name in CONVOLUTIONS], 1.0, LAYERS_DECAY
+        widths = 3 * [backbone.channels * (args.image_size // 16 // 3) ** 2]
+        rates = [args.lr, args.lr, 2 * args.lr]
 
     def describe(images, jitter=None):
         if layers:
@@ -726,16 +752,41 @@ def score_augmented(backbone, train, test, args, world, seed):
 
     torch.manual_seed(seed)
     model = LinearLayers(widths, len(train.names)).to(device)
+    groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in zip(model, rates)]
+    optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=decay)
+    path, iteration = Path(args.output, f"linear_{seed}.pth"), 0
+    made_of = [args.protocol, args.epochs, args.batch_size, args.lr, args.image_size]
+    made_of = made_of + [checksum(backbone, train)] if world.is_main else None
+    state = earlier_state(path, made_of, world)
+    if state:
+        iteration = state["iteration"]
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        say(f"{path}: going on from iteration {iteration}")
     parallel = common.data_parallel(model, world)
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
+
+    @torch.no_grad()
+    def scores():
+        def logits_of(images):
+            return torch.cat(model(describe(images)), 1)
+
+        logits, labels = describe_images(logits_of, test, args.image_size, world, args.workers)
+        return world.is_main and score_layers(names, logits, labels, train.names, several)
+
     number, share = len(train.images), args.batch_size // world.size
     sample = functools.partial(labelled_photo, train, args.image_size, strength)
     samples = common.Samples(sample, number, seed)
-    sampler = common.InfiniteSampler(number, args.batch_size, world, seed)
+    sampler = common.InfiniteSampler(number, args.batch_size, world, seed, iteration)
     batches = common.loader(samples, share, args.workers, collate_labelled, device, sampler)
     iters, unreadable = math.ceil(args.epochs * number / args.batch_size), set()
-    for iteration, batch in zip(progress(range(iters), desc=args.protocol, unit=" its"), batches):
-        common.set_lr(optimizer, common.lr_factor(iteration, iters))
+    every = math.ceil(number / args.batch_size)
+    bar = progress(total=iters, initial=iteration, desc=args.protocol, unit=" its")
+    for iteration, batch in zip(range(iteration, iters), batches):
+        if layers:
+            for group, lr in zip(optimizer.param_groups, rates):
+                group["lr"] = lr / math.sqrt(1 + lr * decay * iteration)
+        else:
+            common.set_lr(optimizer, common.lr_factor(iteration, iters))
         unreadable.update(batch.pop("unreadable"))
         batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
         outputs = parallel(describe(batch["images"], batch["jitter"]))
@@ -743,24 +794,51 @@ def score_augmented(backbone, train, test, args, world, seed):
         optimizer.zero_grad()
         sum(losses).backward()
         optimizer.step()
-    for path in sorted(unreadable):
-        say(f"cannot decode {path}: the next image took its place")
+        bar.update()
+        if iteration % 20 == 0:
+            for name, loss in zip(names, losses):
+                diverged = f"the linear layer {name}has diverged at iteration {iteration}"
+                check(loss.isfinite(), f"{diverged}: try a lower --lr")
+            bar.set_postfix(loss=f"{sum(losses).item() / len(losses):.3f}")
+        if (iteration + 1) % every == 0 and iteration + 1 < iters:
+            found = scores()
+            if world.is_main:
+                say(f"epoch {(iteration + 1) // every}: {in_words(found)}")
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                state |= {"iteration": iteration + 1, "made_of": made_of}
+                common.write_file(path, lambda file: torch.save(state, file))
+    bar.close()
+    for name in sorted(unreadable):
+        say(f"cannot decode {name}: the next image took its place")
+    found = scores()
+    if world.is_main:
+        path.unlink(missing_ok=True)
+    return found
 
-    @torch.no_grad()
-    def predict_all(images):
-        return torch.cat(model(describe(images)), 1)
 
-    logits, labels = describe_images(predict_all, test, args.image_size, world, args.workers)
-    if not world.is_main:
-        return None
+def earlier_state(path, made_of, world):
+    """What an earlier, stopped run of the same probe has written, or None. The first decides."""
+    with common.main_first(world):
+        if world.is_main and path.exists():
+            if common.read_checkpoint(path)["made_of"] != made_of:
+                path.unlink()
+    return common.read_checkpoint(path) if path.exists() else None
+
+
+def score_layers(names, logits, labels, classes, several):
+    """logits (N, layers * classes) side by side -> {"C-11 top-1": percent, ...}"""
     check_finite(logits)
     scores = {}
     for name, part in zip(names, np.split(logits, len(names), 1)):
         if several:
-            scores[f"{name}mAP"] = mean_of(average_precisions(part, labels, train.names))
+            scores[f"{name}mAP"] = mean_of(average_precisions(part, labels, classes))
         else:
             scores[f"{name}top-1"] = top1(part, labels)
     return scores
+
+
+def in_words(scores):
+    return ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
 
 
 # ---------------------------------------------------------------------- the probe in a training run

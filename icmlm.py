@@ -45,7 +45,7 @@ from torch import nn
 
 import common
 import language
-from common import check, count, fail, non_negative, positive_share, progress, proper_share, say
+from common import check, count, dim, non_negative, positive_share, progress, proper_share, say
 
 try:
     import eval_linear
@@ -98,12 +98,11 @@ def get_args(argv=None):
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="spacy is the paper's")
 
     add = parser.add_argument_group("model").add_argument
-    add("--arch", choices=common.BACKBONES, help="resnet18 for small data or a CPU")
     add("--init", help="start from this backbone.pth: tp.py's; vgg16: its rotations' [App. F.1]")
     add("--head", choices=HEADS, default=HEADS[0], help="att-fc: better on VOC [Sec. 4.1]")
-    add("--layers", type=count, default=1, help="of tfm, or of fc; more hurt the backbone [App. B]")
-    add("--heads", type=count, help="attention heads of tfm, or of att [Sec. 4, 4.3]")
-    add("--attention-width", type=count, default=512, help="att-fc: d_z of Eq. 3, per head [ours]")
+    add("--layers", type=dim, default=1, help="of tfm, or of fc; more hurt the backbone [App. B]")
+    add("--heads", type=dim, help="attention heads of tfm, or of att [Sec. 4, 4.3]")
+    add("--attention-width", type=dim, default=512, help="att-fc: d_z of Eq. 3, per head [ours]")
     add("--dropout", type=proper_share, default=0.1, help="in tfm [BERT]")
 
     add = parser.add_argument_group("optimizer and validation").add_argument
@@ -260,12 +259,14 @@ def load_triplets(args, train, val, tokenizer, folder):
     made_of |= {flag: getattr(args, flag) for flag in ("pos", "num_concepts", "tagger")}
     build = partial(build_triplets, args, train, val, tokenizer, folder)
     arrays = common.cached_arrays(folder / "triplets.npz", made_of, build)
-    concepts = dict(zip(arrays["concepts"].tolist(), arrays["parts"].tolist()))
-    splits = []
-    for split, data in (("train", train), ("val", val)):
-        tags = language.sparse_from(f"{split}_tags", arrays, len(concepts))
-        splits.append(Triplets(data.images, tags, *(arrays[f"{split}_{part}"] for part in ARRAYS)))
-    return concepts, *splits
+    with common.Reading(folder / "triplets.npz", "what this script wrote: delete it"):
+        concepts = dict(zip(arrays["concepts"].tolist(), arrays["parts"].tolist()))
+        splits = []
+        for split, data in (("train", train), ("val", val)):
+            tags = language.sparse_from(f"{split}_tags", arrays, len(concepts))
+            parts = [arrays[f"{split}_{part}"] for part in ARRAYS]
+            splits.append(Triplets(data.images, tags, *parts))
+        return concepts, *splits
 
 
 def build_triplets(args, train, val, tokenizer, folder):
@@ -679,19 +680,17 @@ def load_icmlm(path, lm_name, amp, device):
     content = common.read_checkpoint(path)
     ours = isinstance(content, dict) and content.get("script") == "icmlm"
     check(ours, f"{path} is no checkpoint.pth of icmlm.py (a backbone alone cannot predict words)")
-    trained, concepts = SimpleNamespace(**content["args"]), content["concepts"]
-    name = lm_name or trained.lm
-    if name == "scratch":
-        name = str(Path(path).parent / "language_model")
-    scratch = dict.fromkeys(("captions", "folder", "iters", "seed"))  # not needed: it is trained
-    tokenizer, pretrained = language.language_model(name, device=device, amp=amp, **scratch)
-    lm = FrozenLanguageModel(pretrained, amp)
-    model = build_model(trained, lm, len(concepts))
-    try:
+    with common.Reading(path, f"{common.CHECKPOINT}, and the --lm that it was trained with"):
+        trained, concepts = SimpleNamespace(**content["args"]), content["concepts"]
+        name = lm_name or trained.lm
+        if name == "scratch":
+            name = str(Path(path).parent / "language_model")
+        scratch = dict.fromkeys(("captions", "folder", "iters", "seed"))  # it is trained already
+        tokenizer, pretrained = language.language_model(name, device=device, amp=amp, **scratch)
+        lm = FrozenLanguageModel(pretrained, amp)
+        model = build_model(trained, lm, len(concepts))
         model.load_state_dict(content["model"])
-    except RuntimeError:
-        fail(f"--lm {name} has other sizes than the language model that {path} was trained with")
-    return model.to(device).eval(), lm, tokenizer, concepts, trained.image_size
+        return model.to(device).eval(), lm, tokenizer, concepts, trained.image_size
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ from torch import nn
 
 import common
 import language
-from common import check, count, fail, non_negative, positive, progress, proper_share, say, share
+from common import check, count, dim, fail, non_negative, positive, progress, proper_share, say
 
 try:
     import eval_linear
@@ -96,24 +96,23 @@ def get_args(argv=None):
     parser = common.flag_parser("mmcontrastive", __doc__)
 
     add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
-    add("--greyscale", type=share, help="share of views without colours")
-    add("--blur", type=share, help="share of views that are blurred")
+    add("--greyscale", type=common.share, help="share of views without colours")
+    add("--blur", type=common.share, help="share of views that are blurred")
     add("--caption-views", choices=("same", "sibling", "backtranslation"),
         help="a caption twice (dropout differs), two of a photo, or one and its back-translation")
     add("--backtranslations", help="what --backtranslate wrote (default: its file in --output)")
 
     add = parser.add_argument_group("model [Sec. 4.1]").add_argument
-    add("--arch", choices=common.BACKBONES, help="resnet18 for small data or a CPU")
     add("--lm", help="caption encoder: a BERT of the hub or in a folder, or scratch (untrained)")
-    add("--lm-layers", type=count, help="of --lm scratch; fewer for few captions")
-    add("--lm-width", type=count, help="of --lm scratch; a head is 64 wide")
+    add("--lm-layers", type=dim, help="of --lm scratch; fewer for few captions")
+    add("--lm-width", type=dim, help="of --lm scratch; a head is 64 wide")
     add("--dropout", type=proper_share, help="of --lm scratch; --caption-views same needs it")
-    add("--mlp-hidden", type=count, help="hidden layer of the MLPs")
-    add("--intra-dim", type=count, default=128, help="of the spaces within a modality [Sec. 4.4]")
-    add("--inter-dim", type=count, default=1024, help="of the space of both [Sec. 4.4]")
+    add("--mlp-hidden", type=dim, help="hidden layer of the MLPs")
+    add("--intra-dim", type=dim, default=128, help="of the spaces within a modality [Sec. 4.4]")
+    add("--inter-dim", type=dim, default=1024, help="of the space of both [Sec. 4.4]")
     add("--unified-mlp", action="store_true", help="one MLP for both spaces: worse [Sec. 4.4]")
     add("--queue", type=count, help="K, keys to compare with; fewer on fewer photos")
-    add("--momentum", type=share, help="m of the momentum encoders; lower for short runs")
+    add("--momentum", type=common.share, help="m of the momentum encoders; lower for short runs")
     add("--bn-splits", type=count, help="groups of shuffled batch norm; 1 opens a shortcut [MoCo]")
 
     add = parser.add_argument_group("losses and their weights [Sec. 4.1]").add_argument
@@ -198,7 +197,7 @@ def main(args):
     weights["tag"] = tag_weight(weights, train, args.tags_required)
     train = photos_with_losses(train, weights)
     num_tags = len(train.tag_names) if weights["tag"] else 0
-    size = queue_size(args.queue, train, uses_captions, args.batch_size)
+    sizes = queue_sizes(args.queue, train, uses_captions, args.batch_size)
     tokenizer = config = None
     if uses_captions:
         with common.main_first(world):
@@ -212,7 +211,7 @@ def main(args):
     dims = {"intra": args.intra_dim, "inter": args.inter_dim}
     needed = [name for name in LOSSES if weights[name]]
     encoders = build_encoders(args.arch, config, needed, dims, args.mlp_hidden, args.unified_mlp)
-    model = MultimodalContrastive(encoders, num_tags, size)
+    model = MultimodalContrastive(encoders, num_tags, sizes)
     if uses_captions and args.lm != "scratch" and not run.checkpoint:
         load_pretrained(model, args.lm)
     model.to(device, memory_format=torch.channels_last)
@@ -226,6 +225,7 @@ def main(args):
         model.queries["image"].trunk.compile()
         model.keys["image"].trunk.compile()
     parallel = common.data_parallel(model, world).train()
+    splits = max(1, args.bn_splits // world.size)  # on this process
 
     samples = common.Samples(partial(sample, train, translations, args), len(train), args.seed)
     collate_views = partial(collate, tokenizer=tokenizer)
@@ -239,8 +239,8 @@ def main(args):
         update_momentum(model.queries, model.keys, args.momentum)
         rng = np.random.default_rng([args.seed, iteration])
         with common.autocast(device, args.amp):
-            queries = parallel(images_q, captions_q)
-            all_keys = model.encode_keys(images_k, captions_k, args.bn_splits, rng, world)
+            queries = parallel(images_q, captions_q, splits)
+            all_keys = model.encode_keys(images_k, captions_k, splits, rng, world)
         keys = {name: key.chunk(world.size)[world.rank] for name, key in all_keys.items()}
         losses = contrastive_losses(queries, keys, model.queues, tags, captioned, *constants)
         loss = sum(weights[name] * losses[name] for name in losses)  # Eq. 15
@@ -283,19 +283,24 @@ def photos_with_losses(train, weights):
     return train.select(np.flatnonzero(captioned))
 
 
-def queue_size(wanted, train, uses_captions, batch_size):
-    """K: a multiple of the batch, and no more than there are keys in the data"""
-    kind, available = "photos", len(train)
+def queue_sizes(wanted, train, uses_captions, batch_size):
+    """K of the queues of each modality: a multiple of the batch, at most as many as there are keys
+
+    -> {"image": K, "caption": K, if captions are used}
+    """
+    available, sizes = {"image": len(train)}, {}
     if uses_captions:
-        kind, available = "photos with captions", int(train.captioned().sum())
+        available["caption"] = int(train.captioned().sum())
         hint = "with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are enough (MoCo-v2)"
-        check(available, f"no photo has a caption: {hint}")
-    size = min(wanted, available) // batch_size * batch_size
-    check(size, f"{available} {kind} are fewer than a batch of {batch_size}: lower --batch-size")
-    if size != wanted:
-        say(f"queues of {size} keys instead of {wanted}: a multiple of the batch, and no more than "
-            f"there are {kind}; --lambda-ic and --lambda-ci weight sums over them")  # fmt: skip
-    return size
+        check(available["caption"], f"no photo has a caption: {hint}")
+    for modality, number in available.items():
+        size = sizes[modality] = min(wanted, number) // batch_size * batch_size
+        keys = f"{number} photos" + (" with a caption" if modality == "caption" else "")
+        check(size, f"{keys} are fewer than a batch of {batch_size}: lower --batch-size")
+        if size != wanted:
+            say(f"queues of {size} {modality} keys instead of {wanted}: a multiple of the batch, "
+                f"at most {keys}; --lambda-ic and --lambda-ci weight sums over them")  # fmt: skip
+    return sizes
 
 
 # ------------------------------------------------------------------------------------- two views
@@ -409,7 +414,10 @@ def blur(images, sigma):
 
 # ------------------------------------------------------------------------- encoders and momentum
 
-# Which encoder, and which of its MLPs, makes the queries and the keys of each loss.
+# Which encoder, and which of its MLPs, makes the queries and the keys of each loss. A loss is named
+# by its query first: "ic" has photos as queries, so its keys and its queue are captions.
+# The paper writes Phi_ik for the MLP of Eq. 7 and for another one of Eq. 10, and "distinct" in the
+# line below: they are the caption encoder's "intra" and "inter". Likewise in Eqs. 2 and 13.
 QUERIES = {
     "ii": ("image", "intra"),  # Eq. 1
     "cc": ("caption", "intra"),  # Eq. 6
@@ -527,8 +535,8 @@ class Encoder(nn.Module):
     def __init__(self, trunk, width, dims, hidden, unified=False):
         super().__init__()
         self.trunk, self.mlps = trunk, nn.ModuleDict()
-        for space, dim in dims.items():
-            mlp = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, dim))
+        for space, out in dims.items():
+            mlp = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, out))
             self.mlps[space] = mlp
         if unified:
             self.mlps.update(dict.fromkeys(dims, mlp))
@@ -541,27 +549,27 @@ class Encoder(nn.Module):
 class MultimodalContrastive(nn.Module):
     """Encoders of photos and captions, their momentum copies, and the queues of keys (Fig. 2).
 
-    encoders: of build_encoders.  num_tags: 0 without Eq. 5.  size: K
+    encoders: of build_encoders.  num_tags: 0 without Eq. 5.  sizes: {modality: K}
     """
 
-    def __init__(self, encoders, num_tags, size):
+    def __init__(self, encoders, num_tags, sizes):
         super().__init__()
         self.queries = nn.ModuleDict(encoders)
         self.keys = copy.deepcopy(self.queries).requires_grad_(False)
         self.queues = nn.ModuleDict()
         mlps = {modality: encoder.mlps for modality, encoder in encoders.items()}
         for loss, mlp in by_loss(KEYS, mlps).items():
-            self.queues[loss] = Queue(size, mlp[-1].out_features)
+            self.queues[loss] = Queue(sizes[KEYS[loss][0]], mlp[-1].out_features)
         if num_tags:
-            self.queues["tag"] = Queue(size, num_tags)
+            self.queues["tag"] = Queue(sizes["image"], num_tags)
 
     @property
     def backbone(self):
         return self.queries["image"].trunk[0]
 
-    def forward(self, images, captions=None):
+    def forward(self, images, captions=None, splits=1):
         """images (B, 3, h, w), captions: tokens and visible -> queries {loss: (B, dim)}"""
-        outputs = {"image": self.queries["image"](images)}
+        outputs = {"image": in_groups(self.queries["image"], images, splits)}
         if captions:
             outputs["caption"] = self.queries["caption"](*captions)
         return by_loss(QUERIES, outputs)
@@ -570,21 +578,16 @@ class MultimodalContrastive(nn.Module):
     def encode_keys(self, images, captions, splits, rng, world):
         """The keys of the batches of all processes, on each of them -> {loss: (size * B, dim)}
 
-        Shuffled batch norm [MoCo]: the images are drawn into `splits` groups with statistics of
-        their own, or a query would find its key by the statistics of the batch that both are in.
-        rng: the same on all processes.
+        Shuffled batch norm [MoCo]: the images are drawn into other groups than those of the
+        queries, or a query would find its key by the statistics of the group that both are in.
+        rng: the same on all processes.  splits: groups on each process.
         """
         images = gather(images, world)
         order = torch.from_numpy(rng.permutation(len(images))).to(images.device, non_blocking=True)
-        share = order.chunk(world.size)[world.rank]
-        groups = []
-        for rows in share.chunk(max(1, splits // world.size)):
-            group = images[rows].contiguous(memory_format=torch.channels_last)
-            groups.append(self.keys["image"](group))
+        share = images[order.chunk(world.size)[world.rank]]
         outputs, unshuffle = {"image": {}, "caption": {}}, order.argsort()
-        for space in groups[0]:
-            shuffled = gather(torch.cat([group[space] for group in groups]), world)
-            outputs["image"][space] = shuffled[unshuffle]
+        for space, keys in in_groups(self.keys["image"], share, splits).items():
+            outputs["image"][space] = gather(keys, world)[unshuffle]
         if captions:
             for space, keys in self.keys["caption"](*captions).items():
                 outputs["caption"][space] = gather(keys, world)
@@ -603,6 +606,18 @@ class MultimodalContrastive(nn.Module):
             self.queues[loss].enqueue(key, captioned if modality == "caption" else all_valid)
         if "tag" in self.queues:
             self.queues["tag"].enqueue(gather(tags, world), all_valid)
+
+
+def in_groups(encoder, images, splits):
+    """Encode images in `splits` groups, each with batch statistics of its own -> {space: (B, dim)}
+
+    As if each were on a GPU of its own; the public code of MoCo for one GPU does it likewise.
+    """
+    groups = [
+        encoder(group.contiguous(memory_format=torch.channels_last))
+        for group in images.chunk(splits)
+    ]
+    return {space: torch.cat([group[space] for group in groups]) for space in groups[0]}
 
 
 @torch.no_grad()
@@ -797,17 +812,18 @@ def load_query_encoders(path):
     content = common.read_checkpoint(path)
     ours = isinstance(content, dict) and content.get("script") == "mmcontrastive"
     check(ours, f"{path} is no checkpoint.pth of mmcontrastive.py (a backbone alone cannot read)")
-    flags = content["args"]
-    problem = "was trained without --lambda-ic: photos and captions share no space in it"
-    check(flags["lambda_ic"], f"{path} {problem}")
-    tokenizer, config = read_caption_model(Path(path).parent / "caption_model")
-    dims, hidden = {"inter": flags["inter_dim"]}, flags["mlp_hidden"]
-    encoders = build_encoders(flags["arch"], config, ("ic", "ci"), dims, hidden)
-    state = {}
-    for key, value in content["model"].items():
-        if key.startswith("queries.") and ".mlps.intra." not in key:
-            state[key.removeprefix("queries.")] = value
-    encoders.load_state_dict(state)
+    with common.Reading(path, common.CHECKPOINT):
+        flags = content["args"]
+        problem = "was trained without --lambda-ic: photos and captions share no space in it"
+        check(flags["lambda_ic"], f"{path} {problem}")
+        tokenizer, config = read_caption_model(Path(path).parent / "caption_model")
+        dims, hidden = {"inter": flags["inter_dim"]}, flags["mlp_hidden"]
+        encoders = build_encoders(flags["arch"], config, ("ic", "ci"), dims, hidden)
+        state = {}
+        for key, value in content["model"].items():
+            if key.startswith("queries.") and ".mlps.intra." not in key:
+                state[key.removeprefix("queries.")] = value
+        encoders.load_state_dict(state)
     return encoders.eval(), tokenizer, flags
 
 

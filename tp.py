@@ -91,7 +91,6 @@ def get_args(argv=None):
     add("--lm-iters", type=count, help="iterations of --lm scratch; more for more captions")
 
     add = parser.add_argument_group("model").add_argument
-    add("--arch", choices=common.BACKBONES, help="resnet18 for small data or a CPU")
     add("--init", help="start from this backbone.pth: for vgg16 from that of --labels rotation")
 
     add = parser.add_argument_group("optimizer and validation").add_argument
@@ -252,9 +251,10 @@ def load_labels(args, train, val, folder, device):
     flags = {flag: getattr(args, flag) for flag in LABEL_FLAGS}
     made_of = {"data": (train.digest(), val.digest()), **flags}
     arrays = common.cached_arrays(folder / "labels.npz", made_of, build)
-    names = arrays["names"].tolist()
-    rows = [language.sparse_from(split, arrays, len(names)) for split in ("train", "val")]
-    return Labels(names, *rows)
+    with common.Reading(folder / "labels.npz", "what this script wrote: delete it"):
+        names = arrays["names"].tolist()
+        rows = [language.sparse_from(split, arrays, len(names)) for split in ("train", "val")]
+        return Labels(names, *rows)
 
 
 def usable_captions(train, val, labels):
@@ -548,13 +548,14 @@ def predict_photos(paths, weights, device):
     content = common.read_checkpoint(weights)
     ours = isinstance(content, dict) and content.get("script") == "tp"
     check(ours, f"{weights} is no checkpoint.pth of tp.py (a backbone alone has no labels)")
-    names, trained = content["names"], content["args"]
-    model = TagPredictor(trained["arch"], len(names))
-    model.load_state_dict(content["model"])
-    model.to(device).eval()
     photos = common.ImageFiles(paths)
     photos.check_files("check the path")
-    squares = common.CropView(photos, trained["image_size"], part=1.0)
+    with common.Reading(weights, common.CHECKPOINT):
+        names, trained = content["names"], content["args"]
+        model = TagPredictor(trained["arch"], len(names))
+        model.load_state_dict(content["model"])
+        squares = common.CropView(photos, trained["image_size"], part=1.0)
+    model.to(device).eval()
     for path, (pixels, readable) in zip(paths, squares):
         if not readable:
             say(f"{path}: cannot be decoded, is it a photo?")

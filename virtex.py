@@ -40,7 +40,7 @@ from PIL import Image
 from torch import nn
 
 import common
-from common import check, count, fail, positive, positive_share, progress, proper_share, say
+from common import check, count, dim, fail, positive, positive_share, progress, proper_share, say
 
 try:
     import eval_linear
@@ -79,14 +79,13 @@ def get_args(argv=None):
 
     add = parser.add_argument_group("model").add_argument
     add("--task", choices=TASKS, default=TASKS[0], help="the others are ablations [Sec. 4.2]")
-    add("--arch", choices=common.BACKBONES, help="resnet18 for small data or a CPU")
-    add("--layers", type=count, default=1, help="L; 2 or 3 generally help [Sec. 4.2]")
-    add("--hidden", type=count, help="H; larger is better and slower; A = H/64, F = 4H follow")
+    add("--layers", type=dim, default=1, help="L; 2 or 3 generally help [Sec. 4.2]")
+    add("--hidden", type=dim, help="H; larger is better and slower; A = H/64, F = 4H follow")
     add("--init-std", type=positive, help="of the heads' first weights; about H^-0.5 if H is small")
     add("--dropout", type=proper_share, help="more for few captions")
-    add("--vocab-size", type=count, default=10_000, help="tokens, at most [Sec. 3]")
+    add("--vocab-size", type=dim, default=10_000, help="tokens, at most [Sec. 3]")
     add("--tokenizer", help="a SentencePiece .model, instead of one trained on the captions")
-    add("--max-length", type=count, default=30, help="tokens per caption, [SOS], [EOS] included")
+    add("--max-length", type=dim, default=30, help="tokens per caption, [SOS], [EOS] included")
 
     add = parser.add_argument_group("optimisation of the heads").add_argument
     add("--optimizer", choices=common.OPTIMIZERS, help="another needs its own rates")
@@ -100,7 +99,7 @@ def get_args(argv=None):
     add = use.add_mutually_exclusive_group().add_argument
     add("--caption", nargs="+", metavar="IMAGE", help="caption photos, with pictures of attention")
     add("--evaluate", action="store_true", help="CIDEr and SPICE of the validation split [Fig. 6]")
-    use.add_argument("--beams", type=count, default=5, help="of beam search [Sec. 4.4]")
+    use.add_argument("--beams", type=dim, default=5, help="of beam search [Sec. 4.4]")
 
     recipe = common.choose_recipe(RECIPES, argv)
     args = common.parse(parser, argv, recipe, scaled=("lr", "text_lr"))
@@ -201,7 +200,8 @@ def load_tokenizer(args, captions, run):
     path = run.folder / "tokenizer.model"
     if run.world.is_main:
         if run.checkpoint:
-            content = run.checkpoint["tokenizer"].numpy().tobytes()
+            with common.Reading(run.path, common.CHECKPOINT):
+                content = run.checkpoint["tokenizer"].numpy().tobytes()
         elif args.tokenizer:
             content = read_tokenizer(args.tokenizer).serialized_model_proto()
         else:
@@ -237,11 +237,8 @@ def train_tokenizer(captions, vocab_size):
 
 
 def read_tokenizer(path):
-    check(Path(path).is_file(), f"--tokenizer {path} not found")
-    try:
+    with common.Reading(path, "a SentencePiece model, the file of --tokenizer"):
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except RuntimeError:
-        fail(f"--tokenizer {path} is not a SentencePiece model")
     ids = [tokenizer.piece_to_id(piece) for piece in ("[SOS]", "[EOS]", "[MASK]")]
     right = ids == [SOS, EOS, MASK]
     check(right, f"--tokenizer {path} must have [SOS], [EOS], [MASK] as ids 1, 2, 3")
@@ -622,37 +619,35 @@ def load_virtex(path, tokenizer_path=None):
     Sizes are read off the weights. An official checkpoint has no tokenizer: give coco_10k.model.
     """
     content = common.read_checkpoint(path)
-    state = content.get("model", {}) if isinstance(content, dict) else {}
-    args = content.get("args", {}) if state else {}
-    captions = "textual.embedding.words.weight" in state and args.get("task") != "masked_lm"
-    hint = "give the checkpoint.pth of a run with --task bicaptioning or captioning"
-    check(captions, f"{path} holds no captioning model (a backbone alone cannot caption): {hint}")
-    if not tokenizer_path:
-        hint = "add --tokenizer FILE (the official one is coco_10k.model)"
-        check("tokenizer" in content, f"{path} holds no tokenizer: {hint}")
-        proto = content["tokenizer"].numpy().tobytes()
-        tokenizer = sentencepiece.SentencePieceProcessor(model_proto=proto)
-    else:
-        tokenizer = read_tokenizer(tokenizer_path)
-    vocab_size, hidden = state["textual.embedding.words.weight"].shape
-    pieces = tokenizer.get_piece_size()
-    check(pieces == vocab_size, f"the tokenizer has {pieces} tokens and {path} {vocab_size}")
+    with common.Reading(path, common.CHECKPOINT):
+        state = content.get("model", {}) if isinstance(content, dict) else {}
+        args = content.get("args", {}) if state else {}
+        captions = "textual.embedding.words.weight" in state and args.get("task") != "masked_lm"
+        problem = f"{path} holds no captioning model (a backbone alone cannot caption)"
+        check(captions, f"{problem}: give a checkpoint.pth of --task bicaptioning or captioning")
+        if not tokenizer_path:
+            hint = "add --tokenizer FILE (the official one is coco_10k.model)"
+            check("tokenizer" in content, f"{path} holds no tokenizer: {hint}")
+            proto = content["tokenizer"].numpy().tobytes()
+            tokenizer = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        else:
+            tokenizer = read_tokenizer(tokenizer_path)
+        vocab_size, hidden = state["textual.embedding.words.weight"].shape
+        pieces = tokenizer.get_piece_size()
+        check(pieces == vocab_size, f"the tokenizer has {pieces} tokens and {path} {vocab_size}")
 
-    bidirectional = any(name.startswith("backward_textual.") for name in state)
-    model = VirTex(
-        common.backbone_weights(content, path)[0],
-        vocab_size,
-        hidden,
-        layers=sum(re.match(r"textual\..*\.linear1\.bias", name) is not None for name in state),
-        max_length=len(state["textual.embedding.positions.weight"]),
-        task="bicaptioning" if bidirectional else "captioning",
-    )
-    state = {name: v for name, v in state.items() if not name.startswith("visual.cnn.fc.")}
-    try:
+        bidirectional = any(name.startswith("backward_textual.") for name in state)
+        model = VirTex(
+            common.backbone_weights(content, path)[0],
+            vocab_size,
+            hidden,
+            layers=sum(re.match(r"textual\..*\.linear1\.bias", name) is not None for name in state),
+            max_length=len(state["textual.embedding.positions.weight"]),
+            task="bicaptioning" if bidirectional else "captioning",
+        )
+        state = {name: v for name, v in state.items() if not name.startswith("visual.cnn.fc.")}
         model.load_state_dict(state)
-    except RuntimeError as error:
-        fail(f"{path} does not fit: {' '.join(str(error).split())[:300]}")
-    return model.eval(), tokenizer, args.get("image_size", 224)
+        return model.eval(), tokenizer, args.get("image_size", 224)
 
 
 @torch.no_grad()

@@ -77,19 +77,19 @@ def tiny(coco_folder, tiny_lm):
     return command
 
 
-def run_here(command):
+def run_here(command, run=lambda main, get_args: main(get_args())):
     """Run a script in this process -> what it printed."""
     script, *flags = map(str, command)
     module = importlib.import_module(script.removesuffix(".py"))
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        module.main(module.get_args(flags))
+        run(module.main, lambda: module.get_args(flags))
     return output.getvalue()
 
 
 def refusal(command):
     """Run a script in this process: it must end with one line -> that line."""
     with pytest.raises(SystemExit) as stopped:
-        run_here(command)
+        run_here(command, common.run)
     message = str(stopped.value)
     assert message.startswith("error: ") and "\n" not in message, message
     return message
@@ -135,7 +135,7 @@ def checkpoint_in(folder):
 
 
 def files_in(folder):
-    return {path.name for path in folder.iterdir()}
+    return {path.name for path in folder.iterdir()} - {".lock"}
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def ended_by(code, command):
     """Run a script in a process of its own -> what it printed; it ends with this exit code."""
     process = run_script(*command)
     assert process.returncode == code and "Traceback" not in process.stderr, process.stderr
-    return process.stdout
+    return process.stdout + process.stderr
 
 
 @every_script
@@ -113,6 +114,41 @@ def test_sigterm_writes_a_checkpoint_and_leaves(script, tiny, tmp_path):
     assert process.returncode == 128 + signal.SIGTERM
     assert "goes on from there" in output and "Traceback" not in errors
     assert checkpoint_in(tmp_path)["iteration"] == metrics(tmp_path)[-1]["iteration"] >= 1
+
+
+def test_one_run_in_one_folder(tiny, tmp_path):
+    """A second process on the same output is refused while the first one trains."""
+    command = tiny("virtex", tmp_path, "--iters", 100_000)
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "metrics.jsonl").exists() or not metrics(tmp_path):
+        assert process.poll() is None
+        time.sleep(0.02)
+    assert "another process is training into" in ended_by(1, command)
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+    assert "going on" not in run_here(tiny("virtex", tmp_path, "--iters", 2, "--fresh"))
+
+
+def test_a_process_dies(tiny, tmp_path):
+    """Killed in the middle of a run: the others end within seconds, with one line of ours."""
+    if not os.path.exists("/proc/self/environ"):
+        pytest.skip("this system has no /proc")
+    command = [*TORCHRUN, *tiny("virtex", tmp_path, "--iters", 100_000)]
+    words, pipe = [sys.executable, *map(str, command)], subprocess.PIPE
+    launcher = subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    while not (tmp_path / "metrics.jsonl").exists() or not metrics(tmp_path):
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    second = []
+    for path in Path("/proc").glob("[0-9]*"):
+        if str(tmp_path).encode() in (path / "cmdline").read_bytes():
+            if b"\0RANK=1\0" in (path / "environ").read_bytes():
+                second.append(int(path.name))
+    os.kill(min(second), signal.SIGKILL)  # the others are its data workers
+    _, errors = launcher.communicate(timeout=60)
+    ours = errors.index("error: another process has ended")
+    assert "Traceback" not in errors[:ours]
 
 
 # Started in place of a script: after the last step each process tells how far apart weights are.
@@ -221,7 +257,7 @@ def test_another_script_and_damage_are_refused(script, tiny, tmp_path):
     assert "holds a run of other.py" in refusal(command)
     content = (tmp_path / "checkpoint.pth").read_bytes()
     (tmp_path / "checkpoint.pth").write_bytes(content[: len(content) // 2])
-    assert "checkpoint.pth cannot be loaded" in refusal(command)
+    assert "Expected: a whole checkpoint file" in refusal(command)
 
 
 @every_script

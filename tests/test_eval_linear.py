@@ -148,6 +148,24 @@ def test_average_precisions():
     assert scores == {"a": 50, "b": 100} and eval_linear.mean_of(scores) == 75
 
 
+def test_interpolated_average_precision():
+    """The best precision at each recall or a higher one, as Goyal et al. (2019) score VOC07"""
+    rng = np.random.default_rng(0)
+    truth, decision = (rng.random(30) < 0.3).astype(np.int8), rng.normal(size=30).round(1)
+    precisions, recalls = [], []
+    for threshold in sorted(set(decision), reverse=True):
+        found = decision >= threshold
+        precisions.append(truth[found].mean())
+        recalls.append(truth[found].sum() / truth.sum())
+    wanted, before = 0, 0
+    for n, recall in enumerate(recalls):
+        wanted += (recall - before) * max(precisions[n:])
+        before = recall
+    [score] = eval_linear.average_precisions(decision[:, None], truth[:, None], "a", True).values()
+    [plain] = eval_linear.average_precisions(decision[:, None], truth[:, None], "a").values()
+    assert score == pytest.approx(100 * wanted) and score > plain + 0.1
+
+
 # ------------------------------------------------------------------------------- labelled images
 
 VOC_SCENES = {"trainval": range(100, 148), "test": range(400, 432)}
@@ -249,6 +267,8 @@ def test_bad_data_are_refused(data, files, message, tmp_path):
 
 # --------------------------------------------------------------------------------- the protocols
 
+LAYERS = "layers --batch-size 16 --image-size 48"
+
 
 @pytest.mark.parametrize(
     "flags, metrics",
@@ -258,7 +278,7 @@ def test_bad_data_are_refused(data, files, message, tmp_path):
         ("sgd-virtex --batch-size 16 --epochs 12", "top-1"),
         ("sgd-mct --epochs 12", "top-1"),
         ("logreg-icmlm --epochs 30", "top-1"),
-        ("layers --batch-size 16 --epochs 8 --lr 0.1", "C-11 top-1,C-12 top-1,C-13 top-1"),
+        (f"{LAYERS} --epochs 12 --lr 0.05", "C-11 top-1,C-12 top-1,C-13 top-1"),
     ],
 )
 def test_what_is_separable_is_learned(flags, metrics, folder, tmp_path, monkeypatch):
@@ -288,7 +308,7 @@ def test_several_labels_per_image(voc, coco_folder, tmp_path):
     score = mean.pop("mAP")
     assert mean.keys() == present and score == pytest.approx(np.mean(list(mean.values())))
     assert len(evaluate(tmp_path, coco_folder, "", "coco")) > 4
-    flags = "--weights random --arch vgg16 --protocol layers --batch-size 16 --epochs 1"
+    flags = f"--weights random --arch vgg16 --protocol {LAYERS} --epochs 1"
     mean = evaluate(tmp_path, voc, flags, "voc07")
     assert list(mean) == ["C-11 mAP", "C-12 mAP", "C-13 mAP"]
     assert all(0 < score < 100 for score in mean.values())
@@ -319,11 +339,10 @@ def cosine(lr, steps):
         # Contrastive paper Sec. 4.2: lr 30, divided by 5 at epochs 30, 40 and 50 of 60.
         ("--protocol sgd-mct", [30.0] * 30 + [6.0] * 10 + [1.2] * 10 + [0.24] * 10),
         ("--protocol sgd-mct --epochs 6 --lr 2", [2.0] * 3 + [0.4, 0.08, 0.016]),
-        ("--protocol layers --batch-size 16 --epochs 1", cosine(0.01 / 16, 2)),
     ],
 )
 def test_schedules(flags, rates, folder, tmp_path, monkeypatch):
-    """Momentum 0.9, no weight decay; crops of 20-100% of the area; colour jitter for layers."""
+    """Momentum 0.9, no weight decay; crops of 20-100% of the area, no colour jitter."""
     steps, step, views, crop = [], torch.optim.SGD.step, set(), common.random_crop
     jitters, jitter = set(), common.colour_jitter
 
@@ -335,13 +354,55 @@ def test_schedules(flags, rates, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.optim.SGD, "step", recorded)
     monkeypatch.setattr(common, "random_crop", lambda rng, s: views.add(s) or crop(rng, s))
     monkeypatch.setattr(common, "colour_jitter", lambda rng, s: jitters.add(s) or jitter(rng, s))
-    layers = "layers" in flags
-    arch = "vgg16" if layers else "resnet18"
-    evaluate(tmp_path, folder, f"{flags} --weights random --arch {arch}")
+    evaluate(tmp_path, folder, f"{flags} --weights random --arch resnet18")
     assert steps == [(pytest.approx(rate), 0.9, 0) for rate in rates]
     augmented = "sgd-mct" not in flags
     assert views == ({(0.2, 1.0)} if augmented else set())
-    assert jitters == ({float(layers)} if augmented else set())
+    assert jitters == ({0.0} if augmented else set())
+
+
+def test_the_recipe_of_layers(folder, tmp_path, monkeypatch):
+    """DeeperCluster's: C-13 has twice the rate, which falls as 1 / sqrt(1 + lr * decay * t)."""
+    steps, step = [], torch.optim.SGD.step
+
+    def recorded(self):
+        assert all(g["momentum"] == 0.9 and g["weight_decay"] == 1e-5 for g in self.param_groups)
+        steps.append([group["lr"] for group in self.param_groups])
+        step(self)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", recorded)
+    flags = f"--protocol {LAYERS} --epochs 1 --lr 5 --weights random --arch vgg16"
+    evaluate(tmp_path, folder, flags)
+    rates = [[5, 5, 10], [5 / math.sqrt(1 + 5e-5), 5 / math.sqrt(1 + 5e-5), 10 / math.sqrt(1.0001)]]
+    assert steps == [pytest.approx(row) for row in rates]
+    protocol = ["--weights", "random", "--arch", "vgg16", "--protocol", "layers", "--data"]
+    found = [eval_linear.get_args([*protocol, data]) for data in ("folder", "voc07")]
+    assert [(a.epochs, a.batch_size, a.lr) for a in found] == [(100, 256, 0.01), (60, 128, 0.01)]
+
+
+def test_a_stopped_linear_layer_goes_on(folder, tmp_path, monkeypatch):
+    """sgd-virtex killed in its third epoch ends with the score of one that was not; it diverges."""
+    flags = "--protocol sgd-virtex --batch-size 16 --epochs 4"  # of two iterations each
+    whole = evaluate(tmp_path / "whole", folder, flags)
+    loss, calls = eval_linear.classification_loss, []
+
+    def killed(*given):
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return loss(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(eval_linear, "classification_loss", killed)
+        evaluate(tmp_path / "killed", folder, flags)
+    output = run_here(command(tmp_path / "killed", folder, flags))
+    assert "going on from iteration" in output and result(tmp_path / "killed")["mean"] == whole
+    assert "going on" not in run_here(command(tmp_path / "killed", folder, flags))
+    flags += "0 --train-images 16 --lr 1e38"  # 40 iterations; the epoch's score sees it first
+    assert "has diverged: try a lower --lr" in refusal(command(tmp_path / "fast", folder, flags))
+    monkeypatch.setattr(eval_linear, "score_layers", lambda *_: {})
+    message = refusal(command(tmp_path / "fast", folder, flags))
+    assert "has diverged at iteration 20: try a lower --lr" in message
 
 
 def test_costs(folder, tmp_path, monkeypatch):
@@ -406,7 +467,7 @@ def test_logreg_searches_on_held_out_images(monkeypatch):
 
 
 def test_layers_are_the_last_three_convolutions():
-    """C-11, C-12 and C-13 of torchvision's VGG-16, after ReLU, averaged in 4x4 cells: 8192-d"""
+    """C-11, C-12 and C-13 of torchvision's VGG-16, after ReLU, averaged over 3x3 places"""
     torch.manual_seed(0)
     backbone, theirs = common.build_backbone("vgg16").eval(), torchvision.models.vgg16_bn().eval()
     theirs.features.load_state_dict(backbone.features.state_dict())
@@ -420,7 +481,7 @@ def test_layers_are_the_last_three_convolutions():
     with torch.no_grad():
         modules(common.augment(images, jitter))
     for found, expected in zip(features, maps, strict=True):
-        cells = expected.reshape(2, 512, 4, 2, 4, 2).mean((3, 5))
+        cells = expected[..., :6, :6].reshape(2, 512, 2, 3, 2, 3).mean((3, 5))
         torch.testing.assert_close(found, cells.flatten(1))
 
 
@@ -461,12 +522,12 @@ def kept(output, split="train"):
 
 
 def test_pooling_in_2x2_parts():
-    """ICMLM App. F.2: 7x7 maps in parts of 4x4 places, which share the middle row and column"""
+    """ICMLM App. F.2 [Goyal et al. 2019]: 7x7 maps in four parts of 6x6 places"""
     images = torch.randint(0, 256, (1, 7, 7, 3), dtype=torch.uint8)
     expected = []
     for channel in common.augment(images)[0]:
-        for rows in (channel[:4], channel[3:]):
-            expected += [rows[:, :4].mean(), rows[:, 3:].mean()]
+        for rows in (channel[:6], channel[1:]):
+            expected += [rows[:, :6].mean(), rows[:, 1:].mean()]
     found = eval_linear.pooled(nn.Identity(), images, CPU, cells=2)
     torch.testing.assert_close(found[0], torch.stack(expected))
 
@@ -563,7 +624,7 @@ def test_what_cannot_be_decoded_and_two_processes(tmp_path):
         np.testing.assert_allclose(found[0], features, rtol=1e-4, atol=1e-5)
     flags = "--protocol sgd-virtex --batch-size 16 --epochs 16"
     output = finished(run_script(*TORCHRUN, *command(two, tmp_path, flags))).stdout
-    assert output.count("top-1") == 1 and result(two)["mean"]["top-1"] > 95
+    assert output.count("epoch 9: top-1") == 1 and result(two)["mean"]["top-1"] > 95
 
 
 # --------------------------------------------------------------------------------------- weights
@@ -597,16 +658,16 @@ REFUSED = [
     ("--weights imagenet", "--weights imagenet needs --arch"),
     ("--epochs 5", "--epochs, --batch-size and --lr do not go with --protocol svm-virtex"),
     ("--protocol logreg-icmlm --lr 1", "--lr does not go with --protocol logreg-icmlm"),
-    ("--batch-size 0", "argument --batch-size: 0 is not 1 or more"),
-    ("--epochs 0", "argument --epochs: 0 is not 1 or more"),
+    ("--batch-size 0", "argument --batch-size: 0 is not from 1"),
+    ("--epochs 0", "argument --epochs: 0 is not from 1"),
     ("--lr 0", "argument --lr: 0 is not a number above 0"),
-    ("--train-images 0", "argument --train-images: 0 is not 1 or more"),
-    ("--image-size 0", "argument --image-size: 0 is not 1 or more"),
-    ("--runs 0", "argument --runs: 0 is not 1 or more"),
+    ("--train-images 0", "argument --train-images: 0 is not from 1"),
+    ("--image-size 0", "argument --image-size: 0 is not from 1"),
+    ("--runs 0", "argument --runs: 0 is not from 1"),
     ("--seed -1", "argument --seed: -1 is not from 0"),
-    ("--workers -1", "argument --workers: -1 is not 0 or more"),
+    ("--workers -1", "argument --workers: -1 is not from 0"),
     ("--weights no.pth", "no.pth not found"),
-    ("--protocol layers", "--protocol layers is for VGG-16, its last three convolutions"),
+    ("--protocol layers --image-size 48", "--protocol layers is for VGG-16, its last three convolutions"),
     ("--val-split valid", "valid not found: an image folder holds valid/<class>/<image>"),
     ("--train-images 1", "no class has both positive and negative training images"),
     ("--protocol logreg-icmlm --train-images 4", "holds out a fifth of the images: give it 5"),
@@ -624,7 +685,7 @@ def test_refused_for_what_is_around(folder, tmp_path, monkeypatch):
     """No folder to write to; three processes; features that are not finite"""
     (tmp_path / "file").touch()
     message = refusal(command(tmp_path / "file", folder))
-    assert f"--output {tmp_path}/file cannot be made" in message
+    assert f"{tmp_path}/file: File exists" in message
     infinite = lambda backbone, images, **_: torch.full((len(images), 4), math.inf)
     monkeypatch.setattr(eval_linear, "pooled", infinite)
     assert "the features are not finite" in refusal(command(tmp_path, folder))

@@ -1075,7 +1075,7 @@ def test_explain_refuses(trained, example, lms, tmp_path):
         assert message in refusal(explain(*arguments, tmp_path))
     for head in HEADS:
         use = explain(photo, caption, words, trained[head] / "checkpoint.pth", tmp_path)
-        assert "has other sizes than the language" in refusal([*use, "--lm", lms["Bert"]])
+        assert "and the --lm that it was trained with" in refusal([*use, "--lm", lms["Bert"]])
     assert not (tmp_path / "explained").exists()
 
 

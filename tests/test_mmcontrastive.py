@@ -195,7 +195,7 @@ def tiny_model(unified=False):
     dims = {"intra": 6, "inter": 6 if unified else 4}
     losses = mmcontrastive.LOSSES
     encoders = mmcontrastive.build_encoders("resnet18", config, losses, dims, 16, unified)
-    return mmcontrastive.MultimodalContrastive(encoders, num_tags=3, size=12)
+    return mmcontrastive.MultimodalContrastive(encoders, 3, {"image": 12, "caption": 12})
 
 
 def randomise_queries(model):
@@ -263,7 +263,7 @@ def test_queries_and_keys_are_those_of_their_equations(training, splits):
 
 @torch.no_grad()
 def test_groups_have_batch_statistics_of_their_own():
-    """Shuffled batch norm: each photo's key is that of its group of two, alone."""
+    """Shuffled batch norm: each photo's query and key are those of its group of two, alone."""
     model, (photos, _, _, _) = tiny_model(), tiny_batch()
     order = np.random.default_rng(5).permutation(8).tolist()
     keys, whole = keys_of(model, photos, None, seed=5, splits=4), model.keys["image"](photos)
@@ -272,6 +272,10 @@ def test_groups_have_batch_statistics_of_their_own():
         alone = model.keys["image"](photos[group])
         close(keys["ii"][group], alone["intra"])
         close(keys["ci"][group], alone["inter"])
+    queries = model(photos, None, 4)
+    for start in range(0, 8, 2):  # the queries' groups are not drawn [public code of MoCo]
+        alone = model.queries["image"](photos[start : start + 2])
+        close(queries["ii"][start : start + 2], alone["intra"])
     assert (keys["ii"] - whole["intra"]).abs().max() > 0.01
 
 
@@ -297,7 +301,7 @@ def three_batches(model, world):
         photos, captions, tags, captioned = tiny_batch(step)
         mine = torch.arange(8).chunk(world.size)[world.rank]
         rng, share = np.random.default_rng([7, step]), [part[mine] for part in captions]
-        keys = model.encode_keys(photos[mine], share, 2, rng, world)
+        keys = model.encode_keys(photos[mine], share, 2 // world.size, rng, world)
         model.enqueue(keys, tags[mine], captioned[mine], world)
         found.append(keys)
     return found
@@ -571,17 +575,17 @@ def test_tag_loss_without_tags(capsys):
             mmcontrastive.tag_weight(weights, untagged, required)
 
 
-def test_queue_size(capsys):
+def test_queue_sizes(capsys):
     """A multiple of the batch, and no more keys than there are photos, or captioned photos"""
-    data = some_data(*MIXED)
-    assert mmcontrastive.queue_size(2, data, True, 2) == 2
+    data = some_data(*MIXED)  # three photos, two of them with captions
+    assert mmcontrastive.queue_sizes(2, data, True, 2) == {"image": 2, "caption": 2}
     assert capsys.readouterr().out == ""
-    assert mmcontrastive.queue_size(50, data, False, 1) == 3
-    assert mmcontrastive.queue_size(50, data, True, 1) == 2
-    assert "queues of 2 keys instead of 50" in capsys.readouterr().out
-    assert mmcontrastive.queue_size(3, data, False, 2) == 2
-    with pytest.raises(SystemExit, match="2 photos with captions are fewer than a batch of 3"):
-        mmcontrastive.queue_size(3, data, True, 3)
+    assert mmcontrastive.queue_sizes(50, data, False, 1) == {"image": 3}
+    assert mmcontrastive.queue_sizes(50, data, True, 1) == {"image": 3, "caption": 2}
+    assert "queues of 2 caption keys instead of 50" in capsys.readouterr().out
+    assert mmcontrastive.queue_sizes(3, data, False, 2) == {"image": 2}
+    with pytest.raises(SystemExit, match="2 photos with a caption are fewer than a batch of 3"):
+        mmcontrastive.queue_sizes(3, data, True, 3)
 
 
 # --------------------------------------------------------------------------------------- training
@@ -697,7 +701,8 @@ def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
     tokenizer, config = mmcontrastive.read_caption_model(run / "caption_model")
     losses, dims = mmcontrastive.LOSSES, {"intra": 16, "inter": 24}
     encoders = mmcontrastive.build_encoders("resnet18", config, losses, dims, hidden=32)
-    model = mmcontrastive.MultimodalContrastive(encoders, len(train.tag_names), size=16)
+    sizes = {"image": 24, "caption": 16}  # 16 of the 24 photos have a caption
+    model = mmcontrastive.MultimodalContrastive(encoders, len(train.tag_names), sizes)
     model.load_state_dict(old)
     model.to(memory_format=torch.channels_last).train()
     with torch.no_grad():
@@ -716,7 +721,7 @@ def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
     assert not captioned.all() and not tags.any(1).all()
     torch.manual_seed((3 << 40) + 4)  # dropout
     with torch.no_grad():
-        queries = model(*mmcontrastive.view(batch, "q"))
+        queries = model(*mmcontrastive.view(batch, "q"), 2)
         images, captions = mmcontrastive.view(batch, "k")
         keys = model.encode_keys(images, captions, 2, np.random.default_rng([3, 4]), ALONE)
 
@@ -730,9 +735,9 @@ def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
     assert row["loss"] == pytest.approx(total, rel=1e-3)
 
     # 24 photos and 16 captions were there before: the oldest give way.
-    close(new["queues.ii.keys"][8:], keys["ii"], 1e-4)
-    close(new["queues.ii.keys"][:8], old["queues.ii.keys"][:8], 0)
-    close(new["queues.tag.keys"][8:], tags, 0)
+    close(new["queues.ii.keys"][:8], keys["ii"], 1e-4)
+    close(new["queues.ii.keys"][8:], old["queues.ii.keys"][8:], 0)
+    close(new["queues.tag.keys"][:8], tags, 0)
     number = int(captioned.sum())
     close(new["queues.ic.keys"][:number], keys["ic"][captioned], 1e-4)
     assert new["queues.ic.total"] == 16 + number

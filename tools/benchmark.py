@@ -251,7 +251,8 @@ def mmcontrastive_step(flags, device):
     dims = {"intra": flags.intra_dim, "inter": flags.inter_dim}
     sizes = BERT_BASE, weights, dims, flags.mlp_hidden
     encoders = mmcontrastive.build_encoders(flags.arch, *sizes)
-    model = mmcontrastive.MultimodalContrastive(encoders, 0, flags.queue)
+    queues = {"image": flags.queue, "caption": flags.queue}
+    model = mmcontrastive.MultimodalContrastive(encoders, 0, queues)
     model.to(device, memory_format=torch.channels_last)
     for queue in model.queues.values():
         queue.total += flags.queue
@@ -273,7 +274,7 @@ def mmcontrastive_step(flags, device):
         images_k, captions_k = mmcontrastive.view(batch, "k")
         mmcontrastive.update_momentum(model.queries, model.keys, flags.momentum)
         with common.autocast(device, flags.amp):
-            queries = model(images_q, captions_q)
+            queries = model(images_q, captions_q, flags.bn_splits)
             keys = model.encode_keys(images_k, captions_k, flags.bn_splits, rng, alone)
         compared = queries, keys, model.queues, tags, captioned
         losses = mmcontrastive.contrastive_losses(*compared, *constants)
