@@ -278,7 +278,7 @@ LAYERS = "layers --batch-size 16 --image-size 48"
         ("sgd-virtex --batch-size 16 --epochs 12", "top-1"),
         ("sgd-mct --epochs 12", "top-1"),
         ("logreg-icmlm --epochs 30", "top-1"),
-        (f"{LAYERS} --epochs 12 --lr 0.05", "C-11 top-1,C-12 top-1,C-13 top-1"),
+        (f"{LAYERS} --epochs 8 --lr 0.3", "C-11 top-1,C-12 top-1,C-13 top-1"),
     ],
 )
 def test_what_is_separable_is_learned(flags, metrics, folder, tmp_path, monkeypatch):
