@@ -76,6 +76,7 @@ RECIPES = {  #           demo        small       paper: ResNet-50
     "steps":            ([],         [],         []),                   # App. F.1
     "weight_decay":     (1e-2,       1e-4,       1e-4),                 # App. F.1
     "log_every":        (10,         20,         20),
+    "validate_every":   (400,        2000,       5000),
     "checkpoint_every": (200,        500,        2000),
     "probe_images":     (2000,       10_000,     10_000),
 }
@@ -110,6 +111,7 @@ def get_args(argv=None):
     add("--steps", type=positive_share, nargs="*", help="lr falls to a tenth after these shares")
     add("--lambda-tp", type=non_negative, help="weight of tag prediction; 0 for none [Eq. 8]")
     add("--warmup-attention", type=proper_share, help="share of the run with a frozen backbone")
+    add("--validate-every", type=count, help="iterations, rounded up to a multiple of --log-every")
     add("--proxy-triplets", type=count, default=5000, help="validate on at most so many [ours]")
 
     add = parser.add_argument_group("use of a trained model").add_argument
@@ -173,6 +175,9 @@ def main(args):
         model.backbone.compile()
 
     warmup, parallel = int(args.warmup_attention * iters), None
+    validation = partial(validate, model, lm, val, concepts, tokenizer, args, device)
+    # Losses go into lines of metrics.jsonl, which are due every --log-every iterations.
+    validate_every = math.ceil(args.validate_every / args.log_every) * args.log_every
     samples, together = triplet_samples(train, tokenizer, concepts, args)
     steps = run.steps(samples, together, iters, probe, model.backbone, concepts=concepts)
     for iteration, batch in steps:
@@ -195,13 +200,16 @@ def main(args):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        run.log(loss=loss, **losses, lr=args.lr * factor)
+        found = {}
+        if iteration % validate_every == 0 and iteration < iters and world.is_main:
+            found = validation()["validation_loss"]
+        found = {f"validation_{name}": value for name, value in found.items()}
+        run.log(loss=loss, **losses, lr=args.lr * factor, **found)
 
     # The backbone is the result; the probe says what it is worth.
     if world.is_main:
         run.save_weights("backbone.pth", model.backbone)
-        result = validate(model, lm, val, concepts, tokenizer, args, device)
-        run.finish(probe, model.backbone, **result)
+        run.finish(probe, model.backbone, **validation())
 
 
 def build_model(args, lm, num_concepts):
@@ -560,11 +568,13 @@ PREDICTED = "with the photo", "with another photo", "language model alone"
 
 @torch.no_grad()
 def validate(model, lm, val, concepts, tokenizer, args, device):
-    """Accuracies of masked token prediction [Tab. 1] in percent -> the entries of result.json
+    """Losses, and accuracies of masked token prediction [Tab. 1] -> the entries of result.json
 
-    {"masked_words": {"triplets": N, and for each of PREDICTED {"top1", "top5", "nouns top1", ...}},
+    {"validation_loss": {"mlm": Eqs. 6, 7, "tp": Eq. 2, by which lambda is chosen [App. B]},
+    "masked_words": {"triplets": N, and for each of PREDICTED {"top1", "top5", "nouns top1", ...}},
     "attention": on shapes, what attention_inside_boxes gives}
     """
+    frozen = not model.backbone.training
     model.eval()
     order = np.random.default_rng(args.seed).permutation(len(val))
     chosen = np.sort(order[: args.proxy_triplets])
@@ -573,16 +583,23 @@ def validate(model, lm, val, concepts, tokenizer, args, device):
     batches = common.validation_batches(samples, args.workers, together, device)
     rows = []
     for batch in batches:
-        logits, attention = predictions(model, lm, batch, args.amp)
+        logits, attention, tag_logits = predictions(model, lm, batch, args.amp)
         target, index = batch["target"], batch["index"]
         places = {name: ranks(v, target) for name, v in logits.items()}
+        places["mlm"] = F.cross_entropy(logits[PREDICTED[0]], target, reduction="none")
+        if tag_logits is not None:
+            places["tp"] = language.tag_loss(tag_logits, batch["tags"]).expand(len(target))
         rows.append({"attention": attention, "target": target, "index": index, **places})
+    model.train()
+    model.backbone.train(not frozen)
     found = {name: torch.cat([row[name] for row in rows]).cpu().numpy() for name in rows[0]}
+    losses = {name: float(found[name].mean()) for name in ("mlm", "tp") if name in found}
+    say("validation loss: " + ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items()))
 
     word_of = maskable_tokens(tokenizer, list(concepts))
     words = [word_of[target] for target in found["target"]]
     parts = np.array([concepts[word] for word in words])
-    result = {"masked_words": {"triplets": len(words)}}
+    result = {"validation_loss": losses, "masked_words": {"triplets": len(words)}}
     for name in PREDICTED:
         scores = accuracies(found[name], parts)
         result["masked_words"][name] = scores
@@ -599,7 +616,7 @@ def validate(model, lm, val, concepts, tokenizer, args, device):
 
 
 def predictions(model, lm, batch, amp):
-    """-> {one of PREDICTED: logits (B, |V|)}, attention (B, H, W)"""
+    """-> {one of PREDICTED: logits (B, |V|)}, attention (B, H, W), tag logits (B, K) or None"""
     visible, position = batch["visible"], batch["position"]
     words = lm.read(batch["tokens"], visible)
     with common.autocast(words.device, amp):
@@ -611,7 +628,8 @@ def predictions(model, lm, batch, amp):
     blind, _ = model.predict(other, words, visible, position)
     rows = torch.arange(len(words), device=words.device)
     alone = lm.classify(words[rows, position])
-    return dict(zip(PREDICTED, (logits, blind, alone))), attention
+    tag_logits = None if model.tags is None else model.tags(features)
+    return dict(zip(PREDICTED, (logits, blind, alone))), attention, tag_logits
 
 
 def another_photo(photos):
@@ -716,7 +734,7 @@ def explain(args, device):
     batch |= {"tokens": tokens, "position": positions}
     batch["visible"] = torch.ones_like(tokens, dtype=torch.bool)
     batch = {name: value.to(device) for name, value in batch.items()}
-    logits, attention = predictions(model, lm, batch, args.amp)
+    logits, attention, _ = predictions(model, lm, batch, args.amp)
     for n, row in enumerate(tokens):
         say(tokenizer.decode(row))
         say(f"with the photo: {best_words(tokenizer, logits[PREDICTED[0]][n])}")

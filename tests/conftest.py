@@ -17,6 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common
+import language
 import shapes
 
 torch.set_num_threads(1)  # pictures of 32 pixels are not worth a second thread
@@ -191,14 +192,9 @@ def coco_folder(tmp_path_factory):
 def tiny_lm(coco_folder, tmp_path_factory):
     """The folder of a BERT of one layer and 32 dimensions that has read coco_folder's captions."""
     import transformers
-    from tokenizers import BertWordPieceTokenizer
 
     captions = list(common.caption_data("coco", str(coco_folder), "train2017").captions)
-    pieces = BertWordPieceTokenizer()
-    sizes = {"vocab_size": 1000, "min_frequency": 2}
-    pieces.train_from_iterator(captions, show_progress=False, **sizes)
-    names = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "cls", "sep", "pad", "mask")}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, **names)
+    tokenizer = language.train_wordpiece(captions)
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=len(tokenizer),

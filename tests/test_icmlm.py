@@ -603,6 +603,7 @@ class Says(nn.Module):
     def __init__(self, logits):
         super().__init__()
         self.backbone, self.logits = FeaturesAsGiven(3), logits
+        self.tags = lambda features: features.new_zeros(len(features), len(CONCEPTS))
 
     def predict(self, features, words, visible, position, need_weights=False):
         attention = torch.full((len(features), 2, 3), 1 / 6) if need_weights else None
@@ -639,13 +640,14 @@ def test_ranks_of_ties_and_nans():
 def test_accuracies_written_out(knowing_lm, tokenizer, photos):
     """Tab. 1: top-1 and top-5, by part of speech, counted triplet by triplet"""
     triplets, _, _ = samples_of(photos, tokenizer)
-    ranks = {"all": [], "nouns": [], "adjectives": []}
+    ranks, losses = {"all": [], "nouns": [], "adjectives": []}, []
     for n in range(len(triplets)):
         _, tokens, position = triplets[n]
         target, tokens[position] = int(tokens[position]), tokenizer.mask_token_id
         row = torch.from_numpy(tokens)[None].long()
         logits = knowing_lm.classify(knowing_lm.read(row, row > 0)[:, position])[0].tolist()
         rank = sum(value > logits[target] for value in logits)
+        losses.append(math.log(sum(map(math.exp, logits))) - logits[target])  # Eqs. 6, 7
         noun = tokenizer.decode([target]) in ("dog", "cat")
         for part in ("all", "nouns" if noun else "adjectives"):
             ranks[part].append(rank)
@@ -654,7 +656,10 @@ def test_accuracies_written_out(knowing_lm, tokenizer, photos):
     expected |= {f"{part} top1": share(part, 1) for part in ("adjectives", "nouns")}
     assert 0 < expected["top1"] < expected["top5"] < 100
     at_the_mask = lambda _, words, m: knowing_lm.classify(words[torch.arange(len(words)), m])
-    found = validate(at_the_mask, knowing_lm, triplets, tokenizer)["masked_words"]
+    result = validate(at_the_mask, knowing_lm, triplets, tokenizer)
+    evenly = {"tp": pytest.approx(math.log(len(CONCEPTS)))}  # Eq. 2 with equal logits
+    assert result["validation_loss"] == {"mlm": pytest.approx(np.mean(losses)), **evenly}
+    found = result["masked_words"]
     expected = dict.fromkeys(icmlm.PREDICTED, pytest.approx(expected))
     assert found == {"triplets": len(triplets), **expected}
 

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import transformers
-from conftest import checkpoint_in, environment, metrics, result
+from conftest import checkpoint_in, environment, finished, metrics, result, run_script
 from PIL import Image
 
 import eval_linear
-from tools import benchmark, compare
+from tools import benchmark, compare, fuzz
 
 # ------------------------------------------------------------------------------------ compare.py
 
@@ -268,3 +268,16 @@ def test_linear_svc(monkeypatch):
     monkeypatch.setattr(eval_linear, "COSTS", (1e-4,))
     other = benchmark.linear_svc(x[0], y[0], x[1], y[1], names, dual=False)
     assert other != pytest.approx(ours, abs=1e-3)  # the test can tell a difference
+
+
+# --------------------------------------------------------------------------------------- fuzz.py
+
+
+def test_bad_input_ends_in_one_line():
+    """Half a minute of damaged files, odd flags and signals: no traceback, no hang, nothing lost"""
+    process = run_script("tools/fuzz.py", "--minutes", 0.5, "--seed", 1)
+    output = finished(process).stdout
+    rows = [line.split() for line in output.splitlines() if line.strip()]
+    counts = {row[0]: list(map(int, row[1:])) for row in rows if row[0] in fuzz.SCRIPTS}
+    accepted, refused, *defects = np.sum(list(counts.values()), 0)
+    assert len(counts) == 5 and accepted and refused and not any(defects)
