@@ -193,8 +193,9 @@ def test_two_processes(script, tiny, tmp_path):
     assert files_in(folder) == RUN_FILES | FILES[script]
     assert json.loads((folder / "args.json").read_text())["processes"] == 2
     assert not any(name.startswith("module.") for name in checkpoint_in(folder)["model"])
-    ended = finished(run_script(*TORCHRUN, f"{script}.py", *flags))  # both leave, in peace
-    assert ended.stdout.count("has ended") == 1 and "Traceback" not in ended.stderr
+    if script == "virtex":  # once is enough: in `Run`, both processes leave in peace
+        ended = finished(run_script(*TORCHRUN, f"{script}.py", *flags))
+        assert ended.stdout.count("has ended") == 1 and "Traceback" not in ended.stderr
 
 
 @every_script

@@ -916,7 +916,8 @@ def translated(pattern, text, *languages):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         model = transformers.MarianMTModel.from_pretrained(name).eval()
         settings = {"num_beams": 1, "do_sample": False, "max_new_tokens": 128}
-        tokens = model.generate(**tokenizer(text, return_tensors="pt"), **settings)
+        inputs = tokenizer(text, truncation=True, return_tensors="pt")
+        tokens = model.generate(**inputs, **settings)
         text = tokenizer.decode(tokens[0], skip_special_tokens=True)
     return text
 

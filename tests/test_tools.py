@@ -275,9 +275,10 @@ def test_linear_svc(monkeypatch):
 
 def test_bad_input_ends_in_one_line():
     """Half a minute of damaged files, odd flags and signals: no traceback, no hang, nothing lost"""
-    process = run_script("tools/fuzz.py", "--minutes", 0.5, "--seed", 1)
+    flags = "--minutes", 0.5, "--seed", 1, "--script", "virtex", "tp", "eval_linear"
+    process = run_script("tools/fuzz.py", *flags)
     output = finished(process).stdout
     rows = [line.split() for line in output.splitlines() if line.strip()]
     counts = {row[0]: list(map(int, row[1:])) for row in rows if row[0] in fuzz.SCRIPTS}
     accepted, refused, *defects = np.sum(list(counts.values()), 0)
-    assert len(counts) == 5 and accepted and refused and not any(defects)
+    assert len(counts) == 3 and accepted and refused and not any(defects)

@@ -762,7 +762,7 @@ def test_tokenizers_that_do_not_belong_are_refused(own_state, tmp_path):
     refused = (
         (other, f"the tokenizer has .* and {tmp_path}/x.pth 150"),
         (bare, "must have"),
-        (text, "is not a SentencePiece model"),
+        (text, "Expected: a SentencePiece model"),
         (None, "holds no tokenizer: add --tokenizer FILE"),
     )
     for path, message in refused:
