@@ -1316,10 +1316,13 @@ class Run:
                 advice = f"at most 1% may be: repair or remove those in {skipped}"
                 fail(f"{number}, {advice}", everywhere=False)
 
-    def finish(self, probe, backbone, **result):
-        """Say what the backbone is worth and write result.json: the run has ended."""
+    def finish(self, probe, backbone, tags_seen=False, **result):
+        """Say what the backbone is worth and write result.json: the run has ended.
+
+        tags_seen: the tags of --data, which the probe scores by default, were trained on.
+        """
         if probe:
-            result |= probe.final(backbone, self)
+            result |= probe.final(backbone, self, tags_seen)
         else:
             say("eval_linear.py is not here: the backbone is not probed")
         write_json(self.folder / "result.json", result)

@@ -903,7 +903,7 @@ class Probe:
         run.save_weights("backbone_best.pth", backbone)
         return {"iteration": run.iteration, "score": score}
 
-    def final(self, backbone, run):
+    def final(self, backbone, run, tags_seen):
         """Probe the trained backbone, a random one, and the best of the run -> for result.json"""
         args, device = self.args, run.world.device
         if not self.labelled:
@@ -921,7 +921,8 @@ class Probe:
             best = round(self.score(other, *self.labelled, device), 2)
             result["best"] = {**run.best, "trained": best}
         scores = f"{trained:.1f} mAP trained, {random:.1f} mAP at random initialisation"
-        say(f"linear probe on {self.name}: {scores}")
+        seen = " (trained on the same tags)" if tags_seen and not args.probe_data else ""
+        say(f"linear probe on {self.name}{seen}: {scores}")
         return {"probe": result}
 
 

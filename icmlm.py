@@ -18,6 +18,7 @@ is predicted from what is seen there (Eqs. 3-6). Tag prediction is trained besid
                       --init runs/rotation/backbone.pth
     attention     python icmlm.py --explain photo.jpg --caption "a dog on a surfboard" \\
                       --word surfboard --weights runs/icmlm/checkpoint.pth
+                  python icmlm.py --explain-split 10 --weights runs/icmlm/checkpoint.pth
 
 What to expect: in tfm the loss `mlm` starts near that of the language model without a photo, whose
 vectors pass through the encoder layer; in att-fc it starts near ln V, V being the size of the
@@ -114,8 +115,11 @@ def get_args(argv=None):
     add("--validate-every", type=count, help="iterations, rounded up to a multiple of --log-every")
     add("--proxy-triplets", type=count, default=5000, help="validate on at most so many [ours]")
 
-    add = parser.add_argument_group("use of a trained model").add_argument
+    use = parser.add_argument_group("use of a trained model")
+    add = use.add_mutually_exclusive_group().add_argument
     add("--explain", metavar="IMAGE", help="predict words with this photo, draw their attention")
+    add("--explain-split", type=count, metavar="N", help="the same for N validation photos")
+    add = use.add_argument
     add("--caption", help="what the photo shows")
     add("--word", nargs="+", help="the words of the caption to mask, one at a time")
     add("--weights", help="a checkpoint.pth of this script")
@@ -128,10 +132,11 @@ def get_args(argv=None):
     args = common.parse(parser, argv, recipe, scaled=("lr",))
     if args.optimizer == "sgd" and args.steps:
         parser.error("--steps goes with --optimizer radam or adamw: sgd follows a cosine")
-    use = args.explain, args.caption, args.word, args.weights
-    if any(use) and not all(use):
-        parser.error('--explain IMAGE, --caption "...", --word WORD and --weights FILE go together')
-    if args.explain:
+    one = args.explain, args.caption, args.word
+    if any(one) and not all(one) or bool(args.weights) != bool(args.explain or args.explain_split):
+        together = '--explain IMAGE, --caption "...", --word WORD and --weights FILE go together'
+        parser.error(f"{together}, or --explain-split N and --weights FILE")
+    if args.weights:
         args.lm = given.lm  # if not given, the one that the checkpoint was trained with
     return args
 
@@ -139,7 +144,7 @@ def get_args(argv=None):
 def main(args):
     world = common.start()
     device, args.amp = world.device, common.choose_amp(world.device, args.amp)
-    if args.explain:
+    if args.weights:
         return explain(args, device)
 
     # Data: the frozen language model, and each word of each caption that can be masked.
@@ -694,7 +699,7 @@ def covered(low, high, cells):
 
 
 def load_icmlm(path, lm_name, amp, device):
-    """A checkpoint.pth of this script -> model in eval mode, lm, tokenizer, concepts, image size"""
+    """A checkpoint.pth of this script -> model in eval mode, lm, tokenizer, concepts, its flags"""
     content = common.read_checkpoint(path)
     ours = isinstance(content, dict) and content.get("script") == "icmlm"
     check(ours, f"{path} is no checkpoint.pth of icmlm.py (a backbone alone cannot predict words)")
@@ -708,45 +713,64 @@ def load_icmlm(path, lm_name, amp, device):
         lm = FrozenLanguageModel(pretrained, amp)
         model = build_model(trained, lm, len(concepts))
         model.load_state_dict(content["model"])
-        return model.to(device).eval(), lm, tokenizer, concepts, trained.image_size
+        return model.to(device).eval(), lm, tokenizer, concepts, trained
 
 
 @torch.no_grad()
 def explain(args, device):
-    """`--explain`: predict masked words, one at a time, and draw where the model looks for each
-    [Figs. 1, 3, 4, 5].
+    """`--explain`, `--explain-split`: predict masked words, one at a time, and draw where the model
+    looks for each [Figs. 1, 3, 4, 5].
     """
-    model, lm, tokenizer, concepts, size = load_icmlm(args.weights, args.lm, args.amp, device)
-    encoded, words = tokenizer(args.caption, return_tensors="pt"), args.word
-    tokens, limit = encoded["input_ids"], lm.encoder.config.max_position_embeddings
-    length = f"has {tokens.size(1)} tokens, more than the {limit} of the language model"
-    check(tokens.size(1) <= limit, f"the caption {length}: shorten it")
-    positions = torch.tensor([find_word(tokenizer, encoded, word, concepts) for word in words])
-    tokens = tokens.repeat(len(words), 1)
-    tokens[torch.arange(len(words)), positions] = tokenizer.mask_token_id
-    photos = common.ImageFiles([args.explain])
-    photos.check_files("check the path")
-    pixels, readable = common.CropView(photos, size, part=1.0)[0]
-    check(readable, f"{args.explain} cannot be decoded, is it a photo?")
+    model, lm, tokenizer, concepts, trained = load_icmlm(args.weights, args.lm, args.amp, device)
+    if args.explain:
+        images, captions = common.ImageFiles([args.explain]), [args.caption]
+        images.check_files("check the path")
+    else:
+        data = common.caption_data(trained.data, args.root or trained.root, trained.val_split)
+        drawn = np.random.default_rng(args.seed).permutation(np.flatnonzero(data.captioned()))
+        data = data.select(np.sort(drawn[: args.explain_split]))
+        images, captions = data.images, [data.captions_of(i)[0] for i in range(len(data))]
+    folder = Path(args.output, "explained")
+    squares = common.CropView(images, trained.image_size, part=1.0)
+    for n, (caption, (pixels, readable)) in enumerate(zip(captions, squares)):
+        check(readable, f"{images[n]} cannot be decoded, is it a photo?")
+        encoded = tokenizer(caption, return_tensors="pt")
+        number, limit = len(encoded["input_ids"][0]), lm.encoder.config.max_position_embeddings
+        length = f"has {number} tokens, more than the {limit} of the language model"
+        check(number <= limit, f'the caption "{caption[:40]}..." {length}: shorten it')
+        if args.explain:
+            positions = {word: find_word(tokenizer, encoded, word, concepts) for word in args.word}
+        else:
+            positions = maskable_words(tokenizer, encoded, concepts)
+        if positions:
+            maps = explain_photo(model, lm, tokenizer, pixels, encoded, positions, args.amp)
+            name = "_".join([Path(str(images[n])).stem, *positions])[:200]
+            folder.mkdir(parents=True, exist_ok=True)
+            common.draw_attention(Image.fromarray(pixels), caption, maps, folder / f"{name}.png")
+            say(f"the attention is in {folder / name}.png")
 
-    images = torch.from_numpy(pixels).repeat(len(words), 1, 1, 1)
-    batch = {"images": images, "index": torch.arange(len(words))}
-    batch |= {"tokens": tokens, "position": positions}
+
+def explain_photo(model, lm, tokenizer, pixels, encoded, positions, amp):
+    """Print the best predictions for each word -> [(word, attention (h, w))]
+
+    pixels: uint8 (size, size, 3).  encoded: the caption.  positions: {word: its token's place}
+    """
+    tokens = encoded["input_ids"].repeat(len(positions), 1)
+    position = torch.tensor(list(positions.values()))
+    tokens[torch.arange(len(tokens)), position] = tokenizer.mask_token_id
+    images = torch.from_numpy(pixels).repeat(len(tokens), 1, 1, 1)
+    batch = {"images": images, "index": torch.arange(len(tokens))}
+    batch |= {"tokens": tokens, "position": position}
     batch["visible"] = torch.ones_like(tokens, dtype=torch.bool)
-    batch = {name: value.to(device) for name, value in batch.items()}
-    logits, attention, _ = predictions(model, lm, batch, args.amp)
-    for n, row in enumerate(tokens):
-        say(tokenizer.decode(row))
+    batch = {name: value.to(lm.vocabulary.device) for name, value in batch.items()}
+    logits, attention, _ = predictions(model, lm, batch, amp)
+    for n, (word, row) in enumerate(zip(positions, tokens)):
+        say(f"{tokenizer.decode(row)}  ({word})")
         say(f"with the photo: {best_words(tokenizer, logits[PREDICTED[0]][n])}")
         say(f"without it: {best_words(tokenizer, logits[PREDICTED[2]][n])}")
     if attention[0].numel() == 1:
         say("the attention has one place only: train with a larger --image-size to see more")
-    name = "_".join([Path(args.explain).stem, *words])
-    path = Path(args.output, "explained", f"{name}.png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    maps = list(zip(words, attention.cpu()))
-    common.draw_attention(Image.fromarray(pixels), args.caption, maps, path)
-    say(f"the attention is in {path}")
+    return list(zip(positions, attention.cpu()))
 
 
 def best_words(tokenizer, logits, number=5):
@@ -756,26 +780,32 @@ def best_words(tokenizer, logits, number=5):
     return ", ".join(f"{word} {100 * p:.1f}%" for word, p in zip(words, p.tolist()))
 
 
+def maskable_words(tokenizer, encoded, concepts):
+    """The words of a caption that can be masked -> {word: position of its token}"""
+    tokens, maskable = encoded["input_ids"][0].tolist(), maskable_tokens(tokenizer, list(concepts))
+    found = {}
+    for positions in word_positions(encoded, 0):
+        token = tokens[positions[0]]
+        if len(positions) == 1 and token in maskable:
+            found.setdefault(maskable[token], positions[0])
+    return found
+
+
 def find_word(tokenizer, encoded, word, concepts):
     """The position of `word` in the caption; ends the program if it cannot be masked there."""
-    tokens, maskable = encoded["input_ids"][0].tolist(), maskable_tokens(tokenizer, list(concepts))
+    tokens = encoded["input_ids"][0].tolist()
     wanted = tokenizer(f" {word}", add_special_tokens=False)["input_ids"]
-    places, possible = [], []
-    for positions in word_positions(encoded, 0):
-        spelled = [tokens[m] for m in positions]
-        if spelled == wanted:
-            places.append(positions[0])
-        if len(spelled) == 1 and spelled[0] in maskable:
-            possible.append(maskable[spelled[0]])
-    possible = ", ".join(dict.fromkeys(possible)) or "none"
-    hint = f"these words of the caption can be masked: {possible}"
-    check(places, f'"{word}" is not a word of the caption; {hint}')
+    spelled = [[tokens[m] for m in positions] for positions in word_positions(encoded, 0)]
+    possible = maskable_words(tokenizer, encoded, concepts)
+    hint = f"these words of the caption can be masked: {', '.join(possible) or 'none'}"
+    check(wanted in spelled, f'"{word}" is not a word of the caption; {hint}')
     pieces = " ".join(tokenizer.convert_ids_to_tokens(wanted))
     several = f"is {len(wanted)} tokens of the language model, {pieces}, and only one can be masked"
     check(len(wanted) == 1, f'"{word}" {several}; {hint}')
+    position = word_positions(encoded, 0)[spelled.index(wanted)][0]
     trained = f"is not among the {len(concepts)} concepts that were trained"
-    check(wanted[0] in maskable, f'"{word}" {trained}; {hint}')
-    return places[0]
+    check(position in possible.values(), f'"{word}" {trained}; {hint}')
+    return position
 
 
 if __name__ == "__main__":

@@ -123,6 +123,8 @@ def get_args(argv=None):
     add("--lambda-ci", type=non_negative, help="Eq. 14, caption to photos; more for short queues")
     add("--temperature", type=positive, default=0.07, help="tau of Eqs. 3, 5, 8")
     add("--margin", type=non_negative, default=0.2, help="alpha of Eqs. 11, 14")
+    add("--tags", choices=("annotated", "nouns"), default="annotated",
+        help="of Eq. 5: those of --data, or the nouns of the captions [Sec. 4.4]")
     add("--tag-threshold", type=non_negative, default=2, help="epsilon of Eq. 4; less for few tags")
 
     add = parser.add_argument_group("optimisation of both encoders [Sec. 4.1]").add_argument
@@ -194,9 +196,12 @@ def main(args):
         translations = read_backtranslations(args.backtranslations, train.captions)
     run = common.Run(args, "mmcontrastive", world, train, val, *translations)
     probe = eval_linear and eval_linear.Probe(args, train, val)
+    if weights["tag"] and args.tags == "nouns":
+        train = tagged_by_nouns(train)
     weights["tag"] = tag_weight(weights, train, args.tags_required)
     train = photos_with_losses(train, weights)
     num_tags = len(train.tag_names) if weights["tag"] else 0
+    tags_seen = bool(num_tags) and args.tags == "annotated"
     sizes = queue_sizes(args.queue, train, uses_captions, args.batch_size)
     tokenizer = config = None
     if uses_captions:
@@ -257,7 +262,7 @@ def main(args):
         result = {}
         if weights["ic"] and len(val.captions):
             result["retrieval"] = validate(model.queries, val, tokenizer, args, device)
-        run.finish(probe, model.backbone, **result)
+        run.finish(probe, model.backbone, tags_seen, **result)
 
 
 # ------------------------------------------------------------- photos, and the losses they allow
@@ -272,6 +277,18 @@ def tag_weight(weights, train, required):
     check(others and not required, f"--lambda-tag wants tags and no photo has any: {source}")
     say("no photo has tags: the loss of Eq. 5 is left out")
     return 0.0
+
+
+def tagged_by_nouns(data, number=1000):
+    """The tags are the most frequent nouns of the captions [Sec. 4.4; their number is ours]"""
+    nouns = language.top_concepts(language.count_concepts(data.captions), "nn", number)
+    rows, tagged = (
+        language.concept_labels(data, nouns),
+        common.CaptionData(type(data.images)(), nouns),
+    )
+    for i in range(len(data)):
+        tagged.add(data.images[i], data.captions_of(i), rows[[i]].indices.tolist())
+    return tagged
 
 
 def photos_with_losses(train, weights):

@@ -159,7 +159,7 @@ def main(args):
 
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
-    model = TagPredictor(args.arch, len(names))
+    model = TagPredictor(args.arch, len(names), args.labels)
     if initial:
         model.backbone = initial
     model.to(device, memory_format=torch.channels_last)
@@ -208,7 +208,7 @@ def main(args):
             always = np.tile(labels.train[rows].mean(0), (len(targets), 1))
             result["label_frequencies"] = tag_scores(always, targets, args.labels)
             say(f"by label frequencies alone: {in_words(result['label_frequencies'])}")
-        run.finish(probe, backbone, **result)
+        run.finish(probe, backbone, args.labels == "instances", **result)
 
 
 # ---------------------------------------------------------------------------- captions to labels
@@ -248,8 +248,10 @@ def load_labels(args, train, val, folder, device):
         rows |= language.sparse_parts("val", labels.val)
         return {"names": np.array(labels.names), **rows}
 
-    flags = {flag: getattr(args, flag) for flag in LABEL_FLAGS}
-    made_of = {"data": (train.digest(), val.digest()), **flags}
+    made_of = {flag: getattr(args, flag) for flag in LABEL_FLAGS}
+    made_of["data"] = train.digest(), val.digest()
+    if args.labels == "cluster":
+        made_of["lm_files"] = language.folder_digest(args.lm)
     arrays = common.cached_arrays(folder / "labels.npz", made_of, build)
     with common.Reading(folder / "labels.npz", "what this script wrote: delete it"):
         names = arrays["names"].tolist()
@@ -467,12 +469,20 @@ def four_rotations(images):
 
 
 class TagPredictor(nn.Module):
-    """tp(phi(I)): a backbone, and a head that scores K labels. (B, 3, h, w) -> logits (B, K)"""
+    """tp(phi(I)): a backbone, and a head that scores K labels. (B, 3, h, w) -> logits (B, K)
 
-    def __init__(self, arch, num_labels):
+    Rotations are predicted by VGG-16's own fully connected layers [App. F.1].
+    """
+
+    def __init__(self, arch, num_labels, labels="postag"):
         super().__init__()
         self.backbone = common.build_backbone(arch)
         self.head = language.tag_head(arch, self.backbone.channels, num_labels)
+        if arch == "vgg16" and labels == "rotation":
+            from torchvision.models import VGG  # only here: it takes seconds
+
+            vgg = VGG(nn.Identity(), num_labels)
+            self.head = nn.Sequential(vgg.avgpool, nn.Flatten(), vgg.classifier)
 
     def forward(self, images):
         return self.head(self.backbone(images))
@@ -552,7 +562,7 @@ def predict_photos(paths, weights, device):
     photos.check_files("check the path")
     with common.Reading(weights, common.CHECKPOINT):
         names, trained = content["names"], content["args"]
-        model = TagPredictor(trained["arch"], len(names))
+        model = TagPredictor(trained["arch"], len(names), trained["labels"])
         model.load_state_dict(content["model"])
         squares = common.CropView(photos, trained["image_size"], part=1.0)
     model.to(device).eval()

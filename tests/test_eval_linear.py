@@ -743,7 +743,7 @@ def test_nothing_to_probe_on(captioned, tmp_path, capsys):
         ([train.select([0]), val], "no class of photos.jsonl has examples in both splits"),
     ]
     for data, message in cases:
-        assert build_probe(data).final(None, start_run(tmp_path)) == {}
+        assert build_probe(data).final(None, start_run(tmp_path), False) == {}
         expected = f"python eval_linear.py --weights {tmp_path}/backbone.pth --image-size 32"
         assert expected in capsys.readouterr().out
         with pytest.raises(SystemExit, match=f"^error: {message}"):
@@ -791,7 +791,7 @@ def test_final_probe(captioned, coco_folder, tmp_path, capsys):
     one, other, best = scores
     expected = {"data": "photos.jsonl", "metric": "mAP", "trained": one, "random": other}
     expected["best"] = {**run.best, "trained": best}
-    assert probe.final(trained, run) == {"probe": expected}
+    assert probe.final(trained, run, False) == {"probe": expected}
     assert trained.training and not trained.bn1.num_batches_tracked
     line = f"{one:.1f} mAP trained, {other:.1f} mAP at random initialisation"
     assert capsys.readouterr().out == f"linear probe on photos.jsonl: {line}\n"

@@ -1040,7 +1040,7 @@ def test_explain(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     features = model.backbone(common.augment(torch.from_numpy(pixels)[None]))
     words = lm.read(tokens, visible)
     logits, maps = model.predict(features, words, visible, position, need_weights=True)
-    assert masked == tokenizer.decode(tokens[0])
+    assert masked == f"{tokenizer.decode(tokens[0])}  ({word})"
     assert seen == f"with the photo: {five_best(tokenizer, logits[0])}"
     by_text = pretrained(**inputs).logits[0, int(position)]
     assert alone == f"without it: {five_best(tokenizer, by_text)}"
@@ -1058,6 +1058,19 @@ def test_explain(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     maps = dict(drawn[1][2])
     assert list(maps) == several
     torch.testing.assert_close(maps[word], attention)
+
+
+@both_heads
+def test_explain_split(head, trained, tmp_path):
+    """Figs. 4, 5: photos of the validation split, each word that can be masked, and what it is"""
+    use = "--explain-split", 2, "--weights", trained[head] / "checkpoint.pth"
+    lines = run_here(["icmlm.py", *use, "--output", tmp_path, "--workers", 0]).splitlines()
+    pictures = sorted((tmp_path / "explained").iterdir())
+    masked = [line for line in lines if "[MASK]" in line]
+    assert len(pictures) == 2 and len(masked) == sum("with the photo:" in line for line in lines)
+    for picture in pictures:
+        _, *words = picture.stem.split("_")
+        assert words and all(any(line.endswith(f"({word})") for line in masked) for word in words)
 
 
 def test_explain_refuses(trained, example, lms, tmp_path):

@@ -560,6 +560,15 @@ def test_photos_without_captions(capsys):
     assert "1 photos without a caption are left out" in capsys.readouterr().out
 
 
+def test_nouns_as_tags():
+    """Sec. 4.4: the most frequent nouns of the captions, in place of annotated tags"""
+    data = some_data((["a red dog runs", "the dog"], [1]), ([], [0]), (["a cat sees a dog"], []))
+    tagged = mmcontrastive.tagged_by_nouns(data, 2)
+    assert tagged.tag_names == ["dog", "cat"] and list(tagged.images) == list(data.images)
+    assert [tagged.tags_of(i) for i in range(3)] == [[0], [], [0, 1]]
+    assert list(tagged.captions) == list(data.captions)
+
+
 def test_tag_loss_without_tags(capsys):
     """Eq. 5 is left out, with a line; not when the user asks for it or nothing else is left."""
     tagged, untagged = some_data(*MIXED), some_data((["a"], []), ([], []))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import sklearn.cluster
 import torch
+import torchvision
 from conftest import (
     CPU,
     OWN,
@@ -444,6 +445,15 @@ def test_the_model_is_backbone_and_head(arch):
     torch.testing.assert_close(logits, model.head(model.backbone(images)))
     logits.square().sum().backward()
     assert logits.shape == (2, 11) and all(p.grad.any() for p in model.backbone.parameters())
+
+
+def test_rotations_train_the_fully_connected_layers():
+    """App. F.1: VGG-16's own, as torchvision has them, which are removed afterwards"""
+    head = tp.TagPredictor("vgg16", 4, "rotation").head
+    theirs = torchvision.models.vgg16_bn(num_classes=4)
+    wanted = {key: value.shape for key, value in theirs.classifier.state_dict().items()}
+    assert {key: value.shape for key, value in head[-1].state_dict().items()} == wanted
+    assert head(torch.randn(2, 512, 2, 2)).shape == (2, 4)
 
 
 # -------------------------------------------------------------------------------------- scores
