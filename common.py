@@ -1039,11 +1039,15 @@ def parse(parser, argv, recipe, scaled=()):
         parser.error("--probe-root goes with --probe-data")
     if args.arch == "vgg16" and args.image_size < 32:
         parser.error("--arch vgg16 halves a photo five times: give --image-size 32 or more")
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    if args.batch_size % processes:
-        parser.error(f"--batch-size {args.batch_size} is for all {processes} processes together "
-                     "and cannot be divided by them")  # fmt: skip
+    refuse_uneven_batch(parser, args.batch_size)
     return args
+
+
+def refuse_uneven_batch(parser, batch_size):
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if batch_size % processes:
+        together = f"--batch-size {batch_size} is for all {processes} processes together"
+        parser.error(f"{together} and cannot be divided by them")
 
 
 # ----------------------------------------------------------------------------- the output folder

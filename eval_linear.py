@@ -114,9 +114,7 @@ def get_args(argv=None):
         args.batch_size = args.batch_size or batch_size
         if lr:
             args.lr = args.lr or lr * args.batch_size / batch_size
-        size, processes = args.batch_size, int(os.environ.get("WORLD_SIZE", 1))
-        if size % processes:
-            parser.error(f"--batch-size {size} cannot be divided over {processes} processes")
+        common.refuse_uneven_batch(parser, args.batch_size)
     if args.protocol == "layers" and args.image_size < 48:
         parser.error("--protocol layers pools maps of 3x3 and more: --image-size 48 or more")
     return args

@@ -692,7 +692,7 @@ def test_refused_for_what_is_around(folder, tmp_path, monkeypatch):
     assert "the features are not finite" in refusal(command(tmp_path, folder))
     monkeypatch.setenv("WORLD_SIZE", "3")
     message = refusal(command(tmp_path, folder, "--protocol sgd-mct --batch-size 16"))
-    assert "--batch-size 16 cannot be divided over 3 processes" in message
+    assert "--batch-size 16 is for all 3 processes together and cannot be" in message
 
 
 # ------------------------------------------------------------------------------------- the probe
