@@ -2,7 +2,7 @@
 
 In the order in which a script meets it:
 
-    messages               fail, check, say, progress, run
+    messages               fail, check, say, in_words, progress, run
     processes, precision   World, start, main_first, any_process, data_parallel, autocast
     captioned images       CaptionData, caption_data (shapes, coco, vg, jsonl)
     from file to batch     Samples, photo, read_crops, InfiniteSampler, loader, validation_batches
@@ -72,6 +72,11 @@ def say(message):
     if int(os.environ.get("RANK", 0)) == 0:
         tqdm.write(str(message), file=sys.stdout)
         sys.stdout.flush()
+
+
+def in_words(scores, digits=2):
+    """{name: number} -> "top1 45.90, top5 84.10" """
+    return ", ".join(f"{name} {score:.{digits}f}" for name, score in scores.items())
 
 
 def progress(iterable=None, **kwargs):
@@ -1221,7 +1226,7 @@ class Run:
         --probe-every, mind Ctrl-C.  samples: Samples.  collate: list of samples -> dict of tensors,
         and "unreadable".  probe: eval_linear.Probe or None.  more: goes into checkpoints, too.
         """
-        args, world, device = self.args, self.world, self.world.device
+        args, world, device, self.total = self.args, self.world, self.world.device, total
         check(probe or not args.probe_every, "--probe-every needs eval_linear.py beside the script")
         sampler = InfiniteSampler(len(samples), args.batch_size, world, args.seed, self.iteration)
         share = args.batch_size // world.size
@@ -1255,6 +1260,11 @@ class Run:
 
     def due(self, every):
         return self.iteration % every == 0
+
+    def validating(self):
+        """Whether --validate-every is due: on the first process, with a line of metrics.jsonl"""
+        every = math.ceil(self.args.validate_every / self.args.log_every) * self.args.log_every
+        return self.world.is_main and self.due(every) and self.iteration < self.total
 
     def log(self, **values):
         """What the next line of metrics.jsonl may hold: numbers, or tensors that are read then."""

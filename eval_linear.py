@@ -801,7 +801,7 @@ def score_augmented(backbone, train, test, args, world, seed):
         if (iteration + 1) % every == 0 and iteration + 1 < iters:
             found = scores()
             if world.is_main:
-                say(f"epoch {(iteration + 1) // every}: {in_words(found)}")
+                say(f"epoch {(iteration + 1) // every}: {common.in_words(found)}")
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 state |= {"iteration": iteration + 1, "made_of": made_of}
                 common.write_file(path, lambda file: torch.save(state, file))
@@ -833,10 +833,6 @@ def score_layers(names, logits, labels, classes, several):
         else:
             scores[f"{name}top-1"] = top1(part, labels)
     return scores
-
-
-def in_words(scores):
-    return ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
 
 
 # ---------------------------------------------------------------------- the probe in a training run

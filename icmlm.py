@@ -181,8 +181,6 @@ def main(args):
 
     warmup, parallel = int(args.warmup_attention * iters), None
     validation = partial(validate, model, lm, val, concepts, tokenizer, args, device)
-    # Losses go into lines of metrics.jsonl, which are due every --log-every iterations.
-    validate_every = math.ceil(args.validate_every / args.log_every) * args.log_every
     samples, together = triplet_samples(train, tokenizer, concepts, args)
     steps = run.steps(samples, together, iters, probe, model.backbone, concepts=concepts)
     for iteration, batch in steps:
@@ -205,9 +203,7 @@ def main(args):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        found = {}
-        if iteration % validate_every == 0 and iteration < iters and world.is_main:
-            found = validation()["validation_loss"]
+        found = validation()["validation_loss"] if run.validating() else {}
         found = {f"validation_{name}": value for name, value in found.items()}
         run.log(loss=loss, **losses, lr=args.lr * factor, **found)
 
@@ -599,7 +595,7 @@ def validate(model, lm, val, concepts, tokenizer, args, device):
     model.backbone.train(not frozen)
     found = {name: torch.cat([row[name] for row in rows]).cpu().numpy() for name in rows[0]}
     losses = {name: float(found[name].mean()) for name in ("mlm", "tp") if name in found}
-    say("validation loss: " + ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items()))
+    say(f"validation loss: {common.in_words(losses, 3)}")
 
     word_of = maskable_tokens(tokenizer, list(concepts))
     words = [word_of[target] for target in found["target"]]
@@ -608,8 +604,7 @@ def validate(model, lm, val, concepts, tokenizer, args, device):
     for name in PREDICTED:
         scores = accuracies(found[name], parts)
         result["masked_words"][name] = scores
-        numbers = ", ".join(f"{part} {score:.1f}" for part, score in scores.items())
-        say(f"masked token prediction, {name}: {numbers}")
+        say(f"masked token prediction, {name}: {common.in_words(scores, 1)}")
     if args.data == "shapes":
         scenes = [val.images[i] for i in found["index"]]
         shares = attention_inside_boxes(scenes, words, found["attention"])

@@ -213,10 +213,7 @@ def main(args):
 
     # Encoders, momentum encoders, queues, optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
-    dims = {"intra": args.intra_dim, "inter": args.inter_dim}
-    needed = [name for name in LOSSES if weights[name]]
-    encoders = build_encoders(args.arch, config, needed, dims, args.mlp_hidden, args.unified_mlp)
-    model = MultimodalContrastive(encoders, num_tags, sizes)
+    model = build_model(args, config, weights, num_tags, sizes)
     if uses_captions and args.lm != "scratch" and not run.checkpoint:
         load_pretrained(model, args.lm)
     model.to(device, memory_format=torch.channels_last)
@@ -447,6 +444,14 @@ KEYS = {
     "ic": ("caption", "inter"),  # Eq. 10
     "ci": ("image", "inter"),  # Eq. 13
 }
+
+
+def build_model(args, config, weights, num_tags, sizes):
+    """config: of the captions' BERT, or None.  weights: {loss: lambda}; of 0: it is left out"""
+    dims = {"intra": args.intra_dim, "inter": args.inter_dim}
+    needed = [name for name in LOSSES if weights[name]]
+    encoders = build_encoders(args.arch, config, needed, dims, args.mlp_hidden, args.unified_mlp)
+    return MultimodalContrastive(encoders, num_tags, sizes)
 
 
 def by_loss(table, outputs):
@@ -813,11 +818,7 @@ def rank_scores(ranks):
 
 def format_scores(scores):
     """ "image to text R@1 0.1, ..., median rank 646.5; text to image R@1 ..." """
-    directions = []
-    for direction, values in scores.items():
-        numbers = ", ".join(f"{name} {value:.1f}" for name, value in values.items())
-        directions.append(f"{direction} {numbers}")
-    return "; ".join(directions)
+    return "; ".join(f"{way} {common.in_words(values, 1)}" for way, values in scores.items())
 
 
 # ---------------------------------------------------------------------------------------- search

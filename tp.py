@@ -175,8 +175,6 @@ def main(args):
     samples = common.Samples(partial(sample, train.images, rows, **crops), size, args.seed)
     val_samples = common.Samples(partial(sample, val.images, val_rows, **crops), len(val_rows))
     validation = partial(validate, model, val_samples, labels.val, args, device)
-    # Scores go into lines of metrics.jsonl, which are due every --log-every iterations.
-    validate_every = math.ceil(args.validate_every / args.log_every) * args.log_every
     collate_fn = partial(collate, labels=labels.train, swap=language.left_right_swap(names))
     for iteration, batch in run.steps(samples, collate_fn, iters, probe, backbone, names=names):
         factor = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
@@ -191,23 +189,17 @@ def main(args):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        scores = {}
-        if iteration % validate_every == 0 and iteration < iters and world.is_main:
-            scores = validation()
-            say(f"iteration {iteration}, validation: {in_words(scores)}")
-        scores = {f"validation_{name}": score for name, score in scores.items()}
-        run.log(loss=loss, lr=args.lr * factor, **scores)
+        found = validation() if run.validating() else {}
+        found = {f"validation_{name}": score for name, score in found.items()}
+        run.log(loss=loss, lr=args.lr * factor, **found)
 
     # The backbone is the result; the probe says what it is worth.
     if world.is_main:
         run.save_weights("backbone.pth", backbone)
         result = {"validation": validation()}
-        say(f"validation: {in_words(result['validation'])}")
         if args.labels != "rotation":
-            targets = labels.val[val_rows].toarray()
-            always = np.tile(labels.train[rows].mean(0), (len(targets), 1))
-            result["label_frequencies"] = tag_scores(always, targets, args.labels)
-            say(f"by label frequencies alone: {in_words(result['label_frequencies'])}")
+            fit, held = labels.train[rows], labels.val[val_rows]
+            result["label_frequencies"] = frequency_scores(fit, held, args.labels)
         run.finish(probe, backbone, args.labels == "instances", **result)
 
 
@@ -518,7 +510,20 @@ def validate(model, samples, labels, args, device):
     model.train()
     logits, targets = torch.cat(logits), torch.cat(targets)
     loss = label_loss(logits, targets, args.labels).item()
-    return {"loss": loss, **tag_scores(logits.numpy(), targets.numpy(), args.labels)}
+    scores = {"loss": loss, **tag_scores(logits.numpy(), targets.numpy(), args.labels)}
+    say(f"validation: {common.in_words(scores)}")
+    return scores
+
+
+def frequency_scores(train, val, kind):
+    """tag_scores of always predicting the label frequencies of the training photos
+
+    train, val: labels, sparse (N, K)
+    """
+    always = np.tile(train.mean(0), (val.shape[0], 1))
+    scores = tag_scores(always, val.toarray(), kind)
+    say(f"by label frequencies alone: {common.in_words(scores)}")
+    return scores
 
 
 def tag_scores(scores, targets, labels):
@@ -543,10 +548,6 @@ def tag_scores(scores, targets, labels):
     if precisions:
         result["mAP"] = 100 * float(np.mean(precisions))
     return result
-
-
-def in_words(scores):
-    return ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
 
 
 # ----------------------------------------------------------------------------- labels for photos

@@ -168,7 +168,7 @@ def main(args):
     if world.is_main:
         run.save_weights("backbone.pth", backbone)
         result = validate(model, val, tokenizer, args, device)
-        say("validation loss: " + ", ".join(f"{name} {v:.3f}" for name, v in result.items()))
+        say(f"validation loss: {common.in_words(result, 3)}")
         run.finish(probe, backbone, validation_loss=result)
 
 
