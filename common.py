@@ -1148,7 +1148,7 @@ class Run:
             self.checkpoint = read_checkpoint(self.path)
             with Reading(self.path, f"{CHECKPOINT}; --fresh starts over"):
                 self.check_same_run()
-                self.iteration = int(self.checkpoint["iteration"])
+                self.iteration = natural(self.checkpoint["iteration"])
                 self.best = self.checkpoint["best"] and dict(self.checkpoint["best"])
             if (self.folder / "result.json").exists():
                 return True

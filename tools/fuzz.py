@@ -236,7 +236,7 @@ def one_case(number, bases, args):
             return "lost", name, line, output
         if code in (0, 128 + signal.SIGTERM, -signal.SIGTERM):  # told to end after --seconds
             return "accepted", name, line, output
-        refused = re.search(r"^(error: .+|interrupted)$", output, re.M)
+        refused = re.search(r"(^|\r *)(error: .+|interrupted)$", output, re.M)
         return "refused" if refused else "traceback", name, line, output
     finally:
         os.chdir("..")
