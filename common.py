@@ -369,7 +369,7 @@ class Reading:
 
     def __init__(self, path, expected):
         self.path, self.expected, self.entry = path, expected, None
-        check(os.path.isfile(path), f"{path} not found: {expected}")
+        check(os.path.isfile(path), f"{path} not found: check the path (expected: {expected})")
 
     def __enter__(self):
         return self
@@ -464,9 +464,9 @@ def jsonl_data(path, root, split):
     """One {"image", "captions", "tags", "split"} per line; all but "image" may be missing.
 
     Relative images start from `root` (default: the file's folder). When no line names a split,
-    "val" is a fixed random twentieth of the lines and any other name is the rest.
+    "val" is a fixed random twentieth of the lines and "train" the rest.
     """
-    root, index, splits = root or os.path.dirname(path), {}, []
+    root, index, splits, others = root or os.path.dirname(path), {}, [], set()
     data = CaptionData(ImageFiles(), [])
     with Reading(path, JSONL) as at, open(path, "rb") as file:
         bar = progress(file, desc=os.path.basename(path), unit=" lines")
@@ -474,6 +474,7 @@ def jsonl_data(path, root, split):
             if not line.strip():
                 continue
             row = json.loads(line)
+            others |= row.keys() - {"image", "captions", "tags", "split"}
             if "caption" in row and "captions" not in row:
                 raise ValueError('has "caption", but the key is "captions", a list of strings')
             for key in ("captions", "tags"):
@@ -486,6 +487,8 @@ def jsonl_data(path, root, split):
                 raise ValueError('"split" must be a string')
             splits.append(row.get("split"))
     data.tag_names = list(index) or None
+    if others and not len(data.captions) and not index:
+        fail(f'{path}: no line has "captions" or "tags", but {sorted(others)}: rename the key')
 
     named = sorted(set(splits) - {None})
     if named:
@@ -493,6 +496,8 @@ def jsonl_data(path, root, split):
         if None in splits:
             say(f"{path}: {splits.count(None)} lines name no split, as others do, and are left out")
         return data.select([i for i, name in enumerate(splits) if name == split])
+    known = split in ("train", "val")
+    check(known, f'{path} names no splits: give "train" or "val", not "{split}"')
     order = np.random.default_rng(0).permutation(len(data))
     val, train = np.split(order, [max(1, len(data) // 20)])
     return data.select(np.sort(val if split == "val" else train).tolist())
@@ -589,8 +594,9 @@ def read_crops(images, index, crops, size):
         if image.mode.startswith("I"):  # 16 bits per pixel: PIL would clip them to white
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         image = image.convert("RGB")
-        scale = np.array(2 * (image.width / width, image.height / height))
-        limit = 2 * image.size  # a box may stand out by a rounding error
+        w, h = image.size
+        scale = np.array((w / width, h / height, w / width, h / height))
+        limit = w, h, w, h  # a box may stand out by a rounding error
         boxes = [np.minimum(scale * box, limit).tolist() for box in boxes]
         return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes]
     except Exception as error:  # PIL and its formats raise a dozen kinds
@@ -779,7 +785,7 @@ def build_backbone(arch):
     return backbone
 
 
-CHECKPOINT = "a whole checkpoint file of this version, with weights and numbers and no code"
+CHECKPOINT = "a whole checkpoint of this version: weights and settings, no code"
 
 
 def read_checkpoint(path):
@@ -965,10 +971,10 @@ def flag_parser(script, description):
     add("--epochs", type=positive, help="length in passes over the images, instead of --iters")
     add("--lr", type=positive, help="peak; lower it when the loss is not finite")
     add("--warmup", type=proper_share, default=0.0, help="share of the run in which --lr rises")
-    add("--weight-decay", type=non_negative, default=1e-4, help="more for few images")
+    add("--weight-decay", type=non_negative, default=1e-4, help="raise it for few images")
 
     add = parser.add_argument_group("run").add_argument
-    add("--output", default=f"runs/{script}", help="the same command goes on from what is there")
+    add("--output", default=f"runs/{script}", help="folder in which the same command goes on")
     add("--fresh", action="store_true", help="forget what --output holds and start over")
     add("--seed", type=seed_number, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
@@ -980,7 +986,7 @@ def flag_parser(script, description):
     add("--probe-data", choices=LABELLED, help="labelled images (default: the tags of --data)")
     add("--probe-root", help="folder of --probe-data")
     add("--probe-images", type=count, help="probe on at most this many training images")
-    add("--probe-every", type=natural, default=0, help="iterations; keeps backbone_best.pth")
+    add("--probe-every", type=natural, default=0, help="iterations; the best backbone is kept, too")
     return parser
 
 
@@ -1040,6 +1046,8 @@ def parse(parser, argv, recipe, scaled=()):
             say(f"{name} {value:g}: the recipe's, scaled from batch {usual} to {args.batch_size}")
     if args.iters and args.epochs:
         parser.error("give --iters or --epochs, not both")
+    if getattr(args, "weights", None) and not look(argv, "--output").output:
+        args.output = os.path.dirname(args.weights) or "."  # what a model draws lies beside it
     if args.probe_root and not args.probe_data:
         parser.error("--probe-root goes with --probe-data")
     if args.arch == "vgg16" and args.image_size < 32:
@@ -1327,7 +1335,7 @@ class Run:
                 append_line(skipped, path)
             if len(named) > 0.01 * self.images:
                 number = f"{len(named)} of {self.images} images cannot be decoded"
-                advice = f"at most 1% may be: repair or remove those in {skipped}"
+                advice = f"at most 1% may be: repair or leave out of --data those in {skipped}"
                 fail(f"{number}, {advice}", everywhere=False)
 
     def finish(self, probe, backbone, tags_seen=False, **result):

@@ -137,7 +137,7 @@ def main(args):
         order = np.random.default_rng(args.seed).permutation(len(train.images))
         train = train.select(np.sort(order[: args.train_images]))
     sizes = f"{len(train.images)} training and {len(test.images)} test images"
-    say(f"{args.protocol}: {sizes} of {len(train.names)} classes")
+    say(f"{args.protocol}: {sizes} of {len(train.names)} classes, at {args.image_size} px")
 
     # Each run has a seed of its own.
     runs = []

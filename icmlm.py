@@ -100,7 +100,7 @@ def get_args(argv=None):
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="spacy is the paper's")
 
     add = parser.add_argument_group("model").add_argument
-    add("--init", help="start from this backbone.pth: tp.py's; vgg16: its rotations' [App. F.1]")
+    add("--init", help="start from this backbone.pth of tp.py; vgg16: of its rotations [App. F.1]")
     add("--head", choices=HEADS, default=HEADS[0], help="att-fc: better on VOC [Sec. 4.1]")
     add("--layers", type=dim, default=1, help="of tfm, or of fc; more hurt the backbone [App. B]")
     add("--heads", type=dim, help="attention heads of tfm, or of att [Sec. 4, 4.3]")
@@ -163,8 +163,8 @@ def main(args):
         concepts, train, val = load_triplets(args, train, val, tokenizer, run.folder)
     lm, size = FrozenLanguageModel(pretrained, args.amp), len(train)
     iters = args.iters or math.ceil(args.epochs * size / args.batch_size)
-    say(f"{len(train.images)} photos, {size} triplets of {len(concepts)} concepts, "
-        f"{len(lm.vocabulary)} tokens; {iters} iterations")  # fmt: skip
+    say(f"{len(train.images)} photos ({len(val.images)} for validation), {size} triplets of "
+        f"{len(concepts)} concepts, {len(lm.vocabulary)} tokens; {iters} iterations")  # fmt: skip
 
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
@@ -501,14 +501,14 @@ class EncoderLayer(nn.Module):
         key = self.per_head(self.key(z))  # Eq. 13
         query = self.per_head(self.query(z))
         value = self.per_head(self.value(z))
-        # Eq. 14: softmax(K Q^T / sqrt(D)) V. The paper compares K with Q: K is passed as query.
-        mask = visible[:, None, None]
-        attend = partial(F.scaled_dot_product_attention, key, query, attn_mask=mask)
-        merged = self.merge(attend(value).transpose(1, 2).flatten(2))  # Eq. 15
+        # Eq. 14: softmax(K Q^T / sqrt(D)) V. What the paper calls K asks, and Q is asked.
+        asked = {"query": key, "key": query, "attn_mask": visible[:, None, None]}
+        attend = partial(F.scaled_dot_product_attention, **asked)
+        merged = self.merge(attend(value=value).transpose(1, 2).flatten(2))  # Eq. 15
         weights = None
         if need_weights:  # with the identity for V what remains is the softmax
             identity = torch.eye(z.size(1), dtype=key.dtype, device=z.device)
-            weights = attend(identity.expand(*key.shape[:2], -1, -1))
+            weights = attend(value=identity.expand(*key.shape[:2], -1, -1))
         z = self.norm1(z + self.dropout(merged))
         hidden = F.relu(self.linear1(z))
         return self.norm2(z + self.dropout(self.linear2(hidden))), weights

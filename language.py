@@ -228,6 +228,7 @@ def language_model(name, captions, folder, device, iters, seed, amp, masked_word
         made_of = {"captions": captions.digest(), "iters": iters, "seed": seed}
         note, name = Path(folder, "made_of.json"), str(folder)
         if not note.exists() or note.read_text() != json.dumps(made_of):
+            say(f"first a small BERT is trained on the captions: {iters} iterations (--lm-iters)")
             tokenizer, model = train_language_model(captions, iters, seed, device, amp)
             keep_language_model(tokenizer, model, folder, made_of)
     with loading(name):

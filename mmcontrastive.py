@@ -125,7 +125,7 @@ def get_args(argv=None):
     add("--margin", type=non_negative, default=0.2, help="alpha of Eqs. 11, 14")
     add("--tags", choices=("annotated", "nouns"), default="annotated",
         help="of Eq. 5: those of --data, or the nouns of the captions [Sec. 4.4]")
-    add("--tag-threshold", type=non_negative, default=2, help="epsilon of Eq. 4; less for few tags")
+    add("--tag-threshold", type=non_negative, default=2, help="epsilon of Eq. 4; 0 for few tags")
 
     add = parser.add_argument_group("optimisation of both encoders [Sec. 4.1]").add_argument
     add("--optimizer", choices=common.OPTIMIZERS, help="adamw or radam at about 1e-3 in short runs")
@@ -208,8 +208,9 @@ def main(args):
         with common.main_first(world):
             tokenizer, config = load_caption_model(args, train, run)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
-    say(f"{len(train)} photos, {len(train.captions)} captions, {len(train.tags)} tags; "
-        f"{iters} iterations, {iters * args.batch_size / len(train):.1f} epochs")  # fmt: skip
+    epochs = iters * args.batch_size / len(train)
+    say(f"{len(train)} photos ({len(val)} for validation), {len(train.captions)} captions, "
+        f"{len(train.tags)} tags; {iters} iterations, {epochs:.1f} epochs")  # fmt: skip
 
     # Encoders, momentum encoders, queues, optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
@@ -313,7 +314,7 @@ def queue_sizes(wanted, train, uses_captions, batch_size):
         check(size, f"{keys} are fewer than a batch of {batch_size}: lower --batch-size")
         if size != wanted:
             say(f"queues of {size} {modality} keys instead of {wanted}: a multiple of the batch, "
-                f"at most {keys}; --lambda-ic and --lambda-ci weight sums over them")  # fmt: skip
+                f"at most {keys}; raise --lambda-ic and --lambda-ci in proportion")  # fmt: skip
     return sizes
 
 
@@ -558,10 +559,9 @@ class Encoder(nn.Module):
         super().__init__()
         self.trunk, self.mlps = trunk, nn.ModuleDict()
         for space, out in dims.items():
-            mlp = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, out))
+            if not unified or not self.mlps:
+                mlp = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, out))
             self.mlps[space] = mlp
-        if unified:
-            self.mlps.update(dict.fromkeys(dims, mlp))
 
     def forward(self, *inputs):
         features = self.trunk(*inputs)

@@ -81,14 +81,18 @@ def get_args(argv=None):
     add("--task", choices=TASKS, default=TASKS[0], help="the others are ablations [Sec. 4.2]")
     add("--layers", type=dim, default=1, help="L; 2 or 3 generally help [Sec. 4.2]")
     add("--hidden", type=dim, help="H; larger is better and slower; A = H/64, F = 4H follow")
-    add("--init-std", type=positive, help="of the heads' first weights; about H^-0.5 if H is small")
-    add("--dropout", type=proper_share, help="more for few captions")
+    add(
+        "--init-std",
+        type=positive,
+        help="deviation of the heads' first weights; about H^-0.5 if H < 512",
+    )
+    add("--dropout", type=proper_share, help="in the heads; raise it for few captions")
     add("--vocab-size", type=dim, default=10_000, help="tokens, at most [Sec. 3]")
     add("--tokenizer", help="a SentencePiece .model, instead of one trained on the captions")
     add("--max-length", type=dim, default=30, help="tokens per caption, [SOS], [EOS] included")
 
     add = parser.add_argument_group("optimisation of the heads").add_argument
-    add("--optimizer", choices=common.OPTIMIZERS, help="another needs its own rates")
+    add("--optimizer", choices=common.OPTIMIZERS, help="if changed, give --lr and --text-lr")
     add("--text-lr", type=positive, help="peak, of the heads; with sgd 0.05 to 0.1 for few data")
     add("--clip", type=positive, default=10.0, help="maximum norm of the gradient [official code]")
     add("--lookahead-k", type=count, default=5, help="steps between slow updates [Sec. 3]")
@@ -129,7 +133,8 @@ def main(args):
         tokenizer = load_tokenizer(args, train.captions, run)
     vocab_size, size = tokenizer.get_piece_size(), len(train)
     iters = args.iters or math.ceil(args.epochs * size / args.batch_size)
-    say(f"{size} photos, {len(train.captions)} captions, {vocab_size} tokens; {iters} iterations")
+    say(f"{size} photos ({len(val)} for validation), {len(train.captions)} captions, "
+        f"{vocab_size} tokens; {iters} iterations")  # fmt: skip
 
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
@@ -506,7 +511,7 @@ class VirTex(nn.Module):
             x, _ = head.decode(x, head.memory(projected))
             vectors.append(x)
         targets = [sequence[:, 1:] for sequence in sequences]
-        losses = prediction_losses(self.textual.output, vectors, targets, predicted)
+        losses = prediction_losses(self.textual.output, vectors, targets, predicted)  # Eq. 1
         return dict(zip(heads, losses))
 
     def masked_loss(self, projected, tokens, masked, predicted, visible):

@@ -189,11 +189,22 @@ def test_jsonl(tmp_path, capsys):
     assert "1 lines name no split, as others do, and are left out" in capsys.readouterr().out
 
 
+def test_jsonl_with_other_keys(tmp_path):
+    """A file whose captions have another name is refused; further keys beside them do no harm."""
+    path = write_jsonl(tmp_path / "data.jsonl", *({"image": "a.jpg", "text": "a dog"},) * 3)
+    with fails("""no line has "captions" or "tags", but ['text']: rename the key"""):
+        common.caption_data(path)
+    rows = [{"image": f"{n}.jpg", "tags": ["dog"], "text": "a dog"} for n in range(3)]
+    assert len(common.caption_data(write_jsonl(tmp_path / "data.jsonl", *rows))) == 2
+
+
 def test_jsonl_without_splits(tmp_path):
     """A fixed twentieth of the lines is for validation, the rest for training."""
     path = write_jsonl(tmp_path / "data.jsonl", *({"image": f"{n}.jpg"} for n in range(60)))
     splits = "train", "val", "val"
     train, val, again = (list(common.caption_data(path, split=s).images) for s in splits)
+    with fails('names no splits: give "train" or "val", not "valid"'):
+        common.caption_data(path, split="valid")
     assert sorted(train + val) == sorted(str(tmp_path / f"{n}.jpg") for n in range(60))
     assert val == again and len(val) == 3
 
@@ -248,7 +259,7 @@ def test_files_that_are_no_json(bad_file, file, content):
     if (file, content) == (INSTANCES, None):
         read_folder()
     else:
-        with fails(f"{path} not found: a " if content is None else path):
+        with fails(f"{path} not found: check the path" if content is None else path):
             read_folder()
 
 
@@ -862,8 +873,8 @@ def test_keys_that_do_not_fit(key, value):
         ({"model": {"patch_embed.weight": torch.zeros(1)}}, "its first keys are ['patch_embed"),
         (torch.zeros(5), "holds no state dict"),
         (None, "not found"),
-        (b"", "Expected: a whole checkpoint file"),
-        (b"Not a checkpoint.\n" * 20, "Expected: a whole checkpoint file"),
+        (b"", "Expected: a whole checkpoint of"),
+        (b"Not a checkpoint.\n" * 20, "Expected: a whole checkpoint of"),
     ],
     ids=("another model", "a tensor", "missing", "empty", "text"),
 )
@@ -885,7 +896,7 @@ def test_load_backbone(tmp_path):
     with fails(f"{path} is a resnet18, not --arch resnet50"):
         common.load_backbone(path, "resnet50")
     path.write_bytes(path.read_bytes()[:-9000])
-    with fails(path, "Expected: a whole checkpoint file"):
+    with fails(path, "Expected: a whole checkpoint of"):
         common.load_backbone(path)
     state["layer4.1.bn2.running_var"][7] = math.inf
     torch.save(state, path)
@@ -908,7 +919,7 @@ def test_checkpoints_that_run_code_are_refused(tmp_path):
     torch.save({"model": Touch(tmp_path / "ran")}, tmp_path / "evil.pth")
     (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Touch(tmp_path / "ran"), 2))
     for name in ("evil.pth", "evil.pkl"):
-        with fails(tmp_path / name, "Expected: a whole checkpoint file"):
+        with fails(tmp_path / name, "Expected: a whole checkpoint of"):
             common.read_checkpoint(str(tmp_path / name))
     assert not (tmp_path / "ran").exists()
 

@@ -1,5 +1,6 @@
 """What all four training scripts promise (DESIGN Secs. 3, 4, 8), as one table over them."""
 
+import importlib
 import json
 import os
 import shutil
@@ -259,7 +260,7 @@ def test_another_script_and_damage_are_refused(script, tiny, tmp_path):
     assert "holds a run of other.py" in refusal(command)
     content = (tmp_path / "checkpoint.pth").read_bytes()
     (tmp_path / "checkpoint.pth").write_bytes(content[: len(content) // 2])
-    assert "Expected: a whole checkpoint file" in refusal(command)
+    assert "Expected: a whole checkpoint of" in refusal(command)
 
 
 @every_script
@@ -296,11 +297,23 @@ def test_copied_into_an_empty_folder(script, coco_folder, tmp_path):
     assert (tmp_path / "runs" / script / "backbone.pth").exists()
 
 
+USES = {"virtex": "--caption a.jpg", "tp": "--predict a.jpg", "mmcontrastive": "--search dog",
+        "icmlm": "--explain a.jpg --caption dog --word dog"}  # fmt: skip
+
+
+@every_script
+def test_what_a_model_draws_lies_beside_it(script):
+    """The default of --output with --weights is their folder."""
+    module = importlib.import_module(script)
+    use = [*USES[script].split(), "--weights", "some/run/checkpoint.pth"]
+    assert module.get_args(use).output == "some/run"
+    assert module.get_args([*use, "--output", "there"]).output == "there"
+    assert module.get_args([]).output == f"runs/{script}"
+
+
 @every_script
 def test_help_tells_the_recipe_s_defaults(script, capsys):
     """--help shows the defaults for the --data beside it, at most 100 columns wide."""
-    import importlib
-
     module = importlib.import_module(script)
     widths, batch_sizes = [], module.RECIPES["batch_size"]
     for data, batch_size in zip(("shapes", "photos.jsonl", "coco"), batch_sizes):

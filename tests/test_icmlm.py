@@ -858,7 +858,7 @@ def test_without_tag_prediction(tiny, tmp_path):
     with np.load(tmp_path / "triplets.npz") as arrays:
         size = len(arrays["train_caption"])
     assert len(rows) == math.ceil(0.05 * size / 8) > 1
-    assert f"24 photos, {size} triplets of " in output
+    assert f"24 photos (12 for validation), {size} triplets of " in output
     top1 = result(tmp_path)["masked_words"]["with the photo"]["top1"]
     assert f"masked token prediction, with the photo: top1 {top1:.1f}, top5" in output
 

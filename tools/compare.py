@@ -184,7 +184,8 @@ def draw_bars(rows, path, side=30, left=220, width=520):
             half = np.std(row["trained"], ddof=1) * scale
             draw.line((end - half, middle, end + half, middle), "black", 2)
             end += half
-        draw.text((end + 6, middle), mean_and_deviation(row["trained"]), "black", font, anchor="lm")
+        place = max(end, random) + 6, middle
+        draw.text(place, mean_and_deviation(row["trained"]), "black", font, anchor="lm")
     x, y = left, height + 30
     for name, colour in COLOURS.items():
         draw.rectangle((x, y - 6, x + 12, y + 6), colour)
