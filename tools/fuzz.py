@@ -2,6 +2,7 @@
 
     python tools/fuzz.py                          # a minute
     python tools/fuzz.py --minutes 20 --seed 1
+    python tools/fuzz.py --kind kill --script tp  # only SIGKILL, only of tp.py
     python tools/fuzz.py --seed 1 --case 17       # one case again, with all that it prints
 
 A case is drawn from the seed and its number. It begins with a copy of a small training run, half
@@ -346,18 +347,22 @@ def odd_line(rng, name, flags, use):
         row[key] = rng.choice(JSON)
         lines[n] = json.dumps(row)
     path.write_text("\n".join(lines))
-    return [*going_on(flags), "--fresh"][: None if name != "eval_linear" else -1], lines[n][:99], ()
+    fresh = [] if name == "eval_linear" else ["--fresh"]  # its photos are other files
+    return [*going_on(flags), *fresh], lines[n][:99], ()
 
 
-def a_signal(rng, name, flags, use):
-    """SIGKILL, SIGTERM or Ctrl-C at a random moment; then the same command goes on."""
-    number = rng.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
-    after = rng.uniform(0, 3)
+def killed(rng, name, flags, use, numbers=(signal.SIGKILL,)):
+    """A signal at a random moment; then the same command goes on, to the same weights."""
+    after, number = rng.uniform(0, 3), rng.choice(numbers)
     return going_on(flags), f"{number.name} after {after:.2f} s", ((after, number),)
 
 
+def stopped(*given):
+    return killed(*given, numbers=(signal.SIGTERM, signal.SIGINT))
+
+
 KINDS = {"file": damaged_file, "flag": odd_flag, "entry": odd_checkpoint, "line": odd_line,
-         "signal": a_signal}  # fmt: skip
+         "kill": killed, "stop": stopped}  # fmt: skip
 
 if __name__ == "__main__":
     common.run(main, get_args)
