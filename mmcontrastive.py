@@ -280,10 +280,8 @@ def tag_weight(weights, train, required):
 def tagged_by_nouns(data, number=1000):
     """The tags are the most frequent nouns of the captions [Sec. 4.4; their number is ours]"""
     nouns = language.top_concepts(language.count_concepts(data.captions), "nn", number)
-    rows, tagged = (
-        language.concept_labels(data, nouns),
-        common.CaptionData(type(data.images)(), nouns),
-    )
+    rows = language.concept_labels(data, nouns)
+    tagged = common.CaptionData(type(data.images)(), nouns)
     for i in range(len(data)):
         tagged.add(data.images[i], data.captions_of(i), rows[[i]].indices.tolist())
     return tagged
@@ -431,8 +429,8 @@ def blur(images, sigma):
 
 # Which encoder, and which of its MLPs, makes the queries and the keys of each loss. A loss is named
 # by its query first: "ic" has photos as queries, so its keys and its queue are captions.
-# The paper writes Phi_ik for the MLP of Eq. 7 and for another one of Eq. 10, and "distinct" in the
-# line below: they are the caption encoder's "intra" and "inter". Likewise in Eqs. 2 and 13.
+# The paper writes Phi_ik in Eq. 7 and again in Eq. 10, for two MLPs which it calls distinct: they
+# are the caption encoder's "intra" and "inter". Its symbols in Eqs. 2 and 13 clash likewise.
 QUERIES = {
     "ii": ("image", "intra"),  # Eq. 1
     "cc": ("caption", "intra"),  # Eq. 6

@@ -1100,7 +1100,7 @@ def test_explain_refuses(trained, example, lms, tmp_path):
 def test_learns_on_shapes(tmp_path):
     """Half the run without flags, at 64 px: the photo tells words that the text does not."""
     flags = ["--iters", 150, "--lm-iters", 200, "--image-size", 64, "--fraction", 0.5]
-    flags += ["--probe-images", 1000]
+    flags += ["--probe-images", 1000, "--proxy-triplets", 3000]
     finished(run_script("icmlm.py", *flags, "--output", tmp_path))
     found = result(tmp_path)
     top1 = {name: found["masked_words"][name]["top1"] for name in icmlm.PREDICTED}

@@ -1051,12 +1051,12 @@ def test_models_that_are_none(tiny, tiny_lm, tmp_path):
 
 
 def test_learns_on_shapes(tmp_path):
-    """A third of the run without flags: captions find photos and back; the backbone beats a random
-    one.
+    """A quarter of the run without flags: captions find photos and back; the backbone beats a
+    random one.
     """
-    finished(run_script("mmcontrastive.py", "--iters", 180, "--output", tmp_path))
+    finished(run_script("mmcontrastive.py", "--iters", 150, "--output", tmp_path))
     found, probe = result(tmp_path)["retrieval"], result(tmp_path)["probe"]
     for way, scores in found["trained"].items():
         assert scores["R@10"] > 10 * found["random"][way]["R@10"]
         assert scores["median rank"] < 100
-    assert probe["trained"] > probe["random"] + 2
+    assert probe["trained"] > probe["random"] + 4

@@ -274,8 +274,8 @@ def test_linear_svc(monkeypatch):
 
 
 def test_bad_input_ends_in_one_line():
-    """Half a minute of damaged files, odd flags and signals: no traceback, no hang, nothing lost"""
-    flags = "--minutes", 0.5, "--seed", 1, "--script", "virtex", "tp", "eval_linear"
+    """Damaged files, odd flags and signals: no traceback, no hang, nothing lost"""
+    flags = "--minutes", 0.4, "--seed", 1, "--script", "virtex", "tp", "eval_linear"
     process = run_script("tools/fuzz.py", *flags)
     output = finished(process).stdout
     rows = [line.split() for line in output.splitlines() if line.strip()]

@@ -922,7 +922,7 @@ def test_evaluate_says_what_it_needs(monkeypatch):
 
 
 def test_learns_on_shapes(tmp_path):
-    """A third of the run without flags"""
-    finished(run_script("virtex.py", "--iters", 220, "--output", tmp_path))
+    """Less than a third of the run without flags"""
+    finished(run_script("virtex.py", "--iters", 190, "--output", tmp_path))
     probe = result(tmp_path)["probe"]
-    assert probe["trained"] > probe["random"] + 2
+    assert probe["trained"] > probe["random"] + 3
