@@ -64,20 +64,20 @@ RECIPES = {  #           demo        small       paper: ResNet-50
     "crop_min":         (0.8,        0.2,        0.2),                  # ours
     "colour_jitter":    (0.25,       1.0,        1.0),                  # ours
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.2
-    "lm_iters":         (300,        4000,       20_000),               # ours
+    "lm_iters":         (300,        2000,       20_000),               # ours
     "num_concepts":     (5000,       5000,       5000),                 # Sec. 4.3
     "heads":            (1,          1,          1),                    # Sec. 4.3
     "lambda_tp":        (1.0,        1.0,        0.1),                  # App. B
     "warmup_attention": (0.0,        0.0,        0.0),                  # App. F.1
-    "optimizer":        ("adamw",    "sgd",      "sgd"),                # App. F.1
-    "batch_size":       (64,         32,         512),                  # App. F.1
-    "iters":            (300,        20_000,     500_000),              # App. F.1
-    "lr":               (1e-3,       3e-2,       3e-2),                 # App. F.1
-    "warmup":           (0.1,        0.0,        0.0),
+    "optimizer":        ("adamw",    "adamw",    "sgd"),                # App. F.1
+    "batch_size":       (64,         64,         512),                  # App. F.1
+    "iters":            (300,        3000,       500_000),              # App. F.1
+    "lr":               (1e-3,       5e-4,       3e-2),                 # App. F.1
+    "warmup":           (0.1,        0.1,        0.0),
     "steps":            ([],         [],         []),                   # App. F.1
-    "weight_decay":     (1e-2,       1e-4,       1e-4),                 # App. F.1
+    "weight_decay":     (1e-2,       1e-2,       1e-4),                 # App. F.1
     "log_every":        (10,         20,         20),
-    "validate_every":   (400,        2000,       5000),
+    "validate_every":   (400,        1000,       5000),
     "checkpoint_every": (200,        500,        2000),
     "probe_images":     (2000,       10_000,     10_000),
 }

@@ -57,7 +57,7 @@ RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1]
     "crop_min":         (0.8,        0.2,        0.2),                  # ours
     "colour_jitter":    (0.25,       1.0,        1.0),                  # ours
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.1
-    "lm_iters":         (400,        4000,       20_000),               # ours
+    "lm_iters":         (400,        2000,       20_000),               # ours
     "optimizer":        ("adamw",    "sgd",      "sgd"),                # App. F.1
     "batch_size":       (64,         32,         128),                  # App. F.1
     "iters":            (600,        None,       100_000),              # App. F.1
