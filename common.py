@@ -24,6 +24,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,8 +99,8 @@ def run(main, get_args):
         if isinstance(error, OSError) and error.filename:  # no permission, a file for a folder...
             fail(f"{error.filename}: {error.strerror}", everywhere=False)
         if isinstance(error, MemoryError) or re.search("(out of|allocate) memory", str(error)):
-            fail("out of memory: lower --batch-size or --image-size", everywhere=False)
-        if re.search("[Cc]onnection (closed|reset)", str(error)):
+            fail("out of memory: fewer or smaller images, a smaller batch or model", False)
+        if "RANK" in os.environ and re.search("[Cc]onnection (closed|reset)", str(error)):
             fail("another process has ended: its message, if it had time for one, says why", False)
         raise
     finally:  # workers ignore SIGTERM: after an error Python would wait for them for ever
@@ -375,7 +376,8 @@ class Reading:
         return self
 
     def __exit__(self, kind, error, _):
-        if kind and issubclass(kind, Exception):
+        memory = MemoryError, torch.OutOfMemoryError
+        if kind and issubclass(kind, Exception) and not issubclass(kind, memory):
             entry = "" if self.entry is None else f", entry {self.entry}"
             reason = textwrap.shorten(str(error), 200) or kind.__name__  # torch's are of many lines
             reason = f"{reason} is missing" if kind is KeyError else reason
@@ -474,7 +476,15 @@ def jsonl_data(path, root, split):
             if not line.strip():
                 continue
             row = json.loads(line)
-            others |= row.keys() - {"image", "captions", "tags", "split"}
+            others |= row.keys() & {
+                "caption",
+                "text",
+                "texts",
+                "sentences",
+                "label",
+                "labels",
+                "tag",
+            }
             if "caption" in row and "captions" not in row:
                 raise ValueError('has "caption", but the key is "captions", a list of strings')
             for key in ("captions", "tags"):
@@ -1206,12 +1216,12 @@ class Run:
 
     def write_args(self):
         here = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
-        git = subprocess.run(here, capture_output=True, text=True)
+        git = shutil.which("git") and subprocess.run(here, capture_output=True, text=True)
         versions = {"torch": torch.__version__, "numpy": np.__version__}
         versions["torchvision"] = version("torchvision")  # importing it takes seconds
         content = {"command": [sys.executable, *sys.argv], "processes": self.world.size}
         content["versions"] = {"python": sys.version.split()[0], **versions}
-        if git.returncode == 0:
+        if git and git.returncode == 0:
             content["git_commit"] = git.stdout.strip()
         write_json(self.folder / "args.json", {**vars(self.args), **content})
         how = f"recipe {self.args.recipe}, {self.world.device.type}, amp {self.args.amp}"

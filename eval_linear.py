@@ -128,6 +128,8 @@ def main(args):
     backbone = load_backbone(args.weights, args.arch, args.seed)
     if args.protocol == "layers" and not hasattr(backbone, "features"):
         fail("--protocol layers is for VGG-16, its last three convolutions: --arch vgg16")
+    if hasattr(backbone, "features") and args.image_size < 32:
+        fail("VGG-16 halves a photo five times: give --image-size 32 or more")
     train = label_data(args.data, args.root, args.train_split)
     test = label_data(args.data, args.root, args.val_split)
     check_same_classes(train, test)
@@ -357,7 +359,7 @@ def gather(rows, world):
 
 def kept_features(path, backbone, data, size, part, cells, amp, workers, world):
     """extract_features, kept in the file `path` with what they were made of"""
-    made_of = [checksum(backbone, data), size, part, cells, amp]
+    made_of = [checksum(backbone, data), size, part, cells, "overlapping", amp]
     kept = common.read_arrays(path, made_of) if world.is_main else None
     if common.any_process(world, world.is_main and kept is None):
         how = size, world, amp, workers, part, cells
@@ -734,7 +736,8 @@ def score_augmented(backbone, train, test, args, world, seed):
 
     `layers` has one for each convolution. None on all processes but the first. `layers` augments as
     SimCLR, ICMLM Sec. 4 says and no more: with colour jitter of half its strength [ours].
-    Once in an epoch it is scored and written to --output, from where the same command goes on.
+    After each epoch it is written to --output, from where the same command goes on. Test images are
+    scored then, too, if they are few beside those for training.
     """
     device, several, layers = world.device, args.data != "folder", args.protocol == "layers"
     names, widths, rates, strength, decay = [""], [backbone.channels], [args.lr], 0.0, 0.0
@@ -752,10 +755,12 @@ def score_augmented(backbone, train, test, args, world, seed):
     model = LinearLayers(widths, len(train.names)).to(device)
     groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in zip(model, rates)]
     optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=decay)
-    path, iteration = Path(args.output, f"linear_{seed}.pth"), 0
-    made_of = [args.protocol, args.epochs, args.batch_size, args.lr, args.image_size]
-    made_of = made_of + [checksum(backbone, train)] if world.is_main else None
-    state = earlier_state(path, made_of, world)
+    flags = args.protocol, args.epochs, args.batch_size, args.lr, args.image_size, args.amp, seed
+    made_of = zlib.crc32(repr((flags, checksum(backbone, train))).encode()) if world.is_main else 0
+    path, iteration = Path(args.output, f"linear_{of_first(made_of, world)}.pth"), 0
+    state = earlier_state(path)
+    if "scores" in state:  # of --runs that a stop has interrupted
+        return state["scores"]
     if state:
         iteration = state["iteration"]
         model.load_state_dict(state["model"])
@@ -777,7 +782,8 @@ def score_augmented(backbone, train, test, args, world, seed):
     sampler = common.InfiniteSampler(number, args.batch_size, world, seed, iteration)
     batches = common.loader(samples, share, args.workers, collate_labelled, device, sampler)
     iters, unreadable = math.ceil(args.epochs * number / args.batch_size), set()
-    every = math.ceil(number / args.batch_size)
+    epoch = math.ceil(number / args.batch_size)
+    scored = math.ceil(max(number, 5 * len(test.images)) / args.batch_size)  # a sixth of the work
     bar = progress(total=iters, initial=iteration, desc=args.protocol, unit=" its")
     for iteration, batch in zip(range(iteration, iters), batches):
         if layers:
@@ -795,32 +801,42 @@ def score_augmented(backbone, train, test, args, world, seed):
         bar.update()
         if iteration % 20 == 0:
             for name, loss in zip(names, losses):
-                diverged = f"the linear layer {name}has diverged at iteration {iteration}"
-                check(loss.isfinite(), f"{diverged}: try a lower --lr")
+                if not loss.isfinite():
+                    diverged = f"the linear layer {name}has diverged at iteration {iteration}"
+                    fail(f"{diverged}: try a lower --lr", everywhere=False)
             bar.set_postfix(loss=f"{sum(losses).item() / len(losses):.3f}")
-        if (iteration + 1) % every == 0 and iteration + 1 < iters:
+        done = iteration + 1
+        if done % scored == 0 and done < iters:
             found = scores()
             if world.is_main:
-                say(f"epoch {(iteration + 1) // every}: {common.in_words(found)}")
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                state |= {"iteration": iteration + 1, "made_of": made_of}
-                common.write_file(path, lambda file: torch.save(state, file))
+                say(f"epoch {done * args.batch_size / number:.1f}: {common.in_words(found)}")
+        if done % epoch == 0 and done < iters and world.is_main:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state["iteration"] = done
+            common.write_file(path, lambda file: torch.save(state, file))
     bar.close()
     for name in sorted(unreadable):
         say(f"cannot decode {name}: the next image took its place")
     found = scores()
     if world.is_main:
-        path.unlink(missing_ok=True)
+        common.write_file(path, lambda file: torch.save({"scores": found}, file))
     return found
 
 
-def earlier_state(path, made_of, world):
-    """What an earlier, stopped run of the same probe has written, or None. The first decides."""
-    with common.main_first(world):
-        if world.is_main and path.exists():
-            if common.read_checkpoint(path)["made_of"] != made_of:
-                path.unlink()
-    return common.read_checkpoint(path) if path.exists() else None
+def of_first(number, world):
+    """The first process's number, on all of them"""
+    number = torch.tensor(number)
+    if world.size > 1:
+        dist.broadcast(number, 0)
+    return int(number)
+
+
+def earlier_state(path):
+    """What an earlier run of the same probe has written, {} if there is none"""
+    if not path.exists():
+        return {}
+    with common.Reading(path, "what this command wrote: delete it"):
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def score_layers(names, logits, labels, classes, several):

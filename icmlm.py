@@ -728,11 +728,15 @@ def explain(args, device):
     folder = Path(args.output, "explained")
     squares = common.CropView(images, trained.image_size, part=1.0)
     for n, (caption, (pixels, readable)) in enumerate(zip(captions, squares)):
-        check(readable, f"{images[n]} cannot be decoded, is it a photo?")
         encoded = tokenizer(caption, return_tensors="pt")
         number, limit = len(encoded["input_ids"][0]), lm.encoder.config.max_position_embeddings
-        length = f"has {number} tokens, more than the {limit} of the language model"
-        check(number <= limit, f'the caption "{caption[:40]}..." {length}: shorten it')
+        if args.explain:
+            check(readable, f"{images[n]} cannot be decoded, is it a photo?")
+            length = f"has {number} tokens, more than the {limit} of the language model"
+            check(number <= limit, f"the caption {length}: shorten it")
+        elif not readable or number > limit:
+            say(f"{images[n]} is left out: it cannot be decoded, or its caption is too long")
+            continue
         if args.explain:
             positions = {word: find_word(tokenizer, encoded, word, concepts) for word in args.word}
         else:
@@ -740,6 +744,7 @@ def explain(args, device):
         if positions:
             maps = explain_photo(model, lm, tokenizer, pixels, encoded, positions, args.amp)
             name = "_".join([Path(str(images[n])).stem, *positions])[:200]
+            name = name if args.explain else f"{n + 1}_{name}"
             folder.mkdir(parents=True, exist_ok=True)
             common.draw_attention(Image.fromarray(pixels), caption, maps, folder / f"{name}.png")
             say(f"the attention is in {folder / name}.png")

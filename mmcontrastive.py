@@ -168,6 +168,8 @@ def get_args(argv=None):
     if groups % processes or args.batch_size % groups or args.batch_size < 2 * groups:
         parser.error(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} "
                      f"groups of two or more over {processes} processes")  # fmt: skip
+    if args.tags == "nouns" and not args.lambda_tag:
+        parser.error("--tags nouns is for Eq. 5: give --lambda-tag, too")
     if bool(args.search) != bool(args.weights):
         parser.error("--weights FILE goes with --search TEXT...")
     if args.backtranslate and "RANK" in os.environ:
@@ -306,13 +308,14 @@ def queue_sizes(wanted, train, uses_captions, batch_size):
         available["caption"] = int(train.captioned().sum())
         hint = "with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are enough (MoCo-v2)"
         check(available["caption"], f"no photo has a caption: {hint}")
+    hint = "; raise --lambda-ic and --lambda-ci in proportion" if uses_captions else ""
     for modality, number in available.items():
         size = sizes[modality] = min(wanted, number) // batch_size * batch_size
         keys = f"{number} photos" + (" with a caption" if modality == "caption" else "")
         check(size, f"{keys} are fewer than a batch of {batch_size}: lower --batch-size")
         if size != wanted:
             say(f"queues of {size} {modality} keys instead of {wanted}: a multiple of the batch, "
-                f"at most {keys}; raise --lambda-ic and --lambda-ci in proportion")  # fmt: skip
+                f"at most {keys}" + hint)  # fmt: skip
     return sizes
 
 

@@ -154,6 +154,8 @@ def main(args):
     drawn = np.random.default_rng(args.seed).permutation(len(val_rows))[: args.val_images]
     val_rows = val_rows[np.sort(drawn)]
     names, size = labels.names, len(rows)
+    same = not run.checkpoint or run.checkpoint.get("names") == names
+    check(same, f"{run.folder} holds a run on other labels, has --lm changed? --fresh starts over")
     iters = args.iters or math.ceil(args.epochs * size / args.batch_size)
     say(f"{size} photos ({len(val_rows)} for validation), {len(names)} labels; {iters} iterations")
 

@@ -398,7 +398,8 @@ def test_a_stopped_linear_layer_goes_on(folder, tmp_path, monkeypatch):
         evaluate(tmp_path / "killed", folder, flags)
     output = run_here(command(tmp_path / "killed", folder, flags))
     assert "going on from iteration" in output and result(tmp_path / "killed")["mean"] == whole
-    assert "going on" not in run_here(command(tmp_path / "killed", folder, flags))
+    assert "going on" not in run_here(command(tmp_path / "killed", folder, flags))  # it has ended
+    assert "going on" not in run_here(command(tmp_path / "killed", folder, f"{flags} --lr 0.2"))
     flags += "0 --train-images 16 --lr 1e38"  # 40 iterations; the epoch's score sees it first
     assert "has diverged: try a lower --lr" in refusal(command(tmp_path / "fast", folder, flags))
     monkeypatch.setattr(eval_linear, "score_layers", lambda *_: {})
@@ -625,7 +626,7 @@ def test_what_cannot_be_decoded_and_two_processes(tmp_path):
         np.testing.assert_allclose(found[0], features, rtol=1e-4, atol=1e-5)
     flags = "--protocol sgd-virtex --batch-size 16 --epochs 9"
     output = finished(run_script(*TORCHRUN, *command(two, tmp_path, flags))).stdout
-    assert output.count("epoch 5: top-1") == 1 and result(two)["mean"]["top-1"] > 95
+    assert output.count("epoch 5.1: top-1") == 1 and result(two)["mean"]["top-1"] > 95
 
 
 # --------------------------------------------------------------------------------------- weights

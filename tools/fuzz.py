@@ -171,7 +171,7 @@ def in_a_child(module, argv, seconds, stop=None, signals=()):
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
                 code = os.waitstatus_to_exitcode(status)
-            elif time.time() - start > pending[0][0]:
+            elif pending and time.time() - start > pending[0][0]:
                 os.kill(child, pending.pop(0)[1])
         file.seek(0)
         return (code if pending else None), file.read().decode(errors="replace")
