@@ -459,6 +459,7 @@ def vg_data(root, split):
     return data
 
 
+NEAR_MISSES = set("caption text texts sentences label labels tag".split())
 JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} in each line'
 
 
@@ -476,15 +477,7 @@ def jsonl_data(path, root, split):
             if not line.strip():
                 continue
             row = json.loads(line)
-            others |= row.keys() & {
-                "caption",
-                "text",
-                "texts",
-                "sentences",
-                "label",
-                "labels",
-                "tag",
-            }
+            others |= row.keys() & NEAR_MISSES
             if "caption" in row and "captions" not in row:
                 raise ValueError('has "caption", but the key is "captions", a list of strings')
             for key in ("captions", "tags"):
@@ -1284,9 +1277,13 @@ class Run:
         every = math.ceil(self.args.validate_every / self.args.log_every) * self.args.log_every
         return self.world.is_main and self.due(every) and self.iteration < self.total
 
-    def log(self, **values):
-        """What the next line of metrics.jsonl may hold: numbers, or tensors that are read then."""
-        self.values = values
+    def log(self, validation=None, **values):
+        """What the next line of metrics.jsonl may hold: numbers, or tensors that are read then.
+
+        validation: {name: score}, if it was due.
+        """
+        scores = {f"validation_{name}": score for name, score in (validation or {}).items()}
+        self.values = {**values, **scores}
 
     def write_metrics(self):
         """Read the logged values, the only place that waits for the device -> the loss

@@ -169,9 +169,9 @@ def report(runs, classes, args):
     result.json.
     """
     found = {name: [scores[name] for scores in runs] for name in runs[0]}
-    mean = {name: float(np.mean(values)) for name, values in found.items()}
-    ddof = min(1, len(runs) - 1)  # of one run the deviation is 0
-    deviation = {name: float(np.std(values, ddof=ddof)) for name, values in found.items()}
+    both = {name: mean_and_deviation(values) for name, values in found.items()}
+    mean = {name: value for name, (value, _) in both.items()}
+    deviation = {name: value for name, (_, value) in both.items()}
     width = max(map(len, mean))
     for name in sorted(mean, key=lambda name: (name not in classes, name)):  # metrics come last
         line = f"{name:{width}}  {mean[name]:6.2f}"
@@ -180,6 +180,11 @@ def report(runs, classes, args):
         say(line)
     content = {"args": vars(args), "mean": mean, "std": deviation, "runs": runs}
     common.write_json(f"{args.output}/result.json", content)
+
+
+def mean_and_deviation(values):
+    """Mean and sample standard deviation; that of one value is 0"""
+    return float(np.mean(values)), float(np.std(values, ddof=min(1, len(values) - 1)))
 
 
 def load_backbone(weights, arch, seed):
@@ -401,9 +406,7 @@ def score_features(protocol, fit, held, names, epochs, batch_size, lr, device, s
     if protocol == "svm-icmlm":
         # Log-uniform [ICMLM App. F.2]. All 40 are tried [ours], where the paper lets Optuna search.
         costs = sorted(10 ** np.random.default_rng(seed).uniform(-5, 5, 40))
-    interpolated = (
-        protocol == "svm-icmlm"
-    )  # as the code of Goyal et al.; VirTex's is scikit-learn's
+    interpolated = protocol == "svm-icmlm"  # the code of Goyal et al.; VirTex has scikit-learn's
     scores = svm_probe(*fit, *held, names, costs, device, interpolated)
     if not scores:
         fail("no class has both positive and negative training images and a positive test image")

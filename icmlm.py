@@ -203,9 +203,8 @@ def main(args):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        found = validation()["validation_loss"] if run.validating() else {}
-        found = {f"validation_{name}": value for name, value in found.items()}
-        run.log(loss=loss, **losses, lr=args.lr * factor, **found)
+        held_out = validation()["validation_loss"] if run.validating() else None
+        run.log(held_out, loss=loss, **losses, lr=args.lr * factor)
 
     # The backbone is the result; the probe says what it is worth.
     if world.is_main:

@@ -191,9 +191,8 @@ def main(args):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        found = validation() if run.validating() else {}
-        found = {f"validation_{name}": score for name, score in found.items()}
-        run.log(loss=loss, lr=args.lr * factor, **found)
+        scores = validation() if run.validating() else None
+        run.log(scores, loss=loss, lr=args.lr * factor)
 
     # The backbone is the result; the probe says what it is worth.
     if world.is_main:

@@ -275,7 +275,7 @@ def test_linear_svc(monkeypatch):
 
 def test_bad_input_ends_in_one_line():
     """Damaged files, odd flags and signals: no traceback, no hang, nothing lost"""
-    flags = "--minutes", 0.4, "--seed", 1, "--script", "virtex", "tp", "eval_linear"
+    flags = "--minutes", 1, "--seed", 1, "--script", "virtex", "tp", "eval_linear"
     process = run_script("tools/fuzz.py", *flags)
     output = finished(process).stdout
     rows = [line.split() for line in output.splitlines() if line.strip()]

@@ -357,6 +357,9 @@ def test_images_without_label_are_left_out_and_counted(capsys):
         tp.labelled_rows(labels[[1, 3]], 2, "val")
 
 
+RUSSIAN = "собака бежит быстро"
+
+
 class MadeAnew(Exception):
     pass
 
@@ -366,7 +369,7 @@ def test_labels_are_made_once(tmp_path, monkeypatch):
 
     Any other caption, tag or flag that they depend on makes them anew.
     """
-    train = captioned(["a dog runs", "собака бежит быстро"], ["a red cat"], ["this is it"])
+    train = captioned(["a dog runs", RUSSIAN], ["a red cat"], ["this is it"])
     val, topics = captioned(["the dog runs"]), "--labels lda --num-labels 2"
     made = labels_in(tmp_path, train, val, topics)
 
@@ -385,8 +388,8 @@ def test_labels_are_made_once(tmp_path, monkeypatch):
     for flags in (*others, "--tagger spacy", "--lm other", "--lm-iters 7"):
         with pytest.raises(MadeAnew):
             labels_in(tmp_path, train, val, f"{topics} {flags}")
-    moved = captioned(["a dog runs"], ["собака бежит быстро", "a red cat"], ["this is it"])
-    another = captioned(["a dog sits", "собака бежит быстро"], ["a red cat"], ["this is it"])
+    moved = captioned(["a dog runs"], [RUSSIAN, "a red cat"], ["this is it"])
+    another = captioned(["a dog sits", RUSSIAN], ["a red cat"], ["this is it"])
     for splits in ((moved, val), (another, val), (train, another), (tagged(["x"], [0]), val)):
         with pytest.raises(MadeAnew):
             labels_in(tmp_path, *splits, topics)

@@ -153,8 +153,8 @@ def summary(name, output):
 
 def mean_and_deviation(scores):
     """ "31.4 ± 0.5": mean and sample standard deviation"""
-    mean = f"{np.mean(scores):.1f}"
-    return mean if len(scores) == 1 else f"{mean} ± {np.std(scores, ddof=1):.1f}"
+    mean, deviation = eval_linear.mean_and_deviation(scores)
+    return f"{mean:.1f}" if len(scores) == 1 else f"{mean:.1f} ± {deviation:.1f}"
 
 
 def in_lines(rows):
@@ -181,7 +181,7 @@ def draw_bars(rows, path, side=30, left=220, width=520):
         random = left + np.mean(row["random"]) * scale
         draw.line((random, y + 1, random, y + side - 1), "black", 2)
         if len(row["trained"]) > 1:
-            half = np.std(row["trained"], ddof=1) * scale
+            half = eval_linear.mean_and_deviation(row["trained"])[1] * scale
             draw.line((end - half, middle, end + half, middle), "black", 2)
             end += half
         place = max(end, random) + 6, middle

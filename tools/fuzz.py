@@ -62,21 +62,11 @@ SCRIPTS = {  #       module         small sizes                               us
 }
 # fmt: on
 NUMBERS = "0", "-1", "1", "2", "3", "7", "64", "0.5", "1.5", "1e-9", "100000", "1000000000000"
-ODD = (
-    *NUMBERS,
-    "nan",
-    "inf",
-    "-inf",
-    "x",
-    "",
-    " ",
-    "ü",
-    "photos.jsonl",
-    "labelled",
-    "/dev/null",
-    "no",
-)
+ODD = *NUMBERS, *"nan inf -inf x ü photos.jsonl labelled /dev/null no".split(), "", " "
 JSON = None, True, 0, -1, 1.5, "", "x", [], {}, [None], ["", ""], [[1]], {"x": 1}, "9" * 5000
+
+
+NO_ROWS = "{", "[" * 10_000, "null", "9" * 5000, "\0\0", '{"image": NaN}', "[]"
 
 
 def get_args(argv=None):
@@ -185,8 +175,8 @@ def script_in_this_process(module, argv, stop):
     if stop:
         log = common.Run.log
 
-        def log_and_stop(run, **values):
-            log(run, **values)
+        def log_and_stop(run, *scores, **values):
+            log(run, *scores, **values)
             if run.iteration == stop:
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -340,9 +330,7 @@ def odd_line(rng, name, flags, use):
     n = rng.randrange(len(lines))
     row, key = json.loads(lines[n]), rng.choice(("image", "captions", "tags", "split", "other"))
     if rng.random() < 0.3:
-        lines[n] = rng.choice(
-            ("{", "[" * 10_000, "null", "9" * 5000, "\0\0", '{"image": NaN}', "[]")
-        )
+        lines[n] = rng.choice(NO_ROWS)
     else:
         row[key] = rng.choice(JSON)
         lines[n] = json.dumps(row)
