@@ -61,7 +61,7 @@ RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1]
     "optimizer":        ("adamw",    "sgd",      "sgd"),                # App. F.1
     "batch_size":       (64,         32,         128),                  # App. F.1
     "iters":            (600,        None,       100_000),              # App. F.1
-    "epochs":           (None,       60.0,       None),
+    "epochs":           (None,       25.0,       None),
     "lr":               (1e-3,       3e-2,       3e-2),                 # App. F.1
     "warmup":           (0.1,        0.0,        0.0),
     "steps":            ([],         [],         []),                   # App. F.1

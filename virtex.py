@@ -60,7 +60,7 @@ RECIPES = {  #           demo        small       paper
     "dropout":          (0.0,        0.1,        0.1),         # official code
     "batch_size":       (64,         32,         256),         # Sec. 3
     "iters":            (650,        None,       500_000),     # Sec. 3
-    "epochs":           (None,       60.0,       None),
+    "epochs":           (None,       25.0,       None),
     "optimizer":        ("adamw",    "sgd",      "sgd"),       # Sec. 3
     "lr":               (1e-3,       0.1,        0.2),         # Sec. 3
     "text_lr":          (1e-3,       0.1,        1e-3),        # Sec. 3
