@@ -976,6 +976,18 @@ def flag_parser(script, description):
     add("--warmup", type=proper_share, default=0.0, help="share of the run in which --lr rises")
     add("--weight-decay", type=non_negative, default=1e-4, help="raise it for few images")
 
+    run_flags(parser, script)
+
+    add = parser.add_argument_group("probe of the backbone (see eval_linear.py)").add_argument
+    add("--probe-data", choices=LABELLED, help="labelled images (default: the tags of --data)")
+    add("--probe-root", help="folder of --probe-data")
+    add("--probe-images", type=count, help="probe on at most this many training images")
+    add("--probe-every", type=natural, default=0, help="iterations; the best backbone is kept, too")
+    return parser
+
+
+def run_flags(parser, script):
+    """The flags of everything that trains into an output folder: see Run."""
     add = parser.add_argument_group("run").add_argument
     add("--output", default=f"runs/{script}", help="folder in which the same command goes on")
     add("--fresh", action="store_true", help="forget what --output holds and start over")
@@ -984,13 +996,6 @@ def flag_parser(script, description):
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
     add("--log-every", type=count, default=20, help="iterations between lines of metrics.jsonl")
     add("--checkpoint-every", type=count, help="iterations that a killed run can lose")
-
-    add = parser.add_argument_group("probe of the backbone (see eval_linear.py)").add_argument
-    add("--probe-data", choices=LABELLED, help="labelled images (default: the tags of --data)")
-    add("--probe-root", help="folder of --probe-data")
-    add("--probe-images", type=count, help="probe on at most this many training images")
-    add("--probe-every", type=natural, default=0, help="iterations; the best backbone is kept, too")
-    return parser
 
 
 def look(argv, *flags):

@@ -67,32 +67,54 @@ ONE_LABEL = "sgd-virtex", "sgd-mct", "logreg-icmlm"  # protocols for images with
 COSTS = (0.01, 0.1, 1.0, 10.0)  # C of the SVMs [VirTex App. A.1]
 
 
-def get_args(argv=None):
-    parser = common.Parser(__doc__)
+def flag_parser(script, description, data):
+    """A parser with the flags that mean the same wherever a backbone is measured.
+
+    data: the choices of --data; the first is the default.
+    """
+    parser = common.Parser(description)
     add = parser.add_argument
-    add("--weights", required=True, help="a checkpoint file, imagenet or random")
+    add("--weights", default="runs/virtex/backbone.pth", help="a file, imagenet or random")
     add("--arch", choices=sorted(common.BACKBONES), help="for imagenet and random")
-    add("--protocol", choices=PROTOCOLS, default="svm-virtex", help="see above")
-    add("--data", choices=common.LABELLED, default="shapes", help="folder: as ImageNet")
+    add("--data", choices=data, default=data[0], help="the images")
     add("--root", help="folder of the data (default datasets/<name>)")
     add("--train-split", help="default trainval for voc07, train2017 for coco, else train")
     add("--val-split", help="default test for voc07, val2017 for coco, else val")
-    add("--train-images", type=common.count, help="at most; default 2000 for shapes, else all")
-    add("--image-size", type=common.image_side, default=224, help="best as in training [App. A.1]")
+    add("--image-size", type=common.image_side, help="default 64 for shapes, else 224 [App. A.1]")
     add("--runs", type=common.count, default=1, help="with other seeds: mean and deviation")
     add("--seed", type=common.seed_number, default=0, help="of the first run")
-    add("--output", default="runs/eval_linear", help="folder of result.json and of features")
+    add("--output", default=f"runs/{script}", help="folder of result.json and what else is written")
     add("--workers", type=common.natural, default=min(8, os.cpu_count()), help="per process")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off for numbers to report")
+    return parser
+
+
+def parse(parser, argv):
+    """Parse the command line; what flag_parser's flags leave out is the data set's."""
+    args = parser.parse_args(argv)
+    if args.weights in ("random", "imagenet") and not args.arch:
+        parser.error(f"--weights {args.weights} needs --arch")
+    if args.weights == parser.get_default("weights") and not os.path.exists(args.weights):
+        parser.error(f"{args.weights} not found: make it with python virtex.py, or give --weights")
+    splits = LABEL_SPLITS.get(args.data, ("train", "val"))
+    args.train_split = args.train_split or splits[0]
+    args.val_split = args.val_split or splits[1]
+    args.image_size = args.image_size or (64 if args.data == "shapes" else 224)
+    return args
+
+
+def get_args(argv=None):
+    parser = flag_parser("eval_linear", __doc__, common.LABELLED)
+    add = parser.add_argument
+    add("--protocol", choices=PROTOCOLS, default="svm-virtex", help="see above")
+    add("--train-images", type=common.count, help="at most; default 2000 for shapes, else all")
     add = parser.add_argument_group("all but svm-* (defaults are the protocol's)").add_argument
     add("--epochs", type=common.count, help="passes over the training images")
     add("--batch-size", type=common.dim, help="images per iteration over all processes")
     add("--lr", type=common.positive, help="peak; the default scales with the batch size")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
 
     protocol = f"--protocol {args.protocol}"
-    if args.weights in ("random", "imagenet") and not args.arch:
-        parser.error(f"--weights {args.weights} needs --arch")
     if args.data != "folder" and args.protocol in ONE_LABEL:
         parser.error(f"{protocol} wants one label per image: --data folder")
     if args.protocol not in TRAINED and (args.epochs or args.batch_size or args.lr):
@@ -101,9 +123,6 @@ def get_args(argv=None):
         parser.error(f"--lr does not go with {protocol}, which searches for its learning rate")
 
     # What was left out is the data set's and the protocol's.
-    splits = LABEL_SPLITS[args.data]
-    args.train_split = args.train_split or splits[0]
-    args.val_split = args.val_split or splits[1]
     if args.data == "shapes":
         args.train_images = args.train_images or 2000
     if args.protocol in TRAINED:
@@ -212,13 +231,23 @@ def load_backbone(weights, arch, seed):
 class LabelData(NamedTuple):
     """Images with labels, (N, classes) int8: 1 yes, 0 no, -1 "difficult" (VOC only)."""
 
-    images: object
+    images: object  # common.ImageFiles or shapes.ShapeImages
     labels: np.ndarray
     names: list
 
     def select(self, keep):
         images = type(self.images)(self.images[i] for i in keep)
         return LabelData(images, self.labels[keep], self.names)
+
+    def digest(self):
+        """A checksum of the labels, the list of images, and the sizes and dates of their files."""
+        number = zlib.crc32(np.ascontiguousarray(self.labels))
+        for image in self.images:
+            number = zlib.crc32(str(image).encode(), number)
+            if isinstance(self.images, ImageFiles) and os.path.exists(image):  # no broken link
+                file = os.stat(image)
+                number = zlib.crc32(f"{file.st_size} {file.st_mtime_ns}".encode(), number)
+        return number
 
 
 def label_data(name, root=None, split="train"):
@@ -312,34 +341,34 @@ def pooled(backbone, images, device, amp="off", cells=1):
     return F.avg_pool2d(maps.float(), part, stride=1).flatten(1)
 
 
-def extract_features(backbone, data, size, world, amp="off", workers=0, part=224 / 256, cells=1):
-    """Pooled features of a LabelData in eval mode -> as describe_images"""
+def extract_features(backbone, images, size, world, amp="off", workers=0, part=224 / 256, cells=1):
+    """Pooled features in eval mode -> as describe_images"""
     describe = functools.partial(pooled, backbone, device=world.device, amp=amp, cells=cells)
     training = backbone.training
     backbone.eval()
-    features, labels = describe_images(describe, data, size, world, workers, part)
+    features, readable = describe_images(describe, images, size, world, workers, part)
     backbone.train(training)
     finite = not world.is_main or np.isfinite(features).all()
     check(finite, "the features are not finite: has the training diverged? Is --amp fp16 to blame?")
-    return features, labels
+    return features, readable
 
 
-def describe_images(describe, data, size, world, workers=0, part=224 / 256):
-    """describe(uint8 (B, size, size, 3)) -> (B, D), for the central crop of each image of LabelData
+def describe_images(describe, images, size, world, workers=0, part=224 / 256):
+    """describe(uint8 (B, size, size, 3)) -> (B, D), for the central crop of each image
 
-    part: see common.CropView.
-    -> (N, D) float32 and labels (N, classes) on the first process, in the order of `data` and
-    without the images that cannot be decoded; (None, None) on the others, which do their share.
+    images: common.ImageFiles or shapes.ShapeImages.  part: see common.CropView.
+    -> (M, D) float32 in the order of `images`, without those that cannot be decoded, and the
+    indices (M,) of the others; (None, None) on all processes but the first: they do their share.
     """
-    number = len(data.images)
+    number = len(images)
     share = math.ceil(number / world.size)
     # Every process has as many: the first images come again at the end.
     mine = [i % number for i in range(world.rank, share * world.size, world.size)]
-    crops = common.CropView(data.images, size, part)
+    crops = common.CropView(images, size, part)
     batches = common.loader(crops, 64, workers, sampler=mine)
     features, readable = [], []
-    for images, good in progress(batches, desc="images", unit=" batches", leave=False):
-        features.append(describe(images).float().cpu())
+    for pixels, good in progress(batches, desc="images", unit=" batches", leave=False):
+        features.append(describe(pixels).float().cpu())
         readable.append(good)
     features = gather(torch.cat(features), world)
     readable = gather(torch.cat(readable), world)
@@ -347,10 +376,10 @@ def describe_images(describe, data, size, world, workers=0, part=224 / 256):
         return None, None
 
     features, readable = features[:number].numpy(), readable[:number].numpy()
-    check(readable.any(), f"none of the {number} images can be decoded, as {data.images[0]}")
+    check(readable.any(), f"none of the {number} images can be decoded, as {images[0]}")
     for i in np.flatnonzero(~readable):
-        say(f"cannot decode {data.images[i]}: left out")
-    return features[readable], data.labels[readable]
+        say(f"cannot decode {images[i]}: left out")
+    return features[readable], np.flatnonzero(readable)
 
 
 def gather(rows, world):
@@ -368,9 +397,9 @@ def kept_features(path, backbone, data, size, part, cells, amp, workers, world):
     kept = common.read_arrays(path, made_of) if world.is_main else None
     if common.any_process(world, world.is_main and kept is None):
         how = size, world, amp, workers, part, cells
-        features, labels = extract_features(backbone, data, *how)
+        features, readable = extract_features(backbone, data.images, *how)
         if world.is_main:
-            kept = {"features": features, "labels": labels}
+            kept = {"features": features, "labels": data.labels[readable]}
             common.keep_arrays(path, made_of, kept)
     if not world.is_main:
         return None, None
@@ -381,15 +410,10 @@ def kept_features(path, backbone, data, size, part, cells, amp, workers, world):
 
 
 def checksum(backbone, data):
-    """Of the weights, the labels, the list of images, and the sizes and dates of their files."""
-    number = zlib.crc32(np.ascontiguousarray(data.labels))
+    """Of the weights of the backbone and of the LabelData"""
+    number = data.digest()
     for value in backbone.state_dict().values():
         number = zlib.crc32(value.cpu().contiguous().numpy(), number)
-    for image in data.images:
-        number = zlib.crc32(str(image).encode(), number)
-        if isinstance(data.images, ImageFiles) and os.path.exists(image):  # no broken link
-            file = os.stat(image)
-            number = zlib.crc32(f"{file.st_size} {file.st_mtime_ns}".encode(), number)
     return number
 
 
@@ -776,8 +800,10 @@ def score_augmented(backbone, train, test, args, world, seed):
         def logits_of(images):
             return torch.cat(model(describe(images)), 1)
 
-        logits, labels = describe_images(logits_of, test, args.image_size, world, args.workers)
-        return world.is_main and score_layers(names, logits, labels, train.names, several)
+        size, workers = args.image_size, args.workers
+        logits, readable = describe_images(logits_of, test.images, size, world, workers)
+        if world.is_main:
+            return score_layers(names, logits, test.labels[readable], train.names, several)
 
     number, share = len(train.images), args.batch_size // world.size
     sample = functools.partial(labelled_photo, train, args.image_size, strength)
@@ -901,8 +927,11 @@ class Probe:
         """SVMs on the features of the LabelData `fit`, tested on `test` -> mAP in percent"""
         alone = common.World(0, 1, device)  # the first process probes while the others wait
         how = self.args.image_size, alone, self.args.amp, self.args.workers
-        features = extract_features(backbone, fit, *how), extract_features(backbone, test, *how)
-        return mean_of(svm_probe(*features[0], *features[1], fit.names, device=device))
+        problem = []
+        for data in (fit, test):
+            features, readable = extract_features(backbone, data.images, *how)
+            problem += features, data.labels[readable]
+        return mean_of(svm_probe(*problem, fit.names, device=device))
 
     def keep_best(self, backbone, run):
         """Early stopping [VirTex Sec. 3]: save the backbone if it is the best so far

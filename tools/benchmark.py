@@ -359,9 +359,12 @@ def compare_svms(arch, device):
     backbone = eval_linear.load_backbone("random", arch, seed=0)
     backbone.to(device, memory_format=torch.channels_last)
     train, test = (eval_linear.label_data("shapes", split=split) for split in ("train", "val"))
-    fit = eval_linear.extract_features(backbone, train.select(range(2000)), 64, alone)
-    problem = *fit, *eval_linear.extract_features(backbone, test, 64, alone), train.names
-    print(f"SVMs on {len(fit[0])} x {fit[0].shape[1]} features")
+    problem = []
+    for data in (train.select(range(2000)), test):
+        features, readable = eval_linear.extract_features(backbone, data.images, 64, alone)
+        problem += features, data.labels[readable]
+    problem.append(train.names)
+    print(f"SVMs on {len(problem[0])} x {problem[0].shape[1]} features")
     solvers = {
         "ours": lambda: eval_linear.svm_probe(*problem, device=device),
         "LinearSVC, dual": lambda: linear_svc(*problem, dual=True),
