@@ -5,7 +5,7 @@ In the order in which a script meets it:
     messages               fail, check, say, in_words, progress, run
     processes, precision   World, start, main_first, any_process, data_parallel, autocast
     captioned images       CaptionData, caption_data (shapes, coco, vg, jsonl)
-    from file to batch     Samples, photo, read_crops, InfiniteSampler, loader, validation_batches
+    from file to batch     Samples, photo, read_crops, infinite_sampler, loader, validation_batches
     on the device          augment: colour jitter and normalisation
     backbones              build_backbone, load_backbone
     optimisation           build_optimizer, lr_factor
@@ -47,7 +47,7 @@ import torch.nn.functional as F
 from PIL import ExifTags, Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 # -------------------------------------------------------------------------------------- messages
@@ -255,14 +255,15 @@ class ImageFiles(PackedStrings):
 
     def check_files(self, hint="check --root and the split"):
         """End the program if files are missing. Folders are listed once; no file is opened."""
-        folders, missing = {}, []
-        for path in self:
-            folder, name = os.path.split(path)
-            if folder not in folders:
-                exists = os.path.isdir(folder or ".")
-                folders[folder] = set(os.listdir(folder or ".")) if exists else set()
-            if name not in folders[folder]:
-                missing.append(path)
+
+        @functools.cache
+        def names_in(folder):
+            return set(os.listdir(folder)) if os.path.isdir(folder) else set()
+
+        parts = map(os.path.split, self)
+        missing = [
+            self[i] for i, (folder, name) in enumerate(parts) if name not in names_in(folder or ".")
+        ]
         if missing:
             number = f"{len(missing)} of {len(self)} images are missing"
             fail(f"{number}, the first is {missing[0]}: {hint}")
@@ -361,27 +362,24 @@ def shapes_data(split):
     return data
 
 
-class Reading:
-    """`with Reading(path, expected) as at:` makes something of a file, the user's or our own.
+@contextlib.contextmanager
+def reading(path, expected):
+    """`with reading(path, expected) as at:` makes something of a file, the user's or our own.
 
     Whatever goes wrong ends the program with one line: the file, the entry `at.entry` that is being
     read, the reason, and what was expected.
     """
-
-    def __init__(self, path, expected):
-        self.path, self.expected, self.entry = path, expected, None
-        check(os.path.isfile(path), f"{path} not found: check the path (expected: {expected})")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, _):
-        memory = MemoryError, torch.OutOfMemoryError
-        if kind and issubclass(kind, Exception) and not issubclass(kind, memory):
-            entry = "" if self.entry is None else f", entry {self.entry}"
-            reason = textwrap.shorten(str(error), 200) or kind.__name__  # torch's are of many lines
-            reason = f"{reason} is missing" if kind is KeyError else reason
-            fail(f"{self.path}{entry}: {reason}. Expected: {self.expected}")
+    check(os.path.isfile(path), f"{path} not found: check the path (expected: {expected})")
+    at = argparse.Namespace(entry=None)
+    try:
+        yield at
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        entry = "" if at.entry is None else f", entry {at.entry}"
+        reason = textwrap.shorten(str(error), 200) or type(error).__name__  # torch's: many lines
+        reason = f"{reason} is missing" if isinstance(error, KeyError) else reason
+        fail(f"{path}{entry}: {reason}. Expected: {expected}")
 
 
 COCO = (
@@ -393,7 +391,7 @@ COCO = (
 def coco_data(root, split):
     """annotations/captions_{split}.json, images in {split}/, tags from instances_{split}.json."""
     path = os.path.join(root, "annotations", f"captions_{split}.json")
-    with Reading(path, COCO) as at:
+    with reading(path, COCO) as at:
         content = json.loads(Path(path).read_bytes())
         files = {image["id"]: image["file_name"] for image in content["images"]}
         captions = {image: [] for image in files}
@@ -411,7 +409,7 @@ def coco_data(root, split):
 def coco_instances(root, split):
     """-> ({image id: sorted category indices}, category names by their ids, {image id: path})"""
     path = os.path.join(root, "annotations", f"instances_{split}.json")
-    with Reading(path, COCO) as at:
+    with reading(path, COCO) as at:
         content = json.loads(Path(path).read_bytes())
         categories = sorted(content["categories"], key=lambda category: category["id"])
         index = {category["id"]: k for k, category in enumerate(categories)}
@@ -424,34 +422,25 @@ def coco_instances(root, split):
         return tags, names, paths
 
 
-def json_list(path):
-    """Yield the entries of a list of 700 MB one by one; ValueError if it is not valid JSON."""
-    import ijson
-
-    try:
-        with open(path, "rb") as file:
-            yield from ijson.items(file, "item")
-    except ijson.JSONError as error:
-        raise ValueError(error) from error
-
-
 VG = "a VG folder with region_descriptions.json, image_data.json, VG_100K/ and VG_100K_2/"
 
 
 def vg_data(root, split):
     """Visual Genome: each region's phrase is a caption of its image. A fixed 103K / 5K split."""
+    import ijson  # reads a list of 700 MB entry by entry
+
     check(split in ("train", "val"), f'--data vg has the splits "train" and "val", not "{split}"')
     path, files = os.path.join(root, "image_data.json"), {}
-    with Reading(path, VG) as at:
-        for at.entry, image in enumerate(json_list(path)):
+    with reading(path, VG) as at, open(path, "rb") as file:
+        for at.entry, image in enumerate(ijson.items(file, "item")):
             files[image["image_id"]] = image["url"].split("/")[-2:]
     ids = np.random.default_rng(0).permutation(sorted(files)).tolist()  # everybody's split alike
     num_val = min(5000, len(ids) // 10)
     wanted = set(ids[:num_val] if split == "val" else ids[num_val:])
 
     data, path = CaptionData(ImageFiles()), os.path.join(root, "region_descriptions.json")
-    with Reading(path, VG) as at:
-        entries = progress(json_list(path), desc="captions", total=len(files))
+    with reading(path, VG) as at, open(path, "rb") as file:
+        entries = progress(ijson.items(file, "item"), desc="captions", total=len(files))
         for at.entry, image in enumerate(entries):
             phrases = [region["phrase"].strip() for region in image["regions"]]
             if image["id"] in wanted:
@@ -471,7 +460,7 @@ def jsonl_data(path, root, split):
     """
     root, index, splits, others = root or os.path.dirname(path), {}, [], set()
     data = CaptionData(ImageFiles(), [])
-    with Reading(path, JSONL) as at, open(path, "rb") as file:
+    with reading(path, JSONL) as at, open(path, "rb") as file:
         bar = progress(file, desc=os.path.basename(path), unit=" lines")
         for at.entry, line in enumerate(bar, 1):
             if not line.strip():
@@ -662,40 +651,27 @@ class CropView(Dataset):
             return np.zeros((self.size, self.size, 3), np.uint8), False
 
 
-class InfiniteSampler(Sampler):
-    """Yields (epoch, index) forever, beginning with batch number `start`.
+def infinite_sampler(size, batch_size, world, seed, start=0):
+    """Yield (epoch, index) forever, beginning with batch number `start`.
 
     The epochs' permutations are concatenated; batch t is the t-th slice of `batch_size` (global) of
     them, and each rank takes its share of the slice. Nothing else decides what is seen.
     """
-
-    def __init__(self, size, batch_size, world, seed, start=0):
-        self.size, self.batch_size, self.world = size, batch_size, world
-        self.seed, self.start = seed, start
-
-    def __iter__(self):
-        share, epoch, order = self.batch_size // self.world.size, -1, None
-        for position in itertools.count(self.start * self.batch_size):
-            if (position % self.batch_size) // share != self.world.rank:
-                continue
-            if position // self.size != epoch:
-                epoch = position // self.size
-                order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
-            yield epoch, int(order[position % self.size])
+    share, epoch, order = batch_size // world.size, -1, None
+    for position in itertools.count(start * batch_size):
+        if (position % batch_size) // share != world.rank:
+            continue
+        if position // size != epoch:
+            epoch = position // size
+            order = np.random.default_rng([seed, epoch]).permutation(size)
+        yield epoch, int(order[position % size])
 
 
 def loader(dataset, batch_size, workers, collate=None, device=torch.device("cpu"), sampler=None):
     """A DataLoader whose workers leave Ctrl-C and SIGTERM to the main process."""
-    return DataLoader(
-        dataset,
-        batch_size,
-        sampler=sampler,
-        num_workers=workers,
-        collate_fn=collate,
-        pin_memory=device.type == "cuda",
-        worker_init_fn=ignore_signals,
-        prefetch_factor=4 if workers else None,
-    )
+    more = {"num_workers": workers, "prefetch_factor": 4 if workers else None}
+    more |= {"worker_init_fn": ignore_signals, "pin_memory": device.type == "cuda"}
+    return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate, **more)
 
 
 def ignore_signals(_):
@@ -793,22 +769,17 @@ CHECKPOINT = "a whole checkpoint of this version: weights and settings, no code"
 
 def read_checkpoint(path):
     """torch.load with weights_only, on the CPU; ends the program if there is nothing to load."""
-    with Reading(path, CHECKPOINT):
+    with reading(path, CHECKPOINT):
         with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's keep their arguments
             return torch.load(path, map_location="cpu", weights_only=True)
 
 
 # What others put before the names of a backbone, and what may stand beside it under that prefix.
+# In turns: mmcontrastive.py, MoCo, SwAV and DINO, VirTex.
 PREFIXES = (
-    "queries.image.trunk.0.",  # mmcontrastive.py
-    "module.encoder_q.",  # MoCo
-    "module.backbone.",
-    "visual.cnn.",  # VirTex
-    "backbone.",
-    "encoder_q.",
-    "module.",
-    "",
-)
+    "queries.image.trunk.0.", "module.encoder_q.", "encoder_q.", "module.backbone.", "backbone.",
+    "module.", "visual.cnn.", "",
+)  # fmt: skip
 CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|projector)\b")
 
 
@@ -849,7 +820,7 @@ def backbone_weights(content, path):
 def load_backbone(path, arch=None):
     """The backbone in the file `path`, of the architecture `arch` (None: whichever it is)."""
     content = read_checkpoint(path)
-    with Reading(path, CHECKPOINT):
+    with reading(path, CHECKPOINT):
         found, state = backbone_weights(content, path)
         check(arch in (None, found), f"{path} is a {found}, not --arch {arch}")
         check(all_finite(state), f"{path} has weights that are not finite: its training diverged")
@@ -1162,7 +1133,7 @@ class Run:
                 (self.folder / name).unlink(missing_ok=True)
         if self.path.exists():
             self.checkpoint = read_checkpoint(self.path)
-            with Reading(self.path, f"{CHECKPOINT}; --fresh starts over"):
+            with reading(self.path, f"{CHECKPOINT}; --fresh starts over"):
                 self.check_same_run()
                 self.iteration = natural(self.checkpoint["iteration"])
                 self.best = self.checkpoint["best"] and dict(self.checkpoint["best"])
@@ -1213,14 +1184,14 @@ class Run:
         write_file(path, lambda file: file.write(b"".join(kept)))
 
     def write_args(self):
-        here = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
-        git = shutil.which("git") and subprocess.run(here, capture_output=True, text=True)
-        versions = {"torch": torch.__version__, "numpy": np.__version__}
-        versions["torchvision"] = version("torchvision")  # importing it takes seconds
+        versions = {name: version(name) for name in ("torch", "torchvision", "numpy")}
+        versions["python"] = sys.version.split()[0]
         content = {"command": [sys.executable, *sys.argv], "processes": self.world.size}
-        content["versions"] = {"python": sys.version.split()[0], **versions}
-        if git and git.returncode == 0:
-            content["git_commit"] = git.stdout.strip()
+        content["versions"] = versions
+        if shutil.which("git"):
+            here = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
+            git = subprocess.run(here, capture_output=True, text=True)
+            content["git_commit"] = git.stdout.strip() or None
         write_json(self.folder / "args.json", {**vars(self.args), **content})
         how = f"recipe {self.args.recipe}, {self.world.device.type}, amp {self.args.amp}"
         say(f"{self.script}: {how}; all settings are in {self.folder}/args.json")
@@ -1229,7 +1200,7 @@ class Run:
         """The model, optimizer... that checkpoints hold by these names; load an earlier run's."""
         self.parts = parts
         if self.checkpoint:
-            with Reading(self.path, f"{CHECKPOINT}; --fresh starts over"):
+            with reading(self.path, f"{CHECKPOINT}; --fresh starts over"):
                 for name, part in parts.items():
                     if self.checkpoint[name]:  # a scaler that was not in use has no state
                         part.load_state_dict(self.checkpoint[name])
@@ -1244,7 +1215,7 @@ class Run:
         """
         args, world, device, self.total = self.args, self.world, self.world.device, total
         check(probe or not args.probe_every, "--probe-every needs eval_linear.py beside the script")
-        sampler = InfiniteSampler(len(samples), args.batch_size, world, args.seed, self.iteration)
+        sampler = infinite_sampler(len(samples), args.batch_size, world, args.seed, self.iteration)
         share = args.batch_size // world.size
         batches = iter(loader(samples, share, args.workers, collate, device, sampler))
         bar = progress(total=total, initial=self.iteration, unit=" its", desc=self.script)

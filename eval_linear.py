@@ -808,7 +808,7 @@ def score_augmented(backbone, train, test, args, world, seed):
     number, share = len(train.images), args.batch_size // world.size
     sample = functools.partial(labelled_photo, train, args.image_size, strength)
     samples = common.Samples(sample, number, seed)
-    sampler = common.InfiniteSampler(number, args.batch_size, world, seed, iteration)
+    sampler = common.infinite_sampler(number, args.batch_size, world, seed, iteration)
     batches = common.loader(samples, share, args.workers, collate_labelled, device, sampler)
     iters, unreadable = math.ceil(args.epochs * number / args.batch_size), set()
     epoch = math.ceil(number / args.batch_size)
@@ -864,7 +864,7 @@ def earlier_state(path):
     """What an earlier run of the same probe has written, {} if there is none"""
     if not path.exists():
         return {}
-    with common.Reading(path, "what this command wrote: delete it"):
+    with common.reading(path, "what this command wrote: delete it"):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 

@@ -267,7 +267,7 @@ def load_triplets(args, train, val, tokenizer, folder):
     made_of |= {flag: getattr(args, flag) for flag in ("pos", "num_concepts", "tagger")}
     build = partial(build_triplets, args, train, val, tokenizer, folder)
     arrays = common.cached_arrays(folder / "triplets.npz", made_of, build)
-    with common.Reading(folder / "triplets.npz", "what this script wrote: delete it"):
+    with common.reading(folder / "triplets.npz", "what this script wrote: delete it"):
         concepts = dict(zip(arrays["concepts"].tolist(), arrays["parts"].tolist()))
         splits = []
         for split, data in (("train", train), ("val", val)):
@@ -697,7 +697,7 @@ def load_icmlm(path, lm_name, amp, device):
     content = common.read_checkpoint(path)
     ours = isinstance(content, dict) and content.get("script") == "icmlm"
     check(ours, f"{path} is no checkpoint.pth of icmlm.py (a backbone alone cannot predict words)")
-    with common.Reading(path, f"{common.CHECKPOINT}, and the --lm that it was trained with"):
+    with common.reading(path, f"{common.CHECKPOINT}, and the --lm that it was trained with"):
         trained, concepts = SimpleNamespace(**content["args"]), content["concepts"]
         name = lm_name or trained.lm
         if name == "scratch":

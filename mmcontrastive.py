@@ -831,7 +831,7 @@ def load_query_encoders(path):
     content = common.read_checkpoint(path)
     ours = isinstance(content, dict) and content.get("script") == "mmcontrastive"
     check(ours, f"{path} is no checkpoint.pth of mmcontrastive.py (a backbone alone cannot read)")
-    with common.Reading(path, common.CHECKPOINT):
+    with common.reading(path, common.CHECKPOINT):
         flags = content["args"]
         problem = "was trained without --lambda-ic: photos and captions share no space in it"
         check(flags["lambda_ic"], f"{path} {problem}")

@@ -246,7 +246,7 @@ def load_labels(args, train, val, folder, device):
     if args.labels == "cluster":
         made_of["lm_files"] = language.folder_digest(args.lm)
     arrays = common.cached_arrays(folder / "labels.npz", made_of, build)
-    with common.Reading(folder / "labels.npz", "what this script wrote: delete it"):
+    with common.reading(folder / "labels.npz", "what this script wrote: delete it"):
         names = arrays["names"].tolist()
         rows = [language.sparse_from(split, arrays, len(names)) for split in ("train", "val")]
         return Labels(names, *rows)
@@ -562,7 +562,7 @@ def predict_photos(paths, weights, device):
     check(ours, f"{weights} is no checkpoint.pth of tp.py (a backbone alone has no labels)")
     photos = common.ImageFiles(paths)
     photos.check_files("check the path")
-    with common.Reading(weights, common.CHECKPOINT):
+    with common.reading(weights, common.CHECKPOINT):
         names, trained = content["names"], content["args"]
         model = TagPredictor(trained["arch"], len(names), trained["labels"])
         model.load_state_dict(content["model"])

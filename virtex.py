@@ -205,7 +205,7 @@ def load_tokenizer(args, captions, run):
     path = run.folder / "tokenizer.model"
     if run.world.is_main:
         if run.checkpoint:
-            with common.Reading(run.path, common.CHECKPOINT):
+            with common.reading(run.path, common.CHECKPOINT):
                 content = run.checkpoint["tokenizer"].numpy().tobytes()
         elif args.tokenizer:
             content = read_tokenizer(args.tokenizer).serialized_model_proto()
@@ -242,7 +242,7 @@ def train_tokenizer(captions, vocab_size):
 
 
 def read_tokenizer(path):
-    with common.Reading(path, "a SentencePiece model, the file of --tokenizer"):
+    with common.reading(path, "a SentencePiece model, the file of --tokenizer"):
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
     ids = [tokenizer.piece_to_id(piece) for piece in ("[SOS]", "[EOS]", "[MASK]")]
     right = ids == [SOS, EOS, MASK]
@@ -624,7 +624,7 @@ def load_virtex(path, tokenizer_path=None):
     Sizes are read off the weights. An official checkpoint has no tokenizer: give coco_10k.model.
     """
     content = common.read_checkpoint(path)
-    with common.Reading(path, common.CHECKPOINT):
+    with common.reading(path, common.CHECKPOINT):
         state = content.get("model", {}) if isinstance(content, dict) else {}
         args = content.get("args", {}) if state else {}
         captions = "textual.embedding.words.weight" in state and args.get("task") != "masked_lm"

@@ -146,7 +146,7 @@ def no_training(monkeypatch):
     def accepted(*_):
         raise AssertionError("the command was accepted, and training would begin")
 
-    monkeypatch.setattr(common, "InfiniteSampler", accepted)
+    monkeypatch.setattr(common, "infinite_sampler", accepted)
 
 
 # ------------------------------------------------------------------------------------------ data

@@ -541,11 +541,11 @@ def test_samples_depend_on_seed_and_key_alone():
 
 
 def take(batches, size, batch_size, ranks=1, seed=0, start=0):
-    """The first batches of an InfiniteSampler, each put together from the ranks' shares."""
+    """The first batches of infinite_sampler, each put together from the ranks' shares."""
     parts, share = [], batch_size // ranks
     for rank in range(ranks):
         world = common.World(rank, ranks, CPU)
-        sampler = iter(common.InfiniteSampler(size, batch_size, world, seed, start))
+        sampler = iter(common.infinite_sampler(size, batch_size, world, seed, start))
         parts.append([list(itertools.islice(sampler, share)) for _ in range(batches)])
     return [list(itertools.chain(*shares)) for shares in zip(*parts)]
 
@@ -595,7 +595,7 @@ def test_batches_do_not_depend_on_the_number_of_workers(interruptible):
     """The same bits in the same order. The workers leave signals to the main process."""
     loaded, samples = [], common.Samples(draws, 20)
     for workers in (0, 2):
-        sampler = common.InfiniteSampler(20, 4, ALONE, 0)
+        sampler = common.infinite_sampler(20, 4, ALONE, 0)
         batches = common.loader(samples, 4, workers, collate_draws, CPU, sampler)
         loaded.append(list(itertools.islice(batches, 6)))
     for alone, together in zip(*loaded, strict=True):
