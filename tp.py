@@ -287,8 +287,9 @@ def cluster_labels(train, val, number, seed, folder, lm, lm_iters, device, amp):
     vectors = array_on_disk(path, (size + len(val.captions), model.config.hidden_size))
     embed_captions(tokenizer, model, captions, vectors[:size], device, amp)
     embed_captions(tokenizer, model, val.captions, vectors[size:], device, amp)
-    kmeans = train_kmeans(vectors[:size], clusters, seed)
-    cluster, distance = assign_clusters(kmeans, vectors)
+    centres = train_kmeans(vectors[:size], clusters, seed, device)
+    found = [(near.cpu(), far.cpu()) for _, near, far in nearest_centres(vectors, centres)]
+    cluster, distance = [torch.cat(parts).numpy() for parts in zip(*found)]
     path.unlink()
     names = cluster_names(captions, cluster[:size], distance[:size], clusters)
     rows = image_clusters(train, cluster[:size], clusters)
@@ -320,33 +321,39 @@ def embed_captions(tokenizer, model, captions, vectors, device, amp, batch_size=
         vectors[n : n + len(batch)] = hidden[:, 0].float().cpu().numpy()
 
 
-def train_kmeans(vectors, clusters, seed, passes=5):
-    """Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2 -> scikit-learn's
+def train_kmeans(vectors, clusters, seed, device="cpu", passes=20):
+    """Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2 -> (K, d_w)
 
-    vectors: (N, d_w). In mini-batches, which fit into memory, from random vectors: k-means++ would
-    take minutes at 10K clusters. [ours]
+    vectors: (N, d_w). Lloyd's algorithm from random vectors, until no centre moves or the passes
+    are over. A cluster without a vector begins again at the one farthest from its centre. [ours]
     """
-    from sklearn.cluster import MiniBatchKMeans
-
-    number, size, rng = len(vectors), max(4096, 2 * clusters), np.random.default_rng(seed)
-    kmeans = MiniBatchKMeans(clusters, init="random", batch_size=size, random_state=seed)
+    drawn = np.random.default_rng(seed).permutation(len(vectors))[:clusters]
+    centres = torch.from_numpy(vectors[np.sort(drawn)]).to(device).float()
     for _ in progress(range(passes), desc="k-means", unit=" passes"):
-        order = rng.permutation(number)
-        batches = np.array_split(order, max(1, number // size))  # none has fewer than `clusters`
-        for batch in progress(batches, desc="pass", unit=" batches", leave=False):
-            kmeans.partial_fit(vectors[np.sort(batch)].astype(np.float32))
-    return kmeans
+        sums, sizes, distances = torch.zeros_like(centres), centres.new_zeros(clusters), []
+        for part, cluster, distance in nearest_centres(vectors, centres):
+            sums.index_add_(0, cluster, part)
+            sizes += cluster.bincount(minlength=clusters)
+            distances.append(distance)
+        before, centres = centres, sums / sizes[:, None]
+        empty = sizes == 0
+        farthest = torch.cat(distances).topk(int(empty.sum())).indices.sort().values.cpu()
+        centres[empty] = torch.from_numpy(vectors[farthest]).to(device).float()
+        if torch.equal(before, centres):
+            break
+    return centres
 
 
-def assign_clusters(kmeans, vectors, batch_size=4096):
-    """y of Eq. 1: the nearest centre of each vector -> clusters (N,), distances (N,)"""
-    cluster = np.empty(len(vectors), np.int32)
-    distance = np.empty(len(vectors), np.float32)
-    for n in progress(range(0, len(vectors), batch_size), desc="clusters", unit=" batches"):
-        part = slice(n, n + batch_size)
-        distances = kmeans.transform(vectors[part].astype(np.float32))
-        cluster[part], distance[part] = distances.argmin(1), distances.min(1)
-    return cluster, distance
+def nearest_centres(vectors, centres, batch_size=4096):
+    """y of Eq. 1: yield vectors (B, d_w), their nearest centres (B,) and distances (B,) in turns
+
+    On the device of the centres, in parts that fit into memory.
+    """
+    first = range(0, len(vectors), batch_size)
+    for n in progress(first, desc="nearest centres", unit=" batches", leave=False):
+        part = torch.from_numpy(vectors[n : n + batch_size]).to(centres.device).float()
+        distance, cluster = torch.cdist(part, centres).min(1)
+        yield part, cluster, distance
 
 
 def cluster_names(captions, cluster, distance, clusters):

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import sklearn.cluster
 import torch
 import torchvision
 from conftest import (
@@ -129,7 +128,7 @@ def test_clusters_are_equation_1(tiny_bert, tmp_path):
 
     captions = list(train.captions)
     vectors = literal_vectors(tiny_bert, captions).astype(np.float16)
-    centres = tp.train_kmeans(vectors, 5, seed=0).cluster_centers_.tolist()
+    centres = tp.train_kmeans(vectors, 5, seed=0).tolist()
     literal = literal_vectors(tiny_bert, SENTENCES).tolist()
     found = {c: nearest_centre(vector, centres) for c, vector in zip(SENTENCES, literal)}
     for data, rows in ((train, labels.train), (val, labels.val)):
@@ -142,32 +141,42 @@ def test_clusters_are_equation_1(tiny_bert, tmp_path):
     assert not (tmp_path / "caption_vectors.npy").exists()
 
 
-def test_kmeans_minimises_equation_1(monkeypatch):
-    """Five passes over all vectors in batches, and the sum is as small as Lloyd's algorithm gets.
+def literal_lloyd(vectors, centres, passes):
+    """Lloyd's algorithm in loops -> centres, or None if a cluster runs empty"""
+    for _ in range(passes):
+        members = [[] for _ in centres]
+        for vector in vectors:
+            members[nearest_centre(vector, centres)[0]].append(vector)
+        if not all(members):
+            return None
+        centres = [np.mean(rows, 0) for rows in members]
+    return np.array(centres)
 
-    The label is the nearest centre of each vector, beyond the first batch too.
-    """
-    vectors, batches = np.random.default_rng(0).normal(size=(9000, 3)).astype(np.float16), []
-    partial_fit = sklearn.cluster.MiniBatchKMeans.partial_fit
 
-    def recorded(self, batch):
-        batches.append(batch)
-        return partial_fit(self, batch)
+@pytest.mark.parametrize("passes", (1, 3, 50))
+def test_kmeans_is_lloyds_algorithm(passes):
+    """From some of the vectors themselves, in parts; 50 passes are more than it needs."""
+    vectors = np.random.default_rng(0).normal(size=(300, 3)).astype(np.float16)
+    start = tp.train_kmeans(vectors, 6, seed=0, passes=0).double().numpy()
+    assert all((row == vectors).all(1).any() for row in start)
+    expected = literal_lloyd(vectors.astype(float), start, passes)
+    found = tp.train_kmeans(vectors, 6, seed=0, passes=passes)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
-    monkeypatch.setattr(sklearn.cluster.MiniBatchKMeans, "partial_fit", recorded)
-    kmeans = tp.train_kmeans(vectors, 6, seed=0)
-    assert len(batches) == 5 * 2
-    for n in range(0, 10, 2):
-        seen = np.concatenate(batches[n : n + 2])
-        assert np.array_equal(np.sort(seen, 0), np.sort(vectors, 0))
+    parts = [*tp.nearest_centres(vectors, found, batch_size=128)]
+    assert [len(part) for part, _, _ in parts] == [128, 128, 44]
+    nearest = [nearest_centre(row, found.tolist()) for row in vectors.tolist()]
+    assert torch.cat([cluster for _, cluster, _ in parts]).tolist() == [k for k, _ in nearest]
+    distances = torch.cat([distance for _, _, distance in parts])
+    np.testing.assert_allclose(distances**2, [square for _, square in nearest], atol=1e-5)
 
-    cluster, distance = tp.assign_clusters(kmeans, vectors)
-    squares = ((vectors[:, None].astype(float) - kmeans.cluster_centers_) ** 2).sum(2)
-    np.testing.assert_allclose(distance**2, squares.min(1), atol=1e-4)
-    np.testing.assert_allclose(squares[np.arange(9000), cluster], squares.min(1), atol=1e-4)
-    settings = {"init": "random", "n_init": 1}
-    lloyd = [sklearn.cluster.KMeans(6, **settings, random_state=n).fit(vectors) for n in range(5)]
-    assert (distance**2).sum() < 1.1 * max(one.inertia_ for one in lloyd)
+
+def test_kmeans_of_repeated_vectors():
+    """Captions that many photos share: no cluster stays empty while there are other vectors."""
+    vectors = np.repeat(np.arange(8, dtype=np.float16)[:, None], 50, 0)
+    for seed in range(5):
+        centres = tp.train_kmeans(vectors, 8, seed)
+        assert sorted(centres[:, 0].tolist()) == list(range(8))
 
 
 def test_fewer_captions_than_clusters(tiny_bert, tmp_path, capsys):
