@@ -46,7 +46,7 @@ from torch import nn
 
 import common
 import language
-from common import check, count, dim, non_negative, positive_share, progress, proper_share, say
+from common import check, count, dim, non_negative, positive_share, proper_share, say
 
 try:
     import eval_linear
@@ -315,23 +315,36 @@ def word_positions(encoded, n):
     return list(words.values())
 
 
-def find_triplets(data, tokenizer, maskable):
-    """Tokenise the captions and find the whole words in them that can be masked -> {ARRAYS}"""
-    tokens, ends = array("i"), array("q", [0])
+def find_words(tokenizer, maskable, captions):
+    """Tokenise captions and find the whole words in them that can be masked
+
+    -> all tokens, the number of each caption's, and for each word its caption and position
+    """
+    tokens, sizes = array("i"), array("i")
     caption, position = array("i"), array("i")
-    for first in progress(range(0, len(data.captions), 1000), desc="triplets", unit=" batches"):
-        last = min(first + 1000, len(data.captions))
-        encoded = tokenizer([data.captions[i] for i in range(first, last)])
-        for n, ids in enumerate(encoded["input_ids"]):
-            for positions in word_positions(encoded, n):
-                if len(positions) == 1 and ids[positions[0]] in maskable:
-                    caption.append(first + n)
-                    position.append(positions[0])
-            tokens.extend(ids)
-            ends.append(len(tokens))
+    encoded = tokenizer(captions)
+    for n, ids in enumerate(encoded["input_ids"]):
+        for positions in word_positions(encoded, n):
+            if len(positions) == 1 and ids[positions[0]] in maskable:
+                caption.append(n)
+                position.append(positions[0])
+        tokens.extend(ids)
+        sizes.append(len(ids))
+    return [np.array(part, np.int32) for part in (tokens, sizes, caption, position)]
+
+
+def find_triplets(data, tokenizer, maskable):
+    """The tokens of all captions, and the words in them that can be masked -> {ARRAYS}"""
+    parts, first = [4 * [np.zeros(0, np.int32)]], 0
+    find = partial(find_words, tokenizer, maskable)
+    for part in language.for_parts(find, data.captions, "triplets"):
+        tokens, sizes, caption, position = part
+        parts.append([tokens, sizes, first + caption, position])
+        first += len(sizes)
+    tokens, sizes, caption, position = map(np.concatenate, zip(*parts))
+    first_token = np.concatenate([[0], sizes.cumsum(dtype=np.int64)])
     image = np.repeat(np.arange(len(data)), np.diff(data.first_caption))
-    arrays = np.array(tokens), np.array(ends), image, np.array(caption), np.array(position)
-    return dict(zip(ARRAYS, arrays))
+    return dict(zip(ARRAYS, (tokens, first_token, image, caption, position)))
 
 
 def triplet_samples(triplets, tokenizer, concepts, args):

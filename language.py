@@ -1,6 +1,6 @@
 """What is read in captions: concepts, the labels of tag prediction, and language models.
 
-    concepts           words_of, count_concepts, top_concepts, filter_captions
+    concepts           words_of, for_parts, count_concepts, top_concepts, filter_captions
     tag prediction     concept_labels, label_rows, tag_head, tag_loss (Eq. 2): of tp.py and icmlm.py
     language models    language_model: of the hub, of a folder, or a small BERT trained from scratch
 
@@ -11,12 +11,14 @@ import contextlib
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
 import zlib
 from array import array
 from collections import Counter, defaultdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +76,34 @@ def tag_words(captions, tagger):
             yield [(token.text, UNIVERSAL.get(token.pos_)) for token in document]
 
 
+def for_parts(function, captions, desc, size=10_000):
+    """Yield function([caption, ...]) of one part of the captions after another, by all cores."""
+    firsts = range(0, len(captions), size)
+    parts = ([captions[i] for i in range(n, min(n + size, len(captions)))] for n in firsts)
+    with progress(total=len(captions), desc=desc, unit=" captions", leave=False) as bar:
+        for part in itertools.islice(parts, 1):  # here: what is missing is said by this process
+            yield function(part)
+            bar.update(len(part))
+        if len(captions) > size:
+            with multiprocessing.Pool(None, common.ignore_signals, [None]) as pool:
+                for result in pool.imap(function, parts):
+                    yield result
+                    bar.update(size)
+
+
+def count_words(tagger, captions):
+    """-> {word: Counter of the parts of speech that it is given}"""
+    seen = defaultdict(Counter)
+    for words in tag_words(captions, tagger):
+        for word, part in words:
+            if part == "verbs" and word in AUXILIARIES:
+                part = None
+            if len(word) < 2 or not word.replace("-", "").isalpha():
+                part = None
+            seen[word][part] += 1
+    return seen
+
+
 def count_concepts(captions, tagger="textblob"):
     """The words of the captions by part of speech, with their counts, the most frequent first
 
@@ -82,14 +112,9 @@ def count_concepts(captions, tagger="textblob"):
     often, and the count is that of all its occurrences. [ICMLM Sec. 3.1, TP-Postag]
     """
     seen = defaultdict(Counter)
-    tagged = tag_words(captions, tagger)
-    for words in progress(tagged, total=len(captions), desc="parts of speech", unit=" captions"):
-        for word, part in words:
-            if part == "verbs" and word in AUXILIARIES:
-                part = None
-            if len(word) < 2 or not word.replace("-", "").isalpha():
-                part = None
-            seen[word][part] += 1
+    for found in for_parts(partial(count_words, tagger), captions, "parts of speech"):
+        for word, counts in found.items():
+            seen[word].update(counts)
     concepts = {part: {} for part in PARTS_OF_SPEECH.values()}
     for word, counts in sorted(seen.items(), key=lambda item: (-item[1].total(), item[0])):
         part = counts.most_common(1)[0][0]
@@ -106,6 +131,10 @@ def top_concepts(concepts, pos, number):
     return sorted(chosen, key=lambda word: (-chosen[word], word))[:number]
 
 
+def count_tokens(tokenize, captions):
+    return [len(tokenize(caption)) for caption in captions]
+
+
 def filter_captions(data, tokenize):
     """Each image's captions without repetitions and with 3 to 25 tokens [ICMLM Sec. 4, Datasets]
 
@@ -114,10 +143,12 @@ def filter_captions(data, tokenize):
     """
     kept = CaptionData(type(data.images)(), data.tag_names)
     repeated = wrong_length = 0
-    for i in progress(range(len(data)), desc="captions", unit=" images", leave=False):
+    lengths = for_parts(partial(count_tokens, tokenize), data.captions, "caption lengths")
+    lengths = itertools.chain.from_iterable(lengths)
+    for i in range(len(data)):
         captions = data.captions_of(i)
-        different = list(dict.fromkeys(captions))
-        fitting = [caption for caption in different if 3 <= len(tokenize(caption)) <= 25]
+        different = dict(zip(captions, lengths))
+        fitting = [caption for caption, length in different.items() if 3 <= length <= 25]
         repeated += len(captions) - len(different)
         wrong_length += len(different) - len(fitting)
         kept.add(data.images[i], fitting, data.tags_of(i))
@@ -268,6 +299,7 @@ def loading(name, flag="--lm"):
 def quiet_transformers():
     import transformers  # only here: it takes seconds, and most runs need no language model
 
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes tokenise side by side
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

@@ -514,7 +514,6 @@ def load_caption_model(args, train, run):
 def read_caption_model(name):
     """name: of the hub, or a folder -> tokenizer, configuration"""
     transformers = language.quiet_transformers()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the data workers tokenise
     with language.loading(name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         config = transformers.AutoConfig.from_pretrained(name)

@@ -459,7 +459,7 @@ def test_a_piece_with_the_id_of_a_concept_is_not_a_word():
 
 
 def test_many_captions_in_the_order_of_their_images(tokenizer):
-    """They are read in batches of a thousand. Numbers, few bytes each: VG has 13 million."""
+    """They are read in parts, here of a thousand. Numbers, few bytes each: VG has 13 million."""
     images, expected = [], []
     for n in range(1500):
         blues = [k * "blue " for k in range(n % 4)]

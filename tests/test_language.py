@@ -1,6 +1,8 @@
 """language.py: words and concepts, the labels of tag prediction (Eq. 2), language models."""
 
+import json
 import math
+import os
 import sys
 import zlib
 
@@ -101,6 +103,38 @@ def test_top_concepts(pos, number, words):
     nouns, adjectives = {"man": 9, "dog": 5, "hat": 2}, {"red": 7, "big": 2}
     concepts = {"nouns": nouns, "adjectives": adjectives, "verbs": {"runs": 5, "sits": 1}}
     assert language.top_concepts(concepts, pos, number) == words.split()
+
+
+def reversed_parts(captions):
+    return os.getpid(), captions[::-1]
+
+
+def test_for_parts():
+    """All captions in their order, the first part in this process and the others in others."""
+    captions = common.PackedStrings(map(str, range(23)))
+    found = list(language.for_parts(reversed_parts, captions, "test", size=5))
+    expected = [[str(i) for i in range(n, min(n + 5, 23))][::-1] for n in range(0, 23, 5)]
+    assert [part for _, part in found] == expected
+    assert [process == os.getpid() for process, _ in found] == [True] + 4 * [False]
+    assert list(language.for_parts(reversed_parts, captions, "test")) == [
+        (os.getpid(), list(map(str, reversed(range(23)))))
+    ]
+    assert list(language.for_parts(reversed_parts, common.PackedStrings(), "test")) == []
+
+
+def test_captions_in_parts_give_the_same(monkeypatch):
+    """Concepts and filtered captions do not depend on how the captions are shared out."""
+    words = "dog runs the red a quickly ball of sits on white".split()
+    rng = np.random.default_rng(0)
+    draw = lambda: " ".join(rng.choice(words, rng.integers(1, 6)))
+    data = captioned(*[[draw() for _ in range(3)] for _ in range(40)])
+    whole = language.count_concepts(data.captions), language.filter_captions(data, str.split)
+    parts = language.for_parts
+    monkeypatch.setattr(language, "for_parts", lambda *given: parts(*given, size=7))
+    again = language.count_concepts(data.captions), language.filter_captions(data, str.split)
+    assert json.dumps(whole[0]) == json.dumps(again[0]) and whole[0]["nouns"]
+    assert list(whole[1].captions) == list(again[1].captions)
+    assert 0 < len(whole[1].captions) < 120
 
 
 def test_filter_captions(capsys):
