@@ -199,7 +199,8 @@ def main(args):
     run = common.Run(args, "mmcontrastive", world, train, val, *translations)
     probe = eval_linear and eval_linear.Probe(args, train, val)
     if weights["tag"] and args.tags == "nouns":
-        train = tagged_by_nouns(train)
+        with common.main_first(world):
+            train = tagged_by_nouns(train, run.folder / "nouns.npz")
     weights["tag"] = tag_weight(weights, train, args.tags_required)
     train = photos_with_losses(train, weights)
     num_tags = len(train.tag_names) if weights["tag"] else 0
@@ -279,14 +280,25 @@ def tag_weight(weights, train, required):
     return 0.0
 
 
-def tagged_by_nouns(data, number=1000):
-    """The tags are the most frequent nouns of the captions [Sec. 4.4; their number is ours]"""
-    nouns = language.top_concepts(language.count_concepts(data.captions), "nn", number)
-    rows = language.concept_labels(data, nouns)
-    tagged = common.CaptionData(type(data.images)(), nouns)
-    for i in range(len(data)):
-        tagged.add(data.images[i], data.captions_of(i), rows[[i]].indices.tolist())
-    return tagged
+def tagged_by_nouns(data, path, number=1000):
+    """The tags are the most frequent nouns of the captions [Sec. 4.4; their number is ours]
+
+    They are kept in the file `path` for the other processes and the next start.
+    """
+
+    def build():
+        nouns = language.top_concepts(language.count_concepts(data.captions), "nn", number)
+        rows = language.sparse_parts("tags", language.concept_labels(data, nouns))
+        return {"nouns": np.array(nouns), **rows}
+
+    arrays = common.cached_arrays(path, {"data": data.digest(), "number": number}, build)
+    with common.reading(path, "what this script wrote: delete it"):
+        nouns = arrays["nouns"].tolist()
+        rows = language.sparse_from("tags", arrays, len(nouns))
+        tagged = common.CaptionData(type(data.images)(), nouns)
+        for i in range(len(data)):
+            tagged.add(data.images[i], data.captions_of(i), rows[[i]].indices.tolist())
+        return tagged
 
 
 def photos_with_losses(train, weights):
