@@ -303,6 +303,10 @@ class CaptionData:
         """(N,) bool: which images have a caption"""
         return np.diff(self.first_caption) > 0
 
+    def image_of_caption(self):
+        """(M,) int64: the number of each caption's image"""
+        return np.repeat(np.arange(len(self)), np.diff(self.first_caption))
+
     def select(self, keep, captions_per_image=None, seed=0):
         """The images `keep`, each with at most `captions_per_image` captions, drawn once."""
         selected = CaptionData(type(self.images)(), self.tag_names)

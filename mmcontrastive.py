@@ -779,8 +779,7 @@ def validate(encoders, val, tokenizer, args, device):
     captioned = np.flatnonzero(val.captioned())
     drawn = np.random.default_rng(args.seed).permutation(captioned)[: args.retrieval_images]
     val = val.select(np.sort(drawn))
-    captions_per_image = torch.from_numpy(np.diff(val.first_caption))
-    image_of_caption = torch.arange(len(val)).repeat_interleave(captions_per_image)
+    image_of_caption = torch.from_numpy(val.image_of_caption())
     encoders.eval()
     size, workers = args.image_size, args.workers
     images = encode_images(encoders["image"], val.images, size, workers, device, args.amp)
