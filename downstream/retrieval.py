@@ -10,13 +10,13 @@ the protocol of VSE++ (Faghri et al., BMVC 2018).
     laptop        python virtex.py, then python -m downstream.retrieval
     own photos    python -m downstream.retrieval --data photos.jsonl --weights FILE
     COCO          python -m downstream.retrieval --data coco --weights FILE
-    five folds    ... --test-images 5000 --folds 5: the mean of five times 1,000 photos
+                  ... --test-images 5000 --folds 5: the mean of five times 1,000 photos
     eight GPUs    torchrun --nproc_per_node=8 -m downstream.retrieval --data coco --weights FILE
                   (all of them extract features, the first one trains)
 
 Scores: R@K, the percentage of queries whose match is among the first K, and Med r, the median rank
-of the match. A photo's match is the best of its captions. Beside them stand the scores of a
-randomly initialised backbone, treated alike, and those of random similarities (chance).
+of the match; a photo's match is the best of its captions. Beside them stand the scores of a
+randomly initialised backbone and of random similarities (chance).
 
 What to expect: the loss per pair of photo and caption starts above 0.4, twice the margin, and
 falls. If it stays near 0.4, all vectors have become alike: lower --lr, or train for longer.
@@ -42,7 +42,6 @@ from common import check, count, progress, say
 # fmt: off
 DEFAULTS = {  #       shapes  else: the contrastive paper's, after VSE++
     "train_images":  (2000,   None),  # all [Sec. 4.2]
-    "test_images":   (1000,   1000),  # [Sec. 4.2]
     "epochs":        (8,      15),    # [Sec. 4.2] at each of the two learning rates
     "lr":            (1e-3,   2e-4),  # [Sec. 4.2] in the first half, a tenth of it in the second
     "dim":           (256,    1024),  # [Sec. 4.2]
@@ -54,7 +53,7 @@ MARGIN = 0.2  # [VSE++ code]
 MAX_NORM = 2.0  # of the gradient [VSE++ code]
 MIN_COUNT = 4  # how often a word must occur in the training captions to be kept [VSE++ code]
 START, END, UNKNOWN = range(3)  # before and after each caption, and for words that are not kept
-WAYS, SCORES = ("image to text", "text to image"), ("R@1", "R@5", "R@10", "Med r")
+WAYS = "image to text", "text to image"
 IN_WORDS = {"trained": "trained", "random": "at random initialisation", "chance": "by chance"}
 
 
@@ -62,7 +61,7 @@ def get_args(argv=None):
     parser = eval_linear.flag_parser("retrieval", __doc__)
     add = parser.add_argument
     add("--train-images", type=count, help="at most, drawn once (default 2000 of shapes, else all)")
-    add("--test-images", type=count, help="at most, drawn once from --val-split")
+    add("--test-images", type=count, default=1000, help="at most, drawn once [Sec. 4.2]")
     add("--folds", type=count, default=1, help="parts of the test images; scores are their mean")
     add("--epochs", type=count, help="at --lr, and as many at a tenth of it")
     add("--lr", type=common.positive, help="learning rate of Adam")
@@ -77,9 +76,9 @@ def main(args):
     world = common.start()
     Path(args.output).mkdir(parents=True, exist_ok=True)
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
-    backbones = {"trained": args.weights, "random": "random"}
-    if args.weights == "random":
-        del backbones["trained"]
+    backbones = {"random": "random"}
+    if args.weights != "random":
+        backbones = {"trained": args.weights, "random": "random"}
     train = captioned_images(args, args.train_split, args.train_images)
     test = captioned_images(args, args.val_split, args.test_images)
     check(args.folds <= len(test), f"--folds {args.folds}: there are {len(test)} test images only")
@@ -93,18 +92,18 @@ def main(args):
             backbone = eval_linear.load_backbone(weights, backbone.arch, seed)
             backbone.to(world.device, memory_format=torch.channels_last).eval()
             fit = describe(backbone, train, f"{name}_train", args, world)
-            held = describe(backbone, test, f"{name}_test", args, world)
+            found, features = describe(backbone, test, f"{name}_test", args, world)
             if not world.is_main:
                 continue
             model = train_encoders(*fit, vocabulary, args, world.device, seed, name)
-            similarity = compare(model, *held)
-            runs[name].append(fold_scores(similarity, owners_of(held[0]), args.folds))
+            similarity = compare(model, found, features)
+            owners = torch.from_numpy(found.image_of_caption())
+            runs[name].append(fold_scores(similarity, owners, args.folds))
             if seed == args.seed and name == next(iter(backbones)):
-                draw_retrieved(held[0], similarity, f"{args.output}/retrieval.png")
+                draw_retrieved(found, similarity, f"{args.output}/retrieval.png")
         if world.is_main:
-            draw = torch.Generator().manual_seed(seed)
-            similarity = torch.rand(similarity.shape, generator=draw)
-            runs["chance"].append(fold_scores(similarity, owners_of(held[0]), args.folds))
+            chance = torch.rand_like(similarity)  # as seeded before the last training
+            runs["chance"].append(fold_scores(chance, owners, args.folds))
     common.end_processes(world)
     if world.is_main:
         report(runs, args)
@@ -137,12 +136,6 @@ def describe(backbone, data, name, args, world):
     return data.select(readable[:, 0].tolist()), features
 
 
-def owners_of(data):
-    """The number of each caption's image -> (M,)"""
-    captions_per_image = torch.from_numpy(np.diff(data.first_caption))
-    return torch.arange(len(data)).repeat_interleave(captions_per_image)
-
-
 def words_of(caption):
     """Words and numbers in lower case, without punctuation; t-shirt and can't are one [ours]"""
     return re.findall(r"\w+(?:['’-]\w+)*", caption.lower())
@@ -150,9 +143,8 @@ def words_of(caption):
 
 def count_words(captions):
     """The words that occur at least MIN_COUNT times, the most frequent first -> {word: id}"""
-    counts = Counter()
-    for caption in progress(captions, desc="words", unit=" captions", leave=False):
-        counts.update(words_of(caption))
+    captions = progress(captions, desc="words", unit=" captions", leave=False)
+    counts = Counter(word for caption in captions for word in words_of(caption))
     kept = [word for word, number in counts.most_common() if number >= MIN_COUNT]
     check(kept, f"no word occurs {MIN_COUNT} times in the training captions: give more of them")
     return {word: number for number, word in enumerate(kept, UNKNOWN + 1)}
@@ -228,14 +220,14 @@ def train_encoders(data, features, vocabulary, args, device, seed, name):
         optimizer.load_state_dict(state["optimizer"])
         say(f"{path}: going on after epoch {first}")
 
-    features, owners = torch.from_numpy(features).to(device), owners_of(data)
+    features, owners = torch.from_numpy(features).to(device), data.image_of_caption()
     iters = math.ceil(len(owners) / BATCH_SIZE)
     bar = progress(initial=first * iters, total=2 * args.epochs * iters, desc=name, unit=" its")
     for epoch in range(first, 2 * args.epochs):
         common.set_lr(optimizer, 1.0 if epoch < args.epochs else 0.1)
         order = np.random.default_rng([seed, epoch]).permutation(len(owners))
-        for pairs in torch.from_numpy(order).split(BATCH_SIZE):
-            photos = owners[pairs].to(device)
+        for pairs in np.split(order, range(BATCH_SIZE, len(order), BATCH_SIZE)):
+            photos = torch.from_numpy(owners[pairs]).to(device)
             images = model.encode_images(features[photos])
             captions = model.encode_captions([data.captions[pair] for pair in pairs])
             loss = vse_loss(images, captions, photos)
@@ -244,8 +236,7 @@ def train_encoders(data, features, vocabulary, args, device, seed, name):
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
             bar.update()
-            if bar.n % 20 == 0:
-                bar.set_postfix(loss=f"{loss.item() / len(pairs):.3f}")
+        bar.set_postfix(loss=f"{loss.item() / len(pairs):.3f}")
         check(loss.isfinite(), f"the loss is not finite in epoch {epoch + 1}: try a lower --lr")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         state["epoch"] = epoch + 1
@@ -271,6 +262,7 @@ def compare(model, data, features):
 def fold_scores(similarity, owners, folds):
     """The images, as they come, in folds of the same size -> {"image to text R@1": mean, ...}
 
+    R@K in percent; Med r = floor(median of ranks from 0) + 1 [VSE++ code].
     similarity: (N, M), of which a fold takes its own images and captions.  owners: (M,).
     """
     size, found = len(similarity) // folds, []
@@ -279,15 +271,11 @@ def fold_scores(similarity, owners, folds):
         part = similarity[first : first + size, inside]
         scores = {}
         for way, ranks in zip(WAYS, common.retrieval_ranks(part, owners[inside] - first)):
-            scores |= {f"{way} {score}": value for score, value in rank_scores(ranks).items()}
+            for k in (1, 5, 10):
+                scores[f"{way} R@{k}"] = 100 * float((ranks < k).float().mean())
+            scores[f"{way} Med r"] = math.floor(np.median(ranks.numpy())) + 1
         found.append(scores)
-    return {score: float(np.mean([scores[score] for scores in found])) for score in found[0]}
-
-
-def rank_scores(ranks):
-    """Ranks counted from 0 (N,) -> R@K in percent; Med r = floor(median) + 1 [VSE++ code]"""
-    scores = {f"R@{k}": 100 * float((ranks < k).float().mean()) for k in (1, 5, 10)}
-    return {**scores, "Med r": math.floor(np.median(ranks.numpy())) + 1}
+    return {name: float(np.mean([scores[name] for scores in found])) for name in found[0]}
 
 
 def draw_retrieved(data, similarity, path):
@@ -312,12 +300,11 @@ def report(runs, args):
         content[name] = {key: mean for key, (mean, _) in both.items()}
         content["std"][name] = {key: deviation for key, (_, deviation) in both.items()}
         for way in WAYS:
-            line = f"{name:8} {way} "
-            for score in SCORES:
+            line = f"{name:8} {way}"
+            for score in ("R@1", "R@5", "R@10", "Med r"):
                 mean, deviation = both[f"{way} {score}"]
-                line += f"  {score} {mean:5.1f}"
-                if args.runs > 1:
-                    line += f" ± {deviation:.1f}"
+                line += f"   {score} {mean:.1f}"
+                line += f" ± {deviation:.1f}" if args.runs > 1 else ""
             say(line)
     common.write_json(f"{args.output}/result.json", content)
     last = f"{WAYS[1]} R@10"

@@ -140,10 +140,19 @@ def test_scores_are_those_of_a_count(levels):
 
 def test_median_rank():
     """floor(median of ranks from 0) + 1"""
-    for ranks, wanted in (([0], 1), ([0, 1], 1), ([1, 2], 2), ([0, 3, 9], 4), ([2, 5], 4)):
-        found = retrieval.rank_scores(torch.tensor(ranks))
-        assert found["Med r"] == wanted
-    assert found["R@1"] == 0 and found["R@5"] == 50 and found["R@10"] == 100
+    for ranks, wanted in (
+        ([0, 0, 1, 1], 1),
+        ([0, 1, 2, 3], 2),
+        ([3, 2, 0, 3], 3),
+        ([1, 1, 1, 0], 2),
+    ):
+        similarity = torch.eye(4)
+        for m, rank in enumerate(ranks):
+            others = [n for n in range(4) if n != m]
+            similarity[others[:rank], m] = 2.0
+        found = retrieval.fold_scores(similarity, torch.arange(4), 1)
+        assert found["text to image Med r"] == wanted
+        assert found["text to image R@1"] == 25 * ranks.count(0)
 
 
 def test_folds():
@@ -192,29 +201,26 @@ def test_captions_stay_with_their_photos(tmp_path):
     reds = (features[:, 0] * common.IMAGENET_STD[0] + common.IMAGENET_MEAN[0]) * 255 / 40
     for n, red in enumerate(reds.round().astype(int)):
         assert data.captions_of(n) == [f"photo {red}", f"number {red}"]
-    assert retrieval.owners_of(data).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert data.image_of_caption().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len(retrieval.captioned_images(args, "x", 3)) == 3
 
 
 def test_what_the_features_tell_is_found(tmp_path):
-    """Features that tell shape and colour apart find their captions; noise does not."""
-    names = [(shape, colour) for shape in ("circle", "star", "moon") for colour in ("red", "blue")]
-    pairs = [names[n % 6] for n in range(120)]
-    data = captioned(
-        *[[f"a {colour} {shape}", f"one {shape} is {colour}"] for shape, colour in pairs]
-    )
-    told = np.eye(6, dtype=np.float32)[[names.index(pair) for pair in pairs]]
-    noise = np.random.default_rng(0).standard_normal((120, 6)).astype(np.float32)
-    flags = [*map(str, TINY), "--output", str(tmp_path), "--lr", "0.01", "--epochs", "10"]
-    args, found = retrieval.get_args(flags), {}
-    vocabulary = retrieval.count_words(data.captions)
-    for name, features in (("told", told), ("noise", noise)):
-        model = retrieval.train_encoders(data, features, vocabulary, args, CPU, 0, name)
-        held = data.select(range(6)), told[:6] if name == "told" else noise[6:12]
-        similarity = retrieval.compare(model, *held)
-        found[name] = retrieval.fold_scores(similarity, retrieval.owners_of(held[0]), 1)
-    assert found["told"]["text to image R@1"] == found["told"]["image to text R@1"] == 100
-    assert found["noise"]["text to image R@1"] < 60
+    """Features that name shape and colour find pairs of them that training has not seen."""
+    pairs = [(shape, colour) for shape in "abcdef" for colour in "uvwxyz"]
+    texts = [[f"one {colour} {shape}", f"the {shape} is {colour}"] for shape, colour in pairs]
+    told = [[*np.eye(6)["abcdef".index(a)], *np.eye(6)["uvwxyz".index(b)]] for a, b in pairs]
+    told = np.array(told, np.float32)
+    unseen = np.arange(0, 36, 7)  # each shape and each colour once
+    seen = np.setdiff1d(np.arange(36), unseen)
+    train, test = captioned(*[texts[n] for n in seen]), captioned(*[texts[n] for n in unseen])
+    flags = [*map(str, TINY), "--output", str(tmp_path), "--lr", "0.01", "--epochs", "40"]
+    args, owners = retrieval.get_args(flags), torch.from_numpy(test.image_of_caption())
+    vocabulary = retrieval.count_words(train.captions)
+    model = retrieval.train_encoders(train, told[seen], vocabulary, args, CPU, 0, "told")
+    for features, low, high in ((told[unseen], 80, 100), (0 * told[unseen], 0, 0)):
+        found = retrieval.fold_scores(retrieval.compare(model, test, features), owners, 1)
+        assert low <= found["text to image R@1"] <= high
 
 
 def test_the_right_photo_gets_a_frame(coco_folder, tmp_path):
@@ -318,14 +324,17 @@ def test_refusals(coco_folder, tmp_path):
         (("--weights", "none.pth"), "none.pth not found"),
         (("--root", "none"), "captions_train2017.json not found"),
         (("--data", "none"), "--data none is unknown"),
-        (("--train-images", 1), "no word occurs 4 times in the training captions"),
     ):
         assert words in refusal(command(*data, *flags))
     Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
-    lines = [{"image": "a.png", "tags": ["x"], "split": split} for split in ("train", "val")]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    flags = "--data", str(tmp_path / "a.jsonl"), "--output", tmp_path
-    assert "no image of the split train has a caption" in refusal(command(*flags))
+    path = tmp_path / "a.jsonl"
+    for row, words in (
+        ({"tags": ["red"]}, "no image of the split train has a caption"),
+        ({"captions": ["red, red, red"]}, "no word occurs 4 times in the training captions"),
+    ):
+        lines = [{"image": "a.png", "split": split, **row} for split in ("train", "val")]
+        path.write_text("\n".join(map(json.dumps, lines)))
+        assert words in refusal(command("--data", path, "--output", tmp_path))
 
 
 def test_a_damaged_state_is_refused(coco_folder, tmp_path):
