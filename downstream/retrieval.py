@@ -11,8 +11,7 @@ the protocol of VSE++ (Faghri et al., BMVC 2018).
     own photos    python -m downstream.retrieval --data photos.jsonl --weights FILE
     COCO          python -m downstream.retrieval --data coco --weights FILE
                   ... --test-images 5000 --folds 5: the mean of five times 1,000 photos
-    eight GPUs    torchrun --nproc_per_node=8 -m downstream.retrieval --data coco --weights FILE
-                  (all of them extract features, the first one trains)
+    eight GPUs    torchrun --nproc_per_node=8 -m downstream.retrieval ... (they extract features)
 
 Scores: R@K, the percentage of queries whose match is among the first K, and Med r, the median rank
 of the match; a photo's match is the best of its captions. Beside them stand the scores of a
@@ -52,6 +51,7 @@ BATCH_SIZE = 128  # pairs of a photo and a caption [Sec. 4.2]
 MARGIN = 0.2  # [VSE++ code]
 MAX_NORM = 2.0  # of the gradient [VSE++ code]
 MIN_COUNT = 4  # how often a word must occur in the training captions to be kept [VSE++ code]
+WORD = re.compile(r"\w+(?:['’-]\w+)*")  # t-shirt and can't are one, punctuation is none [ours]
 START, END, UNKNOWN = range(3)  # before and after each caption, and for words that are not kept
 WAYS = "image to text", "text to image"
 IN_WORDS = {"trained": "trained", "random": "at random initialisation", "chance": "by chance"}
@@ -83,8 +83,7 @@ def main(args):
     test = captioned_images(args, args.val_split, args.test_images)
     check(args.folds <= len(test), f"--folds {args.folds}: there are {len(test)} test images only")
     vocabulary = count_words(train.captions)
-    sizes = f"{len(train)} training and {len(test)} test images at {args.image_size} px"
-    say(f"{sizes}; {len(vocabulary)} words occur {MIN_COUNT} times or more")
+    say(f"{len(train)} training images, {len(test)} test images, {len(vocabulary)} words")
 
     runs = {name: [] for name in (*backbones, "chance")}
     for seed in range(args.seed, args.seed + args.runs):
@@ -136,15 +135,10 @@ def describe(backbone, data, name, args, world):
     return data.select(readable[:, 0].tolist()), features
 
 
-def words_of(caption):
-    """Words and numbers in lower case, without punctuation; t-shirt and can't are one [ours]"""
-    return re.findall(r"\w+(?:['’-]\w+)*", caption.lower())
-
-
 def count_words(captions):
     """The words that occur at least MIN_COUNT times, the most frequent first -> {word: id}"""
     captions = progress(captions, desc="words", unit=" captions", leave=False)
-    counts = Counter(word for caption in captions for word in words_of(caption))
+    counts = Counter(word for caption in captions for word in WORD.findall(caption.lower()))
     kept = [word for word, number in counts.most_common() if number >= MIN_COUNT]
     check(kept, f"no word occurs {MIN_COUNT} times in the training captions: give more of them")
     return {word: number for number, word in enumerate(kept, UNKNOWN + 1)}
@@ -182,7 +176,7 @@ class CommonSpace(nn.Module):
         return F.normalize(state[-1])
 
     def ids_of(self, caption):
-        known = [self.vocabulary.get(word, UNKNOWN) for word in words_of(caption)]
+        known = [self.vocabulary.get(word, UNKNOWN) for word in WORD.findall(caption.lower())]
         return [START, *known, END]
 
 
@@ -238,8 +232,8 @@ def train_encoders(data, features, vocabulary, args, device, seed, name):
             bar.update()
         bar.set_postfix(loss=f"{loss.item() / len(pairs):.3f}")
         check(loss.isfinite(), f"the loss is not finite in epoch {epoch + 1}: try a lower --lr")
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        state["epoch"] = epoch + 1
+        state = {"epoch": epoch + 1, "model": model.state_dict()}
+        state["optimizer"] = optimizer.state_dict()
         common.write_file(path, lambda file: torch.save(state, file))
     bar.close()
     return model
