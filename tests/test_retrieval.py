@@ -28,7 +28,7 @@ def command(*flags):
 # ------------------------------------------------------------------------------------- the model
 
 
-def literal_loss(images, captions, owners):
+def literal_loss(images, captions, owners, negatives):
     """VSE++ in loops; pairs of the same image are no negatives."""
     total = 0.0
     for i, image in enumerate(images):
@@ -39,19 +39,24 @@ def literal_loss(images, captions, owners):
             [float(images[j] @ captions[i]) for j in others],
         ):
             hinges = [max(0.0, 0.2 - right + similarity) for similarity in wrong]
-            total += max(hinges, default=0.0)
+            if negatives == "hardest":
+                total += max(hinges, default=0.0)
+            else:
+                total += sum(hinges) / len(images)
     return total
 
 
+@pytest.mark.parametrize("negatives", ("hardest", "mean"))
 @pytest.mark.parametrize("owners", ([0, 1, 2, 3, 4, 5], [0, 1, 1, 2, 0, 1], [7] * 6))
-def test_vse_loss(owners):
+def test_vse_loss(owners, negatives):
     owners = torch.tensor(owners)
     images, captions = torch.randn(2, 6, 4, dtype=torch.float64)
     captions = captions + images  # some pairs beyond the margin, others not
     images, captions = [torch.nn.functional.normalize(x) for x in (images, captions)]
     images.requires_grad_()
-    found = retrieval.vse_loss(images, captions, owners)
-    assert found.item() == pytest.approx(literal_loss(images.detach(), captions, owners), abs=1e-12)
+    found = retrieval.vse_loss(images, captions, owners, negatives)
+    wanted = literal_loss(images.detach(), captions, owners, negatives)
+    assert found.item() == pytest.approx(wanted, abs=1e-12)
     assert (found > 0) == (len(set(owners.tolist())) > 1)
     found.backward()
     assert images.grad.isfinite().all()
@@ -216,6 +221,7 @@ def test_what_the_features_tell_is_found(tmp_path):
     seen = np.setdiff1d(np.arange(36), unseen)
     train, test = captioned(*[texts[n] for n in seen]), captioned(*[texts[n] for n in unseen])
     flags = [*map(str, TINY), "--output", str(tmp_path), "--lr", "0.01", "--epochs", "40"]
+    flags += ["--negatives", "hardest"]
     args, owners = retrieval.get_args(flags), torch.from_numpy(test.image_of_caption())
     vocabulary = retrieval.count_words(train.captions)
     model = retrieval.train_encoders(train, told[seen], vocabulary, args, CPU, 0, "told")
@@ -313,6 +319,7 @@ def test_defaults():
     flags = ["--weights", "random", "--arch", "resnet50", "--data", "coco", "--dim", "64"]
     paper = retrieval.get_args(flags)
     assert (paper.train_images, paper.test_images, paper.epochs, paper.lr) == (None, 1000, 15, 2e-4)
+    assert (demo.negatives, paper.negatives) == ("mean", "hardest")
     assert (paper.dim, paper.word_dim, paper.train_split) == (64, 300, "train2017")
 
 
