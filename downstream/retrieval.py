@@ -62,7 +62,7 @@ IN_WORDS = {"trained": "trained", "random": "at random initialisation", "chance"
 def get_args(argv=None):
     parser = eval_linear.flag_parser("retrieval", __doc__)
     add = parser.add_argument
-    add("--train-images", type=count, help="at most, drawn once (default 2000 of shapes, else all)")
+    add("--train-images", type=count, help="at most, drawn once; fewer for a quick look")
     add("--test-images", type=count, default=1000, help="at most, drawn once [Sec. 4.2]")
     add("--folds", type=count, default=1, help="parts of the test images; scores are their mean")
     add("--epochs", type=count, help="at --lr, and as many at a tenth of it")
