@@ -11,7 +11,7 @@ In the order in which a script meets it:
     optimisation           build_optimizer, lr_factor
     flags                  flag_parser, choose_recipe, parse
     the output folder      Run, whose `steps` feed the training loop; cached_arrays
-    pictures               draw_attention
+    retrieval, pictures    retrieval_ranks, draw_rows, draw_attention
 """
 
 import argparse
@@ -302,6 +302,10 @@ class CaptionData:
     def captioned(self):
         """(N,) bool: which images have a caption"""
         return np.diff(self.first_caption) > 0
+
+    def image_of_caption(self):
+        """(M,) int64: the number of each caption's image"""
+        return np.repeat(np.arange(len(self)), np.diff(self.first_caption))
 
     def select(self, keep, captions_per_image=None, seed=0):
         """The images `keep`, each with at most `captions_per_image` captions, drawn once."""
@@ -744,7 +748,7 @@ BACKBONES = {  # and their names in torchvision
 def build_backbone(arch):
     """torchvision's, with its key names and without the classifier, randomly initialised
 
-    (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32)
+    (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32); backbone.arch is its name here.
     """
     from torchvision import models  # only here: --help does without the seconds that it takes
 
@@ -760,7 +764,7 @@ def build_backbone(arch):
         names = "conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"
         parts, channels = {name: getattr(model, name) for name in names}, model.fc.in_features
     backbone = nn.Sequential(OrderedDict(parts))
-    backbone.channels = channels
+    backbone.channels, backbone.arch = channels, arch
     return backbone
 
 
@@ -1351,7 +1355,48 @@ class StopSignals:
             signal.signal(number, handler)
 
 
-# -------------------------------------------------------------------------------------- pictures
+# ------------------------------------------------------------------------ retrieval and pictures
+
+
+def retrieval_ranks(similarity, image_of_caption):
+    """Ranks of each image's best caption (N,) and of each caption's image (M,), counted from 0
+
+    similarity: (N images, M captions).  image_of_caption: (M,).  Equal similarities share the mean
+    of their ranks: a model that finds everything alike gets no credit.
+    """
+    similarity = similarity.nan_to_num(-math.inf)  # vectors that are no numbers are near to nothing
+    owners = torch.arange(len(similarity), device=similarity.device)
+    own = image_of_caption == owners[:, None]
+    best = similarity.masked_fill(~own, -math.inf).amax(1, keepdim=True)
+    higher, equal = (similarity > best) & ~own, (similarity == best) & ~own
+    to_text = higher.sum(1) + equal.sum(1) / 2
+    right = similarity.gather(0, image_of_caption[None])
+    equal = (similarity == right).sum(0) - 1  # without the right one itself
+    to_image = (similarity > right).sum(0) + equal / 2
+    return to_text, to_image
+
+
+def draw_rows(texts, images, nearest, scores, path, framed=None, side=128):
+    """One picture: for each text a row of the images `nearest`, with their scores below them
+
+    framed: for each text the image that gets a frame, None for no frames.
+    """
+    font, width, height = ImageFont.load_default(15), side + 8, side + 48
+    sheet = Image.new("RGB", (len(nearest[0]) * width + 8, len(texts) * height + 8), "white")
+    draw = ImageDraw.Draw(sheet)
+    for row, text in enumerate(texts):
+        y = 8 + row * height
+        draw.text((8, y), text, "black", font)
+        for column, (n, score) in enumerate(zip(nearest[row], scores[row])):
+            x = 8 + column * width
+            [pixels] = read_crops(images, n, [centre_crop(1.0)], side)
+            sheet.paste(Image.fromarray(pixels), (x, y + 22))
+            place = x + side / 2, y + 22 + side
+            draw.text(place, f"{score:.2f}", "grey", font, anchor="ma")
+            if framed and n == framed[row]:
+                corners = x - 3, y + 19, x + side + 2, y + 24 + side
+                draw.rectangle(corners, outline="green", width=3)
+    sheet.save(path)
 
 
 def draw_attention(image, caption, words, path, side=192):

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from torch import nn
 
 import common
@@ -790,8 +790,7 @@ def validate(encoders, val, tokenizer, args, device):
     captioned = np.flatnonzero(val.captioned())
     drawn = np.random.default_rng(args.seed).permutation(captioned)[: args.retrieval_images]
     val = val.select(np.sort(drawn))
-    captions_per_image = torch.from_numpy(np.diff(val.first_caption))
-    image_of_caption = torch.arange(len(val)).repeat_interleave(captions_per_image)
+    image_of_caption = torch.from_numpy(val.image_of_caption())
     encoders.eval()
     size, workers = args.image_size, args.workers
     images = encode_images(encoders["image"], val.images, size, workers, device, args.amp)
@@ -808,19 +807,10 @@ def validate(encoders, val, tokenizer, args, device):
 def retrieval_scores(similarity, image_of_caption):
     """-> {"image to text", "text to image": {"R@1", "R@5", "R@10": percent, "median rank"}}
 
-    similarity (N images, M captions), image_of_caption (M,). An image's rank is that of its best
-    caption. Equal similarities share the mean of their ranks: a model that finds everything alike
-    gets no credit. [Sec. 4.2, Cross-modal Retrieval]
+    similarity: (N images, M captions).  image_of_caption: (M,).  [Sec. 4.2, Cross-modal Retrieval]
     """
-    similarity = similarity.nan_to_num(-math.inf)  # vectors that are no numbers are near to nothing
-    own = image_of_caption == torch.arange(len(similarity))[:, None]
-    best = similarity.masked_fill(~own, -math.inf).amax(1, keepdim=True)
-    higher, equal = (similarity > best) & ~own, (similarity == best) & ~own
-    to_text = 1 + higher.sum(1) + equal.sum(1) / 2
-    right = similarity[image_of_caption, torch.arange(similarity.size(1))]
-    equal = (similarity == right).sum(0) - 1  # without the right one itself
-    to_image = 1 + (similarity > right).sum(0) + equal / 2
-    return {"image to text": rank_scores(to_text), "text to image": rank_scores(to_image)}
+    to_text, to_image = common.retrieval_ranks(similarity, image_of_caption)
+    return {"image to text": rank_scores(1 + to_text), "text to image": rank_scores(1 + to_image)}
 
 
 def rank_scores(ranks):
@@ -876,28 +866,11 @@ def search(args, device):
     scores, nearest = (texts @ vectors.T).topk(min(10, len(images)))
     path = Path(args.output, "search.png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    draw_rows(args.search, images, nearest.tolist(), scores.tolist(), path)
+    common.draw_rows(args.search, images, nearest.tolist(), scores.tolist(), path)
     if args.root:
         for text, row in zip(args.search, nearest.tolist()):
             say(f"{text}: " + ", ".join(images[n] for n in row[:3]) + ", ...")
     say(f"the ten nearest of {len(images)} photos to each text are in {path}")
-
-
-def draw_rows(texts, images, nearest, scores, path, side=128):
-    """One picture: for each text a row of the images `nearest`, with their scores below them"""
-    font, width, height = ImageFont.load_default(15), side + 8, side + 48
-    sheet = Image.new("RGB", (len(nearest[0]) * width + 8, len(texts) * height + 8), "white")
-    draw = ImageDraw.Draw(sheet)
-    for row, text in enumerate(texts):
-        y = 8 + row * height
-        draw.text((8, y), text, "black", font)
-        for column, (n, score) in enumerate(zip(nearest[row], scores[row])):
-            x = 8 + column * width
-            [pixels] = common.read_crops(images, n, [common.centre_crop(1.0)], side)
-            sheet.paste(Image.fromarray(pixels), (x, y + 22))
-            place = x + side / 2, y + 22 + side
-            draw.text(place, f"{score:.2f}", "grey", font, anchor="ma")
-    sheet.save(path)
 
 
 # ------------------------------------------------------------------------------ back-translation
