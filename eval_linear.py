@@ -67,16 +67,19 @@ ONE_LABEL = "sgd-virtex", "sgd-mct", "logreg-icmlm"  # protocols for images with
 COSTS = (0.01, 0.1, 1.0, 10.0)  # C of the SVMs [VirTex App. A.1]
 
 
-def flag_parser(script, description, data):
+def flag_parser(script, description, data=None):
     """A parser with the flags that mean the same wherever a backbone is measured.
 
-    data: the choices of --data; the first is the default.
+    data: the choices of --data, the first is the default; None: whatever common.caption_data reads.
     """
     parser = common.Parser(description)
     add = parser.add_argument
     add("--weights", default="runs/virtex/backbone.pth", help="a file, imagenet or random")
     add("--arch", choices=sorted(common.BACKBONES), help="for imagenet and random")
-    add("--data", choices=data, default=data[0], help="the images")
+    if data:
+        add("--data", choices=data, default=data[0], help="the images")
+    else:
+        add("--data", default="shapes", help="shapes (built in), coco, vg, or the path of a .jsonl")
     add("--root", help="folder of the data (default datasets/<name>)")
     add("--train-split", help="default trainval for voc07, train2017 for coco, else train")
     add("--val-split", help="default test for voc07, val2017 for coco, else val")
