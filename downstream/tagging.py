@@ -51,13 +51,13 @@ def get_args(argv=None):
     parser = eval_linear.flag_parser("tagging", __doc__)
     add = parser.add_argument_group("tags").add_argument
     add("--tags", metavar="FILE", help="concepts.json of tp.py: words of captions are the tags")
-    add("--num-tags", type=common.count, default=18157, help="at most, by frequency [Sec. 4.1]")
+    add("--num-tags", type=common.count, default=18157, help="the most frequent [Sec. 4.1]")
     add("--dim", type=common.dim, default=4096, help="of the tags' vectors, at most [Sec. 4.3]")
     add("--fraction", type=common.positive_share, help="of the training images (shapes: 0.2)")
 
     add = parser.add_argument_group("MLP").add_argument
     add("--hidden", type=common.dim, default=2048, help="its width [Sec. 4.3]")
-    add("--epochs", type=common.count, default=20, help="passes over the training images [ours]")
+    add("--epochs", type=common.count, default=10, help="passes over the training images [ours]")
     add("--batch-size", type=common.dim, default=128, help="images per iteration [ours]")
     add("--lr", type=common.positive, default=1e-3, help="peak of AdamW, falls by a cosine [ours]")
     args = eval_linear.parse(parser, argv)

@@ -33,24 +33,39 @@ def tags():
 # ------------------------------------------------------------------------------------ equations
 
 
-@pytest.mark.parametrize("dim", (3, 4096))
-def test_tag_vectors(tags, dim):
+def tags_with_a_hub():
+    """Tag 0 is at 21 images with one of tags 1 to 6, tags 7 to 11 at others -> (200, 12)
+
+    Tag k from 1 to 6 is at k images. The matrix of the PMI has a large negative eigenvalue.
+    """
+    dense, row = np.zeros((200, 12), np.float32), 0
+    for k in range(1, 7):
+        dense[row : row + k, [0, k]] = 1
+        row += k
+    dense[row:, 7:] = np.random.default_rng(0).random((200 - row, 5)) < 0.3
+    dense[np.arange(row, 200), 7 + np.arange(200 - row) % 5] = 1
+    return dense
+
+
+@pytest.mark.parametrize("dim", (7, 4096))
+def test_tag_vectors(dim):
     """PMI counted in loops, and numpy's SVD of it cut to `dim`; cosines do not depend on signs."""
-    images = [set(np.flatnonzero(row)) for row in tags.toarray()]
+    dense = tags_with_a_hub()
+    images = [set(np.flatnonzero(row)) for row in dense]
     pmi = np.zeros((12, 12))
     for a in range(12):
         for b in range(12):
-            p_a = sum(a in image for image in images) / 40
-            p_b = sum(b in image for image in images) / 40
-            p_ab = sum(a in image and b in image for image in images) / 40
+            p_a = sum(a in image for image in images) / 200
+            p_b = sum(b in image for image in images) / 200
+            p_ab = sum(a in image and b in image for image in images) / 200
             if p_ab > 0:
                 pmi[a, b] = max(0, math.log(p_ab / (p_a * p_b)))
     u, s, _ = np.linalg.svd(pmi)
     wanted = u[:, :dim] * np.sqrt(s[:dim])
     wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
-    found = tagging.tag_vectors(tags, dim, CPU).numpy()
+    found = tagging.tag_vectors(sparse.csr_array(dense), dim, CPU).numpy()
     assert found.shape == (12, min(dim, 12))
-    assert np.linalg.eigvalsh(pmi).min() < -0.1  # or signs of eigenvalues would not matter
+    assert np.linalg.eigvalsh(pmi).min() < -2  # among the seven largest without signs
     np.testing.assert_allclose(found @ found.T, wanted @ wanted.T, atol=1e-4)
 
 
