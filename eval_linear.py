@@ -657,13 +657,16 @@ def logreg_icmlm(train_x, train_y, test_x, test_y, epochs, batch_size, device, s
     return {"top-1": top1(predict(layer, test_x, device), test_y)}
 
 
-def train_linear(x, y, trials, factor, epochs, batch_size, device, seed):
+def train_linear(
+    x, y, trials, factor, epochs, batch_size, device, seed, width=None, loss=F.cross_entropy
+):
     """One linear layer per (learning rate, weight decay) in `trials`, on the same batches
 
     x: (N, D) float32.  y: (N, classes).  factor(share of the run): of the learning rates.
+    width: outputs of a layer, by default one per class.  loss(outputs (B, width), classes (B,))
     """
     x, classes = torch.from_numpy(x).to(device), torch.from_numpy(y.argmax(1)).to(device)
-    layers = LinearLayers(len(trials) * [x.shape[1]], y.shape[1]).to(device)
+    layers = LinearLayers(len(trials) * [x.shape[1]], width or y.shape[1]).to(device)
     groups = []
     for layer, (lr, decay) in zip(layers, trials):
         groups.append({"params": layer.parameters(), "lr": lr, "weight_decay": decay})
@@ -674,7 +677,7 @@ def train_linear(x, y, trials, factor, epochs, batch_size, device, seed):
         for n, batch in enumerate(batches):
             common.set_lr(optimizer, factor((epoch + n / len(batches)) / epochs))
             features, wanted = x[batch], classes[batch]
-            losses = [F.cross_entropy(layer(features), wanted) for layer in layers]
+            losses = [loss(layer(features), wanted) for layer in layers]
             optimizer.zero_grad()
             sum(losses).backward()  # the layers share no parameters: each is trained by itself
             optimizer.step()
