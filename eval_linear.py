@@ -187,18 +187,24 @@ def report(runs, classes, args):
     """Print mean and sample standard deviation of the runs, {name: percent} each; write
     result.json.
     """
-    found = {name: [scores[name] for scores in runs] for name in runs[0]}
-    both = {name: mean_and_deviation(values) for name, values in found.items()}
-    mean = {name: value for name, (value, _) in both.items()}
-    deviation = {name: value for name, (_, value) in both.items()}
+    content = {"args": vars(args), **over_runs(runs)}
+    mean, deviation = content["mean"], content["std"]
     width = max(map(len, mean))
     for name in sorted(mean, key=lambda name: (name not in classes, name)):  # metrics come last
         line = f"{name:{width}}  {mean[name]:6.2f}"
         if len(runs) > 1:
             line += f" ± {deviation[name]:.2f}"
         say(line)
-    content = {"args": vars(args), "mean": mean, "std": deviation, "runs": runs}
     common.write_json(f"{args.output}/result.json", content)
+
+
+def over_runs(runs):
+    """[{name: percent} of each run] -> {"mean": {name: percent}, "std": likewise, "runs": runs}"""
+    found = {name: [scores[name] for scores in runs] for name in runs[0]}
+    both = {name: mean_and_deviation(values) for name, values in found.items()}
+    mean = {name: value for name, (value, _) in both.items()}
+    deviation = {name: value for name, (_, value) in both.items()}
+    return {"mean": mean, "std": deviation, "runs": runs}
 
 
 def mean_and_deviation(values):
