@@ -40,19 +40,20 @@ def literal_loss(sigma, b, xs, ys, attributes):
 
 @pytest.fixture
 def problem():
-    """Data of 7 classes with 5 attributes, 2 of them unseen, and features of 6 numbers
+    """20 classes, each with two of 9 attributes, 2 of them unseen; features of 20 numbers
 
     The features show the attributes of their class, which a linear map finds again.
     """
     rng = np.random.default_rng(0)
-    attributes = rng.random((7, 5)) * [1, 2, 3, 1, 1]
-    classes = np.repeat(np.arange(7), 30)
-    parts = np.tile([zeroshot.TRAIN] * 20 + [zeroshot.SEEN] * 10, 7)
-    parts[np.isin(classes, (2, 5))] = zeroshot.UNSEEN
-    unit = attributes / np.linalg.norm(attributes, axis=1, keepdims=True)
-    x = unit[classes] @ rng.normal(size=(5, 6)) + 0.02 * rng.normal(size=(210, 6))
-    images = shapes.ShapeImages(range(210))
-    data = zeroshot.ZeroShotData(images, classes, parts, attributes, list("abcdefg"))
+    pairs = np.array([[*np.eye(4)[k // 5], *np.eye(5)[k % 5]] for k in range(20)])
+    classes = np.repeat(np.arange(20), 15)
+    parts = np.tile([zeroshot.TRAIN] * 10 + [zeroshot.SEEN] * 5, 20)
+    parts[np.isin(classes, (2, 9))] = zeroshot.UNSEEN
+    x = pairs[classes] @ rng.normal(size=(9, 20)) + 0.02 * rng.normal(size=(300, 20))
+    images, lengths = shapes.ShapeImages(range(300)), rng.uniform(0.5, 2, (20, 1))
+    data = zeroshot.ZeroShotData(
+        images, classes, parts, lengths * pairs, list("abcdefghijklmnopqrst")
+    )
     return x.astype(np.float32), data
 
 
@@ -66,7 +67,7 @@ def test_equations(problem, monkeypatch):
     """
     x, data = problem
     unit = data.attributes / np.linalg.norm(data.attributes, axis=1, keepdims=True)
-    of_seen, calls = unit[[0, 1, 3, 4, 6]], []
+    of_seen, calls = np.delete(unit, (2, 9), 0), []
     train_linear = eval_linear.train_linear
 
     def trained(rows, labels, trials, factor, epochs, batch, device, seed, width, loss):
@@ -74,22 +75,22 @@ def test_equations(problem, monkeypatch):
             rows, labels, trials, factor, epochs, batch, device, seed, width, loss
         )
         with torch.no_grad():
-            found = float(loss(layers[0](torch.from_numpy(rows[:9])), torch.arange(9) % 5))
+            found = float(loss(layers[0](torch.from_numpy(rows[:9])), torch.arange(9)))
         sigma, b = (p.double().tolist() for p in (layers[0].weight, layers[0].bias))
-        wanted = literal_loss(sigma, b, rows[:9].tolist(), [k % 5 for k in range(9)], of_seen)
-        assert width == 5 and found == pytest.approx(wanted, rel=1e-4)
+        wanted = literal_loss(sigma, b, rows[:9].tolist(), range(9), of_seen)
+        assert width == 9 and found == pytest.approx(wanted, rel=1e-4)
         calls.append((len(rows), [lr for lr, _ in trials], sigma, b, labels))
         return layers
 
     monkeypatch.setattr(eval_linear, "train_linear", trained)
     predicted = zeroshot.predict_classes(x, data, ARGS, CPU, 0)
     (fit, rates, *_), (number, chosen, sigma, b, labels) = calls
-    assert (fit, number) == (80, 100), "a fifth of the 100 training images is held out, then all"
+    assert (fit, number) == (144, 180), "a fifth of 180 training images is held out, then all"
     assert len(rates) > 3 and len(chosen) == 1 and chosen[0] in rates
-    assert labels.shape == (100, 5) and (labels.sum(0) == 20).all()
-    for n in range(0, 210, 10):
+    assert labels.shape == (180, 18) and (labels.sum(0) == 10).all()
+    for n in range(0, 300, 10):
         scores = [literal_score(sigma, b, x[n].tolist(), a) for a in unit]
-        assert predicted[n] == max(range(7), key=lambda c: scores[c])
+        assert predicted[n] == max(range(20), key=lambda c: scores[c])
 
 
 def test_unseen_classes_are_found(problem):
@@ -327,14 +328,13 @@ def test_script(tmp_path):
     top1 = found["trained"]["mean"]["top-1"]
     assert lines[-1].startswith(f"zero-shot on cub: top-1 {top1:.1f} trained, ")
     assert lines[-1].endswith("25.0 by guessing among 4 classes")
-    assert sum("cannot decode" in line and "0_a.jpg" in line for line in lines) == 3
+    assert sum("cannot decode" in line and "0_a.jpg" in line for line in lines) == 4
     for name in "trained", "random":
         assert len(found[name]["runs"]) == 2
         runs = [run["top-1"] for run in found[name]["runs"]]
         assert found[name]["mean"]["top-1"] == pytest.approx(np.mean(runs))
         assert set(found[name]["std"]) == {"top-1", "seen", "unseen", "harmonic mean"}
-    # --weights random is the initialisation of the first run
-    assert found["trained"]["runs"][0] == found["random"]["runs"][0]
+    assert found["trained"] == found["random"]  # --weights random: the same initialisations
     assert (tmp_path / "one" / "unseen.png").stat().st_size > 1000
     both = run_script(*TORCHRUN, "-m", "downstream.zeroshot", *flags, "--output", tmp_path / "two")
     finished(both)
@@ -348,3 +348,15 @@ def test_shapes_at_tiny_size(tmp_path, monkeypatch, capsys):
     common.run(zeroshot.main, lambda: zeroshot.get_args([str(flag) for flag in flags]))
     assert "1.6 by guessing among 64 classes" in capsys.readouterr().out.splitlines()[-1]
     assert len(result(tmp_path)["random"]["runs"]) == 5
+
+
+def test_vgg_has_three_scores(tmp_path, capsys):
+    """One for each of the last three convolutions [Tab. 6]; the last line has that of C-13."""
+    publish(tmp_path, "cub")
+    small = "--image-size", 48, "--runs", 1, "--epochs", 1, "--output", tmp_path / "out"
+    flags = *RANDOM, "--arch", "vgg16", "--data", "cub", "--root", tmp_path, *small
+    common.run(zeroshot.main, lambda: zeroshot.get_args([str(flag) for flag in flags]))
+    assert "zero-shot on cub: C-13 top-1 " in capsys.readouterr().out.splitlines()[-1]
+    [scores] = result(tmp_path / "out")["trained"]["runs"]
+    assert [name for name in scores if "top-1" in name] == [f"C-{n} top-1" for n in (11, 12, 13)]
+    assert len(scores) == 12
