@@ -190,18 +190,24 @@ def report(runs, classes, args):
     """Print mean and sample standard deviation of the runs, {name: percent} each; write
     result.json.
     """
-    found = {name: [scores[name] for scores in runs] for name in runs[0]}
-    both = {name: mean_and_deviation(values) for name, values in found.items()}
-    mean = {name: value for name, (value, _) in both.items()}
-    deviation = {name: value for name, (_, value) in both.items()}
+    content = {"args": vars(args), **over_runs(runs)}
+    mean, deviation = content["mean"], content["std"]
     width = max(map(len, mean))
     for name in sorted(mean, key=lambda name: (name not in classes, name)):  # metrics come last
         line = f"{name:{width}}  {mean[name]:6.2f}"
         if len(runs) > 1:
             line += f" ± {deviation[name]:.2f}"
         say(line)
-    content = {"args": vars(args), "mean": mean, "std": deviation, "runs": runs}
     common.write_json(f"{args.output}/result.json", content)
+
+
+def over_runs(runs):
+    """[{name: percent} of each run] -> {"mean": {name: percent}, "std": likewise, "runs": runs}"""
+    found = {name: [scores[name] for scores in runs] for name in runs[0]}
+    both = {name: mean_and_deviation(values) for name, values in found.items()}
+    mean = {name: value for name, (value, _) in both.items()}
+    deviation = {name: value for name, (_, value) in both.items()}
+    return {"mean": mean, "std": deviation, "runs": runs}
 
 
 def mean_and_deviation(values):
@@ -660,13 +666,16 @@ def logreg_icmlm(train_x, train_y, test_x, test_y, epochs, batch_size, device, s
     return {"top-1": top1(predict(layer, test_x, device), test_y)}
 
 
-def train_linear(x, y, trials, factor, epochs, batch_size, device, seed):
+def train_linear(
+    x, y, trials, factor, epochs, batch_size, device, seed, width=None, loss=F.cross_entropy
+):
     """One linear layer per (learning rate, weight decay) in `trials`, on the same batches
 
     x: (N, D) float32.  y: (N, classes).  factor(share of the run): of the learning rates.
+    width: outputs of a layer, by default one per class.  loss(outputs (B, width), classes (B,))
     """
     x, classes = torch.from_numpy(x).to(device), torch.from_numpy(y.argmax(1)).to(device)
-    layers = LinearLayers(len(trials) * [x.shape[1]], y.shape[1]).to(device)
+    layers = LinearLayers(len(trials) * [x.shape[1]], width or y.shape[1]).to(device)
     groups = []
     for layer, (lr, decay) in zip(layers, trials):
         groups.append({"params": layer.parameters(), "lr": lr, "weight_decay": decay})
@@ -677,7 +686,7 @@ def train_linear(x, y, trials, factor, epochs, batch_size, device, seed):
         for n, batch in enumerate(batches):
             common.set_lr(optimizer, factor((epoch + n / len(batches)) / epochs))
             features, wanted = x[batch], classes[batch]
-            losses = [F.cross_entropy(layer(features), wanted) for layer in layers]
+            losses = [loss(layer(features), wanted) for layer in layers]
             optimizer.zero_grad()
             sum(losses).backward()  # the layers share no parameters: each is trained by itself
             optimizer.step()
