@@ -784,7 +784,7 @@ def build_backbone(arch):
         names = "conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"
         parts, channels = {name: getattr(model, name) for name in names}, model.fc.in_features
     backbone = nn.Sequential(OrderedDict(parts))
-    backbone.channels = channels
+    backbone.channels, backbone.arch = channels, arch
     return backbone
 
 
@@ -1142,7 +1142,7 @@ class Run:
         as CaptionData."""
         self.args, self.script, self.world, self.folder = args, script, world, Path(args.output)
         self.path = self.folder / "checkpoint.pth"
-        self.data, self.images = [part.digest() for part in data], len(data[0])
+        self.data, self.images = [part.digest() for part in data], len(data[0].images)
         self.iteration, self.checkpoint, self.best = 0, None, None
         self.values, self.waited, self.unreadable = {}, 0.0, set()
         with main_first(world):
