@@ -1196,7 +1196,7 @@ class Run:
                 name = f"--{flag.replace('_', '-')} {before.get(flag)}"
                 fail(f"{self.folder} holds a run with {name}, not {value}: {hint}")
         same = self.checkpoint["data"] == self.data
-        check(same, f"{self.folder} holds a run on other captions or tags than --data: {hint}")
+        check(same, f"{self.folder} holds a run on other captions, tags or labels: {hint}")
 
     def keep_metrics(self):
         """Drop the lines that a killed run wrote after its checkpoint: they come again."""
