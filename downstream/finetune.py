@@ -35,7 +35,7 @@ from torch import nn
 
 import common
 import eval_linear
-from common import ImageFiles, check, positive, say
+from common import ImageFiles, fail, positive, say
 
 # fmt: off
 DEFAULTS = {  #          shapes    folder    inat
@@ -73,7 +73,7 @@ def get_args(argv=None):
     add("--epochs", type=positive, help="length in passes over the images; more for few images")
     add("--batch-size", type=common.dim, help="images per iteration over all processes")
     rates = f"{LR} at batch {BATCH}, {RANDOM_LR} for random weights; it scales with the batch"
-    add("--lr", type=positive, help=f"at the start (default {rates} [Sec. 4.3])")
+    add("--lr", type=positive, help=f"at the start (default {rates}) [Sec. 4.3]")
     add("--weight-decay", type=common.non_negative, default=1e-4, help="of all weights [Sec. 4.3]")
     common.run_flags(parser, "finetune")
 
@@ -90,6 +90,11 @@ def main(args):
     world = common.start()
     args.amp = common.choose_amp(world.device, args.amp)
 
+    # A wrong file is refused before data are read.
+    args.arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
+    if args.arch == "vgg16" and args.image_size < 32:
+        fail("VGG-16 halves a photo five times: give --image-size 32 or more")
+
     # Data: images with one label each, and of those for training a share.
     train = labelled_split(args.data, args.root, args.train_split)
     val = labelled_split(args.data, args.root, args.val_split)
@@ -99,20 +104,21 @@ def main(args):
     number = len(train.images)
     say(f"{number} training and {len(val.images)} validation images, {len(train.names)} classes")
 
-    # On shapes, which takes minutes, the same is done from random initialisation.
-    starts = {"random" if args.weights == "random" else "trained": args}
+    # On shapes, where it takes minutes, the same is done from random initialisation.
+    starts = [args]
     if args.data == "shapes" and args.weights != "random":
-        found = eval_linear.load_backbone(args.weights, args.arch, args.seed)
-        other = {"weights": "random", "arch": found.arch, "output": f"{args.output}/random"}
-        starts["random"] = argparse.Namespace(**{**vars(args), **other})
-    scores = {name: fine_tune(start, train, val) for name, start in starts.items()}
+        other = {**vars(args), "weights": "random", "output": f"{args.output}/random"}
+        starts.append(argparse.Namespace(**other))
+    scores, words = {}, []
+    for start in starts:
+        top1 = fine_tune(start, train, val)
+        name = "random" if start.weights == "random" else "trained"
+        scores[name] = {"top-1": top1}
+        origin = "random initialisation" if name == "random" else args.weights
+        words.append(f"{top1} from {origin}")
     if world.is_main:
-        content = {"args": vars(args)}
-        content |= {name: {"top-1": round(score, 2)} for name, score in scores.items()}
-        common.write_json(f"{args.output}/result.json", content)
-        origins = {"trained": f"from {args.weights}", "random": "from random initialisation"}
-        both = ", ".join(f"{scores[name]:.1f} {origins[name]}" for name in scores)
-        say(f"top-1 on {args.data} after fine-tuning on {number} labels: {both}")
+        common.write_json(f"{args.output}/result.json", {"args": vars(args), **scores})
+        say(f"top-1 on {args.data} after fine-tuning on {number} labels: {', '.join(words)}")
 
 
 def fine_tune(args, train, val):
@@ -123,15 +129,12 @@ def fine_tune(args, train, val):
     world = common.start()
     device, size = world.device, len(train.images)
     run = common.Run(args, "finetune", world, train, val)
-    backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
-    smallest = 32 if hasattr(backbone, "features") else 1
-    check(args.image_size >= smallest, "VGG-16 halves a photo five times: --image-size 32 or more")
-    lr = args.lr or (RANDOM_LR if args.weights == "random" else LR) * args.batch_size / BATCH
+    lr = learning_rate(args)
     iters = math.ceil(args.epochs * size / args.batch_size)
     say(f"{args.weights}: learning rate {lr:.3g}, {iters} iterations")
 
     # Model and optimizer, and where an earlier run stopped.
-    torch.manual_seed(args.seed)
+    backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     model = Classifier(backbone, len(train.names))
     if device.type == "cuda" and world.size > 1:  # there is none for CPUs
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -165,7 +168,13 @@ def fine_tune(args, train, val):
     # The other processes have left: the first one alone scores the result.
     if world.is_main:
         run.save_weights("backbone.pth", model.backbone)
-        return validate(model, val, args, common.World(0, 1, device))["top1"]
+        return round(validate(model, val, args, common.World(0, 1, device))["top1"], 2)
+
+
+def learning_rate(args):
+    """--lr, or what the paper starts with, in proportion to the batch size"""
+    usual = RANDOM_LR if args.weights == "random" else LR
+    return args.lr or usual * args.batch_size / BATCH
 
 
 # --------------------------------------------------------------------------------- labelled images
