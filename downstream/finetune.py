@@ -224,7 +224,7 @@ def share_of_classes(data, fraction, seed):
     So that classes are as frequent as in the whole, as in VirTex's subsets of ImageNet [App. A.1].
     A smaller share of the same seed is a part of a larger one.
     """
-    classes = data.labels.argmax(1)
+    classes = data.labels if data.labels.ndim == 1 else data.labels.argmax(1)
     shuffled = np.random.default_rng(seed).permutation(len(classes))
     by_class = shuffled[np.argsort(classes[shuffled], kind="stable")]
     borders = np.flatnonzero(np.diff(classes[by_class])) + 1

@@ -133,7 +133,7 @@ def test_validation(photos):
     right = 0
     for i in range(12):
         predicted = 0 if logits[i][0] > logits[i][1] + shift else 1
-        right += int(val.labels[i][predicted])
+        right += val.names[predicted] in val.images[i].split("/")
     model.train()
     assert finetune.validate(model, val, args, ALONE) == {"top1": pytest.approx(100 * right / 12)}
     assert 0 < right < 12 and right != 6 and model.training
@@ -301,7 +301,8 @@ def test_inaturalist(inat, tiny):
     data = finetune.labelled_split("inat", str(inat), "train2018")
     paths = [str(inat / image["file_name"]) for image in INAT["images"]]
     assert list(data.images) == paths and data.names == ["2", "4", "9"]
-    assert data.labels.tolist() == [[1, 0, 0], [0, 0, 1]]
+    classes = data.labels if data.labels.ndim == 1 else data.labels.argmax(1)
+    assert classes.tolist() == [0, 2]
     flags = tiny(inat / "run", "--data", "inat", "--root", inat, "--epochs", 6)
     run_here([SCRIPT, *flags])
     assert metrics(inat / "run")[0]["loss"] == pytest.approx(np.log(3), abs=0.3)
