@@ -73,7 +73,7 @@ def get_args(argv=None):
     add("--epochs", type=positive, help="length in passes over the images; more for few images")
     add("--batch-size", type=common.dim, help="images per iteration over all processes")
     rates = f"{LR} at batch {BATCH}, {RANDOM_LR} for random weights; it scales with the batch"
-    add("--lr", type=positive, help=f"at the start (default {rates}) [Sec. 4.3]")
+    add("--lr", type=positive, help=f"at the start, on shapes of both (default {rates}) [Sec. 4.3]")
     add("--weight-decay", type=common.non_negative, default=1e-4, help="of all weights [Sec. 4.3]")
     common.run_flags(parser, "finetune")
 
