@@ -1117,7 +1117,7 @@ class Run:
         as CaptionData."""
         self.args, self.script, self.world, self.folder = args, script, world, Path(args.output)
         self.path = self.folder / "checkpoint.pth"
-        self.data, self.images = [part.digest() for part in data], len(data[0])
+        self.data, self.images = [part.digest() for part in data], len(data[0].images)
         self.iteration, self.checkpoint, self.best = 0, None, None
         self.values, self.waited, self.unreadable = {}, 0.0, set()
         with main_first(world):
@@ -1171,7 +1171,7 @@ class Run:
                 name = f"--{flag.replace('_', '-')} {before.get(flag)}"
                 fail(f"{self.folder} holds a run with {name}, not {value}: {hint}")
         same = self.checkpoint["data"] == self.data
-        check(same, f"{self.folder} holds a run on other captions or tags than --data: {hint}")
+        check(same, f"{self.folder} holds a run on other captions, tags or labels: {hint}")
 
     def keep_metrics(self):
         """Drop the lines that a killed run wrote after its checkpoint: they come again."""

@@ -248,7 +248,7 @@ def test_other_data_is_refused(script, tiny, tmp_path):
     torch.save({**checkpoint, "data": [number + 1 for number in checkpoint["data"]]}, path)
     (tmp_path / "result.json").unlink()
     kept = path.read_bytes()
-    assert "other captions or tags" in refusal(command)
+    assert "other captions, tags or labels" in refusal(command)
     assert path.read_bytes() == kept
 
 

@@ -1,0 +1,282 @@
+"""Fine-tuning: a backbone and a linear layer, trained end to end on labelled images.
+
+Desai, Johnson. VirTex: Learning Visual Representations from Textual Annotations. CVPR 2021,
+Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3.
+
+Where eval_linear.py freezes the backbone, here it is where training starts from: the better it is,
+the fewer labels are needed. --fraction keeps a share of the labels of each class.
+
+    laptop          python virtex.py, then python -m downstream.finetune
+    own photos      python -m downstream.finetune --data folder --root photos --image-size 112 \\
+                        --batch-size 32 --epochs 30
+    a tenth of it   the same with --fraction 0.1 --output runs/finetune_tenth
+    iNaturalist     torchrun --nproc_per_node=8 -m downstream.finetune --data inat
+    random start    torchrun --nproc_per_node=8 -m downstream.finetune --data inat \\
+                        --weights random --arch resnet50 --output runs/finetune_random
+
+An image folder holds train/<class>/<image> and val/<class>/<image>. What to expect: the loss starts
+at ln(number of classes) and steps down at 70% of the run, where the learning rate falls to a tenth.
+On shapes a second backbone, randomly initialised, is trained into OUTPUT/random, and the last line
+compares the two; on other data this is a command of its own, as above. It keeps the output folder
+of the training scripts (docs/output.md), and the same command goes on after a stop.
+"""
+
+import argparse
+import json
+import math
+import os
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import common
+import eval_linear
+from common import ImageFiles, fail, positive, say
+
+# fmt: off
+DEFAULTS = {  #          shapes    folder    inat
+    "recipe":           ("demo",   "paper",  "paper"),
+    "train_split":      ("train",  "train",  "train2018"),  # Sec. 4.3
+    "val_split":        ("val",    "val",    "val2018"),    # Sec. 4.3
+    "fraction":         (0.02,     1.0,      1.0),
+    "image_size":       (64,       224,      224),          # App. A.1
+    "epochs":           (40.0,     100.0,    100.0),        # Sec. 4.3
+    "batch_size":       (32,       256,      256),          # Sec. 4.3
+    "log_every":        (10,       20,       20),
+    "checkpoint_every": (100,      1000,     1000),
+}
+# fmt: on
+DATA = "shapes", "folder", "inat"
+LR, RANDOM_LR, BATCH = 0.025, 0.1, 256  # pretrained, randomly initialised [Sec. 4.3]
+STEPS = (0.7, 0.9)  # the learning rate falls to a tenth at epochs 70 and 90 of 100 [Sec. 4.3]
+
+
+def get_args(argv=None):
+    parser = common.Parser(__doc__)
+    add = parser.add_argument_group("data").add_argument
+    add("--data", choices=DATA, default=DATA[0], help="scenes, an image folder, iNaturalist")
+    add("--root", help="folder of the data (default datasets/<name>)")
+    add("--train-split", help="name of the training split")
+    add("--val-split", help="name of the validation split")
+    add("--fraction", type=common.positive_share, help="train on this share of each class")
+    add("--image-size", type=common.image_side, help="side of the crops")
+    cores = min(8, os.cpu_count())
+    add("--workers", type=common.natural, default=cores, help="data processes of each process")
+
+    add = parser.add_argument_group("backbone and optimisation").add_argument
+    add("--weights", default="runs/virtex/backbone.pth", help="a file, imagenet or random")
+    add("--arch", choices=sorted(common.BACKBONES), help="for imagenet and random")
+    add("--epochs", type=positive, help="length in passes over the images; more for few images")
+    add("--batch-size", type=common.dim, help="images per iteration over all processes")
+    rates = f"{LR} at batch {BATCH}, {RANDOM_LR} for random weights; it scales with the batch"
+    add("--lr", type=positive, help=f"at the start, on shapes of both (default {rates}) [Sec. 4.3]")
+    add("--weight-decay", type=common.non_negative, default=1e-4, help="of all weights [Sec. 4.3]")
+    common.run_flags(parser, "finetune")
+
+    data = common.look(argv, "--data").data or DATA[0]
+    column = DATA.index(data) if data in DATA else 0
+    defaults = {flag: row[column] for flag, row in DEFAULTS.items()}
+    parser.set_defaults(**defaults, probe_every=0)
+    args = eval_linear.parse(parser, argv)
+    common.refuse_uneven_batch(parser, args.batch_size)
+    return args
+
+
+def main(args):
+    world = common.start()
+    args.amp = common.choose_amp(world.device, args.amp)
+
+    # A wrong file is refused before data are read.
+    args.arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
+    if args.arch == "vgg16" and args.image_size < 32:
+        fail("VGG-16 halves a photo five times: give --image-size 32 or more")
+
+    # Data: images with one label each, and of those for training a share.
+    train = labelled_split(args.data, args.root, args.train_split)
+    val = labelled_split(args.data, args.root, args.val_split)
+    eval_linear.check_same_classes(train, val)
+    if args.fraction < 1:
+        train = share_of_classes(train, args.fraction, args.seed)
+    number = len(train.images)
+    say(f"{number} training and {len(val.images)} validation images, {len(train.names)} classes")
+
+    # On shapes, where it takes minutes, the same is done from random initialisation.
+    starts = [args]
+    if args.data == "shapes" and args.weights != "random":
+        other = {**vars(args), "weights": "random", "output": f"{args.output}/random"}
+        starts.append(argparse.Namespace(**other))
+    scores, words = {}, []
+    for start in starts:
+        top1 = fine_tune(start, train, val)
+        name = "random" if start.weights == "random" else "trained"
+        scores[name] = {"top-1": top1}
+        origin = "random initialisation" if name == "random" else args.weights
+        words.append(f"{top1} from {origin}")
+    if world.is_main:
+        common.write_json(f"{args.output}/result.json", {"args": vars(args), **scores})
+        say(f"top-1 on {args.data} after fine-tuning on {number} labels: {', '.join(words)}")
+
+
+def fine_tune(args, train, val):
+    """Train on `train` into args.output, see common.Run -> top-1 on `val` in percent
+
+    None on all processes but the first.
+    """
+    world = common.start()
+    device, size = world.device, len(train.images)
+    run = common.Run(args, "finetune", world, train, val)
+    lr = learning_rate(args)
+    iters = math.ceil(args.epochs * size / args.batch_size)
+    say(f"{args.weights}: learning rate {lr:.3g}, {iters} iterations")
+
+    # Model and optimizer, and where an earlier run stopped.
+    backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
+    model = Classifier(backbone, len(train.names))
+    if device.type == "cuda" and world.size > 1:  # there is none for CPUs
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model.to(device, memory_format=torch.channels_last)
+    optimizer = common.build_optimizer("sgd", model.parameters(), lr, args.weight_decay)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+    run.resume(model=model, optimizer=optimizer, scaler=scaler)
+    if args.compile:
+        model.compile()
+    parallel = common.data_parallel(model, world).train()
+
+    # The validation images are scored when five times as many have been trained on.
+    validate_every = math.ceil(max(size, 5 * len(val.images)) / args.batch_size)
+    sample = partial(eval_linear.labelled_photo, train, args.image_size, 0.0)
+    samples, collate = common.Samples(sample, size, args.seed), eval_linear.collate_labelled
+    for iteration, batch in run.steps(samples, collate, iters, None, model.backbone):
+        factor = common.lr_factor(iteration - 1, iters, steps=STEPS)
+        common.set_lr(optimizer, factor)
+        with common.autocast(device, args.amp):
+            logits = parallel(common.augment(batch["images"]))
+        loss = eval_linear.classification_loss(logits.float(), batch["labels"], several=False)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scores = None
+        if iteration % validate_every == 0 and iteration < iters:
+            scores = validate(model, val, args, world)
+        run.log(scores, loss=loss, lr=lr * factor)
+
+    # The other processes have left: the first one alone scores the result.
+    if world.is_main:
+        run.save_weights("backbone.pth", model.backbone)
+        return round(validate(model, val, args, common.World(0, 1, device))["top1"], 2)
+
+
+def learning_rate(args):
+    """--lr, or what the paper starts with, in proportion to the batch size"""
+    usual = RANDOM_LR if args.weights == "random" else LR
+    return args.lr or usual * args.batch_size / BATCH
+
+
+# --------------------------------------------------------------------------------- labelled images
+
+
+def labelled_split(name, root, split):
+    """One split of "shapes", "folder" or "inat", one label per image -> eval_linear.LabelData"""
+    if name == "inat":
+        data = inat_labels(root or "datasets/inat", split)
+        data.images.check_files()
+        return data
+    data = eval_linear.label_data(name, root, split)
+    if name == "shapes":  # the scenes with one shape; their class is the shape
+        data = data.select(np.flatnonzero(data.labels.sum(1) == 1))
+    return data
+
+
+INAT = (
+    "iNaturalist's {split}.json with images (id, file_name), annotations (image_id, category_id) "
+    "and categories (id), images by their file_name below --root"
+)
+
+
+def inat_labels(root, split):
+    """{split}.json of iNaturalist 2018, images below `root` -> eval_linear.LabelData"""
+    path = Path(root, f"{split}.json")
+    with common.Reading(path, INAT) as at:
+        content = json.loads(path.read_bytes())
+        ids = sorted(category["id"] for category in content["categories"])
+        index, classes = {category: k for k, category in enumerate(ids)}, {}
+        for at.entry, row in enumerate(content["annotations"]):
+            if row["image_id"] in classes:
+                raise ValueError("a second annotation of an image, which has one class here")
+            classes[row["image_id"]] = index[row["category_id"]]
+        images, labels = ImageFiles(), []
+        for at.entry, image in enumerate(content["images"]):
+            images.append(os.path.join(root, image["file_name"]))
+            labels.append([classes[image["id"]]])
+        at.entry = None
+        names = [str(category) for category in ids]
+        return eval_linear.LabelData(images, eval_linear.multi_hot(labels, len(ids)), names)
+
+
+def share_of_classes(data, fraction, seed):
+    """This share of the images of each class, at least one -> eval_linear.LabelData
+
+    So that classes are as frequent as in the whole, as in VirTex's subsets of ImageNet [App. A.1].
+    A smaller share of the same seed is a part of a larger one.
+    """
+    classes = data.labels if data.labels.ndim == 1 else data.labels.argmax(1)
+    shuffled = np.random.default_rng(seed).permutation(len(classes))
+    by_class = shuffled[np.argsort(classes[shuffled], kind="stable")]
+    borders = np.flatnonzero(np.diff(classes[by_class])) + 1
+    keep = []
+    for members in np.split(by_class, borders):
+        keep.extend(members[: max(1, round(fraction * len(members)))])
+    return data.select(np.sort(keep))
+
+
+# ---------------------------------------------------------------------------- model and validation
+
+
+class Classifier(nn.Module):
+    """The backbone, average pooling and a linear layer: (B, 3, h, w) -> logits (B, classes)
+
+    Its weights begin as N(0, 0.01), its bias as 0 [App. A.1, A.3].
+    """
+
+    def __init__(self, backbone, classes):
+        super().__init__()
+        self.backbone = backbone
+        [self.linear] = eval_linear.LinearLayers([backbone.channels], classes)
+
+    def forward(self, images):
+        return self.linear(self.backbone(images).mean((2, 3)))
+
+
+@torch.no_grad()
+def validate(model, val, args, world):
+    """Top-1 on the centres of the images ("resize 256, crop 224" [App. A.1]) -> {"top1": percent}
+
+    None on all processes but the first, which each do their share.
+    """
+    if world.size > 1:  # without SyncBatchNorm each process has its own statistics
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+
+    def logits_of(images):
+        images = images.to(world.device, non_blocking=True)
+        with common.autocast(world.device, args.amp):
+            return model(common.augment(images))
+
+    model.eval()
+    size, workers = args.image_size, args.workers
+    logits, readable = eval_linear.describe_images(logits_of, val.images, size, world, workers)
+    model.train()
+    if world.is_main:
+        eval_linear.check_finite(logits)
+        top1 = eval_linear.top1(logits, val.labels[readable])
+        say(f"validation: top1 {top1:.2f}")
+        return {"top1": top1}
+
+
+if __name__ == "__main__":
+    common.run(main, get_args)

@@ -1,0 +1,390 @@
+"""downstream/finetune.py: schedule, share of the labels, readers, exact resume, processes."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    ALONE,
+    ROOT,
+    TORCHRUN,
+    checkpoint_in,
+    files_in,
+    finished,
+    kill_at,
+    metrics,
+    refusal,
+    result,
+    run_here,
+    run_script,
+)
+from test_contracts import COMPARED
+
+import common
+import eval_linear
+import shapes
+from downstream import finetune
+
+SCRIPT = "downstream.finetune.py"  # as run_here and refusal want it
+MODULE = "-m", "downstream.finetune"
+FILES = {"args.json", "metrics.jsonl", "checkpoint.pth", "backbone.pth"}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """train: 12 red and 6 blue noisy photos, val: 6 and 6"""
+    root, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for split, numbers in (("train", (12, 6)), ("val", (6, 6))):
+        for name, channel, number in zip(("red", "blue"), (0, 2), numbers):
+            (root / split / name).mkdir(parents=True)
+            for n in range(number):
+                pixels = rng.integers(0, 120, (40, 40, 3), np.uint8)
+                pixels[..., channel] += 100
+                common.Image.fromarray(pixels).save(root / split / name / f"{n}.jpg")
+    return root
+
+
+@pytest.fixture
+def tiny(photos):
+    """-> function (output, *flags) -> flags of a run of a second on 18 photos"""
+
+    def flags(output, *more):
+        data = "--data", "folder", "--root", photos, "--output", output, "--image-size", 32
+        how = "--batch-size", 6, "--workers", 0, "--log-every", 1, "--amp", "off", "--lr", 0.02
+        weights = "--weights", "random", "--arch", "resnet18"
+        return [str(word) for word in (*data, *how, *weights, *more)]
+
+    return flags
+
+
+# --------------------------------------------------------------------------- schedule, score, files
+
+
+def test_schedule_and_output_folder(tiny, tmp_path):
+    """A tenth after 70% and after 90% of the epochs [Sec. 4.3]; red and blue are told apart."""
+    output = run_here([SCRIPT, *tiny(tmp_path, "--epochs", 10)])
+    rows = metrics(tmp_path)
+    expected = []
+    for epoch in range(10):
+        for _ in range(18 // 6):
+            expected.append(0.02 * (0.1 if epoch >= 7 else 1) * (0.1 if epoch >= 9 else 1))
+    assert [row["lr"] for row in rows] == pytest.approx(expected)
+    # 12 validation images: scored when 60 images have been trained on, and at the end.
+    assert [row["iteration"] for row in rows if "validation_top1" in row] == [10, 20]
+    assert files_in(tmp_path) == FILES | {"result.json"}
+    assert result(tmp_path)["random"]["top-1"] == 100
+    folder = "top-1 on folder after fine-tuning on 18 labels"
+    assert output.splitlines()[-1] == f"{folder}: 100.0 from random initialisation"
+    with pytest.raises(SystemExit) as ended:
+        run_here([SCRIPT, *tiny(tmp_path, "--epochs", 10)])
+    assert ended.value.code == 0
+
+
+def test_the_paper_s_numbers():
+    """Sec. 4.3, App. A.1 and A.3, for iNaturalist 2018 without a flag; the demo's fraction."""
+    args = finetune.get_args("--data inat --weights random --arch resnet50".split())
+    assert (args.train_split, args.val_split) == ("train2018", "val2018")
+    assert (args.epochs, args.batch_size, args.weight_decay) == (100, 256, 1e-4)
+    assert (args.image_size, args.fraction, args.recipe) == (224, 1, "paper")
+    assert finetune.learning_rate(args) == 0.1
+    args.weights = "runs/virtex/backbone.pth"
+    assert finetune.learning_rate(args) == 0.025
+    args.batch_size = 64
+    assert finetune.learning_rate(args) == 0.025 / 4
+    args.lr = 0.3
+    assert finetune.learning_rate(args) == 0.3
+
+
+def test_classifier():
+    """torchvision's ResNet with the same weights; the layer starts as N(0, 0.01) and 0"""
+    from torchvision.models import resnet18
+
+    torch.manual_seed(0)
+    model = finetune.Classifier(common.build_backbone("resnet18"), 50).eval()
+    weight, bias = model.linear.weight, model.linear.bias
+    assert weight.std().item() == pytest.approx(0.01, rel=0.05) and not bias.any()
+    state = {**model.backbone.state_dict(), "fc.weight": weight, "fc.bias": bias}
+    theirs = resnet18(num_classes=50).eval()
+    theirs.load_state_dict(state)
+    images = torch.randn(3, 3, 40, 56)
+    torch.testing.assert_close(model(images), theirs(images))
+
+
+class Reddish(torch.nn.Module):
+    """Logits are the means of red and blue; keeps what it was given, and in which mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, images):
+        self.seen.append((images, self.training))
+        return images.mean((2, 3))[:, [2, 0]]
+
+
+def test_validation(photos, tmp_path):
+    """Top-1 of the centres, 224 / 256 of the smaller side, in eval mode; then training again"""
+    shutil.copytree(photos / "val", tmp_path / "val")
+    shutil.copy(photos / "val" / "red" / "0.jpg", tmp_path / "val" / "blue" / "0.jpg")  # wrong
+    val = eval_linear.label_data("folder", str(tmp_path), "val")
+    flags = "--data folder --weights random --arch resnet18 --amp off --workers 0 --image-size 36"
+    model, expected = Reddish(), []
+    for path in val.images:
+        with common.Image.open(path) as image:
+            border = 40 * (1 - 224 / 256) / 2
+            box = border, border, 40 - border, 40 - border
+            expected.append(np.array(image.resize((36, 36), common.Image.BILINEAR, box)))
+    scores = finetune.validate(model, val, finetune.get_args(flags.split()), ALONE)
+    assert scores == {"top1": pytest.approx(100 * 11 / 12)} and model.training
+    [(images, training)] = model.seen
+    torch.testing.assert_close(images, common.augment(torch.from_numpy(np.stack(expected))))
+    assert not training
+
+
+def test_a_photo_that_cannot_be_decoded(tiny, photos, tmp_path):
+    """In validation it is left out; in training one of 18 is over 1%: the run ends."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(photos, data)
+    flags = tiny(run, "--root", data, "--epochs", 2)
+    (data / "val" / "red" / "0.jpg").write_bytes(b"")
+    assert "red/0.jpg: left out" in run_here([SCRIPT, *flags])
+    (data / "train" / "red" / "0.jpg").write_bytes(b"")
+    message = refusal([SCRIPT, *flags, "--fresh"])
+    assert "1 of 18 images cannot be decoded" in message
+
+
+# ------------------------------------------------------------------------- two backbones, processes
+
+
+@pytest.fixture
+def few_scenes(monkeypatch):
+    splits = {"train": range(90), "val": range(1000, 1030)}
+    monkeypatch.setattr(shapes, "SPLITS", splits)
+
+
+@pytest.fixture
+def weights(tmp_path):
+    torch.manual_seed(3)
+    state = common.build_backbone("resnet18").state_dict()
+    torch.save(state, tmp_path / "backbone.pth")
+    return tmp_path / "backbone.pth"
+
+
+SHAPES = "--batch-size 8 --image-size 32 --workers 0 --log-every 1 --epochs 1 --amp off".split()
+
+
+def test_shapes_compares_with_random(few_scenes, weights, tmp_path):
+    """Both are trained alike but for the learning rate; after a stop only what is missing."""
+    folder = tmp_path / "run"
+    command = [SCRIPT, *SHAPES, "--fraction", 0.5, "--weights", weights, "--output", folder]
+    output = run_here(command)
+    scores = {name: result(folder)[name]["top-1"] for name in ("trained", "random")}
+    words = f"{scores['trained']} from {weights}, {scores['random']} from random initialisation"
+    assert output.endswith(f": {words}\n")
+    one, other = metrics(folder), metrics(folder / "random")
+    assert one[0]["lr"] == pytest.approx(0.025 * 8 / 256)
+    assert other[0]["lr"] == pytest.approx(0.1 * 8 / 256)
+    assert [row["iteration"] for row in one] == [row["iteration"] for row in other]
+    assert files_in(folder / "random") == FILES
+
+    # As if it had been killed while the second one was trained.
+    content, written = (folder / "result.json").read_bytes(), checkpoint_in(folder / "random")
+    trained = (folder / "checkpoint.pth").stat().st_mtime_ns
+    (folder / "result.json").unlink()
+    (folder / "random" / "checkpoint.pth").unlink()
+    run_here(command)
+    assert (folder / "result.json").read_bytes() == content
+    assert (folder / "checkpoint.pth").stat().st_mtime_ns == trained
+    for name, value in checkpoint_in(folder / "random")["model"].items():
+        assert torch.equal(value, written["model"][name])
+
+
+def test_scenes_of_one_shape(few_scenes):
+    """One label each: the scene's shape"""
+    data = finetune.labelled_split("shapes", None, "train")
+    kept = set(data.images[i] for i in range(len(data.images)))
+    for scene in range(90):
+        found = {o.shape for o in shapes.objects_of(scene)}
+        assert (scene in kept) == (len(found) == 1)
+        if scene in kept:
+            label = data.labels[list(data.images).index(scene)]
+            assert [data.names[k] for k in np.flatnonzero(label)] == list(found)
+
+
+def test_killed_twice_ends_with_the_same_bits(tiny, tmp_path):
+    """SIGKILL before the first checkpoint and between two"""
+    flags = "--epochs", 4, "--checkpoint-every", 4
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_here([SCRIPT, *tiny(whole, *flags)])
+    for iteration in (2, 7):
+        kill_at(iteration, [*MODULE, *tiny(killed, *flags)], killed)
+    assert "going on from iteration" in run_here([SCRIPT, *tiny(killed, *flags)])
+    assert (whole / "backbone.pth").read_bytes() == (killed / "backbone.pth").read_bytes()
+    assert result(whole)["random"] == result(killed)["random"]
+    speed = {"images_per_s": 0, "data_wait": 0}
+    for one, other in zip(metrics(whole), metrics(killed), strict=True):
+        assert one | speed == other | speed
+    one, other = checkpoint_in(whole)["model"], checkpoint_in(killed)["model"]
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_two_processes(weights, tmp_path):
+    """torchrun with gloo, both backbones: equal weights, each iteration logged once, validated."""
+    folder, launcher = tmp_path / "run", tmp_path / "compared.py"
+    splits = "import common, shapes\nshapes.SPLITS = {'train': range(90), 'val': range(8, 16)}\n"
+    text = COMPARED.format(root=str(ROOT)).replace("import common\n", splits)
+    launcher.write_text(text.replace("runs[0]", "runs[-1]"))
+    flags = [*SHAPES, "--weights", weights, "--fraction", 0.5, "--epochs", 2, "--output", folder]
+    process = finished(run_script(*TORCHRUN, launcher, "downstream.finetune", *flags))
+    assert process.stdout.count("numbers apart: 0.0\n") == 4
+    assert files_in(folder) == FILES | {"result.json", "random"}
+    for part in (folder, folder / "random"):
+        rows = metrics(part)
+        assert [row["iteration"] for row in rows] == list(range(1, len(rows) + 1))
+        assert any("validation_top1" in row for row in rows)
+        names = checkpoint_in(part)["model"]
+        assert not any(name.startswith("module.") for name in names)
+    assert json.loads((folder / "args.json").read_text())["processes"] == 2
+
+
+# ------------------------------------------------------------------------------- share and readers
+
+
+def test_fraction():
+    """Of each class its share, at least one; the same for a seed; 10% are part of 30%."""
+    rng = np.random.default_rng(0)
+    classes = rng.permutation([0] * 100 + [1] * 31 + [2] * 4)
+    images = common.ImageFiles(f"{n}.jpg" for n in range(135))
+    data = eval_linear.LabelData(images, eval_linear.multi_hot(classes[:, None], 3), list("abc"))
+    shares = {}
+    for fraction in (0.01, 0.1, 0.3):
+        part = finetune.share_of_classes(data, fraction, seed=5)
+        again = finetune.share_of_classes(data, fraction, seed=5)
+        assert list(part.images) == list(again.images)
+        counts = [0, 0, 0]
+        for path, label in zip(part.images, part.labels):
+            k = classes[int(path.removesuffix(".jpg"))]
+            assert label.tolist() == [k == c for c in range(3)]
+            counts[k] += 1
+        assert counts == [max(1, round(fraction * n)) for n in (100, 31, 4)]
+        shares[fraction] = set(part.images)
+    assert shares[0.01] < shares[0.1] < shares[0.3]
+    other = finetune.share_of_classes(data, 0.1, seed=6)
+    assert set(other.images) != shares[0.1]
+
+
+INAT = {
+    "images": [
+        {"id": 7, "file_name": "train_val2018/Aves/2/b.jpg"},
+        {"id": 3, "file_name": "train_val2018/Aves/9/a.jpg"},
+    ],
+    "annotations": [
+        {"id": 0, "image_id": 3, "category_id": 9},
+        {"id": 1, "image_id": 7, "category_id": 2},
+    ],
+    "categories": [{"id": 9}, {"id": 2}, {"id": 4}],
+}
+
+
+@pytest.fixture
+def inat(photos, tmp_path):
+    """The published layout: train2018.json, val2018.json, photos in train_val2018/"""
+    for image, name in zip(INAT["images"], ("red", "blue")):
+        path = tmp_path / image["file_name"]
+        path.parent.mkdir(parents=True)
+        shutil.copy(photos / "train" / name / "0.jpg", path)
+    for split in ("train2018", "val2018"):
+        (tmp_path / f"{split}.json").write_text(json.dumps(INAT))
+    return tmp_path
+
+
+def test_inaturalist(inat, tiny):
+    """Classes by category id, each image beside its own label; the script trains on it."""
+    data = finetune.labelled_split("inat", str(inat), "train2018")
+    paths = [str(inat / image["file_name"]) for image in INAT["images"]]
+    assert list(data.images) == paths and data.names == ["2", "4", "9"]
+    classes = data.labels if data.labels.ndim == 1 else data.labels.argmax(1)
+    assert classes.tolist() == [0, 2]
+    flags = tiny(inat / "run", "--data", "inat", "--root", inat, "--epochs", 6)
+    run_here([SCRIPT, *flags])
+    assert metrics(inat / "run")[0]["loss"] == pytest.approx(np.log(3), abs=0.3)
+
+
+def changed(**parts):
+    return json.dumps({**INAT, **parts})
+
+
+DAMAGED = [
+    ("{", "Expected: iNaturalist's {split}.json"),
+    (json.dumps({"images": []}), "'categories' is missing"),
+    (changed(annotations=INAT["annotations"][:1]), "entry 0: 7 is missing"),
+    (changed(annotations=[{"image_id": 3, "category_id": 5}]), "entry 0: 5 is missing"),
+    (changed(annotations=[{"image_id": 3}]), "entry 0: 'category_id' is missing"),
+    (changed(annotations=3 * INAT["annotations"]), "entry 2: a second annotation"),
+    (changed(images=[{"id": 7}]), "entry 0: 'file_name' is missing"),
+    (changed(images=[{"id": 7, "file_name": "c.jpg"}]), "1 of 1 images are missing"),
+    (changed(categories=[{"id": 2}, {"id": 9}]), "the splits have different classes"),
+]
+
+
+@pytest.mark.parametrize("content, words", DAMAGED)
+def test_damaged_inaturalist(content, words, inat, tiny, no_training):
+    (inat / "val2018.json").write_text(content)
+    flags = tiny(inat / "run", "--data", "inat", "--root", inat, "--epochs", 1)
+    assert words in refusal([SCRIPT, *flags])
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+
+REFUSED = [
+    ("--data voc07", "argument --data: invalid choice: 'voc07'"),
+    ("--root no/such/folder", "no/such/folder/train not found"),
+    ("--data inat --root no/such", "no/such/train2018.json not found"),
+    ("--val-split test", "test not found"),
+    ("--fraction 0", "argument --fraction: 0 is not above 0"),
+    ("--epochs 0", "argument --epochs: 0 is not"),
+    ("--lr -1", "argument --lr: -1 is not"),
+    ("--weight-decay -1", "argument --weight-decay: -1 is not"),
+    ("--weights none.pth", "none.pth not found"),
+    ("--weights runs/virtex/backbone.pth", "make it with python virtex.py"),
+    ("--arch vgg16 --image-size 16", "VGG-16 halves a photo five times"),
+]
+
+
+@pytest.mark.parametrize("flags, words", REFUSED)
+def test_refusals(flags, words, tiny, tmp_path, no_training, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where there is no runs/virtex
+    assert words in refusal([SCRIPT, *tiny(tmp_path / "run"), *flags.split()])
+
+
+def test_random_needs_an_architecture_and_processes_an_even_batch(monkeypatch):
+    with pytest.raises(SystemExit, match="--weights random needs --arch"):
+        finetune.get_args(["--weights", "random"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="--batch-size 9 is for all 2 processes together"):
+        finetune.get_args("--weights random --arch resnet18 --batch-size 9".split())
+
+
+def test_diverging_and_other_labels(tiny, photos, tmp_path):
+    """A loss that is not finite ends the run; a run on other labels is not gone on with."""
+    flags = tiny(tmp_path / "a", "--lr", 1e20, "--epochs", 20)
+    assert "is not finite at iteration" in refusal([SCRIPT, *flags])
+    data = tmp_path / "data"
+    shutil.copytree(photos, data)
+    flags = tiny(tmp_path / "b", "--root", data, "--epochs", 1)
+    run_here([SCRIPT, *flags])
+    (tmp_path / "b" / "result.json").unlink()
+    (data / "train" / "red" / "1.jpg").rename(data / "train" / "blue" / "red.jpg")
+    assert "a run on other captions, tags or labels" in refusal([SCRIPT, *flags])
+    assert "--epochs 1.0, not 2.0" in refusal([SCRIPT, *flags, "--epochs", 2])
+
+
+def test_flowers(real_data, tmp_path):
+    """Two iterations on a fiftieth of real photos"""
+    flags = "--data folder --epochs 1 --fraction 0.02 --batch-size 16 --image-size 48".split()
+    flags += ["--root", real_data / "flowers", "--workers", 0, "--weights", "random"]
+    run_here([SCRIPT, *flags, "--arch", "resnet18", "--log-every", 1, "--output", tmp_path])
+    assert len(metrics(tmp_path)) == 2 and 0 <= result(tmp_path)["random"]["top-1"] <= 100
