@@ -753,7 +753,7 @@ BACKBONES = {  # and their names in torchvision
 def build_backbone(arch):
     """torchvision's, with its key names and without the classifier, randomly initialised
 
-    (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32)
+    (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32); backbone.arch is its name here.
     """
     from torchvision import models  # only here: --help does without the seconds that it takes
 
@@ -769,7 +769,7 @@ def build_backbone(arch):
         names = "conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"
         parts, channels = {name: getattr(model, name) for name in names}, model.fc.in_features
     backbone = nn.Sequential(OrderedDict(parts))
-    backbone.channels = channels
+    backbone.channels, backbone.arch = channels, arch
     return backbone
 
 
