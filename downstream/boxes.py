@@ -28,24 +28,29 @@ class BoxData:
 
     content: {"images", "annotations", "categories"}.  images: ImageFiles or shapes.ShapeImages, in
     the same order.  data, path: where they are from.  at: names the entry that is read, see
-    common.reading.  objects: JSON for each image: [[class from 1, x, y, w, h, polygons], ...],
-    without crowds and boxes without area.  masks: whether there are polygons.
+    common.reading.  names: {category id: name}.  masks: whether there are polygons.  objects: JSON
+    for each image, [[class from 1, x, y, w, h, polygons], ...], without crowds and empty boxes.
     """
 
     def __init__(self, content, images, data, path=None, at=argparse.Namespace()):
         self.content, self.images, self.data, self.path = content, images, data, path
         self.ids = [image["id"] for image in content["images"]]
-        self.names = {row["id"]: row["name"] for row in content["categories"]}
+        categories = sorted(content["categories"], key=lambda category: category["id"])
+        self.names = {category["id"]: category["name"] for category in categories}
         self.masks = any(row.get("segmentation") for row in content["annotations"])
         classes = {category: k for k, category in enumerate(self.names, 1)}
         objects = {image: [] for image in self.ids}
         for at.entry, row in enumerate(content["annotations"]):
             if not {"id", "area"} <= row.keys():
                 raise ValueError("id or area is missing")  # the scores will want them
-            left_out = row.get("iscrowd") and not row.get("difficult")  # [Detectron2]
             x, y, w, h = map(float, row["bbox"])
-            polygons = [p for p in row["segmentation"] if len(p) >= 6] if self.masks else []
-            if min(w, h) > 0.01 and not left_out and bool(polygons) == self.masks:
+            if row.get("iscrowd") and not row.get("difficult"):
+                continue  # difficult objects of VOC are trained on [Detectron2]
+            polygons = row["segmentation"] if self.masks else []
+            if not isinstance(polygons, list):
+                raise ValueError("the segmentation of one object must be a list of polygons")
+            polygons = [p for p in polygons if len(p) >= 6 and len(p) % 2 == 0]
+            if min(w, h) > 0.01 and bool(polygons) == self.masks:
                 objects[row["image_id"]].append([classes[row["category_id"]], x, y, w, h, polygons])
         self.objects = common.PackedStrings(map(json.dumps, objects.values()))
 
@@ -136,13 +141,21 @@ def shapes_objects(split, side=96):
     rows = []
     for scene in scenes:
         for found in shapes.objects_of(scene):
-            left, top, right, bottom = (side * edge for edge in found.box)
-            row = {"bbox": [left, top, right - left, bottom - top], "area": 1.0, "iscrowd": 0}
+            left, top, _, _ = (side * edge for edge in found.box)
+            width = 2 * side * found.radius
+            row = {"bbox": [left, top, width, width], "area": width**2, "iscrowd": 0}
             row |= {"id": len(rows) + 1, "category_id": shapes.SHAPES.index(found.shape)}
             rows.append({**row, "image_id": scene})
     content = {"images": [{"id": scene} for scene in scenes], "annotations": rows}
     content["categories"] = [{"id": k, "name": name} for k, name in enumerate(shapes.SHAPES)]
     return BoxData(content, shapes.ShapeImages(scenes), "shapes")
+
+
+def training_rows(data, seed):
+    """The images with objects, on LVIS some of them several times -> list of indices"""
+    rows = [i for i in range(len(data)) if data.objects_of(i)]
+    check(rows, "the training split holds no image with objects: check --train-split")
+    return repeated(rows, data, seed) if data.data == "lvis" else rows
 
 
 def repeated(rows, data, seed, threshold=0.001):

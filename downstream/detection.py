@@ -142,10 +142,7 @@ def fine_tune(args, train, val):
         model.rcnn.backbone.compile(dynamic=True)  # the rest depends on the number of boxes
     parallel = common.data_parallel(model, world).train()
 
-    rows = [i for i in range(len(train)) if train.objects_of(i)]
-    check(rows, f"--train-split {args.train_split} holds no image with objects")
-    if args.data == "lvis":
-        rows = boxes.repeated(rows, train, args.seed)
+    rows = boxes.training_rows(train, args.seed)
     samples = common.Samples(partial(boxes.sample, train, rows), len(rows), args.seed)
     for iteration, batch in run.steps(samples, boxes.collate, args.iters, None, backbone):
         factor = common.lr_factor(iteration - 1, args.iters, args.warmup, args.steps)

@@ -386,8 +386,10 @@ def test_refusals(coco, voc, tmp_path):
     assert "000012.xml, entry 1:" in bad
     missing = broken(coco, lambda content: content["annotations"][5].pop("bbox"))
     assert "instances_photos.json, entry 5: 'bbox' is missing" in missing
+    rle = broken(coco, lambda content: content["annotations"][4].update(segmentation={"size": 1}))
+    assert "entry 4: the segmentation of one object must be" in rle
     Path(coco, "photos", "3.png").unlink()
-    gone = broken(coco, lambda content: content["annotations"][5].update(bbox=[1, 1, 5, 5]))
+    gone = broken(coco, lambda content: content["annotations"].clear())
     assert "1 of 6 images are missing" in gone
 
 
