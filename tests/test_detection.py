@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, CPU, checkpoint_in, finished, kill_at, metrics, result, run_script
+from conftest import ALONE, CPU, checkpoint_in, kill_at, metrics, result
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -254,12 +254,26 @@ def test_lvis_scores_are_those_of_its_package(coco, monkeypatch):
     assert scores == expected
 
 
-def pycocotools_scores(truth, path, kind):
-    evaluation = COCOeval(truth, truth.loadRes(str(path)), kind)
-    evaluation.evaluate()
-    evaluation.accumulate()
-    evaluation.summarize()
-    return [100 * value for value in evaluation.stats[:3]]
+def test_scores_are_those_of_pycocotools(coco):
+    """It reads our json of detections, here of noisy ones, and the annotations by itself."""
+    data = boxes.load("coco", str(coco), "photos")
+    rng, found = np.random.default_rng(0), detections_of(data)
+    for row in found:
+        row["bbox"] = (np.array(row["bbox"]) + rng.normal(0, 1.5, 4)).tolist()
+        row["score"] = float(rng.random())
+        row["segmentation"]["counts"] = row["segmentation"]["counts"].decode()
+    path = coco / "detections.json"
+    path.write_text(json.dumps(found))
+    scores = boxes.score(data, found)
+    truth = COCO(str(coco / "annotations" / "instances_photos.json"))
+    for kind, prefix in (("bbox", ""), ("segm", "mask ")):
+        evaluation = COCOeval(truth, truth.loadRes(str(path)), kind)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+        for name, expected in zip(boxes.SCORES, evaluation.stats):
+            assert scores[prefix + name] == pytest.approx(100 * expected)
+    assert 1 < scores["AP"] < 99 and 1 < scores["mask AP"] < 99
 
 
 # --------------------------------------------------------------------------------- the real script
@@ -291,41 +305,46 @@ def test_precise_bn():
     assert torch.allclose(backbone.bn1.running_var.double(), sum(variances) / 3, rtol=1e-4)
 
 
-def test_killed_ends_with_the_same_bits(coco, tmp_path):
-    """SIGKILL between two checkpoints; the run's json of detections has pycocotools' own scores."""
-    flags = *of_coco(coco), "--model", "fpn", "--iters", 5, "--checkpoint-every", 2
+def run_here(*flags, **changed):
+    """The script in this process; changed: arguments that are no flags"""
+    args = detection.get_args([str(flag) for flag in (*TINY, *flags)])
+    vars(args).update(changed)
+    detection.main(args)
+
+
+def test_killed_ends_with_the_same_bits(coco, tmp_path, capsys):
+    """SIGKILL between two checkpoints; also what a run leaves in its folder."""
+    flags = *of_coco(coco), "--iters", 5, "--checkpoint-every", 2
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finished(run_script(*command(*flags, "--output", whole)))
+    run_here(*flags, "--output", whole)
     kill_at(3, command(*flags, "--output", killed), killed)
-    again = finished(run_script(*command(*flags, "--output", killed)))
-    assert "going on from iteration 2" in again.stdout
+    run_here(*flags, "--output", killed)
+    assert "going on from iteration 2" in capsys.readouterr().out
     one, other = checkpoint_in(whole)["model"], checkpoint_in(killed)["model"]
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     assert (whole / "detections.json").read_bytes() == (killed / "detections.json").read_bytes()
     assert result(whole)["random"] == result(killed)["random"]
-    assert [row["iteration"] for row in metrics(killed)] == [1, 2, 3, 4, 5]
-    terms = "loss_classifier loss_box_reg loss_mask loss_objectness loss_rpn_box_reg".split()
-    row = metrics(killed)[0]
-    assert row["loss"] == pytest.approx(sum(row[term] for term in terms), rel=1e-4)
-    assert Image.open(killed / "detections.png").width > 4 * 320
 
-    truth = COCO(str(coco / "annotations" / "instances_photos.json"))
-    if json.loads((whole / "detections.json").read_text()):
-        for kind, name in (("bbox", ""), ("segm", "mask ")):
-            expected = pycocotools_scores(truth, whole / "detections.json", kind)
-            scores = [result(whole)["random"][f"{name}{score}"] for score in boxes.SCORES]
-            assert scores == pytest.approx(expected)
+    rows = metrics(killed)
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5]
+    terms = "loss_classifier loss_box_reg loss_mask loss_objectness loss_rpn_box_reg".split()
+    assert rows[0]["loss"] == pytest.approx(sum(rows[0][term] for term in terms), rel=1e-4)
+    assert Image.open(killed / "detections.png").width > 4 * 320
+    found = json.loads((killed / "detections.json").read_text())
+    assert found[0].keys() == {"image_id", "category_id", "bbox", "score", "segmentation"}
+    with pytest.raises(SystemExit):
+        run_here(*flags, "--output", killed)
+    assert "has ended" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model", ["fpn", "c4"])
-def test_three_iterations_on_coco(model, real_data, tmp_path, monkeypatch):
+def test_three_iterations_on_coco(model, real_data, tmp_path):
     """Photos of COCO at 32 px, masks and all"""
-    root, output = real_data / "coco-mini", tmp_path / model
-    flags = "--data", "coco", "--root", root, "--model", model, "--iters", 3, "--output", output
-    words = [str(word) for word in (*TINY, *flags, "--bn-batches", 1)]
-    detection.main(detection.get_args(words))
-    assert len(metrics(output)) == 3
-    assert result(output)["random"].keys() == {*boxes.SCORES, *(f"mask {s}" for s in boxes.SCORES)}
+    flags = "--data", "coco", "--root", real_data / "coco-mini", "--model", model
+    run_here(*flags, "--iters", 3, "--bn-batches", 1, "--output", tmp_path, detections=5)
+    assert len(metrics(tmp_path)) == 3
+    masks = {f"mask {name}" for name in boxes.SCORES}
+    assert result(tmp_path)["random"].keys() == {*boxes.SCORES, *masks}
 
 
 def test_schedules():
