@@ -21,7 +21,7 @@ from downstream import boxes, detection
 # Pictures of 32 pixels: what runs is everything, what is learned is nothing.
 TINY = [
     *("--weights", "random", "--arch", "resnet18", "--image-size", 32, "--batch-size", 2),
-    *("--workers", 0, "--log-every", 1, "--bn-batches", 2),
+    *("--workers", 0, "--log-every", 1, "--bn-batches", 2, "--rois", 32),
 ]
 
 
@@ -373,7 +373,7 @@ def test_c4_is_the_papers():
     head = model.roi_heads.box_head
     assert head[0] is backbone.layer4 and head[1].num_features == 512
     assert model.roi_heads.box_roi_pool.output_size == (14, 14)
-    assert model.rpn.anchor_generator.sizes == ([32, 64, 128, 256, 512],)
+    assert model.rpn.anchor_generator.sizes == [[32, 64, 128, 256, 512]]
     assert model.transform.min_size == [*range(480, 801, 32)] and model.transform.max_size == 1333
     assert model.rpn.head.cls_logits.out_channels == 15
     assert all(parameter.requires_grad for parameter in model.parameters())
