@@ -6,8 +6,7 @@ statistics are estimated anew before the scores are taken (precise BN).
 
     laptop          python virtex.py, then python -m downstream.detection
     VOC 07+12       torchrun --nproc_per_node=8 -m downstream.detection --data voc
-    COCO, 2x        torchrun --nproc_per_node=8 -m downstream.detection --data coco
-    LVIS, 2x        torchrun --nproc_per_node=8 -m downstream.detection --data lvis
+    COCO or LVIS    torchrun --nproc_per_node=8 -m downstream.detection --data coco   (or lvis)
     random start    the same with --weights random --arch resnet50 --output runs/detection_random
 
 --root holds VOC2007/ and VOC2012/; or annotations/instances_{split}.json (LVIS: lvis_v1_{split})
@@ -18,7 +17,6 @@ metrics.jsonl names the terms of the loss: four, with masks five.
 Scores are COCO's: AP over IoU 0.50 to 0.95, AP50, AP75. The papers use Detectron2, here the parts
 are torchvision's. What is known to differ: VOC's AP is the mean over COCO's 101 recalls, not over
 VOC07's 11; the box loss is smooth L1 with beta 1/9, not L1; RoIAlign has no half-pixel shift.
-c4 with masks, which no paper has, gives the masks four convolutions of their own.
 """
 
 import argparse
@@ -44,7 +42,9 @@ DEFAULTS = {  #          shapes        voc [Tab. 6]                   coco [Tab.
     "model":            ("fpn",        "c4",                          "fpn"),
     "image_size":       (64,           800,                           800),   # Detectron2
     "smallest":         (1.0,          0.6,                           0.8),   # of it, in training
-    "iters":            (300,          24_000,                        180_000),
+    "batch_size":       (8,            16,                            16),
+    "lr":               (0.05,         0.02,                          0.02),
+    "iters":            (600,          24_000,                        180_000),
     "warmup":           (0.1,          100 / 24_000,                  1 / 180),
     "steps":            ([3/4, 11/12], [3/4, 11/12],                  [2/3, 8/9]),
     "bn_batches":       (50,           200,                           200),   # Detectron2
@@ -56,7 +56,6 @@ DEFAULTS = {  #          shapes        voc [Tab. 6]                   coco [Tab.
     "checkpoint_every": (100,          1000,                          2000),
 }
 LVIS = {"train_split": "train", "val_split": "val", "min_score": 1e-4, "detections": 300}  # Tab. 7
-BATCH_SIZE, LR = 16, 0.02  # Sec. 4.3
 # fmt: on
 
 
@@ -74,9 +73,9 @@ def get_args(argv=None):
     add("--weights", default="runs/virtex/backbone.pth", help="a file, imagenet or random")
     add("--arch", choices=sorted(common.BACKBONES), help="for imagenet and random")
     add("--model", choices=("fpn", "c4"), help="feature pyramid, or layer3 alone [Sec. 4.3]")
-    add("--batch-size", type=common.dim, default=BATCH_SIZE, help="over all processes")
+    add("--batch-size", type=common.dim, help="images per iteration over all processes")
     add("--iters", type=common.count, help="length of the run")
-    add("--lr", type=common.positive, help=f"peak (default {LR} at batch {BATCH_SIZE}; it scales)")
+    add("--lr", type=common.positive, help="peak; the default scales with the batch size")
     add("--rois", type=common.count, help="per image in training; fewer when memory runs out")
     add("--bn-batches", type=common.count, help="batches of precise BN; few for a quick look")
     common.run_flags(parser, "detection")
@@ -85,10 +84,11 @@ def get_args(argv=None):
     column = {"shapes": 0, "voc": 1}.get(data, 2)
     defaults = {flag: row[column] for flag, row in DEFAULTS.items()}
     defaults |= LVIS if data == "lvis" else {}
+    lr = defaults.pop("lr") / defaults["batch_size"]
     parser.set_defaults(**defaults, amp="off", probe_every=0)  # off: as Detectron2
     args = eval_linear.parse(parser, argv)
     common.refuse_uneven_batch(parser, args.batch_size)
-    args.lr = args.lr or LR * args.batch_size / BATCH_SIZE
+    args.lr = args.lr or lr * args.batch_size
     return args
 
 
@@ -115,10 +115,7 @@ def main(args):
 
 
 def fine_tune(args, train, val):
-    """Train on `train` into args.output, see common.Run -> {score: percent} on `val`
-
-    None on all processes but the first.
-    """
+    """Train into args.output, see common.Run -> {score: percent}, None but on the first process"""
     from torchvision.ops._utils import split_normalization_params
 
     world = common.start()
@@ -189,6 +186,8 @@ class Detector(nn.Module):
             levels = {f"layer{n + 1}": str(n) for n in range(4)}
             widths = [channels // 8, channels // 4, channels // 2, channels], args.fpn_width
             body = BackboneWithFPN(backbone, levels, *widths, norm_layer=nn.BatchNorm2d)
+            how = {"canonical_scale": 7 * args.anchor}  # 224 for anchors from 32 on
+            heads["box_roi_pool"] = MultiScaleRoIAlign(["0", "1", "2", "3"], 7, 0, **how)
             sizes, before_nms, after_nms = [[size] for size in anchors], (2000, 1000), (1000, 1000)
         else:
             body, layer4 = backbone[:-1], backbone[-1]
@@ -284,7 +283,7 @@ def draw_detections(val, found, path, side=320):
         photo = pil_to_tensor(boxes.read_photo(val.images, i))
         inside = [mask.decode(row["segmentation"]) for row in rows if val.masks]
         if inside:
-            photo = draw_segmentation_masks(photo, torch.from_numpy(np.stack(inside)) > 0)
+            photo = draw_segmentation_masks(photo, torch.tensor(np.stack(inside)) > 0, colors="red")
         scale = side / torch.tensor(photo.shape[:0:-1] * 2)
         photo = resize(photo, [side, side])
         if rows:
