@@ -231,6 +231,7 @@ def average_precision(val, found, kind):
             from lvis import LVIS, LVISEval, LVISResults
         except ImportError:
             fail("LVIS is scored by its own package: pip install lvis")
+        np.float = float  # which lvis 0.5.3 still calls it; numpy 1.24 has dropped the name
         truth = LVIS(val.path)
         evaluation = LVISEval(truth, LVISResults(truth, found, max_dets=300), kind)
         evaluation.run()
