@@ -27,13 +27,13 @@ class BoxData:
     """Images with boxes, in the form of COCO's json, into which every source is brought.
 
     content: {"images", "annotations", "categories"}.  images: ImageFiles or shapes.ShapeImages, in
-    the same order.  data, path: where they are from.  at: names the entry that is read, see
+    the same order.  source, path: where they are from.  at: names the entry that is read, see
     common.reading.  names: {category id: name}.  masks: whether there are polygons.  objects: JSON
     for each image, [[class from 1, x, y, w, h, polygons], ...], without crowds and empty boxes.
     """
 
-    def __init__(self, content, images, data, path=None, at=argparse.Namespace()):
-        self.content, self.images, self.data, self.path = content, images, data, path
+    def __init__(self, content, images, source, path=None, at=argparse.Namespace()):
+        self.content, self.images, self.source, self.path = content, images, source, path
         self.ids = [image["id"] for image in content["images"]]
         categories = sorted(content["categories"], key=lambda category: category["id"])
         self.names = {category["id"]: category["name"] for category in categories}
@@ -155,7 +155,7 @@ def training_rows(data, seed):
     """The images with objects, on LVIS some of them several times -> list of indices"""
     rows = [i for i in range(len(data)) if data.objects_of(i)]
     check(rows, "the training split holds no image with objects: check --train-split")
-    return repeated(rows, data, seed) if data.data == "lvis" else rows
+    return repeated(rows, data, seed) if data.source == "lvis" else rows
 
 
 def repeated(rows, data, seed, threshold=0.001):
@@ -226,7 +226,7 @@ def average_precision(val, found, kind):
     if not found:
         return 0.0, 0.0, 0.0
     found = [dict(row) for row in found]  # both write into them
-    if val.data == "lvis":
+    if val.source == "lvis":
         try:
             from lvis import LVIS, LVISEval, LVISResults
         except ImportError:
@@ -245,7 +245,7 @@ def average_precision(val, found, kind):
         truth.dataset = val.content
         truth.createIndex()
         evaluation = COCOeval(truth, truth.loadRes(found), kind)
-        if val.data == "voc":
+        if val.source == "voc":
             evaluation.computeIoU = partial(plain_iou, evaluation)
         evaluation.evaluate()
         evaluation.accumulate()

@@ -229,7 +229,7 @@ def test_ground_truth_scores_100(coco, voc):
 def test_lvis_scores_are_those_of_its_package(coco, monkeypatch):
     """Here its interface only, which the real package has; without it one line says what to do."""
     data = boxes.load("coco", str(coco), "photos")
-    data.data = "lvis"
+    data.source = "lvis"
     monkeypatch.setitem(sys.modules, "lvis", None)
     with pytest.raises(SystemExit, match="pip install lvis"):
         boxes.score(data, detections_of(data))
