@@ -683,13 +683,22 @@ def ignore_signals(_):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def validation_batches(samples, workers, collate, device, desc="validation"):
-    """One pass over Samples in their order -> batches of at most 64, tensors on `device`"""
-    batches = loader(samples, 64, workers, collate, device)
+def validation_batches(samples, workers, collate, device, desc="validation", batch_size=64):
+    """One pass over Samples in their order -> batches, their tensors on `device`"""
+    batches = loader(samples, batch_size, workers, collate, device)
     for batch in progress(batches, desc=desc, unit=" batches", leave=False):
         for path in batch.pop("unreadable"):
             say(f"cannot decode {path}: the next image takes its place in the {desc}")
-        yield {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        yield to_device(batch, device)
+
+
+def to_device(batch, device):
+    """A tensor, or lists and dicts of tensors, as images of different sizes with their boxes are"""
+    if isinstance(batch, dict):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, list):
+        return [to_device(value, device) for value in batch]
+    return batch.to(device, non_blocking=True)
 
 
 # --------------------------------------------------------------------------------- on the device
@@ -1214,8 +1223,9 @@ class Run:
         """Yield (iteration, batch) up to iteration `total`, and do what all scripts do around it:
 
         feed the device, seed dropout, write metrics and checkpoints, keep the best backbone of
-        --probe-every, mind Ctrl-C.  samples: Samples.  collate: list of samples -> dict of tensors,
-        and "unreadable".  probe: eval_linear.Probe or None.  more: goes into checkpoints, too.
+        --probe-every, mind Ctrl-C.  samples: Samples.  collate: list of samples -> dict of tensors
+        (or lists of them: to_device), and "unreadable".  probe: eval_linear.Probe or None.
+        more: goes into checkpoints, too.
         """
         args, world, device, self.total = self.args, self.world, self.world.device, total
         check(probe or not args.probe_every, "--probe-every needs eval_linear.py beside the script")
@@ -1232,7 +1242,7 @@ class Run:
                 self.report_unreadable(batch.pop("unreadable"))
                 # Dropout is a function of seed, iteration and rank: a resumed run draws the same.
                 torch.manual_seed((args.seed << 40) + self.iteration * world.size + world.rank)
-                yield self.iteration, {k: v.to(device, non_blocking=True) for k, v in batch.items()}
+                yield self.iteration, to_device(batch, device)
                 bar.update()
 
                 stopping = any_process(world, bool(stop.number))
