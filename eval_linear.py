@@ -26,6 +26,7 @@ for the same weights, images and size. The training scripts end with svm-virtex:
 import functools
 import math
 import os
+import shutil
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -162,6 +163,9 @@ def main(args):
         train = train.select(np.sort(order[: args.train_images]))
     sizes = f"{len(train.images)} training and {len(test.images)} test images"
     say(f"{args.protocol}: {sizes} of {len(train.names)} classes, at {args.image_size} px")
+    if args.protocol in EXTRACTED:
+        width = backbone.channels * EXTRACTED[args.protocol][1] ** 2
+        warn_of_memory(args.protocol, len(train.images), width, len(train.names), world.device)
 
     # Each run has a seed of its own.
     runs = []
@@ -174,8 +178,8 @@ def main(args):
             runs.append(score_augmented(backbone, train, test, args, world, seed))
             continue
         how = args.image_size, *EXTRACTED[args.protocol], args.amp, args.workers, world
-        fit = kept_features(Path(args.output, "features_train.npz"), backbone, train, *how)
-        held = kept_features(Path(args.output, "features_test.npz"), backbone, test, *how)
+        fit = kept_features(Path(args.output, "features_train.npy"), backbone, train, *how)
+        held = kept_features(Path(args.output, "features_test.npy"), backbone, test, *how)
         torch.manual_seed(seed)  # the same, whether features were extracted or found
         if world.is_main:
             sgd = args.epochs, args.batch_size, args.lr
@@ -238,7 +242,11 @@ def load_backbone(weights, arch, seed):
 
 
 class LabelData(NamedTuple):
-    """Images with labels, (N, classes) int8: 1 yes, 0 no, -1 "difficult" (VOC only)."""
+    """Images with labels.
+
+    One label per image (folder): labels (N,) int64, the indices of the classes in `names`.
+    Several (the others): labels (N, classes) int8, 1 yes, 0 no, -1 "difficult" (VOC only).
+    """
 
     images: object  # common.ImageFiles or shapes.ShapeImages
     labels: np.ndarray
@@ -273,6 +281,16 @@ def label_data(name, root=None, split="train"):
 def check_same_classes(train, test):
     differing = sorted(set(train.names) ^ set(test.names))[:5]
     check(train.names == test.names, f"the splits have different classes: {differing} in one only")
+
+
+def class_of(labels):
+    """The class of each image that has one: labels (N,) or (N, classes) -> (N,)"""
+    return labels if labels.ndim == 1 else labels.argmax(1)
+
+
+def label_columns(labels, classes):
+    """labels as in LabelData -> (N, len(classes)): 1, 0 or -1 for each of these classes"""
+    return labels[:, None] == classes if labels.ndim == 1 else labels[:, classes]
 
 
 def multi_hot(groups, size):
@@ -331,9 +349,9 @@ def folder_labels(root, split):
         for path in sorted((folder / name).rglob("*")):
             if path.suffix.lower() in Image.registered_extensions():
                 images.append(str(path))
-                classes.append([k])
+                classes.append(k)
     check(classes, f"{folder} holds no image: {layout}")
-    return LabelData(images, multi_hot(classes, len(names)), names)
+    return LabelData(images, np.array(classes), names)
 
 
 # --------------------------------------------------------------------------------------- features
@@ -350,22 +368,25 @@ def pooled(backbone, images, device, amp="off", cells=1):
     return F.avg_pool2d(maps.float(), part, stride=1).flatten(1)
 
 
-def extract_features(backbone, images, size, world, amp="off", workers=0, part=224 / 256, cells=1):
+def extract_features(
+    backbone, images, size, world, amp="off", workers=0, part=224 / 256, cells=1, create=np.empty
+):
     """Pooled features in eval mode -> as describe_images"""
     describe = functools.partial(pooled, backbone, device=world.device, amp=amp, cells=cells)
     training = backbone.training
     backbone.eval()
-    features, readable = describe_images(describe, images, size, world, workers, part)
+    features, readable = describe_images(describe, images, size, world, workers, part, create)
     backbone.train(training)
-    finite = not world.is_main or np.isfinite(features).all()
+    finite = not world.is_main or np.isfinite(features.sum(dtype=np.float64))
     check(finite, "the features are not finite: has the training diverged? Is --amp fp16 to blame?")
     return features, readable
 
 
-def describe_images(describe, images, size, world, workers=0, part=224 / 256):
+def describe_images(describe, images, size, world, workers=0, part=224 / 256, create=np.empty):
     """describe(uint8 (B, size, size, 3)) -> (B, D), for the central crop of each image
 
     images: common.ImageFiles or shapes.ShapeImages.  part: see common.CropView.
+    create(shape=, dtype=): the array that is filled batch by batch and returned, without a copy.
     -> (M, D) float32 in the order of `images`, without those that cannot be decoded, and the
     indices (M,) of the others; (None, None) on all processes but the first: they do their share.
     """
@@ -373,22 +394,26 @@ def describe_images(describe, images, size, world, workers=0, part=224 / 256):
     share = math.ceil(number / world.size)
     # Every process has as many: the first images come again at the end.
     mine = [i % number for i in range(world.rank, share * world.size, world.size)]
-    crops = common.CropView(images, size, part)
-    batches = common.loader(crops, 64, workers, sampler=mine)
-    features, readable = [], []
+    batches = common.loader(common.CropView(images, size, part), 64, workers, sampler=mine)
+    features, readable, seen, filled = None, np.zeros(number, bool), 0, 0
     for pixels, good in progress(batches, desc="images", unit=" batches", leave=False):
-        features.append(describe(pixels).float().cpu())
-        readable.append(good)
-    features = gather(torch.cat(features), world)
-    readable = gather(torch.cat(readable), world)
+        rows, good = gather(describe(pixels).float().cpu(), world), gather(good, world)
+        if not world.is_main:
+            continue
+        good = good[: number - seen].numpy()
+        rows = rows[: len(good)].numpy()[good]
+        if features is None:
+            features = create(shape=(number, rows.shape[1]), dtype=np.float32)
+        features[filled : filled + len(rows)] = rows
+        readable[seen : seen + len(good)] = good
+        seen, filled = seen + len(good), filled + len(rows)
     if not world.is_main:
         return None, None
 
-    features, readable = features[:number].numpy(), readable[:number].numpy()
-    check(readable.any(), f"none of the {number} images can be decoded, as {images[0]}")
+    check(filled, f"none of the {number} images can be decoded, as {images[0]}")
     for i in np.flatnonzero(~readable):
         say(f"cannot decode {images[i]}: left out")
-    return features[readable], np.flatnonzero(readable)
+    return features[:filled], np.flatnonzero(readable)
 
 
 def gather(rows, world):
@@ -401,21 +426,36 @@ def gather(rows, world):
 
 
 def kept_features(path, backbone, data, size, part, cells, amp, workers, world):
-    """extract_features, kept in the file `path` with what they were made of"""
-    made_of = [checksum(backbone, data), size, part, cells, "overlapping", amp]
-    kept = common.read_arrays(path, made_of) if world.is_main else None
+    """extract_features, kept in the file `path` -> features (M, D), memory-mapped, and labels
+
+    Beside it a .npz holds the labels and what the features were made of. (None, None) on all
+    processes but the first.
+    """
+    note, temporary, kept = path.with_suffix(".npz"), f"{path}.tmp", None
+    if world.is_main:
+        made_of = [checksum(backbone, data), size, part, cells, "overlapping", amp]
+        kept = common.read_arrays(note, made_of) if path.exists() else None
     if common.any_process(world, world.is_main and kept is None):
-        how = size, world, amp, workers, part, cells
-        features, readable = extract_features(backbone, data.images, *how)
         if world.is_main:
-            kept = {"features": features, "labels": data.labels[readable]}
-            common.keep_arrays(path, made_of, kept)
+            gb = 4e-9 * len(data.images) * backbone.channels * cells**2
+            free = 1e-9 * shutil.disk_usage(path.parent).free
+            check(gb < free, f"{path} needs {gb:.1f} GB, and {free:.1f} are free: make room")
+        create = functools.partial(np.lib.format.open_memmap, temporary, "w+")
+        how = size, world, amp, workers, part, cells, create
+        _, readable = extract_features(backbone, data.images, *how)
+        if world.is_main:
+            note.unlink(missing_ok=True)  # it is about the old file
+            os.replace(temporary, path)
+            kept = {"labels": data.labels[readable]}
+            common.keep_arrays(note, made_of, kept)
     if not world.is_main:
         return None, None
-    found, number = len(kept["features"]), len(data.images)
+    found, number = len(kept["labels"]), len(data.images)
     if found < number:
         say(f"{path}: {number - found} of {number} images could not be decoded and are left out")
-    return kept["features"], kept["labels"]
+    with common.Reading(path, "what this command wrote: delete it"):
+        # "c": the file is read where it is looked at, and never changed. Its end may be empty.
+        return np.load(path, mmap_mode="c")[:found], kept["labels"]
 
 
 def checksum(backbone, data):
@@ -426,8 +466,27 @@ def checksum(backbone, data):
     return number
 
 
+def warn_of_memory(protocol, number, dim, classes, device):
+    """Say how much memory a protocol needs beside the features on the disk, if there is less
+
+    number, dim: of the training images' features. Linear layers are slow where the memory does not
+    hold these; the SVMs have them once more, in their principal axes, and some matrices.
+    """
+    needed = 2**30 + 4 * number * dim
+    if protocol.startswith("svm"):
+        needed += 4 * 8 * dim**2 + 10 * 8 * min(CHUNK, 3 * number * classes)  # as measured
+    there = math.inf
+    if device.type == "cuda":
+        there, _ = torch.cuda.mem_get_info(device)
+    elif hasattr(os, "sysconf"):  # not on Windows
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        what = f"{protocol} on {number} x {dim} features needs {needed / 1e9:.0f} GB of memory"
+        say(f"{what}, and there are {there / 1e9:.0f}: give fewer --train-images if it fails")
+
+
 def score_features(protocol, fit, held, names, epochs, batch_size, lr, device, seed):
-    """fit, held: features (N, D) and labels (N, classes), of training and of test images
+    """fit, held: features (N, D) and labels as in LabelData, of training and of test images
 
     -> {"top-1": percent}, or {class: average precision in percent, "mAP": their mean}
     """
@@ -453,6 +512,7 @@ def score_features(protocol, fit, held, names, epochs, batch_size, lr, device, s
 # ----------------------------------------------------------------------- support vector machines
 
 CHUNK = 2**25  # numbers in a matrix of images x SVMs that are solved together: 256 MB
+BLOCK = 2**10  # rows of features that are in float64 at a time
 
 
 def svm_probe(
@@ -461,44 +521,60 @@ def svm_probe(
     """One linear SVM per class [VirTex App. A.1] -> {class: average precision in percent}
 
     Squared hinge loss, positives weighted 2, C by 3-fold cross-validation.  train_x, test_x: (N, D)
-    features, l2-normalised here [official code].  train_y, test_y: (N, classes) 1, 0 or -1 for
-    "difficult": negatives in training, left out in testing [official code].  costs: rising.
+    features, l2-normalised here [official code].  train_y, test_y: labels as in LabelData;
+    "difficult" are negatives in training, left out in testing [official code].  costs: rising.
     A class without positives or negatives in training, or positives in testing, has no score.
     """
-    kept = np.flatnonzero(scorable(train_y, test_y))
-    if not len(kept):
+    classes, scores = np.flatnonzero(scorable(train_y, test_y, len(names))), {}
+    if not len(classes):
         return {}
-    positive, test_y, names = train_y[:, kept] == 1, test_y[:, kept], [names[k] for k in kept]
-    train, test = with_bias(train_x).to(device), with_bias(test_x).to(device)
-    axes = principal_axes(train)
-    train, test = train @ axes, test @ axes
-    chosen = torch.from_numpy(choose_costs(train, positive, costs)).to(device)
-    w = solve_svms(train, torch.from_numpy(positive).to(device), chosen.expand(len(train), -1))
-    return average_precisions((test @ w).cpu().numpy(), test_y, names, interpolated)
+    axes = principal_axes(train_x, device)
+    x = torch.empty(len(train_x), axes.shape[1], device=device)
+    for out, rows in zip(x.split(BLOCK), blocks(train_x, device)):
+        out.copy_(rows @ axes)
+    parts = min(len(classes), 1 + 3 * len(x) * len(classes) // CHUNK)
+    for part in progress(np.array_split(classes, parts), desc="SVMs", unit=" parts", leave=False):
+        positive = label_columns(train_y, part) == 1
+        chosen = torch.from_numpy(choose_costs(x, positive, costs)).to(device)
+        w = solve_svms(x, torch.from_numpy(positive).to(device), chosen.expand(len(x), -1))
+        w = axes @ w
+        decisions = torch.cat([rows @ w for rows in blocks(test_x, device)]).cpu().numpy()
+        some = [names[k] for k in part]
+        scores |= average_precisions(decisions, label_columns(test_y, part), some, interpolated)
+    return scores
 
 
-def scorable(train_y, test_y):
-    """-> (classes,) bool: positives and negatives to learn from, and positives to be found"""
-    positive = train_y == 1
-    return positive.any(0) & ~positive.all(0) & (test_y == 1).any(0)
+def scorable(train_y, test_y, number):
+    """-> (number,) bool: classes with positives and negatives to learn from, positives to find"""
+    train, test = (label_columns(y, np.arange(number)) == 1 for y in (train_y, test_y))
+    return train.any(0) & ~train.all(0) & test.any(0)
 
 
-def with_bias(x):
-    """Unit length, and a constant feature whose weight is the bias: regularised as in LIBLINEAR"""
-    return F.pad(torch.from_numpy(unit_length(x.astype(np.float64))), (0, 1), value=1)
+def blocks(x, device):
+    """BLOCK rows of x (N, D) at a time, in float64: unit length, and a constant feature
+
+    Its weight is the bias: regularised as in LIBLINEAR.
+    """
+    for start in range(0, len(x), BLOCK):
+        rows = unit_length(x[start : start + BLOCK].astype(np.float64))
+        yield F.pad(torch.from_numpy(rows), (0, 1), value=1).to(device)
 
 
 def unit_length(x):
     return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
 
 
-def principal_axes(x):
-    """(N, D) -> (D, at most min(N, D)), eigenvectors of x'x: the SVMs are quicker to solve there"""
-    if len(x) >= x.shape[1]:
-        return torch.linalg.eigh(x.T @ x)[1]
-    values, vectors = torch.linalg.eigh(x @ x.T)  # the smaller matrix has the same eigenvalues
+def principal_axes(x, device="cpu"):
+    """The rows z of blocks(x) -> (D + 1, at most min(N, D + 1)), eigenvectors of z'z
+
+    The SVMs are quicker to solve there.
+    """
+    if len(x) > x.shape[1]:
+        return torch.linalg.eigh(sum(rows.T @ rows for rows in blocks(x, device)))[1]
+    z = torch.cat(list(blocks(x, device)))
+    values, vectors = torch.linalg.eigh(z @ z.T)  # the smaller matrix has the same eigenvalues
     kept = values > 1e-12 * values[-1]
-    return x.T @ vectors[:, kept] / values[kept].sqrt()
+    return z.T @ vectors[:, kept] / values[kept].sqrt()
 
 
 def choose_costs(x, positive, costs):
@@ -510,10 +586,9 @@ def choose_costs(x, positive, costs):
     chosen = np.ones(positive.shape[1])
     rarer = np.minimum(positive.sum(0), (~positive).sum(0))
     validated = np.flatnonzero(rarer >= 3)
-    for classes in np.array_split(validated, 1 + 3 * len(x) * len(validated) // CHUNK):
-        if len(classes):
-            scores = cross_validate(x, positive[:, classes], costs)
-            chosen[classes] = np.array(costs)[scores.argmax(0)]
+    if len(validated):
+        scores = cross_validate(x, positive[:, validated], costs)
+        chosen[validated] = np.array(costs)[scores.argmax(0)]
     return chosen
 
 
@@ -526,13 +601,13 @@ def cross_validate(x, positive, costs):
     for k in range(positive.shape[1]):
         folds += [(k, held) for _, held in StratifiedKFold(3).split(positive, positive[:, k])]
     of_folds = torch.from_numpy(positive[:, [k for k, _ in folds]]).to(x.device)
-    mask = x.new_ones(of_folds.shape)
+    mask = torch.ones(of_folds.shape, dtype=torch.float64, device=x.device)
     for column, (_, held) in enumerate(folds):
         mask[held, column] = 0  # what is held out costs nothing
     w, scores = None, []
     for cost in progress(costs, desc="cross-validation", unit=" costs", leave=False):
         w = solve_svms(x, of_folds, cost * mask, start=w)  # near the solution of the cost before
-        decisions = (x @ w).cpu().numpy()
+        decisions = times(x, w).cpu().numpy()
         for column, (k, held) in enumerate(folds):
             scores.append(average_precision_score(positive[held, k], decisions[held, column]))
     return np.reshape(scores, (len(costs), -1, 3)).mean(2)
@@ -541,18 +616,18 @@ def cross_validate(x, positive, costs):
 def solve_svms(x, positive, costs, start=None, tolerance=1e-5):
     """Each column of w (D, M) minimises w'w / 2 + sum_i c_i max(0, 1 - s_i w'x_i)^2
 
-    s_i = 1 or -1, c_i doubled for positives.  x: (N, D) float64 in its principal axes.
+    s_i = 1 or -1, c_i doubled for positives.  x: (N, D) in its principal axes, float32 or float64.
     positive: (N, M) bool.  costs: (N, M), 0 leaves an example out.  start: (D, M).
     Newton's method with conjugate gradients [Lin, Weng, Keerthi 2008], all columns at once, until
     the gradient of each is `tolerance` of that at w = 0.
     """
     sign, costs = 2.0 * positive - 1, costs * (1.0 + positive)
-    w = x.new_zeros(x.shape[1], sign.shape[1]) if start is None else start.clone()
-    goal = tolerance * (2 * x.T @ (costs * sign)).norm(dim=0)
+    w = costs.new_zeros(x.shape[1], sign.shape[1]) if start is None else start.clone()
+    goal = tolerance * (2 * times_transposed(x, costs * sign)).norm(dim=0)
     left = torch.arange(sign.shape[1], device=x.device)  # the columns that are not solved yet
     for _ in range(1000):
-        slack = (1 - sign * (x @ w[:, left])).clamp(min=0)
-        gradient = w[:, left] - 2 * x.T @ (costs * sign * slack)
+        slack = (1 - sign * times(x, w[:, left])).clamp(min=0)
+        gradient = w[:, left] - 2 * times_transposed(x, costs * sign * slack)
         far = gradient.norm(dim=0) > goal[left]
         if not far.any():
             break
@@ -563,11 +638,24 @@ def solve_svms(x, positive, costs, start=None, tolerance=1e-5):
     return w
 
 
+def times(x, w):
+    """x w, with x (N, D) in float32 to save memory, but each product and sum in float64"""
+    return torch.cat([rows.to(w.dtype) @ w for rows in x.split(BLOCK)])
+
+
+def times_transposed(x, y):
+    """x' y, likewise"""
+    result = y.new_zeros(x.shape[1], y.shape[1])
+    for rows, part in zip(x.split(BLOCK), y.split(BLOCK)):
+        result.addmm_(rows.to(y.dtype).T, part)
+    return result
+
+
 def line_search(x, sign, costs, w, step):
     """w + step, where the step of a column is halved until its loss does not rise"""
 
     def loss(w):
-        slack = (1 - sign * (x @ w)).clamp(min=0)
+        slack = (1 - sign * times(x, w)).clamp(min=0)
         return w.square().sum(0) / 2 + (costs * slack.square()).sum(0)
 
     highest = loss(w) * (1 + 1e-12)  # rounding errors are no rise
@@ -584,12 +672,12 @@ def conjugate_gradients(x, curvature, target, iterations=200):
 
     In the principal axes the matrix is nearly diagonal: its diagonal is the preconditioner.
     """
-    diagonal = 1 + x.square().mean(0)[:, None] * curvature.sum(0)
+    diagonal = 1 + x.norm(dim=0)[:, None].square() / len(x) * curvature.sum(0)
     step, rest = torch.zeros_like(target), target.clone()
     direction = rest / diagonal
     inner = (rest * direction).sum(0)
     for _ in range(iterations):
-        image = direction + x.T @ (curvature * (x @ direction))
+        image = direction + times_transposed(x, curvature * times(x, direction))
         length = inner / (direction * image).sum(0).clamp(min=1e-300)  # 0 / 0 once it is solved
         step += length * direction
         rest -= length * image
@@ -630,62 +718,77 @@ def mean_of(scores):
 # ---------------------------------------------------------------- linear layers, features given
 
 
-def sgd_mct(train_x, train_y, test_x, test_y, epochs, batch_size, lr, device, seed):
+def sgd_mct(x, y, test_x, test_y, epochs, batch_size, lr, device, seed):
     """lr / 5 after epochs 30, 40, 50 of 60 [contrastive paper Sec. 4.2] -> {"top-1": percent}"""
 
     def factor(share):
         return 0.2 ** sum(share >= epoch / 60 for epoch in (30, 40, 50))
 
-    how = factor, epochs, batch_size, device, seed
-    [layer] = train_linear(train_x, train_y, [(lr, 0.0)], *how)
+    how = [(lr, 0.0)], factor, epochs, batch_size, device, seed
+    [layer] = train_linear(x, y, np.arange(len(x)), *how)
     logits = predict(layer, test_x, device)
     check_finite(logits)
     return {"top-1": top1(logits, test_y)}
 
 
-def logreg_icmlm(train_x, train_y, test_x, test_y, epochs, batch_size, device, seed):
+def logreg_icmlm(x, y, test_x, test_y, epochs, batch_size, device, seed):
     """The best of 25 pairs of lr and weight decay for held-out images [ICMLM App. F.2]
 
     [ours: a fifth is held out, the trials are random where the paper's are Optuna's, and features
     are l2-normalised as for the SVMs] -> {"top-1": percent}
     """
-    number = len(train_x)
+    number = len(x)
     check(number >= 5, f"logreg-icmlm holds out a fifth of the images: give it 5, not {number}")
     rng = np.random.default_rng(seed)
     rates, decays = 10 ** rng.uniform(-1, 2, 25), rng.uniform(0, 1e-5, 25)
     trials = list(zip(rates.tolist(), decays.tolist()))
-    train_x, test_x = unit_length(train_x), unit_length(test_x)
     held, fit = np.split(rng.permutation(number), [number // 5])
     cosine = functools.partial(common.lr_factor, total=1)
-    how = cosine, epochs, batch_size, device, seed
-    layers = train_linear(train_x[fit], train_y[fit], trials, *how)
-    scores = [top1(predict(layer, train_x[held], device), train_y[held]) for layer in layers]
+    how = cosine, epochs, batch_size, device, seed, True
+    layers = train_linear(x, y, fit, trials, *how)
+    held_x, held_y = unit_length(x[held]), y[held]
+    scores = [top1(predict(layer, held_x, device), held_y) for layer in layers]
     best = trials[np.argmax(scores)]
     say(f"chosen: learning rate {best[0]:.3g}, weight decay {best[1]:.2g}")
-    [layer] = train_linear(train_x, train_y, [best], *how)
-    return {"top-1": top1(predict(layer, test_x, device), test_y)}
+    [layer] = train_linear(x, y, np.arange(number), [best], *how)
+    return {"top-1": top1(predict(layer, unit_length(test_x), device), test_y)}
 
 
 def train_linear(
-    x, y, trials, factor, epochs, batch_size, device, seed, width=None, loss=F.cross_entropy
+    x,
+    y,
+    rows,
+    trials,
+    factor,
+    epochs,
+    batch_size,
+    device,
+    seed,
+    unit=False,
+    width=None,
+    loss=F.cross_entropy,
 ):
     """One linear layer per (learning rate, weight decay) in `trials`, on the same batches
 
-    x: (N, D) float32.  y: (N, classes).  factor(share of the run): of the learning rates.
-    width: outputs of a layer, by default one per class.  loss(outputs (B, width), classes (B,))
+    x: (N, D) float32.  y: (N,), their classes.  rows: which of the N to learn from: x may be as
+    large as the memory, and is not copied.  factor(share of the run): of the learning rates.
+    unit: features are l2-normalised.  width: outputs of a layer, by default one per class.
+    loss(outputs (B, width), classes (B,))
     """
-    x, classes = torch.from_numpy(x).to(device), torch.from_numpy(y.argmax(1)).to(device)
-    layers = LinearLayers(len(trials) * [x.shape[1]], width or y.shape[1]).to(device)
+    x, y = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
+    layers = LinearLayers(len(trials) * [x.shape[1]], width or int(y.max()) + 1).to(device)
     groups = []
     for layer, (lr, decay) in zip(layers, trials):
         groups.append({"params": layer.parameters(), "lr": lr, "weight_decay": decay})
     optimizer = torch.optim.SGD(groups, momentum=0.9)
     rng = np.random.default_rng(seed)
     for epoch in progress(range(epochs), desc="linear layers", unit=" epochs", leave=False):
-        batches = torch.from_numpy(rng.permutation(len(x))).to(device).split(batch_size)
+        batches = torch.from_numpy(rng.permutation(rows)).to(device).split(batch_size)
         for n, batch in enumerate(batches):
             common.set_lr(optimizer, factor((epoch + n / len(batches)) / epochs))
-            features, wanted = x[batch], classes[batch]
+            features, wanted = x[batch], y[batch]
+            if unit:
+                features = F.normalize(features)
             losses = [loss(layer(features), wanted) for layer in layers]
             optimizer.zero_grad()
             sum(losses).backward()  # the layers share no parameters: each is trained by itself
@@ -716,8 +819,8 @@ def predict(layer, x, device):
 
 
 def top1(logits, labels):
-    """(N, classes) both -> percent"""
-    return 100 * float((logits.argmax(1) == labels.argmax(1)).mean())
+    """logits (N, classes), labels as in LabelData -> percent"""
+    return 100 * float((logits.argmax(1) == class_of(labels)).mean())
 
 
 def check_finite(logits):
@@ -761,10 +864,11 @@ def collate_labelled(samples):
 def classification_loss(logits, labels, several):
     """Softmax cross-entropy, or with several labels per image a logistic regression per class
 
-    The latter summed over classes, without difficult entries [ours]. (B, classes) both -> scalar
+    The latter summed over classes, without difficult entries [ours].  logits: (B, classes).
+    labels: as in LabelData -> scalar
     """
     if not several:
-        return F.cross_entropy(logits, labels.argmax(1))
+        return F.cross_entropy(logits, class_of(labels))
     positive, counted = (labels == 1).float(), labels >= 0
     losses = F.binary_cross_entropy_with_logits(logits, positive, reduction="none")
     return (losses * counted).sum(1).mean()
@@ -917,7 +1021,7 @@ class Probe:
         order = np.random.default_rng(args.seed).permutation(len(fit.images))
         fit = fit.select(np.sort(order[: args.probe_images]))
         check_same_classes(fit, test)
-        if scorable(fit.labels, test.labels).any():
+        if scorable(fit.labels, test.labels, len(fit.names)).any():
             self.labelled = fit, test
         else:
             message = f"no class of {self.name} has examples in both splits: nothing to probe on"
@@ -926,7 +1030,8 @@ class Probe:
         if args.probe_every:
             rest, held = self.early_stopping_split()
             few = "--probe-every holds out a fifth of the probe's training images, too few to score"
-            check(scorable(rest.labels, held.labels).any(), f"{few}: raise --probe-images")
+            enough = scorable(rest.labels, held.labels, len(rest.names)).any()
+            check(enough, f"{few}: raise --probe-images")
 
     def early_stopping_split(self):
         """Four fifths of the training images to learn from and a fifth to score -> LabelData"""

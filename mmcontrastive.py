@@ -44,6 +44,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 import common
 import language
@@ -203,8 +204,10 @@ def main(args):
             train = tagged_by_nouns(train, run.folder / "nouns.npz")
     weights["tag"] = tag_weight(weights, train, args.tags_required)
     train = photos_with_losses(train, weights)
-    num_tags = len(train.tag_names) if weights["tag"] else 0
-    tags_seen = bool(num_tags) and args.tags == "annotated"
+    tags_seen, tag_sizes = False, None
+    if weights["tag"]:
+        tags_seen = args.tags == "annotated"
+        tag_sizes = len(train.tag_names), int(np.diff(train.first_tag).max())
     sizes = queue_sizes(args.queue, train, uses_captions, args.batch_size)
     tokenizer = config = None
     if uses_captions:
@@ -217,7 +220,7 @@ def main(args):
 
     # Encoders, momentum encoders, queues, optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
-    model = build_model(args, config, weights, num_tags, sizes)
+    model = build_model(args, config, weights, tag_sizes, sizes)
     if uses_captions and args.lm != "scratch" and not run.checkpoint:
         load_pretrained(model, args.lm)
     model.to(device, memory_format=torch.channels_last)
@@ -356,13 +359,11 @@ def sample(data, translations, args, index, rng):
         caption_q = common.swap_left_right(caption_q)
     if mirrored_q:
         caption_k = common.swap_left_right(caption_k)
-    tags = np.zeros(len(data.tag_names or ()), np.float32)
-    tags[data.tags_of(index)] = 1
     return {
         "q": {"image": image_q, "jitter": jitter[0], "sigma": sigma[0], "caption": caption_q},
         "k": {"image": image_k, "jitter": jitter[1], "sigma": sigma[1], "caption": caption_k},
         "captioned": data.first_caption[index + 1] > data.first_caption[index],
-        "tags": tags,
+        "tags": 1 + torch.tensor(data.tags_of(index), dtype=torch.long),
     }
 
 
@@ -386,12 +387,14 @@ def caption_views(data, index, kind, translations, rng):
 
 def collate(samples, tokenizer):
     """-> images uint8 (B, size, size, 3), jitter (B, 4), sigma (B,) in pixels, of both views (_q
-    and _k); tags (B, tags), captioned (B,), and the list of unreadable images
+    and _k); tags (B, T), captioned (B,), and the list of unreadable images
+
+    tags: numbers from 1 of each photo's tags, with zeros behind them where others have more.
 
     With a tokenizer also tokens and visible (B, T) of both views.
     """
     batch = {"unreadable": [path for sample in samples for path in sample["unreadable"]]}
-    batch["tags"] = common.stack(samples, "tags")
+    batch["tags"] = pad_sequence([sample["tags"] for sample in samples], batch_first=True)
     batch["captioned"] = common.stack(samples, "captioned")
     for name in ("q", "k"):
         views = [sample[name] for sample in samples]
@@ -460,12 +463,12 @@ KEYS = {
 }
 
 
-def build_model(args, config, weights, num_tags, sizes):
+def build_model(args, config, weights, tag_sizes, sizes):
     """config: of the captions' BERT, or None.  weights: {loss: lambda}; of 0: it is left out"""
     dims = {"intra": args.intra_dim, "inter": args.inter_dim}
     needed = [name for name in LOSSES if weights[name]]
     encoders = build_encoders(args.arch, config, needed, dims, args.mlp_hidden, args.unified_mlp)
-    return MultimodalContrastive(encoders, num_tags, sizes)
+    return MultimodalContrastive(encoders, tag_sizes, sizes)
 
 
 def by_loss(table, outputs):
@@ -583,10 +586,11 @@ class Encoder(nn.Module):
 class MultimodalContrastive(nn.Module):
     """Encoders of photos and captions, their momentum copies, and the queues of keys (Fig. 2).
 
-    encoders: of build_encoders.  num_tags: 0 without Eq. 5.  sizes: {modality: K}
+    encoders: of build_encoders.  tag_sizes: how many tags there are, and how many a photo has at
+    most; None without Eq. 5.  sizes: {modality: K}
     """
 
-    def __init__(self, encoders, num_tags, sizes):
+    def __init__(self, encoders, tag_sizes, sizes):
         super().__init__()
         self.queries = nn.ModuleDict(encoders)
         self.keys = copy.deepcopy(self.queries).requires_grad_(False)
@@ -594,8 +598,8 @@ class MultimodalContrastive(nn.Module):
         mlps = {modality: encoder.mlps for modality, encoder in encoders.items()}
         for loss, mlp in by_loss(KEYS, mlps).items():
             self.queues[loss] = Queue(sizes[KEYS[loss][0]], mlp[-1].out_features)
-        if num_tags:
-            self.queues["tag"] = Queue(sizes["image"], num_tags)
+        if tag_sizes:
+            self.queues["tag"] = TagQueue(sizes["image"], *tag_sizes)
 
     @property
     def backbone(self):
@@ -629,7 +633,7 @@ class MultimodalContrastive(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys, tags, captioned, world):
-        """keys: of all processes; tags (B, tags), captioned (B,): of this process.
+        """keys: of all processes; tags (B, T), captioned (B,): of this process.
 
         Photos without a caption add no caption key.
         """
@@ -639,6 +643,7 @@ class MultimodalContrastive(nn.Module):
             modality, _ = KEYS[loss]
             self.queues[loss].enqueue(key, captioned if modality == "caption" else all_valid)
         if "tag" in self.queues:
+            tags = self.queues["tag"].padded(tags)
             self.queues["tag"].enqueue(gather(tags, world), all_valid)
 
 
@@ -697,6 +702,31 @@ class Queue(nn.Module):
         self.total += number
 
 
+class TagQueue(Queue):
+    """The tags of the photos whose keys the other queues hold, as lists: see `collate`
+
+    A row of zeros and ones for each photo would take 4.8 GB for Stock's 18,157 tags and K = 65,536.
+    """
+
+    def __init__(self, size, num_tags, most):
+        """most: tags of a photo"""
+        super().__init__(size, most)
+        self.num_tags, self.keys = num_tags, self.keys.long()
+
+    def padded(self, tags):
+        """(B, T) -> (B, most)"""
+        return F.pad(tags, (0, self.keys.size(1) - tags.size(1)))
+
+    def common_tags(self, tags):
+        """t_p . t_j of Eq. 4: how many of its tags (B, T) each photo shares with each key -> (B, K)
+
+        Rows of a (tags, B) table of zeros and ones, added up over the tags of each key.
+        """
+        table = torch.zeros(1 + self.num_tags, len(tags), device=tags.device)
+        table.scatter_(0, tags.T, 1)
+        return F.embedding_bag(self.keys, table, mode="sum", padding_idx=0).T
+
+
 # ---------------------------------------------------------------------------------------- losses
 
 
@@ -704,8 +734,8 @@ def contrastive_losses(queries, keys, queues, tags, captioned, temperature, marg
     """Eqs. 3, 5, 8, 11, 14, each a mean over the batch -> {loss: scalar}, those with a query
 
     queries, keys: {loss: (B, dim)}, row by row of the same photos and captions.  queues: {loss:
-    Queue}.  tags (B, tags), captioned (B,): without tags Eq. 5 is 0, without a caption Eqs. 8, 11
-    and 14 [Sec. 3.2, end].
+    Queue}.  tags (B, T), captioned (B,), see collate: without tags Eq. 5 is 0, without a caption
+    Eqs. 8, 11 and 14 [Sec. 3.2, end].
     """
     losses = {}
     if "ii" in queries:
@@ -713,7 +743,7 @@ def contrastive_losses(queries, keys, queues, tags, captioned, temperature, marg
         losses["ii"] = -log_p[:, 0].mean()  # Eq. 3
         if "tag" in queues:
             own = torch.ones_like(captioned)[:, None]
-            others = tags @ queues["tag"].keys.T > threshold  # t_p . t_j > epsilon
+            others = queues["tag"].common_tags(tags) > threshold  # t_p . t_j > epsilon
             positive = torch.cat([own, others & queues["tag"].filled], 1)  # Eq. 4
             loss = -log_p.masked_fill(~positive, 0).sum(1) / positive.sum(1)  # Eq. 5
             losses["tag"] = (loss * tags.any(1)).mean()

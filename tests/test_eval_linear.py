@@ -3,6 +3,7 @@
 import argparse
 import math
 import urllib.error
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -81,7 +82,7 @@ def literal_svms(train_x, train_y, test_x, test_y, k):
 def test_svms_are_those_of_scikit_learn(features, monkeypatch):
     """The same cost and average precision. With two positives, too few to choose, the cost is 1.
 
-    What does not fit in memory together is solved in parts, with the same result.
+    What does not fit in memory together is read and solved in parts, with the same result.
     """
     found, chosen = eval_linear.svm_probe(*features, "abcdef"), []
     assert list(found) == list("abcd")  # of e and f there is nothing to test or to learn
@@ -92,6 +93,7 @@ def test_svms_are_those_of_scikit_learn(features, monkeypatch):
         assert any(abs(other - found[name]) > 1e-3 for other in scores.values()), "no choice"
     assert len(set(chosen[:3])) > 1 and chosen[3] == 1
     monkeypatch.setattr(eval_linear, "CHUNK", 1)
+    monkeypatch.setattr(eval_linear, "BLOCK", 7)
     assert eval_linear.svm_probe(*features, "abcdef") == pytest.approx(found, abs=1e-9)
 
 
@@ -101,15 +103,18 @@ def test_svms_on_features_of_a_backbone(source, size, number, request):
     """Of scenes and of real flowers: each class agrees with scikit-learn to 0.05 points."""
     root = request.getfixturevalue("real_data") / "flowers" if source == "folder" else None
     torch.manual_seed(0)
-    backbone, features = common.build_backbone("resnet18"), []
+    backbone, given, features = common.build_backbone("resnet18"), [], []
     for seed, split in enumerate(("train", "val")):
         data = eval_linear.label_data(source, root, split)
-        counts = data.labels.sum(0).tolist()
+        columns = eval_linear.label_columns(data.labels, np.arange(len(data.names)))
+        counts = columns.sum(0).tolist()
         assert source == "shapes" or counts == 5 * [300 if split == "train" else 100]
-        data = data.select(np.random.default_rng(seed).permutation(len(data.images))[:number])
+        order = np.random.default_rng(seed).permutation(len(data.images))[:number]
+        data = data.select(order)
         found, readable = eval_linear.extract_features(backbone, data.images, size, ALONE)
-        features += found, data.labels[readable]
-    found = eval_linear.svm_probe(*features, data.names)
+        given += found, data.labels[readable]
+        features += found, columns[order][readable]
+    found = eval_linear.svm_probe(*given, data.names)
     assert len(found) > 4
     for k, name in enumerate(data.names):
         cost, scores = literal_svms(*features, k)
@@ -119,21 +124,26 @@ def test_svms_on_features_of_a_backbone(source, size, number, request):
 @pytest.mark.parametrize("width", (12, 150))  # fewer features than images, and more
 @pytest.mark.parametrize("cost", (1e-5, 0.1, 10.0, 1e5))
 @pytest.mark.parametrize("start", (None, 100.0))
-def test_solve_svms_finds_the_minimum(start, cost, width):
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+def test_solve_svms_finds_the_minimum(dtype, start, cost, width):
     """The loss is strictly convex: its gradient, written in loops, is zero only at the minimum.
 
-    From any start; an example of cost zero is as good as absent.
+    From any start; an example of cost zero is as good as absent. That of features rounded to
+    float32 is found as exactly: the arithmetic is in float64.
     """
     rng = np.random.default_rng(width)
-    x, positive = rng.normal(size=(60, width)) / math.sqrt(width), rng.random((60, 2)) < 0.3
+    features, positive = rng.normal(size=(60, width)), rng.random((60, 2)) < 0.3
     costs = np.full((60, 2), cost)
     costs[:7, 1] = 0
-    axes = eval_linear.principal_axes(torch.from_numpy(x))
-    given = torch.from_numpy(x) @ axes, torch.from_numpy(positive), torch.from_numpy(costs)
+    [x] = eval_linear.blocks(features, CPU)
+    axes = eval_linear.principal_axes(features)
+    in_axes = (x @ axes).to(dtype)
+    given = in_axes, torch.from_numpy(positive), torch.from_numpy(costs)
     start = start and torch.full((axes.shape[1], 2), start, dtype=torch.float64)
     solved = axes @ eval_linear.solve_svms(*given, start)
+    x = (in_axes.double() @ axes.T).numpy()
     for k, w in enumerate(solved.T.numpy()):
-        gradient, at_zero = w.copy(), np.zeros(width)
+        gradient, at_zero = w.copy(), np.zeros(width + 1)
         for i in range(60):
             sign, c = (1, 2 * costs[i, k]) if positive[i, k] else (-1, costs[i, k])
             gradient -= 2 * c * max(0, 1 - sign * w @ x[i]) * sign * x[i]
@@ -239,7 +249,9 @@ def test_folder_labels(tmp_path):
     names = [path.removeprefix(f"{tmp_path}/train/") for path in data.images]
     assert names == ["blue/0.png", "blue/1.png", "red/0.png", "red/1.png", "red/deep/b.JPEG"]
     assert data.names == ["blue", "red"]
-    assert data.labels.tolist() == [[1, 0], [1, 0], [0, 1], [0, 1], [0, 1]]
+    assert data.labels.tolist() == [0, 0, 1, 1, 1] and data.labels.dtype == np.int64
+    assert eval_linear.label_columns(data.labels, [1, 0])[0].tolist() == [0, 1]
+    assert data.select([4, 0]).labels.tolist() == [1, 0]
 
 
 CAT, DOG = f"{LISTS}/cat_trainval.txt", f"{LISTS}/dog_trainval.txt"
@@ -430,12 +442,23 @@ def test_costs(folder, tmp_path, monkeypatch):
 def test_linear_layers_are_trained_apart():
     """Beside another that diverges a layer is what it is alone; each has its own weight decay."""
     rng, weights = np.random.default_rng(0), []
-    x, y = rng.normal(size=(40, 6)).astype(np.float32), np.eye(3)[rng.integers(0, 3, 40)]
+    x, y = rng.normal(size=(40, 6)).astype(np.float32), rng.integers(0, 3, 40)
+    rows = np.arange(40)
     for trials in ([(0.5, 0.0)], [(0.5, 0.0), (1e30, 1e-5)], [(0.5, 0.1)]):
         torch.manual_seed(0)
-        layers = eval_linear.train_linear(x, y, trials, lambda share: 1 - share, 4, 16, CPU, 0)
+        layers = eval_linear.train_linear(
+            x, y, rows, trials, lambda share: 1 - share, 4, 16, CPU, 0
+        )
         weights.append(layers[0].weight)
     assert torch.equal(weights[0], weights[1]) and not torch.allclose(weights[0], weights[2])
+    how = [(0.5, 0.0)], lambda share: 1 - share, 4, 16, CPU, 0
+    for given in (
+        (x, y, rows[:30], *how, True),
+        (eval_linear.unit_length(x[:30]), y, rows[:30], *how),
+    ):
+        torch.manual_seed(0)
+        weights.append(eval_linear.train_linear(*given)[0].weight)
+    torch.testing.assert_close(weights[3], weights[4])
     [layer] = eval_linear.LinearLayers([400], 50)  # N(0, 0.01) and bias 0 [VirTex App. A.1]
     assert layer.weight.std().item() == pytest.approx(0.01, rel=0.05)
     assert abs(layer.weight.mean()) < 1e-3 and not layer.bias.any()
@@ -447,21 +470,25 @@ def test_logreg_searches_on_held_out_images(monkeypatch):
     [ICMLM App. F.2]: learning rates log-uniform in [0.1, 100], decays uniform in [0, 1e-5].
     """
     rng, calls = np.random.default_rng(0), []
-    y = np.eye(2)[rng.integers(0, 2, 50)]
-    x = (7 * y + rng.normal(size=y.shape)).astype(np.float32)
+    y = rng.integers(0, 2, 50)
+    x = (7 * np.eye(2)[y] + rng.normal(size=(50, 2))).astype(np.float32)
 
-    def trained(x, y, trials, factor, *_):
-        calls.append((x, trials, [factor(share) for share in (0, 0.5, 1)]))
+    def trained(x, y, rows, trials, factor, epochs, batch_size, device, seed, unit):
+        calls.append((rows, trials, [factor(share) for share in (0, 0.5, 1)]))
+        assert unit
         signs = [-1] * len(trials)
         signs[17 % len(trials)] = 1  # only trial 17 knows the classes, and the one of the end
-        return [lambda x, sign=sign: sign * x for sign in signs]
+        return [partial(predicted, sign) for sign in signs]
+
+    def predicted(sign, x):
+        assert np.linalg.norm(x, axis=1) == pytest.approx(1, abs=1e-5)
+        return sign * x
 
     monkeypatch.setattr(eval_linear, "train_linear", trained)
     assert eval_linear.logreg_icmlm(x, y, x, y, 100, 1024, CPU, 3) == {"top-1": 100}
     (fit, trials, factors), (everything, final, _) = calls
     assert len(trials) == 25 and final == [trials[17]] and factors == pytest.approx([1, 0.5, 0])
-    assert len(fit) == 40 and len(everything) == 50
-    assert np.linalg.norm(everything, axis=1) == pytest.approx(1, abs=1e-5)
+    assert len(set(fit)) == 40 and len(set(everything)) == 50
     rates, decays = np.array(trials).T
     assert 0.1 <= rates.min() < 1 and 10 < rates.max() <= 100
     assert 0 <= decays.min() < 3e-6 and 7e-6 < decays.max() <= 1e-5
@@ -499,6 +526,16 @@ def test_loss_with_several_labels():
     assert eval_linear.classification_loss(*given, True).item() == pytest.approx(expected)
 
 
+def test_one_label_per_image_in_both_shapes():
+    """Indices or one-hot rows: the same loss and top-1"""
+    logits, classes = np.log([[0.7, 0.2, 0.1], [0.3, 0.2, 0.5]]), np.array([0, 1])
+    for labels in (classes, np.eye(3, dtype=np.int8)[classes]):
+        assert eval_linear.top1(logits, labels) == 50
+        given = torch.from_numpy(logits), torch.from_numpy(labels)
+        loss = eval_linear.classification_loss(*given, False).item()
+        assert loss == pytest.approx(-(math.log(0.7) + math.log(0.2)) / 2)
+
+
 def test_augmented_photos_bring_their_classes(tmp_path):
     """Also where one cannot be decoded: it is named, and the next comes as what it is."""
     broken = write_folder(tmp_path, 2) / "train" / "blue" / "1.png"
@@ -506,10 +543,10 @@ def test_augmented_photos_bring_their_classes(tmp_path):
     data = eval_linear.label_data("folder", tmp_path, "train")
     make = lambda index, rng: eval_linear.labelled_photo(data, 32, 0.0, index, rng)
     samples = common.Samples(make, 4)
-    for index, labels in enumerate([[1, 0], [0, 1], [0, 1], [0, 1]]):
+    for index, label in enumerate([0, 1, 1, 1]):
         sample = samples[0, index]
         red, _, blue = sample["image"].mean((0, 1))
-        assert sample["labels"].tolist() == labels == [blue > red, red > blue]
+        assert sample["labels"] == label == (red > blue)
     assert not np.array_equal(samples[0, 0]["image"], samples[1, 0]["image"])
     flags = "--protocol sgd-virtex --batch-size 4 --epochs 2"
     output = run_here(command(tmp_path / "out", tmp_path, flags))
@@ -520,8 +557,10 @@ def test_augmented_photos_bring_their_classes(tmp_path):
 
 
 def kept(output, split="train"):
+    """Features and labels, as anybody reads them"""
     with np.load(output / f"features_{split}.npz") as file:
-        return file["features"], file["labels"]
+        labels = file["labels"]
+    return np.load(output / f"features_{split}.npy")[: len(labels)], labels
 
 
 def test_pooling_in_2x2_parts():
@@ -560,7 +599,7 @@ def test_what_is_extracted(protocol, part, cells, folder, tmp_path):
         pixels = np.array(image.resize((64, 64), Image.BILINEAR, box))
         [expected] = eval_linear.pooled(backbone, torch.from_numpy(pixels)[None], CPU, cells=cells)
         features, labels = kept(tmp_path, name)
-        assert features.shape == (32, 512 * cells**2) and labels[16].tolist() == [0, 1]
+        assert features.shape == (32, 512 * cells**2) and labels[16] == 1
         np.testing.assert_allclose(features[16], expected, rtol=1e-3, atol=1e-4)
 
 
@@ -577,7 +616,34 @@ def test_features_are_kept(folder, tmp_path, monkeypatch):
     assert extracted == [20, 32]
     (tmp_path / "features_train.npz").write_bytes(b"PK\x03\x04 and no more")
     assert "features_train.npz is damaged" in run_here(command(tmp_path, folder, flags))
-    assert result(tmp_path)["mean"] == first and extracted == [20, 32, 20]
+    (tmp_path / "features_test.npy").unlink()
+    run_here(command(tmp_path, folder, flags))
+    assert result(tmp_path)["mean"] == first and extracted == [20, 32, 20, 32]
+    features = tmp_path / "features_train.npy"
+    features.write_bytes(features.read_bytes()[:-40])
+    message = refusal(command(tmp_path, folder, flags))
+    assert f"{features}: " in message and "Expected: what this command wrote: delete it" in message
+    features.unlink()
+    assert evaluate(tmp_path, folder, flags) == first
+
+
+def test_a_stop_while_features_are_written(folder, tmp_path, monkeypatch):
+    """The old ones stay as they were; a disk without room is named, with what is needed."""
+    evaluate(tmp_path, folder)
+    before, images = kept(tmp_path)[0], []
+
+    def killed(*given, **more):
+        images.append(len(given[1]))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(eval_linear, "pooled", killed)
+        evaluate(tmp_path, folder, "--train-images 30")
+    assert images == [30] and np.array_equal(kept(tmp_path)[0], before)
+    monkeypatch.setattr(eval_linear.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**4))
+    message = refusal(command(tmp_path, folder, "--train-images 30"))
+    assert f"{tmp_path}/features_train.npy needs 0.0 GB, and 0.0 are free: make room" in message
+    assert np.array_equal(kept(tmp_path)[0], before)
 
 
 FLAGS = "--seed 1", "--image-size 64", "--train-images 7", "--protocol svm-icmlm", "--amp bf16"
@@ -604,6 +670,49 @@ def test_labels_that_were_corrected_are_used(folder, tmp_path, monkeypatch):
     assert np.array_equal(kept(tmp_path)[1], 1 - before)
 
 
+def test_features_are_written_batch_by_batch(tmp_path, monkeypatch):
+    """Into the array that is asked for, without one copy: readable images move up in it."""
+    images, arrays = common.ImageFiles(f"{n}.png" for n in range(200)), []
+
+    def read(images, index, crops, size):
+        if index % 3 == 0:
+            raise common.Unreadable(images[index])
+        return [np.full((size, size, 3), index, np.uint8)]
+
+    def create(shape, dtype):
+        arrays.append(np.empty(shape, dtype))
+        return arrays[0]
+
+    monkeypatch.setattr(common, "read_crops", read)
+    describe = lambda pixels: pixels[:, 0, 0].float()
+    found, readable = eval_linear.describe_images(describe, images, 2, ALONE, create=create)
+    assert readable.tolist() == [n for n in range(200) if n % 3]
+    assert np.array_equal(found, np.stack(3 * [readable], 1)) and np.shares_memory(found, arrays[0])
+
+
+def test_memory_is_told_before_the_work(folder, tmp_path, monkeypatch):
+    """COCO's svm-icmlm needs 8 GB; a machine with less says so, one with more does not."""
+    told = []
+    monkeypatch.setattr(eval_linear, "say", told.append)
+    for pages in (10**6, 3 * 10**6):
+        monkeypatch.setattr(
+            eval_linear.os, "sysconf", {"SC_PHYS_PAGES": pages, "SC_PAGE_SIZE": 4096}.get
+        )
+        eval_linear.warn_of_memory("svm-icmlm", 118_287, 8192, 80, CPU)
+    what = "svm-icmlm on 118287 x 8192 features needs 9 GB of memory, and there are 4"
+    assert told == [f"{what}: give fewer --train-images if it fails"]
+
+
+def test_one_process_reads_the_dates_of_the_files(folder, tmp_path, monkeypatch):
+    """The others do not need the checksum of a million files."""
+    other = common.World(1, 2, CPU)
+    data = eval_linear.label_data("folder", folder, "train")
+    monkeypatch.setattr(eval_linear, "checksum", lambda *_: pytest.fail("asked for a checksum"))
+    monkeypatch.setattr(common, "any_process", lambda world, flag: False)
+    how = 32, 1.0, 1, "off", 0, other
+    assert eval_linear.kept_features(tmp_path / "a.npy", None, data, *how) == (None, None)
+
+
 def test_what_cannot_be_decoded_and_two_processes(tmp_path):
     """A broken photo and a broken link are left out, by name, and told again with kept features.
 
@@ -623,7 +732,7 @@ def test_what_cannot_be_decoded_and_two_processes(tmp_path):
     assert output.count("mAP") == 1 and result(two)["mean"] == pytest.approx(result(alone)["mean"])
     for split, counts in (("train", [8, 9]), ("test", [9, 9])):
         (features, labels), found = kept(alone, split), kept(two, split)
-        assert labels.sum(0).tolist() == counts and np.array_equal(found[1], labels)
+        assert np.bincount(labels).tolist() == counts and np.array_equal(found[1], labels)
         np.testing.assert_allclose(found[0], features, rtol=1e-4, atol=1e-5)
     flags = "--protocol sgd-virtex --batch-size 16 --epochs 9"
     output = finished(run_script(*TORCHRUN, *command(two, tmp_path, flags))).stdout

@@ -109,6 +109,26 @@ def queue_with(rows, size):
     return queue
 
 
+def tag_lists(dense):
+    """(N, tags) of zeros and ones -> (N, T), the numbers of each row's tags from 1, then zeros"""
+    rows = [1 + row.nonzero().flatten() for row in dense]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def dense_tags(lists, number):
+    """The other way round"""
+    return torch.zeros(len(lists), 1 + number).scatter_(1, lists, 1)[:, 1:]
+
+
+def tag_queue_with(dense, size):
+    """likewise: a queue of photos with these rows of zeros and ones"""
+    queue = mmcontrastive.TagQueue(size, dense.size(1), most=dense.size(1)).double()
+    queue.keys += torch.arange(dense.size(1)) + 1  # all tags, where nothing was filled in
+    for row in queue.padded(tag_lists(dense)) if len(dense) else ():
+        queue.enqueue(row[None], torch.ones(1, dtype=torch.bool))
+    return queue
+
+
 def random_batch(filled, size=12, batch=6):
     """Six photos, some without tags or captions; queues of 12 keys that were `given` so many"""
     b = SimpleNamespace(captioned=torch.tensor([1, 0, 1, 1, 0, 1]).bool())
@@ -119,12 +139,13 @@ def random_batch(filled, size=12, batch=6):
     b.tags[[1, 4]] = 0
     b.given["tag"] = (torch.rand(filled, 5) < 0.7).double()
     b.given["tag"][::3] = 0
-    b.queues = {name: queue_with(rows, size) for name, rows in b.given.items()}
+    b.queues = {name: queue_with(b.given[name], size) for name in DIMS}
+    b.queues["tag"] = tag_queue_with(b.given["tag"], size)
     return b
 
 
 def losses_of(b):
-    batch = b.queries, b.keys, b.queues, b.tags, b.captioned
+    batch = b.queries, b.keys, b.queues, tag_lists(b.tags), b.captioned
     return mmcontrastive.contrastive_losses(*batch, TAU, MARGIN, EPSILON)
 
 
@@ -178,6 +199,21 @@ def test_queue_holds_the_last_keys(batch):
             assert queue.filled[n % 7] and queue.keys[n % 7].tolist() == given[n]
 
 
+def test_common_tags_are_those_of_dense_rows():
+    """t_p . t_j of Eq. 4 by matrix product: equal numbers, from less memory than rows of 18,157"""
+    dense = (torch.rand(40, 300) < 0.05).float()
+    dense[::7] = 0
+    queue, tags = mmcontrastive.TagQueue(24, 300, most=40), tag_lists(dense)
+    queue.enqueue(queue.padded(tags[:16]), torch.ones(16, dtype=torch.bool))
+    queue.enqueue(queue.padded(tags[16:32]), torch.arange(16) < 12)
+    held = torch.cat([dense[24:28], dense[4:24]])
+    found = queue.common_tags(tags[24:])
+    assert torch.equal(found, dense[24:] @ held.T) and found.max() > 8
+    again = mmcontrastive.TagQueue(24, 300, most=40)
+    again.load_state_dict(queue.state_dict())
+    assert torch.equal(again.common_tags(tags[24:]), found)
+
+
 # --------------------------------------------------------------------------------------- encoders
 
 
@@ -195,7 +231,7 @@ def tiny_model(unified=False):
     dims = {"intra": 6, "inter": 6 if unified else 4}
     losses = mmcontrastive.LOSSES
     encoders = mmcontrastive.build_encoders("resnet18", config, losses, dims, 16, unified)
-    return mmcontrastive.MultimodalContrastive(encoders, 3, {"image": 12, "caption": 12})
+    return mmcontrastive.MultimodalContrastive(encoders, (3, 3), {"image": 12, "caption": 12})
 
 
 def randomise_queries(model):
@@ -212,7 +248,7 @@ def tiny_batch(step=0):
     images, tokens = torch.randn(8, 3, 64, 64), torch.randint(30, (8, 5))
     visible = torch.rand(8, 5) < 0.7
     visible[:, 0] = True
-    tags = (torch.rand(8, 3) < 0.5).float()
+    tags = tag_lists(torch.rand(8, 3) < 0.5)
     return images, (tokens, visible), tags, torch.rand(8) < 0.6
 
 
@@ -302,7 +338,8 @@ def three_batches(model, world):
         mine = torch.arange(8).chunk(world.size)[world.rank]
         rng, share = np.random.default_rng([7, step]), [part[mine] for part in captions]
         keys = model.encode_keys(photos[mine], share, 2 // world.size, rng, world)
-        model.enqueue(keys, tags[mine], captioned[mine], world)
+        widest = int((tags[mine] > 0).sum(1).max())  # each process pads to its own
+        model.enqueue(keys, tags[mine, :widest], captioned[mine], world)
         found.append(keys)
     return found
 
@@ -466,7 +503,7 @@ def test_batches(two_photos, tiny_lm):
     samples = samples_of(two_photos, colour_jitter=1.0, blur=1.0)
     rows = [samples[0, 0], samples[0, 1]]
     batch = mmcontrastive.collate(rows, tokenizer)
-    assert batch["tags"].tolist() == [[1, 0, 1], [0, 0, 0]]
+    assert batch["tags"].tolist() == [[1, 3], [0, 0]]
     assert batch["captioned"].tolist() == [True, False] and batch["unreadable"] == []
     for name in ("q", "k"):
         images, (tokens, visible) = mmcontrastive.view(batch, name)
@@ -713,7 +750,8 @@ def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
     losses, dims = mmcontrastive.LOSSES, {"intra": 16, "inter": 24}
     encoders = mmcontrastive.build_encoders("resnet18", config, losses, dims, hidden=32)
     sizes = {"image": 24, "caption": 16}  # 16 of the 24 photos have a caption
-    model = mmcontrastive.MultimodalContrastive(encoders, len(train.tag_names), sizes)
+    most = int(np.diff(train.first_tag).max())
+    model = mmcontrastive.MultimodalContrastive(encoders, (len(train.tag_names), most), sizes)
     model.load_state_dict(old)
     model.to(memory_format=torch.channels_last).train()
     with torch.no_grad():
@@ -738,7 +776,9 @@ def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
 
     given = {name: old[f"queues.{name}.keys"] for name in (*keys, "tag")}
     assert all(old[f"queues.{name}.total"] >= 16 for name in given)  # the queues are full
-    wanted = literal_losses(queries, keys, given, tags, captioned, 0.07, 0.2, 0)
+    given["tag"] = dense_tags(given["tag"], len(train.tag_names))
+    dense = dense_tags(tags, len(train.tag_names))
+    wanted = literal_losses(queries, keys, given, dense, captioned, 0.07, 0.2, 0)
     for name, value in wanted.items():
         assert row[name] == pytest.approx(value, rel=1e-3)
     total = wanted["ii"] + 0.3 * wanted["tag"] + 0.7 * wanted["cc"]
@@ -748,7 +788,7 @@ def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
     # 24 photos and 16 captions were there before: the oldest give way.
     close(new["queues.ii.keys"][:8], keys["ii"], 1e-4)
     close(new["queues.ii.keys"][8:], old["queues.ii.keys"][8:], 0)
-    close(new["queues.tag.keys"][:8], tags, 0)
+    close(dense_tags(new["queues.tag.keys"][:8], len(train.tag_names)), dense, 0)
     number = int(captioned.sum())
     close(new["queues.ic.keys"][:number], keys["ic"][captioned], 1e-4)
     assert new["queues.ic.total"] == 16 + number

@@ -122,8 +122,9 @@ def labelled_photos(args):
     """The probe's training images with their classes as tags -> path of a .jsonl"""
     split = eval_linear.LABEL_SPLITS[args.probe_data][0]
     data = eval_linear.label_data(args.probe_data, args.probe_root, split)
-    lines = []
-    for image, labels in zip(data.images, data.labels):
+    lines, classes = [], np.arange(len(data.names))
+    for n, image in enumerate(data.images):
+        [labels] = eval_linear.label_columns(data.labels[n : n + 1], classes)
         tags = [data.names[k] for k in np.flatnonzero(labels == 1)]
         lines.append(json.dumps({"image": os.path.abspath(image), "tags": tags, "split": "train"}))
     path = Path(args.output, "labels.jsonl").resolve()
