@@ -453,7 +453,7 @@ def kept_features(path, backbone, data, size, part, cells, amp, workers, world):
     found, number = len(kept["labels"]), len(data.images)
     if found < number:
         say(f"{path}: {number - found} of {number} images could not be decoded and are left out")
-    with common.Reading(path, "what this command wrote: delete it"):
+    with common.reading(path, "what this command wrote: delete it"):
         # "c": the file is read where it is looked at, and never changed. Its end may be empty.
         return np.load(path, mmap_mode="c")[:found], kept["labels"]
 

@@ -201,7 +201,7 @@ INAT = (
 def inat_labels(root, split):
     """{split}.json of iNaturalist 2018, images below `root` -> eval_linear.LabelData"""
     path = Path(root, f"{split}.json")
-    with common.Reading(path, INAT) as at:
+    with common.reading(path, INAT) as at:
         content = json.loads(path.read_bytes())
         ids = sorted(category["id"] for category in content["categories"])
         index, classes = {category: k for k, category in enumerate(ids)}, {}

@@ -130,7 +130,7 @@ def describe(backbone, data, name, args, world):
     """
     numbers = np.arange(len(data))[:, None]  # as labels: they tell which images were readable
     images = eval_linear.LabelData(data.images, numbers, None)
-    path = Path(args.output, f"features_{name}.npz")
+    path = Path(args.output, f"features_{name}.npy")
     how = args.image_size, *eval_linear.EXTRACTED["sgd-mct"], args.amp, args.workers, world
     features, readable = eval_linear.kept_features(path, backbone, images, *how)
     if not world.is_main:

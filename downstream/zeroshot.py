@@ -240,7 +240,7 @@ def predict_classes(x, data, args, device, seed):
     """
     train = np.random.default_rng(seed).permutation(np.flatnonzero(data.parts == TRAIN))
     seen = np.unique(data.classes[data.parts != UNSEEN])
-    labels = data.classes[:, None] == seen  # (N, seen classes)
+    labels = np.searchsorted(seen, data.classes)  # (N,), right where the class is seen
     attributes = eval_linear.unit_length(data.attributes.astype(np.float32))  # [Xian et al.]
     of_seen = torch.from_numpy(attributes[seen]).to(device)
     cosine, width = functools.partial(common.lr_factor, total=1), attributes.shape[1]
@@ -251,8 +251,8 @@ def predict_classes(x, data, args, device, seed):
 
     def learn(rows, rates):
         trials = [(rate, eval_linear.LAYERS_DECAY) for rate in rates]
-        how = cosine, args.epochs, args.batch_size, device, seed, width, loss
-        return eval_linear.train_linear(x[rows], labels[rows], trials, *how)
+        how = cosine, args.epochs, args.batch_size, device, seed, False, width, loss
+        return eval_linear.train_linear(x, labels, rows, trials, *how)
 
     def predict(layer, rows):
         mapped = eval_linear.predict(layer, x[rows], device)

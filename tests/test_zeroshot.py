@@ -70,16 +70,14 @@ def test_equations(problem, monkeypatch):
     of_seen, calls = np.delete(unit, (2, 9), 0), []
     train_linear = eval_linear.train_linear
 
-    def trained(rows, labels, trials, factor, epochs, batch, device, seed, width, loss):
-        layers = train_linear(
-            rows, labels, trials, factor, epochs, batch, device, seed, width, loss
-        )
+    def trained(x, labels, rows, trials, *how):
+        layers, (width, loss) = train_linear(x, labels, rows, trials, *how), how[-2:]
         with torch.no_grad():
-            found = float(loss(layers[0](torch.from_numpy(rows[:9])), torch.arange(9)))
+            found = float(loss(layers[0](torch.from_numpy(x[:9])), torch.arange(9)))
         sigma, b = (p.double().tolist() for p in (layers[0].weight, layers[0].bias))
-        wanted = literal_loss(sigma, b, rows[:9].tolist(), range(9), of_seen)
+        wanted = literal_loss(sigma, b, x[:9].tolist(), range(9), of_seen)
         assert width == 9 and found == pytest.approx(wanted, rel=1e-4)
-        calls.append((len(rows), [lr for lr, _ in trials], sigma, b, labels))
+        calls.append((len(rows), [lr for lr, _ in trials], sigma, b, labels[rows]))
         return layers
 
     monkeypatch.setattr(eval_linear, "train_linear", trained)
@@ -87,7 +85,7 @@ def test_equations(problem, monkeypatch):
     (fit, rates, *_), (number, chosen, sigma, b, labels) = calls
     assert (fit, number) == (144, 180), "a fifth of 180 training images is held out, then all"
     assert len(rates) > 3 and len(chosen) == 1 and chosen[0] in rates
-    assert labels.shape == (180, 18) and (labels.sum(0) == 10).all()
+    assert labels.shape == (180,) and np.bincount(labels).tolist() == 18 * [10]
     for n in range(0, 300, 10):
         scores = [literal_score(sigma, b, x[n].tolist(), a) for a in unit]
         assert predicted[n] == max(range(20), key=lambda c: scores[c])
