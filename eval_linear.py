@@ -753,7 +753,7 @@ def train_linear(x, y, rows, trials, factor, epochs, batch_size, device, seed, u
     large as the memory, and is not copied.  factor(share of the run): of the learning rates.
     unit: features are l2-normalised.
     """
-    x, y = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
+    x, y = torch.from_numpy(x).to(device), torch.from_numpy(class_of(y)).to(device)
     layers = LinearLayers(len(trials) * [x.shape[1]], int(y.max()) + 1).to(device)
     groups = []
     for layer, (lr, decay) in zip(layers, trials):
