@@ -442,8 +442,9 @@ def kept_features(path, backbone, data, size, part, cells, amp, workers, world):
             check(gb < free, f"{path} needs {gb:.1f} GB, and {free:.1f} are free: make room")
         create = functools.partial(np.lib.format.open_memmap, temporary, "w+")
         how = size, world, amp, workers, part, cells, create
-        _, readable = extract_features(backbone, data.images, *how)
+        features, readable = extract_features(backbone, data.images, *how)
         if world.is_main:
+            features.flush()  # the note must not reach the disk before them
             note.unlink(missing_ok=True)  # it is about the old file
             os.replace(temporary, path)
             kept = {"labels": data.labels[readable]}
@@ -775,7 +776,7 @@ def train_linear(
     unit: features are l2-normalised.  width: outputs of a layer, by default one per class.
     loss(outputs (B, width), classes (B,))
     """
-    x, y = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
+    x, y = torch.from_numpy(x).to(device), torch.from_numpy(class_of(y)).to(device)
     layers = LinearLayers(len(trials) * [x.shape[1]], width or int(y.max()) + 1).to(device)
     groups = []
     for layer, (lr, decay) in zip(layers, trials):

@@ -128,8 +128,8 @@ def test_svms_on_features_of_a_backbone(source, size, number, request):
 def test_solve_svms_finds_the_minimum(dtype, start, cost, width):
     """The loss is strictly convex: its gradient, written in loops, is zero only at the minimum.
 
-    From any start; an example of cost zero is as good as absent. That of features rounded to
-    float32 is found as exactly: the arithmetic is in float64.
+    From any start; an example of cost zero is as good as absent. That of features in float32 is
+    found, too.
     """
     rng = np.random.default_rng(width)
     features, positive = rng.normal(size=(60, width)), rng.random((60, 2)) < 0.3
@@ -149,6 +149,16 @@ def test_solve_svms_finds_the_minimum(dtype, start, cost, width):
             gradient -= 2 * c * max(0, 1 - sign * w @ x[i]) * sign * x[i]
             at_zero -= 2 * c * sign * x[i]
         assert np.linalg.norm(gradient) <= 1.1e-5 * np.linalg.norm(at_zero)
+
+
+def test_products_are_in_double_precision(monkeypatch):
+    """Of features in float32, which are read in parts"""
+    monkeypatch.setattr(eval_linear, "BLOCK", 16)
+    torch.manual_seed(0)
+    x, w, y = torch.randn(50, 40), torch.randn(40, 3).double(), torch.randn(50, 3).double()
+    close = partial(torch.testing.assert_close, rtol=0, atol=1e-13)
+    close(eval_linear.times(x, w), x.double() @ w)
+    close(eval_linear.times_transposed(x, y), x.double().T @ y)
 
 
 def test_average_precisions():
@@ -640,6 +650,11 @@ def test_a_stop_while_features_are_written(folder, tmp_path, monkeypatch):
         patch.setattr(eval_linear, "pooled", killed)
         evaluate(tmp_path, folder, "--train-images 30")
     assert images == [30] and np.array_equal(kept(tmp_path)[0], before)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(common, "keep_arrays", killed)  # between the new features and their note
+        evaluate(tmp_path, folder, "--train-images 30")
+    evaluate(tmp_path, folder)
+    assert np.array_equal(kept(tmp_path)[0], before)
     monkeypatch.setattr(eval_linear.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**4))
     message = refusal(command(tmp_path, folder, "--train-images 30"))
     assert f"{tmp_path}/features_train.npy needs 0.0 GB, and 0.0 are free: make room" in message
