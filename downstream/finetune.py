@@ -104,29 +104,31 @@ def main(args):
     number = len(train.images)
     say(f"{number} training and {len(val.images)} validation images, {len(train.names)} classes")
 
-    # On shapes, where it takes minutes, the same is done from random initialisation.
+    # On shapes, where it takes minutes, the same is done from random initialisation, by the first
+    # process alone: a group of processes that has ended cannot be joined a second time.
     starts = [args]
     if args.data == "shapes" and args.weights != "random":
         other = {**vars(args), "weights": "random", "output": f"{args.output}/random"}
         starts.append(argparse.Namespace(**other))
     scores, words = {}, []
     for start in starts:
-        top1 = fine_tune(start, train, val)
+        top1 = fine_tune(start, train, val, world)
+        if not world.is_main:
+            return
+        world = common.World(0, 1, world.device)  # the other processes have left
         name = "random" if start.weights == "random" else "trained"
         scores[name] = {"top-1": top1}
         origin = "random initialisation" if name == "random" else args.weights
         words.append(f"{top1} from {origin}")
-    if world.is_main:
-        common.write_json(f"{args.output}/result.json", {"args": vars(args), **scores})
-        say(f"top-1 on {args.data} after fine-tuning on {number} labels: {', '.join(words)}")
+    common.write_json(f"{args.output}/result.json", {"args": vars(args), **scores})
+    say(f"top-1 on {args.data} after fine-tuning on {number} labels: {', '.join(words)}")
 
 
-def fine_tune(args, train, val):
+def fine_tune(args, train, val, world):
     """Train on `train` into args.output, see common.Run -> top-1 on `val` in percent
 
     None on all processes but the first.
     """
-    world = common.start()
     device, size = world.device, len(train.images)
     run = common.Run(args, "finetune", world, train, val)
     lr = learning_rate(args)
@@ -165,7 +167,7 @@ def fine_tune(args, train, val):
             scores = validate(model, val, args, world)
         run.log(scores, loss=loss, lr=lr * factor)
 
-    # The other processes have left: the first one alone scores the result.
+    # The other processes leave: the first one alone scores the result.
     if world.is_main:
         run.save_weights("backbone.pth", model.backbone)
         return round(validate(model, val, args, common.World(0, 1, device))["top1"], 2)
