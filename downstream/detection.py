@@ -210,7 +210,7 @@ class Detector(nn.Module):
             rpn_pre_nms_top_n_test=before_nms[1],
             rpn_post_nms_top_n_train=after_nms[0],
             rpn_post_nms_top_n_test=after_nms[1],
-            rpn_batch_size_per_image=args.rois // 2,
+            rpn_batch_size_per_image=max(1, args.rois // 2),
             box_batch_size_per_image=args.rois,
             box_score_thresh=args.min_score,
             box_detections_per_img=args.detections,
