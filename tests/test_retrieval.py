@@ -91,6 +91,7 @@ def test_longer_captions_do_not_change_a_captions_vector():
 
 def test_images_get_unit_vectors_whatever_the_length_of_their_features():
     model, features = common_space(), torch.randn(4, 6)
+    torch.nn.init.normal_(model.image.bias)
     found = model.encode_images(features)
     torch.testing.assert_close(found.norm(dim=1), torch.ones(4))
     torch.testing.assert_close(found, model.encode_images(5 * features))
@@ -234,11 +235,11 @@ def test_the_right_photo_gets_a_frame(coco_folder, tmp_path):
     data = common.caption_data("coco", str(coco_folder), "val2017")
     nearest, scores = [[3, 0, 1], [2, 5, 4]], [[0.9, 0.8, 0.7]] * 2
     path = tmp_path / "a.png"
-    common.draw_rows(["one", "two"], data.images, nearest, scores, path, framed=[0, 1])
+    common.draw_rows(["one", "two"], data.images, nearest, scores, path, framed=[1, 0])
     pixels = np.asarray(Image.open(path)).astype(int)
     green = np.argwhere((pixels == (0, 128, 0)).all(2))
     (top, left), (bottom, right) = green.min(0), green.max(0)
-    assert 136 <= left < 144 < 264 < right < 280 and top < 30 and 150 < bottom < 170  # in row one
+    assert 270 < left < 280 < 408 <= right < 420 and top < 30 and 150 < bottom < 170  # row one
 
 
 # ------------------------------------------------------------------------------------ the script
