@@ -290,14 +290,10 @@ def draw_retrieved(data, similarity, path):
 
 
 def report(runs, args):
-    """Print mean and sample standard deviation of the runs; write result.json
-
-    runs: {"trained", "random", "chance": [fold_scores, ...]}
-    """
+    """runs: {"trained", "random", "chance": [fold_scores, ...]}: print them, write result.json"""
     content = {"args": vars(args), "std": {}, "runs": runs}
     for name, scores in runs.items():
-        found = {key: [run[key] for run in scores] for key in scores[0]}
-        both = {key: eval_linear.mean_and_deviation(values) for key, values in found.items()}
+        both = {k: eval_linear.mean_and_deviation([run[k] for run in scores]) for k in scores[0]}
         content[name] = {key: mean for key, (mean, _) in both.items()}
         content["std"][name] = {key: deviation for key, (_, deviation) in both.items()}
         for way in WAYS:
