@@ -314,13 +314,15 @@ def test_a_stopped_run_goes_on_with_equal_bits(coco_folder, tmp_path, monkeypatc
 
 
 def test_defaults():
-    """shapes: minutes; anything else: the paper's protocol. A flag that is given wins."""
+    """shapes: minutes; coco: the paper's protocol; a .jsonl: between. A flag that is given wins."""
     demo = retrieval.get_args(["--weights", "random", "--arch", "resnet18"])
     assert demo.data == "shapes" and demo.train_images and demo.dim < 1024
     flags = ["--weights", "random", "--arch", "resnet50", "--data", "coco", "--dim", "64"]
     paper = retrieval.get_args(flags)
     assert (paper.train_images, paper.test_images, paper.epochs, paper.lr) == (None, 1000, 15, 2e-4)
-    assert (demo.negatives, paper.negatives) == ("mean", "hardest")
+    small = retrieval.get_args([*flags, "--data", "photos.jsonl"])
+    assert [x.negatives for x in (demo, small, paper)] == ["mean", "mean", "hardest"]
+    assert (small.recipe, small.train_images, small.train_split) == ("small", None, "train")
     assert (paper.dim, paper.word_dim, paper.train_split) == (64, 300, "train2017")
 
 
