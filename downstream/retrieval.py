@@ -129,14 +129,14 @@ def describe(backbone, data, name, args, world):
 
     (None, None) on all processes but the first.
     """
-    numbers = np.arange(len(data))[:, None]  # as labels: they tell which images were readable
+    numbers = np.arange(len(data))  # as labels: they tell which images were readable
     images = eval_linear.LabelData(data.images, numbers, None)
-    path = Path(args.output, f"features_{name}.npz")
+    path = Path(args.output, f"features_{name}.npy")
     how = args.image_size, *eval_linear.EXTRACTED["sgd-mct"], args.amp, args.workers, world
     features, readable = eval_linear.kept_features(path, backbone, images, *how)
     if not world.is_main:
         return None, None
-    return data.select(readable[:, 0].tolist()), features
+    return data.select(readable.tolist()), features
 
 
 def count_words(captions):
