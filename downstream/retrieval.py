@@ -17,9 +17,10 @@ Scores: R@K, the percentage of queries whose match is among the first K, and Med
 of the match; a photo's match is the best of its captions. Beside them stand the scores of a
 randomly initialised backbone and of random similarities (chance).
 
-What to expect: the loss per pair of photo and caption starts above 0.4, twice the margin, and
-falls. If it stays at 0.4, all vectors have become alike, as happens when the hardest negatives are
-too hard for the backbone: then --negatives mean learns something.
+What to expect: the loss per pair of photo and caption falls from 0.4 (twice the margin, all vectors
+alike) to below 0.1 with --negatives mean. With the hardest negatives, the paper's, it starts higher
+and must fall below 0.4: if it stays there, they are too hard for this backbone and --negatives mean
+learns more. On shapes, in three minutes, R@10 comes to 96, for a random backbone to 40.
 Features, and the state after each epoch, are kept in --output: the same command goes on there.
 """
 
@@ -40,13 +41,13 @@ import eval_linear
 from common import check, count, progress, say
 
 # fmt: off
-DEFAULTS = {  #       shapes  else: the contrastive paper's, after VSE++
-    "train_images":  (2000,   None),  # all [Sec. 4.2]
-    "negatives":     ("mean", "hardest"),  # [Sec. 4.2]; captions of shapes fit other scenes, too
-    "epochs":        (8,      15),    # [Sec. 4.2] at each of the two learning rates
-    "lr":            (1e-3,   2e-4),  # [Sec. 4.2] in the first half, a tenth of it in the second
-    "dim":           (256,    1024),  # [Sec. 4.2]
-    "word_dim":      (128,    300),   # [Sec. 4.2]
+RECIPES = {  #        demo    small   paper: Sec. 4.2, after VSE++
+    "train_images":  (2000,   None,   None),       # all
+    "negatives":     ("mean", "mean", "hardest"),  # hardest: weak backbones collapse
+    "epochs":        (8,      3,      15),         # at each of the two learning rates
+    "lr":            (1e-3,   1e-3,   2e-4),       # first; in the second half a tenth of it
+    "dim":           (256,    256,    1024),
+    "word_dim":      (128,    128,    300),
 }
 # fmt: on
 BATCH_SIZE = 128  # pairs of a photo and a caption [Sec. 4.2]
@@ -62,6 +63,7 @@ IN_WORDS = {"trained": "trained", "random": "at random initialisation", "chance"
 def get_args(argv=None):
     parser = eval_linear.flag_parser("retrieval", __doc__)
     add = parser.add_argument
+    add("--recipe", choices=common.RECIPES, help="demo (shapes), small (.jsonl) or paper")
     add("--train-images", type=count, help="at most, drawn once; fewer for a quick look")
     add("--test-images", type=count, default=1000, help="at most, drawn once [Sec. 4.2]")
     add("--folds", type=count, default=1, help="parts of the test images; scores are their mean")
@@ -70,8 +72,7 @@ def get_args(argv=None):
     add("--lr", type=common.positive, help="learning rate of Adam")
     add("--dim", type=common.dim, help="of the common space")
     add("--word-dim", type=common.dim, help="of a word's embedding")
-    column = 0 if common.look(argv, "--data").data in (None, "shapes") else 1
-    parser.set_defaults(**{flag: row[column] for flag, row in DEFAULTS.items()})
+    parser.set_defaults(**common.choose_recipe(RECIPES, argv))
     return eval_linear.parse(parser, argv)
 
 
@@ -128,14 +129,14 @@ def describe(backbone, data, name, args, world):
 
     (None, None) on all processes but the first.
     """
-    numbers = np.arange(len(data))[:, None]  # as labels: they tell which images were readable
+    numbers = np.arange(len(data))  # as labels: they tell which images were readable
     images = eval_linear.LabelData(data.images, numbers, None)
     path = Path(args.output, f"features_{name}.npy")
     how = args.image_size, *eval_linear.EXTRACTED["sgd-mct"], args.amp, args.workers, world
     features, readable = eval_linear.kept_features(path, backbone, images, *how)
     if not world.is_main:
         return None, None
-    return data.select(readable[:, 0].tolist()), features
+    return data.select(readable.tolist()), features
 
 
 def count_words(captions):
@@ -290,14 +291,10 @@ def draw_retrieved(data, similarity, path):
 
 
 def report(runs, args):
-    """Print mean and sample standard deviation of the runs; write result.json
-
-    runs: {"trained", "random", "chance": [fold_scores, ...]}
-    """
+    """runs: {"trained", "random", "chance": [fold_scores, ...]}: print them, write result.json"""
     content = {"args": vars(args), "std": {}, "runs": runs}
     for name, scores in runs.items():
-        found = {key: [run[key] for run in scores] for key in scores[0]}
-        both = {key: eval_linear.mean_and_deviation(values) for key, values in found.items()}
+        both = {k: eval_linear.mean_and_deviation([run[k] for run in scores]) for k in scores[0]}
         content[name] = {key: mean for key, (mean, _) in both.items()}
         content["std"][name] = {key: deviation for key, (_, deviation) in both.items()}
         for way in WAYS:

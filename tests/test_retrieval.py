@@ -91,6 +91,7 @@ def test_longer_captions_do_not_change_a_captions_vector():
 
 def test_images_get_unit_vectors_whatever_the_length_of_their_features():
     model, features = common_space(), torch.randn(4, 6)
+    torch.nn.init.normal_(model.image.bias)
     found = model.encode_images(features)
     torch.testing.assert_close(found.norm(dim=1), torch.ones(4))
     torch.testing.assert_close(found, model.encode_images(5 * features))
@@ -234,11 +235,11 @@ def test_the_right_photo_gets_a_frame(coco_folder, tmp_path):
     data = common.caption_data("coco", str(coco_folder), "val2017")
     nearest, scores = [[3, 0, 1], [2, 5, 4]], [[0.9, 0.8, 0.7]] * 2
     path = tmp_path / "a.png"
-    common.draw_rows(["one", "two"], data.images, nearest, scores, path, framed=[0, 1])
+    common.draw_rows(["one", "two"], data.images, nearest, scores, path, framed=[1, 0])
     pixels = np.asarray(Image.open(path)).astype(int)
     green = np.argwhere((pixels == (0, 128, 0)).all(2))
     (top, left), (bottom, right) = green.min(0), green.max(0)
-    assert 136 <= left < 144 < 264 < right < 280 and top < 30 and 150 < bottom < 170  # in row one
+    assert 270 < left < 280 < 408 <= right < 420 and top < 30 and 150 < bottom < 170  # row one
 
 
 # ------------------------------------------------------------------------------------ the script
@@ -313,13 +314,15 @@ def test_a_stopped_run_goes_on_with_equal_bits(coco_folder, tmp_path, monkeypatc
 
 
 def test_defaults():
-    """shapes: minutes; anything else: the paper's protocol. A flag that is given wins."""
+    """shapes: minutes; coco: the paper's protocol; a .jsonl: between. A flag that is given wins."""
     demo = retrieval.get_args(["--weights", "random", "--arch", "resnet18"])
     assert demo.data == "shapes" and demo.train_images and demo.dim < 1024
     flags = ["--weights", "random", "--arch", "resnet50", "--data", "coco", "--dim", "64"]
     paper = retrieval.get_args(flags)
     assert (paper.train_images, paper.test_images, paper.epochs, paper.lr) == (None, 1000, 15, 2e-4)
-    assert (demo.negatives, paper.negatives) == ("mean", "hardest")
+    small = retrieval.get_args([*flags, "--data", "photos.jsonl"])
+    assert [x.negatives for x in (demo, small, paper)] == ["mean", "mean", "hardest"]
+    assert (small.recipe, small.train_images, small.train_split) == ("small", None, "train")
     assert (paper.dim, paper.word_dim, paper.train_split) == (64, 300, "train2017")
 
 
