@@ -218,7 +218,7 @@ def start(*flags):
 
 
 def test_script(coco_folder, tmp_path):
-    """Two runs on 24 photos, one of which cannot be decoded; TP's words as tags."""
+    """Two runs on 24 photos with TP's words as tags: the files, and the mean of the runs"""
     output = tmp_path / "out"
     words = {"nouns": {name: 1 for name in shapes.SHAPES}, "verbs": {}}
     concepts = tmp_path / "concepts.json"
@@ -232,7 +232,7 @@ def test_script(coco_folder, tmp_path):
     assert found["random"]["mIOU@5"] == pytest.approx(wanted)
     assert found["args"]["tags"] == str(concepts) and found["std"]["random"]["mIOU@5"] > 0
     last = printed.splitlines()[-1]
-    assert last.startswith("tagging of coco, mIOU@5: ") and "at random initialisation" in last
+    assert last.startswith("tagging of coco: mIOU@5 ") and "at random initialisation" in last
     assert "24 training and 12 validation images" in printed
 
 
