@@ -54,7 +54,6 @@ def get_args(argv=None):
     add("--num-tags", type=common.count, default=18157, help="the most frequent [Sec. 4.1]")
     add("--dim", type=common.dim, default=4096, help="of the tags' vectors, at most [Sec. 4.3]")
     add("--fraction", type=common.positive_share, help="of the training images (shapes: 0.2)")
-
     add = parser.add_argument_group("MLP").add_argument
     add("--hidden", type=common.dim, default=2048, help="its width [Sec. 4.3]")
     add("--epochs", type=common.count, default=10, help="passes over the training images [ours]")
@@ -171,7 +170,8 @@ def tag_vectors(tags, dim, device):
     # Of a symmetric matrix the singular values are the eigenvalues without their signs.
     values, axes = torch.linalg.eigh(pmi.clamp(min=0))
     largest = values.abs().argsort(descending=True)[:dim]
-    return F.normalize(axes[:, largest] * values[largest].abs().sqrt())
+    vectors = axes[:, largest] * values[largest].abs().sqrt()
+    return F.normalize(vectors, eps=1e-3)  # a vector that is rounding error alone stays near 0
 
 
 def frozen_features(backbone, data, size, world, amp, workers):
