@@ -19,9 +19,8 @@ FOLDER holds the published archives, unpacked: the photos, and the proposed spli
     Animals_with_Attributes2/JPEGImages/<class>/*.jpg      for --data awa2
     xlsa17/data/{CUB,AWA2}/att_splits.mat and res101.mat   of the latter only the file names
 
-In the built-in scenes a class is a shape in a colour, as "red star". A quarter of the pairs is
-unseen: two colours of each shape, two shapes of each colour. (The backbone may have met all pairs
-in its own training.)
+In the built-in scenes a class is a shape in a colour, as "red star"; two colours of each shape are
+unseen. (The backbone may have met them in its own training.)
 
 VGG-16 is measured after each of its last three convolutions as in the paper, a ResNet at its end.
 App. C does not tell how the function is trained: the table below does. Scores are means over
@@ -104,9 +103,8 @@ def report(results, args, num_classes):
         found[name] = eval_linear.over_runs(runs)
         for metric, mean in found[name]["mean"].items():
             say(f"{name:8} {metric:18} {mean:6.2f} ± {found[name]['std'][metric]:.2f}")
-    content = {"args": vars(args), "guess": guess, **found}
-    common.write_json(f"{args.output}/result.json", content)
-    metric = [metric for metric in runs[0] if metric.endswith("top-1")][-1]  # of the last layer
+    common.write_json(f"{args.output}/result.json", {"args": vars(args), "guess": guess, **found})
+    metric = [name for name in found["random"]["mean"] if "top-1" in name][-1]  # of the last layer
     trained, random = found["trained"]["mean"][metric], found["random"]["mean"][metric]
     scores = f"{metric} {trained:.1f} trained, {random:.1f} at random initialisation"
     say(f"zero-shot on {args.data}: {scores}, {guess:.1f} by guessing among {num_classes} classes")
@@ -141,7 +139,9 @@ def shape_pairs():
         for scene in shapes.SPLITS[split][:number]:
             first, *others = shapes.objects_of(scene)
             pair = shapes.SHAPES.index(first.shape), colours.index(first.colour)
-            part = UNSEEN if sum(pair) % 4 == 0 else SEEN if split == "val" else TRAIN
+            part = TRAIN if split == "train" else SEEN
+            if sum(pair) % 4 == 0:  # two pairs of each shape, and of each colour
+                part = UNSEEN
             if not others and (split == "val" or part == TRAIN):
                 images.append(scene)
                 classes.append(pairs.index(pair))
@@ -204,8 +204,8 @@ def from_one(numbers, name, size):
 def layer_features(weights, arch, seed, data, args, world):
     """-> {name: (M, D) float32 of unit length [ours]}, and `data` of the M readable images
 
-    After C-11, C-12 and C-13 of VGG-16, each pooled to about 9K numbers [App. C]. The pooled maps
-    of a ResNet are named "". {} on all processes but the first, which do their share.
+    After C-11, C-12 and C-13 of VGG-16, each pooled to about 9K numbers [App. C]; of a ResNet
+    after the last convolution, named "". {} on all processes but the first.
     """
     backbone = eval_linear.load_backbone(weights, arch, seed)
     backbone.to(world.device, memory_format=torch.channels_last).eval()
