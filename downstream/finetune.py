@@ -214,10 +214,10 @@ def inat_labels(root, split):
         images, labels = ImageFiles(), []
         for at.entry, image in enumerate(content["images"]):
             images.append(os.path.join(root, image["file_name"]))
-            labels.append([classes[image["id"]]])
+            labels.append(classes[image["id"]])
         at.entry = None
         names = [str(category) for category in ids]
-        return eval_linear.LabelData(images, eval_linear.multi_hot(labels, len(ids)), names)
+        return eval_linear.LabelData(images, np.array(labels, np.int64), names)
 
 
 def share_of_classes(data, fraction, seed):
@@ -226,7 +226,7 @@ def share_of_classes(data, fraction, seed):
     So that classes are as frequent as in the whole, as in VirTex's subsets of ImageNet [App. A.1].
     A smaller share of the same seed is a part of a larger one.
     """
-    classes = data.labels if data.labels.ndim == 1 else data.labels.argmax(1)
+    classes = eval_linear.class_of(data.labels)
     shuffled = np.random.default_rng(seed).permutation(len(classes))
     by_class = shuffled[np.argsort(classes[shuffled], kind="stable")]
     borders = np.flatnonzero(np.diff(classes[by_class])) + 1

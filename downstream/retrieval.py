@@ -294,15 +294,14 @@ def report(runs, args):
     """runs: {"trained", "random", "chance": [fold_scores, ...]}: print them, write result.json"""
     content = {"args": vars(args), "std": {}, "runs": runs}
     for name, scores in runs.items():
-        both = {k: eval_linear.mean_and_deviation([run[k] for run in scores]) for k in scores[0]}
-        content[name] = {key: mean for key, (mean, _) in both.items()}
-        content["std"][name] = {key: deviation for key, (_, deviation) in both.items()}
+        both = eval_linear.over_runs(scores)
+        content[name], content["std"][name] = both["mean"], both["std"]
         for way in WAYS:
             line = f"{name:8} {way}"
             for score in ("R@1", "R@5", "R@10", "Med r"):
-                mean, deviation = both[f"{way} {score}"]
-                line += f"   {score} {mean:.1f}"
-                line += f" ± {deviation:.1f}" if args.runs > 1 else ""
+                line += f"   {score} {both['mean'][f'{way} {score}']:.1f}"
+                if args.runs > 1:
+                    line += f" ± {both['std'][f'{way} {score}']:.1f}"
             say(line)
     common.write_json(f"{args.output}/result.json", content)
     last = f"{WAYS[1]} R@10"

@@ -261,9 +261,8 @@ def report(runs, args):
     """Print the table, write result.json.  runs: {name: [{"mIOU@5": percent, ...} of each run]}"""
     mean, deviation = {}, {}
     for name, found in runs.items():
-        both = {k: eval_linear.mean_and_deviation([run[k] for run in found]) for k in found[0]}
-        mean[name] = {k: value for k, (value, _) in both.items()}
-        deviation[name] = {k: value for k, (_, value) in both.items()}
+        both = eval_linear.over_runs(found)
+        mean[name], deviation[name] = both["mean"], both["std"]
         say(f"{name:18}  {common.in_words(mean[name])}")
         if len(found) > 1:
             say(f"{'':17}±  {common.in_words(deviation[name])}")

@@ -261,7 +261,7 @@ def test_fraction():
     rng = np.random.default_rng(0)
     classes = rng.permutation([0] * 100 + [1] * 31 + [2] * 4)
     images = common.ImageFiles(f"{n}.jpg" for n in range(135))
-    data = eval_linear.LabelData(images, eval_linear.multi_hot(classes[:, None], 3), list("abc"))
+    data = eval_linear.LabelData(images, classes, list("abc"))
     shares = {}
     for fraction in (0.01, 0.1, 0.3):
         part = finetune.share_of_classes(data, fraction, seed=5)
@@ -309,7 +309,7 @@ def test_inaturalist(inat, tiny):
     data = finetune.labelled_split("inat", str(inat), "train2018")
     paths = [str(inat / image["file_name"]) for image in INAT["images"]]
     assert list(data.images) == paths and data.names == ["2", "4", "9"]
-    classes = data.labels if data.labels.ndim == 1 else data.labels.argmax(1)
+    classes = eval_linear.class_of(data.labels)
     assert classes.tolist() == [0, 2]
     flags = tiny(inat / "run", "--data", "inat", "--root", inat, "--epochs", 6)
     run_here([SCRIPT, *flags])
