@@ -43,7 +43,7 @@ from common import check, count, progress, say
 # fmt: off
 RECIPES = {  #        demo    small   paper: Sec. 4.2, after VSE++
     "train_images":  (2000,   None,   None),       # all
-    "negatives":     ("mean", "mean", "hardest"),  # hardest: weak backbones collapse
+    "negatives":     ("mean", "mean", "hardest"),  # see "What to expect"
     "epochs":        (8,      3,      15),         # at each of the two learning rates
     "lr":            (1e-3,   1e-3,   2e-4),       # first; in the second half a tenth of it
     "dim":           (256,    256,    1024),
@@ -68,7 +68,7 @@ def get_args(argv=None):
     add("--test-images", type=count, default=1000, help="at most, drawn once [Sec. 4.2]")
     add("--folds", type=count, default=1, help="parts of the test images; scores are their mean")
     add("--epochs", type=count, help="at --lr, and as many at a tenth of it")
-    add("--negatives", choices=("hardest", "mean"), help="mean for weak backbones: see above")
+    add("--negatives", choices=("hardest", "mean"), help="mean if the loss stays at 0.4")
     add("--lr", type=common.positive, help="learning rate of Adam")
     add("--dim", type=common.dim, help="of the common space")
     add("--word-dim", type=common.dim, help="of a word's embedding")
