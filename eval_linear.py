@@ -257,14 +257,9 @@ class LabelData(NamedTuple):
         return LabelData(images, self.labels[keep], self.names)
 
     def digest(self):
-        """A checksum of the labels, the list of images, and the sizes and dates of their files."""
-        number = zlib.crc32(np.ascontiguousarray(self.labels))
-        for image in self.images:
-            number = zlib.crc32(str(image).encode(), number)
-            if isinstance(self.images, ImageFiles) and os.path.exists(image):  # no broken link
-                file = os.stat(image)
-                number = zlib.crc32(f"{file.st_size} {file.st_mtime_ns}".encode(), number)
-        return number
+        """A checksum of labels and classes: the images may move"""
+        labels = np.ascontiguousarray(self.labels)
+        return zlib.crc32(repr(self.names).encode(), zlib.crc32(labels))
 
 
 def label_data(name, root=None, split="train"):
@@ -460,8 +455,13 @@ def kept_features(path, backbone, data, size, part, cells, amp, workers, world):
 
 
 def checksum(backbone, data):
-    """Of the weights of the backbone and of the LabelData"""
+    """Of the weights, the labels, the list of images, and the sizes and dates of their files."""
     number = data.digest()
+    for image in data.images:
+        number = zlib.crc32(str(image).encode(), number)
+        if isinstance(data.images, ImageFiles) and os.path.exists(image):  # no broken link
+            file = os.stat(image)
+            number = zlib.crc32(f"{file.st_size} {file.st_mtime_ns}".encode(), number)
     for value in backbone.state_dict().values():
         number = zlib.crc32(value.cpu().contiguous().numpy(), number)
     return number

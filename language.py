@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import zlib
 from array import array
 from collections import Counter, defaultdict
@@ -85,7 +86,8 @@ def for_parts(function, captions, desc, size=10_000):
             yield function(part)
             bar.update(len(part))
         if len(captions) > size:
-            with multiprocessing.Pool(None, common.ignore_signals, [None]) as pool:
+            leave_ctrl_c = signal.signal, (signal.SIGINT, signal.SIG_IGN)  # to this process
+            with multiprocessing.Pool(None, *leave_ctrl_c) as pool:  # its end is a SIGTERM
                 for result in pool.imap(function, parts):
                     yield result
                     bar.update(size)

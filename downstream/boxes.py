@@ -40,9 +40,13 @@ class BoxData:
         self.masks = any(row.get("segmentation") for row in content["annotations"])
         classes = {category: k for k, category in enumerate(self.names, 1)}
         objects = {image: [] for image in self.ids}
+        for at.entry, image in enumerate(content["images"]):
+            if self.masks and not {"height", "width"} <= image.keys():
+                raise ValueError("an image without height or width, which masks want")
         for at.entry, row in enumerate(content["annotations"]):
-            if not {"id", "area"} <= row.keys():
-                raise ValueError("id or area is missing")  # the scores will want them
+            row.setdefault("iscrowd", 0)
+            if not {"id", "area"} <= row.keys() or self.masks and not row["segmentation"]:
+                raise ValueError("no id, area or segmentation")  # the scores will want them
             x, y, w, h = map(float, row["bbox"])
             if row.get("iscrowd") and not row.get("difficult"):
                 continue  # difficult objects of VOC are trained on [Detectron2]
@@ -221,16 +225,21 @@ def score(val, found):
     return scores
 
 
+def lvis_package():
+    try:
+        from lvis import LVIS, LVISEval, LVISResults
+    except ImportError:
+        fail("LVIS is scored by its own package: pip install lvis")
+    return LVIS, LVISEval, LVISResults
+
+
 def average_precision(val, found, kind):
     """kind: "bbox" or "segm" -> AP, AP50, AP75 in percent, by pycocotools or, for LVIS, lvis"""
     if not found:
         return 0.0, 0.0, 0.0
     found = [dict(row) for row in found]  # both write into them
     if val.source == "lvis":
-        try:
-            from lvis import LVIS, LVISEval, LVISResults
-        except ImportError:
-            fail("LVIS is scored by its own package: pip install lvis")
+        LVIS, LVISEval, LVISResults = lvis_package()
         np.float = float  # which lvis 0.5.3 still calls it; numpy 1.24 has dropped the name
         truth = LVIS(val.path)
         evaluation = LVISEval(truth, LVISResults(truth, found, max_dets=300), kind)

@@ -94,31 +94,40 @@ def get_args(argv=None):
 
 def main(args):
     world = common.start()
+    if args.data == "lvis":
+        boxes.lvis_package()  # now: after 180K iterations it would be late
     train = boxes.load(args.data, args.root, args.train_split)
     val = boxes.load(args.data, args.root, args.val_split)
     eval_linear.check_same_classes(train, val)
+    check(train.masks == val.masks, "only one of the splits has masks")
     train.content = None  # gigabytes, which only the scores need
     say(f"{len(train)} training and {len(val)} validation images, {len(train.names)} classes")
 
-    # On shapes, which takes minutes, the same is done from random initialisation.
+    # On shapes, which takes minutes, the same is done from random initialisation, by the first
+    # process alone: a group of processes that has ended cannot be joined a second time.
     starts = {"random" if args.weights == "random" else "trained": args}
     if args.data == "shapes" and args.weights != "random":
         found = eval_linear.load_backbone(args.weights, args.arch, args.seed)
         other = {"weights": "random", "arch": found.arch, "output": f"{args.output}/random"}
         starts["random"] = argparse.Namespace(**{**vars(args), **other})
-    scores = {name: fine_tune(start, train, val) for name, start in starts.items()}
-    if world.is_main:
-        common.write_json(f"{args.output}/result.json", {"args": vars(args), **scores})
-        origins = {"trained": f"from {args.weights}", "random": "from random initialisation"}
-        parts = [f"{common.in_words(scores[name], 1)} {origins[name]}" for name in scores]
-        say(f"{args.data}, {args.iters} iterations: {'; '.join(parts)}")
+    scores, origins = (
+        {},
+        {"trained": f"from {args.weights}", "random": "from random initialisation"},
+    )
+    for name, start in starts.items():
+        scores[name] = fine_tune(start, train, val, world)
+        if not world.is_main:
+            return
+        world = common.World(0, 1, world.device)
+    common.write_json(f"{args.output}/result.json", {"args": vars(args), **scores})
+    parts = [f"{common.in_words(scores[name], 1)} {origins[name]}" for name in scores]
+    say(f"{args.data}, {args.iters} iterations: {'; '.join(parts)}")
 
 
-def fine_tune(args, train, val):
+def fine_tune(args, train, val, world):
     """Train into args.output, see common.Run -> {score: percent}, None but on the first process"""
     from torchvision.ops._utils import split_normalization_params
 
-    world = common.start()
     device = world.device
     run = common.Run(args, "detection", world, train, val)
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
@@ -158,8 +167,9 @@ def fine_tune(args, train, val):
     precise_bn(model, samples, args, device)
     found = detect(model, val, args, device)
     common.write_json(f"{args.output}/detections.json", found)
+    scores = boxes.score(val, found)
     draw_detections(val, found, f"{args.output}/detections.png")
-    return boxes.score(val, found)
+    return scores
 
 
 # ------------------------------------------------------------------------------------- the model
@@ -280,7 +290,10 @@ def draw_detections(val, found, path, side=320):
     tiles, words = [], {"colors": "yellow", "width": 2, "label_colors": "black"}
     for i in range(min(8, len(val))):
         rows = [row for row in found if row["image_id"] == val.ids[i] and row["score"] > 0.5]
-        photo = pil_to_tensor(boxes.read_photo(val.images, i))
+        try:
+            photo = pil_to_tensor(boxes.read_photo(val.images, i))
+        except common.Unreadable:
+            continue
         inside = [mask.decode(row["segmentation"]) for row in rows if val.masks]
         if inside:
             photo = draw_segmentation_masks(photo, torch.tensor(np.stack(inside)) > 0, colors="red")

@@ -148,8 +148,10 @@ def fine_tune(args, train, val, world):
         model.compile()
     parallel = common.data_parallel(model, world).train()
 
-    # The validation images are scored when five times as many have been trained on.
-    validate_every = math.ceil(max(size, 5 * len(val.images)) / args.batch_size)
+    # The validation images are scored when five times as many have been trained on, with the next
+    # line of metrics.jsonl.
+    images = args.batch_size * args.log_every
+    validate_every = math.ceil(max(size, 5 * len(val.images)) / images) * args.log_every
     sample = partial(eval_linear.labelled_photo, train, args.image_size, 0.0)
     samples, collate = common.Samples(sample, size, args.seed), eval_linear.collate_labelled
     for iteration, batch in run.steps(samples, collate, iters, None, model.backbone):

@@ -238,6 +238,7 @@ def predict_classes(x, data, args, device, seed):
     x: (N, D), the features of the images of `data`. SGD with momentum 0.9 and a learning rate that
     falls by a cosine [as App. F.2], the best on a fifth of the training images [ours].
     """
+    torch.manual_seed(seed)
     train = np.random.default_rng(seed).permutation(np.flatnonzero(data.parts == TRAIN))
     seen = np.unique(data.classes[data.parts != UNSEEN])
     labels = np.searchsorted(seen, data.classes)  # (N,), right where the class is seen

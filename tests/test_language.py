@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import os
 import sys
 import zlib
@@ -120,6 +121,7 @@ def test_for_parts():
         (os.getpid(), list(map(str, reversed(range(23)))))
     ]
     assert list(language.for_parts(reversed_parts, common.PackedStrings(), "test")) == []
+    assert not multiprocessing.active_children()
 
 
 def test_captions_in_parts_give_the_same(monkeypatch):

@@ -130,7 +130,7 @@ def literal_scores(similarity, owners):
     scores = {}
     for way, ranks in (("image to text", to_text), ("text to image", to_image)):
         for k in (1, 5, 10):
-            scores[f"{way} R@{k}"] = 100 * sum(rank < k for rank in ranks) / len(ranks)
+            scores[f"{way} R@{k}"] = 100 * sum(rank <= k - 1 for rank in ranks) / len(ranks)
         scores[f"{way} Med r"] = math.floor(statistics.median(ranks)) + 1
     return scores
 
