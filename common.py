@@ -1197,8 +1197,8 @@ class Run:
         write_file(path, lambda file: file.write(b"".join(kept)))
 
     def write_args(self):
-        versions = {name: version(name) for name in ("torch", "torchvision", "numpy")}
-        versions["python"] = sys.version.split()[0]
+        versions = {name: version(name) for name in ("torchvision", "numpy")}
+        versions |= {"python": sys.version.split()[0], "torch": torch.__version__}  # with its CUDA
         content = {"command": [sys.executable, *sys.argv], "processes": self.world.size}
         content["versions"] = versions
         if shutil.which("git"):
