@@ -11,7 +11,7 @@ In the order in which a script meets it:
     optimisation           build_optimizer, lr_factor
     flags                  flag_parser, choose_recipe, parse
     the output folder      Run, whose `steps` feed the training loop; cached_arrays
-    retrieval, pictures    retrieval_ranks, draw_rows, draw_attention
+    retrieval, pictures    retrieval_ranks, recall, draw_rows, draw_attention
 """
 
 import argparse
@@ -1384,6 +1384,11 @@ def retrieval_ranks(similarity, image_of_caption):
     equal = (similarity == right).sum(0) - 1  # without the right one itself
     to_image = (similarity > right).sum(0) + equal / 2
     return to_text, to_image
+
+
+def recall(ranks):
+    """Ranks counted from 0 -> {"R@1", "R@5", "R@10": percent of them within the first K}"""
+    return {f"R@{k}": 100 * (ranks <= k - 1).float().mean().item() for k in (1, 5, 10)}
 
 
 def draw_rows(texts, images, nearest, scores, path, framed=None, side=128):

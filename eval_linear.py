@@ -23,6 +23,7 @@ the others need one. Features that are extracted once are kept in the output fol
 for the same weights, images and size. The training scripts end with svm-virtex: see `Probe`.
 """
 
+import argparse
 import functools
 import math
 import os
@@ -68,12 +69,11 @@ ONE_LABEL = "sgd-virtex", "sgd-mct", "logreg-icmlm"  # protocols for images with
 COSTS = (0.01, 0.1, 1.0, 10.0)  # C of the SVMs [VirTex App. A.1]
 
 
-def flag_parser(script, description, data=None):
-    """A parser with the flags that mean the same wherever a backbone is measured.
+def backbone_flags(parser, data=None):
+    """The flags of everything that starts from a backbone.
 
     data: the choices of --data, the first is the default; None: whatever common.caption_data reads.
     """
-    parser = common.Parser(description)
     add = parser.add_argument
     add("--weights", default="runs/virtex/backbone.pth", help="a file, imagenet or random")
     add("--arch", choices=sorted(common.BACKBONES), help="for imagenet and random")
@@ -82,13 +82,23 @@ def flag_parser(script, description, data=None):
     else:
         add("--data", default="shapes", help="shapes (built in), coco, vg, or the path of a .jsonl")
     add("--root", help="folder of the data (default datasets/<name>)")
-    add("--train-split", help="default trainval for voc07, train2017 for coco, else train")
-    add("--val-split", help="default test for voc07, val2017 for coco, else val")
+    add("--train-split", help="usually trainval for voc07, train2017 for coco, else train")
+    add("--val-split", help="usually test for voc07, val2017 for coco, else val")
+    add("--workers", type=common.natural, default=min(8, os.cpu_count()), help="per process")
+
+
+def flag_parser(script, description, data=None):
+    """A parser with the flags that mean the same wherever a frozen backbone is measured.
+
+    data: see backbone_flags.
+    """
+    parser = common.Parser(description)
+    backbone_flags(parser, data)
+    add = parser.add_argument
     add("--image-size", type=common.image_side, help="default 64 for shapes, else 224 [App. A.1]")
     add("--runs", type=common.count, default=1, help="with other seeds: mean and deviation")
     add("--seed", type=common.seed_number, default=0, help="of the first run")
     add("--output", default=f"runs/{script}", help="folder of result.json and what else is written")
-    add("--workers", type=common.natural, default=min(8, os.cpu_count()), help="per process")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off for numbers to report")
     return parser
 
@@ -236,6 +246,27 @@ def load_backbone(weights, arch, seed):
     backbone = common.build_backbone(arch)
     backbone.load_state_dict(common.backbone_weights(state, "torchvision's download")[1])
     return backbone
+
+
+def from_both_starts(args, world, train):
+    """train(args, world) from --weights, on shapes, which takes minutes, from random weights, too
+
+    -> {"trained", "random": what it gives}, in result.json as well. None on all processes but the
+    first, which alone does the second: a group of processes cannot be joined again.
+    """
+    starts = {"random" if args.weights == "random" else "trained": args}
+    if args.data == "shapes" and args.weights != "random":
+        arch = load_backbone(args.weights, args.arch, args.seed).arch
+        other = {"weights": "random", "arch": arch, "output": f"{args.output}/random"}
+        starts["random"] = argparse.Namespace(**{**vars(args), **other})
+    scores = {}
+    for name, start in starts.items():
+        scores[name] = train(start, world)
+        if not world.is_main:
+            return None
+        world = common.World(0, 1, world.device)
+    common.write_json(f"{args.output}/result.json", {"args": vars(args), **scores})
+    return scores
 
 
 # ------------------------------------------------------------------------------- labelled images

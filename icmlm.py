@@ -343,8 +343,8 @@ def find_triplets(data, tokenizer, maskable):
         first += len(sizes)
     tokens, sizes, caption, position = map(np.concatenate, zip(*parts))
     first_token = np.concatenate([[0], sizes.cumsum(dtype=np.int64)])
-    image = np.repeat(np.arange(len(data)), np.diff(data.first_caption))
-    return dict(zip(ARRAYS, (tokens, first_token, image, caption, position)))
+    parts = tokens, first_token, data.image_of_caption(), caption, position
+    return dict(zip(ARRAYS, parts))
 
 
 def triplet_samples(triplets, tokenizer, concepts, args):

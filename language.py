@@ -350,7 +350,7 @@ def train_language_model(captions, iters, seed, device, amp, batch_size=64):
     model = quiet_transformers().BertForMaskedLM(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01)
     alone = common.World(0, 1, device)
-    order = iter(common.infinite_sampler(len(captions), batch_size, alone, seed))
+    order = common.infinite_sampler(len(captions), batch_size, alone, seed)
     bar = progress(range(iters), desc="language model", unit=" its")
     for iteration in bar:
         common.set_lr(optimizer, common.lr_factor(iteration, iters, warmup=0.1))

@@ -840,12 +840,11 @@ def retrieval_scores(similarity, image_of_caption):
     similarity: (N images, M captions).  image_of_caption: (M,).  [Sec. 4.2, Cross-modal Retrieval]
     """
     to_text, to_image = common.retrieval_ranks(similarity, image_of_caption)
-    return {"image to text": rank_scores(1 + to_text), "text to image": rank_scores(1 + to_image)}
+    return {"image to text": rank_scores(to_text), "text to image": rank_scores(to_image)}
 
 
 def rank_scores(ranks):
-    scores = {f"R@{k}": 100 * (ranks <= k).float().mean().item() for k in (1, 5, 10)}
-    return {**scores, "median rank": float(np.median(ranks.numpy()))}
+    return {**common.recall(ranks), "median rank": 1 + float(np.median(ranks.numpy()))}
 
 
 def format_scores(scores):

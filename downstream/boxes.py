@@ -48,7 +48,7 @@ class BoxData:
             if not {"id", "area"} <= row.keys() or self.masks and not row["segmentation"]:
                 raise ValueError("no id, area or segmentation")  # the scores will want them
             x, y, w, h = map(float, row["bbox"])
-            if row.get("iscrowd") and not row.get("difficult"):
+            if row["iscrowd"] and not row.get("difficult"):
                 continue  # difficult objects of VOC are trained on [Detectron2]
             polygons = row["segmentation"] if self.masks else []
             if not isinstance(polygons, list):
@@ -147,7 +147,7 @@ def shapes_objects(split, side=96):
         for found in shapes.objects_of(scene):
             left, top, _, _ = (side * edge for edge in found.box)
             width = 2 * side * found.radius
-            row = {"bbox": [left, top, width, width], "area": width**2, "iscrowd": 0}
+            row = {"bbox": [left, top, width, width], "area": width**2}
             row |= {"id": len(rows) + 1, "category_id": shapes.SHAPES.index(found.shape)}
             rows.append({**row, "image_id": scene})
     content = {"images": [{"id": scene} for scene in scenes], "annotations": rows}

@@ -10,17 +10,16 @@ statistics are estimated anew before the scores are taken (precise BN).
     random start    the same with --weights random --arch resnet50 --output runs/detection_random
 
 --root holds VOC2007/ and VOC2012/; or annotations/instances_{split}.json (LVIS: lvis_v1_{split})
-beside train2017/ and val2017/. On shapes a second detector, from random initialisation, is trained
-into OUTPUT/random, and the last line compares the two (measured: AP50 55 against 23). The same
-command goes on after a stop. metrics.jsonl names the terms of the loss: four, with masks five.
+beside train2017/ and val2017/. VOC's splits are years and lists, joined by +. On shapes a second
+detector, from random initialisation, is trained into OUTPUT/random, and the last line compares the
+two (measured: AP50 55 against 23). The same command goes on after a stop.
+metrics.jsonl names the terms of the loss: four, with masks five.
 
 Scores are COCO's: AP over IoU 0.50 to 0.95, AP50, AP75. The papers use Detectron2, here the parts
 are torchvision's. What is known to differ: VOC's AP is the mean over COCO's 101 recalls, not over
 VOC07's 11; the box loss is smooth L1 with beta 1/9, not L1; RoIAlign has no half-pixel shift.
 """
 
-import argparse
-import os
 from functools import partial
 from itertools import islice
 
@@ -61,17 +60,9 @@ LVIS = {"train_split": "train", "val_split": "val", "min_score": 1e-4, "detectio
 
 def get_args(argv=None):
     parser = common.Parser(__doc__)
-    add = parser.add_argument_group("data").add_argument
-    add("--data", choices=DATA, default=DATA[0], help="it sets the other defaults")
-    add("--root", help="folder of the data (default datasets/<name>)")
-    add("--train-split", help="voc: years and lists, joined by +; lvis: without lvis_v1_")
-    add("--val-split", help="likewise: the images that are scored")
-    add("--image-size", type=common.image_side, help="shorter side; training draws smaller ones")
-    add("--workers", type=common.natural, default=min(8, os.cpu_count()), help="per process")
-
+    eval_linear.backbone_flags(parser, DATA)
     add = parser.add_argument_group("model and optimisation").add_argument
-    add("--weights", default="runs/virtex/backbone.pth", help="a file, imagenet or random")
-    add("--arch", choices=sorted(common.BACKBONES), help="for imagenet and random")
+    add("--image-size", type=common.image_side, help="shorter side; training draws smaller ones")
     add("--model", choices=("fpn", "c4"), help="feature pyramid, or layer3 alone [Sec. 4.3]")
     add("--batch-size", type=common.dim, help="images per iteration over all processes")
     add("--iters", type=common.count, help="length of the run")
@@ -103,28 +94,15 @@ def main(args):
     train.content = None  # gigabytes, which only the scores need
     say(f"{len(train)} training and {len(val)} validation images, {len(train.names)} classes")
 
-    # On shapes, which takes minutes, the same is done from random initialisation, by the first
-    # process alone: a group of processes that has ended cannot be joined a second time.
-    starts = {"random" if args.weights == "random" else "trained": args}
-    if args.data == "shapes" and args.weights != "random":
-        found = eval_linear.load_backbone(args.weights, args.arch, args.seed)
-        other = {"weights": "random", "arch": found.arch, "output": f"{args.output}/random"}
-        starts["random"] = argparse.Namespace(**{**vars(args), **other})
-    scores, origins = (
-        {},
-        {"trained": f"from {args.weights}", "random": "from random initialisation"},
-    )
-    for name, start in starts.items():
-        scores[name] = fine_tune(start, train, val, world)
-        if not world.is_main:
-            return
-        world = common.World(0, 1, world.device)
-    common.write_json(f"{args.output}/result.json", {"args": vars(args), **scores})
-    parts = [f"{common.in_words(scores[name], 1)} {origins[name]}" for name in scores]
-    say(f"{args.data}, {args.iters} iterations: {'; '.join(parts)}")
+    train_from = partial(fine_tune, train, val)
+    scores = eval_linear.from_both_starts(args, world, train_from)
+    if scores:
+        origins = {"trained": f"from {args.weights}", "random": "from random initialisation"}
+        parts = [f"{common.in_words(scores[name], 1)} {origins[name]}" for name in scores]
+        say(f"{args.data}, {args.iters} iterations: {'; '.join(parts)}")
 
 
-def fine_tune(args, train, val, world):
+def fine_tune(train, val, args, world):
     """Train into args.output, see common.Run -> {score: percent}, None but on the first process"""
     from torchvision.ops._utils import split_normalization_params
 

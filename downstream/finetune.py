@@ -21,7 +21,6 @@ compares the two; on other data this is a command of its own, as above. It keeps
 of the training scripts (docs/output.md), and the same command goes on after a stop.
 """
 
-import argparse
 import json
 import math
 import os
@@ -57,19 +56,10 @@ STEPS = (0.7, 0.9)  # the learning rate falls to a tenth at epochs 70 and 90 of 
 
 def get_args(argv=None):
     parser = common.Parser(__doc__)
-    add = parser.add_argument_group("data").add_argument
-    add("--data", choices=DATA, default=DATA[0], help="scenes, an image folder, iNaturalist")
-    add("--root", help="folder of the data (default datasets/<name>)")
-    add("--train-split", help="name of the training split")
-    add("--val-split", help="name of the validation split")
+    eval_linear.backbone_flags(parser, DATA)
+    add = parser.add_argument_group("data and optimisation").add_argument
     add("--fraction", type=common.positive_share, help="train on this share of each class")
     add("--image-size", type=common.image_side, help="side of the crops")
-    cores = min(8, os.cpu_count())
-    add("--workers", type=common.natural, default=cores, help="data processes of each process")
-
-    add = parser.add_argument_group("backbone and optimisation").add_argument
-    add("--weights", default="runs/virtex/backbone.pth", help="a file, imagenet or random")
-    add("--arch", choices=sorted(common.BACKBONES), help="for imagenet and random")
     add("--epochs", type=positive, help="length in passes over the images; more for few images")
     add("--batch-size", type=common.dim, help="images per iteration over all processes")
     rates = f"{LR} at batch {BATCH}, {RANDOM_LR} for random weights; it scales with the batch"
@@ -104,28 +94,15 @@ def main(args):
     number = len(train.images)
     say(f"{number} training and {len(val.images)} validation images, {len(train.names)} classes")
 
-    # On shapes, where it takes minutes, the same is done from random initialisation, by the first
-    # process alone: a group of processes that has ended cannot be joined a second time.
-    starts = [args]
-    if args.data == "shapes" and args.weights != "random":
-        other = {**vars(args), "weights": "random", "output": f"{args.output}/random"}
-        starts.append(argparse.Namespace(**other))
-    scores, words = {}, []
-    for start in starts:
-        top1 = fine_tune(start, train, val, world)
-        if not world.is_main:
-            return
-        world = common.World(0, 1, world.device)  # the other processes have left
-        name = "random" if start.weights == "random" else "trained"
-        scores[name] = {"top-1": top1}
-        origin = "random initialisation" if name == "random" else args.weights
-        words.append(f"{top1} from {origin}")
-    common.write_json(f"{args.output}/result.json", {"args": vars(args), **scores})
-    say(f"top-1 on {args.data} after fine-tuning on {number} labels: {', '.join(words)}")
+    scores = eval_linear.from_both_starts(args, world, partial(fine_tune, train, val))
+    if scores:
+        origins = {"trained": args.weights, "random": "random initialisation"}
+        words = [f"{scores[name]['top-1']} from {origins[name]}" for name in scores]
+        say(f"top-1 on {args.data} after fine-tuning on {number} labels: {', '.join(words)}")
 
 
-def fine_tune(args, train, val, world):
-    """Train on `train` into args.output, see common.Run -> top-1 on `val` in percent
+def fine_tune(train, val, args, world):
+    """Train on `train` into args.output, see common.Run -> {"top-1": percent of `val`}
 
     None on all processes but the first.
     """
@@ -172,7 +149,8 @@ def fine_tune(args, train, val, world):
     # The other processes leave: the first one alone scores the result.
     if world.is_main:
         run.save_weights("backbone.pth", model.backbone)
-        return round(validate(model, val, args, common.World(0, 1, device))["top1"], 2)
+        found = validate(model, val, args, common.World(0, 1, device))
+        return {"top-1": round(found["top1"], 2)}
 
 
 def learning_rate(args):

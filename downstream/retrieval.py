@@ -273,8 +273,7 @@ def fold_scores(similarity, owners, folds):
         part = similarity[first : first + size, inside]
         scores = {}
         for way, ranks in zip(WAYS, common.retrieval_ranks(part, owners[inside] - first)):
-            for k in (1, 5, 10):
-                scores[f"{way} R@{k}"] = 100 * float((ranks <= k - 1).float().mean())
+            scores |= {f"{way} {name}": score for name, score in common.recall(ranks).items()}
             scores[f"{way} Med r"] = math.floor(np.median(ranks.numpy())) + 1
         found.append(scores)
     return {name: float(np.mean([scores[name] for scores in found])) for name in found[0]}
