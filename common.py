@@ -4,14 +4,13 @@ In the order in which a script meets it:
 
     messages               fail, check, say, in_words, progress, run
     processes, precision   World, start, main_first, any_process, data_parallel, autocast
-    captioned images       CaptionData, caption_data (shapes, coco, vg, jsonl)
+    captioned images       CaptionData, caption_data (.jsonl here, others in sources.py)
     from file to batch     Samples, photo, read_crops, infinite_sampler, loader, validation_batches
     on the device          augment: colour jitter and normalisation
     backbones              build_backbone, load_backbone
     optimisation           build_optimizer, lr_factor
     flags                  flag_parser, choose_recipe, parse
-    the output folder      Run, whose `steps` feed the training loop; cached_arrays
-    retrieval, pictures    retrieval_ranks, recall, draw_rows, draw_attention
+    the output folder      cached; Run, whose `steps` feed the training loop
 """
 
 import argparse
@@ -43,8 +42,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from PIL import ExifTags, Image, ImageDraw, ImageFont, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -80,6 +78,17 @@ def in_words(scores, digits=2):
     return ", ".join(f"{name} {score:.{digits}f}" for name, score in scores.items())
 
 
+def all_cores(function, parts):
+    """Yield function(part) for one part after another, by all cores; the first by this process."""
+    parts = iter(parts)
+    yield from map(function, itertools.islice(parts, 1))
+    more = list(itertools.islice(parts, 1))
+    if more:
+        leave_ctrl_c = signal.signal, (signal.SIGINT, signal.SIG_IGN)  # to this process
+        with multiprocessing.Pool(None, *leave_ctrl_c) as pool:  # its end is a SIGTERM
+            yield from pool.imap(function, itertools.chain(more, parts))
+
+
 def progress(iterable=None, **kwargs):
     """A tqdm progress bar on the first process only."""
     hidden = int(os.environ.get("RANK", 0)) != 0
@@ -92,6 +101,9 @@ def run(main, get_args):
         main(get_args())
     except KeyboardInterrupt:
         sys.exit("interrupted")
+    except ModuleNotFoundError as error:
+        install = "python -m pip install -r requirements.txt"
+        fail(f"{error.name} is missing: {install}, or copy {error.name}.py beside the script")
     except Unreadable as error:
         last = str(error).splitlines()[-1]  # before it a worker's traceback, if it was in one
         fail(last.removeprefix("common.Unreadable: "), everywhere=False)
@@ -237,7 +249,7 @@ class PackedStrings:
     def __getitem__(self, i):
         if not 0 <= i < len(self):
             raise IndexError(i)
-        return self.buffer[self.ends[i] : self.ends[i + 1]].decode()
+        return bytes(self.buffer[self.ends[i] : self.ends[i + 1]]).decode()
 
     def digest(self):
         """A checksum of all strings."""
@@ -297,7 +309,7 @@ class CaptionData:
         return [self.captions[j] for j in range(self.first_caption[i], self.first_caption[i + 1])]
 
     def tags_of(self, i):
-        return list(self.tags[self.first_tag[i] : self.first_tag[i + 1]])
+        return self.tags[self.first_tag[i] : self.first_tag[i + 1]].tolist()
 
     def captioned(self):
         """(N,) bool: which images have a caption"""
@@ -318,6 +330,17 @@ class CaptionData:
             selected.add(self.images[i], captions, self.tags_of(i))
         return selected
 
+    def numbered_as(self, tag_names):
+        """The same images with tags that are indices into `tag_names`, without other tags"""
+        if self.tag_names == tag_names:
+            return self
+        same = CaptionData(type(self.images)(), tag_names)
+        for i in range(len(self)):
+            names = {self.tag_names[tag] for tag in self.tags_of(i)}
+            tags = [tag for tag, name in enumerate(tag_names) if name in names]
+            same.add(self.images[i], self.captions_of(i), tags)
+        return same
+
     def digest(self):
         """A checksum of captions and tags: what is made of them can be kept under it."""
         number = self.captions.digest()
@@ -326,24 +349,26 @@ class CaptionData:
         return zlib.crc32(json.dumps(self.tag_names).encode(), number)
 
 
-def caption_data(name, root=None, split="train", fraction=1.0, captions_per_image=None, seed=0):
-    """One split of "shapes", "coco", "vg" or of a .jsonl file (its path) -> CaptionData
+DATA = "shapes (built in), coco, vg, the path of a .jsonl, or tar files as 'photos/{00..19}.tar'"
+
+
+def caption_data(
+    name, root=None, split="train", fraction=1.0, captions_per_image=None, seed=0, cache=None
+):
+    """One split of "shapes", "coco", "vg", of a .jsonl file or of tar files -> CaptionData
 
     root: its folder (default datasets/<name>; for a .jsonl the file's own).
     fraction, captions_per_image: VirTex Fig. 4; the subset depends on the seed alone.
+    cache: keeps the index of tar files (default runs/cache).
     """
     hint = "check --root and the split"
-    if name == "shapes":
-        data = shapes_data(split)
-    elif name == "coco":
-        data = coco_data(root or "datasets/coco", split)
-    elif name == "vg":
-        data = vg_data(root or "datasets/vg", split)
-    elif name.endswith(".jsonl"):
+    if name.endswith(".jsonl"):
         data = jsonl_data(name, root, split)
         hint = "relative paths start from the folder of the .jsonl, or from --root"
     else:
-        fail(f"--data {name} is unknown: give shapes, coco, vg or the path of a .jsonl file")
+        import sources  # only here: a script that is copied elsewhere does without it
+
+        data = sources.caption_data(name, root, split, cache)
     check(len(data), f"--data {name}: the split {split} holds no image")
     if fraction < 1 or captions_per_image:
         order = np.random.default_rng(seed).permutation(len(data))
@@ -351,18 +376,6 @@ def caption_data(name, root=None, split="train", fraction=1.0, captions_per_imag
         data = data.select(keep, captions_per_image, seed)
     if isinstance(data.images, ImageFiles):
         data.images.check_files(hint)
-    return data
-
-
-def shapes_data(split):
-    """The built-in scenes: five captions each, tags are the shapes present."""
-    import shapes  # only here: a script that is copied elsewhere does without it
-
-    check(split in shapes.SPLITS, f'--data shapes has the splits "train" and "val", not "{split}"')
-    data = CaptionData(shapes.ShapeImages(), list(shapes.SHAPES))
-    for scene in shapes.SPLITS[split]:
-        objects = shapes.objects_of(scene)
-        data.add(scene, shapes.describe(scene, objects), shapes.tags(objects))
     return data
 
 
@@ -386,72 +399,6 @@ def reading(path, expected):
         fail(f"{path}{entry}: {reason}. Expected: {expected}")
 
 
-COCO = (
-    "a COCO folder with annotations/captions_{split}.json, instances_{split}.json if there are "
-    "labels, and images in {split}/; name the splits with --train-split and --val-split"
-)
-
-
-def coco_data(root, split):
-    """annotations/captions_{split}.json, images in {split}/, tags from instances_{split}.json."""
-    path = os.path.join(root, "annotations", f"captions_{split}.json")
-    with reading(path, COCO) as at:
-        content = json.loads(Path(path).read_bytes())
-        files = {image["id"]: image["file_name"] for image in content["images"]}
-        captions = {image: [] for image in files}
-        for at.entry, row in enumerate(content["annotations"]):
-            captions[row["image_id"]].append(row["caption"].strip())
-    tags, tag_names = {}, None
-    if os.path.isfile(os.path.join(root, "annotations", f"instances_{split}.json")):
-        tags, tag_names, _ = coco_instances(root, split)
-    data = CaptionData(ImageFiles(), tag_names)
-    for image, file in files.items():
-        data.add(os.path.join(root, split, file), captions[image], tags.get(image, ()))
-    return data
-
-
-def coco_instances(root, split):
-    """-> ({image id: sorted category indices}, category names by their ids, {image id: path})"""
-    path = os.path.join(root, "annotations", f"instances_{split}.json")
-    with reading(path, COCO) as at:
-        content = json.loads(Path(path).read_bytes())
-        categories = sorted(content["categories"], key=lambda category: category["id"])
-        index = {category["id"]: k for k, category in enumerate(categories)}
-        names = [category["name"] for category in categories]
-        paths = {i["id"]: os.path.join(root, split, i["file_name"]) for i in content["images"]}
-        present = {image: set() for image in paths}
-        for at.entry, row in enumerate(content["annotations"]):
-            present[row["image_id"]].add(index[row["category_id"]])
-        tags = {image: sorted(found) for image, found in present.items()}
-        return tags, names, paths
-
-
-VG = "a VG folder with region_descriptions.json, image_data.json, VG_100K/ and VG_100K_2/"
-
-
-def vg_data(root, split):
-    """Visual Genome: each region's phrase is a caption of its image. A fixed 103K / 5K split."""
-    import ijson  # reads a list of 700 MB entry by entry
-
-    check(split in ("train", "val"), f'--data vg has the splits "train" and "val", not "{split}"')
-    path, files = os.path.join(root, "image_data.json"), {}
-    with reading(path, VG) as at, open(path, "rb") as file:
-        for at.entry, image in enumerate(ijson.items(file, "item")):
-            files[image["image_id"]] = image["url"].split("/")[-2:]
-    ids = np.random.default_rng(0).permutation(sorted(files)).tolist()  # everybody's split alike
-    num_val = min(5000, len(ids) // 10)
-    wanted = set(ids[:num_val] if split == "val" else ids[num_val:])
-
-    data, path = CaptionData(ImageFiles()), os.path.join(root, "region_descriptions.json")
-    with reading(path, VG) as at, open(path, "rb") as file:
-        entries = progress(ijson.items(file, "item"), desc="captions", total=len(files))
-        for at.entry, image in enumerate(entries):
-            phrases = [region["phrase"].strip() for region in image["regions"]]
-            if image["id"] in wanted:
-                data.add(os.path.join(root, *files[image["id"]]), [p for p in phrases if p])
-    return data
-
-
 NEAR_MISSES = set("caption text texts sentences label labels tag".split())
 JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} in each line'
 
@@ -471,14 +418,9 @@ def jsonl_data(path, root, split):
                 continue
             row = json.loads(line)
             others |= row.keys() & NEAR_MISSES
-            if "caption" in row and "captions" not in row:
-                raise ValueError('has "caption", but the key is "captions", a list of strings')
-            for key in ("captions", "tags"):
-                if not isinstance(row.setdefault(key, []), list):
-                    raise ValueError(f'"{key}" must be a list of strings')
-            captions = [caption.strip() for caption in row["captions"]]
-            tags = sorted({index.setdefault(str(tag), len(index)) for tag in row["tags"]})
-            data.add(os.path.join(root, row["image"]), filter(None, captions), tags)
+            captions, tags = captions_and_tags(row)
+            tags = sorted({index.setdefault(tag, len(index)) for tag in tags})
+            data.add(os.path.join(root, row["image"]), captions, tags)
             if not isinstance(row.get("split"), str | None):
                 raise ValueError('"split" must be a string')
             splits.append(row.get("split"))
@@ -499,10 +441,15 @@ def jsonl_data(path, root, split):
     return data.select(np.sort(val if split == "val" else train).tolist())
 
 
-def swap_left_right(caption):
-    """The caption of the mirrored photo: the whole words left and right interchanged."""
-    other = {"left": "right", "right": "left"}
-    return re.sub(r"\b(left|right)\b", lambda word: other[word[0].lower()], caption, flags=re.I)
+def captions_and_tags(row):
+    """{"captions": [...], "tags": [...]}, both may be missing -> lists of strings, not empty"""
+    if "caption" in row and "captions" not in row:
+        raise ValueError('has "caption", but the key is "captions", a list of strings')
+    for key in ("captions", "tags"):
+        if not isinstance(row.get(key, []), list):
+            raise ValueError(f'"{key}" must be a list of strings')
+    captions = [caption.strip() for caption in row.get("captions", [])]
+    return list(filter(None, captions)), list(map(str, row.get("tags", [])))
 
 
 # ---------------------------------------------------------------------------- from file to batch
@@ -744,7 +691,6 @@ def augment(images, jitter=None):
 
 # ------------------------------------------------------------------------------------- backbones
 
-
 BACKBONES = {  # and their names in torchvision
     "resnet18": "resnet18",
     "resnet50": "resnet50",
@@ -938,9 +884,10 @@ def flag_parser(script, description):
     """A parser with the flags that mean the same in every training script."""
     parser = Parser(description)
     add = parser.add_argument_group("data").add_argument
-    add("--data", default="shapes", help="shapes (built in), coco, vg, or the path of a .jsonl")
+    add("--data", default="shapes", help=DATA)
     add("--recipe", choices=RECIPES, help="other defaults: demo (shapes), small (.jsonl), paper")
     add("--root", help="folder of the data (default datasets/<name>; for a .jsonl its own)")
+    add("--cache", help="folder of what runs share (default: cache, beside --output)")
     add("--train-split", help="name of the training split")
     add("--val-split", help="name of the validation split")
     add("--fraction", type=positive_share, default=1.0, help="train on this share [VirTex Fig. 4]")
@@ -996,8 +943,9 @@ def choose_recipe(table, argv, paper=None):
     table: {flag: (demo, small, paper)}.  paper: {flag: value} that replace those of its column.
     """
     given = look(argv, "--data", "--recipe", "--iters", "--epochs")
-    by_data = {None: "demo", "shapes": "demo", "coco": "paper", "vg": "paper"}
-    name = given.recipe or by_data.get(given.data, "small")
+    data = given.data or "shapes"
+    by_data = {"shapes": "demo", ".jsonl": "small"}
+    name = given.recipe or by_data.get(os.path.splitext(data)[1] or data, "paper")
     check(name in RECIPES, f"--recipe {name} is unknown: choose from {', '.join(RECIPES)}")
     recipe = {flag: row[RECIPES.index(name)] for flag, row in table.items()}
     if name == "paper":
@@ -1018,8 +966,7 @@ def parse(parser, argv, recipe, scaled=()):
     another one, and to its optimizer: another needs its own.
     """
     given = look(argv, "--batch-size", "--optimizer")
-    recipe = dict(recipe)
-    usual = recipe["batch_size"]
+    recipe, usual = dict(recipe), recipe["batch_size"]
     if given.optimizer and given.optimizer != recipe.get("optimizer"):
         decay = 1e-2 if given.optimizer == "adamw" else 1e-4
         recipe |= {**dict.fromkeys(scaled), "steps": (), "weight_decay": decay}
@@ -1040,6 +987,7 @@ def parse(parser, argv, recipe, scaled=()):
         parser.error("give --iters or --epochs, not both")
     if getattr(args, "weights", None) and not look(argv, "--output").output:
         args.output = os.path.dirname(args.weights) or "."  # what a model draws lies beside it
+    args.cache = args.cache or str(Path(args.output).parent / "cache")
     if args.probe_root and not args.probe_data:
         parser.error("--probe-root goes with --probe-data")
     if args.arch == "vgg16" and args.image_size < 32:
@@ -1059,8 +1007,8 @@ def refuse_uneven_batch(parser, batch_size):
 
 # Flags that may differ when a run goes on: where and how fast it runs, not what it learns.
 FREE_FLAGS = {
-    "output", "root", "fresh", "workers", "amp", "compile", "log_every", "checkpoint_every",
-    "probe_root", "backtranslations", "tags_required",
+    "output", "root", "cache", "fresh", "workers", "amp", "compile", "log_every",
+    "checkpoint_every", "probe_root", "backtranslations", "tags_required",
 }  # fmt: skip
 
 
@@ -1092,14 +1040,50 @@ def append_line(path, line):
         fail(f"{reason}: make room and start the same command again", everywhere=False)
 
 
-def cached_arrays(path, made_of, build):
-    """The dict of arrays that build() gives, kept in the file `path` as long as `made_of` (JSON)
-    is the same."""
-    arrays = read_arrays(path, made_of)
-    if arrays is None:
-        arrays = build()
-        keep_arrays(path, made_of, arrays)
-    return arrays
+def lock(path):
+    """-> an open file, which holds the lock until it is closed; None if another process has it"""
+    file = open(path, "w")
+    try:
+        import fcntl
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    except (ImportError, OSError):  # Windows, and file systems without locks
+        pass
+    return file
+
+
+def cache_path(cache, name, made_of):
+    """The path in the folder `cache` for what is made of `made_of` (JSON), and of nothing else"""
+    return Path(cache, f"{name}-{zlib.crc32(json.dumps(made_of).encode()):08x}")
+
+
+@contextlib.contextmanager
+def locked(path):
+    """The block of one process at a time: the next finds what the first has made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = lock(f"{path}.lock")
+    if not file:
+        say(f"waiting for another run, which is making {path}")
+    while not file:
+        time.sleep(0.1)
+        file = lock(f"{path}.lock")
+    with file:
+        yield
+
+
+def cached(cache, name, made_of, build, use):
+    """use(arrays), a dict of arrays that build() gives and the folder `cache` keeps for all runs"""
+    path = cache_path(cache, name, made_of).with_suffix(".npz")
+    with locked(path):
+        arrays = read_arrays(path, made_of)
+        if arrays is None:
+            arrays = build()
+            keep_arrays(path, made_of, arrays)
+    with reading(path, "what this version of the scripts has made: delete it"):
+        return use(arrays)
 
 
 def read_arrays(path, made_of):
@@ -1122,11 +1106,11 @@ class Run:
     """The output folder of a training run (docs/output.md): what is kept, found again, reported."""
 
     def __init__(self, args, script, world, *data):
-        """Begin, or go on from a checkpoint. data: what the run depends on, the training set first,
-        as CaptionData."""
+        """data: what the run depends on, the training set first, as CaptionData"""
         self.args, self.script, self.world, self.folder = args, script, world, Path(args.output)
         self.path = self.folder / "checkpoint.pth"
         self.data, self.images = [part.digest() for part in data], len(data[0].images)
+        self.sampler = getattr(data[0].images, "sampler", infinite_sampler)
         self.iteration, self.checkpoint, self.best = 0, None, None
         self.values, self.waited, self.unreadable = {}, 0.0, set()
         with main_first(world):
@@ -1161,15 +1145,8 @@ class Run:
 
     def lock(self):
         """Refuse a second run in the same folder. The lock ends with this process."""
-        try:
-            import fcntl
-
-            self.locked = open(self.folder / ".lock", "w")
-            fcntl.lockf(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fail(f"another process is training into {self.folder}: choose another --output")
-        except (ImportError, OSError):  # Windows, and file systems without locks
-            pass
+        self.locked = lock(self.folder / ".lock")
+        check(self.locked, f"another run is training into {self.folder}: choose another --output")
 
     def check_same_run(self):
         hint = "choose another --output, or --fresh to start over"
@@ -1229,7 +1206,7 @@ class Run:
         """
         args, world, device, self.total = self.args, self.world, self.world.device, total
         check(probe or not args.probe_every, "--probe-every needs eval_linear.py beside the script")
-        sampler = infinite_sampler(len(samples), args.batch_size, world, args.seed, self.iteration)
+        sampler = self.sampler(len(samples), args.batch_size, world, args.seed, self.iteration)
         share = args.batch_size // world.size
         batches = iter(loader(samples, share, args.workers, collate, device, sampler))
         bar = progress(total=total, initial=self.iteration, unit=" its", desc=self.script)
@@ -1363,79 +1340,3 @@ class StopSignals:
     def __exit__(self, *_):
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-
-# ------------------------------------------------------------------------ retrieval and pictures
-
-
-def retrieval_ranks(similarity, image_of_caption):
-    """Ranks of each image's best caption (N,) and of each caption's image (M,), counted from 0
-
-    similarity: (N images, M captions).  image_of_caption: (M,).  Equal similarities share the mean
-    of their ranks: a model that finds everything alike gets no credit.
-    """
-    similarity = similarity.nan_to_num(-math.inf)  # vectors that are no numbers are near to nothing
-    owners = torch.arange(len(similarity), device=similarity.device)
-    own = image_of_caption == owners[:, None]
-    best = similarity.masked_fill(~own, -math.inf).amax(1, keepdim=True)
-    higher, equal = (similarity > best) & ~own, (similarity == best) & ~own
-    to_text = higher.sum(1) + equal.sum(1) / 2
-    right = similarity.gather(0, image_of_caption[None])
-    equal = (similarity == right).sum(0) - 1  # without the right one itself
-    to_image = (similarity > right).sum(0) + equal / 2
-    return to_text, to_image
-
-
-def recall(ranks):
-    """Ranks counted from 0 -> {"R@1", "R@5", "R@10": percent of them within the first K}"""
-    return {f"R@{k}": 100 * (ranks <= k - 1).float().mean().item() for k in (1, 5, 10)}
-
-
-def draw_rows(texts, images, nearest, scores, path, framed=None, side=128):
-    """One picture: for each text a row of the images `nearest`, with their scores below them
-
-    framed: for each text the image that gets a frame, None for no frames.
-    """
-    font, width, height = ImageFont.load_default(15), side + 8, side + 48
-    sheet = Image.new("RGB", (len(nearest[0]) * width + 8, len(texts) * height + 8), "white")
-    draw = ImageDraw.Draw(sheet)
-    for row, text in enumerate(texts):
-        y = 8 + row * height
-        draw.text((8, y), text, "black", font)
-        for column, (n, score) in enumerate(zip(nearest[row], scores[row])):
-            x = 8 + column * width
-            [pixels] = read_crops(images, n, [centre_crop(1.0)], side)
-            sheet.paste(Image.fromarray(pixels), (x, y + 22))
-            place = x + side / 2, y + 22 + side
-            draw.text(place, f"{score:.2f}", "grey", font, anchor="ma")
-            if framed and n == framed[row]:
-                corners = x - 3, y + 19, x + side + 2, y + 24 + side
-                draw.rectangle(corners, outline="green", width=3)
-    sheet.save(path)
-
-
-def draw_attention(image, caption, words, path, side=192):
-    """The photo, then the photo under the attention map of each word, bicubically enlarged.
-
-    words: [(word, (h, w) not negative), ...]. Brightness is in proportion to the map's maximum, so
-    that an even map looks even. [VirTex Sec. 4.4]
-    """
-    photo, font = image.resize((side, side), Image.BICUBIC), ImageFont.load_default(15)
-    columns = min(6, len(words) + 1)
-    rows, width = math.ceil((len(words) + 1) / columns), columns * (side + 8) + 8
-    lines = textwrap.wrap(caption, width // 8)
-    top = 16 + 18 * len(lines)
-    sheet = Image.new("RGB", (width, rows * (side + 28) + top), "white")
-    draw = ImageDraw.Draw(sheet)
-    draw.multiline_text((8, 8), "\n".join(lines), "black", font)
-    for n, (word, attention) in enumerate([("", None), *words]):
-        x, y = 8 + n % columns * (side + 8), top + n // columns * (side + 28)
-        tile = np.asarray(photo, np.float32)
-        if attention is not None:
-            heat = (attention / attention.max())[None, None].float().cpu()
-            heat = F.interpolate(heat, (side, side), mode="bicubic").clamp(0, 1)[0, 0, ..., None]
-            heat = heat.numpy()
-            tile = tile * (0.35 + 0.25 * heat) + heat * (102, 70, 0)  # dim, and glow where it looks
-        sheet.paste(Image.fromarray(tile.clip(0, 255).astype(np.uint8)), (x, y))
-        draw.text((x + side / 2, y + side + 4), word, "black", font, anchor="ma")
-    sheet.save(path)

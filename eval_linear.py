@@ -80,7 +80,7 @@ def backbone_flags(parser, data=None):
     if data:
         add("--data", choices=data, default=data[0], help="the images")
     else:
-        add("--data", default="shapes", help="shapes (built in), coco, vg, or the path of a .jsonl")
+        add("--data", default="shapes", help=common.DATA)
     add("--root", help="folder of the data (default datasets/<name>)")
     add("--train-split", help="usually trainval for voc07, train2017 for coco, else train")
     add("--val-split", help="usually test for voc07, val2017 for coco, else val")
@@ -296,7 +296,7 @@ class LabelData(NamedTuple):
 def label_data(name, root=None, split="train"):
     """One split of "shapes", "coco", "voc07" or "folder" -> LabelData"""
     if name == "shapes":
-        return label_from_tags(common.shapes_data(split))
+        return label_from_tags(common.caption_data(name, split=split))
     readers = {"coco": coco_labels, "voc07": voc07_labels, "folder": folder_labels}
     check(name in readers, f"{name} are no labelled images: choose from {common.LABELLED}")
     data = readers[name](root or f"datasets/{name}", split)
@@ -335,7 +335,9 @@ def label_from_tags(data):
 
 def coco_labels(root, split):
     """annotations/instances_{split}.json, images in {split}/ -> LabelData"""
-    present, names, paths = common.coco_instances(root, split)
+    import sources  # only here: a script that is copied elsewhere does without it
+
+    present, names, paths = sources.coco_instances(root, split)
     images = ImageFiles(paths[image] for image in present)
     return LabelData(images, multi_hot(present.values(), len(names)), names)
 
@@ -1044,14 +1046,16 @@ class Probe:
         if args.probe_data:
             splits = LABEL_SPLITS[args.probe_data]
             fit, test = [label_data(args.probe_data, args.probe_root, split) for split in splits]
-        elif train.tag_names and val.tag_names == train.tag_names:
-            fit, test = label_from_tags(train), label_from_tags(val)
+        elif train.tag_names and val.tag_names:
+            fit, test = train, val.numbered_as(train.tag_names)  # those of shards can differ
         else:
             needed = f"--probe-every needs labels and {args.data} has no tags: add --probe-data"
             check(not args.probe_every, needed)
             return
         order = np.random.default_rng(args.seed).permutation(len(fit.images))
         fit = fit.select(np.sort(order[: args.probe_images]))
+        if not args.probe_data:  # only now: of millions of photos few are chosen
+            fit, test = label_from_tags(fit), label_from_tags(test)
         check_same_classes(fit, test)
         if scorable(fit.labels, test.labels, len(fit.names)).any():
             self.labelled = fit, test

@@ -29,6 +29,7 @@ at: start from the backbone of tp.py (--init), take --head att-fc, and train its
 """
 
 import copy
+import json
 import math
 from array import array
 from collections import defaultdict
@@ -148,9 +149,9 @@ def main(args):
         return explain(args, device)
 
     # Data: the frozen language model, and each word of each caption that can be masked.
-    subset = args.fraction, args.captions_per_image, args.seed
-    train = common.caption_data(args.data, args.root, args.train_split, *subset)
-    val = common.caption_data(args.data, args.root, args.val_split)
+    subset, cache = (args.fraction, args.captions_per_image, args.seed), args.cache
+    train = common.caption_data(args.data, args.root, args.train_split, *subset, cache=cache)
+    val = common.caption_data(args.data, args.root, args.val_split, cache=cache)
     check(len(train.captions), f"no image of the split {args.train_split} has a caption")
     run = common.Run(args, "icmlm", world, train, val)
     probe = eval_linear and eval_linear.Probe(args, train, val)
@@ -158,9 +159,12 @@ def main(args):
     if args.init and not run.checkpoint:  # now: a wrong file is refused before a BERT is trained
         initial = common.load_backbone(args.init, args.arch)
     with common.main_first(world):
-        scratch = train.captions, run.folder / "language_model", device, args.lm_iters, args.seed
-        tokenizer, pretrained = language.language_model(args.lm, *scratch, args.amp)
-        concepts, train, val = load_triplets(args, train, val, tokenizer, run.folder)
+        scratch = train.captions, run.folder / "language_model", args.cache
+        settings = device, args.lm_iters, args.seed, args.amp
+        tokenizer, pretrained = language.language_model(args.lm, *scratch, *settings)
+        counts, concepts, train, val = load_triplets(args, train, val, tokenizer)
+    if world.is_main:
+        common.write_json(run.folder / "concepts.json", counts)
     lm, size = FrozenLanguageModel(pretrained, args.amp), len(train)
     iters = args.iters or math.ceil(args.epochs * size / args.batch_size)
     say(f"{len(train.images)} photos ({len(val.images)} for validation), {size} triplets of "
@@ -257,34 +261,37 @@ class Triplets:
 ARRAYS = "tokens", "first_token", "image", "caption", "position"
 
 
-def load_triplets(args, train, val, tokenizer, folder):
-    """The triplets of both splits, kept in triplets.npz of the folder
+def load_triplets(args, train, val, tokenizer):
+    """The triplets of both splits, made once and kept in --cache
 
-    -> {concept: part of speech}, the most frequent first; Triplets of train; Triplets of val
+    -> what language.count_concepts gives; {concept: part of speech}, the most frequent first;
+    Triplets of train; Triplets of val
     """
     vocabulary = common.PackedStrings(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
     made_of = {"data": (train.digest(), val.digest(), vocabulary.digest())}
     made_of |= {flag: getattr(args, flag) for flag in ("pos", "num_concepts", "tagger")}
-    build = partial(build_triplets, args, train, val, tokenizer, folder)
-    arrays = common.cached_arrays(folder / "triplets.npz", made_of, build)
-    with common.reading(folder / "triplets.npz", "what this script wrote: delete it"):
+    build = partial(build_triplets, args, train, val, tokenizer)
+
+    def use(arrays):
         concepts = dict(zip(arrays["concepts"].tolist(), arrays["parts"].tolist()))
         splits = []
         for split, data in (("train", train), ("val", val)):
             tags = language.sparse_from(f"{split}_tags", arrays, len(concepts))
             parts = [arrays[f"{split}_{part}"] for part in ARRAYS]
             splits.append(Triplets(data.images, tags, *parts))
-        return concepts, *splits
+        return json.loads(str(arrays["counts"])), concepts, *splits
+
+    return common.cached(args.cache, "triplets", made_of, build, use)
 
 
-def build_triplets(args, train, val, tokenizer, folder):
-    """-> the arrays of triplets.npz; also writes concepts.json"""
+def build_triplets(args, train, val, tokenizer):
+    """-> the arrays that load_triplets keeps"""
     train, val = (language.filter_captions(data, tokenizer.tokenize) for data in (train, val))
     counts = language.count_concepts(train.captions, args.tagger)
-    common.write_json(folder / "concepts.json", counts)
     concepts = language.top_concepts(counts, args.pos, args.num_concepts)
     part_of = {word: part for part, words in counts.items() for word in words}
-    arrays = {"concepts": np.array(concepts), "parts": np.array([part_of[w] for w in concepts])}
+    arrays = {"concepts": np.array(concepts), "counts": np.array(json.dumps(counts))}
+    arrays["parts"] = np.array([part_of[word] for word in concepts])
     maskable = maskable_tokens(tokenizer, concepts)
     say(f"{len(maskable)} of {len(concepts)} concepts are one token and can be masked")
     for split, data in (("train", train), ("val", val)):
@@ -715,7 +722,7 @@ def load_icmlm(path, lm_name, amp, device):
         name = lm_name or trained.lm
         if name == "scratch":
             name = str(Path(path).parent / "language_model")
-        scratch = dict.fromkeys(("captions", "folder", "iters", "seed"))  # it is trained already
+        scratch = dict.fromkeys(("captions", "folder", "cache", "iters", "seed"))  # trained already
         tokenizer, pretrained = language.language_model(name, device=device, amp=amp, **scratch)
         lm = FrozenLanguageModel(pretrained, amp)
         model = build_model(trained, lm, len(concepts))
@@ -728,6 +735,8 @@ def explain(args, device):
     """`--explain`, `--explain-split`: predict masked words, one at a time, and draw where the model
     looks for each [Figs. 1, 3, 4, 5].
     """
+    from pictures import draw_attention  # only here: trainings do without it
+
     model, lm, tokenizer, concepts, trained = load_icmlm(args.weights, args.lm, args.amp, device)
     if args.explain:
         images, captions = common.ImageFiles([args.explain]), [args.caption]
@@ -758,7 +767,7 @@ def explain(args, device):
             name = "_".join([Path(str(images[n])).stem, *positions])[:200]
             name = name if args.explain else f"{n + 1}_{name}"
             folder.mkdir(parents=True, exist_ok=True)
-            common.draw_attention(Image.fromarray(pixels), caption, maps, folder / f"{name}.png")
+            draw_attention(Image.fromarray(pixels), caption, maps, folder / f"{name}.png")
             say(f"the attention is in {folder / name}.png")
 
 

@@ -1,6 +1,6 @@
 """What is read in captions: concepts, the labels of tag prediction, and language models.
 
-    concepts           words_of, for_parts, count_concepts, top_concepts, filter_captions
+    words, concepts    words_of, swap_left_right, count_concepts, top_concepts, filter_captions
     tag prediction     concept_labels, label_rows, tag_head, tag_loss (Eq. 2): of tp.py and icmlm.py
     language models    language_model: of the hub, of a folder, or a small BERT trained from scratch
 
@@ -11,11 +11,9 @@ import contextlib
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import zlib
 from array import array
 from collections import Counter, defaultdict
@@ -82,15 +80,15 @@ def for_parts(function, captions, desc, size=10_000):
     firsts = range(0, len(captions), size)
     parts = ([captions[i] for i in range(n, min(n + size, len(captions)))] for n in firsts)
     with progress(total=len(captions), desc=desc, unit=" captions", leave=False) as bar:
-        for part in itertools.islice(parts, 1):  # here: what is missing is said by this process
-            yield function(part)
-            bar.update(len(part))
-        if len(captions) > size:
-            leave_ctrl_c = signal.signal, (signal.SIGINT, signal.SIG_IGN)  # to this process
-            with multiprocessing.Pool(None, *leave_ctrl_c) as pool:  # its end is a SIGTERM
-                for result in pool.imap(function, parts):
-                    yield result
-                    bar.update(size)
+        for result in common.all_cores(function, parts):
+            yield result
+            bar.update(size)
+
+
+def swap_left_right(caption):
+    """The caption of the mirrored photo: the whole words left and right interchanged."""
+    other = {"left": "right", "right": "left"}
+    return re.sub(r"\b(left|right)\b", lambda word: other[word[0].lower()], caption, flags=re.I)
 
 
 def count_words(tagger, captions):
@@ -249,21 +247,26 @@ def tag_loss(logits, labels):
 # ------------------------------------------------------------------------------- language models
 
 
-def language_model(name, captions, folder, device, iters, seed, amp, masked_words=True):
+def language_model(name, captions, folder, cache, device, iters, seed, amp, masked_words=True):
     """`--lm`: a BERT-like masked language model, frozen and in eval mode -> (tokenizer, model)
 
     name: of the hub, a local folder, or "scratch": a small BERT trained on `captions` for `iters`
-    iterations, kept in `folder` and found there again.  masked_words: it must be able to predict
-    them; otherwise an encoder will do.
+    iterations, kept in the folder `cache` for all runs, with a copy in `folder`.  masked_words: it
+    must be able to predict them; otherwise an encoder will do.
     """
     transformers = quiet_transformers()
     if name == "scratch":
         made_of = {"captions": captions.digest(), "iters": iters, "seed": seed}
-        note, name = Path(folder, "made_of.json"), str(folder)
+        kept, note = common.cache_path(cache, "language_model", made_of), folder / "made_of.json"
+        with common.locked(kept):
+            if not kept.exists():
+                say(f"first a small BERT is trained on the captions: {iters} its (--lm-iters)")
+                tokenizer, model = train_language_model(captions, iters, seed, device, amp)
+                keep_language_model(tokenizer, model, kept, made_of)
         if not note.exists() or note.read_text() != json.dumps(made_of):
-            say(f"first a small BERT is trained on the captions: {iters} iterations (--lm-iters)")
-            tokenizer, model = train_language_model(captions, iters, seed, device, amp)
-            keep_language_model(tokenizer, model, folder, made_of)
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(kept, folder)  # with its own copy a run can be moved
+        name = str(folder)
     with loading(name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         read = transformers.AutoModelForMaskedLM.from_pretrained
@@ -416,5 +419,4 @@ def keep_language_model(tokenizer, model, folder, made_of):
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     Path(temporary, "made_of.json").write_text(json.dumps(made_of))
-    shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)

@@ -185,13 +185,13 @@ def main(args):
     device, args.amp = world.device, common.choose_amp(world.device, args.amp)
     if args.search:
         return search(args, device)
-    subset = args.fraction, args.captions_per_image, args.seed
-    train = common.caption_data(args.data, args.root, args.train_split, *subset)
+    subset, cache = (args.fraction, args.captions_per_image, args.seed), args.cache
+    train = common.caption_data(args.data, args.root, args.train_split, *subset, cache=cache)
     if args.backtranslate:
         return backtranslate(args, train.captions, device)
 
     # Data: photos, captions and tags, as far as they are there, and the losses that they allow.
-    val = common.caption_data(args.data, args.root, args.val_split)
+    val = common.caption_data(args.data, args.root, args.val_split, cache=cache)
     weights = {name: getattr(args, f"lambda_{name}") for name in LOSSES}
     uses_captions = weights["cc"] > 0 or weights["ic"] > 0
     translations = []
@@ -201,7 +201,7 @@ def main(args):
     probe = eval_linear and eval_linear.Probe(args, train, val)
     if weights["tag"] and args.tags == "nouns":
         with common.main_first(world):
-            train = tagged_by_nouns(train, run.folder / "nouns.npz")
+            train = tagged_by_nouns(train, args.cache)
     weights["tag"] = tag_weight(weights, train, args.tags_required)
     train = photos_with_losses(train, weights)
     tags_seen, tag_sizes = False, None
@@ -283,10 +283,10 @@ def tag_weight(weights, train, required):
     return 0.0
 
 
-def tagged_by_nouns(data, path, number=1000):
+def tagged_by_nouns(data, cache, number=1000):
     """The tags are the most frequent nouns of the captions [Sec. 4.4; their number is ours]
 
-    They are kept in the file `path` for the other processes and the next start.
+    They are kept in the folder `cache` for the other processes and the next run.
     """
 
     def build():
@@ -294,14 +294,15 @@ def tagged_by_nouns(data, path, number=1000):
         rows = language.sparse_parts("tags", language.concept_labels(data, nouns))
         return {"nouns": np.array(nouns), **rows}
 
-    arrays = common.cached_arrays(path, {"data": data.digest(), "number": number}, build)
-    with common.reading(path, "what this script wrote: delete it"):
+    def use(arrays):
         nouns = arrays["nouns"].tolist()
         rows = language.sparse_from("tags", arrays, len(nouns))
         tagged = common.CaptionData(type(data.images)(), nouns)
         for i in range(len(data)):
             tagged.add(data.images[i], data.captions_of(i), rows[[i]].indices.tolist())
         return tagged
+
+    return common.cached(cache, "nouns", [data.digest(), number], build, use)
 
 
 def photos_with_losses(train, weights):
@@ -356,9 +357,9 @@ def sample(data, translations, args, index, rng):
     # and right in a caption follow the photo that it meets. [ours]
     caption_q, caption_k = caption_views(data, index, args.caption_views, translations, rng)
     if mirrored_k:
-        caption_q = common.swap_left_right(caption_q)
+        caption_q = language.swap_left_right(caption_q)
     if mirrored_q:
-        caption_k = common.swap_left_right(caption_k)
+        caption_k = language.swap_left_right(caption_k)
     return {
         "q": {"image": image_q, "jitter": jitter[0], "sigma": sigma[0], "caption": caption_q},
         "k": {"image": image_k, "jitter": jitter[1], "sigma": sigma[1], "caption": caption_k},
@@ -839,12 +840,35 @@ def retrieval_scores(similarity, image_of_caption):
 
     similarity: (N images, M captions).  image_of_caption: (M,).  [Sec. 4.2, Cross-modal Retrieval]
     """
-    to_text, to_image = common.retrieval_ranks(similarity, image_of_caption)
+    to_text, to_image = retrieval_ranks(similarity, image_of_caption)
     return {"image to text": rank_scores(to_text), "text to image": rank_scores(to_image)}
 
 
 def rank_scores(ranks):
-    return {**common.recall(ranks), "median rank": 1 + float(np.median(ranks.numpy()))}
+    return {**recall(ranks), "median rank": 1 + float(np.median(ranks.numpy()))}
+
+
+def retrieval_ranks(similarity, image_of_caption):
+    """Ranks of each image's best caption (N,) and of each caption's image (M,), counted from 0
+
+    similarity: (N images, M captions).  image_of_caption: (M,).  Equal similarities share the mean
+    of their ranks: a model that finds everything alike gets no credit.
+    """
+    similarity = similarity.nan_to_num(-math.inf)  # vectors that are no numbers are near to nothing
+    owners = torch.arange(len(similarity), device=similarity.device)
+    own = image_of_caption == owners[:, None]
+    best = similarity.masked_fill(~own, -math.inf).amax(1, keepdim=True)
+    higher, equal = (similarity > best) & ~own, (similarity == best) & ~own
+    to_text = higher.sum(1) + equal.sum(1) / 2
+    right = similarity.gather(0, image_of_caption[None])
+    equal = (similarity == right).sum(0) - 1  # without the right one itself
+    to_image = (similarity > right).sum(0) + equal / 2
+    return to_text, to_image
+
+
+def recall(ranks):
+    """Ranks counted from 0 -> {"R@1", "R@5", "R@10": percent of them within the first K}"""
+    return {f"R@{k}": 100 * (ranks <= k - 1).float().mean().item() for k in (1, 5, 10)}
 
 
 def format_scores(scores):
@@ -895,7 +919,9 @@ def search(args, device):
     scores, nearest = (texts @ vectors.T).topk(min(10, len(images)))
     path = Path(args.output, "search.png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    common.draw_rows(args.search, images, nearest.tolist(), scores.tolist(), path)
+    import pictures  # only here: trainings do without it
+
+    pictures.draw_rows(args.search, images, nearest.tolist(), scores.tolist(), path)
     if args.root:
         for text, row in zip(args.search, nearest.tolist()):
             say(f"{text}: " + ", ".join(images[n] for n in row[:3]) + ", ...")

@@ -25,6 +25,7 @@ frequencies. A run that does not get above these wants more iterations, or fewer
 look into concepts.json, then try a smaller --num-labels, --pos nn, or --tagger spacy.
 """
 
+import json
 import math
 import os
 from functools import partial
@@ -139,9 +140,9 @@ def main(args):
         return predict_photos(args.predict, args.weights, device)
 
     # Data: photos, and labels made of their captions. Photos without a label are left out.
-    subset = args.fraction, args.captions_per_image, args.seed
-    train = common.caption_data(args.data, args.root, args.train_split, *subset)
-    val = common.caption_data(args.data, args.root, args.val_split)
+    subset, cache = (args.fraction, args.captions_per_image, args.seed), args.cache
+    train = common.caption_data(args.data, args.root, args.train_split, *subset, cache=cache)
+    val = common.caption_data(args.data, args.root, args.val_split, cache=cache)
     run = common.Run(args, "tp", world, train, val)
     probe = eval_linear and eval_linear.Probe(args, train, val)
     initial = None
@@ -149,6 +150,8 @@ def main(args):
         initial = common.load_backbone(args.init, args.arch)
     with common.main_first(world):
         labels = load_labels(args, train, val, run.folder, device)
+    if labels.concepts and world.is_main:
+        common.write_json(run.folder / "concepts.json", labels.concepts)
     rows = labelled_rows(labels.train, len(train), args.train_split)
     val_rows = labelled_rows(labels.val, len(val), args.val_split)
     drawn = np.random.default_rng(args.seed).permutation(len(val_rows))[: args.val_images]
@@ -209,12 +212,14 @@ def main(args):
 
 class Labels(NamedTuple):
     """names: K labels in words.  train, val: sparse (N, K), a row for each image of the split:
-    multi-hot, for lda probabilities, for rotations None.
+    multi-hot, for lda probabilities, for rotations None.  concepts: of postag, all words by part of
+    speech.
     """
 
     names: list
     train: sparse.csr_array | None
     val: sparse.csr_array | None
+    concepts: dict | None = None
 
 
 ROTATIONS = ["0°", "90°", "180°", "270°"]
@@ -223,14 +228,14 @@ LABEL_FLAGS = "labels", "pos", "num_labels", "tagger", "lm", "lm_iters", "seed"
 
 
 def load_labels(args, train, val, folder, device):
-    """The labels of --labels, made once and kept in labels.npz -> Labels"""
+    """The labels of --labels, made once and kept in --cache -> Labels"""
     if args.labels == "rotation":
         return Labels(ROTATIONS, None, None)
     number, seed = args.num_labels, args.seed
-    lm = {"lm": args.lm, "lm_iters": args.lm_iters, "device": device, "amp": args.amp}
+    lm = {"lm_iters": args.lm_iters, "device": device, "amp": args.amp, "cache": args.cache}
     make = {
-        "postag": lambda: postag_labels(train, val, number, args.pos, args.tagger, folder),
-        "cluster": lambda: cluster_labels(train, val, number, seed, folder, **lm),
+        "postag": lambda: postag_labels(train, val, number, args.pos, args.tagger),
+        "cluster": lambda: cluster_labels(train, val, number, seed, folder, args.lm, **lm),
         "lda": lambda: lda_labels(train, val, number, seed),
         "instances": lambda: instance_labels(train, val),
     }
@@ -239,17 +244,19 @@ def load_labels(args, train, val, folder, device):
         labels = make[args.labels]()
         rows = language.sparse_parts("train", labels.train)
         rows |= language.sparse_parts("val", labels.val)
-        return {"names": np.array(labels.names), **rows}
+        concepts = np.array(json.dumps(labels.concepts))
+        return {"names": np.array(labels.names), "concepts": concepts, **rows}
+
+    def use(arrays):
+        names = arrays["names"].tolist()
+        rows = [language.sparse_from(split, arrays, len(names)) for split in ("train", "val")]
+        return Labels(names, *rows, json.loads(str(arrays["concepts"])))
 
     made_of = {flag: getattr(args, flag) for flag in LABEL_FLAGS}
     made_of["data"] = train.digest(), val.digest()
     if args.labels == "cluster":
         made_of["lm_files"] = language.folder_digest(args.lm)
-    arrays = common.cached_arrays(folder / "labels.npz", made_of, build)
-    with common.reading(folder / "labels.npz", "what this script wrote: delete it"):
-        names = arrays["names"].tolist()
-        rows = [language.sparse_from(split, arrays, len(names)) for split in ("train", "val")]
-        return Labels(names, *rows)
+    return common.cached(args.cache, "labels", made_of, build, use)
 
 
 def usable_captions(train, val, labels):
@@ -260,29 +267,27 @@ def usable_captions(train, val, labels):
     return splits
 
 
-def postag_labels(train, val, number, pos, tagger, folder):
+def postag_labels(train, val, number, pos, tagger):
     """TP-Postag: the K most frequent nouns, adjectives and verbs [Sec. 3.1]
 
     A label is present when one of the image's captions holds the word.
     """
     train, val = usable_captions(train, val, "postag")
     concepts = language.count_concepts(train.captions, tagger)
-    common.write_json(folder / "concepts.json", concepts)
     names = language.top_concepts(concepts, pos, number)
     rows = [language.concept_labels(data, names) for data in (train, val)]
-    return Labels(names, *rows)
+    return Labels(names, *rows, concepts)
 
 
-def cluster_labels(train, val, number, seed, folder, lm, lm_iters, device, amp):
+def cluster_labels(train, val, number, seed, folder, lm, cache, lm_iters, device, amp):
     """TP-Cluster: the clusters of an image's captions [Sec. 3.1, Eq. 1]"""
     train, val = usable_captions(train, val, "cluster")
     captions, size = train.captions, len(train.captions)
     clusters = min(number, size)
     if size < 10 * number:
         say(f"note: {size} captions are few for {number} clusters: try a smaller --num-labels")
-    kept, settings = folder / "language_model", (device, lm_iters, seed, amp)
-    read = language.language_model
-    tokenizer, model = read(lm, captions, kept, *settings, masked_words=False)
+    scratch = captions, folder / "language_model", cache, device, lm_iters, seed, amp
+    tokenizer, model = language.language_model(lm, *scratch, masked_words=False)
     path = folder / "caption_vectors.npy"
     vectors = array_on_disk(path, (size + len(val.captions), model.config.hidden_size))
     embed_captions(tokenizer, model, captions, vectors[:size], device, amp)
@@ -415,10 +420,10 @@ def topic_probabilities(lda, counts, batch_size=1024):
 
 def instance_labels(train, val):
     """TP-Label: the annotated tags [Sec. 4]"""
-    same = train.tag_names and train.tag_names == val.tag_names
-    check(same, "--labels instances needs tags, the same in both splits: "
+    check(train.tag_names and val.tag_names, "--labels instances needs tags in both splits: "
           'annotations/instances_{split}.json for coco, "tags" in a .jsonl')  # fmt: skip
     number = len(train.tag_names)
+    val = val.numbered_as(train.tag_names)  # those of shards can differ
     tags = [map(data.tags_of, range(len(data))) for data in (train, val)]
     rows = [language.multi_hot(per_image, number) for per_image in tags]
     return Labels(train.tag_names, *rows)

@@ -40,6 +40,7 @@ from PIL import Image
 from torch import nn
 
 import common
+import language
 from common import check, count, dim, fail, positive, positive_share, progress, proper_share, say
 
 try:
@@ -180,11 +181,13 @@ def main(args):
 # ---------------------------------------------------------------------------- captions to tokens
 
 UNKNOWN, SOS, EOS, MASK = range(4)  # of the official model; padding shares its id with unknown
+MAX_CAPTIONS = 2_000_000  # that the tokenizer is learned from, evenly spaced [ours]
 
 
 def load_captions(args, split, fraction=1.0, captions_per_image=None):
     """The images of a split that have a caption -> CaptionData"""
-    data = common.caption_data(args.data, args.root, split, fraction, captions_per_image, args.seed)
+    subset = fraction, captions_per_image, args.seed
+    data = common.caption_data(args.data, args.root, split, *subset, cache=args.cache)
     captioned = np.flatnonzero(data.captioned())
     check(len(captioned), f"no image of the split {split} has a caption")
     missing = len(data) - len(captioned)
@@ -210,8 +213,9 @@ def load_tokenizer(args, captions, run):
         elif args.tokenizer:
             content = read_tokenizer(args.tokenizer).serialized_model_proto()
         else:
-            captions = progress(captions, desc="tokenizer", unit=" captions")
-            content = train_tokenizer(map(clean, captions), args.vocab_size)
+            step = math.ceil(len(captions) / MAX_CAPTIONS)
+            chosen = progress(range(0, len(captions), step), desc="tokenizer", unit=" captions")
+            content = train_tokenizer((clean(captions[i]) for i in chosen), args.vocab_size)
         common.write_file(path, lambda file: file.write(content))
     return read_tokenizer(path)
 
@@ -261,7 +265,7 @@ def sample(data, tokenizer, args, index, rng):
     captions = data.captions_of(index)
     caption = captions[0] if rng is None else captions[rng.integers(len(captions))]
     if photo["mirrored"]:
-        caption = common.swap_left_right(caption)  # flipped with the photo [Sec. 3]
+        caption = language.swap_left_right(caption)  # flipped with the photo [Sec. 3]
     tokens = [SOS, *tokenizer.encode(clean(caption)), EOS][: args.max_length]
     masked = None
     if args.task == "masked_lm":
@@ -735,6 +739,8 @@ def caption_images(model, tokenizer, images, args, size, device):
 
 def caption_photos(args, device):
     """`--caption`: print a caption for each photo and draw where its words look."""
+    from pictures import draw_attention  # only here: trainings do without it
+
     model, tokenizer, size = load_virtex(args.weights, args.tokenizer)
     photos, folder = common.ImageFiles(args.caption), Path(args.output, "captions")
     photos.check_files("check the path")
@@ -744,7 +750,7 @@ def caption_photos(args, device):
         pieces = [tokenizer.id_to_piece(token) for token in tokens[1:].tolist() if token != EOS]
         words = word_attention(model.textual, projected, tokens, pieces)
         picture = folder / f"{n + 1}_{Path(photos[n]).stem}.png"
-        common.draw_attention(Image.fromarray(pixels.numpy()), caption, words, picture)
+        draw_attention(Image.fromarray(pixels.numpy()), caption, words, picture)
         say(f"{photos[n]}: {caption}  ({picture})")
 
 

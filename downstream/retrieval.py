@@ -38,7 +38,9 @@ from torch.nn.utils.rnn import pack_sequence
 
 import common
 import eval_linear
+import pictures
 from common import check, count, progress, say
+from mmcontrastive import recall, retrieval_ranks
 
 # fmt: off
 RECIPES = {  #        demo    small   paper: Sec. 4.2, after VSE++
@@ -272,8 +274,8 @@ def fold_scores(similarity, owners, folds):
         inside = (owners >= first) & (owners < first + size)
         part = similarity[first : first + size, inside]
         scores = {}
-        for way, ranks in zip(WAYS, common.retrieval_ranks(part, owners[inside] - first)):
-            scores |= {f"{way} {name}": score for name, score in common.recall(ranks).items()}
+        for way, ranks in zip(WAYS, retrieval_ranks(part, owners[inside] - first)):
+            scores |= {f"{way} {name}": score for name, score in recall(ranks).items()}
             scores[f"{way} Med r"] = math.floor(np.median(ranks.numpy())) + 1
         found.append(scores)
     return {name: float(np.mean([scores[name] for scores in found])) for name in found[0]}
@@ -285,7 +287,7 @@ def draw_retrieved(data, similarity, path):
     captions = data.first_caption[: len(own)].tolist()
     texts = [data.captions[n] for n in captions]
     scores, nearest = similarity[:, captions].T.topk(min(8, len(data)))
-    common.draw_rows(texts, data.images, nearest.tolist(), scores.tolist(), path, own)
+    pictures.draw_rows(texts, data.images, nearest.tolist(), scores.tolist(), path, own)
     say(f"the photos nearest to some captions are in {path}")
 
 

@@ -27,6 +27,7 @@ from PIL import Image
 from torch import nn
 
 import common
+import pictures
 import shapes
 
 
@@ -1188,16 +1189,19 @@ def test_undecodable_photos_are_named_once(tmp_path, capsys):
     assert skipped.read_text().split() == ["5.jpg", "7.jpg", "33.jpg"]
 
 
-def test_cached_arrays(tmp_path, capsys):
+def test_cached(tmp_path, capsys):
     """Built once for what they are made of; a damaged file is made again, and that is said."""
-    path, built = tmp_path / "a.npz", []
+    built = []
 
     def cached(made_of):
         build = lambda: built.append(made_of) or {"a": np.arange(len(built))}
-        return common.cached_arrays(path, made_of, build)["a"].tolist()
+        return common.cached(tmp_path, "x", made_of, build, lambda arrays: arrays["a"].tolist())
 
     assert [cached(1), cached(1), cached({"b": 2}), cached({"b": 2})] == [[0], [0], [0, 1], [0, 1]]
     assert built == [1, {"b": 2}] and capsys.readouterr().out == ""
+    with fails("what this version of the scripts has made: delete it"):
+        common.cached(tmp_path, "x", 1, None, lambda arrays: arrays["b"])
+    path = common.cache_path(tmp_path, "x", {"b": 2}).with_suffix(".npz")
     content = path.read_bytes()
     for damage in (content[:-40], b"", b"no archive", content.replace(b"NUMPY", b"NOMPY")):
         path.write_bytes(damage)
@@ -1271,7 +1275,7 @@ def test_an_even_attention_looks_even(tmp_path):
     even = torch.full((2, 2), 0.25) + 1e-4 * torch.arange(4).view(2, 2)
     words = [("even", even), ("left", torch.tensor([[0.4, 0.1], [0.4, 0.1]]))]
     grey = Image.new("RGB", (8, 8), (100, 100, 100))
-    common.draw_attention(grey, "a caption", words, tmp_path / "a.png", side=32)
+    pictures.draw_attention(grey, "a caption", words, tmp_path / "a.png", side=32)
     sheet = np.asarray(Image.open(tmp_path / "a.png").convert("RGB")).astype(int)
     even, left = sheet[34:66, 48:80], sheet[34:66, 88:120]
     assert np.ptp(even[8:24, 8:24], (0, 1)).max() <= 2

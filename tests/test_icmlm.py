@@ -35,6 +35,7 @@ from torch import nn
 import common
 import icmlm
 import language
+import pictures
 import shapes
 
 HEADS = icmlm.HEADS
@@ -97,7 +98,7 @@ def lms(tmp_path_factory):
 
 def load(name):
     """-> tokenizer, model as icmlm.py gets them"""
-    return language.language_model(str(name), None, None, CPU, iters=1, seed=0, amp="off")
+    return language.language_model(str(name), None, None, None, CPU, iters=1, seed=0, amp="off")
 
 
 @pytest.fixture(scope="module")
@@ -386,7 +387,8 @@ def captioned(*images):
 
 def triplets_in(folder, train, val, tokenizer, flags=""):
     """-> concepts, train, val of a run in `folder`"""
-    return icmlm.load_triplets(icmlm.get_args(flags.split()), train, val, tokenizer, folder)
+    args = icmlm.get_args([*flags.split(), "--cache", str(folder)])
+    return icmlm.load_triplets(args, train, val, tokenizer)[1:]
 
 
 def triplets_of(data, tokenizer, words, tags=None):
@@ -488,7 +490,7 @@ def test_triplets_are_found_once(tokenizer, tmp_path, monkeypatch):
     start = train, val, tokenizer
     first = triplets_in(tmp_path, *start)
     again = triplets_in(tmp_path, *start, "--lr 1 --iters 9 --workers 1")
-    assert len(built) == 1 and first[0] == again[0] and (tmp_path / "concepts.json").exists()
+    assert len(built) == 1 and first[0] == again[0]
     for one, other in zip(first[1:], again[1:]):
         assert written_out(one, tokenizer) == written_out(other, tokenizer)
         assert (one.tags.toarray() == other.tags.toarray()).all() and one.images is other.images
@@ -828,7 +830,7 @@ def test_the_first_step_written_out(head, tiny, tiny_lm, coco_folder, tmp_path):
     lm = icmlm.FrozenLanguageModel(pretrained, "off")
     root, splits = str(coco_folder), ("train2017", "val2017")
     data = [common.caption_data("coco", root, split) for split in splits]
-    concepts, triplets, _ = icmlm.load_triplets(args, *data, tokenizer, tmp_path)
+    _, concepts, triplets, _ = icmlm.load_triplets(args, *data, tokenizer)
     torch.manual_seed(3)
     model = icmlm.build_model(args, lm, len(concepts)).to(memory_format=torch.channels_last)
     samples, together = icmlm.triplet_samples(triplets, tokenizer, concepts, args)
@@ -851,11 +853,12 @@ def test_the_first_step_written_out(head, tiny, tiny_lm, coco_folder, tmp_path):
 
 def test_without_tag_prediction(tiny, tmp_path):
     """--lambda-tp 0: no tag head, one loss; --epochs counts passes over the triplets."""
-    output = run_here(tiny("icmlm", tmp_path, "--lambda-tp", 0, "--epochs", 0.05))
+    flags = "--lambda-tp", 0, "--epochs", 0.05, "--cache", tmp_path
+    output = run_here(tiny("icmlm", tmp_path, *flags))
     rows = metrics(tmp_path)
     assert all("tp" not in row and row["loss"] == row["mlm"] for row in rows)
     assert not any(name.startswith("tags.") for name in checkpoint_in(tmp_path)["model"])
-    with np.load(tmp_path / "triplets.npz") as arrays:
+    with np.load(*tmp_path.glob("triplets-*.npz")) as arrays:
         size = len(arrays["train_caption"])
     assert len(rows) == math.ceil(0.05 * size / 8) > 1
     assert f"24 photos (12 for validation), {size} triplets of " in output
@@ -1023,8 +1026,8 @@ def test_explain(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     """
     folder, (photo, caption, several), drawn = trained[head], example, []
     word = several[0]
-    draw = common.draw_attention
-    monkeypatch.setattr(common, "draw_attention", lambda *a: drawn.append(a) or draw(*a))
+    draw = pictures.draw_attention
+    monkeypatch.setattr(pictures, "draw_attention", lambda *a: drawn.append(a) or draw(*a))
     weights = folder / "checkpoint.pth"
     use = explain(photo, caption, [word], weights, tmp_path)
     masked, seen, alone, path = run_here(use).splitlines()

@@ -240,8 +240,8 @@ def scratch():
     return tokenizer, model.eval()
 
 
-def load(name, captions=(), folder=None, iters=2, seed=0, masked_words=True):
-    made_of = common.PackedStrings(captions), folder, CPU, iters, seed
+def load(name, captions=(), folder=None, cache=None, iters=2, seed=0, masked_words=True):
+    made_of = common.PackedStrings(captions), folder, cache, CPU, iters, seed
     return language.language_model(str(name), *made_of, "off", masked_words)
 
 
@@ -258,7 +258,7 @@ def test_scratch_learns(scratch):
 
 
 def test_scratch_is_trained_once(tmp_path, monkeypatch):
-    """The same seed gives the same weights; it is found again until it is made of other things."""
+    """The same seed gives the same weights; all runs find it, until it is made of other things."""
     trained, train = [], language.train_language_model
 
     def watched(*args):
@@ -267,9 +267,10 @@ def test_scratch_is_trained_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(language, "train_language_model", watched)
 
-    def weights(name, captions=RHYMES, **more):
+    def weights(cache, captions=RHYMES, run="run", **more):
         torch.manual_seed(len(trained))
-        tokenizer, model = load("scratch", captions, tmp_path / name, **more)
+        folder = tmp_path / run
+        tokenizer, model = load("scratch", captions, folder, tmp_path / cache, **more)
         state = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
         return len(trained), tokenizer.get_vocab(), state
 
@@ -281,7 +282,8 @@ def test_scratch_is_trained_once(tmp_path, monkeypatch):
         before, (number, _, state) = len(trained), weights("one", **made_of)
         assert number == before + 1 and state not in states
         states.add(state)
-    assert weights("one", **made_of)[0] == 5 and not (tmp_path / "one.tmp").exists()
+    assert weights("one", **made_of)[0] == 5 and weights("one", run="other")[0] == 5
+    assert not list(tmp_path.glob("*/*.tmp"))
 
 
 def test_tokenizer(scratch):

@@ -601,7 +601,7 @@ def test_nouns_as_tags(tmp_path, monkeypatch):
     """Sec. 4.4: the most frequent nouns of the captions, in place of annotated tags; found once"""
     data = some_data((["a red dog runs", "the dog"], [1]), ([], [0]), (["a cat sees a dog"], []))
     for _ in range(2):
-        tagged = mmcontrastive.tagged_by_nouns(data, tmp_path / "nouns.npz", 2)
+        tagged = mmcontrastive.tagged_by_nouns(data, tmp_path, 2)
         assert tagged.tag_names == ["dog", "cat"] and list(tagged.images) == list(data.images)
         assert [tagged.tags_of(i) for i in range(3)] == [[0], [], [0, 1]]
         assert list(tagged.captions) == list(data.captions)

@@ -12,6 +12,7 @@ from conftest import run_here, run_script
 from PIL import Image
 
 import common
+import pictures
 from downstream import retrieval
 
 # The flags of a run of a second or two.
@@ -235,7 +236,7 @@ def test_the_right_photo_gets_a_frame(coco_folder, tmp_path):
     data = common.caption_data("coco", str(coco_folder), "val2017")
     nearest, scores = [[3, 0, 1], [2, 5, 4]], [[0.9, 0.8, 0.7]] * 2
     path = tmp_path / "a.png"
-    common.draw_rows(["one", "two"], data.images, nearest, scores, path, framed=[1, 0])
+    pictures.draw_rows(["one", "two"], data.images, nearest, scores, path, framed=[1, 0])
     pixels = np.asarray(Image.open(path)).astype(int)
     green = np.argwhere((pixels == (0, 128, 0)).all(2))
     (top, left), (bottom, right) = green.min(0), green.max(0)

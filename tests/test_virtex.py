@@ -32,6 +32,8 @@ from PIL import Image
 from torch import nn
 
 import common
+import language
+import pictures
 import shapes
 import virtex
 from virtex import EOS, MASK, SOS, UNKNOWN
@@ -480,7 +482,7 @@ def test_clean():
 
 def test_swap_left_right():
     """Sec. 3: whole words alone (the official code writes "bleft" for bright)"""
-    swap = common.swap_left_right
+    swap = language.swap_left_right
     assert swap("Left of the cat, right of the dog") == "right of the cat, left of the dog"
     assert swap("a left-hand glove. right!") == "a right-hand glove. left!"
     for caption in ("bright, upright", "leftover pizza", "two lefts, no rights", "copyright"):
@@ -807,7 +809,7 @@ def test_captioned_photo_shows_each_word_s_own_map(tokenizer, tmp_path, monkeypa
     Image.fromarray(pixels).save(tmp_path / "photo.png")
     monkeypatch.setattr(virtex, "load_virtex", lambda *_: (model, tokenizer, 8))
     monkeypatch.setattr(virtex, "beam_search", lambda *_: (row[None], None))
-    monkeypatch.setattr(common, "draw_attention", lambda *passed: drawn.append(passed))
+    monkeypatch.setattr(pictures, "draw_attention", lambda *passed: drawn.append(passed))
     photo, output = str(tmp_path / "photo.png"), str(tmp_path)
     flags = ["--caption", photo, "--weights", "x.pth", "--output", output, "--workers", "0"]
     virtex.caption_photos(virtex.get_args(flags), CPU)

@@ -1,0 +1,262 @@
+"""Shards: tar files in WebDataset's layout. (The other sources: test_common.py, test_shapes.py)"""
+
+import io
+import itertools
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from conftest import CPU, TORCHRUN, finished, run_here, run_script
+from PIL import Image
+
+import common
+import sources
+
+
+def encoded(image, kind):
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+RED = encoded(Image.new("RGB", (16, 12), "red"), "JPEG")
+
+
+def write_tar(path, files):
+    """files: {name: bytes}"""
+    with tarfile.open(path, "w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+
+
+def grey(level):
+    return encoded(Image.new("L", (16, 12), level), "PNG")
+
+
+def row(*captions, **more):
+    return json.dumps({"captions": captions, **more}).encode()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three shards of two photos"""
+    for n in range(3):
+        files = {f"{n}a.png": grey(40 * n), f"{n}b.png": grey(40 * n + 20), f"{n}b.json": row()}
+        files[f"{n}a.json"] = row(f"photo {n}", "ä", tags=["dog", f"t{n}"])
+        write_tar(tmp_path / f"{n:02d}.tar", dict(sorted(files.items())))
+    return tmp_path
+
+
+def shard_data(folder, split="train", pattern="{00..02}.tar"):
+    return sources.shard_data(f"{folder}/{pattern}", split, folder / "cache")
+
+
+def test_what_shards_hold(folder):
+    """Photos with their captions and tags; one shard is held out."""
+    train, val = shard_data(folder), shard_data(folder, "val")
+    assert (len(train), len(val)) == (4, 2)
+    found, expected = {}, {}
+    for data in (train, val):
+        for i in range(len(data)):
+            level = int(np.asarray(data.images.open(i))[0, 0])
+            found[level] = data.captions_of(i), {data.tag_names[tag] for tag in data.tags_of(i)}
+    for n in range(3):
+        expected |= {40 * n: ([f"photo {n}", "ä"], {"dog", f"t{n}"}), 40 * n + 20: ([], set())}
+    assert found == expected
+
+
+def test_an_index_is_as_good_as_lists(folder):
+    """CaptionData on the disk and in memory behave alike."""
+    data = shard_data(folder)
+    lists = common.CaptionData(sources.ShardImages(), data.tag_names)
+    for i in range(len(data)):
+        lists.add(data.images[i], data.captions_of(i), data.tags_of(i))
+    assert data.digest() == lists.digest() and list(data.images) == list(lists.images)
+    assert data.captioned().tolist() == lists.captioned().tolist()
+    assert data.image_of_caption().tolist() == lists.image_of_caption().tolist()
+    kept = data.select([1, 2])
+    assert list(kept.images) == [data.images[1], data.images[2]]
+    assert kept.images.open(1).tobytes() == data.images.open(2).tobytes()
+
+
+def test_an_index_is_made_once(folder, monkeypatch):
+    """And again when it is damaged or a shard has changed"""
+    before, made = shard_data(folder).digest(), []
+    index = sources.index_shards
+    monkeypatch.setattr(sources, "index_shards", lambda *args: made.append(1) or index(*args))
+    assert shard_data(folder).digest() == before and not made
+    [path] = folder.glob("cache/*/caption_bytes")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert shard_data(folder).digest() == before and len(made) == 1
+    for path in folder.glob("*.tar"):
+        write_tar(path, {"x.jpg": RED, "x.json": row(f"new in {path.name}")})
+    new = shard_data(folder)
+    assert len(made) == 2 and len(new) == 2 and new.captions[0].startswith("new in ")
+
+
+def test_layouts_of_others(tmp_path):
+    """img2dataset: one caption in KEY.txt; dots in KEY's suffix; other files; folders"""
+    files = {
+        "0.jpg": RED, "0.txt": b" a dog ", "0.json": b'{"caption": "a dog", "width": 16}',
+        "b/1.seg.png": b"no photo of ours", "b/1.JPEG": RED, "b/1.cls": b"7", "2.txt": b"lost",
+    }  # fmt: skip
+    write_tar(tmp_path / "a.tar", files)
+    write_tar(tmp_path / "b.tar", files)
+    data = shard_data(tmp_path, pattern="*.tar")
+    assert [data.captions_of(i) for i in range(len(data))] == [["a dog"], []]
+    assert data.images.open(1).size == (16, 12) and data.tag_names is None
+
+
+def test_splits_in_the_name(tmp_path):
+    for name in ("train-0", "train-1", "test-0"):
+        write_tar(tmp_path / f"{name}.tar", {"0.jpg": RED, "0.json": row(name)})
+    pattern = "{split}-*.tar"
+    assert list(shard_data(tmp_path, "train", pattern).captions) == ["train-0", "train-1"]
+    assert list(shard_data(tmp_path, "test", pattern).captions) == ["test-0"]
+
+
+BAD = {
+    "no such file": ("{split}-*.tar", {}),
+    "1 of 4 shards are missing": ("{00..03}.tar", {}),
+    "the braces count upwards": ("{02..01}.tar", {}),
+    "is one shard, and validation needs": ("00.tar", {}),
+    "00.tar: it holds no photo": ("{00..02}.tar", {"0.json": row("a dog")}),
+    '00.tar: has "caption", but the key is': (
+        "{00..02}.tar",
+        {"0.jpg": RED, "0.json": b'{"caption": "a"}'},
+    ),
+    '00.tar: "captions" must be a list': (
+        "{00..02}.tar",
+        {"0.jpg": RED, "0.json": b'{"captions": "a"}'},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_shards(message, folder):
+    """One line that names the shard"""
+    pattern, files = BAD[message]
+    if files:
+        for path in folder.glob("*.tar"):
+            write_tar(path, files)
+        message = message.removeprefix("00.tar")
+    with pytest.raises(SystemExit, match="error: ") as stopped:
+        shard_data(folder, pattern=pattern)
+    assert message in str(stopped.value)
+
+
+@pytest.mark.parametrize("length", (0, 100, 700, 3600))
+def test_a_shard_that_is_cut_off(length, folder):
+    """Also when another process reads it"""
+    for path in folder.glob("*.tar"):
+        content = path.read_bytes()
+        path.write_bytes(content[:length])
+    with pytest.raises(SystemExit, match=r"error: .*0\d\.tar: .* Expected: uncompressed tar"):
+        shard_data(folder)
+
+
+def draw(number, size, rank=0, processes=1, batch=4, seed=0, start=0):
+    world = common.World(rank, processes, CPU)
+    order = sources.ShardImages.sampler(size, batch, world, seed, start, block=5, window=3)
+    return list(itertools.islice(order, number))
+
+
+@pytest.mark.parametrize("processes", (1, 2))
+@pytest.mark.parametrize("size", (1, 7, 100, 103))
+def test_sampler(size, processes):
+    """An epoch holds nearly all samples, each once; processes have blocks of their own."""
+    seen = {}
+    for rank in range(processes):
+        for epoch, index in draw(3 * size, max(size, processes), rank, processes):
+            seen.setdefault(epoch, []).append(index)
+    for epoch in range(2):
+        indices = [index for index in seen[epoch]]
+        assert len(set(indices)) == len(indices) and max(indices) < max(size, processes)
+        assert len(indices) > size - (processes + 1) * 5
+
+
+def test_sampler_goes_on_where_it_stopped():
+    """From any iteration, on every process; another seed draws otherwise"""
+    for rank in range(2):
+        whole = draw(300, 103, rank, 2)
+        for start in (1, 7, 31, 60):
+            assert draw(300 - 2 * start, 103, rank, 2, start=start) == whole[2 * start :]
+        assert draw(300, 103, rank, 2, seed=1) != whole
+
+
+def test_sampler_keeps_neighbours_together():
+    """A window mixes three blocks of five: 15 samples are drawn from three runs of neighbours."""
+    for n, (epoch, group) in enumerate(itertools.groupby(draw(200, 100), lambda key: key[0])):
+        indices = [index for _, index in group]
+        for first in range(0, len(indices) - 14, 15):
+            window = sorted(indices[first : first + 15])
+            assert sum(b - a > 1 for a, b in itertools.pairwise(window)) <= 2
+            assert indices[first : first + 15] != window
+
+
+FLAGS = ["--recipe", "small", "--image-size", 32, "--batch-size", 4, "--workers", 0, "--hidden", 64]
+FLAGS += ["--log-every", 1, "--checkpoint-every", 2, "--iters", 6, "--vocab-size", 60]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Scenes as shards, by tools/make_shards.py"""
+    folder = tmp_path_factory.mktemp("shards")
+    code = "import shapes, runpy, sys\nshapes.SPLITS = {'train': range(60), 'val': range(60, 72)}\n"
+    code += "sys.argv[0] = 'tools/make_shards.py'\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    flags = "--output", folder, "--per-shard", 25
+    ended = finished(run_script("-c", code, *flags))
+    assert f"60 photos in 3 files {folder}/train-*.tar" in ended.stdout
+    return folder
+
+
+def test_a_training_on_shards(made, tmp_path):
+    """Killed and started again it ends with the same bits."""
+    data = "--data", f"{made}/{{split}}-*.tar"
+    whole = ["virtex.py", *data, *FLAGS, "--output", tmp_path / "whole"]
+    output = run_here(whole)
+    assert "60 photos (12 for validation), 300 captions" in output
+    stopped = ["virtex.py", *data, *FLAGS, "--output", tmp_path / "stopped"]
+    with pytest.MonkeyPatch.context() as patch:
+        write = common.append_line
+
+        def killed(path, line):
+            write(path, line)
+            if '"iteration": 5' in line:
+                raise KeyboardInterrupt
+
+        patch.setattr(common, "append_line", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_here(stopped)
+    assert "going on from iteration 4" in run_here(stopped)
+    one, other = (torch.load(tmp_path / name / "backbone.pth") for name in ("whole", "stopped"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_two_processes_on_shards(made, tmp_path):
+    """One makes the index while the other waits; they end well."""
+    data = "--data", f"{made}/{{split}}-*.tar", "--cache", tmp_path / "cache"
+    finished(run_script(*TORCHRUN, "virtex.py", *data, *FLAGS, "--output", tmp_path / "run"))
+    assert len(list(tmp_path.glob("cache/shards-*/index.json"))) == 2  # train and val
+
+
+def test_photos_stay_as_they_are(real_data, tmp_path):
+    """JPEG files are copied; with --side they are made smaller; captions and tags are COCO's."""
+    root, flags = real_data / "coco-mini", ["--splits", "val2017", "--per-shard", 20]
+    command = ["tools/make_shards.py", "--data", "coco", "--root", root, *flags]
+    finished(run_script(*command, "--output", tmp_path))
+    finished(run_script(*command, "--output", tmp_path / "small", "--side", 64))
+    coco = common.caption_data("coco", str(root), "val2017")
+    data, small = (
+        shard_data(f, "val2017", "{split}-*.tar") for f in (tmp_path, tmp_path / "small")
+    )
+    for i in range(len(coco)):
+        assert data.captions_of(i) == small.captions_of(i) == coco.captions_of(i)
+        names = {data.tag_names[tag] for tag in data.tags_of(i)}
+        assert names == {coco.tag_names[tag] for tag in coco.tags_of(i)}
+        assert data.images.open(i).tobytes() == coco.images.open(i).tobytes()
+        assert min(small.images.open(i).size) == 64
