@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -639,7 +640,7 @@ common.run(main, lambda: None)
         ('raise RuntimeError("no memory")', r"Traceback.*\nRuntimeError: no memory\n"),
         (
             "next(iter(common.loader(common.Samples(unreadable, 3), 4, 2)))",
-            r"error: 3 images in a row cannot be decoded, the first is [012].jpg[^\n]*\n",
+            r"error: 3 images in a row cannot be decoded, as [012].jpg[^\n]*\n",
         ),
     ],
 )
@@ -1187,6 +1188,39 @@ def test_undecodable_photos_are_named_once(tmp_path, capsys):
     with fails("3 of 200 images cannot be decoded, at most 1% may be", skipped):
         run.report_unreadable(["33.jpg"])
     assert skipped.read_text().split() == ["5.jpg", "7.jpg", "33.jpg"]
+
+
+@pytest.mark.parametrize("busy", (False, True))
+def test_threads_where_others_are_busy(busy, monkeypatch, capsys):
+    """One thread is taken if an operation of all threads is slower, and that is said."""
+    threads = [4]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    slow = {1: 4, 2: 2, 3: 1.3, 4: 20 if busy else 1}
+    monkeypatch.setattr(torch, "conv2d", lambda *_: time.sleep(2e-4 * slow[threads[-1]]))
+    common.choose_threads()
+    assert threads[-1] == (3 if busy else 4)
+    assert ("other programs are busy: 3 of 4 threads" in capsys.readouterr().out) == busy
+
+
+def test_threads_are_left_to_the_user(monkeypatch):
+    monkeypatch.setattr(common, "choose_threads", lambda: pytest.fail("OMP_NUM_THREADS is set"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    common.start()
+
+
+def test_a_second_run_waits(tmp_path, capsys):
+    """For what another process makes in the cache; then it finds it."""
+    path = tmp_path / "labels-1"
+    code = f"import common, pathlib, time\nwith common.locked(pathlib.Path({str(path)!r})):\n"
+    code += "    print('locked', flush=True); time.sleep(1); open('made', 'w').close()"
+    command = [sys.executable, "-c", code]
+    options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment(PYTHONPATH=str(ROOT)), **options) as other:
+        assert other.stdout.readline() == "locked\n"
+        with common.locked(path):
+            assert (tmp_path / "made").exists()
+    assert f"waiting for another run, which is making {path}" in capsys.readouterr().out
 
 
 def test_cached(tmp_path, capsys):

@@ -114,7 +114,7 @@ def test_sigterm_writes_a_checkpoint_and_leaves(script, tiny, tmp_path):
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "goes on from there" in output and "Traceback" not in errors
+    assert "the same command goes on there" in output and "Traceback" not in errors
     assert checkpoint_in(tmp_path)["iteration"] == metrics(tmp_path)[-1]["iteration"] >= 1
 
 
@@ -125,7 +125,7 @@ def test_one_run_in_one_folder(tiny, tmp_path):
     while not (tmp_path / "metrics.jsonl").exists() or not metrics(tmp_path):
         assert process.poll() is None
         time.sleep(0.02)
-    assert "another run is training into" in ended_by(1, command)
+    assert "another run trains into" in ended_by(1, command)
     assert process.poll() is None
     process.kill()
     process.wait()
