@@ -1014,6 +1014,7 @@ def parsed(flags):
         ("", "demo", {"image_size": 48, "iters": 900, "lr": 0.01, "train_split": "train"}),
         ("--data a.jsonl", "small", {"image_size": 112, "epochs": 20.0, "val_split": "val"}),
         ("--data vg", "paper", {"image_size": 224, "steps": (), "val_split": "val"}),
+        ("--data s/{00..19}.tar", "paper", {"image_size": 224, "train_split": "train"}),
         ("--data coco", "paper", {"image_size": 224, "lr": 0.4, "train_split": "train2017"}),
         ("--data coco --val-split x", "paper", {"train_split": "train2017", "val_split": "x"}),
         ("--recipe small", "small", {"data": "shapes", "image_size": 112}),

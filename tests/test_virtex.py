@@ -924,7 +924,8 @@ def test_evaluate_says_what_it_needs(monkeypatch):
 
 
 def test_learns_on_shapes(tmp_path):
-    """Less than a third of the run without flags"""
-    finished(run_script("virtex.py", "--iters", 190, "--output", tmp_path))
+    """A third of the run without flags, at 48 px"""
+    flags = "--iters", 210, "--image-size", 48, "--probe-images", 1000
+    finished(run_script("virtex.py", *flags, "--output", tmp_path))
     probe = result(tmp_path)["probe"]
     assert probe["trained"] > probe["random"] + 3
