@@ -347,10 +347,11 @@ class CaptionData:
         """The same images with tags that are indices into `tag_names`, without other tags"""
         if self.tag_names == tag_names:
             return self
+        index = {name: tag for tag, name in enumerate(tag_names)}
         same = CaptionData(type(self.images)(), tag_names)
+        numbers = [index.get(name) for name in self.tag_names]
         for i in range(len(self)):
-            names = {self.tag_names[tag] for tag in self.tags_of(i)}
-            tags = [tag for tag, name in enumerate(tag_names) if name in names]
+            tags = sorted(numbers[t] for t in self.tags_of(i) if numbers[t] is not None)
             same.add(self.images[i], self.captions_of(i), tags)
         return same
 
@@ -546,9 +547,7 @@ def read_crops(images, index, crops, size):
             w = min(right - left for left, _, right, _ in boxes)
             h = min(bottom - top for _, top, _, bottom in boxes)
             image.draft("RGB", (math.ceil(size * width / w), math.ceil(size * height / h)))
-        if image.mode.startswith("I"):  # 16 bits per pixel: PIL would clip them to white
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        image = image.convert("RGB")
+        image = eight_bit(image)
         w, h = image.size
         scale = np.array((w / width, h / height, w / width, h / height))
         limit = w, h, w, h  # a box may stand out by a rounding error
@@ -556,6 +555,13 @@ def read_crops(images, index, crops, size):
         return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes]
     except Exception as error:  # PIL and its formats raise a dozen kinds
         raise Unreadable(images[index]) from error
+
+
+def eight_bit(image):
+    """A PIL image in RGB; 16 bits per pixel, which PIL would clip to white, become 8"""
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 NO_JITTER = np.array([1, 1, 1, 0], np.float32)
@@ -745,51 +751,10 @@ def read_checkpoint(path):
             return torch.load(path, map_location="cpu", weights_only=True)
 
 
-# What others put before the names of a backbone, and what may stand beside it under that prefix.
-# In turns: mmcontrastive.py, MoCo, SwAV and DINO, VirTex.
-PREFIXES = (
-    "queries.image.trunk.0.", "module.encoder_q.", "encoder_q.", "module.backbone.", "backbone.",
-    "module.", "visual.cnn.", "",
-)  # fmt: skip
-CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|projector)\b")
-
-
-def backbone_weights(content, path):
-    """The ResNet or VGG-16 in a checkpoint of ours, VirTex, MoCo, SwAV, VICReg, DINO, torchvision
-
-    content: what read_checkpoint(path) gave -> (arch, state dict). The architecture is recognised
-    by names and shapes. Under the backbone's prefix nothing may be missing and nothing be left but
-    a classifier or projection head; keys under other prefixes (text, queues) are ignored.
-    """
-    for key in ("model", "state_dict", "teacher"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    check(isinstance(content, dict), f"{path} holds no state dict")
-    first = "conv1.weight", "features.0.weight"  # of ResNet and VGG
-    prefixes = [p for p in PREFIXES if any(p + key in content for key in first)]
-    check(prefixes, f"{path} holds no ResNet or VGG; its first keys are {list(content)[:5]}")
-    state = {}
-    for key, value in content.items():
-        if isinstance(key, str) and key.startswith(prefixes[0]) and torch.is_tensor(value):
-            state[key.removeprefix(prefixes[0])] = value
-    for key in [key for key in state if key.endswith("running_mean")]:  # from before PyTorch 0.4.1
-        state.setdefault(key.replace("running_mean", "num_batches_tracked"), torch.tensor(0))
-
-    state = {key: value for key, value in state.items() if not CLASSIFIER.match(key)}
-    shapes, differences = {key: value.shape for key, value in state.items()}, {}
-    for arch in BACKBONES:
-        with torch.device("meta"):  # shapes without memory
-            wanted = {key: value.shape for key, value in build_backbone(arch).state_dict().items()}
-        differences[arch] = sorted({key for key, _ in shapes.items() ^ wanted.items()})
-    arch = min(BACKBONES, key=lambda arch: len(differences[arch]))
-    keys = differences[arch]
-    name = f"{BACKBONES[arch]} of torchvision, the closest match"
-    check(not keys, f"{path} is no {name}: it differs in {keys[:5]}")
-    return arch, state
-
-
 def load_backbone(path, arch=None):
     """The backbone in the file `path`, of the architecture `arch` (None: whichever it is)."""
+    from sources import backbone_weights  # only here: a script that is copied does without it
+
     content = read_checkpoint(path)
     with reading(path, CHECKPOINT):
         found, state = backbone_weights(content, path)
@@ -1066,14 +1031,17 @@ def lock(path):
     return file
 
 
-def cache_path(cache, name, made_of):
-    """The path in the folder `cache` for what is made of `made_of` (JSON), and of nothing else"""
-    return Path(cache, f"{name}-{zlib.crc32(json.dumps(made_of).encode()):08x}")
+CACHE_VERSION = 1  # to be raised when the code makes other things of the same data
+
+
+def cache_path(cache, name, key):
+    """The path in the folder `cache` for what the code makes of `key` (JSON)"""
+    return Path(cache, f"{name}-{zlib.crc32(json.dumps([CACHE_VERSION, key]).encode()):08x}")
 
 
 @contextlib.contextmanager
 def locked(path):
-    """The block of one process at a time: the next finds what the first has made."""
+    """Within the block no other process that asks for the same path is in its block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = lock(f"{path}.lock")
     if not file:
@@ -1085,14 +1053,19 @@ def locked(path):
         yield
 
 
-def cached(cache, name, made_of, build, use):
-    """use(arrays), a dict of arrays that build() gives and the folder `cache` keeps for all runs"""
-    path = cache_path(cache, name, made_of).with_suffix(".npz")
-    with locked(path):
-        arrays = read_arrays(path, made_of)
-        if arrays is None:
-            arrays = build()
-            keep_arrays(path, made_of, arrays)
+def cached(cache, name, key, build, use):
+    """Build a dict of arrays, or find it in the folder `cache`, which runs share -> use(arrays)
+
+    build() gives the arrays. key (JSON): all that they depend on.
+    """
+    path = cache_path(cache, name, key).with_suffix(".npz")
+    arrays = read_arrays(path, key)
+    if arrays is None:
+        with locked(path):
+            arrays = read_arrays(path, key)  # another run may have made it meanwhile
+            if arrays is None:
+                arrays = build()
+                keep_arrays(path, key, arrays)
     with reading(path, "what this version of the scripts has made: delete it"):
         return use(arrays)
 
@@ -1111,6 +1084,16 @@ def read_arrays(path, made_of):
 
 def keep_arrays(path, made_of, arrays):
     write_file(path, lambda file: np.savez(file, made_of=json.dumps(made_of), **arrays))
+
+
+def write_folder(path, write):
+    """write(folder) fills a temporary folder, which then becomes `path`: it is always whole."""
+    temporary = Path(f"{path}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    write(temporary)
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(temporary, path)
 
 
 class Run:
@@ -1145,6 +1128,9 @@ class Run:
                 self.check_same_run()
                 self.iteration = natural(self.checkpoint["iteration"])
                 self.best = self.checkpoint["best"] and dict(self.checkpoint["best"])
+                if "OMP_NUM_THREADS" not in os.environ:  # another number gives other bits
+                    threads = self.checkpoint.get("threads", torch.get_num_threads())
+                    torch.set_num_threads(count(threads))
             if (self.folder / "result.json").exists():
                 return True
             say(f"{self.folder} holds a checkpoint: going on from iteration {self.iteration}")
@@ -1289,6 +1275,7 @@ class Run:
         self.check_finite("model", all_finite(state["model"]))
         state |= {"script": self.script, "args": vars(self.args), "data": self.data}
         state |= {"iteration": self.iteration, "best": self.best, **more}
+        state["threads"] = torch.get_num_threads()
         write_file(self.path, lambda file: torch.save(state, file))
 
     def save_weights(self, name, module):

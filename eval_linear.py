@@ -238,13 +238,15 @@ def load_backbone(weights, arch, seed):
         return common.load_backbone(weights, arch)
     import torchvision
 
+    from sources import backbone_weights  # only here: a script that is copied does without it
+
     published = torchvision.models.get_model_weights(common.BACKBONES[arch])["IMAGENET1K_V1"]
     try:
         state = published.get_state_dict(progress=True, check_hash=True)
     except OSError as error:
         fail(f"--weights imagenet: the file cannot be downloaded ({error}); give one")
     backbone = common.build_backbone(arch)
-    backbone.load_state_dict(common.backbone_weights(state, "torchvision's download")[1])
+    backbone.load_state_dict(backbone_weights(state, "torchvision's download")[1])
     return backbone
 
 

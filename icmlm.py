@@ -268,8 +268,8 @@ def load_triplets(args, train, val, tokenizer):
     Triplets of train; Triplets of val
     """
     vocabulary = common.PackedStrings(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
-    made_of = {"data": (train.digest(), val.digest(), vocabulary.digest())}
-    made_of |= {flag: getattr(args, flag) for flag in ("pos", "num_concepts", "tagger")}
+    key = {"data": (train.digest(), val.digest(), vocabulary.digest())}
+    key |= {flag: getattr(args, flag) for flag in ("lm", "pos", "num_concepts", "tagger")}
     build = partial(build_triplets, args, train, val, tokenizer)
 
     def use(arrays):
@@ -281,7 +281,7 @@ def load_triplets(args, train, val, tokenizer):
             splits.append(Triplets(data.images, tags, *parts))
         return json.loads(str(arrays["counts"])), concepts, *splits
 
-    return common.cached(args.cache, "triplets", made_of, build, use)
+    return common.cached(args.cache, "triplets", key, build, use)
 
 
 def build_triplets(args, train, val, tokenizer):
@@ -742,7 +742,8 @@ def explain(args, device):
         images, captions = common.ImageFiles([args.explain]), [args.caption]
         images.check_files("check the path")
     else:
-        data = common.caption_data(trained.data, args.root or trained.root, trained.val_split)
+        source = trained.data, args.root or trained.root, trained.val_split
+        data = common.caption_data(*source, cache=args.cache)
         drawn = np.random.default_rng(args.seed).permutation(np.flatnonzero(data.captioned()))
         data = data.select(np.sort(drawn[: args.explain_split]))
         images, captions = data.images, [data.captions_of(i)[0] for i in range(len(data))]

@@ -257,16 +257,16 @@ def language_model(name, captions, folder, cache, device, iters, seed, amp, mask
     transformers = quiet_transformers()
     if name == "scratch":
         made_of = {"captions": captions.digest(), "iters": iters, "seed": seed}
-        kept, note = common.cache_path(cache, "language_model", made_of), folder / "made_of.json"
-        with common.locked(kept):
-            if not kept.exists():
-                say(f"first a small BERT is trained on the captions: {iters} its (--lm-iters)")
-                tokenizer, model = train_language_model(captions, iters, seed, device, amp)
-                keep_language_model(tokenizer, model, kept, made_of)
+        note, name = Path(folder, "made_of.json"), str(folder)
         if not note.exists() or note.read_text() != json.dumps(made_of):
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(kept, folder)  # with its own copy a run can be moved
-        name = str(folder)
+            kept = common.cache_path(cache, "language_model", made_of)
+            with common.locked(kept):
+                if not kept.exists():
+                    say(f"first a small BERT is trained on the captions: {iters} its (--lm-iters)")
+                    trained = train_language_model(captions, iters, seed, device, amp)
+                    common.write_folder(kept, partial(write_language_model, *trained, made_of))
+            copy = partial(shutil.copytree, kept, dirs_exist_ok=True)
+            common.write_folder(folder, copy)  # with its own copy a run can be moved
     with loading(name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         read = transformers.AutoModelForMaskedLM.from_pretrained
@@ -412,11 +412,7 @@ def token_sets(tokens, tokenizer):
     return sets
 
 
-def keep_language_model(tokenizer, model, folder, made_of):
-    """Write the folder of a model, whole or not at all."""
-    temporary = f"{folder}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    Path(temporary, "made_of.json").write_text(json.dumps(made_of))
-    os.replace(temporary, folder)
+def write_language_model(tokenizer, model, made_of, folder):
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    Path(folder, "made_of.json").write_text(json.dumps(made_of))

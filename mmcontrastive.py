@@ -74,7 +74,9 @@ RECIPES = {  #           demo        small       paper
     "queue":            (512,        512,        32_768),               # Sec. 4.1
     "momentum":         (0.995,      0.998,      0.999),                # Sec. 4.1
     "bn_splits":        (1,          4,          8),                    # MoCo: 8 GPUs
-    "lambda_tag":       (0.0,        1.0,        1.0),                  # Sec. 4.1
+    "tags":             ("nouns",    "annotated", "annotated"),         # Sec. 4.1; nouns: Sec. 4.4
+    "tag_threshold":    (3,          2,          2),                    # Sec. 4.1
+    "lambda_tag":       (1.0,        1.0,        1.0),                  # Sec. 4.1
     "lambda_ic":        (0.05,       0.2,        1e-4),                 # Sec. 4.1
     "lambda_ci":        (0.05,       0.2,        1e-4),                 # Sec. 4.1
     "batch_size":       (64,         32,         512),                  # Sec. 4.1
@@ -124,9 +126,9 @@ def get_args(argv=None):
     add("--lambda-ci", type=non_negative, help="Eq. 14, caption to photos; more for short queues")
     add("--temperature", type=positive, default=0.07, help="tau of Eqs. 3, 5, 8")
     add("--margin", type=non_negative, default=0.2, help="alpha of Eqs. 11, 14")
-    add("--tags", choices=("annotated", "nouns"), default="annotated",
+    add("--tags", choices=("annotated", "nouns"),
         help="of Eq. 5: those of --data, or the nouns of the captions [Sec. 4.4]")
-    add("--tag-threshold", type=non_negative, default=2, help="epsilon of Eq. 4; 0 for few tags")
+    add("--tag-threshold", type=non_negative, help="epsilon of Eq. 4; 0 for few tags")
 
     add = parser.add_argument_group("optimisation of both encoders [Sec. 4.1]").add_argument
     add("--optimizer", choices=common.OPTIMIZERS, help="adamw or radam at about 1e-3 in short runs")
@@ -169,7 +171,7 @@ def get_args(argv=None):
     if groups % processes or args.batch_size % groups or args.batch_size < 2 * groups:
         parser.error(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} "
                      f"groups of two or more over {processes} processes")  # fmt: skip
-    if args.tags == "nouns" and not args.lambda_tag:
+    if common.look(argv, "--tags").tags == "nouns" and not args.lambda_tag:
         parser.error("--tags nouns is for Eq. 5: give --lambda-tag, too")
     if bool(args.search) != bool(args.weights):
         parser.error("--weights FILE goes with --search TEXT...")
@@ -902,6 +904,8 @@ def load_query_encoders(path):
 
 def search(args, device):
     """`--search`: a row of ten photos for each text, the nearest first, in OUTPUT/search.png"""
+    from pictures import draw_rows  # only here: trainings do without it
+
     encoders, tokenizer, flags = load_query_encoders(args.weights)
     encoders.to(device, memory_format=torch.channels_last)
     if args.root:
@@ -909,7 +913,8 @@ def search(args, device):
         images = common.ImageFiles(str(path) for path in paths if path.suffix.lower() in formats)
         check(len(images), f"--root {args.root} holds no photo")
     else:
-        images = common.caption_data(flags["data"], flags["root"], flags["val_split"]).images
+        source = flags["data"], flags["root"], flags["val_split"]
+        images = common.caption_data(*source, cache=args.cache).images
     size, workers = flags["image_size"], args.workers
     vectors = encode_images(encoders["image"], images, size, workers, device, args.amp)
     readable = vectors.any(1).nonzero().flatten().tolist()
@@ -919,9 +924,7 @@ def search(args, device):
     scores, nearest = (texts @ vectors.T).topk(min(10, len(images)))
     path = Path(args.output, "search.png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    import pictures  # only here: trainings do without it
-
-    pictures.draw_rows(args.search, images, nearest.tolist(), scores.tolist(), path)
+    draw_rows(args.search, images, nearest.tolist(), scores.tolist(), path)
     if args.root:
         for text, row in zip(args.search, nearest.tolist()):
             say(f"{text}: " + ", ".join(images[n] for n in row[:3]) + ", ...")

@@ -1,6 +1,6 @@
-"""Where captioned photos come from, beside .jsonl files: built-in scenes, COCO, VG and tar files.
+"""Formats of others: COCO, Visual Genome, tar files of WebDataset's layout, and checkpoints.
 
-common.caption_data imports this file when --data asks for one of them.
+common.caption_data and common.load_backbone import this file when they need it.
 """
 
 import functools
@@ -10,11 +10,12 @@ import itertools
 import json
 import os
 import re
-import shutil
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 import common
@@ -127,8 +128,8 @@ def shard_data(pattern, split, cache):
 
     pattern: "photos/{000000..004000}.tar" or "photos/*.tar": one shard in twenty is held out as the
     split "val". "photos/{split}-*.tar" names the splits itself.
-    An index is made once, in the folder `cache`: captions, tags and where each photo stands. It is
-    mapped into memory, of which any number of photos needs the same.
+    An index of captions, tags and places of photos is made once, in the folder `cache`, and mapped
+    into memory: a process needs no more of its own for more photos.
     """
     paths = shard_paths(pattern.replace("{split}", split))
     if "{split}" not in pattern:
@@ -137,14 +138,15 @@ def shard_data(pattern, split, cache):
         order = np.random.default_rng(0).permutation(len(paths))
         val, train = np.split(order, [min(HELD_OUT, max(1, len(paths) // 20))])
         paths = [paths[n] for n in sorted(val if split == "val" else train)]
-    made_of = [[path, os.path.getsize(path), os.stat(path).st_mtime_ns] for path in paths]
-    folder = common.cache_path(cache, "shards", made_of)
-    with common.locked(folder):
-        data = read_index(folder)
-        if data is None:
-            index_shards(paths, folder)
-            data = read_index(folder)
-    return data
+    key = [[path, os.path.getsize(path), os.stat(path).st_mtime_ns] for path in paths]
+    folder = common.cache_path(cache, "shards", key)
+    if read_index(folder, key) is None and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        with common.locked(folder):
+            if read_index(folder, key) is None:  # another run may have made it meanwhile
+                common.write_folder(folder, functools.partial(index_shards, paths, key))
+    while read_index(folder, key) is None:  # the first process is making it; torchrun ends all
+        time.sleep(0.1)
+    return read_index(folder, key)
 
 
 def shard_paths(pattern):
@@ -166,9 +168,13 @@ def shard_paths(pattern):
 def index_shard(path):
     """-> CaptionData of one shard, with tag names of its own. Raises what is wrong with it."""
     data, index, size = CaptionData(ShardImages(), []), {}, os.path.getsize(path)
+    keys = set()
     with tarfile.open(path, "r:") as tar:
         files = filter(tarfile.TarInfo.isfile, tar)
         for key, group in itertools.groupby(files, lambda file: split_name(file.name)[0]):
+            if key in keys:
+                raise ValueError(f"the files of {key} are not side by side: use tar --sort=name")
+            keys.add(key)
             found = {split_name(file.name)[1]: file for file in group}
             photos = [found[suffix] for suffix in PHOTOS if suffix in found]
             if not photos:
@@ -183,7 +189,7 @@ def index_shard(path):
             start, length = photos[0].offset_data, photos[0].size
             if start + length > size:
                 raise ValueError("the file is cut off")
-            data.add(f"{photos[0].name} in {path} at {start} + {length}", captions, tags)
+            data.add(f"{path}: {photos[0].name} at {start} + {length}", captions, tags)
     if not len(data):
         raise ValueError("it holds no photo")
     data.tag_names = list(index)
@@ -205,14 +211,12 @@ NUMBERS = {
 }  # fmt: skip
 
 
-def index_shards(paths, folder):
-    """Write the folder of an index, one shard after another; index.json comes last"""
-    temporary, tags = Path(f"{folder}.tmp"), {}
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+def index_shards(paths, key, folder):
+    """Write the index of these shards into the folder, one after another; index.json comes last"""
+    tags = {}
     ends = {name: 0 for name in NUMBERS if name.endswith("_ends") or name.startswith("first_")}
     for name in NUMBERS:
-        (temporary / name).write_bytes(bytes(8) if name in ends else b"")  # each begins with 0
+        (folder / name).write_bytes(bytes(8) if name in ends else b"")  # each begins with 0
     parts = common.all_cores(index_shard, paths)
     for path in progress(paths, desc="index of the shards", unit=" shards"):
         with reading(path, SHARDS):
@@ -227,24 +231,25 @@ def index_shards(paths, folder):
         for name, array in arrays.items():
             array = np.asarray(array, NUMBERS[name])
             if name in ends:
-                array = array[1:] + ends[name]
-                ends[name] = array[-1]
-            with open(temporary / name, "ab") as file:
+                array = array + ends[name]
+                ends[name], array = array[-1], array[1:]
+            with open(folder / name, "ab") as file:
                 file.write(array.tobytes())
-    sizes = {name: (temporary / name).stat().st_size for name in NUMBERS}
-    common.write_json(temporary / "index.json", {"tag_names": list(tags), "sizes": sizes})
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(temporary, folder)
+    content = {"key": key, "sizes": file_sizes(folder), "tag_names": list(tags)}
+    common.write_json(folder / "index.json", content)
 
 
-def read_index(folder):
-    """-> CaptionData, mapped into memory; None if there is no whole index"""
+def file_sizes(folder):
+    return {name: (folder / name).stat().st_size for name in NUMBERS}
+
+
+def read_index(folder, key):
+    """-> CaptionData, mapped into memory; None if there is no whole index of these shards"""
     try:
         index = json.loads((folder / "index.json").read_bytes())
-        sizes = {name: (folder / name).stat().st_size for name in NUMBERS}
-    except (OSError, ValueError):
-        return None
-    if sizes != index["sizes"]:
+        if (index["key"], index["sizes"]) != (key, file_sizes(folder)):
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     mapped = {name: map_file(folder / name, kind) for name, kind in NUMBERS.items()}
     data = CaptionData(ShardImages(), index["tag_names"] or None)
@@ -262,10 +267,10 @@ def map_file(path, kind):
 
 
 class ShardImages(PackedStrings):
-    """Where photos stand, "KEY.jpg in SHARD at OFFSET + SIZE"; `open(i)` gives a PIL image."""
+    """Where photos stand, "a.tar: KEY.jpg at OFFSET + SIZE"; `open(i)` gives a PIL image."""
 
     def open(self, i):
-        place = re.fullmatch(r".* in (.*) at (\d+) \+ (\d+)", self[i], re.DOTALL)
+        place = re.fullmatch(r"(.*?\.tar): .* at (\d+) \+ (\d+)", self[i], re.DOTALL)
         shard, offset, size = place.groups()
         content = os.pread(opened(shard).fileno(), int(size), int(offset))
         return Image.open(io.BytesIO(content))
@@ -274,10 +279,10 @@ class ShardImages(PackedStrings):
     def sampler(size, batch_size, world, seed, start=0, block=512, window=64):
         """As common.infinite_sampler, but samples that are neighbours in a shard are drawn together
 
-        The samples are cut into blocks. In each epoch a process has blocks of its own, in random
-        order; those of a window are mixed. What does not fill a block on every process is left out
-        of the epoch: less than world.size + 1 blocks, other ones in each. All is a function of
-        seed, epoch, number of processes and `start`: a run goes on at the sample where it stopped.
+        The samples are cut into blocks, at other places in each epoch. A process has blocks of its
+        own, in random order, and draws from a window of them at a time. Samples that do not fill a
+        block on every process are left out of the epoch. All is a function of seed, epoch, number
+        of processes and `start`: a run goes on at the sample where it stopped.
         """
         block = max(1, min(block, size // (8 * world.size)))
         own = size // block // world.size  # blocks of a process
@@ -286,12 +291,12 @@ class ShardImages(PackedStrings):
         while True:
             epoch, place = divmod(position, own * block)
             rng = np.random.default_rng([seed, epoch])
-            first = rng.integers(size % block + 1)
+            first = rng.integers(size)
             blocks = rng.permutation(size // block)[world.rank * own :][:own]
             number, skipped = divmod(place, window * block)
             mixed = blocks[number * window :][:window, None] * block + np.arange(block)
             rng = np.random.default_rng([seed, epoch, world.rank, number])
-            for index in rng.permutation(first + mixed.ravel())[skipped:]:
+            for index in rng.permutation((first + mixed.ravel()) % size)[skipped:]:
                 yield epoch, int(index)
                 position += 1
 
@@ -299,3 +304,50 @@ class ShardImages(PackedStrings):
 @functools.lru_cache(128)
 def opened(path):
     return open(path, "rb")
+
+
+# ------------------------------------------------------------------------- checkpoints of others
+
+# What others put before the names of a backbone, and what may stand beside it under that prefix.
+# In turns: mmcontrastive.py, MoCo, SwAV and DINO, VirTex.
+PREFIXES = (
+    "queries.image.trunk.0.", "module.encoder_q.", "encoder_q.", "module.backbone.", "backbone.",
+    "module.", "visual.cnn.", "",
+)  # fmt: skip
+CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|projector)\b")
+
+
+def backbone_weights(content, path):
+    """The ResNet or VGG-16 in a checkpoint of ours, VirTex, MoCo, SwAV, VICReg, DINO, torchvision
+
+    content: what read_checkpoint(path) gave -> (arch, state dict). The architecture is recognised
+    by names and shapes. Under the backbone's prefix nothing may be missing and nothing be left but
+    a classifier or projection head; keys under other prefixes (text, queues) are ignored.
+    """
+    for key in ("model", "state_dict", "teacher"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    check(isinstance(content, dict), f"{path} holds no state dict")
+    first = "conv1.weight", "features.0.weight"  # of ResNet and VGG
+    prefixes = [p for p in PREFIXES if any(p + key in content for key in first)]
+    check(prefixes, f"{path} holds no ResNet or VGG; its first keys are {list(content)[:5]}")
+    state = {}
+    for key, value in content.items():
+        if isinstance(key, str) and key.startswith(prefixes[0]) and torch.is_tensor(value):
+            state[key.removeprefix(prefixes[0])] = value
+    for key in [key for key in state if key.endswith("running_mean")]:  # from before PyTorch 0.4.1
+        state.setdefault(key.replace("running_mean", "num_batches_tracked"), torch.tensor(0))
+
+    state = {key: value for key, value in state.items() if not CLASSIFIER.match(key)}
+    shapes, differences = {key: value.shape for key, value in state.items()}, {}
+    for arch in common.BACKBONES:
+        with torch.device("meta"):  # shapes without memory
+            wanted = {
+                key: value.shape for key, value in common.build_backbone(arch).state_dict().items()
+            }
+        differences[arch] = sorted({key for key, _ in shapes.items() ^ wanted.items()})
+    arch = min(common.BACKBONES, key=lambda arch: len(differences[arch]))
+    keys = differences[arch]
+    name = f"{common.BACKBONES[arch]} of torchvision, the closest match"
+    check(not keys, f"{path} is no {name}: it differs in {keys[:5]}")
+    return arch, state

@@ -223,8 +223,12 @@ class Labels(NamedTuple):
 
 
 ROTATIONS = ["0°", "90°", "180°", "270°"]
-# What labels are made with. Another value of one of these: they are made again.
-LABEL_FLAGS = "labels", "pos", "num_labels", "tagger", "lm", "lm_iters", "seed"
+LABEL_FLAGS = {  # what labels are made with; for another value of one of these they are made again
+    "postag": ("pos", "num_labels", "tagger"),
+    "cluster": ("num_labels", "lm", "lm_iters", "seed"),
+    "lda": ("num_labels", "seed"),
+    "instances": (),
+}
 
 
 def load_labels(args, train, val, folder, device):
@@ -252,11 +256,11 @@ def load_labels(args, train, val, folder, device):
         rows = [language.sparse_from(split, arrays, len(names)) for split in ("train", "val")]
         return Labels(names, *rows, json.loads(str(arrays["concepts"])))
 
-    made_of = {flag: getattr(args, flag) for flag in LABEL_FLAGS}
-    made_of["data"] = train.digest(), val.digest()
+    key = {flag: getattr(args, flag) for flag in LABEL_FLAGS[args.labels]}
+    key |= {"labels": args.labels, "data": (train.digest(), val.digest())}
     if args.labels == "cluster":
-        made_of["lm_files"] = language.folder_digest(args.lm)
-    return common.cached(args.cache, "labels", made_of, build, use)
+        key["lm_files"] = language.folder_digest(args.lm)
+    return common.cached(args.cache, "labels", key, build, use)
 
 
 def usable_captions(train, val, labels):

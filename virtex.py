@@ -627,6 +627,8 @@ def load_virtex(path, tokenizer_path=None):
 
     Sizes are read off the weights. An official checkpoint has no tokenizer: give coco_10k.model.
     """
+    from sources import backbone_weights  # only here: trainings do without it
+
     content = common.read_checkpoint(path)
     with common.reading(path, common.CHECKPOINT):
         state = content.get("model", {}) if isinstance(content, dict) else {}
@@ -647,7 +649,7 @@ def load_virtex(path, tokenizer_path=None):
 
         bidirectional = any(name.startswith("backward_textual.") for name in state)
         model = VirTex(
-            common.backbone_weights(content, path)[0],
+            backbone_weights(content, path)[0],
             vocab_size,
             hidden,
             layers=sum(re.match(r"textual\..*\.linear1\.bias", name) is not None for name in state),

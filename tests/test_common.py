@@ -30,6 +30,7 @@ from torch import nn
 import common
 import pictures
 import shapes
+import sources
 
 
 @contextlib.contextmanager
@@ -811,7 +812,7 @@ def test_backbones_have_torchvision_s_names(arch, name):
     assert not wrong.unexpected_keys
     last = [m for m in theirs.modules() if isinstance(m, (nn.Conv2d, nn.BatchNorm2d))][-1]
     assert ours.channels == last.weight.size(0)
-    assert common.backbone_weights(theirs.state_dict(), "file")[0] == arch
+    assert sources.backbone_weights(theirs.state_dict(), "file")[0] == arch
 
 
 @pytest.mark.parametrize("arch, size", (("resnet18", 224), ("vgg16", 64)))
@@ -848,7 +849,7 @@ def test_foreign_checkpoints(wrapped, prefix, beside):
     content = {prefix + key: value for key, value in state.items()}
     content |= {name: torch.zeros(2) for name in beside.split()}
     content = {wrapped: content, "epoch": 1, "student": {}} if wrapped else content
-    arch, found = common.backbone_weights(content, "some.pth")
+    arch, found = sources.backbone_weights(content, "some.pth")
     assert arch == "resnet18" and found.keys() == state.keys()
     assert all(found[key] is state[key] for key in state)
 
@@ -866,7 +867,7 @@ def test_keys_that_do_not_fit(key, value):
     state = {**on_meta(common.build_backbone, "resnet50").state_dict(), key: value}
     state = {k: v for k, v in state.items() if v is not None}
     with fails("some.pth is no resnet50", f"['{key}']"):
-        common.backbone_weights(state, "some.pth")
+        sources.backbone_weights(state, "some.pth")
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,22 @@ def test_sigterm_writes_a_checkpoint_and_leaves(script, tiny, tmp_path):
     assert checkpoint_in(tmp_path)["iteration"] == metrics(tmp_path)[-1]["iteration"] >= 1
 
 
+def test_a_run_keeps_its_number_of_threads(tiny, tmp_path, monkeypatch):
+    """Another number would give other bits: a run that goes on takes that of its checkpoint."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(common, "choose_threads", lambda: None)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        run_here(tiny("tp", tmp_path, "--iters", 1))
+        (tmp_path / "result.json").unlink()
+        torch.set_num_threads(1)
+        run_here(tiny("tp", tmp_path, "--iters", 1))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_one_run_in_one_folder(tiny, tmp_path):
     """A second process on the same output is refused while the first one trains."""
     command = tiny("virtex", tmp_path, "--iters", 100_000)

@@ -28,7 +28,7 @@ LATER = {
     "shapes": set(),
     "common": {"sources"},
     "eval_linear": {"sources"},
-    **dict.fromkeys(SCRIPTS, {"pictures", "shapes"}),
+    **dict.fromkeys(SCRIPTS, {"pictures", "shapes", "sources"}),
     "downstream": {"shapes", "language"},
 }
 

@@ -274,8 +274,10 @@ def test_scratch_is_trained_once(tmp_path, monkeypatch):
         state = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
         return len(trained), tokenizer.get_vocab(), state
 
-    first, again, kept = weights("one"), weights("two"), weights("one")
-    assert (first[0], again[0], kept[0]) == (1, 2, 2) and first[1:] == again[1:] == kept[1:]
+    first, shared = weights("one"), weights("one", run="another")
+    again, kept = weights("two", run="third"), weights("three")  # kept: the run's own copy
+    assert [found[0] for found in (first, shared, again, kept)] == [1, 1, 2, 2]
+    assert first[1:] == shared[1:] == again[1:] == kept[1:]
     made_of, states = {}, {first[2]}
     for change in ({"seed": 1}, {"iters": 3}, {"captions": RHYMES[1:]}):
         made_of |= change

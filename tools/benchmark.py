@@ -338,8 +338,8 @@ def whole_loop(method, args):
         command += [f"--{flag}", value] if value is not None else []
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        metrics = Path(folder, "metrics.jsonl")
-        process = subprocess.Popen([str(word) for word in (*command, "--output", folder)])
+        metrics = Path(folder, "run", "metrics.jsonl")
+        process = subprocess.Popen([str(word) for word in (*command, "--output", metrics.parent)])
         try:
             while len(rows) < 3:  # the first two hold the start
                 time.sleep(0.5)

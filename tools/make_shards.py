@@ -1,6 +1,6 @@
 """Any data set of the scripts as shards: tar files in WebDataset's layout, for --data.
 
-    python tools/make_shards.py --data coco --output shards --side 256
+    python tools/make_shards.py --data photos.jsonl --output shards --side 256
     python virtex.py --data 'shards/{split}-*.tar'
 
 A photo is KEY.jpg, and beside it KEY.json holds its captions and tags. JPEG files are taken as they
@@ -18,7 +18,7 @@ from PIL import ImageOps
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
-from common import progress, say
+from common import check, progress, say
 
 
 def get_args(argv=None):
@@ -39,6 +39,8 @@ def get_args(argv=None):
 def main(args):
     os.makedirs(args.output, exist_ok=True)
     for split in args.splits:
+        kept = sorted(Path(args.output).glob(f"{split}-*.tar"))
+        check(not kept, f"{args.output} holds shards of {split}: delete them, or another --output")
         data = common.caption_data(args.data, args.root, split)
         firsts = range(0, len(data), args.per_shard)
         bar = progress(total=len(data), desc=split, unit=" photos")
@@ -73,9 +75,11 @@ def jpeg(images, i, side):
     image = images.open(i)
     small = not side or min(image.size) <= side
     if image.format == "JPEG" and small:
+        image.fp.seek(0)
+        content = image.fp.read()
         image.load()  # is it whole?
-        return Path(images[i]).read_bytes()
-    image = ImageOps.exif_transpose(image).convert("RGB")
+        return content
+    image = common.eight_bit(ImageOps.exif_transpose(image))
     if not small:
         scale = side / min(image.size)
         image = image.resize([round(scale * length) for length in image.size], reducing_gap=3.0)
