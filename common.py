@@ -118,7 +118,8 @@ def run(main, get_args):
     finally:  # workers ignore SIGTERM: after an error Python would wait for them for ever
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in multiprocessing.active_children():
-            worker.kill()
+            if "Pool" not in worker.name:  # a pool ends its own, and would wait for a killed one
+                worker.kill()
 
 
 # ---------------------------------------------------------------------- processes and precision

@@ -7,7 +7,8 @@ Two views of a photo should be more similar than views of different photos (Eq. 
 and so should two wordings of a caption (Eq. 8), a photo and its caption (Eqs. 11, 14), and photos
 with common tags (Eq. 5). A query is compared with the key of its own photo and with a queue of
 earlier keys, which momentum encoders have made. Similarity within a modality and between the two
-is measured in different spaces, each with MLPs of its own [Sec. 3.2].
+is measured in different spaces, each with MLPs of its own [Sec. 3.2]. Tags are those of the data,
+or the nouns of the captions (--tags nouns [Sec. 4.4]): the demo has these, so no label is read.
 
     laptop        python mmcontrastive.py
     own photos    python mmcontrastive.py --data photos.jsonl

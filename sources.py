@@ -20,7 +20,7 @@ from PIL import Image
 
 import common
 import shapes
-from common import CaptionData, ImageFiles, PackedStrings, check, progress, reading
+from common import CaptionData, ImageFiles, PackedStrings, check, progress, reading, say
 
 
 def caption_data(name, root, split, cache):
@@ -138,6 +138,8 @@ def shard_data(pattern, split, cache):
         order = np.random.default_rng(0).permutation(len(paths))
         val, train = np.split(order, [min(HELD_OUT, max(1, len(paths) // 20))])
         paths = [paths[n] for n in sorted(val if split == "val" else train)]
+        if split == "val":
+            say(f"held out for validation: {', '.join(paths)}")
     key = [[path, os.path.getsize(path), os.stat(path).st_mtime_ns] for path in paths]
     folder = common.cache_path(cache, "shards", key)
     if read_index(folder, key) is None and int(os.environ.get("LOCAL_RANK", 0)) == 0:
@@ -180,11 +182,16 @@ def index_shard(path):
             if not photos:
                 continue
             row = {}
-            if "json" in found:
-                row = json.loads(tar.extractfile(found["json"]).read())
-            if "txt" in found:
-                row["captions"] = [tar.extractfile(found["txt"]).read().decode()]
-            captions, tags = common.captions_and_tags(row)
+            try:
+                if "json" in found:
+                    row = json.loads(tar.extractfile(found["json"]).read())
+                if "txt" in found:
+                    row["captions"] = [tar.extractfile(found["txt"]).read().decode()]
+                elif "captions" not in row:  # img2dataset's: one, or null
+                    row["captions"] = [row["caption"]] if row.get("caption") else []
+                captions, tags = common.captions_and_tags(row)
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ValueError(f"{key}: {error}") from error
             tags = sorted({index.setdefault(tag, len(index)) for tag in tags})
             start, length = photos[0].offset_data, photos[0].size
             if start + length > size:

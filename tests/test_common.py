@@ -1211,6 +1211,26 @@ def test_threads_are_left_to_the_user(monkeypatch):
     common.start()
 
 
+def test_an_error_beside_a_pool_of_processes(tmp_path):
+    """The program ends: it does not wait for ever for processes of the pool that were killed."""
+    code = """
+import common, time
+
+def main(args):
+    parts = common.all_cores(abs, range(8))
+    print(next(parts), next(parts))
+    time.sleep(0.3)
+    raise IndexError("something")
+
+common.run(main, lambda: None)
+"""
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
+    options["env"] = environment(PYTHONPATH=str(ROOT))
+    ended = subprocess.run([sys.executable, "-c", code], **options)
+    assert ended.returncode == 1 and ended.stdout == "0 1\n"
+    assert "IndexError: something" in ended.stderr
+
+
 def test_a_second_run_waits(tmp_path, capsys):
     """For what another process makes in the cache; then it finds it."""
     path = tmp_path / "labels-1"

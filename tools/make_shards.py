@@ -49,7 +49,7 @@ def main(args):
             rows = range(first, min(first + args.per_shard, len(data)))
             common.write_file(path, lambda file: write_shard(file, data, rows, args.side, bar))
         bar.close()
-        say(f"{len(data)} photos in {len(firsts)} files {args.output}/{split}-*.tar")
+        say(f"{len(firsts)} files {args.output}/{split}-*.tar of up to {args.per_shard} photos")
 
 
 def write_shard(file, data, rows, side, bar):
