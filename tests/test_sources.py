@@ -116,7 +116,8 @@ def test_layouts_of_others(tmp_path):
     files = {
         "0.jpg": RED, "0.txt": b" a dog ", "0.json": b'{"caption": "a dog", "width": 16}',
         "b/1.seg.png": b"no photo of ours", "b/1.JPEG": RED, "b/1.cls": b"7", "2.txt": b"lost",
-        "3.jpg": RED, "3.json": b'{"caption": "a cat"}', "4.jpg": RED, "4.json": b'{"caption": null}',
+        "3.jpg": RED, "3.json": b'{"caption": "a cat"}',
+        "4.jpg": RED, "4.json": b'{"caption": null}',
     }  # fmt: skip
     write_tar(tmp_path / "a.tar", files)
     write_tar(tmp_path / "b.tar", files)
