@@ -1019,7 +1019,8 @@ def append_line(path, line):
 
 def lock(path):
     """-> an open file, which holds the lock until it is closed; None if another process has it"""
-    file = open(path, "w")
+    # Opened for reading, too: a pipe in its place does not block.
+    file = open(path, "r+b", 0, opener=lambda path, _: os.open(path, os.O_RDWR | os.O_CREAT))
     try:
         import fcntl
 
@@ -1073,7 +1074,7 @@ def cached(cache, name, key, build, use):
 
 def read_arrays(path, made_of):
     """What keep_arrays wrote, or None: no file, made of something else, or damaged."""
-    if path.exists():
+    if path.is_file():
         try:
             with np.load(path) as file:
                 if file["made_of"] == json.dumps(made_of):

@@ -265,8 +265,9 @@ def language_model(name, captions, folder, cache, device, iters, seed, amp, mask
                     say(f"first a small BERT is trained on the captions: {iters} its (--lm-iters)")
                     trained = train_language_model(captions, iters, seed, device, amp)
                     common.write_folder(kept, partial(write_language_model, *trained, made_of))
-            copy = partial(shutil.copytree, kept, dirs_exist_ok=True)
-            common.write_folder(folder, copy)  # with its own copy a run can be moved
+            with common.reading(kept / "made_of.json", "what --lm scratch made: delete its folder"):
+                copy = partial(shutil.copytree, kept, dirs_exist_ok=True)
+                common.write_folder(folder, copy)  # with its own copy a run can be moved
     with loading(name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         read = transformers.AutoModelForMaskedLM.from_pretrained

@@ -253,7 +253,7 @@ def going_on(flags):
 def damaged_file(rng, name, flags, use):
     """Bytes of a file are flipped, zeroed, cut off or repeated, or it is gone or a folder."""
     files = [path for path in Path(".").rglob("*") if path.is_file()]
-    run = [path for path in files if path.parts[0] in ("run", "tp.whole")]
+    run = [path for path in files if path.parts[0] in ("run", "tp.whole", "cache")]
     path = rng.choice(run if rng.random() < 0.7 else files)
     content, how = bytearray(path.read_bytes()), rng.choice(DAMAGES)
     path.unlink()
