@@ -140,7 +140,8 @@ def shard_data(pattern, split, cache):
         paths = [paths[n] for n in sorted(val if split == "val" else train)]
         if split == "val":
             say(f"held out for validation: {', '.join(paths)}")
-    key = [[path, os.path.getsize(path), os.stat(path).st_mtime_ns] for path in paths]
+    stats = [os.stat(path) for path in paths]
+    key = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats)]
     folder = common.cache_path(cache, "shards", key)
     if read_index(folder, key) is None and int(os.environ.get("LOCAL_RANK", 0)) == 0:
         with common.locked(folder):
@@ -155,7 +156,7 @@ def shard_paths(pattern):
     """ "a/{08..11}.tar" or "a/*.tar" -> sorted paths; those that braces name must all be there"""
     braces = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", pattern)
     if not braces:
-        paths = sorted(glob.glob(pattern))
+        paths = sorted(filter(os.path.isfile, glob.glob(pattern)))
         check(paths, f"--data {pattern}: no such file")
         return paths
     before, first, last, after = braces.groups()
