@@ -1,4 +1,4 @@
-"""Formats of others: COCO, Visual Genome, tar files of WebDataset's layout, and checkpoints.
+"""The built-in scenes, and formats of others: COCO, Visual Genome, WebDataset's, checkpoints.
 
 common.caption_data and common.load_backbone import this file when they need it.
 """
