@@ -910,6 +910,23 @@ def classification_loss(logits, labels, several):
     return (losses * counted).sum(1).mean()
 
 
+def labelled_batches(train, args, world, seed, strength, start, iters):
+    """Yield (iteration, batch on the device) from `start` on, and name photos that cannot be read
+
+    strength: of colour jitter.
+    """
+    share, number, unreadable = args.batch_size // world.size, len(train.images), set()
+    sample = functools.partial(labelled_photo, train, args.image_size, strength)
+    samples = common.Samples(sample, number, seed)
+    sampler = common.infinite_sampler(number, args.batch_size, world, seed, start)
+    how = share, args.workers, collate_labelled, world.device, sampler
+    for iteration, batch in zip(range(start, iters), common.loader(samples, *how)):
+        unreadable.update(batch.pop("unreadable"))
+        yield iteration, common.to_device(batch, world.device)
+    for name in sorted(unreadable):
+        say(f"cannot decode {name}: the next image took its place")
+
+
 def score_augmented(backbone, train, test, args, world, seed):
     """Protocols sgd-virtex and layers -> {"top-1": percent}; "mAP" with several labels per image
 
@@ -930,21 +947,22 @@ def score_augmented(backbone, train, test, args, world, seed):
             return convolution_features(backbone, images, device, args.amp, jitter)
         return [pooled(backbone, images, device, args.amp)]
 
+    # The layers, and where an earlier run stopped.
     torch.manual_seed(seed)
     model = LinearLayers(widths, len(train.names)).to(device)
     groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in zip(model, rates)]
     optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=decay)
     flags = args.protocol, args.epochs, args.batch_size, args.lr, args.image_size, args.amp, seed
     made_of = zlib.crc32(repr((flags, checksum(backbone, train))).encode()) if world.is_main else 0
-    path, iteration = Path(args.output, f"linear_{of_first(made_of, world)}.pth"), 0
+    path, start = Path(args.output, f"linear_{of_first(made_of, world)}.pth"), 0
     state = earlier_state(path)
     if "scores" in state:  # of --runs that a stop has interrupted
         return state["scores"]
     if state:
-        iteration = state["iteration"]
+        start = state["iteration"]
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        say(f"{path}: going on from iteration {iteration}")
+        say(f"{path}: going on from iteration {start}")
     parallel = common.data_parallel(model, world)
 
     @torch.no_grad()
@@ -957,23 +975,16 @@ def score_augmented(backbone, train, test, args, world, seed):
         if world.is_main:
             return score_layers(names, logits, test.labels[readable], train.names, several)
 
-    number, share = len(train.images), args.batch_size // world.size
-    sample = functools.partial(labelled_photo, train, args.image_size, strength)
-    samples = common.Samples(sample, number, seed)
-    sampler = common.infinite_sampler(number, args.batch_size, world, seed, iteration)
-    batches = common.loader(samples, share, args.workers, collate_labelled, device, sampler)
-    iters, unreadable = math.ceil(args.epochs * number / args.batch_size), set()
-    epoch = math.ceil(number / args.batch_size)
+    number = len(train.images)
+    iters, epoch = (math.ceil(n * number / args.batch_size) for n in (args.epochs, 1))
     scored = math.ceil(max(number, 5 * len(test.images)) / args.batch_size)  # a sixth of the work
-    bar = progress(total=iters, initial=iteration, desc=args.protocol, unit=" its")
-    for iteration, batch in zip(range(iteration, iters), batches):
+    bar = progress(total=iters, initial=start, desc=args.protocol, unit=" its")
+    for iteration, batch in labelled_batches(train, args, world, seed, strength, start, iters):
         if layers:
             for group, lr in zip(optimizer.param_groups, rates):
                 group["lr"] = lr / math.sqrt(1 + lr * decay * iteration)
         else:
             common.set_lr(optimizer, common.lr_factor(iteration, iters))
-        unreadable.update(batch.pop("unreadable"))
-        batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
         outputs = parallel(describe(batch["images"], batch["jitter"]))
         losses = [classification_loss(logits, batch["labels"], several) for logits in outputs]
         optimizer.zero_grad()
@@ -981,10 +992,7 @@ def score_augmented(backbone, train, test, args, world, seed):
         optimizer.step()
         bar.update()
         if iteration % 20 == 0:
-            for name, loss in zip(names, losses):
-                if not loss.isfinite():
-                    diverged = f"the linear layer {name}has diverged at iteration {iteration}"
-                    fail(f"{diverged}: try a lower --lr", everywhere=False)
+            check_losses(names, losses, iteration)
             bar.set_postfix(loss=f"{sum(losses).item() / len(losses):.3f}")
         done = iteration + 1
         if done % scored == 0 and done < iters:
@@ -996,12 +1004,17 @@ def score_augmented(backbone, train, test, args, world, seed):
             state["iteration"] = done
             common.write_file(path, lambda file: torch.save(state, file))
     bar.close()
-    for name in sorted(unreadable):
-        say(f"cannot decode {name}: the next image took its place")
     found = scores()
     if world.is_main:
         common.write_file(path, lambda file: torch.save({"scores": found}, file))
     return found
+
+
+def check_losses(names, losses, iteration):
+    for name, loss in zip(names, losses):
+        if not loss.isfinite():
+            diverged = f"the linear layer {name}has diverged at iteration {iteration}"
+            fail(f"{diverged}: try a lower --lr", everywhere=False)
 
 
 def of_first(number, world):
