@@ -1093,9 +1093,12 @@ def write_folder(path, write):
     temporary = Path(f"{path}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    write(temporary)
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(temporary, path)
+    try:
+        write(temporary)
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(temporary, path)
+    finally:  # nothing is left of one that failed
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 class Run:

@@ -161,6 +161,7 @@ def test_bad_shards(message, folder):
     with pytest.raises(SystemExit, match="error: ") as stopped:
         shard_data(folder, pattern=pattern)
     assert message in str(stopped.value)
+    assert not list(folder.glob("cache/*.tmp"))
 
 
 @pytest.mark.parametrize("length", (0, 100, 700, 3600))
