@@ -787,6 +787,15 @@ def build_optimizer(name, parameters, lr, weight_decay):
     return optimizer
 
 
+def check_state(optimizer):
+    """Raise ValueError if a tensor that it has loaded does not fit its parameter."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            fits = torch.is_tensor(value) and value.layout == torch.strided
+            if name != "step" and not (fits and value.shape == parameter.shape):
+                raise ValueError(f"the optimizer's {name} is of another shape or kind")
+
+
 def lr_factor(iteration, total, warmup=0.0, steps=()):
     """Factor of the learning rate at an iteration, counted from 0.
 
@@ -1191,6 +1200,8 @@ class Run:
                 for name, part in parts.items():
                     if self.checkpoint[name]:  # a scaler that was not in use has no state
                         part.load_state_dict(self.checkpoint[name])
+                    if isinstance(part, torch.optim.Optimizer):
+                        check_state(part)
             self.checkpoint = None  # gigabytes, at the papers' sizes
 
     def steps(self, samples, collate, total, probe, backbone, **more):
