@@ -787,13 +787,12 @@ def build_optimizer(name, parameters, lr, weight_decay):
     return optimizer
 
 
-def check_state(optimizer):
-    """Raise ValueError if a tensor that it has loaded does not fit its parameter."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            fits = torch.is_tensor(value) and value.layout == torch.strided
-            if name != "step" and not (fits and value.shape == parameter.shape):
-                raise ValueError(f"the optimizer's {name} is of another shape or kind")
+def check_state(states):
+    """Raise ValueError if an optimizer's state, as loaded, does not fit its parameters."""
+    for parameter, state in states.items():
+        tensors = [value for name, value in state.items() if name != "step" and value is not None]
+        if any(v.layout != torch.strided or v.shape != parameter.shape for v in tensors):
+            raise ValueError("the optimizer's state is of another shape or kind")
 
 
 def lr_factor(iteration, total, warmup=0.0, steps=()):
@@ -1200,8 +1199,7 @@ class Run:
                 for name, part in parts.items():
                     if self.checkpoint[name]:  # a scaler that was not in use has no state
                         part.load_state_dict(self.checkpoint[name])
-                    if isinstance(part, torch.optim.Optimizer):
-                        check_state(part)
+                check_state(getattr(parts.get("optimizer"), "state", {}))
             self.checkpoint = None  # gigabytes, at the papers' sizes
 
     def steps(self, samples, collate, total, probe, backbone, **more):

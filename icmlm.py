@@ -719,6 +719,7 @@ def load_icmlm(path, lm_name, amp, device):
     check(ours, f"{path} is no checkpoint.pth of icmlm.py (a backbone alone cannot predict words)")
     with common.reading(path, f"{common.CHECKPOINT}, and the --lm that it was trained with"):
         trained, concepts = SimpleNamespace(**content["args"]), content["concepts"]
+        trained.image_size = common.image_side(trained.image_size)
         name = lm_name or trained.lm
         if name == "scratch":
             name = str(Path(path).parent / "language_model")

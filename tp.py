@@ -582,7 +582,8 @@ def predict_photos(paths, weights, device):
         names, trained = content["names"], content["args"]
         model = TagPredictor(trained["arch"], len(names), trained["labels"])
         model.load_state_dict(content["model"])
-        squares = common.CropView(photos, trained["image_size"], part=1.0)
+        side = common.image_side(trained["image_size"])
+        squares = common.CropView(photos, side, part=1.0)
     model.to(device).eval()
     for path, (pixels, readable) in zip(paths, squares):
         if not readable:
