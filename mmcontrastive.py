@@ -916,7 +916,9 @@ def search(args, device):
     else:
         source = flags["data"], flags["root"], flags["val_split"]
         images = common.caption_data(*source, cache=args.cache).images
-    size, workers = flags["image_size"], args.workers
+    with common.reading(args.weights, common.CHECKPOINT):
+        size = common.image_side(flags["image_size"])
+    workers = args.workers
     vectors = encode_images(encoders["image"], images, size, workers, device, args.amp)
     readable = vectors.any(1).nonzero().flatten().tolist()
     check(readable, f"none of the {len(images)} photos can be decoded")

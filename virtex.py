@@ -658,7 +658,7 @@ def load_virtex(path, tokenizer_path=None):
         )
         state = {name: v for name, v in state.items() if not name.startswith("visual.cnn.fc.")}
         model.load_state_dict(state)
-        return model.eval(), tokenizer, args.get("image_size", 224)
+        return model.eval(), tokenizer, common.image_side(args.get("image_size", 224))
 
 
 @torch.no_grad()
