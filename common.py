@@ -177,7 +177,7 @@ def choose_threads():
     """Fewer threads where other programs are busy: each operation waits for the slowest thread."""
     images, weight, seconds = torch.zeros(8, 64, 32, 32), torch.zeros(64, 64, 3, 3), {}
     number = torch.get_num_threads()
-    for threads in (1, max(1, number // 2), max(1, number - 1), number):
+    for threads in sorted({1, max(1, number // 2), max(1, number - 1), number}):
         torch.set_num_threads(threads)
         begin = time.perf_counter()
         for _ in range(40):

@@ -976,7 +976,8 @@ def score_augmented(backbone, train, test, args, world, seed):
             return score_layers(names, logits, test.labels[readable], train.names, several)
 
     number = len(train.images)
-    iters, epoch = (math.ceil(n * number / args.batch_size) for n in (args.epochs, 1))
+    iters = math.ceil(args.epochs * number / args.batch_size)
+    epoch = math.ceil(number / args.batch_size)
     scored = math.ceil(max(number, 5 * len(test.images)) / args.batch_size)  # a sixth of the work
     bar = progress(total=iters, initial=start, desc=args.protocol, unit=" its")
     for iteration, batch in labelled_batches(train, args, world, seed, strength, start, iters):

@@ -82,7 +82,7 @@ def for_parts(function, captions, desc, size=10_000):
     with progress(total=len(captions), desc=desc, unit=" captions", leave=False) as bar:
         for result in common.all_cores(function, parts):
             yield result
-            bar.update(size)
+            bar.update(min(size, bar.total - bar.n))
 
 
 def swap_left_right(caption):

@@ -890,6 +890,7 @@ def load_query_encoders(path):
     check(ours, f"{path} is no checkpoint.pth of mmcontrastive.py (a backbone alone cannot read)")
     with common.reading(path, common.CHECKPOINT):
         flags = content["args"]
+        flags["image_size"] = common.image_side(flags["image_size"])
         problem = "was trained without --lambda-ic: photos and captions share no space in it"
         check(flags["lambda_ic"], f"{path} {problem}")
         tokenizer, config = read_caption_model(Path(path).parent / "caption_model")
@@ -916,9 +917,7 @@ def search(args, device):
     else:
         source = flags["data"], flags["root"], flags["val_split"]
         images = common.caption_data(*source, cache=args.cache).images
-    with common.reading(args.weights, common.CHECKPOINT):
-        size = common.image_side(flags["image_size"])
-    workers = args.workers
+    size, workers = flags["image_size"], args.workers
     vectors = encode_images(encoders["image"], images, size, workers, device, args.amp)
     readable = vectors.any(1).nonzero().flatten().tolist()
     check(readable, f"none of the {len(images)} photos can be decoded")

@@ -143,13 +143,16 @@ def shard_data(pattern, split, cache):
     stats = [os.stat(path) for path in paths]
     key = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats)]
     folder = common.cache_path(cache, "shards", key)
-    if read_index(folder, key) is None and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    data = read_index(folder, key)
+    if data is None and int(os.environ.get("LOCAL_RANK", 0)) == 0:
         with common.locked(folder):
-            if read_index(folder, key) is None:  # another run may have made it meanwhile
+            data = read_index(folder, key)  # another run may have made it meanwhile
+            if data is None:
                 common.write_folder(folder, functools.partial(index_shards, paths, key))
-    while read_index(folder, key) is None:  # the first process is making it; torchrun ends all
+    while data is None:  # the first process is making it; if it fails, torchrun ends the others
         time.sleep(0.1)
-    return read_index(folder, key)
+        data = read_index(folder, key)
+    return data
 
 
 def shard_paths(pattern):

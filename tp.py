@@ -236,10 +236,10 @@ def load_labels(args, train, val, folder, device):
     if args.labels == "rotation":
         return Labels(ROTATIONS, None, None)
     number, seed = args.num_labels, args.seed
-    lm = {"lm_iters": args.lm_iters, "device": device, "amp": args.amp, "cache": args.cache}
+    lm = {"lm": args.lm, "lm_iters": args.lm_iters, "device": device, "amp": args.amp}
     make = {
         "postag": lambda: postag_labels(train, val, number, args.pos, args.tagger),
-        "cluster": lambda: cluster_labels(train, val, number, seed, folder, args.lm, **lm),
+        "cluster": lambda: cluster_labels(train, val, number, seed, folder, args.cache, **lm),
         "lda": lambda: lda_labels(train, val, number, seed),
         "instances": lambda: instance_labels(train, val),
     }
@@ -283,7 +283,7 @@ def postag_labels(train, val, number, pos, tagger):
     return Labels(names, *rows, concepts)
 
 
-def cluster_labels(train, val, number, seed, folder, lm, cache, lm_iters, device, amp):
+def cluster_labels(train, val, number, seed, folder, cache, lm, lm_iters, device, amp):
     """TP-Cluster: the clusters of an image's captions [Sec. 3.1, Eq. 1]"""
     train, val = usable_captions(train, val, "cluster")
     captions, size = train.captions, len(train.captions)
