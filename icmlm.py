@@ -193,16 +193,14 @@ def main(args):
         factor = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, factor)
         images = common.augment(batch["images"], batch["jitter"])
-        visible, position = batch["visible"], batch["position"]
-        words = lm.read(batch["tokens"], visible)
+        words = lm.read(batch["tokens"], batch["visible"])
         with common.autocast(device, args.amp):
-            logits, tag_logits = parallel(images, words, visible, position)
+            logits, tag_logits = parallel(images, words, batch["visible"], batch["position"])
         # Eqs. 6, 7: softmax over the vocabulary, mean over the triplets of the batch [App. F.1].
         losses = {"mlm": F.cross_entropy(logits.float(), batch["target"])}
-        loss = losses["mlm"]
         if args.lambda_tp:
             losses["tp"] = language.tag_loss(tag_logits, batch["tags"])  # Eq. 2
-            loss = losses["mlm"] + args.lambda_tp * losses["tp"]  # Eq. 8
+        loss = losses["mlm"] + args.lambda_tp * losses.get("tp", 0.0)  # Eq. 8
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)

@@ -197,25 +197,13 @@ def main(args):
     val = common.caption_data(args.data, args.root, args.val_split, cache=cache)
     weights = {name: getattr(args, f"lambda_{name}") for name in LOSSES}
     uses_captions = weights["cc"] > 0 or weights["ic"] > 0
-    translations = []
-    if uses_captions and args.caption_views == "backtranslation":
-        translations = read_backtranslations(args.backtranslations, train.captions)
+    translations = read_backtranslations(args, train.captions) if uses_captions else []
     run = common.Run(args, "mmcontrastive", world, train, val, *translations)
     probe = eval_linear and eval_linear.Probe(args, train, val)
-    if weights["tag"] and args.tags == "nouns":
-        with common.main_first(world):
-            train = tagged_by_nouns(train, args.cache)
-    weights["tag"] = tag_weight(weights, train, args.tags_required)
-    train = photos_with_losses(train, weights)
-    tags_seen, tag_sizes = False, None
-    if weights["tag"]:
-        tags_seen = args.tags == "annotated"
-        tag_sizes = len(train.tag_names), int(np.diff(train.first_tag).max())
-    sizes = queue_sizes(args.queue, train, uses_captions, args.batch_size)
-    tokenizer = config = None
-    if uses_captions:
-        with common.main_first(world):
-            tokenizer, config = load_caption_model(args, train, run)
+    with common.main_first(world):
+        train, weights["tag"] = photos_with_losses(train, weights, args)
+        queue_sizes = fit_queues(args.queue, train, uses_captions, args.batch_size)
+        tokenizer, config = load_caption_model(args, train, run) if uses_captions else (None, None)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
     epochs = iters * args.batch_size / len(train)
     say(f"{len(train)} photos ({len(val)} for validation), {len(train.captions)} captions, "
@@ -223,13 +211,12 @@ def main(args):
 
     # Encoders, momentum encoders, queues, optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
-    model = build_model(args, config, weights, tag_sizes, sizes)
+    model = build_model(args, config, weights, train, queue_sizes)
     if uses_captions and args.lm != "scratch" and not run.checkpoint:
         load_pretrained(model, args.lm)
     model.to(device, memory_format=torch.channels_last)
-    groups = [{"params": model.queries["image"].parameters(), "lr": args.lr}]
-    if uses_captions:
-        groups.append({"params": model.queries["caption"].parameters(), "lr": args.text_lr})
+    lr = {"image": args.lr, "caption": args.text_lr}
+    groups = [{"params": model.queries[m].parameters(), "lr": lr[m]} for m in model.queries]
     optimizer = common.build_optimizer(args.optimizer, groups, args.lr, args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     run.resume(model=model, optimizer=optimizer, scaler=scaler)
@@ -266,24 +253,33 @@ def main(args):
     # The backbone is the result; the probe says what it is worth.
     if world.is_main:
         run.save_weights("backbone.pth", model.backbone)
-        result = {}
-        if weights["ic"] and len(val.captions):
-            result["retrieval"] = validate(model.queries, val, tokenizer, args, device)
+        result = validate(model.queries, val, tokenizer, args, device) if weights["ic"] else {}
+        tags_seen = weights["tag"] > 0 and args.tags == "annotated"
         run.finish(probe, model.backbone, tags_seen, **result)
 
 
 # ------------------------------------------------------------- photos, and the losses they allow
 
 
-def tag_weight(weights, train, required):
-    """The weight of Eq. 5: 0 if no photo has tags, unless they are `required`: that is an error"""
-    if not weights["tag"] or len(train.tags):
-        return weights["tag"]
-    source = 'annotations/instances_{split}.json for coco, "tags" in a .jsonl'
-    others = weights["ii"] or weights["ic"]
-    check(others and not required, f"--lambda-tag wants tags and no photo has any: {source}")
-    say("no photo has tags: the loss of Eq. 5 is left out")
-    return 0.0
+def photos_with_losses(train, weights, args):
+    """The photos that a loss can use, with the tags of --tags, and the weight of Eq. 5
+
+    It is 0 if no photo has tags. Without a caption Eqs. 3 and 5 can use a photo [Sec. 3.2, end].
+    """
+    weight = weights["tag"]
+    if weight and args.tags == "nouns":
+        train = tagged_by_nouns(train, args.cache)
+    if weight and not len(train.tags):
+        source = 'annotations/instances_{split}.json for coco, "tags" in a .jsonl'
+        possible = (weights["ii"] or weights["ic"]) and not args.tags_required
+        check(possible, f"--lambda-tag wants tags and no photo has any: {source}")
+        say("no photo has tags: the loss of Eq. 5 is left out")
+        weight = 0.0
+    captioned = train.captioned()
+    if weights["ii"] or weight or captioned.all():
+        return train, weight
+    say(f"{(~captioned).sum()} photos without a caption are left out: no loss is left for them")
+    return train.select(np.flatnonzero(captioned)), weight
 
 
 def tagged_by_nouns(data, cache, number=1000):
@@ -308,16 +304,7 @@ def tagged_by_nouns(data, cache, number=1000):
     return common.cached(cache, "nouns", [data.digest(), number], build, use)
 
 
-def photos_with_losses(train, weights):
-    """The photos that a loss can use: without a caption Eqs. 3 and 5 can [Sec. 3.2, end]"""
-    captioned = train.captioned()
-    if weights["ii"] or weights["tag"] or captioned.all():
-        return train
-    say(f"{(~captioned).sum()} photos without a caption are left out: no loss is left for them")
-    return train.select(np.flatnonzero(captioned))
-
-
-def queue_sizes(wanted, train, uses_captions, batch_size):
+def fit_queues(wanted, train, uses_captions, batch_size):
     """K of the queues of each modality: a multiple of the batch, at most as many as there are keys
 
     -> {"image": K, "caption": K, if captions are used}
@@ -467,12 +454,15 @@ KEYS = {
 }
 
 
-def build_model(args, config, weights, tag_sizes, sizes):
+def build_model(args, config, weights, train, queue_sizes):
     """config: of the captions' BERT, or None.  weights: {loss: lambda}; of 0: it is left out"""
+    tag_sizes = None
+    if weights["tag"]:
+        tag_sizes = len(train.tag_names), int(np.diff(train.first_tag).max())
     dims = {"intra": args.intra_dim, "inter": args.inter_dim}
     needed = [name for name in LOSSES if weights[name]]
     encoders = build_encoders(args.arch, config, needed, dims, args.mlp_hidden, args.unified_mlp)
-    return MultimodalContrastive(encoders, tag_sizes, sizes)
+    return MultimodalContrastive(encoders, tag_sizes, queue_sizes)
 
 
 def by_loss(table, outputs):
@@ -591,19 +581,19 @@ class MultimodalContrastive(nn.Module):
     """Encoders of photos and captions, their momentum copies, and the queues of keys (Fig. 2).
 
     encoders: of build_encoders.  tag_sizes: how many tags there are, and how many a photo has at
-    most; None without Eq. 5.  sizes: {modality: K}
+    most; None without Eq. 5.  queue_sizes: {modality: K}
     """
 
-    def __init__(self, encoders, tag_sizes, sizes):
+    def __init__(self, encoders, tag_sizes, queue_sizes):
         super().__init__()
         self.queries = nn.ModuleDict(encoders)
         self.keys = copy.deepcopy(self.queries).requires_grad_(False)
         self.queues = nn.ModuleDict()
         mlps = {modality: encoder.mlps for modality, encoder in encoders.items()}
         for loss, mlp in by_loss(KEYS, mlps).items():
-            self.queues[loss] = Queue(sizes[KEYS[loss][0]], mlp[-1].out_features)
+            self.queues[loss] = Queue(queue_sizes[KEYS[loss][0]], mlp[-1].out_features)
         if tag_sizes:
-            self.queues["tag"] = TagQueue(sizes["image"], *tag_sizes)
+            self.queues["tag"] = TagQueue(queue_sizes["image"], *tag_sizes)
 
     @property
     def backbone(self):
@@ -817,11 +807,14 @@ def encode_captions(encoder, tokenizer, captions, device, amp, batch_size=256):
 
 
 def validate(encoders, val, tokenizer, args, device):
-    """Retrieval among validation photos [Tab. 7]
+    """Retrieval among validation photos [Tab. 7]; {} if they have no captions
 
-    -> {"images": N, "captions": M, "trained": scores, "random": scores of random similarities}
+    -> {"retrieval": {"images": N, "captions": M, "trained": scores, "random": scores of random
+    similarities}}
     """
     captioned = np.flatnonzero(val.captioned())
+    if not len(captioned):
+        return {}
     drawn = np.random.default_rng(args.seed).permutation(captioned)[: args.retrieval_images]
     val = val.select(np.sort(drawn))
     image_of_caption = torch.from_numpy(val.image_of_caption())
@@ -835,7 +828,7 @@ def validate(encoders, val, tokenizer, args, device):
     for name, similarity in (("trained", images @ captions.T), ("random", chance)):
         result[name] = retrieval_scores(similarity, image_of_caption)
         say(f"retrieval among {len(images)} photos, {name}: {format_scores(result[name])}")
-    return result
+    return {"retrieval": result}
 
 
 def retrieval_scores(similarity, image_of_caption):
@@ -1000,8 +993,14 @@ def read_translations(path):
     return rows
 
 
-def read_backtranslations(path, captions):
-    """The back-translations of all captions in their order, by French and by German"""
+def read_backtranslations(args, captions):
+    """The back-translations of all captions in their order, by French and by German
+
+    [] if --caption-views is another.
+    """
+    if args.caption_views != "backtranslation":
+        return []
+    path = args.backtranslations
     rows = read_translations(path)
     missing = sum(caption not in rows for caption in captions)
     if missing:

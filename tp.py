@@ -153,9 +153,7 @@ def main(args):
     if labels.concepts and world.is_main:
         common.write_json(run.folder / "concepts.json", labels.concepts)
     rows = labelled_rows(labels.train, len(train), args.train_split)
-    val_rows = labelled_rows(labels.val, len(val), args.val_split)
-    drawn = np.random.default_rng(args.seed).permutation(len(val_rows))[: args.val_images]
-    val_rows = val_rows[np.sort(drawn)]
+    val_rows = labelled_rows(labels.val, len(val), args.val_split, args.val_images, args.seed)
     names, size = labels.names, len(rows)
     same = not run.checkpoint or run.checkpoint.get("names") == names
     check(same, f"{run.folder} holds a run on other labels, has --lm changed? --fresh starts over")
@@ -202,8 +200,7 @@ def main(args):
         run.save_weights("backbone.pth", backbone)
         result = {"validation": validation()}
         if args.labels != "rotation":
-            fit, held = labels.train[rows], labels.val[val_rows]
-            result["label_frequencies"] = frequency_scores(fit, held, args.labels)
+            result["label_frequencies"] = frequency_scores(labels, rows, val_rows, args.labels)
         run.finish(probe, backbone, args.labels == "instances", **result)
 
 
@@ -433,16 +430,17 @@ def instance_labels(train, val):
     return Labels(train.tag_names, *rows)
 
 
-def labelled_rows(labels, number, split):
-    """Which of the `number` images of a split have a label; the others are counted in the log."""
-    if labels is None:  # rotations
-        return np.arange(number)
-    rows = np.flatnonzero(labels.sum(1) > 0)
+def labelled_rows(labels, number, split, at_most=None, seed=0):
+    """Which of the `number` images of a split have a label; the others are counted in the log.
+
+    at_most: so many of them, drawn by the seed.
+    """
+    rows = np.arange(number) if labels is None else np.flatnonzero(labels.sum(1) > 0)
     check(len(rows), f"no image of the split {split} has a label")
     missing = number - len(rows)
     if missing:
         say(f"{missing} of {number} images of the split {split} have no label and are left out")
-    return rows
+    return np.sort(np.random.default_rng(seed).permutation(rows)[:at_most])
 
 
 # --------------------------------------------------------------------------- samples and batches
@@ -532,13 +530,13 @@ def validate(model, samples, labels, args, device):
     return scores
 
 
-def frequency_scores(train, val, kind):
+def frequency_scores(labels, rows, val_rows, kind):
     """tag_scores of always predicting the label frequencies of the training photos
 
-    train, val: labels, sparse (N, K)
+    rows, val_rows: the images of both splits that have a label
     """
-    always = np.tile(train.mean(0), (val.shape[0], 1))
-    scores = tag_scores(always, val.toarray(), kind)
+    always = np.tile(labels.train[rows].mean(0), (len(val_rows), 1))
+    scores = tag_scores(always, labels.val[val_rows].toarray(), kind)
     say(f"by label frequencies alone: {common.in_words(scores)}")
     return scores
 

@@ -585,14 +585,16 @@ def some_data(*rows):
 
 MIXED = (["a dog"], [0]), ([], [1]), (["a cat"], [])
 ALL = dict.fromkeys(mmcontrastive.LOSSES, 1.0)
+ANNOTATED = SimpleNamespace(tags="annotated", tags_required=False)
+REQUIRED = SimpleNamespace(tags="annotated", tags_required=True)
 
 
 def test_photos_without_captions(capsys):
     """Sec. 3.2, end: they stay while a loss within photos is left for them."""
     data = some_data(*MIXED)
     for off in ({}, {"ii": 0.0}, {"tag": 0.0}):
-        assert mmcontrastive.photos_with_losses(data, ALL | off) is data
-    kept = mmcontrastive.photos_with_losses(data, ALL | {"ii": 0.0, "tag": 0.0})
+        assert mmcontrastive.photos_with_losses(data, ALL | off, ANNOTATED)[0] is data
+    kept, _ = mmcontrastive.photos_with_losses(data, ALL | {"ii": 0.0, "tag": 0.0}, ANNOTATED)
     assert list(kept.images) == ["0.jpg", "2.jpg"] and list(kept.captions) == ["a dog", "a cat"]
     assert "1 photos without a caption are left out" in capsys.readouterr().out
 
@@ -611,29 +613,29 @@ def test_nouns_as_tags(tmp_path, monkeypatch):
 def test_tag_loss_without_tags(capsys):
     """Eq. 5 is left out, with a line; not when the user asks for it or nothing else is left."""
     tagged, untagged = some_data(*MIXED), some_data((["a"], []), ([], []))
-    assert mmcontrastive.tag_weight(ALL | {"tag": 0.3}, tagged, True) == 0.3
-    assert mmcontrastive.tag_weight(ALL | {"tag": 0.0}, untagged, True) == 0
+    assert mmcontrastive.photos_with_losses(tagged, ALL | {"tag": 0.3}, REQUIRED)[1] == 0.3
+    assert mmcontrastive.photos_with_losses(untagged, ALL | {"tag": 0.0}, REQUIRED)[1] == 0
     assert capsys.readouterr().out == ""
     for off in ({}, {"ii": 0.0}, {"ic": 0.0, "ci": 0.0}):
-        assert mmcontrastive.tag_weight(ALL | off, untagged, False) == 0
+        assert mmcontrastive.photos_with_losses(untagged, ALL | off, ANNOTATED)[1] == 0
         assert "no photo has tags: the loss of Eq. 5 is left out" in capsys.readouterr().out
     nothing_else = ALL | {"ii": 0.0, "ic": 0.0, "ci": 0.0}
-    for weights, required in ((ALL, True), (nothing_else, False)):
+    for weights, flags in ((ALL, REQUIRED), (nothing_else, ANNOTATED)):
         with pytest.raises(SystemExit, match="--lambda-tag wants tags and no photo has any"):
-            mmcontrastive.tag_weight(weights, untagged, required)
+            mmcontrastive.photos_with_losses(untagged, weights, flags)
 
 
-def test_queue_sizes(capsys):
+def test_queues_that_fit(capsys):
     """A multiple of the batch, and no more keys than there are photos, or captioned photos"""
     data = some_data(*MIXED)  # three photos, two of them with captions
-    assert mmcontrastive.queue_sizes(2, data, True, 2) == {"image": 2, "caption": 2}
+    assert mmcontrastive.fit_queues(2, data, True, 2) == {"image": 2, "caption": 2}
     assert capsys.readouterr().out == ""
-    assert mmcontrastive.queue_sizes(50, data, False, 1) == {"image": 3}
-    assert mmcontrastive.queue_sizes(50, data, True, 1) == {"image": 3, "caption": 2}
+    assert mmcontrastive.fit_queues(50, data, False, 1) == {"image": 3}
+    assert mmcontrastive.fit_queues(50, data, True, 1) == {"image": 3, "caption": 2}
     assert "queues of 2 caption keys instead of 50" in capsys.readouterr().out
-    assert mmcontrastive.queue_sizes(3, data, False, 2) == {"image": 2}
+    assert mmcontrastive.fit_queues(3, data, False, 2) == {"image": 2}
     with pytest.raises(SystemExit, match="2 photos with a caption are fewer than a batch of 3"):
-        mmcontrastive.queue_sizes(3, data, True, 3)
+        mmcontrastive.fit_queues(3, data, True, 3)
 
 
 # --------------------------------------------------------------------------------------- training
@@ -1041,11 +1043,12 @@ def test_back_translations_of_a_killed_run(last, tmp_path):
     number = 4 if last.endswith("}") else 3
     wanted = {f"caption {n}": row_of(n) for n in range(number)}
     assert mmcontrastive.read_translations(path) == wanted
-    french, german = mmcontrastive.read_backtranslations(path, ["caption 2", "caption 0"])
+    args = SimpleNamespace(caption_views="backtranslation", backtranslations=path)
+    french, german = mmcontrastive.read_backtranslations(args, ["caption 2", "caption 0"])
     assert list(french) == ["français 2", "français 0"]
     assert list(german) == ["deutsch 2", "deutsch 0"]
     with pytest.raises(SystemExit, match="1 of 2 captions have no back-translation in"):
-        mmcontrastive.read_backtranslations(path, ["caption 1", "caption 4"])
+        mmcontrastive.read_backtranslations(args, ["caption 1", "caption 4"])
     assert mmcontrastive.read_translations(tmp_path / "none.jsonl") == {}
 
 
