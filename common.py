@@ -1041,7 +1041,7 @@ def lock(path):
     return file
 
 
-CACHE_VERSION = 1  # to be raised when the code makes other things of the same data
+CACHE_VERSION = 2  # to be raised when the code makes other things of the same data
 
 
 def cache_path(cache, name, key):

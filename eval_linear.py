@@ -192,9 +192,7 @@ def main(args):
         held = kept_features(Path(args.output, "features_test.npy"), backbone, test, *how)
         torch.manual_seed(seed)  # the same, whether features were extracted or found
         if world.is_main:
-            sgd = args.epochs, args.batch_size, args.lr
-            scores = score_features(args.protocol, fit, held, train.names, *sgd, world.device, seed)
-            runs.append(scores)
+            runs.append(score_features(args, fit, held, train.names, world.device, seed))
     common.end_processes(world)
     if world.is_main:
         report(runs, train.names, args)
@@ -521,20 +519,19 @@ def warn_of_memory(protocol, number, dim, classes, device):
         say(f"{what}, and there are {there / 1e9:.0f}: give fewer --train-images if it fails")
 
 
-def score_features(protocol, fit, held, names, epochs, batch_size, lr, device, seed):
+def score_features(args, fit, held, names, device, seed):
     """fit, held: features (N, D) and labels as in LabelData, of training and of test images
 
     -> {"top-1": percent}, or {class: average precision in percent, "mAP": their mean}
     """
-    if protocol == "sgd-mct":
-        return sgd_mct(*fit, *held, epochs, batch_size, lr, device, seed)
-    if protocol == "logreg-icmlm":
-        return logreg_icmlm(*fit, *held, epochs, batch_size, device, seed)
-    costs = COSTS
-    if protocol == "svm-icmlm":
+    if args.protocol == "sgd-mct":
+        return sgd_mct(*fit, *held, args.epochs, args.batch_size, args.lr, device, seed)
+    if args.protocol == "logreg-icmlm":
+        return logreg_icmlm(*fit, *held, args.epochs, args.batch_size, device, seed)
+    costs, interpolated = COSTS, args.protocol == "svm-icmlm"  # as the code of Goyal et al.
+    if interpolated:
         # Log-uniform [ICMLM App. F.2]. All 40 are tried [ours], where the paper lets Optuna search.
         costs = sorted(10 ** np.random.default_rng(seed).uniform(-5, 5, 40))
-    interpolated = protocol == "svm-icmlm"  # the code of Goyal et al.; VirTex has scikit-learn's
     scores = svm_probe(*fit, *held, names, costs, device, interpolated)
     if not scores:
         fail("no class has both positive and negative training images and a positive test image")
@@ -936,9 +933,10 @@ def score_augmented(backbone, train, test, args, world, seed):
     scored then, too, if they are few beside those for training.
     """
     device, several, layers = world.device, args.data != "folder", args.protocol == "layers"
-    names, widths, rates, strength, decay = [""], [backbone.channels], [args.lr], 0.0, 0.0
+    names, widths, rates = [""], [backbone.channels], [args.lr]
+    strength, decay = (1.0, LAYERS_DECAY) if layers else (0.0, 0.0)
     if layers:
-        names, strength, decay = [f"{name} " for name in CONVOLUTIONS], 1.0, LAYERS_DECAY
+        names = [f"{name} " for name in CONVOLUTIONS]
         widths = 3 * [backbone.channels * (args.image_size // 16 // 3) ** 2]
         rates = [args.lr, args.lr, 2 * args.lr]
 
@@ -953,7 +951,10 @@ def score_augmented(backbone, train, test, args, world, seed):
     groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in zip(model, rates)]
     optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=decay)
     flags = args.protocol, args.epochs, args.batch_size, args.lr, args.image_size, args.amp, seed
-    made_of = zlib.crc32(repr((flags, checksum(backbone, train))).encode()) if world.is_main else 0
+    made_of = 0
+    if world.is_main:
+        images = [checksum(backbone, data) for data in (train, test)]
+        made_of = zlib.crc32(repr((flags, images)).encode())
     path, start = Path(args.output, f"linear_{of_first(made_of, world)}.pth"), 0
     state = earlier_state(path)
     if "scores" in state:  # of --runs that a stop has interrupted

@@ -128,13 +128,14 @@ def get_args(argv=None):
     given = common.look(argv, "--arch", "--head", "--init", "--lm")
     other = VGG16 if given.arch == "vgg16" else {}
     recipe = common.choose_recipe(RECIPES, argv, paper=other)
+    recipe["heads"] = other.get("heads", recipe["heads"])  # in every recipe
     if given.head != "att-fc" or not given.init:  # attention needs features that mean something
         recipe["warmup_attention"] = 0.0
     args = common.parse(parser, argv, recipe, scaled=("lr",))
     if args.optimizer == "sgd" and args.steps:
         parser.error("--steps goes with --optimizer radam or adamw: sgd follows a cosine")
-    one = args.explain, args.caption, args.word
-    if any(one) and not all(one) or bool(args.weights) != bool(args.explain or args.explain_split):
+    one, uses = (args.explain, args.caption, args.word), args.explain or args.explain_split
+    if any(one) != all(one) or bool(args.weights) != bool(uses):
         together = '--explain IMAGE, --caption "...", --word WORD and --weights FILE go together'
         parser.error(f"{together}, or --explain-split N and --weights FILE")
     if args.weights:
@@ -155,16 +156,13 @@ def main(args):
     check(len(train.captions), f"no image of the split {args.train_split} has a caption")
     run = common.Run(args, "icmlm", world, train, val)
     probe = eval_linear and eval_linear.Probe(args, train, val)
-    initial = None
-    if args.init and not run.checkpoint:  # now: a wrong file is refused before a BERT is trained
-        initial = common.load_backbone(args.init, args.arch)
+    # Now: a wrong file is refused before a BERT is trained.
+    initial = args.init and not run.checkpoint and common.load_backbone(args.init, args.arch)
     with common.main_first(world):
         scratch = train.captions, run.folder / "language_model", args.cache
         settings = device, args.lm_iters, args.seed, args.amp
         tokenizer, pretrained = language.language_model(args.lm, *scratch, *settings)
-        counts, concepts, train, val = load_triplets(args, train, val, tokenizer)
-    if world.is_main:
-        common.write_json(run.folder / "concepts.json", counts)
+        concepts, train, val = load_triplets(args, train, val, tokenizer, run)
     lm, size = FrozenLanguageModel(pretrained, args.amp), len(train)
     iters = args.iters or math.ceil(args.epochs * size / args.batch_size)
     say(f"{len(train.images)} photos ({len(val.images)} for validation), {size} triplets of "
@@ -173,8 +171,7 @@ def main(args):
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = build_model(args, lm, len(concepts))
-    if initial:
-        model.backbone = initial
+    model.backbone = initial or model.backbone
     model.to(device, memory_format=torch.channels_last)
     weights = model.parameters()
     optimizer = common.build_optimizer(args.optimizer, weights, args.lr, args.weight_decay)
@@ -259,11 +256,10 @@ class Triplets:
 ARRAYS = "tokens", "first_token", "image", "caption", "position"
 
 
-def load_triplets(args, train, val, tokenizer):
+def load_triplets(args, train, val, tokenizer, run):
     """The triplets of both splits, made once and kept in --cache
 
-    -> what language.count_concepts gives; {concept: part of speech}, the most frequent first;
-    Triplets of train; Triplets of val
+    -> {concept: part of speech}, the most frequent first; Triplets of train; Triplets of val
     """
     vocabulary = common.PackedStrings(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
     key = {"data": (train.digest(), val.digest(), vocabulary.digest())}
@@ -279,7 +275,12 @@ def load_triplets(args, train, val, tokenizer):
             splits.append(Triplets(data.images, tags, *parts))
         return json.loads(str(arrays["counts"])), concepts, *splits
 
-    return common.cached(args.cache, "triplets", key, build, use)
+    counts, concepts, train, val = common.cached(args.cache, "triplets", key, build, use)
+    same = not run.checkpoint or run.checkpoint.get("concepts") == concepts
+    check(same, f"{run.folder} holds a run on other concepts: --fresh starts over")
+    if run.world.is_main:
+        common.write_json(run.folder / "concepts.json", counts)
+    return concepts, train, val
 
 
 def build_triplets(args, train, val, tokenizer):
@@ -519,13 +520,13 @@ class EncoderLayer(nn.Module):
         query = self.per_head(self.query(z))
         value = self.per_head(self.value(z))
         # Eq. 14: softmax(K Q^T / sqrt(D)) V. What the paper calls K asks, and Q is asked.
-        asked = {"query": key, "key": query, "attn_mask": visible[:, None, None]}
-        attend = partial(F.scaled_dot_product_attention, **asked)
-        merged = self.merge(attend(value=value).transpose(1, 2).flatten(2))  # Eq. 15
+        mask = visible[:, None, None]
+        attend = partial(F.scaled_dot_product_attention, key, query, attn_mask=mask)
+        merged = self.merge(attend(value).transpose(1, 2).flatten(2))  # Eq. 15
         weights = None
         if need_weights:  # with the identity for V what remains is the softmax
             identity = torch.eye(z.size(1), dtype=key.dtype, device=z.device)
-            weights = attend(value=identity.expand(*key.shape[:2], -1, -1))
+            weights = attend(identity.expand(*key.shape[:2], -1, -1))
         z = self.norm1(z + self.dropout(merged))
         hidden = F.relu(self.linear1(z))
         return self.norm2(z + self.dropout(self.linear2(hidden))), weights
@@ -748,9 +749,11 @@ def explain(args, device):
         images, captions = data.images, [data.captions_of(i)[0] for i in range(len(data))]
     folder = Path(args.output, "explained")
     squares = common.CropView(images, trained.image_size, part=1.0)
+    maskable = maskable_tokens(tokenizer, list(concepts))
+    limit = min(tokenizer.model_max_length, lm.encoder.config.max_position_embeddings)
     for n, (caption, (pixels, readable)) in enumerate(zip(captions, squares)):
         encoded = tokenizer(caption, return_tensors="pt")
-        number, limit = len(encoded["input_ids"][0]), lm.encoder.config.max_position_embeddings
+        number = len(encoded["input_ids"][0])
         if args.explain:
             check(readable, f"{images[n]} cannot be decoded, is it a photo?")
             length = f"has {number} tokens, more than the {limit} of the language model"
@@ -759,9 +762,9 @@ def explain(args, device):
             say(f"{images[n]} is left out: it cannot be decoded, or its caption is too long")
             continue
         if args.explain:
-            positions = {word: find_word(tokenizer, encoded, word, concepts) for word in args.word}
+            positions = {word: find_word(tokenizer, encoded, word, maskable) for word in args.word}
         else:
-            positions = maskable_words(tokenizer, encoded, concepts)
+            positions = maskable_words(encoded, maskable)
         if positions:
             maps = explain_photo(model, lm, tokenizer, pixels, encoded, positions, args.amp)
             name = "_".join([Path(str(images[n])).stem, *positions])[:200]
@@ -801,10 +804,9 @@ def best_words(tokenizer, logits, number=5):
     return ", ".join(f"{word} {100 * p:.1f}%" for word, p in zip(words, p.tolist()))
 
 
-def maskable_words(tokenizer, encoded, concepts):
+def maskable_words(encoded, maskable):
     """The words of a caption that can be masked -> {word: position of its token}"""
-    tokens, maskable = encoded["input_ids"][0].tolist(), maskable_tokens(tokenizer, list(concepts))
-    found = {}
+    tokens, found = encoded["input_ids"][0].tolist(), {}
     for positions in word_positions(encoded, 0):
         token = tokens[positions[0]]
         if len(positions) == 1 and token in maskable:
@@ -812,19 +814,19 @@ def maskable_words(tokenizer, encoded, concepts):
     return found
 
 
-def find_word(tokenizer, encoded, word, concepts):
+def find_word(tokenizer, encoded, word, maskable):
     """The position of `word` in the caption; ends the program if it cannot be masked there."""
     tokens = encoded["input_ids"][0].tolist()
     wanted = tokenizer(f" {word}", add_special_tokens=False)["input_ids"]
     spelled = [[tokens[m] for m in positions] for positions in word_positions(encoded, 0)]
-    possible = maskable_words(tokenizer, encoded, concepts)
+    possible = maskable_words(encoded, maskable)
     hint = f"these words of the caption can be masked: {', '.join(possible) or 'none'}"
     check(wanted in spelled, f'"{word}" is not a word of the caption; {hint}')
     pieces = " ".join(tokenizer.convert_ids_to_tokens(wanted))
     several = f"is {len(wanted)} tokens of the language model, {pieces}, and only one can be masked"
     check(len(wanted) == 1, f'"{word}" {several}; {hint}')
     position = word_positions(encoded, 0)[spelled.index(wanted)][0]
-    trained = f"is not among the {len(concepts)} concepts that were trained"
+    trained = "is not among the words that were trained"
     check(position in possible.values(), f'"{word}" {trained}; {hint}')
     return position
 

@@ -14,7 +14,6 @@ import math
 import os
 import re
 import shutil
-import zlib
 from array import array
 from collections import Counter, defaultdict
 from functools import partial
@@ -278,14 +277,6 @@ def language_model(name, captions, folder, cache, device, iters, seed, amp, mask
         fail(f"--lm {name} is not a whole masked language model: it lacks {sorted(missing)[:3]}")
     model.float()  # transformers 5 keeps the precision of the file
     return tokenizer, model.to(device).eval().requires_grad_(False)
-
-
-def folder_digest(name):
-    """A checksum of the files of a model's folder; 0 for a model of the hub"""
-    number = 0
-    for path in filter(Path.is_file, sorted(Path(name).glob("*"))):
-        number = zlib.crc32(path.read_bytes(), number)
-    return number
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ or the nouns of the captions (--tags nouns [Sec. 4.4]): the demo has these, so n
     one GPU       python mmcontrastive.py --data coco --batch-size 128
     eight GPUs    torchrun --nproc_per_node=8 mmcontrastive.py --data coco
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
-                      --rdzv-endpoint=HOST:29400 mmcontrastive.py --data coco   (on both nodes)
+                      --rdzv-endpoint=HOST:29400 mmcontrastive.py --data coco   (shared --output)
     search        python mmcontrastive.py --search "a dog in the snow" "two children" \\
                       --root photos --weights runs/mmcontrastive/checkpoint.pth
 
@@ -195,23 +195,22 @@ def main(args):
 
     # Data: photos, captions and tags, as far as they are there, and the losses that they allow.
     val = common.caption_data(args.data, args.root, args.val_split, cache=cache)
-    weights = {name: getattr(args, f"lambda_{name}") for name in LOSSES}
-    uses_captions = weights["cc"] > 0 or weights["ic"] > 0
+    lambdas = {name: getattr(args, f"lambda_{name}") for name in LOSSES}
+    uses_captions = lambdas["cc"] > 0 or lambdas["ic"] > 0
     translations = read_backtranslations(args, train.captions) if uses_captions else []
     run = common.Run(args, "mmcontrastive", world, train, val, *translations)
     probe = eval_linear and eval_linear.Probe(args, train, val)
     with common.main_first(world):
-        train, weights["tag"] = photos_with_losses(train, weights, args)
+        train, lambdas["tag"] = photos_with_losses(train, lambdas, args)
         queue_sizes = fit_queues(args.queue, train, uses_captions, args.batch_size)
         tokenizer, config = load_caption_model(args, train, run) if uses_captions else (None, None)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
-    epochs = iters * args.batch_size / len(train)
     say(f"{len(train)} photos ({len(val)} for validation), {len(train.captions)} captions, "
-        f"{len(train.tags)} tags; {iters} iterations, {epochs:.1f} epochs")  # fmt: skip
+        f"{len(train.tags)} tags; {iters} iterations")  # fmt: skip
 
     # Encoders, momentum encoders, queues, optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
-    model = build_model(args, config, weights, train, queue_sizes)
+    model = build_model(args, config, lambdas, train, queue_sizes, world)
     if uses_captions and args.lm != "scratch" and not run.checkpoint:
         load_pretrained(model, args.lm)
     model.to(device, memory_format=torch.channels_last)
@@ -224,25 +223,23 @@ def main(args):
         model.queries["image"].trunk.compile()
         model.keys["image"].trunk.compile()
     parallel = common.data_parallel(model, world).train()
-    splits = max(1, args.bn_splits // world.size)  # on this process
 
     samples = common.Samples(partial(sample, train, translations, args), len(train), args.seed)
-    collate_views = partial(collate, tokenizer=tokenizer)
     constants = args.temperature, args.margin, args.tag_threshold
-    for iteration, batch in run.steps(samples, collate_views, iters, probe, model.backbone):
+    together = partial(collate, tokenizer)
+    for iteration, batch in run.steps(samples, together, iters, probe, model.backbone):
         factor = common.lr_factor(iteration - 1, iters, args.warmup)
         common.set_lr(optimizer, factor)
         tags, captioned = batch["tags"], batch["captioned"]
-        images_q, captions_q = view(batch, "q")
-        images_k, captions_k = view(batch, "k")
+        images_q, captions_q = view(batch["q"])
+        images_k, captions_k = view(batch["k"])
         update_momentum(model.queries, model.keys, args.momentum)
-        rng = np.random.default_rng([args.seed, iteration])
         with common.autocast(device, args.amp):
-            queries = parallel(images_q, captions_q, splits)
-            all_keys = model.encode_keys(images_k, captions_k, splits, rng, world)
+            queries = parallel(images_q, captions_q)
+            all_keys = model.encode_keys(images_k, captions_k, (args.seed, iteration), world)
         keys = {name: key.chunk(world.size)[world.rank] for name, key in all_keys.items()}
         losses = contrastive_losses(queries, keys, model.queues, tags, captioned, *constants)
-        loss = sum(weights[name] * losses[name] for name in losses)  # Eq. 15
+        loss = sum(lambdas[name] * losses[name] for name in losses)  # Eq. 15
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -253,30 +250,32 @@ def main(args):
     # The backbone is the result; the probe says what it is worth.
     if world.is_main:
         run.save_weights("backbone.pth", model.backbone)
-        result = validate(model.queries, val, tokenizer, args, device) if weights["ic"] else {}
-        tags_seen = weights["tag"] > 0 and args.tags == "annotated"
+        result = validate(model.queries, val, tokenizer, args, device) if lambdas["ic"] else {}
+        tags_seen = lambdas["tag"] > 0 and args.tags == "annotated"
         run.finish(probe, model.backbone, tags_seen, **result)
 
 
 # ------------------------------------------------------------- photos, and the losses they allow
 
 
-def photos_with_losses(train, weights, args):
+def photos_with_losses(train, lambdas, args):
     """The photos that a loss can use, with the tags of --tags, and the weight of Eq. 5
 
     It is 0 if no photo has tags. Without a caption Eqs. 3 and 5 can use a photo [Sec. 3.2, end].
     """
-    weight = weights["tag"]
+    weight = lambdas["tag"]
     if weight and args.tags == "nouns":
         train = tagged_by_nouns(train, args.cache)
     if weight and not len(train.tags):
-        source = 'annotations/instances_{split}.json for coco, "tags" in a .jsonl'
-        possible = (weights["ii"] or weights["ic"]) and not args.tags_required
+        source = 'annotations/instances_{split}.json for coco, "tags" in a .jsonl, or --tags nouns'
+        if args.tags == "nouns":
+            source = "--tags nouns has found no noun in the captions"
+        possible = (lambdas["ii"] or lambdas["ic"]) and not args.tags_required
         check(possible, f"--lambda-tag wants tags and no photo has any: {source}")
         say("no photo has tags: the loss of Eq. 5 is left out")
         weight = 0.0
     captioned = train.captioned()
-    if weights["ii"] or weight or captioned.all():
+    if lambdas["ii"] or weight or captioned.all():
         return train, weight
     say(f"{(~captioned).sum()} photos without a caption are left out: no loss is left for them")
     return train.select(np.flatnonzero(captioned)), weight
@@ -290,15 +289,13 @@ def tagged_by_nouns(data, cache, number=1000):
 
     def build():
         nouns = language.top_concepts(language.count_concepts(data.captions), "nn", number)
-        rows = language.sparse_parts("tags", language.concept_labels(data, nouns))
-        return {"nouns": np.array(nouns), **rows}
+        rows = language.concept_labels(data, nouns)
+        return {"nouns": np.array(nouns), "tags": rows.indices, "first_tag": rows.indptr}
 
     def use(arrays):
-        nouns = arrays["nouns"].tolist()
-        rows = language.sparse_from("tags", arrays, len(nouns))
-        tagged = common.CaptionData(type(data.images)(), nouns)
-        for i in range(len(data)):
-            tagged.add(data.images[i], data.captions_of(i), rows[[i]].indices.tolist())
+        tagged = copy.copy(data)  # photos and captions are shared
+        tagged.tag_names = arrays["nouns"].tolist()
+        tagged.tags, tagged.first_tag = arrays["tags"], arrays["first_tag"]
         return tagged
 
     return common.cached(cache, "nouns", [data.digest(), number], build, use)
@@ -376,25 +373,21 @@ def caption_views(data, index, kind, translations, rng):
     return caption, caption
 
 
-def collate(samples, tokenizer):
-    """-> images uint8 (B, size, size, 3), jitter (B, 4), sigma (B,) in pixels, of both views (_q
-    and _k); tags (B, T), captioned (B,), and the list of unreadable images
+def collate(tokenizer, samples):
+    """-> tags (B, T), captioned (B,), the list of unreadable images, and the views "q" and "k":
+    image uint8 (B, size, size, 3), jitter (B, 4), sigma (B,) in pixels
 
     tags: numbers from 1 of each photo's tags, with zeros behind them where others have more.
-
-    With a tokenizer also tokens and visible (B, T) of both views.
+    With a tokenizer each view also has captions: tokens and visible (B, T).
     """
     batch = {"unreadable": [path for sample in samples for path in sample["unreadable"]]}
     batch["tags"] = pad_sequence([sample["tags"] for sample in samples], batch_first=True)
     batch["captioned"] = common.stack(samples, "captioned")
     for name in ("q", "k"):
         views = [sample[name] for sample in samples]
-        batch[f"images_{name}"] = common.stack(views, "image")
-        batch[f"jitter_{name}"] = common.stack(views, "jitter")
-        batch[f"sigma_{name}"] = common.stack(views, "sigma")
+        batch[name] = {part: common.stack(views, part) for part in ("image", "jitter", "sigma")}
         if tokenizer:
-            tokens, visible = tokenise(tokenizer, [view["caption"] for view in views])
-            batch |= {f"tokens_{name}": tokens, f"visible_{name}": visible}
+            batch[name]["captions"] = tokenise(tokenizer, [view["caption"] for view in views])
     return batch
 
 
@@ -402,19 +395,13 @@ def tokenise(tokenizer, captions):
     """-> tokens (B, T), visible (B, T): True where there is no padding"""
     settings = {"padding": True, "truncation": True, "max_length": MAX_TOKENS}
     encoded = tokenizer(captions, return_tensors="pt", **settings)
-    return encoded["input_ids"], encoded["attention_mask"].bool()
+    return [encoded["input_ids"], encoded["attention_mask"].bool()]
 
 
-def view(batch, name):
-    """View "q" or "k" of a batch on the device -> images (B, 3, h, w), captions or None
-
-    captions: tokens (B, T), visible (B, T)
-    """
-    images = common.augment(batch[f"images_{name}"], batch[f"jitter_{name}"])
-    images = blur(images, batch[f"sigma_{name}"])
-    if f"tokens_{name}" not in batch:
-        return images, None
-    return images, (batch[f"tokens_{name}"], batch[f"visible_{name}"])
+def view(batch):
+    """A view on the device -> images (B, 3, h, w); captions: tokens, visible (B, T), or None"""
+    images = common.augment(batch["image"], batch["jitter"])
+    return blur(images, batch["sigma"]), batch.get("captions")
 
 
 def blur(images, sigma):
@@ -454,15 +441,16 @@ KEYS = {
 }
 
 
-def build_model(args, config, weights, train, queue_sizes):
-    """config: of the captions' BERT, or None.  weights: {loss: lambda}; of 0: it is left out"""
+def build_model(args, config, lambdas, train, queue_sizes, world):
+    """config: of the captions' BERT, or None.  lambdas: {loss: weight}; of 0: it is left out"""
     tag_sizes = None
-    if weights["tag"]:
+    if lambdas["tag"]:
         tag_sizes = len(train.tag_names), int(np.diff(train.first_tag).max())
     dims = {"intra": args.intra_dim, "inter": args.inter_dim}
-    needed = [name for name in LOSSES if weights[name]]
+    needed = [name for name in LOSSES if lambdas[name]]
     encoders = build_encoders(args.arch, config, needed, dims, args.mlp_hidden, args.unified_mlp)
-    return MultimodalContrastive(encoders, tag_sizes, queue_sizes)
+    groups = max(1, args.bn_splits // world.size)  # on this process
+    return MultimodalContrastive(encoders, tag_sizes, queue_sizes, groups)
 
 
 def by_loss(table, outputs):
@@ -502,7 +490,7 @@ def load_caption_model(args, train, run):
         return read_caption_model(folder)
     if args.lm == "scratch":
         single = int((np.diff(train.first_caption) == 1).sum())
-        if args.caption_views == "sibling" and single and not args.dropout:
+        if args.caption_views == "sibling" and single and args.lambda_cc and not args.dropout:
             say(f"{single} photos have one caption, whose two views are equal: for them Eq. 8 "
                 "teaches little without --dropout")  # fmt: skip
         tokenizer = language.train_wordpiece(train.captions)
@@ -581,12 +569,14 @@ class MultimodalContrastive(nn.Module):
     """Encoders of photos and captions, their momentum copies, and the queues of keys (Fig. 2).
 
     encoders: of build_encoders.  tag_sizes: how many tags there are, and how many a photo has at
-    most; None without Eq. 5.  queue_sizes: {modality: K}
+    most; None without Eq. 5.  queue_sizes: {modality: K}.  groups: of batch norm
     """
 
-    def __init__(self, encoders, tag_sizes, queue_sizes):
+    def __init__(self, encoders, tag_sizes, queue_sizes, groups=1):
         super().__init__()
         self.queries = nn.ModuleDict(encoders)
+        if groups > 1:
+            divide_batch_norms(self.queries, groups)
         self.keys = copy.deepcopy(self.queries).requires_grad_(False)
         self.queues = nn.ModuleDict()
         mlps = {modality: encoder.mlps for modality, encoder in encoders.items()}
@@ -599,30 +589,31 @@ class MultimodalContrastive(nn.Module):
     def backbone(self):
         return self.queries["image"].trunk[0]
 
-    def forward(self, images, captions=None, splits=1):
-        """images (B, 3, h, w), captions: tokens and visible -> queries {loss: (B, dim)}"""
-        outputs = {"image": in_groups(self.queries["image"], images, splits)}
+    def forward(self, images, captions):
+        """images (B, 3, h, w), captions: tokens and visible, or None -> queries {loss: (B, dim)}"""
+        outputs = {"image": self.queries["image"](images)}
         if captions:
             outputs["caption"] = self.queries["caption"](*captions)
         return by_loss(QUERIES, outputs)
 
     @torch.no_grad()
-    def encode_keys(self, images, captions, splits, rng, world):
+    def encode_keys(self, images, captions, seed, world):
         """The keys of the batches of all processes, on each of them -> {loss: (size * B, dim)}
 
         Shuffled batch norm [MoCo]: the images are drawn into other groups than those of the
         queries, or a query would find its key by the statistics of the group that both are in.
-        rng: the same on all processes.  splits: groups on each process.
+        seed: of the order, the same on all processes.
         """
         images = gather(images, world)
-        order = torch.from_numpy(rng.permutation(len(images))).to(images.device, non_blocking=True)
+        order = torch.from_numpy(np.random.default_rng(seed).permutation(len(images)))
+        order = order.to(images.device, non_blocking=True)
         share = images[order.chunk(world.size)[world.rank]]
-        outputs, unshuffle = {"image": {}, "caption": {}}, order.argsort()
-        for space, keys in in_groups(self.keys["image"], share, splits).items():
-            outputs["image"][space] = gather(keys, world)[unshuffle]
+        keys = self.keys["image"](share.contiguous(memory_format=torch.channels_last))
+        unshuffle = order.argsort()
+        outputs = {"image": {space: gather(x, world)[unshuffle] for space, x in keys.items()}}
         if captions:
-            for space, keys in self.keys["caption"](*captions).items():
-                outputs["caption"][space] = gather(keys, world)
+            keys = self.keys["caption"](*captions)
+            outputs["caption"] = {space: gather(x, world) for space, x in keys.items()}
         return by_loss(KEYS, outputs)
 
     @torch.no_grad()
@@ -641,16 +632,29 @@ class MultimodalContrastive(nn.Module):
             self.queues["tag"].enqueue(gather(tags, world), all_valid)
 
 
-def in_groups(encoder, images, splits):
-    """Encode images in `splits` groups, each with batch statistics of its own -> {space: (B, dim)}
+class GroupedBatchNorm(nn.BatchNorm2d):
+    """Batch norm with statistics of its own in each of `groups` parts of a training batch
 
-    As if each were on a GPU of its own; the public code of MoCo for one GPU does it likewise.
+    As if each part were on a GPU of its own [MoCo]; all other layers run once for the whole batch.
     """
-    groups = [
-        encoder(group.contiguous(memory_format=torch.channels_last))
-        for group in images.chunk(splits)
-    ]
-    return {space: torch.cat([group[space] for group in groups]) for space in groups[0]}
+
+    def __init__(self, channels, groups):
+        super().__init__(channels)
+        self.groups = groups
+
+    def forward(self, x):
+        norm = super().forward
+        if not self.training:
+            return norm(x)
+        return torch.cat([norm(part) for part in x.chunk(self.groups)])
+
+
+def divide_batch_norms(model, groups):
+    """Put a GroupedBatchNorm in the place of each batch norm of a new model."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(parent, name, GroupedBatchNorm(child.num_features, groups))
 
 
 @torch.no_grad()
@@ -753,7 +757,8 @@ def contrastive_losses(queries, keys, queues, tags, captioned, temperature, marg
 
 def similarities(query, key, queue):
     """q . k+ with the own key -> (B, 1), and q . k with those of the queue -> (B, K)"""
-    return (query * key).sum(1, keepdim=True), query @ queue.keys.T
+    # On CPUs (keys query^T)^T takes two thirds of the time of query keys^T.
+    return (query * key).sum(1, keepdim=True), (queue.keys @ query.T).T
 
 
 def log_probabilities(query, key, queue, temperature):
@@ -854,8 +859,8 @@ def retrieval_ranks(similarity, image_of_caption):
     owners = torch.arange(len(similarity), device=similarity.device)
     own = image_of_caption == owners[:, None]
     best = similarity.masked_fill(~own, -math.inf).amax(1, keepdim=True)
-    higher, equal = (similarity > best) & ~own, (similarity == best) & ~own
-    to_text = higher.sum(1) + equal.sum(1) / 2
+    equal = (similarity == best) & ~own
+    to_text = (similarity > best).sum(1) + equal.sum(1) / 2
     right = similarity.gather(0, image_of_caption[None])
     equal = (similarity == right).sum(0) - 1  # without the right one itself
     to_image = (similarity > right).sum(0) + equal / 2

@@ -28,7 +28,9 @@ look into concepts.json, then try a smaller --num-labels, --pos nn, or --tagger 
 import json
 import math
 import os
+import zlib
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -145,26 +147,20 @@ def main(args):
     val = common.caption_data(args.data, args.root, args.val_split, cache=cache)
     run = common.Run(args, "tp", world, train, val)
     probe = eval_linear and eval_linear.Probe(args, train, val)
-    initial = None
-    if args.init and not run.checkpoint:  # now: a wrong file is refused before labels are made
-        initial = common.load_backbone(args.init, args.arch)
+    # Now: a wrong file is refused before labels are made.
+    initial = args.init and not run.checkpoint and common.load_backbone(args.init, args.arch)
     with common.main_first(world):
-        labels = load_labels(args, train, val, run.folder, device)
-    if labels.concepts and world.is_main:
-        common.write_json(run.folder / "concepts.json", labels.concepts)
+        labels = load_labels(args, train, val, run)
     rows = labelled_rows(labels.train, len(train), args.train_split)
     val_rows = labelled_rows(labels.val, len(val), args.val_split, args.val_images, args.seed)
     names, size = labels.names, len(rows)
-    same = not run.checkpoint or run.checkpoint.get("names") == names
-    check(same, f"{run.folder} holds a run on other labels, has --lm changed? --fresh starts over")
     iters = args.iters or math.ceil(args.epochs * size / args.batch_size)
     say(f"{size} photos ({len(val_rows)} for validation), {len(names)} labels; {iters} iterations")
 
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = TagPredictor(args.arch, len(names), args.labels)
-    if initial:
-        model.backbone = initial
+    model.backbone = initial or model.backbone
     model.to(device, memory_format=torch.channels_last)
     parameters, backbone = model.parameters(), model.backbone
     optimizer = common.build_optimizer(args.optimizer, parameters, args.lr, args.weight_decay)
@@ -174,12 +170,11 @@ def main(args):
         model.compile()
     parallel = common.data_parallel(model, world).train()
 
-    crops = {"size": args.image_size, "crop_min": args.crop_min, "jitter": args.colour_jitter}
-    samples = common.Samples(partial(sample, train.images, rows, **crops), size, args.seed)
-    val_samples = common.Samples(partial(sample, val.images, val_rows, **crops), len(val_rows))
+    samples = common.Samples(partial(sample, train.images, rows, args), size, args.seed)
+    val_samples = common.Samples(partial(sample, val.images, val_rows, args), len(val_rows))
     validation = partial(validate, model, val_samples, labels.val, args, device)
-    collate_fn = partial(collate, labels=labels.train, swap=language.left_right_swap(names))
-    for iteration, batch in run.steps(samples, collate_fn, iters, probe, backbone, names=names):
+    together = partial(collate, labels.train, language.left_right_swap(names))
+    for iteration, batch in run.steps(samples, together, iters, probe, backbone, names=names):
         factor = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, factor)
         images, targets = common.augment(batch["images"], batch["jitter"]), batch.get("targets")
@@ -220,29 +215,31 @@ class Labels(NamedTuple):
 
 
 ROTATIONS = ["0°", "90°", "180°", "270°"]
-LABEL_FLAGS = {  # what labels are made with; for another value of one of these they are made again
-    "postag": ("pos", "num_labels", "tagger"),
-    "cluster": ("num_labels", "lm", "lm_iters", "seed"),
-    "lda": ("num_labels", "seed"),
-    "instances": (),
-}
 
 
-def load_labels(args, train, val, folder, device):
-    """The labels of --labels, made once and kept in --cache -> Labels"""
-    if args.labels == "rotation":
-        return Labels(ROTATIONS, None, None)
-    number, seed = args.num_labels, args.seed
-    lm = {"lm": args.lm, "lm_iters": args.lm_iters, "device": device, "amp": args.amp}
-    make = {
-        "postag": lambda: postag_labels(train, val, number, args.pos, args.tagger),
-        "cluster": lambda: cluster_labels(train, val, number, seed, folder, args.cache, **lm),
-        "lda": lambda: lda_labels(train, val, number, seed),
-        "instances": lambda: instance_labels(train, val),
-    }
+def load_labels(args, train, val, run):
+    """The labels of --labels, for a run that goes on the same as before -> Labels"""
+    labels = Labels(ROTATIONS, None, None)
+    if args.labels != "rotation":
+        labels = kept_labels(args, train, val, run.folder, run.world.device)
+    same = not run.checkpoint or run.checkpoint.get("names") == labels.names
+    check(same, f"{run.folder} holds a run on other labels, has --lm changed? --fresh starts over")
+    if labels.concepts and run.world.is_main:
+        common.write_json(run.folder / "concepts.json", labels.concepts)
+    return labels
+
+
+def kept_labels(args, train, val, folder, device):
+    """Labels made of captions or tags, once, and kept in --cache -> Labels"""
+    make, names = MADE_BY[args.labels]
+    flags, where = {name: getattr(args, name) for name in names}, {}
+    key = {**flags, "labels": args.labels, "data": (train.digest(), val.digest())}
+    if args.labels == "cluster":
+        key["lm_files"] = folder_digest(args.lm)
+        where = {"folder": folder, "cache": args.cache, "device": device, "amp": args.amp}
 
     def build():
-        labels = make[args.labels]()
+        labels = make(train, val, **flags, **where)
         rows = language.sparse_parts("train", labels.train)
         rows |= language.sparse_parts("val", labels.val)
         concepts = np.array(json.dumps(labels.concepts))
@@ -253,11 +250,15 @@ def load_labels(args, train, val, folder, device):
         rows = [language.sparse_from(split, arrays, len(names)) for split in ("train", "val")]
         return Labels(names, *rows, json.loads(str(arrays["concepts"])))
 
-    key = {flag: getattr(args, flag) for flag in LABEL_FLAGS[args.labels]}
-    key |= {"labels": args.labels, "data": (train.digest(), val.digest())}
-    if args.labels == "cluster":
-        key["lm_files"] = language.folder_digest(args.lm)
     return common.cached(args.cache, "labels", key, build, use)
+
+
+def folder_digest(name):
+    """A checksum of the files of a model's folder; 0 for a model of the hub"""
+    number = 0
+    for path in filter(Path.is_file, sorted(Path(name).glob("*"))):
+        number = zlib.crc32(path.read_bytes(), number)
+    return number
 
 
 def usable_captions(train, val, labels):
@@ -268,25 +269,25 @@ def usable_captions(train, val, labels):
     return splits
 
 
-def postag_labels(train, val, number, pos, tagger):
+def postag_labels(train, val, num_labels, pos, tagger):
     """TP-Postag: the K most frequent nouns, adjectives and verbs [Sec. 3.1]
 
     A label is present when one of the image's captions holds the word.
     """
     train, val = usable_captions(train, val, "postag")
     concepts = language.count_concepts(train.captions, tagger)
-    names = language.top_concepts(concepts, pos, number)
+    names = language.top_concepts(concepts, pos, num_labels)
     rows = [language.concept_labels(data, names) for data in (train, val)]
     return Labels(names, *rows, concepts)
 
 
-def cluster_labels(train, val, number, seed, folder, cache, lm, lm_iters, device, amp):
+def cluster_labels(train, val, num_labels, seed, lm, lm_iters, folder, cache, device, amp):
     """TP-Cluster: the clusters of an image's captions [Sec. 3.1, Eq. 1]"""
     train, val = usable_captions(train, val, "cluster")
     captions, size = train.captions, len(train.captions)
-    clusters = min(number, size)
-    if size < 10 * number:
-        say(f"note: {size} captions are few for {number} clusters: try a smaller --num-labels")
+    clusters = min(num_labels, size)
+    if size < 10 * num_labels:
+        say(f"note: {size} captions are few for {num_labels} clusters: try a smaller --num-labels")
     scratch = captions, folder / "language_model", cache, device, lm_iters, seed, amp
     tokenizer, model = language.language_model(lm, *scratch, masked_words=False)
     path = folder / "caption_vectors.npy"
@@ -307,7 +308,8 @@ def array_on_disk(path, shape):
     try:
         array = np.lib.format.open_memmap(path, "w+", np.float16, shape)
         with open(path, "r+b") as file:  # else a disk that fills up later would kill the process
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+            if hasattr(os, "posix_fallocate"):  # not on macOS and Windows
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     except OSError as error:
         path.unlink(missing_ok=True)
         needed = f"clustering needs {2 * math.prod(shape) / 1e9:.1f} GB there for a while"
@@ -378,7 +380,7 @@ def image_clusters(data, cluster, clusters):
     return language.multi_hot((set(part.tolist()) for part in per_image), clusters)
 
 
-def lda_labels(train, val, number, seed, passes=10):
+def lda_labels(train, val, num_labels, seed, passes=10):
     """TP-LDA: topic probabilities; a document is all captions of an image [Sec. 4]
 
     Without English stop words, of the 10K most frequent words. A topic is called by its five most
@@ -395,7 +397,7 @@ def lda_labels(train, val, number, seed, passes=10):
     except ValueError:  # an empty vocabulary
         fail("--labels lda finds no word in the captions that is not a stop word")
     rng, size = np.random.default_rng(seed), len(train)
-    lda = LatentDirichletAllocation(number, total_samples=size, random_state=seed)
+    lda = LatentDirichletAllocation(num_labels, total_samples=size, random_state=seed)
     for _ in progress(range(passes), desc="topics", unit=" passes"):
         for batch in np.array_split(rng.permutation(size), max(1, size // 1024)):
             lda.partial_fit(counts[batch])
@@ -430,6 +432,14 @@ def instance_labels(train, val):
     return Labels(train.tag_names, *rows)
 
 
+MADE_BY = {  # --labels: the function that makes them, and the flags that it is given
+    "postag": (postag_labels, ("num_labels", "pos", "tagger")),
+    "cluster": (cluster_labels, ("num_labels", "seed", "lm", "lm_iters")),
+    "lda": (lda_labels, ("num_labels", "seed")),
+    "instances": (instance_labels, ()),
+}
+
+
 def labelled_rows(labels, number, split, at_most=None, seed=0):
     """Which of the `number` images of a split have a label; the others are counted in the log.
 
@@ -446,13 +456,13 @@ def labelled_rows(labels, number, split, at_most=None, seed=0):
 # --------------------------------------------------------------------------- samples and batches
 
 
-def sample(images, rows, index, rng, size, crop_min, jitter):
+def sample(images, rows, args, index, rng):
     """The photo images[rows[index]] and the row of its labels; rng None: centred"""
-    row = int(rows[index])
-    return {**common.photo(images, row, rng, size, crop_min, jitter), "row": row}
+    row, crop = int(rows[index]), (args.image_size, args.crop_min, args.colour_jitter)
+    return {**common.photo(images, row, rng, *crop), "row": row}
 
 
-def collate(samples, labels, swap):
+def collate(labels, swap, samples):
     """-> images uint8 (B, size, size, 3), jitter (B, 4), and targets (B, K) unless labels is None
 
     swap: (K,) which label takes the place of each in a mirrored photo.
@@ -514,8 +524,8 @@ def validate(model, samples, labels, args, device):
     """Loss and tag_scores on the validation split, each photo centred -> {name: score}"""
     model.eval()
     logits, targets = [], []
-    collate_fn = partial(collate, labels=labels, swap=None)
-    for batch in common.validation_batches(samples, args.workers, collate_fn, device):
+    together = partial(collate, labels, None)
+    for batch in common.validation_batches(samples, args.workers, together, device):
         images, wanted = common.augment(batch["images"]), batch.get("targets")
         if args.labels == "rotation":
             images, wanted = four_rotations(images)

@@ -3,9 +3,12 @@
 import contextlib
 import importlib
 import io
+import itertools
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +25,7 @@ import shapes
 
 torch.set_num_threads(1)  # pictures of 32 pixels are not worth a second thread
 CPU = torch.device("cpu")
+FORK = multiprocessing.get_context("fork")  # of this process: nothing has to be imported again
 ALONE = common.World(0, 1, CPU)
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
 
@@ -111,16 +115,91 @@ def finished(process):
     return process
 
 
-def kill_at(iteration, command, folder):
-    """Start the script and kill it with SIGKILL as soon as it has logged `iteration`."""
-    words, quiet = [sys.executable, *map(str, command)], subprocess.DEVNULL
-    process = subprocess.Popen(words, cwd=ROOT, stdout=quiet, stderr=quiet, env=environment())
-    path = folder / "metrics.jsonl"
-    while not (path.exists() and f'"iteration": {iteration},' in path.read_text()):
-        assert process.poll() is None, "the run ended before it could be killed"
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+@contextlib.contextmanager
+def running(folder, *command):
+    """A script in a process of its own, which has logged an iteration; SIGKILL after the block"""
+    words, path = [sys.executable, *map(str, command)], folder / "metrics.jsonl"
+    options = {"cwd": ROOT, "env": environment(), "text": True}
+    options |= dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(words, **options) as process:
+        try:
+            while not (path.exists() and path.read_text().endswith("\n")):
+                assert process.poll() is None, "the run ended too soon"
+                time.sleep(0.01)
+            yield process
+        finally:
+            process.kill()
+
+
+def kill_at(iteration, command):
+    """Run a script in a process that SIGKILL ends as soon as it has logged this iteration."""
+    append_line = common.append_line
+
+    def append_and_die(path, line):
+        append_line(path, line)
+        if json.loads(line)["iteration"] == iteration:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "append_line", append_and_die)
+        process = FORK.Process(target=run_here, args=(command,))
+        process.start()
+        process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def in_two_processes(function, *given):
+    """Call the function in two forks of this process, which gloo connects as those of torchrun
+
+    -> what it gives in each.  If it is a script with a Run, the weights must be equal at the end.
+    """
+    models, resume, end, results = [], common.Run.resume, common.end_processes, FORK.SimpleQueue()
+
+    def kept(run, **parts):
+        models.append(parts["model"])
+        resume(run, **parts)
+
+    def compared(world):
+        if models and world.size == 2:
+            state = models[0].state_dict()
+            names = [name for name, _ in models[0].named_parameters()]
+            names += [name for name in state if name.startswith("queues")]
+            mine = torch.cat([state[name].detach().double().flatten() for name in names])
+            both = [torch.empty_like(mine), torch.empty_like(mine)]
+            torch.distributed.all_gather(both, mine)
+            assert torch.equal(*both)
+        end(world)
+
+    def process(rank):
+        os.environ.update(place, RANK=rank, LOCAL_RANK=rank)
+        common.Run.resume, common.end_processes = kept, compared
+        results.put((rank, function(*given)))
+
+    with socket.create_server(("localhost", 0)) as free:
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    place["WORLD_SIZE"] = "2"
+    processes = [FORK.Process(target=process, args=(rank,)) for rank in "01"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    return [result for _, result in sorted((results.get(), results.get()))]
+
+
+@contextlib.contextmanager
+def interrupted(module, name, call):
+    """The block ends with a KeyboardInterrupt in place of the function's call of this number."""
+    function, calls = getattr(module, name), itertools.count(1)
+
+    def interrupt(*given, **more):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return function(*given, **more)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, name, interrupt)
+        yield
 
 
 def metrics(folder):
@@ -159,6 +238,17 @@ def real_data():
     if not folder:
         pytest.skip("CAPTION_DATA is not set: the folder with coco-mini, flickr8k and flowers")
     return Path(folder)
+
+
+@pytest.fixture
+def few_scenes(monkeypatch):
+    """-> function (train, val): --data shapes has no more scenes than these"""
+
+    def limit(train, val):
+        splits = {"train": range(train), "val": range(10**7, 10**7 + val)}
+        monkeypatch.setattr(shapes, "SPLITS", splits)
+
+    return limit
 
 
 @pytest.fixture(scope="session")

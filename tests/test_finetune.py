@@ -8,19 +8,15 @@ import pytest
 import torch
 from conftest import (
     ALONE,
-    ROOT,
-    TORCHRUN,
     checkpoint_in,
     files_in,
-    finished,
+    in_two_processes,
     kill_at,
     metrics,
     refusal,
     result,
     run_here,
-    run_script,
 )
-from test_contracts import COMPARED
 
 import common
 import eval_linear
@@ -28,7 +24,6 @@ import shapes
 from downstream import finetune
 
 SCRIPT = "downstream.finetune.py"  # as run_here and refusal want it
-MODULE = "-m", "downstream.finetune"
 FILES = {"args.json", "metrics.jsonl", "checkpoint.pth", "backbone.pth"}
 
 
@@ -80,21 +75,6 @@ def test_schedule_and_output_folder(tiny, tmp_path):
     with pytest.raises(SystemExit) as ended:
         run_here([SCRIPT, *tiny(tmp_path, "--epochs", 10)])
     assert ended.value.code == 0
-
-
-def test_the_paper_s_numbers():
-    """Sec. 4.3, App. A.1 and A.3, for iNaturalist 2018 without a flag; the demo's fraction."""
-    args = finetune.get_args("--data inat --weights random --arch resnet50".split())
-    assert (args.train_split, args.val_split) == ("train2018", "val2018")
-    assert (args.epochs, args.batch_size, args.weight_decay) == (100, 256, 1e-4)
-    assert (args.image_size, args.fraction, args.recipe) == (224, 1, "paper")
-    assert finetune.learning_rate(args) == 0.1
-    args.weights = "runs/virtex/backbone.pth"
-    assert finetune.learning_rate(args) == 0.025
-    args.batch_size = 64
-    assert finetune.learning_rate(args) == 0.025 / 4
-    args.lr = 0.3
-    assert finetune.learning_rate(args) == 0.3
 
 
 def test_classifier():
@@ -159,12 +139,6 @@ def test_a_photo_that_cannot_be_decoded(tiny, photos, tmp_path):
 
 
 @pytest.fixture
-def few_scenes(monkeypatch):
-    splits = {"train": range(90), "val": range(1000, 1030)}
-    monkeypatch.setattr(shapes, "SPLITS", splits)
-
-
-@pytest.fixture
 def weights(tmp_path):
     torch.manual_seed(3)
     state = common.build_backbone("resnet18").state_dict()
@@ -177,6 +151,7 @@ SHAPES = "--batch-size 8 --image-size 32 --workers 0 --log-every 1 --epochs 1 --
 
 def test_shapes_compares_with_random(few_scenes, weights, tmp_path):
     """Both are trained alike but for the learning rate; after a stop only what is missing."""
+    few_scenes(90, 30)
     folder = tmp_path / "run"
     command = [SCRIPT, *SHAPES, "--fraction", 0.5, "--weights", weights, "--output", folder]
     output = run_here(command)
@@ -203,6 +178,7 @@ def test_shapes_compares_with_random(few_scenes, weights, tmp_path):
 
 def test_scenes_of_one_shape(few_scenes):
     """One label each: the scene's shape"""
+    few_scenes(90, 30)
     data = finetune.labelled_split("shapes", None, "train")
     kept = set(data.images[i] for i in range(len(data.images)))
     for scene in range(90):
@@ -213,14 +189,12 @@ def test_scenes_of_one_shape(few_scenes):
             assert [data.names[k] for k in np.flatnonzero(label)] == list(found)
 
 
-def test_killed_twice_ends_with_the_same_bits(tiny, tmp_path):
-    """SIGKILL before the first checkpoint and between two"""
-    flags = "--epochs", 4, "--checkpoint-every", 4
+def test_killed_ends_with_the_same_bits(tiny, tmp_path):
+    flags = "--epochs", 3, "--checkpoint-every", 4
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_here([SCRIPT, *tiny(whole, *flags)])
-    for iteration in (2, 7):
-        kill_at(iteration, [*MODULE, *tiny(killed, *flags)], killed)
-    assert "going on from iteration" in run_here([SCRIPT, *tiny(killed, *flags)])
+    kill_at(7, [SCRIPT, *tiny(killed, *flags)])
+    assert "going on from iteration 4" in run_here([SCRIPT, *tiny(killed, *flags)])
     assert (whole / "backbone.pth").read_bytes() == (killed / "backbone.pth").read_bytes()
     assert result(whole)["random"] == result(killed)["random"]
     speed = {"images_per_s": 0, "data_wait": 0}
@@ -230,19 +204,15 @@ def test_killed_twice_ends_with_the_same_bits(tiny, tmp_path):
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def test_two_processes(weights, tmp_path):
-    """torchrun with gloo: equal weights, each iteration logged once, validated.
+def test_two_processes(few_scenes, weights, tmp_path):
+    """By gloo: equal weights, each iteration logged once, validated.
 
     The backbone of random initialisation is then trained by the first process alone.
     """
-    folder, launcher = tmp_path / "run", tmp_path / "compared.py"
-    splits = "import common, shapes\nshapes.SPLITS = {'train': range(90), 'val': range(8, 16)}\n"
-    text = COMPARED.format(root=str(ROOT)).replace("import common\n", splits)
-    begin = "def compared(world):\n"
-    launcher.write_text(text.replace(begin, f"{begin}    if world.size == 1:\n        return\n"))
+    few_scenes(90, 8)
+    folder = tmp_path / "run"
     flags = [*SHAPES, "--weights", weights, "--fraction", 0.5, "--epochs", 2, "--output", folder]
-    process = finished(run_script(*TORCHRUN, launcher, "downstream.finetune", *flags))
-    assert process.stdout.count("numbers apart: 0.0\n") == 2
+    in_two_processes(run_here, [SCRIPT, *flags])
     assert files_in(folder) == FILES | {"result.json", "random"}
     for part in (folder, folder / "random"):
         rows = metrics(part)
@@ -348,10 +318,6 @@ REFUSED = [
     ("--root no/such/folder", "no/such/folder/train not found"),
     ("--data inat --root no/such", "no/such/train2018.json not found"),
     ("--val-split test", "test not found"),
-    ("--fraction 0", "argument --fraction: 0 is not above 0"),
-    ("--epochs 0", "argument --epochs: 0 is not"),
-    ("--lr -1", "argument --lr: -1 is not"),
-    ("--weight-decay -1", "argument --weight-decay: -1 is not"),
     ("--weights none.pth", "none.pth not found"),
     ("--weights runs/virtex/backbone.pth", "make it with python virtex.py"),
     ("--arch vgg16 --image-size 16", "VGG-16 halves a photo five times"),
@@ -391,4 +357,4 @@ def test_flowers(real_data, tmp_path):
     flags = "--data folder --epochs 1 --fraction 0.02 --batch-size 16 --image-size 48".split()
     flags += ["--root", real_data / "flowers", "--workers", 0, "--weights", "random"]
     run_here([SCRIPT, *flags, "--arch", "resnet18", "--log-every", 1, "--output", tmp_path])
-    assert len(metrics(tmp_path)) == 2 and 0 <= result(tmp_path)["random"]["top-1"] <= 100
+    assert len(metrics(tmp_path)) == 2 and "top-1" in result(tmp_path)["random"]

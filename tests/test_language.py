@@ -5,7 +5,6 @@ import math
 import multiprocessing
 import os
 import sys
-import zlib
 
 import numpy as np
 import pytest
@@ -387,11 +386,3 @@ def test_a_language_model_that_is_not_there(name, message, tiny_lm, tmp_path, mo
     with pytest.raises(SystemExit, match=rf"^error: --translator {name}{message}.*\Z"):
         with language.loading(name, "--translator"):
             raise OSError("several\nlines")
-
-
-def test_folder_digest(tmp_path):
-    """Labels that are made with a folder's model are made again when its weights change."""
-    assert language.folder_digest("bert-base-uncased") == 0
-    for content in (b"first", b"other"):
-        (tmp_path / "model.safetensors").write_bytes(content)
-        assert language.folder_digest(tmp_path) == zlib.crc32(content)

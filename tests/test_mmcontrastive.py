@@ -2,9 +2,7 @@
 
 import json
 import math
-import multiprocessing
 import shutil
-import signal
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -15,18 +13,17 @@ import torch
 import torchvision.transforms.functional as TF
 from conftest import (
     ALONE,
+    FORK,
     OWN,
-    ROOT,
     TINY,
-    TORCHRUN,
     checkpoint_in,
     files_in,
-    finished,
+    in_two_processes,
+    interrupted,
     metrics,
     refusal,
     result,
     run_here,
-    run_script,
 )
 from PIL import Image
 from torch import nn
@@ -221,7 +218,7 @@ BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 BERT |= {"intermediate_size": 24, "vocab_size": 30, "pad_token_id": 0}
 
 
-def tiny_model(unified=False):
+def tiny_model(unified=False, groups=1):
     """Three tags, K = 12, spaces of 6 (intra) and 4 (inter) dimensions, no dropout"""
     import transformers
 
@@ -231,7 +228,8 @@ def tiny_model(unified=False):
     dims = {"intra": 6, "inter": 6 if unified else 4}
     losses = mmcontrastive.LOSSES
     encoders = mmcontrastive.build_encoders("resnet18", config, losses, dims, 16, unified)
-    return mmcontrastive.MultimodalContrastive(encoders, (3, 3), {"image": 12, "caption": 12})
+    sizes = {"image": 12, "caption": 12}
+    return mmcontrastive.MultimodalContrastive(encoders, (3, 3), sizes, groups)
 
 
 def randomise_queries(model):
@@ -252,11 +250,6 @@ def tiny_batch(step=0):
     return images, (tokens, visible), tags, torch.rand(8) < 0.6
 
 
-def keys_of(model, photos, captions, seed=0, splits=1):
-    rng = np.random.default_rng(seed)
-    return model.encode_keys(photos, captions, splits, rng, ALONE)
-
-
 def by_hand(encoders, photos, captions):
     """Features, linear, ReLU, linear, and to length one -> {(modality, space): vectors}"""
     features = {
@@ -274,10 +267,10 @@ def by_hand(encoders, photos, captions):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("training, splits", ((False, 4), (True, 1)))
-def test_queries_and_keys_are_those_of_their_equations(training, splits):
+@pytest.mark.parametrize("training, groups", ((False, 4), (True, 1)))
+def test_queries_and_keys_are_those_of_their_equations(training, groups):
     """Which encoder, modality and MLP each comes from; keys stand in the order of the photos."""
-    model = randomise_queries(tiny_model()).train(training)
+    model = randomise_queries(tiny_model(groups=groups)).train(training)
     photos, captions, _, _ = tiny_batch()
     query, key = by_hand(model.queries, photos, captions), by_hand(model.keys, photos, captions)
     wanted_queries = {
@@ -294,25 +287,27 @@ def test_queries_and_keys_are_those_of_their_equations(training, splits):
     }
     close(model(photos, captions), wanted_queries, 1e-4)
     for seed in (0, 1):
-        close(keys_of(model, photos, captions, seed, splits), wanted_keys, 1e-4)
+        close(model.encode_keys(photos, captions, seed, ALONE), wanted_keys, 1e-4)
 
 
 @torch.no_grad()
 def test_groups_have_batch_statistics_of_their_own():
     """Shuffled batch norm: each photo's query and key are those of its group of two, alone."""
-    model, (photos, _, _, _) = tiny_model(), tiny_batch()
+    model, plain, (photos, _, _, _) = tiny_model(groups=4), tiny_model(), tiny_batch()
     order = np.random.default_rng(5).permutation(8).tolist()
-    keys, whole = keys_of(model, photos, None, seed=5, splits=4), model.keys["image"](photos)
+    keys, whole = model.encode_keys(photos, None, 5, ALONE), plain.keys["image"](photos)
     for start in range(0, 8, 2):
         group = order[start : start + 2]
-        alone = model.keys["image"](photos[group])
-        close(keys["ii"][group], alone["intra"])
-        close(keys["ci"][group], alone["inter"])
-    queries = model(photos, None, 4)
+        alone = plain.keys["image"](photos[group])
+        close(keys["ii"][group], alone["intra"], 1e-5)
+        close(keys["ci"][group], alone["inter"], 1e-5)
+    queries = model(photos, None)
     for start in range(0, 8, 2):  # the queries' groups are not drawn [public code of MoCo]
-        alone = model.queries["image"](photos[start : start + 2])
-        close(queries["ii"][start : start + 2], alone["intra"])
+        alone = plain.queries["image"](photos[start : start + 2])
+        close(queries["ii"][start : start + 2], alone["intra"], 1e-5)
     assert (keys["ii"] - whole["intra"]).abs().max() > 0.01
+    running = dict(model.queries.named_buffers()), dict(plain.queries.named_buffers())
+    assert running[0].keys() == running[1].keys()  # checkpoints are the same with and without
 
 
 @pytest.mark.parametrize("m", (0.0, 0.3, 0.999, 1.0))
@@ -336,37 +331,30 @@ def three_batches(model, world):
     for step in range(3):
         photos, captions, tags, captioned = tiny_batch(step)
         mine = torch.arange(8).chunk(world.size)[world.rank]
-        rng, share = np.random.default_rng([7, step]), [part[mine] for part in captions]
-        keys = model.encode_keys(photos[mine], share, 2 // world.size, rng, world)
+        share = [part[mine] for part in captions]
+        keys = model.encode_keys(photos[mine], share, (7, step), world)
         widest = int((tags[mine] > 0).sum(1).max())  # each process pads to its own
         model.enqueue(keys, tags[mine, :widest], captioned[mine], world)
         found.append(keys)
     return found
 
 
-TWO = f"""
-import sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-import torch
-import common
-from test_mmcontrastive import three_batches, tiny_model
-
-world, model = common.start(), tiny_model()
-keys = three_batches(model, world)
-torch.save([keys, dict(model.queues.state_dict())], sys.argv[1] + str(world.rank))
-common.end_processes(world)
-"""
+def save_three_batches(folder):
+    world = common.start()
+    model = tiny_model(groups=2 // world.size)
+    keys = three_batches(model, world)
+    torch.save([keys, dict(model.queues.state_dict())], folder / f"{world.rank} of {world.size}")
+    common.end_processes(world)
 
 
 def test_two_processes_hold_what_one_does(tmp_path):
     """The keys of the whole batch, and the same queues as one process with --bn-splits 2 has"""
-    (tmp_path / "two.py").write_text(TWO)
-    finished(run_script(*TORCHRUN, tmp_path / "two.py", tmp_path / "rank"))
-    model = tiny_model()
+    in_two_processes(save_three_batches, tmp_path)
+    model = tiny_model(groups=2)
     keys = three_batches(model, ALONE)
     wanted = [keys, dict(model.queues.state_dict())]
-    for rank in (0, 1):
-        close(torch.load(tmp_path / f"rank{rank}", weights_only=True), wanted)
+    for name in ("0 of 2", "1 of 2"):
+        close(torch.load(tmp_path / name, weights_only=True), wanted)
     assert model.queues["ii"].total == 24 > model.queues["ic"].total > 12
 
 
@@ -479,7 +467,7 @@ def test_photo_views(two_photos):
 
 
 def batch_of(samples, number):
-    return mmcontrastive.collate([samples[epoch, 0] for epoch in range(number)], None)
+    return mmcontrastive.collate(None, [samples[epoch, 0] for epoch in range(number)])
 
 
 @pytest.mark.parametrize("name", ("q", "k"))
@@ -487,14 +475,14 @@ def test_greyscale_and_blur(name, two_photos):
     """All views at a share of 1, some between; sigma is MoCo-v2's, whose images have 224 pixels."""
     batch = batch_of(samples_of(two_photos, colour_jitter=1.0, greyscale=1.0, blur=1.0), 40)
     mean, std = torch.tensor([common.IMAGENET_MEAN, common.IMAGENET_STD])[..., None, None]
-    images = common.augment(batch[f"images_{name}"], batch[f"jitter_{name}"]) * std + mean
+    images = common.augment(batch[name]["image"], batch[name]["jitter"]) * std + mean
     assert (images.amax(1) - images.amin(1)).max() < 1e-5 and images.std() > 0.1
-    sigma = batch[f"sigma_{name}"] * 224 / 24
+    sigma = batch[name]["sigma"] * 224 / 24
     assert 0.1 < sigma.min() < 0.5 and 1.6 < sigma.max() < 2
 
     batch = batch_of(samples_of(two_photos, greyscale=0.2, blur=0.5), 250)
-    assert 0.12 < (batch[f"jitter_{name}"][:, 2] == 0).float().mean() < 0.28
-    assert 0.4 < (batch[f"sigma_{name}"] > 0).float().mean() < 0.6
+    assert 0.12 < (batch[name]["jitter"][:, 2] == 0).float().mean() < 0.28
+    assert 0.4 < (batch[name]["sigma"] > 0).float().mean() < 0.6
 
 
 def test_batches(two_photos, tiny_lm):
@@ -502,11 +490,11 @@ def test_batches(two_photos, tiny_lm):
     tokenizer, _ = mmcontrastive.read_caption_model(tiny_lm)
     samples = samples_of(two_photos, colour_jitter=1.0, blur=1.0)
     rows = [samples[0, 0], samples[0, 1]]
-    batch = mmcontrastive.collate(rows, tokenizer)
+    batch = mmcontrastive.collate(tokenizer, rows)
     assert batch["tags"].tolist() == [[1, 3], [0, 0]]
     assert batch["captioned"].tolist() == [True, False] and batch["unreadable"] == []
     for name in ("q", "k"):
-        images, (tokens, visible) = mmcontrastive.view(batch, name)
+        images, (tokens, visible) = mmcontrastive.view(batch[name])
         for n, row in enumerate(rows):
             parts = [row[name][part][None].copy() for part in ("image", "jitter", "sigma")]
             image, jitter, sigma = map(torch.from_numpy, parts)
@@ -517,7 +505,7 @@ def test_batches(two_photos, tiny_lm):
     del two_photos.tags[:]
     two_photos.first_tag[1] = two_photos.first_tag[2] = 0
     batch = batch_of(samples_of(two_photos), 2)
-    assert batch["tags"].shape == (2, 0) and mmcontrastive.view(batch, "q")[1] is None
+    assert batch["tags"].shape == (2, 0) and mmcontrastive.view(batch["q"])[1] is None
 
 
 # -------------------------------------------------------------------------------------- retrieval
@@ -645,21 +633,6 @@ def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def stop_after(iteration, command, monkeypatch):
-    """Start the command; SIGTERM ends it after this iteration."""
-    log = common.Run.log
-
-    def log_and_stop(run, **values):
-        log(run, **values)
-        if run.iteration == iteration:
-            signal.raise_signal(signal.SIGTERM)
-
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr(common.Run, "log", log_and_stop)
-        run_here(command)
-    assert stopped.value.code == 128 + signal.SIGTERM
-
-
 EASY = [
     *("--image-size", 64, "--crop-min", 0.9, "--colour-jitter", 0, "--greyscale", 0, "--blur", 0),
     *("--caption-views", "same", "--queue", 8, "--momentum", 0.99, "--mlp-hidden", 64),
@@ -722,7 +695,7 @@ def test_retrieval_of_the_validation_split(trained, coco_folder):
     assert chance == pytest.approx(100 * 5 / 12, abs=20) and found["trained"] != found["random"]
 
 
-def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
+def test_a_step_written_out(coco_folder, tmp_path):
     """From the state after three steps to the losses, keys and queues of the fourth
 
     The data is a .jsonl in which captions, tags or both are missing on some lines.
@@ -741,7 +714,8 @@ def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
     command = ["mmcontrastive.py", "--data", path, "--recipe", "paper", "--output", run]
     command += [*TINY, *OWN["mmcontrastive"], "--seed", 3, "--iters", 4, "--tag-threshold", 0]
     command += ["--lambda-tag", 0.3, "--lambda-cc", 0.7, "--queue", 24, "--retrieval-images", 5]
-    stop_after(3, command, monkeypatch)
+    with interrupted(common, "append_line", call=4):
+        run_here([*command, "--checkpoint-every", 3])
     old = checkpoint_in(run)["model"]
     run_here(command)
     new, row = checkpoint_in(run)["model"], metrics(run)[-1]
@@ -753,7 +727,8 @@ def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
     encoders = mmcontrastive.build_encoders("resnet18", config, losses, dims, hidden=32)
     sizes = {"image": 24, "caption": 16}  # 16 of the 24 photos have a caption
     most = int(np.diff(train.first_tag).max())
-    model = mmcontrastive.MultimodalContrastive(encoders, (len(train.tag_names), most), sizes)
+    tag_sizes = len(train.tag_names), most
+    model = mmcontrastive.MultimodalContrastive(encoders, tag_sizes, sizes, groups=2)
     model.load_state_dict(old)
     model.to(memory_format=torch.channels_last).train()
     with torch.no_grad():
@@ -767,14 +742,13 @@ def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
     samples = common.Samples(make, len(train), seed=3)
     order = np.random.default_rng([3, 1]).permutation(24)  # of epoch 1: three batches are one
     drawn = [samples[1, int(n)] for n in order[:8]]
-    batch = mmcontrastive.collate(drawn, tokenizer)
+    batch = mmcontrastive.collate(tokenizer, drawn)
     tags, captioned = batch["tags"], batch["captioned"]
     assert not captioned.all() and not tags.any(1).all()
     torch.manual_seed((3 << 40) + 4)  # dropout
     with torch.no_grad():
-        queries = model(*mmcontrastive.view(batch, "q"), 2)
-        images, captions = mmcontrastive.view(batch, "k")
-        keys = model.encode_keys(images, captions, 2, np.random.default_rng([3, 4]), ALONE)
+        queries = model(*mmcontrastive.view(batch["q"]))
+        keys = model.encode_keys(*mmcontrastive.view(batch["k"]), (3, 4), ALONE)
 
     given = {name: old[f"queues.{name}.keys"] for name in (*keys, "tag")}
     assert all(old[f"queues.{name}.total"] >= 16 for name in given)  # the queues are full
@@ -846,7 +820,7 @@ def test_unified_mlps_on_vgg16(tiny, tmp_path):
     assert result(tmp_path)["retrieval"]["images"] == 3
 
 
-def test_pretrained_caption_encoder(tiny, tiny_lm, tmp_path, monkeypatch):
+def test_pretrained_caption_encoder(tiny, tiny_lm, tmp_path):
     """--lm FOLDER: both encoders begin with its weights; m = 1 keeps the momentum encoder there.
 
     The run goes on elsewhere, without that folder, and with a flag that repeats its default.
@@ -856,7 +830,8 @@ def test_pretrained_caption_encoder(tiny, tiny_lm, tmp_path, monkeypatch):
     lm, first, second = tmp_path / "lm", tmp_path / "first", tmp_path / "second"
     shutil.copytree(tiny_lm, lm)
     flags = ["--lm", lm, "--momentum", 1, "--iters", 4]
-    stop_after(2, tiny("mmcontrastive", first, *flags), monkeypatch)
+    with interrupted(common, "append_line", call=3):
+        run_here(tiny("mmcontrastive", first, *flags, "--checkpoint-every", 2))
     state, given = checkpoint_in(first)["model"], load_file(lm / "model.safetensors")
     names = [name for name in given if name.startswith("bert.")]
     assert len(names) > 10
@@ -988,8 +963,7 @@ def test_backtranslate_and_train_on_it(tiny, translators, coco_folder, tmp_path,
     write = [*command, "--backtranslate", "--translator", translators]
     assert "have no back-translation in" in refusal(command)
 
-    fork = multiprocessing.get_context("fork")  # nothing has to be imported again
-    process = fork.Process(target=run_here, args=(write,))
+    process = FORK.Process(target=run_here, args=(write,))
     process.start()
     while not (path.exists() and path.stat().st_size):
         assert process.is_alive(), "it ended before it could be killed"
@@ -1095,12 +1069,13 @@ def test_models_that_are_none(tiny, tiny_lm, tmp_path):
 # --------------------------------------------------------------------------------------- it learns
 
 
-def test_learns_on_shapes(tmp_path):
-    """A quarter of the run without flags, at 48 px: captions find photos and back; the backbone
+def test_learns_on_shapes(few_scenes, tmp_path):
+    """An eighth of the run without flags, at 48 px: captions find photos and back; the backbone
     beats a random one.
     """
-    flags = "--iters", 130, "--image-size", 48, "--probe-images", 1000
-    finished(run_script("mmcontrastive.py", *flags, "--output", tmp_path))
+    few_scenes(5000, 500)
+    flags = "--iters", 70, "--image-size", 48, "--probe-images", 500
+    run_here(["mmcontrastive.py", *flags, "--output", tmp_path])
     found, probe = result(tmp_path)["retrieval"], result(tmp_path)["probe"]
     for way, scores in found["trained"].items():
         assert scores["R@10"] > 10 * found["random"][way]["R@10"]

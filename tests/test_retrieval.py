@@ -1,4 +1,7 @@
-"""downstream/retrieval.py: VSE++ loss, captions' vectors, ranks and folds, and the whole script."""
+"""downstream/retrieval.py: VSE++ loss, captions' vectors, folds, and the whole script.
+
+Its ranks and their shares are those of mmcontrastive.py: test_mmcontrastive.py.
+"""
 
 import json
 import math
@@ -7,8 +10,17 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, CPU, TORCHRUN, FeaturesAsGiven, captioned, finished, refusal, result
-from conftest import run_here, run_script
+from conftest import (
+    ALONE,
+    CPU,
+    FeaturesAsGiven,
+    captioned,
+    in_two_processes,
+    interrupted,
+    refusal,
+    result,
+    run_here,
+)
 from PIL import Image
 
 import common
@@ -113,39 +125,6 @@ def test_words():
 # ---------------------------------------------------------------------------------------- scores
 
 
-def literal_rank(right, wrong):
-    """How many are nearer, from 0; equal ones share the mean of their ranks."""
-    nearer = sum(value > right for value in wrong)
-    return nearer + sum(value == right for value in wrong) / 2
-
-
-def literal_scores(similarity, owners):
-    """Ranks by counting: an image's is that of its best caption."""
-    to_text, to_image = [], []
-    for i, row in enumerate(similarity):
-        own = [value for value, owner in zip(row, owners) if owner == i]
-        others = [value for value, owner in zip(row, owners) if owner != i]
-        to_text.append(literal_rank(max(own), others))
-    for column, i in zip(zip(*similarity), owners):
-        to_image.append(literal_rank(column[i], column[:i] + column[i + 1 :]))
-    scores = {}
-    for way, ranks in (("image to text", to_text), ("text to image", to_image)):
-        for k in (1, 5, 10):
-            scores[f"{way} R@{k}"] = 100 * sum(rank <= k - 1 for rank in ranks) / len(ranks)
-        scores[f"{way} Med r"] = math.floor(statistics.median(ranks)) + 1
-    return scores
-
-
-@pytest.mark.parametrize("levels", (1000, 5), ids=("few ties", "many ties"))
-def test_scores_are_those_of_a_count(levels):
-    owners = torch.arange(14).repeat_interleave(torch.tensor([1, 3, 2, 1, 4, 1, 2] * 2))
-    similarity = torch.randint(levels, (14, 28)).float()
-    similarity[owners, torch.arange(28)] += 0.35 * levels // 1  # better than chance
-    found = retrieval.fold_scores(similarity, owners, 1)
-    assert found == pytest.approx(literal_scores(similarity.tolist(), owners.tolist()), abs=1e-4)
-    assert 0 < found["text to image R@1"] < found["text to image R@5"] < 100
-
-
 def test_median_rank():
     """floor(median of ranks from 0) + 1"""
     for ranks, wanted in (
@@ -170,21 +149,12 @@ def test_folds():
     parts = []
     for first in (0, 5):
         columns = [m for m, owner in enumerate(owners) if first <= owner < first + 5]
-        rows = similarity[first : first + 5, columns].tolist()
-        parts.append(literal_scores(rows, [int(owners[m]) - first for m in columns]))
+        part = similarity[first : first + 5, columns]
+        parts.append(retrieval.fold_scores(part, owners[columns] - first, 1))
     found = retrieval.fold_scores(similarity, owners, 2)
     wanted = {score: (parts[0][score] + parts[1][score]) / 2 for score in parts[0]}
     assert found == pytest.approx(wanted, abs=1e-4)
     assert found != pytest.approx(retrieval.fold_scores(similarity, owners, 1), abs=1e-4)
-
-
-def test_useless_vectors_get_no_credit():
-    """All similarities alike, or none a number: the ranks are those in the middle."""
-    owners = torch.arange(40).repeat_interleave(5)
-    for value in (0.7, math.nan):
-        found = retrieval.fold_scores(torch.full((40, 200), value), owners, 1)
-        assert found["image to text R@10"] == found["text to image R@10"] == 0
-        assert found["text to image Med r"] == 20
 
 
 # ---------------------------------------------------------------------------------------- images
@@ -254,8 +224,8 @@ def run(coco_folder, tmp_path_factory):
     weights = common.build_backbone("resnet18").state_dict()
     torch.save(weights, folder / "backbone.pth")
     flags = *TINY[4:], "--weights", folder / "backbone.pth", "--runs", 2, *data
-    process = finished(run_script(*TORCHRUN, "-m", "downstream.retrieval", *flags))
-    return folder, process.stdout, flags
+    printed, _ = in_two_processes(run_here, ["downstream.retrieval", *flags])
+    return folder, printed, flags
 
 
 def test_script(run):
@@ -289,21 +259,11 @@ def test_one_process_finds_the_same_and_what_is_done_is_kept(run, tmp_path):
             assert found == pytest.approx(wanted, abs=9)  # features differ in their last bits
 
 
-def test_a_stopped_run_goes_on_with_equal_bits(coco_folder, tmp_path, monkeypatch):
+def test_a_stopped_run_goes_on_with_equal_bits(coco_folder, tmp_path):
     data = "--data", "coco", "--root", coco_folder
     run_here(command(*data, "--output", tmp_path / "whole"))
-    write, written = common.write_file, []
-
-    def stop_after_two(path, content):
-        write(path, content)
-        written.append(path)
-        if sum(".pth" in str(name) for name in written) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(common, "write_file", stop_after_two)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(retrieval, "vse_loss", call=3):  # an epoch has one batch
         run_here(command(*data, "--output", tmp_path / "stopped"))
-    monkeypatch.undo()
     output = run_here(command(*data, "--output", tmp_path / "stopped"))
     assert "going on after epoch 2" in output
     [whole], [stopped] = [list((tmp_path / x).glob("random_0_*.pth")) for x in ("whole", "stopped")]
@@ -314,25 +274,10 @@ def test_a_stopped_run_goes_on_with_equal_bits(coco_folder, tmp_path, monkeypatc
     assert result(tmp_path / "whole")["runs"] == result(tmp_path / "stopped")["runs"]
 
 
-def test_defaults():
-    """shapes: minutes; coco: the paper's protocol; a .jsonl: between. A flag that is given wins."""
-    demo = retrieval.get_args(["--weights", "random", "--arch", "resnet18"])
-    assert demo.data == "shapes" and demo.train_images and demo.dim < 1024
-    flags = ["--weights", "random", "--arch", "resnet50", "--data", "coco", "--dim", "64"]
-    paper = retrieval.get_args(flags)
-    assert (paper.train_images, paper.test_images, paper.epochs, paper.lr) == (None, 1000, 15, 2e-4)
-    small = retrieval.get_args([*flags, "--data", "photos.jsonl"])
-    assert [x.negatives for x in (demo, small, paper)] == ["mean", "mean", "hardest"]
-    assert (small.recipe, small.train_images, small.train_split) == ("small", None, "train")
-    assert (paper.dim, paper.word_dim, paper.train_split) == (64, 300, "train2017")
-
-
 def test_refusals(coco_folder, tmp_path):
     data = "--data", "coco", "--root", coco_folder, "--output", tmp_path
     for flags, words in (
         (("--folds", 13), "--folds 13: there are 12 test images only"),
-        (("--train-images", 0), "argument --train-images: 0 is not"),
-        (("--lr", 0), "argument --lr: 0 is not"),
         (("--weights", "none.pth"), "none.pth not found"),
         (("--root", "none"), "captions_train2017.json not found"),
         (("--data", "none"), "--data none is unknown"),

@@ -8,10 +8,11 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, TORCHRUN, finished, run_here, run_script
+from conftest import CPU, in_two_processes, interrupted, run_here
 from PIL import Image
 
 import common
+import shapes
 import sources
 
 
@@ -223,11 +224,10 @@ FLAGS += ["--log-every", 1, "--checkpoint-every", 2, "--iters", 6, "--vocab-size
 def made(tmp_path_factory):
     """Scenes as shards, by tools/make_shards.py"""
     folder = tmp_path_factory.mktemp("shards")
-    code = "import shapes, runpy, sys\nshapes.SPLITS = {'train': range(60), 'val': range(60, 72)}\n"
-    code += "sys.argv[0] = 'tools/make_shards.py'\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-    flags = "--output", folder, "--per-shard", 25
-    ended = finished(run_script("-c", code, *flags))
-    assert f"3 files {folder}/train-*.tar of up to 25 photos" in ended.stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "SPLITS", {"train": range(60), "val": range(60, 72)})
+        output = run_here(["tools.make_shards", "--output", folder, "--per-shard", 25])
+    assert f"3 files {folder}/train-*.tar of up to 25 photos" in output
     return folder
 
 
@@ -238,17 +238,8 @@ def test_a_training_on_shards(made, tmp_path):
     output = run_here(whole)
     assert "60 photos (12 for validation), 300 captions" in output
     stopped = ["virtex.py", *data, *FLAGS, "--output", tmp_path / "stopped"]
-    with pytest.MonkeyPatch.context() as patch:
-        write = common.append_line
-
-        def killed(path, line):
-            write(path, line)
-            if '"iteration": 5' in line:
-                raise KeyboardInterrupt
-
-        patch.setattr(common, "append_line", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run_here(stopped)
+    with interrupted(common, "append_line", call=5):
+        run_here(stopped)
     assert "going on from iteration 4" in run_here(stopped)
     one, other = (torch.load(tmp_path / name / "backbone.pth") for name in ("whole", "stopped"))
     assert all(torch.equal(one[key], other[key]) for key in one)
@@ -257,16 +248,17 @@ def test_a_training_on_shards(made, tmp_path):
 def test_two_processes_on_shards(made, tmp_path):
     """One makes the index while the other waits; they end well."""
     data = "--data", f"{made}/{{split}}-*.tar", "--cache", tmp_path / "cache"
-    finished(run_script(*TORCHRUN, "virtex.py", *data, *FLAGS, "--output", tmp_path / "run"))
+    flags = *FLAGS, "--iters", 2, "--output", tmp_path / "run"
+    in_two_processes(run_here, ["virtex.py", *data, *flags])
     assert len(list(tmp_path.glob("cache/shards-*/index.json"))) == 2  # train and val
 
 
 def test_photos_stay_as_they_are(real_data, tmp_path):
     """JPEG files are copied; with --side they are made smaller; captions and tags are COCO's."""
     root, flags = real_data / "coco-mini", ["--splits", "val2017", "--per-shard", 20]
-    command = ["tools/make_shards.py", "--data", "coco", "--root", root, *flags]
-    finished(run_script(*command, "--output", tmp_path))
-    finished(run_script(*command, "--output", tmp_path / "small", "--side", 64))
+    command = ["tools.make_shards", "--data", "coco", "--root", root, *flags, "--output"]
+    run_here([*command, tmp_path])
+    run_here([*command, tmp_path / "small", "--side", 64])
     coco = common.caption_data("coco", str(root), "val2017")
     data, small = (
         shard_data(f, "val2017", "{split}-*.tar") for f in (tmp_path, tmp_path / "small")

@@ -1,11 +1,9 @@
 """tools/: compare.py's commands are ones that the scripts accept, and its table says what their
-runs say; benchmark.py measures every method, and its LinearSVC solves what the probe solves."""
+runs say; benchmark.py measures every method."""
 
 import importlib
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import transformers
-from conftest import checkpoint_in, environment, finished, metrics, result, run_script
+from conftest import checkpoint_in, finished, metrics, result, run_script, running
 from PIL import Image
 
-import eval_linear
 from tools import benchmark, compare, fuzz
 
 # ------------------------------------------------------------------------------------ compare.py
@@ -149,13 +146,8 @@ def test_flags_are_accepted(name, data, monkeypatch, tmp_path):
 def test_a_stopped_comparison_leaves_no_training_behind(photos, tmp_path):
     """SIGTERM reaches the script: it writes its checkpoint and ends before the comparison does."""
     flags = [*photos, "--only", "moco", "--iters", 100_000, "--log-every", 1]
-    command = [sys.executable, compare.__file__, *map(str, flags)]
-    run, pipe = tmp_path / "all runs" / "moco-0", subprocess.PIPE
-    options = {"stdout": subprocess.DEVNULL, "stderr": pipe, "text": True, "env": environment()}
-    with subprocess.Popen(command, **options) as process:
-        while not (run / "metrics.jsonl").exists() or not metrics(run):
-            assert process.poll() is None
-            time.sleep(0.1)
+    run = tmp_path / "all runs" / "moco-0"
+    with running(run, compare.__file__, *flags) as process:
         process.send_signal(signal.SIGTERM)
         errors = process.communicate(timeout=60)[1]
     ended = "error: mmcontrastive.py was stopped or ended with an error, see above"
@@ -251,23 +243,6 @@ def test_benchmark_of_the_whole_loop(coco_folder, monkeypatch, capsys):
     assert "% of its step, " in speeds["tp, loop"][1]
     with pytest.raises(SystemExit, match="error: tp.py ended with an error, see above"):
         benchmark.whole_loop("tp", benchmark.get_args([*flags, "/nowhere"]))
-
-
-def test_linear_svc(monkeypatch):
-    """Both forms of LinearSVC give the scores of the probe's solver, "difficult" images too."""
-    rng = np.random.default_rng(0)
-    x, direction = rng.normal(size=(2, 150, 6)).astype(np.float32), rng.normal(size=(6, 3))
-    noise = rng.normal(size=(2, 150, 3))
-    y = np.where(x @ direction + noise > 1, 1, 0)
-    y[:, ::10] = -1
-    names = ["one", "two", "three"]
-    ours = eval_linear.svm_probe(x[0], y[0], x[1], y[1], names)
-    for dual in (True, False):
-        theirs = benchmark.linear_svc(x[0], y[0], x[1], y[1], names, dual)
-        assert theirs == pytest.approx(ours, abs=1e-3)
-    monkeypatch.setattr(eval_linear, "COSTS", (1e-4,))
-    other = benchmark.linear_svc(x[0], y[0], x[1], y[1], names, dual=False)
-    assert other != pytest.approx(ours, abs=1e-3)  # the test can tell a difference
 
 
 # --------------------------------------------------------------------------------------- fuzz.py

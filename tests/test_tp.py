@@ -4,9 +4,9 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import resource
 import shutil
+import zlib
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,12 +21,10 @@ from conftest import (
     captioned,
     checkpoint_in,
     files_in,
-    finished,
     metrics,
     refusal,
     result,
     run_here,
-    run_script,
 )
 from scipy import sparse
 from torch import nn
@@ -52,7 +50,7 @@ def arguments(flags=""):
 def labels_in(folder, train, val, flags=""):
     """The labels that a run with the cache `folder` makes, or finds there"""
     args = arguments(f"{flags} --cache {folder}")
-    return tp.load_labels(args, train, val, folder, CPU)
+    return tp.kept_labels(args, train, val, folder, CPU)
 
 
 def centred(images, n, size):
@@ -216,17 +214,15 @@ def test_a_disk_without_room_for_the_vectors(tmp_path):
     assert not path.exists()
 
 
+def test_folder_digest(tmp_path):
+    """Labels that are made with a folder's model are made again when its weights change."""
+    assert tp.folder_digest("bert-base-uncased") == 0
+    for content in (b"first", b"other"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        assert tp.folder_digest(tmp_path) == zlib.crc32(content)
+
+
 # ------------------------------------------------------------------------- losses and rotations
-
-
-def test_loss_is_equation_2():
-    """For all labels but topics; Eq. 2 is written out in test_language.py."""
-    generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(5, 7, generator=generator)
-    targets = (torch.rand(5, 7, generator=generator) < 0.5).float()
-    expected = language.tag_loss(logits, targets)
-    for labels in set(tp.LABELS) - {"lda"}:
-        assert torch.equal(tp.label_loss(logits, targets, labels), expected)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -246,6 +242,8 @@ def test_loss_of_topics(dtype):
     loss = tp.label_loss(logits, targets, "lda")
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(total / 5, rel=1e-5)
     assert tp.label_loss(0 * logits, targets, "lda").item() == pytest.approx(0.7 * 4, rel=0.02)
+    equation_2 = language.tag_loss(logits, targets)  # written out in test_language.py
+    assert torch.equal(tp.label_loss(logits, targets, "postag"), equation_2)
 
 
 def test_four_rotations():
@@ -316,7 +314,7 @@ def test_topics_are_probabilities(tmp_path):
 def test_topics_of_more_images_than_fit_in_a_batch():
     """Beyond the first 1024 images, each row is still that of its own image."""
     train = captioned(*(ANIMAL if n % 3 else STREET for n in range(1100)))
-    labels = tp.lda_labels(train, captioned(ANIMAL), number=2, seed=0, passes=1)
+    labels = tp.lda_labels(train, captioned(ANIMAL), num_labels=2, seed=0, passes=1)
     street, animal = labels.train.toarray()[:2]
     expected = [animal if n % 3 else street for n in range(1100)]
     assert street.argmax() != animal.argmax()
@@ -387,8 +385,8 @@ def test_labels_are_made_once(tmp_path, monkeypatch):
     def made_anew(*_, **__):
         raise MadeAnew
 
-    for builder in ("postag_labels", "cluster_labels", "lda_labels", "instance_labels"):
-        monkeypatch.setattr(tp, builder, made_anew)
+    for labels, (_, flags) in tp.MADE_BY.items():
+        monkeypatch.setitem(tp.MADE_BY, labels, (made_anew, flags))
     same = "--lr 7", "--arch resnet50", "--batch-size 4", "--image-size 32", "--root moved"
     for flags in ("", *same):
         read = labels_in(tmp_path, train, val, f"{topics} {flags}")
@@ -435,11 +433,12 @@ def test_labels_go_with_their_photos(tmp_path):
     images, rows = common.ImageFiles(map(str, paths)), np.array([1, 2, 3])  # 0 has no label
     labels = np.array([[0, 0, 0], [1, 1, 0], [1, 0, 0], [0, 0.25, 0.75]], np.float32)
     swap, seen = language.left_right_swap(["dog", "left", "right"]), set()
-    make = partial(tp.sample, images, rows, size=16, crop_min=1.0, jitter=0.0)
+    flags = SimpleNamespace(image_size=16, crop_min=1.0, colour_jitter=0.0)
+    make = partial(tp.sample, images, rows, flags)
     samples = common.Samples(make, 3)
     for epoch, index in itertools.product((None, *range(8)), range(3)):
         sample = samples[index if epoch is None else (epoch, index)]
-        batch = tp.collate([sample], sparse.csr_array(labels), swap)
+        batch = tp.collate(sparse.csr_array(labels), swap, [sample])
         photo, mirrored = (1, 3, 3)[index], sample["mirrored"]
         dog, left, right = labels[photo].tolist()
         expected = [dog, right, left] if mirrored else [dog, left, right]
@@ -449,16 +448,6 @@ def test_labels_go_with_their_photos(tmp_path):
         seen.add((epoch is None, photo, mirrored))
     training = {(False, photo, mirrored) for photo in (1, 3) for mirrored in (False, True)}
     assert seen == training | {(True, 1, False), (True, 3, False)}
-
-
-@pytest.mark.parametrize("arch", ("resnet18", "vgg16"))
-def test_the_model_is_backbone_and_head(arch):
-    """tp(phi(I)), all of it trained: (B, 3, h, w) -> (B, K)"""
-    model, images = tp.TagPredictor(arch, 11), torch.randn(2, 3, 64, 32)
-    logits = model(images)
-    torch.testing.assert_close(logits, model.head(model.backbone(images)))
-    logits.square().sum().backward()
-    assert logits.shape == (2, 11) and all(p.grad.any() for p in model.backbone.parameters())
 
 
 def test_rotations_train_the_fully_connected_layers():
@@ -532,7 +521,7 @@ def test_validation_is_over_all_photos(labels):
     if labels == "postag":
         targets = (targets >= 0.1).astype(np.float32)
     model = tp.TagPredictor("resnet18", 4)
-    make = partial(tp.sample, images, rows, size=32, crop_min=0.2, jitter=1.0)
+    make = partial(tp.sample, images, rows, args)
     kept = None if labels == "rotation" else sparse.csr_array(targets)
     found = tp.validate(model.train(), common.Samples(make, 70), kept, args, CPU)
     assert model.training and model.backbone.bn1.num_batches_tracked == 0
@@ -586,21 +575,6 @@ def test_appendix_f1(flags, arch, optimizer, decay, rates):
             factor = common.lr_factor(iteration, args.iters, args.warmup, args.steps)
             common.set_lr(built, factor)
             assert group["lr"] == pytest.approx(rate, rel=1e-9, abs=1e-15)
-
-
-@pytest.mark.parametrize(
-    "flags, number",
-    [
-        ("", 5000),  # Sec. 4.3
-        (VGG, 1000),  # Tab. 2
-        (f"{VGG} --labels cluster", 1000),
-        ("--labels lda", 40),  # Sec. 4.2
-        ("--labels instances", None),
-        (f"{VGG} --num-labels 10000", 10_000),
-    ],
-)
-def test_number_of_labels(flags, number):
-    assert arguments(f"--data coco {flags}").num_labels == number
 
 
 def test_flags_that_are_given_win():
@@ -734,22 +708,20 @@ def test_predict_refuses_what_has_no_labels(tmp_path):
         assert f"{path} is no checkpoint.pth of tp.py" in message
 
 
-def test_vgg16_goes_from_rotation_to_postag(tiny, tmp_path):
+def test_vgg16_begins_with_init(tiny, tmp_path):
     """App. F.1: --init starts from the backbone that predicted rotations, under RAdam."""
-    first, second, vgg = tmp_path / "rotation", tmp_path / "postag", VGG.split()
-    run_here(tiny("tp", first, *vgg, "--labels", "rotation", "--iters", 2))
-    path = first / "backbone.pth"
-    run_here(tiny("tp", second, *vgg, "--init", path, "--iters", 1, "--lr", 1e-12))
-    before, after = (torch.load(at / path.name, weights_only=True) for at in (first, second))
-    torch.manual_seed(0)
-    anew = common.build_backbone("vgg16").state_dict()
+    path, run = tmp_path / "rotation.pth", tmp_path / "postag"
+    torch.manual_seed(1)  # that of the run is 0
+    before = common.build_backbone("vgg16").state_dict()
+    torch.save(before, path)
+    run_here(tiny("tp", run, *VGG.split(), "--init", path, "--iters", 1, "--lr", 1e-12))
+    after = torch.load(run / "backbone.pth", weights_only=True)
     for name in [name for name, value in before.items() if value.dim() == 4]:
         torch.testing.assert_close(before[name], after[name], rtol=0, atol=1e-7)
-        assert (before[name] - anew[name]).abs().mean() > 1e-4
-    [group] = checkpoint_in(second)["optimizer"]["param_groups"]
+    [group] = checkpoint_in(run)["optimizer"]["param_groups"]
     assert group["decoupled_weight_decay"] and group["weight_decay"] == 1e-3
     message = refusal(tiny("tp", tmp_path / "refused", "--init", path, "--iters", 1))
-    assert "backbone.pth is a vgg16, not --arch resnet18" in message
+    assert "rotation.pth is a vgg16, not --arch resnet18" in message
 
 
 def test_photos_without_a_label_are_left_out(coco_folder, tmp_path):
@@ -772,7 +744,7 @@ def test_photos_without_a_label_are_left_out(coco_folder, tmp_path):
 
 def test_half_precision_from_the_start(tiny, tmp_path):
     """The scaler skips the first step: nothing is stepped with, and the run goes on."""
-    run_here(tiny("tp", tmp_path, "--iters", 4, "--amp", "fp16"))
+    run_here(tiny("tp", tmp_path, "--iters", 3, "--amp", "fp16"))
     assert common.all_finite(checkpoint_in(tmp_path)["model"])
     assert all(math.isfinite(row["loss"]) for row in metrics(tmp_path))
 
@@ -791,11 +763,10 @@ def test_the_first_process_makes_the_labels(tiny, tmp_path, monkeypatch):
     assert made == [0, 1]  # the output folder, then the labels
 
 
-def test_learns_on_shapes(tmp_path):
-    """A quarter of the run without flags"""
-    flags = ["--iters", 150, "--probe-images", 1000]
-    flags += ["--workers", min(2, os.cpu_count()), "--output", tmp_path]
-    finished(run_script("tp.py", *flags))
+def test_learns_on_shapes(few_scenes, tmp_path):
+    """An eighth of the run without flags"""
+    few_scenes(5000, 500)
+    run_here(["tp.py", "--iters", 80, "--probe-images", 500, "--output", tmp_path])
     scores, probe = result(tmp_path), result(tmp_path)["probe"]
     assert scores["validation"]["mAP"] > scores["label_frequencies"]["mAP"] + 15
     assert probe["trained"] > probe["random"] + 2

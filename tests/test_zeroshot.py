@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.io
 import torch
-from conftest import CPU, TORCHRUN, finished, result, run_script
+from conftest import CPU, in_two_processes, refusal, result, run_here
 
 import common
 import eval_linear
@@ -250,7 +250,8 @@ def test_published_layout(name, tmp_path):
         assert part == wanted
 
 
-RANDOM = "--weights", "random", "--arch", "resnet18", "--image-size", 32, "--workers", 0
+START = "downstream.zeroshot", "--weights", "random", "--arch", "resnet18"
+START += "--image-size", 32, "--workers", 0
 REFUSALS = {
     "att": ({"att": None}, "att_splits.mat: 'att' is missing"),
     "labels": ({"labels": np.zeros((48, 1))}, "labels holds 0 to 0, not 1 to 4"),
@@ -266,62 +267,52 @@ REFUSALS = {
 }  # fmt: skip
 
 
-def refused(*flags):
-    """The command ends with one line -> that line"""
-    with pytest.raises(SystemExit) as stopped:
-        common.run(zeroshot.main, lambda: zeroshot.get_args([str(flag) for flag in flags]))
-    message = str(stopped.value)
-    assert message.startswith("error: ") and "\n" not in message, message
-    return message
-
-
 @pytest.mark.parametrize("case", REFUSALS)
 def test_damaged_variables(case, tmp_path):
     changed, message = REFUSALS[case]
     publish(tmp_path, "cub", **changed)
     flags = "--data", "cub", "--root", tmp_path, "--output", tmp_path / "out"
-    assert message in refused(*RANDOM, *flags)
+    assert message in refusal([*START, *flags])
 
 
 def test_missing_and_damaged_files(tmp_path):
     """Each by its name, with what was expected."""
-    flags = *RANDOM, "--data", "awa2", "--root", tmp_path, "--output", tmp_path / "out"
-    assert "xlsa17/data/AWA2/res101.mat not found" in refused(*flags)
+    flags = *START, "--data", "awa2", "--root", tmp_path, "--output", tmp_path / "out"
+    assert "xlsa17/data/AWA2/res101.mat not found" in refusal(flags)
     folder = publish(tmp_path, "awa2")
     photo = tmp_path / PHOTOS["awa2"] / "ox" / "3_a.jpg"
     photo.rename(tmp_path / "3.jpg")
-    message = refused(*flags)
+    message = refusal(flags)
     assert "1 of 48 images are missing" in message and "unpack the photos" in message
     (tmp_path / "3.jpg").rename(photo)
     whole = (folder / "att_splits.mat").read_bytes()
     for content in whole[: len(whole) // 2], b"not MATLAB" * 20, b"":
         (folder / "att_splits.mat").write_bytes(content)
-        message = refused(*flags)
+        message = refusal(flags)
         assert "att_splits.mat" in message and "xlsa17.zip unpacked" in message
     (folder / "att_splits.mat").unlink()
-    assert "att_splits.mat not found" in refused(*flags)
+    assert "att_splits.mat not found" in refusal(flags)
 
 
 def test_flags_that_do_not_go(tmp_path):
     out = "--output", tmp_path
-    assert "--image-size 48" in refused(*RANDOM, "--arch", "vgg16", *out)
-    assert "--train-split" in refused(*RANDOM, "--train-split", "all", *out)
+    assert "--image-size 48" in refusal([*START, "--arch", "vgg16", *out])
+    assert "--train-split" in refusal([*START, "--train-split", "all", *out])
 
 
 # ------------------------------------------------------------------------------------ the script
 
 
 def test_script(tmp_path):
-    """The real command on a tiny CUB: a table, one line at the end, result.json and a picture
+    """The command on a tiny CUB: a table, one line at the end, result.json and a picture
 
     Two processes find the same as one; a photo that cannot be decoded is left out.
     """
     publish(tmp_path, "cub")
     (tmp_path / PHOTOS["cub"] / CLASSES[3] / "47_a.jpg").write_bytes(b"in no split, never read")
     (tmp_path / PHOTOS["cub"] / CLASSES[0] / "0_a.jpg").write_bytes(b"no photo")
-    flags = *RANDOM, "--data", "cub", "--root", tmp_path, "--runs", 2, "--epochs", 4
-    alone = finished(run_script("-m", "downstream.zeroshot", *flags, "--output", tmp_path / "one"))
-    lines = alone.stdout.splitlines()
+    command = *START, "--data", "cub", "--root", tmp_path, "--runs", 2, "--epochs", 4, "--output"
+    lines = run_here([*command, tmp_path / "one"]).splitlines()
     found = result(tmp_path / "one")
     top1 = found["trained"]["mean"]["top-1"]
     assert lines[-1].startswith(f"zero-shot on cub: top-1 {top1:.1f} trained, ")
@@ -334,27 +325,24 @@ def test_script(tmp_path):
         assert set(found[name]["std"]) == {"top-1", "seen", "unseen", "harmonic mean"}
     assert found["trained"] == found["random"]  # --weights random: the same initialisations
     assert (tmp_path / "one" / "unseen.png").stat().st_size > 1000
-    both = run_script(*TORCHRUN, "-m", "downstream.zeroshot", *flags, "--output", tmp_path / "two")
-    finished(both)
+    in_two_processes(run_here, [*command, tmp_path / "two"])
     assert result(tmp_path / "two")["random"]["runs"] == found["random"]["runs"]
 
 
-def test_shapes_at_tiny_size(tmp_path, monkeypatch, capsys):
-    """No flags but those that make it small; five runs as in the paper. --help does not import."""
+def test_shapes_at_tiny_size(tmp_path, monkeypatch):
+    """No flags but those that make it small; five runs as in the paper"""
     monkeypatch.setattr(zeroshot, "SCENES", {"train": 200, "val": 100})
-    flags = *RANDOM, "--epochs", 2, "--output", tmp_path
-    common.run(zeroshot.main, lambda: zeroshot.get_args([str(flag) for flag in flags]))
-    assert "1.6 by guessing among 64 classes" in capsys.readouterr().out.splitlines()[-1]
+    output = run_here([*START, "--epochs", 2, "--output", tmp_path])
+    assert "1.6 by guessing among 64 classes" in output.splitlines()[-1]
     assert len(result(tmp_path)["random"]["runs"]) == 5
 
 
-def test_vgg_has_three_scores(tmp_path, capsys):
+def test_vgg_has_three_scores(tmp_path):
     """One for each of the last three convolutions [Tab. 6]; the last line has that of C-13."""
     publish(tmp_path, "cub")
     small = "--image-size", 48, "--runs", 1, "--epochs", 1, "--output", tmp_path / "out"
-    flags = *RANDOM, "--arch", "vgg16", "--data", "cub", "--root", tmp_path, *small
-    common.run(zeroshot.main, lambda: zeroshot.get_args([str(flag) for flag in flags]))
-    assert "zero-shot on cub: C-13 top-1 " in capsys.readouterr().out.splitlines()[-1]
+    flags = "--arch", "vgg16", "--data", "cub", "--root", tmp_path, *small
+    assert "zero-shot on cub: C-13 top-1 " in run_here([*START, *flags]).splitlines()[-1]
     [scores] = result(tmp_path / "out")["trained"]["runs"]
     assert [name for name in scores if "top-1" in name] == [f"C-{n} top-1" for n in (11, 12, 13)]
     assert len(scores) == 12

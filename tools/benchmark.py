@@ -252,7 +252,7 @@ def mmcontrastive_step(flags, device):
     sizes = BERT_BASE, weights, dims, flags.mlp_hidden
     encoders = mmcontrastive.build_encoders(flags.arch, *sizes)
     queues = {"image": flags.queue, "caption": flags.queue}
-    model = mmcontrastive.MultimodalContrastive(encoders, 0, queues)
+    model = mmcontrastive.MultimodalContrastive(encoders, None, queues, flags.bn_splits)
     model.to(device, memory_format=torch.channels_last)
     for queue in model.queues.values():
         queue.total += flags.queue
@@ -260,22 +260,21 @@ def mmcontrastive_step(flags, device):
     if flags.compile:
         model.queries["image"].trunk.compile()
         model.keys["image"].trunk.compile()
-    parts, batch = ("images", "jitter", "sigma", "tokens", "visible"), {}
+    batch, sigma = {}, torch.ones(flags.batch_size, device=device)
     for name in ("q", "k"):
-        photos, captions = random_batch(flags, device)
-        view = *photos, torch.ones(flags.batch_size, device=device), *captions
-        batch |= {f"{part}_{name}": value for part, value in zip(parts, view)}
+        (image, jitter), captions = random_batch(flags, device)
+        batch[name] = {"image": image, "jitter": jitter, "sigma": sigma, "captions": captions}
     tags = torch.zeros(flags.batch_size, 0, device=device)
     captioned = torch.ones(flags.batch_size, dtype=torch.bool, device=device)
     constants = flags.temperature, flags.margin, flags.tag_threshold
-    alone, rng = common.World(0, 1, device), np.random.default_rng(0)
+    alone = common.World(0, 1, device)
     while True:
-        images_q, captions_q = mmcontrastive.view(batch, "q")
-        images_k, captions_k = mmcontrastive.view(batch, "k")
+        images_q, captions_q = mmcontrastive.view(batch["q"])
+        images_k, captions_k = mmcontrastive.view(batch["k"])
         mmcontrastive.update_momentum(model.queries, model.keys, flags.momentum)
         with common.autocast(device, flags.amp):
-            queries = model(images_q, captions_q, flags.bn_splits)
-            keys = model.encode_keys(images_k, captions_k, flags.bn_splits, rng, alone)
+            queries = model(images_q, captions_q)
+            keys = model.encode_keys(images_k, captions_k, 0, alone)
         compared = queries, keys, model.queues, tags, captioned
         losses = mmcontrastive.contrastive_losses(*compared, *constants)
         update(sum(weights[name] * losses[name] for name in losses))  # Eq. 15
