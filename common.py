@@ -145,7 +145,7 @@ def start():
         torch.backends.cudnn.benchmark = True
     else:
         keep_freed_memory()
-        if "OMP_NUM_THREADS" not in os.environ:
+        if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > 1:
             choose_threads()
     if "RANK" not in os.environ:
         return World(0, 1, torch.device("cuda" if cuda else "cpu"))
@@ -851,7 +851,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
     """Keeps the layout of the script's docstring and tells each default."""
 
     def _get_help_string(self, action):
-        silent = action.default in (None, argparse.SUPPRESS) or action.default is False
+        silent = action.default in (None, argparse.SUPPRESS, []) or action.default is False
         return action.help if silent else f"{action.help} (default %(default)s)"
 
 
@@ -870,7 +870,7 @@ def flag_parser(script, description):
     parser = Parser(description)
     add = parser.add_argument_group("data").add_argument
     add("--data", default="shapes", help=DATA)
-    add("--recipe", choices=RECIPES, help="other defaults: demo (shapes), small (.jsonl), paper")
+    add("--recipe", choices=RECIPES, help="defaults: demo (shapes), small (.jsonl), paper (others)")
     add("--root", help="folder of the data (default datasets/<name>; for a .jsonl its own)")
     add("--cache", help="folder of what runs share (default: cache, beside --output)")
     add("--train-split", help="name of the training split")
@@ -887,7 +887,7 @@ def flag_parser(script, description):
     add("--arch", choices=BACKBONES, help="resnet18 for small data or a CPU")
     add("--batch-size", type=dim, help="images per iteration over all processes")
     add("--iters", type=count, help="length in iterations; scale with the number of images")
-    add("--epochs", type=positive, help="length in passes over the images, instead of --iters")
+    add("--epochs", type=positive, help="length in passes over the data, instead of --iters")
     add("--lr", type=positive, help="peak; lower it when the loss is not finite")
     add("--warmup", type=proper_share, default=0.0, help="share of the run in which --lr rises")
     add("--weight-decay", type=non_negative, default=1e-4, help="raise it for few images")

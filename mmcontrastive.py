@@ -27,9 +27,8 @@ filled in counts: `ii` and `cc` towards ln(K + 1), `ic` and `ci` towards K times
 they fall, `cc` within the first hundreds of iterations and the others slowly. A run ends with
 retrieval, from photos to captions and back (Tab. 7), beside that of random similarities.
 
-When it is stuck on few photos: --queue of about 16 batches; --momentum so near to 1 that the key
-encoders hardly change while a batch passes through the queue, but no nearer (else the losses fall
-early and rise again, and retrieval stays at chance); --lambda-ic and --lambda-ci at 50 to 100 / K.
+When it is stuck on few photos: --queue of about 16 batches, --lambda-ic and --lambda-ci at 25 to
+100 / K, and --momentum near to 1, but no nearer than the run is long (docs/troubleshooting.md).
 """
 
 import copy

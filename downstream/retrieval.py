@@ -13,15 +13,13 @@ the protocol of VSE++ (Faghri et al., BMVC 2018).
                   ... --test-images 5000 --folds 5: the mean of five times 1,000 photos
     eight GPUs    torchrun --nproc_per_node=8 -m downstream.retrieval ... (they extract features)
 
-Scores: R@K, the percentage of queries whose match is among the first K, and Med r, the median rank
-of the match; a photo's match is the best of its captions. Beside them stand the scores of a
-randomly initialised backbone and of random similarities (chance).
+Scores: R@K, the percentage of queries whose match is among the first K; Med r, its median rank;
+a photo's match is the best of its captions. Beside them: a random backbone, and chance.
 
-What to expect: the loss per pair of photo and caption falls from 0.4 (twice the margin, all vectors
-alike) to below 0.1 with --negatives mean. With the hardest negatives, the paper's, it starts higher
-and must fall below 0.4: if it stays there, they are too hard for this backbone and --negatives mean
-learns more. On shapes, in three minutes, R@10 comes to 96, for a random backbone to 40.
-Features, and the state after each epoch, are kept in --output: the same command goes on there.
+What to expect: the loss per pair falls from 0.4 (twice the margin, all vectors alike) to below 0.1
+with --negatives mean. With the hardest ones, the paper's, it must fall below 0.4: if it does not,
+they are too hard for this backbone. On shapes, in three minutes, R@10 comes to 96 (random: 40).
+The same command goes on in --output, which keeps features and the state after each epoch.
 """
 
 import math
@@ -53,8 +51,7 @@ RECIPES = {  #        demo    small   paper: Sec. 4.2, after VSE++
 }
 # fmt: on
 BATCH_SIZE = 128  # pairs of a photo and a caption [Sec. 4.2]
-MARGIN = 0.2  # [VSE++ code]
-MAX_NORM = 2.0  # of the gradient [VSE++ code]
+MARGIN, MAX_NORM = 0.2, 2.0  # of the loss, and of the gradient [VSE++ code]
 MIN_COUNT = 4  # how often a word must occur in the training captions to be kept [VSE++ code]
 WORD = re.compile(r"\w+(?:['’-]\w+)*")  # t-shirt and can't are one, punctuation is none [ours]
 START, END, UNKNOWN = range(3)  # before and after each caption, and for words that are not kept
@@ -82,18 +79,17 @@ def main(args):
     world = common.start()
     Path(args.output).mkdir(parents=True, exist_ok=True)
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
-    backbones = {"random": "random"}
-    if args.weights != "random":
-        backbones = {"trained": args.weights, "random": "random"}
+    names = ["random"] if args.weights == "random" else ["trained", "random"]
     train = captioned_images(args, args.train_split, args.train_images)
     test = captioned_images(args, args.val_split, args.test_images)
     check(args.folds <= len(test), f"--folds {args.folds}: there are {len(test)} test images only")
     vocabulary = count_words(train.captions)
     say(f"{len(train)} training images, {len(test)} test images, {len(vocabulary)} words")
 
-    runs = {name: [] for name in (*backbones, "chance")}
+    runs = {name: [] for name in (*names, "chance")}
     for seed in range(args.seed, args.seed + args.runs):
-        for name, weights in backbones.items():
+        for name in names:
+            weights = args.weights if name == "trained" else "random"
             backbone = eval_linear.load_backbone(weights, backbone.arch, seed)
             backbone.to(world.device, memory_format=torch.channels_last).eval()
             fit = describe(backbone, train, f"{name}_train", args, world)
@@ -104,7 +100,7 @@ def main(args):
             similarity = compare(model, found, features)
             owners = torch.from_numpy(found.image_of_caption())
             runs[name].append(fold_scores(similarity, owners, args.folds))
-            if seed == args.seed and name == next(iter(backbones)):
+            if seed == args.seed and name == names[0]:
                 draw_retrieved(found, similarity, f"{args.output}/retrieval.png")
         if world.is_main:
             chance = torch.rand_like(similarity)  # as seeded before the last training
@@ -122,8 +118,7 @@ def captioned_images(args, split, number):
     data = common.caption_data(args.data, args.root, split)
     captioned = np.flatnonzero(data.captioned())
     check(len(captioned), f"--data {args.data}: no image of the split {split} has a caption")
-    drawn = np.random.default_rng(args.seed).permutation(captioned)[:number]
-    return data.select(drawn.tolist())
+    return data.select(np.random.default_rng(args.seed).permutation(captioned)[:number].tolist())
 
 
 def describe(backbone, data, name, args, world):
@@ -131,8 +126,7 @@ def describe(backbone, data, name, args, world):
 
     (None, None) on all processes but the first.
     """
-    numbers = np.arange(len(data))  # as labels: they tell which images were readable
-    images = eval_linear.LabelData(data.images, numbers, None)
+    images = eval_linear.LabelData(data.images, np.arange(len(data)), None)  # labels: which it is
     path = Path(args.output, f"features_{name}.npy")
     how = args.image_size, *eval_linear.EXTRACTED["sgd-mct"], args.amp, args.workers, world
     features, readable = eval_linear.kept_features(path, backbone, images, *how)
@@ -154,10 +148,7 @@ def count_words(captions):
 
 
 class CommonSpace(nn.Module):
-    """Features of photos, and captions -> unit vectors, similar if they belong together
-
-    Initialised as in the code of VSE++, where features have unit length, too.
-    """
+    """Features of photos, and captions -> unit vectors. Initialised as in the code of VSE++."""
 
     def __init__(self, channels, vocabulary, word_dim, dim):
         super().__init__()
@@ -209,7 +200,7 @@ def vse_loss(images, captions, owners, negatives="hardest"):
 def train_encoders(data, features, vocabulary, args, device, seed, name):
     """Adam: --epochs passes over all pairs at --lr, as many at a tenth of it -> CommonSpace
 
-    The last state is taken [ours; the code of VSE++ takes the best on validation images].
+    The last state is taken [ours; VSE++'s code takes the best on validation images].
     """
     torch.manual_seed(seed)
     model = CommonSpace(features.shape[1], vocabulary, args.word_dim, args.dim).to(device)
@@ -267,7 +258,7 @@ def fold_scores(similarity, owners, folds):
     """The images, as they come, in folds of the same size -> {"image to text R@1": mean, ...}
 
     R@K in percent; Med r = floor(median of ranks from 0) + 1 [VSE++ code].
-    similarity: (N, M), of which a fold takes its own images and captions.  owners: (M,).
+    similarity: (N, M).  owners: (M,).
     """
     size, found = len(similarity) // folds, []
     for first in range(0, folds * size, size):
@@ -297,17 +288,12 @@ def report(runs, args):
     for name, scores in runs.items():
         both = eval_linear.over_runs(scores)
         content[name], content["std"][name] = both["mean"], both["std"]
-        for way in WAYS:
-            line = f"{name:8} {way}"
-            for score in ("R@1", "R@5", "R@10", "Med r"):
-                line += f"   {score} {both['mean'][f'{way} {score}']:.1f}"
-                if args.runs > 1:
-                    line += f" ± {both['std'][f'{way} {score}']:.1f}"
-            say(line)
+        say(f"{name:8} {common.in_words(both['mean'], 1)}")
+        if args.runs > 1:
+            say(f"{'':8} deviation: {common.in_words(both['std'], 1)}")
     common.write_json(f"{args.output}/result.json", content)
-    last = f"{WAYS[1]} R@10"
-    scores = [f"{content[name][last]:.1f} {IN_WORDS[name]}" for name in runs]
-    say(f"retrieval on {args.data}, {last}: {', '.join(scores)}")
+    scores = [f"{content[name]['text to image R@10']:.1f} {IN_WORDS[name]}" for name in runs]
+    say(f"retrieval on {args.data}, text to image R@10: {', '.join(scores)}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ initialisation and the most frequent tags for every image. tagging.png shows eig
 
 import json
 import math
-import os
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -66,17 +65,19 @@ def get_args(argv=None):
 
 def main(args):
     world = common.start()
-    os.makedirs(args.output, exist_ok=True)
+    Path(args.output).mkdir(parents=True, exist_ok=True)
     trained = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     train, val = tagged_images(args)
-    sizes = f"{len(train.images)} training and {len(val.images)} validation images"
-    say(f"{sizes} at {args.image_size} px, {len(train.names)} tags")
+    sizes = len(train.images), len(val.images), len(train.names)
+    say("{} training and {} validation images, {} tags".format(*sizes))
 
     # Each run has a seed of its own, for the MLP and for the backbone that is not trained.
     how = args.image_size, world, args.amp, args.workers
-    frozen = {"trained": [frozen_features(trained, data, *how) for data in (train, val)]}
+    frozen = {}
+    if args.weights != "random":
+        frozen["trained"] = [frozen_features(trained, data, *how) for data in (train, val)]
     vectors = tag_vectors(train.labels, args.dim, world.device)
-    runs, rankings = {"trained": [], "random": []}, []
+    runs, rankings = {name: [] for name in (*frozen, "random")}, []
     for seed in range(args.seed, args.seed + args.runs):
         other = eval_linear.load_backbone("random", trained.arch, seed)
         frozen["random"] = [frozen_features(other, data, *how) for data in (train, val)]
@@ -87,7 +88,7 @@ def main(args):
                 runs[name].append(miou_at_cuts(rankings[-1], held.labels))
     common.end_processes(world)
     if world.is_main:
-        held, _ = frozen["trained"][1]
+        held, _ = next(iter(frozen.values()))[1]
         draw_tags(held, rankings[0], f"{args.output}/tagging.png")
         report(runs | baselines(held.labels), args)
 
@@ -268,9 +269,9 @@ def report(runs, args):
             say(f"{'':17}±  {common.in_words(deviation[name])}")
     content = {"args": vars(args), **mean, "std": deviation, "runs": runs}
     common.write_json(f"{args.output}/result.json", content)
-    at_5 = {name: f"{scores['mIOU@5']:.1f}" for name, scores in mean.items()}
-    beside = f"{at_5['random']} at random initialisation, {at_5['most frequent tags']} by the most"
-    say(f"tagging of {args.data}: mIOU@5 {at_5['trained']} trained, {beside} frequent tags")
+    words = {"trained": "trained", "random": "at random initialisation"}
+    at_5 = [f"{mean[name]['mIOU@5']:.1f} {words.get(name, f'by the {name}')}" for name in mean]
+    say(f"tagging of {args.data}: mIOU@5 {', '.join(at_5)}")
 
 
 def draw_tags(data, ranked, path, side=192):

@@ -31,7 +31,6 @@ harmonic mean is of these two [Xian et al.]. unseen.png shows predictions for un
 
 import functools
 import itertools
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,17 +68,16 @@ def get_args(argv=None):
 
 def main(args):
     world = common.start()
-    os.makedirs(args.output, exist_ok=True)
+    Path(args.output).mkdir(parents=True, exist_ok=True)
     arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
-    if arch == "vgg16":
-        check(args.image_size >= 48, "maps of VGG-16 are pooled: give --image-size 48 or more")
+    check(arch != "vgg16" or args.image_size >= 48, "VGG-16 needs --image-size 48 or more")
     data = shape_pairs() if args.data == "shapes" else published_data(args.data, args.root)
     train, seen, unseen = np.bincount(data.parts)
     say(f"{train} images to learn from; to test, {seen} of seen and {unseen} of unseen classes")
 
-    results = {}
-    for name, weights in ("trained", args.weights), ("random", "random"):
-        results[name] = []
+    results = {} if args.weights == "random" else {"trained": []}
+    for name in (*results, "random"):
+        weights, results[name] = args.weights if name == "trained" else "random", []
         for seed in range(args.seed, args.seed + args.runs):
             if weights == "random" or not results[name]:  # an initialisation for each run
                 layers, kept = layer_features(weights, arch, seed, data, args, world)
@@ -88,7 +86,7 @@ def main(args):
                 predicted = predict_classes(x, kept, args, world.device, seed)
                 for metric, score in accuracies(predicted, kept).items():
                     scores[f"{layer} {metric}".strip()] = score
-                if name == "trained" and seed == args.seed:  # of the last layer at the end
+                if name == next(iter(results)) and seed == args.seed:  # the last layer at the end
                     draw_predictions(f"{args.output}/unseen.png", kept, predicted)
             results[name].append(scores)
     common.end_processes(world)
@@ -105,9 +103,10 @@ def report(results, args, num_classes):
             say(f"{name:8} {metric:18} {mean:6.2f} ± {found[name]['std'][metric]:.2f}")
     common.write_json(f"{args.output}/result.json", {"args": vars(args), "guess": guess, **found})
     metric = [name for name in found["random"]["mean"] if "top-1" in name][-1]  # of the last layer
-    trained, random = found["trained"]["mean"][metric], found["random"]["mean"][metric]
-    scores = f"{metric} {trained:.1f} trained, {random:.1f} at random initialisation"
-    say(f"zero-shot on {args.data}: {scores}, {guess:.1f} by guessing among {num_classes} classes")
+    words = {"trained": "trained", "random": "at random initialisation"}
+    scores = ", ".join(f"{found[name]['mean'][metric]:.1f} {words[name]}" for name in results)
+    say(f"zero-shot on {args.data}: {metric} {scores}, {guess:.1f} by guessing among "
+        f"{num_classes} classes")  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------ data

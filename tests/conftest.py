@@ -11,11 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -25,7 +27,7 @@ import shapes
 
 torch.set_num_threads(1)  # pictures of 32 pixels are not worth a second thread
 CPU = torch.device("cpu")
-FORK = multiprocessing.get_context("fork")  # of this process: nothing has to be imported again
+FORK = multiprocessing.get_context("fork")
 ALONE = common.World(0, 1, CPU)
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
 
@@ -131,6 +133,18 @@ def running(folder, *command):
             process.kill()
 
 
+def fork(function, *given):
+    """Start the function in a copy of this process, where nothing has to be imported again."""
+
+    def work():
+        tqdm.set_lock(threading.RLock())  # ours is shared: who is killed would not give it back
+        function(*given)
+
+    process = FORK.Process(target=work)
+    process.start()
+    return process
+
+
 def kill_at(iteration, command):
     """Run a script in a process that SIGKILL ends as soon as it has logged this iteration."""
     append_line = common.append_line
@@ -142,8 +156,7 @@ def kill_at(iteration, command):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common, "append_line", append_and_die)
-        process = FORK.Process(target=run_here, args=(command,))
-        process.start()
+        process = fork(run_here, command)
         process.join()
     assert process.exitcode == -signal.SIGKILL
 
@@ -160,9 +173,10 @@ def in_two_processes(function, *given):
         resume(run, **parts)
 
     def compared(world):
-        if models and world.size == 2:
-            state = models[0].state_dict()
-            names = [name for name, _ in models[0].named_parameters()]
+        model = models.pop() if models else None
+        if model and world.size == 2:
+            state = model.state_dict()
+            names = [name for name, _ in model.named_parameters()]
             names += [name for name in state if name.startswith("queues")]
             mine = torch.cat([state[name].detach().double().flatten() for name in names])
             both = [torch.empty_like(mine), torch.empty_like(mine)]
@@ -170,17 +184,16 @@ def in_two_processes(function, *given):
             assert torch.equal(*both)
         end(world)
 
-    def process(rank):
+    def work(rank):
         os.environ.update(place, RANK=rank, LOCAL_RANK=rank)
         common.Run.resume, common.end_processes = kept, compared
         results.put((rank, function(*given)))
+        assert not models, "the weights were not compared"
 
     with socket.create_server(("localhost", 0)) as free:
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
     place["WORLD_SIZE"] = "2"
-    processes = [FORK.Process(target=process, args=(rank,)) for rank in "01"]
-    for process in processes:
-        process.start()
+    processes = [fork(work, rank) for rank in "01"]
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0]

@@ -13,11 +13,11 @@ import torch
 import torchvision.transforms.functional as TF
 from conftest import (
     ALONE,
-    FORK,
     OWN,
     TINY,
     checkpoint_in,
     files_in,
+    fork,
     in_two_processes,
     interrupted,
     metrics,
@@ -963,8 +963,7 @@ def test_backtranslate_and_train_on_it(tiny, translators, coco_folder, tmp_path,
     write = [*command, "--backtranslate", "--translator", translators]
     assert "have no back-translation in" in refusal(command)
 
-    process = FORK.Process(target=run_here, args=(write,))
-    process.start()
+    process = fork(run_here, write)
     while not (path.exists() and path.stat().st_size):
         assert process.is_alive(), "it ended before it could be killed"
         time.sleep(0.005)

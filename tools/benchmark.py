@@ -11,7 +11,6 @@ that is already on the device. On a machine that others use, too, only the ratio
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -49,15 +48,16 @@ def get_args(argv=None):
     add("--methods", nargs="+", choices=(*methods, "svm"), default=methods, help="to measure")
     add("--arch", choices=common.BACKBONES, default="resnet50", help="the backbone")
     add("--hidden", type=count, default=1024, help="H of VirTex's heads")
-    add("--image-size", type=count, default=224, help="side of the images")
+    add("--image-size", type=common.image_side, default=224, help="side of the images")
     add("--batch-size", type=count, default=16, help="images per step")
     add("--rounds", type=count, default=4, help=f"timed rounds of {STEPS} steps each")
     add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
     add("--compile", action="store_true", help="torch.compile, as in the scripts")
     add("--data", help="coco, vg or a .jsonl: also measure the whole loop of the scripts")
     add("--root", help="folder of --data")
-    add("--train-split", default="train2017", help="split of --data")
-    add("--workers", type=natural, default=min(8, os.cpu_count()), help="processes that decode")
+    add("--train-split", help="split of --data")
+    add("--workers", type=natural, help="processes that decode (default: as of the scripts)")
+    parser.set_defaults(train_split=common.choose_recipe({}, argv)["train_split"])
     return parser.parse_args(argv)
 
 

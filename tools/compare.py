@@ -106,6 +106,9 @@ def train(name, seed, recipe, args):
         # At the end: of a flag that is given twice the last value counts.
         command += ["--data", labelled_photos(args), "--recipe", recipe, "--fraction", 1]
         command += ["--train-split", "train", "--val-split", "train"]
+    if name == "supervised" and args.probe_data == "shapes":
+        command += ["--data", "shapes", "--recipe", recipe]
+        command += ["--train-split", "train", "--val-split", "val"]
     command = [str(word) for word in command]
     if args.processes > 1:
         launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={args.processes}"]

@@ -31,8 +31,8 @@ def get_args(argv=None):
     add("--per-shard", type=common.count, default=5000, help="photos in each file")
     add("--output", default="shards", help="folder for the files")
     args = parser.parse_args(argv)
-    year = "2017" if args.data == "coco" else ""
-    args.splits = args.splits or [f"train{year}", f"val{year}"]
+    usual = common.choose_recipe({}, ["--data", args.data])
+    args.splits = args.splits or [usual["train_split"], usual["val_split"]]
     return args
 
 
