@@ -159,9 +159,9 @@ def main(args):
     # Now: a wrong file is refused before a BERT is trained.
     initial = args.init and not run.checkpoint and common.load_backbone(args.init, args.arch)
     with common.main_first(world):
-        scratch = train.captions, run.folder / "language_model", args.cache
-        settings = device, args.lm_iters, args.seed, args.amp
-        tokenizer, pretrained = language.language_model(args.lm, *scratch, *settings)
+        folder, settings = run.folder / "language_model", (args.lm_iters, args.seed, args.amp)
+        scratch = train.captions, folder, args.cache, *settings
+        tokenizer, pretrained = language.language_model(args.lm, device, scratch)
         concepts, train, val = load_triplets(args, train, val, tokenizer, run)
     lm, size = FrozenLanguageModel(pretrained, args.amp), len(train)
     iters = args.iters or math.ceil(args.epochs * size / args.batch_size)
@@ -722,8 +722,7 @@ def load_icmlm(path, lm_name, amp, device):
         name = lm_name or trained.lm
         if name == "scratch":
             name = str(Path(path).parent / "language_model")
-        scratch = dict.fromkeys(("captions", "folder", "cache", "iters", "seed"))  # trained already
-        tokenizer, pretrained = language.language_model(name, device=device, amp=amp, **scratch)
+        tokenizer, pretrained = language.language_model(name, device)
         lm = FrozenLanguageModel(pretrained, amp)
         model = build_model(trained, lm, len(concepts))
         model.load_state_dict(content["model"])

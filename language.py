@@ -246,28 +246,16 @@ def tag_loss(logits, labels):
 # ------------------------------------------------------------------------------- language models
 
 
-def language_model(name, captions, folder, cache, device, iters, seed, amp, masked_words=True):
+def language_model(name, device, scratch=None, masked_words=True):
     """`--lm`: a BERT-like masked language model, frozen and in eval mode -> (tokenizer, model)
 
-    name: of the hub, a local folder, or "scratch": a small BERT trained on `captions` for `iters`
-    iterations, kept in the folder `cache` for all runs, with a copy in `folder`.  masked_words: it
-    must be able to predict them; otherwise an encoder will do.
+    name: of the hub, a local folder, or "scratch": then `scratch` holds what scratch_language_model
+    wants.  masked_words: it must be able to predict them; otherwise an encoder will do.
     """
-    transformers = quiet_transformers()
     if name == "scratch":
-        made_of = {"captions": captions.digest(), "iters": iters, "seed": seed}
-        note, name = Path(folder, "made_of.json"), str(folder)
-        if not note.exists() or note.read_text() != json.dumps(made_of):
-            kept = common.cache_path(cache, "language_model", made_of)
-            with common.locked(kept):
-                if not kept.exists():
-                    say(f"first a small BERT is trained on the captions: {iters} its (--lm-iters)")
-                    trained = train_language_model(captions, iters, seed, device, amp)
-                    common.write_folder(kept, partial(write_language_model, *trained, made_of))
-            with common.reading(kept / "made_of.json", "what --lm scratch made: delete its folder"):
-                copy = partial(shutil.copytree, kept, dirs_exist_ok=True)
-                common.write_folder(folder, copy)  # with its own copy a run can be moved
+        name = scratch_language_model(device, *scratch)
     with loading(name):
+        transformers = quiet_transformers()
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         read = transformers.AutoModelForMaskedLM.from_pretrained
         model, report = read(name, output_loading_info=True)
@@ -277,6 +265,26 @@ def language_model(name, captions, folder, cache, device, iters, seed, amp, mask
         fail(f"--lm {name} is not a whole masked language model: it lacks {sorted(missing)[:3]}")
     model.float()  # transformers 5 keeps the precision of the file
     return tokenizer, model.to(device).eval().requires_grad_(False)
+
+
+def scratch_language_model(device, captions, folder, cache, iters, seed, amp):
+    """A small BERT trained on `captions` for `iters` iterations -> its folder
+
+    It is kept in `cache` for all runs. With its own copy, in `folder`, a run can be moved.
+    """
+    made_of = {"captions": captions.digest(), "iters": iters, "seed": seed}
+    note = Path(folder, "made_of.json")
+    if not note.exists() or note.read_text() != json.dumps(made_of):
+        kept = common.cache_path(cache, "language_model", made_of)
+        with common.locked(kept):
+            if not kept.exists():
+                say(f"first a small BERT is trained on the captions: {iters} its (--lm-iters)")
+                trained = train_language_model(captions, iters, seed, device, amp)
+                common.write_folder(kept, partial(write_language_model, *trained, made_of))
+        with common.reading(kept / "made_of.json", "what --lm scratch made: delete its folder"):
+            copy = partial(shutil.copytree, kept, dirs_exist_ok=True)
+            common.write_folder(folder, copy)
+    return str(folder)
 
 
 @contextlib.contextmanager

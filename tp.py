@@ -288,8 +288,8 @@ def cluster_labels(train, val, num_labels, seed, lm, lm_iters, folder, cache, de
     clusters = min(num_labels, size)
     if size < 10 * num_labels:
         say(f"note: {size} captions are few for {num_labels} clusters: try a smaller --num-labels")
-    scratch = captions, folder / "language_model", cache, device, lm_iters, seed, amp
-    tokenizer, model = language.language_model(lm, *scratch, masked_words=False)
+    scratch = captions, folder / "language_model", cache, lm_iters, seed, amp
+    tokenizer, model = language.language_model(lm, device, scratch, masked_words=False)
     path = folder / "caption_vectors.npy"
     vectors = array_on_disk(path, (size + len(val.captions), model.config.hidden_size))
     embed_captions(tokenizer, model, captions, vectors[:size], device, amp)

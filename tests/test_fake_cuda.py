@@ -276,7 +276,7 @@ def fake_lm(monkeypatch, tiny_lm):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_lm)
     config = transformers.BertConfig.from_pretrained(tiny_lm)
 
-    def language_model(name, captions, folder, cache, device, *_, **__):
+    def language_model(name, device, scratch):
         model = transformers.BertForMaskedLM(config)
         return tokenizer, model.to(device).eval().requires_grad_(False)
 

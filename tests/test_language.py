@@ -240,8 +240,8 @@ def scratch():
 
 
 def load(name, captions=(), folder=None, cache=None, iters=2, seed=0, masked_words=True):
-    made_of = common.PackedStrings(captions), folder, cache, CPU, iters, seed
-    return language.language_model(str(name), *made_of, "off", masked_words)
+    scratch = common.PackedStrings(captions), folder, cache, iters, seed, "off"
+    return language.language_model(str(name), CPU, scratch, masked_words)
 
 
 def test_scratch_learns(scratch):

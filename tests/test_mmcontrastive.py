@@ -1069,14 +1069,15 @@ def test_models_that_are_none(tiny, tiny_lm, tmp_path):
 
 
 def test_learns_on_shapes(few_scenes, tmp_path):
-    """An eighth of the run without flags, at 48 px: captions find photos and back; the backbone
+    """A quarter of the run without flags, at 48 px: captions find photos and back; the backbone
     beats a random one.
     """
     few_scenes(5000, 500)
-    flags = "--iters", 70, "--image-size", 48, "--probe-images", 500
+    flags = "--iters", 130, "--image-size", 48
     run_here(["mmcontrastive.py", *flags, "--output", tmp_path])
     found, probe = result(tmp_path)["retrieval"], result(tmp_path)["probe"]
     for way, scores in found["trained"].items():
-        assert scores["R@10"] > 10 * found["random"][way]["R@10"]
-        assert scores["median rank"] < 100
-    assert probe["trained"] > probe["random"] + 4
+        random = found["random"][way]
+        assert scores["R@10"] > 5 * random["R@10"]
+        assert scores["median rank"] < random["median rank"] / 3
+    assert probe["trained"] > probe["random"] + 3

@@ -194,8 +194,7 @@ def test_fewer_captions_than_clusters(tiny_bert, tmp_path, capsys):
 
 def test_caption_vectors_do_not_depend_on_the_batch(tiny_bert):
     """Padding changes nothing; of a long caption the first 64 tokens are read."""
-    settings = {"iters": 1, "seed": 0, "device": CPU, "amp": "off"}
-    tokenizer, model = language.language_model(str(tiny_bert), None, None, None, **settings)
+    tokenizer, model = language.language_model(str(tiny_bert), CPU)
     captions, vectors = SENTENCES[:6], np.zeros((7, 16), np.float32)
     long, cut = "red dog " * 70, "red dog " * 31
     tp.embed_captions(tokenizer, model, [*captions, long], vectors, CPU, "off", batch_size=3)

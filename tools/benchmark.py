@@ -4,6 +4,7 @@ bare backbone (for mmcontrastive.py two forward and one backward pass, of the ba
     python tools/benchmark.py                                     # ResNet-50, 224 px, batch 16
     python tools/benchmark.py --methods virtex --batch-size 64
     python tools/benchmark.py --data coco --root FOLDER           # the whole loop, too, from files
+                                         (icmlm's downloads its BERT: else name --methods without)
     python tools/benchmark.py --methods svm --arch resnet18       # the probe's SVMs, some minutes
 
 Floors and steps are measured in one run, in turns, in the same precision and memory format, on data

@@ -27,6 +27,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -171,6 +172,7 @@ def script_in_this_process(module, argv, stop):
     resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))  # 16 GiB: sizes that no machine has
     sys.argv = [module.__file__, *argv]
     tqdm._instances.clear()  # the bar of the fuzzing is not of this process
+    tqdm.set_lock(threading.RLock())  # nor its lock: a killed child would never give it back
     torch.set_num_threads(1)
     if stop:
         log = common.Run.log
