@@ -790,6 +790,7 @@ def build_optimizer(name, parameters, lr, weight_decay):
 def check_state(states):
     """Raise ValueError if an optimizer's state, as loaded, does not fit its parameters."""
     for parameter, state in states.items():
+        float(state.get("step", 0))
         tensors = [value for name, value in state.items() if name != "step" and value is not None]
         if any(v.layout != torch.strided or v.shape != parameter.shape for v in tensors):
             raise ValueError("the optimizer's state is of another shape or kind")
@@ -1182,12 +1183,11 @@ class Run:
         versions = {name: version(name) for name in ("torchvision", "numpy")}
         versions |= {"python": sys.version.split()[0], "torch": torch.__version__}  # with its CUDA
         content = {"command": [sys.executable, *sys.argv], "processes": self.world.size}
-        content["versions"] = versions
         if shutil.which("git"):
             here = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
             git = subprocess.run(here, capture_output=True, text=True)
             content["git_commit"] = git.stdout.strip() or None
-        write_json(self.folder / "args.json", {**vars(self.args), **content})
+        write_json(self.folder / "args.json", {**vars(self.args), **content, "versions": versions})
         how = f"recipe {self.args.recipe}, {self.world.device.type}, amp {self.args.amp}"
         say(f"{self.script}: {how}; all settings are in {self.folder}/args.json")
 
@@ -1196,10 +1196,12 @@ class Run:
         self.parts = parts
         if self.checkpoint:
             with reading(self.path, f"{CHECKPOINT}; --fresh starts over"):
+                groups = parts["optimizer"].state_dict()["param_groups"]  # by the flags, as before
+                self.checkpoint["optimizer"]["param_groups"] = groups
                 for name, part in parts.items():
                     if self.checkpoint[name]:  # a scaler that was not in use has no state
                         part.load_state_dict(self.checkpoint[name])
-                check_state(getattr(parts.get("optimizer"), "state", {}))
+                check_state(parts["optimizer"].state)
             self.checkpoint = None  # gigabytes, at the papers' sizes
 
     def steps(self, samples, collate, total, probe, backbone, **more):
@@ -1251,8 +1253,7 @@ class Run:
 
     def log(self, validation=None, **values):
         """For the next line of metrics.jsonl: numbers or tensors; validation: {name: score}"""
-        scores = {f"validation_{name}": score for name, score in (validation or {}).items()}
-        self.values = {**values, **scores}
+        self.values = values | {f"validation_{name}": x for name, x in (validation or {}).items()}
 
     def write_metrics(self):
         """Read the logged values, for which the device is waited for, and write them -> the loss"""
@@ -1287,9 +1288,8 @@ class Run:
         """Write checkpoint.pth, unless the last step has made a weight infinite."""
         state = {name: part.state_dict() for name, part in self.parts.items()}
         self.check_finite("model", all_finite(state["model"]))
-        state |= {"script": self.script, "args": vars(self.args), "data": self.data}
-        state |= {"iteration": self.iteration, "best": self.best, **more}
-        state["threads"] = torch.get_num_threads()
+        state |= {"script": self.script, "args": vars(self.args), "data": self.data, **more}
+        state |= dict(iteration=self.iteration, best=self.best, threads=torch.get_num_threads())
         write_file(self.path, lambda file: torch.save(state, file))
 
     def save_weights(self, name, module):

@@ -590,8 +590,8 @@ class LookAhead:
         return {"steps": self.steps, "slow": self.slow}
 
     def load_state_dict(self, state):
-        self.steps = state["steps"]
-        for mine, loaded in zip(self.slow, state["slow"]):
+        self.steps = common.natural(state["steps"])
+        for mine, loaded in zip(self.slow, state["slow"], strict=True):
             mine.copy_(loaded)
 
 

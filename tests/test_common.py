@@ -1076,7 +1076,8 @@ def start(folder, **flags):
     for n in range(200):
         data.add(f"{n}.jpg", [])
     run = common.Run(argparse.Namespace(output=str(folder), **FLAGS | flags), "virtex", ALONE, data)
-    run.resume(model=nn.Linear(1, 1))
+    model = nn.Linear(1, 1)
+    run.resume(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     return run
 
 

@@ -1,6 +1,7 @@
 """What all four training scripts promise (DESIGN Secs. 3, 4, 8), as one table over them."""
 
 import importlib
+import io
 import json
 import os
 import shutil
@@ -225,6 +226,24 @@ def test_other_data_is_refused(script, tiny, tmp_path):
     kept = path.read_bytes()
     assert "other captions, tags or labels" in refusal(command)
     assert path.read_bytes() == kept
+
+
+def test_odd_entries_of_a_checkpoint_are_refused(tiny, tmp_path):
+    """They end with a line, before the first step; settings are those of the flags."""
+    command = tiny("virtex", tmp_path, "--iters", 2)
+    run_here(command)
+    (tmp_path / "result.json").unlink()
+    path, whole = tmp_path / "checkpoint.pth", (tmp_path / "checkpoint.pth").read_bytes()
+    odd = [("lookahead", "steps", "x"), ("lookahead", "slow", []), ("optimizer", "state", 0)]
+    for part, name, value in odd:
+        checkpoint = torch.load(io.BytesIO(whole), weights_only=True)
+        checkpoint[part][name] = value
+        torch.save({**checkpoint, "iteration": 1}, path)
+        assert "checkpoint.pth: " in refusal(command)
+    checkpoint = torch.load(io.BytesIO(whole), weights_only=True)
+    checkpoint["optimizer"]["param_groups"][0]["momentum"] = "x"
+    torch.save({**checkpoint, "iteration": 1}, path)
+    run_here(command)
 
 
 @every_script

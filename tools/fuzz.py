@@ -237,8 +237,9 @@ def one_case(number, bases, args):
 
 def checkpoint_iteration():
     """The iteration of the checkpoint of the case, None if there is none or it cannot be read"""
+    path = Path("run/checkpoint.pth")
     try:
-        return int(torch.load("run/checkpoint.pth", weights_only=True)["iteration"])
+        return int(torch.load(path, weights_only=True)["iteration"]) if path.is_file() else None
     except Exception:
         return None
 
