@@ -367,9 +367,8 @@ class CaptionData:
 DATA = "shapes (built in), coco, vg, the path of a .jsonl, or tar files as 'photos/{00..19}.tar'"
 
 
-def caption_data(
-    name, root=None, split="train", fraction=1.0, captions_per_image=None, seed=0, cache=None
-):
+def caption_data(name, root=None, split="train", fraction=1.0, captions_per_image=None, seed=0,
+                 cache=None):  # fmt: skip
     """One split of "shapes", "coco", "vg", of a .jsonl file or of tar files -> CaptionData
 
     root: its folder (default datasets/<name>; for a .jsonl the file's own).
@@ -907,7 +906,7 @@ def run_flags(parser, script):
     """The flags of everything that trains into an output folder: see Run."""
     add = parser.add_argument_group("run").add_argument
     add("--output", default=f"runs/{script}", help="folder in which the same command goes on")
-    add("--fresh", action="store_true", help="forget what --output holds and start over")
+    add("--fresh", action="store_true", help="forget what --output holds and start over, each time")
     add("--seed", type=seed_number, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
@@ -1042,7 +1041,7 @@ def lock(path):
     return file
 
 
-CACHE_VERSION = 2  # to be raised when the code makes other things of the same data
+CACHE_VERSION = 1  # to be raised when the code makes other things of the same data
 
 
 def cache_path(cache, name, key):
@@ -1196,8 +1195,9 @@ class Run:
         self.parts = parts
         if self.checkpoint:
             with reading(self.path, f"{CHECKPOINT}; --fresh starts over"):
-                groups = parts["optimizer"].state_dict()["param_groups"]  # by the flags, as before
-                self.checkpoint["optimizer"]["param_groups"] = groups
+                saved = self.checkpoint["optimizer"]["param_groups"]
+                for group, built in zip(saved, parts["optimizer"].param_groups, strict=True):
+                    group |= {name: x for name, x in built.items() if name != "params"}  # by flags
                 for name, part in parts.items():
                     if self.checkpoint[name]:  # a scaler that was not in use has no state
                         part.load_state_dict(self.checkpoint[name])

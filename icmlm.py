@@ -276,7 +276,8 @@ def load_triplets(args, train, val, tokenizer, run):
         return json.loads(str(arrays["counts"])), concepts, *splits
 
     counts, concepts, train, val = common.cached(args.cache, "triplets", key, build, use)
-    same = not run.checkpoint or run.checkpoint.get("concepts") == concepts
+    before = run.checkpoint.get("concepts") if run.checkpoint else concepts
+    same = before == concepts and list(before) == list(concepts)
     check(same, f"{run.folder} holds a run on other concepts: --fresh starts over")
     if run.world.is_main:
         common.write_json(run.folder / "concepts.json", counts)

@@ -297,7 +297,7 @@ def tagged_by_nouns(data, cache, number=1000):
         tagged.tags, tagged.first_tag = arrays["tags"], arrays["first_tag"]
         return tagged
 
-    return common.cached(cache, "nouns", [data.digest(), number], build, use)
+    return common.cached(cache, "nouns", [data.digest(), number, "lists"], build, use)
 
 
 def fit_queues(wanted, train, uses_captions, batch_size):
