@@ -155,7 +155,7 @@ def main(args):
     samples = common.Samples(partial(sample, train, tokenizer, args), size, args.seed)
     words = torch.frombuffer(bytearray(tokenizer.serialized_model_proto()), dtype=torch.uint8)
     for iteration, batch in run.steps(samples, collate, iters, probe, backbone, tokenizer=words):
-        factor = common.lr_factor(iteration - 1, iters, args.warmup)
+        factor = common.lr_factor(iteration - 1, iters, args.warmup)  # then a cosine [Sec. 3]
         common.set_lr(optimizer, factor)
         images = common.augment(batch.pop("images"), batch.pop("jitter"))
         with common.autocast(device, args.amp):
