@@ -67,6 +67,7 @@ LABEL_SPLITS = {
 PROTOCOLS = "svm-virtex", "svm-icmlm", "sgd-virtex", "sgd-mct", "logreg-icmlm", "layers"
 ONE_LABEL = "sgd-virtex", "sgd-mct", "logreg-icmlm"  # protocols for images with one label each
 COSTS = (0.01, 0.1, 1.0, 10.0)  # C of the SVMs [VirTex App. A.1]
+IN_WORDS = {"trained": "trained", "random": "at random initialisation"}  # two backbones' scores
 
 
 def backbone_flags(parser, data=None):

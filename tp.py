@@ -450,7 +450,9 @@ def labelled_rows(labels, number, split, at_most=None, seed=0):
     missing = number - len(rows)
     if missing:
         say(f"{missing} of {number} images of the split {split} have no label and are left out")
-    return np.sort(np.random.default_rng(seed).permutation(rows)[:at_most])
+    if at_most:
+        rows = np.sort(np.random.default_rng(seed).permutation(rows)[:at_most])
+    return rows
 
 
 # --------------------------------------------------------------------------- samples and batches

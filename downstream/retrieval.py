@@ -56,7 +56,7 @@ MIN_COUNT = 4  # how often a word must occur in the training captions to be kept
 WORD = re.compile(r"\w+(?:['’-]\w+)*")  # t-shirt and can't are one, punctuation is none [ours]
 START, END, UNKNOWN = range(3)  # before and after each caption, and for words that are not kept
 WAYS = "image to text", "text to image"
-IN_WORDS = {"trained": "trained", "random": "at random initialisation", "chance": "by chance"}
+IN_WORDS = {**eval_linear.IN_WORDS, "chance": "by chance"}
 
 
 def get_args(argv=None):

@@ -269,7 +269,7 @@ def report(runs, args):
             say(f"{'':17}±  {common.in_words(deviation[name])}")
     content = {"args": vars(args), **mean, "std": deviation, "runs": runs}
     common.write_json(f"{args.output}/result.json", content)
-    words = {"trained": "trained", "random": "at random initialisation"}
+    words = eval_linear.IN_WORDS
     at_5 = [f"{mean[name]['mIOU@5']:.1f} {words.get(name, f'by the {name}')}" for name in mean]
     say(f"tagging of {args.data}: mIOU@5 {', '.join(at_5)}")
 

@@ -103,7 +103,7 @@ def report(results, args, num_classes):
             say(f"{name:8} {metric:18} {mean:6.2f} ± {found[name]['std'][metric]:.2f}")
     common.write_json(f"{args.output}/result.json", {"args": vars(args), "guess": guess, **found})
     metric = [name for name in found["random"]["mean"] if "top-1" in name][-1]  # of the last layer
-    words = {"trained": "trained", "random": "at random initialisation"}
+    words = eval_linear.IN_WORDS
     scores = ", ".join(f"{found[name]['mean'][metric]:.1f} {words[name]}" for name in results)
     say(f"zero-shot on {args.data}: {metric} {scores}, {guess:.1f} by guessing among "
         f"{num_classes} classes")  # fmt: skip
