@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import common
 import eval_linear
+import icmlm
 import language
 import tp
 import virtex
@@ -190,18 +191,38 @@ def trains(watch, tiny, tmp_path):
 
 # --------------------------------------------------------------------------------- what is refused
 
-REFUSED = {
+WAITING = {
     "item": lambda x: x.sum().item(),
-    "cpu": lambda x: x.to("cpu", non_blocking=True),
-    "copied into": lambda x: x.copy_(torch.zeros(3)),
+    "bool": lambda x: x if x.sum() > 0 else -x,
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "cpu without blocking": lambda x: x.to("cpu", non_blocking=True),
+    "numpy": lambda x: x.numpy(),
+    "nonzero": lambda x: x.nonzero(),
     "boolean mask": lambda x: x[x > 0],
+    "boolean mask, written": lambda x: x.__setitem__(x > 0, x),
+    "repeat": lambda x: x.repeat_interleave(x.long()),
+    "equal": lambda x: torch.equal(x, x),
+    "a list as index": lambda x: x[[0, 1]],
     "an index on the host": lambda x: x[torch.tensor([0, 1])],
-    "a tensor of the host": lambda x: x + torch.zeros(3),  # mixes
+    "a constant": lambda x: x + torch.tensor([1.0, 2.0, 3.0], device=x.device),
+    "to the GPU": lambda x: x + torch.zeros(3).to(x.device),
+    "copied into": lambda x: x.copy_(torch.zeros(3)),
+    "copied out": lambda x: torch.zeros(3).copy_(x),
+}
+MIXING = {
+    "a tensor of the host": lambda x: x + torch.zeros(3),
+    "a layer of the host": lambda x: torch.nn.Linear(3, 3)(x),
 }
 HARMLESS = {
     "to the GPU without blocking": lambda x: x + torch.zeros(3).to(x.device, non_blocking=True),
     "a number of the host": lambda x: x * torch.tensor(2.0) + torch.tensor(1.0).item(),
+    "made on the GPU": lambda x: x + torch.arange(3, device=x.device),
+    "masked": lambda x: x.masked_fill(x > 0, 0.0),
 }
+
+
+REFUSED = {**WAITING, **MIXING}
 
 
 @pytest.mark.parametrize("operation", REFUSED.values(), ids=REFUSED)
@@ -222,12 +243,14 @@ def test_accepted(watch, operation):
         assert operation(x).device == GPU
 
 
-def test_refused_in_a_script(watch, tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["item", "a tensor of the host"])
+def test_refused_in_a_script(watch, tiny, tmp_path, monkeypatch, name):
     """A loss that does such a thing ends the run of a script."""
-    loss = tp.label_loss
+    fault, loss = REFUSED[name], tp.label_loss
 
     def faulty(logits, targets, labels):
-        return loss(logits, targets, labels) + logits.sum().item()
+        fault(logits[0, :3].float())
+        return loss(logits, targets, labels)
 
     monkeypatch.setattr(tp, "label_loss", faulty)
     with pytest.raises(RuntimeError) as refused:
@@ -251,16 +274,24 @@ def test_virtex(trains, task):
     trains("virtex", "--task", task, "--lookahead-k", 2, "--layers", 2)
 
 
-@pytest.mark.parametrize(
-    "flags", [("--optimizer", "radam"), ("--optimizer", "adamw"), ("--arch", "resnet50")]
-)
-def test_optimizers_and_backbones(trains, flags):
-    """Beside those of the other tests"""
-    trains("virtex", *flags)
+@pytest.mark.parametrize("optimizer", common.OPTIMIZERS)
+def test_optimizers(trains, optimizer):
+    trains("virtex", "--optimizer", optimizer)
 
 
-@pytest.mark.parametrize("labels", ["postag", "lda", "rotation"])  # the others are as postag
-def test_tp(trains, labels):
+@pytest.mark.parametrize("arch", common.BACKBONES)
+def test_backbones(trains, arch):
+    trains("virtex", "--arch", arch)
+
+
+def tags_for_clusters(train, val, *_, **__):
+    return tp.instance_labels(train, val)
+
+
+@pytest.mark.parametrize("labels", tp.LABELS)
+def test_tp(trains, monkeypatch, labels):
+    """Clusters are made before training starts, here of tags."""
+    monkeypatch.setitem(tp.MADE_BY, "cluster", (tags_for_clusters, tp.MADE_BY["cluster"][1]))
     trains("tp", "--labels", labels)
 
 
@@ -283,10 +314,8 @@ def fake_lm(monkeypatch, tiny_lm):
     monkeypatch.setattr(language, "language_model", language_model)
 
 
-@pytest.mark.parametrize(
-    "arch, weight, head",
-    [("resnet18", 0, "tfm"), ("resnet18", 1, "tfm"), ("vgg16", 1, "att-fc")],
-)
+@pytest.mark.parametrize("arch, weight", [("resnet18", 0), ("resnet18", 1), ("vgg16", 1)])
+@pytest.mark.parametrize("head", icmlm.HEADS)
 def test_icmlm(trains, fake_lm, arch, weight, head):
     trains("icmlm", "--arch", arch, "--head", head, "--lambda-tp", weight, "--heads", 2)
 
@@ -298,7 +327,10 @@ def test_icmlm_warmup(trains, fake_lm):
 
 LOSSES = {
     "ii": ("--lambda-tag", 0, "--lambda-cc", 0, "--lambda-ic", 0, "--lambda-ci", 0),
+    "tag": ("--lambda-ii", 0, "--lambda-cc", 0, "--lambda-ic", 0, "--lambda-ci", 0),
+    "ii cc": ("--lambda-tag", 0, "--lambda-ic", 0, "--lambda-ci", 0),
     "ic ci": ("--lambda-ii", 0, "--lambda-tag", 0, "--lambda-cc", 0),
+    "all": (),
     "all in groups": ("--bn-splits", 4),
 }
 

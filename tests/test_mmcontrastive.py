@@ -17,6 +17,7 @@ from conftest import (
     TINY,
     checkpoint_in,
     files_in,
+    finished,
     fork,
     in_two_processes,
     interrupted,
@@ -24,6 +25,7 @@ from conftest import (
     refusal,
     result,
     run_here,
+    run_script,
 )
 from PIL import Image
 from torch import nn
@@ -1068,16 +1070,14 @@ def test_models_that_are_none(tiny, tiny_lm, tmp_path):
 # --------------------------------------------------------------------------------------- it learns
 
 
-def test_learns_on_shapes(few_scenes, tmp_path):
+def test_learns_on_shapes(tmp_path):
     """A quarter of the run without flags, at 48 px: captions find photos and back; the backbone
     beats a random one.
     """
-    few_scenes(5000, 500)
-    flags = "--iters", 130, "--image-size", 48
-    run_here(["mmcontrastive.py", *flags, "--output", tmp_path])
+    flags = "--iters", 130, "--image-size", 48, "--probe-images", 1000
+    finished(run_script("mmcontrastive.py", *flags, "--output", tmp_path))
     found, probe = result(tmp_path)["retrieval"], result(tmp_path)["probe"]
     for way, scores in found["trained"].items():
-        random = found["random"][way]
-        assert scores["R@10"] > 5 * random["R@10"]
-        assert scores["median rank"] < random["median rank"] / 3
-    assert probe["trained"] > probe["random"] + 3
+        assert scores["R@10"] > 10 * found["random"][way]["R@10"]
+        assert scores["median rank"] < 100
+    assert probe["trained"] > probe["random"] + 4

@@ -1,5 +1,5 @@
 """tools/: compare.py's commands are ones that the scripts accept, and its table says what their
-runs say; benchmark.py measures every method."""
+runs say; benchmark.py measures every method, and its LinearSVC solves what the probe solves."""
 
 import importlib
 import json
@@ -14,6 +14,7 @@ import transformers
 from conftest import checkpoint_in, finished, metrics, result, run_script, running
 from PIL import Image
 
+import eval_linear
 from tools import benchmark, compare, fuzz
 
 # ------------------------------------------------------------------------------------ compare.py
@@ -243,6 +244,23 @@ def test_benchmark_of_the_whole_loop(coco_folder, monkeypatch, capsys):
     assert "% of its step, " in speeds["tp, loop"][1]
     with pytest.raises(SystemExit, match="error: tp.py ended with an error, see above"):
         benchmark.whole_loop("tp", benchmark.get_args([*flags, "/nowhere"]))
+
+
+def test_linear_svc(monkeypatch):
+    """Both forms of LinearSVC give the scores of the probe's solver, "difficult" images too."""
+    rng = np.random.default_rng(0)
+    x, direction = rng.normal(size=(2, 150, 6)).astype(np.float32), rng.normal(size=(6, 3))
+    noise = rng.normal(size=(2, 150, 3))
+    y = np.where(x @ direction + noise > 1, 1, 0)
+    y[:, ::10] = -1
+    names = ["one", "two", "three"]
+    ours = eval_linear.svm_probe(x[0], y[0], x[1], y[1], names)
+    for dual in (True, False):
+        theirs = benchmark.linear_svc(x[0], y[0], x[1], y[1], names, dual)
+        assert theirs == pytest.approx(ours, abs=1e-3)
+    monkeypatch.setattr(eval_linear, "COSTS", (1e-4,))
+    other = benchmark.linear_svc(x[0], y[0], x[1], y[1], names, dual=False)
+    assert other != pytest.approx(ours, abs=1e-3)  # the test can tell a difference
 
 
 # --------------------------------------------------------------------------------------- fuzz.py

@@ -826,12 +826,12 @@ def test_captioned_photo_shows_each_word_s_own_map(tokenizer, tmp_path, monkeypa
 
 @pytest.mark.parametrize("task", virtex.TASKS)
 def test_every_task_learns_its_captions(task, tiny, tmp_path):
-    """24 pictures by heart: the loss falls by 0.9 nats or more, and validation knows its terms."""
-    run_here(tiny("virtex", tmp_path, "--task", task, "--iters", 35, "--crop-min", 0.9))
+    """24 pictures by heart: the loss falls by 1.5 nats or more, and validation knows its terms."""
+    run_here(tiny("virtex", tmp_path, "--task", task, "--iters", 60, "--crop-min", 0.9))
     rows = metrics(tmp_path)
     losses = [row["loss"] for row in rows]
-    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.9
-    factors = [common.lr_factor(n, 35, warmup=0.02) for n in range(35)]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1.5
+    factors = [common.lr_factor(n, 60, warmup=0.02) for n in range(60)]
     assert [row["lr"] / 0.05 for row in rows] == pytest.approx(factors, rel=1e-5)
     terms = result(tmp_path)["validation_loss"].keys()
     assert terms and terms < rows[0].keys()
