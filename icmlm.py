@@ -403,6 +403,10 @@ class FrozenLanguageModel:
         self.encoder, self.classifier = model.base_model, token_classifier(model)
         self.width, self.amp = model.config.hidden_size, amp
         self.vocabulary = model.get_input_embeddings().weight.detach()
+        if amp != "off":  # once: autocast would round these frozen weights at each use
+            for module in self.encoder.modules():
+                if isinstance(module, nn.Linear):
+                    module.to(torch.float16 if amp == "fp16" else torch.bfloat16)
 
     def read(self, tokens, visible):
         """tokens, visible (B, T) -> W (B, T, d_w), float32"""

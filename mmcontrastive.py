@@ -230,8 +230,8 @@ def main(args):
         factor = common.lr_factor(iteration - 1, iters, args.warmup)
         common.set_lr(optimizer, factor)
         tags, captioned = batch["tags"], batch["captioned"]
-        images_q, captions_q = view(batch["q"])
-        images_k, captions_k = view(batch["k"])
+        images_q, captions_q = view(batch["q"], args.amp)
+        images_k, captions_k = view(batch["k"], args.amp)
         update_momentum(model.queries, model.keys, args.momentum)
         with common.autocast(device, args.amp):
             queries = parallel(images_q, captions_q)
@@ -397,10 +397,11 @@ def tokenise(tokenizer, captions):
     return [encoded["input_ids"], encoded["attention_mask"].bool()]
 
 
-def view(batch):
+def view(batch, amp="off"):
     """A view on the device -> images (B, 3, h, w); captions: tokens, visible (B, T), or None"""
     images = common.augment(batch["image"], batch["jitter"])
-    return blur(images, batch["sigma"]), batch.get("captions")
+    with common.autocast(images.device, amp):
+        return blur(images, batch["sigma"]), batch.get("captions")
 
 
 def blur(images, sigma):
@@ -645,7 +646,12 @@ class GroupedBatchNorm(nn.BatchNorm2d):
         norm = super().forward
         if not self.training:
             return norm(x)
-        return torch.cat([norm(part) for part in x.chunk(self.groups)])
+        parts = x.chunk(self.groups)
+        if torch.is_grad_enabled():
+            return torch.cat([norm(part) for part in parts])
+        for part in parts:  # of keys: the convolution's output is not needed again
+            part.copy_(norm(part))
+        return x
 
 
 def divide_batch_norms(model, groups):

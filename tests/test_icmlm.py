@@ -146,6 +146,22 @@ def test_read_builds_no_graph(lms):
     assert not words.requires_grad and not words.is_inference()
 
 
+@pytest.mark.parametrize("amp", ("bf16", "fp16"))
+def test_weights_are_rounded_once_as_at_each_use(amp, lms):
+    """W has the same bits as with float32 weights, which autocast rounds whenever they are used."""
+    tokenizer, model = load(lms["Bert"])
+    tokens, visible = batch_of(tokenizer, SENTENCES)
+    with torch.no_grad(), common.autocast(CPU, amp):
+        inputs = {"input_ids": tokens, "attention_mask": visible.long()}
+        expected = model.base_model(**inputs).last_hidden_state.float()
+    states = torch.randn(2, 16)
+    logits = icmlm.FrozenLanguageModel(load(lms["Bert"])[1], "off").classify(states)
+    lm = icmlm.FrozenLanguageModel(model, amp)
+    assert {parameter.dtype for parameter in lm.encoder.parameters()} > {torch.float32}
+    assert torch.equal(lm.read(tokens, visible), expected)
+    assert torch.equal(lm.classify(states), logits)  # in float32
+
+
 @both_heads
 def test_training_leaves_the_language_model_as_it_is(head, lms):
     """Every weight of the head has a gradient; none of the others, that no checkpoint holds."""

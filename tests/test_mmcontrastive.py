@@ -303,7 +303,8 @@ def test_groups_have_batch_statistics_of_their_own():
         alone = plain.keys["image"](photos[group])
         close(keys["ii"][group], alone["intra"], 1e-5)
         close(keys["ci"][group], alone["inter"], 1e-5)
-    queries = model(photos, None)
+    with torch.enable_grad():
+        queries = model(photos, None)
     for start in range(0, 8, 2):  # the queries' groups are not drawn [public code of MoCo]
         alone = plain.queries["image"](photos[start : start + 2])
         close(queries["ii"][start : start + 2], alone["intra"], 1e-5)
@@ -395,6 +396,18 @@ def test_blur_is_a_gaussian_convolution():
     assert torch.equal(blurred[3], images[3])
     flat = torch.full((4, 3, 41, 37), 0.3)
     close(mmcontrastive.blur(flat, sigma), flat, 1e-6)
+
+
+def test_blur_in_bf16():
+    """Not more is lost than by the convolution that rounds the view; without --amp nothing is."""
+    photo = torch.randint(0, 256, (3, 32, 32, 3), dtype=torch.uint8)
+    batch = {"image": photo, "jitter": torch.from_numpy(np.stack([common.NO_JITTER] * 3))}
+    batch["sigma"] = torch.tensor([0.0, 0.7, 2.0])
+    exact, _ = mmcontrastive.view(batch)
+    rounded, _ = mmcontrastive.view(batch, "bf16")
+    assert exact.dtype == torch.float32 and rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded[0], exact[0].bfloat16())
+    assert 0 < (rounded - exact).abs().max() < 0.04  # two grey levels
 
 
 @pytest.fixture

@@ -270,8 +270,8 @@ def mmcontrastive_step(flags, device):
     constants = flags.temperature, flags.margin, flags.tag_threshold
     alone = common.World(0, 1, device)
     while True:
-        images_q, captions_q = mmcontrastive.view(batch["q"])
-        images_k, captions_k = mmcontrastive.view(batch["k"])
+        images_q, captions_q = mmcontrastive.view(batch["q"], flags.amp)
+        images_k, captions_k = mmcontrastive.view(batch["k"], flags.amp)
         mmcontrastive.update_momentum(model.queries, model.keys, flags.momentum)
         with common.autocast(device, flags.amp):
             queries = model(images_q, captions_q)
