@@ -269,3 +269,26 @@ def test_photos_stay_as_they_are(real_data, tmp_path):
         assert names == {coco.tag_names[tag] for tag in coco.tags_of(i)}
         assert data.images.open(i).tobytes() == coco.images.open(i).tobytes()
         assert min(small.images.open(i).size) == 64
+
+
+def test_photos_that_cannot_be_decoded_are_left_out(tmp_path, monkeypatch):
+    """Their places are taken by the next ones: no file is empty. All cores, in order."""
+    monkeypatch.setattr("tools.make_shards.PART", 2)
+    lines = [{"image": f"{n}.jpg", "captions": [f"photo {n}"], "split": "train"} for n in range(9)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "photos.jsonl").write_text(text)
+    for n in range(9):
+        Image.new("RGB", (40, 30), (20 * n, 0, 0)).save(tmp_path / f"{n}.jpg")
+    for n in (0, 3, 4, 5):
+        (tmp_path / f"{n}.jpg").write_bytes(b"no photo")
+    command = ["tools.make_shards", "--data", tmp_path / "photos.jsonl", "--splits", "train"]
+    command += ["--per-shard", 3, "--output", tmp_path / "shards"]
+    output = run_here(command)
+    assert output.count("cannot decode") == 4 and "2 files" in output
+    data = shard_data(tmp_path / "shards", "train", "{split}-*.tar")
+    captions = [data.captions_of(i) for i in range(len(data))]
+    assert captions == [[f"photo {n}"] for n in (1, 2, 6, 7, 8)]
+    for n in (1, 2, 6, 7, 8):
+        (tmp_path / f"{n}.jpg").write_bytes(b"no photo")
+    with pytest.raises(SystemExit, match="no photo of the split train can be decoded"):
+        run_here([*command[:-1], tmp_path / "none"])

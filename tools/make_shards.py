@@ -8,10 +8,12 @@ are unless --side is given; everything else becomes JPEG.
 """
 
 import io
+import itertools
 import json
 import os
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 
 from PIL import ImageOps
@@ -19,6 +21,8 @@ from PIL import ImageOps
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import check, progress, say
+
+PART = 100  # photos that a process decodes at a time
 
 
 def get_args(argv=None):
@@ -42,30 +46,50 @@ def main(args):
         kept = sorted(Path(args.output).glob(f"{split}-*.tar"))
         check(not kept, f"{args.output} holds shards of {split}: delete them, or another --output")
         data = common.caption_data(args.data, args.root, split)
-        firsts = range(0, len(data), args.per_shard)
-        bar = progress(total=len(data), desc=split, unit=" photos")
-        for number, first in enumerate(firsts):
+        photos, number = readable_photos(data, args.side, split), 0
+        for first in photos:
             path = f"{args.output}/{split}-{number:06d}.tar"
-            rows = range(first, min(first + args.per_shard, len(data)))
-            common.write_file(path, lambda file: write_shard(file, data, rows, args.side, bar))
-        bar.close()
-        say(f"{len(firsts)} files {args.output}/{split}-*.tar of up to {args.per_shard} photos")
+            chosen = itertools.chain([first], itertools.islice(photos, args.per_shard - 1))
+            common.write_file(path, lambda file: write_shard(file, chosen))
+            number += 1
+        check(number, f"no photo of the split {split} can be decoded")
+        say(f"{number} files {args.output}/{split}-*.tar of up to {args.per_shard} photos")
 
 
-def write_shard(file, data, rows, side, bar):
-    """The photos `rows` of CaptionData as a tar file"""
+def readable_photos(data, side, split):
+    """CaptionData -> (number, JPEG file, JSON file) of each photo that can be decoded, in order"""
+    starts = range(0, len(data), PART)
+    parts = ((n, data.select(range(n, min(n + PART, len(data))))) for n in starts)
+    with progress(total=len(data), desc=split, unit=" photos") as bar:
+        for rows in common.all_cores(partial(encode, side), parts):
+            bar.update(len(rows))
+            for number, photo, text in rows:
+                if photo is None:
+                    say(text)
+                else:
+                    yield number, photo, text.encode()
+
+
+def encode(side, part):
+    """-> [(number, JPEG file, its JSON)], or None and a message where a photo cannot be decoded"""
+    first, data = part
+    rows = []
+    for i in range(len(data)):
+        tags = [data.tag_names[tag] for tag in data.tags_of(i)]
+        text = json.dumps({"captions": data.captions_of(i), "tags": tags})
+        try:
+            photo = jpeg(data.images, i, side)
+        except Exception as error:  # PIL and its formats raise a dozen kinds
+            photo, text = None, f"cannot decode {data.images[i]} ({error}): left out"
+        rows.append((first + i, photo, text))
+    return rows
+
+
+def write_shard(file, photos):
     with tarfile.open(fileobj=file, mode="w") as tar:
-        for i in rows:
-            bar.update()
-            try:
-                photo = jpeg(data.images, i, side)
-            except Exception as error:  # PIL and its formats raise a dozen kinds
-                say(f"cannot decode {data.images[i]} ({error}): left out")
-                continue
-            tags = [data.tag_names[tag] for tag in data.tags_of(i)]
-            text = json.dumps({"captions": data.captions_of(i), "tags": tags})
-            for suffix, content in (("jpg", photo), ("json", text.encode())):
-                entry = tarfile.TarInfo(f"{i:09d}.{suffix}")
+        for number, photo, text in photos:
+            for suffix, content in (("jpg", photo), ("json", text)):
+                entry = tarfile.TarInfo(f"{number:09d}.{suffix}")
                 entry.size = len(content)
                 tar.addfile(entry, io.BytesIO(content))
 
