@@ -267,19 +267,20 @@ def language_model(name, device, scratch=None, masked_words=True):
     return tokenizer, model.to(device).eval().requires_grad_(False)
 
 
-def scratch_language_model(device, captions, folder, cache, iters, seed, amp):
+def scratch_language_model(device, captions, folder, cache, iters, seed, amp, layers=4, width=256):
     """A small BERT trained on `captions` for `iters` iterations -> its folder
 
     It is kept in `cache` for all runs. With its own copy, in `folder`, a run can be moved.
     """
     made_of = {"captions": captions.digest(), "iters": iters, "seed": seed}
+    made_of |= {"layers": layers, "width": width}
     note = Path(folder, "made_of.json")
     if not note.exists() or note.read_text() != json.dumps(made_of):
         kept = common.cache_path(cache, "language_model", made_of)
         with common.locked(kept):
             if not kept.exists():
                 say(f"first a small BERT is trained on the captions: {iters} its (--lm-iters)")
-                trained = train_language_model(captions, iters, seed, device, amp)
+                trained = train_language_model(captions, iters, seed, device, amp, layers, width)
                 common.write_folder(kept, partial(write_language_model, *trained, made_of))
         with common.reading(kept / "made_of.json", "what --lm scratch made: delete its folder"):
             copy = partial(shutil.copytree, kept, dirs_exist_ok=True)
@@ -340,8 +341,8 @@ def train_wordpiece(captions):
     )
 
 
-def train_language_model(captions, iters, seed, device, amp, batch_size=64):
-    """`--lm scratch`: a BERT of 4 layers and 256 dimensions -> (tokenizer, model)
+def train_language_model(captions, iters, seed, device, amp, layers=4, width=256, batch_size=64):
+    """`--lm scratch`: a small BERT -> (tokenizer, model)
 
     Masked language modelling as BERT does it. Beside it [CLS] learns to name the tokens of its
     caption through the same output layer: BERT's gets a meaning by predicting the next sentence,
@@ -349,7 +350,7 @@ def train_language_model(captions, iters, seed, device, amp, batch_size=64):
     """
     tokenizer = train_wordpiece(captions)
     torch.manual_seed(seed)
-    config = bert_config(tokenizer, layers=4, width=256, max_position_embeddings=64)
+    config = bert_config(tokenizer, layers, width, max_position_embeddings=64)
     model = quiet_transformers().BertForMaskedLM(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01)
     alone = common.World(0, 1, device)

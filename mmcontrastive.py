@@ -67,6 +67,7 @@ RECIPES = {  #           demo        small       paper
     "blur":             (0.0,        0.5,        0.5),                  # Sec. 4.1: MoCo-v2
     "caption_views":    ("sibling",  "sibling",  "backtranslation"),    # Sec. 4.1
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 4.1
+    "lm_iters":         (0,          2000,       0),                    # Sec. 4.4: from scratch
     "lm_layers":        (2,          4,          12),                   # Sec. 4.1: BERT base
     "lm_width":         (128,        256,        768),                  # Sec. 4.1: BERT base
     "dropout":          (0.0,        0.0,        0.1),                  # BERT
@@ -106,7 +107,9 @@ def get_args(argv=None):
     add("--backtranslations", help="what --backtranslate wrote (default: its file in --output)")
 
     add = parser.add_argument_group("model [Sec. 4.1]").add_argument
-    add("--lm", help="caption encoder: a BERT of the hub or in a folder, or scratch (untrained)")
+    add("--lm", help="caption encoder: a BERT of the hub or in a folder, or scratch")
+    add("--lm-iters", type=common.natural,
+        help="iterations in which --lm scratch first learns masked words of the captions")
     add("--lm-layers", type=dim, help="of --lm scratch; fewer for few captions")
     add("--lm-width", type=dim, help="of --lm scratch; a head is 64 wide")
     add("--dropout", type=proper_share, help="of --lm scratch; --caption-views same needs it")
@@ -202,7 +205,9 @@ def main(args):
     with common.main_first(world):
         train, lambdas["tag"] = photos_with_losses(train, lambdas, args)
         queue_sizes = fit_queues(args.queue, train, uses_captions, args.batch_size)
-        tokenizer, config = load_caption_model(args, train, run) if uses_captions else (None, None)
+        tokenizer = config = pretrained = None
+        if uses_captions:
+            tokenizer, config, pretrained = load_caption_model(args, train, run, device)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
     say(f"{len(train)} photos ({len(val)} for validation), {len(train.captions)} captions, "
         f"{len(train.tags)} tags; {iters} iterations")  # fmt: skip
@@ -210,8 +215,8 @@ def main(args):
     # Encoders, momentum encoders, queues, optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = build_model(args, config, lambdas, train, queue_sizes, world)
-    if uses_captions and args.lm != "scratch" and not run.checkpoint:
-        load_pretrained(model, args.lm)
+    if pretrained:
+        load_pretrained(model, pretrained)
     model.to(device, memory_format=torch.channels_last)
     lr = {"image": args.lr, "caption": args.text_lr}
     groups = [{"params": model.queries[m].parameters(), "lr": lr[m]} for m in model.queries]
@@ -480,32 +485,36 @@ def build_encoders(arch, config, losses, dims, hidden, unified=False):
     return nn.ModuleDict(encoders)
 
 
-def load_caption_model(args, train, run):
-    """The caption encoder's tokenizer and configuration
+def load_caption_model(args, train, run, device):
+    """-> the caption encoder's tokenizer, its configuration, and the name or folder of weights that
+    it starts from, or None
 
-    They are written to the output folder, for --search and for a run that goes on.
+    Tokenizer and configuration are kept in the output folder, for --search and for going on.
     """
-    folder = run.folder / "caption_model"
-    if run.checkpoint or not run.world.is_main:
-        return read_caption_model(folder)
+    folder, pretrained = run.folder / "caption_model", args.lm
+    if run.checkpoint:  # it has the weights
+        return *read_caption_model(folder), None
     if args.lm == "scratch":
         single = int((np.diff(train.first_caption) == 1).sum())
         if args.caption_views == "sibling" and single and args.lambda_cc and not args.dropout:
             say(f"{single} photos have one caption, whose two views are equal: for them Eq. 8 "
                 "teaches little without --dropout")  # fmt: skip
-        tokenizer = language.train_wordpiece(train.captions)
-        dropout = {
-            "hidden_dropout_prob": args.dropout,
-            "attention_probs_dropout_prob": args.dropout,
-        }
-        # With BERT's 0.02 all captions have the same vector at first: nothing to tell. [ours]
-        more = {**dropout, "initializer_range": args.lm_width**-0.5}
-        config = language.bert_config(tokenizer, args.lm_layers, args.lm_width, **more)
-    else:
-        tokenizer, config = read_caption_model(args.lm)
-    tokenizer.save_pretrained(folder)
-    config.save_pretrained(folder)
-    return read_caption_model(folder)
+        own, settings = run.folder / "language_model", (args.lm_iters, args.seed, args.amp)
+        made = device, train.captions, own, args.cache, *settings, args.lm_layers, args.lm_width
+        pretrained = language.scratch_language_model(*made) if args.lm_iters else None
+    if run.world.is_main:
+        if pretrained:
+            tokenizer, config = read_caption_model(pretrained)
+        else:
+            tokenizer = language.train_wordpiece(train.captions)
+            # With BERT's 0.02 all captions have the same vector at first: nothing to tell. [ours]
+            spread = {"initializer_range": args.lm_width**-0.5}
+            config = language.bert_config(tokenizer, args.lm_layers, args.lm_width, **spread)
+        if args.lm == "scratch":
+            config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
+        tokenizer.save_pretrained(folder)
+        config.save_pretrained(folder)
+    return *read_caption_model(folder), pretrained
 
 
 def read_caption_model(name):

@@ -283,7 +283,7 @@ def test_copied_into_an_empty_folder(script, coco_folder, tmp_path):
     (tmp_path / "photos.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = ["--data", "photos.jsonl", "--iters", "2", "--image-size", "32", "--workers", "0"]
     flags += ["--batch-size", "16"]
-    if script in ("tp", "icmlm"):
+    if script != "virtex":
         flags += ["--lm-iters", "2"]
     command = [sys.executable, f"{script}.py", *flags]
     options = {"cwd": tmp_path, "capture_output": True, "text": True, "env": environment()}

@@ -13,6 +13,7 @@ import torch
 import torchvision.transforms.functional as TF
 from conftest import (
     ALONE,
+    CPU,
     OWN,
     TINY,
     checkpoint_in,
@@ -31,6 +32,7 @@ from PIL import Image
 from torch import nn
 
 import common
+import language
 import mmcontrastive
 
 
@@ -859,6 +861,23 @@ def test_pretrained_caption_encoder(tiny, tiny_lm, tmp_path):
     first.rename(second)
     output = run_here(tiny("mmcontrastive", second, *flags, "--lambda-tag", 1))
     assert "going on from iteration 2" in output and len(metrics(second)) == 4
+
+
+def test_caption_encoder_that_first_learns_masked_words(tiny, tmp_path):
+    """--lm-iters: both encoders begin with a small BERT of the captions; m = 1 keeps one there."""
+    flags = ["--lm-iters", 3, "--momentum", 1, "--iters", 1, "--dropout", 0.2]
+    output = run_here(tiny("mmcontrastive", tmp_path, *flags))
+    assert "first a small BERT is trained on the captions: 3 its" in output
+    state = checkpoint_in(tmp_path)["model"]
+    _, lm = language.language_model(str(tmp_path / "language_model"), CPU)
+    assert (lm.config.num_hidden_layers, lm.config.hidden_size) == (
+        1,
+        64,
+    )  # --lm-layers, --lm-width
+    for name, value in lm.bert.state_dict().items():
+        assert torch.equal(state[f"keys.caption.trunk.bert.{name}"], value)
+    config = json.loads((tmp_path / "caption_model" / "config.json").read_text())
+    assert config["hidden_dropout_prob"] == config["attention_probs_dropout_prob"] == 0.2
 
 
 # ----------------------------------------------------------------------------------------- search

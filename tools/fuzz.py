@@ -58,7 +58,7 @@ SCRIPTS = {  #       module         small sizes                               us
     "virtex":        (virtex,        "--hidden 64 --vocab-size 60",           ("--caption", PHOTO)),
     "tp":            (tp,            "--num-labels 9",                        ("--predict", PHOTO)),
     "icmlm":         (icmlm,         "--lm-iters 2",             ("--explain", PHOTO, *WORDS)),
-    "mmcontrastive": (mmcontrastive, "--lm-width 64 --lm-layers 1 --queue 8", ("--search", "ball")),
+    "mmcontrastive": (mmcontrastive, "--lm-iters 2 --lm-width 64 --queue 8", ("--search", "ball")),
     "eval_linear":   (eval_linear,   "--data folder --root labelled --image-size 32", ()),
 }
 # fmt: on
