@@ -62,15 +62,15 @@ RECIPES = {  #           demo        small       paper
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.1
     "image_size":       (64,         112,        224),                  # Sec. 4.1
     "crop_min":         (0.8,        0.2,        0.2),                  # Sec. 4.1: MoCo-v2
-    "colour_jitter":    (0.25,       1.0,        1.0),                  # Sec. 4.1: MoCo-v2
-    "greyscale":        (0.0,        0.2,        0.2),                  # Sec. 4.1: MoCo-v2
-    "blur":             (0.0,        0.5,        0.5),                  # Sec. 4.1: MoCo-v2
+    "colour_jitter":    (0.25,       0.4,        1.0),                  # Sec. 4.1: MoCo-v2
+    "greyscale":        (0.0,        0.0,        0.2),                  # Sec. 4.1: MoCo-v2
+    "blur":             (0.0,        0.0,        0.5),                  # Sec. 4.1: MoCo-v2
     "caption_views":    ("sibling",  "sibling",  "backtranslation"),    # Sec. 4.1
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 4.1
-    "lm_iters":         (0,          2000,       0),                    # Sec. 4.4: from scratch
+    "lm_iters":         (0,          2000,       0),                    # ours
     "lm_layers":        (2,          4,          12),                   # Sec. 4.1: BERT base
     "lm_width":         (128,        256,        768),                  # Sec. 4.1: BERT base
-    "dropout":          (0.0,        0.0,        0.1),                  # BERT
+    "dropout":          (0.0,        0.1,        0.1),                  # BERT
     "mlp_hidden":       (512,        1024,       2048),                 # Sec. 4.1
     "queue":            (512,        512,        32_768),               # Sec. 4.1
     "momentum":         (0.995,      0.998,      0.999),                # Sec. 4.1
@@ -80,14 +80,14 @@ RECIPES = {  #           demo        small       paper
     "lambda_tag":       (1.0,        1.0,        1.0),                  # Sec. 4.1
     "lambda_ic":        (0.05,       0.2,        1e-4),                 # Sec. 4.1
     "lambda_ci":        (0.05,       0.2,        1e-4),                 # Sec. 4.1
-    "batch_size":       (64,         32,         512),                  # Sec. 4.1
+    "batch_size":       (64,         64,         512),                  # Sec. 4.1
     "iters":            (600,        None,       None),
-    "epochs":           (None,       25.0,       200.0),                # Sec. 4.1
-    "optimizer":        ("adamw",    "radam",    "sgd"),                # Sec. 4.1
+    "epochs":           (None,       15.0,       200.0),                # Sec. 4.1
+    "optimizer":        ("adamw",    "adamw",    "sgd"),                # Sec. 4.1
     "lr":               (1e-3,       1e-3,       0.03),                 # Sec. 4.1
-    "text_lr":          (1e-3,       1e-3,       4e-5),                 # Sec. 4.1
-    "warmup":           (0.1,        0.0,        0.0),
-    "weight_decay":     (1e-2,       1e-4,       1e-4),                 # Sec. 4.1
+    "text_lr":          (1e-3,       3e-4,       4e-5),                 # Sec. 4.1
+    "warmup":           (0.1,        0.1,        0.0),
+    "weight_decay":     (1e-2,       1e-2,       1e-4),                 # Sec. 4.1
     "log_every":        (10,         20,         20),
     "checkpoint_every": (200,        500,        2000),
     "probe_images":     (2000,       10_000,     10_000),

@@ -53,12 +53,13 @@ SHARED = "--data photos.jsonl --image-size 32 --batch-size 8 --workers 0 --amp o
 SHARED += " --checkpoint-every 2 --log-every 1"
 WORDS = "--caption", "a red ball on grass", "--word", "ball"
 PHOTO = "0.jpg"
+TINY_BERT = "--lm-iters 2 --lm-layers 1 --lm-width 64 --queue 8"
 # fmt: off
 SCRIPTS = {  #       module         small sizes                               use of a trained model
     "virtex":        (virtex,        "--hidden 64 --vocab-size 60",           ("--caption", PHOTO)),
     "tp":            (tp,            "--num-labels 9",                        ("--predict", PHOTO)),
     "icmlm":         (icmlm,         "--lm-iters 2",             ("--explain", PHOTO, *WORDS)),
-    "mmcontrastive": (mmcontrastive, "--lm-iters 2 --lm-width 64 --queue 8", ("--search", "ball")),
+    "mmcontrastive": (mmcontrastive, TINY_BERT, ("--search", "ball")),
     "eval_linear":   (eval_linear,   "--data folder --root labelled --image-size 32", ()),
 }
 # fmt: on
