@@ -82,11 +82,11 @@ def all_cores(function, parts):
     """Yield function(part) for one part after another, by all cores; the first by this process."""
     parts = iter(parts)
     yield from map(function, itertools.islice(parts, 1))
-    more = list(itertools.islice(parts, 1))
-    if more:
-        leave_ctrl_c = signal.signal, (signal.SIGINT, signal.SIG_IGN)  # to this process
-        with multiprocessing.Pool(None, *leave_ctrl_c) as pool:  # its end is a SIGTERM
-            yield from pool.imap(function, itertools.chain(more, parts))
+    blocks = iter(lambda: list(itertools.islice(parts, 8 * os.cpu_count())), [])  # imap takes all
+    for first in blocks:
+        with multiprocessing.Pool(None, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+            for block in itertools.chain([first], blocks):
+                yield from pool.imap(function, block)  # Ctrl-C is left to this process
 
 
 def progress(iterable=None, **kwargs):

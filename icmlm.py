@@ -396,6 +396,7 @@ def collate(tags, swap, padding, samples):
 class FrozenLanguageModel:
     """psi of the paper, module 2 of Fig. 2. No nn.Module: not trained, and in no checkpoint.
 
+    The encoder of `model` is kept, in the precision of --amp.
     width: d_w.  vocabulary: V, its input embeddings (|V|, d_v); in BERT d_v = d_w.
     """
 

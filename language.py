@@ -273,7 +273,8 @@ def scratch_language_model(device, captions, folder, cache, iters, seed, amp, la
     It is kept in `cache` for all runs. With its own copy, in `folder`, a run can be moved.
     """
     made_of = {"captions": captions.digest(), "iters": iters, "seed": seed}
-    made_of |= {"layers": layers, "width": width}
+    if (layers, width) != (4, 256):
+        made_of |= {"layers": layers, "width": width}
     note = Path(folder, "made_of.json")
     if not note.exists() or note.read_text() != json.dumps(made_of):
         kept = common.cache_path(cache, "language_model", made_of)

@@ -27,8 +27,9 @@ filled in counts: `ii` and `cc` towards ln(K + 1), `ic` and `ci` towards K times
 they fall, `cc` within the first hundreds of iterations and the others slowly. A run ends with
 retrieval, from photos to captions and back (Tab. 7), beside that of random similarities.
 
-When it is stuck on few photos: --queue of about 16 batches, --lambda-ic and --lambda-ci at 25 to
-100 / K, and --momentum near to 1, but no nearer than the run is long (docs/troubleshooting.md).
+When it is stuck on few photos: --queue of 8 to 16 batches, --lambda-ic and --lambda-ci at 25 to
+100 / K, --momentum near to 1, but no nearer than the run is long, and a caption encoder that knows
+words (--lm, or --lm scratch --lm-iters N): docs/troubleshooting.md.
 """
 
 import copy
@@ -107,9 +108,9 @@ def get_args(argv=None):
     add("--backtranslations", help="what --backtranslate wrote (default: its file in --output)")
 
     add = parser.add_argument_group("model [Sec. 4.1]").add_argument
-    add("--lm", help="caption encoder: a BERT of the hub or in a folder, or scratch")
+    add("--lm", help="caption encoder: a BERT of the hub or in a folder, or scratch: a small one")
     add("--lm-iters", type=common.natural,
-        help="iterations in which --lm scratch first learns masked words of the captions")
+        help="for which --lm scratch first learns masked words of the captions; 0: untrained")
     add("--lm-layers", type=dim, help="of --lm scratch; fewer for few captions")
     add("--lm-width", type=dim, help="of --lm scratch; a head is 64 wide")
     add("--dropout", type=proper_share, help="of --lm scratch; --caption-views same needs it")
@@ -403,10 +404,13 @@ def tokenise(tokenizer, captions):
 
 
 def view(batch, amp="off"):
-    """A view on the device -> images (B, 3, h, w); captions: tokens, visible (B, T), or None"""
+    """A view on the device -> images (B, 3, h, w) in the precision of --amp, whose convolutions
+    would round them anyway; captions: tokens, visible (B, T), or None
+    """
     images = common.augment(batch["image"], batch["jitter"])
     with common.autocast(images.device, amp):
-        return blur(images, batch["sigma"]), batch.get("captions")
+        images = blur(images, batch["sigma"])
+    return images, batch.get("captions")
 
 
 def blur(images, sigma):
@@ -535,7 +539,7 @@ def load_pretrained(model, name):
         pretrained, report = read(name, output_loading_info=True)
     missing = sorted(report["missing_keys"])
     if missing:
-        say(f"--lm {name} lacks {', '.join(missing[:3])}: random at first")
+        say(f"{name} lacks {', '.join(missing[:3])}: random at first")
     for encoders in (model.queries, model.keys):
         encoders["caption"].trunk.bert.load_state_dict(pretrained.state_dict())
 

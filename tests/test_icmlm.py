@@ -147,15 +147,16 @@ def test_read_builds_no_graph(lms):
 
 
 @pytest.mark.parametrize("amp", ("bf16", "fp16"))
-def test_weights_are_rounded_once_as_at_each_use(amp, lms):
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_rounded_once_as_at_each_use(kind, amp, lms):
     """W has the same bits as with float32 weights, which autocast rounds whenever they are used."""
-    tokenizer, model = load(lms["Bert"])
+    tokenizer, model = load(lms[kind])
     tokens, visible = batch_of(tokenizer, SENTENCES)
     with torch.no_grad(), common.autocast(CPU, amp):
         inputs = {"input_ids": tokens, "attention_mask": visible.long()}
         expected = model.base_model(**inputs).last_hidden_state.float()
     states = torch.randn(2, 16)
-    logits = icmlm.FrozenLanguageModel(load(lms["Bert"])[1], "off").classify(states)
+    logits = icmlm.FrozenLanguageModel(load(lms[kind])[1], "off").classify(states)
     lm = icmlm.FrozenLanguageModel(model, amp)
     assert {parameter.dtype for parameter in lm.encoder.parameters()} > {torch.float32}
     assert torch.equal(lm.read(tokens, visible), expected)

@@ -239,8 +239,8 @@ def scratch():
     return tokenizer, model.eval()
 
 
-def load(name, captions=(), folder=None, cache=None, iters=2, seed=0, masked_words=True):
-    scratch = common.PackedStrings(captions), folder, cache, iters, seed, "off"
+def load(name, captions=(), folder=None, cache=None, iters=2, seed=0, masked_words=True, sizes=()):
+    scratch = common.PackedStrings(captions), folder, cache, iters, seed, "off", *sizes
     return language.language_model(str(name), CPU, scratch, masked_words)
 
 
@@ -278,12 +278,12 @@ def test_scratch_is_trained_once(tmp_path, monkeypatch):
     assert [found[0] for found in (first, shared, again, kept)] == [1, 1, 2, 2]
     assert first[1:] == shared[1:] == again[1:] == kept[1:]
     made_of, states = {}, {first[2]}
-    for change in ({"seed": 1}, {"iters": 3}, {"captions": RHYMES[1:]}):
+    for change in ({"seed": 1}, {"iters": 3}, {"captions": RHYMES[1:]}, {"sizes": (1, 64)}):
         made_of |= change
         before, (number, _, state) = len(trained), weights("one", **made_of)
         assert number == before + 1 and state not in states
         states.add(state)
-    assert weights("one", **made_of)[0] == 5 and weights("one", run="other")[0] == 5
+    assert weights("one", **made_of)[0] == 6 and weights("one", run="other")[0] == 6
     assert not list(tmp_path.glob("*/*.tmp"))
 
 

@@ -401,7 +401,7 @@ def test_blur_is_a_gaussian_convolution():
 
 
 def test_blur_in_bf16():
-    """Not more is lost than by the convolution that rounds the view; without --amp nothing is."""
+    """About a grey level is lost, which the convolution behind it rounds away anyway."""
     photo = torch.randint(0, 256, (3, 32, 32, 3), dtype=torch.uint8)
     batch = {"image": photo, "jitter": torch.from_numpy(np.stack([common.NO_JITTER] * 3))}
     batch["sigma"] = torch.tensor([0.0, 0.7, 2.0])
@@ -409,7 +409,7 @@ def test_blur_in_bf16():
     rounded, _ = mmcontrastive.view(batch, "bf16")
     assert exact.dtype == torch.float32 and rounded.dtype == torch.bfloat16
     assert torch.equal(rounded[0], exact[0].bfloat16())
-    assert 0 < (rounded - exact).abs().max() < 0.04  # two grey levels
+    assert 0 < (rounded - exact).abs().max() < 0.02  # a grey level is 0.017
 
 
 @pytest.fixture
@@ -864,20 +864,29 @@ def test_pretrained_caption_encoder(tiny, tiny_lm, tmp_path):
 
 
 def test_caption_encoder_that_first_learns_masked_words(tiny, tmp_path):
-    """--lm-iters: both encoders begin with a small BERT of the captions; m = 1 keeps one there."""
-    flags = ["--lm-iters", 3, "--momentum", 1, "--iters", 1, "--dropout", 0.2]
-    output = run_here(tiny("mmcontrastive", tmp_path, *flags))
-    assert "first a small BERT is trained on the captions: 3 its" in output
-    state = checkpoint_in(tmp_path)["model"]
-    _, lm = language.language_model(str(tmp_path / "language_model"), CPU)
-    assert (lm.config.num_hidden_layers, lm.config.hidden_size) == (
-        1,
-        64,
-    )  # --lm-layers, --lm-width
+    """--lm-iters: both encoders of both processes begin with a small BERT of the captions.
+
+    It has the sizes of --lm scratch, and a run that goes on does not need it.
+    """
+    flags = ["--lm-iters", 3, "--momentum", 1, "--text-lr", 1e-9, "--dropout", 0.2, "--iters", 4]
+    command = tiny("mmcontrastive", tmp_path, *flags, "--checkpoint-every", 2)
+    in_two_processes(run_here, command)
+    folder, state = tmp_path / "language_model", checkpoint_in(tmp_path)["model"]
+    _, lm = language.language_model(str(folder), CPU)
+    assert lm.config.num_hidden_layers == 1 and lm.config.hidden_size == 64
     for name, value in lm.bert.state_dict().items():
         assert torch.equal(state[f"keys.caption.trunk.bert.{name}"], value)
+        close(state[f"queries.caption.trunk.bert.{name}"], value, 1e-6)
     config = json.loads((tmp_path / "caption_model" / "config.json").read_text())
     assert config["hidden_dropout_prob"] == config["attention_probs_dropout_prob"] == 0.2
+
+    shutil.rmtree(tmp_path)
+    with interrupted(common, "append_line", call=3):
+        output = run_here(command)
+    shutil.rmtree(folder)
+    shutil.rmtree(tmp_path.parent / "cache")
+    output = run_here(command)
+    assert "going on from iteration 2" in output and "small BERT" not in output
 
 
 # ----------------------------------------------------------------------------------------- search

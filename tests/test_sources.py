@@ -288,7 +288,19 @@ def test_photos_that_cannot_be_decoded_are_left_out(tmp_path, monkeypatch):
     command += ["--per-shard", 3, "--output", tmp_path / "shards"]
     output = run_here(command)
     assert output.count("cannot decode") == 4 and "2 files" in output
+    again = [
+        "tools.make_shards",
+        "--data",
+        f"{tmp_path}/shards/{{split}}-*.tar",
+        "--splits",
+        "train",
+    ]
+    run_here([*again, "--per-shard", 5, "--output", tmp_path / "again"])
+    whole = shard_data(tmp_path / "again", "train", "{split}-*.tar")
     data = shard_data(tmp_path / "shards", "train", "{split}-*.tar")
+    assert [whole.images.open(i).tobytes() for i in range(5)] == [
+        data.images.open(i).tobytes() for i in range(5)
+    ]
     captions = [data.captions_of(i) for i in range(len(data))]
     assert captions == [[f"photo {n}"] for n in (1, 2, 6, 7, 8)]
     for n in (1, 2, 6, 7, 8):

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import check, progress, say
 
-PART = 100  # photos that a process decodes at a time
+PART = 20  # photos that a process decodes at a time
 
 
 def get_args(argv=None):
@@ -63,25 +63,28 @@ def readable_photos(data, side, split):
     with progress(total=len(data), desc=split, unit=" photos") as bar:
         for rows in common.all_cores(partial(encode, side), parts):
             bar.update(len(rows))
-            for number, photo, text in rows:
-                if photo is None:
-                    say(text)
+            for number, photo, text, error in rows:
+                if error:
+                    say(error)
                 else:
                     yield number, photo, text.encode()
 
 
 def encode(side, part):
-    """-> [(number, JPEG file, its JSON)], or None and a message where a photo cannot be decoded"""
+    """-> [(number, JPEG file, its JSON, None)], or None and a message if it cannot be decoded"""
     first, data = part
     rows = []
     for i in range(len(data)):
         tags = [data.tag_names[tag] for tag in data.tags_of(i)]
         text = json.dumps({"captions": data.captions_of(i), "tags": tags})
+        photo = error = None
         try:
             photo = jpeg(data.images, i, side)
-        except Exception as error:  # PIL and its formats raise a dozen kinds
-            photo, text = None, f"cannot decode {data.images[i]} ({error}): left out"
-        rows.append((first + i, photo, text))
+        except MemoryError:
+            raise
+        except Exception as reason:  # PIL and its formats raise a dozen kinds
+            error = f"cannot decode {data.images[i]} ({reason}): left out"
+        rows.append((first + i, photo, text, error))
     return rows
 
 
