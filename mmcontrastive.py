@@ -110,7 +110,7 @@ def get_args(argv=None):
     add = parser.add_argument_group("model [Sec. 4.1]").add_argument
     add("--lm", help="caption encoder: a BERT of the hub or in a folder, or scratch: a small one")
     add("--lm-iters", type=common.natural,
-        help="for which --lm scratch first learns masked words of the captions; 0: untrained")
+        help="iterations in which --lm scratch first learns the captions' masked words; 0: none")
     add("--lm-layers", type=dim, help="of --lm scratch; fewer for few captions")
     add("--lm-width", type=dim, help="of --lm scratch; a head is 64 wide")
     add("--dropout", type=proper_share, help="of --lm scratch; --caption-views same needs it")
