@@ -1,44 +1,35 @@
-"""What the methods share: captioned images, batches, backbones, and the output folder of a run.
+"""What the methods share, in the order in which a script meets it:
 
-In the order in which a script meets it:
-
-    messages               fail, check, say, in_words, progress, run
-    processes, precision   World, start, main_first, any_process, data_parallel, autocast
-    captioned images       CaptionData, caption_data (.jsonl here, others in sources.py)
-    from file to batch     Samples, photo, read_crops, infinite_sampler, loader, validation_batches
-    on the device          augment: colour jitter and normalisation
-    backbones              build_backbone, load_backbone
-    optimisation           build_optimizer, lr_factor
-    flags                  flag_parser, choose_recipe, parse
-    the output folder      cached; Run, whose `steps` feed the training loop
+    starting, messages       run, fail, require, error_context, print_main, progress
+    flags                    choose_recipe, flag_parser, parse
+    processes, precision     World, init_distributed, gather, data_parallel, autocast
+    captioned images         caption_data -> CaptionData: built-in scenes, .jsonl, COCO
+    from file to batch       Samples, load_image, read_crops, infinite_sampler, loader
+    on the device            augment: colour jitter and normalisation
+    backbones, optimisation  build_backbone, load_backbone, build_optimizer, lr_factor
+    the output directory     Run, whose `steps` feed the training loop
 """
 
 import argparse
 import contextlib
-import ctypes
 import functools
+import importlib.util
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import re
-import shutil
-import signal
-import subprocess
 import sys
-import textwrap
 import time
 import warnings
-import zipfile
-import zlib
 from array import array
 from collections import OrderedDict
 from datetime import timedelta
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -48,78 +39,214 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-# -------------------------------------------------------------------------------------- messages
-
-
-def fail(message, everywhere=True):
-    """End the program with one line that says what is wrong and what to do.
-
-    everywhere: all processes fail alike, and one on each machine speaks for all.
-    """
-    speaks = not everywhere or int(os.environ.get("LOCAL_RANK", 0)) == 0
-    sys.exit(f"error: {message}" if speaks else 1)
-
-
-def check(condition, message):
-    """End the program with the message unless the condition holds."""
-    if not condition:
-        fail(message)
-
-
-def say(message):
-    """Print a line, from the first process only, without tearing the progress bar."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        tqdm.write(str(message), file=sys.stdout)
-        sys.stdout.flush()
-
-
-def in_words(scores, digits=2):
-    """{name: number} -> "top1 45.90, top5 84.10" """
-    return ", ".join(f"{name} {score:.{digits}f}" for name, score in scores.items())
-
-
-def all_cores(function, parts):
-    """Yield function(part) for one part after another, by all cores; the first by this process."""
-    parts = iter(parts)
-    yield from map(function, itertools.islice(parts, 1))
-    blocks = iter(lambda: list(itertools.islice(parts, 8 * os.cpu_count())), [])  # imap takes all
-    for first in blocks:
-        with multiprocessing.Pool(None, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-            for block in itertools.chain([first], blocks):
-                yield from pool.imap(function, block)  # Ctrl-C is left to this process
-
-
-def progress(iterable=None, **kwargs):
-    """A tqdm progress bar on the first process only."""
-    hidden = int(os.environ.get("RANK", 0)) != 0
-    return tqdm(iterable, disable=hidden, dynamic_ncols=True, **kwargs)
+# ---------------------------------------------------------------------------- starting, messages
 
 
 def run(main, get_args):
-    """Start a script: main(get_args()). What is not the script's fault ends it with one line."""
+    """Start a script. User errors exit with a one-line message, a bug keeps its traceback."""
     try:
         main(get_args())
     except KeyboardInterrupt:
         sys.exit("interrupted")
     except ModuleNotFoundError as error:
-        install = "python -m pip install -r requirements.txt"
-        fail(f"{error.name} is missing: {install}, or copy {error.name}.py beside the script")
-    except Unreadable as error:
-        last = str(error).splitlines()[-1]  # before it a worker's traceback, if it was in one
-        fail(last.removeprefix("common.Unreadable: "), everywhere=False)
-    except (OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, OSError) and error.filename:  # no permission, a file for a folder...
-            fail(f"{error.filename}: {error.strerror}", everywhere=False)
-        if isinstance(error, MemoryError) or re.search("(out of|allocate) memory", str(error)):
-            fail("out of memory: fewer or smaller images, a smaller batch or model", False)
-        if "RANK" in os.environ and re.search("[Cc]onnection (closed|reset)", str(error)):
-            fail("another process has ended: its message, if it had time for one, says why", False)
+        install = "pip install -r requirements.txt, or copy it beside the script"
+        fail(f"{error.name} is missing: {install}")
+    except (torch.OutOfMemoryError, MemoryError):
+        fail("out of memory: try a smaller --batch-size, --image-size or --arch")
+    except OSError as error:  # a wrong path, no permission, a full disk, no such model on the hub
+        notes = getattr(error, "__notes__", [])
+        fail("; ".join([" ".join(str(error).split()), *notes]))
+
+
+def fail(message):
+    """End the program with one line.
+
+    What all processes find alike is said once: torchrun ends the others when the first one ends.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(3)
+    sys.exit(f"error: {message}")
+
+
+def require(condition, message):
+    if not condition:
+        fail(message)
+
+
+@contextlib.contextmanager
+def error_context(note):
+    """An error within the block ends with this note: which file was read, what it should hold."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
         raise
-    finally:  # workers ignore SIGTERM: after an error Python would wait for them for ever
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for worker in multiprocessing.active_children():
-            if "Pool" not in worker.name:  # a pool ends its own, and would wait for a killed one
-                worker.kill()
+
+
+def print_main(message):
+    """Print a line, from the first process only, without breaking the progress bar."""
+    if os.environ.get("RANK", "0") == "0":
+        tqdm.write(str(message), file=sys.stdout)
+        sys.stdout.flush()
+
+
+def progress(iterable=None, **kwargs):
+    hidden = os.environ.get("RANK", "0") != "0"
+    return tqdm(iterable, disable=hidden, dynamic_ncols=True, **kwargs)
+
+
+def format_scores(scores, digits=2):
+    """{name: number} -> "top1 45.90, top5 84.10" """
+    return ", ".join(f"{name} {score:.{digits}f}" for name, score in scores.items())
+
+
+def import_if_there(name):
+    """One of our modules, or None where a script was copied without it."""
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+# ----------------------------------------------------------------------------------------- flags
+
+RECIPES = "demo", "small", "paper"
+BACKBONES = "resnet18", "resnet50", "resnet101", "wide_resnet50_2", "vgg16_bn"  # in torchvision
+DATA = "shapes (built in), coco, vg, a .jsonl file, or a folder of tools/make_shards.py"
+
+
+def positive(text):
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def positive_int(text):
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def fraction(text):
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a fraction, between 0 and 1")
+    return value
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the layout of the docstring and shows each default."""
+
+    def _get_help_string(self, action):
+        silent = any(action.default is value for value in (None, False, argparse.SUPPRESS))
+        return action.help if silent else f"{action.help} (default %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line."""
+
+    def __init__(self, description=None, **kwargs):
+        kwargs = {"formatter_class": Help, "allow_abbrev": False, **kwargs}
+        super().__init__(description=description, **kwargs)
+
+    def error(self, message):
+        fail(message)
+
+
+def peek(argv, *flags):
+    """What the command line gives for a few flags on which defaults depend -> Namespace"""
+    parser = Parser(add_help=False)
+    for flag in flags:
+        parser.add_argument(flag)
+    return parser.parse_known_args(argv)[0]
+
+
+def choose_recipe(table, argv, paper=None):
+    """The column of the table for --recipe, or else for --data -> {name: default}
+
+    table: {name: (demo, small, paper)}. A name without a flag is a constant of the recipe: the
+    table is the place to change it.  paper: {name: value} in place of those of its column.
+    """
+    given = peek(argv, "--data", "--recipe", "--iters", "--epochs")
+    data = given.data or "shapes"
+    by_data = {"shapes": "demo", ".jsonl": "small"}
+    name = given.recipe or by_data.get(os.path.splitext(data)[1] or data, "paper")
+    require(name in RECIPES, f"--recipe {name} is unknown: choose from {', '.join(RECIPES)}")
+    recipe = {key: row[RECIPES.index(name)] for key, row in table.items()}
+    if name == "paper":
+        recipe |= paper or {}
+    if given.iters or given.epochs:
+        recipe |= {"iters": None, "epochs": None}
+    year = "2017" if data == "coco" else ""
+    return {**recipe, "recipe": name, "train_split": f"train{year}", "val_split": f"val{year}"}
+
+
+def flag_parser(script, description, recipe):
+    """A parser with the flags that mean the same in every training script, and the recipe's defaults
+
+    --lr has none: get_args scales the recipe's to --batch-size, but takes a given one literally.
+    """
+    parser = Parser(description)
+    add = parser.add_argument_group("data").add_argument
+    add("--data", default="shapes", help=DATA)
+    add("--recipe", choices=RECIPES, help="defaults: demo (shapes), small (.jsonl), paper (others)")
+    add("--root", help="folder of the data (default datasets/<name>; for a .jsonl its own)")
+    add("--train-split", help="name of the training split")
+    add("--val-split", help="name of the validation split")
+    add("--image-size", type=positive_int, help="side of the crops; cost grows with its square")
+    add("--crop-min", type=fraction, help="smallest part of a photo's area that a crop shows")
+    add("--colour-jitter", type=fraction, help="strength; lower if captions name colours")
+    half = min(8, os.cpu_count() // 2)  # on two cores two were 4% slower than one
+    add("--workers", type=int, default=half, help="DataLoader workers; more if data_wait > 0.05")
+
+    group = parser.add_argument_group("backbone and optimisation")
+    add = group.add_argument
+    add("--arch", choices=BACKBONES, help="resnet18 for small data or a CPU")
+    add("--batch-size", type=positive_int, help="images per iteration over all processes")
+    length = group.add_mutually_exclusive_group().add_argument
+    length("--iters", type=positive_int, help="training length; scale it with the data")
+    length("--epochs", type=positive, help="training length in passes over the data")
+    usual = f"{recipe['lr']:g} for batches of {recipe['batch_size']}, scaled to --batch-size"
+    add("--lr", type=positive, help=f"peak; lower it if the loss is not finite (default {usual})")
+    add("--warmup", type=fraction, help="warm-up of the learning rate, as a fraction of training")
+    add("--weight-decay", type=float, help="raise it for few images")
+
+    run_flags(parser, script)
+
+    add = parser.add_argument_group("probe of the backbone (see eval_linear.py)").add_argument
+    add("--probe-data", help="shapes, coco, voc07, folder or a .jsonl (default: tags of --data)")
+    add("--probe-root", help="folder of --probe-data")
+    rates = "lr", "text_lr"
+    parser.set_defaults(**{name: value for name, value in recipe.items() if name not in rates})
+    return parser
+
+
+def run_flags(parser, script):
+    """The flags of everything that trains into an output directory: see Run."""
+    add = parser.add_argument_group("run").add_argument
+    add("--output", default=f"runs/{script}", help="directory; the same command resumes from it")
+    add("--fresh", action="store_true", help="forget what --output holds and start over")
+    add("--seed", type=int, default=0, help="random seed")
+    add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
+    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
+    add("--log-every", type=positive_int, help="iterations between lines of metrics.jsonl")
+    add("--checkpoint-every", type=positive_int, help="iterations that a killed run can lose")
+    add("--keep-every", type=positive_int, help="iterations; keep model_N.pth for early stopping")
+
+
+def parse(parser, argv):
+    args = parser.parse_args(argv)
+    if args.probe_root and not args.probe_data:
+        parser.error("--probe-root goes with --probe-data")
+    divide_batch(args.batch_size)
+    return args
+
+
+def divide_batch(batch_size):
+    """The part of a batch that each process has"""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    rest = batch_size % processes
+    require(not rest, f"--batch-size {batch_size} cannot be divided by {processes} processes")
+    return batch_size // processes
 
 
 # ---------------------------------------------------------------------- processes and precision
@@ -137,103 +264,67 @@ class World(NamedTuple):
         return self.rank == 0
 
 
-def start():
+def init_distributed():
     """Join the other processes if torchrun started this one (NCCL or gloo) -> World"""
     cuda = torch.cuda.is_available()
-    if cuda:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        torch.backends.cudnn.benchmark = True
-    else:
-        keep_freed_memory()
-        if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > 1:
-            choose_threads()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
     if "RANK" not in os.environ:
         return World(0, 1, torch.device("cuda" if cuda else "cpu"))
-
     local = int(os.environ["LOCAL_RANK"])
-    enough = not cuda or local < torch.cuda.device_count()
-    check(enough, "torchrun started more processes than there are GPUs: lower --nproc_per_node")
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
+        enough = local < torch.cuda.device_count()
+        require(enough, "there are fewer GPUs than processes: lower --nproc_per_node")
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        # gloo beside NCCL: flags on the host are shared without waiting for the GPU. Hours,
-        # because the others wait while the first process builds labels.
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(hours=6))
+    # Tensors of the host go through gloo. Hours: the others wait while the first makes labels.
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(hours=6))
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
-def keep_freed_memory():
-    """Let glibc keep what one step frees for the next: handing it back cost a third of the time."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):
-        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # as size_t: never
-
-
-def choose_threads():
-    """Fewer threads where other programs are busy: each operation waits for the slowest thread."""
-    images, weight, seconds = torch.zeros(8, 64, 32, 32), torch.zeros(64, 64, 3, 3), {}
-    number = torch.get_num_threads()
-    for threads in sorted({1, max(1, number // 2), max(1, number - 1), number}):
-        torch.set_num_threads(threads)
-        begin = time.perf_counter()
-        for _ in range(40):
-            torch.conv2d(images, weight)
-        seconds[threads] = time.perf_counter() - begin
-    best = min(seconds, key=seconds.get)
-    if seconds[number] > 1.5 * seconds[best]:
-        say(f"other programs are busy: {best} of {number} threads are faster (OMP_NUM_THREADS)")
-        torch.set_num_threads(best)
-
-
-def end_processes(world):
-    """Leave the group: what the first process still has to do, it does alone."""
+def end_distributed(world):
+    """Leave the group: the first process does the rest alone."""
     if world.size > 1:
         dist.barrier()
         dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def main_first(world):
-    """The first process runs the block before the others; if it fails, torchrun ends them."""
-    if world.size > 1 and not world.is_main:
-        dist.barrier()
-    yield
-    if world.size > 1 and world.is_main:
+def barrier(world):
+    if world.size > 1:
         dist.barrier()
 
 
-def any_process(world, flag):
-    """True on every process if `flag` is true on one. The GPU is not waited for."""
+def gather(x, world):
+    """(B, ...) of each process -> (size * B, ...) on all of them, in the order of the processes"""
     if world.size == 1:
-        return flag
-    flag = torch.tensor(int(flag))
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag)
+        return x
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(world.size)]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
 
 
 def data_parallel(model, world):
-    """DistributedDataParallel when there are several processes. BatchNorm stays per process."""
+    """DistributedDataParallel if there are several processes. BatchNorm stays per process."""
     if world.size == 1:
         return model
-    with warnings.catch_warnings():  # torch 2.15 has a new name, which 2.11 does not know
-        warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # a new name, unknown to torch 2.11
+    return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device, amp):
     """The context of mixed precision; amp: "bf16", "fp16" or "off"."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(amp)
-    return torch.autocast(device.type, dtype, enabled=amp != "off")
+    return torch.autocast(device.type, HALF.get(amp), enabled=amp != "off")
 
 
-def choose_amp(device, wish=None):
-    """`--amp`: the user's wish, or bf16 where the device computes in it natively, else "off"."""
-    if wish:
-        return wish
+def choose_amp(device, requested=None):
+    """What --amp requests, or bf16 where the device computes in it natively, else "off"."""
+    if requested:
+        return requested
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "off"
     mkldnn = torch.backends.mkldnn.is_available()
@@ -244,10 +335,9 @@ def choose_amp(device, wish=None):
 
 
 class PackedStrings:
-    """Strings in one byte buffer: append and read, nothing else.
+    """Strings in one byte buffer, to append and to read: DataLoader workers share it.
 
-    Millions of Python strings cost 50 bytes each beside their letters, and worker processes copy
-    them as soon as they touch the reference counts. A buffer and 8 bytes per string stay shared.
+    Millions of Python strings would be copied as soon as workers touch their reference counts.
     """
 
     def __init__(self, strings=()):
@@ -267,32 +357,17 @@ class PackedStrings:
             raise IndexError(i)
         return bytes(self.buffer[self.ends[i] : self.ends[i + 1]]).decode()
 
-    def digest(self):
-        """A checksum of all strings."""
-        return zlib.crc32(self.ends, zlib.crc32(self.buffer))
-
 
 class ImageFiles(PackedStrings):
     """Paths of images; `open(i)` gives a PIL image, not yet decoded."""
 
     def open(self, i):
-        path = self[i]
-        if not os.path.isfile(path):  # reading a pipe or a device would hang
-            raise OSError(f"{path} is not a file")
-        return Image.open(path)
+        return Image.open(self[i])
 
-    def check_files(self, hint="check --root and the split"):
-        """End the program if files are missing. Folders are listed once; no file is opened."""
-
-        @functools.cache
-        def names_in(folder):
-            return set(os.listdir(folder)) if os.path.isdir(folder) else set()
-
-        split = enumerate(map(os.path.split, self))
-        missing = [self[i] for i, (folder, name) in split if name not in names_in(folder or ".")]
-        if missing:
-            number = f"{len(missing)} of {len(self)} images are missing"
-            fail(f"{number}, the first is {missing[0]}: {hint}")
+    def check_files(self):
+        missing = [path for path in self if not os.path.isfile(path)]
+        count = f"{len(missing)} of {len(self)} images are missing, the first is {missing[:1]}"
+        require(not missing, f"{count}: paths start from --root, or from the .jsonl's folder")
 
 
 class CaptionData:
@@ -325,145 +400,87 @@ class CaptionData:
     def tags_of(self, i):
         return self.tags[self.first_tag[i] : self.first_tag[i + 1]].tolist()
 
-    def captioned(self):
-        """(N,) bool: which images have a caption"""
-        return np.diff(self.first_caption) > 0
-
     def image_of_caption(self):
-        """(M,) int64: the number of each caption's image"""
+        """(captions,) int64: the index of each caption's image"""
         return np.repeat(np.arange(len(self)), np.diff(self.first_caption))
 
-    def select(self, keep, captions_per_image=None, seed=0):
-        """The images `keep`, each with at most `captions_per_image` captions, drawn once."""
+    def select(self, keep):
+        """-> CaptionData of the images `keep`"""
         selected = CaptionData(type(self.images)(), self.tag_names)
         for i in keep:
-            captions = self.captions_of(i)
-            if captions_per_image and len(captions) > captions_per_image:
-                rng = np.random.default_rng([seed, 0, i])
-                captions = rng.permutation(captions)[:captions_per_image].tolist()
-            selected.add(self.images[i], captions, self.tags_of(i))
+            selected.add(self.images[i], self.captions_of(i), self.tags_of(i))
         return selected
 
-    def numbered_as(self, tag_names):
-        """The same images with tags that are indices into `tag_names`, without other tags"""
-        if self.tag_names == tag_names:
-            return self
-        index = {name: tag for tag, name in enumerate(tag_names)}
-        same = CaptionData(type(self.images)(), tag_names)
-        numbers = [index.get(name) for name in self.tag_names]
-        for i in range(len(self)):
-            tags = sorted(numbers[t] for t in self.tags_of(i) if numbers[t] is not None)
-            same.add(self.images[i], self.captions_of(i), tags)
-        return same
-
-    def digest(self):
-        """A checksum of captions and tags: what is made of them can be kept under it."""
-        number = self.captions.digest()
-        for part in (self.first_caption, self.tags, self.first_tag):
-            number = zlib.crc32(part, number)
-        return zlib.crc32(json.dumps(self.tag_names).encode(), number)
+    def captioned(self):
+        """-> CaptionData of the images that have a caption; the others are counted in the log"""
+        keep = np.flatnonzero(np.diff(self.first_caption))
+        require(len(keep), f"no image has a caption. Expected: {JSONL}")
+        if len(keep) < len(self):
+            print_main(f"{len(self) - len(keep)} of {len(self)} images have no caption: left out")
+        return self.select(keep)
 
 
-DATA = "shapes (built in), coco, vg, the path of a .jsonl, or tar files as 'photos/{00..19}.tar'"
-
-
-def caption_data(name, root=None, split="train", fraction=1.0, captions_per_image=None, seed=0,
-                 cache=None):  # fmt: skip
-    """One split of "shapes", "coco", "vg", of a .jsonl file or of tar files -> CaptionData
-
-    root: its folder (default datasets/<name>; for a .jsonl the file's own).
-    fraction, captions_per_image: VirTex Fig. 4; the subset depends on the seed alone.
-    cache: keeps the index of tar files (default runs/cache).
-    """
-    hint = "check --root and the split"
+def caption_data(name, root=None, split="train"):
+    """One split of --data -> CaptionData.  root: --root"""
     if name.endswith(".jsonl"):
-        data = jsonl_data(name, root, split)
-        hint = "relative paths start from the folder of the .jsonl, or from --root"
+        data = jsonl_data(name, root or os.path.dirname(name), split)
     else:
-        import sources  # only here: a script that is copied elsewhere does without it
+        import sources  # only here: a copied script does without it
 
-        data = sources.caption_data(name, root, split, cache)
-    check(len(data), f"--data {name}: the split {split} holds no image")
-    if fraction < 1 or captions_per_image:
-        order = np.random.default_rng(seed).permutation(len(data))
-        keep = np.sort(order[: max(1, round(fraction * len(data)))])
-        data = data.select(keep, captions_per_image, seed)
+        data = sources.caption_data(name, root, split)
+    require(len(data), f"--data {name} has no image of the split {split}")
     if isinstance(data.images, ImageFiles):
-        data.images.check_files(hint)
+        data.images.check_files()
     return data
 
 
-@contextlib.contextmanager
-def reading(path, expected):
-    """`with reading(path, expected) as at:` makes something of a file, the user's or our own.
-
-    Whatever goes wrong ends the program with one line: the file, the entry `at.entry` that is being
-    read, the reason, and what was expected.
-    """
-    check(os.path.isfile(path), f"{path} not found: check the path (expected: {expected})")
-    at = argparse.Namespace(entry=None)
-    try:
-        yield at
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        entry = "" if at.entry is None else f", entry {at.entry}"
-        reason = textwrap.shorten(str(error), 200) or type(error).__name__  # torch's: many lines
-        reason = f"{reason} is missing" if isinstance(error, KeyError) else reason
-        fail(f"{path}{entry}: {reason}. Expected: {expected}")
-
-
-NEAR_MISSES = set("caption text texts sentences label labels tag".split())
 JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} in each line'
 
 
 def jsonl_data(path, root, split):
     """One {"image", "captions", "tags", "split"} per line; all but "image" may be missing.
 
-    Relative images start from `root` (default: the file's folder). When no line names a split,
-    "val" is a fixed random twentieth of the lines and "train" the rest.
+    Relative paths start from `root`. If no line names a split, "val" is a fixed random twentieth.
     """
-    root, index, splits, others = root or os.path.dirname(path), {}, [], set()
-    data = CaptionData(ImageFiles(), [])
-    with reading(path, JSONL) as at, open(path, "rb") as file:
-        bar = progress(file, desc=os.path.basename(path), unit=" lines")
-        for at.entry, line in enumerate(bar, 1):
+    data = CaptionData(ImageFiles())
+    splits, tag_index = [], {}
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(progress(file, desc=path, unit=" lines", leave=False), 1):
             if not line.strip():
                 continue
-            row = json.loads(line)
-            others |= row.keys() & NEAR_MISSES
-            captions, tags = captions_and_tags(row)
-            tags = sorted({index.setdefault(tag, len(index)) for tag in tags})
-            data.add(os.path.join(root, row["image"]), captions, tags)
-            if not isinstance(row.get("split"), str | None):
-                raise ValueError('"split" must be a string')
-            splits.append(row.get("split"))
-    data.tag_names = list(index) or None
-    if others and not len(data.captions) and not index:
-        fail(f'{path}: no line has "captions" or "tags", but {sorted(others)}: rename the key')
-
-    named = sorted(set(splits) - {None})
-    if named:
-        check(split in named, f"{path}: no line is of the split {split}, there are {named}")
-        if None in splits:
-            say(f"{path}: {splits.count(None)} lines name no split, as others do, and are left out")
-        return data.select([i for i, name in enumerate(splits) if name == split])
-    known = split in ("train", "val")
-    check(known, f'{path} names no splits: give "train" or "val", not "{split}"')
-    order = np.random.default_rng(0).permutation(len(data))
-    val, train = np.split(order, [max(1, len(data) // 20)])
-    return data.select(np.sort(val if split == "val" else train).tolist())
+            try:
+                row = json.loads(line)
+                captions, tags = captions_and_tags(row)
+                tags = sorted({tag_index.setdefault(tag, len(tag_index)) for tag in tags})
+                data.add(os.path.join(root, row["image"]), captions, tags)
+                splits.append(row.get("split"))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                fail(f"{path}, line {number}: {error!r}. Expected: {JSONL}")
+    data.tag_names = list(tag_index) or None
+    if not any(splits):
+        order = np.random.default_rng(0).permutation(len(data))
+        val = set(order[: max(1, len(data) // 20)].tolist())
+        splits = ["val" if i in val else "train" for i in range(len(data))]
+    elif None in splits:
+        print_main(f"{path}: {splits.count(None)} lines name no split and are left out")
+    return data.select([i for i, name in enumerate(splits) if name == split])
 
 
 def captions_and_tags(row):
-    """{"captions": [...], "tags": [...]}, both may be missing -> lists of strings, not empty"""
-    if "caption" in row and "captions" not in row:
-        raise ValueError('has "caption", but the key is "captions", a list of strings')
+    """{"captions": [...], "tags": [...]}, both may be missing -> two lists of strings"""
+    if "captions" not in row and {"caption", "text"} & row.keys():
+        raise ValueError('the key is "captions", a list of strings')
     for key in ("captions", "tags"):
         if not isinstance(row.get(key, []), list):
             raise ValueError(f'"{key}" must be a list of strings')
     captions = [caption.strip() for caption in row.get("captions", [])]
     return list(filter(None, captions)), list(map(str, row.get("tags", [])))
+
+
+def swap_left_right(caption):
+    """The caption of the flipped photo: the whole words left and right change places."""
+    other = {"left": "right", "right": "left"}
+    return re.sub(r"\b(left|right)\b", lambda word: other[word[0].lower()], caption, flags=re.I)
 
 
 # ---------------------------------------------------------------------------- from file to batch
@@ -474,90 +491,82 @@ class Unreadable(Exception):
 
 
 class Samples(Dataset):
-    """make(index, rng) -> one sample, a dict; it raises Unreadable if it cannot decode the image.
+    """make_sample(index, rng) -> one sample, a dict.
 
     A key is (epoch, index) in training: rng depends on the seed and the key alone. In validation
-    it is an index and rng is None. The next sample takes the place of one that is unreadable;
-    "unreadable" in a sample lists the paths that were passed over.
+    it is an index and rng is None. The next sample takes the place of an unreadable one.
     """
 
-    def __init__(self, make, size, seed=0):
-        self.make, self.size, self.seed = make, size, seed
+    def __init__(self, make_sample, size, seed=0):
+        self.make_sample, self.size, self.seed = make_sample, size, seed
+        self.reported = set()
 
     def __len__(self):
         return self.size
 
     def __getitem__(self, key):
-        rng, index = None, key
+        rng = None
+        index = key
         if isinstance(key, tuple):
-            rng, index = np.random.default_rng([self.seed, *key]), key[1]
-        unreadable = []
-        for _ in range(self.size):
+            rng = np.random.default_rng([self.seed, *key])
+            index = key[1]
+        failed = set()
+        for step in range(self.size):
             try:
-                return {**self.make(index, rng), "unreadable": unreadable}
+                return self.make_sample((index + step) % self.size, rng)
             except Unreadable as error:
-                index = (index + 1) % self.size
-                if str(error) not in unreadable:  # a photo may have many samples (icmlm.py)
-                    unreadable.append(str(error))
-            if len(unreadable) == 100:
+                path = str(error)
+            if path not in self.reported:
+                tqdm.write(f"cannot decode {path}: the next photo is used")
+            self.reported.add(path)
+            failed.add(path)  # a photo may have many samples (icmlm.py)
+            if len(failed) == 100:
                 break
-        raise Unreadable(f"{len(unreadable)} images in a row cannot be decoded, as {unreadable[0]}")
+        raise Unreadable(f"{len(failed)} photos in a row cannot be decoded, the last is {path}")
 
 
-def random_crop(rng, scale=(0.2, 1.0), ratio=(3 / 4, 4 / 3)):
-    """-> function (width, height) -> box of a random area and aspect, as in Inception's training"""
-
-    def crop(width, height):
-        for _ in range(10):
-            area = width * height * rng.uniform(*scale)
-            aspect = math.exp(rng.uniform(*map(math.log, ratio)))
-            w, h = math.sqrt(area * aspect), math.sqrt(area / aspect)
-            if w <= width and h <= height:
-                x, y = rng.uniform(0, width - w), rng.uniform(0, height - h)
-                return x, y, x + w, y + h
-        return centre_crop(1.0)(width, height)
-
-    return crop
+def random_crop(rng, smallest, width, height):
+    """The box of a random area, in [smallest, 1], and aspect ratio, as in Inception's training"""
+    for _ in range(10):
+        area = width * height * rng.uniform(smallest, 1.0)
+        aspect = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = math.sqrt(area * aspect), math.sqrt(area / aspect)
+        if w <= width and h <= height:
+            x, y = rng.uniform(0, width - w), rng.uniform(0, height - h)
+            return x, y, x + w, y + h
+    return centre_crop(1.0, width, height)
 
 
-def centre_crop(part):
-    """-> function (width, height) -> central square. 224 / 256 is "resize 256, centre crop 224"."""
-
-    def crop(width, height):
-        side = part * min(width, height)
-        x, y = (width - side) / 2, (height - side) / 2
-        return x, y, x + side, y + side
-
-    return crop
+def centre_crop(side_fraction, width, height):
+    """The box of the central square; 224 / 256 is "resize 256, centre crop 224"."""
+    side = side_fraction * min(width, height)
+    x, y = (width - side) / 2, (height - side) / 2
+    return x, y, x + side, y + side
 
 
 def read_crops(images, index, crops, size):
     """Decode an image once and cut several crops from it -> list of (size, size, 3) uint8 arrays
 
-    A box is cut and resized in one step, and a large JPEG is decoded at a half, a quarter or an
-    eighth of its size when that still has more pixels than are wanted. Raises Unreadable.
+    crops: functions (width, height) -> box. A large JPEG is decoded at a half, a quarter or an
+    eighth of its size if that has enough pixels. Raises Unreadable.
     """
     try:
         image = images.open(index)
-        if image.getexif().get(ExifTags.Base.Orientation, 1) > 1:  # a phone held upright
+        if image.getexif().get(ExifTags.Base.Orientation, 1) > 1:
             ImageOps.exif_transpose(image, in_place=True)  # only then: it decodes the whole photo
-        width, height = image.size
-        boxes = [crop(width, height) for crop in crops]
+        full_size, boxes = np.array(image.size), np.array([crop(*image.size) for crop in crops])
         if image.format == "JPEG":
-            w = min(right - left for left, _, right, _ in boxes)
-            h = min(bottom - top for _, top, _, bottom in boxes)
-            image.draft("RGB", (math.ceil(size * width / w), math.ceil(size * height / h)))
-        image = eight_bit(image)
-        w, h = image.size
-        scale = np.array((w / width, h / height, w / width, h / height))
-        limit = w, h, w, h  # a box may stand out by a rounding error
-        boxes = [np.minimum(scale * box, limit).tolist() for box in boxes]
+            smallest = (boxes[:, 2:] - boxes[:, :2]).min(0)
+            image.draft("RGB", np.ceil(size * full_size / smallest).astype(int).tolist())
+        image = to_rgb(image)
+        scale, limit = np.tile(image.size / full_size, 2), np.tile(image.size, 2)
+        boxes = np.minimum(boxes * scale, limit).tolist()  # one may stand out by a rounding error
         return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes]
     except Exception as error:  # PIL and its formats raise a dozen kinds
         raise Unreadable(images[index]) from error
 
 
-def eight_bit(image):
+def to_rgb(image):
     """A PIL image in RGB; 16 bits per pixel, which PIL would clip to white, become 8"""
     if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -567,28 +576,27 @@ def eight_bit(image):
 NO_JITTER = np.array([1, 1, 1, 0], np.float32)
 
 
-def photo(images, index, rng, size, crop_min, jitter):
-    """One photo, cropped, colour-jittered and mirrored at random; centred if rng is None.
+def load_image(images, index, rng, args):
+    """One photo, cropped, colour-jittered and flipped at random; the centre crop if rng is None
 
-    crop_min: smallest part of the area that a crop shows.  jitter: strength, see colour_jitter.
-    -> {"image": uint8 (size, size, 3), "jitter": (4,), "mirrored": bool}
+    args: image_size, crop_min, colour_jitter.
+    -> {"image": uint8 (size, size, 3), "jitter": (4,), "flipped": bool}
     """
     if rng is None:
-        [pixels] = read_crops(images, index, [centre_crop(1.0)], size)
-        return {"image": pixels, "jitter": NO_JITTER, "mirrored": False}
-    [pixels] = read_crops(images, index, [random_crop(rng, (crop_min, 1.0))], size)
-    jitter, mirrored = colour_jitter(rng, jitter), bool(rng.random() < 0.5)
-    image = pixels[:, ::-1] if mirrored else pixels
-    return {"image": image, "jitter": jitter, "mirrored": mirrored}
+        [image] = read_crops(images, index, [partial(centre_crop, 1.0)], args.image_size)
+        return {"image": image, "jitter": NO_JITTER, "flipped": False}
+    [image] = read_crops(images, index, [partial(random_crop, rng, args.crop_min)], args.image_size)
+    jitter, flipped = colour_jitter(rng, args.colour_jitter), bool(rng.random() < 0.5)
+    return {"image": image[:, ::-1] if flipped else image, "jitter": jitter, "flipped": flipped}
 
 
 def colour_jitter(rng, strength=1.0, p=0.8):
-    """(4,) float32: factors of brightness, contrast, saturation, and hue in turns.
+    """(4,) float32: factors of brightness, contrast, saturation, and the hue's angle in turns
 
     At strength 1 within 1 +- 0.4 and +- 0.1 turns. Neutral with probability 1 - p.
     """
-    b, c, s, h = (strength * limit for limit in (0.4, 0.4, 0.4, 0.1))
-    factors = rng.uniform((1 - b, 1 - c, 1 - s, -h), (1 + b, 1 + c, 1 + s, h))
+    limits = strength * np.array([0.4, 0.4, 0.4, 0.1])
+    factors = rng.uniform(NO_JITTER - limits, NO_JITTER + limits)
     return factors.astype(np.float32) if rng.random() < p else NO_JITTER
 
 
@@ -597,68 +605,60 @@ def stack(samples, name):
     return torch.from_numpy(np.stack([sample[name] for sample in samples]))
 
 
-def collate_photos(samples):
-    """-> images uint8 (B, size, size, 3), jitter (B, 4), and the list of unreadable images"""
-    unreadable = [path for sample in samples for path in sample["unreadable"]]
-    images, jitter = stack(samples, "image"), stack(samples, "jitter")
-    return {"images": images, "jitter": jitter, "unreadable": unreadable}
+def collate_images(samples):
+    """-> images uint8 (B, size, size, 3), jitter (B, 4)"""
+    return {"images": stack(samples, "image"), "jitter": stack(samples, "jitter")}
 
 
-class CropView(Dataset):
-    """The central square of every image -> uint8 (size, size, 3), and whether it is readable"""
+class CentreCrops(Dataset):
+    """The central square of each image -> uint8 (size, size, 3), and whether it is readable"""
 
-    def __init__(self, images, size, part=224 / 256):
-        self.images, self.size, self.part = images, size, part
+    def __init__(self, images, size, side_fraction=224 / 256):
+        self.images, self.size = images, size
+        self.crop = partial(centre_crop, side_fraction)
 
     def __len__(self):
         return len(self.images)
 
     def __getitem__(self, i):
         try:
-            return read_crops(self.images, i, [centre_crop(self.part)], self.size)[0], True
+            return read_crops(self.images, i, [self.crop], self.size)[0], True
         except Unreadable:
+            print_main(f"cannot decode {self.images[i]}: left out")
             return np.zeros((self.size, self.size, 3), np.uint8), False
 
 
 def infinite_sampler(size, batch_size, world, seed, start=0):
-    """Yield (epoch, index) forever, beginning with batch number `start`.
+    """Yield (epoch, index) forever, beginning with batch number `start`
 
-    The epochs' permutations are concatenated; batch t is the t-th slice of `batch_size` (global) of
-    them, and each rank takes its share of the slice. Nothing else decides what is seen.
+    The epochs' permutations are concatenated, batch t is the t-th slice of `batch_size` (global) of
+    them, and each process takes its part of the slice. Nothing else decides what is seen.
     """
-    share, epoch, order = batch_size // world.size, -1, None
-    for position in itertools.count(start * batch_size):
-        if (position % batch_size) // share != world.rank:
-            continue
-        if position // size != epoch:
-            epoch = position // size
-            order = np.random.default_rng([seed, epoch]).permutation(size)
-        yield epoch, int(order[position % size])
+    per_rank_batch, shuffled, order = batch_size // world.size, None, None
+    for batch in itertools.count(start):
+        first = batch * batch_size + world.rank * per_rank_batch
+        for position in range(first, first + per_rank_batch):
+            epoch, place = divmod(position, size)
+            if epoch != shuffled:
+                shuffled, order = epoch, np.random.default_rng([seed, epoch]).permutation(size)
+            yield epoch, int(order[place])
 
 
-def loader(dataset, batch_size, workers, collate=None, device=torch.device("cpu"), sampler=None):
-    """A DataLoader whose workers leave Ctrl-C and SIGTERM to the main process."""
-    more = {"num_workers": workers, "prefetch_factor": 4 if workers else None}
-    more |= {"worker_init_fn": ignore_signals, "pin_memory": device.type == "cuda"}
-    return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate, **more)
+def loader(dataset, batch_size, workers, collate_fn=None, device=torch.device("cpu"), sampler=None):
+    pin = device.type == "cuda"
+    kwargs = {"num_workers": workers, "collate_fn": collate_fn, "pin_memory": pin}
+    return DataLoader(dataset, batch_size, sampler=sampler, **kwargs)
 
 
-def ignore_signals(_):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def validation_batches(samples, workers, collate, device, desc="validation", batch_size=64):
-    """One pass over Samples in their order -> batches, their tensors on `device`"""
-    batches = loader(samples, batch_size, workers, collate, device)
-    for batch in progress(batches, desc=desc, unit=" batches", leave=False):
-        for path in batch.pop("unreadable"):
-            say(f"cannot decode {path}: the next image takes its place in the {desc}")
+def validation_batches(samples, workers, collate_fn, device, batch_size=64):
+    """One pass over Samples in their order -> batches on `device`"""
+    batches = loader(samples, batch_size, workers, collate_fn, device)
+    for batch in progress(batches, desc="validation", unit=" batches", leave=False):
         yield to_device(batch, device)
 
 
 def to_device(batch, device):
-    """A tensor, or lists and dicts of tensors, as images of different sizes with their boxes are"""
+    """A tensor, or lists and dicts of tensors"""
     if isinstance(batch, dict):
         return {name: to_device(value, device) for name, value in batch.items()}
     if isinstance(batch, list):
@@ -673,14 +673,14 @@ GREY = np.array([0.299, 0.587, 0.114])
 YIQ = np.array([GREY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 # A rotation by an angle in the plane of I and Q, seen from RGB: HUE[0] + cos HUE[1] + sin HUE[2].
 PLANE = np.diag([1, 0, 0]), np.diag([0, 1, 1]), np.array([[0, 0, 0], [0, 0, -1], [0, 1, 0]])
-HUE = np.stack([np.linalg.inv(YIQ) @ part @ YIQ for part in PLANE])
+HUE = np.stack([np.linalg.inv(YIQ) @ matrix @ YIQ for matrix in PLANE])
 
 
 @functools.cache
 def colour_constants(device):
-    """Kept on the device: a copy from the host would make the GPU wait."""
-    values = GREY, HUE, IMAGENET_MEAN, IMAGENET_STD
-    return [torch.tensor(np.asarray(v), dtype=torch.float32, device=device) for v in values]
+    """Kept on the device: a copy from the host would synchronise it."""
+    constants = GREY, HUE, np.array(IMAGENET_MEAN), np.array(IMAGENET_STD)
+    return [torch.tensor(value, dtype=torch.float32, device=device) for value in constants]
 
 
 def augment(images, jitter=None):
@@ -694,8 +694,8 @@ def augment(images, jitter=None):
     pixels = images.float() / 255
     if jitter is not None:
         brightness, contrast, saturation, hue = jitter.T[..., None, None]  # (B, 1, 1) each
-        turn = 2 * math.pi * hue
-        rotate = hue_basis[0] + turn.cos() * hue_basis[1] + turn.sin() * hue_basis[2]
+        hue_angle = 2 * math.pi * hue
+        rotate = hue_basis[0] + hue_angle.cos() * hue_basis[1] + hue_angle.sin() * hue_basis[2]
         saturate = saturation * torch.eye(3, device=pixels.device) + (1 - saturation) * grey
         matrix = contrast * brightness * rotate @ saturate
         red, green, blue = matrix[:, None, None].unbind(-1)  # (B, 1, 1, 3) each
@@ -707,99 +707,60 @@ def augment(images, jitter=None):
     return ((pixels - mean) / std).permute(0, 3, 1, 2)
 
 
-# ------------------------------------------------------------------------------------- backbones
-
-BACKBONES = {  # and their names in torchvision
-    "resnet18": "resnet18",
-    "resnet50": "resnet50",
-    "resnet101": "resnet101",
-    "resnet50w2x": "wide_resnet50_2",
-    "vgg16": "vgg16_bn",  # batch norm as in DeeperCluster, whose probes ICMLM uses [Sec. 4]
-}
+# ----------------------------------------------------------------------- backbones, optimisation
 
 
 def build_backbone(arch):
     """torchvision's, with its key names and without the classifier, randomly initialised
 
-    (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32); backbone.arch is its name here.
+    (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32)
     """
     from torchvision import models  # only here: --help does without the seconds that it takes
 
-    if arch == "vgg16":
-        layers = models.vgg.make_layers(models.vgg.cfgs["D"], batch_norm=True)
-        for module in layers:
-            if isinstance(module, nn.Conv2d):  # as torchvision does
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-                nn.init.zeros_(module.bias)
-        parts, channels = {"features": layers}, 512
-    else:
-        model = getattr(models, BACKBONES[arch])()
-        names = "conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"
-        parts, channels = {name: getattr(model, name) for name in names}, model.fc.in_features
-    backbone = nn.Sequential(OrderedDict(parts))
+    model = getattr(models, arch)()
+    names, channels = ["features"], 512
+    if arch != "vgg16_bn":
+        names = "conv1 bn1 relu maxpool layer1 layer2 layer3 layer4".split()
+        channels = model.fc.in_features
+    backbone = nn.Sequential(OrderedDict((name, getattr(model, name)) for name in names))
     backbone.channels, backbone.arch = channels, arch
     return backbone
 
 
-CHECKPOINT = "a whole checkpoint of this version: weights and settings, no code"
-
-
-def read_checkpoint(path):
-    """torch.load with weights_only, on the CPU; ends the program if there is nothing to load."""
-    with reading(path, CHECKPOINT):
-        with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's keep their arguments
-            return torch.load(path, map_location="cpu", weights_only=True)
-
-
 def load_backbone(path, arch=None):
-    """The backbone in the file `path`, of the architecture `arch` (None: whichever it is)."""
-    from sources import backbone_weights  # only here: a script that is copied does without it
+    """The backbone in a file of ours or of others, of the architecture `arch` (None: any)."""
+    state = read_checkpoint(path)
+    backbone = build_backbone(arch) if arch else None
+    if not backbone or state.keys() != backbone.state_dict().keys():
+        import sources  # only here: our own backbone.pth is read without it
 
-    content = read_checkpoint(path)
-    with reading(path, CHECKPOINT):
-        found, state = backbone_weights(content, path)
-        check(arch in (None, found), f"{path} is a {found}, not --arch {arch}")
-        check(all_finite(state), f"{path} has weights that are not finite: its training diverged")
+        found, state = sources.backbone_weights(state, path)
+        require(arch in (None, found), f"{path} is a {found}, not --arch {arch}")
         backbone = build_backbone(found)
+    with error_context(f"{path} should be a {backbone.arch}"):
         backbone.load_state_dict(state)
     return backbone
 
 
-def all_finite(state):
-    return all(value.isfinite().all() for value in state.values())
-
-
-# ---------------------------------------------------------------------------------- optimisation
-
-
 def build_optimizer(name, parameters, lr, weight_decay):
     """ "sgd" with momentum 0.9, which all three papers use; "radam" [ICMLM App. F.1]; "adamw" """
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr, weight_decay=weight_decay, fused=True)
-    if name == "radam":  # weight decay decoupled, as in the code of RAdam's authors
-        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": True}
-        return torch.optim.RAdam(parameters, lr, **decay)
-    optimizer = torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=weight_decay, fused=True)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:  # or undefined when fp16's scaler skips the first step
+    kinds = {
+        "sgd": partial(torch.optim.SGD, momentum=0.9, fused=True),
+        "radam": partial(torch.optim.RAdam, decoupled_weight_decay=True),  # its authors' code
+        "adamw": partial(torch.optim.AdamW, fused=True),
+    }
+    optimizer = kinds[name](parameters, lr=lr, weight_decay=weight_decay)
+    for group in optimizer.param_groups if name == "sgd" else ():
+        for parameter in group["params"]:  # or undefined if fp16's scaler skips the first step
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
-def check_state(states):
-    """Raise ValueError if an optimizer's state, as loaded, does not fit its parameters."""
-    for parameter, state in states.items():
-        float(state.get("step", 0))
-        tensors = [value for name, value in state.items() if name != "step" and value is not None]
-        if any(v.layout != torch.strided or v.shape != parameter.shape for v in tensors):
-            raise ValueError("the optimizer's state is of another shape or kind")
-
-
 def lr_factor(iteration, total, warmup=0.0, steps=()):
-    """Factor of the learning rate at an iteration, counted from 0.
+    """Factor of the learning rate at an iteration, counted from 0
 
-    It rises linearly from 0 over the share `warmup` of the run, then falls by a cosine to 0, or,
-    with `steps`, to a tenth after each of these shares [ICMLM App. F.1].
+    It rises linearly over the fraction `warmup` of training, then falls by a cosine to 0, or, with
+    `steps`, to a tenth after each of these fractions [ICMLM App. F.1].
     """
     start = warmup * total
     if iteration < start:
@@ -815,436 +776,145 @@ def set_lr(optimizer, factor):
         group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
 
 
-# ----------------------------------------------------------------------------------------- flags
+# ------------------------------------------------------------------------- the output directory
 
-RECIPES = "demo", "small", "paper"
-OPTIMIZERS = "sgd", "radam", "adamw"
-LABELLED = "shapes", "coco", "voc07", "folder"
-
-
-def number(kind, words, holds):
-    """A type of flags: `--lr -1` ends with "argument --lr: -1 is not above 0"."""
-
-    def parse(text):
-        value = kind(text)
-        if not holds(value):
-            raise argparse.ArgumentTypeError(f"{text} is not {words}")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse: "invalid int value"
-    return parse
-
-
-natural = number(int, f"from 0 to {10**9}", lambda n: 0 <= n <= 10**9)
-count = number(int, f"from 1 to {10**9}", lambda n: 1 <= n <= 10**9)
-dim = number(int, "from 1 to 65536", lambda n: 1 <= n <= 65536)  # a size that memory holds
-image_side = number(int, "from 1 to 4096", lambda n: 1 <= n <= 4096)
-positive = number(float, "a number above 0", lambda x: 0 < x < math.inf)
-non_negative = number(float, "a number of 0 or more", lambda x: 0 <= x < math.inf)
-share = number(float, "in [0, 1]", lambda x: 0 <= x <= 1)
-positive_share = number(float, "above 0 and at most 1", lambda x: 0 < x <= 1)
-proper_share = number(float, "at least 0 and below 1", lambda x: 0 <= x < 1)
-seed_number = number(int, f"from 0 to {2**23 - 1}", lambda n: 0 <= n < 2**23)
-
-
-class Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the layout of the script's docstring and tells each default."""
-
-    def _get_help_string(self, action):
-        silent = action.default in (None, argparse.SUPPRESS, []) or action.default is False
-        return action.help if silent else f"{action.help} (default %(default)s)"
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
-
-    def __init__(self, description=None, **more):
-        super().__init__(description=description, formatter_class=Help, allow_abbrev=False, **more)
-
-    def error(self, message):
-        fail(message)
-
-
-def flag_parser(script, description):
-    """A parser with the flags that mean the same in every training script."""
-    parser = Parser(description)
-    add = parser.add_argument_group("data").add_argument
-    add("--data", default="shapes", help=DATA)
-    add("--recipe", choices=RECIPES, help="defaults: demo (shapes), small (.jsonl), paper (others)")
-    add("--root", help="folder of the data (default datasets/<name>; for a .jsonl its own)")
-    add("--cache", help="folder of what runs share (default: cache, beside --output)")
-    add("--train-split", help="name of the training split")
-    add("--val-split", help="name of the validation split")
-    add("--fraction", type=positive_share, default=1.0, help="train on this share [VirTex Fig. 4]")
-    add("--captions-per-image", type=count, help="train on this many captions [VirTex Fig. 4]")
-    add("--image-size", type=image_side, help="side of the crops; the cost grows with its square")
-    add("--crop-min", type=positive_share, help="smallest share of a photo that a crop shows")
-    add("--colour-jitter", type=share, help="strength; lower if captions name colours, 0 for none")
-    half = min(8, os.cpu_count() // 2)  # on two cores two were 4% slower than one
-    add("--workers", type=natural, default=half, help="data processes; more if data_wait > 0.05")
-
-    add = parser.add_argument_group("backbone and optimisation").add_argument
-    add("--arch", choices=BACKBONES, help="resnet18 for small data or a CPU")
-    add("--batch-size", type=dim, help="images per iteration over all processes")
-    add("--iters", type=count, help="length in iterations; scale with the number of images")
-    add("--epochs", type=positive, help="length in passes over the data, instead of --iters")
-    add("--lr", type=positive, help="peak; lower it when the loss is not finite")
-    add("--warmup", type=proper_share, default=0.0, help="share of the run in which --lr rises")
-    add("--weight-decay", type=non_negative, default=1e-4, help="raise it for few images")
-
-    run_flags(parser, script)
-
-    add = parser.add_argument_group("probe of the backbone (see eval_linear.py)").add_argument
-    add("--probe-data", choices=LABELLED, help="labelled images (default: the tags of --data)")
-    add("--probe-root", help="folder of --probe-data")
-    add("--probe-images", type=count, help="probe on at most this many training images")
-    add("--probe-every", type=natural, default=0, help="iterations; the best backbone is kept, too")
-    return parser
-
-
-def run_flags(parser, script):
-    """The flags of everything that trains into an output folder: see Run."""
-    add = parser.add_argument_group("run").add_argument
-    add("--output", default=f"runs/{script}", help="folder in which the same command goes on")
-    add("--fresh", action="store_true", help="forget what --output holds and start over, each time")
-    add("--seed", type=seed_number, default=0, help="random seed")
-    add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
-    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=count, default=20, help="iterations between lines of metrics.jsonl")
-    add("--checkpoint-every", type=count, help="iterations that a killed run can lose")
-
-
-def look(argv, *flags):
-    """What the command line gives for a few flags on which defaults depend -> Namespace"""
-    parser = Parser(add_help=False)
-    for flag in flags:
-        parser.add_argument(flag)
-    return parser.parse_known_args(argv)[0]
-
-
-def choose_recipe(table, argv, paper=None):
-    """The column of the table for `--recipe`, or else for `--data` -> {flag: default}
-
-    table: {flag: (demo, small, paper)}.  paper: {flag: value} that replace those of its column.
-    """
-    given = look(argv, "--data", "--recipe", "--iters", "--epochs")
-    data = given.data or "shapes"
-    by_data = {"shapes": "demo", ".jsonl": "small"}
-    name = given.recipe or by_data.get(os.path.splitext(data)[1] or data, "paper")
-    check(name in RECIPES, f"--recipe {name} is unknown: choose from {', '.join(RECIPES)}")
-    recipe = {flag: row[RECIPES.index(name)] for flag, row in table.items()}
-    if name == "paper":
-        recipe |= paper or {}
-    recipe["recipe"] = name
-    if given.iters:
-        recipe["epochs"] = None
-    if given.epochs:
-        recipe["iters"] = None
-    year = "2017" if given.data == "coco" else ""
-    return {**recipe, "train_split": f"train{year}", "val_split": f"val{year}"}
-
-
-def parse(parser, argv, recipe, scaled=()):
-    """Parse the command line; what it leaves out is the recipe's, as --help then tells.
-
-    scaled: flags of learning rates. The recipe's belong to its batch size and grow linearly with
-    another one, and to its optimizer: another needs its own.
-    """
-    given = look(argv, "--batch-size", "--optimizer")
-    recipe, usual = dict(recipe), recipe["batch_size"]
-    if given.optimizer and given.optimizer != recipe.get("optimizer"):
-        decay = 1e-2 if given.optimizer == "adamw" else 1e-4
-        recipe |= {**dict.fromkeys(scaled), "steps": (), "weight_decay": decay}
-    elif given.batch_size and given.batch_size.isdecimal() and int(given.batch_size) != usual:
-        factor = int(given.batch_size) / usual
-        for flag in scaled:
-            recipe[flag] *= factor
-    parser.set_defaults(**recipe)
-    args = parser.parse_args(argv)
-
-    for flag in scaled:
-        name, value = f"--{flag.replace('_', '-')}", getattr(args, flag)
-        if value is None:
-            parser.error(f"--optimizer {args.optimizer} needs its own {name}: the recipe's differs")
-        if args.batch_size != usual and value == recipe[flag]:
-            say(f"{name} {value:g}: the recipe's, scaled from batch {usual} to {args.batch_size}")
-    if args.iters and args.epochs:
-        parser.error("give --iters or --epochs, not both")
-    if getattr(args, "weights", None) and not look(argv, "--output").output:
-        args.output = os.path.dirname(args.weights) or "."  # what a model draws lies beside it
-    args.cache = args.cache or str(Path(args.output).parent / "cache")
-    if args.probe_root and not args.probe_data:
-        parser.error("--probe-root goes with --probe-data")
-    if args.arch == "vgg16" and args.image_size < 32:
-        parser.error("--arch vgg16 halves a photo five times: give --image-size 32 or more")
-    refuse_uneven_batch(parser, args.batch_size)
-    return args
-
-
-def refuse_uneven_batch(parser, batch_size):
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    if batch_size % processes:
-        together = f"--batch-size {batch_size} is for all {processes} processes together"
-        parser.error(f"{together} and cannot be divided by them")
-
-
-# ----------------------------------------------------------------------------- the output folder
-
-# Flags that may differ when a run goes on: where and how fast it runs, not what it learns.
-FREE_FLAGS = {
-    "output", "root", "cache", "fresh", "workers", "amp", "compile", "log_every",
-    "checkpoint_every", "probe_root", "backtranslations", "tags_required",
-}  # fmt: skip
-
-
-def write_file(path, write):
-    """Write through a temporary file: `path` is whole, old or new, whenever the power fails."""
-    temporary = f"{path}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        Path(temporary).unlink(missing_ok=True)
-        kept = "what it held before is kept: make room and start the same command again"
-        fail(f"{path} cannot be written ({error}); {kept}", everywhere=False)
+# Flags that may differ when a run resumes: where and how fast it runs, not what it learns.
+RESUME_CAN_CHANGE = set(
+    "output root fresh workers amp compile log_every checkpoint_every keep_every validate_every "
+    "probe_data probe_root probe_images".split()
+)
 
 
 def write_json(path, content):
-    write_file(path, lambda file: file.write(json.dumps(content, indent=2).encode() + b"\n"))
+    Path(path).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def append_line(path, line):
-    try:
-        with open(path, "a") as file:
-            file.write(line + "\n")
-    except OSError as error:
-        reason = f"{path} cannot be written ({error.strerror})"
-        fail(f"{reason}: make room and start the same command again", everywhere=False)
+def save(path, content):
+    """torch.save through a temporary file: a crash or a full disk leaves the old file whole."""
+    torch.save(content, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
 
 
-def lock(path):
-    """-> an open file, which holds the lock until it is closed; None if another process has it"""
-    # Opened for reading, too: a pipe in its place does not block.
-    file = open(path, "r+b", 0, opener=lambda path, _: os.open(path, os.O_RDWR | os.O_CREAT))
-    try:
-        import fcntl
-
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    except (ImportError, OSError):  # Windows, and file systems without locks
-        pass
-    return file
+def save_weights(path, module):
+    """A plain state dict, on the CPU and in the usual memory format"""
+    save(path, {name: v.detach().cpu().contiguous() for name, v in module.state_dict().items()})
 
 
-CACHE_VERSION = 1  # to be raised when the code makes other things of the same data
-
-
-def cache_path(cache, name, key):
-    """The path in the folder `cache` for what the code makes of `key` (JSON)"""
-    return Path(cache, f"{name}-{zlib.crc32(json.dumps([CACHE_VERSION, key]).encode()):08x}")
-
-
-@contextlib.contextmanager
-def locked(path):
-    """Within the block no other process that asks for the same path is in its block."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = lock(f"{path}.lock")
-    if not file:
-        say(f"waiting for another run, which is making {path}")
-    while not file:
-        time.sleep(0.1)
-        file = lock(f"{path}.lock")
-    with file:
-        yield
-
-
-def cached(cache, name, key, build, use):
-    """Build a dict of arrays, or find it in the folder `cache`, which runs share -> use(arrays)
-
-    build() gives the arrays. key (JSON): all that they depend on.
-    """
-    path = cache_path(cache, name, key).with_suffix(".npz")
-    arrays = read_arrays(path, key)
-    if arrays is None:
-        with locked(path):
-            arrays = read_arrays(path, key)  # another run may have made it meanwhile
-            if arrays is None:
-                arrays = build()
-                keep_arrays(path, key, arrays)
-    with reading(path, "what this version of the scripts has made: delete it"):
-        return use(arrays)
-
-
-def read_arrays(path, made_of):
-    """What keep_arrays wrote, or None: no file, made of something else, or damaged."""
-    if path.is_file():
-        try:
-            with np.load(path) as file:
-                if file["made_of"] == json.dumps(made_of):
-                    return {name: file[name] for name in file.files}
-        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-            say(f"{path} is damaged ({error}): it is made again")
-    return None
-
-
-def keep_arrays(path, made_of, arrays):
-    write_file(path, lambda file: np.savez(file, made_of=json.dumps(made_of), **arrays))
-
-
-def write_folder(path, write):
-    """write(folder) fills a temporary folder, which then becomes `path`: it is always whole."""
-    temporary = Path(f"{path}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        write(temporary)
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(temporary, path)
-    finally:  # nothing is left of one that failed
-        shutil.rmtree(temporary, ignore_errors=True)
+def read_checkpoint(path, script=None):
+    """A file of weights, on the CPU; no code in it is run.  script: that must have written it"""
+    with open(path, "rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
+        try:  # DINO's hold their Namespace
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # of zip, pickle and torch
+            fail(f"{path} is no checkpoint, or was cut off ({type(error).__name__})")
+    require(isinstance(content, dict), f"{path} holds no weights by name")
+    ours = script in (None, content.get("script"))
+    require(ours, f"{path} is no checkpoint.pth or model_N.pth of {script}.py")
+    return content
 
 
 class Run:
-    """The output folder of a training run (docs/output.md): what is kept, found again, reported."""
+    """The output directory (docs/output.md): args.json, metrics.jsonl, and checkpoint.pth, from
+    which the same command resumes. The result is bit-identical to that of a run which was not
+    stopped (one process on a CPU).
+    """
 
-    def __init__(self, args, script, world, *data):
-        """data: what the run depends on, the training set first, as CaptionData"""
-        self.args, self.script, self.world, self.folder = args, script, world, Path(args.output)
-        self.path = self.folder / "checkpoint.pth"
-        self.data, self.images = [part.digest() for part in data], len(data[0].images)
-        self.sampler = getattr(data[0].images, "sampler", infinite_sampler)
-        self.iteration, self.checkpoint, self.best = 0, None, None
-        self.values, self.waited, self.unreadable = {}, 0.0, set()
-        with main_first(world):
-            ended = self.begin()
-        if ended:  # all processes come here, and none waits for another
-            say(f"{self.folder} holds a run that has ended: see result.json; --fresh starts over")
-            sys.exit(0)
-
-    def begin(self):
-        """Read or make the folder -> whether it holds a run that has ended"""
-        names = "args.json metrics.jsonl checkpoint.pth backbone.pth backbone_best.pth"
-        if self.world.is_main:
+    def __init__(self, args, script, world, data):
+        """data: CaptionData or alike that is trained on; its size must not change"""
+        self.args, self.script, self.world, self.data = args, script, world, data
+        self.folder = Path(args.output)
+        self.iteration = 0
+        self.checkpoint = None
+        captions = len(getattr(data, "captions", ()))
+        self.settings = {**vars(args), "images": len(data.images), "captions": captions}
+        if world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.locked = lock(self.folder / ".lock")  # it ends with this process
-            check(self.locked, f"another run trains into {self.folder}: choose another --output")
-            for name in (*names.split(), "result.json", "skipped.txt") if self.args.fresh else ():
-                (self.folder / name).unlink(missing_ok=True)
-        if self.path.exists():
-            self.checkpoint = read_checkpoint(self.path)
-            with reading(self.path, f"{CHECKPOINT}; --fresh starts over"):
-                self.check_same_run()
-                self.iteration = natural(self.checkpoint["iteration"])
-                self.best = self.checkpoint["best"] and dict(self.checkpoint["best"])
-                if "OMP_NUM_THREADS" not in os.environ:  # another number gives other bits
-                    threads = self.checkpoint.get("threads", torch.get_num_threads())
-                    torch.set_num_threads(count(threads))
-            if (self.folder / "result.json").exists():
-                return True
-            say(f"{self.folder} holds a checkpoint: going on from iteration {self.iteration}")
-        if self.world.is_main:
-            (self.folder / "result.json").unlink(missing_ok=True)
-            self.keep_metrics()
-            self.write_args()
-        return False
+            self.lock = lock(self.folder)
+        path = self.folder / "checkpoint.pth"
+        if path.exists() and not args.fresh:
+            self.checkpoint = read_checkpoint(path, script)
+            self.check_same_settings(self.checkpoint["args"])
+            self.iteration = self.checkpoint["iteration"]
+            print_main(f"{path} is there: resuming from iteration {self.iteration}")
+        barrier(world)  # before the first process removes or writes anything
+        if world.is_main:
+            self.clear()
+            content = {"command": sys.argv, "torch": torch.__version__, "processes": world.size}
+            write_json(self.folder / "args.json", {**self.settings, **content})
+        per_process = f"{args.batch_size // world.size} images each per iteration"
+        device = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
+        print_main(f"{script}: {world.size} process(es) on {device}, {per_process}, "
+                   f"amp {args.amp}, into {self.folder}")  # fmt: skip
 
-    def check_same_run(self):
+    def check_same_settings(self, before):
         hint = "choose another --output, or --fresh to start over"
-        script, before = self.checkpoint.get("script"), self.checkpoint["args"]
-        check(script == self.script, f"{self.folder} holds a run of {script}.py: {hint}")
-        for flag, value in vars(self.args).items():
-            if flag not in FREE_FLAGS and before.get(flag) != value:
-                name = f"--{flag.replace('_', '-')} {before.get(flag)}"
-                fail(f"{self.folder} holds a run with {name}, not {value}: {hint}")
-        same = self.checkpoint["data"] == self.data
-        check(same, f"{self.folder} holds a run on other captions, tags or labels: {hint}")
+        for name in self.settings.keys() - RESUME_CAN_CHANGE:
+            now = self.settings[name]
+            problem = f"holds a run with {name.replace('_', '-')} {before.get(name)}, not {now}"
+            require(before.get(name) == now, f"{self.folder} {problem}: {hint}")
 
-    def keep_metrics(self):
-        """Drop the lines that a killed run wrote after its checkpoint: they come again."""
-        path, kept, lost = self.folder / "metrics.jsonl", [], 0
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        for line in lines:
-            try:
-                if json.loads(line)["iteration"] <= self.iteration:
-                    kept.append(line + b"\n")
-            except (ValueError, TypeError, KeyError):  # cut off or zeros: the power has failed
-                lost += 1
-        if lost:
-            say(f"{path}: {lost} lines that cannot be read are dropped")
-        write_file(path, lambda file: file.write(b"".join(kept)))
-
-    def write_args(self):
-        versions = {name: version(name) for name in ("torchvision", "numpy")}
-        versions |= {"python": sys.version.split()[0], "torch": torch.__version__}  # with its CUDA
-        content = {"command": [sys.executable, *sys.argv], "processes": self.world.size}
-        if shutil.which("git"):
-            here = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
-            git = subprocess.run(here, capture_output=True, text=True)
-            content["git_commit"] = git.stdout.strip() or None
-        write_json(self.folder / "args.json", {**vars(self.args), **content, "versions": versions})
-        how = f"recipe {self.args.recipe}, {self.world.device.type}, amp {self.args.amp}"
-        say(f"{self.script}: {how}; all settings are in {self.folder}/args.json")
+    def clear(self):
+        """Remove what an earlier run wrote after its checkpoint, all of it if there is none."""
+        names = ["result.json"]
+        if not self.checkpoint:
+            names += ["checkpoint.pth", "backbone.pth", "metrics.jsonl", "model_[0-9]*.pth"]
+        for path in [path for name in names for path in self.folder.glob(name)]:
+            path.unlink()
+        metrics = self.folder / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]  # of a killed run half may be there
+        kept = [line for line in whole if json.loads(line)["iteration"] <= self.iteration]
+        Path(f"{metrics}.tmp").write_text("".join(kept))
+        os.replace(f"{metrics}.tmp", metrics)
 
     def resume(self, **parts):
         """The model, optimizer... that checkpoints hold by these names; load an earlier run's."""
         self.parts = parts
-        if self.checkpoint:
-            with reading(self.path, f"{CHECKPOINT}; --fresh starts over"):
-                saved = self.checkpoint["optimizer"]["param_groups"]
-                for group, built in zip(saved, parts["optimizer"].param_groups, strict=True):
-                    group |= {name: x for name, x in built.items() if name != "params"}  # by flags
-                for name, part in parts.items():
-                    if self.checkpoint[name]:  # a scaler that was not in use has no state
-                        part.load_state_dict(self.checkpoint[name])
-                check_state(parts["optimizer"].state)
-            self.checkpoint = None  # gigabytes, at the papers' sizes
+        for name, part in parts.items() if self.checkpoint else ():
+            if self.checkpoint[name]:  # a scaler that was not in use has no state
+                part.load_state_dict(self.checkpoint[name])
+        self.checkpoint = None  # gigabytes, at the papers' sizes
 
-    def steps(self, samples, collate, total, probe, backbone, **more):
-        """Yield (iteration, batch) up to iteration `total`, and do what all scripts do around it:
+    def steps(self, samples, collate_fn, total, **extra_state):
+        """Yield (iteration, batch on the device) up to iteration `total`
 
-        feed the device, seed dropout, write metrics and checkpoints, keep the best backbone of
-        --probe-every, mind Ctrl-C.  samples: Samples.  collate: list of samples -> dict of tensors
-        (or lists of them: to_device), and "unreadable".  probe: eval_linear.Probe or None.
-        more: goes into checkpoints, too.
+        When the loop asks for the next batch, what it last gave to run.log is written if a line or
+        a checkpoint is due: `for iteration, batch in run.steps(...): ...; run.log(loss=loss)`.
+        extra_state: goes into checkpoint.pth and model_N.pth, too.
         """
-        args, world, device, self.total = self.args, self.world, self.world.device, total
-        check(probe or not args.probe_every, "--probe-every needs eval_linear.py beside the script")
-        sampler = self.sampler(len(samples), args.batch_size, world, args.seed, self.iteration)
-        share = args.batch_size // world.size
-        batches = iter(loader(samples, share, args.workers, collate, device, sampler))
-        bar = progress(total=total, initial=self.iteration, unit=" its", desc=self.script)
-        self.since = time.perf_counter(), self.iteration
-        with StopSignals() as stop, bar:
-            for self.iteration in range(self.iteration + 1, total + 1):
-                asked = time.perf_counter()
-                batch = next(batches)
-                self.waited += time.perf_counter() - asked
-                self.report_unreadable(batch.pop("unreadable"))
-                # Dropout is a function of seed, iteration and rank: a resumed run draws the same.
-                torch.manual_seed((args.seed << 40) + self.iteration * world.size + world.rank)
-                yield self.iteration, to_device(batch, device)
-                bar.update()
+        args, world = self.args, self.world
+        make_sampler = getattr(self.data.images, "sampler", infinite_sampler)
+        order = make_sampler(len(samples), args.batch_size, world, args.seed, self.iteration)
+        per_rank_batch = args.batch_size // world.size
+        batches = loader(samples, per_rank_batch, args.workers, collate_fn, world.device, order)
+        batches = iter(batches)
+        first = self.iteration + 1
+        self.total = total
+        self.start_interval()
+        bar = progress(range(first, total + 1), initial=first - 1, total=total, unit=" its")
+        for iteration in bar:
+            self.iteration = iteration
+            asked = time.perf_counter()
+            batch = to_device(next(batches), world.device)
+            self.waited += time.perf_counter() - asked
+            # Dropout is a function of seed, iteration and rank: a resumed run draws the same.
+            torch.manual_seed((args.seed << 40) + iteration * world.size + world.rank)
+            yield iteration, batch
 
-                stopping = any_process(world, bool(stop.number))
-                saving = stopping or self.due(args.checkpoint_every) or self.iteration == total
-                if saving or self.due(args.log_every):
-                    bar.set_postfix(loss=f"{self.write_metrics():.3f}")
-                if args.probe_every and self.due(args.probe_every) and world.is_main:
-                    self.best = probe.keep_best(backbone, self)
-                if saving and world.is_main:
-                    self.save(**more)
-                if stopping:
-                    say(f"stopped at iteration {self.iteration}: the same command goes on there")
-                    sys.exit(128 + stop.number)
-        end_processes(world)
+            saving = self.due(args.checkpoint_every) or iteration == total
+            keeping = self.due(args.keep_every)
+            if saving or keeping or self.due(args.log_every):
+                bar.set_postfix(loss=f"{self.write_metrics():.3f}")
+            if saving and world.is_main:
+                parts = {name: part.state_dict() for name, part in self.parts.items()}
+                self.save("checkpoint.pth", {**parts, **extra_state})
+            if keeping and world.is_main:
+                model = self.parts["model"].state_dict()
+                self.save(f"model_{iteration}.pth", {"model": model, **extra_state})
+        end_distributed(world)
 
     def due(self, every):
-        return self.iteration % every == 0
+        return every and self.iteration % every == 0
 
     def validating(self):
         """Whether --validate-every is due: on the first process, with a line of metrics.jsonl"""
@@ -1252,91 +922,66 @@ class Run:
         return self.world.is_main and self.due(every) and self.iteration < self.total
 
     def log(self, validation=None, **values):
-        """For the next line of metrics.jsonl: numbers or tensors; validation: {name: score}"""
-        self.values = values | {f"validation_{name}": x for name, x in (validation or {}).items()}
+        """Numbers or tensors for the next line of metrics.jsonl: read then, not at every step.
+
+        The line has their mean over the processes.  validation: {name: score} of the first process
+        """
+        self.values = values
+        self.validation = validation or {}
+
+    def start_interval(self):
+        self.waited = 0.0
+        self.since = self.iteration, time.perf_counter()
 
     def write_metrics(self):
-        """Read the logged values, for which the device is waited for, and write them -> the loss"""
-        values = dict(self.values)
-        tensors = {name: v.detach() for name, v in values.items() if torch.is_tensor(v)}
-        mean = torch.stack(list(tensors.values())).float()
+        """Read the logged values, which synchronises the device -> the loss"""
+        device = self.world.device
+        values = [torch.as_tensor(v, device=device).detach() for v in self.values.values()]
+        mean = torch.stack([value.float() for value in values])
         if self.world.size > 1:
             dist.all_reduce(mean)
-        values |= dict(zip(tensors, (mean / self.world.size).tolist()))
-        for name, value in values.items():
-            self.check_finite(name, math.isfinite(value))
-        if self.due(self.args.log_every):
-            now, (before, first) = time.perf_counter(), self.since
-            images = (self.iteration - first) * self.args.batch_size
-            values["images_per_s"] = images / (now - before)
-            values["data_wait"] = self.waited / (now - before)
-            self.since, self.waited = (now, self.iteration), 0.0
-            row = {name: float(f"{value:.6g}") for name, value in values.items()}
-            if self.world.is_main:
-                line = json.dumps({"iteration": self.iteration, **row})
-                append_line(self.folder / "metrics.jsonl", line)
-        return values["loss"]
+        row = dict(zip(self.values, (mean / self.world.size).tolist()))
+        self.require_finite("loss", math.isfinite(row["loss"]))
+        if self.due(self.args.log_every) and self.world.is_main:
+            row |= {f"validation_{name}": score for name, score in self.validation.items()}
+            iteration, time_before = self.since
+            seconds = time.perf_counter() - time_before
+            row["images_per_s"] = (self.iteration - iteration) * self.args.batch_size / seconds
+            row["data_wait"] = self.waited / seconds
+            self.start_interval()
+            rounded = {name: float(f"{value:.6g}") for name, value in row.items()}
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"iteration": self.iteration, **rounded}) + "\n")
+        return row["loss"]
 
-    def check_finite(self, name, finite):
-        if not finite:
-            exists = self.path.exists()
-            kept = "checkpoint.pth keeps the last good state" if exists else "no checkpoint yet"
-            advice = "Try a lower learning rate, a longer --warmup, or --amp off"
-            fail(f"the {name} is not finite at iteration {self.iteration}; {kept}. {advice}")
+    def require_finite(self, name, finite):
+        advice = "Try a lower learning rate, a longer --warmup, or --amp off"
+        kept = "the last checkpoint is kept" if (self.folder / "checkpoint.pth").exists() else ""
+        require(finite, f"the {name} is not finite at iteration {self.iteration}; {kept}. {advice}")
 
-    def save(self, **more):
-        """Write checkpoint.pth, unless the last step has made a weight infinite."""
-        state = {name: part.state_dict() for name, part in self.parts.items()}
-        self.check_finite("model", all_finite(state["model"]))
-        state |= {"script": self.script, "args": vars(self.args), "data": self.data, **more}
-        state |= dict(iteration=self.iteration, best=self.best, threads=torch.get_num_threads())
-        write_file(self.path, lambda file: torch.save(state, file))
+    def save(self, name, state):
+        """Write a checkpoint, unless the last step has made a weight infinite or NaN."""
+        finite = all(value.isfinite().all() for value in state["model"].values())
+        self.require_finite("model", finite)
+        state |= {"script": self.script, "args": self.settings, "iteration": self.iteration}
+        save(self.folder / name, state)
 
-    def save_weights(self, name, module):
-        """A plain state dict beside the checkpoint, on the CPU and in the usual memory format."""
-        state = {k: v.detach().cpu().contiguous() for k, v in module.state_dict().items()}
-        write_file(self.folder / name, lambda file: torch.save(state, file))
-
-    def report_unreadable(self, paths):
-        """Name each undecodable image once, in skipped.txt too; more than 1% end the run."""
-        for path in sorted(set(paths) - self.unreadable):
-            self.unreadable.add(path)
-            skipped = self.folder / "skipped.txt"
-            named = set(skipped.read_text().splitlines()) if skipped.exists() else set()
-            if path not in named:
-                named.add(path)
-                tqdm.write(f"cannot decode {path}: the next image takes its place")
-                append_line(skipped, path)
-            if len(named) > 0.01 * self.images:
-                number = f"{len(named)} of {self.images} images cannot be decoded"
-                advice = f"at most 1% may be: repair or leave out of --data those in {skipped}"
-                fail(f"{number}, {advice}", everywhere=False)
-
-    def finish(self, probe, backbone, tags_seen=False, **result):
-        """Say what the backbone is worth and write result.json: the run has ended.
-
-        tags_seen: the tags of --data, which the probe scores by default, were trained on.
-        """
+    def finish(self, probe, backbone, **result):
+        """Say what the backbone is worth and write result.json.  probe: eval_linear.Probe"""
         if probe:
-            result |= probe.final(backbone, self, tags_seen)
+            result |= probe.final(backbone, self.folder, self.world.device)
         else:
-            say("eval_linear.py is not here: the backbone is not probed")
+            print_main("eval_linear.py is not here: the backbone is not probed")
         write_json(self.folder / "result.json", result)
 
 
-class StopSignals:
-    """Within the block SIGTERM and the first Ctrl-C only set `number`: the step is done first."""
-
-    def __enter__(self):
-        self.number, signals = 0, (signal.SIGINT, signal.SIGTERM)
-        self.before = {number: signal.signal(number, self.note) for number in signals}
-        return self
-
-    def note(self, number, frame):
-        if self.number:
-            raise KeyboardInterrupt
-        self.number = number
-
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+def lock(folder):
+    """Hold the lock of a directory until this process ends."""
+    held = filelock.FileLock(folder / ".lock")
+    with error_context("another run trains into this directory: choose another --output"):
+        try:
+            held.acquire(timeout=0)
+        except filelock.Timeout:
+            print_main(f"{folder} is in use: waiting ten seconds for the other run to end")
+            held.acquire(timeout=10)  # DataLoader workers of a killed run end by then
+    return held

@@ -34,15 +34,14 @@ TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
 # The flags of a run of a second or two on 24 scenes, beside those that all scripts share.
 TINY = [
     *("--arch", "resnet18", "--image-size", 32, "--batch-size", 8, "--workers", 0),
-    *("--log-every", 1, "--lr", 0.05, "--probe-images", 12, "--amp", "off"),
+    *("--log-every", 1, "--lr", 0.05, "--amp", "off"),
 ]
 OWN = {
     "virtex": ["--hidden", 64, "--text-lr", 0.05],
-    "tp": ["--val-images", 12],
-    "icmlm": ["--image-size", 64, "--proxy-triplets", 30, "--attention-width", 32],
+    "tp": [],
+    "icmlm": ["--image-size", 64],
     "mmcontrastive": [
-        *("--lm", "scratch", "--lm-layers", 1, "--lm-width", 64, "--mlp-hidden", 32),
-        *("--intra-dim", 16, "--inter-dim", 24, "--queue", 16, "--bn-splits", 2),
+        *("--mlp-hidden", 32, "--intra-dim", 16, "--inter-dim", 24, "--queue", 16, "--bn-splits", 2),
         *("--caption-views", "sibling", "--lambda-ic", 0.1, "--lambda-ci", 0.05),
         *("--momentum", 0.9, "--text-lr", 0.05),
     ],
@@ -78,7 +77,7 @@ def tiny(coco_folder, tiny_lm):
 
     def command(script, output, *flags):
         data = "--data", "coco", "--root", coco_folder, "--output", output
-        lm = ["--lm", tiny_lm] if script == "icmlm" else []
+        lm = ["--lm", tiny_lm] if script in ("icmlm", "mmcontrastive") else []
         return [f"{script}.py", *map(str, (*data, *TINY, *OWN[script], *lm, *flags))]
 
     return command
@@ -147,15 +146,15 @@ def fork(function, *given):
 
 def kill_at(iteration, command):
     """Run a script in a process that SIGKILL ends as soon as it has logged this iteration."""
-    append_line = common.append_line
+    write_metrics = common.Run.write_metrics
 
-    def append_and_die(path, line):
-        append_line(path, line)
-        if json.loads(line)["iteration"] == iteration:
+    def write_and_die(run):
+        write_metrics(run)
+        if run.iteration == iteration:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "append_line", append_and_die)
+        patch.setattr(common.Run, "write_metrics", write_and_die)
         process = fork(run_here, command)
         process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -166,7 +165,7 @@ def in_two_processes(function, *given):
 
     -> what it gives in each.  If it is a script with a Run, the weights must be equal at the end.
     """
-    models, resume, end, results = [], common.Run.resume, common.end_processes, FORK.SimpleQueue()
+    models, resume, end, results = [], common.Run.resume, common.end_distributed, FORK.SimpleQueue()
 
     def kept(run, **parts):
         models.append(parts["model"])
@@ -186,7 +185,7 @@ def in_two_processes(function, *given):
 
     def work(rank):
         os.environ.update(place, RANK=rank, LOCAL_RANK=rank)
-        common.Run.resume, common.end_processes = kept, compared
+        common.Run.resume, common.end_distributed = kept, compared
         results.put((rank, function(*given)))
         assert not models, "the weights were not compared"
 
