@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from functools import partial
 
 import numpy as np
 import torch.nn.functional as F
@@ -23,7 +24,8 @@ def draw_rows(texts, images, nearest, scores, path, framed=None, side=128):
         draw.text((8, y), text, "black", font)
         for column, (n, score) in enumerate(zip(nearest[row], scores[row])):
             x = 8 + column * width
-            [pixels] = common.read_crops(images, n, [common.centre_crop(1.0)], side)
+            crop = partial(common.centre_crop, 1.0)
+            [pixels] = common.read_crops(images, n, [crop], side)
             sheet.paste(Image.fromarray(pixels), (x, y + 22))
             place = x + side / 2, y + 22 + side
             draw.text(place, f"{score:.2f}", "grey", font, anchor="ma")
