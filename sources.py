@@ -1,6 +1,6 @@
 """The built-in scenes, COCO, Visual Genome, shards of tools/make_shards.py; checkpoints of others.
 
-common.caption_data and common.load_backbone import this file when they need it.
+common.caption_data and eval_linear.load_backbone import this file when they need it.
 """
 
 import functools

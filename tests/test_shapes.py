@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import common
-import language
 import shapes
 
 SCENES = range(300)
@@ -106,7 +105,7 @@ def test_mirrored_scenes_swap_left_and_right():
     """The captions of a mirrored scene are those that training makes of the captions."""
     for scene in SCENES:
         mirrored = [o._replace(x=1 - o.x, angle=-o.angle) for o in shapes.objects_of(scene)]
-        swapped = [language.swap_left_right(caption) for caption in captions_of(scene)]
+        swapped = [common.swap_left_right(caption) for caption in captions_of(scene)]
         assert shapes.describe(scene, mirrored) == swapped
 
 

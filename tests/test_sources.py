@@ -1,4 +1,4 @@
-"""Shards: tar files in WebDataset's layout. (The other sources: test_common.py, test_shapes.py)"""
+"""COCO, Visual Genome, shards and their index, checkpoints of others. (.jsonl: test_common.py)"""
 
 import io
 import itertools
@@ -8,7 +8,7 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, in_two_processes, interrupted, run_here
+from conftest import CPU, in_two_processes, kill_at, refusal, run_here
 from PIL import Image
 
 import common
@@ -52,13 +52,16 @@ def folder(tmp_path):
     return tmp_path
 
 
-def shard_data(folder, split="train", pattern="{00..02}.tar"):
-    return sources.shard_data(f"{folder}/{pattern}", split, folder / "cache")
+def index(folder, pattern="{00..02}.tar", splits=("train", "val")):
+    """tools/make_shards.py --index-only -> CaptionData of each split"""
+    command = ["tools.make_shards", "--index-only", f"{folder}/{pattern}", "--output", folder]
+    run_here([*command, "--splits", *splits])
+    return [common.caption_data(str(folder), split=split) for split in splits]
 
 
 def test_what_shards_hold(folder):
-    """Photos with their captions and tags; one shard is held out."""
-    train, val = shard_data(folder), shard_data(folder, "val")
+    """Photos with their captions and tags; one shard is held out; splits have the same tags."""
+    train, val = index(folder)
     assert (len(train), len(val)) == (4, 2)
     found, expected = {}, {}
     for data in (train, val):
@@ -68,48 +71,37 @@ def test_what_shards_hold(folder):
     for n in range(3):
         expected |= {40 * n: ([f"photo {n}", "ä"], {"dog", f"t{n}"}), 40 * n + 20: ([], set())}
     assert found == expected
+    assert train.tag_names == val.tag_names and set(val.tag_names) == {"dog", "t0", "t1", "t2"}
 
 
 def test_an_index_is_as_good_as_lists(folder):
-    """CaptionData on the disk and in memory behave alike."""
-    data = shard_data(folder)
+    """CaptionData on the disk and in memory behave alike; the arrays on the disk stay there."""
+    data = index(folder)[0]
     lists = common.CaptionData(sources.ShardImages(), data.tag_names)
     for i in range(len(data)):
         lists.add(data.images[i], data.captions_of(i), data.tags_of(i))
-    assert data.digest() == lists.digest() and list(data.images) == list(lists.images)
-    assert data.captioned().tolist() == lists.captioned().tolist()
+    assert list(data.images) == list(lists.images) and list(data.captions) == list(lists.captions)
     assert data.image_of_caption().tolist() == lists.image_of_caption().tolist()
     kept = data.select([1, 2])
     assert list(kept.images) == [data.images[1], data.images[2]]
     assert kept.images.open(1).tobytes() == data.images.open(2).tobytes()
-
-
-def test_an_index_is_made_once(folder, monkeypatch):
-    """And again when it is damaged or a shard has changed"""
-    before, made = shard_data(folder).digest(), []
-    index = sources.index_shards
-    monkeypatch.setattr(sources, "index_shards", lambda *args: made.append(1) or index(*args))
-    assert shard_data(folder).digest() == before and not made
-    [path] = folder.glob("cache/*/caption_bytes")
-    path.write_bytes(path.read_bytes()[:-1])
-    assert shard_data(folder).digest() == before and len(made) == 1
-    for path in folder.glob("*.tar"):
-        write_tar(path, {"x.jpg": RED, "x.json": row(f"new in {path.name}")})
-    new = shard_data(folder)
-    assert len(made) == 2 and len(new) == 2 and new.captions[0].startswith("new in ")
+    with open("/proc/self/maps") as maps:
+        assert f"{folder}/train.index" in maps.read()
+    with pytest.raises(IndexError):
+        data.captions[len(data.captions)]
 
 
 def test_odd_names(tmp_path):
-    """Of folders, shards and photos; a shard without captions; its place is found again."""
+    """Of folders, shards and photos; a shard without captions"""
     folder = tmp_path / "photos in May at 1 + 2"
     folder.mkdir()
     write_tar(folder / "a at 3 + 4: b.tar", {"ä in b at 5 + 6: c.jpg": RED})
     write_tar(folder / "b.tar", {"0.jpg": RED, "0.txt": b"", "./x/1.jpg": RED})
-    data = shard_data(folder, pattern="*.tar"), shard_data(folder, "val", "*.tar")
-    assert sum(map(len, data)) == 3 and not any(len(part.captions) for part in data)
-    for part in data:
-        for i in range(len(part)):
-            part.images.open(i).load()
+    both = index(folder, "*.tar")
+    assert sum(map(len, both)) == 3 and not any(len(data.captions) for data in both)
+    for data in both:
+        for i in range(len(data)):
+            data.images.open(i).load()
 
 
 def test_layouts_of_others(tmp_path):
@@ -122,29 +114,28 @@ def test_layouts_of_others(tmp_path):
     }  # fmt: skip
     write_tar(tmp_path / "a.tar", files)
     write_tar(tmp_path / "b.tar", files)
-    data = shard_data(tmp_path, pattern="*.tar")
-    assert [data.captions_of(i) for i in range(len(data))] == [["a dog"], [], ["a cat"], []]
-    assert data.images.open(1).size == (16, 12) and data.tag_names is None
+    for data in index(tmp_path, "*.tar"):
+        assert [data.captions_of(i) for i in range(len(data))] == [["a dog"], [], ["a cat"], []]
+        assert data.images.open(1).size == (16, 12) and data.tag_names is None
 
 
 def test_splits_in_the_name(tmp_path):
     for name in ("train-0", "train-1", "test-0"):
         write_tar(tmp_path / f"{name}.tar", {"0.jpg": RED, "0.json": row(name)})
-    pattern = "{split}-*.tar"
-    assert list(shard_data(tmp_path, "train", pattern).captions) == ["train-0", "train-1"]
-    assert list(shard_data(tmp_path, "test", pattern).captions) == ["test-0"]
+    train, test = index(tmp_path, "{split}-*.tar", ("train", "test"))
+    assert list(train.captions) == ["train-0", "train-1"] and list(test.captions) == ["test-0"]
 
 
 SCATTERED = {"0.jpg": RED, "1.jpg": RED, "0.json": row("a")}
 BAD = {
     "no such file": ("{split}-*.tar", {}),
     "the files of 0 are not side by side": ("{00..02}.tar", SCATTERED),
-    "1 of 4 shards are missing": ("{00..03}.tar", {}),
-    "the braces count upwards": ("{02..01}.tar", {}),
+    "1 shards are missing": ("{00..03}.tar", {}),
+    "0 shards are missing": ("{02..01}.tar", {}),
     "is one shard, and validation needs": ("00.tar", {}),
-    "00.tar: it holds no photo": ("{00..02}.tar", {"0.json": row("a dog")}),
-    "00.tar: 0: 'list' object": ("{00..02}.tar", {"0.jpg": RED, "0.json": b"[1]"}),
-    '00.tar: 0: "captions" must be a list': (
+    ".tar: it holds no photo": ("{00..02}.tar", {"0.json": row("a dog")}),
+    ".tar: 0.json holds no JSON object": ("{00..02}.tar", {"0.jpg": RED, "0.json": b"[1]"}),
+    '.tar: "captions" and "tags" are lists': (
         "{00..02}.tar",
         {"0.jpg": RED, "0.json": b'{"captions": "a"}'},
     ),
@@ -153,26 +144,31 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_shards(message, folder):
-    """One line that names the shard"""
+    """One line that names the shard, and no index"""
     pattern, files = BAD[message]
     if files:
         for path in folder.glob("*.tar"):
             write_tar(path, files)
-        message = message.removeprefix("00.tar")
-    with pytest.raises(SystemExit, match="error: ") as stopped:
-        shard_data(folder, pattern=pattern)
-    assert message in str(stopped.value)
-    assert not list(folder.glob("cache/*.tmp"))
+    command = ["tools.make_shards", "--index-only", folder / pattern, "--output", folder]
+    assert message in refusal(command)
+    assert not list(folder.glob("*.index"))
 
 
 @pytest.mark.parametrize("length", (0, 100, 700, 3600))
 def test_a_shard_that_is_cut_off(length, folder):
-    """Also when another process reads it"""
-    for path in folder.glob("*.tar"):
-        content = path.read_bytes()
-        path.write_bytes(content[:length])
-    with pytest.raises(SystemExit, match=r"error: .*0\d\.tar: .* Expected: uncompressed tar"):
-        shard_data(folder)
+    path = folder / "01.tar"
+    path.write_bytes(path.read_bytes()[:length])
+    pattern = folder / "{00..02}.tar"
+    message = refusal(["tools.make_shards", "--index-only", pattern, "--output", folder])
+    assert f"{path}: " in message and "Expected: uncompressed tar" in message
+
+
+def test_a_folder_without_an_index(folder):
+    """Or with the index of other splits, or no folder at all"""
+    index(folder)
+    assert "is unknown: give shapes" in refusal(["virtex.py", "--data", f"{folder}/none"])
+    message = refusal(["virtex.py", "--data", folder, "--val-split", "test"])
+    assert f"{folder}/test.index" in message and "tools/make_shards.py" in message
 
 
 def draw(number, size, rank=0, processes=1, batch=4, seed=0, start=0):
@@ -232,40 +228,30 @@ def made(tmp_path_factory):
 
 
 def test_two_processes_on_shards(made, tmp_path):
-    """One makes the index while the other waits; they end well.
-
-    Before the training in this process: torch 2.11 has no backward pass in a fork behind one.
-    """
-    data = "--data", f"{made}/{{split}}-*.tar", "--cache", tmp_path / "cache"
+    """Before the training in this process: torch 2.11 has no backward pass in a fork behind one."""
     flags = *FLAGS, "--iters", 2, "--output", tmp_path / "run"
-    in_two_processes(run_here, ["virtex.py", *data, *flags])
-    assert len(list(tmp_path.glob("cache/shards-*/index.json"))) == 2  # train and val
+    in_two_processes(run_here, ["virtex.py", "--data", made, *flags])
 
 
 def test_a_training_on_shards(made, tmp_path):
     """Killed and started again it ends with the same bits."""
-    data = "--data", f"{made}/{{split}}-*.tar"
-    whole = ["virtex.py", *data, *FLAGS, "--output", tmp_path / "whole"]
-    output = run_here(whole)
-    assert "60 photos (12 for validation), 300 captions" in output
-    stopped = ["virtex.py", *data, *FLAGS, "--output", tmp_path / "stopped"]
-    with interrupted(common, "append_line", call=5):
-        run_here(stopped)
-    assert "going on from iteration 4" in run_here(stopped)
+    run_here(["virtex.py", "--data", made, *FLAGS, "--output", tmp_path / "whole"])
+    stopped = ["virtex.py", "--data", made, *FLAGS, "--output", tmp_path / "stopped"]
+    kill_at(5, stopped)
+    assert "resuming from iteration 4" in run_here(stopped)
     one, other = (torch.load(tmp_path / name / "backbone.pth") for name in ("whole", "stopped"))
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_photos_stay_as_they_are(real_data, tmp_path):
     """JPEG files are copied; with --side they are made smaller; captions and tags are COCO's."""
-    root, flags = real_data / "coco-mini", ["--splits", "val2017", "--per-shard", 20]
+    root, flags = str(real_data / "coco-mini"), ["--splits", "val2017", "--per-shard", 20]
     command = ["tools.make_shards", "--data", "coco", "--root", root, *flags, "--output"]
     run_here([*command, tmp_path])
     run_here([*command, tmp_path / "small", "--side", 64])
-    coco = common.caption_data("coco", str(root), "val2017")
-    data, small = (
-        shard_data(f, "val2017", "{split}-*.tar") for f in (tmp_path, tmp_path / "small")
-    )
+    coco = common.caption_data("coco", root, "val2017")
+    folders = str(tmp_path), str(tmp_path / "small")
+    data, small = (common.caption_data(folder, split="val2017") for folder in folders)
     for i in range(len(coco)):
         assert data.captions_of(i) == small.captions_of(i) == coco.captions_of(i)
         names = {data.tag_names[tag] for tag in data.tags_of(i)}
@@ -274,9 +260,8 @@ def test_photos_stay_as_they_are(real_data, tmp_path):
         assert min(small.images.open(i).size) == 64
 
 
-def test_photos_that_cannot_be_decoded_are_left_out(tmp_path, monkeypatch):
-    """Their places are taken by the next ones: no file is empty. All cores, in order."""
-    monkeypatch.setattr("tools.make_shards.PART", 2)
+def test_photos_that_cannot_be_decoded_are_left_out(tmp_path):
+    """Their places are taken by the next ones: no file is empty. In order; also shards again."""
     lines = [{"image": f"{n}.jpg", "captions": [f"photo {n}"], "split": "train"} for n in range(9)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "photos.jsonl").write_text(text)
@@ -288,22 +273,16 @@ def test_photos_that_cannot_be_decoded_are_left_out(tmp_path, monkeypatch):
     command += ["--per-shard", 3, "--output", tmp_path / "shards"]
     output = run_here(command)
     assert output.count("cannot decode") == 4 and "2 files" in output
-    again = [
-        "tools.make_shards",
-        "--data",
-        f"{tmp_path}/shards/{{split}}-*.tar",
-        "--splits",
-        "train",
-    ]
+    assert "holds shards of train" in refusal(command)
+    again = ["tools.make_shards", "--data", tmp_path / "shards", "--splits", "train"]
     run_here([*again, "--per-shard", 5, "--output", tmp_path / "again"])
-    whole = shard_data(tmp_path / "again", "train", "{split}-*.tar")
-    data = shard_data(tmp_path / "shards", "train", "{split}-*.tar")
-    assert [whole.images.open(i).tobytes() for i in range(5)] == [
-        data.images.open(i).tobytes() for i in range(5)
-    ]
+    whole = common.caption_data(str(tmp_path / "again"), split="train")
+    data = common.caption_data(str(tmp_path / "shards"), split="train")
+    for i in range(5):
+        assert whole.images.open(i).tobytes() == data.images.open(i).tobytes()
     captions = [data.captions_of(i) for i in range(len(data))]
     assert captions == [[f"photo {n}"] for n in (1, 2, 6, 7, 8)]
     for n in (1, 2, 6, 7, 8):
         (tmp_path / f"{n}.jpg").write_bytes(b"no photo")
-    with pytest.raises(SystemExit, match="no photo of the split train can be decoded"):
-        run_here([*command[:-1], tmp_path / "none"])
+    message = refusal([*command[:-1], tmp_path / "none"])
+    assert "no photo of the split train can be decoded" in message

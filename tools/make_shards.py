@@ -231,10 +231,11 @@ def read_captions(tar, by_suffix):
         row = json.loads(tar.extractfile(by_suffix["json"]).read())
         if not isinstance(row, dict):
             raise ValueError(f"{by_suffix['json'].name} holds no JSON object")
+    caption = row.pop("caption", None)  # img2dataset's: one, or null
     if "txt" in by_suffix:
         row["captions"] = [tar.extractfile(by_suffix["txt"]).read().decode()]
-    elif "captions" not in row:  # img2dataset's: one, or null
-        row["captions"] = [row["caption"]] if row.get("caption") else []
+    elif caption and "captions" not in row:
+        row["captions"] = [caption]
     return common.captions_and_tags(row)
 
 
