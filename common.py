@@ -145,8 +145,8 @@ class Parser(argparse.ArgumentParser):
     """Errors are one line."""
 
     def __init__(self, description=None, **kwargs):
-        kwargs = {"formatter_class": Help, "allow_abbrev": False, **kwargs}
-        super().__init__(description=description, **kwargs)
+        super().__init__(description=description, formatter_class=Help, **kwargs)
+        self.allow_abbrev = False
 
     def error(self, message):
         fail(message)
@@ -169,8 +169,9 @@ def choose_recipe(table, argv, paper=None):
     given = peek(argv, "--data", "--recipe", "--iters", "--epochs")
     data = given.data or "shapes"
     by_data = {"shapes": "demo", ".jsonl": "small"}
-    name = given.recipe or by_data.get(os.path.splitext(data)[1] or data, "paper")
-    require(name in RECIPES, f"--recipe {name} is unknown: choose from {', '.join(RECIPES)}")
+    name = by_data.get(os.path.splitext(data)[1] or data, "paper")
+    if given.recipe in RECIPES:
+        name = given.recipe
     recipe = {key: row[RECIPES.index(name)] for key, row in table.items()}
     if name == "paper":
         recipe |= paper or {}
@@ -237,16 +238,10 @@ def parse(parser, argv):
     args = parser.parse_args(argv)
     if args.probe_root and not args.probe_data:
         parser.error("--probe-root goes with --probe-data")
-    divide_batch(args.batch_size)
-    return args
-
-
-def divide_batch(batch_size):
-    """The part of a batch that each process has"""
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    rest = batch_size % processes
-    require(not rest, f"--batch-size {batch_size} cannot be divided by {processes} processes")
-    return batch_size // processes
+    if args.batch_size % processes:
+        parser.error(f"--batch-size {args.batch_size} cannot be divided by {processes} processes")
+    return args
 
 
 # ---------------------------------------------------------------------- processes and precision
@@ -267,7 +262,7 @@ class World(NamedTuple):
 def init_distributed():
     """Join the other processes if torchrun started this one (NCCL or gloo) -> World"""
     cuda = torch.cuda.is_available()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     if "RANK" not in os.environ:
         return World(0, 1, torch.device("cuda" if cuda else "cpu"))
@@ -326,9 +321,11 @@ def choose_amp(device, requested=None):
     if requested:
         return requested
     if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "off"
-    mkldnn = torch.backends.mkldnn.is_available()
-    return "bf16" if mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "off"
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        mkldnn = torch.backends.mkldnn.is_available()
+        native = mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "bf16" if native else "off"
 
 
 # ------------------------------------------------------------------------------ captioned images
@@ -468,13 +465,11 @@ def jsonl_data(path, root, split):
 
 def captions_and_tags(row):
     """{"captions": [...], "tags": [...]}, both may be missing -> two lists of strings"""
-    if "captions" not in row and {"caption", "text"} & row.keys():
-        raise ValueError('the key is "captions", a list of strings')
-    for key in ("captions", "tags"):
-        if not isinstance(row.get(key, []), list):
-            raise ValueError(f'"{key}" must be a list of strings')
-    captions = [caption.strip() for caption in row.get("captions", [])]
-    return list(filter(None, captions)), list(map(str, row.get("tags", [])))
+    captions = row.get("captions", [])
+    tags = row.get("tags", [])
+    if "caption" in row or not isinstance(captions, list) or not isinstance(tags, list):
+        raise ValueError('"captions" and "tags" are lists of strings')
+    return [caption.strip() for caption in captions if caption.strip()], list(map(str, tags))
 
 
 def swap_left_right(caption):
@@ -505,24 +500,20 @@ class Samples(Dataset):
         return self.size
 
     def __getitem__(self, key):
-        rng = None
-        index = key
-        if isinstance(key, tuple):
-            rng = np.random.default_rng([self.seed, *key])
-            index = key[1]
+        epoch, index = key if isinstance(key, tuple) else (None, key)
+        rng = None if epoch is None else np.random.default_rng([self.seed, epoch, index])
         failed = set()
         for step in range(self.size):
             try:
                 return self.make_sample((index + step) % self.size, rng)
             except Unreadable as error:
-                path = str(error)
-            if path not in self.reported:
-                tqdm.write(f"cannot decode {path}: the next photo is used")
-            self.reported.add(path)
-            failed.add(path)  # a photo may have many samples (icmlm.py)
+                failed.add(str(error))  # a photo may have many samples (icmlm.py)
+            if failed - self.reported:
+                tqdm.write(f"cannot decode {failed - self.reported}: the next photo is used")
+                self.reported |= failed
             if len(failed) == 100:
                 break
-        raise Unreadable(f"{len(failed)} photos in a row cannot be decoded, the last is {path}")
+        raise Unreadable(f"{len(failed)} photos in a row cannot be decoded: {sorted(failed)[:3]}")
 
 
 def random_crop(rng, smallest, width, height):
@@ -645,9 +636,14 @@ def infinite_sampler(size, batch_size, world, seed, start=0):
 
 
 def loader(dataset, batch_size, workers, collate_fn=None, device=torch.device("cpu"), sampler=None):
-    pin = device.type == "cuda"
-    kwargs = {"num_workers": workers, "collate_fn": collate_fn, "pin_memory": pin}
-    return DataLoader(dataset, batch_size, sampler=sampler, **kwargs)
+    return DataLoader(
+        dataset,
+        batch_size,
+        sampler=sampler,
+        num_workers=workers,
+        collate_fn=collate_fn,
+        pin_memory=device.type == "cuda",
+    )
 
 
 def validation_batches(samples, workers, collate_fn, device, batch_size=64):
@@ -671,15 +667,14 @@ def to_device(batch, device):
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY = np.array([0.299, 0.587, 0.114])
 YIQ = np.array([GREY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
-# A rotation by an angle in the plane of I and Q, seen from RGB: HUE[0] + cos HUE[1] + sin HUE[2].
-PLANE = np.diag([1, 0, 0]), np.diag([0, 1, 1]), np.array([[0, 0, 0], [0, 0, -1], [0, 1, 0]])
-HUE = np.stack([np.linalg.inv(YIQ) @ matrix @ YIQ for matrix in PLANE])
+# A rotation by an angle in the plane of I and Q, seen from RGB: grey + cos HUE[0] + sin HUE[1].
+HUE = [np.eye(3) - GREY, np.linalg.inv(YIQ) @ [[0, 0, 0], [0, 0, -1], [0, 1, 0]] @ YIQ]
 
 
 @functools.cache
 def colour_constants(device):
     """Kept on the device: a copy from the host would synchronise it."""
-    constants = GREY, HUE, np.array(IMAGENET_MEAN), np.array(IMAGENET_STD)
+    constants = GREY, np.array(HUE), np.array(IMAGENET_MEAN), np.array(IMAGENET_STD)
     return [torch.tensor(value, dtype=torch.float32, device=device) for value in constants]
 
 
@@ -690,12 +685,12 @@ def augment(images, jitter=None):
     in this order, are each linear in the colours: together one 3x3 matrix and one offset per image,
     a single pass over the pixels. [ours: the order is fixed, values are clamped once, at the end]
     """
-    grey, hue_basis, mean, std = colour_constants(images.device)
+    grey, hue_plane, mean, std = colour_constants(images.device)
     pixels = images.float() / 255
     if jitter is not None:
         brightness, contrast, saturation, hue = jitter.T[..., None, None]  # (B, 1, 1) each
         hue_angle = 2 * math.pi * hue
-        rotate = hue_basis[0] + hue_angle.cos() * hue_basis[1] + hue_angle.sin() * hue_basis[2]
+        rotate = grey + hue_angle.cos() * hue_plane[0] + hue_angle.sin() * hue_plane[1]
         saturate = saturation * torch.eye(3, device=pixels.device) + (1 - saturation) * grey
         matrix = contrast * brightness * rotate @ saturate
         red, green, blue = matrix[:, None, None].unbind(-1)  # (B, 1, 1, 3) each
@@ -727,30 +722,23 @@ def build_backbone(arch):
     return backbone
 
 
-def load_backbone(path, arch=None):
-    """The backbone in a file of ours or of others, of the architecture `arch` (None: any)."""
-    state = read_checkpoint(path)
-    backbone = build_backbone(arch) if arch else None
-    if not backbone or state.keys() != backbone.state_dict().keys():
-        import sources  # only here: our own backbone.pth is read without it
-
-        found, state = sources.backbone_weights(state, path)
-        require(arch in (None, found), f"{path} is a {found}, not --arch {arch}")
-        backbone = build_backbone(found)
-    with error_context(f"{path} should be a {backbone.arch}"):
-        backbone.load_state_dict(state)
+def load_backbone(path, arch):
+    """The backbone in a backbone.pth of ours (eval_linear.load_backbone reads those of others)."""
+    backbone = build_backbone(arch)
+    with error_context(f"{path} should be the backbone.pth of a {arch}: see --arch"):
+        backbone.load_state_dict(read_checkpoint(path))
     return backbone
 
 
 def build_optimizer(name, parameters, lr, weight_decay):
     """ "sgd" with momentum 0.9, which all three papers use; "radam" [ICMLM App. F.1]; "adamw" """
-    kinds = {
-        "sgd": partial(torch.optim.SGD, momentum=0.9, fused=True),
-        "radam": partial(torch.optim.RAdam, decoupled_weight_decay=True),  # its authors' code
-        "adamw": partial(torch.optim.AdamW, fused=True),
-    }
-    optimizer = kinds[name](parameters, lr=lr, weight_decay=weight_decay)
-    for group in optimizer.param_groups if name == "sgd" else ():
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr, weight_decay=weight_decay, fused=True)
+    if name == "radam":  # weight decay decoupled, as in the code of its authors
+        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": True}
+        return torch.optim.RAdam(parameters, lr, **decay)
+    optimizer = torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=weight_decay, fused=True)
+    for group in optimizer.param_groups:
         for parameter in group["params"]:  # or undefined if fp16's scaler skips the first step
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
@@ -785,6 +773,11 @@ RESUME_CAN_CHANGE = set(
 )
 
 
+DIVERGED = (
+    "the last checkpoint is kept. Try a lower learning rate, a longer --warmup, or --amp off"
+)
+
+
 def write_json(path, content):
     Path(path).write_text(json.dumps(content, indent=2) + "\n")
 
@@ -807,9 +800,8 @@ def read_checkpoint(path, script=None):
             content = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # of zip, pickle and torch
             fail(f"{path} is no checkpoint, or was cut off ({type(error).__name__})")
-    require(isinstance(content, dict), f"{path} holds no weights by name")
-    ours = script in (None, content.get("script"))
-    require(ours, f"{path} is no checkpoint.pth or model_N.pth of {script}.py")
+    if not isinstance(content, dict) or script not in (None, content.get("script")):
+        fail(f"{path} is no checkpoint.pth or model_N.pth of {script}.py")
     return content
 
 
@@ -842,8 +834,7 @@ class Run:
             content = {"command": sys.argv, "torch": torch.__version__, "processes": world.size}
             write_json(self.folder / "args.json", {**self.settings, **content})
         per_process = f"{args.batch_size // world.size} images each per iteration"
-        device = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
-        print_main(f"{script}: {world.size} process(es) on {device}, {per_process}, "
+        print_main(f"{script}: {world.size} process(es), {per_process}, device {world.device}, "
                    f"amp {args.amp}, into {self.folder}")  # fmt: skip
 
     def check_same_settings(self, before):
@@ -890,7 +881,8 @@ class Run:
         batches = iter(batches)
         first = self.iteration + 1
         self.total = total
-        self.start_interval()
+        self.waited = 0.0
+        self.since = self.iteration, time.perf_counter()
         bar = progress(range(first, total + 1), initial=first - 1, total=total, unit=" its")
         for iteration in bar:
             self.iteration = iteration
@@ -903,23 +895,24 @@ class Run:
 
             saving = self.due(args.checkpoint_every) or iteration == total
             keeping = self.due(args.keep_every)
-            if saving or keeping or self.due(args.log_every):
+            if saving or keeping or self.logging():
                 bar.set_postfix(loss=f"{self.write_metrics():.3f}")
-            if saving and world.is_main:
-                parts = {name: part.state_dict() for name, part in self.parts.items()}
-                self.save("checkpoint.pth", {**parts, **extra_state})
-            if keeping and world.is_main:
-                model = self.parts["model"].state_dict()
-                self.save(f"model_{iteration}.pth", {"model": model, **extra_state})
+            if saving:
+                self.save("checkpoint.pth", self.parts, extra_state)
+            if keeping:
+                self.save(f"model_{iteration}.pth", {"model": self.parts["model"]}, extra_state)
         end_distributed(world)
 
     def due(self, every):
         return every and self.iteration % every == 0
 
+    def logging(self):
+        return self.due(self.args.log_every) or self.due(getattr(self.args, "validate_every", None))
+
     def validating(self):
-        """Whether --validate-every is due: on the first process, with a line of metrics.jsonl"""
-        every = math.ceil(self.args.validate_every / self.args.log_every) * self.args.log_every
-        return self.world.is_main and self.due(every) and self.iteration < self.total
+        """Whether --validate-every is due, on the first process; the end has a validation anyway"""
+        due = self.due(self.args.validate_every) and self.iteration < self.total
+        return due and self.world.is_main
 
     def log(self, validation=None, **values):
         """Numbers or tensors for the next line of metrics.jsonl: read then, not at every step.
@@ -929,42 +922,36 @@ class Run:
         self.values = values
         self.validation = validation or {}
 
-    def start_interval(self):
-        self.waited = 0.0
-        self.since = self.iteration, time.perf_counter()
-
     def write_metrics(self):
         """Read the logged values, which synchronises the device -> the loss"""
-        device = self.world.device
-        values = [torch.as_tensor(v, device=device).detach() for v in self.values.values()]
-        mean = torch.stack([value.float() for value in values])
+        values = [torch.as_tensor(value).item() for value in self.values.values()]
+        mean = torch.tensor(values, device=self.world.device) / self.world.size
         if self.world.size > 1:
             dist.all_reduce(mean)
-        row = dict(zip(self.values, (mean / self.world.size).tolist()))
-        self.require_finite("loss", math.isfinite(row["loss"]))
-        if self.due(self.args.log_every) and self.world.is_main:
+        row = dict(zip(self.values, mean.tolist()))
+        finite = math.isfinite(row["loss"])
+        require(finite, f"the loss is not finite at iteration {self.iteration}: {DIVERGED}")
+        if self.logging() and self.world.is_main:
             row |= {f"validation_{name}": score for name, score in self.validation.items()}
-            iteration, time_before = self.since
-            seconds = time.perf_counter() - time_before
+            iteration, before = self.since
+            self.since = self.iteration, time.perf_counter()
+            seconds = time.perf_counter() - before
             row["images_per_s"] = (self.iteration - iteration) * self.args.batch_size / seconds
             row["data_wait"] = self.waited / seconds
-            self.start_interval()
+            self.waited = 0.0
             rounded = {name: float(f"{value:.6g}") for name, value in row.items()}
             with open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"iteration": self.iteration, **rounded}) + "\n")
         return row["loss"]
 
-    def require_finite(self, name, finite):
-        advice = "Try a lower learning rate, a longer --warmup, or --amp off"
-        kept = "the last checkpoint is kept" if (self.folder / "checkpoint.pth").exists() else ""
-        require(finite, f"the {name} is not finite at iteration {self.iteration}; {kept}. {advice}")
-
-    def save(self, name, state):
+    def save(self, name, parts, extra_state):
         """Write a checkpoint, unless the last step has made a weight infinite or NaN."""
-        finite = all(value.isfinite().all() for value in state["model"].values())
-        self.require_finite("model", finite)
-        state |= {"script": self.script, "args": self.settings, "iteration": self.iteration}
-        save(self.folder / name, state)
+        if self.world.is_main:
+            state = {part: value.state_dict() for part, value in parts.items()}
+            finite = all(value.isfinite().all() for value in state["model"].values())
+            require(finite, f"a weight is not finite at iteration {self.iteration}: {DIVERGED}")
+            state |= {"script": self.script, "args": self.settings, "iteration": self.iteration}
+            save(self.folder / name, {**state, **extra_state})
 
     def finish(self, probe, backbone, **result):
         """Say what the backbone is worth and write result.json.  probe: eval_linear.Probe"""

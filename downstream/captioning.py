@@ -1,0 +1,248 @@
+"""Captions by a model of virtex.py, and where its words look.  [VirTex Sec. 4.4, Fig. 6]
+
+    python -m downstream.captioning photo.jpg --weights runs/virtex/checkpoint.pth
+    python -m downstream.captioning --evaluate --data coco --weights runs/virtex/checkpoint.pth
+
+Prints a caption for each photo and draws, into --output, the attention of the last layer for each
+word. --evaluate captions the validation split and gives CIDEr and SPICE, which need pycocoevalcap
+and Java. --weights is a checkpoint.pth or model_N.pth of virtex.py or an official checkpoint, which
+has no tokenizer: add --tokenizer coco_10k.model. Photos are cropped as in the official evaluation:
+the smaller side resized to 256, the central 224 pixels of it.
+"""
+
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import sentencepiece
+import torch
+from PIL import Image
+
+import common
+import sources
+import virtex
+from common import error_context, positive_int, print_main, progress, require
+from downstream.pictures import draw_attention
+from virtex import EOS, MASK, PAD, SOS
+
+
+def get_args(argv=None):
+    parser = common.Parser(__doc__)
+    add = parser.add_argument
+    add("photos", nargs="*", metavar="PHOTO", help="to be captioned")
+    add("--weights", default="runs/virtex/checkpoint.pth", help="of virtex.py or official ones")
+    add("--tokenizer", help="a SentencePiece .model, for official weights")
+    add("--output", default="runs/captioning", help="folder of pictures and captions")
+    add("--beams", type=positive_int, default=5, help="of beam search [Sec. 4.4]")
+    add("--evaluate", action="store_true", help="CIDEr and SPICE of the validation split [Fig. 6]")
+    add("--data", default="coco", help=f"for --evaluate: {common.DATA}")
+    add("--root", help="folder of --data")
+    add("--val-split", help="split of --data (default val2017 for coco, else val)")
+    add("--workers", type=int, default=0, help="DataLoader workers")
+    args = parser.parse_args(argv)
+    if args.evaluate == bool(args.photos):
+        parser.error("give photos, or --evaluate")
+    args.val_split = args.val_split or ("val2017" if args.data == "coco" else "val")
+    return args
+
+
+def main(args):
+    device = common.init_distributed().device
+    model, tokenizer, image_size = load_virtex(args.weights, args.tokenizer)
+    model.to(device)
+    Path(args.output).mkdir(parents=True, exist_ok=True)
+    if args.evaluate:
+        return evaluate(model, tokenizer, image_size, device, args)
+    photos = common.ImageFiles(args.photos)
+    photos.check_files()
+    for n, tokens, image_features, pixels in caption_images(
+        model, photos, image_size, device, args
+    ):
+        pieces = [tokenizer.id_to_piece(token) for token in tokens[1:].tolist() if token != EOS]
+        words = word_attention(model.textual, image_features, tokens, pieces)
+        caption = detokenize(tokenizer, tokens)
+        path = Path(args.output, f"{n + 1}_{Path(photos[n]).stem}.png")
+        draw_attention(Image.fromarray(pixels.numpy()), caption, words, path)
+        print_main(f"{photos[n]}: {caption}  ({path})")
+
+
+def load_virtex(path, tokenizer_path=None):
+    """A captioning model of ours or an official one -> VirTex in eval mode, tokenizer, image size
+
+    Sizes are read off the weights.
+    """
+    content = common.read_checkpoint(path)
+    state = content.get("model", {})
+    args = content.get("args", {})
+    problem = "holds no captioning model: give a checkpoint.pth of --task bicaptioning, captioning"
+    captions = "textual.embedding.words.weight" in state and args.get("task") != "masked_lm"
+    require(captions, f"{path} {problem}")
+    if tokenizer_path:
+        tokenizer = virtex.read_tokenizer(tokenizer_path)
+    else:
+        require("tokenizer" in content, f"{path} has no tokenizer: add --tokenizer coco_10k.model")
+        proto = content["tokenizer"].numpy().tobytes()
+        tokenizer = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    vocab_size, hidden = state["textual.embedding.words.weight"].shape
+    arch, _ = sources.backbone_weights(content, path)
+    bidirectional = any(name.startswith("backward_textual.") for name in state)
+    model = virtex.VirTex(
+        arch,
+        vocab_size,
+        hidden,
+        layers=sum(re.match(r"textual\..*\.linear1\.bias", name) is not None for name in state),
+        max_length=len(state["textual.embedding.positions.weight"]),
+        task="bicaptioning" if bidirectional else "captioning",
+    )
+    state = {name: v for name, v in state.items() if not name.startswith("visual.cnn.fc.")}
+    with error_context(f"{path} is no whole model of virtex.py"):
+        model.load_state_dict(state)
+    pieces = tokenizer.get_piece_size()
+    require(pieces == vocab_size, f"the tokenizer has {pieces} tokens, {path} {vocab_size}")
+    return model.eval(), tokenizer, args.get("image_size", 224)
+
+
+def detokenize(tokenizer, tokens):
+    return tokenizer.decode([token for token in tokens.tolist() if token > MASK])
+
+
+@torch.no_grad()
+def caption_images(model, images, image_size, device, args):
+    """Yield (n, tokens (T,), image features (1, S, H), pixels) of each readable image"""
+    crops = common.loader(common.CentreCrops(images, image_size), 16, args.workers)
+    first = 0
+    for pixels, readable in progress(crops, desc="captions", unit=" batches", leave=False):
+        features = model.visual["cnn"](common.augment(pixels.to(device)))
+        image_features = model.textual.project(features)  # (B, S, H)
+        captions, _ = beam_search(model.textual, image_features, args.beams)
+        for n in readable.nonzero().flatten().tolist():
+            ended = (captions[n] == EOS).nonzero().flatten().tolist()
+            tokens = captions[n, : ended[0] + 1 if ended else None]
+            yield first + n, tokens, image_features[n : n + 1], pixels[n]
+        first += len(pixels)
+
+
+# ----------------------------------------------------------------------------------- beam search
+
+
+def image_keys_values(head, image_features):
+    """Keys and values of the image, for each layer"""
+    return [layer.multihead_attn.key_value(image_features) for layer in head.transformer["layers"]]
+
+
+def next_vector(head, tokens, image_memory, past):
+    """The vector (B, H) at the last of the tokens (B, T)
+
+    past: for each layer the keys and values of the tokens before it -> vector, past with its own
+    """
+    x = head.embedding(tokens)[:, -1:]
+    present = []
+    for n, layer in enumerate(head.transformer["layers"]):
+        query, key, value = layer.self_attn.query_key_value(x)
+        if past:
+            past_key, past_value = past[n]
+            key = torch.cat([past_key, key], 2)
+            value = torch.cat([past_value, value], 2)
+        self_out = layer.self_attn(query, key, value)
+        x = layer.look_and_feed(x, self_out, image_memory[n])
+        present.append((key, value))
+    return x[:, 0], present
+
+
+@torch.no_grad()
+def beam_search(head, image_features, beams=5):
+    """The most probable captions -> tokens (B, T) from [SOS] on, padded after [EOS]; log p (B,)
+
+    image_features (B, S, H). A hypothesis that has ended keeps its score and its place; the search
+    is over when all have ended.
+    """
+    batch = len(image_features)
+    vocab_size = head.output.out_features
+    device = image_features.device
+    image_memory = image_keys_values(head, image_features.repeat_interleave(beams, 0))
+    tokens = torch.full((batch, beams, 1), SOS, device=device)
+    first_scores = [0.0] + [-math.inf] * (beams - 1)  # all beams are alike at first: one counts
+    scores = torch.tensor(first_scores, device=device).repeat(batch, 1)
+    first_row = beams * torch.arange(batch, device=device)[:, None]
+    past = None
+    while tokens.size(2) < head.embedding.positions.num_embeddings:
+        ended = (tokens == EOS).any(2)  # (B, beams)
+        if ended.all():
+            break
+        vectors, past = next_vector(head, tokens.flatten(0, 1), image_memory, past)
+        log_p = head.output(vectors).float().log_softmax(-1).view(batch, beams, vocab_size)
+        log_p[ended] = -math.inf  # nothing follows [EOS]...
+        log_p[..., PAD][ended] = 0.0  # ...but padding, at no cost
+        scores, choice = (scores[:, :, None] + log_p).flatten(1).topk(beams)
+        beam = choice // vocab_size
+        token = choice % vocab_size
+        before = tokens.gather(1, beam[:, :, None].expand(-1, -1, tokens.size(2)))
+        tokens = torch.cat([before, token[:, :, None]], 2)
+        rows = (first_row + beam).flatten()
+        past = [(key[rows], value[rows]) for key, value in past]
+    return tokens[:, 0], scores[:, 0]
+
+
+# ------------------------------------------------------------------------------------- attention
+
+
+@torch.no_grad()
+def word_attention(head, image_features, tokens, pieces):
+    """Where the last layer looks when it predicts each word [Sec. 4.4] -> list of (word, (h, w))
+
+    image_features (1, S, H); tokens (T,) from [SOS] to [EOS]; pieces: the tokens as strings, "▁" at
+    the start of a word. The map of a word is the mean over its tokens, each of which is predicted
+    at the position before it; it sums to one.
+    """
+    x = head.embedding(tokens[None, :-1])
+    image_memory = image_keys_values(head, image_features)
+    for layer, (image_key, image_value) in zip(head.transformer["layers"], image_memory):
+        query, key, value = layer.self_attn.query_key_value(x)
+        self_out = layer.self_attn(query, key, value, causal=True)
+        query = layer.multihead_attn.query(layer.norm1(x + self_out))
+        logits = query @ image_key.mT / math.sqrt(query.size(-1))  # (1, heads, T, S)
+        weights = logits.softmax(-1).mean(1)[0]  # (T, S), the mean over the heads
+        x = layer.look_and_feed(x, self_out, (image_key, image_value))
+    side = math.isqrt(image_features.size(1))
+    words = []
+    for t, piece in enumerate(pieces):
+        if piece.startswith("▁") or not words:
+            words.append(["", []])
+        words[-1][0] += piece.lstrip("▁")
+        words[-1][1].append(weights[t])
+    return [(word, torch.stack(maps).mean(0).view(side, side)) for word, maps in words]
+
+
+# ------------------------------------------------------------------------------------ evaluation
+
+
+def evaluate(model, tokenizer, image_size, device, args):
+    """Caption the validation split and score it against its own captions [Fig. 6]."""
+    from pycocoevalcap.cider.cider import Cider  # only here: an optional package
+    from pycocoevalcap.spice.spice import Spice
+    from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
+
+    require(shutil.which("java"), "--evaluate needs Java for the metrics: apt install default-jre")
+    val = common.caption_data(args.data, args.root, args.val_split).captioned()
+    written = {}
+    truth = {}
+    for n, tokens, _, _ in caption_images(model, val.images, image_size, device, args):
+        written[n] = [{"caption": detokenize(tokenizer, tokens)}]
+        truth[n] = [{"caption": caption} for caption in val.captions_of(n)]
+    path = Path(args.output, f"captions_{args.val_split}.json")
+    common.write_json(path, [{"image": val.images[n], **row[0]} for n, row in written.items()])
+    print_main(f"the captions are in {path}")
+    truth = PTBTokenizer().tokenize(truth)
+    written = PTBTokenizer().tokenize(written)
+    for metric in (Cider(), Spice()):
+        try:
+            score = 100 * metric.compute_score(truth, written)[0]
+            print_main(f"{metric.method()} {score:.1f} on {len(written)} images")
+        except (OSError, subprocess.CalledProcessError) as error:  # SPICE: CoreNLP and Java 8
+            print_main(f"{metric.method()} was not measured: {error}")
+
+
+if __name__ == "__main__":
+    common.run(main, get_args)
