@@ -35,7 +35,8 @@ def draw_rows(texts, images, nearest, scores, path, framed=None, side=128):
         for column, image in enumerate(nearest[row]):
             x = GAP + column * column_width
             [pixels] = common.read_crops(images, image, [crop], side)
-            sheet.paste(Image.fromarray(pixels), (x, top))
+            photo = Image.fromarray(pixels)
+            sheet.paste(photo, (x, top))
             score = f"{scores[row][column]:.2f}"
             below = x + side / 2, bottom
             draw.text(below, score, "grey", font, anchor="ma")
@@ -64,7 +65,8 @@ def draw_attention(image, caption, words, path, side=192):
     height = rows * row_height + top
     sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
-    draw.multiline_text((GAP, GAP), "\n".join(lines), "black", font)
+    caption = "\n".join(lines)
+    draw.multiline_text((GAP, GAP), caption, "black", font)
     tiles = [("", photo)]
     for word, attention in words:
         tiles.append((word, highlight(photo, attention)))
