@@ -37,14 +37,12 @@ AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
 )
+# t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none.
 WORD = re.compile(r"['’]s\b|([^\W\d_]+(?:(?!['’]s\b)['’-][^\W\d_]+)*)", re.IGNORECASE)
 
 
 def word_spans(caption):
-    """[(word in lower case, first, last)], where caption[first:last] is the word
-
-    t-shirt and can't are one word each; a possessive 's belongs to none.
-    """
+    """[(word in lower case, first, last)], where the word is caption[first:last]"""
     matches = [match for match in WORD.finditer(caption) if match[1]]
     return [(match[1].lower(), match.start(), match.end()) for match in matches]
 
@@ -54,10 +52,7 @@ def words_of(caption):
 
 
 def tag_words(captions, tagger):
-    """Yield [(word, "nouns" | "adjectives" | "verbs" | None), ...] for each caption.
-
-    Both taggers see the words alone, in lower case. [ours]
-    """
+    """Yield [(word in lower case, "nouns" | "adjectives" | "verbs" | None)] for each caption."""
     if tagger == "textblob":
         from textblob.en.taggers import PatternTagger  # its lexicon comes with the package
 
@@ -106,9 +101,8 @@ def count_words(tagger, captions):
 def count_concepts(captions, tagger=TAGGERS[0]):
     """The words of the captions by part of speech, with their counts, the most frequent first
 
-    -> {"nouns": {word: count}, "adjectives": ..., "verbs": ...}. A tagger may see a word
-    differently in different captions: it belongs to the part of speech that it is given most
-    often, and the count is that of all its occurrences. [ICMLM Sec. 3.1, TP-Postag]
+    -> {"nouns": {word: count}, "adjectives": ..., "verbs": ...}. A word that is tagged in several
+    ways belongs to the part of speech that it is given most often; all are counted. [Sec. 3.1]
     """
     counts = defaultdict(Counter)
     for chunk in map_captions(partial(count_words, tagger), captions, "parts of speech"):
@@ -123,7 +117,7 @@ def count_concepts(captions, tagger=TAGGERS[0]):
 
 
 def top_concepts(concepts, pos, num_concepts):
-    """The most frequent words of the parts of speech in `pos`, as "nn+adj+vb" -> [word]"""
+    """The most frequent words of the parts of speech `pos` -> [word]"""
     chosen = Counter()
     for part in pos.split("+"):
         chosen.update(concepts[PARTS_OF_SPEECH[part]])
@@ -168,13 +162,10 @@ def multi_hot(rows, size):
 def concept_labels(data, concepts):
     """Which of K words occur in an image's captions -> (N, K) sparse [ICMLM Sec. 3.1]"""
     index = {word: k for k, word in enumerate(concepts)}
-
-    def labels_of(i):
-        words = {word for caption in data.captions_of(i) for word in words_of(caption)}
-        return {index[word] for word in words if word in index}
-
     images = progress(range(len(data)), desc="labels", unit=" images")
-    return multi_hot(map(labels_of, images), len(concepts))
+    texts = (" ".join(data.captions_of(i)) for i in images)
+    rows = ({index[word] for word in words_of(text) if word in index} for text in texts)
+    return multi_hot(rows, len(concepts))
 
 
 def save_labels(path, names, train, val):
@@ -188,7 +179,8 @@ def load_labels(path, num_train):
     with np.load(path) as file:
         names = file["names"].tolist()
         shape = len(file["indptr"]) - 1, len(names)
-        rows = sparse.csr_array((file["data"], file["indices"], file["indptr"]), shape)
+        csr = file["data"], file["indices"], file["indptr"]
+        rows = sparse.csr_array(csr, shape)
     return names, rows[:num_train], rows[num_train:]
 
 
@@ -208,7 +200,8 @@ def flip_permutation(names):
     """The labels left and right change places in a flipped photo [ours] -> (K,) indices"""
     order = np.arange(len(names))
     if "left" in names and "right" in names:
-        left, right = names.index("left"), names.index("right")
+        left = names.index("left")
+        right = names.index("right")
         order[[left, right]] = right, left
     return order
 
@@ -216,18 +209,20 @@ def flip_permutation(names):
 def tag_head(arch, channels, num_labels):
     """Module tp of ICMLM's Fig. 2: (B, channels, h, w) -> logits (B, K). Widths, norms are [ours].
 
-    ResNets: pooling and a 2-layer MLP [ICMLM Sec. 4.3]. VGG-16: 4 convolutions, pooling and a
-    linear layer, in place of its fully connected layers [ICMLM Sec. 4, Networks].
+    ResNets: pooling and a 2-layer MLP [Sec. 4.3]. VGG-16: 4 convolutions, pooling and a linear
+    layer, in place of its fully connected layers [Sec. 4, Networks].
     """
-    pool = nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    if arch != "vgg16_bn":
-        hidden = nn.Linear(channels, channels)
-        return nn.Sequential(*pool, hidden, nn.ReLU(), nn.Linear(channels, num_labels))
-    layers = []
-    for _ in range(4):
-        layers.append(nn.Conv2d(channels, channels, 3, padding=1, bias=False))
-        layers += [nn.BatchNorm2d(channels), nn.ReLU()]
-    return nn.Sequential(*layers, *pool, nn.Linear(channels, num_labels))
+    pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    if arch == "vgg16_bn":
+        layers = []
+        for _ in range(4):
+            layers.append(nn.Conv2d(channels, channels, 3, padding=1, bias=False))
+            layers.append(nn.BatchNorm2d(channels))
+            layers.append(nn.ReLU())
+        layers += pool
+    else:
+        layers = [*pool, nn.Linear(channels, channels), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(channels, num_labels))
 
 
 def tag_loss(logits, labels):
@@ -261,8 +256,9 @@ def language_model(name, device, masked_words=True):
     transformers = quiet_transformers()
     with common.error_context(f"--lm {name}: give a model of the hub, its folder, or scratch"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        load = transformers.AutoModelForMaskedLM.from_pretrained
-        model, report = load(name, output_loading_info=True)
+        model, report = transformers.AutoModelForMaskedLM.from_pretrained(
+            name, output_loading_info=True
+        )
     encoder = f"{model.base_model_prefix}."
     missing = [key for key in report["missing_keys"] if masked_words or key.startswith(encoder)]
     lacks = f"it lacks {sorted(missing)[:3]}"
@@ -274,8 +270,7 @@ def language_model(name, device, masked_words=True):
 def attention_mask(model, visible):
     """The mask that a language model wants; visible (B, T): the tokens that are no padding.
 
-    Given two dimensions transformers asks the GPU at every step whether all are ones; four it takes
-    as they are, but only with fused attention.
+    Four dimensions, for fused attention: of two transformers asks the GPU whether all are ones.
     """
     fused = model.config._attn_implementation == "sdpa"
     return visible[:, None, None] if fused else visible.long()
@@ -319,8 +314,7 @@ def scratch_language_model(folder, captions, iters, seed, device, amp, layers=4,
     """`--lm scratch`: train a small BERT on `captions` and save it in `folder`.
 
     Masked language modelling as BERT does it. Beside it [CLS] learns to name the tokens of its
-    caption through the same output layer: BERT's gets a meaning by predicting the next sentence,
-    and captions have none. [ours]
+    caption, for want of a next sentence that BERT's [CLS] predicts. [ours]
     """
     print_main(f"first a small BERT is trained on the captions: {iters} its (--lm-iters)")
     transformers = quiet_transformers()
@@ -347,7 +341,8 @@ def scratch_language_model(folder, captions, iters, seed, device, amp, layers=4,
         bags[:, special_ids] = 0
         with common.autocast(device, "off" if amp == "fp16" else amp):  # too small for a scaler
             visible = inputs["attention_mask"].to(device)
-            hidden = model.bert(masked.to(device), attention_mask=visible).last_hidden_state
+            output = model.bert(masked.to(device), attention_mask=visible)
+            hidden = output.last_hidden_state  # (B, T, width)
             logits = model.cls(hidden[predicted.to(device)])
             loss = F.cross_entropy(logits.float(), targets[predicted].to(device))
             loss = loss + tag_loss(model.cls(hidden[:, 0]), bags.to(device))

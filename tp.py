@@ -14,24 +14,28 @@ the same loop: annotated tags, and rotations, from which its VGG-16 starts [App.
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 tp.py --data coco   (on both; shared --output)
     VGG-16        python tp.py --data coco --labels rotation --output runs/rotation
-                  python tp.py --data coco --arch vgg16 --init runs/rotation/backbone.pth
-    labels        python tp.py --predict photo.jpg --weights runs/tp/checkpoint.pth
+                  python tp.py --data coco --arch vgg16_bn --init runs/rotation/backbone.pth
+    labels        python -m downstream.labels photo.jpg --weights runs/tp/checkpoint.pth
+
+Where the paper is:
+
+    Eq. 1, clusters of caption vectors     cluster_labels: embed_captions, train_kmeans
+    Eq. 2, softmax over all labels         language.tag_loss
+    TP-Postag [Sec. 3.1]                   postag_labels, language.count_concepts
+    TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; instance_labels
+    heads of Fig. 2, module tp             language.tag_head
+    rotations, recipes [App. F.1]          four_rotations; RECIPES, VGG16, ROTATION
 
 What to expect: the loss starts near ln K, K being the number of labels, and falls at once to that
 of predicting the label frequencies for every photo. It never comes near zero: a photo with n
 labels costs at least ln n. (Topics have another loss, a binary cross-entropy that starts near
 0.7 K.) The validation scores show whether the backbone sees: they stand beside those of the label
-frequencies. A run that does not get above these wants more iterations, or fewer and better labels:
-look into concepts.json, then try a smaller --num-labels, --pos nn, or --tagger spacy.
+frequencies. If training stalls below these, train longer, or predict fewer and better labels: look
+into concepts.json, then try a smaller --num-labels, --pos nn, or --tagger spacy.
 """
 
-import json
 import math
-import os
-import zlib
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,17 +45,12 @@ from torch import nn
 
 import common
 import language
-from common import check, count, fail, positive_share, progress, say
+from common import positive_int, print_main, progress, require
+from language import POS, TAGGERS
 
-try:
-    import eval_linear
-except ModuleNotFoundError:  # copied without it: no probe at the end
-    eval_linear = None
+eval_linear = common.import_if_there("eval_linear")  # the probe at the end
 
 LABELS = "postag", "cluster", "lda", "instances", "rotation"
-POS = "nn", "nn+adj", "nn+adj+vb"
-TAGGERS = "textblob", "spacy"
-two_or_more = common.number(int, "2 or more", lambda n: n >= 2)  # an argparse type
 
 # fmt: off
 RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1]
@@ -72,63 +71,59 @@ RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1]
     "log_every":        (10,         20,         20),
     "validate_every":   (400,        2000,       5000),
     "checkpoint_every": (200,        500,        2000),
+    "val_images":       (5000,       5000,       5000),                 # at most, drawn once
     "probe_images":     (2000,       10_000,     10_000),
 }
 # What the paper does otherwise with VGG-16, and with the rotations that VGG-16 begins with.
-VGG16 = {"optimizer": "radam", "lr": 1e-4, "weight_decay": 1e-3, "steps": [0.8, 0.9]}  # App. F.1
-ROTATION = {"arch": "vgg16", "optimizer": "radam", "lr": 1e-3, "weight_decay": 1e-5,
-            "iters": 120_000, "steps": [5 / 6, 11 / 12]}  # App. F.1
+VGG16 = {  # App. F.1
+    "optimizer": "radam",
+    "lr": 1e-4,
+    "weight_decay": 1e-3,
+    "steps": [0.8, 0.9],
+}
+ROTATION = {  # App. F.1
+    "arch": "vgg16_bn",
+    "optimizer": "radam",
+    "iters": 120_000,
+    "lr": 1e-3,
+    "weight_decay": 1e-5,
+    "steps": [5 / 6, 11 / 12],
+}
 NUM_LABELS = {"postag": 5000, "cluster": 1000, "lda": 40}  # Sec. 4.3, Tab. 2, Sec. 4.2
 # fmt: on
 
 
 def get_args(argv=None):
-    parser = common.flag_parser("tp", __doc__)
-
-    add = parser.add_argument_group("labels").add_argument
+    recipe = choose_recipe(argv)
+    parser = common.flag_parser("tp", __doc__, recipe)
+    add = parser.add_argument_group("TP").add_argument
     add("--labels", choices=LABELS, default=LABELS[0], help="what is predicted [Sec. 3.1, 4]")
-    add("--num-labels", type=two_or_more, help="K words, clusters or topics, at most [Tab. 2, 4]")
+    add("--num-labels", type=positive_int, help="K words, clusters, topics, at most [Tab. 2, 4]")
     add("--pos", choices=POS, default=POS[-1], help="postag: nouns, adjectives, verbs [Tab. 4]")
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="postag: spacy is the paper's")
     add("--lm", help="cluster: a BERT of the hub or in a folder; scratch: trained on the captions")
-    add("--lm-iters", type=count, help="iterations of --lm scratch; more for more captions")
-
-    add = parser.add_argument_group("model").add_argument
-    add("--init", help="start from this backbone.pth: for vgg16 from that of --labels rotation")
-
-    add = parser.add_argument_group("optimizer and validation").add_argument
-    add("--optimizer", choices=common.OPTIMIZERS, help="radam for vgg16; a change needs its --lr")
-    add("--steps", type=positive_share, nargs="*", help="shares of the run after which the "
-        "learning rate falls to a tenth; empty: it falls by a cosine, as with sgd")  # fmt: skip
-    add("--validate-every", type=count, help="iterations, rounded up to a multiple of --log-every")
-    add("--val-images", type=count, default=5000, help="validate on at most this many, drawn once")
-
-    add = parser.add_argument_group("use of a trained model").add_argument
-    add("--predict", nargs="+", metavar="IMAGE", help="print the ten most likely labels of photos")
-    add("--weights", help="a checkpoint.pth of this script")
-
-    args = common.parse(parser, argv, choose_recipe(argv), scaled=("lr",))
+    add("--lm-iters", type=positive_int, help="of --lm scratch; more for more captions")
+    add("--init", help="start from this backbone.pth: VGG-16 from that of --labels rotation")
+    add("--validate-every", type=positive_int, help="iterations between validation scores")
+    args = common.parse(parser, argv)
     if args.num_labels and args.labels not in NUM_LABELS:
         names = ", ".join(NUM_LABELS)
         parser.error(f"--num-labels goes with {names}: {args.labels} has as many as it has")
-    if args.optimizer == "sgd" and args.steps:
-        parser.error("--steps goes with --optimizer radam or adamw: sgd follows a cosine")
-    if bool(args.predict) != bool(args.weights):
-        parser.error("--weights FILE goes with --predict IMAGE...")
+    lr_scale = args.batch_size / recipe["batch_size"]  # the rate grows with the batch
+    args.lr = args.lr or lr_scale * recipe["lr"]
     return args
 
 
 def choose_recipe(argv):
-    """The recipe for these flags; the paper's depends on --arch and --labels -> {flag: default}"""
-    given = common.look(argv, "--arch", "--labels")
+    """The paper's recipe and K depend on --arch and --labels, too -> {name: default}"""
+    given = common.peek(argv, "--arch", "--labels")
     labels = given.labels or LABELS[0]
-    other = VGG16 if given.arch == "vgg16" else {}
-    if labels == "rotation" and given.arch in (None, "vgg16"):
-        other = ROTATION
-    recipe = common.choose_recipe(RECIPES, argv, paper=other)
-
+    paper = VGG16 if given.arch == "vgg16_bn" else {}
+    if labels == "rotation" and given.arch in (None, "vgg16_bn"):
+        paper = ROTATION
+    recipe = common.choose_recipe(RECIPES, argv, paper)
     recipe["num_labels"] = NUM_LABELS.get(labels)
-    if labels == "postag" and given.arch == "vgg16":
+    if labels == "postag" and given.arch == "vgg16_bn":
         recipe["num_labels"] = 1000  # Tab. 2
     if labels == "cluster" and recipe["recipe"] == "demo":
         recipe["num_labels"] = 200
@@ -136,33 +131,33 @@ def choose_recipe(argv):
 
 
 def main(args):
-    world = common.start()
-    device, args.amp = world.device, common.choose_amp(world.device, args.amp)
-    if args.predict:
-        return predict_photos(args.predict, args.weights, device)
+    world = common.init_distributed()
+    device = world.device
+    args.amp = common.choose_amp(device, args.amp)
 
     # Data: photos, and labels made of their captions. Photos without a label are left out.
-    subset, cache = (args.fraction, args.captions_per_image, args.seed), args.cache
-    train = common.caption_data(args.data, args.root, args.train_split, *subset, cache=cache)
-    val = common.caption_data(args.data, args.root, args.val_split, cache=cache)
-    run = common.Run(args, "tp", world, train, val)
+    train = common.caption_data(args.data, args.root, args.train_split)
+    val = common.caption_data(args.data, args.root, args.val_split)
+    run = common.Run(args, "tp", world, train)
     probe = eval_linear and eval_linear.Probe(args, train, val)
-    # Now: a wrong file is refused before labels are made.
-    initial = args.init and not run.checkpoint and common.load_backbone(args.init, args.arch)
-    with common.main_first(world):
-        labels = load_labels(args, train, val, run)
-    rows = labelled_rows(labels.train, len(train), args.train_split)
-    val_rows = labelled_rows(labels.val, len(val), args.val_split, args.val_images, args.seed)
-    names, size = labels.names, len(rows)
-    iters = args.iters or math.ceil(args.epochs * size / args.batch_size)
-    say(f"{size} photos ({len(val_rows)} for validation), {len(names)} labels; {iters} iterations")
+    init_backbone = None
+    if args.init and not run.checkpoint:
+        init_backbone = common.load_backbone(args.init, args.arch)
+    names, labels, val_labels = load_labels(args, train, val, run)  # K names; (N, K) sparse
+    rows = labelled_rows(labels, args.train_split)
+    val_rows = labelled_rows(val_labels, args.val_split)
+    shuffled = np.random.default_rng(args.seed).permutation(val_rows)
+    val_rows = np.sort(shuffled[: args.val_images])
+    iters = args.iters or math.ceil(args.epochs * len(rows) / args.batch_size)
+    print_main(f"{len(rows)} photos ({len(val_rows)} for validation), {len(names)} labels; "
+               f"{iters} iterations at lr {args.lr:g}")  # fmt: skip
 
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = TagPredictor(args.arch, len(names), args.labels)
-    model.backbone = initial or model.backbone
+    model.backbone = init_backbone or model.backbone
     model.to(device, memory_format=torch.channels_last)
-    parameters, backbone = model.parameters(), model.backbone
+    parameters = model.parameters()
     optimizer = common.build_optimizer(args.optimizer, parameters, args.lr, args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     run.resume(model=model, optimizer=optimizer, scaler=scaler)
@@ -170,151 +165,120 @@ def main(args):
         model.compile()
     parallel = common.data_parallel(model, world).train()
 
-    samples = common.Samples(partial(sample, train.images, rows, args), size, args.seed)
-    val_samples = common.Samples(partial(sample, val.images, val_rows, args), len(val_rows))
-    validation = partial(validate, model, val_samples, labels.val, args, device)
-    together = partial(collate, labels.train, language.left_right_swap(names))
-    for iteration, batch in run.steps(samples, together, iters, probe, backbone, names=names):
-        factor = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
-        common.set_lr(optimizer, factor)
-        images, targets = common.augment(batch["images"], batch["jitter"]), batch.get("targets")
+    make_train_sample = partial(make_sample, train.images, rows, args)
+    make_val_sample = partial(make_sample, val.images, val_rows, args)
+    samples = common.Samples(make_train_sample, len(rows), args.seed)
+    val_samples = common.Samples(make_val_sample, len(val_rows))
+    validation = partial(validate, model, val_samples, val_labels, args, device)
+    flip_permutation = language.flip_permutation(names)
+    collate_fn = partial(collate, labels, flip_permutation)
+    for iteration, batch in run.steps(samples, collate_fn, iters, names=names):
+        lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)  # [App. F.1]
+        common.set_lr(optimizer, lr_scale)
+        images = common.augment(batch["images"], batch["jitter"])  # (B, 3, h, w)
+        targets = batch["targets"]  # (B, K)
         if args.labels == "rotation":
-            images, targets = four_rotations(images)
+            images, targets = four_rotations(images)  # (4B, 3, h, w), (4B, 4)
         with common.autocast(device, args.amp):
-            logits = parallel(images)
-        loss = label_loss(logits, targets, args.labels)
+            logits = parallel(images)  # (B, K)
+        loss = label_loss(logits, targets, args.labels)  # Eq. 2
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         scores = validation() if run.validating() else None
-        run.log(scores, loss=loss, lr=args.lr * factor)
+        run.log(scores, loss=loss, lr=args.lr * lr_scale)
 
     # The backbone is the result; the probe says what it is worth.
     if world.is_main:
-        run.save_weights("backbone.pth", backbone)
+        common.save_weights(run.folder / "backbone.pth", model.backbone)
         result = {"validation": validation()}
         if args.labels != "rotation":
-            result["label_frequencies"] = frequency_scores(labels, rows, val_rows, args.labels)
-        run.finish(probe, backbone, args.labels == "instances", **result)
+            prior = prior_scores(labels[rows], val_labels[val_rows], args.labels)
+            result["label_frequencies"] = prior
+        run.finish(probe, model.backbone, **result)
 
 
 # ---------------------------------------------------------------------------- captions to labels
 
 
-class Labels(NamedTuple):
-    """names: K labels in words.  train, val: sparse (N, K), a row for each image of the split:
-    multi-hot, for lda probabilities, for rotations None.  concepts: of postag, all words by part of
-    speech.
-    """
-
-    names: list
-    train: sparse.csr_array | None
-    val: sparse.csr_array | None
-    concepts: dict | None = None
-
-
-ROTATIONS = ["0°", "90°", "180°", "270°"]
-
-
 def load_labels(args, train, val, run):
-    """The labels of --labels, for a run that goes on the same as before -> Labels"""
-    labels = Labels(ROTATIONS, None, None)
-    if args.labels != "rotation":
-        labels = kept_labels(args, train, val, run.folder, run.world.device)
-    same = not run.checkpoint or run.checkpoint.get("names") == labels.names
-    check(same, f"{run.folder} holds a run on other labels, has --lm changed? --fresh starts over")
-    if labels.concepts and run.world.is_main:
-        common.write_json(run.folder / "concepts.json", labels.concepts)
-    return labels
+    """labels.npz of the output directory: made by the first process, unless the run resumes
 
-
-def kept_labels(args, train, val, folder, device):
-    """Labels made of captions or tags, once, and kept in --cache -> Labels"""
-    make, names = MADE_BY[args.labels]
-    flags, where = {name: getattr(args, name) for name in names}, {}
-    key = {**flags, "labels": args.labels, "data": (train.digest(), val.digest())}
-    if args.labels == "cluster":
-        key["lm_files"] = folder_digest(args.lm)
-        where = {"folder": folder, "cache": args.cache, "device": device, "amp": args.amp}
-
-    def build():
-        labels = make(train, val, **flags, **where)
-        rows = language.sparse_parts("train", labels.train)
-        rows |= language.sparse_parts("val", labels.val)
-        concepts = np.array(json.dumps(labels.concepts))
-        return {"names": np.array(labels.names), "concepts": concepts, **rows}
-
-    def use(arrays):
-        names = arrays["names"].tolist()
-        rows = [language.sparse_from(split, arrays, len(names)) for split in ("train", "val")]
-        return Labels(names, *rows, json.loads(str(arrays["concepts"])))
-
-    return common.cached(args.cache, "labels", key, build, use)
-
-
-def folder_digest(name):
-    """A checksum of the files of a model's folder; 0 for a model of the hub"""
-    number = 0
-    for path in filter(Path.is_file, sorted(Path(name).glob("*"))):
-        number = zlib.crc32(path.read_bytes(), number)
-    return number
-
-
-def usable_captions(train, val, labels):
-    """Both splits with the captions that labels are made of [Sec. 4, Datasets]"""
-    splits = [language.filter_captions(data, language.words_of) for data in (train, val)]
-    enough = all(len(data.captions) for data in splits)
-    check(enough, f"--labels {labels} needs captions of 3 to 25 words in both splits")
-    return splits
-
-
-def postag_labels(train, val, num_labels, pos, tagger):
-    """TP-Postag: the K most frequent nouns, adjectives and verbs [Sec. 3.1]
-
-    A label is present when one of the image's captions holds the word.
+    -> K names, and for each split (N, K) sparse: 1 where an image has a label; probabilities in lda
     """
-    train, val = usable_captions(train, val, "postag")
-    concepts = language.count_concepts(train.captions, tagger)
+    world = run.world
+    path = run.folder / "labels.npz"
+    if world.is_main and not run.checkpoint:
+        names, labels, val_labels = make_labels(args, train, val, run.folder, world.device)
+        language.save_labels(path, names, labels, val_labels)
+    common.barrier(world)
+    return language.load_labels(path, len(train))
+
+
+def make_labels(args, train, val, folder, device):
+    """The labels of --labels -> names, train, val as load_labels gives them"""
+    if args.labels == "rotation":
+        return rotation_labels(train, val)
+    if args.labels == "instances":
+        return instance_labels(train, val)
+    train = language.filter_captions(train, language.words_of)
+    val = language.filter_captions(val, language.words_of)
+    enough = len(train.captions) and len(val.captions)
+    require(enough, f"--labels {args.labels} needs captions of 3 to 25 words in both splits")
+    if args.labels == "cluster":
+        return cluster_labels(args, train, val, folder, device)
+    if args.labels == "lda":
+        return lda_labels(train, val, args.num_labels, args.seed)
+    concepts = language.count_concepts(train.captions, args.tagger)
+    common.write_json(folder / "concepts.json", concepts)
+    return postag_labels(train, val, concepts, args.pos, args.num_labels)
+
+
+def postag_labels(train, val, concepts, pos, num_labels):
+    """TP-Postag: the most frequent words; those that an image's captions hold [Sec. 3.1]"""
     names = language.top_concepts(concepts, pos, num_labels)
-    rows = [language.concept_labels(data, names) for data in (train, val)]
-    return Labels(names, *rows, concepts)
+    labels = language.concept_labels(train, names)
+    val_labels = language.concept_labels(val, names)
+    return names, labels, val_labels
 
 
-def cluster_labels(train, val, num_labels, seed, lm, lm_iters, folder, cache, device, amp):
+def cluster_labels(args, train, val, folder, device):
     """TP-Cluster: the clusters of an image's captions [Sec. 3.1, Eq. 1]"""
-    train, val = usable_captions(train, val, "cluster")
-    captions, size = train.captions, len(train.captions)
-    clusters = min(num_labels, size)
-    if size < 10 * num_labels:
-        say(f"note: {size} captions are few for {num_labels} clusters: try a smaller --num-labels")
-    scratch = captions, folder / "language_model", cache, lm_iters, seed, amp
-    tokenizer, model = language.language_model(lm, device, scratch, masked_words=False)
+    lm = args.lm
+    if lm == "scratch":
+        lm = folder / "language_model"
+        language.scratch_language_model(
+            lm,
+            train.captions,
+            iters=args.lm_iters,
+            seed=args.seed,
+            device=device,
+            amp=args.amp,
+        )
+    tokenizer, model = language.language_model(lm, device, masked_words=False)
+
+    # The vectors of both splits are in a file, not in memory: VG's captions need 8 GB.
+    size = len(train.captions)
+    shape = (size + len(val.captions), model.config.hidden_size)
     path = folder / "caption_vectors.npy"
-    vectors = array_on_disk(path, (size + len(val.captions), model.config.hidden_size))
-    embed_captions(tokenizer, model, captions, vectors[:size], device, amp)
-    embed_captions(tokenizer, model, val.captions, vectors[size:], device, amp)
-    centres = train_kmeans(vectors[:size], clusters, seed, device)
-    found = [(near.cpu(), far.cpu()) for _, near, far in nearest_centres(vectors, centres)]
-    cluster, distance = [torch.cat(parts).numpy() for parts in zip(*found)]
+    vectors = np.lib.format.open_memmap(path, "w+", np.float16, shape)
+    embed_captions(tokenizer, model, train.captions, vectors[:size], device, args.amp)
+    embed_captions(tokenizer, model, val.captions, vectors[size:], device, args.amp)
+
+    num_clusters = min(args.num_labels, size)
+    centres = train_kmeans(vectors[:size], num_clusters, args.seed, device)
+    clusters, distances = [], []
+    for _, cluster, distance in nearest_centres(vectors, centres):
+        clusters.append(cluster.cpu())
+        distances.append(distance.cpu())
+    cluster = torch.cat(clusters).numpy()
+    distance = torch.cat(distances).numpy()
     path.unlink()
-    names = cluster_names(captions, cluster[:size], distance[:size], clusters)
-    rows = image_clusters(train, cluster[:size], clusters)
-    return Labels(names, rows, image_clusters(val, cluster[size:], clusters))
-
-
-def array_on_disk(path, shape):
-    """A half-precision array in the file `path`, not in memory: VG's captions need 8 GB."""
-    try:
-        array = np.lib.format.open_memmap(path, "w+", np.float16, shape)
-        with open(path, "r+b") as file:  # else a disk that fills up later would kill the process
-            if hasattr(os, "posix_fallocate"):  # not on macOS and Windows
-                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        needed = f"clustering needs {2 * math.prod(shape) / 1e9:.1f} GB there for a while"
-        fail(f"{path} cannot be written ({error.strerror}): {needed}", everywhere=False)
-    return array
+    names = cluster_names(train.captions, cluster[:size], distance[:size], num_clusters)
+    labels = image_clusters(train, cluster[:size], num_clusters)
+    val_labels = image_clusters(val, cluster[size:], num_clusters)
+    return names, labels, val_labels
 
 
 def embed_captions(tokenizer, model, captions, vectors, device, amp, batch_size=256):
@@ -322,32 +286,41 @@ def embed_captions(tokenizer, model, captions, vectors, device, amp, batch_size=
     first = range(0, len(captions), batch_size)
     for n in progress(first, desc="caption vectors", unit=" batches"):
         batch = [captions[i] for i in range(n, min(n + batch_size, len(captions)))]
-        settings = {"padding": True, "truncation": True, "max_length": 64, "return_tensors": "pt"}
-        inputs = tokenizer(batch, **settings).to(device)
+        inputs = tokenizer(
+            batch,
+            padding=True,
+            truncation=True,
+            max_length=64,
+            return_tensors="pt",
+        ).to(device)
         with common.autocast(device, amp):
-            hidden = model.base_model(**inputs).last_hidden_state
+            hidden = model.base_model(**inputs).last_hidden_state  # (B, T, d_w)
         vectors[n : n + len(batch)] = hidden[:, 0].float().cpu().numpy()
 
 
-def train_kmeans(vectors, clusters, seed, device="cpu", passes=20):
+def train_kmeans(vectors, num_clusters, seed, device="cpu", passes=20):
     """Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2 -> (K, d_w)
 
     vectors: (N, d_w). Lloyd's algorithm from random vectors, until no centre moves or the passes
-    are over. A cluster without a vector begins again at the one farthest from its centre. [ours]
+    are over. An empty cluster is re-seeded with the vector farthest from its centre. [ours]
     """
-    drawn = np.random.default_rng(seed).permutation(len(vectors))[:clusters]
-    centres = torch.from_numpy(vectors[np.sort(drawn)]).to(device).float()
+    chosen = np.random.default_rng(seed).permutation(len(vectors))[:num_clusters]
+    centres = torch.from_numpy(vectors[np.sort(chosen)]).to(device).float()
     for _ in progress(range(passes), desc="k-means", unit=" passes"):
-        sums, sizes, distances = torch.zeros_like(centres), centres.new_zeros(clusters), []
-        for part, cluster, distance in nearest_centres(vectors, centres):
-            sums.index_add_(0, cluster, part)
-            sizes += cluster.bincount(minlength=clusters)
+        sums = torch.zeros_like(centres)
+        sizes = centres.new_zeros(num_clusters)
+        distances = []
+        for batch, cluster, distance in nearest_centres(vectors, centres):
+            sums.index_add_(0, cluster, batch)
+            sizes += cluster.bincount(minlength=num_clusters)
             distances.append(distance)
-        before, centres = centres, sums / sizes[:, None]
+        previous = centres
+        centres = sums / sizes.clamp(min=1)[:, None]
         empty = sizes == 0
-        farthest = torch.cat(distances).topk(int(empty.sum())).indices.sort().values.cpu()
-        centres[empty] = torch.from_numpy(vectors[farthest]).to(device).float()
-        if torch.equal(before, centres):
+        farthest = torch.cat(distances).topk(int(empty.sum())).indices
+        seeds = vectors[farthest.sort().values.cpu()]
+        centres[empty] = torch.from_numpy(seeds).to(device).float()
+        if torch.equal(previous, centres):
             break
     return centres
 
@@ -355,18 +328,18 @@ def train_kmeans(vectors, clusters, seed, device="cpu", passes=20):
 def nearest_centres(vectors, centres, batch_size=4096):
     """y of Eq. 1: yield vectors (B, d_w), their nearest centres (B,) and distances (B,) in turns
 
-    On the device of the centres, in parts that fit into memory.
+    On the device of the centres, in batches that fit into memory.
     """
     first = range(0, len(vectors), batch_size)
     for n in progress(first, desc="nearest centres", unit=" batches", leave=False):
-        part = torch.from_numpy(vectors[n : n + batch_size]).to(centres.device).float()
-        distance, cluster = torch.cdist(part, centres).min(1)
-        yield part, cluster, distance
+        batch = torch.from_numpy(vectors[n : n + batch_size]).to(centres.device).float()
+        distance, cluster = torch.cdist(batch, centres).min(1)
+        yield batch, cluster, distance
 
 
-def cluster_names(captions, cluster, distance, clusters):
+def cluster_names(captions, cluster, distance, num_clusters):
     """A cluster is called by the three captions nearest to its centre [ours] -> [name]"""
-    nearest = [[] for _ in range(clusters)]
+    nearest = [[] for _ in range(num_clusters)]
     for n in np.argsort(distance):
         chosen = nearest[cluster[n]]
         if len(chosen) < 3 and captions[n] not in chosen:
@@ -374,10 +347,10 @@ def cluster_names(captions, cluster, distance, clusters):
     return [" | ".join(chosen) for chosen in nearest]
 
 
-def image_clusters(data, cluster, clusters):
+def image_clusters(data, cluster, num_clusters):
     """cluster: that of each caption -> (images, clusters) sparse"""
     per_image = np.split(cluster, data.first_caption[1:-1])
-    return language.multi_hot((set(part.tolist()) for part in per_image), clusters)
+    return language.multi_hot((set(row.tolist()) for row in per_image), num_clusters)
 
 
 def lda_labels(train, val, num_labels, seed, passes=10):
@@ -389,99 +362,96 @@ def lda_labels(train, val, num_labels, seed, passes=10):
     from sklearn.decomposition import LatentDirichletAllocation
     from sklearn.feature_extraction.text import CountVectorizer
 
-    train, val = usable_captions(train, val, "lda")
     word = r"[^\W\d_]{2,}"
     vectorizer = CountVectorizer(stop_words="english", token_pattern=word, max_features=10_000)
-    try:
-        counts = vectorizer.fit_transform(documents(train))
-    except ValueError:  # an empty vocabulary
-        fail("--labels lda finds no word in the captions that is not a stop word")
-    rng, size = np.random.default_rng(seed), len(train)
+    counts = vectorizer.fit_transform(documents(train))
+    rng = np.random.default_rng(seed)
+    size = len(train)
     lda = LatentDirichletAllocation(num_labels, total_samples=size, random_state=seed)
     for _ in progress(range(passes), desc="topics", unit=" passes"):
         for batch in np.array_split(rng.permutation(size), max(1, size // 1024)):
             lda.partial_fit(counts[batch])
     words = vectorizer.get_feature_names_out()
-    names = [", ".join(words[np.argsort(-weights)[:5]]) for weights in lda.components_]
+    names = []
+    for weights in lda.components_:
+        best = words[np.argsort(-weights)[:5]]
+        names.append(", ".join(best))
     val_counts = vectorizer.transform(documents(val))
-    return Labels(names, topic_probabilities(lda, counts), topic_probabilities(lda, val_counts))
+    labels = topic_probabilities(lda, counts)
+    val_labels = topic_probabilities(lda, val_counts)
+    return names, labels, val_labels
 
 
 def documents(data):
-    for i in progress(range(len(data)), desc="words", unit=" images"):
+    for i in range(len(data)):
         yield " ".join(data.captions_of(i))
 
 
-def topic_probabilities(lda, counts, batch_size=1024):
+def topic_probabilities(lda, counts):
     """counts: (N, words) sparse -> (N, topics) sparse; an image without words has no topic"""
-    first = range(0, counts.shape[0], batch_size)
-    batches = progress(first, desc="topics of images", unit=" batches")
-    rows = np.concatenate([lda.transform(counts[n : n + batch_size]) for n in batches])
+    rows = lda.transform(counts)
     rows[np.diff(counts.indptr) == 0] = 0
     return sparse.csr_array(rows.astype(np.float32))
 
 
 def instance_labels(train, val):
     """TP-Label: the annotated tags [Sec. 4]"""
-    check(train.tag_names and val.tag_names, "--labels instances needs tags in both splits: "
-          'annotations/instances_{split}.json for coco, "tags" in a .jsonl')  # fmt: skip
-    number = len(train.tag_names)
-    val = val.numbered_as(train.tag_names)  # those of shards can differ
-    tags = [map(data.tags_of, range(len(data))) for data in (train, val)]
-    rows = [language.multi_hot(per_image, number) for per_image in tags]
-    return Labels(train.tag_names, *rows)
+    where = 'annotations/instances_{split}.json for coco, "tags" in a .jsonl'
+    tagged = train.tag_names and val.tag_names
+    require(tagged, f"--labels instances needs tags in both splits: {where}")
+    names = train.tag_names  # the same in both
+    tags = map(train.tags_of, range(len(train)))
+    val_tags = map(val.tags_of, range(len(val)))
+    return names, language.multi_hot(tags, len(names)), language.multi_hot(val_tags, len(names))
 
 
-MADE_BY = {  # --labels: the function that makes them, and the flags that it is given
-    "postag": (postag_labels, ("num_labels", "pos", "tagger")),
-    "cluster": (cluster_labels, ("num_labels", "seed", "lm", "lm_iters")),
-    "lda": (lda_labels, ("num_labels", "seed")),
-    "instances": (instance_labels, ()),
-}
+def rotation_labels(train, val):
+    """Each photo is seen in all four rotations: see four_rotations."""
+    names = ["0°", "90°", "180°", "270°"]
+    labels = language.multi_hot([range(4)] * len(train), 4)
+    val_labels = language.multi_hot([range(4)] * len(val), 4)
+    return names, labels, val_labels
 
 
-def labelled_rows(labels, number, split, at_most=None, seed=0):
-    """Which of the `number` images of a split have a label; the others are counted in the log.
-
-    at_most: so many of them, drawn by the seed.
-    """
-    rows = np.arange(number) if labels is None else np.flatnonzero(labels.sum(1) > 0)
-    check(len(rows), f"no image of the split {split} has a label")
-    missing = number - len(rows)
+def labelled_rows(labels, split):
+    """The images of a split that have a label; the others are counted in the log."""
+    labelled = labels.sum(1) > 0
+    require(labelled.any(), f"no image of the split {split} has a label")
+    missing = np.sum(~labelled)
     if missing:
-        say(f"{missing} of {number} images of the split {split} have no label and are left out")
-    if at_most:
-        rows = np.sort(np.random.default_rng(seed).permutation(rows)[:at_most])
-    return rows
+        size = len(labelled)
+        print_main(f"{missing} of {size} images of the split {split} have no label: left out")
+    return np.flatnonzero(labelled)
 
 
 # --------------------------------------------------------------------------- samples and batches
 
 
-def sample(images, rows, args, index, rng):
-    """The photo images[rows[index]] and the row of its labels; rng None: centred"""
-    row, crop = int(rows[index]), (args.image_size, args.crop_min, args.colour_jitter)
-    return {**common.photo(images, row, rng, *crop), "row": row}
+def make_sample(images, rows, args, index, rng):
+    """The photo images[rows[index]] and its row of the labels; centre crop if rng is None"""
+    row = int(rows[index])
+    sample = common.load_image(images, row, rng, args)
+    sample["row"] = row
+    return sample
 
 
-def collate(labels, swap, samples):
-    """-> images uint8 (B, size, size, 3), jitter (B, 4), and targets (B, K) unless labels is None
+def collate(labels, flip_permutation, samples):
+    """-> images uint8 (B, size, size, 3), jitter (B, 4), targets (B, K)
 
-    swap: (K,) which label takes the place of each in a mirrored photo.
+    flip_permutation: (K,) which label takes the place of each in a flipped photo.
     """
-    batch = common.collate_photos(samples)
-    if labels is not None:
-        rows = [sample["row"] for sample in samples]
-        mirrored = [sample["mirrored"] for sample in samples]
-        batch["targets"] = language.label_rows(labels, rows, mirrored, swap)
+    rows = [sample["row"] for sample in samples]
+    flipped = [sample["flipped"] for sample in samples]
+    batch = common.collate_images(samples)
+    batch["targets"] = language.label_rows(labels, rows, flipped, flip_permutation)
     return batch
 
 
 def four_rotations(images):
     """RotNet (Gidaris et al. 2018): each image in four ways -> (4B, 3, h, w), targets (4B, 4)"""
-    turned = torch.cat([torch.rot90(images, k, (2, 3)) for k in range(4)])
+    rotated = [torch.rot90(images, k, (2, 3)) for k in range(4)]
     targets = torch.eye(4, device=images.device).repeat_interleave(len(images), 0)
-    return turned.contiguous(memory_format=torch.channels_last), targets
+    return torch.cat(rotated).contiguous(memory_format=torch.channels_last), targets
 
 
 # -------------------------------------------------------------------------------- model and loss
@@ -490,14 +460,14 @@ def four_rotations(images):
 class TagPredictor(nn.Module):
     """tp(phi(I)): a backbone, and a head that scores K labels. (B, 3, h, w) -> logits (B, K)
 
-    Rotations are predicted by VGG-16's own fully connected layers [App. F.1].
+    kind: --labels. Rotations are predicted by VGG-16's own fully connected layers [App. F.1].
     """
 
-    def __init__(self, arch, num_labels, labels="postag"):
+    def __init__(self, arch, num_labels, kind="postag"):
         super().__init__()
         self.backbone = common.build_backbone(arch)
         self.head = language.tag_head(arch, self.backbone.channels, num_labels)
-        if arch == "vgg16" and labels == "rotation":
+        if arch == "vgg16_bn" and kind == "rotation":
             from torchvision.models import VGG  # only here: it takes seconds
 
             vgg = VGG(nn.Identity(), num_labels)
@@ -507,12 +477,12 @@ class TagPredictor(nn.Module):
         return self.head(self.backbone(images))
 
 
-def label_loss(logits, targets, labels):
+def label_loss(logits, targets, kind):
     """Eq. 2, or for topics the binary cross-entropy [Sec. 4], summed over the topics [ours]
 
-    logits, targets: (B, K) -> scalar
+    logits, targets: (B, K) -> scalar.  kind: --labels
     """
-    if labels == "lda":
+    if kind == "lda":
         total = F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="sum")
         return total / len(targets)
     return language.tag_loss(logits, targets)  # Eq. 2 stands there
@@ -525,35 +495,35 @@ def label_loss(logits, targets, labels):
 def validate(model, samples, labels, args, device):
     """Loss and tag_scores on the validation split, each photo centred -> {name: score}"""
     model.eval()
-    logits, targets = [], []
-    together = partial(collate, labels, None)
-    for batch in common.validation_batches(samples, args.workers, together, device):
-        images, wanted = common.augment(batch["images"]), batch.get("targets")
+    all_logits, all_targets = [], []
+    collate_fn = partial(collate, labels, None)
+    for batch in common.validation_batches(samples, args.workers, collate_fn, device):
+        images = common.augment(batch["images"])
+        targets = batch["targets"]
         if args.labels == "rotation":
-            images, wanted = four_rotations(images)
+            images, targets = four_rotations(images)
         with common.autocast(device, args.amp):
-            logits.append(model(images).float().cpu())
-        targets.append(wanted.cpu())
+            logits = model(images)
+        all_logits.append(logits.float().cpu())
+        all_targets.append(targets.cpu())
     model.train()
-    logits, targets = torch.cat(logits), torch.cat(targets)
-    loss = label_loss(logits, targets, args.labels).item()
-    scores = {"loss": loss, **tag_scores(logits.numpy(), targets.numpy(), args.labels)}
-    say(f"validation: {common.in_words(scores)}")
+    logits = torch.cat(all_logits)
+    targets = torch.cat(all_targets)
+    scores = {"loss": label_loss(logits, targets, args.labels).item()}
+    scores |= tag_scores(logits.numpy(), targets.numpy(), args.labels)
+    print_main(f"validation: {common.format_scores(scores)}")
     return scores
 
 
-def frequency_scores(labels, rows, val_rows, kind):
-    """tag_scores of always predicting the label frequencies of the training photos
-
-    rows, val_rows: the images of both splits that have a label
-    """
-    always = np.tile(labels.train[rows].mean(0), (len(val_rows), 1))
-    scores = tag_scores(always, labels.val[val_rows].toarray(), kind)
-    say(f"by label frequencies alone: {common.in_words(scores)}")
+def prior_scores(labels, val_labels, kind):
+    """tag_scores of always predicting the label frequencies of the training photos"""
+    prior = np.tile(labels.mean(0), (val_labels.shape[0], 1))
+    scores = tag_scores(prior, val_labels.toarray(), kind)
+    print_main(f"by label frequencies alone: {common.format_scores(scores)}")
     return scores
 
 
-def tag_scores(scores, targets, labels):
+def tag_scores(scores, targets, kind):
     """How well `scores` (N, K) rank the labels `targets` (N, K) -> {name: percent}
 
     top1, top5: images of which one of the 1 or 5 best-scored labels is right. mAP: average
@@ -562,49 +532,17 @@ def tag_scores(scores, targets, labels):
     """
     from sklearn.metrics import average_precision_score
 
-    right = targets >= (0.1 if labels == "lda" else 0.5)
-    best = torch.from_numpy(scores).topk(min(5, scores.shape[1])).indices.numpy()
-    hits = np.take_along_axis(right, best, 1)
-    result = {"top1": 100 * float(hits[:, 0].mean())}
-    if labels == "rotation":
-        return result
-    result["top5"] = 100 * float(hits.any(1).mean())
-    occurring = np.flatnonzero(right.any(0))
-    bar = progress(occurring, desc="mAP", unit=" labels", leave=False)
-    precisions = [average_precision_score(right[:, k], scores[:, k]) for k in bar]
-    if precisions:
-        result["mAP"] = 100 * float(np.mean(precisions))
-    return result
-
-
-# ----------------------------------------------------------------------------- labels for photos
-
-
-@torch.no_grad()
-def predict_photos(paths, weights, device):
-    """`--predict`: print the ten most likely labels of each photo."""
-    content = common.read_checkpoint(weights)
-    ours = isinstance(content, dict) and content.get("script") == "tp"
-    check(ours, f"{weights} is no checkpoint.pth of tp.py (a backbone alone has no labels)")
-    photos = common.ImageFiles(paths)
-    photos.check_files("check the path")
-    with common.reading(weights, common.CHECKPOINT):
-        names, trained = content["names"], content["args"]
-        model = TagPredictor(trained["arch"], len(names), trained["labels"])
-        model.load_state_dict(content["model"])
-        side = common.image_side(trained["image_size"])
-        squares = common.CropView(photos, side, part=1.0)
-    model.to(device).eval()
-    for path, (pixels, readable) in zip(paths, squares):
-        if not readable:
-            say(f"{path}: cannot be decoded, is it a photo?")
-            continue
-        logits = model(common.augment(torch.from_numpy(pixels)[None].to(device)))[0]
-        chances = logits.sigmoid() if trained["labels"] == "lda" else logits.softmax(0)
-        say(path)
-        best = chances.topk(min(10, len(names)))
-        for chance, k in zip(best.values.tolist(), best.indices.tolist()):
-            say(f"  {100 * chance:5.1f}%  {names[k]}")
+    right = targets >= (0.1 if kind == "lda" else 0.5)
+    five = min(5, scores.shape[1])
+    best = torch.from_numpy(scores).topk(five).indices.numpy()
+    best_right = np.take_along_axis(right, best, 1)  # (N, 5)
+    result = {"top1": best_right[:, 0].mean()}
+    if kind != "rotation":
+        result["top5"] = best_right.any(1).mean()
+    occurs = right.any(0)
+    if kind != "rotation" and occurs.any():
+        result["mAP"] = average_precision_score(right[:, occurs], scores[:, occurs])
+    return {name: 100 * float(score) for name, score in result.items()}
 
 
 if __name__ == "__main__":

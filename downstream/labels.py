@@ -1,0 +1,51 @@
+"""The ten most likely labels of photos, by a model of tp.py.  [ICMLM Sec. 3.1]
+
+    python -m downstream.labels photo.jpg
+    python -m downstream.labels photo.jpg --weights runs/tp/checkpoint.pth
+
+--weights is a checkpoint.pth or model_N.pth. Words, clusters and rotations share one softmax, as
+in training; topics are independent, each with its own probability. A photo is seen as in
+validation: its central square.
+"""
+
+import torch
+
+import common
+import tp
+from common import print_main
+
+
+def get_args(argv=None):
+    parser = common.Parser(__doc__)
+    add = parser.add_argument
+    add("photos", nargs="+", metavar="PHOTO", help="to be labelled")
+    add("--weights", default="runs/tp/checkpoint.pth", help="of tp.py")
+    return parser.parse_args(argv)
+
+
+@torch.no_grad()
+def main(args):
+    device = common.init_distributed().device
+    photos = common.ImageFiles(args.photos)
+    photos.check_files()
+    checkpoint = common.read_checkpoint(args.weights, "tp")
+    names = checkpoint["names"]
+    trained = checkpoint["args"]
+    model = tp.TagPredictor(trained["arch"], len(names), trained["labels"])
+    model.load_state_dict(checkpoint["model"])
+    model.to(device).eval()
+    crops = common.CentreCrops(photos, trained["image_size"], side_fraction=1.0)
+    for photo, (pixels, readable) in zip(photos, crops):
+        if not readable:
+            continue
+        images = common.augment(torch.from_numpy(pixels)[None].to(device))  # (1, 3, h, w)
+        logits = model(images)[0]  # (K,)
+        probabilities = logits.sigmoid() if trained["labels"] == "lda" else logits.softmax(0)
+        best = probabilities.topk(min(10, len(names)))
+        print_main(photo)
+        for probability, k in zip(best.values.tolist(), best.indices.tolist()):
+            print_main(f"  {100 * probability:5.1f}%  {names[k]}")
+
+
+if __name__ == "__main__":
+    common.run(main, get_args)
