@@ -213,7 +213,7 @@ def test_sampler_keeps_neighbours_together():
 
 
 FLAGS = ["--recipe", "small", "--image-size", 32, "--batch-size", 4, "--workers", 0, "--hidden", 64]
-FLAGS += ["--log-every", 1, "--checkpoint-every", 2, "--iters", 6, "--vocab-size", 60]
+FLAGS += ["--log-every", 1, "--checkpoint-every", 2, "--iters", 6]
 
 
 @pytest.fixture(scope="module")
