@@ -1,0 +1,232 @@
+"""Words of a caption, masked and predicted by a model of icmlm.py, and where it looks for them.
+
+    python -m downstream.masked_words photo.jpg --caption "a dog on a surfboard" --word surfboard
+    python -m downstream.masked_words --photos 10
+
+Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020:
+Figs. 1, 3, 4 and 5. Masks one word at a time, prints the best predictions with the photo and by the
+language model alone, and draws the attention of the masked word into --output. --photos takes
+photos of the validation split with their own captions and masks each word that can be masked; on
+the built-in scenes it ends with the share of the attention inside the object that a word names.
+--weights is a checkpoint.pth or model_N.pth of icmlm.py.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+import common
+import icmlm
+import language
+from common import positive_int, print_main, require
+from downstream.pictures import draw_attention
+
+
+def get_args(argv=None):
+    parser = common.Parser(__doc__)
+    add = parser.add_argument
+    add("photo", nargs="?", help="with --caption and --word")
+    add("--caption", help="what the photo shows")
+    add("--word", nargs="+", help="words of the caption, masked one at a time")
+    add("--photos", type=positive_int, metavar="N", help="so many photos of the validation split")
+    add("--weights", default="runs/icmlm/checkpoint.pth", help="of icmlm.py")
+    add("--lm", help="the language model (default that of the training)")
+    add("--root", help="folder of the data (default that of the training)")
+    add("--output", default="runs/masked_words", help="folder of pictures")
+    args = parser.parse_args(argv)
+    own_photo = [args.photo, args.caption, args.word]
+    if any(own_photo) != all(own_photo) or bool(args.photo) == bool(args.photos):
+        parser.error('give a photo, --caption "..." and --word WORD, or --photos N')
+    return args
+
+
+def main(args):
+    device = common.init_distributed().device
+    model, lm, tokenizer, concepts, trained = load_icmlm(args.weights, args.lm, device)
+    if args.photo:
+        photos = common.ImageFiles([args.photo])
+        photos.check_files()
+        captions = [args.caption]
+    else:
+        photos, captions = validation_photos(args, trained, tokenizer)
+    folder = Path(args.output)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    looked = []  # (photo, word, attention)
+    crops = common.CentreCrops(photos, trained["image_size"], side_fraction=1.0)
+    for n, caption in enumerate(captions):
+        ids, positions = maskable_words(tokenizer, concepts, caption)
+        if args.photo:
+            positions = given_words(positions, args.word)
+            limit = tokenizer.model_max_length
+            require(len(ids) <= limit, f"the caption has {len(ids)} tokens, --lm reads {limit}")
+        pixels, readable = crops[n]
+        if not readable or not positions:
+            continue
+        maps = explain(model, lm, tokenizer, pixels, ids, positions)
+        words = list(positions)
+        name = "_".join([str(n + 1), Path(str(photos[n])).stem, *words])[:200]
+        picture = folder / f"{name}.png"
+        draw_attention(Image.fromarray(pixels), caption, list(zip(words, maps)), picture)
+        print_main(f"the attention is in {picture}")
+        looked += [(photos[n], word, attention) for word, attention in zip(words, maps)]
+
+    if args.photos and trained["data"] == "shapes":
+        inside, area = attention_inside_boxes(looked)
+        print_main(f"attention inside the masked object's box: {100 * np.mean(inside):.1f}%, "
+                   f"its area: {100 * np.mean(area):.1f}% (mean of {len(area)} words)")  # fmt: skip
+
+
+def load_icmlm(path, lm_name, device):
+    """-> model in eval mode, lm, tokenizer, concepts {word: part of speech}, training's flags"""
+    checkpoint = common.read_checkpoint(path, "icmlm")
+    trained = checkpoint["args"]
+    concepts = checkpoint["concepts"]
+    lm_name = lm_name or trained["lm"]
+    if lm_name == "scratch":
+        lm_name = str(Path(path).parent / "language_model")
+    tokenizer, pretrained = language.language_model(lm_name, device)
+    lm = icmlm.FrozenLanguageModel(pretrained, amp="off")
+    model = icmlm.ICMLM(
+        trained["arch"],
+        trained["head"],
+        lm,
+        num_tags=len(concepts) if trained["lambda_tp"] else 0,
+        layers=trained["layers"],
+        heads=trained["heads"],
+    )
+    with common.error_context(f"{path} needs the --lm that it was trained with"):
+        model.load_state_dict(checkpoint["model"])
+    return model.to(device).eval(), lm, tokenizer, concepts, trained
+
+
+def validation_photos(args, trained, tokenizer):
+    """--photos random photos of the validation split, and a caption of each"""
+    root = args.root or trained["root"]
+    data = common.caption_data(trained["data"], root, trained["val_split"]).captioned()
+    order = np.random.default_rng(0).permutation(len(data))
+    data = data.select(np.sort(order[: args.photos]))
+    data = language.filter_captions(data, tokenizer.tokenize).captioned()
+    return data.images, [data.captions_of(n)[0] for n in range(len(data))]
+
+
+def maskable_words(tokenizer, concepts, caption):
+    """-> the caption's token ids, {word that can be masked: where its token is first}"""
+    names = list(concepts)
+    index_of = {word: k for k, word in enumerate(names)}
+    [(ids, words)] = icmlm.find_words(tokenizer, index_of, [caption])
+    positions = {}
+    for position, k in words:
+        positions.setdefault(names[k], position)
+    return ids, positions
+
+
+def given_words(positions, words):
+    """Those of {word: position} that the user gives"""
+    words = [word.lower() for word in words]
+    needed = "it must be one token of --lm and among the concepts that were trained"
+    possible = f"these words of the caption can be masked: {', '.join(positions) or 'none'}"
+    for word in words:
+        require(word in positions, f'"{word}": {needed}; {possible}')
+    return {word: positions[word] for word in words}
+
+
+@torch.no_grad()
+def explain(model, lm, tokenizer, pixels, ids, positions):
+    """Print the best predictions for each word -> attention (words, h, w)
+
+    pixels: uint8 (size, size, 3).  ids: the caption's tokens.  positions: {word: its token's place}
+    """
+    device = lm.token_embeddings.device
+    mask_pos = torch.tensor(list(positions.values()), device=device)
+    tokens = torch.tensor(ids, device=device).repeat(len(mask_pos), 1)  # (words, T)
+    batch_idx = torch.arange(len(tokens), device=device)
+    tokens[batch_idx, mask_pos] = tokenizer.mask_token_id
+    attention_mask = torch.ones_like(tokens, dtype=torch.bool)
+    token_features = lm.encode(tokens, attention_mask)
+    images = common.augment(torch.from_numpy(pixels)[None].to(device))
+    features = model.backbone(images).expand(len(tokens), -1, -1, -1)
+
+    with_photo = model.head(features, token_features, attention_mask, mask_pos)
+    without = lm.mlm_head(icmlm.at_mask(token_features, mask_pos))
+    for n, word in enumerate(positions):
+        print_main(f"{tokenizer.decode(tokens[n])}  ({word})")
+        print_main(f"with the photo: {best_words(tokenizer, with_photo[n])}")
+        print_main(f"without it: {best_words(tokenizer, without[n])}")
+    return attention_maps(model.head, features, token_features, attention_mask, mask_pos).cpu()
+
+
+def best_words(tokenizer, logits, number=5):
+    """logits (|V|,) -> "dog 71.0%, cat 12.5%, ..." """
+    best = []
+    probabilities, tokens = logits.softmax(0).topk(number)
+    for p, token in zip(probabilities.tolist(), tokens.tolist()):
+        word = tokenizer.decode([token]).strip()
+        best.append(f"{word} {100 * p:.1f}%")
+    return ", ".join(best)
+
+
+# ------------------------------------------------------------------------------------- attention
+
+
+def attention_maps(head, features, token_features, attention_mask, mask_pos):
+    """Where the head looks in the photo for the masked token -> (B, H, W), each sums to one
+
+    att-fc: p of Eq. 5. tfm: the row of the masked token in Eq. 14's softmax, of the last layer, the
+    mean over its heads; its part on the photo.
+    """
+    if isinstance(head, icmlm.AttFc):
+        x = features.flatten(2).mT
+        attention = head.attention(x, token_features, attention_mask)
+    else:
+        z, mask = head.join(features, token_features, attention_mask)
+        for layer in head.layers[:-1]:
+            z = layer(z, mask)
+        layer = head.layers[-1]
+        num_places = z.size(1) - token_features.size(1)
+        masked = icmlm.at_mask(z, num_places + mask_pos)  # (B, d_w)
+        key = layer.per_head(layer.key(masked[:, None]))  # (B, heads, 1, d_w)
+        query = layer.per_head(layer.query(z))  # (B, heads, S, d_w)
+        scores = key @ query.mT / math.sqrt(key.size(-1))  # (B, heads, 1, S)
+        scores = scores.masked_fill(~mask[:, None, None], -math.inf)
+        weights = scores.softmax(-1).mean(1).squeeze(1)  # (B, S)
+        attention = weights[:, :num_places]
+        attention = attention / attention.sum(1, keepdim=True)
+    return attention.unflatten(1, features.shape[2:])
+
+
+def attention_inside_boxes(looked):
+    """How much attention is inside the box of the object that the masked word names
+
+    looked: [(scene of shapes.py, word, attention (h, w), which sums to one), ...]
+    -> for each word that names exactly one object, by shape or colour: the attention inside, the
+    area of the box (what an even map would get), both in [0, 1]
+    """
+    import shapes  # only here: for the built-in scenes
+
+    inside = []
+    area = []
+    for scene, word, attention in looked:
+        named = [o for o in shapes.objects_of(scene) if word in (o.shape, o.colour)]
+        if len(named) == 1:
+            left, top, right, bottom = named[0].box
+            height, width = attention.shape
+            rows = covered(top, bottom, height)
+            columns = covered(left, right, width)
+            inside.append(rows @ np.asarray(attention) @ columns)
+            area.append((right - left) * (bottom - top))
+    return inside, area
+
+
+def covered(low, high, grid_size):
+    """The fraction of each of the cells that divide [0, 1] which lies in [low, high]"""
+    cell = np.arange(grid_size)
+    overlap = np.minimum(high * grid_size, cell + 1) - np.maximum(low * grid_size, cell)
+    return overlap.clip(0)
+
+
+if __name__ == "__main__":
+    common.run(main, get_args)
