@@ -3,12 +3,10 @@
 For detection.py. The form is that of COCO's json: what pycocotools scores.
 """
 
-import argparse
 import contextlib
 import io
 import json
 import os
-import zlib
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,7 @@ import numpy as np
 import torch
 
 import common
-from common import ImageFiles, check, fail
+from common import ImageFiles, require
 
 SCORES = "AP", "AP50", "AP75"
 
@@ -27,35 +25,32 @@ class BoxData:
     """Images with boxes, in the form of COCO's json, into which every source is brought.
 
     content: {"images", "annotations", "categories"}.  images: ImageFiles or shapes.ShapeImages, in
-    the same order.  source, path: where they are from.  at: names the entry that is read, see
-    common.reading.  names: {category id: name}.  masks: whether there are polygons.  objects: JSON
-    for each image, [[class from 1, x, y, w, h, polygons], ...], without crowds and empty boxes.
+    the same order.  source, path: where they are from.  names: {category id: name}.  masks: whether
+    there are polygons.  objects: JSON for each image, [[class from 1, x, y, w, h, polygons], ...],
+    without crowds and empty boxes.
     """
 
-    def __init__(self, content, images, source, path=None, at=argparse.Namespace()):
-        self.content, self.images, self.source, self.path = content, images, source, path
+    def __init__(self, content, images, source, path=None):
+        self.content = content
+        self.images = images
+        self.source = source
+        self.path = path
         self.ids = [image["id"] for image in content["images"]]
         categories = sorted(content["categories"], key=lambda category: category["id"])
         self.names = {category["id"]: category["name"] for category in categories}
         self.masks = any(row.get("segmentation") for row in content["annotations"])
-        classes = {category: k for k, category in enumerate(self.names, 1)}
+        class_of = {category: k for k, category in enumerate(self.names, 1)}
         objects = {image: [] for image in self.ids}
-        for at.entry, image in enumerate(content["images"]):
-            if self.masks and not {"height", "width"} <= image.keys():
-                raise ValueError("an image without height or width, which masks want")
-        for at.entry, row in enumerate(content["annotations"]):
-            row.setdefault("iscrowd", 0)
-            if not {"id", "area"} <= row.keys() or self.masks and not row["segmentation"]:
-                raise ValueError("no id, area or segmentation")  # the scores will want them
-            x, y, w, h = map(float, row["bbox"])
-            if row["iscrowd"] and not row.get("difficult"):
+        for row in content["annotations"]:
+            crowd = row.setdefault("iscrowd", 0)
+            if crowd and not row.get("difficult"):
                 continue  # difficult objects of VOC are trained on [Detectron2]
+            x, y, w, h = map(float, row["bbox"])
             polygons = row["segmentation"] if self.masks else []
-            if not isinstance(polygons, list):
-                raise ValueError("the segmentation of one object must be a list of polygons")
             polygons = [p for p in polygons if len(p) >= 6 and len(p) % 2 == 0]
             if min(w, h) > 0.01 and bool(polygons) == self.masks:
-                objects[row["image_id"]].append([classes[row["category_id"]], x, y, w, h, polygons])
+                label = class_of[row["category_id"]]
+                objects[row["image_id"]].append([label, x, y, w, h, polygons])
         self.objects = common.PackedStrings(map(json.dumps, objects.values()))
 
     def __len__(self):
@@ -64,9 +59,8 @@ class BoxData:
     def objects_of(self, i):
         return json.loads(self.objects[i])
 
-    def digest(self):
-        """A checksum of classes and objects"""
-        return zlib.crc32(json.dumps(self.names).encode(), self.objects.digest())
+
+# --------------------------------------------------------------------------------------- reading
 
 
 def load(name, root, split):
@@ -75,27 +69,25 @@ def load(name, root, split):
         return shapes_objects(split)
     root = root or f"datasets/{name}"
     data = voc_objects(root, split) if name == "voc" else coco_objects(name, root, split)
-    check(len(data), f"--data {name}: the split {split} holds no image")
+    require(len(data), f"--data {name}: the split {split} holds no image")
     data.images.check_files()
     return data
-
-
-COCO = "COCO's or LVIS's json: images, categories, annotations with id, bbox, area, segmentation"
-VOC = "a VOCdevkit with VOC2007/, VOC2012/; splits as 2007_test, 2007_trainval+2012_trainval"
 
 
 def coco_objects(name, root, split):
     """annotations/instances_{split}.json or lvis_v1_{split}.json, images beside it"""
     file = f"lvis_v1_{split}.json" if name == "lvis" else f"instances_{split}.json"
-    path = os.path.join(root, "annotations", file)
-    with common.reading(path, COCO) as at:
-        content = json.loads(Path(path).read_bytes())
-        if name == "lvis":  # of both of COCO's folders: .../train2017/000000391895.jpg
-            files = [image["coco_url"].split("/")[-2:] for image in content["images"]]
-        else:
-            files = [(split, image["file_name"]) for image in content["images"]]
-        images = ImageFiles(os.path.join(root, *file) for file in files)
-        return BoxData(content, images, name, path, at)
+    path = Path(root, "annotations", file)
+    images = ImageFiles()
+    with common.error_context(f"{path} should be COCO's or LVIS's json of boxes"):
+        content = json.loads(path.read_bytes())
+        for image in content["images"]:
+            if name == "lvis":  # of both of COCO's folders: .../train2017/000000391895.jpg
+                folder, file = image["coco_url"].split("/")[-2:]
+            else:
+                folder, file = split, image["file_name"]
+            images.append(os.path.join(root, folder, file))
+        return BoxData(content, images, name, str(path))
 
 
 def voc_objects(root, split):
@@ -103,146 +95,169 @@ def voc_objects(root, split):
 
     A difficult object becomes a crowd, which pycocotools ignores: see plain_iou.
     """
-    images, rows = ImageFiles(), []
+    images = ImageFiles()
+    rows = []
     for part in split.split("+"):
-        year, _, listed = part.partition("_")
+        year, _, image_set = part.partition("_")
         folder = Path(root, f"VOC{year}")
-        path = folder / "ImageSets" / "Main" / f"{listed}.txt"
-        with common.reading(path, VOC):
+        path = folder / "ImageSets" / "Main" / f"{image_set}.txt"
+        with common.error_context("splits are as 2007_test or 2007_trainval+2012_trainval"):
             names = path.read_text().split()
         for name in common.progress(names, desc=part, unit=" files", leave=False):
             images.append(str(folder / "JPEGImages" / f"{name}.jpg"))
             path = folder / "Annotations" / f"{name}.xml"
-            with common.reading(path, "VOC's annotation of a photo") as at:
-                found = ElementTree.parse(path).getroot().findall("object")
-                for at.entry, element in enumerate(found):
+            with common.error_context(f"{path} should be VOC's annotation of a photo"):
+                for element in ElementTree.parse(path).getroot().findall("object"):
                     # From 1 on: in annotation ids pycocotools takes 0 for no match.
-                    row = {"id": len(rows) + 1, "image_id": len(images)}
-                    rows.append(row | voc_object(element))
+                    ids = {"id": len(rows) + 1, "image_id": len(images)}
+                    rows.append({**ids, **voc_object(element)})
     classes = sorted({row["category_id"] for row in rows})
-    content = {"images": [{"id": n + 1} for n in range(len(images))], "annotations": rows}
-    content["categories"] = [{"id": name, "name": name} for name in classes]
+    content = {
+        "images": [{"id": n + 1} for n in range(len(images))],
+        "annotations": rows,
+        "categories": [{"id": name, "name": name} for name in classes],
+    }
     return BoxData(content, images, "voc")
 
 
 def voc_object(element):
     """An <object> of VOC -> what COCO's json says of it"""
-    left, top, right, bottom = (
-        float(element.find(f"bndbox/{edge}").text) for edge in ("xmin", "ymin", "xmax", "ymax")
-    )
-    box = [left - 1, top - 1, right - left + 1, bottom - top + 1]  # pixels count from 1
+    edges = "xmin", "ymin", "xmax", "ymax"
+    left, top, right, bottom = (float(element.find(f"bndbox/{edge}").text) for edge in edges)
+    width, height = right - left + 1, bottom - top + 1
     difficult = int(element.findtext("difficult", "0"))
-    row = {"category_id": element.find("name").text, "bbox": box, "area": box[2] * box[3]}
-    return {**row, "iscrowd": difficult, "difficult": difficult}
+    return {
+        "category_id": element.find("name").text,
+        "bbox": [left - 1, top - 1, width, height],  # pixels count from 1
+        "area": width * height,
+        "iscrowd": difficult,
+        "difficult": difficult,
+    }
 
 
 def shapes_objects(split, side=96):
     """The built-in scenes, which are drawn at 96 px; of the validation split the first 500"""
     import shapes
 
-    check(split in shapes.SPLITS, f'--data shapes has the splits "train" and "val", not "{split}"')
+    require(split in shapes.SPLITS, "--data shapes has the splits train and val")
     scenes = shapes.SPLITS[split][: 500 if split == "val" else None]
     rows = []
     for scene in scenes:
-        for found in shapes.objects_of(scene):
-            left, top, _, _ = (side * edge for edge in found.box)
-            width = 2 * side * found.radius
-            row = {"bbox": [left, top, width, width], "area": width**2}
-            row |= {"id": len(rows) + 1, "category_id": shapes.SHAPES.index(found.shape)}
-            rows.append({**row, "image_id": scene})
-    content = {"images": [{"id": scene} for scene in scenes], "annotations": rows}
-    content["categories"] = [{"id": k, "name": name} for k, name in enumerate(shapes.SHAPES)]
+        for o in shapes.objects_of(scene):
+            left, top, _, _ = o.box
+            width = 2 * side * o.radius
+            row = {
+                "id": len(rows) + 1,
+                "image_id": scene,
+                "category_id": shapes.SHAPES.index(o.shape),
+                "bbox": [side * left, side * top, width, width],
+                "area": width**2,
+            }
+            rows.append(row)
+    content = {
+        "images": [{"id": scene} for scene in scenes],
+        "annotations": rows,
+        "categories": [{"id": k, "name": name} for k, name in enumerate(shapes.SHAPES)],
+    }
     return BoxData(content, shapes.ShapeImages(scenes), "shapes")
+
+
+# --------------------------------------------------------------------------------------- samples
 
 
 def training_rows(data, seed):
     """The images with objects, on LVIS some of them several times -> list of indices"""
     rows = [i for i in range(len(data)) if data.objects_of(i)]
-    check(rows, "the training split holds no image with objects: check --train-split")
-    return repeated(rows, data, seed) if data.source == "lvis" else rows
+    require(rows, "the training split holds no image with objects: check --train-split")
+    return repeat_rare(rows, data, seed) if data.source == "lvis" else rows
 
 
-def repeated(rows, data, seed, threshold=0.001):
+def repeat_rare(rows, data, seed, threshold=0.001):
     """LVIS's class resampling [VirTex App. A.3]: an image comes max(1, sqrt(threshold / f)) times
 
-    f: the share of the images that show its rarest class. Fractions are drawn, once [ours].
+    f: the fraction of images that show its rarest class. Fractional repeats are drawn, once [ours].
     """
-    present = [{found[0] for found in data.objects_of(i)} for i in rows]
-    images = Counter(label for labels in present for label in labels)
-    f = np.array([min(images[label] for label in labels) for labels in present]) / len(data)
-    times = np.maximum(1, np.sqrt(threshold / f)) + np.random.default_rng(seed).random(len(rows))
-    return np.repeat(rows, times.astype(int)).tolist()
+    labels_of = [{found[0] for found in data.objects_of(i)} for i in rows]
+    num_images = Counter(label for labels in labels_of for label in labels)
+    f = np.array([min(num_images[label] for label in labels) for labels in labels_of]) / len(data)
+    repeats = np.maximum(1, np.sqrt(threshold / f))
+    repeats += np.random.default_rng(seed).random(len(rows))
+    return np.repeat(rows, repeats.astype(int)).tolist()
 
 
 def read_photo(images, i):
-    """-> PIL image, not turned by its EXIF tag: boxes are those of the pixels as they are stored"""
+    """-> PIL image, without EXIF rotation: boxes are those of the pixels as they are stored"""
     try:
         return images.open(i).convert("RGB")
     except Exception as error:  # PIL and its formats raise a dozen kinds
         raise common.Unreadable(images[i]) from error
 
 
-def sample(data, rows, index, rng):
-    """One image with its objects, mirrored at random; without them if rng is None
+def make_sample(data, rows, index, rng):
+    """One image with its objects, flipped at random; without them if rng is None
 
     -> {"image": uint8 (3, H, W), "target": torchvision's, image_id counts the images of data}
     """
+    i = rows[index]
+    pixels = np.array(read_photo(data.images, i))
+    image = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    target = {"image_id": torch.tensor(i)}
+    if rng is not None:
+        flipped = bool(rng.integers(2))
+        target |= make_target(data, i, image, flipped)
+        image = image.flip(2) if flipped else image
+    return {"image": image, "target": target}
+
+
+def make_target(data, i, image, flipped):
+    """The objects of an image -> boxes (N, 4) as corners, labels (N,), perhaps masks (N, H, W)"""
     from pycocotools import mask
 
-    i = rows[index]
-    pixels, target = np.asarray(read_photo(data.images, i)), {"image_id": torch.tensor(i)}
-    if rng is not None:
-        (height, width, _), objects = pixels.shape, data.objects_of(i)
-        step = rng.choice((1, -1))
-        pixels = pixels[:, ::step]
-        boxes = torch.tensor([found[1:5] for found in objects])
-        boxes[:, 2:] += boxes[:, :2]
-        if step < 0:
-            boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
-        target |= {"boxes": boxes, "labels": torch.tensor([found[0] for found in objects])}
-        if data.masks:
-            parts = [mask.frPyObjects(found[5], height, width) for found in objects]
-            masks = np.stack([mask.decode(mask.merge(part))[:, ::step] for part in parts])
-            target["masks"] = torch.from_numpy(masks)
-    return {"image": torch.from_numpy(pixels.transpose(2, 0, 1).copy()), "target": target}
+    _, height, width = image.shape
+    objects = data.objects_of(i)
+    labels = torch.tensor([found[0] for found in objects])
+    boxes = torch.tensor([found[1:5] for found in objects])
+    boxes[:, 2:] += boxes[:, :2]
+    if flipped:
+        boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
+    target = {"boxes": boxes, "labels": labels}
+    if data.masks:
+        parts = [mask.frPyObjects(found[5], height, width) for found in objects]
+        masks = torch.tensor(np.stack([mask.decode(mask.merge(part)) for part in parts]))
+        target["masks"] = masks.flip(2) if flipped else masks
+    return target
 
 
-def collate(samples):
+def collate_fn(samples):
     """-> lists, for images differ in size"""
-    unreadable = [path for sample in samples for path in sample["unreadable"]]
-    images, targets = [s["image"] for s in samples], [s["target"] for s in samples]
-    return {"images": images, "targets": targets, "unreadable": unreadable}
+    images = [sample["image"] for sample in samples]
+    targets = [sample["target"] for sample in samples]
+    return {"images": images, "targets": targets}
 
 
 # ---------------------------------------------------------------------------------------- scores
 
 
-def score(val, found):
+def score(val, results):
     """Rows of detect -> {"AP", "AP50", "AP75"} in percent, with masks also {"mask AP", ...}"""
-    scores = dict(zip(SCORES, average_precision(val, found, "bbox")))
+    scores = dict(zip(SCORES, average_precision(val, results, "bbox")))
     if val.masks:
-        scores |= zip([f"mask {name}" for name in SCORES], average_precision(val, found, "segm"))
+        masks = average_precision(val, results, "segm")
+        scores |= {f"mask {name}": value for name, value in zip(SCORES, masks)}
     return scores
 
 
-def lvis_package():
-    try:
-        from lvis import LVIS, LVISEval, LVISResults
-    except ImportError:
-        fail("LVIS is scored by its own package: pip install lvis")
-    return LVIS, LVISEval, LVISResults
-
-
-def average_precision(val, found, kind):
+def average_precision(val, results, kind):
     """kind: "bbox" or "segm" -> AP, AP50, AP75 in percent, by pycocotools or, for LVIS, lvis"""
-    if not found:
+    if not results:
         return 0.0, 0.0, 0.0
-    found = [dict(row) for row in found]  # both write into them
+    results = [dict(row) for row in results]  # both write into them
     if val.source == "lvis":
-        LVIS, LVISEval, LVISResults = lvis_package()
+        from lvis import LVIS, LVISEval, LVISResults
+
         np.float = float  # which lvis 0.5.3 still calls it; numpy 1.24 has dropped the name
         truth = LVIS(val.path)
-        evaluation = LVISEval(truth, LVISResults(truth, found, max_dets=300), kind)
+        evaluation = LVISEval(truth, LVISResults(truth, results, max_dets=300), kind)
         evaluation.run()
         return [100 * float(evaluation.get_results()[name]) for name in SCORES]
 
@@ -253,7 +268,7 @@ def average_precision(val, found, kind):
         truth = COCO()
         truth.dataset = val.content
         truth.createIndex()
-        evaluation = COCOeval(truth, truth.loadRes(found), kind)
+        evaluation = COCOeval(truth, truth.loadRes(results), kind)
         if val.source == "voc":
             evaluation.computeIoU = partial(plain_iou, evaluation)
         evaluation.evaluate()
@@ -266,11 +281,11 @@ def plain_iou(evaluation, image, category):
     """COCOeval.computeIoU, -> (detections, objects), with crowds measured like other objects
 
     So any number of detections may match a difficult object without being counted, as a crowd in
-    COCO's code, but must overlap it as much as VOC's own code wants.
+    COCO's code, but must overlap it as much as VOC's own code requires.
     """
     from pycocotools import mask
 
     rows = sorted(evaluation._dts[image, category], key=lambda row: -row["score"])
-    found = [row["bbox"] for row in rows[: evaluation.params.maxDets[-1]]]
+    detections = [row["bbox"] for row in rows[: evaluation.params.maxDets[-1]]]
     objects = [row["bbox"] for row in evaluation._gts[image, category]]
-    return mask.iou(found, objects, [0] * len(objects))
+    return mask.iou(detections, objects, [0] * len(objects))

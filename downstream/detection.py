@@ -12,7 +12,7 @@ statistics are estimated anew before the scores are taken (precise BN).
 --root holds VOC2007/ and VOC2012/; or annotations/instances_{split}.json (LVIS: lvis_v1_{split})
 beside train2017/ and val2017/. VOC's splits are years and lists, joined by +. On shapes a second
 detector, from random initialisation, is trained into OUTPUT/random, and the last line compares the
-two (measured: AP50 55 against 23). The same command goes on after a stop.
+two (measured: AP50 55 against 23). Rerunning the command resumes from its checkpoint.
 metrics.jsonl names the terms of the loss: four, with masks five.
 
 Scores are COCO's: AP over IoU 0.50 to 0.95, AP50, AP75. The papers use Detectron2, here the parts
@@ -20,6 +20,7 @@ are torchvision's. What is known to differ: VOC's AP is the mean over COCO's 101
 VOC07's 11; the box loss is smooth L1 with beta 1/9, not L1; RoIAlign has no half-pixel shift.
 """
 
+import importlib.util
 from functools import partial
 from itertools import islice
 
@@ -29,7 +30,7 @@ from torch import nn
 
 import common
 import eval_linear
-from common import check, say
+from common import print_main, require
 from downstream import boxes
 
 # fmt: off
@@ -54,52 +55,59 @@ DEFAULTS = {  #          shapes        voc [Tab. 6]                   coco [Tab.
     "detections":       (100,          100,                           100),   # Detectron2
     "checkpoint_every": (100,          1000,                          2000),
 }
+PROPOSALS = {  # of Detectron2 at its 512 RoIs, in proportion to --rois: (fpn, c4)
+    "rpn_pre_nms_top_n_train":  (2000, 12_000),
+    "rpn_pre_nms_top_n_test":   (1000, 6000),
+    "rpn_post_nms_top_n_train": (1000, 2000),
+    "rpn_post_nms_top_n_test":  (1000, 1000),
+}
 LVIS = {"train_split": "train", "val_split": "val", "min_score": 1e-4, "detections": 300}  # Tab. 7
 # fmt: on
 
 
 def get_args(argv=None):
+    data = common.peek(argv, "--data").data or "shapes"
+    column = {"shapes": 0, "voc": 1}.get(data, 2)
+    recipe = {name: row[column] for name, row in DEFAULTS.items()}
+    if data == "lvis":
+        recipe |= LVIS
+
     parser = common.Parser(__doc__)
     eval_linear.backbone_flags(parser, DATA)
     add = parser.add_argument_group("model and optimisation").add_argument
-    add("--image-size", type=common.image_side, help="shorter side; training draws smaller ones")
+    add("--image-size", type=common.positive_int, help="shorter side; training draws smaller ones")
     add("--model", choices=("fpn", "c4"), help="feature pyramid, or layer3 alone [Sec. 4.3]")
-    add("--batch-size", type=common.dim, help="images per iteration over all processes")
-    add("--iters", type=common.count, help="length of the run")
+    add("--batch-size", type=common.positive_int, help="images per iteration over all processes")
+    add("--iters", type=common.positive_int, help="length of the run")
     add("--lr", type=common.positive, help="peak; the default scales with the batch size")
-    add("--rois", type=common.count, help="per image in training; fewer when memory runs out")
-    add("--bn-batches", type=common.count, help="batches of precise BN; few for a quick look")
+    add("--rois", type=common.positive_int, help="per image in training; fewer to save memory")
+    add("--bn-batches", type=common.positive_int, help="of precise BN; few for a quick look")
     common.run_flags(parser, "detection")
-
-    data = common.look(argv, "--data").data or DATA[0]
-    column = {"shapes": 0, "voc": 1}.get(data, 2)
-    defaults = {flag: row[column] for flag, row in DEFAULTS.items()}
-    defaults |= LVIS if data == "lvis" else {}
-    lr = defaults.pop("lr") / defaults["batch_size"]
-    parser.set_defaults(**defaults, amp="off", probe_every=0)  # off: as Detectron2
+    parser.set_defaults(**{**recipe, "lr": None, "amp": "off"})  # off: as Detectron2
     args = eval_linear.parse(parser, argv)
-    common.refuse_uneven_batch(parser, args.batch_size)
-    args.lr = args.lr or lr * args.batch_size
+    lr_scale = args.batch_size / recipe["batch_size"]
+    args.lr = args.lr or lr_scale * recipe["lr"]
     return args
 
 
 def main(args):
-    world = common.start()
-    if args.data == "lvis":
-        boxes.lvis_package()  # now: after 180K iterations it would be late
+    world = common.init_distributed()
+    if args.data == "lvis":  # now: after 180K iterations it would be late
+        there = importlib.util.find_spec("lvis")
+        require(there, "LVIS is scored by its own package: pip install lvis")
     train = boxes.load(args.data, args.root, args.train_split)
     val = boxes.load(args.data, args.root, args.val_split)
     eval_linear.check_same_classes(train, val)
-    check(train.masks == val.masks, "only one of the splits has masks")
+    require(train.masks == val.masks, "only one of the splits has masks")
     train.content = None  # gigabytes, which only the scores need
-    say(f"{len(train)} training and {len(val)} validation images, {len(train.names)} classes")
+    num_classes = len(train.names)
+    print_main(f"{len(train)} training and {len(val)} validation images, {num_classes} classes")
 
-    train_from = partial(fine_tune, train, val)
-    scores = eval_linear.from_both_starts(args, world, train_from)
+    scores = eval_linear.with_random_baseline(args, world, partial(fine_tune, train, val))
     if scores:
         origins = {"trained": f"from {args.weights}", "random": "from random initialisation"}
-        parts = [f"{common.in_words(scores[name], 1)} {origins[name]}" for name in scores]
-        say(f"{args.data}, {args.iters} iterations: {'; '.join(parts)}")
+        parts = [f"{common.format_scores(scores[name], 1)} {origins[name]}" for name in scores]
+        print_main(f"{args.data}, {args.iters} iterations: {'; '.join(parts)}")
 
 
 def fine_tune(train, val, args, world):
@@ -107,9 +115,9 @@ def fine_tune(train, val, args, world):
     from torchvision.ops._utils import split_normalization_params
 
     device = world.device
-    run = common.Run(args, "detection", world, train, val)
+    run = common.Run(args, "detection", world, train)
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
-    check(hasattr(backbone, "layer4"), f"{backbone.arch} has no layer1 to layer4: give a ResNet")
+    require(hasattr(backbone, "layer4"), f"{backbone.arch} has no layer1 to layer4: give a ResNet")
 
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
@@ -127,26 +135,26 @@ def fine_tune(train, val, args, world):
     parallel = common.data_parallel(model, world).train()
 
     rows = boxes.training_rows(train, args.seed)
-    samples = common.Samples(partial(boxes.sample, train, rows), len(rows), args.seed)
-    for iteration, batch in run.steps(samples, boxes.collate, args.iters, None, backbone):
-        factor = common.lr_factor(iteration - 1, args.iters, args.warmup, args.steps)
-        common.set_lr(optimizer, factor)
+    samples = common.Samples(partial(boxes.make_sample, train, rows), len(rows), args.seed)
+    for iteration, batch in run.steps(samples, boxes.collate_fn, args.iters):
+        lr_factor = common.lr_factor(iteration - 1, args.iters, args.warmup, args.steps)
+        common.set_lr(optimizer, lr_factor)
         with common.autocast(device, args.amp):
-            losses = parallel(batch)
+            losses = parallel(batch)  # {name: scalar}
         loss = sum(losses.values())
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        run.log(loss=loss, lr=args.lr * factor, **losses)
+        run.log(loss=loss, lr=args.lr * lr_factor, **losses)
     if not world.is_main:
         return None  # the first process goes on alone
 
     precise_bn(model, samples, args, device)
-    found = detect(model, val, args, device)
-    common.write_json(f"{args.output}/detections.json", found)
-    scores = boxes.score(val, found)
-    draw_detections(val, found, f"{args.output}/detections.png")
+    results = detect(model, val, args, device)
+    common.write_json(f"{args.output}/detections.json", results)
+    scores = boxes.score(val, results)
+    draw_detections(val, results, f"{args.output}/detections.png")
     return scores
 
 
@@ -168,40 +176,41 @@ class Detector(nn.Module):
         from torchvision.ops import MultiScaleRoIAlign
 
         super().__init__()
-        channels, side, heads = backbone.channels, args.image_size, {}
-        anchors = [args.anchor * 2**k for k in range(5)]
+        channels = backbone.channels
+        anchor_sizes = [args.anchor * 2**k for k in range(5)]
+        heads = {}
         if args.model == "fpn":
             levels = {f"layer{n + 1}": str(n) for n in range(4)}
-            widths = [channels // 8, channels // 4, channels // 2, channels], args.fpn_width
-            body = BackboneWithFPN(backbone, levels, *widths, norm_layer=nn.BatchNorm2d)
-            how = {"canonical_scale": 7 * args.anchor}  # 224 for anchors from 32 on
-            heads["box_roi_pool"] = MultiScaleRoIAlign(["0", "1", "2", "3"], 7, 0, **how)
-            sizes, before_nms, after_nms = [[size] for size in anchors], (2000, 1000), (1000, 1000)
-        else:
-            body, layer4 = backbone[:-1], backbone[-1]
+            widths = [channels // 8, channels // 4, channels // 2, channels]
+            norm = nn.BatchNorm2d
+            body = BackboneWithFPN(backbone, levels, widths, args.fpn_width, norm_layer=norm)
+            scale = 7 * args.anchor  # 224 for anchors from 32 on
+            roi_pool = MultiScaleRoIAlign(["0", "1", "2", "3"], 7, 0, canonical_scale=scale)
+            anchor_sizes = [[size] for size in anchor_sizes]  # one for each level
+        else:  # C4: layer4 and a batch norm are the head of the boxes
+            body = backbone[:-1]
             body.out_channels = channels // 2
-            heads["box_roi_pool"] = MultiScaleRoIAlign(["0"], 14, 0)
-            norm, pool = nn.BatchNorm2d(channels), nn.AdaptiveAvgPool2d(1)
-            heads["box_head"] = nn.Sequential(layer4, norm, pool)
-            sizes, before_nms, after_nms = [anchors], (12_000, 6000), (2000, 1000)
+            roi_pool = MultiScaleRoIAlign(["0"], 14, 0)
+            norm = nn.BatchNorm2d(channels)
+            heads["box_head"] = nn.Sequential(backbone[-1], norm, nn.AdaptiveAvgPool2d(1))
+            anchor_sizes = [anchor_sizes]
 
-        # Detectron2's numbers of proposals, in proportion to its 512 RoIs.
-        before_nms, after_nms = np.array((before_nms, after_nms)) * args.rois // 512
+        side = args.image_size
         smaller = range(round(args.smallest * side), side, 32)
+        column = ("fpn", "c4").index(args.model)
+        proposals = {name: row[column] * args.rois // 512 for name, row in PROPOSALS.items()}
         self.rcnn = (detection.MaskRCNN if masks else detection.FasterRCNN)(
             body,
             num_classes,
             min_size=[*smaller, side],  # training draws one of them, evaluation takes the last
             max_size=round(side * 1333 / 800),
-            rpn_anchor_generator=AnchorGenerator(sizes, [[0.5, 1.0, 2.0]] * len(sizes)),
-            rpn_pre_nms_top_n_train=before_nms[0],
-            rpn_pre_nms_top_n_test=before_nms[1],
-            rpn_post_nms_top_n_train=after_nms[0],
-            rpn_post_nms_top_n_test=after_nms[1],
+            rpn_anchor_generator=AnchorGenerator(anchor_sizes, [[0.5, 1, 2]] * len(anchor_sizes)),
             rpn_batch_size_per_image=max(1, args.rois // 2),
+            box_roi_pool=roi_pool,
             box_batch_size_per_image=args.rois,
             box_score_thresh=args.min_score,
             box_detections_per_img=args.detections,
+            **proposals,
             **heads,
         )
         if args.model == "c4":
@@ -220,68 +229,86 @@ def precise_bn(model, samples, args, device):
 
     instead of moving averages [VirTex App. A.3: Detectron2's PRECISE_BN, with 200 batches].
     """
-    alone = common.World(0, 1, device)  # with whole batches
-
-    def batches():
-        sampler = common.infinite_sampler(len(samples), args.batch_size, alone, args.seed)
-        how = args.batch_size, args.workers, boxes.collate, device, sampler
-        first = islice(common.loader(samples, *how), args.bn_batches)
-        for batch in common.progress(first, desc="precise BN", total=args.bn_batches, leave=False):
-            del batch["unreadable"]  # named in training
-            yield common.to_device(batch, device)
-
     torch.manual_seed(args.seed)
-    torch.optim.swa_utils.update_bn(batches(), model)
+    single_process = common.World(0, 1, device)  # with whole batches
+    order = common.infinite_sampler(len(samples), args.batch_size, single_process, args.seed)
+    collate_fn = boxes.collate_fn
+    batches = common.loader(samples, args.batch_size, args.workers, collate_fn, device, order)
+    first = islice(batches, args.bn_batches)
+    first = common.progress(first, desc="precise BN", total=args.bn_batches, leave=False)
+    torch.optim.swa_utils.update_bn((common.to_device(batch, device) for batch in first), model)
 
 
+@torch.no_grad()
 def detect(model, val, args, device):
     """-> rows of COCO's results: image_id, category_id, bbox, score, segmentation (as RLE)"""
-    from pycocotools import mask
-
-    samples = common.Samples(partial(boxes.sample, val, range(len(val))), len(val))
-    how = args.workers, boxes.collate, device, "detection", 4  # 300 masks of one photo are 0.4 GB
-    category_ids, found = list(val.names), {}
+    samples = common.Samples(partial(boxes.make_sample, val, range(len(val))), len(val))
+    batch_size = 4  # 300 masks of one photo are 0.4 GB
+    batches = common.validation_batches(samples, args.workers, boxes.collate_fn, device, batch_size)
     model.eval()
-    for batch in common.validation_batches(samples, *how):
-        with torch.no_grad(), common.autocast(device, args.amp):
+    rows_of = {}  # each image once, even if it replaces an unreadable one
+    for batch in batches:
+        with common.autocast(device, args.amp):
             outputs = model(batch)
         for target, output in zip(batch["targets"], outputs):
-            rows = found[target["image_id"].item()] = []  # once, if it replaces an unreadable one
-            output = {name: values.float().cpu().numpy() for name, values in output.items()}
-            for n, (left, top, right, bottom) in enumerate(output["boxes"].tolist()):
-                row = {"category_id": category_ids[int(output["labels"][n]) - 1]}
-                row |= {"bbox": [left, top, right - left, bottom - top]}
-                row["score"] = float(output["scores"][n])
-                if val.masks:
-                    inside = mask.encode(np.asfortranarray(output["masks"][n, 0] > 0.5))
-                    row["segmentation"] = {**inside, "counts": inside["counts"].decode()}
-                rows.append(row)
-    return [{"image_id": val.ids[i], **row} for i, rows in found.items() for row in rows]
+            i = target["image_id"].item()
+            rows_of[i] = result_rows(val, i, output)
+    return [row for rows in rows_of.values() for row in rows]
 
 
-def draw_detections(val, found, path, side=320):
+def result_rows(val, i, output):
+    """The detections of one image, see Detector -> rows of COCO's results"""
+    from pycocotools import mask
+
+    category_ids = list(val.names)
+    output = {name: values.float().cpu().numpy() for name, values in output.items()}
+    rows = []
+    for n, (left, top, right, bottom) in enumerate(output["boxes"].tolist()):
+        row = {
+            "image_id": val.ids[i],
+            "category_id": category_ids[int(output["labels"][n]) - 1],
+            "bbox": [left, top, right - left, bottom - top],
+            "score": float(output["scores"][n]),
+        }
+        if val.masks:
+            rle = mask.encode(np.asfortranarray(output["masks"][n, 0] > 0.5))
+            row["segmentation"] = {**rle, "counts": rle["counts"].decode()}
+        rows.append(row)
+    return rows
+
+
+def draw_detections(val, results, path, side=320):
     """Eight validation images, made square, with what was detected with a score above 0.5"""
     from pycocotools import mask
     from torchvision.transforms.functional import pil_to_tensor, resize
     from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks, save_image
 
-    tiles, words = [], {"colors": "yellow", "width": 2, "label_colors": "black"}
+    tiles = []
     for i in range(min(8, len(val))):
-        rows = [row for row in found if row["image_id"] == val.ids[i] and row["score"] > 0.5]
+        rows = [row for row in results if row["image_id"] == val.ids[i] and row["score"] > 0.5]
         try:
             photo = pil_to_tensor(boxes.read_photo(val.images, i))
         except common.Unreadable:
             continue
-        inside = [mask.decode(row["segmentation"]) for row in rows if val.masks]
-        if inside:
-            photo = draw_segmentation_masks(photo, torch.tensor(np.stack(inside)) > 0, colors="red")
-        scale = side / torch.tensor(photo.shape[:0:-1] * 2)
+        _, height, width = photo.shape
+        if rows and val.masks:
+            masks = np.stack([mask.decode(row["segmentation"]) for row in rows])
+            photo = draw_segmentation_masks(photo, torch.tensor(masks) > 0, colors="red")
         photo = resize(photo, [side, side])
         if rows:
             corners = torch.tensor([row["bbox"] for row in rows])
             corners[:, 2:] += corners[:, :2]
+            corners *= side / torch.tensor([width, height, width, height])
             labels = [f"{val.names[row['category_id']]} {row['score']:.2f}" for row in rows]
-            photo = draw_bounding_boxes(photo, corners * scale, labels, fill_labels=True, **words)
+            photo = draw_bounding_boxes(
+                photo,
+                corners,
+                labels,
+                colors="yellow",
+                width=2,
+                label_colors="black",
+                fill_labels=True,
+            )
         tiles.append(photo / 255)
     save_image(tiles, path, nrow=4)
 

@@ -4,7 +4,7 @@ Desai, Johnson. VirTex: Learning Visual Representations from Textual Annotations
 Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3.
 
 Where eval_linear.py freezes the backbone, here it is where training starts from: the better it is,
-the fewer labels are needed. --fraction keeps a share of the labels of each class.
+the fewer labels are needed. --fraction keeps a fraction of the labels of each class.
 
     laptop          python virtex.py, then python -m downstream.finetune
     own photos      python -m downstream.finetune --data folder --root photos --image-size 112 \\
@@ -17,8 +17,8 @@ the fewer labels are needed. --fraction keeps a share of the labels of each clas
 An image folder holds train/<class>/<image> and val/<class>/<image>. What to expect: the loss starts
 at ln(number of classes) and steps down at 70% of the run, where the learning rate falls to a tenth.
 On shapes a second backbone, randomly initialised, is trained into OUTPUT/random, and the last line
-compares the two; on other data this is a command of its own, as above. It keeps the output folder
-of the training scripts (docs/output.md), and the same command goes on after a stop.
+compares the two; on other data this is a command of its own, as above. --output is that of the
+training scripts (docs/output.md): rerunning the command resumes from its checkpoint.
 """
 
 import json
@@ -34,7 +34,7 @@ from torch import nn
 
 import common
 import eval_linear
-from common import ImageFiles, fail, positive, say
+from common import ImageFiles, print_main
 
 # fmt: off
 DEFAULTS = {  #          shapes    folder    inat
@@ -45,6 +45,8 @@ DEFAULTS = {  #          shapes    folder    inat
     "image_size":       (64,       224,      224),          # App. A.1
     "epochs":           (40.0,     100.0,    100.0),        # Sec. 4.3
     "batch_size":       (32,       256,      256),          # Sec. 4.3
+    "crop_min":         (0.2,      0.2,      0.2),          # App. A.1
+    "colour_jitter":    (0.0,      0.0,      0.0),          # App. A.1
     "log_every":        (10,       20,       20),
     "checkpoint_every": (100,      1000,     1000),
 }
@@ -58,47 +60,45 @@ def get_args(argv=None):
     parser = common.Parser(__doc__)
     eval_linear.backbone_flags(parser, DATA)
     add = parser.add_argument_group("data and optimisation").add_argument
-    add("--fraction", type=common.positive_share, help="train on this share of each class")
-    add("--image-size", type=common.image_side, help="side of the crops")
-    add("--epochs", type=positive, help="length in passes over the images; more for few images")
-    add("--batch-size", type=common.dim, help="images per iteration over all processes")
+    add("--fraction", type=common.fraction, help="train on this fraction of each class")
+    add("--image-size", type=common.positive_int, help="side of the crops")
+    add("--epochs", type=common.positive, help="passes over the images; more for few images")
+    add("--batch-size", type=common.positive_int, help="images per iteration over all processes")
     rates = f"{LR} at batch {BATCH}, {RANDOM_LR} for random weights; it scales with the batch"
-    add("--lr", type=positive, help=f"at the start, on shapes of both (default {rates}) [Sec. 4.3]")
-    add("--weight-decay", type=common.non_negative, default=1e-4, help="of all weights [Sec. 4.3]")
+    add("--lr", type=common.positive, help=f"at first, on shapes of both (default {rates})")
+    add("--weight-decay", type=float, default=1e-4, help="of all weights [Sec. 4.3]")
     common.run_flags(parser, "finetune")
 
-    data = common.look(argv, "--data").data or DATA[0]
+    data = common.peek(argv, "--data").data
     column = DATA.index(data) if data in DATA else 0
-    defaults = {flag: row[column] for flag, row in DEFAULTS.items()}
-    parser.set_defaults(**defaults, probe_every=0)
+    parser.set_defaults(**{name: row[column] for name, row in DEFAULTS.items()})
     args = eval_linear.parse(parser, argv)
-    common.refuse_uneven_batch(parser, args.batch_size)
     return args
 
 
 def main(args):
-    world = common.start()
+    world = common.init_distributed()
     args.amp = common.choose_amp(world.device, args.amp)
 
     # A wrong file is refused before data are read.
     args.arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
-    if args.arch == "vgg16" and args.image_size < 32:
-        fail("VGG-16 halves a photo five times: give --image-size 32 or more")
 
-    # Data: images with one label each, and of those for training a share.
+    # Data: images with one label each, and of those for training a fraction.
     train = labelled_split(args.data, args.root, args.train_split)
     val = labelled_split(args.data, args.root, args.val_split)
     eval_linear.check_same_classes(train, val)
     if args.fraction < 1:
-        train = share_of_classes(train, args.fraction, args.seed)
-    number = len(train.images)
-    say(f"{number} training and {len(val.images)} validation images, {len(train.names)} classes")
+        train = fraction_of_classes(train, args.fraction, args.seed)
+    num_images, num_classes = len(train.images), len(train.names)
+    counts = f"{num_images} training and {len(val.images)} validation images"
+    print_main(f"{counts}, {num_classes} classes")
 
-    scores = eval_linear.from_both_starts(args, world, partial(fine_tune, train, val))
+    scores = eval_linear.with_random_baseline(args, world, partial(fine_tune, train, val))
     if scores:
         origins = {"trained": args.weights, "random": "random initialisation"}
-        words = [f"{scores[name]['top-1']} from {origins[name]}" for name in scores]
-        say(f"top-1 on {args.data} after fine-tuning on {number} labels: {', '.join(words)}")
+        parts = [f"{scores[name]['top-1']} from {origins[name]}" for name in scores]
+        labels = f"top-1 on {args.data} after fine-tuning on {num_images} labels"
+        print_main(f"{labels}: {', '.join(parts)}")
 
 
 def fine_tune(train, val, args, world):
@@ -106,11 +106,13 @@ def fine_tune(train, val, args, world):
 
     None on all processes but the first.
     """
-    device, size = world.device, len(train.images)
-    run = common.Run(args, "finetune", world, train, val)
-    lr = learning_rate(args)
-    iters = math.ceil(args.epochs * size / args.batch_size)
-    say(f"{args.weights}: learning rate {lr:.3g}, {iters} iterations")
+    device = world.device
+    num_images = len(train.images)
+    run = common.Run(args, "finetune", world, train)
+    lr_scale = args.batch_size / BATCH
+    lr = args.lr or lr_scale * (RANDOM_LR if args.weights == "random" else LR)
+    iters = math.ceil(args.epochs * num_images / args.batch_size)
+    print_main(f"{args.weights}: learning rate {lr:.3g}, {iters} iterations")
 
     # Model and optimizer, and where an earlier run stopped.
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
@@ -127,16 +129,17 @@ def fine_tune(train, val, args, world):
 
     # The validation images are scored when five times as many have been trained on, with the next
     # line of metrics.jsonl.
-    images = args.batch_size * args.log_every
-    validate_every = math.ceil(max(size, 5 * len(val.images)) / images) * args.log_every
-    sample = partial(eval_linear.labelled_photo, train, args.image_size, 0.0)
-    samples, collate = common.Samples(sample, size, args.seed), eval_linear.collate_labelled
-    for iteration, batch in run.steps(samples, collate, iters, None, model.backbone):
-        factor = common.lr_factor(iteration - 1, iters, steps=STEPS)
-        common.set_lr(optimizer, factor)
+    images_per_line = args.batch_size * args.log_every
+    lines = math.ceil(max(num_images, 5 * len(val.images)) / images_per_line)
+    validate_every = lines * args.log_every
+    make_sample = partial(eval_linear.labelled_photo, train, args)
+    samples = common.Samples(make_sample, num_images, args.seed)
+    for iteration, batch in run.steps(samples, eval_linear.collate_labelled, iters):
+        lr_factor = common.lr_factor(iteration - 1, iters, steps=STEPS)
+        common.set_lr(optimizer, lr_factor)
         with common.autocast(device, args.amp):
-            logits = parallel(common.augment(batch["images"]))
-        loss = eval_linear.classification_loss(logits.float(), batch["labels"], several=False)
+            logits = parallel(common.augment(batch["images"]))  # (B, classes)
+        loss = eval_linear.classification_loss(logits.float(), batch["labels"], multi_label=False)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -144,19 +147,13 @@ def fine_tune(train, val, args, world):
         scores = None
         if iteration % validate_every == 0 and iteration < iters:
             scores = validate(model, val, args, world)
-        run.log(scores, loss=loss, lr=lr * factor)
+        run.log(scores, loss=loss, lr=lr * lr_factor)
 
     # The other processes leave: the first one alone scores the result.
     if world.is_main:
-        run.save_weights("backbone.pth", model.backbone)
-        found = validate(model, val, args, common.World(0, 1, device))
-        return {"top-1": round(found["top1"], 2)}
-
-
-def learning_rate(args):
-    """--lr, or what the paper starts with, in proportion to the batch size"""
-    usual = RANDOM_LR if args.weights == "random" else LR
-    return args.lr or usual * args.batch_size / BATCH
+        common.save_weights(run.folder / "backbone.pth", model.backbone)
+        scores = validate(model, val, args, common.World(0, 1, device))
+        return {"top-1": round(scores["top1"], 2)}
 
 
 # --------------------------------------------------------------------------------- labelled images
@@ -174,44 +171,33 @@ def labelled_split(name, root, split):
     return data
 
 
-INAT = (
-    "iNaturalist's {split}.json with images (id, file_name), annotations (image_id, category_id) "
-    "and categories (id), images by their file_name below --root"
-)
-
-
 def inat_labels(root, split):
     """{split}.json of iNaturalist 2018, images below `root` -> eval_linear.LabelData"""
     path = Path(root, f"{split}.json")
-    with common.reading(path, INAT) as at:
+    with common.error_context(f"{path} should hold iNaturalist's images and categories"):
         content = json.loads(path.read_bytes())
-        ids = sorted(category["id"] for category in content["categories"])
-        index, classes = {category: k for k, category in enumerate(ids)}, {}
-        for at.entry, row in enumerate(content["annotations"]):
-            if row["image_id"] in classes:
-                raise ValueError("a second annotation of an image, which has one class here")
-            classes[row["image_id"]] = index[row["category_id"]]
-        images, labels = ImageFiles(), []
-        for at.entry, image in enumerate(content["images"]):
+        category_ids = sorted(category["id"] for category in content["categories"])
+        class_of_category = {category: k for k, category in enumerate(category_ids)}
+        category_of = {row["image_id"]: row["category_id"] for row in content["annotations"]}
+        images = ImageFiles()
+        labels = []
+        for image in content["images"]:
             images.append(os.path.join(root, image["file_name"]))
-            labels.append(classes[image["id"]])
-        at.entry = None
-        names = [str(category) for category in ids]
-        return eval_linear.LabelData(images, np.array(labels, np.int64), names)
+            labels.append(class_of_category[category_of[image["id"]]])
+    return eval_linear.LabelData(images, np.array(labels), list(map(str, category_ids)))
 
 
-def share_of_classes(data, fraction, seed):
-    """This share of the images of each class, at least one -> eval_linear.LabelData
+def fraction_of_classes(data, fraction, seed):
+    """This fraction of the images of each class, at least one -> eval_linear.LabelData
 
     So that classes are as frequent as in the whole, as in VirTex's subsets of ImageNet [App. A.1].
-    A smaller share of the same seed is a part of a larger one.
+    A smaller fraction with the same seed is a part of a larger one.
     """
     classes = eval_linear.class_of(data.labels)
     shuffled = np.random.default_rng(seed).permutation(len(classes))
-    by_class = shuffled[np.argsort(classes[shuffled], kind="stable")]
-    borders = np.flatnonzero(np.diff(classes[by_class])) + 1
     keep = []
-    for members in np.split(by_class, borders):
+    for k in np.unique(classes):
+        members = shuffled[classes[shuffled] == k]
         keep.extend(members[: max(1, round(fraction * len(members)))])
     return data.select(np.sort(keep))
 
@@ -222,13 +208,13 @@ def share_of_classes(data, fraction, seed):
 class Classifier(nn.Module):
     """The backbone, average pooling and a linear layer: (B, 3, h, w) -> logits (B, classes)
 
-    Its weights begin as N(0, 0.01), its bias as 0 [App. A.1, A.3].
+    Its weights are initialised as N(0, 0.01), its bias as 0 [App. A.1, A.3].
     """
 
-    def __init__(self, backbone, classes):
+    def __init__(self, backbone, num_classes):
         super().__init__()
         self.backbone = backbone
-        [self.linear] = eval_linear.LinearLayers([backbone.channels], classes)
+        [self.linear] = eval_linear.LinearLayers([backbone.channels], num_classes)
 
     def forward(self, images):
         return self.linear(self.backbone(images).mean((2, 3)))
@@ -238,7 +224,7 @@ class Classifier(nn.Module):
 def validate(model, val, args, world):
     """Top-1 on the centres of the images ("resize 256, crop 224" [App. A.1]) -> {"top1": percent}
 
-    None on all processes but the first, which each do their share.
+    None on all processes but the first, which each score a part.
     """
     if world.size > 1:  # without SyncBatchNorm each process has its own statistics
         for buffer in model.buffers():
@@ -250,13 +236,12 @@ def validate(model, val, args, world):
             return model(common.augment(images))
 
     model.eval()
-    size, workers = args.image_size, args.workers
-    logits, readable = eval_linear.describe_images(logits_of, val.images, size, world, workers)
+    logits, readable = eval_linear.run_over_images(logits_of, val.images, args, world)
     model.train()
     if world.is_main:
         eval_linear.check_finite(logits)
         top1 = eval_linear.top1(logits, val.labels[readable])
-        say(f"validation: top1 {top1:.2f}")
+        print_main(f"validation: top1 {top1:.2f}")
         return {"top1": top1}
 
 
