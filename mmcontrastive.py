@@ -4,23 +4,32 @@ Yuan, Lin, Kuen, Zhang, Wang, Maire, Kale, Faieta. Multimodal Contrastive Traini
 Representation Learning. CVPR 2021.
 
 Two views of a photo should be more similar than views of different photos (Eq. 3, as in MoCo-v2),
-and so should two wordings of a caption (Eq. 8), a photo and its caption (Eqs. 11, 14), and photos
-with common tags (Eq. 5). A query is compared with the key of its own photo and with a queue of
-earlier keys, which momentum encoders have made. Similarity within a modality and between the two
-is measured in different spaces, each with MLPs of its own [Sec. 3.2]. Tags are those of the data,
-or the nouns of the captions (--tags nouns [Sec. 4.4]): the demo has these, so no label is read.
+and so should two paraphrases of a caption (Eq. 8), a photo and its caption (Eqs. 11, 14), and
+photos with common tags (Eq. 5). A query is compared with the key of its own photo and with a queue
+of earlier keys, which momentum encoders have made. Similarity within a modality and between the two
+is measured in different spaces, each with MLPs of its own [Sec. 3.2].
 
     laptop        python mmcontrastive.py
     own photos    python mmcontrastive.py --data photos.jsonl
     MoCo-v2       python mmcontrastive.py --data coco --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 \\
                       --lambda-tag 0
-    for COCO      python mmcontrastive.py --data coco --backtranslate   (once: views of captions)
+    for COCO      python tools/backtranslate.py --data coco \\
+                      --output runs/mmcontrastive/backtranslations.jsonl   (once: views of captions)
     one GPU       python mmcontrastive.py --data coco --batch-size 128
     eight GPUs    torchrun --nproc_per_node=8 mmcontrastive.py --data coco
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 mmcontrastive.py --data coco   (shared --output)
-    search        python mmcontrastive.py --search "a dog in the snow" "two children" \\
-                      --root photos --weights runs/mmcontrastive/checkpoint.pth
+    search        python -m downstream.search "a dog in the snow" "two children" --root photos
+
+Where the paper is:
+
+    Eqs. 1, 6, 9, 12, queries                MultimodalContrastive.forward
+    Eqs. 2, 7, 10, 13, keys                  MultimodalContrastive.encode_keys
+    momentum encoders, queues [Sec. 3.1]     update_momentum, Queue
+    Eqs. 3, 4, 5, 8, 11, 14, the losses      contrastive_losses, below each other
+    Eq. 15, their weighted sum               main
+    views of photos and captions [Sec. 4.1]  make_sample, caption_views
+    retrieval without fine-tuning [Tab. 7]   validate
 
 What to expect: the losses start near 0 and rise while the queues fill, because only what has been
 filled in counts: `ii` and `cc` towards ln(K + 1), `ic` and `ci` towards K times the margin. Then
@@ -41,22 +50,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from PIL import Image
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 
 import common
 import language
-from common import check, count, dim, fail, non_negative, positive, progress, proper_share, say
+from common import error_context, fraction, positive, positive_int, print_main, progress, require
 
-try:
-    import eval_linear
-except ModuleNotFoundError:  # copied without it: no probe at the end
-    eval_linear = None
-
-LOSSES = "ii", "tag", "cc", "ic", "ci"
+eval_linear = common.import_if_there("eval_linear")  # the probe at the end
 
 # fmt: off
 RECIPES = {  #           demo        small       paper
@@ -69,16 +70,15 @@ RECIPES = {  #           demo        small       paper
     "caption_views":    ("sibling",  "sibling",  "backtranslation"),    # Sec. 4.1
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 4.1
     "lm_iters":         (0,          2000,       0),                    # ours
-    "lm_layers":        (2,          4,          12),                   # Sec. 4.1: BERT base
-    "lm_width":         (128,        256,        768),                  # Sec. 4.1: BERT base
-    "dropout":          (0.0,        0.1,        0.1),                  # BERT
+    "lm_layers":        (2,          4,          12),                   # of scratch; BERT base
+    "lm_width":         (128,        256,        768),                  # of scratch; BERT base
+    "dropout":          (0.0,        0.1,        0.1),                  # of scratch; BERT
     "mlp_hidden":       (512,        1024,       2048),                 # Sec. 4.1
     "queue":            (512,        512,        32_768),               # Sec. 4.1
     "momentum":         (0.995,      0.998,      0.999),                # Sec. 4.1
     "bn_splits":        (1,          4,          8),                    # MoCo: 8 GPUs
     "tags":             ("nouns",    "annotated", "annotated"),         # Sec. 4.1; nouns: Sec. 4.4
     "tag_threshold":    (3,          2,          2),                    # Sec. 4.1
-    "lambda_tag":       (1.0,        1.0,        1.0),                  # Sec. 4.1
     "lambda_ic":        (0.05,       0.2,        1e-4),                 # Sec. 4.1
     "lambda_ci":        (0.05,       0.2,        1e-4),                 # Sec. 4.1
     "batch_size":       (64,         64,         512),                  # Sec. 4.1
@@ -94,133 +94,102 @@ RECIPES = {  #           demo        small       paper
     "probe_images":     (2000,       10_000,     10_000),
 }
 # fmt: on
+MARGIN = 0.2  # alpha of Eqs. 11, 14 [Sec. 4.1]
+RETRIEVAL_IMAGES = 1000  # of the validation split [Tab. 7]
+MAX_TOKENS = 64  # longer captions are truncated [ours]
+NUM_NOUNS = 1000  # that are tags with --tags nouns [ours]
+CAPTION_VIEWS = "same", "sibling", "backtranslation"
 
 
 def get_args(argv=None):
     # fmt: off
-    parser = common.flag_parser("mmcontrastive", __doc__)
+    recipe = common.choose_recipe(RECIPES, argv)
+    parser = common.flag_parser("mmcontrastive", __doc__, recipe)
 
     add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
-    add("--greyscale", type=common.share, help="share of views without colours")
-    add("--blur", type=common.share, help="share of views that are blurred")
-    add("--caption-views", choices=("same", "sibling", "backtranslation"),
+    add("--blur", type=fraction, help="probability that a view is blurred")
+    add("--caption-views", choices=CAPTION_VIEWS,
         help="a caption twice (dropout differs), two of a photo, or one and its back-translation")
-    add("--backtranslations", help="what --backtranslate wrote (default: its file in --output)")
+    add("--backtranslations", help="what tools/backtranslate.py wrote (default: in --output)")
 
     add = parser.add_argument_group("model [Sec. 4.1]").add_argument
     add("--lm", help="caption encoder: a BERT of the hub or in a folder, or scratch: a small one")
-    add("--lm-iters", type=common.natural,
+    add("--lm-iters", type=int,
         help="iterations in which --lm scratch first learns the captions' masked words; 0: none")
-    add("--lm-layers", type=dim, help="of --lm scratch; fewer for few captions")
-    add("--lm-width", type=dim, help="of --lm scratch; a head is 64 wide")
-    add("--dropout", type=proper_share, help="of --lm scratch; --caption-views same needs it")
-    add("--mlp-hidden", type=dim, help="hidden layer of the MLPs")
-    add("--intra-dim", type=dim, default=128, help="of the spaces within a modality [Sec. 4.4]")
-    add("--inter-dim", type=dim, default=1024, help="of the space of both [Sec. 4.4]")
+    add("--mlp-hidden", type=positive_int, help="hidden layer of the MLPs")
+    add("--intra-dim", type=positive_int, default=128, help="of the spaces within a modality")
+    add("--inter-dim", type=positive_int, default=1024, help="of the common space [Sec. 4.4]")
     add("--unified-mlp", action="store_true", help="one MLP for both spaces: worse [Sec. 4.4]")
-    add("--queue", type=count, help="K, keys to compare with; fewer on fewer photos")
-    add("--momentum", type=common.share, help="m of the momentum encoders; lower for short runs")
-    add("--bn-splits", type=count, help="groups of shuffled batch norm; 1 opens a shortcut [MoCo]")
+    add("--queue", type=positive_int, help="K, keys to compare with; fewer on fewer photos")
+    add("--momentum", type=fraction, help="m of the momentum encoders; lower for short runs")
+    add("--bn-splits", type=positive_int,
+        help="groups of shuffled batch norm; 1 lets batch norm leak which key is whose [MoCo]")
 
     add = parser.add_argument_group("losses and their weights [Sec. 4.1]").add_argument
-    add("--lambda-ii", type=non_negative, default=1.0, help="Eq. 3, photo to photo")
-    add("--lambda-tag", type=non_negative, help="Eq. 5, photos with common tags; 0 if they mislead")
-    add("--lambda-cc", type=non_negative, default=1.0, help="Eq. 8, caption to caption")
-    add("--lambda-ic", type=non_negative, help="Eq. 11, photo to captions; more for short queues")
-    add("--lambda-ci", type=non_negative, help="Eq. 14, caption to photos; more for short queues")
+    add("--lambda-ii", type=float, default=1.0, help="Eq. 3, photo to photo")
+    add("--lambda-tag", type=float,
+        help="Eq. 5, photos with common tags; 0 if they mislead (default 1 if there are tags)")
+    add("--lambda-cc", type=float, default=1.0, help="Eq. 8, caption to caption")
+    add("--lambda-ic", type=float, help="Eq. 11, photo to captions; more for short queues")
+    add("--lambda-ci", type=float, help="Eq. 14, caption to photos; more for short queues")
     add("--temperature", type=positive, default=0.07, help="tau of Eqs. 3, 5, 8")
-    add("--margin", type=non_negative, default=0.2, help="alpha of Eqs. 11, 14")
     add("--tags", choices=("annotated", "nouns"),
         help="of Eq. 5: those of --data, or the nouns of the captions [Sec. 4.4]")
-    add("--tag-threshold", type=non_negative, help="epsilon of Eq. 4; 0 for few tags")
-
-    add = parser.add_argument_group("optimisation of both encoders [Sec. 4.1]").add_argument
-    add("--optimizer", choices=common.OPTIMIZERS, help="adamw or radam at about 1e-3 in short runs")
-    add("--text-lr", type=positive, help="of the caption encoder; 4e-5 suits a pretrained BERT")
-
-    use = parser.add_argument_group("retrieval and other uses")
-    add = use.add_argument
-    add("--retrieval-images", type=count, default=1000, help="of the validation split [Tab. 7]")
-    add("--weights", help="a checkpoint.pth of this script, for --search")
-    add("--translator", default="Helsinki-NLP/opus-mt-{}-{}",
-        help="MarianMT models of the hub or folders; {} and {} stand for languages [Sec. 4.1]")
-    add = use.add_mutually_exclusive_group().add_argument
-    add("--search", nargs="+", metavar="TEXT",
-        help="draw the ten nearest photos, of --root or the validation split, in search.png")
-    add("--backtranslate", action="store_true",
-        help="translate the training captions to French and German and back")
+    add("--tag-threshold", type=float, help="epsilon of Eq. 4; 0 for few tags")
+    add("--text-lr", type=positive, help="learning rate of the caption encoder (default "
+        f"{recipe['text_lr']:g}, scaled as --lr); 4e-5 suits a pretrained BERT")
     # fmt: on
 
-    recipe = common.choose_recipe(RECIPES, argv)
-    args = common.parse(parser, argv, recipe, scaled=("lr", "text_lr"))
-    # A recipe's weight of Eq. 5 is dropped where no photo has tags; one that the user gives is not.
-    args.tags_required = common.look(argv, "--lambda-tag").lambda_tag is not None
-    if not args.backtranslations:
-        args.backtranslations = os.path.join(args.output, "backtranslations.jsonl")
-    if not (args.lambda_ii or args.lambda_tag or args.lambda_ic):
-        parser.error("give --lambda-ii, --lambda-tag or --lambda-ic: no other trains the backbone")
+    args = common.parse(parser, argv)
+    lr_scale = args.batch_size / recipe["batch_size"]  # rates grow with the batch
+    args.lr = args.lr or lr_scale * recipe["lr"]
+    args.text_lr = args.text_lr or lr_scale * recipe["text_lr"]
     if bool(args.lambda_ic) != bool(args.lambda_ci):  # keys in a space that nothing trains
         parser.error("--lambda-ic and --lambda-ci go together: give both, or 0 for both")
     if args.unified_mlp and args.intra_dim != args.inter_dim:
         parser.error("--unified-mlp has one width: --intra-dim and --inter-dim must be equal")
-    if args.lm_width % 64:
-        parser.error(f"--lm-width {args.lm_width} must be a multiple of 64: a head is 64 wide")
-    equal_views = args.caption_views == "same" and args.lm == "scratch" and not args.dropout
-    if equal_views and args.lambda_cc:
-        parser.error("--caption-views same needs --dropout above 0, or both views are equal")
-    if args.queue < args.batch_size:
-        parser.error(f"--queue {args.queue} must hold at least one batch of {args.batch_size}")
     processes = int(os.environ.get("WORLD_SIZE", 1))
     groups = max(args.bn_splits, processes)
     if groups % processes or args.batch_size % groups or args.batch_size < 2 * groups:
         parser.error(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} "
                      f"groups of two or more over {processes} processes")  # fmt: skip
-    if common.look(argv, "--tags").tags == "nouns" and not args.lambda_tag:
-        parser.error("--tags nouns is for Eq. 5: give --lambda-tag, too")
-    if bool(args.search) != bool(args.weights):
-        parser.error("--weights FILE goes with --search TEXT...")
-    if args.backtranslate and "RANK" in os.environ:
-        parser.error("--backtranslate is one process's work: start it without torchrun")
-    if args.translator.count("{}") != 2:
-        parser.error(f"--translator {args.translator} must hold {{}} twice: from and to a language")
     return args
 
 
 def main(args):
-    world = common.start()
-    device, args.amp = world.device, common.choose_amp(world.device, args.amp)
-    if args.search:
-        return search(args, device)
-    subset, cache = (args.fraction, args.captions_per_image, args.seed), args.cache
-    train = common.caption_data(args.data, args.root, args.train_split, *subset, cache=cache)
-    if args.backtranslate:
-        return backtranslate(args, train.captions, device)
+    world = common.init_distributed()
+    device = world.device
+    args.amp = common.choose_amp(device, args.amp)
 
-    # Data: photos, captions and tags, as far as they are there, and the losses that they allow.
-    val = common.caption_data(args.data, args.root, args.val_split, cache=cache)
-    lambdas = {name: getattr(args, f"lambda_{name}") for name in LOSSES}
-    uses_captions = lambdas["cc"] > 0 or lambdas["ic"] > 0
-    translations = read_backtranslations(args, train.captions) if uses_captions else []
-    run = common.Run(args, "mmcontrastive", world, train, val, *translations)
+    # Data: captions or tags may be missing on some photos [Sec. 3.2, end].
+    train = common.caption_data(args.data, args.root, args.train_split)
+    val = common.caption_data(args.data, args.root, args.val_split)
     probe = eval_linear and eval_linear.Probe(args, train, val)
-    with common.main_first(world):
-        train, lambdas["tag"] = photos_with_losses(train, lambdas, args)
-        queue_sizes = fit_queues(args.queue, train, uses_captions, args.batch_size)
-        tokenizer = config = pretrained = None
-        if uses_captions:
-            tokenizer, config, pretrained = load_caption_model(args, train, run, device)
+    if args.tags == "nouns" and args.lambda_tag != 0:
+        train = tagged_by_nouns(train)
+    args.lambda_tag = tag_weight(train, args.lambda_tag)
+    train = usable_photos(train, args)
+    translations = read_backtranslations(train.captions, args)
+    queue_size = fit_queue(args.queue, len(train), args.batch_size)
+    run = common.Run(args, "mmcontrastive", world, train)
+    tokenizer, bert_config, pretrained = load_caption_model(args, train.captions, run)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
-    say(f"{len(train)} photos ({len(val)} for validation), {len(train.captions)} captions, "
-        f"{len(train.tags)} tags; {iters} iterations")  # fmt: skip
+    print_main(f"{len(train)} photos ({len(val)} for validation), {len(train.captions)} captions, "
+               f"{len(train.tags)} tags; {iters} iterations at lr {args.lr:g}, text lr "
+               f"{args.text_lr:g}")  # fmt: skip
 
     # Encoders, momentum encoders, queues, optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
-    model = build_model(args, config, lambdas, train, queue_sizes, world)
+    encoders = build_encoders(args, bert_config)
     if pretrained:
-        load_pretrained(model, pretrained)
+        load_pretrained(encoders["caption"].trunk.bert, pretrained)
+    num_tags = len(train.tag_names) if args.lambda_tag else 0
+    bn_splits = max(1, args.bn_splits // world.size)  # on this process
+    model = MultimodalContrastive(encoders, queue_size, num_tags, bn_splits)
     model.to(device, memory_format=torch.channels_last)
-    lr = {"image": args.lr, "caption": args.text_lr}
-    groups = [{"params": model.queries[m].parameters(), "lr": lr[m]} for m in model.queries]
+    backbone = model.queries["image"].trunk[0]
+    rates = {"image": args.lr, "caption": args.text_lr}
+    groups = [{"params": encoders[name].parameters(), "lr": rates[name]} for name in encoders]
     optimizer = common.build_optimizer(args.optimizer, groups, args.lr, args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     run.resume(model=model, optimizer=optimizer, scaler=scaler)
@@ -229,135 +198,140 @@ def main(args):
         model.keys["image"].trunk.compile()
     parallel = common.data_parallel(model, world).train()
 
-    samples = common.Samples(partial(sample, train, translations, args), len(train), args.seed)
-    constants = args.temperature, args.margin, args.tag_threshold
-    together = partial(collate, tokenizer)
-    for iteration, batch in run.steps(samples, together, iters, probe, model.backbone):
-        factor = common.lr_factor(iteration - 1, iters, args.warmup)
-        common.set_lr(optimizer, factor)
-        tags, captioned = batch["tags"], batch["captioned"]
-        images_q, captions_q = view(batch["q"], args.amp)
-        images_k, captions_k = view(batch["k"], args.amp)
+    samples = common.Samples(partial(make_sample, train, translations, args), len(train), args.seed)
+    for iteration, batch in run.steps(samples, partial(collate, tokenizer), iters):
+        lr_scale = common.lr_factor(iteration - 1, iters, args.warmup)
+        common.set_lr(optimizer, lr_scale)
+        tags = batch["tags"]  # (B, num_tags) of zeros and ones
+        captioned = batch["captioned"]  # (B,)
+        images_q = augment_view(batch["q"], args)  # (B, 3, h, w)
+        images_k = augment_view(batch["k"], args)
+        captions_q = batch["q"].get("captions")  # tokens and attention mask (B, T), or None
+        captions_k = batch["k"].get("captions")
         update_momentum(model.queries, model.keys, args.momentum)
         with common.autocast(device, args.amp):
-            queries = parallel(images_q, captions_q)
-            all_keys = model.encode_keys(images_k, captions_k, (args.seed, iteration), world)
-        keys = {name: key.chunk(world.size)[world.rank] for name, key in all_keys.items()}
-        losses = contrastive_losses(queries, keys, model.queues, tags, captioned, *constants)
-        loss = sum(lambdas[name] * losses[name] for name in losses)  # Eq. 15
+            queries = parallel(images_q, captions_q)  # {"image_intra": (B, 128), ...}
+            keys = model.encode_keys(images_k, captions_k, (args.seed, iteration), world)
+        losses = contrastive_losses(
+            queries, keys, model.queues, tags, captioned, args.temperature, args.tag_threshold
+        )
+        loss = sum(getattr(args, f"lambda_{name}") * losses[name] for name in losses)  # Eq. 15
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        model.enqueue(all_keys, tags, captioned, world)
-        run.log(loss=loss, **losses, lr=args.lr * factor, text_lr=args.text_lr * factor)
+        model.enqueue(keys, tags, captioned, iteration, world)
+        lrs = {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
+        run.log(loss=loss, **losses, **lrs)
 
     # The backbone is the result; the probe says what it is worth.
     if world.is_main:
-        run.save_weights("backbone.pth", model.backbone)
-        result = validate(model.queries, val, tokenizer, args, device) if lambdas["ic"] else {}
-        tags_seen = lambdas["tag"] > 0 and args.tags == "annotated"
-        run.finish(probe, model.backbone, tags_seen, **result)
+        common.save_weights(run.folder / "backbone.pth", backbone)
+        result = validate(model.queries, val, tokenizer, args, device) if args.lambda_ic else {}
+        run.finish(probe, backbone, **result)
 
 
-# ------------------------------------------------------------- photos, and the losses they allow
+# -------------------------------------------------- photos, tags, captions that the losses can use
 
 
-def photos_with_losses(train, lambdas, args):
-    """The photos that a loss can use, with the tags of --tags, and the weight of Eq. 5
+def tagged_by_nouns(data):
+    """-> CaptionData whose tags are the most frequent nouns of its captions [Sec. 4.4]"""
+    nouns = language.top_concepts(language.count_concepts(data.captions), "nn", NUM_NOUNS)
+    labels = language.concept_labels(data, nouns)
+    tagged = copy.copy(data)
+    tagged.tag_names = nouns
+    tagged.tags = labels.indices
+    tagged.first_tag = labels.indptr
+    return tagged
 
-    It is 0 if no photo has tags. Without a caption Eqs. 3 and 5 can use a photo [Sec. 3.2, end].
+
+def tag_weight(data, requested):
+    """lambda_tag: as requested, by default 1 if photos have tags, otherwise 0 [Sec. 4.1]"""
+    if requested is None and not len(data.tags):
+        print_main("no photo has tags: the loss of Eq. 5 is left out (see --tags nouns)")
+        return 0.0
+    source = 'annotations/instances_{split}.json for coco, "tags" in a .jsonl, or --tags nouns'
+    possible = not requested or len(data.tags)
+    require(possible, f"--lambda-tag needs tags and no photo has any: {source}")
+    return 1.0 if requested is None else requested
+
+
+def uses_captions(args):
+    return args.lambda_cc > 0 or args.lambda_ic > 0
+
+
+def usable_photos(data, args):
+    """-> CaptionData; without a caption Eqs. 3 and 5 alone can use a photo [Sec. 3.2, end]"""
+    trained = args.lambda_ii or args.lambda_tag or args.lambda_ic
+    require(trained, "--lambda-ii, --lambda-tag, --lambda-ic are 0: nothing trains the backbone")
+    possible = len(data.captions) or not uses_captions(args)
+    hint = "with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are enough (MoCo-v2)"
+    require(possible, f"no photo has a caption: {hint}")
+    return data if args.lambda_ii or args.lambda_tag else data.captioned()
+
+
+def fit_queue(requested, num_photos, batch_size):
+    """K: a multiple of the batch, at most one key per photo
+
+    An older key of a query's own photo, which counts as a negative, is among them in (K / N)^2 / 2
+    of all cases: 4% on COCO, half of them at K = N.
     """
-    weight = lambdas["tag"]
-    if weight and args.tags == "nouns":
-        train = tagged_by_nouns(train, args.cache)
-    if weight and not len(train.tags):
-        source = 'annotations/instances_{split}.json for coco, "tags" in a .jsonl, or --tags nouns'
-        if args.tags == "nouns":
-            source = "--tags nouns has found no noun in the captions"
-        possible = (lambdas["ii"] or lambdas["ic"]) and not args.tags_required
-        check(possible, f"--lambda-tag wants tags and no photo has any: {source}")
-        say("no photo has tags: the loss of Eq. 5 is left out")
-        weight = 0.0
-    captioned = train.captioned()
-    if lambdas["ii"] or weight or captioned.all():
-        return train, weight
-    say(f"{(~captioned).sum()} photos without a caption are left out: no loss is left for them")
-    return train.select(np.flatnonzero(captioned)), weight
+    size = min(requested, num_photos) // batch_size * batch_size
+    require(size, f"--queue {requested} or {num_photos} photos are fewer than a batch of "
+                  f"{batch_size}: lower --batch-size")  # fmt: skip
+    if size != requested:
+        own = 50 * (size / num_photos) ** 2
+        print_main(f"queues of {size} keys instead of {requested}: a multiple of the batch, at "
+                   f"most one per photo; {own:.0f}% of the queries meet an older key of their own "
+                   "photo as a negative; raise --lambda-ic and --lambda-ci in proportion"
+                   )  # fmt: skip
+    return size
 
 
-def tagged_by_nouns(data, cache, number=1000):
-    """The tags are the most frequent nouns of the captions [Sec. 4.4; their number is ours]
+def read_backtranslations(captions, args):
+    """The back-translations of all captions in their order: [by French, by German]
 
-    They are kept in the folder `cache` for the other processes and the next run.
+    [] if they are not used.
     """
-
-    def build():
-        nouns = language.top_concepts(language.count_concepts(data.captions), "nn", number)
-        rows = language.concept_labels(data, nouns)
-        return {"nouns": np.array(nouns), "tags": rows.indices, "first_tag": rows.indptr}
-
-    def use(arrays):
-        tagged = copy.copy(data)  # photos and captions are shared
-        tagged.tag_names = arrays["nouns"].tolist()
-        tagged.tags, tagged.first_tag = arrays["tags"], arrays["first_tag"]
-        return tagged
-
-    return common.cached(cache, "nouns", [data.digest(), number, "lists"], build, use)
-
-
-def fit_queues(wanted, train, uses_captions, batch_size):
-    """K of the queues of each modality: a multiple of the batch, at most as many as there are keys
-
-    -> {"image": K, "caption": K, if captions are used}
-    """
-    available, sizes = {"image": len(train)}, {}
-    if uses_captions:
-        available["caption"] = int(train.captioned().sum())
-        hint = "with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are enough (MoCo-v2)"
-        check(available["caption"], f"no photo has a caption: {hint}")
-    hint = "; raise --lambda-ic and --lambda-ci in proportion" if uses_captions else ""
-    for modality, number in available.items():
-        size = sizes[modality] = min(wanted, number) // batch_size * batch_size
-        keys = f"{number} photos" + (" with a caption" if modality == "caption" else "")
-        check(size, f"{keys} are fewer than a batch of {batch_size}: lower --batch-size")
-        if size != wanted:
-            say(f"queues of {size} {modality} keys instead of {wanted}: a multiple of the batch, "
-                f"at most {keys}" + hint)  # fmt: skip
-    return sizes
+    if args.caption_views != "backtranslation" or not uses_captions(args):
+        return []
+    path = args.backtranslations or Path(args.output, "backtranslations.jsonl")
+    hint = f"tools/backtranslate.py writes {path}; --caption-views sibling does without"
+    with error_context(hint), open(path, encoding="utf-8") as file:
+        rows = {row["caption"]: row for row in map(json.loads, file)}
+    missing = sum(caption not in rows for caption in captions)
+    require(not missing, f"{missing} of {len(captions)} captions have no back-translation: {hint}")
+    return [common.PackedStrings(rows[caption][by] for caption in captions) for by in ("fr", "de")]
 
 
 # ------------------------------------------------------------------------------------- two views
 
-MAX_TOKENS = 64  # of a caption; what is behind is cut off [ours]
 
-
-def sample(data, translations, args, index, rng):
+def make_sample(data, translations, args, index, rng):
     """Two views of a photo and of one of its captions: "q" for the queries and "k" for the keys"""
-    crop = common.random_crop(rng, (args.crop_min, 1.0))
+    crop = partial(common.random_crop, rng, args.crop_min)
     images = common.read_crops(data.images, index, [crop, crop], args.image_size)
     jitter = np.stack([common.colour_jitter(rng, args.colour_jitter) for _ in images])
-    jitter[rng.random(2) < args.greyscale, 2:] = 0  # no saturation, and no hue to turn
+    jitter[rng.random(2) < args.greyscale, 2:] = 0  # no saturation, and no hue to rotate
     blurred = rng.random(2) < args.blur
     sigma = np.where(blurred, rng.uniform(0.1, 2.0, 2), 0)  # MoCo-v2's, at 224 pixels
     sigma = (sigma * args.image_size / 224).astype(np.float32)
-    mirrored_q, mirrored_k = rng.random(2) < 0.5
-    image_q = images[0][:, ::-1] if mirrored_q else images[0]
-    image_k = images[1][:, ::-1] if mirrored_k else images[1]
+    flipped = rng.random(2) < 0.5
 
     # A photo's query meets the key of its caption, and the other way round (Eqs. 9 to 13): left
-    # and right in a caption follow the photo that it meets. [ours]
-    caption_q, caption_k = caption_views(data, index, args.caption_views, translations, rng)
-    if mirrored_k:
-        caption_q = language.swap_left_right(caption_q)
-    if mirrored_q:
-        caption_k = language.swap_left_right(caption_k)
-    return {
-        "q": {"image": image_q, "jitter": jitter[0], "sigma": sigma[0], "caption": caption_q},
-        "k": {"image": image_k, "jitter": jitter[1], "sigma": sigma[1], "caption": caption_k},
-        "captioned": data.first_caption[index + 1] > data.first_caption[index],
-        "tags": 1 + torch.tensor(data.tags_of(index), dtype=torch.long),
-    }
+    # and right in a caption follow the photo that it meets. Where one photo alone is flipped, which
+    # is in half of the samples, the two captions of Eq. 8 therefore contradict each other. [ours]
+    captions = caption_views(data, index, args.caption_views, translations, rng)
+    views = []
+    for n in (0, 1):
+        image = images[n][:, ::-1] if flipped[n] else images[n]
+        caption = common.swap_left_right(captions[n]) if flipped[1 - n] else captions[n]
+        view = {"image": image, "jitter": jitter[n], "sigma": sigma[n], "caption": caption}
+        views.append(view)
+    tags = np.zeros(len(data.tag_names or ()), bool)
+    tags[data.tags_of(index)] = True
+    captioned = data.first_caption[index + 1] > data.first_caption[index]
+    return {"q": views[0], "k": views[1], "tags": tags, "captioned": captioned}
 
 
 def caption_views(data, index, kind, translations, rng):
@@ -369,7 +343,8 @@ def caption_views(data, index, kind, translations, rng):
     if not captions:
         return "", ""
     n = rng.integers(len(captions))
-    caption, siblings = captions[n], captions[:n] + captions[n + 1 :]
+    caption = captions[n]
+    siblings = captions[:n] + captions[n + 1 :]
     if kind == "sibling" and siblings:
         return caption, siblings[rng.integers(len(siblings))]
     if translations:
@@ -379,300 +354,306 @@ def caption_views(data, index, kind, translations, rng):
 
 
 def collate(tokenizer, samples):
-    """-> tags (B, T), captioned (B,), the list of unreadable images, and the views "q" and "k":
-    image uint8 (B, size, size, 3), jitter (B, 4), sigma (B,) in pixels
+    """-> tags (B, num_tags), captioned (B,), and the views "q" and "k": image uint8
+    (B, size, size, 3), jitter (B, 4), sigma (B,) in pixels
 
-    tags: numbers from 1 of each photo's tags, with zeros behind them where others have more.
-    With a tokenizer each view also has captions: tokens and visible (B, T).
+    With a tokenizer each view also has captions: tokens and attention mask (B, T).
     """
-    batch = {"unreadable": [path for sample in samples for path in sample["unreadable"]]}
-    batch["tags"] = pad_sequence([sample["tags"] for sample in samples], batch_first=True)
-    batch["captioned"] = common.stack(samples, "captioned")
+    batch = {name: common.stack(samples, name) for name in ("tags", "captioned")}
     for name in ("q", "k"):
         views = [sample[name] for sample in samples]
         batch[name] = {part: common.stack(views, part) for part in ("image", "jitter", "sigma")}
         if tokenizer:
-            batch[name]["captions"] = tokenise(tokenizer, [view["caption"] for view in views])
+            batch[name]["captions"] = tokenize(tokenizer, [view["caption"] for view in views])
     return batch
 
 
-def tokenise(tokenizer, captions):
-    """-> tokens (B, T), visible (B, T): True where there is no padding"""
-    settings = {"padding": True, "truncation": True, "max_length": MAX_TOKENS}
-    encoded = tokenizer(captions, return_tensors="pt", **settings)
+def tokenize(tokenizer, captions):
+    """-> tokens (B, T), attention mask (B, T): False where there is padding"""
+    encoded = tokenizer(
+        captions, return_tensors="pt", padding=True, truncation=True, max_length=MAX_TOKENS
+    )
     return [encoded["input_ids"], encoded["attention_mask"].bool()]
 
 
-def view(batch, amp="off"):
-    """A view on the device -> images (B, 3, h, w) in the precision of --amp, whose convolutions
-    would round them anyway; captions: tokens, visible (B, T), or None
+def augment_view(view, args):
+    """-> images (B, 3, size, size)
+
+    Blurred in the precision of --amp: the first convolution would round them anyway.
     """
-    images = common.augment(batch["image"], batch["jitter"])
-    with common.autocast(images.device, amp):
-        images = blur(images, batch["sigma"])
-    return images, batch.get("captions")
+    images = common.augment(view["image"], view["jitter"])
+    if args.blur == 0:
+        return images
+    with common.autocast(images.device, args.amp):
+        return blur(images, view["sigma"])
 
 
 def blur(images, sigma):
-    """Gaussian blur of each image (B, 3, h, w) by its own sigma (B,) in pixels; 0 for none
+    """Gaussian blur of each image (B, 3, size, size) by its sigma (B,) in pixels; 0 for none
 
-    A matrix of weights for the rows and one for the columns of each image. They sum to one, up to
-    the border: it does not matter that the images are normalised already. [MoCo-v2]
+    The rows and the columns are each multiplied by a matrix of weights. They sum to one, up to the
+    border: it does not matter that the images are normalised already. [MoCo-v2]
     """
-    sigma, (height, width) = sigma.clamp(min=1e-3)[:, None, None], images.shape[2:]
-
-    def weights(side):  # (B, 1, side, side): of all pixels, for each blurred pixel
-        place = torch.arange(side, device=sigma.device, dtype=torch.float32)
-        distance = place[:, None] - place
-        return (-0.5 * (distance / sigma) ** 2).softmax(-1)[:, None]
-
-    blurred = weights(height) @ images.contiguous() @ weights(width).mT
+    pixels = torch.arange(images.size(-1), device=images.device, dtype=torch.float32)
+    distance = pixels[:, None] - pixels
+    sigma = sigma.clamp(min=1e-3)[:, None, None]
+    weights = (-0.5 * (distance / sigma) ** 2).softmax(-1)[:, None]  # (B, 1, size, size)
+    blurred = weights @ images.contiguous() @ weights.mT
     return blurred.contiguous(memory_format=torch.channels_last)
 
 
-# ------------------------------------------------------------------------- encoders and momentum
-
-# Which encoder, and which of its MLPs, makes the queries and the keys of each loss. A loss is named
-# by its query first: "ic" has photos as queries, so its keys and its queue are captions.
-# The paper writes Phi_ik in Eq. 7 and again in Eq. 10, for two MLPs which it calls distinct: they
-# are the caption encoder's "intra" and "inter". Its symbols in Eqs. 2 and 13 clash likewise.
-QUERIES = {
-    "ii": ("image", "intra"),  # Eq. 1
-    "cc": ("caption", "intra"),  # Eq. 6
-    "ic": ("image", "inter"),  # Eq. 9
-    "ci": ("caption", "inter"),  # Eq. 12
-}
-KEYS = {
-    "ii": ("image", "intra"),  # Eq. 2
-    "cc": ("caption", "intra"),  # Eq. 7
-    "ic": ("caption", "inter"),  # Eq. 10
-    "ci": ("image", "inter"),  # Eq. 13
-}
+# -------------------------------------------------------------------------------------- encoders
 
 
-def build_model(args, config, lambdas, train, queue_sizes, world):
-    """config: of the captions' BERT, or None.  lambdas: {loss: weight}; of 0: it is left out"""
-    tag_sizes = None
-    if lambdas["tag"]:
-        tag_sizes = len(train.tag_names), int(np.diff(train.first_tag).max())
-    dims = {"intra": args.intra_dim, "inter": args.inter_dim}
-    needed = [name for name in LOSSES if lambdas[name]]
-    encoders = build_encoders(args.arch, config, needed, dims, args.mlp_hidden, args.unified_mlp)
-    groups = max(1, args.bn_splits // world.size)  # on this process
-    return MultimodalContrastive(encoders, tag_sizes, queue_sizes, groups)
-
-
-def by_loss(table, outputs):
-    """{modality: {space: x}} -> {loss: x}, for the losses whose x is there"""
-    found = {}
-    for loss, (modality, space) in table.items():
-        if modality in outputs and space in outputs[modality]:
-            found[loss] = outputs[modality][space]
-    return found
-
-
-def build_encoders(arch, config, losses, dims, hidden, unified=False):
+def build_encoders(args, bert_config=None):
     """-> {"image": Encoder} and, with the configuration of its BERT, "caption"
 
-    losses: those whose spaces are needed.  dims: {"intra": 128, "inter": 1024}
+    Spaces that no loss uses have no MLP. The paper writes Phi_ik in Eq. 7 and again in Eq. 10, for
+    two MLPs which it calls distinct: caption_intra and caption_inter of the momentum encoder.
     """
-    spaces = {"image": {}, "caption": {}}
-    for loss, (modality, space) in QUERIES.items():
-        if loss in losses or (loss == "ii" and "tag" in losses):  # Eqs. 3 and 5 share queries
-            spaces[modality][space] = dims[space]
-    backbone = common.build_backbone(arch)
+    image_dims, caption_dims = {}, {}
+    if args.lambda_ii or args.lambda_tag:
+        image_dims["image_intra"] = args.intra_dim  # Eqs. 1, 2
+    if args.lambda_cc:
+        caption_dims["caption_intra"] = args.intra_dim  # Eqs. 6, 7
+    if args.lambda_ic:
+        image_dims["image_inter"] = args.inter_dim  # Eqs. 9, 13
+        caption_dims["caption_inter"] = args.inter_dim  # Eqs. 12, 10
+    encoders = nn.ModuleDict()
+    backbone = common.build_backbone(args.arch)
     trunk = nn.Sequential(backbone, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    encoders = {"image": Encoder(trunk, backbone.channels, spaces["image"], hidden, unified)}
-    if config:
-        trunk, width = CaptionTrunk(config), config.hidden_size
-        encoders["caption"] = Encoder(trunk, width, spaces["caption"], hidden, unified)
-    return nn.ModuleDict(encoders)
+    width = backbone.channels
+    encoders["image"] = Encoder(trunk, width, image_dims, args.mlp_hidden, args.unified_mlp)
+    if bert_config:
+        trunk = CaptionTrunk(bert_config)
+        width = bert_config.hidden_size
+        encoders["caption"] = Encoder(trunk, width, caption_dims, args.mlp_hidden, args.unified_mlp)
+    return encoders
 
 
-def load_caption_model(args, train, run, device):
-    """-> the caption encoder's tokenizer, its configuration, and the name or folder of weights that
-    it starts from, or None
+class Encoder(nn.Module):
+    """A trunk, and for each space a 2-layer MLP -> {name: (B, dim), of length one} [Sec. 4.1]
 
-    Tokenizer and configuration are kept in the output folder, for --search and for going on.
+    dims: {name: dim} of the spaces.  unified: one MLP under all names [Sec. 4.4]
     """
-    folder, pretrained = run.folder / "caption_model", args.lm
-    if run.checkpoint:  # it has the weights
-        return *read_caption_model(folder), None
-    if args.lm == "scratch":
-        single = int((np.diff(train.first_caption) == 1).sum())
-        if args.caption_views == "sibling" and single and args.lambda_cc and not args.dropout:
-            say(f"{single} photos have one caption, whose two views are equal: for them Eq. 8 "
-                "teaches little without --dropout")  # fmt: skip
-        own, settings = run.folder / "language_model", (args.lm_iters, args.seed, args.amp)
-        made = device, train.captions, own, args.cache, *settings, args.lm_layers, args.lm_width
-        pretrained = language.scratch_language_model(*made) if args.lm_iters else None
-    if run.world.is_main:
-        if pretrained:
-            tokenizer, config = read_caption_model(pretrained)
+
+    def __init__(self, trunk, width, dims, hidden, unified=False):
+        super().__init__()
+        self.trunk = trunk
+        if unified:
+            mlps = dict.fromkeys(dims, two_layers(width, hidden, max(dims.values())))
         else:
-            tokenizer = language.train_wordpiece(train.captions)
-            # With BERT's 0.02 all captions have the same vector at first: nothing to tell. [ours]
-            spread = {"initializer_range": args.lm_width**-0.5}
-            config = language.bert_config(tokenizer, args.lm_layers, args.lm_width, **spread)
-        if args.lm == "scratch":
-            config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
-        tokenizer.save_pretrained(folder)
-        config.save_pretrained(folder)
-    return *read_caption_model(folder), pretrained
+            mlps = {name: two_layers(width, hidden, dim) for name, dim in dims.items()}
+        self.mlps = nn.ModuleDict(mlps)
+
+    def forward(self, *inputs):
+        features = self.trunk(*inputs)  # (B, width)
+        return {name: F.normalize(mlp(features).float(), dim=1) for name, mlp in self.mlps.items()}
 
 
-def read_caption_model(name):
-    """name: of the hub, or a folder -> tokenizer, configuration"""
-    transformers = language.quiet_transformers()
-    with language.loading(name):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        config = transformers.AutoConfig.from_pretrained(name)
-    padded = tokenizer.pad_token is not None
-    check(padded, "the tokenizer of --lm has no token for padding: give a BERT-like model")
-    return tokenizer, config
-
-
-def load_pretrained(model, name):
-    """Start both caption encoders from the weights of `name`. A pooler that it lacks is random."""
-    with language.loading(name):
-        read = language.quiet_transformers().AutoModel.from_pretrained
-        pretrained, report = read(name, output_loading_info=True)
-    missing = sorted(report["missing_keys"])
-    if missing:
-        say(f"{name} lacks {', '.join(missing[:3])}: random at first")
-    for encoders in (model.queries, model.keys):
-        encoders["caption"].trunk.bert.load_state_dict(pretrained.state_dict())
+def two_layers(width, hidden, dim):
+    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, dim))
 
 
 class CaptionTrunk(nn.Module):
-    """A BERT-like model's pooled output, of the first token. tokens, visible (B, T) -> (B, d)"""
+    """A BERT-like model's pooled output, of the first token
+
+    tokens, attention mask (B, T) -> (B, d)
+    """
 
     def __init__(self, config):
         super().__init__()
         bert = language.quiet_transformers().AutoModel.from_config(config)
         self.bert = bert.float()  # some are published in half precision
 
-    def forward(self, tokens, visible):
-        mask = language.attention_mask(self.bert, visible)
+    def forward(self, tokens, attention_mask):
+        mask = language.attention_mask(self.bert, attention_mask)
         output = self.bert(input_ids=tokens, attention_mask=mask)
         pooled = output.get("pooler_output")
         return output.last_hidden_state[:, 0] if pooled is None else pooled
 
 
-class Encoder(nn.Module):
-    """A trunk, and for each space a 2-layer MLP: "intra", within the modality, "inter", of both
+def load_caption_model(args, captions, run):
+    """-> tokenizer, configuration of BERT, and whose weights it starts from: a name, folder or None
 
-    -> {space: (B, dim), of length one} [Sec. 4.1].  unified: one MLP for both spaces [Sec. 4.4].
+    The first process writes the first two into --output, for resuming and for downstream/search.py.
     """
+    if not uses_captions(args):
+        return None, None, None
+    folder = run.folder / "caption_model"
+    pretrained = args.lm
+    if args.lm == "scratch":
+        pretrained = run.folder / "language_model" if args.lm_iters else None
+    if run.checkpoint is not None:
+        pretrained = None  # the checkpoint has the weights
+    elif run.world.is_main:
+        if args.lm == "scratch" and args.lm_iters:
+            language.scratch_language_model(
+                pretrained,
+                captions,
+                args.lm_iters,
+                args.seed,
+                run.world.device,
+                args.amp,
+                layers=args.lm_layers,
+                width=args.lm_width,
+            )
+        if pretrained:
+            tokenizer, config = read_caption_model(pretrained)
+        else:
+            tokenizer, config = small_bert(args, captions)
+        tokenizer.save_pretrained(folder)
+        config.save_pretrained(folder)
+    common.barrier(run.world)
+    tokenizer, config = read_caption_model(folder)
+    if args.lm == "scratch":
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
+    return tokenizer, config, pretrained
 
-    def __init__(self, trunk, width, dims, hidden, unified=False):
-        super().__init__()
-        self.trunk, self.mlps = trunk, nn.ModuleDict()
-        for space, out in dims.items():
-            if not unified or not self.mlps:
-                mlp = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, out))
-            self.mlps[space] = mlp
 
-    def forward(self, *inputs):
-        features = self.trunk(*inputs)
-        return {name: F.normalize(mlp(features).float(), dim=1) for name, mlp in self.mlps.items()}
+def small_bert(args, captions):
+    """--lm scratch --lm-iters 0 -> tokenizer, configuration"""
+    tokenizer = language.train_wordpiece(captions)
+    # With BERT's 0.02 all captions have the same vector at first: nothing to tell. [ours]
+    std = args.lm_width**-0.5
+    config = language.bert_config(tokenizer, args.lm_layers, args.lm_width, initializer_range=std)
+    return tokenizer, config
+
+
+def read_caption_model(name):
+    """name: of the hub, or a folder -> tokenizer, configuration"""
+    transformers = language.quiet_transformers()
+    with error_context(f"--lm {name}: give a BERT of the hub, its folder, or scratch"):
+        config = transformers.AutoConfig.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    return tokenizer, config
+
+
+def load_pretrained(bert, name):
+    """Start from the weights of `name`. A pooler that it lacks is random."""
+    load = language.quiet_transformers().AutoModel.from_pretrained
+    with error_context(f"--lm {name}: give a BERT of the hub, its folder, or scratch"):
+        pretrained, report = load(name, output_loading_info=True)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        print_main(f"{name} lacks {', '.join(missing[:3])}: random at first")
+    bert.load_state_dict(pretrained.state_dict())
+
+
+# ---------------------------------------------------------- queries, momentum encoders and queues
 
 
 class MultimodalContrastive(nn.Module):
     """Encoders of photos and captions, their momentum copies, and the queues of keys (Fig. 2).
 
-    encoders: of build_encoders.  tag_sizes: how many tags there are, and how many a photo has at
-    most; None without Eq. 5.  queue_sizes: {modality: K}.  groups: of batch norm
+    A vector is named by its modality and its space:
+
+                         query     key
+        image_intra      Eq. 1     Eq. 2
+        caption_intra    Eq. 6     Eq. 7
+        image_inter      Eq. 9     Eq. 13
+        caption_inter    Eq. 12    Eq. 10
+
+    encoders: of build_encoders.  queue_size: K.  num_tags: 0 without Eq. 5.  bn_splits: groups of
+    batch norm on this process
     """
 
-    def __init__(self, encoders, tag_sizes, queue_sizes, groups=1):
+    def __init__(self, encoders, queue_size, num_tags, bn_splits=1):
         super().__init__()
-        self.queries = nn.ModuleDict(encoders)
-        if groups > 1:
-            divide_batch_norms(self.queries, groups)
-        self.keys = copy.deepcopy(self.queries).requires_grad_(False)
+        if bn_splits > 1:
+            convert_split_batchnorm(encoders, bn_splits)
+        self.queries = encoders
+        self.keys = copy.deepcopy(encoders).requires_grad_(False)
         self.queues = nn.ModuleDict()
-        mlps = {modality: encoder.mlps for modality, encoder in encoders.items()}
-        for loss, mlp in by_loss(KEYS, mlps).items():
-            self.queues[loss] = Queue(queue_sizes[KEYS[loss][0]], mlp[-1].out_features)
-        if tag_sizes:
-            self.queues["tag"] = TagQueue(queue_sizes["image"], *tag_sizes)
-
-    @property
-    def backbone(self):
-        return self.queries["image"].trunk[0]
+        for encoder in encoders.values():
+            for name, mlp in encoder.mlps.items():
+                self.queues[name] = Queue(queue_size, mlp[-1].out_features)
+        if num_tags:  # zeros and ones: 10 MB for COCO, but 5 GB for Stock's 18,157 tags
+            self.queues["tags"] = Queue(queue_size, num_tags)
 
     def forward(self, images, captions):
-        """images (B, 3, h, w), captions: tokens and visible, or None -> queries {loss: (B, dim)}"""
-        outputs = {"image": self.queries["image"](images)}
+        """-> queries {name: (B, dim)}
+
+        images (B, 3, h, w).  captions: tokens, attention mask (B, T), or None
+        """
+        queries = self.queries["image"](images)
         if captions:
-            outputs["caption"] = self.queries["caption"](*captions)
-        return by_loss(QUERIES, outputs)
+            queries |= self.queries["caption"](*captions)
+        return queries
 
     @torch.no_grad()
     def encode_keys(self, images, captions, seed, world):
-        """The keys of the batches of all processes, on each of them -> {loss: (size * B, dim)}
+        """-> keys {name: (B, dim)} of the photos and captions of this process
 
-        Shuffled batch norm [MoCo]: the images are drawn into other groups than those of the
-        queries, or a query would find its key by the statistics of the group that both are in.
-        seed: of the order, the same on all processes.
+        Shuffled batch norm [MoCo]: the photos of all processes are dealt into other groups than
+        those of the queries, or a query would find its key by the statistics of the group that
+        both are in.  seed: of the order, the same on all processes
         """
-        images = gather(images, world)
+        images = common.gather(images, world)
         order = torch.from_numpy(np.random.default_rng(seed).permutation(len(images)))
         order = order.to(images.device, non_blocking=True)
-        share = images[order.chunk(world.size)[world.rank]]
-        keys = self.keys["image"](share.contiguous(memory_format=torch.channels_last))
-        unshuffle = order.argsort()
-        outputs = {"image": {space: gather(x, world)[unshuffle] for space, x in keys.items()}}
+        dealt = images[order.chunk(world.size)[world.rank]]
+        keys = self.keys["image"](dealt.contiguous(memory_format=torch.channels_last))
+        own = order.argsort().chunk(world.size)[world.rank]  # where those of this process are
+        keys = {name: common.gather(key, world)[own] for name, key in keys.items()}
         if captions:
-            keys = self.keys["caption"](*captions)
-            outputs["caption"] = {space: gather(x, world) for space, x in keys.items()}
-        return by_loss(KEYS, outputs)
+            keys |= self.keys["caption"](*captions)
+        return keys
 
     @torch.no_grad()
-    def enqueue(self, keys, tags, captioned, world):
-        """keys: of all processes; tags (B, T), captioned (B,): of this process.
+    def enqueue(self, keys, tags, captioned, iteration, world):
+        """Put the keys of all processes over the oldest.  keys: {name: (B, dim)}, tags (B, T)
 
-        Photos without a caption add no caption key.
+        A photo without a caption (captioned (B,) is False) leaves invalid caption keys: to close
+        such gaps, the host would have to wait for their number.
         """
-        captioned = gather(captioned, world)
-        all_valid = torch.ones_like(captioned)
-        for loss, key in keys.items():
-            modality, _ = KEYS[loss]
-            self.queues[loss].enqueue(key, captioned if modality == "caption" else all_valid)
-        if "tag" in self.queues:
-            tags = self.queues["tag"].padded(tags)
-            self.queues["tag"].enqueue(gather(tags, world), all_valid)
+        rows = {**keys, "tags": tags}
+        captioned = common.gather(captioned, world)
+        always = torch.ones_like(captioned)
+        for name, queue in self.queues.items():
+            valid = captioned if name.startswith("caption") else always
+            queue.enqueue(common.gather(rows[name], world), valid, iteration)
 
 
-class GroupedBatchNorm(nn.BatchNorm2d):
-    """Batch norm with statistics of its own in each of `groups` parts of a training batch
+class Queue(nn.Module):
+    """The last K keys, first in first out. Invalid ones, and slots never filled, do not count."""
 
-    As if each part were on a GPU of its own [MoCo]; all other layers run once for the whole batch.
+    def __init__(self, size, dim):
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(size, dim))
+        self.register_buffer("valid", torch.zeros(size, dtype=torch.bool))
+
+    def enqueue(self, keys, valid, iteration):
+        """keys (B, dim), valid (B,): of iteration 1, 2, ...; K is a multiple of B"""
+        start = (iteration - 1) * len(keys) % len(self.keys)
+        slots = slice(start, start + len(keys))
+        self.keys[slots] = keys
+        self.valid[slots] = valid
+
+
+class SplitBatchNorm(nn.BatchNorm2d):
+    """Batch norm with statistics of its own in each of `splits` groups of a training batch
+
+    As if each group were on a GPU of its own [MoCo]; other layers run once for the whole batch.
     """
 
-    def __init__(self, channels, groups):
+    def __init__(self, channels, splits):
         super().__init__(channels)
-        self.groups = groups
+        self.splits = splits
 
     def forward(self, x):
         norm = super().forward
         if not self.training:
             return norm(x)
-        parts = x.chunk(self.groups)
-        if torch.is_grad_enabled():
-            return torch.cat([norm(part) for part in parts])
-        for part in parts:  # of keys: the convolution's output is not needed again
-            part.copy_(norm(part))
-        return x
+        return torch.cat([norm(group) for group in x.chunk(self.splits)])
 
 
-def divide_batch_norms(model, groups):
-    """Put a GroupedBatchNorm in the place of each batch norm of a new model."""
+def convert_split_batchnorm(model, splits):
+    """Put a SplitBatchNorm in the place of each batch norm of a new model."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.BatchNorm2d):
-                setattr(parent, name, GroupedBatchNorm(child.num_features, groups))
+                setattr(parent, name, SplitBatchNorm(child.num_features, splits))
 
 
 @torch.no_grad()
@@ -681,95 +662,43 @@ def update_momentum(queries, keys, m):
     torch._foreach_lerp_(list(keys.parameters()), list(queries.parameters()), 1 - m)
 
 
-def gather(x, world):
-    """(B, ...) of each process -> (size * B, ...), in the order of the processes"""
-    if world.size == 1:
-        return x
-    x = x.contiguous()
-    parts = [torch.empty_like(x) for _ in range(world.size)]
-    dist.all_gather(parts, x)
-    return torch.cat(parts)
-
-
-class Queue(nn.Module):
-    """The last K keys, first in first out. Slots that were never filled do not count [ours]."""
-
-    def __init__(self, size, dim):
-        super().__init__()
-        self.register_buffer("keys", torch.zeros(size, dim))
-        self.register_buffer("total", torch.zeros((), dtype=torch.long))
-
-    @property
-    def filled(self):
-        """(K,) bool"""
-        return torch.arange(len(self.keys), device=self.keys.device) < self.total
-
-    def enqueue(self, keys, valid):
-        """Put the keys (B, dim) that are `valid` (B,) over the oldest. B <= K
-
-        Boolean indexing would make the CPU wait for the GPU. So all rows are written, the valid
-        ones first, and the invalid ones write back the old keys.
-        """
-        number, place = valid.sum(), torch.arange(len(keys), device=keys.device)
-        valid_first = (~valid).byte().argsort(stable=True)
-        slots = (self.total + place) % len(self.keys)
-        new = keys[valid_first].to(self.keys.dtype)
-        self.keys[slots] = torch.where((place < number)[:, None], new, self.keys[slots])
-        self.total += number
-
-
-class TagQueue(Queue):
-    """The tags of the photos whose keys the other queues hold, as lists: see `collate`
-
-    A row of zeros and ones for each photo would take 4.8 GB for Stock's 18,157 tags and K = 65,536.
-    """
-
-    def __init__(self, size, num_tags, most):
-        """most: tags of a photo"""
-        super().__init__(size, most)
-        self.num_tags, self.keys = num_tags, self.keys.long()
-
-    def padded(self, tags):
-        """(B, T) -> (B, most)"""
-        return F.pad(tags, (0, self.keys.size(1) - tags.size(1)))
-
-    def common_tags(self, tags):
-        """t_p . t_j of Eq. 4: how many of its tags (B, T) each photo shares with each key -> (B, K)
-
-        Rows of a (tags, B) table of zeros and ones, added up over the tags of each key.
-        """
-        table = torch.zeros(1 + self.num_tags, len(tags), device=tags.device)
-        table.scatter_(0, tags.T, 1)
-        return F.embedding_bag(self.keys, table, mode="sum", padding_idx=0).T
-
-
 # ---------------------------------------------------------------------------------------- losses
 
 
-def contrastive_losses(queries, keys, queues, tags, captioned, temperature, margin, threshold):
-    """Eqs. 3, 5, 8, 11, 14, each a mean over the batch -> {loss: scalar}, those with a query
+def contrastive_losses(queries, keys, queues, tags, captioned, temperature, threshold):
+    """Means over the batch -> {"ii", "tag", "cc", "ic", "ci": scalar}, those whose spaces are there
 
-    queries, keys: {loss: (B, dim)}, row by row of the same photos and captions.  queues: {loss:
-    Queue}.  tags (B, T), captioned (B,), see collate: without tags Eq. 5 is 0, without a caption
-    Eqs. 8, 11 and 14 [Sec. 3.2, end].
+    queries, keys: {name: (B, dim)}, row by row of the same photos and captions.  queues: {name:
+    Queue}.  tags (B, T), captioned (B,).  A photo without tags adds 0 to Eq. 5, one without a
+    caption to Eqs. 8, 11 and 14 [Sec. 3.2, end].
     """
     losses = {}
-    if "ii" in queries:
-        log_p = log_probabilities(queries["ii"], keys["ii"], queues["ii"], temperature)
+    if "image_intra" in queries:
+        log_p = log_probabilities(
+            queries["image_intra"], keys["image_intra"], queues["image_intra"], temperature
+        )
         losses["ii"] = -log_p[:, 0].mean()  # Eq. 3
-        if "tag" in queues:
-            own = torch.ones_like(captioned)[:, None]
-            others = queues["tag"].common_tags(tags) > threshold  # t_p . t_j > epsilon
-            positive = torch.cat([own, others & queues["tag"].filled], 1)  # Eq. 4
-            loss = -log_p.masked_fill(~positive, 0).sum(1) / positive.sum(1)  # Eq. 5
-            losses["tag"] = (loss * tags.any(1)).mean()
-    if "cc" in queries:
-        log_p = log_probabilities(queries["cc"], keys["cc"], queues["cc"], temperature)
+    if "tags" in queues:
+        common_tags = tags.float() @ queues["tags"].keys.T  # (B, K): t_p . t_j
+        others = (common_tags > threshold) & queues["tags"].valid
+        own = torch.ones_like(others[:, :1])
+        positives = torch.cat([own, others], 1)  # Eq. 4
+        loss = -log_p.masked_fill(~positives, 0).sum(1) / positives.sum(1)  # Eq. 5
+        losses["tag"] = (loss * tags.any(1)).mean()
+    if "caption_intra" in queries:
+        log_p = log_probabilities(
+            queries["caption_intra"], keys["caption_intra"], queues["caption_intra"], temperature
+        )
         losses["cc"] = (-log_p[:, 0] * captioned).mean()  # Eq. 8
-    for name in ("ic", "ci"):  # Eq. 11 and Eq. 14
-        if name in queries:
-            loss = ranking_loss(queries[name], keys[name], queues[name], margin)
-            losses[name] = (loss * captioned).mean()
+    if "image_inter" in queries:
+        loss = ranking_loss(
+            queries["image_inter"], keys["caption_inter"], queues["caption_inter"]
+        )  # Eq. 11
+        losses["ic"] = (loss * captioned).mean()
+        loss = ranking_loss(
+            queries["caption_inter"], keys["image_inter"], queues["image_inter"]
+        )  # Eq. 14
+        losses["ci"] = (loss * captioned).mean()
     return losses
 
 
@@ -781,17 +710,17 @@ def similarities(query, key, queue):
 
 def log_probabilities(query, key, queue, temperature):
     """The logarithms in Eqs. 3, 5 and 8 -> (B, 1 + K): of the own key, then of the queue's"""
-    own, others = similarities(query, key, queue)
-    others = others.masked_fill(~queue.filled, -math.inf)
-    logits = torch.cat([own, others], 1) / temperature
+    positive, negatives = similarities(query, key, queue)
+    negatives = negatives.masked_fill(~queue.valid, -math.inf)
+    logits = torch.cat([positive, negatives], 1) / temperature
     return logits.log_softmax(1)
 
 
-def ranking_loss(query, key, queue, margin):
+def ranking_loss(query, key, queue):
     """Eq. 11, Eq. 14: the sum over the queue of [alpha - q . k+ + q . k]_+ -> (B,)"""
-    own, others = similarities(query, key, queue)
-    hinge = (margin - own + others).clamp(min=0)
-    return hinge.masked_fill(~queue.filled, 0).sum(1)
+    positive, negatives = similarities(query, key, queue)
+    hinge = (MARGIN - positive + negatives).clamp(min=0)
+    return hinge.masked_fill(~queue.valid, 0).sum(1)
 
 
 # ------------------------------------------------------------------------------------- retrieval
@@ -799,33 +728,31 @@ def ranking_loss(query, key, queue, margin):
 
 @torch.no_grad()
 def encode_images(encoder, images, size, workers, device, amp):
-    """The central square of each image, in the common space -> (N, inter_dim) on the CPU
-
-    An image that cannot be decoded is named and gets the vector 0, which is near to nothing.
-    """
-    crops = common.loader(common.CropView(images, size, part=1.0), 64, workers, device=device)
+    """The central squares in the common space -> (M, inter_dim) on the CPU, and the indices of
+    the M images that can be decoded"""
+    crops = common.CentreCrops(images, size, side_fraction=1.0)
+    batches = common.loader(crops, 64, workers, device=device)
     vectors, readable = [], []
-    for pixels, good in progress(crops, desc="photos", unit=" batches", leave=False):
+    for pixels, decoded in progress(batches, desc="photos", unit=" batches", leave=False):
         with common.autocast(device, amp):
             output = encoder(common.augment(pixels.to(device)))
-        vectors.append(output["inter"].cpu())
-        readable.append(good)
+        vectors.append(output["image_inter"].cpu())
+        readable.append(decoded)
     readable = torch.cat(readable)
-    for n in (~readable).nonzero().flatten().tolist():
-        say(f"cannot decode {images[n]}: left out")
-    return torch.cat(vectors) * readable[:, None]
+    return torch.cat(vectors)[readable], readable.nonzero().flatten().tolist()
 
 
 @torch.no_grad()
 def encode_captions(encoder, tokenizer, captions, device, amp, batch_size=256):
     """Each caption in the common space -> (N, inter_dim) on the CPU"""
-    vectors, starts = [], range(0, len(captions), batch_size)
+    vectors = []
+    starts = range(0, len(captions), batch_size)
     for start in progress(starts, desc="captions", unit=" batches", leave=False):
         end = min(start + batch_size, len(captions))
-        tokens, visible = tokenise(tokenizer, [captions[n] for n in range(start, end)])
+        tokens, mask = tokenize(tokenizer, [captions[n] for n in range(start, end)])
         with common.autocast(device, amp):
-            output = encoder(tokens.to(device), visible.to(device))
-        vectors.append(output["inter"].cpu())
+            output = encoder(tokens.to(device), mask.to(device))
+        vectors.append(output["caption_inter"].cpu())
     return torch.cat(vectors)
 
 
@@ -835,22 +762,25 @@ def validate(encoders, val, tokenizer, args, device):
     -> {"retrieval": {"images": N, "captions": M, "trained": scores, "random": scores of random
     similarities}}
     """
-    captioned = np.flatnonzero(val.captioned())
+    captioned = np.flatnonzero(np.diff(val.first_caption))
     if not len(captioned):
         return {}
-    drawn = np.random.default_rng(args.seed).permutation(captioned)[: args.retrieval_images]
-    val = val.select(np.sort(drawn))
-    image_of_caption = torch.from_numpy(val.image_of_caption())
+    chosen = np.random.default_rng(args.seed).permutation(captioned)[:RETRIEVAL_IMAGES]
+    val = val.select(np.sort(chosen))
     encoders.eval()
-    size, workers = args.image_size, args.workers
-    images = encode_images(encoders["image"], val.images, size, workers, device, args.amp)
+    images, readable = encode_images(
+        encoders["image"], val.images, args.image_size, args.workers, device, args.amp
+    )
+    val = val.select(readable)
     captions = encode_captions(encoders["caption"], tokenizer, val.captions, device, args.amp)
-    draw = torch.Generator().manual_seed(args.seed)
-    chance = torch.rand(len(images), len(captions), generator=draw)
+    generator = torch.Generator().manual_seed(args.seed)
+    chance = torch.rand(len(images), len(captions), generator=generator)
     result = {"images": len(images), "captions": len(captions)}
     for name, similarity in (("trained", images @ captions.T), ("random", chance)):
-        result[name] = retrieval_scores(similarity, image_of_caption)
-        say(f"retrieval among {len(images)} photos, {name}: {format_scores(result[name])}")
+        scores = retrieval_scores(similarity, torch.from_numpy(val.image_of_caption()))
+        ways = [f"{way} {common.format_scores(scores[way], 1)}" for way in scores]
+        print_main(f"retrieval among {len(images)} photos, {name}: {'; '.join(ways)}")
+        result[name] = scores
     return {"retrieval": result}
 
 
@@ -859,12 +789,12 @@ def retrieval_scores(similarity, image_of_caption):
 
     similarity: (N images, M captions).  image_of_caption: (M,).  [Sec. 4.2, Cross-modal Retrieval]
     """
-    to_text, to_image = retrieval_ranks(similarity, image_of_caption)
-    return {"image to text": rank_scores(to_text), "text to image": rank_scores(to_image)}
+    i2t, t2i = retrieval_ranks(similarity, image_of_caption)
+    return {"image to text": rank_scores(i2t), "text to image": rank_scores(t2i)}
 
 
 def rank_scores(ranks):
-    return {**recall(ranks), "median rank": 1 + float(np.median(ranks.numpy()))}
+    return {**recall(ranks), "median rank": median_rank(ranks)}
 
 
 def retrieval_ranks(similarity, image_of_caption):
@@ -873,16 +803,16 @@ def retrieval_ranks(similarity, image_of_caption):
     similarity: (N images, M captions).  image_of_caption: (M,).  Equal similarities share the mean
     of their ranks: a model that finds everything alike gets no credit.
     """
-    similarity = similarity.nan_to_num(-math.inf)  # vectors that are no numbers are near to nothing
-    owners = torch.arange(len(similarity), device=similarity.device)
-    own = image_of_caption == owners[:, None]
+    similarity = similarity.nan_to_num(-math.inf)  # NaN embeddings come last
+    image = torch.arange(len(similarity), device=similarity.device)
+    own = image_of_caption == image[:, None]
     best = similarity.masked_fill(~own, -math.inf).amax(1, keepdim=True)
-    equal = (similarity == best) & ~own
-    to_text = (similarity > best).sum(1) + equal.sum(1) / 2
-    right = similarity.gather(0, image_of_caption[None])
-    equal = (similarity == right).sum(0) - 1  # without the right one itself
-    to_image = (similarity > right).sum(0) + equal / 2
-    return to_text, to_image
+    ties = (similarity == best) & ~own
+    i2t = (similarity > best).sum(1) + ties.sum(1) / 2
+    target = similarity.gather(0, image_of_caption[None])
+    ties = (similarity == target).sum(0) - 1  # without the target itself
+    t2i = (similarity > target).sum(0) + ties / 2
+    return i2t, t2i
 
 
 def recall(ranks):
@@ -890,146 +820,9 @@ def recall(ranks):
     return {f"R@{k}": 100 * (ranks <= k - 1).float().mean().item() for k in (1, 5, 10)}
 
 
-def format_scores(scores):
-    """ "image to text R@1 0.1, ..., median rank 646.5; text to image R@1 ..." """
-    return "; ".join(f"{way} {common.in_words(values, 1)}" for way, values in scores.items())
-
-
-# ---------------------------------------------------------------------------------------- search
-
-
-def load_query_encoders(path):
-    """A checkpoint.pth of this script -> encoders with their MLPs of the common space, in eval
-    mode; tokenizer; the run's flags as a dict"""
-    content = common.read_checkpoint(path)
-    ours = isinstance(content, dict) and content.get("script") == "mmcontrastive"
-    check(ours, f"{path} is no checkpoint.pth of mmcontrastive.py (a backbone alone cannot read)")
-    with common.reading(path, common.CHECKPOINT):
-        flags = content["args"]
-        flags["image_size"] = common.image_side(flags["image_size"])
-        problem = "was trained without --lambda-ic: photos and captions share no space in it"
-        check(flags["lambda_ic"], f"{path} {problem}")
-        tokenizer, config = read_caption_model(Path(path).parent / "caption_model")
-        dims, hidden = {"inter": flags["inter_dim"]}, flags["mlp_hidden"]
-        encoders = build_encoders(flags["arch"], config, ("ic", "ci"), dims, hidden)
-        state = {}
-        for key, value in content["model"].items():
-            if key.startswith("queries.") and ".mlps.intra." not in key:
-                state[key.removeprefix("queries.")] = value
-        encoders.load_state_dict(state)
-    return encoders.eval(), tokenizer, flags
-
-
-def search(args, device):
-    """`--search`: a row of ten photos for each text, the nearest first, in OUTPUT/search.png"""
-    from pictures import draw_rows  # only here: trainings do without it
-
-    encoders, tokenizer, flags = load_query_encoders(args.weights)
-    encoders.to(device, memory_format=torch.channels_last)
-    if args.root:
-        paths, formats = sorted(Path(args.root).rglob("*")), Image.registered_extensions()
-        images = common.ImageFiles(str(path) for path in paths if path.suffix.lower() in formats)
-        check(len(images), f"--root {args.root} holds no photo")
-    else:
-        source = flags["data"], flags["root"], flags["val_split"]
-        images = common.caption_data(*source, cache=args.cache).images
-    size, workers = flags["image_size"], args.workers
-    vectors = encode_images(encoders["image"], images, size, workers, device, args.amp)
-    readable = vectors.any(1).nonzero().flatten().tolist()
-    check(readable, f"none of the {len(images)} photos can be decoded")
-    images, vectors = type(images)(images[n] for n in readable), vectors[readable]
-    texts = encode_captions(encoders["caption"], tokenizer, args.search, device, args.amp)
-    scores, nearest = (texts @ vectors.T).topk(min(10, len(images)))
-    path = Path(args.output, "search.png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draw_rows(args.search, images, nearest.tolist(), scores.tolist(), path)
-    if args.root:
-        for text, row in zip(args.search, nearest.tolist()):
-            say(f"{text}: " + ", ".join(images[n] for n in row[:3]) + ", ...")
-    say(f"the ten nearest of {len(images)} photos to each text are in {path}")
-
-
-# ------------------------------------------------------------------------------ back-translation
-
-
-@torch.no_grad()
-def backtranslate(args, captions, device, batch_size=64):
-    """`--backtranslate`: every caption to French and to German and back [Sec. 4.1]
-
-    Writes lines {"caption", "fr", "de"}, a batch as soon as it is done: started again, it goes on.
-    """
-    path = Path(args.backtranslations)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    done = read_translations(path)
-    lines = "".join(json.dumps(row) + "\n" for row in done.values())  # without half a line
-    common.write_file(path, lambda file: file.write(lines.encode()))
-    wanted = [caption for caption in dict.fromkeys(captions) if caption not in done]
-    wanted.sort(key=len)  # captions of a batch are padded to the longest
-    say(f"{len(done)} captions are in {path} already, {len(wanted)} to translate")
-    if not wanted:
-        return
-    pairs = ("en", "fr"), ("fr", "en"), ("en", "de"), ("de", "en")
-    models = [load_translator(args.translator.format(*pair), device, args.amp) for pair in pairs]
-    to_french, from_french, to_german, from_german = models
-    starts = range(0, len(wanted), batch_size)
-    for start in progress(starts, desc="back-translation", unit=" batches"):
-        batch = wanted[start : start + batch_size]
-        french, german = from_french(to_french(batch)), from_german(to_german(batch))
-        for caption, fr, de in zip(batch, french, german):
-            common.append_line(path, json.dumps({"caption": caption, "fr": fr, "de": de}))
-    say(f"{path} is complete")
-
-
-def load_translator(name, device, amp):
-    """-> function: list of texts -> list of their translations"""
-    transformers = language.quiet_transformers()
-    with language.loading(name, "--translator"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(name)
-    model.to(device).eval()
-    settings = {"num_beams": 1, "do_sample": False, "max_new_tokens": 2 * MAX_TOKENS}
-
-    def translate(texts):
-        inputs = tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(device)
-        with common.autocast(device, amp):
-            tokens = model.generate(**inputs, **settings)
-        return tokenizer.batch_decode(tokens, skip_special_tokens=True)
-
-    return translate
-
-
-def read_translations(path):
-    """-> {caption: {"caption", "fr", "de"}}; half a last line, of a killed run, is left out"""
-    if not os.path.isfile(path):
-        return {}
-    rows, lines = {}, Path(path).read_bytes().split(b"\n")
-    for n, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            good = all(isinstance(row[key], str) for key in ("caption", "fr", "de"))
-        except (ValueError, KeyError, TypeError):
-            good = False
-        if not good and n == len(lines):
-            break
-        check(good, f'{path}, line {n}: expected {{"caption", "fr", "de"}} with a text each')
-        rows[row["caption"]] = row
-    return rows
-
-
-def read_backtranslations(args, captions):
-    """The back-translations of all captions in their order, by French and by German
-
-    [] if --caption-views is another.
-    """
-    if args.caption_views != "backtranslation":
-        return []
-    path = args.backtranslations
-    rows = read_translations(path)
-    missing = sum(caption not in rows for caption in captions)
-    if missing:
-        number = f"{missing} of {len(captions)} captions have no back-translation in {path}"
-        fail(f"{number}: add --backtranslate to write them, or take --caption-views sibling")
-    return [common.PackedStrings(rows[caption][by] for caption in captions) for by in ("fr", "de")]
+def median_rank(ranks):
+    """Ranks counted from 0 -> floor(median) + 1 [VSE++ code]"""
+    return math.floor(np.median(ranks.numpy())) + 1
 
 
 if __name__ == "__main__":
