@@ -23,7 +23,7 @@ from PIL import Image
 import common
 import sources
 import virtex
-from common import error_context, positive_int, print_main, progress, require
+from common import error_context, fail, positive_int, print_main, progress, require
 from downstream.pictures import draw_attention
 from virtex import EOS, MASK, PAD, SOS
 
@@ -44,7 +44,8 @@ def get_args(argv=None):
     args = parser.parse_args(argv)
     if args.evaluate == bool(args.photos):
         parser.error("give photos, or --evaluate")
-    args.val_split = args.val_split or ("val2017" if args.data == "coco" else "val")
+    if not args.val_split:
+        args.val_split = "val2017" if args.data == "coco" else "val"
     return args
 
 
@@ -52,20 +53,21 @@ def main(args):
     device = common.init_distributed().device
     model, tokenizer, image_size = load_virtex(args.weights, args.tokenizer)
     model.to(device)
-    Path(args.output).mkdir(parents=True, exist_ok=True)
+    folder = Path(args.output)
+    folder.mkdir(parents=True, exist_ok=True)
     if args.evaluate:
         return evaluate(model, tokenizer, image_size, device, args)
     photos = common.ImageFiles(args.photos)
     photos.check_files()
-    for n, tokens, image_features, pixels in caption_images(
-        model, photos, image_size, device, args
-    ):
-        pieces = [tokenizer.id_to_piece(token) for token in tokens[1:].tolist() if token != EOS]
-        words = word_attention(model.textual, image_features, tokens, pieces)
+    captions = caption_images(model, photos, image_size, device, args)
+    for n, tokens, image_features, pixels in captions:
         caption = detokenize(tokenizer, tokens)
-        path = Path(args.output, f"{n + 1}_{Path(photos[n]).stem}.png")
-        draw_attention(Image.fromarray(pixels.numpy()), caption, words, path)
-        print_main(f"{photos[n]}: {caption}  ({path})")
+        pieces = [tokenizer.id_to_piece(token) for token in tokens[1:].tolist()]
+        words = word_attention(model.textual, image_features, tokens, pieces)
+        picture = folder / f"{n + 1}_{Path(photos[n]).stem}.png"
+        image = Image.fromarray(pixels.numpy())
+        draw_attention(image, caption, words, picture)
+        print_main(f"{photos[n]}: {caption}  ({picture})")
 
 
 def load_virtex(path, tokenizer_path=None):
@@ -76,9 +78,9 @@ def load_virtex(path, tokenizer_path=None):
     content = common.read_checkpoint(path)
     state = content.get("model", {})
     args = content.get("args", {})
-    problem = "holds no captioning model: give a checkpoint.pth of --task bicaptioning, captioning"
-    captions = "textual.embedding.words.weight" in state and args.get("task") != "masked_lm"
-    require(captions, f"{path} {problem}")
+    can_caption = "textual.embedding.words.weight" in state and args.get("task") != "masked_lm"
+    hint = "give a checkpoint.pth of --task bicaptioning or captioning"
+    require(can_caption, f"{path} holds no captioning model: {hint}")
     if tokenizer_path:
         tokenizer = virtex.read_tokenizer(tokenizer_path)
     else:
@@ -86,21 +88,24 @@ def load_virtex(path, tokenizer_path=None):
         proto = content["tokenizer"].numpy().tobytes()
         tokenizer = sentencepiece.SentencePieceProcessor(model_proto=proto)
     vocab_size, hidden = state["textual.embedding.words.weight"].shape
+    pieces = tokenizer.get_piece_size()
+    require(pieces == vocab_size, f"the tokenizer has {pieces} tokens, {path} {vocab_size}")
+
     arch, _ = sources.backbone_weights(content, path)
+    layers = [name for name in state if re.match(r"textual\..*\.linear1\.bias", name)]
     bidirectional = any(name.startswith("backward_textual.") for name in state)
     model = virtex.VirTex(
         arch,
         vocab_size,
         hidden,
-        layers=sum(re.match(r"textual\..*\.linear1\.bias", name) is not None for name in state),
+        layers=len(layers),
         max_length=len(state["textual.embedding.positions.weight"]),
         task="bicaptioning" if bidirectional else "captioning",
     )
-    state = {name: v for name, v in state.items() if not name.startswith("visual.cnn.fc.")}
+    for name in ("visual.cnn.fc.weight", "visual.cnn.fc.bias"):  # official: ImageNet's classifier
+        state.pop(name, None)
     with error_context(f"{path} is no whole model of virtex.py"):
         model.load_state_dict(state)
-    pieces = tokenizer.get_piece_size()
-    require(pieces == vocab_size, f"the tokenizer has {pieces} tokens, {path} {vocab_size}")
     return model.eval(), tokenizer, args.get("image_size", 224)
 
 
@@ -110,17 +115,23 @@ def detokenize(tokenizer, tokens):
 
 @torch.no_grad()
 def caption_images(model, images, image_size, device, args):
-    """Yield (n, tokens (T,), image features (1, S, H), pixels) of each readable image"""
-    crops = common.loader(common.CentreCrops(images, image_size), 16, args.workers)
+    """Yield (n, tokens (T,), image features (1, S, H), pixels) of each readable image
+
+    tokens: from [SOS] on, without [EOS].
+    """
+    crops = common.CentreCrops(images, image_size)
+    batches = common.loader(crops, 16, args.workers)
     first = 0
-    for pixels, readable in progress(crops, desc="captions", unit=" batches", leave=False):
-        features = model.visual["cnn"](common.augment(pixels.to(device)))
+    for pixels, readable in progress(batches, desc="captions", unit=" batches", leave=False):
+        batch = common.augment(pixels.to(device))
+        features = model.visual["cnn"](batch)  # (B, channels, h, w)
         image_features = model.textual.project(features)  # (B, S, H)
         captions, _ = beam_search(model.textual, image_features, args.beams)
-        for n in readable.nonzero().flatten().tolist():
-            ended = (captions[n] == EOS).nonzero().flatten().tolist()
-            tokens = captions[n, : ended[0] + 1 if ended else None]
-            yield first + n, tokens, image_features[n : n + 1], pixels[n]
+        before_end = (captions == EOS).cumsum(1) == 0  # (B, T)
+        for n in range(len(pixels)):
+            if readable[n]:
+                tokens = captions[n, before_end[n]]
+                yield first + n, tokens, image_features[n : n + 1], pixels[n]
         first += len(pixels)
 
 
@@ -129,7 +140,8 @@ def caption_images(model, images, image_size, device, args):
 
 def image_keys_values(head, image_features):
     """Keys and values of the image, for each layer"""
-    return [layer.multihead_attn.key_value(image_features) for layer in head.transformer["layers"]]
+    layers = head.transformer["layers"]
+    return [layer.multihead_attn.key_value(image_features) for layer in layers]
 
 
 def next_vector(head, tokens, image_memory, past):
@@ -160,27 +172,30 @@ def beam_search(head, image_features, beams=5):
     """
     batch = len(image_features)
     vocab_size = head.output.out_features
+    max_length = head.embedding.positions.num_embeddings
     device = image_features.device
     image_memory = image_keys_values(head, image_features.repeat_interleave(beams, 0))
-    tokens = torch.full((batch, beams, 1), SOS, device=device)
-    first_scores = [0.0] + [-math.inf] * (beams - 1)  # all beams are alike at first: one counts
-    scores = torch.tensor(first_scores, device=device).repeat(batch, 1)
     first_row = beams * torch.arange(batch, device=device)[:, None]
+    tokens = torch.full((batch, beams, 1), SOS, device=device)
+    scores = torch.zeros(batch, beams, device=device)
+    scores[:, 1:] = -math.inf  # all beams are alike at first: one counts
     past = None
-    while tokens.size(2) < head.embedding.positions.num_embeddings:
+    while tokens.size(2) < max_length:
         ended = (tokens == EOS).any(2)  # (B, beams)
         if ended.all():
             break
         vectors, past = next_vector(head, tokens.flatten(0, 1), image_memory, past)
-        log_p = head.output(vectors).float().log_softmax(-1).view(batch, beams, vocab_size)
+        logits = head.output(vectors).float()
+        log_p = logits.log_softmax(-1).view(batch, beams, vocab_size)
         log_p[ended] = -math.inf  # nothing follows [EOS]...
         log_p[..., PAD][ended] = 0.0  # ...but padding, at no cost
-        scores, choice = (scores[:, :, None] + log_p).flatten(1).topk(beams)
-        beam = choice // vocab_size
-        token = choice % vocab_size
-        before = tokens.gather(1, beam[:, :, None].expand(-1, -1, tokens.size(2)))
-        tokens = torch.cat([before, token[:, :, None]], 2)
+        continued = scores[:, :, None] + log_p  # (B, beams, vocabulary)
+        scores, choice = continued.flatten(1).topk(beams)
+        beam = choice // vocab_size  # (B, beams): the hypothesis that is continued
+        token = choice % vocab_size  # (B, beams): and by what
         rows = (first_row + beam).flatten()
+        before = tokens.flatten(0, 1)[rows].view_as(tokens)
+        tokens = torch.cat([before, token[:, :, None]], 2)
         past = [(key[rows], value[rows]) for key, value in past]
     return tokens[:, 0], scores[:, 0]
 
@@ -192,27 +207,31 @@ def beam_search(head, image_features, beams=5):
 def word_attention(head, image_features, tokens, pieces):
     """Where the last layer looks when it predicts each word [Sec. 4.4] -> list of (word, (h, w))
 
-    image_features (1, S, H); tokens (T,) from [SOS] to [EOS]; pieces: the tokens as strings, "▁" at
-    the start of a word. The map of a word is the mean over its tokens, each of which is predicted
-    at the position before it; it sums to one.
+    image_features (1, S, H); tokens (T,) from [SOS] on, without [EOS]; pieces: those after [SOS] as
+    strings, "▁" at the start of a word. The map of a word is the mean over its tokens, each of
+    which is predicted at the position before it; it sums to one.
     """
-    x = head.embedding(tokens[None, :-1])
+    x = head.embedding(tokens[None])
     image_memory = image_keys_values(head, image_features)
-    for layer, (image_key, image_value) in zip(head.transformer["layers"], image_memory):
+    for layer, image_key_value in zip(head.transformer["layers"], image_memory):
         query, key, value = layer.self_attn.query_key_value(x)
         self_out = layer.self_attn(query, key, value, causal=True)
+        image_key, _ = image_key_value
         query = layer.multihead_attn.query(layer.norm1(x + self_out))
         logits = query @ image_key.mT / math.sqrt(query.size(-1))  # (1, heads, T, S)
         weights = logits.softmax(-1).mean(1)[0]  # (T, S), the mean over the heads
-        x = layer.look_and_feed(x, self_out, (image_key, image_value))
+        x = layer.look_and_feed(x, self_out, image_key_value)
     side = math.isqrt(image_features.size(1))
     words = []
-    for t, piece in enumerate(pieces):
+    maps = []
+    for piece, attention in zip(pieces, weights):  # row t is what predicts token t + 1
         if piece.startswith("▁") or not words:
-            words.append(["", []])
-        words[-1][0] += piece.lstrip("▁")
-        words[-1][1].append(weights[t])
-    return [(word, torch.stack(maps).mean(0).view(side, side)) for word, maps in words]
+            words.append("")
+            maps.append([])
+        words[-1] += piece.lstrip("▁")
+        maps[-1].append(attention.view(side, side))
+    means = [torch.stack(of_word).mean(0) for of_word in maps]
+    return list(zip(words, means))
 
 
 # ------------------------------------------------------------------------------------ evaluation
@@ -220,19 +239,26 @@ def word_attention(head, image_features, tokens, pieces):
 
 def evaluate(model, tokenizer, image_size, device, args):
     """Caption the validation split and score it against its own captions [Fig. 6]."""
-    from pycocoevalcap.cider.cider import Cider  # only here: an optional package
-    from pycocoevalcap.spice.spice import Spice
-    from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
-
+    try:
+        from pycocoevalcap.cider.cider import Cider  # only here: an optional package
+        from pycocoevalcap.spice.spice import Spice
+        from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
+    except ModuleNotFoundError:
+        fail("--evaluate needs the captioning metrics: python -m pip install pycocoevalcap")
     require(shutil.which("java"), "--evaluate needs Java for the metrics: apt install default-jre")
+
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
+    rows = []
     written = {}
     truth = {}
-    for n, tokens, _, _ in caption_images(model, val.images, image_size, device, args):
-        written[n] = [{"caption": detokenize(tokenizer, tokens)}]
-        truth[n] = [{"caption": caption} for caption in val.captions_of(n)]
+    captions = caption_images(model, val.images, image_size, device, args)
+    for n, tokens, _, _ in captions:
+        caption = detokenize(tokenizer, tokens)
+        rows.append({"image": val.images[n], "caption": caption})
+        written[n] = [{"caption": caption}]
+        truth[n] = [{"caption": reference} for reference in val.captions_of(n)]
     path = Path(args.output, f"captions_{args.val_split}.json")
-    common.write_json(path, [{"image": val.images[n], **row[0]} for n, row in written.items()])
+    common.write_json(path, rows)
     print_main(f"the captions are in {path}")
     truth = PTBTokenizer().tokenize(truth)
     written = PTBTokenizer().tokenize(written)

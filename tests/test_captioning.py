@@ -1,0 +1,236 @@
+"""downstream/captioning.py: beam search and attention written out, official checkpoints, use."""
+
+import json
+import sys
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from conftest import checkpoint_in, refusal, run_here
+from PIL import Image
+from test_virtex import no_probe, tokenizer, tokenizer_path  # noqa: F401, fixtures
+from test_virtex import batch_of, logits_of, random_features, tiny_model, torch_layer  # isort: skip
+from torch import nn
+
+import common
+import virtex
+from downstream import captioning
+from virtex import EOS, MASK, PAD, SOS, UNK
+
+
+def slow_beam_search(head, image_features, beams, max_length):
+    """One photo, one hypothesis after the other: the best of all that grew by a token or ended"""
+    hypotheses = [(0.0, [SOS])]
+    for _ in range(max_length - 1):
+        grown = []
+        for score, row in hypotheses:
+            if row[-1] == EOS:
+                grown.append((score, row))
+                continue
+            logits = logits_of(head, image_features, torch.tensor([row]))[0, -1]
+            log_p = logits.log_softmax(-1).tolist()
+            grown += [(score + p, [*row, token]) for token, p in enumerate(log_p)]
+        hypotheses = sorted(grown, reverse=True)[:beams]
+    return hypotheses[0]
+
+
+def test_beam_search_written_out():
+    """What ended keeps its score, log p of Eq. 1, and its place. One beam is greedy decoding."""
+    # A captioner that half knows two captions of each of eight photos: what it says differs.
+    model, features = tiny_model(task="captioning", max_length=9), random_features(8, 5, 2, 2)
+    rng, words, captions = np.random.default_rng(0), [0, 1, *range(3, 12)], []
+    for length in rng.integers(2, 9, 16):  # some are truncated before their [EOS]
+        captions.append([SOS, *rng.choice(words, length).tolist(), EOS][:9])
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        batch = batch_of(captions, "captioning")
+        model(features.repeat(2, 1, 1, 1), **batch)["forward"].backward()
+        optimizer.step()
+    head, image_features = model.textual, model.textual.project(features).detach()
+    for beams in (1, 2, 4):
+        tokens, scores = captioning.beam_search(head, image_features, beams)
+        lengths = set()
+        for i, caption in enumerate(tokens.tolist()):
+            score, row = slow_beam_search(head, image_features[i : i + 1], beams, max_length=9)
+            assert caption == row + [PAD] * (len(caption) - len(row))
+            assert scores[i].item() == pytest.approx(score, abs=1e-5)
+            lengths.add(len(row))
+    assert len(lengths) > 2, "too easy to mean anything"
+
+
+@torch.no_grad()
+def test_word_attention_is_that_of_torch():
+    """Sec. 4.4: the last layer's over the image, the mean over heads and over a word's tokens"""
+    head, tokens = tiny_model().textual, torch.tensor([SOS, 4, 9, 6, 7, 10])
+    features = random_features(1, 5, 3, 3)
+    image_features = head.project(features)
+    place_1_2 = head.visual_projection(features[:, :, 1, 2])  # in reading order: row by row
+    torch.testing.assert_close(image_features[:, 5], place_1_2)
+    first, last = torch_layer(), torch_layer()
+    for reference, layer in zip((first, last), head.transformer["layers"]):
+        reference.load_state_dict(layer.state_dict())
+    future = torch.ones(6, 6).triu(1).bool()
+    x = first(head.embedding(tokens[None]), image_features, tgt_mask=future)
+    x = last.norm1(x + last.self_attn(x, x, x, attn_mask=future)[0])
+    _, [weights] = last.multihead_attn(x, image_features, image_features, need_weights=True)
+    pieces = ["▁a", "▁sur", "f", "board", "▁rider"]
+    words = captioning.word_attention(head, image_features, tokens, pieces)
+    assert [word for word, _ in words] == ["a", "surfboard", "rider"]
+    for (_, found), rows in zip(words, ([0], [1, 2, 3], [4])):  # row t predicts token t + 1
+        mean = sum(weights[t] for t in rows) / len(rows)
+        torch.testing.assert_close(found, mean.view(3, 3), rtol=0, atol=1e-10)
+    # SentencePiece may write a word as "▁" and its letters: one word. No word, no map.
+    [(word, _)] = captioning.word_attention(head, image_features, tokens[:4], ["▁", "a", "b"])
+    assert word == "ab"
+    assert captioning.word_attention(head, image_features, tokens[:1], []) == []
+
+
+class OfficialHead(nn.Module):
+    """torch's own decoder under the names of github.com/kdexd/virtex"""
+
+    def __init__(self):
+        super().__init__()
+        self.visual_projection = nn.Linear(512, 128)
+        self.embedding = nn.Module()
+        self.embedding.words = nn.Embedding(150, 128, padding_idx=0)
+        self.embedding.positions = nn.Embedding(12, 128)
+        self.embedding.layer_norm = nn.LayerNorm(128, eps=1e-8)
+        self.transformer = nn.TransformerDecoder(torch_layer().float(), num_layers=2)
+        self.output = nn.Linear(128, 150)
+        self.output.weight = self.embedding.words.weight
+
+    def forward(self, features, tokens):
+        image = self.visual_projection(features.flatten(2).permute(0, 2, 1))
+        positions = self.embedding.positions(torch.arange(tokens.size(1)))
+        x = self.embedding.layer_norm(self.embedding.words(tokens) + positions)
+        x = x * (tokens != 0).unsqueeze(-1)
+        future = torch.ones(tokens.size(1), tokens.size(1)).triu(1).bool()
+        return self.output(self.transformer(x, image, tgt_mask=future))
+
+
+@torch.no_grad()
+def test_official_checkpoint_gives_the_official_logits(tokenizer_path, tmp_path):
+    """To 1e-5, in both directions; without the backward one it is a model of forward captioning."""
+    torch.manual_seed(0)
+    resnet, textual, backward = torchvision.models.resnet18(), OfficialHead(), OfficialHead()
+    for module in ("visual_projection", "embedding", "output"):
+        setattr(backward, module, getattr(textual, module))
+    heads = {"textual": textual, "backward_textual": backward}
+    official = nn.ModuleDict({"visual": nn.ModuleDict({"cnn": resnet}), **heads})
+    textual.embedding.words.weight *= 0.1  # logits as large as a trained model's
+    for parameter in official.parameters():
+        parameter += 0.05 * torch.randn_like(parameter)
+    cnn, images = nn.Sequential(*list(resnet.children())[:-2]), torch.randn(2, 3, 64, 64)
+    for module in cnn.modules():
+        module.momentum = 1.0  # the batch norms take on the statistics of these images
+    cnn(images)
+    features, state = cnn.eval()(images), official.eval().state_dict()
+    tokens = [[SOS, 20, UNK, 60, 100, EOS, 0, 0], [SOS, 7, 149, 8, 30, 31, 32, EOS]]
+    tokens, path = torch.tensor(tokens), tmp_path / "official.pth"
+    for directions in (("textual", "backward_textual"), ("textual",)):
+        torch.save({"model": state, "iteration": 500_000}, path)
+        model, tokenizer, image_size = captioning.load_virtex(path, tokenizer_path)
+        assert not model.training and image_size == 224 and tokenizer.get_piece_size() == 150
+        assert model.textual.embedding.positions.num_embeddings == 12
+        assert hasattr(model, "backward_textual") == (len(directions) == 2)
+        image_features = model.textual.project(model.visual["cnn"](images))
+        for direction in directions:
+            ours = logits_of(getattr(model, direction), image_features, tokens)
+            expected = official[direction](features, tokens)
+            assert expected.std() > 0.1
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+        state = {k: v for k, v in state.items() if not k.startswith("backward_")}
+
+
+def test_what_cannot_caption_is_refused(tokenizer_path, tmp_path):
+    """A backbone, masked LM, weights of which some are missing or left; tokenizers of others"""
+    path, other, text = tmp_path / "x.pth", tmp_path / "other.model", tmp_path / "text"
+    other.write_bytes(virtex.train_tokenizer(["a dog", "a cat"], 100))
+    text.write_text("a dog")
+    state = virtex.VirTex("resnet18", 150, 64).state_dict()
+    backbone = {name: value for name, value in state.items() if name.startswith("visual.")}
+    norm = "textual.transformer.layers.0.norm2.bias"
+    short = {name: value for name, value in state.items() if name != norm}
+    extra = {**state, "textual.extra": torch.zeros(1)}
+    masked_lm = {"args": {"task": "masked_lm"}, "model": state}
+    refused = (
+        (backbone, tokenizer_path, "holds no captioning model"),
+        ({"model": backbone}, tokenizer_path, "holds no captioning model"),
+        (masked_lm, tokenizer_path, "holds no captioning model"),
+        ({"model": short}, tokenizer_path, f'Missing .*"{norm}"'),
+        ({"model": extra}, tokenizer_path, 'Unexpected .*"textual.extra"'),
+        ({"model": state}, None, "has no tokenizer: add --tokenizer"),
+        ({"model": state}, other, f"the tokenizer has .* tokens, {path} 150"),
+        ({"model": state}, text, f"{text} should be a SentencePiece model"),
+    )
+    for content, tokenizer, message in refused:
+        torch.save(content, path)
+        with pytest.raises((SystemExit, RuntimeError), match=message):
+            captioning.load_virtex(path, tokenizer)
+
+
+def test_captioned_photo_shows_each_word_s_own_map(tokenizer, tmp_path, monkeypatch):
+    """The central 224 of 256 pixels; each word with its own map, also behind an unknown token."""
+    model, said = tiny_model(150, channels=3).float(), tokenizer.encode("a red square")
+    row, drawn, photo = torch.tensor([SOS, UNK, *said, EOS, PAD]), [], tmp_path / "photo.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)).save(photo)
+    monkeypatch.setattr(captioning, "load_virtex", lambda *_: (model, tokenizer, 8))
+    monkeypatch.setattr(captioning, "beam_search", lambda *_: (row[None], None))
+    monkeypatch.setattr(captioning, "draw_attention", lambda *passed: drawn.append(passed))
+    run_here(["downstream.captioning", photo, "--output", tmp_path])
+
+    [(image, caption, words, _)] = drawn
+    assert caption == "a red square"
+    crop = Image.open(photo).resize((8, 8), Image.BILINEAR, box=(0.5, 0.5, 7.5, 7.5))
+    assert np.array_equal(image, crop)
+    image_features = model.textual.project(common.augment(torch.tensor(np.array(image))[None]))
+    pieces = ["▁?", *map(tokenizer.id_to_piece, said)]
+    expected = captioning.word_attention(model.textual, image_features, row[:-2], pieces)
+    for word in caption.split():
+        torch.testing.assert_close(dict(words)[word], dict(expected)[word])
+
+
+def test_caption_and_evaluate(tiny, no_probe, coco_folder, tmp_path, monkeypatch):
+    """By a model_N.pth of --keep-every: a line and a picture for each photo, or the metrics."""
+    run_here(tiny("virtex", tmp_path, "--iters", 20, "--keep-every", 10, "--crop-min", 0.9))
+    trained = checkpoint_in(tmp_path)["model"]
+    for name in ("checkpoint.pth", "model_20.pth"):
+        model, _, image_size = captioning.load_virtex(tmp_path / name)
+        state = model.state_dict()
+        assert image_size == 32 and all(torch.equal(state[key], trained[key]) for key in trained)
+
+    output = tmp_path / "use"
+    command = "downstream.captioning", "--weights", tmp_path / "model_10.pth", "--output", output
+    photos, broken = sorted((coco_folder / "val2017").iterdir()), tmp_path / "broken.jpg"
+    broken.write_bytes(photos[0].read_bytes()[:300])
+    lines = run_here([*command, photos[0], broken, photos[1]]).splitlines()
+    pictures = [output / f"1_{photos[0].stem}.png", output / f"3_{photos[1].stem}.png"]
+    assert sorted(output.iterdir()) == pictures
+
+    evaluate = [*command, "--evaluate", "--data", "coco", "--root", coco_folder]
+    fake = MagicMock()  # in place of CIDEr, SPICE and their tokenizer
+    fake.tokenize = lambda all: {n: [row["caption"] for row in rows] for n, rows in all.items()}
+    fake.method.return_value, fake.compute_score.return_value = "fake", (0.123, None)
+    package = MagicMock(Cider=lambda: fake, Spice=lambda: fake, PTBTokenizer=lambda: fake)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    for module, hint in ((None, "pip install pycocoevalcap"), (package, "install default-jre")):
+        for name in ("cider.cider", "spice.spice", "tokenizer.ptbtokenizer"):
+            monkeypatch.setitem(sys.modules, f"pycocoevalcap.{name}", module)
+        assert hint in refusal(evaluate)
+    monkeypatch.setattr("shutil.which", lambda name: "java")
+    assert run_here(evaluate).count("fake 12.3 on 12 images") == 2
+    written = json.loads((output / "captions_val2017.json").read_text())
+    assert [row["image"] for row in written] == list(map(str, photos))
+    captions = [row["caption"] for row in written]
+    data = common.caption_data("coco", str(coco_folder), "val2017")
+    truth = {n: data.captions_of(n) for n in range(12)}
+    fake.compute_score.assert_called_with(truth, {n: [text] for n, text in enumerate(captions)})
+    assert lines == [
+        f"cannot decode {broken}: left out",
+        f"{photos[0]}: {captions[0]}  ({pictures[0]})",
+        f"{photos[1]}: {captions[1]}  ({pictures[1]})",
+    ]
+    assert "give photos, or --evaluate" in refusal([*evaluate, photos[0]])
