@@ -1,44 +1,32 @@
 """virtex.py against the paper written out slowly, against torch's own modules, and as it is used.
 
-In most tests the backbone is `FeaturesAsGiven`: what is passed as images are the features, so that
-a test decides what the heads see.
+In most tests the backbone is `FeaturesAsGiven`: what is passed as images are the features.
 """
 
-import copy
-import io
 import itertools
-import json
 import math
-import sys
+import re
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import sentencepiece
 import torch
-import torchvision
-from conftest import (
-    CPU,
-    FeaturesAsGiven,
-    checkpoint_in,
-    metrics,
-    refusal,
-    result,
-    run_here,
-)
+from conftest import CPU, ROOT, FeaturesAsGiven, checkpoint_in, metrics, result, run_here
 from PIL import Image
 from torch import nn
 
 import common
-import language
-import pictures
 import shapes
 import virtex
-from virtex import EOS, MASK, SOS, UNKNOWN
+from virtex import EOS, MASK, PAD, SOS, UNK
 
 # Captions of different length, so that a batch of them is padded; an unknown token in the first.
-CAPTIONS = [[SOS, 5, UNKNOWN, 7, EOS], [SOS, 9, 4, 6, 4, 8, EOS], [SOS, 10, EOS]]
-MASKED = [[SOS, 5, UNKNOWN, MASK, EOS], [SOS, MASK, 4, 11, MASK, 8, EOS], [SOS, MASK, EOS]]
+# Another is truncated at one: forward it is no target, backward it is where reading begins.
+CAPTIONS = [[SOS, 5, UNK], [SOS, 5, UNK, 7, EOS], [SOS, 9, 4, 6, 4, 8, EOS], [SOS, 10, EOS]]
+MASKED = [[SOS, 5, MASK], [SOS, 5, UNK, MASK, EOS], [SOS, MASK, 4, 11, MASK, 8, EOS]]
+MASKED += [[SOS, MASK, EOS]]
 HIDDEN, HEADS, LAYERS = 128, 2, 2  # the smallest width with several heads
 
 
@@ -59,9 +47,12 @@ def randomise(module):
     return module
 
 
-def tiny_model(vocab_size=12, channels=5, task="bicaptioning"):
-    """Two layers per direction in float64, all parameters random, no dropout"""
-    model = build_model(channels, vocab_size, HIDDEN, LAYERS, max_length=10, task=task)
+def tiny_model(vocab_size=12, channels=5, task="bicaptioning", max_length=10):
+    """Two layers per direction in float64, all random, no dropout; counts what it classifies"""
+    model = build_model(channels, vocab_size, HIDDEN, LAYERS, max_length=max_length, task=task)
+    model.rows = []
+    output = model.textual.output if hasattr(model.textual, "project") else model.textual["output"]
+    output.register_forward_hook(lambda *passed: model.rows.append(len(passed[-1])))
     return randomise(model.double()).eval()
 
 
@@ -75,14 +66,13 @@ def batch_of(captions, task="bicaptioning", masked=None):
     samples = []
     for n, tokens in enumerate(captions):
         row = masked[n] if masked else None
-        sample = {"tokens": tokens, "masked": row, "task": task, "unreadable": []}
-        samples.append({**photo, **sample})
+        samples.append({**photo, "tokens": tokens, "masked": row, "task": task})
     batch = virtex.collate(samples)
-    return {name: v for name, v in batch.items() if name not in ("images", "jitter", "unreadable")}
+    return {name: value for name, value in batch.items() if name not in ("images", "jitter")}
 
 
-def logits_of(head, projected, tokens):
-    return head.output(head(tokens, head.memory(projected))[0])
+def logits_of(head, image_features, tokens):
+    return head.output(head(tokens, image_features))
 
 
 # --------------------------------------------------------------------------- Eq. 1, written out
@@ -103,15 +93,17 @@ def attention(x, memory, w, name, causal):
     width = HIDDEN // HEADS
     matrices = w[f"{name}.in_proj_weight"].reshape(3, HEADS, width, HIDDEN)
     biases = w[f"{name}.in_proj_bias"].reshape(3, HEADS, width)
-    attended = np.zeros((len(x), HEADS, width))
+    out = np.zeros((len(x), HEADS, width))
     for head in range(HEADS):
-        (w_q, w_k, w_v), (b_q, b_k, b_v) = matrices[:, head], biases[:, head]
+        w_q, w_k, w_v = matrices[:, head]
+        b_q, b_k, b_v = biases[:, head]
         for t, vector in enumerate(x):
-            query, seen = w_q @ vector + b_q, memory[: t + 1] if causal else memory
+            query = w_q @ vector + b_q
+            seen = memory[: t + 1] if causal else memory
             scores = [math.exp(query @ (w_k @ m + b_k) / math.sqrt(width)) for m in seen]
             for score, m in zip(scores, seen):
-                attended[t, head] += score / sum(scores) * (w_v @ m + b_v)
-    return [linear(row.flatten(), w, f"{name}.out_proj") for row in attended]
+                out[t, head] += score / sum(scores) * (w_v @ m + b_v)
+    return [linear(row.flatten(), w, f"{name}.out_proj") for row in out]
 
 
 def feed_forward(vector, w, name):
@@ -125,15 +117,15 @@ def slow_log_p(w, direction, features, tokens):
 
     Unknown tokens are no targets [official code].
     """
-    places = itertools.product(*map(range, features.shape[1:]))
-    image = [linear(features[:, i, j], w, "textual.visual_projection") for i, j in places]
+    grid = itertools.product(*map(range, features.shape[1:]))
+    image = [linear(features[:, i, j], w, "textual.visual_projection") for i, j in grid]
     words = w["textual.embedding.words.weight"]
     positions = w["textual.embedding.positions.weight"]
     x = []
     for t, token in enumerate(tokens[:-1]):
         summed = words[token] + positions[t]
         vector = layer_norm(summed, w, "textual.embedding.layer_norm", eps=1e-8)
-        x.append(vector if token != UNKNOWN else 0 * vector)  # [official code]
+        x.append(vector if token != UNK else 0 * vector)  # [official code]
     for n in range(LAYERS):  # all that is the direction's own
         name = f"{direction}.transformer.layers.{n}"
         a = attention(x, x, w, f"{name}.self_attn", causal=True)
@@ -144,138 +136,71 @@ def slow_log_p(w, direction, features, tokens):
     log_p = []
     for vector, target in zip(x, tokens[1:]):
         scores = words @ vector + w["textual.output.bias"]
-        if target != UNKNOWN:
+        if target != UNK:
             log_p.append(scores[target] - math.log(sum(map(math.exp, scores))))
     return log_p
 
 
 def test_loss_is_equation_1():
-    """-log p of each token given those before it (forward) or behind it (backward), two means.
+    """-log p of each token given those before it, in both directions; here without padding.
 
-    Here each caption is alone, and in the model it is padded: padding changes nothing.
+    Captioning [Sec. 4.2]: the backward Transformer is removed and nothing else changes.
     """
-    model, features = tiny_model(), random_features(3, 5, 2, 3)
+    model, features = tiny_model(), random_features(4, 5, 2, 3)
     losses = model(features, **batch_of(CAPTIONS))
     w = {name: value.numpy() for name, value in model.state_dict().items()}
     forward, backward = [], []
     for image, tokens in zip(features.numpy(), CAPTIONS):
         forward += slow_log_p(w, "textual", image, tokens)
         backward += slow_log_p(w, "backward_textual", image, tokens[::-1])
-    assert len(forward) == len(backward) == 3 + 6 + 2
+    assert [len(forward), len(backward)] == [12, 13] == model.rows
     assert losses["forward"].item() == pytest.approx(-np.mean(forward), abs=1e-10)
     assert losses["backward"].item() == pytest.approx(-np.mean(backward), abs=1e-10)
 
-
-def test_captioning_is_the_forward_half_of_equation_1():
-    """Sec. 4.2: the backward Transformer is removed and nothing else changes."""
-    both, one = tiny_model(), tiny_model(task="captioning")
-    state = both.state_dict()
-    one.load_state_dict({k: v for k, v in state.items() if not k.startswith("backward_")})
-    features = random_features(3, 5, 2, 3)
-    losses = one(features, **batch_of(CAPTIONS, "captioning"))
-    assert list(losses) == ["forward"]
-    assert torch.equal(losses["forward"], both(features, **batch_of(CAPTIONS))["forward"])
-
-
-def test_a_caption_cut_off_at_an_unknown_token():
-    """Forward it is no target; backward it is where the reading begins: 1 target and 2."""
-    model, features = tiny_model(), random_features(1, 5, 2, 3)
-    losses = model(features, **batch_of([[SOS, 5, UNKNOWN]]))
-    w = {name: value.numpy() for name, value in model.state_dict().items()}
-    for name, head, tokens in (
-        ("forward", "textual", [SOS, 5, UNKNOWN]),
-        ("backward", "backward_textual", [UNKNOWN, 5, SOS]),
-    ):
-        log_p = slow_log_p(w, head, features[0].numpy(), tokens)
-        assert len(log_p) == (1 if name == "forward" else 2)
-        assert losses[name].item() == pytest.approx(-np.mean(log_p), abs=1e-10)
-
-
-@pytest.mark.parametrize("task, rows", (("bicaptioning", 22), ("captioning", 11), ("masked_lm", 4)))
-def test_only_predicted_positions_reach_the_vocabulary(task, rows):
-    """Padding costs nothing: 3 + 6 + 2 known tokens in each direction, or 4 [MASK]ed ones."""
-    model, seen = tiny_model(task=task), []
-    model.textual.output.register_forward_hook(lambda *passed: seen.append(len(passed[-1])))
-    masked = MASKED if task == "masked_lm" else None
-    model(random_features(3, 5, 2, 3), **batch_of(CAPTIONS, task, masked))
-    assert sum(seen) == rows
-
-
-# --------------------------------------------------------------------------------------- decoder
+    state = {k: v for k, v in model.state_dict().items() if not k.startswith("backward_")}
+    captioner = tiny_model(task="captioning")
+    captioner.load_state_dict(state)
+    half = captioner(features, **batch_of(CAPTIONS, "captioning"))
+    assert half == {"forward": losses["forward"]} and captioner.rows == [12]
 
 
 def torch_layer():
     """A and F are 2 and 512 at H = 128 [Sec. 3: H / 64 and 4 H]."""
-    sizes = {"nhead": 2, "dim_feedforward": 512, "activation": "gelu", "batch_first": True}
-    return randomise(nn.TransformerDecoderLayer(128, **sizes).double()).eval()
+    layer = nn.TransformerDecoderLayer(
+        128, nhead=2, dim_feedforward=512, activation="gelu", batch_first=True
+    )
+    return randomise(layer.double()).eval()
 
 
-@pytest.mark.parametrize("causal", (True, False))
-def test_decoder_layer_is_torch_s(causal):
-    """Sec. 3: that of Vaswani et al. with GELU, under the parameter names of torch's"""
+def test_decoder_layer_is_torch_s():
+    """Sec. 3: attention twice, feed-forward, "each followed by dropout": at p = 1 none is left."""
     reference, layer = torch_layer(), virtex.DecoderLayer(128, dropout=0.1).double().eval()
     layer.load_state_dict(reference.state_dict())
-    x, image = random_features(2, 5, 128), random_features(2, 6, 128) + 1
-    memory = layer.multihead_attn.key_value(image)
-    if causal:
-        ours, _ = layer(x, memory)
-        theirs = reference(x, image, tgt_mask=torch.ones(5, 5).triu(1).bool())
-    else:
-        padding = torch.arange(5) >= torch.tensor([[5], [3]])
-        ours, _ = layer(x, memory, causal=False, mask=~padding[:, None, None])
-        theirs = reference(x, image, tgt_key_padding_mask=padding)
+    x, image_features = random_features(2, 5, 128), random_features(2, 6, 128) + 1
+    theirs = reference(x, image_features, tgt_mask=torch.ones(5, 5).triu(1).bool())
+    torch.testing.assert_close(layer(x, image_features), theirs, rtol=0, atol=1e-12)
+    padding = torch.arange(5) >= torch.tensor([[5], [3]])
+    theirs = reference(x, image_features, tgt_key_padding_mask=padding)
+    ours = layer(x, image_features, causal=False, mask=~padding[:, None, None])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
-def test_dropout_follows_each_operation():
-    """Sec. 3: both attentions and feed-forward "each followed by dropout"; at p = 1 none is left"""
-    layer, x = randomise(virtex.DecoderLayer(128, dropout=1.0)).double(), random_features(2, 5, 128)
+    layer.dropout.p = 1.0
     layer.self_attn.dropout = layer.multihead_attn.dropout = 0.0  # of their weights: another one
-    memory = layer.multihead_attn.key_value(x)
     norms_alone = layer.norm3(layer.norm2(layer.norm1(x)))
-    torch.testing.assert_close(layer.train()(x, memory)[0], norms_alone, rtol=0, atol=1e-12)
-    assert not torch.allclose(layer.eval()(x, memory)[0], norms_alone)
+    ours = layer.train()(x, image_features)
+    torch.testing.assert_close(ours, norms_alone, rtol=0, atol=1e-12)
+    assert not torch.allclose(layer.eval()(x, image_features), norms_alone)
 
 
-@pytest.mark.parametrize("direction", ("textual", "backward_textual"))
-def test_predictions_are_causal(direction):
-    """Sec. 3: a prediction depends on past tokens only, on all of them, and on the image."""
-    model, tokens = tiny_model(), torch.tensor([[1, 5, 7, 9, 4, 6, 8]])
-    head, features = getattr(model, direction), random_features(1, 5, 2, 3)
-    projected = head.project(features)
-    before = logits_of(head, projected, tokens)
-    for t in range(7):
-        changed = tokens.clone()
-        changed[0, t] = 11
-        difference = (logits_of(head, projected, changed) - before).abs().amax(2)[0]
-        assert (difference[:t] < 1e-12).all() and (difference[t:] > 1e-4).all()
-    after = logits_of(head, head.project(features + 1), tokens)
-    assert ((after - before).abs().amax(2) > 1e-4).all()
-
-
-def test_image_vectors_are_in_reading_order():
-    """One vector for each place of the grid, row by row, as attention maps are drawn"""
-    head, features = tiny_model().textual, random_features(1, 5, 2, 3)
-    for n, (i, j) in enumerate(itertools.product(range(2), range(3))):
-        expected = head.visual_projection(features[:, :, i, j])
-        torch.testing.assert_close(head.project(features)[:, n], expected)
-
-
-def test_directions_share_all_but_their_layers():
-    """Sec. 3: one embedding, reused at both output layers, one projection, two Transformers"""
-    model = build_model(5, 12, hidden=64)
+def test_weights_at_the_start():
+    """Sec. 3: the directions share all but their Transformers. N(0, 0.02), biases 0 [official]"""
+    model = build_model(64, 200, hidden=64, layers=2)
     forward, backward = model.textual, model.backward_textual
     assert forward.output.weight is forward.embedding.words.weight
     assert forward.output is backward.output and forward.embedding is backward.embedding
     assert forward.visual_projection is backward.visual_projection
     own = set(forward.transformer.parameters())
     assert own and own.isdisjoint(backward.transformer.parameters())
-
-
-def test_initialisation():
-    """N(0, 0.02) for matrices and embeddings, 0 for padding and biases, neutral norms [official]"""
-    model = build_model(64, 200, hidden=64, layers=2)
-    assert not model.textual.embedding.words.weight[UNKNOWN].any()
+    assert not forward.embedding.words.weight[PAD].any()
     for name, value in model.named_parameters():
         if "norm" in name:
             assert (value == float(name.endswith("weight"))).all(), name
@@ -286,42 +211,22 @@ def test_initialisation():
             assert abs(value.mean().item()) < 0.003, name
 
 
-def test_loss_at_the_start_at_the_paper_s_sizes():
-    """The docstring's "near 12.5" per direction: above ln 10000, for the output layer is tied.
-
-    The features are as large as a new ResNet-50's on photos: 0.9, and 1.55 root mean square.
-    """
-    torch.manual_seed(0)
-    model, rng = build_model(2048, 10_000, hidden=2048), np.random.default_rng(0)
-    lengths = rng.integers(9, 15, 8)
-    captions = [[SOS, *rng.integers(4, 10_000, length).tolist(), EOS] for length in lengths]
-    with torch.no_grad():
-        losses = model(2.2 * torch.randn(8, 2048, 7, 7).relu(), **batch_of(captions))
-    assert all(math.log(10_000) < loss.item() < 14 for loss in losses.values())
-
-
-# ------------------------------------------------------------------------------------- optimizer
-
-
 @pytest.mark.parametrize("task", virtex.TASKS)
 def test_parameter_groups(task):
-    """Sec. 3: no weight decay on norms and biases in the Transformers; the backbone's own rate.
-
-    Each parameter is in one group, once; the weight of embedding and output layer, too.
-    """
+    """Sec. 3: no weight decay on norms and biases in the Transformers; the backbone's own rate."""
     model = virtex.VirTex("resnet18", 12, hidden=64, layers=2, task=task)
-    backbone, plain = set(model.visual.parameters()), set()
+    backbone, no_decay = set(model.visual.parameters()), set()
     for head in model.children():
         if isinstance(head, virtex.TextualHead):
             for module in (*head.embedding.modules(), *head.transformer.modules()):
                 for name, parameter in module.named_parameters(recurse=False):
                     if isinstance(module, nn.LayerNorm) or "bias" in name:
-                        plain.add(parameter)
-    decayed = set(model.parameters()) - backbone - plain
+                        no_decay.add(parameter)
+    decay = set(model.parameters()) - backbone - no_decay
     groups = virtex.parameter_groups(model, lr=0.2, text_lr=1e-3, weight_decay=1e-4)
-    expected = [(backbone, 0.2, 1e-4), (decayed, 1e-3, 1e-4)]
+    expected = [(backbone, 0.2, 1e-4), (decay, 1e-3, 1e-4)]
     if task != "token_classification":
-        expected.append((plain, 1e-3, 0.0))
+        expected.append((no_decay, 1e-3, 0.0))
     found = [(set(group["params"]), group["lr"], group["weight_decay"]) for group in groups]
     assert found == expected
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
@@ -331,6 +236,7 @@ def test_learning_rates_of_the_paper():
     """Sec. 3: 10K of 500K iterations of linear warm-up to 0.2 and 1e-3, then a cosine to zero"""
     args = virtex.get_args(["--data", "coco"])
     assert (args.batch_size, args.lookahead_k, args.lookahead_alpha) == (256, 5, 0.5)
+    assert (args.optimizer, args.max_norm, args.vocab_size) == ("sgd", 10, 10_000)
     model = virtex.VirTex("resnet18", 12, hidden=64)
     groups = virtex.parameter_groups(model, args.lr, args.text_lr, args.weight_decay)
     optimizer = common.build_optimizer("sgd", groups, args.lr, args.weight_decay)
@@ -363,89 +269,6 @@ def test_lookahead_written_out():
         assert parameter.item() == pytest.approx(fast, abs=1e-12)
 
 
-# ----------------------------------------------------------------------------------- beam search
-
-
-def trimmed(row):
-    """A list of tokens without the zeros behind [EOS]"""
-    return row[: row.index(EOS) + 1] if EOS in row else row
-
-
-def learned_captioner(vocab_size, longest):
-    """A captioner that half knows two captions of each of eight photos: what it says differs.
-
-    Some captions are cut before their [EOS]. -> head, image vectors
-    """
-    model, features = tiny_model(vocab_size, task="captioning"), random_features(8, 5, 2, 2)
-    rng = np.random.default_rng(0)
-    words = [token for token in range(vocab_size) if token != EOS]
-    captions = []
-    for length in rng.integers(2, longest, 16):
-        captions.append([SOS, *rng.choice(words, length).tolist(), EOS][:longest])
-    batch = batch_of(captions, "captioning")
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    for _ in range(20):
-        optimizer.zero_grad()
-        model(features.repeat(2, 1, 1, 1), **batch)["forward"].backward()
-        optimizer.step()
-    return model.textual, model.textual.project(features).detach()
-
-
-def slow_beam_search(head, projected, beams, max_length):
-    """One photo, one hypothesis after the other: the best of all that grew by a token or ended"""
-    hypotheses = [(0.0, [SOS])]
-    for _ in range(max_length - 1):
-        grown = []
-        for score, row in hypotheses:
-            if row[-1] == EOS:
-                grown.append((score, row))
-                continue
-            log_p = logits_of(head, projected, torch.tensor([row]))[0, -1].log_softmax(-1)
-            grown += [(score + p, [*row, token]) for token, p in enumerate(log_p.tolist())]
-        hypotheses = sorted(grown, reverse=True)[:beams]
-    return hypotheses[0]
-
-
-def test_beam_search_written_out():
-    """What ended keeps its score, log p of Eq. 1, and its place. One beam is greedy decoding.
-
-    The same for a photo alone and in a batch, with kept keys and values and without.
-    """
-    head, projected = learned_captioner(vocab_size=12, longest=9)
-    for beams in (1, 2, 4):
-        tokens, scores = virtex.beam_search(head, projected, beams, max_length=9)
-        again, _ = virtex.beam_search(head, projected, beams, max_length=9, cached=False)
-        assert torch.equal(tokens, again)
-        captions = [trimmed(row) for row in tokens.tolist()]
-        for i, caption in enumerate(captions):
-            score, row = slow_beam_search(head, projected[i : i + 1], beams, max_length=9)
-            assert caption == row and not tokens[i, len(row) :].any()
-            assert scores[i].item() == pytest.approx(score, abs=1e-5)
-    assert len(set(map(len, captions))) > 2, "too easy to mean anything"
-
-
-def test_beam_search_with_room_for_all_is_exhaustive():
-    """With as many beams as captions of four tokens, the best of all 6^4 continuations is found."""
-    head, projected = learned_captioner(vocab_size=6, longest=5)
-    tokens, scores = virtex.beam_search(head, projected, beams=1 + 5 + 25 * 6, max_length=5)
-    every = torch.tensor([[SOS, *rest] for rest in itertools.product(range(6), repeat=4)])
-    for i, found in enumerate(tokens.tolist()):
-        image = projected[i : i + 1].expand(len(every), -1, -1)
-        log_p = logits_of(head, image, every[:, :-1]).log_softmax(-1)
-        so_far = log_p.gather(2, every[:, 1:, None]).squeeze(2).cumsum(1)
-        possible = {}
-        for row, p in zip(every.tolist(), so_far.tolist()):
-            possible[tuple(trimmed(row))] = p[len(trimmed(row)) - 2]
-        best = max(possible, key=possible.get)
-        assert trimmed(found) == list(best)
-        assert scores[i].item() == pytest.approx(possible[best], abs=1e-5)
-    greedy, _ = virtex.beam_search(head, projected, beams=1, max_length=5)
-    assert not torch.equal(tokens, greedy), "too easy to mean anything"
-
-
-# ---------------------------------------------------------------------------- captions to tokens
-
-
 def captions_of(scenes):
     for scene in scenes:
         yield from shapes.describe(scene, shapes.objects_of(scene))
@@ -470,6 +293,25 @@ def one_photo(pixels, *captions):
     return SimpleNamespace(images=images, captions_of=lambda i: list(captions))
 
 
+def test_subset(coco_folder):
+    """Fig. 4: --fraction, --captions-per-image: the right counts; the seed alone decides which."""
+
+    def rows(fraction, captions_per_image=None, seed=0):
+        data = virtex.subset(full, fraction, captions_per_image, seed)
+        return {data.images[i]: (data.captions_of(i), data.tags_of(i)) for i in range(len(data))}
+
+    full = common.caption_data("coco", str(coco_folder), "train2017")
+    every, half, two = rows(1.0), rows(0.5), rows(1.0, captions_per_image=2)
+    assert list(every) == list(two) == list(full.images)
+    assert len(half) == 12 and len(rows(0.001)) == 1 and rows(0.25).keys() < half.keys()
+    assert half.items() < every.items() and half == rows(0.5) and half != rows(0.5, seed=1)
+    assert two != rows(1.0, captions_per_image=2, seed=1)
+    assert rows(0.5, captions_per_image=2).items() < two.items()
+    for image, (captions, tags) in two.items():
+        assert len(captions) == 2 and set(captions) < set(every[image][0])
+        assert tags == every[image][1]
+
+
 def test_clean():
     """Sec. 3: lower case, also of what NFKD makes of a sign; accents stripped"""
     assert virtex.clean("A Crème BRÛLÉE") == "a creme brulee"
@@ -480,149 +322,117 @@ def test_clean():
 
 def test_swap_left_right():
     """Sec. 3: whole words alone (the official code writes "bleft" for bright)"""
-    swap = language.swap_left_right
+    swap = common.swap_left_right
     assert swap("Left of the cat, right of the dog") == "right of the cat, left of the dog"
     assert swap("a left-hand glove. right!") == "a right-hand glove. left!"
-    for caption in ("bright, upright", "leftover pizza", "two lefts, no rights", "copyright"):
-        assert swap(caption) == caption
+    assert swap("bright, leftover, lefts, copyright") == "bright, leftover, lefts, copyright"
 
 
-def test_mirrored_photos_have_mirrored_captions(tokenizer):
-    """Sec. 3: half of the photos are mirrored, and exactly these have left and right swapped."""
-    half = np.zeros((32, 32, 3), np.uint8)
+def test_flipped_photos_have_flipped_captions(tokenizer):
+    """Sec. 3: half of the photos are flipped, and exactly these have left and right swapped."""
+    half, flipped = np.zeros((32, 32, 3), np.uint8), 0
     half[:, :16] = 255  # white on the left
-    data, mirrored = one_photo(half, "Left of the bright circle"), 0
+    data = one_photo(half, "Left of the bright circle")
     args = virtex.get_args(["--crop-min", "1", "--image-size", "32"])
     for seed in range(60):
-        sample = virtex.sample(data, tokenizer, args, 0, np.random.default_rng(seed))
+        sample = virtex.make_sample(data, tokenizer, args, 0, np.random.default_rng(seed))
         image, words = sample["image"], tokenizer.decode(sample["tokens"])
         white_on_the_left = image[:, :16].mean() > image[:, 16:].mean()
         side = "left" if white_on_the_left else "right"
         assert words == f"{side} of the bright circle"
-        mirrored += not white_on_the_left
-    assert 15 < mirrored < 45
+        flipped += not white_on_the_left
+    assert 15 < flipped < 45
 
 
-def test_long_captions_are_cut_before_they_are_reversed(tokenizer):
+def test_long_captions_are_truncated_before_they_are_reversed(tokenizer):
     """Of a long caption both directions see the first 30 tokens; a short one keeps its [EOS]."""
     long, photo = " ".join(captions_of([0])), np.zeros((9, 9, 3), np.uint8)
     args, whole = virtex.get_args([]), [SOS, *tokenizer.encode(long), EOS]
     assert len(whole) > 31
     rows = []
     for captions in ((long, "not the first"), ("a circle", "not the first")):
-        sample = virtex.sample(one_photo(photo, *captions), tokenizer, args, 0, None)
+        sample = virtex.make_sample(one_photo(photo, *captions), tokenizer, args, 0, None)
         rows.append(sample["tokens"])
     cut, short = rows
     assert cut == whole[:30] and short == [SOS, *tokenizer.encode("a circle"), EOS]
-    padding, batch = [0] * (30 - len(short)), batch_of(rows)
+    padding, batch = [PAD] * (30 - len(short)), batch_of(rows)
     assert batch["tokens"].tolist() == [cut, short + padding]
     assert batch["backward_tokens"].tolist() == [cut[::-1], short[::-1] + padding]
 
 
-def test_special_tokens(tokenizer):
-    """Unknown (and padding) 0, [SOS] 1, [EOS] 2, [MASK] 3 [official]; no caption can spell them."""
+def test_tokens(tokenizer):
+    """Ids of the official model; no caption can spell special ones; what was clean stays whole."""
     ids = [tokenizer.piece_to_id(piece) for piece in ("[SOS]", "[EOS]", "[MASK]")]
     assert ids == [1, 2, 3] == [SOS, EOS, MASK]
-    assert tokenizer.unk_id() == UNKNOWN == 0 and tokenizer.encode("犬")[-1] == 0
-    assert tokenizer.get_piece_size() == 150
+    assert tokenizer.unk_id() == UNK == PAD == 0 == tokenizer.encode("犬")[-1]
     assert not {SOS, EOS, MASK} & set(tokenizer.encode("a [SOS] circle [EOS] and a [MASK]"))
-
-
-def test_decode_inverts_encode(tokenizer):
-    """Tokens lose nothing of what `clean` leaves, also of captions that were not trained on."""
     for caption in map(virtex.clean, (*captions_of(range(200, 260)), "A Rêd CIRCLE")):
         assert tokenizer.decode(tokenizer.encode(caption)) == caption
 
 
-def test_two_captions_make_a_tokenizer(tmp_path):
-    """A smaller corpus gets a smaller vocabulary; one too small for the letters is refused."""
-    path, captions = tmp_path / "tokenizer.model", ["a dog runs on the grass.", "two dogs!"]
-    path.write_bytes(virtex.train_tokenizer(iter(captions), 10_000))
-    tokenizer = virtex.read_tokenizer(path)
-    assert 4 < tokenizer.get_piece_size() < 200
+def test_tokenizer_of_few_captions():
+    """They get a smaller vocabulary; no piece mixes letters and punctuation, as "dog!" [Sec. 3]"""
+    captions = ["a dog?", "the dog!", "dog's (dog), dog-dog", "dog; it's a 'dog'.", "no.dog"]
+    proto = virtex.train_tokenizer(iter(50 * captions), 10_000)
+    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=proto)
     assert tokenizer.decode([tokenizer.encode(caption) for caption in captions]) == captions
-    with pytest.raises(SystemExit, match="no tokenizer of 12 tokens"):
+    ids = range(MASK + 1, tokenizer.get_piece_size())
+    pieces = [tokenizer.id_to_piece(i).lstrip("▁") for i in ids]
+    assert "dog" in pieces and len(pieces) < 200
+    assert all(piece.isalpha() or not any(map(str.isalpha, piece)) for piece in pieces)
+    with pytest.raises(RuntimeError, match="fewer letters than tokens"):
         virtex.train_tokenizer(["the quick brown fox jumps over the lazy dog"], 12)
 
 
-def test_no_piece_mixes_letters_and_punctuation():
-    """Sec. 3: "to prevent redundant tokens such as dog? and dog!" """
-    captions = 50 * ["a dog?", "the dog!", "dog's (dog), dog-dog", "dog; it's a 'dog'.", "no.dog"]
-    proto = virtex.train_tokenizer(captions, 100)
-    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=proto)
-    ids = range(MASK + 1, tokenizer.get_piece_size())
-    pieces = [tokenizer.id_to_piece(i).lstrip("▁") for i in ids]
-    assert "dog" in pieces
-    assert all(piece.isalpha() or not any(map(str.isalpha, piece)) for piece in pieces)
-
-
-# ------------------------------------------------------------------------------- the other tasks
-
-
-def test_mask_tokens_statistics():
-    """15% of the words (3 of 20): of these 85% [MASK], 10% any word, 5% kept [official code]"""
+def test_mask_tokens():
+    """15% of the words, one at least: 85% [MASK], 10% any word, 5% kept [official code]"""
     tokens, rng = [SOS, *range(500, 520), EOS], np.random.default_rng(0)
     draws = np.array([virtex.mask_tokens(tokens, 1000, rng) for _ in range(4000)])
     different, chosen = draws != tokens, 3 * len(draws)
-    assert different.sum(1).max() == 3
     assert MASK <= draws[different].min() and draws.max() < 1000
     assert (draws == MASK).sum() / chosen == pytest.approx(0.85, abs=0.015)
     assert (different & (draws > MASK)).sum() / chosen == pytest.approx(0.10, abs=0.015)
-    places = different.sum(0)
-    assert places[0] == places[-1] == 0  # [SOS] and [EOS]
-    assert places[1:-1] == pytest.approx(0.95 * chosen / 20, rel=0.2)  # all places alike
-
-
-@pytest.mark.parametrize("length, number", ((1, 1), (6, 1), (7, 2), (20, 3), (21, 4), (0, 0)))
-def test_mask_tokens_rounds_up(length, number):
-    """One at least; every word can be chosen, the last one of a cut caption, too."""
-    for end in ([EOS], []):
+    assert different.sum(0)[1:-1] == pytest.approx(0.95 * chosen / 20, rel=0.2)  # all alike
+    counts = {1: 1, 6: 1, 7: 2, 20: 3, 21: 4, 0: 0}
+    for (length, count), end in itertools.product(counts.items(), ([EOS], [])):
         tokens, rng = [SOS, *range(10, 10 + length), *end], np.random.default_rng(0)
         draws = np.array([virtex.mask_tokens(tokens, 1000, rng) for _ in range(200)])
-        assert (draws != tokens).sum(1).max() == number
-        chosen = (draws == MASK).any(0)
+        assert (draws != tokens).sum(1).max() == count
+        chosen = (draws != tokens).any(0)
         assert chosen.tolist() == [False, *length * [True], *len(end) * [False]]
 
 
 def test_masked_lm_written_out():
-    """Sec. 4.2: cross-entropy at [MASK]s alone, not where words were replaced or kept.
-
-    Here each caption is alone, and in the model it is padded: padding changes nothing.
-    """
-    model, features = tiny_model(task="masked_lm"), random_features(3, 5, 2, 3)
+    """Sec. 4.2: cross-entropy at [MASK]s of known words alone; where there are none, 0, not NaN"""
+    model, features = tiny_model(task="masked_lm"), random_features(4, 5, 2, 3)
     loss = model(features, **batch_of(CAPTIONS, "masked_lm", MASKED))["masked_lm"]
     terms, head = [], model.textual
     for i, (tokens, masked) in enumerate(zip(CAPTIONS, MASKED)):
-        memory = head.memory(head.project(features[i : i + 1]))
-        vectors, _ = head(torch.tensor([masked]), memory, causal=False)
+        image_features = head.project(features[i : i + 1])
+        vectors = head(torch.tensor([masked]), image_features, causal=False)
         log_p = head.output(vectors).log_softmax(-1)[0]
-        terms += [-log_p[t, tokens[t]].item() for t in range(len(tokens)) if masked[t] == MASK]
-    assert len(terms) == 4
+        places = [t for t, token in enumerate(masked) if token == MASK and tokens[t] != UNK]
+        terms += [-log_p[t, tokens[t]].item() for t in places]
+    assert model.rows[0] == len(terms) == 4
     assert loss.item() == pytest.approx(np.mean(terms), abs=1e-10)
-
-
-def test_masked_lm_without_a_mask():
-    """When chance replaces no token of a batch by [MASK], the loss is zero and not NaN."""
-    model, batch = tiny_model(task="masked_lm"), batch_of([[SOS, 5]], "masked_lm", [[SOS, 9]])
-    loss = model(random_features(1, 5, 2, 3), **batch)["masked_lm"]
+    loss = model(features[:1], **batch_of([[SOS, 5]], "masked_lm", [[SOS, 9]]))["masked_lm"]
     loss.backward()
     assert loss.item() == 0.0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 def test_token_classification_written_out():
-    """Sec. 4.2, Tab. 1: a linear layer on the mean of the grid; each of a caption's K different
-    words is 1/K of the target, and special tokens are none of it."""
-    model, features = tiny_model(task="token_classification"), random_features(5, 5, 2, 3)
-    captions = [*CAPTIONS, [SOS, UNKNOWN, EOS], [SOS, 4, 11, MASK]]
+    """Sec. 4.2: a linear layer on the grid's mean; each of K words is 1/K of the target."""
+    model, features = tiny_model(task="token_classification"), random_features(6, 5, 2, 3)
+    captions = [*CAPTIONS, [SOS, UNK, EOS], [SOS, 4, 11, MASK]]
     loss = model(features, **batch_of(captions, "token_classification"))["token_classification"]
     output, total = model.textual["output"], 0.0
     for grid, caption in zip(features, captions):
         pooled = sum(grid[:, i, j] for i in range(2) for j in range(3)) / 6
         log_p = (output.weight @ pooled + output.bias).log_softmax(0)
-        words = set(caption) - {UNKNOWN, SOS, EOS, MASK}
+        words = set(caption) - {UNK, SOS, EOS, MASK}
         total -= sum(log_p[word].item() / len(words) for word in words)
-    assert loss.item() == pytest.approx(total / 5, abs=1e-6)
+    assert loss.item() == pytest.approx(total / 6, abs=1e-6)
 
 
 def test_validation_is_a_mean_over_tokens(tokenizer):
@@ -630,216 +440,57 @@ def test_validation_is_a_mean_over_tokens(tokenizer):
     data = common.CaptionData(shapes.ShapeImages())
     for scene in range(70):  # more than a batch of 64
         data.add(scene, list(captions_of([scene])))
-    flags = "--image-size 8 --max-length 9 --amp off --workers 0".split()
-    args, model = virtex.get_args(flags), tiny_model(150, channels=3).float()
-    validation = virtex.validate(model, data, tokenizer, args, CPU)
-    total, number = 0.0, 0
+    args = virtex.get_args("--image-size 8 --amp off --workers 0".split())
+    model, total, count = tiny_model(150, channels=3, max_length=30).float(), 0.0, 0
     for i in range(70):
-        [image] = common.read_crops(data.images, i, [common.centre_crop(1.0)], 8)
-        tokens = [SOS, *tokenizer.encode(data.captions_of(i)[0]), EOS][:9]
-        with torch.no_grad():
-            losses = model(common.augment(torch.tensor(image)[None]), **batch_of([tokens]))
+        [image] = common.read_crops(data.images, i, [partial(common.centre_crop, 1.0)], 8)
+        tokens = [SOS, *tokenizer.encode(data.captions_of(i)[0]), EOS][:30]
+        losses = model(common.augment(torch.tensor(image)[None]), **batch_of([tokens]))
         total += (len(tokens) - 1) * losses["backward"].item()
-        number += len(tokens) - 1
-    assert validation["backward"] == pytest.approx(total / number, rel=1e-5)
-
-
-# ----------------------------------------------------------------------------------- checkpoints
-
-
-class OfficialEmbedding(nn.Module):
-    def __init__(self, vocab_size, hidden, max_length):
-        super().__init__()
-        self.words = nn.Embedding(vocab_size, hidden, padding_idx=0)
-        self.positions = nn.Embedding(max_length, hidden)
-        self.layer_norm = nn.LayerNorm(hidden, eps=1e-8)
-
-    def forward(self, tokens):
-        positions = self.positions(torch.arange(tokens.size(1)))
-        return self.layer_norm(self.words(tokens) + positions) * (tokens != 0).unsqueeze(-1)
-
-
-class OfficialHead(nn.Module):
-    """torch's own decoder under the official names"""
-
-    def __init__(self, channels, vocab_size, hidden=128, layers=2, max_length=12):
-        super().__init__()
-        self.visual_projection = nn.Linear(channels, hidden)
-        self.embedding = OfficialEmbedding(vocab_size, hidden, max_length)
-        sizes = {"nhead": hidden // 64, "dim_feedforward": 4 * hidden}
-        layer = nn.TransformerDecoderLayer(hidden, **sizes, activation="gelu", batch_first=True)
-        self.transformer = nn.TransformerDecoder(layer, layers)
-        self.output = nn.Linear(hidden, vocab_size)
-        self.output.weight = self.embedding.words.weight
-
-    def forward(self, features, tokens):
-        image = self.visual_projection(features.flatten(2).permute(0, 2, 1))
-        future = torch.ones(tokens.size(1), tokens.size(1)).triu(1).bool()
-        return self.output(self.transformer(self.embedding(tokens), image, tgt_mask=future))
-
-
-class OfficialVirTex(nn.Module):
-    """The modules of github.com/kdexd/virtex; torchvision's classifier is still there."""
-
-    def __init__(self):
-        super().__init__()
-        self.visual = nn.ModuleDict({"cnn": torchvision.models.resnet18()})
-        self.textual = OfficialHead(512, 150)
-        self.backward_textual = copy.deepcopy(self.textual)
-        for module in ("visual_projection", "embedding", "output"):
-            setattr(self.backward_textual, module, getattr(self.textual, module))
-        with torch.no_grad():
-            self.textual.embedding.words.weight *= 0.1  # logits as large as a trained model's
-            for parameter in self.parameters():
-                parameter += 0.05 * torch.randn_like(parameter)
-
-    def features(self, images):
-        return nn.Sequential(*list(self.visual["cnn"].children())[:-2])(images)
-
-
-@torch.no_grad()
-def test_official_checkpoint_gives_the_official_logits(tokenizer_path, tmp_path):
-    """To 1e-5, in both directions; without the backward one it is a model of forward captioning."""
-    torch.manual_seed(0)
-    official, images = OfficialVirTex(), torch.randn(2, 3, 64, 64)
-    for module in official.visual["cnn"].modules():
-        module.momentum = 1.0  # the batch norms take on the statistics of these images
-    official.features(images)
-    features, state = official.eval().features(images), official.state_dict()
-    tokens = [[SOS, 20, UNKNOWN, 60, 100, EOS, 0, 0], [SOS, 7, 149, 8, 30, 31, 32, EOS]]
-    tokens, path = torch.tensor(tokens), tmp_path / "official.pth"
-    for directions in (("textual", "backward_textual"), ("textual",)):
-        torch.save({"model": state, "iteration": 500_000}, path)
-        model, tokenizer, image_size = virtex.load_virtex(path, tokenizer_path)
-        assert not model.training and image_size == 224 and tokenizer.get_piece_size() == 150
-        assert model.textual.embedding.positions.num_embeddings == 12
-        assert hasattr(model, "backward_textual") == (len(directions) == 2)
-        projected = model.textual.project(model.visual["cnn"](images))
-        for direction in directions:
-            ours = logits_of(getattr(model, direction), projected, tokens)
-            expected = getattr(official, direction)(features, tokens)
-            assert expected.std() > 0.1
-            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
-        state = {k: v for k, v in state.items() if not k.startswith("backward_")}
-
-
-@pytest.fixture(scope="module")
-def own_state():
-    return virtex.VirTex("resnet18", 150, 64).state_dict()
-
-
-def test_checkpoints_that_cannot_caption_are_refused(own_state, tokenizer_path, tmp_path):
-    """A backbone, masked LM, and weights of which some are missing or left"""
-    path, backbone = tmp_path / "x.pth", common.build_backbone("resnet18").state_dict()
-    alone = {f"visual.cnn.{name}": value for name, value in backbone.items()}
-    norm = "textual.transformer.layers.0.norm2.bias"
-    short = {name: value for name, value in own_state.items() if name != norm}
-    more = {**own_state, "textual.extra": torch.zeros(1)}
-    masked_lm = {"args": {"task": "masked_lm"}, "model": own_state}
-    refused = (
-        (backbone, "a backbone alone cannot caption"),
-        ({"model": alone}, "a backbone alone cannot caption"),
-        (masked_lm, "holds no captioning model"),
-        ({"model": short}, f'Missing .*"{norm}"'),
-        ({"model": more}, 'Unexpected .*"textual.extra"'),
-    )
-    for content, message in refused:
-        torch.save(content, path)
-        with pytest.raises(SystemExit, match=message):
-            virtex.load_virtex(path, tokenizer_path)
-
-
-def test_tokenizers_that_do_not_belong_are_refused(own_state, tmp_path):
-    """One of another size, one without the special tokens, and none at all"""
-    torch.save({"model": own_state}, tmp_path / "x.pth")
-    other, bare, text = (tmp_path / f"{name}.model" for name in ("other", "bare", "text"))
-    other.write_bytes(virtex.train_tokenizer(["a dog", "a cat"], 100))
-    model, sizes = io.BytesIO(), {"vocab_size": 20, "hard_vocab_limit": False, "minloglevel": 2}
-    trainer = sentencepiece.SentencePieceTrainer
-    trainer.train(sentence_iterator=iter(["a dog"]), model_writer=model, model_type="bpe", **sizes)
-    bare.write_bytes(model.getvalue())
-    text.write_text("a dog")
-    refused = (
-        (other, f"the tokenizer has .* and {tmp_path}/x.pth 150"),
-        (bare, "must have"),
-        (text, "Expected: a SentencePiece model"),
-        (None, "holds no tokenizer: add --tokenizer FILE"),
-    )
-    for path, message in refused:
-        with pytest.raises(SystemExit, match=message):
-            virtex.load_virtex(tmp_path / "x.pth", path)
-
-
-# ------------------------------------------------------------------------------ where words look
-
-
-@torch.no_grad()
-def test_word_attention_is_that_of_torch():
-    """Sec. 4.4: the last layer's over the image, the mean over heads and over a word's tokens"""
-    model, tokens = tiny_model(), torch.tensor([SOS, 4, 9, 6, 7, 10, EOS])
-    head, projected = model.textual, model.textual.project(random_features(1, 5, 3, 3))
-    first, last = torch_layer(), torch_layer()
-    for reference, layer in zip((first, last), head.transformer["layers"]):
-        reference.load_state_dict(layer.state_dict())
-    future = torch.ones(6, 6).triu(1).bool()
-    x = first(head.embedding(tokens[None, :-1]), projected, tgt_mask=future)
-    x = last.norm1(x + last.self_attn(x, x, x, attn_mask=future)[0])
-    _, [weights] = last.multihead_attn(x, projected, projected, need_weights=True)
-
-    pieces = ["▁a", "▁sur", "f", "board", "▁rider"]
-    words = virtex.word_attention(head, projected, tokens, pieces)
-    assert [word for word, _ in words] == ["a", "surfboard", "rider"]
-    for (_, found), rows in zip(words, ([0], [1, 2, 3], [4])):  # row t predicts token t + 1
-        mean = sum(weights[t] for t in rows) / len(rows)
-        torch.testing.assert_close(found, mean.view(3, 3), rtol=0, atol=1e-10)
-
-    # SentencePiece may write a word as "▁" and its letters: one word. No word, no map.
-    [(word, _)] = virtex.word_attention(head, projected, tokens[:4], ["▁", "a", "b"])
-    assert word == "ab"
-    assert virtex.word_attention(head, projected, tokens[:2], []) == []
-
-
-def test_captioned_photo_shows_each_word_s_own_map(tokenizer, tmp_path, monkeypatch):
-    """A word is drawn with its own map, also behind a token that the caption does not print."""
-    model, said = tiny_model(150, channels=3).float(), tokenizer.encode("a red square")
-    row, drawn = torch.tensor([SOS, UNKNOWN, *said, EOS]), []
-    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "photo.png")
-    monkeypatch.setattr(virtex, "load_virtex", lambda *_: (model, tokenizer, 8))
-    monkeypatch.setattr(virtex, "beam_search", lambda *_: (row[None], None))
-    monkeypatch.setattr(pictures, "draw_attention", lambda *passed: drawn.append(passed))
-    photo, output = str(tmp_path / "photo.png"), str(tmp_path)
-    flags = ["--caption", photo, "--weights", "x.pth", "--output", output, "--workers", "0"]
-    virtex.caption_photos(virtex.get_args(flags), CPU)
-
-    [(_, caption, words, _)] = drawn
-    assert caption == "a red square"
-    projected = model.textual.project(common.augment(torch.tensor(pixels)[None]))
-    pieces = ["▁?", *map(tokenizer.id_to_piece, said)]
-    expected = dict(virtex.word_attention(model.textual, projected, row, pieces))
-    for word in caption.split():
-        torch.testing.assert_close(dict(words)[word], expected[word])
+        count += len(tokens) - 1
+    validation = virtex.validate(model, data, tokenizer, args, CPU)
+    assert validation["backward"] == pytest.approx(total / count, rel=1e-5)
 
 
 # ------------------------------------------------------------------------------- as a user runs it
 
 
-@pytest.mark.parametrize("task", virtex.TASKS)
-def test_every_task_learns_its_captions(task, tiny, tmp_path):
-    """24 pictures by heart: the loss falls by 1.5 nats or more, and validation knows its terms."""
-    run_here(tiny("virtex", tmp_path, "--task", task, "--iters", 60, "--crop-min", 0.9))
-    rows = metrics(tmp_path)
-    losses = [row["loss"] for row in rows]
-    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1.5
-    factors = [common.lr_factor(n, 60, warmup=0.02) for n in range(60)]
-    assert [row["lr"] / 0.05 for row in rows] == pytest.approx(factors, rel=1e-5)
-    terms = result(tmp_path)["validation_loss"].keys()
-    assert terms and terms < rows[0].keys()
+@pytest.fixture
+def no_probe(monkeypatch):
+    """As a copy of virtex.py with common.py alone: faster"""
+    monkeypatch.setattr(virtex, "eval_linear", None)
 
 
-def test_gradients_are_clipped(tiny, tmp_path):
-    """--clip bounds the norm of all gradients together: next to zero, nothing moves."""
-    run_here(tiny("virtex", tmp_path, "--iters", 3, "--clip", 1e-15, "--weight-decay", 0))
+def test_one_file_and_common():
+    """A copy of virtex.py needs common.py alone, and uses eval_linear.py if it is there."""
+    names = re.findall(r"^(?:import|from) (\w+)", (ROOT / "virtex.py").read_text(), re.M)
+    assert {name for name in names if (ROOT / f"{name}.py").exists()} == {"common"}
+    assert virtex.eval_linear is common.import_if_there("eval_linear") is not None
+    assert common.import_if_there("no_such_module") is None
+
+
+def test_given_learning_rates_are_literal(tiny, no_probe, tmp_path):
+    """Those of the recipe, for its batch size, are scaled to --batch-size."""
+    for flags, rates in (
+        ("", (0.2, 1e-3)),
+        (" --batch-size 64", (0.05, 2.5e-4)),
+        (" --batch-size 64 --lr 0.2", (0.2, 2.5e-4)),
+        (" --batch-size 64 --lr 0.1 --text-lr 1e-3", (0.1, 1e-3)),
+    ):
+        args = virtex.get_args(f"--data coco{flags}".split())
+        assert (args.lr, args.text_lr) == pytest.approx(rates, rel=1e-12)
+    given = tiny("virtex", tmp_path, "--iters", 1, "--warmup", 0, "--fresh")  # batches of 8
+    scaled = given[: given.index("--lr")] + given[given.index("--lr") + 2 :]
+    for command, lr in ((given, 0.05), (scaled, 0.2 * 8 / 256)):
+        run_here(command)
+        [row] = metrics(tmp_path)
+        assert (row["lr"], row["text_lr"]) == (lr, 0.05)
+
+
+def test_gradients_are_clipped(tiny, no_probe, tmp_path, monkeypatch):
+    """max_norm bounds the norm of all gradients together: next to zero, nothing moves."""
+    monkeypatch.setitem(virtex.RECIPES, "max_norm", (1e-15, 1e-15, 1e-15))
+    run_here(tiny("virtex", tmp_path, "--iters", 3, "--weight-decay", 0))
     trained = checkpoint_in(tmp_path)["model"]
     torch.manual_seed(0)
     model = virtex.VirTex("resnet18", len(trained["textual.output.bias"]), 64)
@@ -847,78 +498,20 @@ def test_gradients_are_clipped(tiny, tmp_path):
         torch.testing.assert_close(trained[name], parameter.data, rtol=0, atol=1e-15)
 
 
-class FakeMetric:
-    """In place of CIDEr, SPICE and their tokenizer: keeps what is compared."""
-
-    compared = []
-
-    def method(self):
-        return "fake"
-
-    def tokenize(self, captions):
-        return {n: [row["caption"] for row in rows] for n, rows in captions.items()}
-
-    def compute_score(self, truth, written):
-        self.compared.append((truth, written))
-        return 0.123, None
-
-
-def replace_metrics(patch, module):
-    """In place of the optional package pycocoevalcap; None: it is not installed."""
-    for name in ("cider.cider", "spice.spice", "tokenizer.ptbtokenizer"):
-        patch.setitem(sys.modules, f"pycocoevalcap.{name}", module)
-
-
-FAKE = SimpleNamespace(Cider=FakeMetric, Spice=FakeMetric, PTBTokenizer=FakeMetric)
-
-
-def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
-    """--caption prints a line and draws a picture per photo, with the checkpoint alone.
-
-    --evaluate writes the same captions, of the validation split, and compares them with its own.
-    """
-    run_here(tiny("virtex", tmp_path, "--iters", 30, "--probe-every", 15, "--crop-min", 0.9))
-    assert result(tmp_path)["probe"]["best"]["iteration"] in (15, 30)
-    common.load_backbone(tmp_path / "backbone_best.pth", "resnet18")
-
-    model, _, size = virtex.load_virtex(tmp_path / "checkpoint.pth")
-    trained = checkpoint_in(tmp_path)["model"]
-    assert size == 32
-    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
-
-    use = "virtex.py", "--weights", tmp_path / "checkpoint.pth", "--output", tmp_path / "use"
-    photos, broken = sorted((coco_folder / "val2017").iterdir()), tmp_path / "broken.jpg"
-    broken.write_bytes(photos[0].read_bytes()[:300])
-    lines = run_here([*use, "--caption", photos[0], broken, photos[1]]).splitlines()
-    pictures = tmp_path / "use" / "captions"
-    names = [f"1_{photos[0].stem}.png", f"3_{photos[1].stem}.png"]
-    assert sorted(path.name for path in pictures.iterdir()) == names
-
-    replace_metrics(monkeypatch, FAKE)
-    monkeypatch.setattr("shutil.which", lambda name: "java")
-    output = run_here([*use, "--evaluate", "--data", "coco", "--root", coco_folder])
-    assert output.count("fake 12.3 on 12 images") == 2
-    written = json.loads((tmp_path / "use" / "captions_val2017.json").read_text())
-    assert [row["image"] for row in written] == list(map(str, photos))
-    truth, captions = FakeMetric.compared[0]
-    data = common.caption_data("coco", str(coco_folder), "val2017")
-    assert truth == {n: data.captions_of(n) for n in range(12)}
-    assert captions == {n: [row["caption"]] for n, row in enumerate(written)}
-    assert lines == [
-        f"{photos[0]}: {captions[0][0]}  ({pictures / names[0]})",
-        f"{broken}: cannot be decoded, is it a photo?",
-        f"{photos[1]}: {captions[1][0]}  ({pictures / names[1]})",
-    ]
-
-
-def test_evaluate_says_what_it_needs(monkeypatch):
-    """Without pycocoevalcap, and without Java"""
-    command = ["virtex.py", "--evaluate", "--weights", "x.pth"]
-    replace_metrics(monkeypatch, None)
-    assert "python -m pip install pycocoevalcap" in refusal(command)
-    replace_metrics(monkeypatch, FAKE)
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert "apt install default-jre" in refusal(command)
+@pytest.mark.parametrize("task", virtex.TASKS)
+def test_every_task_learns_its_captions(task, tiny, no_probe, tmp_path):
+    """24 pictures by heart: the loss falls by 1.5 nats or more, and validation knows its terms."""
+    flags = "--iters", 60, "--crop-min", 0.9, "--validate-every", 25
+    run_here(tiny("virtex", tmp_path, "--task", task, *flags))
+    rows = metrics(tmp_path)
+    losses = [row["loss"] for row in rows]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1.5
+    factors = [common.lr_factor(n, 60, warmup=0.02) for n in range(60)]
+    assert [row["lr"] / 0.05 for row in rows] == pytest.approx(factors, rel=1e-5)
+    terms = result(tmp_path)["validation_loss"].keys()
+    assert terms and terms < rows[0].keys()
+    validated = {row["iteration"] for row in rows if any(f"validation_{t}" in row for t in terms)}
+    assert validated == {25, 50} and {f"validation_{term}" for term in terms} < rows[24].keys()
 
 
 def test_learns_on_shapes(few_scenes, tmp_path):
