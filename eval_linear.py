@@ -184,8 +184,10 @@ def main(args):
             test_x, test_y = labelled_features(backbone, test, args, world, protocol)
         torch.manual_seed(seed)
         if world.is_main:
-            features = train_x, train_y, test_x, test_y
-            runs.append(protocol.score(features, data.names, args, world.device, seed))
+            scores = protocol.score(
+                train_x, train_y, test_x, test_y, data.names, args, world.device, seed
+            )
+            runs.append(scores)
     common.end_distributed(world)
     if world.is_main:
         report(runs, data.names, args)
@@ -209,8 +211,8 @@ def report(runs, classes, args):
 def over_runs(runs):
     """[{name: percent} of each run] -> {"mean": {name: percent}, "std": likewise, "runs": runs}"""
     mean, deviation = {}, {}
-    for name in runs[0]:
-        values = [scores[name] for scores in runs]
+    for name in dict.fromkeys(name for scores in runs for name in scores):
+        values = [scores[name] for scores in runs if name in scores]
         mean[name], deviation[name] = mean_and_deviation(values)
     return {"mean": mean, "std": deviation, "runs": runs}
 
@@ -454,19 +456,17 @@ def gather_in_turns(x, world):
 # -------------------------------------------------------------------------- SVMs on features
 
 
-def svm_virtex(features, names, args, device, seed):
+def svm_virtex(train_x, train_y, test_x, test_y, names, args, device, seed):
     """svm.py's four costs [VirTex App. A.1] -> {class: average precision, "mAP": their mean}"""
-    train_x, train_y, test_x, test_y = features
     scores = svm_probe(train_x, train_y, test_x, test_y, names, device=device)
     return with_mean(scores, names)
 
 
-def svm_icmlm(features, names, args, device, seed):
+def svm_icmlm(train_x, train_y, test_x, test_y, names, args, device, seed):
     """40 log-uniform costs [ICMLM App. F.2], all of which are tried [ours; theirs by Optuna]
 
     Precision is interpolated, as the code of Goyal et al. does.
     """
-    train_x, train_y, test_x, test_y = features
     costs = sorted(10 ** np.random.default_rng(seed).uniform(-5, 5, 40))
     scores = svm_probe(train_x, train_y, test_x, test_y, names, costs, device, interpolated=True)
     return with_mean(scores, names)
@@ -484,13 +484,12 @@ def with_mean(scores, names):
 # ---------------------------------------------------------------------- linear layers on features
 
 
-def sgd_mct(features, names, args, device, seed):
+def sgd_mct(train_x, train_y, test_x, test_y, names, args, device, seed):
     """lr / 5 after epochs 30, 40, 50 of 60 [contrastive paper Sec. 4.2] -> {"top-1": percent}"""
 
     def lr_factor(fraction):
         return 0.2 ** sum(fraction >= epoch / 60 for epoch in (30, 40, 50))
 
-    train_x, train_y, test_x, test_y = features
     rows = np.arange(len(train_x))
     trials = [(args.lr, 0.0)]
     [layer] = train_linear(
@@ -501,13 +500,12 @@ def sgd_mct(features, names, args, device, seed):
     return {"top-1": top1(logits, test_y)}
 
 
-def logreg_icmlm(features, names, args, device, seed):
+def logreg_icmlm(train_x, train_y, test_x, test_y, names, args, device, seed):
     """The best of 25 pairs of lr and weight decay for held-out images [ICMLM App. F.2]
 
     [ours: a fifth is held out, the trials are random where the paper's are Optuna's, and features
     are l2-normalised as for the SVMs] -> {"top-1": percent}
     """
-    train_x, train_y, test_x, test_y = features
     rng = np.random.default_rng(seed)
     rates = 10 ** rng.uniform(-1, 2, 25)
     decays = rng.uniform(0, 1e-5, 25)
@@ -742,6 +740,8 @@ def train_with_augmentation(
         optimizer.step()
         bar.update()
         done = iteration + 1
+        if done % 20 == 0:
+            bar.set_postfix(loss=f"{loss.item() / len(losses):.3f}")
         if done % eval_every == 0 and done < iters:
             scores = score()
             if world.is_main:
@@ -780,12 +780,10 @@ def score_layers(names, logits, labels, classes):
 
 
 class Protocol(NamedTuple):
-    """How a backbone is scored, and defaults of flags; with side_fraction on features that are
+    """A function -> {metric: percent}, what it needs, and the defaults of flags"""
 
-    extracted once: score(features, names, args, device, seed), where features are train_x, train_y,
-    test_x, test_y. Else score(backbone, train, test, args, world, seed). -> {metric: percent}
-    """
-
+    # With side_fraction score(train_x, train_y, test_x, test_y, names, args, device, seed), on
+    # features that are extracted once; without score(backbone, train, test, args, world, seed).
     score: object
     single_label: bool = False  # it needs images with one label each
     side_fraction: float = None  # of the centre crop

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 COSTS = 0.01, 0.1, 1.0, 10.0  # C of the SVMs [VirTex App. A.1]
 GROUP = 100  # classes that are solved together: at most 2.4 KB per image and matrix
-BLOCK = 1024  # rows of features that are in float64 at a time
+BLOCK = 1024  # rows of features that are copied to float64 at a time
+TINY = 1e-300  # in place of 0 in a quotient 0 / 0 of a column that is solved
 
 
 def svm_probe(
@@ -38,7 +39,7 @@ def svm_probe(
     if not len(classes):
         return {}
     axes = principal_axes(train_x, device)  # where the SVMs are quicker to solve
-    x = torch.empty(len(train_x), axes.shape[1], dtype=torch.float64, device=device)
+    x = axes.new_empty(len(train_x), axes.shape[1])
     for x_rows, rows in zip(x.split(BLOCK), blocks(train_x, device)):
         torch.mm(rows, axes, out=x_rows)
     scores = {}
@@ -47,9 +48,12 @@ def svm_probe(
         chosen = choose_costs(x, positive, costs)
         w = axes @ solve_svms(x, positive, chosen)
         decisions = torch.cat([rows @ w for rows in blocks(test_x, device)])
-        labels = label_columns(test_y, group)
-        group_names = [names[k] for k in group]
-        scores |= average_precisions(decisions.cpu().numpy(), labels, group_names, interpolated)
+        scores |= average_precisions(
+            decisions.cpu().numpy(),
+            label_columns(test_y, group),
+            [names[k] for k in group],
+            interpolated,
+        )
     return scores
 
 
@@ -96,9 +100,6 @@ def mean_of(scores):
     return float(np.mean(list(scores.values()))) if scores else np.nan
 
 
-# -------------------------------------------------------------------------------------- features
-
-
 def l2_normalize(x):
     norm = np.linalg.norm(x, axis=1, keepdims=True)
     return x / np.maximum(norm, 1e-12)
@@ -110,8 +111,8 @@ def blocks(x, device):
     Its weight is the bias: regularised as in LIBLINEAR.
     """
     for start in range(0, len(x), BLOCK):
-        rows = l2_normalize(x[start : start + BLOCK].astype(np.float64))
-        rows = torch.from_numpy(rows).to(device)
+        rows = x[start : start + BLOCK].astype(np.float64)
+        rows = torch.from_numpy(l2_normalize(rows)).to(device)
         yield torch.nn.functional.pad(rows, (0, 1), value=1)
 
 
@@ -123,10 +124,8 @@ def principal_axes(x, device="cpu"):
     z = torch.cat(list(blocks(x, device)))
     values, vectors = torch.linalg.eigh(z @ z.T)  # the smaller matrix has the same eigenvalues
     kept = values > 1e-12 * values[-1]
-    return z.T @ vectors[:, kept] / values[kept].sqrt()
-
-
-# --------------------------------------------------------------------- cross-validation, solver
+    lengths = values[kept].sqrt()
+    return z.T @ vectors[:, kept] / lengths
 
 
 def choose_costs(x, positive, costs):
@@ -155,35 +154,37 @@ def cross_validate(x, positive, costs):
             labels[held_out] = truth[held_out]
             folds.append(labels)
     labels = np.stack(folds, 1)
-    train = torch.from_numpy(labels < 0).to(x.device).double()  # zero weight for held-out samples
+    weights = (labels < 0).astype(np.float64)  # zero for held-out samples
+    weights = torch.from_numpy(weights).to(x.device)
     positive = positive.repeat(3, axis=1)
     w = None
     scores = []
     for cost in tqdm(costs, desc="SVMs", leave=False, dynamic_ncols=True):
-        w = solve_svms(x, positive, cost * train, start=w)  # near the solution of the cost before
+        w = solve_svms(x, positive, cost * weights, start=w)  # near the solution of the cost before
         decisions = (x @ w).cpu().numpy()
         areas = average_precisions(decisions, labels, range(len(folds)))
         scores.append(list(areas.values()))
     return np.reshape(scores, (len(costs), -1, 3)).mean(2)
 
 
-def solve_svms(x, positive, costs, start=None, tolerance=1e-5):
+def solve_svms(x, positive, costs, start=None):
     """Each column of w (D, M) minimises w'w / 2 + sum_i c_i max(0, 1 - s_i w'x_i)^2
 
-    s_i = 1 or -1, c_i doubled for positives.  x: (N, D) in its principal axes, float32 or float64.
-    positive: (N, M) bool, numpy.  costs: (M,) or (N, M), 0 leaves an example out.  start: (D, M).
-    Newton's method with conjugate gradients [Lin, Weng, Keerthi 2008], all columns at once, until
-    the gradient of each is `tolerance` of that at w = 0.
+    s_i = 1 or -1, c_i doubled for positives.  x: (N, D) in its principal axes.  positive: (N, M)
+    bool, numpy.  costs: (M,) or (N, M), 0 leaves an example out.  start: (D, M).
+    Newton's method with conjugate gradients [Lin, Weng, Keerthi 2008], all columns at once.
     """
     positive = torch.from_numpy(positive).to(x.device)
     sign = 2.0 * positive - 1
     costs = costs * (1.0 + positive)
     w = costs.new_zeros(x.shape[1], sign.shape[1]) if start is None else start.clone()
-    goal = tolerance * (2 * x.T @ (costs * sign)).norm(dim=0)
+    gradient_at_0 = 2 * (x.T @ (costs * sign))
+    goal = 1e-5 * gradient_at_0.norm(dim=0)
     unsolved = torch.arange(len(goal), device=x.device)  # columns
     for _ in range(1000):
         slack = (1 - sign * (x @ w[:, unsolved])).clamp(min=0)
-        gradient = w[:, unsolved] - 2 * x.T @ (costs * sign * slack)
+        errors = costs * sign * slack
+        gradient = w[:, unsolved] - 2 * (x.T @ errors)
         far = gradient.norm(dim=0) > goal[unsolved]
         if not far.any():
             break
@@ -196,25 +197,27 @@ def solve_svms(x, positive, costs, start=None, tolerance=1e-5):
     return w
 
 
-def conjugate_gradients(x, curvature, target, iterations=200):
+def conjugate_gradients(x, curvature, target):
     """Per column: solve (I + x' diag(curvature) x) step = target up to a tenth of its norm
 
     In the principal axes the matrix is nearly diagonal: its diagonal is the preconditioner.
     """
-    diagonal = 1 + x.norm(dim=0)[:, None].square() / len(x) * curvature.sum(0)
+    squares = x.norm(dim=0)[:, None].square()
+    diagonal = 1 + squares / len(x) * curvature.sum(0)
+    goal = 0.1 * target.norm(dim=0)
     step = torch.zeros_like(target)
     residual = target.clone()
     direction = residual / diagonal
     inner = (residual * direction).sum(0)
-    for _ in range(iterations):
+    for _ in range(200):
         product = direction + x.T @ (curvature * (x @ direction))
-        length = inner / (direction * product).sum(0).clamp(min=1e-300)  # 0 / 0 once it is solved
+        length = inner / (direction * product).sum(0).clamp(min=TINY)
         step += length * direction
         residual -= length * product
-        if (residual.norm(dim=0) <= 0.1 * target.norm(dim=0)).all():
+        if (residual.norm(dim=0) <= goal).all():
             break
         scaled = residual / diagonal
-        previous = inner.clamp(min=1e-300)
+        previous = inner.clamp(min=TINY)
         inner = (residual * scaled).sum(0)
         direction = scaled + inner / previous * direction
     return step
@@ -225,7 +228,8 @@ def line_search(x, sign, costs, w, step):
 
     def loss(w):
         slack = (1 - sign * (x @ w)).clamp(min=0)
-        return w.square().sum(0) / 2 + (costs * slack.square()).sum(0)
+        penalty = (costs * slack.square()).sum(0)
+        return w.square().sum(0) / 2 + penalty
 
     highest = loss(w) * (1 + 1e-12)  # rounding errors are no rise
     for _ in range(30):
