@@ -1,0 +1,123 @@
+"""downstream/search.py: photos found by a text, by vectors made one by one"""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import CPU, OWN, TINY, checkpoint_in, refusal, result, run_here
+from PIL import Image
+from test_mmcontrastive import assert_same_scores, literal_scores
+
+import common
+import mmcontrastive
+from downstream import search
+
+
+@pytest.fixture(scope="module")
+def trained(coco_folder, tiny_lm, tmp_path_factory):
+    """The folder of a short run on 24 scenes"""
+    folder = tmp_path_factory.mktemp("trained")
+    data = "--data", "coco", "--root", coco_folder, "--output", folder, "--iters", 5
+    run_here(["mmcontrastive.py", *data, *TINY, *OWN["mmcontrastive"], "--lm", tiny_lm])
+    return folder
+
+
+@torch.no_grad()
+def vectors_of(folder, paths, captions):
+    """Photos and captions in their common space, one at a time"""
+    encoders, tokenizer, flags = search.load_encoders(folder / "checkpoint.pth")
+    photos, texts, images = [], [], common.ImageFiles(paths)
+    for n in range(len(images)):
+        crop = lambda width, height: common.centre_crop(1.0, width, height)  # noqa: E731
+        [pixels] = common.read_crops(images, n, [crop], flags.image_size)
+        output = encoders["image"](common.augment(torch.tensor(pixels[None])))
+        photos.append(output["image_inter"])
+    for caption in captions:
+        tokens = torch.tensor([tokenizer(caption)["input_ids"]])
+        output = encoders["caption"](tokens, torch.ones_like(tokens).bool())
+        texts.append(output["caption_inter"])
+    return torch.cat(photos), torch.cat(texts)
+
+
+def test_retrieval_of_the_validation_split(trained, coco_folder):
+    """Tab. 7, from vectors of the checkpoint's encoders made one by one; its baseline is chance"""
+    found = result(trained)["retrieval"]
+    data = common.caption_data("coco", str(coco_folder), "val2017")
+    photos, captions = vectors_of(trained, data.images, data.captions)
+    owners = [n for n in range(12) for _ in range(5)]
+    assert (found["images"], found["captions"]) == (12, 60)
+    assert_same_scores(found["trained"], literal_scores((photos @ captions.T).tolist(), owners))
+    chance = found["random"]["text to image"]["R@5"]
+    assert chance == pytest.approx(100 * 5 / 12, abs=20) and found["trained"] != found["random"]
+
+
+def test_photos_that_cannot_be_decoded_are_no_results(trained, coco_folder):
+    """A vector of 0 would be nearer than all photos with a negative cosine: they are left out."""
+    encoders, tokenizer, flags = search.load_encoders(trained / "checkpoint.pth")
+    val = common.caption_data("coco", str(coco_folder), "val2017")
+    broken = common.CaptionData(common.ImageFiles())
+    for n, image in enumerate(val.images):
+        broken.add("no photo" if n == 5 else image, val.captions_of(n))
+    rest = val.select([n for n in range(12) if n != 5])
+    wanted = mmcontrastive.validate(encoders, rest, tokenizer, flags, CPU)["retrieval"]
+    found = mmcontrastive.validate(encoders, broken, tokenizer, flags, CPU)["retrieval"]
+    assert (found["images"], found["captions"]) == (11, 55)
+    assert_same_scores(found["trained"], wanted["trained"])
+
+
+def command(weights, output, *texts):
+    """Flags may follow the texts"""
+    files = "--weights", weights, "--output", output, "--amp", "off", "--workers", 0
+    return ["downstream.search", *texts, *files]
+
+
+def test_search(trained, coco_folder, tmp_path):
+    """The nearest photos of a folder to each text, in a picture; others' files and broken photos
+    are passed over."""
+    texts, folder = ["a red circle", "two blue squares left of a star"], tmp_path / "photos"
+    shutil.copytree(coco_folder / "val2017", folder / "deep" / "er")
+    paths = sorted(map(str, folder.rglob("*.jpg")))
+    (folder / "broken.jpg").write_bytes(b"\xff\xd8\xff nothing")
+    (folder / "notes.txt").write_text("no photo")
+    checkpoint = trained / "checkpoint.pth"
+    lines = run_here(command(checkpoint, tmp_path, *texts, "--root", folder)).splitlines()
+
+    photos, captions = vectors_of(trained, paths, texts)
+    order = (captions @ photos.T).argsort(1, descending=True)[:, :10].tolist()
+    wanted = [f"cannot decode {folder / 'broken.jpg'}: left out"]
+    for text, row in zip(texts, order):
+        wanted.append(f"{text}: {', '.join(paths[n] for n in row[:3])}, ...")
+    path = tmp_path / "search.png"
+    assert lines == [*wanted, f"the ten nearest of 12 photos to each text are in {path}"]
+
+    thumbnails = [np.asarray(Image.open(path).resize((128, 128)), np.float32) for path in paths]
+    picture = Image.open(path)
+    assert picture.size == (8 + 10 * 136, 8 + 2 * 176)
+    for row in (0, 1):
+        for column, n in enumerate(order[row]):
+            x, y = 8 + column * 136, 8 + row * 176 + 22  # below the text, without the scores
+            found = np.asarray(picture.crop((x, y, x + 128, y + 128)), np.float32)
+            apart = [np.abs(found - thumbnail).mean() for thumbnail in thumbnails]
+            assert int(np.argmin(apart)) == n and apart[n] < 12
+
+
+def test_search_refuses(trained, coco_folder, tmp_path):
+    """What cannot be searched in or with: one line each, and no picture"""
+    bad, none, found = tmp_path / "bad", tmp_path / "none", tmp_path / "found"
+    bad.mkdir()
+    (bad / "broken.jpg").write_bytes(b"\xff\xd8\xff nothing")
+    own, content = trained / "checkpoint.pth", checkpoint_in(trained)
+    content["args"]["lambda_ic"] = 0.0
+    torch.save(content, tmp_path / "blind.pth")
+    shutil.copy(own, tmp_path / "alone.pth")
+    for weights, root, message in [
+        (own, none, f"--root {none} holds no photo"),
+        (own, bad, "none of the 1 photos can be decoded"),
+        (trained / "backbone.pth", coco_folder, "is no checkpoint.pth or model_N.pth of mmcont"),
+        (tmp_path / "blind.pth", coco_folder, "photos and captions share no space in it"),
+        (tmp_path / "alone.pth", coco_folder, f"{tmp_path / 'caption_model'}"),
+    ]:
+        assert message in refusal(command(weights, found, "a dog", "--root", root))
+    assert not found.exists()
+    assert "ten nearest of 12 photos" in run_here(command(own, found, "a dog"))  # of its val split
