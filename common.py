@@ -182,7 +182,7 @@ def choose_recipe(table, argv, paper=None):
 
 
 def flag_parser(script, description, recipe):
-    """A parser with the flags that mean the same in every training script, and the recipe's defaults
+    """A parser with the flags that mean the same in every training script, and their defaults
 
     --lr has none: get_args scales the recipe's to --batch-size, but takes a given one literally.
     """
@@ -441,7 +441,7 @@ def jsonl_data(path, root, split):
     """
     data = CaptionData(ImageFiles())
     splits, tag_index = [], {}
-    with open(path, encoding="utf-8-sig") as file:
+    with open(path, "rb") as file:  # of bytes, json finds the encoding
         for number, line in enumerate(progress(file, desc=path, unit=" lines", leave=False), 1):
             if not line.strip():
                 continue
@@ -636,14 +636,9 @@ def infinite_sampler(size, batch_size, world, seed, start=0):
 
 
 def loader(dataset, batch_size, workers, collate_fn=None, device=torch.device("cpu"), sampler=None):
-    return DataLoader(
-        dataset,
-        batch_size,
-        sampler=sampler,
-        num_workers=workers,
-        collate_fn=collate_fn,
-        pin_memory=device.type == "cuda",
-    )
+    pinned = device.type == "cuda"
+    kwargs = {"num_workers": workers, "collate_fn": collate_fn, "pin_memory": pinned}
+    return DataLoader(dataset, batch_size, sampler=sampler, **kwargs)
 
 
 def validation_batches(samples, workers, collate_fn, device, batch_size=64):
@@ -725,8 +720,11 @@ def build_backbone(arch):
 def load_backbone(path, arch):
     """The backbone in a backbone.pth of ours (eval_linear.load_backbone reads those of others)."""
     backbone = build_backbone(arch)
-    with error_context(f"{path} should be the backbone.pth of a {arch}: see --arch"):
-        backbone.load_state_dict(read_checkpoint(path))
+    content = read_checkpoint(path)
+    try:
+        backbone.load_state_dict(content)
+    except RuntimeError:
+        fail(f"{path} is no backbone.pth of a {arch}: see --arch")
     return backbone
 
 
@@ -773,9 +771,7 @@ RESUME_CAN_CHANGE = set(
 )
 
 
-DIVERGED = (
-    "the last checkpoint is kept. Try a lower learning rate, a longer --warmup, or --amp off"
-)
+DIVERGED = "the last checkpoint is kept. Try a lower --lr, a longer --warmup, or --amp off"
 
 
 def write_json(path, content):
@@ -935,7 +931,7 @@ class Run:
             row |= {f"validation_{name}": score for name, score in self.validation.items()}
             iteration, before = self.since
             self.since = self.iteration, time.perf_counter()
-            seconds = time.perf_counter() - before
+            seconds = self.since[1] - before
             row["images_per_s"] = (self.iteration - iteration) * self.args.batch_size / seconds
             row["data_wait"] = self.waited / seconds
             self.waited = 0.0

@@ -164,7 +164,8 @@ def main(args):
     # Data: captions or tags may be missing on some photos [Sec. 3.2, end].
     train = common.caption_data(args.data, args.root, args.train_split)
     val = common.caption_data(args.data, args.root, args.val_split)
-    probe = eval_linear and eval_linear.Probe(args, train, val)
+    same_tags = args.tags == "annotated" and args.lambda_tag != 0
+    probe = eval_linear and eval_linear.Probe(args, train, val, same_tags)
     if args.tags == "nouns" and args.lambda_tag != 0:
         train = tagged_by_nouns(train)
     args.lambda_tag = tag_weight(train, args.lambda_tag)

@@ -139,7 +139,8 @@ def main(args):
     train = common.caption_data(args.data, args.root, args.train_split)
     val = common.caption_data(args.data, args.root, args.val_split)
     run = common.Run(args, "tp", world, train)
-    probe = eval_linear and eval_linear.Probe(args, train, val)
+    same_tags = args.labels == "instances"
+    probe = eval_linear and eval_linear.Probe(args, train, val, same_tags)
     init_backbone = None
     if args.init and not run.checkpoint:
         init_backbone = common.load_backbone(args.init, args.arch)

@@ -118,9 +118,9 @@ def main(args):
     tokenizer = load_tokenizer(args, train.captions, run)
     vocab_size = tokenizer.get_piece_size()
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
-    print_main(f"{len(train)} photos ({len(val)} for validation), {len(train.captions)} captions, "
-               f"{vocab_size} tokens; {iters} iterations at lr {args.lr:g}, text lr "
-               f"{args.text_lr:g}")  # fmt: skip
+    sizes = f"{len(train)} photos ({len(val)} for validation), {len(train.captions)} captions"
+    lrs = f"lr {args.lr:g}, text lr {args.text_lr:g}"
+    print_main(f"{sizes}, {vocab_size} tokens; {iters} iterations at {lrs}")
 
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
@@ -368,12 +368,15 @@ class VirTex(nn.Module):
         """Minus Eq. 1, per direction and averaged over its tokens: each token is predicted from
         the image and from the tokens before it in the direction of reading.
         """
-        directions = [("forward", self.textual, tokens, target_positions)]
+        directions = {"forward": (self.textual, tokens, target_positions)}
         if self.task == "bicaptioning":
-            backward = self.backward_textual, backward_tokens, backward_target_positions
-            directions.append(("backward", *backward))
+            directions["backward"] = (
+                self.backward_textual,
+                backward_tokens,
+                backward_target_positions,
+            )
         losses = {}
-        for name, head, sequence, positions in directions:
+        for name, (head, sequence, positions) in directions.items():
             vectors = head(sequence[:, :-1], image_features)  # (B, T - 1, H)
             losses[name] = token_loss(head.output, vectors, sequence[:, 1:], positions)  # Eq. 1
         return losses
@@ -471,7 +474,9 @@ class DecoderLayer(nn.Module):
         self.multihead_attn = Attention(hidden, heads, dropout)
         self.linear1 = nn.Linear(hidden, feedforward)
         self.linear2 = nn.Linear(feedforward, hidden)
-        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(hidden) for _ in range(3))
+        self.norm1 = nn.LayerNorm(hidden)
+        self.norm2 = nn.LayerNorm(hidden)
+        self.norm3 = nn.LayerNorm(hidden)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x, image_features, causal=True, mask=None):
