@@ -8,11 +8,10 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, in_two_processes, kill_at, refusal, run_here
+from conftest import CPU, kill_at, refusal, run_here
 from PIL import Image
 
 import common
-import shapes
 import sources
 
 
@@ -63,14 +62,12 @@ def test_what_shards_hold(folder):
     """Photos with their captions and tags; one shard is held out; splits have the same tags."""
     train, val = index(folder)
     assert (len(train), len(val)) == (4, 2)
-    found, expected = {}, {}
     for data in (train, val):
         for i in range(len(data)):
-            level = int(np.asarray(data.images.open(i))[0, 0])
-            found[level] = data.captions_of(i), {data.tag_names[tag] for tag in data.tags_of(i)}
-    for n in range(3):
-        expected |= {40 * n: ([f"photo {n}", "ä"], {"dog", f"t{n}"}), 40 * n + 20: ([], set())}
-    assert found == expected
+            n, rest = divmod(int(np.asarray(data.images.open(i))[0, 0]), 40)
+            tags = {data.tag_names[tag] for tag in data.tags_of(i)}
+            expected = ([], set()) if rest else ([f"photo {n}", "ä"], {"dog", f"t{n}"})
+            assert (data.captions_of(i), tags) == expected
     assert train.tag_names == val.tag_names and set(val.tag_names) == {"dog", "t0", "t1", "t2"}
 
 
@@ -91,32 +88,23 @@ def test_an_index_is_as_good_as_lists(folder):
         data.captions[len(data.captions)]
 
 
-def test_odd_names(tmp_path):
-    """Of folders, shards and photos; a shard without captions"""
-    folder = tmp_path / "photos in May at 1 + 2"
-    folder.mkdir()
-    write_tar(folder / "a at 3 + 4: b.tar", {"ä in b at 5 + 6: c.jpg": RED})
-    write_tar(folder / "b.tar", {"0.jpg": RED, "0.txt": b"", "./x/1.jpg": RED})
-    both = index(folder, "*.tar")
-    assert sum(map(len, both)) == 3 and not any(len(data.captions) for data in both)
-    for data in both:
-        for i in range(len(data)):
-            data.images.open(i).load()
-
-
 def test_layouts_of_others(tmp_path):
-    """img2dataset: one caption in KEY.txt or KEY.json; suffixes with dots; other files; folders"""
+    """img2dataset: one caption in KEY.txt or KEY.json; suffixes with dots; other files; folders;
+    odd names"""
+    folder = tmp_path / "photos in May, 1 + 2"
+    folder.mkdir()
     files = {
         "0.jpg": RED, "0.txt": b" a dog ", "0.json": b'{"caption": "a dog", "width": 16}',
         "b/1.seg.png": b"no photo of ours", "b/1.JPEG": RED, "b/1.cls": b"7", "2.txt": b"lost",
         "3.jpg": RED, "3.json": b'{"caption": "a cat"}',
-        "4.jpg": RED, "4.json": b'{"caption": null}',
+        "./x/ä b: 4.jpg": RED, "./x/ä b: 4.json": b'{"caption": null}',
     }  # fmt: skip
-    write_tar(tmp_path / "a.tar", files)
-    write_tar(tmp_path / "b.tar", files)
-    for data in index(tmp_path, "*.tar"):
+    write_tar(folder / "a at 3: b.tar", files)
+    write_tar(folder / "b.tar", files)
+    for data in index(folder, "*.tar"):
         assert [data.captions_of(i) for i in range(len(data))] == [["a dog"], [], ["a cat"], []]
-        assert data.images.open(1).size == (16, 12) and data.tag_names is None
+        assert {data.images.open(i).size for i in range(4)} == {(16, 12)}
+        assert data.tag_names is None
 
 
 def test_splits_in_the_name(tmp_path):
@@ -128,38 +116,43 @@ def test_splits_in_the_name(tmp_path):
 
 SCATTERED = {"0.jpg": RED, "1.jpg": RED, "0.json": row("a")}
 BAD = {
-    "no such file": ("{split}-*.tar", {}),
-    "the files of 0 are not side by side": ("{00..02}.tar", SCATTERED),
-    "1 shards are missing": ("{00..03}.tar", {}),
-    "0 shards are missing": ("{02..01}.tar", {}),
-    "is one shard, and validation needs": ("00.tar", {}),
-    ".tar: it holds no photo": ("{00..02}.tar", {"0.json": row("a dog")}),
-    ".tar: 0.json holds no JSON object": ("{00..02}.tar", {"0.jpg": RED, "0.json": b"[1]"}),
-    '.tar: "captions" and "tags" are lists': (
-        "{00..02}.tar",
-        {"0.jpg": RED, "0.json": b'{"captions": "a"}'},
-    ),
+    "the files of 0 are not side by side": SCATTERED,
+    "it holds no photo": {"0.json": row("a dog")},
+    "0.json holds no JSON object": {"0.jpg": RED, "0.json": b"[1]"},
+    '"captions" and "tags" are lists': {"0.jpg": RED, "0.json": b'{"captions": "a"}'},
 }
 
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_shards(message, folder):
     """One line that names the shard, and no index"""
-    pattern, files = BAD[message]
-    if files:
-        for path in folder.glob("*.tar"):
-            write_tar(path, files)
-    command = ["tools.make_shards", "--index-only", folder / pattern, "--output", folder]
-    assert message in refusal(command)
+    write_tar(folder / "01.tar", BAD[message])
+    shards = folder / "{00..02}.tar"
+    output = refusal(["tools.make_shards", "--index-only", shards, "--output", folder])
+    assert f"{folder}/01.tar: {message}" in output and "Expected: uncompressed tar" in output
     assert not list(folder.glob("*.index"))
+
+
+@pytest.mark.parametrize(
+    "pattern, message",
+    [
+        ("{split}-*.tar", "no such file"),
+        ("{00..03}.tar", "1 shards are missing"),
+        ("{02..01}.tar", "0 shards are missing"),
+        ("00.tar", "is one shard, and validation needs"),
+    ],
+)
+def test_missing_shards(pattern, message, folder):
+    shards = "--index-only", folder / pattern, "--output", folder
+    assert message in refusal(["tools.make_shards", *shards])
 
 
 @pytest.mark.parametrize("length", (0, 100, 700, 3600))
 def test_a_shard_that_is_cut_off(length, folder):
     path = folder / "01.tar"
     path.write_bytes(path.read_bytes()[:length])
-    pattern = folder / "{00..02}.tar"
-    message = refusal(["tools.make_shards", "--index-only", pattern, "--output", folder])
+    shards = "--index-only", folder / "{00..02}.tar", "--output", folder
+    message = refusal(["tools.make_shards", *shards])
     assert f"{path}: " in message and "Expected: uncompressed tar" in message
 
 
@@ -216,27 +209,14 @@ FLAGS = ["--recipe", "small", "--image-size", 32, "--batch-size", 4, "--workers"
 FLAGS += ["--log-every", 1, "--checkpoint-every", 2, "--iters", 6]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Scenes as shards, by tools/make_shards.py"""
-    folder = tmp_path_factory.mktemp("shards")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "SPLITS", {"train": range(60), "val": range(60, 72)})
-        output = run_here(["tools.make_shards", "--output", folder, "--per-shard", 25])
-    assert f"3 files {folder}/train-*.tar of up to 25 photos" in output
-    return folder
-
-
-def test_two_processes_on_shards(made, tmp_path):
-    """Before the training in this process: torch 2.11 has no backward pass in a fork behind one."""
-    flags = *FLAGS, "--iters", 2, "--output", tmp_path / "run"
-    in_two_processes(run_here, ["virtex.py", "--data", made, *flags])
-
-
-def test_a_training_on_shards(made, tmp_path):
-    """Killed and started again it ends with the same bits."""
-    run_here(["virtex.py", "--data", made, *FLAGS, "--output", tmp_path / "whole"])
-    stopped = ["virtex.py", "--data", made, *FLAGS, "--output", tmp_path / "stopped"]
+def test_a_training_on_shards(few_scenes, tmp_path):
+    """Of tools/make_shards.py; killed and started again it ends with the same bits."""
+    few_scenes(60, 12)
+    data = tmp_path / "shards"
+    output = run_here(["tools.make_shards", "--output", data, "--per-shard", 25])
+    assert f"3 files {data}/train-*.tar of up to 25 photos" in output
+    run_here(["virtex.py", "--data", data, *FLAGS, "--output", tmp_path / "whole"])
+    stopped = ["virtex.py", "--data", data, *FLAGS, "--output", tmp_path / "stopped"]
     kill_at(5, stopped)
     assert "resuming from iteration 4" in run_here(stopped)
     one, other = (torch.load(tmp_path / name / "backbone.pth") for name in ("whole", "stopped"))

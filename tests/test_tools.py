@@ -153,10 +153,9 @@ def test_refusals(photos, tmp_path, monkeypatch):
 
 def test_bars(tmp_path):
     """A bar of twice the score is twice as long, in the colour of what the method learns from."""
-    rows = [
-        {"method": "one", "learns_from": "captions", "trained": [40.0], "random": [10.0]},
-        {"method": "two", "learns_from": "photos", "trained": [18.0, 22.0], "random": [10.0, 12.0]},
-    ]
+    keys = "method", "learns_from", "trained", "random"
+    rows = ("one", "captions", [40.0], [10.0]), ("two", "photos", [18.0, 22.0], [10.0, 12.0])
+    rows = [dict(zip(keys, row)) for row in rows]
     compare.draw_bars(rows, tmp_path / "bars.png", side=30, left=220, width=500)
     pixels = np.asarray(Image.open(tmp_path / "bars.png").convert("RGB"))
 
@@ -213,9 +212,6 @@ def test_benchmark_of_the_whole_loop(coco_folder, monkeypatch, capsys):
     assert "% of its step, " in speeds["tp, loop"][1]
     with pytest.raises(SystemExit, match="error: none.py ended with an error, see above"):
         benchmark.whole_loop("none", benchmark.get_args([]))
-
-
-# --------------------------------------------------------------------------------------- fuzz.py
 
 
 # --------------------------------------------------------------------------------------- fuzz.py

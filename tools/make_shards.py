@@ -69,7 +69,7 @@ def main(args):
         for path in sorted(glob.glob(f"{args.output}/*-*.tar")):  # earlier splits, too
             shards.setdefault(Path(path).name.rsplit("-", 1)[0], []).append(path)
     write_index(args.output, shards)
-    print_main(f"use them with --data {args.output}")
+    print_main(f"use them with --data {args.output}; the splits are {', '.join(shards)}")
 
 
 # ----------------------------------------------------------------------------------------- shards
@@ -105,7 +105,7 @@ def readable_photos(data, side, split, pool):
 
 
 def encode(side, data):
-    """CaptionData of one photo -> JPEG file, its JSON, None; or a message if it cannot be decoded"""
+    """CaptionData of one photo -> JPEG file, its JSON, None or why it cannot be decoded"""
     tags = [data.tag_names[tag] for tag in data.tags_of(0)]
     text = json.dumps({"captions": data.captions_of(0), "tags": tags})
     try:
