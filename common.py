@@ -615,7 +615,7 @@ class CentreCrops(Dataset):
         try:
             return read_crops(self.images, i, [self.crop], self.size)[0], True
         except Unreadable:
-            print_main(f"cannot decode {self.images[i]}: left out")
+            tqdm.write(f"cannot decode {self.images[i]}: left out")
             return np.zeros((self.size, self.size, 3), np.uint8), False
 
 
