@@ -115,9 +115,9 @@ def fine_tune(train, val, args, world):
     from torchvision.ops._utils import split_normalization_params
 
     device = world.device
-    run = common.Run(args, "detection", world, train)
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     require(hasattr(backbone, "layer4"), f"{backbone.arch} has no layer1 to layer4: give a ResNet")
+    run = common.Run(args, "detection", world, train)
 
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
@@ -137,8 +137,8 @@ def fine_tune(train, val, args, world):
     rows = boxes.training_rows(train, args.seed)
     samples = common.Samples(partial(boxes.make_sample, train, rows), len(rows), args.seed)
     for iteration, batch in run.steps(samples, boxes.collate_fn, args.iters):
-        lr_factor = common.lr_factor(iteration - 1, args.iters, args.warmup, args.steps)
-        common.set_lr(optimizer, lr_factor)
+        lr_scale = common.lr_factor(iteration - 1, args.iters, args.warmup, args.steps)
+        common.set_lr(optimizer, lr_scale)
         with common.autocast(device, args.amp):
             losses = parallel(batch)  # {name: scalar}
         loss = sum(losses.values())
@@ -146,7 +146,7 @@ def fine_tune(train, val, args, world):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        run.log(loss=loss, lr=args.lr * lr_factor, **losses)
+        run.log(loss=loss, lr=args.lr * lr_scale, **losses)
     if not world.is_main:
         return None  # the first process goes on alone
 

@@ -109,8 +109,8 @@ def fine_tune(train, val, args, world):
     device = world.device
     num_images = len(train.images)
     run = common.Run(args, "finetune", world, train)
-    lr_scale = args.batch_size / BATCH
-    lr = args.lr or lr_scale * (RANDOM_LR if args.weights == "random" else LR)
+    usual = RANDOM_LR if args.weights == "random" else LR
+    lr = args.lr or usual * args.batch_size / BATCH
     iters = math.ceil(args.epochs * num_images / args.batch_size)
     print_main(f"{args.weights}: learning rate {lr:.3g}, {iters} iterations")
 
@@ -135,8 +135,8 @@ def fine_tune(train, val, args, world):
     make_sample = partial(eval_linear.labelled_photo, train, args)
     samples = common.Samples(make_sample, num_images, args.seed)
     for iteration, batch in run.steps(samples, eval_linear.collate_labelled, iters):
-        lr_factor = common.lr_factor(iteration - 1, iters, steps=STEPS)
-        common.set_lr(optimizer, lr_factor)
+        lr_scale = common.lr_factor(iteration - 1, iters, steps=STEPS)
+        common.set_lr(optimizer, lr_scale)
         with common.autocast(device, args.amp):
             logits = parallel(common.augment(batch["images"]))  # (B, classes)
         loss = eval_linear.classification_loss(logits.float(), batch["labels"], multi_label=False)
@@ -147,7 +147,7 @@ def fine_tune(train, val, args, world):
         scores = None
         if iteration % validate_every == 0 and iteration < iters:
             scores = validate(model, val, args, world)
-        run.log(scores, loss=loss, lr=lr * lr_factor)
+        run.log(scores, loss=loss, lr=lr * lr_scale)
 
     # The other processes leave: the first one alone scores the result.
     if world.is_main:
