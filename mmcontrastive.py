@@ -175,9 +175,9 @@ def main(args):
     run = common.Run(args, "mmcontrastive", world, train)
     tokenizer, bert_config, pretrained = load_caption_model(args, train.captions, run)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
-    print_main(f"{len(train)} photos ({len(val)} for validation), {len(train.captions)} captions, "
-               f"{len(train.tags)} tags; {iters} iterations at lr {args.lr:g}, text lr "
-               f"{args.text_lr:g}")  # fmt: skip
+    sizes = f"{len(train)} photos ({len(val)} for validation), {len(train.captions)} captions"
+    lrs = f"lr {args.lr:g}, text lr {args.text_lr:g}"
+    print_main(f"{sizes}, {len(train.tags)} tags; {iters} iterations at {lrs}")
 
     # Encoders, momentum encoders, queues, optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
@@ -412,7 +412,8 @@ def build_encoders(args, bert_config=None):
     Spaces that no loss uses have no MLP. The paper writes Phi_ik in Eq. 7 and again in Eq. 10, for
     two MLPs which it calls distinct: caption_intra and caption_inter of the momentum encoder.
     """
-    image_dims, caption_dims = {}, {}
+    image_dims = {}
+    caption_dims = {}
     if args.lambda_ii or args.lambda_tag:
         image_dims["image_intra"] = args.intra_dim  # Eqs. 1, 2
     if args.lambda_cc:
@@ -706,7 +707,9 @@ def contrastive_losses(queries, keys, queues, tags, captioned, temperature, thre
 def similarities(query, key, queue):
     """q . k+ with the own key -> (B, 1), and q . k with those of the queue -> (B, K)"""
     # On CPUs (keys query^T)^T takes two thirds of the time of query keys^T.
-    return (query * key).sum(1, keepdim=True), (queue.keys @ query.T).T
+    positive = (query * key).sum(1, keepdim=True)
+    negatives = (queue.keys @ query.T).T
+    return positive, negatives
 
 
 def log_probabilities(query, key, queue, temperature):
@@ -733,7 +736,8 @@ def encode_images(encoder, images, size, workers, device, amp):
     the M images that can be decoded"""
     crops = common.CentreCrops(images, size, side_fraction=1.0)
     batches = common.loader(crops, 64, workers, device=device)
-    vectors, readable = [], []
+    vectors = []
+    readable = []
     for pixels, decoded in progress(batches, desc="photos", unit=" batches", leave=False):
         with common.autocast(device, amp):
             output = encoder(common.augment(pixels.to(device)))
