@@ -135,7 +135,7 @@ def one_case(number, args):
         else:
             what = damage(rng, rng.choice(own if own and kind == "own" else given))
         before = checkpoint_iteration()
-        code, output = run_script(name, seconds=60)
+        code, output = run_script(name, seconds=200)
         ending = "accepted"
         if Path("ran").exists():
             ending = "code"
