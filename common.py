@@ -412,8 +412,9 @@ class CaptionData:
         """-> CaptionData of the images that have a caption; the others are counted in the log"""
         keep = np.flatnonzero(np.diff(self.first_caption))
         require(len(keep), f"no image has a caption. Expected: {JSONL}")
-        if len(keep) < len(self):
-            print_main(f"{len(self) - len(keep)} of {len(self)} images have no caption: left out")
+        if len(keep) == len(self):
+            return self  # shards stay mapped into memory
+        print_main(f"{len(self) - len(keep)} of {len(self)} images have no caption: left out")
         return self.select(keep)
 
 
