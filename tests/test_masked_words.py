@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, checkpoint_in, refusal, run_here
+from conftest import CPU, TINY, checkpoint_in, refusal, run_here
 from PIL import Image
 
 import common
@@ -12,8 +12,8 @@ import language
 import shapes
 from downstream import masked_words
 
-both_heads = pytest.mark.parametrize("head", icmlm.HEADS)
 ONLY = "these words of the caption can be masked:"
+NO_CHECKPOINT = "is no checkpoint.pth or model_N.pth of icmlm.py"
 
 
 def run(*flags):
@@ -24,13 +24,11 @@ def run(*flags):
 @pytest.fixture(scope="module")
 def trained(coco_folder, tiny_lm, tmp_path_factory):
     """{head: the folder of a run of two iterations on 24 scenes}"""
-    folders = {}
-    for head in icmlm.HEADS:
-        folders[head] = tmp_path_factory.mktemp(head)
-        flags = ["--data", "coco", "--root", coco_folder, "--lm", tiny_lm, "--head", head]
-        flags += ["--arch", "resnet18", "--image-size", 64, "--batch-size", 8, "--workers", 0]
-        flags += ["--layers", 2, "--heads", 3, "--iters", 2, "--output", folders[head]]
-        run_here(["icmlm.py", *flags, "--amp", "off"])
+    folders = {head: tmp_path_factory.mktemp(head) for head in icmlm.HEADS}
+    for head, folder in folders.items():
+        flags = ["--data", "coco", "--root", coco_folder, "--lm", tiny_lm, "--head", head, *TINY]
+        flags += ["--image-size", 64, "--layers", 2, "--heads", 3, "--iters", 2]
+        run_here(["icmlm.py", *flags, "--output", folder])
     return folders
 
 
@@ -44,26 +42,15 @@ def example(trained, coco_folder):
             return coco_folder / "train2017" / f"{0:012d}.jpg", caption, words
 
 
-# ------------------------------------------------------------------------- which word, and where
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return language.train_wordpiece(2 * ["the red dog runs", "a cat is blue", "dogs shirt t"])
-
-
-def positions_in(caption, tokenizer):
-    concepts = dict.fromkeys(["dog", "red", "surfboard", "shirt"], "nouns")
-    return masked_words.maskable_words(tokenizer, concepts, caption)[1]
-
-
-def test_words_that_can_be_masked(tokenizer):
+def test_words_that_can_be_masked():
     """Where one stands first by itself, not as a part of another word; the others are refused"""
-    captions = {"the red dog": 3, "dogs, dog": 3, "a dog, a dog": 2, "red-dog DOG.": 4}
-    for caption, position in captions.items():
-        positions = positions_in(caption, tokenizer)
-        assert masked_words.given_words(positions, ["Dog"]) == {"dog": position}
-    for caption, word, possible in [
+    tokenizer = language.train_wordpiece(2 * ["the red dog runs", "a cat is blue", "dogs shirt t"])
+    concepts = dict.fromkeys(["dog", "red", "surfboard", "shirt"], "nouns")
+    for caption, word, expected in [
+        ("the red dog", "Dog", 3),
+        ("dogs, dog", "Dog", 3),
+        ("a dog, a dog", "Dog", 2),
+        ("red-dog DOG.", "Dog", 4),
         ("the red dog runs", "cat", "red, dog"),
         ("red dogs", "dog", "red"),
         ("a surfboard", "surfboard", "none"),
@@ -71,21 +58,16 @@ def test_words_that_can_be_masked(tokenizer):
         ("a red t-shirt", "shirt", "red"),
         ("red red dog", "the", "red, dog"),  # each is named once
     ]:
-        with pytest.raises(SystemExit, match=f'"{word}": it must be one token.*{ONLY} {possible}$'):
-            masked_words.given_words(positions_in(caption, tokenizer), [word])
+        _, positions = masked_words.maskable_words(tokenizer, concepts, caption)
+        if isinstance(expected, int):
+            assert masked_words.given_words(positions, [word]) == {"dog": expected}
+            continue
+        message = f'"{word}": it must be one token.*{ONLY} {expected}$'
+        with pytest.raises(SystemExit, match=message):
+            masked_words.given_words(positions, [word])
 
 
-# ------------------------------------------------------------------------- predictions and pictures
-
-
-def five_best(tokenizer, logits):
-    """'red 81.2%, blue 3.4%, ...'"""
-    p = logits.double().softmax(0)
-    best = p.argsort(descending=True)[:5].tolist()
-    return ", ".join(f"{tokenizer.decode([token])} {100 * p[token]:.1f}%" for token in best)
-
-
-@both_heads
+@pytest.mark.parametrize("head", icmlm.HEADS)
 @torch.no_grad()
 def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     """Five guesses with the photo and by the language model alone, and where the head looks, for
@@ -104,18 +86,22 @@ def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     inputs = tokenizer(caption.replace(word, "[MASK]", 1), return_tensors="pt")
     tokens, mask = inputs["input_ids"], inputs["attention_mask"].bool()
     mask_pos = (tokens == tokenizer.mask_token_id).nonzero()[0, 1:]
-    images, whole = common.ImageFiles([str(photo)]), lambda *size: common.centre_crop(1.0, *size)
-    [pixels] = common.read_crops(images, 0, [whole], 64)
+    pixels, _ = common.CentreCrops(common.ImageFiles([str(photo)]), 64, side_fraction=1.0)[0]
     images = common.augment(torch.from_numpy(pixels)[None])
-    token_features = lm.encode(tokens, mask)
-    logits, _ = model(images, token_features, mask, mask_pos)
-    features = model.backbone(images)
-    maps = masked_words.attention_maps(model.head, features, token_features, mask, mask_pos)
+    text = lm.encode(tokens, mask), mask, mask_pos
+    logits, _ = model(images, *text)
+    maps = masked_words.attention_maps(model.head, model.backbone(images), *text)
+
+    def five_best(logits):  # red 81.2%, blue 3.4%, ...
+        p = logits.double().softmax(0)
+        best = p.argsort(descending=True)[:5].tolist()
+        return ", ".join(f"{tokenizer.decode([token])} {100 * p[token]:.1f}%" for token in best)
+
     assert masked == f"{tokenizer.decode(tokens[0])}  ({word})"
-    assert with_photo == f"with the photo: {five_best(tokenizer, logits[0])}"
+    assert with_photo == f"with the photo: {five_best(logits[0])}"
     _, pretrained = language.language_model(str(tiny_lm), CPU)
     by_text = pretrained(**inputs).logits[0, int(mask_pos)]
-    assert without == f"without it: {five_best(tokenizer, by_text)}"
+    assert without == f"without it: {five_best(by_text)}"
     assert with_photo.split(": ")[1] != without.split(": ")[1]
     picture = tmp_path / f"1_{photo.stem}_{word}.png"
     assert path == f"the attention is in {picture}"
@@ -132,18 +118,21 @@ def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     torch.testing.assert_close(maps[word], attention)
 
 
-@both_heads
-def test_photos_of_the_validation_split(head, trained, tmp_path):
-    """Figs. 4, 5: each word of their captions that can be masked, and what it is"""
-    weights = trained[head] / "checkpoint.pth"
-    lines = run("--photos", 2, "--weights", weights, "--output", tmp_path)
-    pictures = sorted(tmp_path.iterdir())
+def test_photos_of_the_validation_split(few_scenes, tmp_path):
+    """Figs. 4, 5: each word of their captions that can be masked, and what it is. Of the built-in
+    scenes the small BERT lies beside the checkpoint; at last the attention inside the boxes."""
+    few_scenes(20, 4)
+    flags = ["--iters", 1, "--lm-iters", 2, "--image-size", 48, "--batch-size", 4, "--workers", 0]
+    run_here(["icmlm.py", *flags, "--keep-every", 1, "--output", tmp_path / "run"])
+    weights, folder = tmp_path / "run" / "model_1.pth", tmp_path / "pictures"
+    *lines, last = run("--photos", 2, "--weights", weights, "--output", folder)
     masked = [line for line in lines if "[MASK]" in line]
+    pictures = sorted(folder.iterdir())
     assert len(pictures) == 2 and len(masked) == sum("with the photo:" in line for line in lines)
     for picture in pictures:
         _, _, *words = picture.stem.split("_")
         assert words and all(any(line.endswith(f"({word})") for line in masked) for word in words)
-    assert not any("box" in line for line in lines)
+    assert last.startswith("attention inside the masked object's box: ") and "its area: " in last
 
 
 def test_refused(trained, example, tmp_path):
@@ -152,42 +141,19 @@ def test_refused(trained, example, tmp_path):
     foreign, missing = tmp_path / "virtex.pth", tmp_path / "none.jpg"
     torch.save({"script": "virtex", "model": {}}, foreign)
     long = 30 * f"{words[0]} red square "
-
-    def message(photo, caption, word, weights=folder / "checkpoint.pth"):
-        flags = "--caption", caption, "--word", word, "--weights", weights
-        return refusal(["downstream.masked_words", photo, *flags, "--output", tmp_path / "x"])
-
-    assert f"{ONLY} {', '.join(words)}" in message(photo, caption, "surfboard")
-    assert "tokens, --lm reads 64" in message(photo, long, words[0])
-    assert "1 of 1 images are missing" in message(missing, caption, words[0])
-    for weights in (folder / "backbone.pth", foreign):
-        refused = message(photo, caption, words[0], weights)
-        assert "is no checkpoint.pth or model_N.pth of icmlm.py" in refused
+    own = folder / "checkpoint.pth"
+    for image, text, word, weights, message in [
+        (photo, caption, "surfboard", own, f"{ONLY} {', '.join(words)}"),
+        (photo, long, words[0], own, "tokens, --lm reads 64"),
+        (missing, caption, words[0], own, "1 of 1 images are missing"),
+        (photo, caption, words[0], folder / "backbone.pth", NO_CHECKPOINT),
+        (photo, caption, words[0], foreign, NO_CHECKPOINT),
+    ]:
+        flags = "--caption", text, "--word", word, "--weights", weights, "--output", tmp_path / "x"
+        assert message in refusal(["downstream.masked_words", image, *flags])
     for flags in ([photo], [], [photo, "--photos", 1], ["--caption", caption]):
         assert "or --photos N" in refusal(["downstream.masked_words", *flags])
     assert not list(tmp_path.glob("x/*"))
-
-
-# ---------------------------------------------------------------------------- the built-in scenes
-
-
-def test_built_in_scenes(few_scenes, tmp_path):
-    """The small BERT lies beside the checkpoint; at last the attention inside the boxes."""
-    few_scenes(20, 12)
-    flags = ["--iters", 1, "--lm-iters", 2, "--image-size", 64, "--batch-size", 4, "--workers", 0]
-    run_here(["icmlm.py", *flags, "--keep-every", 1, "--output", tmp_path / "run"])
-    weights = tmp_path / "run" / "model_1.pth"
-    *_, line = run("--photos", 9, "--weights", weights, "--output", tmp_path / "pictures")
-    assert line.startswith("attention inside the masked object's box: ") and "its area: " in line
-
-
-def pixel_count(attention, box, side=600):
-    """How much of a map is inside a box, by the pixels of its enlargement"""
-    height, width = (side // cells for cells in attention.shape)
-    pixels = attention.repeat(height, 0).repeat(width, 1) / (height * width)
-    (left, top, right, bottom), place = box, (np.arange(side) + 0.5) / side
-    columns, rows = (left < place) & (place < right), (top < place) & (place < bottom)
-    return pixels[rows][:, columns].sum()
 
 
 def test_attention_inside_boxes():
@@ -200,8 +166,12 @@ def test_attention_inside_boxes():
         attention /= attention.sum()
         looked.append((scene, word, attention))
         if sum(word in o for o in objects) == 1:
-            inside, area = pixel_count(attention, objects[-1].box), (2 * objects[-1].radius) ** 2
-            expected.append((inside, area))
+            left, top, right, bottom = objects[-1].box
+            pixels = np.kron(attention, np.ones(600 // np.array(attention.shape)))  # enlarged
+            place = (np.arange(600) + 0.5) / 600
+            rows, columns = (top < place) & (place < bottom), (left < place) & (place < right)
+            fraction = pixels[rows][:, columns].sum() / pixels.sum()
+            expected.append((fraction, (2 * objects[-1].radius) ** 2))
     inside, area = masked_words.attention_inside_boxes([*looked, (0, "left", looked[0][2])])
     assert 60 < len(expected) < 90
     assert inside == pytest.approx([inside for inside, _ in expected], abs=0.005)
