@@ -522,6 +522,20 @@ def test_flags_that_are_given_win():
 
 
 @both_heads
+def test_both_heads_learn(head, tiny, tmp_path):
+    """24 pictures by heart: both losses of Eq. 8 fall."""
+    flags = ["--iters", 36, "--crop-min", 0.9, "--colour-jitter", 0, "--num-concepts", 6]
+    flags += ["--head", head, "--lr", 0.1]
+    if head == "att-fc":
+        flags += ["--heads", 3, "--recipe", "demo", "--lr", 2e-3]
+    run_here(tiny("icmlm", tmp_path, *flags))
+    rows = metrics(tmp_path)
+    for loss, fall in (("mlm", 0.25), ("tp", 0.05)):
+        losses = [row[loss] for row in rows]
+        assert np.mean(losses[-5:]) < np.mean(losses[:5]) - fall
+
+
+@both_heads
 def test_the_first_step_written_out(head, tiny, tiny_lm, coco_folder, tmp_path, monkeypatch):
     """Eqs. 2, 7 and 8 in loops over the batch, from the weights that the seed gives"""
     monkeypatch.setattr(icmlm, "DROPOUT", 0.0)
