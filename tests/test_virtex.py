@@ -462,8 +462,8 @@ def test_every_task_learns_its_captions(task, tiny, no_probe, tmp_path):
 
 def test_learns_on_shapes(few_scenes, tmp_path):
     """A shorter run without flags, at 40 px and its learning rates"""
-    few_scenes(1000, 300)
-    flags = "--iters", 100, "--batch-size", 24, "--lr", 1e-3, "--text-lr", 1e-3, "--workers", 0
+    few_scenes(800, 300)
+    flags = "--iters", 60, "--batch-size", 16, "--lr", 1e-3, "--text-lr", 1e-3, "--workers", 0
     run_here(["virtex.py", *flags, "--image-size", 40, "--output", tmp_path])
     probe = result(tmp_path)["probe"]
     assert probe["trained"] > probe["random"] + 3
