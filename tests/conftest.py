@@ -1,6 +1,7 @@
 """What the tests share: tiny runs of the scripts, small data sets in genuine layouts, real data."""
 
 import contextlib
+import gc
 import importlib
 import io
 import itertools
@@ -12,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,8 @@ OWN = {
     "tp": [],
     "icmlm": ["--image-size", 64],
     "mmcontrastive": [
-        *("--mlp-hidden", 32, "--intra-dim", 16, "--inter-dim", 24, "--queue", 16, "--bn-splits", 2),
+        *("--mlp-hidden", 32, "--intra-dim", 16, "--inter-dim", 24, "--queue", 16),
+        *("--bn-splits", 2),
         *("--caption-views", "sibling", "--lambda-ic", 0.1, "--lambda-ci", 0.05),
         *("--momentum", 0.9, "--text-lr", 0.05),
     ],
@@ -97,6 +98,8 @@ def refusal(command):
     with pytest.raises(SystemExit) as stopped:
         run_here(command, common.run)
     message = str(stopped.value)
+    del stopped  # its traceback holds the run, and this frame
+    gc.collect()
     assert message.startswith("error: ") and "\n" not in message, message
     return message
 
@@ -116,22 +119,6 @@ def finished(process):
     return process
 
 
-@contextlib.contextmanager
-def running(folder, *command):
-    """A script in a process of its own, which has logged an iteration; SIGKILL after the block"""
-    words, path = [sys.executable, *map(str, command)], folder / "metrics.jsonl"
-    options = {"cwd": ROOT, "env": environment(), "text": True}
-    options |= dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(words, **options) as process:
-        try:
-            while not (path.exists() and path.read_text().endswith("\n")):
-                assert process.poll() is None, "the run ended too soon"
-                time.sleep(0.01)
-            yield process
-        finally:
-            process.kill()
-
-
 def fork(function, *given):
     """Start the function in a copy of this process, where nothing has to be imported again."""
 
@@ -149,9 +136,10 @@ def kill_at(iteration, command):
     write_metrics = common.Run.write_metrics
 
     def write_and_die(run):
-        write_metrics(run)
+        loss = write_metrics(run)
         if run.iteration == iteration:
             os.kill(os.getpid(), signal.SIGKILL)
+        return loss
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common.Run, "write_metrics", write_and_die)
@@ -282,11 +270,9 @@ def coco_folder(tmp_path_factory):
                 category = 10 * shapes.SHAPES.index(o.shape)
                 row = {"id": len(instances), "image_id": scene, "category_id": category}
                 instances.append(row)
-        content = {"images": images, "annotations": captions}
-        path = root / "annotations"
-        (path / f"captions_{split}.json").write_text(json.dumps(content))
-        content = {"images": images, "annotations": instances, "categories": categories}
-        (path / f"instances_{split}.json").write_text(json.dumps(content))
+        for kind, rows in (("captions", captions), ("instances", instances)):
+            content = {"images": images, "annotations": rows, "categories": categories}
+            (root / "annotations" / f"{kind}_{split}.json").write_text(json.dumps(content))
     return root
 
 
@@ -298,16 +284,10 @@ def tiny_lm(coco_folder, tmp_path_factory):
     captions = list(common.caption_data("coco", str(coco_folder), "train2017").captions)
     tokenizer = language.train_wordpiece(captions)
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-        pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.2,
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.2}
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    config = transformers.BertConfig(**sizes, **ids)
     model = transformers.BertForMaskedLM(config)
     inputs = tokenizer(captions, padding=True, return_tensors="pt")
     tokens, visible = inputs["input_ids"], inputs["attention_mask"]
