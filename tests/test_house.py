@@ -1,43 +1,120 @@
-"""The house (DESIGN Sec. 2): width of lines, who imports whom, and --help without what is slow."""
+"""The house (DESIGN Sec. 2): width, size, flags, who imports whom, and that documents are right."""
 
 import ast
+import importlib
+import io
+import re
+import shlex
 import subprocess
 import sys
+import tokenize
 
 import pytest
 from conftest import ROOT, SCRIPTS, environment
 
-PATTERNS = "*.py", "tests/*.py", "tools/*.py", "downstream/*.py", "README.md", "docs/*.md"
-FILES = [path for pattern in PATTERNS for path in sorted(ROOT.glob(pattern))]
-OURS = {path.stem for path in ROOT.glob("*.py")} | {"downstream", "tools", "tests"}
+import common
+
+PATTERNS = "*.py", "tests/*.py", "tools/*.py", "downstream/*.py", "README.md", "docs/**/*.md"
+FILES = {str(p.relative_to(ROOT)): p for x in PATTERNS for p in sorted(ROOT.glob(x))}
+TOP = [name for name in FILES if name.endswith(".py") and "/" not in name]
+DOWNSTREAM = [name for name in FILES if name.startswith("downstream/")]
+OURS = {name.removesuffix(".py") for name in TOP} | {"downstream", "tools", "tests"}
+
+BUDGETS = {  # lines, tokens
+    "common.py": (975, 6550),  # DESIGN: 800, 6000; what is over stands in the note of issue 26
+    "language.py": (360, 2500),
+    "sources.py": (250, 2000),
+    "svm.py": (240, 1900),
+    "shapes.py": (230, 1900),
+    "virtex.py": (640, 5000),
+    "tp.py": (550, 4300),
+    "icmlm.py": (730, 5700),
+    "mmcontrastive.py": (920, 7000),
+    "eval_linear.py": (890, 6700),
+}
+FLAGS = {"virtex": 36, "tp": 36, "icmlm": 40, "mmcontrastive": 48}  # beside --help
 
 # What of ours a file may import at its top.
 ALLOWED = {
     "shapes": set(),
+    "svm": set(),
     "common": set(),
     "sources": {"common", "shapes"},
-    "pictures": {"common"},
     "language": {"common"},
-    "eval_linear": {"common"},
-    **dict.fromkeys(SCRIPTS, {"common", "language", "eval_linear"}),
-    # detection.py its boxes.py, retrieval.py the measures of mmcontrastive.py
-    "downstream": {"common", "eval_linear", "pictures", "mmcontrastive", "downstream"},
+    "eval_linear": {"common", "svm"},
+    "virtex": {"common"},
+    **dict.fromkeys(("tp", "icmlm", "mmcontrastive"), {"common", "language"}),
+    "downstream": {*SCRIPTS, "eval_linear", "common", "language", "sources", "svm", "downstream"},
 }
 # Within functions: what only some runs need.
 LATER = {
-    "shapes": set(),
-    "common": {"sources"},
+    "common": {"shapes", "sources"},
     "eval_linear": {"sources"},
-    **dict.fromkeys(SCRIPTS, {"pictures", "shapes", "sources"}),
-    "downstream": {"shapes", "language"},
+    "downstream": {"shapes"},
 }
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_width(path):
+def lines_of(name):
+    return FILES[name].read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_width(name):
     """No line is wider than 100 columns."""
-    lines = enumerate(path.read_text().splitlines(), 1)
-    assert [number for number, line in lines if len(line) > 100] == []
+    assert [n for n, line in enumerate(lines_of(name), 1) if len(line) > 100] == []
+
+
+LAYOUT = {"NEWLINE", "NL", "INDENT", "DEDENT", "COMMENT", "ENDMARKER"}
+
+
+def count(path):
+    """-> tokens without comments and docstrings, tokens per line of code; see DESIGN Sec. 2"""
+    tokens, code, before, nested = 0, set(), "NEWLINE", 0
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        kind = tokenize.tok_name[token.type]
+        nested += kind == "FSTRING_START"  # since python 3.12: an f-string is one token here
+        if nested == 0 or kind == "FSTRING_START" and nested == 1:
+            kind = "STRING" if nested else kind
+            docstring = kind == "STRING" and before in ("NEWLINE", "INDENT", "DEDENT")
+            before = before if kind in ("NL", "COMMENT") else kind
+            if kind not in LAYOUT and not docstring:
+                tokens += 1
+                code.add(token.start[0])
+        nested -= token.type == getattr(tokenize, "FSTRING_END", None)
+    return tokens, tokens / len(code)
+
+
+@pytest.mark.parametrize("name", TOP)
+def test_size(name):
+    """Lines, tokens and density of the rooms that everybody reads"""
+    lines, tokens = BUDGETS[name]
+    counted, density = count(FILES[name])
+    assert len(lines_of(name)) <= lines and counted <= tokens
+    assert density <= 10.5 or name == "shapes.py"
+
+
+def test_size_of_the_rest():
+    lines = {name: len(lines_of(name)) for name in FILES}
+    assert lines["README.md"] <= 160
+    assert [x for x in lines if x.startswith(("downstream/", "tools/")) and lines[x] > 350] == []
+    assert sum(count for name, count in lines.items() if name.startswith("tests/")) <= 7500
+
+
+def test_refusals():
+    """At most 60 places where the scripts of the top level refuse something"""
+    nodes = [node for name in TOP for node in ast.walk(ast.parse(FILES[name].read_text()))]
+    calls = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
+    names = "fail", "require", "common.fail", "common.require", "parser.error"
+    assert sum(call in names for call in calls) <= 60
+
+
+@pytest.mark.parametrize("script", FLAGS)
+def test_flags(script, monkeypatch):
+    parsers = []
+    monkeypatch.setattr(common.Parser, "parse_args", lambda parser, _: parsers.append(parser))
+    with pytest.raises(AttributeError):  # there are no args
+        importlib.import_module(script).get_args([])
+    assert len(parsers[0]._actions) - 1 <= FLAGS[script]
 
 
 def imported(tree, inside):
@@ -48,22 +125,18 @@ def imported(tree, inside):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module.split(".")[0] if node.level == 0 else "downstream")
+            found.add(node.module.split(".")[0])
         elif inside or not function:
             found |= imported(node, inside)
     return found & OURS
 
 
-PRODUCT = [p for p in FILES if p.suffix == ".py" and p.parent.name not in ("tests", "tools")]
-
-
-@pytest.mark.parametrize("path", PRODUCT, ids=lambda path: path.stem)
-def test_imports(path):
+@pytest.mark.parametrize("name", [*TOP, *DOWNSTREAM])
+def test_imports(name):
     """They go one way and make no circle; functions import what only some runs need (LATER)."""
-    name, tree = path.stem if path.parent == ROOT else path.parent.name, ast.parse(path.read_text())
-    assert name in ALLOWED, f"{path} is no part of the house"
-    assert imported(tree, inside=False) <= ALLOWED[name]
-    assert imported(tree, inside=True) <= ALLOWED[name] | LATER.get(name, set())
+    room, tree = re.split(r"[/.]", name)[0], ast.parse(FILES[name].read_text())
+    assert imported(tree, inside=False) <= ALLOWED[room]
+    assert imported(tree, inside=True) <= ALLOWED[room] | LATER.get(room, set())
 
 
 HELP = """
@@ -80,10 +153,52 @@ for name in sys.argv[1:]:
 
 def test_help_is_quick():
     """It ends well and has not waited for the libraries that take seconds."""
-    downstream = "detection", "finetune", "retrieval", "tagging", "zeroshot"
-    scripts = [*SCRIPTS, "eval_linear", *(f"downstream.{name}" for name in downstream)]
+    started = [name for name in DOWNSTREAM if "__main__" in FILES[name].read_text()]
+    scripts = [name.removesuffix(".py").replace("/", ".") for name in started]
+    scripts += [*SCRIPTS, "eval_linear"]
     command = [sys.executable, "-c", HELP, *scripts]
     options = {"cwd": ROOT, "capture_output": True, "text": True, "env": environment()}
     ended = subprocess.run(command, **options)
     assert ended.stdout.count("usage: ") == len(scripts)
     assert ended.stderr.splitlines() == [f"{script} 0 []" for script in scripts]
+
+
+# ----------------------------------------------------------------------- commands of the documents
+
+# Scripts of others, and names that stand for any
+FOREIGN = {"X.py", "downstream.NAME", "tools/convert-torchvision-to-d2.py"}
+FOREIGN |= {"venv", "pip", "pytest", "spacy"}
+
+
+def commands(name):
+    """[(module, its flags)] of our scripts in a document, or in the docstring of a script"""
+    text = FILES[name].read_text()
+    fence = r"^```.*?\n(.*?)^```"
+    code = re.findall(fence, text, re.S | re.M)
+    if name.endswith(".py"):
+        code = [text] = [ast.get_docstring(ast.parse(text)) or ""]
+    passages = re.sub(r"\s*\\\n\s*", " ", "\n".join(code)).splitlines()
+    text = re.sub(fence, "", text, flags=re.S | re.M)
+    passages += [" ".join(words.split()) for words in re.findall(r"`([^`]+)`", text)]
+    found = set()
+    for command in re.findall(r"\b(?:python|torchrun) [^#|;&()`\n]*", "\n".join(passages)):
+        command = re.sub(r"\$n\b|(?<= )[A-Z](?= |$)", "1", command.split("  ")[0])  # any number
+        words = [word for word in shlex.split(command) if word not in ("FLAGS", "...")]
+        at = [n for n, word in enumerate(words) if word.endswith(".py") or words[n - 1] == "-m"]
+        if at and words[at[0]] not in FOREIGN:
+            module = words[at[0]].removesuffix(".py").replace("/", ".")
+            found.add((module, tuple(words[at[0] + 1 :])))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if commands(name)])
+def test_commands(name):
+    """Every command in README, documents and docstrings is parsed by its script."""
+    for module, flags in commands(name):
+        importlib.import_module(module).get_args(list(flags))
+
+
+def test_commands_are_found():
+    assert sum(len(commands(name)) for name in FILES) > 100
+    assert ("tp", ("--data", "photos.jsonl")) in commands("README.md")
+    assert ("tp", ("--data", "photos.jsonl")) in commands("tp.py")
