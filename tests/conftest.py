@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,17 @@ def fork(function, *given):
     process = FORK.Process(target=work)
     process.start()
     return process
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """Fake CUDA tests run in a fork: once autograd has threads for a GPU, no fork can train."""
+    if pyfuncitem.module.__name__ != "test_fake_cuda":
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    process = fork(partial(pyfuncitem.obj, **{name: pyfuncitem.funcargs[name] for name in names}))
+    process.join()
+    assert process.exitcode == 0, "see the traceback on standard error"
+    return True
 
 
 def kill_at(iteration, command):

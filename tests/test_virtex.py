@@ -461,9 +461,9 @@ def test_every_task_learns_its_captions(task, tiny, no_probe, tmp_path):
 
 
 def test_learns_on_shapes(few_scenes, tmp_path):
-    """A shorter run without flags, at 40 px and its learning rates"""
-    few_scenes(800, 300)
-    flags = "--iters", 60, "--batch-size", 16, "--lr", 1e-3, "--text-lr", 1e-3, "--workers", 0
-    run_here(["virtex.py", *flags, "--image-size", 40, "--output", tmp_path])
+    """A sixth of the run without flags, at 48 px and its learning rates"""
+    few_scenes(5000, 500)
+    flags = "--iters", 210, "--batch-size", 32, "--lr", 1e-3, "--text-lr", 1e-3, "--workers", 0
+    run_here(["virtex.py", *flags, "--image-size", 48, "--output", tmp_path])
     probe = result(tmp_path)["probe"]
     assert probe["trained"] > probe["random"] + 3
