@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 from PIL import ExifTags, Image, ImageOps
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -59,10 +58,7 @@ def run(main, get_args):
 
 
 def fail(message):
-    """End the program with one line.
-
-    What all processes find alike is said once: torchrun ends the others when the first one ends.
-    """
+    """End the program with one line. Other ranks wait, so that only the first's is printed."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(3)
     sys.exit(f"error: {message}")
@@ -86,7 +82,7 @@ def error_context(note):
 def print_main(message):
     """Print a line, from the first process only, without breaking the progress bar."""
     if os.environ.get("RANK", "0") == "0":
-        tqdm.write(str(message), file=sys.stdout)
+        tqdm.write(f"{message}")
         sys.stdout.flush()
 
 
@@ -112,18 +108,15 @@ BACKBONES = "resnet18", "resnet50", "resnet101", "wide_resnet50_2", "vgg16_bn"  
 DATA = "shapes (built in), coco, vg, a .jsonl file, or a folder of tools/make_shards.py"
 
 
-def positive(text):
-    value = float(text)
-    if not 0 < value < math.inf:
+def positive(text, kind=float):
+    value = kind(text)
+    if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
 
 
 def positive_int(text):
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
+    return positive(text, int)
 
 
 def fraction(text):
@@ -137,24 +130,21 @@ class Help(argparse.RawDescriptionHelpFormatter):
     """Keeps the layout of the docstring and shows each default."""
 
     def _get_help_string(self, action):
-        silent = any(action.default is value for value in (None, False, argparse.SUPPRESS))
+        silent = str(action.default) in ("None", "False", argparse.SUPPRESS)
         return action.help if silent else f"{action.help} (default %(default)s)"
 
 
-class Parser(argparse.ArgumentParser):
-    """Errors are one line."""
-
-    def __init__(self, description=None, **kwargs):
-        super().__init__(description=description, formatter_class=Help, **kwargs)
-        self.allow_abbrev = False
-
-    def error(self, message):
-        fail(message)
+def build_parser(description=None, **kwargs):
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=Help, allow_abbrev=False, **kwargs
+    )
+    parser.error = fail  # errors are one line
+    return parser
 
 
 def peek(argv, *flags):
     """What the command line gives for a few flags on which defaults depend -> Namespace"""
-    parser = Parser(add_help=False)
+    parser = build_parser(add_help=False)
     for flag in flags:
         parser.add_argument(flag)
     return parser.parse_known_args(argv)[0]
@@ -168,13 +158,12 @@ def choose_recipe(table, argv, paper=None):
     """
     given = peek(argv, "--data", "--recipe", "--iters", "--epochs")
     data = given.data or "shapes"
-    by_data = {"shapes": "demo", ".jsonl": "small"}
-    name = by_data.get(os.path.splitext(data)[1] or data, "paper")
+    name = "demo" if data == "shapes" else "small" if data.endswith(".jsonl") else "paper"
     if given.recipe in RECIPES:
         name = given.recipe
     recipe = {key: row[RECIPES.index(name)] for key, row in table.items()}
-    if name == "paper":
-        recipe |= paper or {}
+    if paper and name == "paper":
+        recipe |= paper
     if given.iters or given.epochs:
         recipe |= {"iters": None, "epochs": None}
     year = "2017" if data == "coco" else ""
@@ -186,7 +175,7 @@ def flag_parser(script, description, recipe):
 
     --lr has none: get_args scales the recipe's to --batch-size, but takes a given one literally.
     """
-    parser = Parser(description)
+    parser = build_parser(description)
     add = parser.add_argument_group("data").add_argument
     add("--data", default="shapes", help=DATA)
     add("--recipe", choices=RECIPES, help="defaults: demo (shapes), small (.jsonl), paper (others)")
@@ -196,8 +185,8 @@ def flag_parser(script, description, recipe):
     add("--image-size", type=positive_int, help="side of the crops; cost grows with its square")
     add("--crop-min", type=fraction, help="smallest part of a photo's area that a crop shows")
     add("--colour-jitter", type=fraction, help="strength; lower if captions name colours")
-    half = min(8, os.cpu_count() // 2)  # on two cores two were 4% slower than one
-    add("--workers", type=int, default=half, help="DataLoader workers; more if data_wait > 0.05")
+    few = min(8, os.cpu_count() // 2)  # on two cores two were 4% slower than one
+    add("--workers", type=int, default=few, help="DataLoader workers; more if data_wait > 0.05")
 
     group = parser.add_argument_group("backbone and optimisation")
     add = group.add_argument
@@ -216,8 +205,7 @@ def flag_parser(script, description, recipe):
     add = parser.add_argument_group("probe of the backbone (see eval_linear.py)").add_argument
     add("--probe-data", help="shapes, coco, voc07, folder or a .jsonl (default: tags of --data)")
     add("--probe-root", help="folder of --probe-data")
-    rates = "lr", "text_lr"
-    parser.set_defaults(**{name: value for name, value in recipe.items() if name not in rates})
+    parser.set_defaults(**{**recipe, "lr": None, "text_lr": None})
     return parser
 
 
@@ -236,11 +224,9 @@ def run_flags(parser, script):
 
 def parse(parser, argv):
     args = parser.parse_args(argv)
-    if args.probe_root and not args.probe_data:
-        parser.error("--probe-root goes with --probe-data")
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    if args.batch_size % processes:
-        parser.error(f"--batch-size {args.batch_size} cannot be divided by {processes} processes")
+    if args.batch_size and args.batch_size % processes:
+        fail(f"--batch-size {args.batch_size} cannot be divided by {processes} processes")
     return args
 
 
@@ -262,17 +248,16 @@ class World(NamedTuple):
 def init_distributed():
     """Join the other processes if torchrun started this one (NCCL or gloo) -> World"""
     cuda = torch.cuda.is_available()
-    torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
-    if "RANK" not in os.environ:
-        return World(0, 1, torch.device("cuda" if cuda else "cpu"))
-    local = int(os.environ["LOCAL_RANK"])
+    local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if "RANK" not in os.environ:
+        return World(0, 1, device)
     if cuda:
         enough = local < torch.cuda.device_count()
         require(enough, "there are fewer GPUs than processes: lower --nproc_per_node")
         torch.cuda.set_device(device)
-    # Tensors of the host go through gloo. Hours: the others wait while the first makes labels.
+    # Tensors of the host go through gloo. Hours: the first process may be making labels.
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, timeout=timedelta(hours=6))
     return World(dist.get_rank(), dist.get_world_size(), device)
@@ -294,18 +279,17 @@ def gather(x, world):
     """(B, ...) of each process -> (size * B, ...) on all of them, in the order of the processes"""
     if world.size == 1:
         return x
-    x = x.contiguous()
-    parts = [torch.empty_like(x) for _ in range(world.size)]
-    dist.all_gather(parts, x)
-    return torch.cat(parts)
+    gathered = x.new_empty(world.size * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(gathered, x.contiguous())
+    return gathered
 
 
 def data_parallel(model, world):
     """DistributedDataParallel if there are several processes. BatchNorm stays per process."""
     if world.size == 1:
         return model
-    warnings.filterwarnings("ignore", category=FutureWarning)  # a new name, unknown to torch 2.11
-    return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of broadcast_buffers, in torch 2.15
+    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)  # not the queues
 
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -316,7 +300,7 @@ def autocast(device, amp):
     return torch.autocast(device.type, HALF.get(amp), enabled=amp != "off")
 
 
-def choose_amp(device, requested=None):
+def choose_amp(device, requested):
     """What --amp requests, or bf16 where the device computes in it natively, else "off"."""
     if requested:
         return requested
@@ -338,12 +322,13 @@ class PackedStrings:
     """
 
     def __init__(self, strings=()):
-        self.buffer, self.ends = bytearray(), array("q", [0])
+        self.buffer = bytearray()
+        self.ends = array("q", [0])
         for string in strings:
             self.append(string)
 
     def append(self, string):
-        self.buffer += string.encode("utf-8", "replace")
+        self.buffer += string.encode(errors="replace")
         self.ends.append(len(self.buffer))
 
     def __len__(self):
@@ -376,9 +361,12 @@ class CaptionData:
     """
 
     def __init__(self, images, tag_names=None):
-        self.images, self.tag_names = images, tag_names
-        self.captions, self.first_caption = PackedStrings(), array("q", [0])
-        self.tags, self.first_tag = array("i"), array("q", [0])
+        self.images = images
+        self.captions = PackedStrings()
+        self.first_caption = array("q", [0])
+        self.tag_names = tag_names
+        self.tags = array("i")
+        self.first_tag = array("q", [0])
 
     def add(self, image, captions, tags=()):
         self.images.append(image)
@@ -441,9 +429,10 @@ def jsonl_data(path, root, split):
     Relative paths start from `root`. If no line names a split, "val" is a fixed random twentieth.
     """
     data = CaptionData(ImageFiles())
-    splits, tag_index = [], {}
+    splits = []
+    tag_index = {}
     with open(path, "rb") as file:  # of bytes, json finds the encoding
-        for number, line in enumerate(progress(file, desc=path, unit=" lines", leave=False), 1):
+        for number, line in enumerate(progress(file, desc=path, leave=False), 1):
             if not line.strip():
                 continue
             try:
@@ -452,13 +441,13 @@ def jsonl_data(path, root, split):
                 tags = sorted({tag_index.setdefault(tag, len(tag_index)) for tag in tags})
                 data.add(os.path.join(root, row["image"]), captions, tags)
                 splits.append(row.get("split"))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except Exception as error:  # no JSON, no "image", other types
                 fail(f"{path}, line {number}: {error!r}. Expected: {JSONL}")
     data.tag_names = list(tag_index) or None
     if not any(splits):
         order = np.random.default_rng(0).permutation(len(data))
-        val = set(order[: max(1, len(data) // 20)].tolist())
-        splits = ["val" if i in val else "train" for i in range(len(data))]
+        splits = np.full(len(data), "train")
+        splits[order[: max(1, len(data) // 20)]] = "val"
     elif None in splits:
         print_main(f"{path}: {splits.count(None)} lines name no split and are left out")
     return data.select([i for i, name in enumerate(splits) if name == split])
@@ -468,8 +457,8 @@ def captions_and_tags(row):
     """{"captions": [...], "tags": [...]}, both may be missing -> two lists of strings"""
     captions = row.get("captions", [])
     tags = row.get("tags", [])
-    if "caption" in row or not isinstance(captions, list) or not isinstance(tags, list):
-        raise ValueError('"captions" and "tags" are lists of strings')
+    if "caption" in row or {type(captions), type(tags)} != {list}:
+        raise ValueError('"captions" (not "caption") and "tags" are lists of strings')
     return [caption.strip() for caption in captions if caption.strip()], list(map(str, tags))
 
 
@@ -494,7 +483,9 @@ class Samples(Dataset):
     """
 
     def __init__(self, make_sample, size, seed=0):
-        self.make_sample, self.size, self.seed = make_sample, size, seed
+        self.make_sample = make_sample
+        self.size = size
+        self.seed = seed
         self.reported = set()
 
     def __len__(self):
@@ -503,25 +494,25 @@ class Samples(Dataset):
     def __getitem__(self, key):
         epoch, index = key if isinstance(key, tuple) else (None, key)
         rng = None if epoch is None else np.random.default_rng([self.seed, epoch, index])
-        failed = set()
-        for step in range(self.size):
+        failed = []
+        while len(failed) < self.size and len(set(failed)) < 100:
             try:
-                return self.make_sample((index + step) % self.size, rng)
+                return self.make_sample((index + len(failed)) % self.size, rng)
             except Unreadable as error:
-                failed.add(str(error))  # a photo may have many samples (icmlm.py)
-            if failed - self.reported:
-                tqdm.write(f"cannot decode {failed - self.reported}: the next photo is used")
-                self.reported |= failed
-            if len(failed) == 100:
-                break
-        raise Unreadable(f"{len(failed)} photos in a row cannot be decoded: {sorted(failed)[:3]}")
+                path = str(error)
+                failed.append(path)
+                if path not in self.reported:
+                    tqdm.write(f"cannot decode {path}: the next photo is used")
+                    self.reported.add(path)
+        photos = sorted(set(failed))
+        raise Unreadable(f"{len(photos)} photos in a row cannot be decoded: {photos[:3]}")
 
 
 def random_crop(rng, smallest, width, height):
     """The box of a random area, in [smallest, 1], and aspect ratio, as in Inception's training"""
     for _ in range(10):
         area = width * height * rng.uniform(smallest, 1.0)
-        aspect = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+        aspect = (4 / 3) ** rng.uniform(-1, 1)
         w, h = math.sqrt(area * aspect), math.sqrt(area / aspect)
         if w <= width and h <= height:
             x, y = rng.uniform(0, width - w), rng.uniform(0, height - h)
@@ -546,14 +537,15 @@ def read_crops(images, index, crops, size):
         image = images.open(index)
         if image.getexif().get(ExifTags.Base.Orientation, 1) > 1:
             ImageOps.exif_transpose(image, in_place=True)  # only then: it decodes the whole photo
-        full_size, boxes = np.array(image.size), np.array([crop(*image.size) for crop in crops])
+        full_size = np.array(image.size)
+        boxes = np.array([crop(*full_size) for crop in crops])
         if image.format == "JPEG":
             smallest = (boxes[:, 2:] - boxes[:, :2]).min(0)
             image.draft("RGB", np.ceil(size * full_size / smallest).astype(int).tolist())
         image = to_rgb(image)
-        scale, limit = np.tile(image.size / full_size, 2), np.tile(image.size, 2)
-        boxes = np.minimum(boxes * scale, limit).tolist()  # one may stand out by a rounding error
-        return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes]
+        boxes = boxes * np.tile(image.size / full_size, 2)
+        boxes = np.minimum(boxes, np.tile(image.size, 2))  # a rounding error may exceed it
+        return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes.tolist()]
     except Exception as error:  # PIL and its formats raise a dozen kinds
         raise Unreadable(images[index]) from error
 
@@ -574,11 +566,12 @@ def load_image(images, index, rng, args):
     args: image_size, crop_min, colour_jitter.
     -> {"image": uint8 (size, size, 3), "jitter": (4,), "flipped": bool}
     """
-    if rng is None:
-        [image] = read_crops(images, index, [partial(centre_crop, 1.0)], args.image_size)
+    crop = partial(random_crop, rng, args.crop_min) if rng else partial(centre_crop, 1.0)
+    [image] = read_crops(images, index, [crop], args.image_size)
+    if not rng:
         return {"image": image, "jitter": NO_JITTER, "flipped": False}
-    [image] = read_crops(images, index, [partial(random_crop, rng, args.crop_min)], args.image_size)
-    jitter, flipped = colour_jitter(rng, args.colour_jitter), bool(rng.random() < 0.5)
+    jitter = colour_jitter(rng, args.colour_jitter)
+    flipped = bool(rng.random() < 0.5)
     return {"image": image[:, ::-1] if flipped else image, "jitter": jitter, "flipped": flipped}
 
 
@@ -602,44 +595,33 @@ def collate_images(samples):
     return {"images": stack(samples, "image"), "jitter": stack(samples, "jitter")}
 
 
-class CentreCrops(Dataset):
-    """The central square of each image -> uint8 (size, size, 3), and whether it is readable"""
-
-    def __init__(self, images, size, side_fraction=224 / 256):
-        self.images, self.size = images, size
-        self.crop = partial(centre_crop, side_fraction)
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, i):
-        try:
-            return read_crops(self.images, i, [self.crop], self.size)[0], True
-        except Unreadable:
-            tqdm.write(f"cannot decode {self.images[i]}: left out")
-            return np.zeros((self.size, self.size, 3), np.uint8), False
-
-
 def infinite_sampler(size, batch_size, world, seed, start=0):
     """Yield (epoch, index) forever, beginning with batch number `start`
 
     The epochs' permutations are concatenated, batch t is the t-th slice of `batch_size` (global) of
     them, and each process takes its part of the slice. Nothing else decides what is seen.
     """
-    per_rank_batch, shuffled, order = batch_size // world.size, None, None
+    per_rank_batch = batch_size // world.size
+    shuffled = None
     for batch in itertools.count(start):
         first = batch * batch_size + world.rank * per_rank_batch
         for position in range(first, first + per_rank_batch):
             epoch, place = divmod(position, size)
             if epoch != shuffled:
-                shuffled, order = epoch, np.random.default_rng([seed, epoch]).permutation(size)
+                shuffled = epoch
+                order = np.random.default_rng([seed, epoch]).permutation(size)
             yield epoch, int(order[place])
 
 
 def loader(dataset, batch_size, workers, collate_fn=None, device=torch.device("cpu"), sampler=None):
-    pinned = device.type == "cuda"
-    kwargs = {"num_workers": workers, "collate_fn": collate_fn, "pin_memory": pinned}
-    return DataLoader(dataset, batch_size, sampler=sampler, **kwargs)
+    return DataLoader(
+        dataset,
+        batch_size,
+        sampler=sampler,
+        num_workers=workers,
+        collate_fn=collate_fn,
+        pin_memory=device.type == "cuda",
+    )
 
 
 def validation_batches(samples, workers, collate_fn, device, batch_size=64):
@@ -650,12 +632,12 @@ def validation_batches(samples, workers, collate_fn, device, batch_size=64):
 
 
 def to_device(batch, device):
-    """A tensor, or lists and dicts of tensors"""
+    """A tensor, or dicts and lists of tensors"""
+    if torch.is_tensor(batch):
+        return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
         return {name: to_device(value, device) for name, value in batch.items()}
-    if isinstance(batch, list):
-        return [to_device(value, device) for value in batch]
-    return batch.to(device, non_blocking=True)
+    return [to_device(value, device) for value in batch]
 
 
 # --------------------------------------------------------------------------------- on the device
@@ -670,7 +652,7 @@ HUE = [np.eye(3) - GREY, np.linalg.inv(YIQ) @ [[0, 0, 0], [0, 0, -1], [0, 1, 0]]
 @functools.cache
 def colour_constants(device):
     """Kept on the device: a copy from the host would synchronise it."""
-    constants = GREY, np.array(HUE), np.array(IMAGENET_MEAN), np.array(IMAGENET_STD)
+    constants = GREY, np.array(HUE), IMAGENET_MEAN, IMAGENET_STD
     return [torch.tensor(value, dtype=torch.float32, device=device) for value in constants]
 
 
@@ -709,33 +691,31 @@ def build_backbone(arch):
     from torchvision import models  # only here: --help does without the seconds that it takes
 
     model = getattr(models, arch)()
-    names, channels = ["features"], 512
-    if arch != "vgg16_bn":
-        names = "conv1 bn1 relu maxpool layer1 layer2 layer3 layer4".split()
-        channels = model.fc.in_features
-    backbone = nn.Sequential(OrderedDict((name, getattr(model, name)) for name in names))
-    backbone.channels, backbone.arch = channels, arch
+    *children, _, _ = model.named_children()  # the last two are average pooling and classifier
+    backbone = nn.Sequential(OrderedDict(children))
+    backbone.arch = arch
+    backbone.channels = 512 if arch == "vgg16_bn" else model.fc.in_features
     return backbone
 
 
 def load_backbone(path, arch):
     """The backbone in a backbone.pth of ours (eval_linear.load_backbone reads those of others)."""
     backbone = build_backbone(arch)
-    content = read_checkpoint(path)
     try:
-        backbone.load_state_dict(content)
+        backbone.load_state_dict(read_checkpoint(path))
     except RuntimeError:
         fail(f"{path} is no backbone.pth of a {arch}: see --arch")
     return backbone
 
 
 def build_optimizer(name, parameters, lr, weight_decay):
-    """ "sgd" with momentum 0.9, which all three papers use; "radam" [ICMLM App. F.1]; "adamw" """
+    """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW"""
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr, weight_decay=weight_decay, fused=True)
     if name == "radam":  # weight decay decoupled, as in the code of its authors
-        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": True}
-        return torch.optim.RAdam(parameters, lr, **decay)
+        return torch.optim.RAdam(
+            parameters, lr, weight_decay=weight_decay, decoupled_weight_decay=True
+        )
     optimizer = torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=weight_decay, fused=True)
     for group in optimizer.param_groups:
         for parameter in group["params"]:  # or undefined if fp16's scaler skips the first step
@@ -776,7 +756,7 @@ DIVERGED = "the last checkpoint is kept. Try a lower --lr, a longer --warmup, or
 
 
 def write_json(path, content):
-    Path(path).write_text(json.dumps(content, indent=2) + "\n")
+    Path(path).write_text(json.dumps(content, indent=2))
 
 
 def save(path, content):
@@ -787,13 +767,13 @@ def save(path, content):
 
 def save_weights(path, module):
     """A plain state dict, on the CPU and in the usual memory format"""
-    save(path, {name: v.detach().cpu().contiguous() for name, v in module.state_dict().items()})
+    save(path, {name: v.cpu().contiguous() for name, v in module.state_dict().items()})
 
 
 def read_checkpoint(path, script=None):
     """A file of weights, on the CPU; no code in it is run.  script: that must have written it"""
-    with open(path, "rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
-        try:  # DINO's hold their Namespace
+    with open(path, "rb") as file:
+        try:
             content = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # of zip, pickle and torch
             fail(f"{path} is no checkpoint, or was cut off ({type(error).__name__})")
@@ -810,26 +790,31 @@ class Run:
 
     def __init__(self, args, script, world, data):
         """data: CaptionData or alike that is trained on; its size must not change"""
-        self.args, self.script, self.world, self.data = args, script, world, data
+        self.args = args
+        self.script = script
+        self.world = world
+        self.data = data
         self.folder = Path(args.output)
         self.iteration = 0
+        self.metrics = []  # the lines of metrics.jsonl
         self.checkpoint = None
         captions = len(getattr(data, "captions", ()))
         self.settings = {**vars(args), "images": len(data.images), "captions": captions}
         if world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = lock(self.folder)
+            self.lock = filelock.FileLock(self.folder / ".lock")
+            with error_context("another run trains into this directory: choose another --output"):
+                self.lock.acquire(timeout=8)  # DataLoader workers of a killed run end by then
         path = self.folder / "checkpoint.pth"
         if path.exists() and not args.fresh:
             self.checkpoint = read_checkpoint(path, script)
             self.check_same_settings(self.checkpoint["args"])
             self.iteration = self.checkpoint["iteration"]
+            self.metrics = self.checkpoint["metrics"]
             print_main(f"{path} is there: resuming from iteration {self.iteration}")
         barrier(world)  # before the first process removes or writes anything
         if world.is_main:
-            self.clear()
-            content = {"command": sys.argv, "torch": torch.__version__, "processes": world.size}
-            write_json(self.folder / "args.json", {**self.settings, **content})
+            self.start_files()
         per_process = f"{args.batch_size // world.size} images each per iteration"
         print_main(f"{script}: {world.size} process(es), {per_process}, device {world.device}, "
                    f"amp {args.amp}, into {self.folder}")  # fmt: skip
@@ -841,26 +826,25 @@ class Run:
             problem = f"holds a run with {name.replace('_', '-')} {before.get(name)}, not {now}"
             require(before.get(name) == now, f"{self.folder} {problem}: {hint}")
 
-    def clear(self):
-        """Remove what an earlier run wrote after its checkpoint, all of it if there is none."""
+    def start_files(self):
+        """Remove what an earlier run wrote after its checkpoint, or all of it if there is none."""
         names = ["result.json"]
         if not self.checkpoint:
-            names += ["checkpoint.pth", "backbone.pth", "metrics.jsonl", "model_[0-9]*.pth"]
-        for path in [path for name in names for path in self.folder.glob(name)]:
-            path.unlink()
-        metrics = self.folder / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]  # of a killed run half may be there
-        kept = [line for line in whole if json.loads(line)["iteration"] <= self.iteration]
-        Path(f"{metrics}.tmp").write_text("".join(kept))
-        os.replace(f"{metrics}.tmp", metrics)
+            names += ["checkpoint.pth", "backbone.pth", "model_[0-9]*.pth"]
+        for name in names:
+            for path in list(self.folder.glob(name)):
+                path.unlink()
+        (self.folder / "metrics.jsonl").write_text("".join(self.metrics))
+        content = {"command": sys.argv, "torch": torch.__version__, "processes": self.world.size}
+        write_json(self.folder / "args.json", self.settings | content)
 
     def resume(self, **parts):
         """The model, optimizer... that checkpoints hold by these names; load an earlier run's."""
         self.parts = parts
-        for name, part in parts.items() if self.checkpoint else ():
-            if self.checkpoint[name]:  # a scaler that was not in use has no state
-                part.load_state_dict(self.checkpoint[name])
+        if self.checkpoint:
+            for name, part in parts.items():
+                if self.checkpoint[name]:  # a scaler that was not in use has no state
+                    part.load_state_dict(self.checkpoint[name])
         self.checkpoint = None  # gigabytes, at the papers' sizes
 
     def steps(self, samples, collate_fn, total, **extra_state):
@@ -874,13 +858,13 @@ class Run:
         make_sampler = getattr(self.data.images, "sampler", infinite_sampler)
         order = make_sampler(len(samples), args.batch_size, world, args.seed, self.iteration)
         per_rank_batch = args.batch_size // world.size
-        batches = loader(samples, per_rank_batch, args.workers, collate_fn, world.device, order)
-        batches = iter(batches)
-        first = self.iteration + 1
-        self.total = total
+        batches = iter(
+            loader(samples, per_rank_batch, args.workers, collate_fn, world.device, order)
+        )
         self.waited = 0.0
         self.since = self.iteration, time.perf_counter()
-        bar = progress(range(first, total + 1), initial=first - 1, total=total, unit=" its")
+        to_do = range(self.iteration + 1, total + 1)
+        bar = progress(to_do, initial=self.iteration, total=total, unit=" its")
         for iteration in bar:
             self.iteration = iteration
             asked = time.perf_counter()
@@ -890,26 +874,22 @@ class Run:
             torch.manual_seed((args.seed << 40) + iteration * world.size + world.rank)
             yield iteration, batch
 
-            saving = self.due(args.checkpoint_every) or iteration == total
-            keeping = self.due(args.keep_every)
-            if saving or keeping or self.logging():
+            if self.due("log") or self.due("validate"):
                 bar.set_postfix(loss=f"{self.write_metrics():.3f}")
-            if saving:
-                self.save("checkpoint.pth", self.parts, extra_state)
-            if keeping:
+            if self.due("checkpoint") or iteration == total:
+                self.save("checkpoint.pth", self.parts, extra_state | {"metrics": self.metrics})
+            if self.due("keep"):
                 self.save(f"model_{iteration}.pth", {"model": self.parts["model"]}, extra_state)
         end_distributed(world)
 
-    def due(self, every):
+    def due(self, what):
+        """Whether the flag --{what}-every says that it is time"""
+        every = getattr(self.args, f"{what}_every", None)
         return every and self.iteration % every == 0
 
-    def logging(self):
-        return self.due(self.args.log_every) or self.due(getattr(self.args, "validate_every", None))
-
     def validating(self):
-        """Whether --validate-every is due, on the first process; the end has a validation anyway"""
-        due = self.due(self.args.validate_every) and self.iteration < self.total
-        return due and self.world.is_main
+        """Whether --validate-every is due, on the first process"""
+        return self.world.is_main and self.due("validate")
 
     def log(self, validation=None, **values):
         """Numbers or tensors for the next line of metrics.jsonl: read then, not at every step.
@@ -922,23 +902,22 @@ class Run:
     def write_metrics(self):
         """Read the logged values, which synchronises the device -> the loss"""
         values = [torch.as_tensor(value).item() for value in self.values.values()]
-        mean = torch.tensor(values, device=self.world.device) / self.world.size
-        if self.world.size > 1:
-            dist.all_reduce(mean)
-        row = dict(zip(self.values, mean.tolist()))
+        means = gather(torch.tensor([values]), self.world).mean(0).tolist()
+        row = dict(zip(self.values, means))
         finite = math.isfinite(row["loss"])
         require(finite, f"the loss is not finite at iteration {self.iteration}: {DIVERGED}")
-        if self.logging() and self.world.is_main:
-            row |= {f"validation_{name}": score for name, score in self.validation.items()}
-            iteration, before = self.since
-            self.since = self.iteration, time.perf_counter()
-            seconds = self.since[1] - before
-            row["images_per_s"] = (self.iteration - iteration) * self.args.batch_size / seconds
-            row["data_wait"] = self.waited / seconds
-            self.waited = 0.0
-            rounded = {name: float(f"{value:.6g}") for name, value in row.items()}
+        row |= {f"validation_{name}": score for name, score in self.validation.items()}
+        iteration, before = self.since
+        self.since = self.iteration, time.perf_counter()
+        seconds = self.since[1] - before
+        row["images_per_s"] = (self.iteration - iteration) * self.args.batch_size / seconds
+        row["data_wait"] = self.waited / seconds
+        self.waited = 0.0
+        rounded = {name: float(f"{value:.6g}") for name, value in row.items()}
+        self.metrics.append(json.dumps({"iteration": self.iteration, **rounded}) + "\n")
+        if self.world.is_main:
             with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"iteration": self.iteration, **rounded}) + "\n")
+                file.write(self.metrics[-1])
         return row["loss"]
 
     def save(self, name, parts, extra_state):
@@ -948,7 +927,7 @@ class Run:
             finite = all(value.isfinite().all() for value in state["model"].values())
             require(finite, f"a weight is not finite at iteration {self.iteration}: {DIVERGED}")
             state |= {"script": self.script, "args": self.settings, "iteration": self.iteration}
-            save(self.folder / name, {**state, **extra_state})
+            save(self.folder / name, state | extra_state)
 
     def finish(self, probe, backbone, **result):
         """Say what the backbone is worth and write result.json.  probe: eval_linear.Probe"""
@@ -957,15 +936,3 @@ class Run:
         else:
             print_main("eval_linear.py is not here: the backbone is not probed")
         write_json(self.folder / "result.json", result)
-
-
-def lock(folder):
-    """Hold the lock of a directory until this process ends."""
-    held = filelock.FileLock(folder / ".lock")
-    with error_context("another run trains into this directory: choose another --output"):
-        try:
-            held.acquire(timeout=0)
-        except filelock.Timeout:
-            print_main(f"{folder} is in use: waiting ten seconds for the other run to end")
-            held.acquire(timeout=10)  # DataLoader workers of a killed run end by then
-    return held

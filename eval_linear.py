@@ -18,16 +18,14 @@ or "random". Early stopping [VirTex Sec. 3]: train with --keep-every and take th
     sgd-virtex     linear layer, trained with augmentation                               top-1
     sgd-mct        linear layer on features extracted once                               top-1
     logreg-icmlm   the same; learning rate and weight decay chosen out of 25 trials      top-1
-    layers         linear layers on each of VGG-16's last three convolutions,            top-1
-                   trained with augmentation                                             or mAP
+    knn            votes of the 20 nearest training images: nothing is trained           either
+    layers         linear layers on each of VGG-16's last three convolutions, likewise   either
 
-Their settings stand in the table PROTOCOLS, below their functions. The SVMs and `layers` take
-images with several labels (voc07, coco, shapes, a .jsonl with tags) and with one (folder), the
-others need one. sgd-virtex and layers resume from --output; the other protocols take minutes.
-The training scripts end with svm-virtex: see Probe.
+Their settings stand in the table PROTOCOLS. The SVMs, knn and `layers` take images with several
+labels (voc07, coco, shapes, a .jsonl with tags) or one (folder), the others need one. sgd-virtex
+and layers resume from --output. The training scripts end with svm-virtex: see Probe.
 """
 
-import argparse
 import math
 import os
 import tempfile
@@ -39,6 +37,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import Dataset
+from tqdm import tqdm
 
 import common
 from common import ImageFiles, print_main, progress, require
@@ -46,23 +46,17 @@ from svm import average_precisions, l2_normalize, mean_of, scorable, svm_probe
 
 DATA = "shapes (built in), coco, voc07, folder, or a .jsonl file with tags"
 LABEL_SPLITS = {"coco": ("train2017", "val2017"), "voc07": ("trainval", "test")}
-IN_WORDS = {"trained": "trained", "random": "at random initialisation"}  # two backbones' scores
 
 # ----------------------------------------------------------------------------------------- flags
 
 
 def backbone_flags(parser, choices=None, data_help=common.DATA):
-    """The flags of everything that starts from a backbone
-
-    choices: of --data, the first is the default; None: shapes, or what data_help names.
-    """
+    """The flags of everything that starts from a backbone.  choices: of --data, default first"""
     add = parser.add_argument
     add("--weights", default="runs/virtex/backbone.pth", help="a file, imagenet or random")
     add("--arch", choices=common.BACKBONES, help="for imagenet and random")
-    if choices:
-        add("--data", choices=choices, default=choices[0], help="the images")
-    else:
-        add("--data", default="shapes", help=data_help)
+    default, *_ = choices or ["shapes"]
+    add("--data", choices=choices, default=default, help=data_help)
     add("--root", help="folder of the data (default datasets/<name>; for a .jsonl its own)")
     add("--train-split", help="usually trainval for voc07, train2017 for coco, else train")
     add("--val-split", help="usually test for voc07, val2017 for coco, else val")
@@ -71,7 +65,7 @@ def backbone_flags(parser, choices=None, data_help=common.DATA):
 
 def flag_parser(script, description, choices=None, data_help=common.DATA):
     """A parser with the flags that mean the same wherever a frozen backbone is measured"""
-    parser = common.Parser(description)
+    parser = common.build_parser(description)
     backbone_flags(parser, choices, data_help)
     add = parser.add_argument
     size = "default 64 for shapes, else 224 [VirTex App. A.1]"
@@ -80,22 +74,19 @@ def flag_parser(script, description, choices=None, data_help=common.DATA):
     add("--seed", type=int, default=0, help="of the first run")
     add("--output", default=f"runs/{script}", help="directory of result.json and other files")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off for numbers to report")
+    parser.set_defaults(batch_size=None)
     return parser
 
 
 def parse(parser, argv):
     """Parse the command line; what flag_parser's flags leave out is the data set's."""
-    args = parser.parse_args(argv)
+    args = common.parse(parser, argv)
     if args.weights in ("random", "imagenet") and not args.arch:
         parser.error(f"--weights {args.weights} needs --arch")
     train_split, val_split = LABEL_SPLITS.get(args.data, ("train", "val"))
     args.train_split = args.train_split or train_split
     args.val_split = args.val_split or val_split
     args.image_size = args.image_size or (64 if args.data == "shapes" else 224)
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    batch_size = getattr(args, "batch_size", None) or 0
-    if batch_size % processes:
-        parser.error(f"--batch-size {batch_size} cannot be divided by {processes} processes")
     return args
 
 
@@ -105,12 +96,14 @@ def get_args(argv=None):
     add("--protocol", choices=PROTOCOLS, default="svm-virtex", help="see above")
     images = "at most, drawn by the seed of the run; default 2000 for shapes, else all"
     add("--train-images", type=common.positive_int, help=images)
+    shots = "at most so many of each class, drawn likewise"
+    add("--shots", type=common.positive_int, help=shots)
     held_out = "score this fraction of the training split, left out of training, not --val-split"
     add("--hold-out", type=common.fraction, default=0.0, metavar="FRACTION", help=held_out)
     add = parser.add_argument_group("all but svm-* (defaults are the protocol's)").add_argument
     add("--epochs", type=common.positive_int, help="passes over the training images")
     add("--batch-size", type=common.positive_int, help="images per iteration over all processes")
-    add("--lr", type=common.positive, help="peak; the default scales with the batch size")
+    add("--lr", type=common.positive, nargs="+", help="peak, or three peaks of layers")
 
     # What is left out is the protocol's.
     chosen = common.peek(argv, "--protocol", "--data")
@@ -118,23 +111,21 @@ def get_args(argv=None):
     single_label = chosen.data == "folder"
     layers = chosen.protocol == "layers"
     if layers and not single_label:
-        protocol = protocol._replace(epochs=60, batch_size=128)
+        protocol = protocol._replace(epochs=60, batch_size=128, lr=[0.01, 0.01, 0.02])
     parser.set_defaults(epochs=protocol.epochs, batch_size=protocol.batch_size)
     parser.set_defaults(arch="vgg16_bn" if layers else None)
     args = parse(parser, argv)
     if args.data == "shapes":
         args.train_images = args.train_images or 2000
 
-    given = [flag for flag in ("epochs", "batch_size", "lr") if getattr(args, flag)]
-    unused = [flag for flag in given if not getattr(protocol, flag)]
-    drawn = args.weights == "random" or args.train_images or args.hold_out
+    drawn = args.weights == "random" or args.train_images or args.hold_out or args.shots
+    num_rates = len(protocol.lr or ())
     contradictions = {
         "wants one label per image: --data folder": protocol.single_label and not single_label,
         "is for VGG-16: --arch vgg16_bn": layers and args.arch != "vgg16_bn",
-        "pools maps of 3x3 and more: --image-size 48 or more": layers and args.image_size < 48,
-        f"has no {' and no '.join(unused)}": unused,
-        "gives all --runs the same score: --train-images and --hold-out draw images for each": (
-            args.protocol == "svm-virtex" and args.runs > 1 and not drawn
+        f"has {num_rates} learning rates": args.lr and len(args.lr) != num_rates,
+        "gives all --runs the same score: --shots, --train-images, --hold-out draw images": (
+            args.protocol in ("svm-virtex", "knn") and args.runs > 1 and not drawn
         ),
     }
     for message, is_true in contradictions.items():
@@ -142,9 +133,9 @@ def get_args(argv=None):
             parser.error(f"--protocol {args.protocol} {message}")
     if protocol.lr:
         lr_scale = args.batch_size / protocol.batch_size
-        args.lr = args.lr or lr_scale * protocol.lr
-    args.crop_min = 0.2  # [VirTex App. A.1]; its public configuration has 0.08
-    args.colour_jitter = 1.0 if layers else 0.0
+        args.lr = args.lr or [lr_scale * lr for lr in protocol.lr]
+    args.crop_min = 0.08  # both public codes; VirTex App. A.1 still has 20% of its first version
+    args.colour_jitter = 1.0 if layers else 0.0  # half of SimCLR's, which ICMLM App. F names: ours
     return args
 
 
@@ -178,14 +169,21 @@ def main(args):
 
         # Features are extracted once, and again if a run has other images or another backbone.
         new_test = first or args.weights == "random" or args.hold_out
-        if new_test or args.train_images:
+        if new_test or args.train_images or args.shots:
             train_x, train_y = labelled_features(backbone, train, args, world, protocol)
         if new_test:
             test_x, test_y = labelled_features(backbone, test, args, world, protocol)
         torch.manual_seed(seed)
         if world.is_main:
             scores = protocol.score(
-                train_x, train_y, test_x, test_y, data.names, args, world.device, seed
+                train_x,
+                train_y,
+                test_x,
+                test_y,
+                data.names,
+                args,
+                world.device,
+                seed,
             )
             runs.append(scores)
     common.end_distributed(world)
@@ -194,9 +192,7 @@ def main(args):
 
 
 def report(runs, classes, args):
-    """Print mean and sample standard deviation of the runs, {name: percent} each; write
-    result.json.
-    """
+    """Print mean and deviation of the runs, {name: percent} each; write result.json."""
     content = {"args": vars(args), **over_runs(runs)}
     mean = content["mean"]
     width = max(map(len, mean))
@@ -223,10 +219,7 @@ def mean_and_deviation(values):
 
 
 def load_backbone(weights, arch, seed):
-    """weights: "random", "imagenet" or a file -> the backbone, without a classifier
-
-    arch: None is any, of a file.
-    """
+    """weights: "random", "imagenet" or a file, whose arch may be None -> backbone, no classifier"""
     torch.manual_seed(seed)
     if weights == "random":
         return common.build_backbone(arch)
@@ -246,25 +239,6 @@ def load_backbone(weights, arch, seed):
     backbone = common.build_backbone(found)
     backbone.load_state_dict(state)
     return backbone
-
-
-def with_random_baseline(args, world, train):
-    """train(args, world) from --weights; on shapes, which takes minutes, from random weights, too
-
-    -> {"trained", "random": its results}, in result.json as well. None on all processes but the
-    first, which alone does the second: a group of processes cannot be joined again.
-    """
-    name = "random" if args.weights == "random" else "trained"
-    scores = {name: train(args, world)}
-    if not world.is_main:
-        return None
-    if name == "trained" and args.data == "shapes":
-        arch = load_backbone(args.weights, args.arch, args.seed).arch
-        changed = {"weights": "random", "arch": arch, "output": f"{args.output}/random"}
-        baseline = argparse.Namespace(**{**vars(args), **changed})
-        scores["random"] = train(baseline, common.World(0, 1, world.device))
-    common.write_json(f"{args.output}/result.json", {"args": vars(args), **scores})
-    return scores
 
 
 # ------------------------------------------------------------------------------- labelled images
@@ -358,10 +332,16 @@ def class_of(labels):
 
 
 def draw_images(data, val, args, seed):
-    """Training and test images of a run, drawn by its seed: --hold-out and --train-images"""
+    """Training and test images of a run, drawn by its seed: --hold-out, --shots, --train-images"""
     order = np.random.default_rng(seed).permutation(len(data.images))
     held_out, rest = np.split(order, [round(args.hold_out * len(order))])
     test = data.select(np.sort(held_out)) if args.hold_out else val
+    if args.shots:
+        labels = data.labels[rest]
+        if labels.ndim == 1:
+            labels = labels[:, None] == np.arange(len(data.names))
+        chosen = [np.flatnonzero(column == 1)[: args.shots] for column in labels.T]
+        rest = rest[np.unique(np.concatenate(chosen))]
     return data.select(np.sort(rest[: args.train_images])), test
 
 
@@ -428,7 +408,7 @@ def run_over_images(function, images, args, world, side_fraction=224 / 256):
     per_rank = math.ceil(count / world.size)
     # Every process has as many: the first images come again at the end.
     indices = [i % count for i in range(world.rank, per_rank * world.size, world.size)]
-    crops = common.CentreCrops(images, args.image_size, side_fraction)
+    crops = CentreCrops(images, args.image_size, side_fraction)
     batches = common.loader(crops, 64, args.workers, sampler=indices)
     readable = []
     folder = args.output if world.is_main else None  # the others write nothing
@@ -448,6 +428,25 @@ def run_over_images(function, images, args, world, side_fraction=224 / 256):
     return features, np.flatnonzero(readable)
 
 
+class CentreCrops(Dataset):
+    """The central square of each image -> uint8 (size, size, 3), and whether it is readable"""
+
+    def __init__(self, images, size, side_fraction=224 / 256):
+        self.images = images
+        self.size = size
+        self.crop = partial(common.centre_crop, side_fraction)
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, i):
+        try:
+            return common.read_crops(self.images, i, [self.crop], self.size)[0], True
+        except common.Unreadable:
+            tqdm.write(f"cannot decode {self.images[i]}: left out")
+            return np.zeros((self.size, self.size, 3), np.uint8), False
+
+
 def gather_in_turns(x, world):
     """The rows of all processes: the first of each, the second of each ..."""
     return common.gather(x, world).unflatten(0, (world.size, -1)).transpose(0, 1).flatten(0, 1)
@@ -463,10 +462,8 @@ def svm_virtex(train_x, train_y, test_x, test_y, names, args, device, seed):
 
 
 def svm_icmlm(train_x, train_y, test_x, test_y, names, args, device, seed):
-    """40 log-uniform costs [ICMLM App. F.2], all of which are tried [ours; theirs by Optuna]
-
-    Precision is interpolated, as the code of Goyal et al. does.
-    """
+    """40 log-uniform costs [ICMLM App. F.2], all of which are tried [ours; theirs by Optuna];
+    interpolated precision, as in the code of Goyal et al."""
     costs = sorted(10 ** np.random.default_rng(seed).uniform(-5, 5, 40))
     scores = svm_probe(train_x, train_y, test_x, test_y, names, costs, device, interpolated=True)
     return with_mean(scores, names)
@@ -491,12 +488,13 @@ def sgd_mct(train_x, train_y, test_x, test_y, names, args, device, seed):
         return 0.2 ** sum(fraction >= epoch / 60 for epoch in (30, 40, 50))
 
     rows = np.arange(len(train_x))
-    trials = [(args.lr, 0.0)]
+    trials = [(args.lr[0], 0.0)]
     [layer] = train_linear(
         train_x, train_y, rows, trials, lr_factor, args.epochs, args.batch_size, device, seed
     )
     logits = predict(layer, test_x, device)
     check_finite(logits)
+    common.save_weights(f"{args.output}/linear_{seed}.pth", layer)
     return {"top-1": top1(logits, test_y)}
 
 
@@ -534,6 +532,7 @@ def logreg_icmlm(train_x, train_y, test_x, test_y, names, args, device, seed):
     best = trials[np.argmax(scores)]
     print_main(f"chosen: learning rate {best[0]:.3g}, weight decay {best[1]:.2g}")
     [layer] = train(np.arange(len(train_x)), [best])
+    common.save_weights(f"{args.output}/linear_{seed}.pth", layer)
     return {"top-1": score(layer, test_x, test_y)}
 
 
@@ -611,16 +610,39 @@ def check_finite(logits):
     require(np.isfinite(logits).all(), "the linear layer has diverged: try a lower --lr")
 
 
+# ----------------------------------------------------------------------------- nearest neighbours
+
+
+def knn(train_x, train_y, test_x, test_y, names, args, device, seed):
+    """Votes of the 20 nearest training images, weighted by exp(cosine / 0.07) [Wu et al. 2018]
+
+    -> {"top-1": percent}; with several labels per image the classes' votes rank: {"mAP": percent}
+    """
+    train_x = F.normalize(torch.from_numpy(train_x).to(device))
+    labels = torch.from_numpy(train_y).to(device)
+    votes = []
+    for part in torch.from_numpy(test_x).split(1024):
+        similarity = F.normalize(part.to(device)) @ train_x.T
+        cosine, nearest = similarity.topk(min(20, len(train_x)))
+        weights = (cosine / 0.07).exp()
+        classes = labels[nearest]  # (B, 20) or (B, 20, classes)
+        if labels.ndim == 1:
+            classes = F.one_hot(classes, len(names))
+        votes.append((weights[..., None] * (classes == 1)).sum(1).cpu())  # (B, classes)
+    votes = torch.cat(votes).numpy()
+    if train_y.ndim == 1:
+        return {"top-1": top1(votes, test_y)}
+    precisions = average_precisions(votes, test_y, names)
+    return {"mAP": mean_of(precisions)}
+
+
 # -------------------------------------------------------- linear layers, trained with augmentation
 
 LAYERS_DECAY = 1e-5  # weight decay; the learning rate falls as lr / sqrt(1 + lr * decay * t)
 
 
 def sgd_virtex(backbone, train, test, args, world, seed):
-    """One linear layer, cosine, no weight decay [VirTex Sec. 4.1, App. A.1] -> {"top-1": percent}
-
-    None on all processes but the first, as for `layers`.
-    """
+    """One linear layer, cosine, no weight decay [VirTex App. A.1] -> {"top-1": percent}"""
 
     def features_of(images, jitter=None):
         return [pooled(backbone, images, world.device, args.amp)]
@@ -628,15 +650,14 @@ def sgd_virtex(backbone, train, test, args, world, seed):
     def set_lr(optimizer, iteration, iters):
         common.set_lr(optimizer, common.lr_factor(iteration, iters))
 
-    heads = {"": (backbone.channels, args.lr)}
+    heads = {"": (backbone.channels, args.lr[0])}
     return train_with_augmentation(features_of, heads, 0.0, set_lr, train, test, args, world, seed)
 
 
 def vgg_layers(backbone, train, test, args, world, seed):
     """A linear layer after each of CONVOLUTIONS [ICMLM Sec. 4, as DeeperCluster's code]
 
-    Augmentation "as SimCLR", says ICMLM and no more: with colour jitter of half its strength
-    [ours].  -> {"C-11 top-1": percent, ...}; "C-11 mAP" with several labels per image
+    -> {"C-11 top-1": percent, ...}; "C-11 mAP" with several labels per image
     """
 
     def features_of(images, jitter=None):
@@ -648,7 +669,7 @@ def vgg_layers(backbone, train, test, args, world, seed):
             group["lr"] = lr / math.sqrt(1 + lr * LAYERS_DECAY * iteration)
 
     width = backbone.channels * (args.image_size // 16 // 3) ** 2
-    heads = {"C-11 ": (width, args.lr), "C-12 ": (width, args.lr), "C-13 ": (width, 2 * args.lr)}
+    heads = {f"{name} ": (width, lr) for name, lr in zip(CONVOLUTIONS, args.lr)}
     return train_with_augmentation(
         features_of, heads, LAYERS_DECAY, set_lr, train, test, args, world, seed
     )
@@ -728,20 +749,16 @@ def train_with_augmentation(
     batches = common.loader(
         samples, per_rank_batch, args.workers, collate_labelled, device, sampler
     )
-    bar = progress(total=iters, initial=start, desc=args.protocol, unit=" its")
-    for iteration, batch in zip(range(start, iters), batches):
+    steps = progress(range(start, iters), initial=start, total=iters, desc=args.protocol)
+    for iteration, batch in zip(steps, batches):
         batch = common.to_device(batch, device)
         set_lr(optimizer, iteration, iters)
         outputs = parallel(features_of(batch["images"], batch["jitter"]))
         losses = [classification_loss(logits, batch["labels"], multi_label) for logits in outputs]
-        loss = sum(losses)
         optimizer.zero_grad()
-        loss.backward()
+        sum(losses).backward()
         optimizer.step()
-        bar.update()
         done = iteration + 1
-        if done % 20 == 0:
-            bar.set_postfix(loss=f"{loss.item() / len(losses):.3f}")
         if done % eval_every == 0 and done < iters:
             scores = score()
             if world.is_main:
@@ -750,7 +767,6 @@ def train_with_augmentation(
         if world.is_main and (done % epoch == 0 or done == iters):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             common.save(path, {**state, "args": settings, "iteration": done})
-    bar.close()
     return score()
 
 
@@ -790,7 +806,7 @@ class Protocol(NamedTuple):
     grid_size: int = 1  # of average pooling
     epochs: int = None
     batch_size: int = None
-    lr: float = None
+    lr: list = None  # of each linear layer
 
 
 PROTOCOLS = {
@@ -799,13 +815,15 @@ PROTOCOLS = {
     # [ICMLM App. F.2] smallest side 224, crop 224; 8192-d
     "svm-icmlm": Protocol(svm_icmlm, False, 1.0, grid_size=2),
     # [VirTex Sec. 4.1, App. A.1] cosine, no weight decay
-    "sgd-virtex": Protocol(sgd_virtex, True, epochs=100, batch_size=256, lr=0.3),
+    "sgd-virtex": Protocol(sgd_virtex, True, epochs=100, batch_size=256, lr=[0.3]),
     # [contrastive paper Sec. 4.2] 2048-d; 3 steps, no weight decay; the crop is ours
-    "sgd-mct": Protocol(sgd_mct, True, 224 / 256, epochs=60, batch_size=256, lr=30.0),
+    "sgd-mct": Protocol(sgd_mct, True, 224 / 256, epochs=60, batch_size=256, lr=[30.0]),
     # [ICMLM App. F.2] 2048-d; cosine, lr is searched; the epochs are ours
     "logreg-icmlm": Protocol(logreg_icmlm, True, 1.0, epochs=100, batch_size=1024),
-    # [ICMLM Sec. 4] as DeeperCluster's code; C-13: twice the lr
-    "layers": Protocol(vgg_layers, False, epochs=100, batch_size=256, lr=0.01),
+    # as DINO reports it
+    "knn": Protocol(knn, False, 224 / 256),
+    # [ICMLM Sec. 4] DeeperCluster's code, for ImageNet; for Places --lr 0.01 0.01 0.02
+    "layers": Protocol(vgg_layers, False, epochs=100, batch_size=256, lr=[0.02, 0.02, 0.02]),
 }
 
 
@@ -813,17 +831,15 @@ PROTOCOLS = {
 
 
 class Probe:
-    """What a training script measures its backbone by: svm-virtex on --probe-data or on its tags
-
-    labelled: training and test LabelData; None if there is nothing to score.
-    """
+    """What a training script measures its backbone by: svm-virtex on --probe-data or on its tags"""
 
     def __init__(self, args, train, val, trained_on_tags=False):
         """args: of common.flag_parser.  train, val: CaptionData.  trained_on_tags: is said, then"""
         self.args = args
-        self.labelled = None
+        self.labelled = None  # or training and test LabelData
         self.name = os.path.basename(args.probe_data or args.data)
         self.same_tags = trained_on_tags and not args.probe_data
+        require(args.probe_data or not args.probe_root, "--probe-root goes with --probe-data")
         if args.probe_data:
             train_split, val_split = LABEL_SPLITS.get(args.probe_data, ("train", "val"))
             train = label_data(args.probe_data, args.probe_root, train_split)
@@ -851,7 +867,7 @@ class Probe:
         return mean_of(svm_probe(train_x, train_y, test_x, test_y, train.names, device=device))
 
     def final(self, backbone, folder, device):
-        """Probe the trained backbone and a random one -> what result.json says of them"""
+        """Probe the trained backbone and a random one -> for result.json"""
         args = self.args
         if not self.labelled:
             flags = f"--image-size {args.image_size} --data folder --root FOLDER"

@@ -87,7 +87,7 @@ RECIPES = {  #           demo        small       paper: ResNet-50
     "probe_images":     (2000,       10_000,     10_000),
 }
 # fmt: on
-VGG16 = {  # what the paper does otherwise with VGG-16
+VGG16 = {  # what the paper does differently with VGG-16
     "num_concepts": 1000,  # Sec. 4.2
     "lambda_tp": 1.0,  # App. B
     "warmup_attention": 0.25,  # App. F.1: 50K of 200K iterations, of att-fc
@@ -107,8 +107,7 @@ def get_args(argv=None):
     vgg = given.arch == "vgg16_bn"
     recipe = common.choose_recipe(RECIPES, argv, paper=VGG16 if vgg else None)
     if vgg:
-        # In all recipes: with one head it overfits, for want of residual connections [App. B].
-        recipe["heads"] = 12  # Sec. 4 (App. E: 8)
+        recipe["heads"] = 12  # of all recipes: with one it overfits [App. B]; Sec. 4 (App. E: 8)
     if given.head != "att-fc" or not given.init:  # attention needs features that mean something
         recipe["warmup_attention"] = 0.0
     parser = common.flag_parser("icmlm", __doc__, recipe)
@@ -133,8 +132,8 @@ def get_args(argv=None):
     add("--warmup-attention", type=fraction, help="fraction of training with a frozen backbone")
     add("--validate-every", type=positive_int, help="iterations between validation losses")
     args = common.parse(parser, argv)
-    lr_scale = args.batch_size / recipe["batch_size"]
-    args.lr = args.lr or lr_scale * recipe["lr"]
+    batch_scale = args.batch_size / recipe["batch_size"]
+    args.lr = args.lr or batch_scale * recipe["lr"]
     return args
 
 
@@ -149,7 +148,7 @@ def main(args):
     run = common.Run(args, "icmlm", world, train)
     probe = eval_linear and eval_linear.Probe(args, train, val)
     init_backbone = None
-    if args.init and run.checkpoint is None:  # here: before hours may go into a language model
+    if args.init and run.checkpoint is None:  # fails before a language model is trained
         init_backbone = common.load_backbone(args.init, args.arch)
     tokenizer, lm = load_language_model(args, train.captions, run)
     concepts, train, val = load_triplets(args, train, val, tokenizer, run)
@@ -207,10 +206,10 @@ def main(args):
 
 
 def freeze_and_wrap(model, world, frozen):
-    """Ready for training. A frozen backbone [App. F.1] keeps its batch statistics, too [ours].
+    """Freeze or unfreeze the backbone [App. F.1] with its batch statistics [ours]; wrap for DDP.
 
-    DistributedDataParallel is built anew when the backbone is unfrozen: it averages the gradients
-    of those parameters that required one when it was built.
+    Wrapped anew when the backbone is unfrozen: DistributedDataParallel averages the gradients of
+    those parameters that required one when it was built.
     """
     model.train()
     model.backbone.train(not frozen).requires_grad_(not frozen)
@@ -422,8 +421,8 @@ class FrozenLanguageModel:
         self.width = model.config.hidden_size
         self.amp = amp
         self.token_embeddings = model.get_input_embeddings().weight.detach()
-        # The encoder is rounded once: autocast would round frozen weights at each use. mlm_head
-        # and V are rounded in training only, each time: validation needs them in float32.
+        # The encoder is cast once: autocast would cast frozen weights at each use. mlm_head and V
+        # stay float32, which validation needs; autocast casts them in training.
         if amp in common.HALF:
             for module in self.encoder.modules():
                 if isinstance(module, nn.Linear):
@@ -489,8 +488,8 @@ class Tfm(nn.Module):
         """-> Z = [X; W] (B, S, d_w), S = H * W + T; its attention mask (B, S)"""
         x = self.project(features.flatten(2).mT)  # (B, H * W, d_w)
         z = torch.cat([x, token_features.to(x.dtype)], 1)
-        everywhere = attention_mask.new_ones(x.shape[:2])
-        mask = torch.cat([everywhere, attention_mask], 1)
+        image_mask = attention_mask.new_ones(x.shape[:2])
+        mask = torch.cat([image_mask, attention_mask], 1)
         return z, mask
 
 
@@ -533,7 +532,7 @@ class EncoderLayer(nn.Module):
         key = self.per_head(self.key(z))  # Eq. 13
         query = self.per_head(self.query(z))
         value = self.per_head(self.value(z))
-        # Eq. 14: softmax(K Q^T / sqrt(D)) V. The paper swaps the names: its K asks, its Q is asked.
+        # Eq. 14: softmax(K Q^T / sqrt(d_w)) V. The paper's K plays the usual query, its Q the key.
         output = F.scaled_dot_product_attention(
             query=key,
             key=query,
@@ -590,10 +589,10 @@ class AttFc(nn.Module):
         self.register_buffer("token_embeddings", lm.token_embeddings, persistent=False)  # V, frozen
 
     def attention(self, x, token_features, attention_mask):
-        """X (B, H * W, d_x) and the others as below -> p (B, H * W). The whole caption is read."""
+        """X (B, H * W, d_x), W (B, T, d_w), attention_mask (B, T) -> p (B, H * W)"""
         scores = [head(x, token_features, attention_mask) for head in self.att]
         s = torch.stack(scores, -1)  # [s^1 | s^2 | ...]: (B, H * W, heads)
-        # Written out: autocast would round a linear layer, and the softmax needs full precision.
+        # No nn.Linear: autocast would round it, and the softmax needs full precision. b_h cancels.
         s = (s * self.sigma_h).sum(-1) + self.b_h
         return s.softmax(1)  # Eq. 5: p_att
 
@@ -611,11 +610,10 @@ class AttFc(nn.Module):
 
 @torch.no_grad()
 def validate(model, lm, val, concepts, tokenizer, args, num_triplets=5000):
-    """Losses, and accuracies of masked token prediction [Tab. 1] -> the entries of result.json
+    """Losses, and accuracies of masked token prediction [Tab. 1] -> entries of result.json
 
-    {"validation_loss": {"mlm": Eqs. 6, 7, "tp": Eq. 2, by which lambda is chosen [App. B]},
-    "masked_words": {"triplets": N, "with the photo": {"top1", "top5", "nouns top1", ...},
-    "with another photo": ..., "language model alone": ...}}
+    "validation_loss": {"mlm": Eqs. 6, 7, "tp": Eq. 2, by which lambda is chosen [App. B]};
+    "masked_words": number of triplets; top1, top5... with the photo, another photo and no photo
     """
     was_training = model.backbone.training
     model.eval()
@@ -647,7 +645,7 @@ def validate(model, lm, val, concepts, tokenizer, args, num_triplets=5000):
     for name, rows in ranks.items():
         results[name] = accuracies(concatenate(rows), np.array(parts))
         scores = common.format_scores(results[name], 1)
-        print_main(f"masked token prediction, {name}: {scores}")
+        print_main(f"masked token prediction, {len(parts)} triplets, {name}: {scores}")
     return {"validation_loss": mean_loss, "masked_words": results}
 
 
@@ -665,7 +663,7 @@ def predict(model, lm, batch, amp):
     token_features = lm.encode(batch["tokens"], mask)
     with common.autocast(mask.device, amp):
         features = model.backbone(common.augment(batch["images"]))
-    # The rest in float32: in half precision many tokens share the best score, and all would count.
+    # The rest in float32: in half precision many tokens tie with the best, which is a miss.
     features = features.float()
     other = mismatched_index(batch["image_idx"].tolist())
     with_image = model.head(features, token_features, mask, mask_pos)
@@ -677,14 +675,10 @@ def predict(model, lm, batch, amp):
 
 def mismatched_index(image_ids):
     """image_ids of a batch -> for each the next sample of another photo, itself if there is none"""
-    size = len(image_ids)
-    mismatched = list(range(size))
-    for i in range(size):
-        for step in range(1, size):
-            other = (i + step) % size
-            if image_ids[other] != image_ids[i]:
-                mismatched[i] = other
-                break
+    mismatched = []
+    for i, own in enumerate(image_ids):
+        others = [*range(i + 1, len(image_ids)), *range(i)]
+        mismatched.append(next((j for j in others if image_ids[j] != own), i))
     return mismatched
 
 

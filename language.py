@@ -226,14 +226,14 @@ def tag_head(arch, channels, num_labels):
 
 
 def tag_loss(logits, labels):
-    """Eq. 2 of ICMLM: softmax cross-entropy with labels that sum to one
+    """Eq. 2 of ICMLM: softmax cross-entropy with multi-hot labels, normalised to sum to one
 
-    logits (B, K); labels (B, K), multi-hot -> scalar, the mean over the rows that have a label
+    logits (B, K); labels (B, K) -> scalar, the mean over the rows that have a label
     """
-    num_labels = labels.sum(1, keepdim=True)
-    targets = labels / num_labels.clamp(min=1)
+    counts = labels.sum(1, keepdim=True)
+    targets = labels / counts.clamp(min=1)
     total = F.cross_entropy(logits.float(), targets, reduction="sum")
-    return total / (num_labels > 0).sum().clamp(min=1)
+    return total / (counts > 0).sum().clamp(min=1)
 
 
 # ------------------------------------------------------------------------------- language models

@@ -26,7 +26,7 @@ Where the paper is:
     Eqs. 1, 6, 9, 12, queries                MultimodalContrastive.forward
     Eqs. 2, 7, 10, 13, keys                  MultimodalContrastive.encode_keys
     momentum encoders, queues [Sec. 3.1]     update_momentum, Queue
-    Eqs. 3, 4, 5, 8, 11, 14, the losses      contrastive_losses, below each other
+    Eqs. 3, 4, 5, 8, 11, 14, the losses      contrastive_losses, in this order
     Eq. 15, their weighted sum               main
     views of photos and captions [Sec. 4.1]  make_sample, caption_views
     retrieval without fine-tuning [Tab. 7]   validate
@@ -38,7 +38,7 @@ retrieval, from photos to captions and back (Tab. 7), beside that of random simi
 
 When it is stuck on few photos: --queue of 8 to 16 batches, --lambda-ic and --lambda-ci at 25 to
 100 / K, --momentum near to 1, but no nearer than the run is long, and a caption encoder that knows
-words (--lm, or --lm scratch --lm-iters N): docs/troubleshooting.md.
+words (--lm, or --lm scratch --lm-iters N): docs/mmcontrastive.md.
 """
 
 import copy
@@ -70,8 +70,8 @@ RECIPES = {  #           demo        small       paper
     "caption_views":    ("sibling",  "sibling",  "backtranslation"),    # Sec. 4.1
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 4.1
     "lm_iters":         (0,          2000,       0),                    # ours
-    "lm_layers":        (2,          4,          12),                   # of scratch; BERT base
-    "lm_width":         (128,        256,        768),                  # of scratch; BERT base
+    "lm_layers":        (2,          4,          None),                 # of scratch; None: as
+    "lm_width":         (128,        256,        None),                 # bert-base-uncased
     "dropout":          (0.0,        0.1,        0.1),                  # of scratch; BERT
     "mlp_hidden":       (512,        1024,       2048),                 # Sec. 4.1
     "queue":            (512,        512,        32_768),               # Sec. 4.1
@@ -116,7 +116,7 @@ def get_args(argv=None):
     add("--lm", help="caption encoder: a BERT of the hub or in a folder, or scratch: a small one")
     add("--lm-iters", type=int,
         help="iterations in which --lm scratch first learns the captions' masked words; 0: none")
-    add("--mlp-hidden", type=positive_int, help="hidden layer of the MLPs")
+    add("--mlp-hidden", type=int, help="hidden layer of the MLPs; 0: linear, as in MoCo v1")
     add("--intra-dim", type=positive_int, default=128, help="of the spaces within a modality")
     add("--inter-dim", type=positive_int, default=1024, help="of the common space [Sec. 4.4]")
     add("--unified-mlp", action="store_true", help="one MLP for both spaces: worse [Sec. 4.4]")
@@ -133,17 +133,19 @@ def get_args(argv=None):
     add("--lambda-ic", type=float, help="Eq. 11, photo to captions; more for short queues")
     add("--lambda-ci", type=float, help="Eq. 14, caption to photos; more for short queues")
     add("--temperature", type=positive, default=0.07, help="tau of Eqs. 3, 5, 8")
-    add("--tags", choices=("annotated", "nouns"),
-        help="of Eq. 5: those of --data, or the nouns of the captions [Sec. 4.4]")
+    add("--tags", choices=("annotated", "nouns", "nouns-spacy"),
+        help="of Eq. 5: those of --data, or the captions' nouns by TextBlob or spaCy [Sec. 4.4]")
     add("--tag-threshold", type=float, help="epsilon of Eq. 4; 0 for few tags")
+    add("--steps", type=fraction, nargs="+",
+        help="lr / 10 after these fractions of training instead of a cosine; MoCo v1: 0.6 0.8")
     add("--text-lr", type=positive, help="learning rate of the caption encoder (default "
         f"{recipe['text_lr']:g}, scaled as --lr); 4e-5 suits a pretrained BERT")
     # fmt: on
 
     args = common.parse(parser, argv)
-    lr_scale = args.batch_size / recipe["batch_size"]  # rates grow with the batch
-    args.lr = args.lr or lr_scale * recipe["lr"]
-    args.text_lr = args.text_lr or lr_scale * recipe["text_lr"]
+    batch_scale = args.batch_size / recipe["batch_size"]  # rates grow with the batch
+    args.lr = args.lr or batch_scale * recipe["lr"]
+    args.text_lr = args.text_lr or batch_scale * recipe["text_lr"]
     if bool(args.lambda_ic) != bool(args.lambda_ci):  # keys in a space that nothing trains
         parser.error("--lambda-ic and --lambda-ci go together: give both, or 0 for both")
     if args.unified_mlp and args.intra_dim != args.inter_dim:
@@ -166,8 +168,8 @@ def main(args):
     val = common.caption_data(args.data, args.root, args.val_split)
     same_tags = args.tags == "annotated" and args.lambda_tag != 0
     probe = eval_linear and eval_linear.Probe(args, train, val, same_tags)
-    if args.tags == "nouns" and args.lambda_tag != 0:
-        train = tagged_by_nouns(train)
+    if args.tags != "annotated" and args.lambda_tag != 0:
+        train = tagged_by_nouns(train, "spacy" if args.tags == "nouns-spacy" else "textblob")
     args.lambda_tag = tag_weight(train, args.lambda_tag)
     train = usable_photos(train, args)
     translations = read_backtranslations(train.captions, args)
@@ -201,7 +203,7 @@ def main(args):
 
     samples = common.Samples(partial(make_sample, train, translations, args), len(train), args.seed)
     for iteration, batch in run.steps(samples, partial(collate, tokenizer), iters):
-        lr_scale = common.lr_factor(iteration - 1, iters, args.warmup)
+        lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
         tags = batch["tags"]  # (B, num_tags) of zeros and ones
         captioned = batch["captioned"]  # (B,)
@@ -214,7 +216,13 @@ def main(args):
             queries = parallel(images_q, captions_q)  # {"image_intra": (B, 128), ...}
             keys = model.encode_keys(images_k, captions_k, (args.seed, iteration), world)
         losses = contrastive_losses(
-            queries, keys, model.queues, tags, captioned, args.temperature, args.tag_threshold
+            queries,
+            keys,
+            model.queues,
+            tags,
+            captioned,
+            temperature=args.temperature,
+            threshold=args.tag_threshold,
         )
         loss = sum(getattr(args, f"lambda_{name}") * losses[name] for name in losses)  # Eq. 15
         optimizer.zero_grad()
@@ -235,9 +243,10 @@ def main(args):
 # -------------------------------------------------- photos, tags, captions that the losses can use
 
 
-def tagged_by_nouns(data):
+def tagged_by_nouns(data, tagger):
     """-> CaptionData whose tags are the most frequent nouns of its captions [Sec. 4.4]"""
-    nouns = language.top_concepts(language.count_concepts(data.captions), "nn", NUM_NOUNS)
+    concepts = language.count_concepts(data.captions, tagger)
+    nouns = language.top_concepts(concepts, "nn", NUM_NOUNS)
     labels = language.concept_labels(data, nouns)
     tagged = copy.copy(data)
     tagged.tag_names = nouns
@@ -274,18 +283,15 @@ def usable_photos(data, args):
 def fit_queue(requested, num_photos, batch_size):
     """K: a multiple of the batch, at most one key per photo
 
-    An older key of a query's own photo, which counts as a negative, is among them in (K / N)^2 / 2
-    of all cases: 4% on COCO, half of them at K = N.
+    With K close to the N photos many a query meets an older key of its own photo as a negative:
+    (K / N)^2 / 2 of them, 4% on COCO, half at K = N.
     """
     size = min(requested, num_photos) // batch_size * batch_size
     require(size, f"--queue {requested} or {num_photos} photos are fewer than a batch of "
                   f"{batch_size}: lower --batch-size")  # fmt: skip
     if size != requested:
-        own = 50 * (size / num_photos) ** 2
         print_main(f"queues of {size} keys instead of {requested}: a multiple of the batch, at "
-                   f"most one per photo; {own:.0f}% of the queries meet an older key of their own "
-                   "photo as a negative; raise --lambda-ic and --lambda-ci in proportion"
-                   )  # fmt: skip
+                   "most one per photo; raise --lambda-ic, --lambda-ci in proportion")  # fmt: skip
     return size
 
 
@@ -319,9 +325,8 @@ def make_sample(data, translations, args, index, rng):
     sigma = (sigma * args.image_size / 224).astype(np.float32)
     flipped = rng.random(2) < 0.5
 
-    # A photo's query meets the key of its caption, and the other way round (Eqs. 9 to 13): left
-    # and right in a caption follow the photo that it meets. Where one photo alone is flipped, which
-    # is in half of the samples, the two captions of Eq. 8 therefore contradict each other. [ours]
+    # Caption n meets photo 1 - n (Eqs. 9 to 13), so its left and right are swapped if that photo
+    # is flipped. [ours: the two captions of Eq. 8 then disagree in half of the samples]
     captions = caption_views(data, index, args.caption_views, translations, rng)
     views = []
     for n in (0, 1):
@@ -392,8 +397,8 @@ def augment_view(view, args):
 def blur(images, sigma):
     """Gaussian blur of each image (B, 3, size, size) by its sigma (B,) in pixels; 0 for none
 
-    The rows and the columns are each multiplied by a matrix of weights. They sum to one, up to the
-    border: it does not matter that the images are normalised already. [MoCo-v2]
+    Two matrix products, over rows and columns. Weights sum to one, so that normalised pixels are
+    fine. [MoCo-v2]
     """
     pixels = torch.arange(images.size(-1), device=images.device, dtype=torch.float32)
     distance = pixels[:, None] - pixels
@@ -443,9 +448,9 @@ class Encoder(nn.Module):
         super().__init__()
         self.trunk = trunk
         if unified:
-            mlps = dict.fromkeys(dims, two_layers(width, hidden, max(dims.values())))
+            mlps = dict.fromkeys(dims, build_mlp(width, hidden, max(dims.values())))
         else:
-            mlps = {name: two_layers(width, hidden, dim) for name, dim in dims.items()}
+            mlps = {name: build_mlp(width, hidden, dim) for name, dim in dims.items()}
         self.mlps = nn.ModuleDict(mlps)
 
     def forward(self, *inputs):
@@ -453,7 +458,9 @@ class Encoder(nn.Module):
         return {name: F.normalize(mlp(features).float(), dim=1) for name, mlp in self.mlps.items()}
 
 
-def two_layers(width, hidden, dim):
+def build_mlp(width, hidden, dim):
+    if not hidden:
+        return nn.Sequential(nn.Linear(width, dim))
     return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, dim))
 
 
@@ -476,9 +483,9 @@ class CaptionTrunk(nn.Module):
 
 
 def load_caption_model(args, captions, run):
-    """-> tokenizer, configuration of BERT, and whose weights it starts from: a name, folder or None
+    """-> tokenizer, configuration of BERT, where its first weights come from (None: random)
 
-    The first process writes the first two into --output, for resuming and for downstream/search.py.
+    Tokenizer and configuration are kept in --output/caption_model.
     """
     if not uses_captions(args):
         return None, None, None
@@ -497,8 +504,8 @@ def load_caption_model(args, captions, run):
                 args.seed,
                 run.world.device,
                 args.amp,
-                layers=args.lm_layers,
-                width=args.lm_width,
+                layers=args.lm_layers or 12,
+                width=args.lm_width or 768,
             )
         if pretrained:
             tokenizer, config = read_caption_model(pretrained)
@@ -515,6 +522,8 @@ def load_caption_model(args, captions, run):
 
 def small_bert(args, captions):
     """--lm scratch --lm-iters 0 -> tokenizer, configuration"""
+    if not args.lm_layers:  # "Ours (scratch)" of Tab. 1
+        return read_caption_model("bert-base-uncased")
     tokenizer = language.train_wordpiece(captions)
     # With BERT's 0.02 all captions have the same vector at first: nothing to tell. [ours]
     std = args.lm_width**-0.5
@@ -587,17 +596,16 @@ class MultimodalContrastive(nn.Module):
     def encode_keys(self, images, captions, seed, world):
         """-> keys {name: (B, dim)} of the photos and captions of this process
 
-        Shuffled batch norm [MoCo]: the photos of all processes are dealt into other groups than
-        those of the queries, or a query would find its key by the statistics of the group that
-        both are in.  seed: of the order, the same on all processes
+        Shuffled batch norm [MoCo]: keys are normalised in other groups than their queries. With
+        the same group, its statistics would give the key away.  seed: of the order, for all alike
         """
         images = common.gather(images, world)
         order = torch.from_numpy(np.random.default_rng(seed).permutation(len(images)))
         order = order.to(images.device, non_blocking=True)
-        dealt = images[order.chunk(world.size)[world.rank]]
-        keys = self.keys["image"](dealt.contiguous(memory_format=torch.channels_last))
-        own = order.argsort().chunk(world.size)[world.rank]  # where those of this process are
-        keys = {name: common.gather(key, world)[own] for name, key in keys.items()}
+        shuffled = images[order.chunk(world.size)[world.rank]]
+        keys = self.keys["image"](shuffled.contiguous(memory_format=torch.channels_last))
+        unshuffle = order.argsort().chunk(world.size)[world.rank]
+        keys = {name: common.gather(key, world)[unshuffle] for name, key in keys.items()}
         if captions:
             keys |= self.keys["caption"](*captions)
         return keys
@@ -606,8 +614,8 @@ class MultimodalContrastive(nn.Module):
     def enqueue(self, keys, tags, captioned, iteration, world):
         """Put the keys of all processes over the oldest.  keys: {name: (B, dim)}, tags (B, T)
 
-        A photo without a caption (captioned (B,) is False) leaves invalid caption keys: to close
-        such gaps, the host would have to wait for their number.
+        A photo without a caption (captioned (B,) is False) leaves an invalid caption key: dropping
+        it would synchronise the device.
         """
         rows = {**keys, "tags": tags}
         captioned = common.gather(captioned, world)
@@ -647,7 +655,12 @@ class SplitBatchNorm(nn.BatchNorm2d):
         norm = super().forward
         if not self.training:
             return norm(x)
-        return torch.cat([norm(group) for group in x.chunk(self.splits)])
+        groups = x.chunk(self.splits)
+        if torch.is_grad_enabled():
+            return torch.cat([norm(group) for group in groups])
+        for group in groups:  # of keys: in place is faster, and nothing else needs x
+            group.copy_(norm(group))
+        return x
 
 
 def convert_split_batchnorm(model, splits):
@@ -668,7 +681,7 @@ def update_momentum(queries, keys, m):
 
 
 def contrastive_losses(queries, keys, queues, tags, captioned, temperature, threshold):
-    """Means over the batch -> {"ii", "tag", "cc", "ic", "ci": scalar}, those whose spaces are there
+    """Means over the batch -> {"ii", "tag", "cc", "ic", "ci": scalar}, for spaces in use
 
     queries, keys: {name: (B, dim)}, row by row of the same photos and captions.  queues: {name:
     Queue}.  tags (B, T), captioned (B,).  A photo without tags adds 0 to Eq. 5, one without a
@@ -676,32 +689,41 @@ def contrastive_losses(queries, keys, queues, tags, captioned, temperature, thre
     """
     losses = {}
     if "image_intra" in queries:
-        log_p = log_probabilities(
-            queries["image_intra"], keys["image_intra"], queues["image_intra"], temperature
-        )
+        query = queries["image_intra"]
+        log_p = log_probabilities(query, "image_intra", keys, queues, temperature)
         losses["ii"] = -log_p[:, 0].mean()  # Eq. 3
-    if "tags" in queues:
-        common_tags = tags.float() @ queues["tags"].keys.T  # (B, K): t_p . t_j
-        others = (common_tags > threshold) & queues["tags"].valid
-        own = torch.ones_like(others[:, :1])
-        positives = torch.cat([own, others], 1)  # Eq. 4
-        loss = -log_p.masked_fill(~positives, 0).sum(1) / positives.sum(1)  # Eq. 5
-        losses["tag"] = (loss * tags.any(1)).mean()
+        if "tags" in queues:
+            common_tags = tags.float() @ queues["tags"].keys.T  # (B, K): t_p . t_j
+            others = (common_tags > threshold) & queues["tags"].valid
+            own = torch.ones_like(others[:, :1])
+            positives = torch.cat([own, others], 1)  # Eq. 4
+            loss = -log_p.masked_fill(~positives, 0).sum(1) / positives.sum(1)  # Eq. 5
+            losses["tag"] = (loss * tags.any(1)).mean()
     if "caption_intra" in queries:
-        log_p = log_probabilities(
-            queries["caption_intra"], keys["caption_intra"], queues["caption_intra"], temperature
-        )
+        query = queries["caption_intra"]
+        log_p = log_probabilities(query, "caption_intra", keys, queues, temperature)
         losses["cc"] = (-log_p[:, 0] * captioned).mean()  # Eq. 8
     if "image_inter" in queries:
-        loss = ranking_loss(
-            queries["image_inter"], keys["caption_inter"], queues["caption_inter"]
-        )  # Eq. 11
+        loss = ranking_loss(queries["image_inter"], "caption_inter", keys, queues)  # Eq. 11
         losses["ic"] = (loss * captioned).mean()
-        loss = ranking_loss(
-            queries["caption_inter"], keys["image_inter"], queues["image_inter"]
-        )  # Eq. 14
+        loss = ranking_loss(queries["caption_inter"], "image_inter", keys, queues)  # Eq. 14
         losses["ci"] = (loss * captioned).mean()
     return losses
+
+
+def log_probabilities(query, key_space, keys, queues, temperature):
+    """The logarithms in Eqs. 3, 5 and 8 -> (B, 1 + K): of the own key, then of the queue's"""
+    positive, negatives = similarities(query, keys[key_space], queues[key_space])
+    negatives = negatives.masked_fill(~queues[key_space].valid, -math.inf)
+    logits = torch.cat([positive, negatives], 1) / temperature
+    return logits.log_softmax(1)
+
+
+def ranking_loss(query, key_space, keys, queues):
+    """Eq. 11, Eq. 14: the sum over the queue of [alpha - q . k+ + q . k]_+ -> (B,)"""
+    positive, negatives = similarities(query, keys[key_space], queues[key_space])
+    hinge = (MARGIN - positive + negatives).clamp(min=0)
+    return hinge.masked_fill(~queues[key_space].valid, 0).sum(1)
 
 
 def similarities(query, key, queue):
@@ -712,21 +734,6 @@ def similarities(query, key, queue):
     return positive, negatives
 
 
-def log_probabilities(query, key, queue, temperature):
-    """The logarithms in Eqs. 3, 5 and 8 -> (B, 1 + K): of the own key, then of the queue's"""
-    positive, negatives = similarities(query, key, queue)
-    negatives = negatives.masked_fill(~queue.valid, -math.inf)
-    logits = torch.cat([positive, negatives], 1) / temperature
-    return logits.log_softmax(1)
-
-
-def ranking_loss(query, key, queue):
-    """Eq. 11, Eq. 14: the sum over the queue of [alpha - q . k+ + q . k]_+ -> (B,)"""
-    positive, negatives = similarities(query, key, queue)
-    hinge = (MARGIN - positive + negatives).clamp(min=0)
-    return hinge.masked_fill(~queue.valid, 0).sum(1)
-
-
 # ------------------------------------------------------------------------------------- retrieval
 
 
@@ -734,17 +741,21 @@ def ranking_loss(query, key, queue):
 def encode_images(encoder, images, size, workers, device, amp):
     """The central squares in the common space -> (M, inter_dim) on the CPU, and the indices of
     the M images that can be decoded"""
-    crops = common.CentreCrops(images, size, side_fraction=1.0)
-    batches = common.loader(crops, 64, workers, device=device)
-    vectors = []
-    readable = []
-    for pixels, decoded in progress(batches, desc="photos", unit=" batches", leave=False):
+    make_sample = partial(central_square, images, size)
+    samples = common.Samples(make_sample, len(images))  # an unreadable photo gives the next one
+    vectors = {}
+    for batch in common.validation_batches(samples, workers, None, device):
         with common.autocast(device, amp):
-            output = encoder(common.augment(pixels.to(device)))
-        vectors.append(output["image_inter"].cpu())
-        readable.append(decoded)
-    readable = torch.cat(readable)
-    return torch.cat(vectors)[readable], readable.nonzero().flatten().tolist()
+            output = encoder(common.augment(batch["image"]))
+        vectors |= zip(batch["index"].tolist(), output["image_inter"].cpu())
+    readable = sorted(vectors)
+    return torch.stack([vectors[i] for i in readable]), readable
+
+
+def central_square(images, size, index, rng):
+    crop = partial(common.centre_crop, 1.0)
+    [image] = common.read_crops(images, index, [crop], size)
+    return {"image": image, "index": index}
 
 
 @torch.no_grad()
@@ -774,7 +785,12 @@ def validate(encoders, val, tokenizer, args, device):
     val = val.select(np.sort(chosen))
     encoders.eval()
     images, readable = encode_images(
-        encoders["image"], val.images, args.image_size, args.workers, device, args.amp
+        encoders["image"],
+        val.images,
+        args.image_size,
+        args.workers,
+        device,
+        args.amp,
     )
     val = val.select(readable)
     captions = encode_captions(encoders["caption"], tokenizer, val.captions, device, args.amp)

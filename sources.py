@@ -3,6 +3,7 @@
 common.caption_data and eval_linear.load_backbone import this file when they need it.
 """
 
+import argparse
 import functools
 import io
 import json
@@ -196,6 +197,7 @@ PREFIXES = (
     "queries.image.trunk.0.", "module.encoder_q.", "encoder_q.", "module.backbone.", "backbone.",
     "module.", "visual.cnn.", "",
 )  # fmt: skip
+torch.serialization.add_safe_globals([argparse.Namespace])  # in DINO's
 CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|projector)\b")
 
 

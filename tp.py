@@ -20,7 +20,7 @@ the same loop: annotated tags, and rotations, from which its VGG-16 starts [App.
 Where the paper is:
 
     Eq. 1, clusters of caption vectors     cluster_labels: embed_captions, train_kmeans
-    Eq. 2, softmax over all labels         language.tag_loss
+    Eq. 2, softmax over all labels         label_loss, language.tag_loss
     TP-Postag [Sec. 3.1]                   postag_labels, language.count_concepts
     TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; instance_labels
     heads of Fig. 2, module tp             language.tag_head
@@ -109,8 +109,8 @@ def get_args(argv=None):
     if args.num_labels and args.labels not in NUM_LABELS:
         names = ", ".join(NUM_LABELS)
         parser.error(f"--num-labels goes with {names}: {args.labels} has as many as it has")
-    lr_scale = args.batch_size / recipe["batch_size"]  # the rate grows with the batch
-    args.lr = args.lr or lr_scale * recipe["lr"]
+    batch_scale = args.batch_size / recipe["batch_size"]  # the rate grows with the batch
+    args.lr = args.lr or batch_scale * recipe["lr"]
     return args
 
 
@@ -139,8 +139,7 @@ def main(args):
     train = common.caption_data(args.data, args.root, args.train_split)
     val = common.caption_data(args.data, args.root, args.val_split)
     run = common.Run(args, "tp", world, train)
-    same_tags = args.labels == "instances"
-    probe = eval_linear and eval_linear.Probe(args, train, val, same_tags)
+    probe = eval_linear and eval_linear.Probe(args, train, val, args.labels == "instances")
     init_backbone = None
     if args.init and not run.checkpoint:
         init_backbone = common.load_backbone(args.init, args.arch)
@@ -156,7 +155,8 @@ def main(args):
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = TagPredictor(args.arch, len(names), args.labels)
-    model.backbone = init_backbone or model.backbone
+    if init_backbone:
+        model.backbone = init_backbone
     model.to(device, memory_format=torch.channels_last)
     parameters = model.parameters()
     optimizer = common.build_optimizer(args.optimizer, parameters, args.lr, args.weight_decay)
@@ -182,7 +182,7 @@ def main(args):
             images, targets = four_rotations(images)  # (4B, 3, h, w), (4B, 4)
         with common.autocast(device, args.amp):
             logits = parallel(images)  # (B, K)
-        loss = label_loss(logits, targets, args.labels)  # Eq. 2
+        loss = label_loss(logits, targets, args.labels)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -327,7 +327,7 @@ def train_kmeans(vectors, num_clusters, seed, device="cpu", passes=20):
 
 
 def nearest_centres(vectors, centres, batch_size=4096):
-    """y of Eq. 1: yield vectors (B, d_w), their nearest centres (B,) and distances (B,) in turns
+    """y of Eq. 1: yield vectors (B, d_w), their nearest centres (B,) and distances (B,)
 
     On the device of the centres, in batches that fit into memory.
     """
@@ -459,7 +459,7 @@ def four_rotations(images):
 
 
 class TagPredictor(nn.Module):
-    """tp(phi(I)): a backbone, and a head that scores K labels. (B, 3, h, w) -> logits (B, K)
+    """A backbone, and a head that scores K labels. (B, 3, h, w) -> logits (B, K)
 
     kind: --labels. Rotations are predicted by VGG-16's own fully connected layers [App. F.1].
     """
@@ -486,7 +486,7 @@ def label_loss(logits, targets, kind):
     if kind == "lda":
         total = F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="sum")
         return total / len(targets)
-    return language.tag_loss(logits, targets)  # Eq. 2 stands there
+    return language.tag_loss(logits, targets)  # Eq. 2
 
 
 # ------------------------------------------------------------------------------------ validation

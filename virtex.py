@@ -17,20 +17,19 @@ do: a backbone that can be captioned from has learned to see, and only the backb
 
 Where the paper is:
 
-    Eq. 1, log-likelihood of both directions   VirTex.caption_losses
-    Fig. 3, visual backbone, textual head      VirTex, TextualHead, DecoderLayer
+    Eq. 1, log-likelihood of both directions   VirTex.caption_losses, token_loss
+    Fig. 3, visual backbone, textual head      VirTex, TextualHead
     shared embeddings, tied output [Sec. 3]    TextualHead.__init__, TextualHead.share
-    flip with left and right swapped [Sec. 3]  make_sample
+    flip with left and right swapped [Sec. 3]  common.load_image (photo), make_sample (caption)
     tokenizer [Sec. 3]                         train_tokenizer
     SGD with look-ahead, two rates [Sec. 3]    parameter_groups, LookAhead
     other pretraining tasks [Sec. 4.2]         VirTex.masked_loss, token_set_loss
 
 What to expect: with the paper's head (H = 2048, 10K words) the loss starts near 12.5 in each
-direction and not at ln 10000 = 9.2. The output layer is the token embedding, so at first each
-position predicts the token it has just read. Word frequencies are learned at once. Then comes a
-plateau on which the heads write plausible captions without looking, near 3.2 per direction on
-Flickr8k (H = 512), and it is left when the backbone begins to see. If training stalls there, train
-longer or raise --text-lr.
+direction and not at ln 10000 = 9.2: the output layer is the token embedding, so at first each
+position predicts the token it has just read. Then comes a plateau on which the heads write
+plausible captions without looking, near 3.2 per direction on Flickr8k (H = 512). It is left when
+the backbone begins to see. If training stalls there, train longer or raise --text-lr.
 """
 
 import io
@@ -51,7 +50,8 @@ from common import error_context, fraction, positive, positive_int, print_main, 
 
 eval_linear = common.import_if_there("eval_linear")  # the probe at the end
 
-TASKS = "bicaptioning", "captioning", "masked_lm", "token_classification"
+CLASSIFICATION = "token_classification", "multilabel_classification"
+TASKS = "bicaptioning", "captioning", "masked_lm", *CLASSIFICATION
 
 # fmt: off
 RECIPES = {  #           demo        small       paper
@@ -60,7 +60,7 @@ RECIPES = {  #           demo        small       paper
     "crop_min":         (0.8,        0.2,        0.2),         # Sec. 3
     "colour_jitter":    (0.25,       1.0,        1.0),         # official code
     "hidden":           (256,        512,        2048),        # Sec. 4.1
-    "init_std":         (0.06,       0.02,       0.02),        # official code; H^-0.5 if H < 512
+    "init_std":         (0.06,       0.02,       0.02),        # official code; demo: ours
     "dropout":          (0.0,        0.1,        0.1),         # official code
     "vocab_size":       (10_000,     10_000,     10_000),      # Sec. 3; fewer for few captions
     "batch_size":       (64,         32,         256),         # Sec. 3
@@ -87,7 +87,7 @@ def get_args(argv=None):
     recipe = common.choose_recipe(RECIPES, argv)
     parser = common.flag_parser("virtex", __doc__, recipe)
     add = parser.add_argument_group("VirTex").add_argument
-    add("--task", choices=TASKS, default=TASKS[0], help="the others are ablations [Sec. 4.2]")
+    add("--task", choices=TASKS, default=TASKS[0], help="the others are ablations [Tab. 1, Fig. 5]")
     add("--layers", type=positive_int, default=1, help="L; 2 or 3 generally help [Sec. 4.2]")
     add("--hidden", type=positive_int, help="H; larger is better, slower; A = H/64, F = 4H follow")
     add("--dropout", type=fraction, help="in the heads; raise it for few captions")
@@ -97,9 +97,9 @@ def get_args(argv=None):
     add("--captions-per-image", type=positive_int, help="train on this many captions [Fig. 4]")
     add("--validate-every", type=positive_int, help="iterations between validation losses")
     args = common.parse(parser, argv)
-    lr_scale = args.batch_size / recipe["batch_size"]  # rates grow with the batch
-    args.lr = args.lr or lr_scale * recipe["lr"]
-    args.text_lr = args.text_lr or lr_scale * recipe["text_lr"]
+    batch_scale = args.batch_size / recipe["batch_size"]  # rates grow with the batch
+    args.lr = args.lr or batch_scale * recipe["lr"]
+    args.text_lr = args.text_lr or batch_scale * recipe["text_lr"]
     require(args.hidden % 64 == 0, f"--hidden {args.hidden} must be a multiple of 64: head dim 64")
     return args
 
@@ -113,14 +113,19 @@ def main(args):
     train = common.caption_data(args.data, args.root, args.train_split)
     train = subset(train, args.fraction, args.captions_per_image, args.seed).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
+    if args.task == "multilabel_classification":
+        train = with_tags(train)
+        val = with_tags(val)
     run = common.Run(args, "virtex", world, train)
     probe = eval_linear and eval_linear.Probe(args, train, val)
     tokenizer = load_tokenizer(args, train.captions, run)
     vocab_size = tokenizer.get_piece_size()
+    if args.task == "multilabel_classification":
+        vocab_size = FIRST_TAG + len(train.tag_names)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
     sizes = f"{len(train)} photos ({len(val)} for validation), {len(train.captions)} captions"
     lrs = f"lr {args.lr:g}, text lr {args.text_lr:g}"
-    print_main(f"{sizes}, {vocab_size} tokens; {iters} iterations at {lrs}")
+    print_main(f"{sizes}, {vocab_size} outputs; {iters} iterations at {lrs}")
 
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
@@ -148,7 +153,7 @@ def main(args):
     tokenizer_bytes = bytearray(tokenizer.serialized_model_proto())
     state = {"tokenizer": torch.frombuffer(tokenizer_bytes, dtype=torch.uint8)}
     for iteration, batch in run.steps(samples, collate, iters, **state):
-        lr_scale = common.lr_factor(iteration - 1, iters, args.warmup)  # then a cosine [Sec. 3]
+        lr_scale = common.lr_factor(iteration - 1, iters, args.warmup)  # [Sec. 3]
         common.set_lr(optimizer, lr_scale)
         images = common.augment(batch.pop("images"), batch.pop("jitter"))  # (B, 3, h, w)
         with common.autocast(device, args.amp):
@@ -176,6 +181,7 @@ def main(args):
 
 PAD = UNK = 0  # padding and unknown tokens share an id, as in the official model
 SOS, EOS, MASK = 1, 2, 3
+FIRST_TAG = 4  # in multi-label classification tags take the place of a caption's words
 MAX_CAPTIONS = 2_000_000  # that the tokenizer is learned from, evenly spaced [ours]
 
 
@@ -192,6 +198,13 @@ def subset(data, fraction, captions_per_image, seed):
             captions = shuffled[:captions_per_image].tolist()
         chosen.add(data.images[i], captions, data.tags_of(i))
     return chosen
+
+
+def with_tags(data):
+    """-> CaptionData of the images that have tags [official code]"""
+    keep = np.flatnonzero(np.diff(data.first_tag))
+    require(len(keep), "--task multilabel_classification needs tags, for coco instances_*.json")
+    return data.select(keep)
 
 
 def clean(caption):
@@ -258,6 +271,8 @@ def make_sample(data, tokenizer, args, index, rng):
     if photo["flipped"]:
         caption = common.swap_left_right(caption)  # flipped with the photo [Sec. 3]
     tokens = [SOS, *tokenizer.encode(clean(caption)), EOS][:MAX_LENGTH]
+    if args.task == "multilabel_classification":
+        tokens = [FIRST_TAG + tag for tag in data.tags_of(index)]
     masked = None
     if args.task == "masked_lm":
         rng = rng or np.random.default_rng([args.seed, 0, index])
@@ -266,11 +281,12 @@ def make_sample(data, tokenizer, args, index, rng):
 
 
 def mask_tokens(tokens, vocab_size, rng):
-    """15% of the words' tokens, at least one: 85% [MASK], 10% any, 5% kept [official code]"""
+    """15% of the words' tokens: 85% [MASK], 10% any, 5% kept; one alone: [MASK] [official code]"""
     masked = list(tokens)
     words = range(1, len(tokens) - (tokens[-1] == EOS))
-    for t in rng.permutation(words)[: math.ceil(0.15 * len(words))]:
-        draw = rng.random()
+    num_masked = math.ceil(0.15 * len(words))
+    for t in rng.permutation(words)[:num_masked]:
+        draw = rng.random() if num_masked > 1 else 0.0
         if draw < 0.85:
             masked[t] = MASK
         elif draw < 0.95:
@@ -280,7 +296,7 @@ def mask_tokens(tokens, vocab_size, rng):
 
 def pad(sequences):
     """Lists of ids -> (B, T) int64, zero-padded on the right"""
-    return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in sequences], batch_first=True)
+    return nn.utils.rnn.pad_sequence(list(map(torch.tensor, sequences)), batch_first=True)
 
 
 def collate(samples):
@@ -303,7 +319,7 @@ def collate(samples):
         batch["masked"] = masked = pad([sample["masked"] for sample in samples])
         batch["target_positions"] = flat_indices((masked == MASK) & (tokens > MASK))
         lengths = torch.tensor([len(sample["tokens"]) for sample in samples])
-        batch["attention_mask"] = torch.arange(tokens.size(1)) < lengths[:, None]
+        batch["padding"] = torch.arange(tokens.size(1)) >= lengths[:, None]
     return batch
 
 
@@ -336,7 +352,7 @@ class VirTex(nn.Module):
         self.task = task
         self.visual = nn.ModuleDict({"cnn": common.build_backbone(arch)})
         channels = self.visual["cnn"].channels
-        if task == "token_classification":
+        if task in CLASSIFICATION:
             self.textual = nn.ModuleDict({"output": nn.Linear(channels, vocab_size)})
             return
         build_head = partial(
@@ -349,9 +365,9 @@ class VirTex(nn.Module):
     def forward(self, images, tokens, **batch):
         """images (B, 3, h, w), the rest from `collate` -> {name: loss}"""
         features = self.visual["cnn"](images)  # (B, channels, h / 32, w / 32)
-        if self.task == "token_classification":
+        if self.task in CLASSIFICATION:
             logits = self.textual["output"](features.mean((2, 3)))
-            return {"token_classification": token_set_loss(logits, tokens)}
+            return {self.task: token_set_loss(logits, tokens)}
         image_features = self.textual.project(features)  # (B, S, H)
         if self.task == "masked_lm":
             return {"masked_lm": self.masked_loss(image_features, tokens, **batch)}
@@ -370,21 +386,17 @@ class VirTex(nn.Module):
         """
         directions = {"forward": (self.textual, tokens, target_positions)}
         if self.task == "bicaptioning":
-            directions["backward"] = (
-                self.backward_textual,
-                backward_tokens,
-                backward_target_positions,
-            )
+            head = self.backward_textual
+            directions["backward"] = (head, backward_tokens, backward_target_positions)
         losses = {}
         for name, (head, sequence, positions) in directions.items():
             vectors = head(sequence[:, :-1], image_features)  # (B, T - 1, H)
             losses[name] = token_loss(head.output, vectors, sequence[:, 1:], positions)  # Eq. 1
         return losses
 
-    def masked_loss(self, image_features, tokens, masked, target_positions, attention_mask):
+    def masked_loss(self, image_features, tokens, masked, target_positions, padding):
         """Masked language modelling: [MASK]ed tokens from the image and all other tokens"""
-        mask = attention_mask[:, None, None]
-        vectors = self.textual(masked, image_features, causal=False, mask=mask)
+        vectors = self.textual(masked, image_features, causal=False, padding=padding)
         return token_loss(self.textual.output, vectors, tokens, target_positions)
 
 
@@ -399,7 +411,7 @@ def token_loss(output, vectors, targets, positions):
 
 
 def token_set_loss(logits, tokens):
-    """Softmax cross-entropy with the set of a caption's K tokens, each 1/K [Sec. 4.1, 4.2]"""
+    """Softmax cross-entropy with the set of K tokens or tags, each 1/K [Sec. 4.1, 4.2]"""
     targets = torch.zeros_like(logits, dtype=torch.float32).scatter_(1, tokens, 1.0)
     targets[:, : MASK + 1] = 0  # neither special tokens nor padding
     return F.cross_entropy(logits.float(), targets / targets.sum(1, keepdim=True).clamp(min=1))
@@ -412,7 +424,17 @@ class TextualHead(nn.Module):
         super().__init__()
         self.visual_projection = nn.Linear(channels, hidden)
         self.embedding = Embedding(vocab_size, hidden, dropout, max_length)
-        decoder = nn.ModuleList(DecoderLayer(hidden, dropout) for _ in range(layers))
+        decoder = nn.ModuleList()
+        for _ in range(layers):
+            layer = nn.TransformerDecoderLayer(  # post-norm [Sec. 3]
+                d_model=hidden,
+                nhead=hidden // 64,  # A
+                dim_feedforward=4 * hidden,  # F
+                dropout=dropout,
+                activation="gelu",
+                batch_first=True,
+            )
+            decoder.append(layer)
         self.transformer = nn.ModuleDict({"layers": decoder})
         self.output = nn.Linear(hidden, vocab_size)
         for module in self.modules():
@@ -420,13 +442,13 @@ class TextualHead(nn.Module):
                 nn.init.normal_(module.weight, std=init_std)
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
-            if isinstance(module, Attention):
+            if isinstance(module, nn.MultiheadAttention):
                 nn.init.normal_(module.in_proj_weight, std=init_std)
         nn.init.zeros_(self.embedding.words.weight[PAD])
         self.output.weight = self.embedding.words.weight  # weight tying [Sec. 3]
 
     def share(self, other):
-        """Use the other direction's parts; only the Transformer is a direction's own [Sec. 3]."""
+        """Use the other direction's embedding, output [Sec. 3] and projection [official code]."""
         self.visual_projection = other.visual_projection
         self.embedding = other.embedding
         self.output = other.output
@@ -436,11 +458,23 @@ class TextualHead(nn.Module):
         """(B, channels, h, w) -> the image's vectors (B, h * w, H)"""
         return self.visual_projection(features.flatten(2).mT)
 
-    def forward(self, tokens, image_features, causal=True, mask=None):
-        """tokens (B, T), image_features (B, S, H) -> vectors (B, T, H)"""
+    def forward(self, tokens, image_features, causal=True, padding=None):
+        """tokens (B, T), image_features (B, S, H) -> vectors (B, T, H)
+
+        causal: each token sees those before it and itself.  padding: (B, T), True is not seen
+        """
         x = self.embedding(tokens)
+        future = None
+        if causal:
+            future = x.new_ones(x.size(1), x.size(1), dtype=torch.bool).triu(1)
         for layer in self.transformer["layers"]:
-            x = layer(x, image_features, causal, mask)
+            x = layer(
+                x,
+                image_features,
+                tgt_mask=future,
+                tgt_is_causal=causal,
+                tgt_key_padding_mask=padding,
+            )
         return x
 
 
@@ -458,82 +492,6 @@ class Embedding(nn.Module):
         x = self.words(tokens) + self.positions.weight[: tokens.size(1)]
         x = self.dropout(self.layer_norm(x))
         return x * (tokens != PAD).unsqueeze(-1)  # padding, unknown: zero [official code]
-
-
-class DecoderLayer(nn.Module):
-    """Self-attention, attention to the image, feed-forward; each with dropout, residual, layer norm
-
-    Parameter names are those of nn.TransformerDecoderLayer (post-norm [Sec. 3]).
-    """
-
-    def __init__(self, hidden, dropout):
-        super().__init__()
-        heads = hidden // 64  # A [Sec. 3]
-        feedforward = 4 * hidden  # F [Sec. 3]
-        self.self_attn = Attention(hidden, heads, dropout)
-        self.multihead_attn = Attention(hidden, heads, dropout)
-        self.linear1 = nn.Linear(hidden, feedforward)
-        self.linear2 = nn.Linear(feedforward, hidden)
-        self.norm1 = nn.LayerNorm(hidden)
-        self.norm2 = nn.LayerNorm(hidden)
-        self.norm3 = nn.LayerNorm(hidden)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x, image_features, causal=True, mask=None):
-        """x (B, T, H), image_features (B, S, H) -> (B, T, H)"""
-        query, key, value = self.self_attn.query_key_value(x)
-        self_out = self.self_attn(query, key, value, causal, mask)
-        return self.look_and_feed(x, self_out, self.multihead_attn.key_value(image_features))
-
-    def look_and_feed(self, x, self_out, image_key_value):
-        """What follows self-attention; decoding keeps the keys and values of the image."""
-        x = self.norm1(x + self.dropout(self_out))
-        key, value = image_key_value
-        cross_out = self.multihead_attn(self.multihead_attn.query(x), key, value)
-        x = self.norm2(x + self.dropout(cross_out))
-        hidden = self.dropout(F.gelu(self.linear1(x)))
-        return self.norm3(x + self.dropout(self.linear2(hidden)))
-
-
-class Attention(nn.Module):
-    """Multi-head attention (Vaswani et al. 2017), with the parameter names of torch's.
-
-    Projecting is a step of its own, so that decoding can keep keys and values.
-    """
-
-    def __init__(self, hidden, heads, dropout):
-        super().__init__()
-        self.heads = heads
-        self.dropout = dropout
-        self.in_proj_weight = nn.Parameter(torch.empty(3 * hidden, hidden))
-        self.in_proj_bias = nn.Parameter(torch.zeros(3 * hidden))
-        self.out_proj = nn.Linear(hidden, hidden)
-
-    def per_head(self, x):
-        """(B, T, H) -> (B, heads, T, H / heads)"""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-    def query_key_value(self, x):
-        x = F.linear(x, self.in_proj_weight, self.in_proj_bias)
-        return [self.per_head(part) for part in x.chunk(3, dim=-1)]
-
-    def query(self, x):
-        # split, not slices: gradients are joined once instead of padded with zeros and added.
-        weight, _, _ = self.in_proj_weight.split(x.size(-1))
-        bias, _, _ = self.in_proj_bias.split(x.size(-1))
-        return self.per_head(F.linear(x, weight, bias))
-
-    def key_value(self, x):
-        hidden = x.size(-1)
-        _, weight = self.in_proj_weight.split((hidden, 2 * hidden))
-        _, bias = self.in_proj_bias.split((hidden, 2 * hidden))
-        return [self.per_head(part) for part in F.linear(x, weight, bias).chunk(2, dim=-1)]
-
-    def forward(self, query, key, value, causal=False, mask=None):
-        """Projected query, key, value; mask (B, 1, 1, S): True where a key is seen -> (B, T, H)"""
-        dropout = self.dropout if self.training else 0.0
-        x = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal)
-        return self.out_proj(x.transpose(1, 2).flatten(2))
 
 
 def compile_parts(model):
@@ -602,7 +560,7 @@ class LookAhead:
 def validate(model, val, tokenizer, args, device):
     """Mean loss per predicted token, each photo with its first caption -> {name: loss}
 
-    In token classification the mean is over captions.
+    In the classification tasks the mean is over images.
     """
     model.eval()
     samples = common.Samples(partial(make_sample, val, tokenizer, args), len(val))
