@@ -75,9 +75,9 @@ def load(name, root, split):
 
 
 def coco_objects(name, root, split):
-    """annotations/instances_{split}.json or lvis_v1_{split}.json, images beside it"""
-    file = f"lvis_v1_{split}.json" if name == "lvis" else f"instances_{split}.json"
-    path = Path(root, "annotations", file)
+    """annotations/instances_{split}.json or lvis_{split}.json, images beside it"""
+    kind = "lvis" if name == "lvis" else "instances"
+    path = Path(root, "annotations", f"{kind}_{split}.json")
     images = ImageFiles()
     with common.error_context(f"{path} should be COCO's or LVIS's json of boxes"):
         content = json.loads(path.read_bytes())
@@ -238,6 +238,27 @@ def collate_fn(samples):
 # ---------------------------------------------------------------------------------------- scores
 
 
+def result_rows(val, i, output):
+    """The detections of one image, see detection.Detector -> rows of COCO's results"""
+    from pycocotools import mask
+
+    category_ids = list(val.names)
+    output = {name: values.float().cpu().numpy() for name, values in output.items()}
+    rows = []
+    for n, (left, top, right, bottom) in enumerate(output["boxes"].tolist()):
+        row = {
+            "image_id": val.ids[i],
+            "category_id": category_ids[int(output["labels"][n]) - 1],
+            "bbox": [left, top, right - left, bottom - top],
+            "score": float(output["scores"][n]),
+        }
+        if val.masks:
+            rle = mask.encode(np.asfortranarray(output["masks"][n, 0] > 0.5))
+            row["segmentation"] = {**rle, "counts": rle["counts"].decode()}
+        rows.append(row)
+    return rows
+
+
 def score(val, results):
     """Rows of detect -> {"AP", "AP50", "AP75"} in percent, with masks also {"mask AP", ...}"""
     scores = dict(zip(SCORES, average_precision(val, results, "bbox")))
@@ -270,6 +291,7 @@ def average_precision(val, results, kind):
         truth.createIndex()
         evaluation = COCOeval(truth, truth.loadRes(results), kind)
         if val.source == "voc":
+            evaluation.params.recThrs = np.linspace(0, 1, 11)  # VOC07's, as Detectron2 on 2007_test
             evaluation.computeIoU = partial(plain_iou, evaluation)
         evaluation.evaluate()
         evaluation.accumulate()

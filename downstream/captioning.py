@@ -18,6 +18,7 @@ from pathlib import Path
 
 import sentencepiece
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 import common
@@ -25,11 +26,12 @@ import sources
 import virtex
 from common import error_context, fail, positive_int, print_main, progress, require
 from downstream.pictures import draw_attention
+from eval_linear import CentreCrops
 from virtex import EOS, MASK, PAD, SOS
 
 
 def get_args(argv=None):
-    parser = common.Parser(__doc__)
+    parser = common.build_parser(__doc__)
     add = parser.add_argument
     add("photos", nargs="*", metavar="PHOTO", help="to be captioned")
     add("--weights", default="runs/virtex/checkpoint.pth", help="of virtex.py or official ones")
@@ -119,7 +121,7 @@ def caption_images(model, images, image_size, device, args):
 
     tokens: from [SOS] on, without [EOS].
     """
-    crops = common.CentreCrops(images, image_size)
+    crops = CentreCrops(images, image_size)
     batches = common.loader(crops, 16, args.workers)
     first = 0
     for pixels, readable in progress(batches, desc="captions", unit=" batches", leave=False):
@@ -138,10 +140,23 @@ def caption_images(model, images, image_size, device, args):
 # ----------------------------------------------------------------------------------- beam search
 
 
+def project(attention, part, x):
+    """The queries (part 0), keys (1) or values (2) of (B, T, H) -> (B, heads, T, H / heads)"""
+    weight = attention.in_proj_weight.chunk(3)[part]
+    bias = attention.in_proj_bias.chunk(3)[part]
+    return F.linear(x, weight, bias).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
+
+
+def attend(attention, x, keys, values):
+    """nn.MultiheadAttention with keys and values that are projected already: (B, T, H) -> same"""
+    output = F.scaled_dot_product_attention(project(attention, 0, x), keys, values)
+    return attention.out_proj(output.transpose(1, 2).flatten(2))
+
+
 def image_keys_values(head, image_features):
     """Keys and values of the image, for each layer"""
-    layers = head.transformer["layers"]
-    return [layer.multihead_attn.key_value(image_features) for layer in layers]
+    attentions = [layer.multihead_attn for layer in head.transformer["layers"]]
+    return [[project(each, part, image_features) for part in (1, 2)] for each in attentions]
 
 
 def next_vector(head, tokens, image_memory, past):
@@ -152,14 +167,17 @@ def next_vector(head, tokens, image_memory, past):
     x = head.embedding(tokens)[:, -1:]
     present = []
     for n, layer in enumerate(head.transformer["layers"]):
-        query, key, value = layer.self_attn.query_key_value(x)
+        keys = project(layer.self_attn, 1, x)
+        values = project(layer.self_attn, 2, x)
         if past:
-            past_key, past_value = past[n]
-            key = torch.cat([past_key, key], 2)
-            value = torch.cat([past_value, value], 2)
-        self_out = layer.self_attn(query, key, value)
-        x = layer.look_and_feed(x, self_out, image_memory[n])
-        present.append((key, value))
+            past_keys, past_values = past[n]
+            keys = torch.cat([past_keys, keys], 2)
+            values = torch.cat([past_values, values], 2)
+        image_keys, image_values = image_memory[n]
+        x = layer.norm1(x + attend(layer.self_attn, x, keys, values))
+        x = layer.norm2(x + attend(layer.multihead_attn, x, image_keys, image_values))
+        x = layer.norm3(x + layer.linear2(F.gelu(layer.linear1(x))))
+        present.append((keys, values))
     return x[:, 0], present
 
 
@@ -212,19 +230,17 @@ def word_attention(head, image_features, tokens, pieces):
     which is predicted at the position before it; it sums to one.
     """
     x = head.embedding(tokens[None])
-    image_memory = image_keys_values(head, image_features)
-    for layer, image_key_value in zip(head.transformer["layers"], image_memory):
-        query, key, value = layer.self_attn.query_key_value(x)
-        self_out = layer.self_attn(query, key, value, causal=True)
-        image_key, _ = image_key_value
-        query = layer.multihead_attn.query(layer.norm1(x + self_out))
-        logits = query @ image_key.mT / math.sqrt(query.size(-1))  # (1, heads, T, S)
-        weights = logits.softmax(-1).mean(1)[0]  # (T, S), the mean over the heads
-        x = layer.look_and_feed(x, self_out, image_key_value)
+    *earlier, last = head.transformer["layers"]
+    future = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=x.device).triu(1)
+    for layer in earlier:
+        x = layer(x, image_features, tgt_mask=future, tgt_is_causal=True)
+    self_out, _ = last.self_attn(x, x, x, attn_mask=future)
+    query = last.norm1(x + self_out)
+    _, weights = last.multihead_attn(query, image_features, image_features)  # mean over the heads
     side = math.isqrt(image_features.size(1))
     words = []
     maps = []
-    for piece, attention in zip(pieces, weights):  # row t is what predicts token t + 1
+    for piece, attention in zip(pieces, weights[0]):  # (S,): row t is what predicts token t + 1
         if piece.startswith("▁") or not words:
             words.append("")
             maps.append([])

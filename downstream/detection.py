@@ -2,22 +2,26 @@
 
 VirTex, Sec. 4.3, App. A.3, Tabs. 3, 4; multimodal contrastive training, Sec. 4.2, Tabs. 2, 3, with
 the same settings. All layers are trained, batch norm is synchronised over the GPUs, and its
-statistics are estimated anew before the scores are taken (precise BN).
+statistics are estimated anew after the last iteration (precise BN).
 
     laptop          python virtex.py, then python -m downstream.detection
     VOC 07+12       torchrun --nproc_per_node=8 -m downstream.detection --data voc
     COCO or LVIS    torchrun --nproc_per_node=8 -m downstream.detection --data coco   (or lvis)
+    IN-sup on LVIS  the same with --weights imagenet --arch resnet50 --frozen-bn   [Tab. 7]
+    LVIS v0.5       ... --train-split v0.5_train --val-split v0.5_val --min-score 0   [Tab. 8]
     random start    the same with --weights random --arch resnet50 --output runs/detection_random
+    pretraining     ... --data coco --weights random --arch resnet50 --schedule 9x   [Tab. 1]
 
---root holds VOC2007/ and VOC2012/; or annotations/instances_{split}.json (LVIS: lvis_v1_{split})
+--root holds VOC2007/ and VOC2012/; or annotations/instances_{split}.json (LVIS: lvis_{split}.json)
 beside train2017/ and val2017/. VOC's splits are years and lists, joined by +. On shapes a second
 detector, from random initialisation, is trained into OUTPUT/random, and the last line compares the
 two (measured: AP50 55 against 23). Rerunning the command resumes from its checkpoint.
-metrics.jsonl names the terms of the loss: four, with masks five.
+metrics.jsonl names the terms of the loss: four, with masks five. backbone.pth is the trained one.
 
-Scores are COCO's: AP over IoU 0.50 to 0.95, AP50, AP75. The papers use Detectron2, here the parts
-are torchvision's. What is known to differ: VOC's AP is the mean over COCO's 101 recalls, not over
-VOC07's 11; the box loss is smooth L1 with beta 1/9, not L1; RoIAlign has no half-pixel shift.
+Scores are AP over IoU 0.50 to 0.95, AP50, AP75: COCO's, on VOC with VOC07's 11 recalls. The papers
+use Detectron2, here the parts are torchvision's. What is known to differ: box losses are smooth L1
+with beta 1/9, not L1; RoIAlign has no half-pixel shift; anchors are rounded to whole pixels; photos
+shrink without antialiasing; masks are bitmaps, not polygons; batches mix tall and wide photos.
 """
 
 import importlib.util
@@ -31,12 +35,11 @@ from torch import nn
 import common
 import eval_linear
 from common import print_main, require
-from downstream import boxes
+from downstream import baselines, boxes
 
 # fmt: off
 DATA = "shapes", "voc", "coco", "lvis"
 DEFAULTS = {  #          shapes        voc [Tab. 6]                   coco [Tab. 5]
-    "recipe":           ("demo",       "paper",                       "paper"),
     "train_split":      ("train",      "2007_trainval+2012_trainval", "train2017"),
     "val_split":        ("val",        "2007_test",                   "val2017"),
     "model":            ("fpn",        "c4",                          "fpn"),
@@ -61,26 +64,44 @@ PROPOSALS = {  # of Detectron2 at its 512 RoIs, in proportion to --rois: (fpn, c
     "rpn_post_nms_top_n_train": (1000, 2000),
     "rpn_post_nms_top_n_test":  (1000, 1000),
 }
-LVIS = {"train_split": "train", "val_split": "val", "min_score": 1e-4, "detections": 300}  # Tab. 7
+# Tab. 7
+LVIS = {"train_split": "v1_train", "val_split": "v1_val", "min_score": 1e-4, "detections": 300}
+NINE_TIMES = {  # Detectron2's scratch_mask_rcnn_R_50_FPN_9x_syncbn; VirTex names no file [ours]
+    "batch_size": 64,
+    "lr":         0.08,
+    "iters":      202_500,
+    "warmup":     1000 / 202_500,
+    "steps":      [187.5 / 202.5, 197.5 / 202.5],
+}
+INITIAL_STD = {  # Detectron2
+    "box_predictor.cls_score":        0.01,
+    "box_predictor.bbox_pred":        0.001,
+    "mask_predictor.mask_fcn_logits": 0.001,
+}
 # fmt: on
 
 
 def get_args(argv=None):
-    data = common.peek(argv, "--data").data or "shapes"
-    column = {"shapes": 0, "voc": 1}.get(data, 2)
+    given = common.peek(argv, "--data", "--schedule")
+    column = {None: 0, "shapes": 0, "voc": 1}.get(given.data, 2)
     recipe = {name: row[column] for name, row in DEFAULTS.items()}
-    if data == "lvis":
+    if given.data == "lvis":
         recipe |= LVIS
+    if given.schedule == "9x":
+        recipe |= NINE_TIMES
 
-    parser = common.Parser(__doc__)
+    parser = common.build_parser(__doc__)
     eval_linear.backbone_flags(parser, DATA)
     add = parser.add_argument_group("model and optimisation").add_argument
     add("--image-size", type=common.positive_int, help="shorter side; training draws smaller ones")
     add("--model", choices=("fpn", "c4"), help="feature pyramid, or layer3 alone [Sec. 4.3]")
+    add("--frozen-bn", action="store_true", help="batch norm as --weights has it [Sec. 4.3, LVIS]")
+    add("--schedule", choices=["9x"], help="from scratch: longer, batch norm in the heads [Tab. 1]")
     add("--batch-size", type=common.positive_int, help="images per iteration over all processes")
     add("--iters", type=common.positive_int, help="length of the run")
     add("--lr", type=common.positive, help="peak; the default scales with the batch size")
     add("--rois", type=common.positive_int, help="per image in training; fewer to save memory")
+    add("--min-score", type=common.fraction, help="lowest of a detection [Tabs. 7, 8]")
     add("--bn-batches", type=common.positive_int, help="of precise BN; few for a quick look")
     common.run_flags(parser, "detection")
     parser.set_defaults(**{**recipe, "lr": None, "amp": "off"})  # off: as Detectron2
@@ -103,7 +124,7 @@ def main(args):
     num_classes = len(train.names)
     print_main(f"{len(train)} training and {len(val)} validation images, {num_classes} classes")
 
-    scores = eval_linear.with_random_baseline(args, world, partial(fine_tune, train, val))
+    scores = baselines.with_random_baseline(args, world, partial(fine_tune, train, val))
     if scores:
         origins = {"trained": f"from {args.weights}", "random": "from random initialisation"}
         parts = [f"{common.format_scores(scores[name], 1)} {origins[name]}" for name in scores]
@@ -121,10 +142,11 @@ def fine_tune(train, val, args, world):
 
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
-    model = Detector(backbone, 1 + len(train.names), train.masks, args)
-    if device.type == "cuda" and world.size > 1:  # there is none for CPUs
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model.to(device)
+    if args.frozen_bn:
+        freeze_batch_norm(backbone)
+    elif device.type == "cuda" and world.size > 1:  # there is none for CPUs
+        backbone = nn.SyncBatchNorm.convert_sync_batchnorm(backbone)
+    model = Detector(backbone, 1 + len(train.names), train.masks, args).to(device)
     norms, others = split_normalization_params(model)
     groups = [{"params": others}, {"params": norms, "weight_decay": 0.0}]  # Detectron2's default
     optimizer = common.build_optimizer("sgd", groups, args.lr, 1e-4)
@@ -147,10 +169,12 @@ def fine_tune(train, val, args, world):
         scaler.step(optimizer)
         scaler.update()
         run.log(loss=loss, lr=args.lr * lr_scale, **losses)
+        if iteration == args.iters:  # before the last checkpoint, by all processes
+            precise_bn(model, samples, args, world)
     if not world.is_main:
         return None  # the first process goes on alone
 
-    precise_bn(model, samples, args, device)
+    common.save_weights(run.folder / "backbone.pth", backbone)
     results = detect(model, val, args, device)
     common.write_json(f"{args.output}/detections.json", results)
     scores = boxes.score(val, results)
@@ -161,8 +185,23 @@ def fine_tune(train, val, args, world):
 # ------------------------------------------------------------------------------------- the model
 
 
+def freeze_batch_norm(module):
+    """Each batch norm within becomes a scale and a shift, by the statistics it has, not trained"""
+    from torchvision.ops import FrozenBatchNorm2d
+
+    for name, child in module.named_children():
+        if isinstance(child, nn.BatchNorm2d):
+            frozen = FrozenBatchNorm2d(child.num_features)
+            frozen.load_state_dict(child.state_dict())
+            setattr(module, name, frozen)
+        else:
+            freeze_batch_norm(child)
+
+
 class Detector(nn.Module):
     """torchvision's Faster R-CNN, with masks Mask R-CNN, on our ResNet; class 0 is background.
+
+    Layers are initialised as Detectron2's, see `initialize`.
 
     A batch of images, uint8 (3, H, W) of any size -> {loss: scalar} in training, otherwise for each
     image {"boxes" (N, 4), "labels" (N,), "scores" (N,), "masks" (N, 1, H, W)}.
@@ -172,28 +211,34 @@ class Detector(nn.Module):
         from torchvision.models import detection
         from torchvision.models.detection.anchor_utils import AnchorGenerator
         from torchvision.models.detection.backbone_utils import BackboneWithFPN
-        from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
+        from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor
+        from torchvision.models.detection.mask_rcnn import MaskRCNNHeads
         from torchvision.ops import MultiScaleRoIAlign
 
         super().__init__()
         channels = backbone.channels
+        norm = type(backbone.bn1)  # FrozenBatchNorm2d, SyncBatchNorm or BatchNorm2d
         anchor_sizes = [args.anchor * 2**k for k in range(5)]
-        heads = {}
+        pooling = {"sampling_ratio": 0, "canonical_scale": 7 * args.anchor}  # FPN's 224, from 32 on
+        roi_pool = partial(MultiScaleRoIAlign, ["0", "1", "2", "3"], **pooling)
+        parts = {"mask_roi_pool": roi_pool(14)} if masks else {}
         if args.model == "fpn":
             levels = {f"layer{n + 1}": str(n) for n in range(4)}
             widths = [channels // 8, channels // 4, channels // 2, channels]
-            norm = nn.BatchNorm2d
-            body = BackboneWithFPN(backbone, levels, widths, args.fpn_width, norm_layer=norm)
-            scale = 7 * args.anchor  # 224 for anchors from 32 on
-            roi_pool = MultiScaleRoIAlign(["0", "1", "2", "3"], 7, 0, canonical_scale=scale)
+            width = args.fpn_width
+            fpn_norm = None if args.frozen_bn else norm  # Tab. 7
+            body = BackboneWithFPN(backbone, levels, widths, width, norm_layer=fpn_norm)
             anchor_sizes = [[size] for size in anchor_sizes]  # one for each level
+            parts["box_roi_pool"] = roi_pool(7)
+            if args.schedule == "9x":
+                parts["box_head"] = FastRCNNConvFCHead((width, 7, 7), 4 * [width], [1024], norm)
+                parts["mask_head"] = MaskRCNNHeads(width, 4 * [width], 1, norm)
         else:  # C4: layer4 and a batch norm are the head of the boxes
             body = backbone[:-1]
             body.out_channels = channels // 2
-            roi_pool = MultiScaleRoIAlign(["0"], 14, 0)
-            norm = nn.BatchNorm2d(channels)
-            heads["box_head"] = nn.Sequential(backbone[-1], norm, nn.AdaptiveAvgPool2d(1))
             anchor_sizes = [anchor_sizes]
+            parts["box_roi_pool"] = roi_pool(14)
+            parts["box_head"] = nn.Sequential(backbone[-1], norm(channels), nn.AdaptiveAvgPool2d(1))
 
         side = args.image_size
         smaller = range(round(args.smallest * side), side, 32)
@@ -206,34 +251,46 @@ class Detector(nn.Module):
             max_size=round(side * 1333 / 800),
             rpn_anchor_generator=AnchorGenerator(anchor_sizes, [[0.5, 1, 2]] * len(anchor_sizes)),
             rpn_batch_size_per_image=max(1, args.rois // 2),
-            box_roi_pool=roi_pool,
             box_batch_size_per_image=args.rois,
             box_score_thresh=args.min_score,
             box_detections_per_img=args.detections,
             **proposals,
-            **heads,
+            **parts,
         )
         if args.model == "c4":
             self.rcnn.roi_heads.box_predictor = FastRCNNPredictor(channels, num_classes)
+        initialize(self.rcnn.roi_heads)
 
     def forward(self, batch):
         images = [image.float() / 255 for image in batch["images"]]
         return self.rcnn(images, batch["targets"] if self.training else None)
 
 
+def initialize(roi_heads):
+    """The layers behind the RoIs as in Detectron2; torchvision does the others alike."""
+    for name, layer in roi_heads.named_modules():
+        if isinstance(layer, nn.Linear):
+            nn.init.kaiming_uniform_(layer.weight, a=1)  # Detectron2's "Xavier"
+        if name in INITIAL_STD:
+            nn.init.normal_(layer.weight, std=INITIAL_STD[name])
+        if isinstance(layer, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)) and layer.bias is not None:
+            nn.init.zeros_(layer.bias)
+
+
 # ------------------------------------------------------------------------------- after training
 
 
-def precise_bn(model, samples, args, device):
+def precise_bn(model, samples, args, world):
     """Batch norm's statistics become plain means of those of --bn-batches batches of training
 
-    instead of moving averages [VirTex App. A.3: Detectron2's PRECISE_BN, with 200 batches].
+    instead of moving averages [VirTex App. A.3: Detectron2's PRECISE_BN, with 200 batches]. Each
+    process has its part of a batch, as in training.
     """
-    torch.manual_seed(args.seed)
-    single_process = common.World(0, 1, device)  # with whole batches
-    order = common.infinite_sampler(len(samples), args.batch_size, single_process, args.seed)
+    device = world.device
+    order = common.infinite_sampler(len(samples), args.batch_size, world, args.seed)
+    per_rank_batch = args.batch_size // world.size
     collate_fn = boxes.collate_fn
-    batches = common.loader(samples, args.batch_size, args.workers, collate_fn, device, order)
+    batches = common.loader(samples, per_rank_batch, args.workers, collate_fn, device, order)
     first = islice(batches, args.bn_batches)
     first = common.progress(first, desc="precise BN", total=args.bn_batches, leave=False)
     torch.optim.swa_utils.update_bn((common.to_device(batch, device) for batch in first), model)
@@ -252,29 +309,8 @@ def detect(model, val, args, device):
             outputs = model(batch)
         for target, output in zip(batch["targets"], outputs):
             i = target["image_id"].item()
-            rows_of[i] = result_rows(val, i, output)
+            rows_of[i] = boxes.result_rows(val, i, output)
     return [row for rows in rows_of.values() for row in rows]
-
-
-def result_rows(val, i, output):
-    """The detections of one image, see Detector -> rows of COCO's results"""
-    from pycocotools import mask
-
-    category_ids = list(val.names)
-    output = {name: values.float().cpu().numpy() for name, values in output.items()}
-    rows = []
-    for n, (left, top, right, bottom) in enumerate(output["boxes"].tolist()):
-        row = {
-            "image_id": val.ids[i],
-            "category_id": category_ids[int(output["labels"][n]) - 1],
-            "bbox": [left, top, right - left, bottom - top],
-            "score": float(output["scores"][n]),
-        }
-        if val.masks:
-            rle = mask.encode(np.asfortranarray(output["masks"][n, 0] > 0.5))
-            row["segmentation"] = {**rle, "counts": rle["counts"].decode()}
-        rows.append(row)
-    return rows
 
 
 def draw_detections(val, results, path, side=320):
@@ -300,15 +336,8 @@ def draw_detections(val, results, path, side=320):
             corners[:, 2:] += corners[:, :2]
             corners *= side / torch.tensor([width, height, width, height])
             labels = [f"{val.names[row['category_id']]} {row['score']:.2f}" for row in rows]
-            photo = draw_bounding_boxes(
-                photo,
-                corners,
-                labels,
-                colors="yellow",
-                width=2,
-                label_colors="black",
-                fill_labels=True,
-            )
+            style = {"colors": "yellow", "width": 2, "label_colors": "black", "fill_labels": True}
+            photo = draw_bounding_boxes(photo, corners, labels, **style)
         tiles.append(photo / 255)
     save_image(tiles, path, nrow=4)
 

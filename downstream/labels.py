@@ -13,10 +13,11 @@ import torch
 import common
 import tp
 from common import print_main
+from eval_linear import CentreCrops
 
 
 def get_args(argv=None):
-    parser = common.Parser(__doc__)
+    parser = common.build_parser(__doc__)
     add = parser.add_argument
     add("photos", nargs="+", metavar="PHOTO", help="to be labelled")
     add("--weights", default="runs/tp/checkpoint.pth", help="of tp.py")
@@ -34,7 +35,7 @@ def main(args):
     model = tp.TagPredictor(trained["arch"], len(names), trained["labels"])
     model.load_state_dict(checkpoint["model"])
     model.to(device).eval()
-    crops = common.CentreCrops(photos, trained["image_size"], side_fraction=1.0)
+    crops = CentreCrops(photos, trained["image_size"], side_fraction=1.0)
     for photo, (pixels, readable) in zip(photos, crops):
         if not readable:
             continue

@@ -23,10 +23,11 @@ import icmlm
 import language
 from common import positive_int, print_main, require
 from downstream.pictures import draw_attention
+from eval_linear import CentreCrops
 
 
 def get_args(argv=None):
-    parser = common.Parser(__doc__)
+    parser = common.build_parser(__doc__)
     add = parser.add_argument
     add("photo", nargs="?", help="with --caption and --word")
     add("--caption", help="what the photo shows")
@@ -56,7 +57,7 @@ def main(args):
     folder.mkdir(parents=True, exist_ok=True)
 
     looked = []  # (photo, word, attention)
-    crops = common.CentreCrops(photos, trained["image_size"], side_fraction=1.0)
+    crops = CentreCrops(photos, trained["image_size"], side_fraction=1.0)
     for n, caption in enumerate(captions):
         ids, positions = maskable_words(tokenizer, concepts, caption)
         if args.photo:

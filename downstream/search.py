@@ -20,7 +20,7 @@ from downstream.pictures import draw_rows
 
 
 def get_args(argv=None):
-    parser = common.Parser(__doc__)
+    parser = common.build_parser(__doc__)
     add = parser.add_argument
     add("texts", nargs="+", metavar="TEXT", help="what to look for, in the words of captions")
     add("--root", help="folder of photos, and of folders (default: the validation split)")
@@ -44,7 +44,6 @@ def main(args):
     vectors, readable = mmcontrastive.encode_images(
         encoders["image"], images, flags.image_size, args.workers, device, amp
     )
-    require(readable, f"none of the {len(images)} photos can be decoded")
     texts = mmcontrastive.encode_captions(encoders["caption"], tokenizer, args.texts, device, amp)
     scores, order = (texts @ vectors.T).topk(min(10, len(vectors)))  # (texts, 10)
     nearest = [[readable[n] for n in row] for row in order.tolist()]

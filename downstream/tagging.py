@@ -30,7 +30,7 @@ initialisation and the most frequent tags for every image. tagging.png shows eig
 import json
 import math
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +44,7 @@ import common
 import eval_linear
 import language
 from common import positive_int, print_main, progress, require
+from downstream.baselines import IN_WORDS, backbones
 
 CUTS = 5, 10, 15, 20  # the K of mIOU@K [Tab. 5]
 
@@ -69,28 +70,24 @@ def get_args(argv=None):
 def main(args):
     world = common.init_distributed()
     Path(args.output).mkdir(parents=True, exist_ok=True)
-    arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
     train, val = tagged_images(args)
     counts = f"{len(train.images)} training and {len(val.images)} validation images"
     print_main(f"{counts}, {len(train.names)} tags")
 
     vectors = tag_vectors(train.labels, args.dim, world.device)  # (tags, dim)
-    names = ["random"] if args.weights == "random" else ["trained", "random"]
-    runs = {name: [] for name in names}
-    for name in names:
-        for seed in range(args.seed, args.seed + args.runs):
-            if name == "random" or seed == args.seed:  # an initialisation for each run
-                weights = args.weights if name == "trained" else "random"
-                backbone = eval_linear.load_backbone(weights, arch, seed)
-                train_data, train_x = frozen_features(backbone, train, args, world)
-                val_data, val_x = frozen_features(backbone, val, args, world)
-            if not world.is_main:
-                continue
-            mlp = train_mlp(train_x, train_data.labels, vectors, args, seed)
-            ranked = nearest_tags(mlp, val_x, vectors)  # (N, 20)
-            runs[name].append(miou_at_cuts(ranked, val_data.labels))
-            if name == names[0] and seed == args.seed:
-                draw_tags(val_data, ranked, f"{args.output}/tagging.png")
+    runs = defaultdict(list)
+    for name, seed, backbone in backbones(args):
+        if backbone:
+            train_x = None  # or the disk holds those of two backbones: 47.5 GB each with Stock
+            train_data, train_x = frozen_features(backbone, train, args, world)
+            val_data, val_x = frozen_features(backbone, val, args, world)
+        if not world.is_main:
+            continue
+        mlp = train_mlp(train_x, train_data.labels, vectors, args, seed)
+        ranked = nearest_tags(mlp, val_x, vectors)  # (N, 20)
+        if not runs:
+            draw_tags(val_data, ranked, f"{args.output}/tagging.png")
+        runs[name].append(miou_at_cuts(ranked, val_data.labels))
     common.end_distributed(world)
     if world.is_main:
         report(runs | baselines(val_data.labels), args)
@@ -199,7 +196,7 @@ def train_mlp(features, tags, vectors, args, seed):
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     device = vectors.device
-    features = torch.from_numpy(features).to(device)
+    features = torch.from_numpy(features)  # which stay in their file
     width = features.shape[1]
     # Zero mean, unit variance: or backbones with small features would learn more slowly. [ours]
     scale = nn.BatchNorm1d(width, affine=False).eval()
@@ -219,8 +216,9 @@ def train_mlp(features, tags, vectors, args, seed):
         common.set_lr(optimizer, common.lr_factor(epoch, args.epochs))
         order = rng.permutation(len(features))
         for batch in np.array_split(order, num_batches):
+            x = features[batch].to(device)
             target = mean_vectors(tags[batch], vectors)
-            loss = cosine_loss(mlp(features[batch]), target)
+            loss = cosine_loss(mlp(x), target)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -300,8 +298,7 @@ def report(runs, args):
             print_main(f"{'':17}±  {common.format_scores(std[name])}")
     content = {"args": vars(args), **mean, "std": std, "runs": runs}
     common.write_json(f"{args.output}/result.json", content)
-    words = eval_linear.IN_WORDS
-    at_5 = [f"{mean[name]['mIOU@5']:.1f} {words.get(name, f'by the {name}')}" for name in mean]
+    at_5 = [f"{mean[name]['mIOU@5']:.1f} {IN_WORDS.get(name, f'by the {name}')}" for name in mean]
     print_main(f"tagging of {args.data}: mIOU@5 {', '.join(at_5)}")
 
 

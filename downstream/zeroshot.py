@@ -30,6 +30,7 @@ harmonic mean is of these two [Xian et al.]. unseen.png shows predictions for un
 """
 
 import itertools
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +43,7 @@ from PIL import Image, ImageDraw, ImageFont
 import common
 import eval_linear
 from common import print_main, require
+from downstream import baselines
 
 DEFAULTS = {"runs": 5, "epochs": 100, "batch_size": 256}  # runs: Tab. 6; ours: as in `layers`
 RATES = 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0  # learning rates [ours; the range is App. F.2's]
@@ -69,30 +71,25 @@ def get_args(argv=None):
 def main(args):
     world = common.init_distributed()
     Path(args.output).mkdir(parents=True, exist_ok=True)
-    arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
     data = shape_pairs() if args.data == "shapes" else published_data(args.data, args.root)
     train, seen, unseen = np.bincount(data.parts)
     test = f"{seen} of seen and {unseen} of unseen classes"
     print_main(f"{train} images to learn from; to test, {test}")
 
-    names = ["random"] if args.weights == "random" else ["trained", "random"]
-    runs = {name: [] for name in names}
-    for name in names:
-        for seed in range(args.seed, args.seed + args.runs):
-            if name == "random" or seed == args.seed:  # an initialisation for each run
-                weights = args.weights if name == "trained" else "random"
-                backbone = eval_linear.load_backbone(weights, arch, seed)
-                layers, readable = layer_features(backbone, data, args, world)
-            if not world.is_main:
-                continue
-            scores = {}
-            for layer, x in layers.items():
-                predicted = predict_classes(x, readable, args, world.device, seed)
-                for metric, score in accuracies(predicted, readable).items():
-                    scores[f"{layer} {metric}".strip()] = score
-            runs[name].append(scores)
-            if name == names[0] and seed == args.seed:  # of the last layer
-                draw_predictions(f"{args.output}/unseen.png", readable, predicted)
+    runs = defaultdict(list)
+    for name, seed, backbone in baselines.backbones(args):
+        if backbone:
+            layers, readable = layer_features(backbone, data, args, world)
+        if not world.is_main:
+            continue
+        scores = {}
+        for layer, x in layers.items():
+            predicted = predict_classes(x, readable, args, world.device, seed)
+            for metric, score in accuracies(predicted, readable).items():
+                scores[f"{layer} {metric}".strip()] = score
+        if not runs:  # of the last layer
+            draw_predictions(f"{args.output}/unseen.png", readable, predicted)
+        runs[name].append(scores)
     common.end_distributed(world)
     if world.is_main:
         report(runs, args, len(data.names))
@@ -109,7 +106,7 @@ def report(runs, args, num_classes):
     guess = 100 / num_classes
     common.write_json(f"{args.output}/result.json", {"args": vars(args), "guess": guess, **results})
     metric = [name for name in std if "top-1" in name][-1]  # of the last layer
-    words = eval_linear.IN_WORDS
+    words = baselines.IN_WORDS
     scores = [f"{results[name]['mean'][metric]:.1f} {words[name]}" for name in runs]
     by_guessing = f"{guess:.1f} by guessing among {num_classes} classes"
     print_main(f"zero-shot on {args.data}: {metric} {', '.join(scores)}, {by_guessing}")

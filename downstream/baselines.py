@@ -1,0 +1,44 @@
+"""What the downstream tasks compare a backbone with: the same one at random initialisation."""
+
+import argparse
+
+import common
+import eval_linear
+
+IN_WORDS = {"trained": "trained", "random": "at random initialisation"}  # in the last line
+
+
+def backbones(args):
+    """Yield ("trained" or "random", seed of the run, backbone) for --runs of each
+
+    The backbone is None where that of the run before is used again: a given one is the same for
+    all runs, a random one is another each time.
+    """
+    arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
+    names = ["random"] if args.weights == "random" else ["trained", "random"]
+    for name in names:
+        weights = args.weights if name == "trained" else "random"
+        for seed in range(args.seed, args.seed + args.runs):
+            backbone = None
+            if name == "random" or seed == args.seed:
+                backbone = eval_linear.load_backbone(weights, arch, seed)
+            yield name, seed, backbone
+
+
+def with_random_baseline(args, world, train):
+    """train(args, world) from --weights; on shapes, which takes minutes, from random weights, too
+
+    -> {"trained", "random": its results}, in result.json as well. None on all processes but the
+    first, which alone does the second: a group of processes cannot be joined again.
+    """
+    name = "random" if args.weights == "random" else "trained"
+    scores = {name: train(args, world)}
+    if not world.is_main:
+        return None
+    if name == "trained" and args.data == "shapes":
+        arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
+        changed = {"weights": "random", "arch": arch, "output": f"{args.output}/random"}
+        baseline = argparse.Namespace(**{**vars(args), **changed})
+        scores["random"] = train(baseline, common.World(0, 1, world.device))
+    common.write_json(f"{args.output}/result.json", {"args": vars(args), **scores})
+    return scores
