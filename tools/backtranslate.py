@@ -23,7 +23,7 @@ MAX_TOKENS = 128  # of a translation
 
 
 def get_args(argv=None):
-    parser = common.Parser(__doc__)
+    parser = common.build_parser(__doc__)
     add = parser.add_argument
     add("--data", default="coco", help=common.DATA)
     add("--root", help="folder of the data (default datasets/<name>; for a .jsonl its own)")

@@ -42,7 +42,7 @@ DECODING = 5.0  # seconds for which photos are decoded
 
 
 def get_args(argv=None):
-    parser = common.Parser(__doc__)
+    parser = common.build_parser(__doc__)
     add = parser.add_argument
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="to measure")
     add("--arch", choices=common.BACKBONES, default="resnet50", help="the backbone")

@@ -42,7 +42,7 @@ HELD_OUT = 5  # shards at most: some 10,000 photos are enough to validate on
 
 
 def get_args(argv=None):
-    parser = common.Parser(__doc__)
+    parser = common.build_parser(__doc__)
     add = parser.add_argument
     add("--data", default="shapes", help=common.DATA)
     add("--root", help="as of the scripts")

@@ -1,0 +1,42 @@
+"""Images of an image folder as a .jsonl, for tp.py: the class of each is its only tag.
+
+    python tools/label_list.py --root datasets/imagenet --per-class 100
+    python tools/label_list.py --root datasets/imagenet --per-class 1000 --classes 100
+    python tp.py --data label_list.jsonl --val-split train --labels instances
+
+S-ImageNet with 1K and with 100 classes [ICMLM Sec. 4.2]: --root holds train/<class>/<image>.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+
+def get_args(argv=None):
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    add = parser.add_argument
+    add("--root", required=True, help="that holds train/<class>/<image>")
+    add("--classes", type=int, help="so many of them (default all)")
+    add("--per-class", type=int, help="so many images of each (default all)")
+    add("--seed", type=int, default=0, help="of what is drawn")
+    add("--output", default="label_list.jsonl")
+    return parser.parse_args(argv)
+
+
+def main(args):
+    rng = random.Random(args.seed)
+    folders = sorted(path for path in Path(args.root, "train").iterdir() if path.is_dir())
+    lines = []
+    for folder in sorted(rng.sample(folders, args.classes or len(folders))):
+        images = sorted(folder.iterdir())
+        rng.shuffle(images)
+        for image in images[: args.per_class]:
+            row = {"image": str(image.resolve()), "tags": [folder.name], "split": "train"}
+            lines.append(json.dumps(row) + "\n")
+    Path(args.output).write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    main(get_args())

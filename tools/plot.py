@@ -1,0 +1,98 @@
+"""Loss curves of one or several runs from their metrics.jsonl: a panel per term, a colour per run
+
+    python tools/plot.py runs/virtex                                  # all terms of one run
+    python tools/plot.py runs/tp runs/tp-wide --output tp.png         # the terms that both have
+
+Scores of the validation split are dotted and share the panel of their term. A run is named by its
+directory. The x axis counts iterations; to compare batch sizes, --images counts photos.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common
+from common import print_main, require
+
+NO_TERMS = {"iteration", "lr", "text_lr", "images_per_s", "data_wait"}
+VALIDATION = "validation_"
+
+
+def get_args(argv=None):
+    parser = common.build_parser(__doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="output directory of a training run")
+    add("--terms", nargs="+", metavar="TERM", help="draw only these, say loss images_per_s")
+    add("--images", action="store_true", help="count photos instead of iterations")
+    add("--output", default="curves.png", help="picture to write: .png, .pdf or .svg")
+    return parser.parse_args(argv)
+
+
+def main(args):
+    from matplotlib.figure import Figure  # only here: --help does without the second that it takes
+
+    runs = {name: read_run(path, args.images) for name, path in names_of(args.runs).items()}
+    terms = args.terms or shared_terms(runs)
+    require(terms, "the runs have no term in common: see --terms")
+    columns = min(3, len(terms))
+    rows = -(-len(terms) // columns)
+    figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    for term, panel in zip(terms, panels):
+        draw_term(panel, term, runs)
+        panel.set_xlabel("photos seen" if args.images else "iteration")
+    for panel in list(panels):  # what the last row has too many
+        panel.remove()
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)))
+    figure.savefig(args.output, dpi=150)
+    print_main(f"{', '.join(terms)} of {len(runs)} run(s): {args.output}")
+
+
+def names_of(paths):
+    """-> {name: path}, by the last part of the path if that tells them apart"""
+    short = [Path(path).resolve().name for path in paths]
+    return dict(zip(short if len(set(short)) == len(short) else paths, paths))
+
+
+def read_run(path, count_images):
+    """-> {term: (x, y)}, x in iterations or photos"""
+    file = Path(path, "metrics.jsonl")
+    require(file.exists(), f"{file} is missing: give the output directories of training runs")
+    batch_size = 1
+    if count_images:
+        batch_size = json.loads(Path(path, "args.json").read_text())["batch_size"]
+    curves = {}
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        for term, value in row.items():
+            x, y = curves.setdefault(term, ([], []))
+            x.append(batch_size * row["iteration"])
+            y.append(value)
+    return curves
+
+
+def shared_terms(runs):
+    """Terms of all runs, in the order of the first: the loss, then what it is made of"""
+    first = [term.removeprefix(VALIDATION) for term in next(iter(runs.values()))]
+    return [
+        term
+        for term in dict.fromkeys(first)
+        if term not in NO_TERMS
+        and all(term in curves or VALIDATION + term in curves for curves in runs.values())
+    ]
+
+
+def draw_term(panel, term, runs):
+    for number, (name, curves) in enumerate(runs.items()):
+        colour = f"C{number}"
+        panel.plot(*curves.get(term, ([], [])), color=colour, linewidth=1, label=name)
+        panel.plot(*curves.get(VALIDATION + term, ([], [])), "o:", color=colour, markersize=4)
+    panel.set_title(term)
+    panel.grid(alpha=0.3)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    common.run(main, get_args)

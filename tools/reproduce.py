@@ -1,0 +1,319 @@
+"""Every row of the papers' tables by one command: train, measure, and print beside the paper.
+
+    python tools/reproduce.py --list                                  # tables and figures
+    python tools/reproduce.py "VirTex Tab. 1" --processes 8           # on eight GPUs
+    python tools/reproduce.py "VirTex Tab. 1" --dry-run               # the commands that are left
+    python tools/reproduce.py "VirTex Fig. 4" --rows "VirTex, 10%" --seeds 5
+    python tools/reproduce.py --quick                                 # all tables in minutes
+    python tools/reproduce.py scenes --seeds 3                        # our own comparisons
+    python tools/reproduce.py "own photos" --photos photos.jsonl --labelled labelled
+
+tools/rows.toml has the rows. A backbone that several of them share is trained once, into
+runs/papers/NAME; what measures it goes into runs/papers/NAME/MEASURE. A step whose result is there
+is not repeated, a killed one resumes; when one fails, its log is named and the others go on.
+Further flags go to every training, say --amp fp16. runs/papers/tables has each table as Markdown,
+JSON and a picture.
+
+--quick runs a few iterations of every step, small, before a week of GPUs is spent: on some of the
+built-in scenes, or with --root on photos in COCO's layout. What others trained is random then.
+"""
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools import tables
+from tools.tables import BACKBONES, MEASURES, ROWS, TABLES
+
+FILES, LISTS, QUICK = ROWS["files"], ROWS["lists"], ROWS["quick"]
+
+
+def get_args(argv=None):
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.allow_abbrev = False
+    add = parser.add_argument
+    add("tables", nargs="*", metavar="TABLE", help='say "ICMLM Tab. 2"; none: all of the papers')
+    add("--rows", nargs="+", metavar="TEXT", default=[""],
+        help="only rows with this in their name")  # fmt: skip
+    add("--list", action="store_true", help="list the tables")
+    add("--dry-run", action="store_true", help="only print the commands")
+    add("--processes", type=int, default=1, help="of torchrun: one for each GPU")
+    add("--seeds", type=int, default=1, help="trainings of each backbone: mean and deviation")
+    add("--output", default="runs/papers", help="folder of all runs; of --quick OUTPUT/quick")
+    add("--quick", action="store_true", help="a few iterations of every step, small, one process")
+    add("--root", help="of --quick: a folder in COCO's layout")
+    add("--photos", default="photos.jsonl", help='of "own photos": with captions')
+    add("--labelled", default="labelled", help='of "own photos": train/<class>/ and val/<class>/')
+    add("--photo", default="photo.jpg", help="to be captioned [VirTex Figs. 6, 9, 10]")
+    add("--docs", action="store_true", help="write the tables of docs/recipes.md and downstream.md")
+    args, args.flags = parser.parse_known_args(argv)
+    for name in args.tables:
+        if not tables_of([name]):
+            parser.error(f"there is no table {name}: see --list")
+    args.output += "/quick" if args.quick else ""
+    return args
+
+
+def main(args):
+    if args.list:
+        return print(*tables.table_of_tables(), sep="\n")
+    if args.docs:
+        return write_documents()
+    if args.quick:
+        prepare_quick(args)
+    steps = Steps(args)
+    states = []
+    for name in tables_of(args.tables):
+        rows = steps.table(name)
+        states += [tables.state_of(row) for row in rows]
+        if rows and not args.dry_run:
+            tables.write_table(name, rows, Path(args.output, "tables"))
+    if args.dry_run:
+        print(*steps.commands, sep="\n")
+    else:
+        counts = [f"{states.count(state)} {state}" for state in sorted(set(states))]
+        print(f"rows: {', '.join(counts)}")
+
+
+def write_documents():
+    texts = tables.documents(lambda: Steps(get_args(["--dry-run"])))
+    for name, text in texts.items():
+        (tables.REPO / name).write_text(text)
+
+
+def tables_of(names):
+    """Those that begin so: "VirTex Fig. 5" is three. None named: those of the papers"""
+    if not names:
+        return [table for table in TABLES if table not in ("scenes", "own photos")]
+    return [table for table in TABLES if table.startswith(tuple(names))]
+
+
+# ----------------------------------------------------------------------------------------- steps
+
+
+class Failed(Exception):
+    """Why there is no number."""
+
+
+class Steps:
+    """Trainings and measurements, each once, by their names in rows.toml
+
+    kept: the name of a model_N.pth that is measured in place of the backbone, or None.
+    """
+
+    def __init__(self, args):
+        self.args = args
+        self.commands = []
+        self.outcomes = {}  # {output of a step: None, or why it has no result}
+
+    def table(self, name):
+        """-> [{"row", "backbone", "cells": {column: {"paper", "by", "ours", "state"}}}]"""
+        rows = []
+        columns = TABLES[name].get("columns", [])
+        for label, backbone, *cells in TABLES[name].get("rows", []):
+            if not any(text in label for text in self.args.rows):
+                continue
+            texts = dict(zip(columns, cells or len(columns) * ["-"]))
+            for kept in self.kept_models(backbone, 0) if "each_kept" in TABLES[name] else [None]:
+                results = {c: self.cell(c, str(texts[c]), backbone, kept) for c in columns}
+                text = f"{label}, {kept}" if kept else label
+                rows.append({"row": text, "backbone": backbone, "cells": results})
+        return rows
+
+    def cell(self, column, text, backbone, kept):
+        paper, _, other = text.partition(" by ")
+        cell = {"paper": paper, "by": other, "ours": [], "state": "measured"}
+        try:
+            for seed in range(self.args.seeds) if text else ():
+                cell["ours"].append(self.scores(other or column, backbone, seed, kept))
+        except Failed as error:
+            cell["state"] = str(error)
+        return cell
+
+    def scores(self, name, backbone, seed, kept=None):
+        """What a measure gives for a backbone -> numbers"""
+        paths = MEASURES[name]["scores"]
+        name = MEASURES[name].get("of", name)
+        trained = self.folder(backbone, seed)
+        if name == "training":
+            output = self.train(backbone, seed)
+        else:
+            output = trained / (f"{name}-{kept[:-4]}" if kept else name)
+            weights = shlex.quote(str(trained / kept)) if kept else self.weights(backbone, seed)
+            values = {"weights": weights, "folder": shlex.quote(str(trained))}
+            self.run(self.words(MEASURES[name]["command"], seed, **values), output, not paths)
+        if self.args.dry_run or not paths:
+            return []
+        path = output / "result.json"
+        if not path.exists():
+            raise Failed(f"nothing: no {path}")
+        result = json.loads(path.read_text())
+        return [look_up(result, name) for name in paths]
+
+    def train(self, name, seed):
+        """-> its output"""
+        if "missing" in BACKBONES[name]:
+            raise Failed(f"cannot be had: {BACKBONES[name]['missing']}")
+        output = self.folder(name, seed)
+        words = self.words(BACKBONES[name], seed) + self.args.flags
+        if seed:
+            words += ["--seed", str(seed)]
+        self.run(words, output)
+        return output
+
+    def folder(self, name, seed):
+        return Path(self.args.output, f"{name}-{seed}" if seed else name)
+
+    def weights(self, name, seed):
+        """What --weights gets: a file that others trained, or the backbone of a training"""
+        if name not in BACKBONES:
+            arch = "vgg16_bn" if "vgg" in name else "resnet50"
+            return f"random --arch {arch}" if self.args.quick else FILES.get(name, "FILE")
+        file = "backbone.pth"
+        if "--keep-every" in BACKBONES[name]:
+            kept = self.kept_models(name, seed)
+            file = max(kept, key=lambda kept: self.scores(ROWS["select"], name, seed, kept))
+        return shlex.quote(str(self.train(name, seed) / file))
+
+    def kept_models(self, name, seed):
+        names = [path.name for path in self.train(name, seed).glob("model_[0-9]*.pth")]
+        return sorted(names, key=lambda name: int(name[6:-4])) or ["model_N.pth"]
+
+    def words(self, command, seed, **values):
+        """A command of rows.toml, after all that it starts from has been made -> its words"""
+        values = {**vars(self.args), "seed": seed, **values}
+        names = re.findall(r"{([\w.-]+)}", command)
+        for name in names:
+            if name in BACKBONES:
+                values[name] = self.weights(name, seed)
+            elif name in LISTS:
+                values[name] = shlex.quote(str(self.make_list(name, seed)))
+        for name in names:
+            command = command.replace(f"{{{name}}}", str(values[name]))
+        return shlex.split(command)
+
+    def make_list(self, name, seed):
+        """-> its path. It is made again: the script knows what it has."""
+        path = Path(self.args.output, name)
+        if "{seed}" in LISTS[name] and seed:
+            path = path.with_stem(f"{path.stem}-{seed}")
+        if not (self.args.quick and re.search(QUICK["skip"], LISTS[name])):
+            self.run(self.words(LISTS[name], seed), path)
+        return path
+
+    def run(self, words, output, pictures=False):
+        """Start a script, unless its result is there: of some only pictures"""
+        if output not in self.outcomes:
+            ended = (output / "result.json").exists() or pictures and any(output.glob("*.png"))
+            self.outcomes[output] = None if ended else self.start(words, output)
+        if self.outcomes[output]:
+            raise Failed(self.outcomes[output])
+
+    def start(self, words, output):
+        """-> None, or why there is no result"""
+        if self.args.quick:
+            words = quick_words(words, self.args)
+        words = [*words, "--output", str(output)]
+        command = as_command(words, self.args.processes)
+        self.commands.append(shlex.join(command))
+        if self.args.dry_run:
+            return None
+        if self.args.quick and re.search(QUICK["skip"], self.commands[-1]):
+            return "not in --quick"
+        print(self.commands[-1], flush=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{output}.log", "a") as log:
+            if self.args.quick:
+                failed = in_fork(words, log)
+            else:
+                failed = in_subprocess(command, log)
+        return f"failed: see {output}.log" if failed else None
+
+
+def as_command(words, processes):
+    """As a user would start the script"""
+    if processes == 1 or re.fullmatch(ROWS["single"], words[0]):
+        launcher = ["python"]
+    else:
+        launcher = ["torchrun", f"--nproc_per_node={processes}"]
+    if not words[0].endswith(".py"):
+        launcher.append("-m")
+    return [*launcher, *words]
+
+
+def look_up(result, path):
+    """ "mean.mAP" of {"mean": {"mAP": 88.7}}. What is trained is called random if it is."""
+    for key in path.split("."):
+        key = "random" if key == "trained" and key not in result else key
+        if key not in result:
+            raise Failed(f"nothing: no {path} in its result.json")
+        result = result[key]
+    return result
+
+
+def in_subprocess(command, log):
+    """With this very Python and its torchrun -> the exit code"""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
+    return subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
+
+
+# ----------------------------------------------------------------------------------------- quick
+
+
+def prepare_quick(args):
+    """Few scenes, labelled pictures, and everything imported once for all steps"""
+    args.processes = 1
+    for name in QUICK["imports"]:
+        globals()[name] = importlib.import_module(name)
+    torch.set_num_threads(1)
+    shapes.SPLITS = {"train": range(48), "val": range(10**7, 10**7 + 12)}
+    args.captions = "--data shapes --train-split train --val-split val"
+    if args.root:
+        splits = "--train-split train2017 --val-split val2017"
+        args.captions = f"--data coco --root {shlex.quote(args.root)} {splits}"
+    args.photos = "shapes"
+    args.labelled = f"{args.output}/labelled"
+    for scene in range(60):
+        shape = shapes.objects_of(scene)[0].shape
+        folder = Path(args.labelled, "train" if scene % 3 else "val", shape)
+        folder.mkdir(parents=True, exist_ok=True)
+        args.photo = f"{folder}/{scene}.png"
+        shapes.draw(scene).save(args.photo)
+
+
+def quick_words(words, args):
+    """With the flags of rows.toml's [quick] behind its own: of two the last counts"""
+    command = " ".join(words)
+    for pattern, flags in QUICK["flags"].items():
+        if re.search(pattern, command):
+            words = [*words, *shlex.split(flags.format(**vars(args)))]
+    return words
+
+
+def in_fork(words, log):
+    """In a copy of this process, where nothing has to be imported again -> its exit code"""
+
+    def work():
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        module = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
+        common.run(module.main, lambda: module.get_args(words[1:]))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+if __name__ == "__main__":
+    sys.exit(main(get_args()))

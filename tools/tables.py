@@ -1,0 +1,178 @@
+"""How tools/reproduce.py shows the tables of tools/rows.toml: as text, pictures, documents."""
+
+import json
+import re
+import statistics
+import textwrap
+import tomllib
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+ROWS = tomllib.loads((REPO / "tools/rows.toml").read_text())
+BACKBONES, MEASURES, TABLES = ROWS["backbones"], ROWS["measures"], ROWS["tables"]
+DOCUMENTS = "docs/recipes.md", "docs/downstream.md"
+
+
+# ----------------------------------------------------------------------------------- our numbers
+
+
+def write_table(name, rows, folder):
+    """rows: of Steps.table. Markdown, which is also printed, JSON and a picture"""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
+    lines = beside_the_paper(name, rows)
+    print("", *lines, "", sep="\n", flush=True)
+    path.write_text("\n".join(lines) + "\n")
+    path.with_suffix(".json").write_text(json.dumps({"table": name, "rows": rows}, indent=2))
+    draw(name, rows, path.with_suffix(".png"))
+
+
+def beside_the_paper(name, rows):
+    """-> lines of Markdown"""
+    heads = ["row"]
+    for column in TABLES[name]["columns"]:
+        heads += [MEASURES[column]["name"], "ours"]
+    lines = [f"**{name}.** {TABLES[name]['title']}", "", *heading(heads)]
+    for row in rows:
+        texts = [row["row"]]
+        for cell in row["cells"].values():
+            texts += [cell["paper"], in_words(cell)]
+        lines.append(line_of(texts))
+    return lines
+
+
+def line_of(texts):
+    return f"| {' | '.join(texts)} |"
+
+
+def heading(names):
+    return [line_of(names), "|" + len(names) * "---|"]
+
+
+def in_words(cell):
+    """ "88.7 / 53.8", of several seeds "88.7 ± 0.2 / 53.8 ± 0.1", or why there is none
+
+    A measure that only draws pictures is "done".
+    """
+    if cell["state"] != "measured":
+        return cell["state"]
+    parts = []
+    for values in zip(*cell["ours"]):
+        part = f"{statistics.mean(values):.1f}"
+        if len(values) > 1:
+            part += f" ± {statistics.stdev(values):.1f}"
+        parts.append(part)
+    done = "done" if cell["ours"] else ""
+    return " / ".join(parts) or done
+
+
+def state_of(row):
+    """ "measured", or the first reason why not, without what is behind its colon"""
+    for cell in row["cells"].values():
+        if cell["state"] != "measured":
+            return cell["state"].partition(":")[0]
+    return "measured"
+
+
+def draw(name, rows, path):
+    """The first number of each column and row: ours as a bar, the paper's as a line"""
+    from matplotlib.figure import Figure
+
+    columns = TABLES[name]["columns"]
+    size = 4 + 3 * len(columns), 1.5 + 0.3 * len(rows)
+    figure = Figure(size, layout="constrained")
+    [all_axes] = figure.subplots(1, len(columns), sharey=True, squeeze=False)
+    for axes, column in zip(all_axes, columns):
+        axes.set_title(MEASURES[column]["name"].split(" / ")[0], fontsize=10)
+        axes.set_yticks(range(len(rows)), [row["row"] for row in rows])
+        for y, row in enumerate(rows):
+            cell = row["cells"][column]
+            scores = [scores[0] for scores in cell["ours"] if scores]
+            if scores:
+                deviation = statistics.stdev(scores) if len(scores) > 1 else None
+                axes.barh(y, statistics.mean(scores), xerr=deviation, color="#8fb4d9")
+            paper = cell["paper"].split(" / ")[0]
+            if paper[:1].isdigit():
+                axes.vlines(float(paper), y - 0.4, y + 0.4, "black")
+    all_axes[0].invert_yaxis()
+    figure.suptitle(f"{name}: ours (bars), the paper (lines)")
+    figure.savefig(path)
+
+
+# ------------------------------------------------------------------------------------- documents
+
+
+def documents(dry_run):
+    """-> {name: its text with the tables and commands of rows.toml between the markers}
+
+    dry_run() -> reproduce.Steps that only collects commands
+    """
+
+    def fill(match):
+        start, kind, what, end = match.groups()
+        if kind == "tables":
+            lines = table_of_tables()
+        elif kind == "table":
+            lines = papers_table(what)
+        else:
+            lines = commands(what, dry_run())
+        return "\n".join([start, *lines, "", end])
+
+    pattern = r"(<!-- rows: (\w+) ?(.*?) -->\n).*?(<!-- end -->)"
+    texts = {name: (REPO / name).read_text() for name in DOCUMENTS}
+    return {name: re.sub(pattern, fill, text, flags=re.S) for name, text in texts.items()}
+
+
+def table_of_tables():
+    """All tables and figures, and how many of their rows have a command"""
+    lines = heading(["table or figure", "content", "rows", "with a command"])
+    for name, table in TABLES.items():
+        rows = table.get("rows", [])
+        content = [table[key] for key in ("title", "note") if key in table]
+        count = len(rows)
+        for label, backbone, *_ in rows:
+            if "missing" in BACKBONES.get(backbone, ""):
+                content.append(f"not {label}: {BACKBONES[backbone]['missing']}")
+                count -= 1
+        lines.append(line_of([name, "; ".join(content), str(len(rows)), str(count)]))
+    return lines
+
+
+def commands(pattern, steps):
+    """A code block: the trainings and measures whose names match, with what they start from"""
+    for name, command in BACKBONES.items():
+        if re.fullmatch(pattern, name) and "missing" not in command:
+            steps.train(name, 0)
+    for name, measure in MEASURES.items():
+        if re.fullmatch(pattern, name) and "command" in measure:
+            steps.scores(name, "NAME", 0)
+    lines = ["```sh"]
+    for command in steps.commands:
+        whole = re.sub(" (?!--)", "\0", command)  # a flag stays with its values
+        parts = textwrap.wrap(whole, 96, subsequent_indent="    ", break_on_hyphens=False)
+        lines.append(" \\\n".join(parts).replace("\0", " "))
+    return [*lines, "```"]
+
+
+def papers_table(spec):
+    """The paper's numbers and the backbone of each row.  spec: "TABLE" or "TABLE: column, ..." """
+    name, _, chosen = spec.partition(": ")
+    columns = TABLES[name]["columns"]
+    shown = chosen.split(", ") if chosen else columns
+    lines = [f"**{name}.** {TABLES[name]['title']}", ""]
+    lines += heading(["row", "backbone", *(MEASURES[column]["name"] for column in shown)])
+    notes = {}  # {another measure: the rows that it measures}
+    for label, backbone, *cells in TABLES[name]["rows"]:
+        texts = [label, f"`{backbone}`"]
+        for column in shown:
+            paper, _, other = str(cells[columns.index(column)]).partition(" by ")
+            texts.append(paper.replace(" / ", "/"))
+            if other:
+                notes.setdefault(other, []).append(label)
+        lines.append(line_of(texts))
+    if notes:
+        lines.append("")
+    for other, labels in notes.items():
+        text = f"* By `{other}`: {'; '.join(labels)}."
+        lines += textwrap.wrap(text, 98, subsequent_indent="  ", break_on_hyphens=False)
+    return lines
