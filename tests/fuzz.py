@@ -48,7 +48,7 @@ NO_ROWS = "{", "null", "\0\0", '{"image": NaN}', "[]"
 
 
 def get_args(argv=None):
-    parser = common.Parser(__doc__)
+    parser = common.build_parser(__doc__)
     add = parser.add_argument
     add("--minutes", type=common.positive, default=1.0, help="how long")
     add("--seed", type=int, default=0, help="of the cases")

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torchvision
 from conftest import checkpoint_in, refusal, run_here
-from PIL import Image
 from test_virtex import no_probe, tokenizer, tokenizer_path  # noqa: F401, fixtures
 from test_virtex import batch_of, logits_of, random_features, tiny_model, torch_layer  # isort: skip
 from torch import nn
@@ -17,7 +16,7 @@ from torch import nn
 import common
 import virtex
 from downstream import captioning
-from virtex import EOS, MASK, PAD, SOS, UNK
+from virtex import EOS, PAD, SOS, UNK
 
 
 def slow_beam_search(head, image_features, beams, max_length):
@@ -168,27 +167,6 @@ def test_what_cannot_caption_is_refused(tokenizer_path, tmp_path):
         torch.save(content, path)
         with pytest.raises((SystemExit, RuntimeError), match=message):
             captioning.load_virtex(path, tokenizer)
-
-
-def test_captioned_photo_shows_each_word_s_own_map(tokenizer, tmp_path, monkeypatch):
-    """The central 224 of 256 pixels; each word with its own map, also behind an unknown token."""
-    model, said = tiny_model(150, channels=3).float(), tokenizer.encode("a red square")
-    row, drawn, photo = torch.tensor([SOS, UNK, *said, EOS, PAD]), [], tmp_path / "photo.png"
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)).save(photo)
-    monkeypatch.setattr(captioning, "load_virtex", lambda *_: (model, tokenizer, 8))
-    monkeypatch.setattr(captioning, "beam_search", lambda *_: (row[None], None))
-    monkeypatch.setattr(captioning, "draw_attention", lambda *passed: drawn.append(passed))
-    run_here(["downstream.captioning", photo, "--output", tmp_path])
-
-    [(image, caption, words, _)] = drawn
-    assert caption == "a red square"
-    crop = Image.open(photo).resize((8, 8), Image.BILINEAR, box=(0.5, 0.5, 7.5, 7.5))
-    assert np.array_equal(image, crop)
-    image_features = model.textual.project(common.augment(torch.tensor(np.array(image))[None]))
-    pieces = ["▁?", *map(tokenizer.id_to_piece, said)]
-    expected = captioning.word_attention(model.textual, image_features, row[:-2], pieces)
-    for word in caption.split():
-        torch.testing.assert_close(dict(words)[word], dict(expected)[word])
 
 
 def test_caption_and_evaluate(tiny, no_probe, coco_folder, tmp_path, monkeypatch):

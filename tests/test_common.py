@@ -5,22 +5,19 @@ Checkpoints of others, which sources.py reads, stand here, too.
 
 import argparse
 import contextlib
-import functools
 import itertools
 import json
 import math
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 import torchvision
 import torchvision.transforms.functional as TF
-from conftest import ALONE, CPU, ROOT, TORCHRUN, captioned, environment, files_in, metrics
+from conftest import ALONE, CPU, ROOT, TORCHRUN, captioned, metrics, run_script
 from PIL import Image
 from torch import nn
 
@@ -41,19 +38,6 @@ def fails(*parts):
 
 
 # ------------------------------------------------------------------------------- captioned images
-
-
-def test_packed_strings():
-    """Letters of every alphabet come back; half a surrogate pair (JSON allows it) is no error."""
-    strings = ["a dog", "", "schöne Grüße", "日本語", "🙂🙃", ""]
-    packed = common.PackedStrings(strings[:3])
-    for string in strings[3:]:
-        packed.append(string)
-    assert list(packed) == strings and len(packed) == 6 and packed[3] == "日本語"
-    for outside in (6, -1):
-        with pytest.raises(IndexError):
-            packed[outside]
-    assert common.PackedStrings(["a \ud83d dog"])[0] == "a ? dog"
 
 
 def test_numbering_of_captions(capsys):
@@ -157,8 +141,8 @@ BAD_LINES = {
     b"{broken": "Expecting property name",
     b"\xe9": "UnicodeDecodeError",
     b"[]": "",
-    b'{"image": "a.jpg", "caption": "x"}': '"captions" and "tags" are lists of strings',
-    b'{"image": "a.jpg", "captions": "x"}': '"captions" and "tags" are lists of strings',
+    b'{"image": "a.jpg", "caption": "x"}': '"captions" (not "caption") and "tags" are lists',
+    b'{"image": "a.jpg", "captions": "x"}': '"captions" (not "caption") and "tags" are lists',
     b'{"image": "a.jpg", "captions": [7]}': "",
 }
 
@@ -250,34 +234,6 @@ def test_colour_modes(tmp_path):
         assert apart(read(tmp_path / name), resized(seen)) < 4
 
 
-def photos(images, size=32, crop_min=0.2, jitter=1.0):
-    """Samples of the photos, as the scripts make them."""
-    args = argparse.Namespace(image_size=size, crop_min=crop_min, colour_jitter=jitter)
-    make_sample = lambda index, rng: common.load_image(images, index, rng, args)
-    return common.Samples(make_sample, len(images))
-
-
-def test_unreadable_photos(tmp_path, capsys):
-    """Training takes the next photo in their place and names them once; features leave them out."""
-    garbage, cut, good, empty = (tmp_path / f"{n}.jpg" for n in range(4))
-    shapes.draw(1, 64).save(good)
-    garbage.write_bytes(b"this is no picture" * 50)
-    cut.write_bytes(good.read_bytes()[:900])
-    empty.touch()
-    images = common.ImageFiles(map(str, (garbage, cut, good, empty)))
-    samples = photos(images)
-    for start in range(4):
-        whole = read(good, functools.partial(common.centre_crop, 1.0))
-        assert np.array_equal(samples[start]["image"], whole)
-    printed = capsys.readouterr().out
-    assert printed.count("cannot decode") == 3
-    assert [printed.count(path) for path in images] == [1, 1, 0, 1]
-    crops = common.CentreCrops(images, 32)
-    assert [crops[i][1] for i in range(4)] == [False, False, True, False]
-    central = read(good, functools.partial(common.centre_crop, 224 / 256))
-    assert np.array_equal(crops[2][0], central) and crops[0][0].shape == (32, 32, 3)
-
-
 def test_a_hundred_unreadable_photos_end_the_run():
     """A photo with many samples, as in icmlm.py, counts once."""
 
@@ -313,7 +269,8 @@ def test_random_crop(width, height):
 def test_flipped_photos_say_so():
     """Uncropped and without jitter, a photo is as it is or flipped; never in validation."""
     images, seen = shapes.ShapeImages(range(5)), set()
-    samples = photos(images, 16, crop_min=1.0, jitter=0)
+    args = argparse.Namespace(image_size=16, crop_min=1.0, colour_jitter=0)
+    samples = common.Samples(lambda i, rng: common.load_image(images, i, rng, args), 5)
     for key in [*range(5), *itertools.product(range(8), range(5))]:
         sample, index = samples[key], key[1] if isinstance(key, tuple) else key
         whole, flipped = resized(images.open(index), 16), sample["flipped"]
@@ -351,29 +308,6 @@ def test_sampler(ranks):
     assert [epoch for epoch, _ in few] == [n // 3 for n in range(24)]
 
 
-def draws(index, rng):
-    """A sample that tells what its generator draws"""
-    return {"drawn": rng.random(3), "index": index}
-
-
-def collate_draws(samples):
-    return {name: common.stack(samples, name) for name in ("drawn", "index")}
-
-
-def test_samples_depend_on_seed_and_key_alone():
-    """Not on the number of workers: the same bits in the same order."""
-    drawn = lambda seed, *key: tuple(common.Samples(draws, 9, seed)[key]["drawn"])
-    assert drawn(0, 1, 2) == drawn(0, 1, 2)
-    assert len({drawn(0, 1, 2), drawn(1, 1, 2), drawn(0, 2, 2), drawn(0, 1, 3)}) == 4
-    loaded, samples = [], common.Samples(draws, 20)
-    for workers in (0, 2):
-        sampler = common.infinite_sampler(20, 4, ALONE, 0)
-        batches = common.loader(samples, 4, workers, collate_draws, CPU, sampler)
-        loaded.append(list(itertools.islice(batches, 6)))
-    for one, other in zip(*loaded, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in ("drawn", "index"))
-
-
 # ------------------------------------------------------------------------------------ processes
 
 OUT_OF_MEMORY = "error: out of memory: try a smaller --batch-size"
@@ -399,25 +333,16 @@ def test_user_errors_are_one_line(error, message):
     assert str(ended.value).startswith(message) and "\n" not in str(ended.value)
 
 
-def run_text(folder, text, *command):
-    """Run a text as a script -> the ended process"""
-    (folder / "script.py").write_text(text)
-    words = [sys.executable, *command, folder / "script.py"]
-    options = {"env": environment(PYTHONPATH=str(ROOT)), "timeout": 120}
-    return subprocess.run(words, capture_output=True, text=True, **options)
+def test_a_bug_keeps_its_traceback():
+    """Its last line is the note."""
 
+    def main(_):
+        with common.error_context("it should hold captions"):
+            raise RuntimeError("a bug")
 
-BUG = """
-import common
-
-def main(_):
-    batches = iter(common.loader(range(9), 4, 2))
-    next(batches)
-    with common.error_context("it should hold captions"):
-        raise RuntimeError("a bug")
-
-common.run(main, lambda: None)
-"""
+    with pytest.raises(RuntimeError) as bug:
+        common.run(main, lambda: None)
+    assert bug.value.__notes__ == ["it should hold captions"]
 TWO_PROCESSES = """
 import common, time
 
@@ -430,17 +355,12 @@ common.barrier(world)
 """
 
 
-def test_a_bug_keeps_its_traceback(tmp_path):
-    """Its last line is the note. The DataLoader workers end, too."""
-    ended = run_text(tmp_path, BUG)
-    assert ended.returncode == 1 and ended.stderr.startswith("Traceback")
-    assert ended.stderr.endswith("\nRuntimeError: a bug\nit should hold captions\n")
-
-
 @pytest.mark.parametrize("all_alike", (True, False))
 def test_errors_of_processes(tmp_path, all_alike):
     """What all find alike is said once; what rank 1 alone finds is said, too."""
-    ended = run_text(tmp_path, TWO_PROCESSES.format(all_alike), *TORCHRUN)
+    script = tmp_path / "script.py"
+    script.write_text(TWO_PROCESSES.format(all_alike))
+    ended = run_script(*TORCHRUN, script, PYTHONPATH=str(ROOT))
     assert ended.returncode == 1 and ended.stderr.count("error: no room") == 1
 
 
@@ -457,16 +377,15 @@ def test_host_tensors_beside_nccl(monkeypatch):
     """NCCL alone would refuse them: on several GPUs only, where no test would see it."""
     backends = []
 
-    def all_gather(parts, x):
+    def all_gather(gathered, x):
         assert x.is_cuda or "cpu:gloo" in backends[0].split(","), "NCCL knows CUDA tensors alone"
-        for part in parts:
-            part.copy_(x)
+        gathered.copy_(torch.cat([x, x]))
 
     group = {
         "init_process_group": lambda backend, **_: backends.append(backend),
         "get_rank": lambda: 1,
         "get_world_size": lambda: 2,
-        "all_gather": all_gather,
+        "all_gather_into_tensor": all_gather,
     }
     for name, function in group.items():
         monkeypatch.setattr(torch.distributed, name, function)
@@ -584,16 +503,6 @@ def test_backbones_have_torchvision_s_names(arch):
     assert sources.backbone_weights(theirs.state_dict(), "file")[0] == arch
 
 
-def test_backbones_compute_torchvision_s_features():
-    """The output is torchvision's before its pooling: 1/32 of the side."""
-    ours, images = common.build_backbone("resnet18").eval(), torch.randn(1, 3, 224, 224)
-    theirs = torchvision.models.resnet18().eval()
-    theirs.load_state_dict(ours.state_dict(), strict=False)
-    with torch.no_grad():
-        expected = nn.Sequential(*list(theirs.children())[:-2])(images)
-        assert expected.shape == (1, 512, 7, 7) and torch.equal(ours(images), expected)
-
-
 # Source: the key under which the weights are, the backbone's prefix, what stands beside it.
 FOREIGN = {
     "torchvision": (None, "", "fc.weight fc.bias"),
@@ -631,25 +540,6 @@ def test_keys_that_do_not_fit():
             sources.backbone_weights(wrong, "some.pth")
 
 
-def test_load_backbone(tmp_path):
-    """Of our own backbone.pth, which is plain; refused: half a file, other archs, other files."""
-    path, backbone = tmp_path / "a.pth", common.build_backbone("resnet18")
-    common.save_weights(path, backbone.to(memory_format=torch.channels_last))
-    state = torch.load(path, weights_only=True)
-    assert all(x.is_contiguous() and not x.requires_grad for x in state.values())
-    assert torch.equal(common.load_backbone(path, "resnet18").conv1.weight, backbone.conv1.weight)
-    with fails(f"{path} is no backbone.pth of a resnet50: see --arch"):
-        common.load_backbone(path, "resnet50")
-    wrong = {"half": path.read_bytes()[:-9000], "empty": b"", "text": b"Not a checkpoint.\n" * 20}
-    for name, content in wrong.items():
-        (tmp_path / name).write_bytes(content)
-        with fails(f"{tmp_path / name} is no checkpoint, or was cut off"):
-            common.read_checkpoint(tmp_path / name)
-    torch.save(torch.zeros(5), path)
-    with fails(f"{path} is no checkpoint"):
-        common.read_checkpoint(path)
-
-
 class Touch:
     """Pickled, it is a command to create a file."""
 
@@ -680,21 +570,6 @@ def test_optimizers():
         optimizer = common.build_optimizer(name, [nn.Parameter(torch.ones(1))], 3e-2, 1e-4)
         assert type(optimizer).__name__.lower() == name and optimizer.defaults[setting] == value
         assert optimizer.defaults["lr"] == 3e-2 and optimizer.defaults["weight_decay"] == 1e-4
-
-
-@pytest.mark.parametrize(
-    "warmup, steps, factors",
-    [
-        (0, (), {0: 1, 25: 0.5 + math.sqrt(2) / 4, 50: 0.5, 75: 0.5 - math.sqrt(2) / 4, 100: 0}),
-        (0.2, (), {0: 0, 1: 0.05, 10: 0.5, 20: 1, 60: 0.5, 100: 0}),
-        (0, (0.8, 0.9), {0: 1, 79: 1, 80: 0.1, 89: 0.1, 90: 0.01, 99: 0.01}),
-        (0.2, (0.8,), {0: 0, 5: 0.25, 20: 1, 79: 1, 80: 0.1}),
-    ],
-)
-def test_lr_factor(warmup, steps, factors):
-    """Linear warm-up, then half a cosine to 0, or a tenth after each of the steps."""
-    found = {iteration: common.lr_factor(iteration, 100, warmup, steps) for iteration in factors}
-    assert found == pytest.approx(factors, abs=1e-12)
 
 
 # ---------------------------------------------------------------------------------------- flags
@@ -753,17 +628,11 @@ def start(folder, **flags):
     return run
 
 
-def train(run, total, killed_in=None, **extra_state):
-    samples = common.Samples(draws, 20)
-    for iteration, batch in run.steps(samples, collate_draws, total, **extra_state):
-        if iteration == killed_in:
-            break
-        run.log(loss=batch["drawn"].mean(), lr=0.5**iteration)
+def train(run, total, **extra_state):
+    samples = common.Samples(lambda index, rng: index, 20)
+    for iteration, batch in run.steps(samples, torch.tensor, total, **extra_state):
+        run.log(loss=batch.float().mean(), lr=0.5**iteration)
     return run
-
-
-def logged(folder):
-    return [row["iteration"] for row in metrics(folder)]
 
 
 def test_steps(tmp_path, monkeypatch):
@@ -781,79 +650,24 @@ def test_steps(tmp_path, monkeypatch):
     assert saved == [(3, "checkpoint.pth"), kept[0], (6, "checkpoint.pth"), *kept[1:]]
     checkpoint = common.read_checkpoint(tmp_path / "checkpoint.pth", "virtex")
     model = common.read_checkpoint(tmp_path / "model_8.pth", "virtex")
-    assert checkpoint.keys() == {"model", "optimizer", "extra", "script", "args", "iteration"}
-    assert checkpoint.keys() - model.keys() == {"optimizer"}
+    assert checkpoint.keys() == {*model, "optimizer", "metrics"}
     for content in (checkpoint, model):
         assert content["iteration"] == 8 and content["extra"] == [1.5]
         assert content["args"]["images"] == 20 and content["args"]["lr"] == 0.1
         assert torch.equal(content["model"]["weight"], run.parts["model"].weight)
-    assert logged(tmp_path) == [2, 4, 6, 8] and metrics(tmp_path)[1]["lr"] == 0.5**4
+    rows = metrics(tmp_path)
+    assert [row["iteration"] for row in rows] == [2, 4, 6, 8] and rows[1]["lr"] == 0.5**4
     # Between two lines it ticks 5 times; 2 steps of 4 images, each of which waits for a tick.
-    speeds = [(row["images_per_s"], row["data_wait"]) for row in metrics(tmp_path)]
-    assert speeds == [(1.6, 0.4)] * 4
+    assert [(row["images_per_s"], row["data_wait"]) for row in rows] == [(1.6, 0.4)] * 4
 
 
-def test_a_killed_run_resumes(tmp_path, capsys):
-    """From its checkpoint; the lines after it, and half a last line, are dropped and come again."""
-    train(start(tmp_path), 8, killed_in=2)
-    assert logged(tmp_path) == [1] and start(tmp_path).iteration == 0 and logged(tmp_path) == []
-    first = train(start(tmp_path), 8, killed_in=6)
-    assert logged(tmp_path) == [1, 2, 3, 4, 5]
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"iteration": 2, "lo')
-    run = start(tmp_path, workers=2, root="there", amp="bf16")  # where and how fast it runs
-    assert f"{tmp_path}/checkpoint.pth is there: resuming from it" in capsys.readouterr().out
-    assert run.iteration == 3 and logged(tmp_path) == [1, 2, 3]
-    assert torch.equal(run.parts["model"].weight, first.parts["model"].weight)
-    train(run, 8)
-    assert logged(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
-    with fails("holds a run with new-flag None, not 1"):
-        start(tmp_path, new_flag=1)
-
-
-def test_fresh(tmp_path, capsys):
-    """It starts over, and nothing of the first is left."""
-    run = train(start(tmp_path, keep_every=2), 3)
-    common.save_weights(tmp_path / "backbone.pth", run.parts["model"])
-    run.finish(None, None)
-    assert "eval_linear.py is not here: the backbone is not probed" in capsys.readouterr().out
-    assert {"model_2.pth", "backbone.pth", "result.json"} < files_in(tmp_path)
-    assert start(tmp_path, fresh=True, lr=7).iteration == 0 and logged(tmp_path) == []
-    assert files_in(tmp_path) == {"args.json", "metrics.jsonl"}
-
-
-def test_numbers_that_are_not_finite(tmp_path):
-    """What is not, when, what is kept and what to try; such weights are never saved."""
-    run = start(tmp_path)
-    run.iteration = 1
-    run.log(loss=torch.tensor(math.nan))
-    with fails("the loss is not finite at iteration 1", "the last checkpoint is kept. Try"):
-        run.write_metrics()
-    run.iteration = 0
-    train(run, 3)
+def test_weights_that_are_not_finite(tmp_path):
+    """Such weights are never saved, even if the loss of that step was finite."""
+    run = train(start(tmp_path), 3)
     kept = (tmp_path / "checkpoint.pth").read_bytes()
-    for value in (math.inf, math.nan):  # the loss of the step that is saved was still finite
+    for value in (math.inf, math.nan):
         run.parts["model"].weight.data.fill_(value)
         run.iteration = 5
         with fails("a weight is not finite at iteration 6", "the last checkpoint is kept. Try"):
             train(run, 6)
         assert (tmp_path / "checkpoint.pth").read_bytes() == kept
-
-
-def test_a_second_run_in_a_folder(tmp_path, monkeypatch, capsys):
-    """It says so at once, and gives up after ten seconds; a run that ends meanwhile is no harm."""
-    acquire, waited = common.filelock.FileLock.acquire, []
-
-    def impatient(lock, timeout):
-        waited.append(timeout)
-        acquire(lock, timeout=timeout / 100)
-
-    monkeypatch.setattr(common.filelock.FileLock, "acquire", impatient)
-    held = common.lock(tmp_path)
-    with pytest.raises(OSError) as raised:  # which common.run turns into a line
-        common.lock(tmp_path)
-    note = "another run trains into this directory: choose another --output"
-    assert raised.value.__notes__ == [note] and waited == [0, 0, 10]
-    assert f"{tmp_path} is in use: waiting ten seconds" in capsys.readouterr().out
-    held.release()
-    common.lock(tmp_path)

@@ -10,23 +10,9 @@ import sys
 import pytest
 import torch
 import torchvision
-from conftest import (
-    ROOT,
-    SCRIPTS,
-    TORCHRUN,
-    checkpoint_in,
-    environment,
-    files_in,
-    finished,
-    in_two_processes,
-    interrupted,
-    kill_at,
-    metrics,
-    refusal,
-    result,
-    run_here,
-    run_script,
-)
+from conftest import ROOT, SCRIPTS, TORCHRUN, checkpoint_in, environment, files_in, finished
+from conftest import in_two_processes, interrupted, kill_at, metrics, refusal, result
+from conftest import run_here, run_script
 
 import common
 
@@ -46,6 +32,7 @@ FILES = {
 RUN_FILES = {"args.json", "metrics.jsonl", "checkpoint.pth", "backbone.pth", "result.json"}
 ALWAYS = {"iteration", "loss", "lr", "images_per_s", "data_wait"}
 
+WARMUP = "--head", "att-fc", "--warmup-attention", 0.4  # four of ten iterations
 every_script = pytest.mark.parametrize("script", SCRIPTS)
 
 
@@ -80,17 +67,20 @@ def test_output_directory(script, tiny, tmp_path):
 
 @every_script
 def test_killed_three_times_ends_with_the_same_bits(script, tiny, tmp_path):
-    """SIGKILL before the first checkpoint, right after one and between two; tp with 2 workers.
+    """SIGKILL before the first checkpoint, right after one and between two, each time within a
+    line of metrics.jsonl; tp with 2 workers, icmlm across the end of the attention's warm-up.
 
     It ends in a Python of its own, whose sets have another order. Started again, it only validates
     and probes again.
     """
-    flags = ["--iters", 10, "--checkpoint-every", 3]
+    flags = ["--iters", 10, "--checkpoint-every", 3, *(WARMUP if script == "icmlm" else ())]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_here(tiny(script, whole, *flags))
     command = tiny(script, killed, *flags, "--workers", 2 if script == "tp" else 0)
     for iteration in (2, 4, 8):
         kill_at(iteration, command)
+        with open(killed / "metrics.jsonl", "a") as file:
+            file.write('{"iteration": 2, "lo')
     assert "resuming from iteration 6" in finished(run_script(*command)).stdout
     speed = {"images_per_s": 0, "data_wait": 0}
     for again in (False, True):
@@ -130,11 +120,9 @@ def test_what_a_directory_refuses(script, tiny, tmp_path, monkeypatch):
 
     acquire = common.filelock.FileLock.acquire
     impatient = lambda lock, timeout: acquire(lock, timeout=timeout / 100)
-    with monkeypatch.context() as patch:
+    with common.filelock.FileLock(tmp_path / ".lock"), monkeypatch.context() as patch:
         patch.setattr(common.filelock.FileLock, "acquire", impatient)
-        held = common.lock(tmp_path)
         assert "another run trains into this directory" in refusal([*command, "--fresh"])
-    held.release()
     with interrupted(common, "infinite_sampler", call=1):  # training begins
         run_here([*command, "--fresh"])
     assert files_in(tmp_path) == {"args.json", "metrics.jsonl"} | FILES[script]
@@ -161,9 +149,6 @@ def test_a_full_disk_and_another_amp(script, tiny, tmp_path):
     checkpoint = checkpoint_in(tmp_path)
     assert checkpoint["iteration"] == 3 and bool(checkpoint["scaler"]) == (amp == "fp16")
     assert all(value.isfinite().all() for value in checkpoint["model"].values())
-
-
-WARMUP = "--head", "att-fc", "--warmup-attention", 0.4
 
 
 @every_script

@@ -8,11 +8,11 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, CPU, checkpoint_in, kill_at, metrics, refusal, result, run_here
+from conftest import CPU, checkpoint_in, kill_at, metrics, refusal, result, run_here
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
-from sklearn.metrics import average_precision_score
+from torchvision.models import resnet18
 
 import common
 import shapes
@@ -110,19 +110,55 @@ def test_voc_objects(voc):
     assert data.images[1] == str(voc / "VOC2012" / "JPEGImages" / "2008_01.jpg")
 
 
-def test_difficult_objects_are_ignored(voc):
-    """Any number of detections of a difficult object; a small one within it is a false alarm."""
-    data = boxes.load("voc", str(voc), "2007_trainval")
-    cat = {"image_id": 1, "category_id": "cat", "bbox": [0, 30, 20, 20], "score": 0.9}
-    dog, difficult, beside, within = [0, 0, 20, 20], [30, 0, 20, 20], [31, 0, 20, 20], [35, 5, 5, 5]
-    # VOC's own matching leaves the difficult one out; cats, found as they are, have 100.
-    after_false_alarm = 100 * average_precision_score([False, True], [0.7, 0.5])
-    for others, expected in ([], 100), ([(within, 0.7)], (100 + after_false_alarm) / 2):
-        rows = [cat]
-        for box, score in [(difficult, 0.9), (beside, 0.8), (dog, 0.5), *others]:
-            rows.append({"image_id": 1, "category_id": "dog", "bbox": box, "score": score})
-        assert boxes.score(data, rows)["AP50"] == pytest.approx(expected)
-    assert after_false_alarm == 50
+def overlap(a, b):
+    """IoU of two boxes x, y, w, h"""
+    width, height = (min(a[k] + a[k + 2], b[k] + b[k + 2]) - max(a[k], b[k]) for k in (0, 1))
+    common_area = max(0, width) * max(0, height)
+    return common_area / (a[2] * a[3] + b[2] * b[3] - common_area)
+
+
+def voc07_ap(objects, detections, threshold):
+    """Of one class: the mean of the best precisions from 11 recalls on"""
+    right, wrong, taken, points = 0, 0, set(), []
+    for row in sorted(detections, key=lambda row: -row["score"]):
+        near = [o for o in objects if o["image_id"] == row["image_id"]]
+        best = max(near, key=lambda o: overlap(o["bbox"], row["bbox"]))
+        if overlap(best["bbox"], row["bbox"]) < threshold or best["id"] in taken:
+            wrong += 1
+        elif not best["difficult"]:  # difficult ones count neither way
+            right += 1
+            taken.add(best["id"])
+        points.append((right, right / max(1, right + wrong)))
+    count = sum(not o["difficult"] for o in objects)
+    recalls = np.arange(0, 1.1, 0.1)
+    return sum(max([p for n, p in points if n / count >= r], default=0) for r in recalls) / 11
+
+
+def test_voc07_score():
+    """VOC's own score in plain loops: 11 recalls, and difficult objects that are ignored."""
+    rng, objects, rows = np.random.default_rng(0), {"cat": [], "dog": []}, {"cat": [], "dog": []}
+    for n in range(300):  # six in a photo, far from each other
+        name, (w, h) = rng.choice(["cat", "dog"]), rng.uniform(30, 70, 2)
+        row = {"image_id": 1 + n // 6, "category_id": name, "bbox": [100 * (n % 6), 0, w, h]}
+        difficult = int(rng.random() < 0.3)
+        more = {"id": n + 1, "area": w * h, "iscrowd": difficult, "difficult": difficult}
+        objects[name].append({**row, **more})
+        found = [row["bbox"] + rng.normal(0, s, 4) for s in (3, 3, 6, 30)[rng.integers(3) :]]
+        found.append([100 * (n % 6) + 1, 1, w / 3, h / 3])  # too small, also for a difficult one
+        for box in found:
+            box = np.clip(box, 1, None).tolist()
+            rows[name].append({**row, "bbox": box, "score": rng.random()})
+    images = [{"id": n + 1} for n in range(50)]
+    categories = [{"id": name, "name": name} for name in objects]
+    content = {"images": images, "annotations": sum(objects.values(), []), "categories": categories}
+    val = boxes.BoxData(content, images, "voc")
+    aps = [
+        np.mean([voc07_ap(objects[name], rows[name], threshold) for name in objects])
+        for threshold in np.arange(0.5, 1, 0.05)
+    ]
+    expected = {"AP": 100 * np.mean(aps), "AP50": 100 * aps[0], "AP75": 100 * aps[5]}
+    assert 30 < expected["AP50"] < 90
+    assert boxes.score(val, sum(rows.values(), [])) == pytest.approx(expected)
 
 
 def test_lvis_images_and_resampling(coco):
@@ -131,8 +167,8 @@ def test_lvis_images_and_resampling(coco):
     content = json.loads(path.read_text())
     for image in content["images"]:
         image["coco_url"] = f"http://images.cocodataset.org/photos/{image.pop('file_name')}"
-    (coco / "annotations" / "lvis_v1_val.json").write_text(json.dumps(content))
-    data = boxes.load("lvis", str(coco), "val")
+    (coco / "annotations" / "lvis_v0.5_val.json").write_text(json.dumps(content))
+    data = boxes.load("lvis", str(coco), "v0.5_val")
     assert data.images[3] == str(coco / "photos" / "3.png") and data.masks
 
     class Rare:
@@ -150,30 +186,6 @@ def test_lvis_images_and_resampling(coco):
         times += np.bincount(rows, minlength=10_000)
     assert (times[4:] == 20).all()
     assert times[:4].sum() / 80 == pytest.approx(np.sqrt(0.001 / 0.0004), abs=0.15)
-
-
-def detections_of(data):
-    """The ground truth as detections, crowds too: they are ignored"""
-    truth = COCO()
-    truth.imgs = {row["id"]: row for row in data.content["images"]}
-    rows = []
-    for row in data.content["annotations"]:
-        rows.append({key: row[key] for key in ("image_id", "category_id", "bbox")})
-        rows[-1]["score"] = 1.0
-        if data.masks:
-            rows[-1]["segmentation"] = truth.annToRLE(row)
-    return rows
-
-
-def test_ground_truth_scores_100(coco, voc):
-    coco_data = boxes.load("coco", str(coco), "photos")
-    annotations = coco_data.content["annotations"]
-    coco_data.content["annotations"] = [row for row in annotations if row["area"]]
-    voc_data = boxes.load("voc", str(voc), "2007_trainval+2012_trainval")
-    for data, count in (coco_data, 6), (voc_data, 3), (boxes.load("shapes", None, "val"), 3):
-        scores = boxes.score(data, detections_of(data))
-        assert scores == pytest.approx(dict.fromkeys(scores, 100)) and len(scores) == count
-    assert boxes.score(voc_data, []) == {"AP": 0, "AP50": 0, "AP75": 0}
 
 
 def test_lvis_scores_are_those_of_its_package(coco, monkeypatch):
@@ -194,21 +206,23 @@ def test_lvis_scores_are_those_of_its_package(coco, monkeypatch):
     package.LVISResults = lambda truth, rows, max_dets: (rows, max_dets)
     monkeypatch.setitem(sys.modules, "lvis", package)
     expected = {"AP": 25, "AP50": 50, "AP75": 0, "mask AP": 50, "mask AP50": 100, "mask AP75": 0}
-    assert boxes.score(data, detections_of(data)) == expected
+    assert boxes.score(data, [{}]) == expected
 
 
 def test_scores_are_those_of_pycocotools(coco):
-    """It reads our json of detections, here of noisy ones, and the annotations by itself."""
+    """It reads noisy detections from a json, and the annotations by itself."""
     data = boxes.load("coco", str(coco), "photos")
-    rng, rows = np.random.default_rng(0), detections_of(data)
-    for row in rows:
+    truth = COCO(str(coco / "annotations" / "instances_photos.json"))
+    rng, rows = np.random.default_rng(0), []
+    for row in data.content["annotations"]:
+        mask = truth.annToRLE(row)
+        row = {key: row[key] for key in ("image_id", "category_id", "bbox")}
         row["bbox"] = (np.array(row["bbox"]) + rng.normal(0, 1.5, 4)).tolist()
-        row["score"] = float(rng.random())
-        row["segmentation"]["counts"] = row["segmentation"]["counts"].decode()
+        row["segmentation"] = {**mask, "counts": mask["counts"].decode()}
+        rows.append({**row, "score": rng.random()})
     path = coco / "detections.json"
     path.write_text(json.dumps(rows))
     scores = boxes.score(data, rows)
-    truth = COCO(str(coco / "annotations" / "instances_photos.json"))
     for kind, prefix in (("bbox", ""), ("segm", "mask ")):
         evaluation = COCOeval(truth, truth.loadRes(str(path)), kind)
         evaluation.evaluate()
@@ -220,17 +234,18 @@ def test_scores_are_those_of_pycocotools(coco):
 
 
 def test_precise_bn():
-    """The first batch norm's statistics are plain means over batches of literal ones."""
+    """The first batch norm's statistics are plain means over literal ones, of a process's share."""
     args = detection.get_args(["--weights", "random", "--arch", "resnet18", "--bn-batches", "3"])
-    args.batch_size, args.workers = 2, 0
+    args.batch_size, args.workers = 4, 0
     data = boxes.load("shapes", None, "val")
     torch.manual_seed(0)
     backbone = common.build_backbone("resnet18")
     model = detection.Detector(backbone, 9, False, args)
     samples = common.Samples(lambda i, rng: boxes.make_sample(data, range(500), i, rng), 500, 0)
-    detection.precise_bn(model, samples, args, CPU)
+    second = common.World(1, 2, CPU)
+    detection.precise_bn(model, samples, args, second)
 
-    order = common.infinite_sampler(500, 2, ALONE, 0)
+    order = common.infinite_sampler(500, 4, second, 0)
     moments = []
     for _ in range(3):
         images = [samples[next(order)]["image"].float() / 255 for _ in range(2)]
@@ -252,6 +267,12 @@ def test_killed_ends_with_the_same_bits(coco, tmp_path):
     assert "resuming from iteration 2" in run_here(command(*flags, killed))
     one, other = checkpoint_in(whole)["model"], checkpoint_in(killed)["model"]
     assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert one["rcnn.backbone.bn1.num_batches_tracked"] == 1  # of precise BN, before it was saved
+    assert (whole / "backbone.pth").read_bytes() == (killed / "backbone.pth").read_bytes()
+    backbone = torch.load(whole / "backbone.pth", weights_only=True)
+    only_torchvisions(backbone)
+    for key, name in (("bn1", "backbone.bn1"), ("layer4.1.conv2", "roi_heads.box_head.0.1.conv2")):
+        assert torch.equal(backbone[f"{key}.weight"], one[f"rcnn.{name}.weight"])
     assert (whole / "detections.json").read_bytes() == (killed / "detections.json").read_bytes()
     assert result(whole)["random"] == result(killed)["random"]
 
@@ -271,6 +292,11 @@ def test_three_iterations_on_coco(real_data, tmp_path):
     args.detections = 5
     detection.main(args)
     assert len(metrics(tmp_path)) == 3
+    backbone = torch.load(tmp_path / "backbone.pth", weights_only=True)
+    for name, value in checkpoint_in(tmp_path)["model"].items():
+        if "body" in name:
+            assert torch.equal(value, backbone.pop(name.removeprefix("rcnn.backbone.body.")))
+    assert not backbone
     masks = {f"mask {name}" for name in boxes.SCORES}
     assert result(tmp_path)["random"].keys() == {*boxes.SCORES, *masks}
 
@@ -292,6 +318,62 @@ def test_schedules():
     last = rates(lvis, 119_999, 120_000, 159_999, 160_000)
     assert last == pytest.approx([0.01, 0.001, 0.001, 0.0001])
     assert detection.get_args([*flags, "--batch-size", "4", "--lr", "0.3"]).lr == 0.3
+    long = detection.get_args([*flags, "--data", "coco", "--schedule", "9x", "--batch-size", "32"])
+    last = rates(long, 999, 1000, 187_499, 187_501, 197_499, 197_501)
+    assert last == pytest.approx([0.03996, 0.04, 0.04, 0.004, 0.004, 0.0004])
+
+
+def detector(*flags, backbone=None):
+    """For five classes with masks -> torchvision's model"""
+    args = detection.get_args(["--weights", "random", "--arch", "resnet18", *flags])
+    return detection.Detector(backbone or common.build_backbone("resnet18"), 6, True, args).rcnn
+
+
+def norms(module):
+    return [x for x in module.modules() if isinstance(x, torch.nn.modules.batchnorm._BatchNorm)]
+
+
+@pytest.mark.parametrize("model", ["fpn", "c4"])
+def test_heads_are_those_of_detectron2(model):
+    """What torchvision starts otherwise; a pretrained layer4 stays."""
+    backbone = common.build_backbone("resnet18")
+    for norm in norms(backbone):
+        torch.nn.init.constant_(norm.bias, 5.0)
+    heads = detector("--data", "coco", "--model", model, backbone=backbone).roi_heads
+    assert heads.box_roi_pool.sampling_ratio == heads.mask_roi_pool.sampling_ratio == 0
+    layers = heads.box_predictor.cls_score, heads.box_predictor.bbox_pred
+    for layer, std in zip((*layers, heads.mask_predictor.mask_fcn_logits), (0.01, 0.001, 0.001)):
+        assert layer.weight.std().item() == pytest.approx(std, rel=0.06)
+    biases = {x.max().item() for name, x in heads.named_parameters() if name.endswith("bias")}
+    assert biases == ({0} if model == "fpn" else {0, 5})
+    if model == "fpn":
+        limit = (3 / (256 * 7 * 7)) ** 0.5
+        assert heads.box_head.fc6.weight.max().item() == pytest.approx(limit, rel=0.001)
+        heads = detector("--data", "coco", "--schedule", "9x").roi_heads
+        assert len(norms(heads.box_head)) == len(norms(heads.mask_head)) == 4
+
+
+def test_batch_norm():
+    """Synchronised everywhere; or frozen as it was, with torchvision's names, and none elsewhere"""
+    synchronised = torch.nn.SyncBatchNorm.convert_sync_batchnorm(common.build_backbone("resnet18"))
+    for model, more in ("fpn", 8), ("c4", 1):
+        found = norms(detector("--model", model, backbone=synchronised))
+        assert {type(x) for x in found} == {torch.nn.SyncBatchNorm} and len(found) == 20 + more
+
+    backbone, images = common.build_backbone("resnet18"), torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        backbone.train()(3 * images)  # so that its statistics are of something
+        expected = backbone.eval()(images)
+    detection.freeze_batch_norm(backbone)
+    torch.testing.assert_close(backbone.train()(images), expected)
+    assert not norms(detector("--frozen-bn", backbone=backbone))
+    assert not any("bn" in name for name, _ in backbone.named_parameters())
+    only_torchvisions(dict(backbone.state_dict()))
+
+
+def only_torchvisions(state):
+    loaded = resnet18().load_state_dict(state, strict=False)
+    assert loaded.missing_keys == ["fc.weight", "fc.bias"] and not loaded.unexpected_keys
 
 
 def test_c4_is_the_papers():
@@ -306,8 +388,6 @@ def test_c4_is_the_papers():
     assert model.rpn.anchor_generator.sizes == [[32, 64, 128, 256, 512]]
     assert model.transform.min_size == [*range(480, 801, 32)] and model.transform.max_size == 1333
     assert model.rpn.head.cls_logits.out_channels == 15
-    assert model.rpn._pre_nms_top_n == {"training": 12_000, "testing": 6000}
-    assert model.rpn._post_nms_top_n == {"training": 2000, "testing": 1000}
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 

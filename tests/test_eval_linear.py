@@ -134,10 +134,11 @@ LAYERS = "layers --batch-size 16 --image-size 48"
     [
         ("svm-virtex", "mAP,blue,red"),
         ("svm-icmlm", "mAP,blue,red"),
+        ("knn", "top-1"),
         ("sgd-virtex --batch-size 16 --epochs 12", "top-1"),
         ("sgd-mct --epochs 12", "top-1"),
         ("logreg-icmlm --epochs 30", "top-1"),
-        (f"{LAYERS} --epochs 8 --lr 0.3", "C-11 top-1,C-12 top-1,C-13 top-1"),
+        (f"{LAYERS} --epochs 8 --lr 0.3 0.3 0.6", "C-11 top-1,C-12 top-1,C-13 top-1"),
     ],
 )
 def test_what_is_separable_is_learned(flags, metrics, folder, tmp_path, monkeypatch):
@@ -150,6 +151,37 @@ def test_what_is_separable_is_learned(flags, metrics, folder, tmp_path, monkeypa
     assert "layers" in flags or min(mean.values()) > 95
     assert not backbone.training
     assert all(torch.equal(before[key], value) for key, value in backbone.state_dict().items())
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_nearest_neighbours_written_out(several):
+    """The 20 nearest by cosine vote with exp(cosine / 0.07) for each of their labels."""
+    rng = np.random.default_rng(0)
+    x, test_x = rng.normal(size=(40, 5)).astype("f"), rng.normal(size=(9, 5)).astype("f")
+    y = rng.integers(3, size=40) if not several else rng.integers(-1, 2, (40, 3)).astype(np.int8)
+    test_y = y[:9]
+    votes = np.zeros((9, 3))
+    for i, query in enumerate(test_x):
+        cosines = x @ query / np.linalg.norm(x, axis=1) / np.linalg.norm(query)
+        for n in np.argsort(-cosines)[:20]:
+            for c in range(3):
+                has = y[n, c] == 1 if several else y[n] == c
+                votes[i, c] += math.exp(cosines[n] / 0.07) * has
+    scores = eval_linear.knn(x, y, test_x, test_y, list("abc"), None, CPU, 0)
+    if several:
+        literal = svm.average_precisions(votes, test_y, list("abc"))
+        assert scores["mAP"] == pytest.approx(np.mean(list(literal.values())))
+    else:
+        assert scores["top-1"] == pytest.approx(100 * np.mean(votes.argmax(1) == test_y))
+
+
+def test_shots(folder):
+    """K images of each class, others with another seed"""
+    data = eval_linear.label_data("folder", folder, "train")
+    args = argparse.Namespace(hold_out=0.0, shots=3, train_images=None)
+    drawn = [eval_linear.draw_images(data, data, args, seed)[0] for seed in (0, 0, 1)]
+    assert [np.bincount(few.labels).tolist() for few in drawn] == [[3, 3]] * 3
+    assert list(drawn[0].images) == list(drawn[1].images) != list(drawn[2].images)
 
 
 def test_several_labels_per_image(coco_folder, voc, tmp_path):
@@ -186,14 +218,15 @@ SCHEDULES = [  # learning rates per iteration, weight decay; strength of colour 
     # Contrastive paper Sec. 4.2: lr 30, divided by 5 at epochs 30, 40 and 50 of 60.
     ("sgd-mct", [30.0] * 30 + [6.0] * 10 + [1.2] * 10 + [0.24] * 10, 0, set()),
     ("sgd-mct --epochs 6 --lr 2", [2.0] * 3 + [0.4, 0.08, 0.016], 0, set()),
-    # DeeperCluster's: C-13 has twice the rate, which falls as 1 / sqrt(1 + lr * decay * t).
-    (f"{LAYERS} --epochs 1 --lr 5", [(5, 5, 10), SECOND], 1e-5, {1.0}),
+    # DeeperCluster's: rates fall as 1 / sqrt(1 + lr * decay * t); on ImageNet all start at 0.02.
+    (f"{LAYERS} --epochs 1 --lr 5 5 10", [(5, 5, 10), SECOND], 1e-5, {1.0}),
+    ("layers --image-size 48 --epochs 1", [(0.02, 0.02, 0.02)], 1e-5, {1.0}),
 ]
 
 
 @pytest.mark.parametrize("flags, rates, weight_decay, jitter", SCHEDULES)
 def test_schedules(flags, rates, weight_decay, jitter, folder, tmp_path, monkeypatch):
-    """Momentum 0.9; crops of 20-100% of the area [VirTex App. A.1]"""
+    """Momentum 0.9; crops of 8-100% of the area [public codes]"""
     steps, crops, jitters = [], set(), set()
     step, crop, colour_jitter = torch.optim.SGD.step, common.random_crop, common.colour_jitter
 
@@ -210,7 +243,7 @@ def test_schedules(flags, rates, weight_decay, jitter, folder, tmp_path, monkeyp
     monkeypatch.setattr(common, "colour_jitter", recorded_jitter)
     evaluate(tmp_path, folder, f"--protocol {flags}")
     assert steps == [pytest.approx(row) for row in np.reshape(rates, (len(rates), -1)).tolist()]
-    assert jitters == jitter and crops == ({0.2} if jitter else set())
+    assert jitters == jitter and crops == ({0.08} if jitter else set())
 
 
 def test_a_stopped_linear_layer_resumes(folder, weights, tmp_path):
@@ -288,9 +321,12 @@ def test_logreg_searches_on_held_out_images(monkeypatch):
         return sign * x
 
     monkeypatch.setattr(eval_linear, "train_linear", trained)
+    kept = []
+    monkeypatch.setattr(common, "save_weights", lambda path, layer: kept.append(path))
     flags = command("out", "photos", "--protocol logreg-icmlm")[1:]
     args = eval_linear.get_args(list(map(str, flags)))
     assert eval_linear.logreg_icmlm(x, y, x, y, "ab", args, CPU, 3) == {"top-1": 100}
+    assert kept == ["out/linear_3.pth"]
     (fit, trials, factors), (everything, final, _) = calls
     assert len(trials) == 25 and final == [trials[17]] and factors == pytest.approx([1, 0.5, 0])
     assert len(set(fit)) == 40 and len(set(everything)) == 50
@@ -381,7 +417,7 @@ def test_what_is_extracted(protocol, side, grid_size, folder, weights, tmp_path,
         assert isinstance(features, np.memmap) and features.shape == (32, 512 * grid_size**2)
         assert labels[16] == 1
         np.testing.assert_allclose(features[16], expected, rtol=1e-3, atol=1e-4)
-    assert files_in(tmp_path) == {"result.json"}
+    assert files_in(tmp_path) - {"linear_0.pth", "linear_1.pth"} == {"result.json"}
 
 
 def test_each_run_draws_its_images(folder, weights, tmp_path, extracted):
@@ -392,7 +428,7 @@ def test_each_run_draws_its_images(folder, weights, tmp_path, extracted):
     data = eval_linear.label_data("folder", folder, "train")
     draws = []
     for seed in range(2):
-        args = SimpleNamespace(hold_out=0.25, train_images=10)
+        args = SimpleNamespace(hold_out=0.25, train_images=10, shots=None)
         train, test = eval_linear.draw_images(data, None, args, seed)
         assert len({*train.images, *test.images}) == 10 + 8 and len(test.images) == 8
         for path, label in zip(test.images, test.labels):
@@ -494,10 +530,8 @@ REFUSED = [
     ("--data voc07 --protocol sgd-virtex", "--protocol sgd-virtex wants one label per image"),
     ("--data coco --protocol sgd-mct", "--protocol sgd-mct wants one label per image"),
     ("--data shapes --protocol logreg-icmlm", "--protocol logreg-icmlm wants one label per image"),
-    ("--epochs 5", "--protocol svm-virtex has no epochs"),
-    ("--protocol logreg-icmlm --lr 1", "--protocol logreg-icmlm has no lr"),
+    ("--protocol logreg-icmlm --lr 1", "--protocol logreg-icmlm has 0 learning rates"),
     ("--weights no.pth", "'no.pth'; train one with python virtex.py, or give another --weights"),
-    ("--protocol layers --arch vgg16_bn", "--protocol layers pools maps of 3x3 and more"),
     ("--weights {} --protocol layers --image-size 48", "a resnet18, not --arch vgg16_bn"),
     ("--weights {} --runs 2", "--protocol svm-virtex gives all --runs the same score"),
     ("--protocol sgd-mct --batch-size 16", "16 cannot be divided by 3 processes"),

@@ -191,21 +191,6 @@ def test_what_is_refused(watch):
         assert accepted.device == GPU
 
 
-@pytest.mark.parametrize("name", ["item", "a tensor of the host"])
-def test_refused_in_a_script(watch, tiny, tmp_path, monkeypatch, name):
-    """A loss that does such a thing ends the run of a script."""
-    loss = tp.label_loss
-
-    def faulty(logits, targets, labels):
-        REFUSED[name](logits[0, :3].float())
-        return loss(logits, targets, labels)
-
-    monkeypatch.setattr(tp, "label_loss", faulty)
-    with pytest.raises(RuntimeError) as refused:
-        train(watch, tiny("tp", tmp_path, *LONG))
-    assert "faulty" in [entry.name for entry in refused.traceback]
-
-
 def test_logging_waits(watch, tiny, tmp_path):
     """Losses are read when a line of metrics.jsonl is due, and not before."""
     with pytest.raises(RuntimeError) as refused:

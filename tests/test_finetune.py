@@ -138,13 +138,14 @@ def test_two_processes_compare_with_random(few_scenes, tmp_path):
 
 
 def test_killed_ends_with_the_same_bits(tiny, tmp_path):
-    flags = "--epochs", 1, "--checkpoint-every", 2
+    flags = "--epochs", 1, "--checkpoint-every", 2, "--steps", 0.3, 0.6  # of three iterations
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_here([SCRIPT, *tiny(whole, *flags)])
     kill_at(3, [SCRIPT, *tiny(killed, *flags)])
     assert "resuming from iteration 2" in run_here([SCRIPT, *tiny(killed, *flags)])
     assert (whole / "backbone.pth").read_bytes() == (killed / "backbone.pth").read_bytes()
     assert result(whole)["random"] == result(killed)["random"]
+    assert [row["lr"] for row in metrics(whole)] == pytest.approx([0.02, 0.002, 0.0002])
     speed = {"images_per_s": 0, "data_wait": 0}
     for one, other in zip(metrics(whole), metrics(killed), strict=True):
         assert one | speed == other | speed

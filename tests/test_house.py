@@ -21,7 +21,7 @@ DOWNSTREAM = [name for name in FILES if name.startswith("downstream/")]
 OURS = {name.removesuffix(".py") for name in TOP} | {"downstream", "tools", "tests"}
 
 BUDGETS = {  # lines, tokens
-    "common.py": (975, 6550),  # DESIGN: 800, 6000; what is over stands in the note of issue 26
+    "common.py": (940, 6000),  # DESIGN: 800, 6000; what is over stands in the note of issue 26
     "language.py": (360, 2500),
     "sources.py": (250, 2000),
     "svm.py": (240, 1900),
@@ -112,7 +112,9 @@ def test_refusals():
 @pytest.mark.parametrize("script", FLAGS)
 def test_flags(script, monkeypatch):
     parsers = []
-    monkeypatch.setattr(common.Parser, "parse_args", lambda parser, _: parsers.append(parser))
+    monkeypatch.setattr(
+        common.argparse.ArgumentParser, "parse_args", lambda parser, _: parsers.append(parser)
+    )
     with pytest.raises(AttributeError):  # there are no args
         importlib.import_module(script).get_args([])
     assert len(parsers[0]._actions) - 1 <= FLAGS[script]
@@ -144,6 +146,7 @@ HELP = """
 import runpy, sys
 for name in sys.argv[1:]:
     sys.argv = [name, "--help"]
+    sys.modules.pop(name, None)  # downstream.classify imports search
     try:
         runpy.run_module(name, run_name="__main__")
     except SystemExit as ended:

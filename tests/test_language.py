@@ -1,15 +1,10 @@
 """language.py: words and concepts, the labels of tag prediction (Eq. 2), language models."""
 
 import math
-import multiprocessing
-import os
 
-import numpy as np
 import pytest
 import torch
-import transformers
-from conftest import CPU, captioned
-from scipy import sparse
+from conftest import CPU
 from torch import nn
 
 import common
@@ -93,44 +88,6 @@ def test_top_concepts():
         assert language.top_concepts(concepts, pos, number) == words.split()
 
 
-def reversed_chunk(captions):
-    return os.getpid(), captions[::-1]
-
-
-def test_map_captions():
-    """All captions in their order; a single chunk in this process, several in others."""
-    captions = common.PackedStrings("abcdefgh")
-    results = list(language.map_captions(reversed_chunk, captions, "test", size=3))
-    assert [chunk for _, chunk in results] == [["c", "b", "a"], ["f", "e", "d"], ["h", "g"]]
-    assert os.getpid() not in {process for process, _ in results}
-    [(process, _)] = language.map_captions(reversed_chunk, captions, "test")
-    assert process == os.getpid() and not multiprocessing.active_children()
-
-
-def test_filter_captions(capsys):
-    """ICMLM Sec. 4, Datasets: an image's repetitions and captions outside 3 to 25 tokens go."""
-    two, three, longest, longer = (" ".join(["dog"] * count) for count in (2, 3, 25, 26))
-    data = captioned([three, three, longest, longer, two], [three, "", longest], [])
-    data.tag_names = ["x"]
-    kept = language.filter_captions(data, language.words_of)
-    assert [kept.captions_of(i) for i in range(3)] == [[three, longest], [three, longest], []]
-    assert list(kept.images) == list(data.images) and kept.tag_names == ["x"]
-    assert "4 of 8 captions are left out: repeated for their image" in capsys.readouterr().out
-
-
-def test_label_rows():
-    """The labels left and right, and only they, change places in flipped photos. [ours]"""
-    names = ["dog", "left", "leftover", "right"]
-    rows = np.array([[1, 1, 0, 0], [1, 0, 1, 1], [0.3, 0.7, 0, 0]], np.float32)
-    labels, permutation = sparse.csr_array(rows), language.flip_permutation(names)
-    flipped = [True, True, True, False, False]
-    found = language.label_rows(labels, [2, 0, 1, 2, 0], flipped, permutation)
-    expected = [[0.3, 0, 0, 0.7], [1, 0, 0, 1], [1, 1, 1, 0], *rows[[2, 0]].tolist()]
-    assert torch.equal(found, torch.tensor(expected))
-    assert torch.equal(language.label_rows(labels, [1, 0]), torch.tensor(rows[[1, 0]]))
-    assert language.flip_permutation(["left", "dog", "bright"]).tolist() == [0, 1, 2]
-
-
 def test_tag_loss_is_equation_2():
     """-sum_k y_k log p_k with y normalised to sum to one, mean over the images that have labels"""
     present = [{0, 3, 6}, {2}, {1, 2, 3, 4, 5}, set(range(7)), set()]
@@ -194,64 +151,6 @@ def test_scratch_learns(scratch):
         inputs = tokenizer([caption], return_tensors="pt")
         words = set(inputs["input_ids"][0].tolist()) - set(tokenizer.all_special_ids)
         assert set(model(**inputs).logits[0, 0].topk(len(words)).indices.tolist()) == words
-
-
-def test_what_scratch_learns_is_bert_s(tmp_path, monkeypatch):
-    """15% of the tokens are chosen; of these 80% become [MASK], 10% any token, 10% stay.
-
-    [CLS] learns which tokens occur, however often; special tokens do not count.
-    """
-    batches, collator = [], transformers.DataCollatorForLanguageModeling
-    bags, tag_loss = [], language.tag_loss
-    mask_tokens = collator.torch_mask_tokens
-
-    def watched_masking(self, tokens, special):
-        before = tokens.clone()
-        batches.append((before, *mask_tokens(self, tokens, special)))
-        return batches[-1][1:]
-
-    def watched_loss(logits, labels):
-        bags.append(labels)
-        return tag_loss(logits, labels)
-
-    monkeypatch.setattr(collator, "torch_mask_tokens", watched_masking)
-    monkeypatch.setattr(language, "tag_loss", watched_loss)
-    captions = common.PackedStrings([f"{' '.join(RHYMES)} ж", "a red dog and a red bike"])
-    sizes = {"layers": 1, "width": 64}
-    language.scratch_language_model(tmp_path, captions, 30, 0, CPU, "off", **sizes)
-    tokenizer, _ = language.language_model(tmp_path, CPU)
-    tokens, masked, targets = [torch.cat(parts).flatten() for parts in zip(*batches, strict=True)]
-    special, chosen = torch.isin(tokens, torch.tensor(tokenizer.all_special_ids)), targets >= 0
-    assert len(tokens[special].unique()) >= 3 and not chosen[special].any()
-    found = masked[chosen]
-    is_mask, is_kept = found == tokenizer.mask_token_id, found == tokens[chosen]
-    any_token = 0.1 / len(tokenizer)  # may be the mask, or the token itself
-    assert chosen.sum() / (~special).sum() == pytest.approx(0.15, abs=0.01)
-    assert is_mask.float().mean().item() == pytest.approx(0.8 + any_token, abs=0.03)
-    assert is_kept.float().mean().item() == pytest.approx(0.1 + any_token, abs=0.03)
-    assert len(found[~is_mask & ~is_kept].unique()) > len(tokenizer) / 2
-    for (rows, _, _), batch in zip(batches, bags, strict=True):
-        for row, bag in zip(rows.tolist(), batch):
-            words = set(row) - set(tokenizer.all_special_ids)
-            assert set(bag.nonzero().flatten().tolist()) == words and bag.max() == 1
-
-
-@pytest.mark.parametrize("attention", ("sdpa", "eager"))
-def test_attention_mask(tiny_lm, attention):
-    """Padding changes nothing, with fused attention and without; psi is frozen [ICMLM Sec. 3.1]."""
-    tokenizer, model = language.language_model(tiny_lm, CPU)
-    assert not any(module.training for module in model.modules())
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    model.set_attn_implementation(attention)
-    captions = ["a circle", "a large red circle floats above a small star"]
-    inputs = tokenizer(captions, padding=True, return_tensors="pt")
-    visible = inputs["attention_mask"].bool()
-    mask = language.attention_mask(model, visible)
-    together = model.bert(inputs["input_ids"], attention_mask=mask).last_hidden_state
-    assert mask.dim() == (4 if attention == "sdpa" else 2) and not visible.all()
-    for caption, row, shown in zip(captions, together, visible):
-        alone = model.bert(**tokenizer([caption], return_tensors="pt")).last_hidden_state[0]
-        torch.testing.assert_close(row[shown], alone, rtol=0, atol=1e-5)
 
 
 def test_an_encoder_alone(tiny_lm, tmp_path):

@@ -43,19 +43,15 @@ def example(trained, coco_folder):
 
 
 def test_words_that_can_be_masked():
-    """Where one stands first by itself, not as a part of another word; the others are refused"""
-    tokenizer = language.train_wordpiece(2 * ["the red dog runs", "a cat is blue", "dogs shirt t"])
-    concepts = dict.fromkeys(["dog", "red", "surfboard", "shirt"], "nouns")
+    """Where one stands first; the others are refused (what counts as a word: test_icmlm.py)"""
+    tokenizer = language.train_wordpiece(2 * ["the red dog runs", "a cat is blue"])
+    concepts = dict.fromkeys(["dog", "red", "surfboard"], "nouns")
     for caption, word, expected in [
         ("the red dog", "Dog", 3),
-        ("dogs, dog", "Dog", 3),
         ("a dog, a dog", "Dog", 2),
-        ("red-dog DOG.", "Dog", 4),
         ("the red dog runs", "cat", "red, dog"),
-        ("red dogs", "dog", "red"),
         ("a surfboard", "surfboard", "none"),
         ("the dog runs", "runs", "dog"),
-        ("a red t-shirt", "shirt", "red"),
         ("red red dog", "the", "red, dog"),  # each is named once
     ]:
         _, positions = masked_words.maskable_words(tokenizer, concepts, caption)

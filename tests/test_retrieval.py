@@ -1,8 +1,9 @@
-"""downstream/retrieval.py: VSE++ loss, captions' vectors, folds, and the whole script.
+"""downstream/retrieval.py: VSE++ loss, captions' vectors, crops, epochs, folds, the whole script.
 
 Its ranks and their shares are those of mmcontrastive.py: test_mmcontrastive.py.
 """
 
+import copy
 import json
 import math
 
@@ -23,8 +24,8 @@ TINY = [
 ]
 
 
-def command(*flags):
-    return ["downstream.retrieval", *TINY, *flags]
+def tiny_args(folder, *flags):
+    return retrieval.get_args(list(map(str, (*TINY, "--output", folder, *flags))))
 
 
 def literal_loss(images, captions, image_idx, negatives):
@@ -96,17 +97,17 @@ def test_words():
 
 def test_folds():
     """The mean over parts that are searched one by one; what does not fill a part is left out."""
-    owners = torch.arange(11).repeat_interleave(torch.tensor([2, 1, 3, 1, 2, 2, 1, 1, 1, 2, 1]))
+    owners = np.arange(11).repeat([2, 1, 3, 1, 2, 2, 1, 1, 1, 2, 1])
     similarity = torch.rand(11, 17)
     parts = []
     for first in (0, 5):
         columns = [m for m, owner in enumerate(owners) if first <= owner < first + 5]
         part = similarity[first : first + 5, columns]
-        parts.append(retrieval.fold_scores(part, owners[columns] - first, 1))
+        parts.append(retrieval.fold_scores(part, owners[columns] - first))
     scores = retrieval.fold_scores(similarity, owners, 2)
     expected = {name: (parts[0][name] + parts[1][name]) / 2 for name in parts[0]}
     assert scores == pytest.approx(expected, abs=1e-4)
-    assert scores != pytest.approx(retrieval.fold_scores(similarity, owners, 1), abs=1e-4)
+    assert scores != pytest.approx(retrieval.fold_scores(similarity, owners), abs=1e-4)
 
 
 def test_captions_stay_with_their_photos(tmp_path):
@@ -119,17 +120,66 @@ def test_captions_stay_with_their_photos(tmp_path):
     (tmp_path / "4.png").write_bytes(b"no photo")
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    flags = *TINY, "--data", path, "--output", tmp_path
-    args = retrieval.get_args(list(map(str, flags)))
-    data = retrieval.captioned_images(args, "x", 100)
-    assert len(data) == 5
-    data, features = retrieval.image_features(FeaturesAsGiven(3), data, args, ALONE)
-    assert len(data) == len(features) == 4 and len(data.captions) == 8
-    reds = (features[:, 0] * common.IMAGENET_STD[0] + common.IMAGENET_MEAN[0]) * 255 / 40
-    for n, red in enumerate(reds.round().astype(int)):
-        assert data.captions_of(n) == [f"photo {red}", f"number {red}"]
+    args = tiny_args(tmp_path, "--data", path)
+    captions = retrieval.captioned_images(args, "x", 100)
+    assert len(captions) == 5
+    backbone = FeaturesAsGiven(3)
+    data, features = retrieval.image_features(backbone, captions, args, ALONE)
+    cropped, of_crops = retrieval.crop_features(backbone, captions, args, ALONE)
+    assert of_crops.shape == (args.crops, 4, 3) and list(cropped.images) == list(data.images)
+    assert len(data) == len(features) == 4 and list(cropped.captions) == list(data.captions)
+    for x in (features, *of_crops):
+        reds = (x[:, 0] * common.IMAGENET_STD[0] + common.IMAGENET_MEAN[0]) * 255 / 40
+        for n, red in enumerate(reds.round().astype(int)):
+            assert data.captions_of(n) == [f"photo {red}", f"number {red}"]
     assert data.image_of_caption().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len(retrieval.captioned_images(args, "x", 3)) == 3
+
+
+def test_random_crops(tmp_path):
+    """Each is another part of its photo, every second one flipped, always the same."""
+    ramp = np.tile(np.arange(64, dtype=np.uint8)[None, :, None], (64, 1, 3))
+    Image.fromarray(ramp).save(tmp_path / "ramp.png")
+    images = common.ImageFiles([str(tmp_path / "ramp.png"), "none.png"])
+    crops = retrieval.RandomCrops(images, tiny_args(tmp_path))
+    opened = [np.asarray(crops.open(n)) for n in range(0, 60, 2)]
+    assert len({crop.tobytes() for crop in opened}) > 20
+    assert [bool(crop[0, 0, 0] > crop[0, -1, 0]) for crop in opened] == 15 * [False, True]
+    assert (opened[1] == np.asarray(crops.open(2))).all() and crops[2] == images[0]
+
+
+def test_epochs(tmp_path, monkeypatch):
+    """Each draws crops anew, flipped ones with flipped words; the first of the best is kept."""
+    drawn, states = [], []
+    encode = retrieval.CommonSpace.encode_captions
+
+    def encode_captions(model, captions):
+        drawn.append(captions)
+        return encode(model, captions)
+
+    def encode_images(model, features):
+        drawn.append(features.tolist())
+        return torch.nn.functional.normalize(model.image(features))
+
+    def compare(model, data, features):
+        states.append(copy.deepcopy(model.state_dict()))
+        return torch.eye(8) if len(states) in (2, 3) else -torch.eye(8)
+
+    monkeypatch.setattr(retrieval.CommonSpace, "encode_captions", encode_captions)
+    monkeypatch.setattr(retrieval.CommonSpace, "encode_images", encode_images)
+    monkeypatch.setattr(retrieval, "compare", compare)
+    data = captioned(*[[f"left {n}"] for n in range(8)])
+    features = np.stack(np.mgrid[:3, :8], 2).astype(np.float32)  # [crop, photo] of 3 crops each
+    args = tiny_args(tmp_path)
+    model = retrieval.train_encoders(data, features, data, features[0], {"left": 3}, args, CPU, 0)
+    crops = []  # of the photos, in each of the four epochs, which have one batch
+    for pairs, captions in zip(drawn[::2], drawn[1::2]):
+        for (crop, photo), caption in zip(pairs, captions):
+            assert caption == f"{'right' if crop == 1 else 'left'} {photo:.0f}"
+        crops.append([crop for crop, _ in sorted(pairs, key=lambda pair: pair[1])])
+    assert len(set(map(tuple, crops))) == len(states) == 4 and {*sum(crops, [])} == {0, 1, 2}
+    kept = [all(map(torch.equal, model.state_dict().values(), s.values())) for s in states]
+    assert kept == [False, True, False, False]
 
 
 def test_what_the_features_tell_is_found(tmp_path):
@@ -141,13 +191,14 @@ def test_what_the_features_tell_is_found(tmp_path):
     unseen = np.arange(0, 36, 7)  # each shape and each colour once
     seen = np.setdiff1d(np.arange(36), unseen)
     train, test = captioned(*[texts[n] for n in seen]), captioned(*[texts[n] for n in unseen])
-    flags = [*map(str, TINY), "--output", str(tmp_path), "--lr", "0.01", "--epochs", "40"]
-    args = retrieval.get_args([*flags, "--negatives", "hardest"])
+    args = tiny_args(tmp_path, "--lr", 0.01, "--epochs", 40, "--negatives", "hardest")
     vocabulary = retrieval.count_words(train.captions)
-    model = retrieval.train_encoders(train, x[seen], vocabulary, args, CPU, 0)
-    owners = torch.from_numpy(test.image_of_caption())
+    model = retrieval.train_encoders(
+        train, x[None, seen], train, x[seen], vocabulary, args, CPU, 0
+    )
     for features, low, high in ((x[unseen], 80, 100), (0 * x[unseen], 0, 0)):
-        scores = retrieval.fold_scores(retrieval.compare(model, test, features), owners, 1)
+        similarity = retrieval.compare(model, test, features)
+        scores = retrieval.fold_scores(similarity, test.image_of_caption())
         assert low <= scores["text to image R@1"] <= high
 
 
@@ -169,7 +220,7 @@ def test_script(coco_folder, tmp_path):
     trained, chance = f"{content['trained'][last]:.1f} trained", f"{content['chance'][last]:.1f} by"
     line = printed.splitlines()[-1]
     assert line.startswith(f"retrieval on coco, {last}: {trained}, ") and chance in line
-    assert "24 training images, 12 test images, " in printed
+    assert "21 training, 3 validation and 12 test images, " in printed
     assert Image.open(folder / "retrieval.png").size == (8 * 136 + 8, 5 * 176 + 8)
 
 
@@ -181,4 +232,4 @@ def test_refusals(coco_folder, tmp_path):
         (("--root", "none"), "none/annotations/captions_train2017.json"),
         (("--data", "none"), "--data none is unknown"),
     ):
-        assert words in refusal(command(*data, *flags))
+        assert words in refusal(["downstream.retrieval", *TINY, *data, *flags])

@@ -11,7 +11,9 @@ from PIL import Image
 from test_mmcontrastive import assert_same_scores, literal_scores
 
 import common
+import eval_linear
 import mmcontrastive
+import svm
 from downstream import search
 
 
@@ -83,7 +85,7 @@ def test_search(trained, coco_folder, tmp_path):
 
     photos, captions = vectors_of(trained, paths, texts)
     order = (captions @ photos.T).argsort(1, descending=True)[:, :10].tolist()
-    wanted = [f"cannot decode {folder / 'broken.jpg'}: left out"]
+    wanted = [f"cannot decode {folder / 'broken.jpg'}: the next photo is used"]
     for text, row in zip(texts, order):
         wanted.append(f"{text}: {', '.join(paths[n] for n in row[:3])}, ...")
     path = tmp_path / "search.png"
@@ -101,16 +103,13 @@ def test_search(trained, coco_folder, tmp_path):
 
 def test_search_refuses(trained, coco_folder, tmp_path):
     """What cannot be searched in or with: one line each, and no picture"""
-    bad, none, found = tmp_path / "bad", tmp_path / "none", tmp_path / "found"
-    bad.mkdir()
-    (bad / "broken.jpg").write_bytes(b"\xff\xd8\xff nothing")
+    none, found = tmp_path / "none", tmp_path / "found"
     own, content = trained / "checkpoint.pth", checkpoint_in(trained)
     content["args"]["lambda_ic"] = 0.0
     torch.save(content, tmp_path / "blind.pth")
     shutil.copy(own, tmp_path / "alone.pth")
     for weights, root, message in [
         (own, none, f"--root {none} holds no photo"),
-        (own, bad, "none of the 1 photos can be decoded"),
         (trained / "backbone.pth", coco_folder, "is no checkpoint.pth or model_N.pth of mmcont"),
         (tmp_path / "blind.pth", coco_folder, "photos and captions share no space in it"),
         (tmp_path / "alone.pth", coco_folder, f"{tmp_path / 'caption_model'}"),
@@ -118,3 +117,16 @@ def test_search_refuses(trained, coco_folder, tmp_path):
         assert message in refusal(command(weights, found, "a dog", "--root", root))
     assert not found.exists()
     assert "ten nearest of 12 photos" in run_here(command(own, found, "a dog"))  # of its val split
+
+
+def test_classification_by_names(trained, coco_folder, tmp_path):
+    """The cosine of each photo with the caption of each class ranks the photos."""
+    command = ["downstream.classify", "--weights", trained / "checkpoint.pth", "--data", "coco"]
+    run_here([*command, "--root", coco_folder, "--prompt", "one {}", "--output", tmp_path])
+    data = eval_linear.label_data("coco", str(coco_folder), "val2017")
+    photos, texts = vectors_of(trained, data.images, [f"one {name}" for name in data.names])
+    precisions = svm.average_precisions((photos @ texts.T).numpy(), data.labels, data.names)
+    scores = result(tmp_path)
+    assert scores["zero-shot"] == pytest.approx(np.mean(list(precisions.values())), abs=1e-3)
+    assert scores["guessing"] == pytest.approx(100 * (data.labels == 1).mean())
+    assert (tmp_path / "classify.png").stat().st_size > 10_000

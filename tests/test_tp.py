@@ -110,21 +110,6 @@ def test_kmeans_of_repeated_vectors():
     assert set(centres[:, 0].tolist()) == {0, 1}
 
 
-def test_fewer_captions_than_clusters(tiny_lm, captions, tmp_path):
-    """As many clusters as captions. An encoder without an output layer will do.
-
-    The last has more tokens than the encoder can read: the first 64 are read.
-    """
-    encoder, (one, two, *_) = tmp_path / "encoder", captions
-    three = f"a circle {'-'.join(['red'] * 70)}"
-    shutil.copytree(tiny_lm, encoder)
-    transformers.BertModel.from_pretrained(tiny_lm).save_pretrained(encoder)
-    train, val = captioned([one, two], [three]), captioned([three])
-    labels = labels_in(tmp_path, train, val, f"--labels cluster --lm {encoder}")
-    assert words(labels, labels.train) == [{one, two}, {three}]
-    assert words(labels, labels.val) == [{three}] and len(labels.names) == 3
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_loss_of_topics(dtype):
     """Sec. 4: binary cross-entropy with the probabilities, summed over topics, mean over images

@@ -1,0 +1,146 @@
+"""tools/reproduce.py: every command of rows.toml is one that its script accepts, the documents are
+those that it writes, and --quick runs rows from end to end."""
+
+import importlib
+import json
+import shlex
+from types import SimpleNamespace
+
+import pytest
+from conftest import FORK
+from PIL import Image
+
+from tools import crop_coco, label_list, reproduce, tables
+from tools.tables import BACKBONES, MEASURES, ROWS, TABLES
+
+KNOWN = {*BACKBONES, *ROWS["files"]}
+
+
+def planned(*flags):
+    """-> the commands of all tables, [(module, its flags)]"""
+    args = reproduce.get_args(["--dry-run", *flags, *TABLES])
+    if args.quick:
+        args.captions, args.processes = "--data shapes", 1
+    steps = reproduce.Steps(args)
+    for name in TABLES:
+        steps.table(name)
+    commands = []
+    for command in map(shlex.split, steps.commands):
+        script, *flags = command[2:] if command[1].startswith(("-m", "--nproc")) else command[1:]
+        if script == "-m":
+            script, *flags = flags
+        commands.append((script.removesuffix(".py").replace("/", "."), flags))
+    return commands
+
+
+@pytest.mark.parametrize("flags", [(), ("--quick",), ("--processes", "8", "--seeds", "2")])
+def test_commands(flags):
+    """All of them are parsed by their scripts."""
+    commands = planned(*flags)
+    outputs = [own[own.index("--output") + 1] for _, own in commands]
+    assert len(set(outputs)) == len(commands) > 350
+    for module, own in commands:
+        importlib.import_module(module).get_args(own)
+
+
+def test_rows():
+    """A number or a reason for each cell, names that exist, nothing that no table uses"""
+    used = {ROWS["select"]}
+    for name, table in TABLES.items():
+        assert table.get("rows") or table["note"]
+        for label, backbone, *cells in table.get("rows", []):
+            assert backbone in KNOWN and len(cells) in (0, len(table["columns"])), (name, label)
+            used.add(backbone)
+            for column, cell in zip(table["columns"], cells):
+                paper, _, other = str(cell).partition(" by ")
+                used |= {column, other or column}
+                if paper not in ("", "figure"):
+                    numbers = [float(number) for number in paper.split(" / ")]
+                    assert len(numbers) == len(MEASURES[other or column]["scores"]), (name, label)
+        used |= set(table.get("columns", []))
+    used |= {measure.get("of") for measure in MEASURES.values()}
+    started = " ".join(str(command) for command in BACKBONES.values())
+    unused = {name for name in (KNOWN | MEASURES.keys()) - used if f"{{{name}}}" not in started}
+    assert not unused
+
+
+def test_documents():
+    """Written by python tools/reproduce.py --docs"""
+    texts = tables.documents(lambda: reproduce.Steps(reproduce.get_args(["--dry-run"])))
+    for name, text in texts.items():
+        assert (tables.REPO / name).read_text() == text, "run python tools/reproduce.py --docs"
+
+
+# Early stopping and two protocols, detection, scores of the training itself, a label list, and a
+# row that cannot be had.
+CHOSEN = "VirTex Tab. 1", "Contrastive Tab. 2", "Contrastive Tab. 7", "own photos", "ICMLM Tab. 2"
+ROWS_OF_EACH_KIND = "VirTex, 5", "Random", "RS", "Supervised", "DeeperCluster"
+
+
+def quick(output, capfd):
+    """In a fork, as --quick changes the scenes -> what it printed"""
+    args = ["--quick", "--output", str(output), *CHOSEN, "--rows", *ROWS_OF_EACH_KIND]
+    process = FORK.Process(target=lambda: reproduce.main(reproduce.get_args(args)))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    return capfd.readouterr().out
+
+
+def test_quick(tmp_path, capfd):
+    output = quick(tmp_path, capfd)
+    assert output.splitlines()[-1] == "rows: 1 cannot be had, 4 measured"
+    folder = tmp_path / "quick" / "tables"
+    [row] = json.loads((folder / "virtex-tab-1.json").read_text())["rows"]
+    scores = json.loads((tmp_path / "quick/virtex/voc07/result.json").read_text())
+    assert row["cells"]["voc07"]["ours"] == [[scores["mean"]["mAP"]]]
+    assert f"| VirTex, 5 captions | 88.7 | {scores['mean']['mAP']:.1f} | 53.8 |" in output
+    assert "/virtex/model_2.pth --data voc07" in output  # early stopping
+    [random] = json.loads((folder / "contrastive-tab-2.json").read_text())["rows"]
+    assert len(random["cells"]["voc-box"]["ours"][0]) == 3
+    assert Image.open(folder / "virtex-tab-1.png").width > 500
+    again = quick(tmp_path, capfd)
+    assert [line for line in again.splitlines() if line.startswith("python")] == []
+
+
+def test_failing_step(tmp_path, monkeypatch):
+    """Its log is named, the others go on; it is started once for all rows that need it."""
+    started = []
+
+    def run(command, **options):
+        started.append(command[1])
+        return SimpleNamespace(returncode=command[1] == "virtex.py")
+
+    monkeypatch.setattr(reproduce.subprocess, "run", run)
+    steps = reproduce.Steps(reproduce.get_args(["--output", str(tmp_path), "--rows", "VirTex, 5"]))
+    [row] = steps.table("VirTex Tab. 1")
+    assert started == ["virtex.py"]
+    assert row["cells"]["voc07"]["state"] == f"failed: see {tmp_path}/virtex.log"
+    steps.args.rows = ["SwAV"]
+    [row] = steps.table("VirTex Tab. 2")
+    assert started[1:] == ["eval_linear.py"] * 2 and tables.state_of(row) == "nothing"
+
+
+def test_label_list(tmp_path):
+    for name in "abc":
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for n in range(5):
+            (tmp_path / "train" / name / f"{n}.jpg").touch()
+    flags = ["--root", str(tmp_path), "--output", str(tmp_path / "x.jsonl")]
+    label_list.main(label_list.get_args([*flags, "--classes", "2", "--per-class", "3"]))
+    rows = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    assert len({row["image"] for row in rows}) == 6 and len({row["tags"][0] for row in rows}) == 2
+    assert all(f"/train/{row['tags'][0]}/" in row["image"] for row in rows)
+
+
+def test_crops(real_data, tmp_path):
+    """Each object of coco-mini, with at most 30 pixels around its box"""
+    root = real_data / "coco-mini"
+    crop_coco.main(crop_coco.get_args(["--root", str(root), "--output", str(tmp_path)]))
+    content = json.loads((root / "annotations/instances_val2017.json").read_text())
+    boxes = {str(row["id"]): row["bbox"] for row in content["annotations"] if not row["iscrowd"]}
+    crops = {path.stem: path for path in tmp_path.glob("val/*/*.jpg")}
+    assert crops.keys() == boxes.keys()
+    for name, (_, _, width, height) in boxes.items():
+        size = Image.open(crops[name]).size
+        assert -1 <= size[0] - width <= 61 and -1 <= size[1] - height <= 61
