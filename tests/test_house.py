@@ -98,7 +98,7 @@ def test_size_of_the_rest():
     assert lines["README.md"] <= 160
     assert [x for x in lines if x.startswith(("downstream/", "tools/")) and lines[x] > 350] == []
     tests = sum(count for name, count in lines.items() if name.startswith("tests/"))
-    assert tests <= 7800  # DESIGN: 7,500
+    assert tests <= 7500
 
 
 def test_refusals():

@@ -7,6 +7,7 @@ from conftest import CPU, TINY, checkpoint_in, refusal, run_here
 from PIL import Image
 
 import common
+import eval_linear
 import icmlm
 import language
 import shapes
@@ -82,7 +83,7 @@ def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     inputs = tokenizer(caption.replace(word, "[MASK]", 1), return_tensors="pt")
     tokens, mask = inputs["input_ids"], inputs["attention_mask"].bool()
     mask_pos = (tokens == tokenizer.mask_token_id).nonzero()[0, 1:]
-    pixels, _ = common.CentreCrops(common.ImageFiles([str(photo)]), 64, side_fraction=1.0)[0]
+    pixels, _ = eval_linear.CentreCrops(common.ImageFiles([str(photo)]), 64, side_fraction=1.0)[0]
     images = common.augment(torch.from_numpy(pixels)[None])
     text = lm.encode(tokens, mask), mask, mask_pos
     logits, _ = model(images, *text)

