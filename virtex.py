@@ -87,8 +87,13 @@ def get_args(argv=None):
     recipe = common.choose_recipe(RECIPES, argv)
     parser = common.flag_parser("virtex", __doc__, recipe)
     add = parser.add_argument_group("VirTex").add_argument
-    add("--task", choices=TASKS, default=TASKS[0], metavar="TASK",
-        help=f"{', '.join(TASKS)}; all but the first are ablations [Tab. 1, Fig. 5]")
+    add(
+        "--task",
+        choices=TASKS,
+        default=TASKS[0],
+        metavar="TASK",
+        help=f"{', '.join(TASKS)}; all but the first are ablations [Tab. 1, Fig. 5]",
+    )
     add("--layers", type=positive_int, default=1, help="L; 2 or 3 generally help [Sec. 4.2]")
     add("--hidden", type=positive_int, help="H; larger is better, slower; A = H/64, F = 4H follow")
     add("--dropout", type=fraction, help="in the heads; raise it for few captions")

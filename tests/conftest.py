@@ -70,9 +70,6 @@ class FeaturesAsGiven(torch.nn.Module):
         return images
 
 
-# ------------------------------------------------------------------------------ running a script
-
-
 @pytest.fixture
 def tiny(coco_folder, tiny_lm):
     """-> function (script, output, *flags) -> the command of a tiny run on 24 scenes"""
@@ -238,9 +235,6 @@ def no_training(monkeypatch):
         raise AssertionError("the command was accepted, and training would begin")
 
     monkeypatch.setattr(common, "infinite_sampler", accepted)
-
-
-# ------------------------------------------------------------------------------------------ data
 
 
 @pytest.fixture

@@ -37,9 +37,6 @@ def fails(*parts):
         assert str(part) in message
 
 
-# ------------------------------------------------------------------------------- captioned images
-
-
 def test_numbering_of_captions(capsys):
     """On which clusters, triplets and back-translations rest: photos with 0, 2 and 5 captions."""
     data = captioned([], ["a", "b"], ["c", "d", "e", "f", "g"])
@@ -157,9 +154,6 @@ def test_bad_lines(tmp_path, line):
         common.caption_data(path)
 
 
-# -------------------------------------------------------------------------------- reading photos
-
-
 def everything(width, height):
     return 0, 0, width, height
 
@@ -248,9 +242,6 @@ def test_a_hundred_unreadable_photos_end_the_run():
         samples[0]
 
 
-# -------------------------------------------------------------------------------------- samples
-
-
 @pytest.mark.parametrize("width, height", [(640, 480), (375, 500), (64, 64)])
 def test_random_crop(width, height):
     """Within the image, 20-100% of its area, aspect between 3/4 and 4/3, and each range is used."""
@@ -308,8 +299,6 @@ def test_sampler(ranks):
     assert [epoch for epoch, _ in few] == [n // 3 for n in range(24)]
 
 
-# ------------------------------------------------------------------------------------ processes
-
 OUT_OF_MEMORY = "error: out of memory: try a smaller --batch-size"
 
 
@@ -343,6 +332,8 @@ def test_a_bug_keeps_its_traceback():
     with pytest.raises(RuntimeError) as bug:
         common.run(main, lambda: None)
     assert bug.value.__notes__ == ["it should hold captions"]
+
+
 TWO_PROCESSES = """
 import common, time
 
@@ -401,8 +392,6 @@ def test_host_tensors_beside_nccl(monkeypatch):
     with fails("fewer GPUs than processes: lower --nproc_per_node"):
         common.init_distributed()
 
-
-# --------------------------------------------------------------------------------- augmentation
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 GREY = torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)
@@ -481,9 +470,6 @@ def test_colour_jitter(strength):
     assert np.abs(np.corrcoef(factors.T) - np.eye(4)).max() < 0.06
 
 
-# ------------------------------------------------------------------------ backbones, checkpoints
-
-
 def on_meta(build, *arguments):
     """A model with shapes and names but no numbers: quick to build."""
     with torch.device("meta"):
@@ -560,9 +546,6 @@ def test_checkpoints_that_run_code_are_refused(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-# --------------------------------------------------------------------------------- optimisation
-
-
 def test_optimizers():
     """ICMLM App. F.1: SGD has a momentum of 0.9, RAdam its authors' decoupled weight decay."""
     settings = ("sgd", "momentum", 0.9), ("radam", "decoupled_weight_decay", True)
@@ -571,8 +554,6 @@ def test_optimizers():
         assert type(optimizer).__name__.lower() == name and optimizer.defaults[setting] == value
         assert optimizer.defaults["lr"] == 3e-2 and optimizer.defaults["weight_decay"] == 1e-4
 
-
-# ---------------------------------------------------------------------------------------- flags
 
 TABLE = {
     "lr": (0.01, 0.2, 0.4),
@@ -609,8 +590,6 @@ def test_recipes(flags, recipe, expected):
     args = vars(parsed(flags, paper={"margin": 1}))
     assert {name: args[name] for name in ("recipe", *expected)} == {"recipe": recipe, **expected}
 
-
-# -------------------------------------------------------------------------- the output directory
 
 FLAGS = {
     "fresh": False, "recipe": "demo", "amp": "off", "lr": 0.1, "batch_size": 4, "seed": 0,

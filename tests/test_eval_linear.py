@@ -45,8 +45,6 @@ def weights(tmp_path_factory):
     return path
 
 
-# ------------------------------------------------------------------------------- labelled images
-
 VOC = "VOCdevkit/VOC2007"
 VOC_CLASSES = "bird", "cat", "cow"
 
@@ -123,8 +121,6 @@ def test_a_jsonl_with_tags(folder, tmp_path):
     assert data.names == ["blue", "red"] and data.labels.tolist() == 16 * [[1, 0]] + 16 * [[0, 1]]
     assert evaluate(tmp_path, folder, data=path) == evaluate(tmp_path, folder)
 
-
-# --------------------------------------------------------------------------------- the protocols
 
 LAYERS = "layers --batch-size 16 --image-size 48"
 
@@ -369,9 +365,6 @@ def test_classification_loss():
         assert eval_linear.top1(logits, labels) == 50
 
 
-# ---------------------------------------------------------------------- features extracted once
-
-
 def test_pooling_in_2x2_parts():
     """ICMLM App. F.2 [Goyal et al. 2019]: 7x7 maps in four parts of 6x6 places"""
     images = torch.randint(0, 256, (1, 7, 7, 3), dtype=torch.uint8)
@@ -507,8 +500,6 @@ def test_imagenet_weights(tmp_path, monkeypatch):
     assert torch.equal(loaded.conv1.weight, state["conv1.weight"])
 
 
-# ----------------------------------------------------------------------------------- the refused
-
 BAD_DATA = [  # the source; its files, a line in each; words of the message
     ("voc07", {}, "holds no VOCdevkit/VOC2007/ImageSets/Main/<class>_trainval.txt: give VOCdevkit"),
     ("voc07", {"ImageSets/Main/a_trainval.txt": "5 1"}, "1 of 1 images are missing, the first is"),
@@ -545,9 +536,6 @@ REFUSED = [
 def test_refused(flags, message, folder, weights, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3" if "3 processes" in message else "1")
     assert message in refusal(command(tmp_path, folder, flags.format(weights)))
-
-
-# ------------------------------------------------------------------------------------- the probe
 
 
 @pytest.fixture

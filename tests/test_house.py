@@ -167,8 +167,6 @@ def test_help_is_quick():
     assert ended.stderr.splitlines() == [f"{script} 0 []" for script in scripts]
 
 
-# ----------------------------------------------------------------------- commands of the documents
-
 # Scripts of others, and names that stand for any
 FOREIGN = {"X.py", "downstream.NAME", "tools/convert-torchvision-to-d2.py"}
 FOREIGN |= {"venv", "pip", "pytest", "spacy"}

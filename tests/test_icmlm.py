@@ -33,8 +33,6 @@ def random_weights(module, scale):
     return module
 
 
-# ------------------------------------------------------------------- the frozen language model
-
 WORDS = "a the dog cat red blue surf left right on of is runs grass t shirt - , . 1".split()
 PIECES = "##board ##s ##dog ##cat ##red ##c ##a ##t".split()
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *PIECES]
@@ -108,8 +106,6 @@ def test_other_language_models_are_refused():
     with pytest.raises(SystemExit, match="is a DistilBertForMaskedLM: give a BERT or a RoBERTa"):
         icmlm.FrozenLanguageModel(transformers.DistilBertForMaskedLM(config), "off")
 
-
-# -------------------------------------------------------------------------- heads, written out
 
 ATTENTION_WIDTH = 7
 TABLE = torch.randn(9, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -221,9 +217,6 @@ def test_dropout_follows_attention_and_feed_forward(monkeypatch):
     training, evaluation = layer.train()(z, mask), layer.eval()(z, mask)
     torch.testing.assert_close(training, layer.norm2(layer.norm1(z)))
     assert not torch.allclose(training, evaluation)
-
-
-# ------------------------------------------------------------------------------------ triplets
 
 
 def triplets_in(folder, train, val, tokenizer, flags="", checkpoint=None):
@@ -441,8 +434,6 @@ def test_accuracies_written_out(lms, tokenizer, triplets):
     assert scores["with the photo"] == scores["with another photo"]
     assert scores["with the photo"] != scores["language model alone"]
 
-
-# --------------------------------------------------------------------------- recipes of App. F.1
 
 COSINE = {0: 3e-2, 125_000: 1.5e-2 * (1 + math.sqrt(0.5)), 250_000: 1.5e-2, 500_000: 0}
 STEPS = {0: 1e-4, 159_999: 1e-4, 160_000: 1e-5, 179_999: 1e-5, 180_000: 1e-6, 200_000: 1e-6}

@@ -153,7 +153,7 @@ def test_queue_size(capsys):
 
 
 def test_rows_of_tab_1(monkeypatch):
-    """"Ours (scratch)" is BERT-base with random weights; MoCo v1 has a linear head, and steps."""
+    """ "Ours (scratch)" is BERT-base with random weights; MoCo v1 has a linear head, and steps."""
     names = []
     monkeypatch.setattr(mmcontrastive, "read_caption_model", names.append)
     scratch = mmcontrastive.get_args(["--data", "coco", "--lm", "scratch"])

@@ -193,9 +193,7 @@ def test_what_the_features_tell_is_found(tmp_path):
     train, test = captioned(*[texts[n] for n in seen]), captioned(*[texts[n] for n in unseen])
     args = tiny_args(tmp_path, "--lr", 0.01, "--epochs", 40, "--negatives", "hardest")
     vocabulary = retrieval.count_words(train.captions)
-    model = retrieval.train_encoders(
-        train, x[None, seen], train, x[seen], vocabulary, args, CPU, 0
-    )
+    model = retrieval.train_encoders(train, x[None, seen], train, x[seen], vocabulary, args, CPU, 0)
     for features, low, high in ((x[unseen], 80, 100), (0 * x[unseen], 0, 0)):
         similarity = retrieval.compare(model, test, features)
         scores = retrieval.fold_scores(similarity, test.image_of_caption())

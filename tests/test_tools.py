@@ -10,8 +10,6 @@ from PIL import Image
 
 from tools import benchmark, plot
 
-# ---------------------------------------------------------------------------------- benchmark.py
-
 TINY = ["--arch", "resnet18", "--image-size", "32", "--batch-size", "8", "--hidden", "64"]
 TINY += ["--rounds", "1", "--amp", "off"]
 
@@ -57,9 +55,6 @@ def test_benchmark_of_the_whole_loop(coco_folder, monkeypatch, capsys):
         benchmark.whole_loop("none", benchmark.get_args([]))
 
 
-# --------------------------------------------------------------------------------------- plot.py
-
-
 def test_plot(tmp_path, capsys):
     """One panel per term that all runs have, also of validation alone; or those asked for."""
     rows = {"a": {"loss": 2.0, "ii": 1.0, "top1": 5}, "b": {"loss": 3.0, "validation_top1": 7}}
@@ -75,9 +70,6 @@ def test_plot(tmp_path, capsys):
         assert Image.open(picture).width == 675 * (1 + terms.count(","))
     with pytest.raises(SystemExit, match="metrics.jsonl is missing"):
         plot.main(plot.get_args([str(tmp_path)]))
-
-
-# --------------------------------------------------------------------------------------- fuzz.py
 
 
 def test_bad_input():

@@ -411,9 +411,6 @@ def test_validation_is_a_mean_over_tokens(tokenizer):
     assert validation["backward"] == pytest.approx(total / count, rel=1e-5)
 
 
-# ------------------------------------------------------------------------------- as a user runs it
-
-
 @pytest.fixture
 def no_probe(monkeypatch):
     """As a copy of virtex.py with common.py alone: faster"""

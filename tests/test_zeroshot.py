@@ -16,6 +16,7 @@ import eval_linear
 import shapes
 from downstream import zeroshot
 
+
 def literal_scores(layer, xs, attributes):
     """Eq. 9 one by one: f(x, a) = a'(Σx + b), by the layer's Σ and b -> (N, classes)"""
     sigma, b = (p.detach().double().numpy() for p in (layer.weight, layer.bias))
