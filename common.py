@@ -1,13 +1,13 @@
 """What the methods share, in the order in which a script meets it:
 
-starting, messages       run, fail, require, error_context, print_main, progress
-flags                    choose_recipe, flag_parser, parse
-processes, precision     World, init_distributed, gather, data_parallel, autocast
-captioned images         caption_data -> CaptionData: built-in scenes, .jsonl, COCO
-from file to batch       Samples, load_image, read_crops, infinite_sampler, loader
-on the device            augment: colour jitter and normalisation
-backbones, optimisation  build_backbone, load_backbone, build_optimizer, lr_factor
-the output directory     Run, whose `steps` feed the training loop
+    starting, messages       run, fail, require, error_context, print_main, progress
+    flags                    choose_recipe, flag_parser, parse
+    processes, precision     World, init_distributed, gather, data_parallel, autocast
+    captioned images         caption_data -> CaptionData: built-in scenes, .jsonl, COCO
+    from file to batch       Samples, load_image, read_crops, infinite_sampler, loader
+    on the device            augment: colour jitter and normalisation
+    backbones, optimisation  build_backbone, load_backbone, build_optimizer, lr_factor
+    the output directory     Run, whose `steps` feed the training loop
 """
 
 import argparse
