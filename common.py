@@ -51,7 +51,7 @@ def run(main, get_args):
         install = "pip install -r requirements.txt, or copy it beside the script"
         fail(f"{error.name} is missing: {install}")
     except (torch.OutOfMemoryError, MemoryError):
-        fail("out of memory: try a smaller --batch-size, --image-size or --arch")
+        fail("out of memory: try --accumulate 4, or a smaller --batch-size, --image-size or --arch")
     except OSError as error:  # a wrong path, no permission, a full disk, no such model on the hub
         notes = getattr(error, "__notes__", [])
         fail("; ".join([" ".join(str(error).split()), *notes]))
@@ -91,9 +91,9 @@ def progress(iterable=None, **kwargs):
     return tqdm(iterable, disable=hidden, dynamic_ncols=True, **kwargs)
 
 
-def format_scores(scores, digits=2):
+def format_scores(scores):
     """{name: number} -> "top1 45.90, top5 84.10" """
-    return ", ".join(f"{name} {score:.{digits}f}" for name, score in scores.items())
+    return ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
 
 
 def import_if_there(name):
@@ -205,7 +205,7 @@ def flag_parser(script, description, recipe):
     add = parser.add_argument_group("probe of the backbone (see eval_linear.py)").add_argument
     add("--probe-data", help="shapes, coco, voc07, folder or a .jsonl (default: tags of --data)")
     add("--probe-root", help="folder of --probe-data")
-    parser.set_defaults(**{**recipe, "lr": None, "text_lr": None})
+    parser.set_defaults(**recipe | {"lr": None, "text_lr": None})
     return parser
 
 
@@ -216,6 +216,8 @@ def run_flags(parser, script):
     add("--fresh", action="store_true", help="forget what --output holds and start over")
     add("--seed", type=int, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
+    parts = "micro-batches of a batch, one after the other, to save memory; gradients are added"
+    add("--accumulate", type=positive_int, default=1, help=parts)
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
     add("--log-every", type=positive_int, help="iterations between lines of metrics.jsonl")
     add("--checkpoint-every", type=positive_int, help="iterations that a killed run can lose")
@@ -224,9 +226,10 @@ def run_flags(parser, script):
 
 def parse(parser, argv):
     args = parser.parse_args(argv)
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    if args.batch_size and args.batch_size % processes:
-        fail(f"--batch-size {args.batch_size} cannot be divided by {processes} processes")
+    parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
+    if args.batch_size and args.batch_size % parts:
+        count = f"{parts} processes (times --accumulate)"
+        fail(f"--batch-size {args.batch_size} cannot be divided by {count}")
     return args
 
 
@@ -250,12 +253,12 @@ def init_distributed():
     cuda = torch.cuda.is_available()
     torch.backends.cudnn.benchmark = True
     local = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    device = torch.device(f"cuda:{local}" if cuda else "cpu")
     if "RANK" not in os.environ:
         return World(0, 1, device)
     if cuda:
-        enough = local < torch.cuda.device_count()
-        require(enough, "there are fewer GPUs than processes: lower --nproc_per_node")
+        if local >= torch.cuda.device_count():
+            fail("there are fewer GPUs than processes: lower --nproc_per_node")
         torch.cuda.set_device(device)
     # Tensors of the host go through gloo. Hours: the first process may be making labels.
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -348,8 +351,9 @@ class ImageFiles(PackedStrings):
 
     def check_files(self):
         missing = [path for path in self if not os.path.isfile(path)]
-        count = f"{len(missing)} of {len(self)} images are missing, the first is {missing[:1]}"
-        require(not missing, f"{count}: paths start from --root, or from the .jsonl's folder")
+        if missing:
+            fail(f"{len(missing)} of {len(self)} images are missing, the first is {missing[0]}: "
+                 "paths start from --root, or from the .jsonl's folder")  # fmt: skip
 
 
 class CaptionData:
@@ -426,7 +430,8 @@ JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} 
 def jsonl_data(path, root, split):
     """One {"image", "captions", "tags", "split"} per line; all but "image" may be missing.
 
-    Relative paths start from `root`. If no line names a split, "val" is a fixed random twentieth.
+    Relative paths start from `root`. A line without a split is of "train"; if no line names one, a
+    fixed random twentieth is "val".
     """
     data = CaptionData(ImageFiles())
     splits = []
@@ -448,9 +453,7 @@ def jsonl_data(path, root, split):
         order = np.random.default_rng(0).permutation(len(data))
         splits = np.full(len(data), "train")
         splits[order[: max(1, len(data) // 20)]] = "val"
-    elif None in splits:
-        print_main(f"{path}: {splits.count(None)} lines name no split and are left out")
-    return data.select([i for i, name in enumerate(splits) if name == split])
+    return data.select([i for i, name in enumerate(splits) if (name or "train") == split])
 
 
 def captions_and_tags(row):
@@ -475,6 +478,11 @@ class Unreadable(Exception):
     """An image that cannot be decoded; the message is its path."""
 
 
+@functools.cache  # once for each photo
+def report_unreadable(path):
+    tqdm.write(f"cannot decode {path}: the next photo is used")
+
+
 class Samples(Dataset):
     """make_sample(index, rng) -> one sample, a dict.
 
@@ -486,7 +494,6 @@ class Samples(Dataset):
         self.make_sample = make_sample
         self.size = size
         self.seed = seed
-        self.reported = set()
 
     def __len__(self):
         return self.size
@@ -494,18 +501,16 @@ class Samples(Dataset):
     def __getitem__(self, key):
         epoch, index = key if isinstance(key, tuple) else (None, key)
         rng = None if epoch is None else np.random.default_rng([self.seed, epoch, index])
-        failed = []
-        while len(failed) < self.size and len(set(failed)) < 100:
+        failed = set()
+        for candidate in range(index, index + self.size):
             try:
-                return self.make_sample((index + len(failed)) % self.size, rng)
+                return self.make_sample(candidate % self.size, rng)
             except Unreadable as error:
-                path = str(error)
-                failed.append(path)
-                if path not in self.reported:
-                    tqdm.write(f"cannot decode {path}: the next photo is used")
-                    self.reported.add(path)
-        photos = sorted(set(failed))
-        raise Unreadable(f"{len(photos)} photos in a row cannot be decoded: {photos[:3]}")
+                report_unreadable(str(error))
+                failed.add(str(error))
+            if len(failed) == 100:
+                break
+        raise Unreadable(f"{len(failed)} photos in a row cannot be decoded: {sorted(failed)[:3]}")
 
 
 def random_crop(rng, smallest, width, height):
@@ -575,14 +580,14 @@ def load_image(images, index, rng, args):
     return {"image": image[:, ::-1] if flipped else image, "jitter": jitter, "flipped": flipped}
 
 
-def colour_jitter(rng, strength=1.0, p=0.8):
+def colour_jitter(rng, strength):
     """(4,) float32: factors of brightness, contrast, saturation, and the hue's angle in turns
 
-    At strength 1 within 1 +- 0.4 and +- 0.1 turns. Neutral with probability 1 - p.
+    At strength 1 within 1 +- 0.4 and +- 0.1 turns. Neutral with probability 0.2.
     """
     limits = strength * np.array([0.4, 0.4, 0.4, 0.1])
     factors = rng.uniform(NO_JITTER - limits, NO_JITTER + limits)
-    return factors.astype(np.float32) if rng.random() < p else NO_JITTER
+    return factors.astype(np.float32) if rng.random() < 0.8 else NO_JITTER
 
 
 def stack(samples, name):
@@ -815,9 +820,9 @@ class Run:
         barrier(world)  # before the first process removes or writes anything
         if world.is_main:
             self.start_files()
-        per_process = f"{args.batch_size // world.size} images each per iteration"
-        print_main(f"{script}: {world.size} process(es), {per_process}, device {world.device}, "
-                   f"amp {args.amp}, into {self.folder}")  # fmt: skip
+        per_rank_batch = args.batch_size // world.size
+        print_main(f"{script}: {world.size} process(es), {per_rank_batch} images each per iteration"
+                   f", device {world.device}, amp {args.amp}, into {args.output}")  # fmt: skip
 
     def check_same_settings(self, before):
         hint = "choose another --output, or --fresh to start over"
@@ -848,31 +853,35 @@ class Run:
         self.checkpoint = None  # gigabytes, at the papers' sizes
 
     def steps(self, samples, collate_fn, total, **extra_state):
-        """Yield (iteration, batch on the device) up to iteration `total`
+        """Yield (iteration, its micro-batches: on the device, --accumulate of them) up to `total`
 
-        When the loop asks for the next batch, what it last gave to run.log is written if a line or
-        a checkpoint is due: `for iteration, batch in run.steps(...): ...; run.log(loss=loss)`.
+        When the loop asks for the next one, what it last gave to run.log is written if a line or a
+        checkpoint is due: `for iteration, batches in run.steps(...): ...; run.log(loss=loss)`.
         extra_state: goes into checkpoint.pth and model_N.pth, too.
         """
         args, world = self.args, self.world
         make_sampler = getattr(self.data.images, "sampler", infinite_sampler)
         order = make_sampler(len(samples), args.batch_size, world, args.seed, self.iteration)
-        per_rank_batch = args.batch_size // world.size
-        batches = iter(
-            loader(samples, per_rank_batch, args.workers, collate_fn, world.device, order)
-        )
+        part_size = args.batch_size // world.size // args.accumulate
+        batches = iter(loader(samples, part_size, args.workers, collate_fn, world.device, order))
+
+        def micro_batches():
+            for part in range(args.accumulate):
+                asked = time.perf_counter()
+                batch = to_device(next(batches), world.device)
+                self.waited += time.perf_counter() - asked
+                # Dropout is a function of seed, iteration, rank and part: a resumed run repeats it.
+                place = self.iteration * world.size + world.rank
+                torch.manual_seed((args.seed << 40) + place * args.accumulate + part)
+                yield batch
+
         self.waited = 0.0
         self.since = self.iteration, time.perf_counter()
         to_do = range(self.iteration + 1, total + 1)
         bar = progress(to_do, initial=self.iteration, total=total, unit=" its")
         for iteration in bar:
             self.iteration = iteration
-            asked = time.perf_counter()
-            batch = to_device(next(batches), world.device)
-            self.waited += time.perf_counter() - asked
-            # Dropout is a function of seed, iteration and rank: a resumed run draws the same.
-            torch.manual_seed((args.seed << 40) + iteration * world.size + world.rank)
-            yield iteration, batch
+            yield iteration, micro_batches()
 
             if self.due("log") or self.due("validate"):
                 bar.set_postfix(loss=f"{self.write_metrics():.3f}")
@@ -883,13 +892,9 @@ class Run:
         end_distributed(world)
 
     def due(self, what):
-        """Whether the flag --{what}-every says that it is time"""
+        """Whether --log-every... says that it is time"""
         every = getattr(self.args, f"{what}_every", None)
         return every and self.iteration % every == 0
-
-    def validating(self):
-        """Whether --validate-every is due, on the first process"""
-        return self.world.is_main and self.due("validate")
 
     def log(self, validation=None, **values):
         """Numbers or tensors for the next line of metrics.jsonl: read then, not at every step.
@@ -904,8 +909,8 @@ class Run:
         values = [torch.as_tensor(value).item() for value in self.values.values()]
         means = gather(torch.tensor([values]), self.world).mean(0).tolist()
         row = dict(zip(self.values, means))
-        finite = math.isfinite(row["loss"])
-        require(finite, f"the loss is not finite at iteration {self.iteration}: {DIVERGED}")
+        if not math.isfinite(row["loss"]):
+            fail(f"the loss is not finite at iteration {self.iteration}: {DIVERGED}")
         row |= {f"validation_{name}": score for name, score in self.validation.items()}
         iteration, before = self.since
         self.since = self.iteration, time.perf_counter()
@@ -924,8 +929,8 @@ class Run:
         """Write a checkpoint, unless the last step has made a weight infinite or NaN."""
         if self.world.is_main:
             state = {part: value.state_dict() for part, value in parts.items()}
-            finite = all(value.isfinite().all() for value in state["model"].values())
-            require(finite, f"a weight is not finite at iteration {self.iteration}: {DIVERGED}")
+            if not all(value.isfinite().all() for value in state["model"].values()):
+                fail(f"a weight is not finite at iteration {self.iteration}: {DIVERGED}")
             state |= {"script": self.script, "args": self.settings, "iteration": self.iteration}
             save(self.folder / name, state | extra_state)
 

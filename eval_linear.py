@@ -74,7 +74,7 @@ def flag_parser(script, description, choices=None, data_help=common.DATA):
     add("--seed", type=int, default=0, help="of the first run")
     add("--output", default=f"runs/{script}", help="directory of result.json and other files")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off for numbers to report")
-    parser.set_defaults(batch_size=None)
+    parser.set_defaults(batch_size=None, accumulate=1)
     return parser
 
 
@@ -424,7 +424,8 @@ def run_over_images(function, images, args, world, side_fraction=224 / 256):
         file.flush()
         features = None
         if world.is_main:
-            features = np.memmap(file, np.float32, "c").reshape(sum(readable), -1)
+            values = np.memmap(file, np.float32, "c")
+            features = values.reshape(sum(readable), -1)
     return features, np.flatnonzero(readable)
 
 

@@ -175,27 +175,30 @@ def main(args):
     parallel = None
     validation = partial(validate, model, lm, val, concepts, tokenizer, args)
     samples, collate_fn = triplet_samples(train, tokenizer, concepts, args)
-    for iteration, batch in run.steps(samples, collate_fn, iters, concepts=concepts):
+    for iteration, micro_batches in run.steps(samples, collate_fn, iters, concepts=concepts):
         if parallel is None or iteration == frozen_iters + 1:
             parallel = freeze_and_wrap(model, world, frozen=iteration <= frozen_iters)
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
-        images = common.augment(batch["images"], batch["jitter"])  # (B, 3, size, size)
-        mask = batch["attention_mask"]  # (B, T)
-        token_features = lm.encode(batch["tokens"], mask)  # W: (B, T, d_w)
-        with common.autocast(device, args.amp):  # logits (B, |V|), tag logits (B, K)
-            logits, tag_logits = parallel(images, token_features, mask, batch["mask_pos"])
-        # Eqs. 6, 7: softmax over the vocabulary, mean over the triplets of the batch [App. F.1].
-        losses = {"mlm": F.cross_entropy(logits.float(), batch["target"])}
-        loss = losses["mlm"]
-        if args.lambda_tp:
-            losses["tp"] = language.tag_loss(tag_logits, batch["tags"])  # Eq. 2
-            loss = loss + args.lambda_tp * losses["tp"]  # Eq. 8
         optimizer.zero_grad()
-        scaler.scale(loss).backward()
+        for batch in micro_batches:
+            images = common.augment(batch["images"], batch["jitter"])  # (B, 3, size, size)
+            mask = batch["attention_mask"]  # (B, T)
+            token_features = lm.encode(batch["tokens"], mask)  # W: (B, T, d_w)
+            with common.autocast(device, args.amp):  # logits (B, |V|), tag logits (B, K)
+                logits, tag_logits = parallel(images, token_features, mask, batch["mask_pos"])
+            # Eqs. 6, 7: softmax over the vocabulary, mean over the batch's triplets [App. F.1].
+            losses = {"mlm": F.cross_entropy(logits.float(), batch["target"])}
+            loss = losses["mlm"]
+            if args.lambda_tp:
+                losses["tp"] = language.tag_loss(tag_logits, batch["tags"])  # Eq. 2
+                loss = loss + args.lambda_tp * losses["tp"]  # Eq. 8
+            scaler.scale(loss / args.accumulate).backward()
         scaler.step(optimizer)
         scaler.update()
-        val_losses = validation()["validation_loss"] if run.validating() else None
+        val_losses = None
+        if world.is_main and run.due("validate"):
+            val_losses = validation()["validation_loss"]
         run.log(val_losses, loss=loss, **losses, lr=args.lr * lr_scale)
 
     # The backbone is the result; the probe says what it is worth.
@@ -640,11 +643,11 @@ def validate(model, lm, val, concepts, tokenizer, args, num_triplets=5000):
     model.train()
     model.backbone.train(was_training)
     mean_loss = {name: float(concatenate(rows).mean()) for name, rows in losses.items()}
-    print_main(f"validation loss: {common.format_scores(mean_loss, 3)}")
+    print_main(f"validation loss: {common.format_scores(mean_loss)}")
     results = {"triplets": len(parts)}
     for name, rows in ranks.items():
         results[name] = accuracies(concatenate(rows), np.array(parts))
-        scores = common.format_scores(results[name], 1)
+        scores = common.format_scores(results[name])
         print_main(f"masked token prediction, {len(parts)} triplets, {name}: {scores}")
     return {"validation_loss": mean_loss, "masked_words": results}
 

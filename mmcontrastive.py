@@ -117,9 +117,9 @@ def get_args(argv=None):
     add("--lm-iters", type=int,
         help="iterations in which --lm scratch first learns the captions' masked words; 0: none")
     add("--mlp-hidden", type=int, help="hidden layer of the MLPs; 0: linear, as in MoCo v1")
-    add("--intra-dim", type=positive_int, default=128, help="of the spaces within a modality")
+    add("--intra-dim", type=int, default=128,
+        help="of the spaces within a modality; 0: the common space, by one MLP [Sec. 4.4]")
     add("--inter-dim", type=positive_int, default=1024, help="of the common space [Sec. 4.4]")
-    add("--unified-mlp", action="store_true", help="one MLP for both spaces: worse [Sec. 4.4]")
     add("--queue", type=positive_int, help="K, keys to compare with; fewer on fewer photos")
     add("--momentum", type=fraction, help="m of the momentum encoders; lower for short runs")
     add("--bn-splits", type=positive_int,
@@ -148,13 +148,11 @@ def get_args(argv=None):
     args.text_lr = args.text_lr or batch_scale * recipe["text_lr"]
     if bool(args.lambda_ic) != bool(args.lambda_ci):  # keys in a space that nothing trains
         parser.error("--lambda-ic and --lambda-ci go together: give both, or 0 for both")
-    if args.unified_mlp and args.intra_dim != args.inter_dim:
-        parser.error("--unified-mlp has one width: --intra-dim and --inter-dim must be equal")
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    groups = max(args.bn_splits, processes)
-    if groups % processes or args.batch_size % groups or args.batch_size < 2 * groups:
+    parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
+    groups = max(args.bn_splits, parts)
+    if groups % parts or args.batch_size % groups or args.batch_size < 2 * groups:
         parser.error(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} "
-                     f"groups of two or more over {processes} processes")  # fmt: skip
+                     f"groups of two or more on {parts} processes times --accumulate")  # fmt: skip
     return args
 
 
@@ -187,8 +185,11 @@ def main(args):
     if pretrained:
         load_pretrained(encoders["caption"].trunk.bert, pretrained)
     num_tags = len(train.tag_names) if args.lambda_tag else 0
-    bn_splits = max(1, args.bn_splits // world.size)  # on this process
-    model = MultimodalContrastive(encoders, queue_size, num_tags, bn_splits)
+    bn_splits = max(args.bn_splits, args.accumulate * world.size)
+    bn_group = None
+    if bn_splits > world.size:
+        bn_group = args.batch_size // bn_splits
+    model = MultimodalContrastive(encoders, queue_size, num_tags, bn_group)
     model.to(device, memory_format=torch.channels_last)
     backbone = model.queries["image"].trunk[0]
     rates = {"image": args.lr, "caption": args.text_lr}
@@ -202,31 +203,40 @@ def main(args):
     parallel = common.data_parallel(model, world).train()
 
     samples = common.Samples(partial(make_sample, train, translations, args), len(train), args.seed)
-    for iteration, batch in run.steps(samples, partial(collate, tokenizer), iters):
+    for iteration, micro_batches in run.steps(samples, partial(collate, tokenizer), iters):
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
-        tags = batch["tags"]  # (B, num_tags) of zeros and ones
-        captioned = batch["captioned"]  # (B,)
-        images_q = augment_view(batch["q"], args)  # (B, 3, h, w)
-        images_k = augment_view(batch["k"], args)
-        captions_q = batch["q"].get("captions")  # tokens and attention mask (B, T), or None
-        captions_k = batch["k"].get("captions")
-        update_momentum(model.queries, model.keys, args.momentum)
-        with common.autocast(device, args.amp):
-            queries = parallel(images_q, captions_q)  # {"image_intra": (B, 128), ...}
-            keys = model.encode_keys(images_k, captions_k, (args.seed, iteration), world)
-        losses = contrastive_losses(
-            queries,
-            keys,
-            model.queues,
-            tags,
-            captioned,
-            temperature=args.temperature,
-            threshold=args.tag_threshold,
-        )
-        loss = sum(getattr(args, f"lambda_{name}") * losses[name] for name in losses)  # Eq. 15
         optimizer.zero_grad()
-        scaler.scale(loss).backward()
+        update_momentum(model.queries, model.keys, args.momentum)
+
+        # The keys of all micro-batches: they need no gradient, but shuffled batch norm.
+        batches = list(micro_batches)
+        tags = torch.cat([batch["tags"] for batch in batches])  # (B, num_tags) of 0 and 1
+        captioned = torch.cat([batch["captioned"] for batch in batches])  # (B,)
+        images_k = torch.cat([augment_view(batch["k"], args) for batch in batches])  # (B, 3, h, w)
+        captions_k = [batch["k"].get("captions") for batch in batches]
+        with common.autocast(device, args.amp):  # {"image_intra": (B, 128), ...}
+            keys = model.encode_keys(images_k, captions_k, (args.seed, iteration), world)
+
+        for n, batch in enumerate(batches):
+            images_q = augment_view(batch["q"], args)
+            captions_q = batch["q"].get("captions")  # tokens and attention mask (B, T), or None
+            with common.autocast(device, args.amp):
+                queries = parallel(images_q, captions_q)
+            part = {}
+            for name, key in keys.items():
+                part[name] = key.chunk(args.accumulate)[n]
+            losses = contrastive_losses(
+                queries,
+                part,
+                model.queues,
+                batch["tags"],
+                batch["captioned"],
+                temperature=args.temperature,
+                threshold=args.tag_threshold,
+            )
+            loss = sum(getattr(args, f"lambda_{name}") * losses[name] for name in losses)  # Eq. 15
+            scaler.scale(loss / args.accumulate).backward()
         scaler.step(optimizer)
         scaler.update()
         model.enqueue(keys, tags, captioned, iteration, world)
@@ -417,12 +427,14 @@ def build_encoders(args, bert_config=None):
     Spaces that no loss uses have no MLP. The paper writes Phi_ik in Eq. 7 and again in Eq. 10, for
     two MLPs which it calls distinct: caption_intra and caption_inter of the momentum encoder.
     """
+    unified = not args.intra_dim
+    intra_dim = args.intra_dim or args.inter_dim
     image_dims = {}
     caption_dims = {}
     if args.lambda_ii or args.lambda_tag:
-        image_dims["image_intra"] = args.intra_dim  # Eqs. 1, 2
+        image_dims["image_intra"] = intra_dim  # Eqs. 1, 2
     if args.lambda_cc:
-        caption_dims["caption_intra"] = args.intra_dim  # Eqs. 6, 7
+        caption_dims["caption_intra"] = intra_dim  # Eqs. 6, 7
     if args.lambda_ic:
         image_dims["image_inter"] = args.inter_dim  # Eqs. 9, 13
         caption_dims["caption_inter"] = args.inter_dim  # Eqs. 12, 10
@@ -430,11 +442,11 @@ def build_encoders(args, bert_config=None):
     backbone = common.build_backbone(args.arch)
     trunk = nn.Sequential(backbone, nn.AdaptiveAvgPool2d(1), nn.Flatten())
     width = backbone.channels
-    encoders["image"] = Encoder(trunk, width, image_dims, args.mlp_hidden, args.unified_mlp)
+    encoders["image"] = Encoder(trunk, width, image_dims, args.mlp_hidden, unified)
     if bert_config:
         trunk = CaptionTrunk(bert_config)
         width = bert_config.hidden_size
-        encoders["caption"] = Encoder(trunk, width, caption_dims, args.mlp_hidden, args.unified_mlp)
+        encoders["caption"] = Encoder(trunk, width, caption_dims, args.mlp_hidden, unified)
     return encoders
 
 
@@ -565,14 +577,14 @@ class MultimodalContrastive(nn.Module):
         image_inter      Eq. 9     Eq. 13
         caption_inter    Eq. 12    Eq. 10
 
-    encoders: of build_encoders.  queue_size: K.  num_tags: 0 without Eq. 5.  bn_splits: groups of
-    batch norm on this process
+    encoders: of build_encoders.  queue_size: K.  num_tags: 0 without Eq. 5.  bn_group: images that
+    are normalised together, if not all of a process
     """
 
-    def __init__(self, encoders, queue_size, num_tags, bn_splits=1):
+    def __init__(self, encoders, queue_size, num_tags, bn_group=None):
         super().__init__()
-        if bn_splits > 1:
-            convert_split_batchnorm(encoders, bn_splits)
+        if bn_group:
+            convert_split_batchnorm(encoders, bn_group)
         self.queries = encoders
         self.keys = copy.deepcopy(encoders).requires_grad_(False)
         self.queues = nn.ModuleDict()
@@ -597,7 +609,8 @@ class MultimodalContrastive(nn.Module):
         """-> keys {name: (B, dim)} of the photos and captions of this process
 
         Shuffled batch norm [MoCo]: keys are normalised in other groups than their queries. With
-        the same group, its statistics would give the key away.  seed: of the order, for all alike
+        the same group, its statistics would give the key away.  seed: of the order, for all alike.
+        captions: of each micro-batch, tokens and attention mask (B, T), or None
         """
         images = common.gather(images, world)
         order = torch.from_numpy(np.random.default_rng(seed).permutation(len(images)))
@@ -606,8 +619,9 @@ class MultimodalContrastive(nn.Module):
         keys = self.keys["image"](shuffled.contiguous(memory_format=torch.channels_last))
         unshuffle = order.argsort().chunk(world.size)[world.rank]
         keys = {name: common.gather(key, world)[unshuffle] for name, key in keys.items()}
-        if captions:
-            keys |= self.keys["caption"](*captions)
+        if captions[0]:
+            encoded = [self.keys["caption"](*inputs) for inputs in captions]
+            keys |= {name: torch.cat([key[name] for key in encoded]) for name in encoded[0]}
         return keys
 
     @torch.no_grad()
@@ -642,20 +656,20 @@ class Queue(nn.Module):
 
 
 class SplitBatchNorm(nn.BatchNorm2d):
-    """Batch norm with statistics of its own in each of `splits` groups of a training batch
+    """Batch norm with statistics of its own in each group of so many images of a training batch
 
     As if each group were on a GPU of its own [MoCo]; other layers run once for the whole batch.
     """
 
-    def __init__(self, channels, splits):
+    def __init__(self, channels, group):
         super().__init__(channels)
-        self.splits = splits
+        self.group = group
 
     def forward(self, x):
         norm = super().forward
         if not self.training:
             return norm(x)
-        groups = x.chunk(self.splits)
+        groups = x.split(self.group)
         if torch.is_grad_enabled():
             return torch.cat([norm(group) for group in groups])
         for group in groups:  # of keys: in place is faster, and nothing else needs x
@@ -663,12 +677,12 @@ class SplitBatchNorm(nn.BatchNorm2d):
         return x
 
 
-def convert_split_batchnorm(model, splits):
+def convert_split_batchnorm(model, group):
     """Put a SplitBatchNorm in the place of each batch norm of a new model."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.BatchNorm2d):
-                setattr(parent, name, SplitBatchNorm(child.num_features, splits))
+                setattr(parent, name, SplitBatchNorm(child.num_features, group))
 
 
 @torch.no_grad()
@@ -799,7 +813,7 @@ def validate(encoders, val, tokenizer, args, device):
     result = {"images": len(images), "captions": len(captions)}
     for name, similarity in (("trained", images @ captions.T), ("random", chance)):
         scores = retrieval_scores(similarity, torch.from_numpy(val.image_of_caption()))
-        ways = [f"{way} {common.format_scores(scores[way], 1)}" for way in scores]
+        ways = [f"{way} {common.format_scores(scores[way])}" for way in scores]
         print_main(f"retrieval among {len(images)} photos, {name}: {'; '.join(ways)}")
         result[name] = scores
     return {"retrieval": result}

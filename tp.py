@@ -167,27 +167,27 @@ def main(args):
     parallel = common.data_parallel(model, world).train()
 
     make_train_sample = partial(make_sample, train.images, rows, args)
-    make_val_sample = partial(make_sample, val.images, val_rows, args)
     samples = common.Samples(make_train_sample, len(rows), args.seed)
-    val_samples = common.Samples(make_val_sample, len(val_rows))
+    val_samples = common.Samples(partial(make_sample, val.images, val_rows, args), len(val_rows))
     validation = partial(validate, model, val_samples, val_labels, args, device)
     flip_permutation = language.flip_permutation(names)
     collate_fn = partial(collate, labels, flip_permutation)
-    for iteration, batch in run.steps(samples, collate_fn, iters, names=names):
+    for iteration, micro_batches in run.steps(samples, collate_fn, iters, names=names):
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)  # [App. F.1]
         common.set_lr(optimizer, lr_scale)
-        images = common.augment(batch["images"], batch["jitter"])  # (B, 3, h, w)
-        targets = batch["targets"]  # (B, K)
-        if args.labels == "rotation":
-            images, targets = four_rotations(images)  # (4B, 3, h, w), (4B, 4)
-        with common.autocast(device, args.amp):
-            logits = parallel(images)  # (B, K)
-        loss = label_loss(logits, targets, args.labels)
         optimizer.zero_grad()
-        scaler.scale(loss).backward()
+        for batch in micro_batches:
+            images = common.augment(batch["images"], batch["jitter"])  # (B, 3, h, w)
+            targets = batch["targets"]  # (B, K)
+            if args.labels == "rotation":
+                images, targets = four_rotations(images)  # (4B, 3, h, w), (4B, 4)
+            with common.autocast(device, args.amp):
+                logits = parallel(images)  # (B, K)
+            loss = label_loss(logits, targets, args.labels)
+            scaler.scale(loss / args.accumulate).backward()
         scaler.step(optimizer)
         scaler.update()
-        scores = validation() if run.validating() else None
+        scores = validation() if world.is_main and run.due("validate") else None
         run.log(scores, loss=loss, lr=args.lr * lr_scale)
 
     # The backbone is the result; the probe says what it is worth.

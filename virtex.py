@@ -158,21 +158,24 @@ def main(args):
     samples = common.Samples(partial(make_sample, train, tokenizer, args), len(train), args.seed)
     tokenizer_bytes = bytearray(tokenizer.serialized_model_proto())
     state = {"tokenizer": torch.frombuffer(tokenizer_bytes, dtype=torch.uint8)}
-    for iteration, batch in run.steps(samples, collate, iters, **state):
+    for iteration, micro_batches in run.steps(samples, collate, iters, **state):
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup)  # [Sec. 3]
         common.set_lr(optimizer, lr_scale)
-        images = common.augment(batch.pop("images"), batch.pop("jitter"))  # (B, 3, h, w)
-        with common.autocast(device, args.amp):
-            losses = parallel(images, **batch)
-        loss = sum(losses.values())
         optimizer.zero_grad()
-        scaler.scale(loss).backward()
+        for batch in micro_batches:
+            images = common.augment(batch.pop("images"), batch.pop("jitter"))  # (B, 3, h, w)
+            with common.autocast(device, args.amp):
+                losses = parallel(images, **batch)
+            loss = sum(losses.values())
+            scaler.scale(loss / args.accumulate).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         scaler.step(optimizer)
         scaler.update()
         lookahead.step()
-        validation = validate(model, val, tokenizer, args, device) if run.validating() else None
+        validation = None
+        if world.is_main and run.due("validate"):
+            validation = validate(model, val, tokenizer, args, device)
         lrs = {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
         run.log(validation, loss=loss, **losses, **lrs)
 
@@ -583,7 +586,7 @@ def validate(model, val, tokenizer, args, device):
             counts[name] = counts.get(name, 0) + count
     model.train()
     means = {name: total / max(1, counts[name]) for name, total in totals.items()}
-    print_main(f"validation loss: {common.format_scores(means, 3)}")
+    print_main(f"validation loss: {common.format_scores(means)}")
     return means
 
 

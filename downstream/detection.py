@@ -127,7 +127,7 @@ def main(args):
     scores = baselines.with_random_baseline(args, world, partial(fine_tune, train, val))
     if scores:
         origins = {"trained": f"from {args.weights}", "random": "from random initialisation"}
-        parts = [f"{common.format_scores(scores[name], 1)} {origins[name]}" for name in scores]
+        parts = [f"{common.format_scores(scores[name])} {origins[name]}" for name in scores]
         print_main(f"{args.data}, {args.iters} iterations: {'; '.join(parts)}")
 
 
@@ -158,14 +158,15 @@ def fine_tune(train, val, args, world):
 
     rows = boxes.training_rows(train, args.seed)
     samples = common.Samples(partial(boxes.make_sample, train, rows), len(rows), args.seed)
-    for iteration, batch in run.steps(samples, boxes.collate_fn, args.iters):
+    for iteration, micro_batches in run.steps(samples, boxes.collate_fn, args.iters):
         lr_scale = common.lr_factor(iteration - 1, args.iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
-        with common.autocast(device, args.amp):
-            losses = parallel(batch)  # {name: scalar}
-        loss = sum(losses.values())
         optimizer.zero_grad()
-        scaler.scale(loss).backward()
+        for batch in micro_batches:
+            with common.autocast(device, args.amp):
+                losses = parallel(batch)  # {name: scalar}
+            loss = sum(losses.values())
+            scaler.scale(loss / args.accumulate).backward()
         scaler.step(optimizer)
         scaler.update()
         run.log(loss=loss, lr=args.lr * lr_scale, **losses)

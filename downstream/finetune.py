@@ -141,14 +141,16 @@ def fine_tune(train, val, args, world):
     validate_every = lines * args.log_every
     make_sample = partial(eval_linear.labelled_photo, train, args)
     samples = common.Samples(make_sample, num_images, args.seed)
-    for iteration, batch in run.steps(samples, eval_linear.collate_labelled, iters):
+    for iteration, micro_batches in run.steps(samples, eval_linear.collate_labelled, iters):
         lr_scale = common.lr_factor(iteration - 1, iters, steps=steps)
         common.set_lr(optimizer, lr_scale)
-        with common.autocast(device, args.amp):
-            logits = parallel(common.augment(batch["images"]))  # (B, classes)
-        loss = eval_linear.classification_loss(logits.float(), batch["labels"], multi_label=False)
         optimizer.zero_grad()
-        scaler.scale(loss).backward()
+        for batch in micro_batches:
+            labels = batch["labels"]
+            with common.autocast(device, args.amp):
+                logits = parallel(common.augment(batch["images"]))  # (B, classes)
+            loss = eval_linear.classification_loss(logits.float(), labels, multi_label=False)
+            scaler.scale(loss / args.accumulate).backward()
         scaler.step(optimizer)
         scaler.update()
         scores = None

@@ -337,9 +337,9 @@ def report(runs, args):
         results = eval_linear.over_runs(scores)
         content[name] = results["mean"]
         content["std"][name] = results["std"]
-        print_main(f"{name:8} {common.format_scores(results['mean'], 1)}")
+        print_main(f"{name:8} {common.format_scores(results['mean'])}")
         if args.runs > 1:
-            print_main(f"{'':8} deviation: {common.format_scores(results['std'], 1)}")
+            print_main(f"{'':8} deviation: {common.format_scores(results['std'])}")
     common.write_json(f"{args.output}/result.json", content)
     scores = [f"{content[name]['text to image R@10']:.1f} {IN_WORDS[name]}" for name in runs]
     print_main(f"retrieval on {args.data}, text to image R@10: {', '.join(scores)}")

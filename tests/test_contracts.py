@@ -171,6 +171,29 @@ def test_two_processes(script, tiny, tmp_path):
         assert shared[2:] != pytest.approx(alone[2:], rel=1e-3)
 
 
+def gradients(folder):
+    """The first step's, times a constant: the optimizer's running means"""
+    states = checkpoint_in(folder)["optimizer"]["state"].values()
+    return [state.get("momentum_buffer", state.get("exp_avg")) for state in states]
+
+
+@every_script
+def test_micro_batches_are_processes(script, tiny, tmp_path):
+    """--accumulate 2 has the gradients of two processes: each part its batch norm, its dropout."""
+    flags = ["--iters", 1]
+    if script == "mmcontrastive":
+        flags = "--iters 2 --recipe demo --lm scratch --bn-splits 1".split()  # keys, no dropout
+    in_two_processes(run_here, tiny(script, tmp_path / "two", *flags))
+    run_here(tiny(script, tmp_path / "one", *flags, "--accumulate", 2))
+    run_here(tiny(script, tmp_path / "whole", *flags))
+    apart = []
+    moments = [gradients(tmp_path / name) for name in ("two", "one", "whole")]
+    for two, one, whole in zip(*moments, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4 * float(two.abs().max()))
+        apart.append(float((whole - two).norm() / two.norm().clamp(min=1e-12)))
+    assert max(apart) > 0.05
+
+
 @every_script
 def test_a_diverging_run(script, tiny, tmp_path):
     """It stops, says what to try, and its checkpoint is finite."""

@@ -170,7 +170,7 @@ BERT |= {"intermediate_size": 24, "vocab_size": 30, "pad_token_id": 0}
 LAMBDAS = dict.fromkeys(("lambda_ii", "lambda_tag", "lambda_cc", "lambda_ic", "lambda_ci"), 1.0)
 
 
-def tiny_model(groups=1):
+def tiny_model(bn_group=None):
     """Three tags, K = 16, spaces of 6 (intra) and 4 (inter) dimensions, no dropout"""
     import transformers
 
@@ -178,9 +178,9 @@ def tiny_model(groups=1):
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.BertConfig(**BERT, **dropout)
     sizes = {"mlp_hidden": 16, "intra_dim": 6, "inter_dim": 4}
-    args = SimpleNamespace(arch="resnet18", unified_mlp=False, **sizes, **LAMBDAS)
+    args = SimpleNamespace(arch="resnet18", **sizes, **LAMBDAS)
     encoders = mmcontrastive.build_encoders(args, config)
-    return mmcontrastive.MultimodalContrastive(encoders, 16, num_tags=3, bn_splits=groups)
+    return mmcontrastive.MultimodalContrastive(encoders, 16, num_tags=3, bn_group=bn_group)
 
 
 def tiny_batch(step=0):
@@ -208,10 +208,10 @@ def by_hand(encoders, photos, captions):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("training, groups", ((False, 4), (True, 1)))
-def test_queries_and_keys_are_those_of_their_equations(training, groups):
+@pytest.mark.parametrize("training, bn_group", ((False, 2), (True, None)))
+def test_queries_and_keys_are_those_of_their_equations(training, bn_group):
     """Which encoder, modality and MLP each comes from; keys stand in the order of the photos."""
-    model = tiny_model(groups=groups).train(training)
+    model = tiny_model(bn_group).train(training)
     for parameter in model.queries.parameters():
         parameter += 0.01 * torch.randn_like(parameter)
     photos, captions, _, _ = tiny_batch()
@@ -221,15 +221,15 @@ def test_queries_and_keys_are_those_of_their_equations(training, groups):
     close(model(photos, captions), queries, 1e-4)
     keys = by_hand(model.keys, photos, captions)  # Eqs. 2, 7, 13, 10
     for seed in (0, 1):
-        close(model.encode_keys(photos, captions, seed, ALONE), keys, 1e-4)
+        close(model.encode_keys(photos, [captions], seed, ALONE), keys, 1e-4)
 
 
 @torch.no_grad()
 def test_groups_have_batch_statistics_of_their_own():
     """Shuffled batch norm: each photo's query and key are those of its group of two, alone."""
-    model, plain, (photos, _, _, _) = tiny_model(groups=4), tiny_model(), tiny_batch()
+    model, plain, (photos, _, _, _) = tiny_model(bn_group=2), tiny_model(), tiny_batch()
     order = np.random.default_rng(5).permutation(8).tolist()
-    keys, whole = model.encode_keys(photos, None, 5, ALONE), plain.keys["image"](photos)
+    keys, whole = model.encode_keys(photos, [None], 5, ALONE), plain.keys["image"](photos)
     for start in range(0, 8, 2):
         group = order[start : start + 2]
         close({name: keys[name][group] for name in keys}, plain.keys["image"](photos[group]), 1e-5)
@@ -248,12 +248,12 @@ def three_batches():
     -> all keys of each batch, and what the queues hold
     """
     world = common.init_distributed()
-    model, found = tiny_model(groups=2 // world.size), []
+    model, found = tiny_model(bn_group=4 if world.size == 1 else None), []
     for step in range(3):
         photos, captions, tags, captioned = tiny_batch(step)
         mine = torch.arange(8).chunk(world.size)[world.rank]
         captions = [part[mine] for part in captions]
-        keys = model.encode_keys(photos[mine], captions, (7, step), world)
+        keys = model.encode_keys(photos[mine], [captions], (7, step), world)
         model.enqueue(keys, tags[mine], captioned[mine], step + 1, world)
         found += [common.gather(keys[name], world) for name in DIMS]
     common.end_distributed(world)
@@ -486,7 +486,7 @@ def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
     tokenizer, config = mmcontrastive.read_caption_model(run / "caption_model")
     encoders = mmcontrastive.build_encoders(args, config)
     num_tags = len(train.tag_names)
-    model = mmcontrastive.MultimodalContrastive(encoders, 24, num_tags, bn_splits=2)
+    model = mmcontrastive.MultimodalContrastive(encoders, 24, num_tags, args.batch_size // 2)
     model.load_state_dict(old)
     model.to(memory_format=torch.channels_last).train()
     with torch.no_grad():
@@ -506,8 +506,8 @@ def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
     torch.manual_seed((3 << 40) + 4)  # dropout
     with torch.no_grad():
         images_q, images_k = [mmcontrastive.augment_view(batch[name], args) for name in "qk"]
+        keys = model.encode_keys(images_k, [batch["k"]["captions"]], (3, 4), ALONE)
         queries = model(images_q, batch["q"]["captions"])
-        keys = model.encode_keys(images_k, batch["k"]["captions"], (3, 4), ALONE)
 
     given = {name: queue.keys[queue.valid] for name, queue in model.queues.items()}
     assert [len(given[name]) for name in ("tags", "image_inter", "caption_inter")] == [24, 24, 16]
@@ -551,7 +551,7 @@ def test_moco_v2_reads_no_captions(tiny, tmp_path):
 
 def test_unified_mlps_on_vgg16(tiny, tmp_path):
     """Sec. 4.4: each encoder's two MLPs are one; Eq. 5 does without Eq. 3."""
-    flags = ["--unified-mlp", "--inter-dim", 16, "--arch", "vgg16_bn", "--lambda-ii", 0]
+    flags = ["--intra-dim", 0, "--inter-dim", 16, "--arch", "vgg16_bn", "--lambda-ii", 0]
     run_here(tiny("mmcontrastive", tmp_path, *flags, "--iters", 2, "--lr", 0.001))
     state, row = checkpoint_in(tmp_path)["model"], metrics(tmp_path)[-1]
     intra = [name for name in state if name.split(".")[-3].endswith("_intra")]

@@ -68,7 +68,6 @@ ONE_SCRIPT = {
         ("--data {tmp}/photos.jsonl", "no image has a caption. " + JSONL),
     ],
     "mmcontrastive": [
-        ("--unified-mlp", "--intra-dim and --inter-dim must be equal"),
         ("--batch-size 12", "12 cannot be split into --bn-splits 8 groups of two or more"),
         ("--lambda-ii 0 --lambda-tag 0 --lambda-ic 0 --lambda-ci 0", "nothing trains the backbone"),
         ("--lambda-ic 0", "--lambda-ic and --lambda-ci go together"),

@@ -7,8 +7,8 @@ bare backbone (for mmcontrastive.py two forward and one backward pass, of the ba
                                          (icmlm's downloads its BERT: else name --methods without)
 
 Floors and steps are measured in one run, in turns, in the same precision and memory format, on data
-that is already on the device. On a machine that others use, too, only the ratios mean something.
-Further flags (--workers, --train-split) go to the scripts whose whole loop is measured.
+on the device. If others use the machine, only ratios mean something. Further flags (--workers) go
+to the scripts whose whole loop is measured.
 """
 
 import json
@@ -130,7 +130,7 @@ def random_photos(args, device):
     size = args.image_size
     rng = np.random.default_rng(0)
     images = torch.randint(0, 256, (args.batch_size, size, size, 3), dtype=torch.uint8)
-    jitter = np.stack([common.colour_jitter(rng) for _ in range(args.batch_size)])
+    jitter = np.stack([common.colour_jitter(rng, 1.0) for _ in range(args.batch_size)])
     return images.to(device), torch.from_numpy(jitter).to(device)
 
 
@@ -243,7 +243,8 @@ def icmlm_step(args, device):
 def mmcontrastive_step(args, device):
     """Without tags; BERT-base beside the backbone, queues full"""
     encoders = mmcontrastive.build_encoders(args, BERT_BASE)
-    model = mmcontrastive.MultimodalContrastive(encoders, args.queue, 0, args.bn_splits)
+    group = args.batch_size // args.bn_splits
+    model = mmcontrastive.MultimodalContrastive(encoders, args.queue, 0, group)
     model.to(device, memory_format=torch.channels_last)
     for queue in model.queues.values():
         queue.valid.fill_(True)
@@ -262,12 +263,11 @@ def mmcontrastive_step(args, device):
     captioned = torch.ones(args.batch_size, dtype=torch.bool, device=device)
     single_process = common.World(0, 1, device)
     while True:
-        images_q = mmcontrastive.augment_view(views[0], args)
-        images_k = mmcontrastive.augment_view(views[1], args)
+        images_q, images_k = [mmcontrastive.augment_view(view, args) for view in views]
         mmcontrastive.update_momentum(model.queries, model.keys, args.momentum)
         with common.autocast(device, args.amp):
             queries = model(images_q, captions_q)
-            keys = model.encode_keys(images_k, captions_k, 0, single_process)
+            keys = model.encode_keys(images_k, [captions_k], 0, single_process)
         losses = mmcontrastive.contrastive_losses(
             queries, keys, model.queues, tags, captioned, args.temperature, args.tag_threshold
         )
