@@ -87,8 +87,7 @@ def print_main(message):
 
 
 def progress(iterable=None, **kwargs):
-    hidden = os.environ.get("RANK", "0") != "0"
-    return tqdm(iterable, disable=hidden, dynamic_ncols=True, **kwargs)
+    return tqdm(iterable, disable=os.environ.get("RANK", "0") != "0", dynamic_ncols=True, **kwargs)
 
 
 def format_scores(scores):
@@ -175,6 +174,7 @@ def flag_parser(script, description, recipe):
 
     --lr has none: get_args scales the recipe's to --batch-size, but takes a given one literally.
     """
+    # fmt: off
     parser = build_parser(description)
     add = parser.add_argument_group("data").add_argument
     add("--data", default="shapes", help=DATA)
@@ -185,8 +185,8 @@ def flag_parser(script, description, recipe):
     add("--image-size", type=positive_int, help="side of the crops; cost grows with its square")
     add("--crop-min", type=fraction, help="smallest part of a photo's area that a crop shows")
     add("--colour-jitter", type=fraction, help="strength; lower if captions name colours")
-    few = min(8, os.cpu_count() // 2)  # on two cores two were 4% slower than one
-    add("--workers", type=int, default=few, help="DataLoader workers; more if data_wait > 0.05")
+    add("--workers", type=int, default=min(8, os.cpu_count() // 2),  # on 2 cores 2 were slower
+        help="DataLoader workers; more if data_wait > 0.05")
 
     group = parser.add_argument_group("backbone and optimisation")
     add = group.add_argument
@@ -195,8 +195,8 @@ def flag_parser(script, description, recipe):
     length = group.add_mutually_exclusive_group().add_argument
     length("--iters", type=positive_int, help="training length; scale it with the data")
     length("--epochs", type=positive, help="training length in passes over the data")
-    usual = f"{recipe['lr']:g} for batches of {recipe['batch_size']}, scaled to --batch-size"
-    add("--lr", type=positive, help=f"peak; lower it if the loss is not finite (default {usual})")
+    add("--lr", type=positive, help="peak; lower it if the loss is not finite (default "
+        f"{recipe['lr']:g} for batches of {recipe['batch_size']}, scaled to --batch-size)")
     add("--warmup", type=fraction, help="warm-up of the learning rate, as a fraction of training")
     add("--weight-decay", type=float, help="raise it for few images")
 
@@ -211,13 +211,14 @@ def flag_parser(script, description, recipe):
 
 def run_flags(parser, script):
     """The flags of everything that trains into an output directory: see Run."""
+    # fmt: off
     add = parser.add_argument_group("run").add_argument
     add("--output", default=f"runs/{script}", help="directory; the same command resumes from it")
     add("--fresh", action="store_true", help="forget what --output holds and start over")
     add("--seed", type=int, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
-    parts = "micro-batches of a batch, one after the other, to save memory; gradients are added"
-    add("--accumulate", type=positive_int, default=1, help=parts)
+    add("--accumulate", type=positive_int, default=1,
+        help="micro-batches of a batch, one after the other, to save memory; gradients are added")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
     add("--log-every", type=positive_int, help="iterations between lines of metrics.jsonl")
     add("--checkpoint-every", type=positive_int, help="iterations that a killed run can lose")
@@ -252,6 +253,9 @@ def init_distributed():
     """Join the other processes if torchrun started this one (NCCL or gloo) -> World"""
     cuda = torch.cuda.is_available()
     torch.backends.cudnn.benchmark = True
+    if not cuda and os.path.exists("/dev/nvidia0"):
+        print_main("torch cannot use the GPU and computes on the CPU: the driver is too old for "
+                   "this build of torch. Install one that fits from pytorch.org")  # fmt: skip
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device(f"cuda:{local}" if cuda else "cpu")
     if "RANK" not in os.environ:
@@ -576,7 +580,7 @@ def load_image(images, index, rng, args):
     if not rng:
         return {"image": image, "jitter": NO_JITTER, "flipped": False}
     jitter = colour_jitter(rng, args.colour_jitter)
-    flipped = bool(rng.random() < 0.5)
+    flipped = rng.random() < 0.5
     return {"image": image[:, ::-1] if flipped else image, "jitter": jitter, "flipped": flipped}
 
 
