@@ -62,7 +62,7 @@ def images_in(folder):
     formats = Image.registered_extensions()
     paths = sorted(Path(folder).rglob("*"))
     images = common.ImageFiles(str(path) for path in paths if path.suffix.lower() in formats)
-    require(len(images), f"--root {folder} holds no photo")
+    require(len(images), f"{folder} holds no photo")
     return images
 
 

@@ -2,11 +2,12 @@
 
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, OWN, TINY, checkpoint_in, refusal, result, run_here
+from conftest import ALONE, CPU, OWN, TINY, checkpoint_in, refusal, result, run_here
 from PIL import Image
 from test_mmcontrastive import assert_same_scores, literal_scores
 
@@ -109,7 +110,7 @@ def test_search_refuses(trained, coco_folder, tmp_path):
     torch.save(content, tmp_path / "blind.pth")
     shutil.copy(own, tmp_path / "alone.pth")
     for weights, root, message in [
-        (own, none, f"--root {none} holds no photo"),
+        (own, none, f"{none} holds no photo"),
         (trained / "backbone.pth", coco_folder, "is no checkpoint.pth or model_N.pth of mmcont"),
         (tmp_path / "blind.pth", coco_folder, "photos and captions share no space in it"),
         (tmp_path / "alone.pth", coco_folder, f"{tmp_path / 'caption_model'}"),
@@ -117,6 +118,22 @@ def test_search_refuses(trained, coco_folder, tmp_path):
         assert message in refusal(command(weights, found, "a dog", "--root", root))
     assert not found.exists()
     assert "ten nearest of 12 photos" in run_here(command(own, found, "a dog"))  # of its val split
+
+
+def test_features_of_a_folder(tmp_path):
+    """Rows and files.txt are in the same order, without what cannot be decoded."""
+    for n in range(3):
+        pixels = np.random.default_rng(n).integers(256, size=(40, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{n}.png")
+    (tmp_path / "1.png").write_bytes(b"no photo")
+    flags = "--weights", "random", "--arch", "resnet18", "--image-size", 32, "--workers", 0
+    run_here(["downstream.embed", tmp_path, *flags, "--output", tmp_path / "out"])
+    paths = (tmp_path / "out/files.txt").read_text().splitlines()
+    assert paths == [str(tmp_path / "0.png"), str(tmp_path / "2.png")]
+    backbone = eval_linear.load_backbone("random", "resnet18", 0).eval()
+    args = SimpleNamespace(image_size=32, workers=0, amp="off", output=tmp_path)
+    wanted, _ = eval_linear.extract_features(backbone, common.ImageFiles(paths), args, ALONE)
+    np.testing.assert_allclose(np.load(tmp_path / "out/features.npy"), wanted, rtol=1e-4)
 
 
 def test_classification_by_names(trained, coco_folder, tmp_path):

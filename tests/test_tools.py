@@ -70,6 +70,10 @@ def test_plot(tmp_path, capsys):
         assert Image.open(picture).width == 675 * (1 + terms.count(","))
     with pytest.raises(SystemExit, match="metrics.jsonl is missing"):
         plot.main(plot.get_args([str(tmp_path)]))
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    plot.main(plot.get_args([*flags, "--tensorboard"]))
+    events = reader.EventAccumulator(str(tmp_path / "b")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("validation_top1")] == [(10, 7.0)] * 2
 
 
 def test_bad_input():

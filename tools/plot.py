@@ -2,11 +2,14 @@
 
     python tools/plot.py runs/virtex                                  # all terms of one run
     python tools/plot.py runs/tp runs/tp-wide --output tp.png         # the terms that both have
+    python tools/plot.py runs/* --tensorboard           # then: tensorboard --logdir runs
 
 Scores of the validation split are dotted and share the panel of their term. A run is named by its
 directory. The x axis counts iterations; to compare batch sizes, --images counts photos.
+--tensorboard writes TensorBoard's files into the directories, also while the runs are going on.
 """
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -26,6 +29,7 @@ def get_args(argv=None):
     add("--terms", nargs="+", metavar="TERM", help="draw only these, say loss images_per_s")
     add("--images", action="store_true", help="count photos instead of iterations")
     add("--output", default="curves.png", help="picture to write: .png, .pdf or .svg")
+    add("--tensorboard", action="store_true", help="write event files into the runs, no picture")
     return parser.parse_args(argv)
 
 
@@ -33,6 +37,8 @@ def main(args):
     from matplotlib.figure import Figure  # only here: --help does without the second that it takes
 
     runs = {name: read_run(path, args.images) for name, path in names_of(args.runs).items()}
+    if args.tensorboard:
+        return write_events(args.runs, runs.values())
     terms = args.terms or shared_terms(runs)
     require(terms, "the runs have no term in common: see --terms")
     columns = min(3, len(terms))
@@ -71,6 +77,21 @@ def read_run(path, count_images):
             x.append(batch_size * row["iteration"])
             y.append(value)
     return curves
+
+
+def write_events(paths, runs):
+    """TensorBoard's event files, in place of those of an earlier call"""
+    require(importlib.util.find_spec("tensorboard"), "--tensorboard: pip install tensorboard first")
+    from torch.utils.tensorboard import SummaryWriter
+
+    for path, curves in zip(paths, runs):
+        for old in Path(path).glob("events.out.tfevents.*"):
+            old.unlink()
+        with SummaryWriter(path) as writer:
+            for term, (x, y) in curves.items():
+                for step, value in zip(x, y):
+                    writer.add_scalar(term, value, step)
+    print_main(f"tensorboard --logdir {Path(paths[0]).parent}")
 
 
 def shared_terms(runs):
