@@ -10,7 +10,7 @@ from what is seen there. Tag prediction is trained beside both.
     laptop        python icmlm.py
     own photos    python tp.py --data photos.jsonl
                   python icmlm.py --data photos.jsonl --init runs/tp/backbone.pth
-    one GPU       python icmlm.py --data coco --batch-size 128 --init runs/tp/backbone.pth
+    one GPU       python icmlm.py --data coco --accumulate 4 --init runs/tp/backbone.pth
     eight GPUs    torchrun --nproc_per_node=8 icmlm.py --data coco --init runs/tp/backbone.pth
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 icmlm.py --data coco   (on both; shared --output)

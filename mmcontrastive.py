@@ -15,7 +15,7 @@ is measured in different spaces, each with MLPs of its own [Sec. 3.2].
                       --lambda-tag 0
     for COCO      python tools/backtranslate.py --data coco \\
                       --output runs/mmcontrastive/backtranslations.jsonl   (once: views of captions)
-    one GPU       python mmcontrastive.py --data coco --batch-size 128
+    one GPU       python mmcontrastive.py --data coco --accumulate 8
     eight GPUs    torchrun --nproc_per_node=8 mmcontrastive.py --data coco
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 mmcontrastive.py --data coco   (shared --output)

@@ -9,7 +9,7 @@ do: a backbone that can be captioned from has learned to see, and only the backb
 
     laptop        python virtex.py
     own photos    python virtex.py --data photos.jsonl
-    one GPU       python virtex.py --data coco --batch-size 64
+    one GPU       python virtex.py --data coco --accumulate 8
     eight GPUs    torchrun --nproc_per_node=8 virtex.py --data coco
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 virtex.py --data coco   (on both; shared --output)
