@@ -51,7 +51,8 @@ def run(main, get_args):
         install = "pip install -r requirements.txt, or copy it beside the script"
         fail(f"{error.name} is missing: {install}")
     except (torch.OutOfMemoryError, MemoryError):
-        fail("out of memory: try --accumulate 4, or a smaller --batch-size, --image-size or --arch")
+        fail("out of memory: try a smaller --batch-size, --image-size or --arch, or, in training, "
+             "--accumulate 4")  # fmt: skip
     except OSError as error:  # a wrong path, no permission, a full disk, no such model on the hub
         notes = getattr(error, "__notes__", [])
         fail("; ".join([" ".join(str(error).split()), *notes]))
@@ -152,8 +153,8 @@ def peek(argv, *flags):
 def choose_recipe(table, argv, paper=None):
     """The column of the table for --recipe, or else for --data -> {name: default}
 
-    table: {name: (demo, small, paper)}. A name without a flag is a constant of the recipe: the
-    table is the place to change it.  paper: {name: value} in place of those of its column.
+    table: {name: (demo, small, paper)}. A name without a flag is a constant, changed there.
+    paper: {name: value} in place of those of its column.
     """
     given = peek(argv, "--data", "--recipe", "--iters", "--epochs")
     data = given.data or "shapes"
@@ -170,9 +171,9 @@ def choose_recipe(table, argv, paper=None):
 
 
 def flag_parser(script, description, recipe):
-    """A parser with the flags that mean the same in every training script, and their defaults
+    """The flags that mean the same in every training script -> parser
 
-    --lr has none: get_args scales the recipe's to --batch-size, but takes a given one literally.
+    --lr has no default: get_args scales the recipe's to --batch-size, a given one is literal.
     """
     # fmt: off
     parser = build_parser(description)
@@ -254,8 +255,8 @@ def init_distributed():
     cuda = torch.cuda.is_available()
     torch.backends.cudnn.benchmark = True
     if not cuda and os.path.exists("/dev/nvidia0"):
-        print_main("torch cannot use the GPU and computes on the CPU: the driver is too old for "
-                   "this build of torch. Install one that fits from pytorch.org")  # fmt: skip
+        print_main("torch cannot use the GPU and computes on the CPU. If nvidia-smi works, install "
+                   "a build of torch for its version of CUDA: see pytorch.org")  # fmt: skip
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device(f"cuda:{local}" if cuda else "cpu")
     if "RANK" not in os.environ:
@@ -323,10 +324,8 @@ def choose_amp(device, requested):
 
 
 class PackedStrings:
-    """Strings in one byte buffer, to append and to read: DataLoader workers share it.
-
-    Millions of Python strings would be copied as soon as workers touch their reference counts.
-    """
+    """Strings in one buffer that DataLoader workers share. Millions of Python strings would be
+    copied as soon as workers touch their reference counts."""
 
     def __init__(self, strings=()):
         self.buffer = bytearray()
@@ -482,9 +481,7 @@ class Unreadable(Exception):
     """An image that cannot be decoded; the message is its path."""
 
 
-@functools.cache  # once for each photo
-def report_unreadable(path):
-    tqdm.write(f"cannot decode {path}: the next photo is used")
+report_once = functools.cache(tqdm.write)
 
 
 class Samples(Dataset):
@@ -510,7 +507,7 @@ class Samples(Dataset):
             try:
                 return self.make_sample(candidate % self.size, rng)
             except Unreadable as error:
-                report_unreadable(str(error))
+                report_once(f"cannot decode {error}: the next photo is used")
                 failed.add(str(error))
             if len(failed) == 100:
                 break
@@ -735,8 +732,8 @@ def build_optimizer(name, parameters, lr, weight_decay):
 def lr_factor(iteration, total, warmup=0.0, steps=()):
     """Factor of the learning rate at an iteration, counted from 0
 
-    It rises linearly over the fraction `warmup` of training, then falls by a cosine to 0, or, with
-    `steps`, to a tenth after each of these fractions [ICMLM App. F.1].
+    Linear over the fraction `warmup` of training, then a cosine to 0, or, with `steps`, a tenth
+    after each of these fractions [ICMLM App. F.1].
     """
     start = warmup * total
     if iteration < start:
@@ -829,11 +826,12 @@ class Run:
                    f", device {world.device}, amp {args.amp}, into {args.output}")  # fmt: skip
 
     def check_same_settings(self, before):
-        hint = "choose another --output, or --fresh to start over"
         for name in self.settings.keys() - RESUME_CAN_CHANGE:
             now = self.settings[name]
-            problem = f"holds a run with {name.replace('_', '-')} {before.get(name)}, not {now}"
-            require(before.get(name) == now, f"{self.folder} {problem}: {hint}")
+            if before.get(name) != now:
+                flag = name.replace("_", "-")
+                fail(f"{self.folder} holds a run with {flag} {before.get(name)}, not {now}: choose "
+                     "another --output, or --fresh to start over")  # fmt: skip
 
     def start_files(self):
         """Remove what an earlier run wrote after its checkpoint, or all of it if there is none."""
@@ -859,9 +857,8 @@ class Run:
     def steps(self, samples, collate_fn, total, **extra_state):
         """Yield (iteration, its micro-batches: on the device, --accumulate of them) up to `total`
 
-        When the loop asks for the next one, what it last gave to run.log is written if a line or a
-        checkpoint is due: `for iteration, batches in run.steps(...): ...; run.log(loss=loss)`.
-        extra_state: goes into checkpoint.pth and model_N.pth, too.
+        `for iteration, batches in run.steps(...): ...; run.log(loss=loss)`: what was last logged is
+        written when the loop asks for the next one.  extra_state: for checkpoint.pth, model_N.pth
         """
         args, world = self.args, self.world
         make_sampler = getattr(self.data.images, "sampler", infinite_sampler)
@@ -901,10 +898,8 @@ class Run:
         return every and self.iteration % every == 0
 
     def log(self, validation=None, **values):
-        """Numbers or tensors for the next line of metrics.jsonl: read then, not at every step.
-
-        The line has their mean over the processes.  validation: {name: score} of the first process
-        """
+        """For the next line of metrics.jsonl: numbers or tensors, read then, of which it has the
+        mean over the processes; validation {name: score} of the first process"""
         self.values = values
         self.validation = validation or {}
 

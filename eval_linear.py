@@ -495,7 +495,7 @@ def sgd_mct(train_x, train_y, test_x, test_y, names, args, device, seed):
     )
     logits = predict(layer, test_x, device)
     check_finite(logits)
-    common.save_weights(f"{args.output}/linear_{seed}.pth", layer)
+    common.save_weights(f"{args.output}/{args.protocol}_{seed}.pth", layer)
     return {"top-1": top1(logits, test_y)}
 
 
@@ -533,7 +533,7 @@ def logreg_icmlm(train_x, train_y, test_x, test_y, names, args, device, seed):
     best = trials[np.argmax(scores)]
     print_main(f"chosen: learning rate {best[0]:.3g}, weight decay {best[1]:.2g}")
     [layer] = train(np.arange(len(train_x)), [best])
-    common.save_weights(f"{args.output}/linear_{seed}.pth", layer)
+    common.save_weights(f"{args.output}/{args.protocol}_{seed}.pth", layer)
     return {"top-1": score(layer, test_x, test_y)}
 
 
@@ -705,7 +705,7 @@ def train_with_augmentation(
     """Train linear layers side by side -> {metric: percent}, None but on the first process
 
     features_of(images, jitter) -> [(B, width)] for each of heads: {name: (width, lr)}.
-    set_lr(optimizer, iteration, iters).  After each epoch they are written to linear_{seed}.pth in
+    set_lr(optimizer, iteration, iters).  After each epoch they are written to PROTOCOL_SEED.pth in
     --output, from which the same command resumes.
     """
     device = world.device
@@ -718,7 +718,7 @@ def train_with_augmentation(
     for layer, (_, lr) in zip(model, heads.values()):
         groups.append({"params": layer.parameters(), "lr": lr})
     optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=weight_decay)
-    path = Path(args.output, f"linear_{seed}.pth")
+    path = Path(args.output, f"{args.protocol}_{seed}.pth")
     settings = settings_of(args, train, test)
     start = 0
     if path.exists():

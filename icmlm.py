@@ -36,7 +36,7 @@ vectors pass through the encoder layer; in att-fc it starts near ln |V|, |V| bei
 vocabulary. Every run ends with the accuracy of masked token prediction with the photo, with another
 photo, and of the language model alone [Tab. 1]. If the first two are alike, the photo is not looked
 at: start from the backbone of tp.py (--init), take --head att-fc, and train its attention first
-(--warmup-attention 0.25).
+(--warmup-attention 0.25). A finished run is in docs/logs/icmlm.
 """
 
 import json
@@ -254,10 +254,10 @@ def load_triplets(args, train, val, tokenizer, run):
     common.barrier(run.world)
     path = run.folder / "labels.npz"
     names, train_tags, val_tags = language.load_labels(path, len(train))
-    concepts = {}
+    part_of = {}
     for part, counts in json.loads((run.folder / "concepts.json").read_text()).items():
-        concepts |= dict.fromkeys(counts, part)
-    concepts = {name: concepts[name] for name in names}
+        part_of |= dict.fromkeys(counts, part)
+    concepts = {name: part_of[name] for name in names}
     with np.load(run.folder / "triplets.npz") as file:
         train_arrays = {name: file[f"train_{name}"] for name in ARRAYS}
         val_arrays = {name: file[f"val_{name}"] for name in ARRAYS}
@@ -532,15 +532,12 @@ class EncoderLayer(nn.Module):
 
     def forward(self, z, mask):
         """z (B, S, d_w), mask (B, S) -> z"""
-        key = self.per_head(self.key(z))  # Eq. 13
-        query = self.per_head(self.query(z))
-        value = self.per_head(self.value(z))
-        # Eq. 14: softmax(K Q^T / sqrt(d_w)) V. The paper's K plays the usual query, its Q the key.
+        K = self.per_head(self.key(z))  # Eq. 13
+        Q = self.per_head(self.query(z))
+        V = self.per_head(self.value(z))
+        # Eq. 14: softmax(K Q^T / sqrt(d_w)) V
         output = F.scaled_dot_product_attention(
-            query=key,
-            key=query,
-            value=value,
-            attn_mask=mask[:, None, None],
+            query=K, key=Q, value=V, attn_mask=mask[:, None, None]
         )
         heads = output.transpose(1, 2).flatten(2)  # [O^1 | O^2 | ...]: (B, S, heads * d_w)
         z = self.norm1(z + self.dropout(self.out_proj(heads)))  # Eq. 15

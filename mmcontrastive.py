@@ -26,7 +26,8 @@ Where the paper is:
     Eqs. 1, 6, 9, 12, queries                MultimodalContrastive.forward
     Eqs. 2, 7, 10, 13, keys                  MultimodalContrastive.encode_keys
     momentum encoders, queues [Sec. 3.1]     update_momentum, Queue
-    Eqs. 3, 4, 5, 8, 11, 14, the losses      contrastive_losses, in this order
+    Eqs. 3, 4, 5, 8, the losses              contrastive_losses, log_probabilities
+    Eqs. 11, 14, between the modalities      ranking_loss
     Eq. 15, their weighted sum               main
     views of photos and captions [Sec. 4.1]  make_sample, caption_views
     retrieval without fine-tuning [Tab. 7]   validate
@@ -34,7 +35,8 @@ Where the paper is:
 What to expect: the losses start near 0 and rise while the queues fill, because only what has been
 filled in counts: `ii` and `cc` towards ln(K + 1), `ic` and `ci` towards K times the margin. Then
 they fall, `cc` within the first hundreds of iterations and the others slowly. A run ends with
-retrieval, from photos to captions and back (Tab. 7), beside that of random similarities.
+retrieval, from photos to captions and back (Tab. 7), beside that of random similarities. A
+finished run is in docs/logs/mmcontrastive.
 
 When it is stuck on few photos: --queue of 8 to 16 batches, --lambda-ic and --lambda-ci at 25 to
 100 / K, --momentum near to 1, but no nearer than the run is long, and a caption encoder that knows
@@ -107,7 +109,7 @@ def get_args(argv=None):
     parser = common.flag_parser("mmcontrastive", __doc__, recipe)
 
     add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
-    add("--blur", type=fraction, help="probability that a view is blurred")
+    add("--moco-v1", action="store_true", help="MoCo v1's colours, on every photo, and no blur")
     add("--caption-views", choices=CAPTION_VIEWS,
         help="a caption twice (dropout differs), two of a photo, or one and its back-translation")
     add("--backtranslations", help="what tools/backtranslate.py wrote (default: in --output)")
@@ -148,6 +150,8 @@ def get_args(argv=None):
     args.text_lr = args.text_lr or batch_scale * recipe["text_lr"]
     if bool(args.lambda_ic) != bool(args.lambda_ci):  # keys in a space that nothing trains
         parser.error("--lambda-ic and --lambda-ci go together: give both, or 0 for both")
+    if args.moco_v1:
+        args.blur = 0.0
     parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
     groups = max(args.bn_splits, parts)
     if groups % parts or args.batch_size % groups or args.batch_size < 2 * groups:
@@ -185,10 +189,7 @@ def main(args):
     if pretrained:
         load_pretrained(encoders["caption"].trunk.bert, pretrained)
     num_tags = len(train.tag_names) if args.lambda_tag else 0
-    bn_splits = max(args.bn_splits, args.accumulate * world.size)
-    bn_group = None
-    if bn_splits > world.size:
-        bn_group = args.batch_size // bn_splits
+    bn_group = args.batch_size // max(args.bn_splits, args.accumulate * world.size)
     model = MultimodalContrastive(encoders, queue_size, num_tags, bn_group)
     model.to(device, memory_format=torch.channels_last)
     backbone = model.queries["image"].trunk[0]
@@ -209,7 +210,8 @@ def main(args):
         optimizer.zero_grad()
         update_momentum(model.queries, model.keys, args.momentum)
 
-        # The keys of all micro-batches: they need no gradient, but shuffled batch norm.
+        # The keys of all micro-batches: they need no gradient, but shuffled batch norm. (Dropout
+        # has the seed of the last one from here on.)
         batches = list(micro_batches)
         tags = torch.cat([batch["tags"] for batch in batches])  # (B, num_tags) of 0 and 1
         captioned = torch.cat([batch["captioned"] for batch in batches])  # (B,)
@@ -223,19 +225,20 @@ def main(args):
             captions_q = batch["q"].get("captions")  # tokens and attention mask (B, T), or None
             with common.autocast(device, args.amp):
                 queries = parallel(images_q, captions_q)
-            part = {}
+            own_keys = {}
             for name, key in keys.items():
-                part[name] = key.chunk(args.accumulate)[n]
+                own_keys[name] = key.chunk(args.accumulate)[n]
             losses = contrastive_losses(
                 queries,
-                part,
+                own_keys,
                 model.queues,
                 batch["tags"],
                 batch["captioned"],
                 temperature=args.temperature,
                 threshold=args.tag_threshold,
             )
-            loss = sum(getattr(args, f"lambda_{name}") * losses[name] for name in losses)  # Eq. 15
+            # Eq. 15: lambda_ii ii + lambda_tag tag + ...
+            loss = sum(getattr(args, f"lambda_{name}") * losses[name] for name in losses)
             scaler.scale(loss / args.accumulate).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -328,11 +331,13 @@ def make_sample(data, translations, args, index, rng):
     """Two views of a photo and of one of its captions: "q" for the queries and "k" for the keys"""
     crop = partial(common.random_crop, rng, args.crop_min)
     images = common.read_crops(data.images, index, [crop, crop], args.image_size)
-    jitter = np.stack([common.colour_jitter(rng, args.colour_jitter) for _ in images])
+    draw = moco_v1_jitter if args.moco_v1 else common.colour_jitter
+    jitter = np.stack([draw(rng, args.colour_jitter) for _ in images])
     jitter[rng.random(2) < args.greyscale, 2:] = 0  # no saturation, and no hue to rotate
     blurred = rng.random(2) < args.blur
     sigma = np.where(blurred, rng.uniform(0.1, 2.0, 2), 0)  # MoCo-v2's, at 224 pixels
-    sigma = (sigma * args.image_size / 224).astype(np.float32)
+    sigma = sigma * args.image_size / 224
+    sigma = sigma.astype(np.float32)
     flipped = rng.random(2) < 0.5
 
     # Caption n meets photo 1 - n (Eqs. 9 to 13), so its left and right are swapped if that photo
@@ -348,6 +353,12 @@ def make_sample(data, translations, args, index, rng):
     tags[data.tags_of(index)] = True
     captioned = data.first_caption[index + 1] > data.first_caption[index]
     return {"q": views[0], "k": views[1], "tags": tags, "captioned": captioned}
+
+
+def moco_v1_jitter(rng, strength):
+    """See common.colour_jitter; all four within 0.4, and never neutral [MoCo v1's code]"""
+    limits = 0.4 * strength
+    return rng.uniform(common.NO_JITTER - limits, common.NO_JITTER + limits).astype(np.float32)
 
 
 def caption_views(data, index, kind, translations, rng):
@@ -667,7 +678,7 @@ class SplitBatchNorm(nn.BatchNorm2d):
 
     def forward(self, x):
         norm = super().forward
-        if not self.training:
+        if not self.training or len(x) <= self.group:
             return norm(x)
         groups = x.split(self.group)
         if torch.is_grad_enabled():
@@ -728,7 +739,6 @@ def contrastive_losses(queries, keys, queues, tags, captioned, temperature, thre
 def log_probabilities(query, key_space, keys, queues, temperature):
     """The logarithms in Eqs. 3, 5 and 8 -> (B, 1 + K): of the own key, then of the queue's"""
     positive, negatives = similarities(query, keys[key_space], queues[key_space])
-    negatives = negatives.masked_fill(~queues[key_space].valid, -math.inf)
     logits = torch.cat([positive, negatives], 1) / temperature
     return logits.log_softmax(1)
 
@@ -736,16 +746,15 @@ def log_probabilities(query, key_space, keys, queues, temperature):
 def ranking_loss(query, key_space, keys, queues):
     """Eq. 11, Eq. 14: the sum over the queue of [alpha - q . k+ + q . k]_+ -> (B,)"""
     positive, negatives = similarities(query, keys[key_space], queues[key_space])
-    hinge = (MARGIN - positive + negatives).clamp(min=0)
-    return hinge.masked_fill(~queues[key_space].valid, 0).sum(1)
+    return (MARGIN - positive + negatives).clamp(min=0).sum(1)
 
 
 def similarities(query, key, queue):
-    """q . k+ with the own key -> (B, 1), and q . k with those of the queue -> (B, K)"""
+    """q . k+ with the own key -> (B, 1); q . k with the queue's -> (B, K), -inf if there is none"""
     # On CPUs (keys query^T)^T takes two thirds of the time of query keys^T.
     positive = (query * key).sum(1, keepdim=True)
     negatives = (queue.keys @ query.T).T
-    return positive, negatives
+    return positive, negatives.masked_fill(~queue.valid, -math.inf)
 
 
 # ------------------------------------------------------------------------------------- retrieval

@@ -10,7 +10,7 @@ the same loop: annotated tags, and rotations, from which its VGG-16 starts [App.
     laptop        python tp.py
     own photos    python tp.py --data photos.jsonl
     one GPU       python tp.py --data coco
-    eight GPUs    torchrun --nproc_per_node=8 tp.py --data coco
+    eight GPUs    torchrun --nproc_per_node=8 tp.py --data coco      (paper: one; batch norm of 128)
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 tp.py --data coco   (on both; shared --output)
     VGG-16        python tp.py --data coco --labels rotation --output runs/rotation
@@ -26,12 +26,12 @@ Where the paper is:
     heads of Fig. 2, module tp             language.tag_head
     rotations, recipes [App. F.1]          four_rotations; RECIPES, VGG16, ROTATION
 
-What to expect: the loss starts near ln K, K being the number of labels, and falls at once to that
-of predicting the label frequencies for every photo. It never comes near zero: a photo with n
-labels costs at least ln n. (Topics have another loss, a binary cross-entropy that starts near
-0.7 K.) The validation scores show whether the backbone sees: they stand beside those of the label
-frequencies. If training stalls below these, train longer, or predict fewer and better labels: look
-into concepts.json, then try a smaller --num-labels, --pos nn, or --tagger spacy.
+What to expect (a finished run is in docs/logs/tp): the loss starts near ln K, K being the number of
+labels, and falls at once to that of predicting the label frequencies for every photo. It never
+comes near zero: a photo with n labels costs at least ln n. (Topics: a binary cross-entropy that
+starts near 0.7 K.) The validation scores show whether the backbone sees: they stand beside those of
+the label frequencies. If training stalls below these, train longer, or predict fewer and better
+labels: look into concepts.json, then try a smaller --num-labels, --pos nn, or --tagger spacy.
 """
 
 import math

@@ -30,6 +30,7 @@ direction and not at ln 10000 = 9.2: the output layer is the token embedding, so
 position predicts the token it has just read. Then comes a plateau on which the heads write
 plausible captions without looking, near 3.2 per direction on Flickr8k (H = 512). It is left when
 the backbone begins to see. If training stalls there, train longer or raise --text-lr.
+A finished run is in docs/logs/virtex.
 """
 
 import io
@@ -123,7 +124,8 @@ def main(args):
         train = with_tags(train)
         val = with_tags(val)
     run = common.Run(args, "virtex", world, train)
-    probe = eval_linear and eval_linear.Probe(args, train, val)
+    trained_on_tags = args.task == "multilabel_classification"
+    probe = eval_linear and eval_linear.Probe(args, train, val, trained_on_tags)
     tokenizer = load_tokenizer(args, train.captions, run)
     vocab_size = tokenizer.get_piece_size()
     if args.task == "multilabel_classification":

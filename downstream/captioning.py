@@ -278,12 +278,15 @@ def evaluate(model, tokenizer, image_size, device, args):
     print_main(f"the captions are in {path}")
     truth = PTBTokenizer().tokenize(truth)
     written = PTBTokenizer().tokenize(written)
-    for metric in (Cider(), Spice()):
+    scores = {}
+    for name, metric in {"CIDEr": Cider(), "SPICE": Spice()}.items():
         try:
-            score = 100 * metric.compute_score(truth, written)[0]
-            print_main(f"{metric.method()} {score:.1f} on {len(written)} images")
+            scores[name] = 100 * metric.compute_score(truth, written)[0]
+            print_main(f"{name} {scores[name]:.1f} on {len(written)} images")
         except (OSError, subprocess.CalledProcessError) as error:  # SPICE: CoreNLP and Java 8
-            print_main(f"{metric.method()} was not measured: {error}")
+            print_main(f"{name} was not measured: {error}")
+    if len(scores) == 2:
+        common.write_json(Path(args.output, "result.json"), {"args": vars(args), **scores})
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ def get_args(argv=None):
     eval_linear.backbone_flags(parser, DATA)
     add = parser.add_argument_group("data and optimisation").add_argument
     add("--fraction", type=common.fraction, help="train on this fraction of each class")
+    add("--shots", type=common.positive_int, help="train on so many images of each class")
     add("--image-size", type=common.positive_int, help="side of the crops")
     add("--epochs", type=common.positive, help="passes over the images; more for few images")
     steps = "epochs after which the learning rate falls to a tenth (default: after 70%% and 90%%)"
@@ -95,8 +96,8 @@ def main(args):
     train = labelled_split(args.data, args.root, args.train_split)
     val = labelled_split(args.data, args.root, args.val_split)
     eval_linear.check_same_classes(train, val)
-    if args.fraction < 1:
-        train = fraction_of_classes(train, args.fraction, args.seed)
+    if args.fraction < 1 or args.shots:
+        train = part_of_classes(train, args.fraction, args.seed, args.shots)
     num_images, num_classes = len(train.images), len(train.names)
     counts = f"{num_images} training and {len(val.images)} validation images"
     print_main(f"{counts}, {num_classes} classes")
@@ -196,8 +197,8 @@ def inat_labels(root, split):
     return eval_linear.LabelData(images, np.array(labels), list(map(str, category_ids)))
 
 
-def fraction_of_classes(data, fraction, seed):
-    """This fraction of the images of each class, at least one -> eval_linear.LabelData
+def part_of_classes(data, fraction, seed, shots=None):
+    """This fraction of each class, at least one image, or so many shots -> eval_linear.LabelData
 
     So that classes are as frequent as in the whole, as in VirTex's subsets of ImageNet [App. A.1].
     A smaller fraction with the same seed is a part of a larger one.
@@ -207,7 +208,7 @@ def fraction_of_classes(data, fraction, seed):
     keep = []
     for k in np.unique(classes):
         members = shuffled[classes[shuffled] == k]
-        keep.extend(members[: max(1, round(fraction * len(members)))])
+        keep.extend(members[: shots or max(1, round(fraction * len(members)))])
     return data.select(np.sort(keep))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import checkpoint_in, refusal, run_here
+from conftest import checkpoint_in, refusal, result, run_here
 from test_virtex import no_probe, tokenizer, tokenizer_path  # noqa: F401, fixtures
 from test_virtex import batch_of, logits_of, random_features, tiny_model, torch_layer  # isort: skip
 from torch import nn
@@ -189,7 +189,7 @@ def test_caption_and_evaluate(tiny, no_probe, coco_folder, tmp_path, monkeypatch
     evaluate = [*command, "--evaluate", "--data", "coco", "--root", coco_folder]
     fake = MagicMock()  # in place of CIDEr, SPICE and their tokenizer
     fake.tokenize = lambda all: {n: [row["caption"] for row in rows] for n, rows in all.items()}
-    fake.method.return_value, fake.compute_score.return_value = "fake", (0.123, None)
+    fake.compute_score.return_value = 0.123, None
     package = MagicMock(Cider=lambda: fake, Spice=lambda: fake, PTBTokenizer=lambda: fake)
     monkeypatch.setattr("shutil.which", lambda name: None)
     for module, hint in ((None, "pip install pycocoevalcap"), (package, "install default-jre")):
@@ -197,7 +197,9 @@ def test_caption_and_evaluate(tiny, no_probe, coco_folder, tmp_path, monkeypatch
             monkeypatch.setitem(sys.modules, f"pycocoevalcap.{name}", module)
         assert hint in refusal(evaluate)
     monkeypatch.setattr("shutil.which", lambda name: "java")
-    assert run_here(evaluate).count("fake 12.3 on 12 images") == 2
+    assert run_here(evaluate).count(" 12.3 on 12 images") == 2
+    scores = result(output)
+    assert scores["CIDEr"] == scores["SPICE"] == pytest.approx(12.3)
     written = json.loads((output / "captions_val2017.json").read_text())
     assert [row["image"] for row in written] == list(map(str, photos))
     captions = [row["caption"] for row in written]

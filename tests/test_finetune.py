@@ -161,8 +161,8 @@ def test_fraction():
     data = eval_linear.LabelData(images, classes, list("abc"))
     kept = {}
     for fraction in (0.01, 0.1, 0.3):
-        part = finetune.fraction_of_classes(data, fraction, seed=5)
-        again = finetune.fraction_of_classes(data, fraction, seed=5)
+        part = finetune.part_of_classes(data, fraction, seed=5)
+        again = finetune.part_of_classes(data, fraction, seed=5)
         assert list(part.images) == list(again.images)
         numbers = [int(path.removesuffix(".jpg")) for path in part.images]
         assert (part.labels == classes[numbers]).all()
@@ -170,8 +170,10 @@ def test_fraction():
         assert counts == [max(1, round(fraction * n)) for n in (100, 31, 4)]
         kept[fraction] = set(part.images)
     assert kept[0.01] < kept[0.1] < kept[0.3]
-    other = finetune.fraction_of_classes(data, 0.1, seed=6)
+    other = finetune.part_of_classes(data, 0.1, seed=6)
     assert set(other.images) != kept[0.1]
+    shots = finetune.part_of_classes(data, 1.0, seed=5, shots=7)
+    assert np.bincount(shots.labels).tolist() == [7, 7, 4]
 
 
 PATHS = "train_val2018/Aves/2/b.jpg", "train_val2018/Aves/9/a.jpg"

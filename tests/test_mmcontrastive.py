@@ -163,6 +163,9 @@ def test_rows_of_tab_1(monkeypatch):
     moco = mmcontrastive.get_args(["--data", "coco", *off, "--steps", "0.6", "0.8"])
     [head] = mmcontrastive.build_encoders(moco)["image"].mlps["image_intra"]
     assert (head.in_features, head.out_features) == (2048, 128) and moco.steps == [0.6, 0.8]
+    rng = np.random.default_rng(0)  # its ColorJitter(0.4, 0.4, 0.4, 0.4), on every photo
+    drawn = [mmcontrastive.moco_v1_jitter(rng, 1.0) - common.NO_JITTER for _ in range(300)]
+    assert np.allclose(np.abs(drawn).max(0), 0.4, atol=0.02) and np.all(drawn)
 
 
 BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -316,8 +319,9 @@ def two_photos(tmp_path):
 
 def samples_of(data, **flags):
     """The samples of a run with these flags; without any nothing but flipping is random"""
-    plain = {"colour_jitter": 0.0, "greyscale": 0.0, "blur": 0.0, "caption_views": "sibling"}
-    args = SimpleNamespace(**{"image_size": 24, "crop_min": 1.0, **plain, **flags})
+    plain = {"colour_jitter": 0.0, "greyscale": 0.0, "blur": 0.0, "moco_v1": False}
+    plain |= {"image_size": 24, "crop_min": 1.0, "caption_views": "sibling"}
+    args = SimpleNamespace(**plain | flags)
     return common.Samples(partial(mmcontrastive.make_sample, data, [], args), len(data))
 
 

@@ -117,6 +117,8 @@ def test_failing_step(tmp_path, monkeypatch):
     [row] = steps.table("VirTex Tab. 1")
     assert started == ["virtex.py"]
     assert row["cells"]["voc07"]["state"] == f"failed: see {tmp_path}/virtex.log"
+    steps.args.rows = ["bicaptioning"]
+    assert tables.state_of(steps.table("VirTex Fig. 7")[0]).startswith("failed")
     steps.args.rows = ["SwAV"]
     [row] = steps.table("VirTex Tab. 2")
     assert started[1:] == ["eval_linear.py"] * 2 and tables.state_of(row) == "nothing"

@@ -102,10 +102,7 @@ BAD = {
     "the files of 0 are not side by side": SCATTERED,
     "it holds no photo": {"0.json": row("a dog")},
     "0.json holds no JSON object": {"0.jpg": RED, "0.json": b"[1]"},
-    '"captions" (not "caption") and "tags" are lists': {
-        "0.jpg": RED,
-        "0.json": b'{"captions": "a"}',
-    },
+    '"captions" (not "caption")': {"0.jpg": RED, "0.json": b'{"captions": "a"}'},
 }
 
 

@@ -5,6 +5,7 @@ In most tests the backbone is `FeaturesAsGiven`: what is passed as images are th
 
 import argparse
 import itertools
+import json
 import math
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 import sentencepiece
 import torch
 import torch.nn.functional as F
-from conftest import CPU, FeaturesAsGiven, checkpoint_in, metrics, result, run_here
+from conftest import CPU, ROOT, FeaturesAsGiven, checkpoint_in, metrics, result, run_here
 from PIL import Image
 from torch import nn
 
@@ -22,6 +23,8 @@ import common
 import shapes
 import virtex
 from virtex import EOS, MASK, PAD, SOS, UNK
+
+ZERO_FLAGS = ROOT / "runs/virtex/result.json"
 
 # Captions of different length, so that a batch of them is padded; an unknown token in the first.
 # Another is truncated at one: forward it is no target, backward it is where reading begins.
@@ -444,10 +447,8 @@ def test_every_task_learns_its_captions(task, tiny, no_probe, tmp_path):
     assert validated == {25, 50} and {f"validation_{term}" for term in terms} < rows[24].keys()
 
 
-def test_learns_on_shapes(few_scenes, tmp_path):
-    """A sixth of the run without flags, at 48 px and its learning rates"""
-    few_scenes(5000, 500)
-    flags = "--iters", 210, "--batch-size", 32, "--lr", 1e-3, "--text-lr", 1e-3, "--workers", 0
-    run_here(["virtex.py", *flags, "--image-size", 48, "--output", tmp_path])
-    probe = result(tmp_path)["probe"]
-    assert probe["trained"] > probe["random"] + 3
+@pytest.mark.skipif(not ZERO_FLAGS.exists(), reason="python virtex.py first, as .ci/run does")
+def test_learns_on_shapes():
+    """The run without flags: twenty points of mAP, as the README promises"""
+    probe = json.loads(ZERO_FLAGS.read_text())["probe"]
+    assert probe["trained"] > probe["random"] + 20

@@ -123,7 +123,7 @@ class Steps:
             if not any(text in label for text in self.args.rows):
                 continue
             texts = dict(zip(columns, cells or len(columns) * ["-"]))
-            for kept in self.kept_models(backbone, 0) if "each_kept" in TABLES[name] else [None]:
+            for kept in self.each_kept(backbone) if "each_kept" in TABLES[name] else [None]:
                 results = {c: self.cell(c, str(texts[c]), backbone, kept) for c in columns}
                 text = f"{label}, {kept}" if kept else label
                 rows.append({"row": text, "backbone": backbone, "cells": results})
@@ -133,7 +133,9 @@ class Steps:
         paper, _, other = text.partition(" by ")
         cell = {"paper": paper, "by": other, "ours": [], "state": "measured"}
         try:
-            for seed in range(self.args.seeds) if text else ():
+            # What others trained is there once, and so is a backbone at random.
+            seeds = self.args.seeds if backbone in BACKBONES else 1
+            for seed in range(seeds) if text else ():
                 cell["ours"].append(self.scores(other or column, backbone, seed, kept))
         except Failed as error:
             cell["state"] = str(error)
@@ -187,6 +189,13 @@ class Steps:
     def kept_models(self, name, seed):
         names = [path.name for path in self.train(name, seed).glob("model_[0-9]*.pth")]
         return sorted(names, key=lambda name: int(name[6:-4])) or ["model_N.pth"]
+
+    def each_kept(self, name):
+        """The names of the kept models; [None] if the training failed, as the cells will say"""
+        try:
+            return self.kept_models(name, 0)
+        except Failed:
+            return [None]
 
     def words(self, command, seed, **values):
         """A command of rows.toml, after all that it starts from has been made -> its words"""
