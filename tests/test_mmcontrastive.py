@@ -650,10 +650,10 @@ def test_backtranslate_and_train_on_it(tiny, translators, coco_folder, tmp_path,
     assert len(metrics(path.parent)) == 3
 
 
-def test_learns_on_shapes(tmp_path):
-    """A quarter of the run without flags, at 48 px: captions find photos and back; the backbone
-    beats a random one.
-    """
+def test_learns_on_shapes(few_scenes, tmp_path, monkeypatch):
+    """A quarter of the run without flags, at 48 px: captions find photos and back"""
+    few_scenes(8000, 1000)
+    monkeypatch.setitem(mmcontrastive.RECIPES, "probe_images", (500, 500, 500))
     flags = "--iters", 130, "--image-size", 48
     run_here(["mmcontrastive.py", *flags, "--output", tmp_path])
     found, probe = result(tmp_path)["retrieval"], result(tmp_path)["probe"]
