@@ -230,7 +230,7 @@ def parse(parser, argv):
     args = parser.parse_args(argv)
     parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
     if args.batch_size and args.batch_size % parts:
-        count = f"{parts} processes (times --accumulate)"
+        count = f"{parts} (processes times --accumulate)"
         fail(f"--batch-size {args.batch_size} cannot be divided by {count}")
     return args
 

@@ -521,7 +521,7 @@ REFUSED = [
     ("--weights no.pth", "'no.pth'; train one with python virtex.py, or give another --weights"),
     ("--weights {} --protocol layers --image-size 48", "a resnet18, not --arch vgg16_bn"),
     ("--weights {} --runs 2", "--protocol svm-virtex gives all --runs the same score"),
-    ("--protocol sgd-mct --batch-size 16", "16 cannot be divided by 3 processes"),
+    ("--protocol sgd-mct --batch-size 16", "16 cannot be divided by 3"),
     ("--train-images 1", "no class has positive and negative training images"),
     ("--protocol sgd-virtex --batch-size 16 --epochs 2 --lr 1e38", "the linear layer has diverged"),
     ("--protocol sgd-mct --lr 1e38", "the linear layer has diverged: try a lower --lr"),

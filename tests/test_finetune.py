@@ -212,5 +212,5 @@ def test_refusals(tiny, tmp_path, no_training, monkeypatch):
         assert words in refusal([SCRIPT, *tiny(tmp_path / "run"), *flags.split()])
     assert "--weights random needs --arch" in refusal([SCRIPT, "--weights", "random"])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    words = "--batch-size 9 cannot be divided by 2 processes"
+    words = "--batch-size 9 cannot be divided by 2"
     assert words in refusal([SCRIPT, *tiny(tmp_path / "run", "--batch-size", 9)])

@@ -114,5 +114,5 @@ def test_mistakes(
 def test_a_batch_that_processes_cannot_divide(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for script in SCRIPTS:
-        message = "--batch-size 9 cannot be divided by 2 processes"
+        message = "--batch-size 9 cannot be divided by 2"
         assert message in refusal([f"{script}.py", "--batch-size", 9])
