@@ -156,7 +156,7 @@ def get_args(argv=None):
     groups = max(args.bn_splits, parts)
     if groups % parts or args.batch_size % groups or args.batch_size < 2 * groups:
         parser.error(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} "
-                     f"groups of two or more on {parts} parts (processes, --accumulate)")  # fmt: skip
+                     f"groups of two or more in {parts} parts (processes, accumulate)")  # fmt: skip
     return args
 
 
