@@ -530,7 +530,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("flags, message", REFUSED)
 def test_refused(flags, message, folder, weights, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3" if "3 processes" in message else "1")
+    monkeypatch.setenv("WORLD_SIZE", "3" if "by 3" in message else "1")
     assert message in refusal(command(tmp_path, folder, flags.format(weights)))
 
 

@@ -89,7 +89,7 @@ def quick(output, capfd):
 
 def test_quick(tmp_path, capfd):
     output = quick(tmp_path, capfd)
-    assert output.splitlines()[-1] == "rows: 1 cannot be had, 4 measured"
+    assert output.splitlines()[-1] == "rows: 1 cannot be had, 5 measured"
     folder = tmp_path / "quick" / "tables"
     [row] = json.loads((folder / "virtex-tab-1.json").read_text())["rows"]
     scores = json.loads((tmp_path / "quick/virtex/voc07/result.json").read_text())

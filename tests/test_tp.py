@@ -407,7 +407,7 @@ def test_labels_of_photos(trained, coco_folder, tmp_path):
         printed = [float(percent) for percent, _ in found]
         assert printed == pytest.approx(percents.tolist(), abs=0.06)
     assert len(lines) == 2 * (number + 1)
-    assert "the first is ['none.jpg']" in refusal([*use, "none.jpg"])
+    assert "the first is none.jpg" in refusal([*use, "none.jpg"])
     backbone = trained.folder / "backbone.pth"
     message = refusal(["downstream.labels", photos[0], "--weights", backbone])
     assert f"{backbone} is no checkpoint.pth or model_N.pth of tp.py" in message
