@@ -28,17 +28,21 @@ def write_table(name, rows, folder):
 
 
 def beside_the_paper(name, rows):
-    """-> lines of Markdown"""
+    """-> lines of Markdown; without the columns of the paper if none has these rows"""
     heads = ["row"]
     for column in TABLES[name]["columns"]:
-        heads += [MEASURES[column]["name"], "ours"]
+        heads += [MEASURES[column]["name"]] + ["ours"] * of_a_paper(rows)
     lines = [f"**{name}.** {TABLES[name]['title']}", "", *heading(heads)]
     for row in rows:
         texts = [row["row"]]
         for cell in row["cells"].values():
-            texts += [cell["paper"], in_words(cell)]
+            texts += [cell["paper"], in_words(cell)] if of_a_paper(rows) else [in_words(cell)]
         lines.append(line_of(texts))
     return lines
+
+
+def of_a_paper(rows):
+    return any(cell["paper"] not in ("", "-") for row in rows for cell in row["cells"].values())
 
 
 def line_of(texts):
@@ -95,7 +99,7 @@ def draw(name, rows, path):
             if paper[:1].isdigit():
                 axes.vlines(float(paper), y - 0.4, y + 0.4, "black")
     all_axes[0].invert_yaxis()
-    figure.suptitle(f"{name}: ours (bars), the paper (lines)")
+    figure.suptitle(f"{name}: ours (bars), the paper (lines)" if of_a_paper(rows) else name)
     figure.savefig(path)
 
 
