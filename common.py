@@ -1,4 +1,4 @@
-"""What the methods share, in the order in which a script meets it:
+"""What the methods share, in the order in which a script uses it:
 
     starting, messages       run, fail, require, error_context, print_main, progress
     flags                    choose_recipe, flag_parser, parse
@@ -42,13 +42,13 @@ from tqdm import tqdm
 
 
 def run(main, get_args):
-    """Start a script. User errors exit with a one-line message, a bug keeps its traceback."""
+    """Start a script. User errors exit with a one-line message; bugs keep their traceback."""
     try:
         main(get_args())
     except KeyboardInterrupt:
         sys.exit("interrupted")
     except ModuleNotFoundError as error:
-        install = "pip install -r requirements.txt, or copy it beside the script"
+        install = "pip install -r requirements.txt, or copy our file of that name beside the script"
         fail(f"{error.name} is missing: {install}")
     except (torch.OutOfMemoryError, MemoryError):
         fail("out of memory: try a smaller --batch-size, --image-size or --arch, or, in training, "
@@ -59,7 +59,7 @@ def run(main, get_args):
 
 
 def fail(message):
-    """End the program with one line. Other ranks wait, so that only the first's is printed."""
+    """Exit with a one-line message. Other ranks wait, so that only the first prints its own."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(3)
     sys.exit(f"error: {message}")
@@ -72,7 +72,7 @@ def require(condition, message):
 
 @contextlib.contextmanager
 def error_context(note):
-    """An error within the block ends with this note: which file was read, what it should hold."""
+    """Add a note to any error in the block: which file was read, or what it should contain."""
     try:
         yield
     except Exception as error:
@@ -81,7 +81,7 @@ def error_context(note):
 
 
 def print_main(message):
-    """Print a line, from the first process only, without breaking the progress bar."""
+    """Print a line from the first process only, without breaking the progress bar."""
     if os.environ.get("RANK", "0") == "0":
         tqdm.write(f"{message}")
         sys.stdout.flush()
@@ -97,7 +97,7 @@ def format_scores(scores):
 
 
 def import_if_there(name):
-    """One of our modules, or None where a script was copied without it."""
+    """Import one of our modules; None if the script was copied without it."""
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 
@@ -105,7 +105,7 @@ def import_if_there(name):
 
 RECIPES = "demo", "small", "paper"
 BACKBONES = "resnet18", "resnet50", "resnet101", "wide_resnet50_2", "vgg16_bn"  # in torchvision
-DATA = "shapes (built in), coco, vg, a .jsonl file, or a folder of tools/make_shards.py"
+DATA = "shapes (built in), coco, vg, a .jsonl file, or a folder made by tools/make_shards.py"
 
 
 def positive(text, kind=float):
@@ -122,7 +122,7 @@ def positive_int(text):
 def fraction(text):
     value = float(text)
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a fraction, between 0 and 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a fraction between 0 and 1")
     return value
 
 
@@ -143,7 +143,7 @@ def build_parser(description=None, **kwargs):
 
 
 def peek(argv, *flags):
-    """What the command line gives for a few flags on which defaults depend -> Namespace"""
+    """The command line's values of a few flags, on which defaults depend -> Namespace"""
     parser = build_parser(add_help=False)
     for flag in flags:
         parser.add_argument(flag)
@@ -153,8 +153,8 @@ def peek(argv, *flags):
 def choose_recipe(table, argv, paper=None):
     """The column of the table for --recipe, or else for --data -> {name: default}
 
-    table: {name: (demo, small, paper)}. A name without a flag is a constant, changed there.
-    paper: {name: value} in place of those of its column.
+    table: {name: (demo, small, paper)}. A name without a flag is a constant: change it there.
+    paper: {name: value} that override the column `paper`.
     """
     given = peek(argv, "--data", "--recipe", "--iters", "--epochs")
     data = given.data or "shapes"
@@ -173,38 +173,38 @@ def choose_recipe(table, argv, paper=None):
 def flag_parser(script, description, recipe):
     """The flags that mean the same in every training script -> parser
 
-    --lr has no default: get_args scales the recipe's to --batch-size, a given one is literal.
+    --lr has no default: get_args scales the recipe's to --batch-size but leaves a given --lr as is.
     """
     # fmt: off
     parser = build_parser(description)
     add = parser.add_argument_group("data").add_argument
     add("--data", default="shapes", help=DATA)
-    add("--recipe", choices=RECIPES, help="defaults: demo (shapes), small (.jsonl), paper (others)")
-    add("--root", help="folder of the data (default datasets/<name>; for a .jsonl its own)")
+    add("--recipe", choices=RECIPES, help="defaults: demo (shapes), small (.jsonl), paper (rest)")
+    add("--root", help="folder of the data (default datasets/<name>; for a .jsonl, its folder)")
     add("--train-split", help="name of the training split")
     add("--val-split", help="name of the validation split")
-    add("--image-size", type=positive_int, help="side of the crops; cost grows with its square")
-    add("--crop-min", type=fraction, help="smallest part of a photo's area that a crop shows")
-    add("--colour-jitter", type=fraction, help="strength; lower if captions name colours")
-    add("--workers", type=int, default=min(8, os.cpu_count() // 2),  # on 2 cores 2 were slower
-        help="DataLoader workers; more if data_wait > 0.05")
+    add("--image-size", type=positive_int, help="crop side in pixels; cost grows with its square")
+    add("--crop-min", type=fraction, help="smallest fraction of a photo's area in a crop")
+    add("--colour-jitter", type=fraction, help="strength; lower it if captions name colours")
+    add("--workers", type=int, default=min(8, os.cpu_count() // 2),  # on 2 cores, 2 were slower
+        help="DataLoader workers per process; raise it if data_wait > 0.05")
 
     group = parser.add_argument_group("backbone and optimisation")
     add = group.add_argument
-    add("--arch", choices=BACKBONES, help="resnet18 for small data or a CPU")
+    add("--arch", choices=BACKBONES, help="the backbone; resnet18 for small data or a CPU")
     add("--batch-size", type=positive_int, help="images per iteration over all processes")
     length = group.add_mutually_exclusive_group().add_argument
-    length("--iters", type=positive_int, help="training length; scale it with the data")
+    length("--iters", type=positive_int, help="training iterations; scale them with the data")
     length("--epochs", type=positive, help="training length in passes over the data")
-    add("--lr", type=positive, help="peak; lower it if the loss is not finite (default "
+    add("--lr", type=positive, help="peak learning rate; lower if the loss is not finite (default "
         f"{recipe['lr']:g} for batches of {recipe['batch_size']}, scaled to --batch-size)")
     add("--warmup", type=fraction, help="warm-up of the learning rate, as a fraction of training")
-    add("--weight-decay", type=float, help="raise it for few images")
+    add("--weight-decay", type=float, help="raise it if photos are few")
 
     run_flags(parser, script)
 
     add = parser.add_argument_group("probe of the backbone (see eval_linear.py)").add_argument
-    add("--probe-data", help="shapes, coco, voc07, folder or a .jsonl (default: tags of --data)")
+    add("--probe-data", help="shapes, coco, voc07, folder or a .jsonl (default: --data's tags)")
     add("--probe-root", help="folder of --probe-data")
     parser.set_defaults(**recipe | {"lr": None, "text_lr": None})
     return parser
@@ -214,16 +214,16 @@ def run_flags(parser, script):
     """The flags of everything that trains into an output directory: see Run."""
     # fmt: off
     add = parser.add_argument_group("run").add_argument
-    add("--output", default=f"runs/{script}", help="directory; the same command resumes from it")
-    add("--fresh", action="store_true", help="forget what --output holds and start over")
+    add("--output", default=f"runs/{script}", help="output directory; the same command resumes it")
+    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
     add("--seed", type=int, default=0, help="random seed")
-    add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
+    add("--amp", choices=("bf16", "fp16", "off"), help="precision (default bf16 where supported)")
     add("--accumulate", type=positive_int, default=1,
-        help="micro-batches of a batch, one after the other, to save memory; gradients are added")
+        help="micro-batches per batch: their gradients are accumulated, which saves memory")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
     add("--log-every", type=positive_int, help="iterations between lines of metrics.jsonl")
-    add("--checkpoint-every", type=positive_int, help="iterations that a killed run can lose")
-    add("--keep-every", type=positive_int, help="iterations; keep model_N.pth for early stopping")
+    add("--checkpoint-every", type=positive_int, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=positive_int, help="iterations between model_N.pth (early stopping)")
 
 
 def parse(parser, argv):
@@ -239,7 +239,7 @@ def parse(parser, argv):
 
 
 class World(NamedTuple):
-    """The place of this process among all: rank in [0, size), and its device."""
+    """This process among all: its rank, in [0, size), and its device."""
 
     rank: int
     size: int
@@ -265,14 +265,14 @@ def init_distributed():
         if local >= torch.cuda.device_count():
             fail("there are fewer GPUs than processes: lower --nproc_per_node")
         torch.cuda.set_device(device)
-    # Tensors of the host go through gloo. Hours: the first process may be making labels.
+    # CPU tensors go through gloo. Others may wait for hours while the first process makes labels.
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, timeout=timedelta(hours=6))
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
 def end_distributed(world):
-    """Leave the group: the first process does the rest alone."""
+    """Leave the process group: the first process does the rest alone."""
     if world.size > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -296,8 +296,8 @@ def data_parallel(model, world):
     """DistributedDataParallel if there are several processes. BatchNorm stays per process."""
     if world.size == 1:
         return model
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of broadcast_buffers, in torch 2.15
-    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)  # not the queues
+    warnings.filterwarnings("ignore", category=FutureWarning)  # on broadcast_buffers in torch 2.15
+    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)  # queues are in sync
 
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -309,7 +309,7 @@ def autocast(device, amp):
 
 
 def choose_amp(device, requested):
-    """What --amp requests, or bf16 where the device computes in it natively, else "off"."""
+    """--amp if given, else bf16 if the device computes in it natively, else "off"."""
     if requested:
         return requested
     if device.type == "cuda":
@@ -356,11 +356,11 @@ class ImageFiles(PackedStrings):
         missing = [path for path in self if not os.path.isfile(path)]
         if missing:
             fail(f"{len(missing)} of {len(self)} images are missing, the first is {missing[0]}: "
-                 "paths start from --root, or from the .jsonl's folder")  # fmt: skip
+                 "relative paths start from --root, or else from the .jsonl's folder")  # fmt: skip
 
 
 class CaptionData:
-    """Images, each with captions and tags (either may be empty): what every source becomes.
+    """Images, each with captions and tags (either may be empty): every data source takes this form.
 
     images: ImageFiles or shapes.ShapeImages.  captions: packed; those of image i are
     captions[first_caption[i]] to captions[first_caption[i + 1] - 1].  tags: indices into
@@ -397,14 +397,14 @@ class CaptionData:
         return np.repeat(np.arange(len(self)), np.diff(self.first_caption))
 
     def select(self, keep):
-        """-> CaptionData of the images `keep`"""
+        """-> CaptionData of the images with the indices `keep`"""
         selected = CaptionData(type(self.images)(), self.tag_names)
         for i in keep:
             selected.add(self.images[i], self.captions_of(i), self.tags_of(i))
         return selected
 
     def captioned(self):
-        """-> CaptionData of the images that have a caption; the others are counted in the log"""
+        """-> CaptionData of the images that have a caption; prints how many have none"""
         keep = np.flatnonzero(np.diff(self.first_caption))
         require(len(keep), f"no image has a caption. Expected: {JSONL}")
         if len(keep) == len(self):
@@ -418,7 +418,7 @@ def caption_data(name, root=None, split="train"):
     if name.endswith(".jsonl"):
         data = jsonl_data(name, root or os.path.dirname(name), split)
     else:
-        import sources  # only here: a copied script does without it
+        import sources  # only here: a copied script works without it
 
         data = sources.caption_data(name, root, split)
     require(len(data), f"--data {name} has no image of the split {split}")
@@ -427,19 +427,19 @@ def caption_data(name, root=None, split="train"):
     return data
 
 
-JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} in each line'
+JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} on each line'
 
 
 def jsonl_data(path, root, split):
-    """One {"image", "captions", "tags", "split"} per line; all but "image" may be missing.
+    """One {"image", "captions", "tags", "split"} per line; all but "image" are optional.
 
-    Relative paths start from `root`. A line without a split is of "train"; if no line names one, a
-    fixed random twentieth is "val".
+    Relative paths start from `root`. A line without a split belongs to "train"; if no line has one,
+    a fixed random twentieth is "val".
     """
     data = CaptionData(ImageFiles())
     splits = []
     tag_index = {}
-    with open(path, "rb") as file:  # of bytes, json finds the encoding
+    with open(path, "rb") as file:  # json detects the encoding of bytes
         for number, line in enumerate(progress(file, desc=path, leave=False), 1):
             if not line.strip():
                 continue
@@ -449,7 +449,7 @@ def jsonl_data(path, root, split):
                 tags = sorted({tag_index.setdefault(tag, len(tag_index)) for tag in tags})
                 data.add(os.path.join(root, row["image"]), captions, tags)
                 splits.append(row.get("split"))
-            except Exception as error:  # no JSON, no "image", other types
+            except Exception as error:  # no JSON, no "image", wrong types
                 fail(f"{path}, line {number}: {error!r}. Expected: {JSONL}")
     data.tag_names = list(tag_index) or None
     if not any(splits):
@@ -460,7 +460,7 @@ def jsonl_data(path, root, split):
 
 
 def captions_and_tags(row):
-    """{"captions": [...], "tags": [...]}, both may be missing -> two lists of strings"""
+    """{"captions": [...], "tags": [...]}, both optional -> two lists of strings"""
     captions = row.get("captions", [])
     tags = row.get("tags", [])
     if "caption" in row or {type(captions), type(tags)} != {list}:
@@ -469,7 +469,7 @@ def captions_and_tags(row):
 
 
 def swap_left_right(caption):
-    """The caption of the flipped photo: the whole words left and right change places."""
+    """The caption of the flipped photo: the whole words left and right are swapped."""
     other = {"left": "right", "right": "left"}
     return re.sub(r"\b(left|right)\b", lambda word: other[word[0].lower()], caption, flags=re.I)
 
@@ -487,8 +487,8 @@ report_once = functools.cache(tqdm.write)
 class Samples(Dataset):
     """make_sample(index, rng) -> one sample, a dict.
 
-    A key is (epoch, index) in training: rng depends on the seed and the key alone. In validation
-    it is an index and rng is None. The next sample takes the place of an unreadable one.
+    In training a key is (epoch, index), and rng depends on the seed and the key alone. In
+    validation a key is an index, and rng is None. The next sample replaces an unreadable one.
     """
 
     def __init__(self, make_sample, size, seed=0):
@@ -515,7 +515,7 @@ class Samples(Dataset):
 
 
 def random_crop(rng, smallest, width, height):
-    """The box of a random area, in [smallest, 1], and aspect ratio, as in Inception's training"""
+    """A box of random area (a fraction in [smallest, 1]) and aspect ratio, as for Inception"""
     for _ in range(10):
         area = width * height * rng.uniform(smallest, 1.0)
         aspect = (4 / 3) ** rng.uniform(-1, 1)
@@ -527,7 +527,7 @@ def random_crop(rng, smallest, width, height):
 
 
 def centre_crop(side_fraction, width, height):
-    """The box of the central square; 224 / 256 is "resize 256, centre crop 224"."""
+    """The box of a central square; side_fraction 224 / 256 is "resize 256, centre crop 224"."""
     side = side_fraction * min(width, height)
     x, y = (width - side) / 2, (height - side) / 2
     return x, y, x + side, y + side
@@ -542,7 +542,7 @@ def read_crops(images, index, crops, size):
     try:
         image = images.open(index)
         if image.getexif().get(ExifTags.Base.Orientation, 1) > 1:
-            ImageOps.exif_transpose(image, in_place=True)  # only then: it decodes the whole photo
+            ImageOps.exif_transpose(image, in_place=True)  # only if needed: it decodes all pixels
         full_size = np.array(image.size)
         boxes = np.array([crop(*full_size) for crop in crops])
         if image.format == "JPEG":
@@ -550,14 +550,14 @@ def read_crops(images, index, crops, size):
             image.draft("RGB", np.ceil(size * full_size / smallest).astype(int).tolist())
         image = to_rgb(image)
         boxes = boxes * np.tile(image.size / full_size, 2)
-        boxes = np.minimum(boxes, np.tile(image.size, 2))  # a rounding error may exceed it
+        boxes = np.minimum(boxes, np.tile(image.size, 2))  # rounding errors may exceed it
         return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes.tolist()]
-    except Exception as error:  # PIL and its formats raise a dozen kinds
+    except Exception as error:  # PIL's decoders raise a dozen kinds
         raise Unreadable(images[index]) from error
 
 
 def to_rgb(image):
-    """A PIL image in RGB; 16 bits per pixel, which PIL would clip to white, become 8"""
+    """A PIL image in RGB; 16-bit pixels, which PIL would clip to white, become 8-bit"""
     if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")
@@ -582,9 +582,9 @@ def load_image(images, index, rng, args):
 
 
 def colour_jitter(rng, strength):
-    """(4,) float32: factors of brightness, contrast, saturation, and the hue's angle in turns
+    """(4,) float32: factors of brightness, contrast and saturation, and a hue rotation in turns
 
-    At strength 1 within 1 +- 0.4 and +- 0.1 turns. Neutral with probability 0.2.
+    At strength 1, factors within 1 +- 0.4 and +- 0.1 turns. With probability 0.2, no change.
     """
     limits = strength * np.array([0.4, 0.4, 0.4, 0.1])
     factors = rng.uniform(NO_JITTER - limits, NO_JITTER + limits)
@@ -602,10 +602,10 @@ def collate_images(samples):
 
 
 def infinite_sampler(size, batch_size, world, seed, start=0):
-    """Yield (epoch, index) forever, beginning with batch number `start`
+    """Yield (epoch, index) forever, beginning with batch number `start`, from 0
 
-    The epochs' permutations are concatenated, batch t is the t-th slice of `batch_size` (global) of
-    them, and each process takes its part of the slice. Nothing else decides what is seen.
+    The epochs' permutations, which depend only on the seed, are concatenated. Batch t is their
+    t-th slice of `batch_size` (global), of which each process takes its part.
     """
     per_rank_batch = batch_size // world.size
     shuffled = None
@@ -631,14 +631,14 @@ def loader(dataset, batch_size, workers, collate_fn=None, device=torch.device("c
 
 
 def validation_batches(samples, workers, collate_fn, device, batch_size=64):
-    """One pass over Samples in their order -> batches on `device`"""
+    """One pass over Samples, in order -> batches on `device`"""
     batches = loader(samples, batch_size, workers, collate_fn, device)
     for batch in progress(batches, desc="validation", unit=" batches", leave=False):
         yield to_device(batch, device)
 
 
 def to_device(batch, device):
-    """A tensor, or dicts and lists of tensors"""
+    """Move a tensor, or dicts and lists of tensors."""
     if torch.is_tensor(batch):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
@@ -651,13 +651,13 @@ def to_device(batch, device):
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY = np.array([0.299, 0.587, 0.114])
 YIQ = np.array([GREY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
-# A rotation by an angle in the plane of I and Q, seen from RGB: grey + cos HUE[0] + sin HUE[1].
+# In RGB, a rotation by a in the plane of I and Q is GREY + cos(a) HUE[0] + sin(a) HUE[1].
 HUE = [np.eye(3) - GREY, np.linalg.inv(YIQ) @ [[0, 0, 0], [0, 0, -1], [0, 1, 0]] @ YIQ]
 
 
 @functools.cache
 def colour_constants(device):
-    """Kept on the device: a copy from the host would synchronise it."""
+    """Cached on the device: copying them from the host would synchronise it."""
     constants = GREY, np.array(HUE), IMAGENET_MEAN, IMAGENET_STD
     return [torch.tensor(value, dtype=torch.float32, device=device) for value in constants]
 
@@ -666,8 +666,8 @@ def augment(images, jitter=None):
     """uint8 (B, size, size, 3) -> normalised float32 (B, 3, size, size), channels-last in memory
 
     jitter: (B, 4) from colour_jitter. Brightness, contrast, saturation and hue (a rotation in YIQ),
-    in this order, are each linear in the colours: together one 3x3 matrix and one offset per image,
-    a single pass over the pixels. [ours: the order is fixed, values are clamped once, at the end]
+    in this order, are each linear in the colours. Combined they are one 3x3 matrix and one offset
+    per image: a single pass over the pixels. [ours: the fixed order, one clamp at the end]
     """
     grey, hue_plane, mean, std = colour_constants(images.device)
     pixels = images.float() / 255
@@ -678,7 +678,7 @@ def augment(images, jitter=None):
         saturate = saturation * torch.eye(3, device=pixels.device) + (1 - saturation) * grey
         matrix = contrast * brightness * rotate @ saturate
         red, green, blue = matrix[:, None, None].unbind(-1)  # (B, 1, 1, 3) each
-        # Contrast blends with the mean grey, which saturation and hue leave as it is.
+        # Contrast blends with the mean grey, which saturation and hue do not change.
         mean_grey = (pixels.mean((1, 2)) @ grey)[:, None, None]
         offset = (1 - contrast) * brightness * mean_grey
         pixels = pixels[..., :1] * red + pixels[..., 1:2] * green + pixels[..., 2:] * blue
@@ -690,11 +690,11 @@ def augment(images, jitter=None):
 
 
 def build_backbone(arch):
-    """torchvision's, with its key names and without the classifier, randomly initialised
+    """torchvision's network with its key names, without its classifier, randomly initialised
 
     (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32)
     """
-    from torchvision import models  # only here: --help does without the seconds that it takes
+    from torchvision import models  # only here: it takes seconds, and --help needs none
 
     model = getattr(models, arch)()
     *children, _, _ = model.named_children()  # the last two are average pooling and classifier
@@ -705,12 +705,12 @@ def build_backbone(arch):
 
 
 def load_backbone(path, arch):
-    """The backbone in a backbone.pth of ours (eval_linear.load_backbone reads those of others)."""
+    """Load a backbone.pth of ours (eval_linear.load_backbone also reads those of others)."""
     backbone = build_backbone(arch)
     try:
         backbone.load_state_dict(read_checkpoint(path))
     except RuntimeError:
-        fail(f"{path} is no backbone.pth of a {arch}: see --arch")
+        fail(f"{path} is not a backbone.pth of a {arch}: see --arch")
     return backbone
 
 
@@ -718,13 +718,13 @@ def build_optimizer(name, parameters, lr, weight_decay):
     """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW"""
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr, weight_decay=weight_decay, fused=True)
-    if name == "radam":  # weight decay decoupled, as in the code of its authors
+    if name == "radam":  # decoupled weight decay, as in the code of its authors
         return torch.optim.RAdam(
             parameters, lr, weight_decay=weight_decay, decoupled_weight_decay=True
         )
     optimizer = torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=weight_decay, fused=True)
     for group in optimizer.param_groups:
-        for parameter in group["params"]:  # or undefined if fp16's scaler skips the first step
+        for parameter in group["params"]:  # else uninitialised if fp16's scaler skips a step
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
@@ -732,8 +732,8 @@ def build_optimizer(name, parameters, lr, weight_decay):
 def lr_factor(iteration, total, warmup=0.0, steps=()):
     """Factor of the learning rate at an iteration, counted from 0
 
-    Linear over the fraction `warmup` of training, then a cosine to 0, or, with `steps`, a tenth
-    after each of these fractions [ICMLM App. F.1].
+    Linear warm-up over the fraction `warmup` of training, then cosine decay to 0. With `steps`, it
+    is divided by 10 after each of these fractions instead [ICMLM App. F.1].
     """
     start = warmup * total
     if iteration < start:
@@ -744,14 +744,14 @@ def lr_factor(iteration, total, warmup=0.0, steps=()):
 
 
 def set_lr(optimizer, factor):
-    """Scale the learning rates that the optimizer was built with."""
+    """Set the learning rates to `factor` times those that the optimizer was built with."""
     for group in optimizer.param_groups:
         group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
 
 
 # ------------------------------------------------------------------------- the output directory
 
-# Flags that may differ when a run resumes: where and how fast it runs, not what it learns.
+# Flags that may change on resuming: they affect where and how fast a run goes, not what it learns.
 RESUME_CAN_CHANGE = set(
     "output root fresh workers amp compile log_every checkpoint_every keep_every validate_every "
     "probe_data probe_root probe_images".split()
@@ -766,7 +766,7 @@ def write_json(path, content):
 
 
 def save(path, content):
-    """torch.save through a temporary file: a crash or a full disk leaves the old file whole."""
+    """torch.save through a temporary file: a crash or a full disk leaves the old file intact."""
     torch.save(content, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
@@ -777,25 +777,25 @@ def save_weights(path, module):
 
 
 def read_checkpoint(path, script=None):
-    """A file of weights, on the CPU; no code in it is run.  script: that must have written it"""
+    """Load a file onto the CPU without running code from it.  script: that must have written it"""
     with open(path, "rb") as file:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # of zip, pickle and torch
-            fail(f"{path} is no checkpoint, or was cut off ({type(error).__name__})")
+        except Exception as error:  # from zipfile, pickle or torch
+            fail(f"{path} is not a checkpoint, or is truncated ({type(error).__name__})")
     if not isinstance(content, dict) or script not in (None, content.get("script")):
-        fail(f"{path} is no checkpoint.pth or model_N.pth of {script}.py")
+        fail(f"{path} is not a checkpoint.pth or model_N.pth of {script}.py")
     return content
 
 
 class Run:
     """The output directory (docs/output.md): args.json, metrics.jsonl, and checkpoint.pth, from
-    which the same command resumes. The result is bit-identical to that of a run which was not
-    stopped (one process on a CPU).
+    which the same command resumes. The result is bit-identical to that of an uninterrupted run
+    (one process on a CPU).
     """
 
     def __init__(self, args, script, world, data):
-        """data: CaptionData or alike that is trained on; its size must not change"""
+        """data: the training data, CaptionData or similar; a resumed run needs the same size"""
         self.args = args
         self.script = script
         self.world = world
@@ -817,7 +817,7 @@ class Run:
             self.check_same_settings(self.checkpoint["args"])
             self.iteration = self.checkpoint["iteration"]
             self.metrics = self.checkpoint["metrics"]
-            print_main(f"{path} is there: resuming from iteration {self.iteration}")
+            print_main(f"{path} exists: resuming from iteration {self.iteration}")
         barrier(world)  # before the first process removes or writes anything
         if world.is_main:
             self.start_files()
@@ -831,10 +831,10 @@ class Run:
             if before.get(name) != now:
                 flag = name.replace("_", "-")
                 fail(f"{self.folder} holds a run with {flag} {before.get(name)}, not {now}: choose "
-                     "another --output, or --fresh to start over")  # fmt: skip
+                     "another --output, or give --fresh to start over")  # fmt: skip
 
     def start_files(self):
-        """Remove what an earlier run wrote after its checkpoint, or all of it if there is none."""
+        """Remove results newer than the loaded checkpoint, or all if none was loaded."""
         names = ["result.json"]
         if not self.checkpoint:
             names += ["checkpoint.pth", "backbone.pth", "model_[0-9]*.pth"]
@@ -846,19 +846,19 @@ class Run:
         write_json(self.folder / "args.json", self.settings | content)
 
     def resume(self, **parts):
-        """The model, optimizer... that checkpoints hold by these names; load an earlier run's."""
+        """Name what checkpoints hold (model, optimizer...) and restore it when a run resumes."""
         self.parts = parts
         if self.checkpoint:
             for name, part in parts.items():
                 if self.checkpoint[name]:  # a scaler that was not in use has no state
                     part.load_state_dict(self.checkpoint[name])
-        self.checkpoint = None  # gigabytes, at the papers' sizes
+        self.checkpoint = None  # frees gigabytes at the papers' sizes
 
     def steps(self, samples, collate_fn, total, **extra_state):
-        """Yield (iteration, its micro-batches: on the device, --accumulate of them) up to `total`
+        """Yield (iteration, its micro-batches on the device, --accumulate of them) up to `total`
 
-        `for iteration, batches in run.steps(...): ...; run.log(loss=loss)`: what was last logged is
-        written when the loop asks for the next one.  extra_state: for checkpoint.pth, model_N.pth
+        `for iteration, batches in run.steps(...): ...; run.log(loss=loss)`: when the loop asks for
+        the next iteration, metrics and checkpoints are written.  extra_state: also in checkpoints
         """
         args, world = self.args, self.world
         make_sampler = getattr(self.data.images, "sampler", infinite_sampler)
@@ -871,7 +871,7 @@ class Run:
                 asked = time.perf_counter()
                 batch = to_device(next(batches), world.device)
                 self.waited += time.perf_counter() - asked
-                # Dropout is a function of seed, iteration, rank and part: a resumed run repeats it.
+                # Dropout depends only on seed, iteration, rank and part: a resumed run repeats it.
                 place = self.iteration * world.size + world.rank
                 torch.manual_seed((args.seed << 40) + place * args.accumulate + part)
                 yield batch
@@ -893,18 +893,18 @@ class Run:
         end_distributed(world)
 
     def due(self, what):
-        """Whether --log-every... says that it is time"""
+        """Whether this iteration is a multiple of --log-every, --validate-every..."""
         every = getattr(self.args, f"{what}_every", None)
         return every and self.iteration % every == 0
 
     def log(self, validation=None, **values):
-        """For the next line of metrics.jsonl: numbers or tensors, read then, of which it has the
-        mean over the processes; validation {name: score} of the first process"""
+        """Values for the next line of metrics.jsonl: numbers or tensors, read and averaged over the
+        processes when it is written; validation: {name: score}, from the first process alone"""
         self.values = values
         self.validation = validation or {}
 
     def write_metrics(self):
-        """Read the logged values, which synchronises the device -> the loss"""
+        """Append a line to metrics.jsonl; reading the values synchronises the device -> the loss"""
         values = [torch.as_tensor(value).item() for value in self.values.values()]
         means = gather(torch.tensor([values]), self.world).mean(0).tolist()
         row = dict(zip(self.values, means))
@@ -934,7 +934,7 @@ class Run:
             save(self.folder / name, state | extra_state)
 
     def finish(self, probe, backbone, **result):
-        """Say what the backbone is worth and write result.json.  probe: eval_linear.Probe"""
+        """Measure the backbone and write result.json.  probe: eval_linear.Probe, or None"""
         if probe:
             result |= probe.final(backbone, self.folder, self.world.device)
         else:

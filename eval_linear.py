@@ -1,4 +1,4 @@
-"""Linear classifiers on frozen features: what a backbone is worth, by the protocols of the papers.
+"""Linear classifiers on frozen features: how good a backbone is, by the protocols of the papers.
 
     python eval_linear.py --weights runs/virtex/backbone.pth --data folder --root photos
     python eval_linear.py --weights runs/virtex/backbone.pth --data voc07 --root VOCdevkit
@@ -6,9 +6,9 @@
     torchrun --nproc_per_node=8 eval_linear.py --weights runs/virtex/backbone.pth \\
         --data folder --root imagenet --protocol sgd-virtex
 
---weights takes a backbone.pth, checkpoint.pth or model_N.pth of ours, an official VirTex
-checkpoint, files of MoCo, SwAV, VICReg, DINO or torchvision, "imagenet" (torchvision's, downloaded)
-or "random". Early stopping [VirTex Sec. 3]: train with --keep-every and take the best of
+--weights accepts our backbone.pth, checkpoint.pth or model_N.pth, an official VirTex checkpoint,
+files of MoCo, SwAV, VICReg, DINO or torchvision, "imagenet" (torchvision's, downloaded) or
+"random". Early stopping [VirTex Sec. 3]: train with --keep-every, choose the best model_N.pth by
 
     python eval_linear.py --weights runs/virtex/model_1000.pth --data photos.jsonl --hold-out 0.2
 
@@ -17,12 +17,12 @@ or "random". Early stopping [VirTex Sec. 3]: train with --keep-every and take th
     svm-icmlm      one SVM per class on features pooled 2x2, 40 costs                    mAP
     sgd-virtex     linear layer, trained with augmentation                               top-1
     sgd-mct        linear layer on features extracted once                               top-1
-    logreg-icmlm   the same; learning rate and weight decay chosen out of 25 trials      top-1
+    logreg-icmlm   the same; learning rate and weight decay chosen from 25 trials        top-1
     knn            votes of the 20 nearest training images: nothing is trained           either
-    layers         linear layers on each of VGG-16's last three convolutions, likewise   either
+    layers         linear layers on VGG-16's last 3 convolutions, with augmentation      either
 
-Their settings stand in the table PROTOCOLS. The SVMs, knn and `layers` take images with several
-labels (voc07, coco, shapes, a .jsonl with tags) or one (folder), the others need one. sgd-virtex
+The table PROTOCOLS has their settings. The SVMs, knn and layers accept images with several labels
+(voc07, coco, shapes, a .jsonl with tags) or with one (folder); the others need one. sgd-virtex
 and layers resume from --output. The training scripts end with svm-virtex: see Probe.
 """
 
@@ -51,35 +51,35 @@ LABEL_SPLITS = {"coco": ("train2017", "val2017"), "voc07": ("trainval", "test")}
 
 
 def backbone_flags(parser, choices=None, data_help=common.DATA):
-    """The flags of everything that starts from a backbone.  choices: of --data, default first"""
+    """Flags of all scripts that start from a backbone.  choices: for --data, the default first"""
     add = parser.add_argument
     add("--weights", default="runs/virtex/backbone.pth", help="a file, imagenet or random")
-    add("--arch", choices=common.BACKBONES, help="for imagenet and random")
+    add("--arch", choices=common.BACKBONES, help="needed for imagenet and random")
     default, *_ = choices or ["shapes"]
     add("--data", choices=choices, default=default, help=data_help)
-    add("--root", help="folder of the data (default datasets/<name>; for a .jsonl its own)")
+    add("--root", help="folder of the data (default datasets/<name>; for a .jsonl, its folder)")
     add("--train-split", help="usually trainval for voc07, train2017 for coco, else train")
     add("--val-split", help="usually test for voc07, val2017 for coco, else val")
     add("--workers", type=int, default=min(8, os.cpu_count()), help="DataLoader workers")
 
 
 def flag_parser(script, description, choices=None, data_help=common.DATA):
-    """A parser with the flags that mean the same wherever a frozen backbone is measured"""
+    """A parser with the flags common to all scripts that measure a frozen backbone"""
     parser = common.build_parser(description)
     backbone_flags(parser, choices, data_help)
     add = parser.add_argument
     size = "default 64 for shapes, else 224 [VirTex App. A.1]"
     add("--image-size", type=common.positive_int, help=size)
-    add("--runs", type=common.positive_int, default=1, help="with other seeds: mean and deviation")
-    add("--seed", type=int, default=0, help="of the first run")
-    add("--output", default=f"runs/{script}", help="directory of result.json and other files")
+    add("--runs", type=common.positive_int, default=1, help="number of seeds; reports mean and std")
+    add("--seed", type=int, default=0, help="seed of the first run")
+    add("--output", default=f"runs/{script}", help="directory for result.json and other files")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off for numbers to report")
     parser.set_defaults(batch_size=None, accumulate=1)
     return parser
 
 
 def parse(parser, argv):
-    """Parse the command line; what flag_parser's flags leave out is the data set's."""
+    """Parse the command line; flags of flag_parser that are left out depend on the data set."""
     args = common.parse(parser, argv)
     if args.weights in ("random", "imagenet") and not args.arch:
         parser.error(f"--weights {args.weights} needs --arch")
@@ -94,18 +94,18 @@ def get_args(argv=None):
     parser = flag_parser("eval_linear", __doc__, data_help=DATA)
     add = parser.add_argument
     add("--protocol", choices=PROTOCOLS, default="svm-virtex", help="see above")
-    images = "at most, drawn by the seed of the run; default 2000 for shapes, else all"
+    images = "at most this many, drawn with the run's seed; default 2000 for shapes, else all"
     add("--train-images", type=common.positive_int, help=images)
-    shots = "at most so many of each class, drawn likewise"
+    shots = "at most this many training images of each class, drawn with the run's seed"
     add("--shots", type=common.positive_int, help=shots)
-    held_out = "score this fraction of the training split, left out of training, not --val-split"
+    held_out = "hold out this fraction of the training split and score it instead of --val-split"
     add("--hold-out", type=common.fraction, default=0.0, metavar="FRACTION", help=held_out)
-    add = parser.add_argument_group("all but svm-* (defaults are the protocol's)").add_argument
+    add = parser.add_argument_group("linear layers (defaults depend on --protocol)").add_argument
     add("--epochs", type=common.positive_int, help="passes over the training images")
     add("--batch-size", type=common.positive_int, help="images per iteration over all processes")
-    add("--lr", type=common.positive, nargs="+", help="peak, or three peaks of layers")
+    add("--lr", type=common.positive, nargs="+", help="peak; three peaks for layers")
 
-    # What is left out is the protocol's.
+    # The defaults are the protocol's.
     chosen = common.peek(argv, "--protocol", "--data")
     protocol = PROTOCOLS.get(chosen.protocol, PROTOCOLS["svm-virtex"])
     single_label = chosen.data == "folder"
@@ -121,10 +121,10 @@ def get_args(argv=None):
     drawn = args.weights == "random" or args.train_images or args.hold_out or args.shots
     num_rates = len(protocol.lr or ())
     contradictions = {
-        "wants one label per image: --data folder": protocol.single_label and not single_label,
+        "needs one label per image: --data folder": protocol.single_label and not single_label,
         "is for VGG-16: --arch vgg16_bn": layers and args.arch != "vgg16_bn",
         f"has {num_rates} learning rates": args.lr and len(args.lr) != num_rates,
-        "gives all --runs the same score: --shots, --train-images, --hold-out draw images": (
+        "gives all --runs the same score: draw images by --shots, --train-images or --hold-out": (
             args.protocol in ("svm-virtex", "knn") and args.runs > 1 and not drawn
         ),
     }
@@ -134,8 +134,8 @@ def get_args(argv=None):
     if protocol.lr:
         lr_scale = args.batch_size / protocol.batch_size
         args.lr = args.lr or [lr_scale * lr for lr in protocol.lr]
-    args.crop_min = 0.08  # both public codes; VirTex App. A.1 still has 20% of its first version
-    args.colour_jitter = 1.0 if layers else 0.0  # half of SimCLR's, which ICMLM App. F names: ours
+    args.crop_min = 0.08  # both public codes; VirTex App. A.1 still has the first version's 20%
+    args.colour_jitter = 1.0 if layers else 0.0  # ours: half of SimCLR's, which ICMLM App. F names
     return args
 
 
@@ -150,7 +150,7 @@ def main(args):
     val = data if args.hold_out else label_data(args.data, args.root, args.val_split)
     check_same_classes(data, val)
 
-    # Each run has a seed of its own, for all that is drawn: images, weights, costs.
+    # Each run has its own seed for everything that is drawn: images, weights, costs.
     runs = []
     for seed in range(args.seed, args.seed + args.runs):
         first = seed == args.seed
@@ -167,7 +167,7 @@ def main(args):
             runs.append(protocol.score(backbone, train, test, args, world, seed))
             continue
 
-        # Features are extracted once, and again if a run has other images or another backbone.
+        # Extract features once, and again only if a run has other images or another backbone.
         new_test = first or args.weights == "random" or args.hold_out
         if new_test or args.train_images or args.shots:
             train_x, train_y = labelled_features(backbone, train, args, world, protocol)
@@ -214,16 +214,16 @@ def over_runs(runs):
 
 
 def mean_and_deviation(values):
-    """Mean and sample standard deviation; that of one value is 0"""
+    """Mean and sample standard deviation, which is 0 for a single value"""
     return float(np.mean(values)), float(np.std(values, ddof=min(1, len(values) - 1)))
 
 
 def load_backbone(weights, arch, seed):
-    """weights: "random", "imagenet" or a file, whose arch may be None -> backbone, no classifier"""
+    """weights: "random", "imagenet" or a file (arch may be None) -> backbone without classifier"""
     torch.manual_seed(seed)
     if weights == "random":
         return common.build_backbone(arch)
-    import sources  # only here: a script that is copied elsewhere does without it
+    import sources  # only here: copies of this script work without sources.py
 
     if weights == "imagenet":
         import torchvision
@@ -248,7 +248,7 @@ class LabelData(NamedTuple):
     """Images with labels
 
     One label per image (folder): labels (N,) int64, the indices of the classes in `names`.
-    Several (the others): labels (N, classes) int8, 1 yes, 0 no, -1 "difficult" (VOC only).
+    Several (all other data): labels (N, classes) int8, 1 yes, 0 no, -1 "difficult" (VOC only).
     """
 
     images: object  # common.ImageFiles or shapes.ShapeImages
@@ -267,7 +267,7 @@ def label_data(name, root=None, split="train"):
     if name == "voc07":
         return voc07_labels(root or "datasets/voc07", split)
     if name == "coco":
-        import sources  # only here: a script that is copied elsewhere does without it
+        import sources  # only here: copies of this script work without sources.py
 
         data = sources.coco_data(root or "datasets/coco", split, required="instances")
         data.images.check_files()
@@ -307,7 +307,7 @@ def voc07_labels(root, split):
 
 def folder_labels(root, split):
     """{split}/<class>/<image>, as torchvision's ImageFolder reads it -> LabelData"""
-    from torchvision.datasets import folder  # only here: --help does without the seconds
+    from torchvision.datasets import folder  # only here, for a quick --help
 
     path = os.path.join(root, split)
     layout = f"an image folder holds {split}/<class>/<image>: see --train-split and --val-split"
@@ -327,7 +327,7 @@ def check_same_classes(train, test):
 
 
 def class_of(labels):
-    """The class of each image that has one: labels (N,) or (N, classes) -> (N,)"""
+    """The class of images with one label each: labels (N,) or (N, classes) -> (N,)"""
     return labels if labels.ndim == 1 else labels.argmax(1)
 
 
@@ -349,9 +349,9 @@ def draw_images(data, val, args, seed):
 
 
 def pooled(backbone, images, device, amp="off", grid_size=1):
-    """uint8 (B, size, size, 3) -> averages over a grid of parts, (B, channels * grid_size^2)
+    """uint8 (B, size, size, 3) -> average-pooled features, (B, channels * grid_size^2)
 
-    The parts overlap: of 7x7 places 2x2 parts have 6x6 each [Goyal et al. 2019, ICMLM's 24].
+    Windows overlap: on a 7x7 map the four windows are 6x6 [Goyal et al. 2019, ICMLM's 24].
     """
     with torch.no_grad(), common.autocast(device, amp):
         maps = backbone(common.augment(images.to(device, non_blocking=True)))
@@ -364,7 +364,7 @@ CONVOLUTIONS = {"C-11": 36, "C-12": 39, "C-13": 42}
 
 
 def convolution_features(backbone, images, device, amp="off", jitter=None):
-    """uint8 (B, size, size, 3) -> for each of CONVOLUTIONS its maps averaged over 3x3 places
+    """uint8 (B, size, size, 3) -> for each of CONVOLUTIONS its maps, average-pooled 3x3
 
     At 224 pixels (B, 512 * 4 * 4): the "about 9K" of ICMLM Sec. 4. [DeeperCluster's code]
     """
@@ -400,19 +400,19 @@ def run_over_images(function, images, args, world, side_fraction=224 / 256):
     """function(uint8 (B, size, size, 3)) -> (B, D), on the central square of each image
 
     images: common.ImageFiles or shapes.ShapeImages.  args: image_size, workers, output.
-    -> (M, D) float32 in the order of `images`, without those that cannot be decoded, and the
-    indices (M,) of the others. The former is None on all processes but the first, and mapped from
-    a temporary file in args.output: ImageNet's features, 10 GB, need no memory.
+    -> (M, D) float32 for the M images that can be decoded, in the order of `images`, and their
+    indices (M,). The features are None on all processes but the first, where they are mapped from
+    a temporary file in args.output: ImageNet's 10 GB need no memory.
     """
     count = len(images)
     per_rank = math.ceil(count / world.size)
-    # Every process has as many: the first images come again at the end.
+    # All processes get equally many: the first images are repeated at the end.
     indices = [i % count for i in range(world.rank, per_rank * world.size, world.size)]
     crops = CentreCrops(images, args.image_size, side_fraction)
     batches = common.loader(crops, 64, args.workers, sampler=indices)
     readable = []
     folder = args.output if world.is_main else None  # the others write nothing
-    with tempfile.TemporaryFile(dir=folder) as file:  # without a name: it vanishes by itself
+    with tempfile.TemporaryFile(dir=folder) as file:  # unnamed: vanishes when closed
         for pixels, good in progress(batches, desc="images", unit=" batches", leave=False):
             rows = gather_in_turns(function(pixels).float().cpu(), world)
             good = gather_in_turns(good, world)[: count - len(readable)]
@@ -449,7 +449,7 @@ class CentreCrops(Dataset):
 
 
 def gather_in_turns(x, world):
-    """The rows of all processes: the first of each, the second of each ..."""
+    """The rows of all processes, interleaved: the first of each, the second of each ..."""
     return common.gather(x, world).unflatten(0, (world.size, -1)).transpose(0, 1).flatten(0, 1)
 
 
@@ -463,7 +463,7 @@ def svm_virtex(train_x, train_y, test_x, test_y, names, args, device, seed):
 
 
 def svm_icmlm(train_x, train_y, test_x, test_y, names, args, device, seed):
-    """40 log-uniform costs [ICMLM App. F.2], all of which are tried [ours; theirs by Optuna];
+    """40 log-uniform costs [ICMLM App. F.2], all of them tried [ours; the paper uses Optuna];
     interpolated precision, as in the code of Goyal et al."""
     costs = sorted(10 ** np.random.default_rng(seed).uniform(-5, 5, 40))
     scores = svm_probe(train_x, train_y, test_x, test_y, names, costs, device, interpolated=True)
@@ -500,9 +500,9 @@ def sgd_mct(train_x, train_y, test_x, test_y, names, args, device, seed):
 
 
 def logreg_icmlm(train_x, train_y, test_x, test_y, names, args, device, seed):
-    """The best of 25 pairs of lr and weight decay for held-out images [ICMLM App. F.2]
+    """The best of 25 pairs of lr and weight decay on held-out images [ICMLM App. F.2]
 
-    [ours: a fifth is held out, the trials are random where the paper's are Optuna's, and features
+    [ours: a fifth is held out, the trials are random where the paper uses Optuna, and features
     are l2-normalised as for the SVMs] -> {"top-1": percent}
     """
     rng = np.random.default_rng(seed)
@@ -553,9 +553,9 @@ def train_linear(
 ):
     """One linear layer per (learning rate, weight decay) in `trials`, on the same batches
 
-    x: (N, D) float32.  y: (N,), their classes.  rows: which of the N to learn from: x may be as
-    large as the memory, and is not copied.  lr_factor(fraction of training): of the learning rates.
-    normalize: features to length 1.  width: outputs of a layer, by default one per class.
+    x: (N, D) float32.  y: (N,), their classes.  rows: indices of those to train on: x may fill the
+    memory, so it is not copied.  lr_factor(fraction of training): multiplies the learning rates.
+    normalize: scale features to length 1.  width: outputs of a layer, by default one per class.
     loss_fn(outputs (B, width), classes (B,))
     """
     x = torch.from_numpy(x).to(device)
@@ -575,7 +575,7 @@ def train_linear(
                 features = F.normalize(features)
             losses = [loss_fn(layer(features), y[batch]) for layer in layers]
             optimizer.zero_grad()
-            sum(losses).backward()  # the layers share no parameters: each is trained by itself
+            sum(losses).backward()  # the layers share no parameters: each is trained on its own
             optimizer.step()
     return layers
 
@@ -617,7 +617,7 @@ def check_finite(logits):
 def knn(train_x, train_y, test_x, test_y, names, args, device, seed):
     """Votes of the 20 nearest training images, weighted by exp(cosine / 0.07) [Wu et al. 2018]
 
-    -> {"top-1": percent}; with several labels per image the classes' votes rank: {"mAP": percent}
+    -> {"top-1": percent}; with several labels the votes rank each class's images: {"mAP": percent}
     """
     train_x = F.normalize(torch.from_numpy(train_x).to(device))
     labels = torch.from_numpy(train_y).to(device)
@@ -643,7 +643,7 @@ LAYERS_DECAY = 1e-5  # weight decay; the learning rate falls as lr / sqrt(1 + lr
 
 
 def sgd_virtex(backbone, train, test, args, world, seed):
-    """One linear layer, cosine, no weight decay [VirTex App. A.1] -> {"top-1": percent}"""
+    """One linear layer, cosine schedule, no weight decay [VirTex App. A.1] -> {"top-1": percent}"""
 
     def features_of(images, jitter=None):
         return [pooled(backbone, images, world.device, args.amp)]
@@ -656,7 +656,7 @@ def sgd_virtex(backbone, train, test, args, world, seed):
 
 
 def vgg_layers(backbone, train, test, args, world, seed):
-    """A linear layer after each of CONVOLUTIONS [ICMLM Sec. 4, as DeeperCluster's code]
+    """A linear layer after each of CONVOLUTIONS [ICMLM Sec. 4, as in DeeperCluster's code]
 
     -> {"C-11 top-1": percent, ...}; "C-11 mAP" with several labels per image
     """
@@ -677,7 +677,7 @@ def vgg_layers(backbone, train, test, args, world, seed):
 
 
 def labelled_photo(data, args, index, rng):
-    """A sample (see common.Samples): load_image's, with its labels"""
+    """A sample (see common.Samples): that of load_image, and its labels"""
     sample = common.load_image(data.images, index, rng, args)
     return {**sample, "labels": data.labels[index]}
 
@@ -687,9 +687,9 @@ def collate_labelled(samples):
 
 
 def classification_loss(logits, labels, multi_label):
-    """Softmax cross-entropy, or with several labels per image a logistic regression per class
+    """Softmax cross-entropy; with several labels per image, binary cross-entropy per class
 
-    The latter summed over classes, without difficult entries [ours].  logits: (B, classes).
+    The latter is summed over classes, without "difficult" labels [ours].  logits: (B, classes).
     labels: as in LabelData -> scalar
     """
     if not multi_label:
@@ -702,16 +702,16 @@ def classification_loss(logits, labels, multi_label):
 def train_with_augmentation(
     features_of, heads, weight_decay, set_lr, train, test, args, world, seed
 ):
-    """Train linear layers side by side -> {metric: percent}, None but on the first process
+    """Train linear layers side by side -> {metric: percent}, None on all processes but the first
 
-    features_of(images, jitter) -> [(B, width)] for each of heads: {name: (width, lr)}.
-    set_lr(optimizer, iteration, iters).  After each epoch they are written to PROTOCOL_SEED.pth in
-    --output, from which the same command resumes.
+    features_of(images, jitter) -> [(B, width)], one for each of heads: {name: (width, lr)}.
+    set_lr(optimizer, iteration, iters).  After each epoch the layers are saved to PROTOCOL_SEED.pth
+    in --output, from which the same command resumes.
     """
     device = world.device
     multi_label = train.labels.ndim == 2
 
-    # The layers, and where an earlier run stopped.
+    # The layers, resumed where an earlier run stopped.
     torch.manual_seed(seed)
     model = LinearLayers([width for width, _ in heads.values()], len(train.names)).to(device)
     groups = []
@@ -742,7 +742,7 @@ def train_with_augmentation(
     count = len(train.images)
     iters = math.ceil(args.epochs * count / args.batch_size)
     epoch = math.ceil(count / args.batch_size)
-    images_between = max(count, 5 * len(test.images))  # scoring is a sixth of the work at most
+    images_between = max(count, 5 * len(test.images))  # scoring is at most a sixth of the work
     eval_every = math.ceil(images_between / args.batch_size)
     samples = common.Samples(partial(labelled_photo, train, args), count, seed)
     sampler = common.infinite_sampler(count, args.batch_size, world, seed, start)
@@ -772,7 +772,7 @@ def train_with_augmentation(
 
 
 def settings_of(args, train, test):
-    """What must be the same where the training of a linear layer resumes"""
+    """What must not change for the training of linear layers to resume"""
     free = "workers", "runs", "seed", "output"
     settings = {name: value for name, value in vars(args).items() if name not in free}
     settings["images"] = len(train.images), len(test.images)
@@ -797,17 +797,17 @@ def score_layers(names, logits, labels, classes):
 
 
 class Protocol(NamedTuple):
-    """A function -> {metric: percent}, what it needs, and the defaults of flags"""
+    """A function -> {metric: percent}, what it needs, and the defaults of its flags"""
 
-    # With side_fraction score(train_x, train_y, test_x, test_y, names, args, device, seed), on
-    # features that are extracted once; without score(backbone, train, test, args, world, seed).
+    # With side_fraction: score(train_x, train_y, test_x, test_y, names, args, device, seed), on
+    # features that are extracted once. Without: score(backbone, train, test, args, world, seed).
     score: object
-    single_label: bool = False  # it needs images with one label each
-    side_fraction: float = None  # of the centre crop
+    single_label: bool = False  # whether it needs images with one label each
+    side_fraction: float = None  # centre crop's side / image's shorter side
     grid_size: int = 1  # of average pooling
     epochs: int = None
     batch_size: int = None
-    lr: list = None  # of each linear layer
+    lr: list = None  # peak, for each linear layer
 
 
 PROTOCOLS = {
@@ -832,15 +832,15 @@ PROTOCOLS = {
 
 
 class Probe:
-    """What a training script measures its backbone by: svm-virtex on --probe-data or on its tags"""
+    """How a training script measures its backbone: svm-virtex on --probe-data or on its tags"""
 
     def __init__(self, args, train, val, trained_on_tags=False):
-        """args: of common.flag_parser.  train, val: CaptionData.  trained_on_tags: is said, then"""
+        """args: of common.flag_parser.  train, val: CaptionData.  trained_on_tags: said in final"""
         self.args = args
-        self.labelled = None  # or training and test LabelData
+        self.labelled = None  # None, or LabelData for training and test
         self.name = os.path.basename(args.probe_data or args.data)
         self.same_tags = trained_on_tags and not args.probe_data
-        require(args.probe_data or not args.probe_root, "--probe-root goes with --probe-data")
+        require(args.probe_data or not args.probe_root, "--probe-root needs --probe-data")
         if args.probe_data:
             train_split, val_split = LABEL_SPLITS.get(args.probe_data, ("train", "val"))
             train = label_data(args.probe_data, args.probe_root, train_split)
@@ -850,7 +850,7 @@ class Probe:
             return
         order = np.random.default_rng(args.seed).permutation(len(train.images))
         train = train.select(np.sort(order[: args.probe_images]))
-        if not args.probe_data:  # only now: of millions of photos few are chosen
+        if not args.probe_data:  # only now: few of perhaps millions of photos are left
             train = label_from_tags(train)
             val = label_from_tags(val)
         if scorable(train.labels, val.labels, len(train.names)).any():
@@ -859,7 +859,7 @@ class Probe:
             print_main(f"no class of {self.name} has examples in both splits: nothing to probe on")
 
     def score(self, backbone, device):
-        """mAP in percent. The first process probes alone: the others have ended."""
+        """-> mAP in percent. The first process probes alone: the others have ended."""
         world = common.World(0, 1, device)
         train, test = self.labelled
         protocol = PROTOCOLS["svm-virtex"]
@@ -868,7 +868,7 @@ class Probe:
         return mean_of(svm_probe(train_x, train_y, test_x, test_y, train.names, device=device))
 
     def final(self, backbone, folder, device):
-        """Probe the trained backbone and a random one -> for result.json"""
+        """Probe the trained backbone and a random one -> entry of result.json"""
         args = self.args
         if not self.labelled:
             flags = f"--image-size {args.image_size} --data folder --root FOLDER"

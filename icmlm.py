@@ -3,9 +3,9 @@
 Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020.
 
 One word of a caption is masked: a noun, adjective or verb. A frozen language model reads the rest
-of the caption, and the photo has to tell the missing word [Sec. 3.2]. In tfm a Transformer encoder
-reads photo and text together; in att-fc the text only says where to look, and the word is predicted
-from what is seen there. Tag prediction is trained beside both.
+of the caption, and the photo has to supply the missing word [Sec. 3.2]. In tfm a Transformer
+encoder reads photo and text together; in att-fc the text only says where to look, and the word is
+predicted from the features there. Both variants also train tag prediction.
 
     laptop        python icmlm.py
     own photos    python tp.py --data photos.jsonl
@@ -24,19 +24,19 @@ from what is seen there. Tag prediction is trained beside both.
 Where the paper is:
 
     Eq. 2, tag prediction                      language.tag_head, language.tag_loss
-    Eqs. 3, 4, how well a place matches        AttentionHead.forward
+    Eqs. 3, 4, match of location and caption   AttentionHead.forward
     Eqs. 5, 6, attention, scores of tokens     AttFc.attention, AttFc.forward
     Eqs. 7, 8, losses                          main
     Eqs. 13, 14, 15, Transformer encoder       EncoderLayer.forward, Tfm
     triplets of photo, caption, word [Sec. 4]  find_words, make_sample
     masked token prediction [Tab. 1]           validate
 
-What to expect: in tfm the loss `mlm` starts near that of the language model without a photo, whose
-vectors pass through the encoder layer; in att-fc it starts near ln |V|, |V| being the size of the
-vocabulary. Every run ends with the accuracy of masked token prediction with the photo, with another
-photo, and of the language model alone [Tab. 1]. If the first two are alike, the photo is not looked
-at: start from the backbone of tp.py (--init), take --head att-fc, and train its attention first
-(--warmup-attention 0.25). A finished run is in docs/logs/icmlm.
+What to expect: in tfm the loss `mlm` starts near that of the language model without a photo,
+because the residual path of the new encoder layer carries its vectors; in att-fc it starts near
+ln |V|, |V| being the vocabulary size. Every run ends with the accuracy of masked token prediction
+[Tab. 1] with the photo, with another photo, and by the language model alone. If the first two are
+alike, the model ignores the photo: start from the backbone of tp.py (--init), use --head att-fc,
+and train its attention first (--warmup-attention 0.25). A finished run is in docs/logs/icmlm.
 """
 
 import json
@@ -64,7 +64,7 @@ HEADS = "tfm", "att-fc"
 # fmt: off
 RECIPES = {  #           demo        small       paper: ResNet-50
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
-    "image_size":       (96,         112,        224),                  # App. F.2, of the probe
+    "image_size":       (96,         112,        224),                  # App. F.2, for evaluation
     "crop_min":         (0.8,        0.2,        0.2),                  # ours
     "colour_jitter":    (0.25,       1.0,        1.0),                  # ours
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.2
@@ -90,8 +90,8 @@ RECIPES = {  #           demo        small       paper: ResNet-50
 VGG16 = {  # what the paper does differently with VGG-16
     "num_concepts": 1000,  # Sec. 4.2
     "lambda_tp": 1.0,  # App. B
-    "warmup_attention": 0.25,  # App. F.1: 50K of 200K iterations, of att-fc
-    "optimizer": "radam",  # this and the rest App. F.1
+    "warmup_attention": 0.25,  # App. F.1: 50K of 200K iterations, only for att-fc
+    "optimizer": "radam",  # App. F.1, as all below
     "batch_size": 896,
     "iters": 200_000,
     "lr": 1e-4,
@@ -107,23 +107,23 @@ def get_args(argv=None):
     vgg = given.arch == "vgg16_bn"
     recipe = common.choose_recipe(RECIPES, argv, paper=VGG16 if vgg else None)
     if vgg:
-        recipe["heads"] = 12  # of all recipes: with one it overfits [App. B]; Sec. 4 (App. E: 8)
-    if given.head != "att-fc" or not given.init:  # attention needs features that mean something
+        recipe["heads"] = 12  # in every recipe [Sec. 4]; one head overfits [App. B]; App. E: 8
+    if given.head != "att-fc" or not given.init:  # attention needs trained features
         recipe["warmup_attention"] = 0.0
     parser = common.flag_parser("icmlm", __doc__, recipe)
 
     add = parser.add_argument_group("language model and concepts").add_argument
-    add("--lm", help="BERT or RoBERTa, of the hub or a folder; scratch: trained on the captions")
-    add("--lm-iters", type=positive_int, help="iterations of --lm scratch; more for more captions")
-    words = "words to mask, also the tags [Sec. 4.2]"
+    add("--lm", help="BERT or RoBERTa, from the hub or a folder; scratch: trained on the captions")
+    add("--lm-iters", type=positive_int, help="iterations for --lm scratch; more for many captions")
+    words = "words to mask and to predict as tags [Sec. 4.2]"
     add("--pos", choices=language.POS, default="nn+adj+vb", help=words)
-    add("--num-concepts", type=positive_int, help="only so many, the most frequent [Sec. 4.2, 4.3]")
-    add("--tagger", choices=language.TAGGERS, default="textblob", help="spacy is the paper's")
+    add("--num-concepts", type=positive_int, help="keep the N most frequent [Sec. 4.2, 4.3]")
+    add("--tagger", choices=language.TAGGERS, default="textblob", help="the paper uses spacy")
 
     add = parser.add_argument_group("model").add_argument
-    add("--init", help="start from this backbone.pth of tp.py; vgg16_bn: of rotations [App. F.1]")
+    add("--init", help="start from tp.py's backbone.pth; vgg16_bn: --labels rotation [App. F.1]")
     add("--head", choices=HEADS, default="tfm", help="att-fc: better on VOC [Sec. 4.1]")
-    layers = "of tfm, or of fc; 2 hurt the backbone, but not that of att-fc on IN-1K [Tab. 5]"
+    layers = "of tfm, or of fc; 2 give a worse backbone, except att-fc's on IN-1K [Tab. 5]"
     add("--layers", type=positive_int, default=1, help=layers)
     add("--heads", type=positive_int, help="attention heads of tfm, or of att [Sec. 4, 4.3]")
 
@@ -142,22 +142,22 @@ def main(args):
     device = world.device
     args.amp = common.choose_amp(device, args.amp)
 
-    # Data: the frozen language model, and each word of each caption that can be masked.
+    # Data: the frozen language model, and one triplet for each word that can be masked.
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
     run = common.Run(args, "icmlm", world, train)
     probe = eval_linear and eval_linear.Probe(args, train, val)
     init_backbone = None
-    if args.init and run.checkpoint is None:  # fails before a language model is trained
+    if args.init and run.checkpoint is None:  # a bad file fails before a language model trains
         init_backbone = common.load_backbone(args.init, args.arch)
     tokenizer, lm = load_language_model(args, train.captions, run)
     concepts, train, val = load_triplets(args, train, val, tokenizer, run)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
     print_main(f"{len(train.images)} photos ({len(val.images)} for validation), {len(train)} "
-               f"triplets of {len(concepts)} concepts, {len(lm.token_embeddings)} tokens; "
+               f"triplets, {len(concepts)} concepts, vocabulary of {len(lm.token_embeddings)}; "
                f"{iters} iterations at lr {args.lr:g}")  # fmt: skip
 
-    # Model and optimizer, and where an earlier run stopped.
+    # Model and optimizer, restored from a checkpoint if there is one.
     torch.manual_seed(args.seed)
     num_tags = len(concepts) if args.lambda_tp else 0
     model = ICMLM(args.arch, args.head, lm, num_tags, args.layers, args.heads)
@@ -201,7 +201,7 @@ def main(args):
             val_losses = validation()["validation_loss"]
         run.log(val_losses, loss=loss, **losses, lr=args.lr * lr_scale)
 
-    # The backbone is the result; the probe says what it is worth.
+    # The backbone is the result; the probe evaluates it.
     if world.is_main:
         common.save_weights(run.folder / "backbone.pth", model.backbone)
         scores = validation(num_triplets=args.proxy_triplets)
@@ -209,10 +209,10 @@ def main(args):
 
 
 def freeze_and_wrap(model, world, frozen):
-    """Freeze or unfreeze the backbone [App. F.1] with its batch statistics [ours]; wrap for DDP.
+    """Freeze or unfreeze the backbone [App. F.1] and its batch statistics [ours]; wrap for DDP.
 
-    Wrapped anew when the backbone is unfrozen: DistributedDataParallel averages the gradients of
-    those parameters that required one when it was built.
+    The model is wrapped again when the backbone is unfrozen: DistributedDataParallel only averages
+    gradients of parameters that required them when it was built.
     """
     model.train()
     model.backbone.train(not frozen).requires_grad_(not frozen)
@@ -224,7 +224,7 @@ def freeze_and_wrap(model, world, frozen):
 
 @dataclass
 class Triplets:
-    """Photo, caption, masked word [Sec. 4, Datasets]: three numbers each, as VG has 13 million.
+    """Photo, caption, masked word [Sec. 4, Datasets], as integers: up to 13 million [App. F.1].
 
     The tokens of all captions are concatenated: those of caption c are
     tokens[token_offsets[c] : token_offsets[c + 1]].
@@ -232,7 +232,7 @@ class Triplets:
 
     images: common.ImageFiles  # or shapes.ShapeImages
     tags: sparse.csr_array  # (images, concepts)
-    image_idx: np.ndarray  # of each caption
+    image_idx: np.ndarray  # (captions,): the image of each
     tokens: np.ndarray
     token_offsets: np.ndarray
     masked: np.ndarray  # (N, 3): caption, position of the masked token in it, concept
@@ -245,7 +245,7 @@ ARRAYS = "image_idx", "tokens", "token_offsets", "masked"
 
 
 def load_triplets(args, train, val, tokenizer, run):
-    """The triplets of both splits, which the first process finds and writes into --output
+    """The triplets of both splits: the first process finds them and writes them into --output
 
     -> {concept: part of speech}, the most frequent first; Triplets of train; Triplets of val
     """
@@ -278,13 +278,13 @@ def save_triplets(args, train, val, tokenizer, folder):
     arrays = {}
     for split, data in (("train", train), ("val", val)):
         triplets = find_triplets(data, tokenizer, concepts)
-        needed = f"{split} needs captions of 3 to 25 tokens with {args.pos} among the concepts"
+        needed = f"{split} needs captions of 3 to 25 tokens with a concept to mask ({args.pos})"
         found = len(triplets["masked"])
         require(found, f"no caption of the split holds a word to mask: {needed}")
         arrays |= {f"{split}_{name}": triplets[name] for name in ARRAYS}
     np.savez(folder / "triplets.npz", **arrays)
     num_maskable = len(np.unique(arrays["train_masked"][:, 2]))
-    print_main(f"{num_maskable} of {len(concepts)} concepts are one token and can be masked")
+    print_main(f"{num_maskable} of {len(concepts)} concepts are single tokens and can be masked")
 
 
 def find_triplets(data, tokenizer, concepts):
@@ -310,9 +310,9 @@ def find_triplets(data, tokenizer, concepts):
 
 
 def find_words(tokenizer, index_of, captions):
-    """The concepts in captions that can be masked: they are exactly one token where they stand
+    """The concepts that can be masked: those that are exactly one token where they occur
 
-    "shirt" cannot be masked in t-shirt, which is a word of its own, of several tokens.
+    "shirt" cannot be masked in "t-shirt", which is one word of several tokens.
     index_of: {concept: its index} -> [(token ids, [(position of the token, index), ...]), ...]
     """
     encoded = tokenizer(captions)
@@ -325,7 +325,7 @@ def find_words(tokenizer, index_of, captions):
             if word not in index_of or position is None:
                 continue
             start, end = encoded.token_to_chars(n, position)
-            token = caption[start:end].strip()  # RoBERTa's may begin with the space
+            token = caption[start:end].strip()  # RoBERTa's may include the space
             if token == caption[first:last] and ids[position] != tokenizer.unk_token_id:
                 words.append((position, index_of[word]))
         found.append((ids, words))
@@ -333,7 +333,7 @@ def find_words(tokenizer, index_of, captions):
 
 
 def triplet_samples(triplets, tokenizer, concepts, args):
-    """-> Samples, and the function that collates them to batches"""
+    """-> Samples, and the function that collates them into batches"""
     other_side = left_right_tokens(tokenizer)
     make = partial(make_sample, triplets, tokenizer.mask_token_id, other_side, args)
     permutation = language.flip_permutation(list(concepts))
@@ -342,10 +342,10 @@ def triplet_samples(triplets, tokenizer, concepts, args):
 
 
 def left_right_tokens(tokenizer):
-    """{token: the other} of left and right, which change places in a flipped photo"""
+    """{token: its opposite} for left and right, which change places in a flipped photo"""
     other_side = {}
     for word in ("left", "right", "Left", "Right"):
-        for form in (word, f" {word}"):  # to RoBERTa two tokens
+        for form in (word, f" {word}"):  # different tokens in RoBERTa
             pair = [form, common.swap_left_right(form)]
             token, other = tokenizer(pair, add_special_tokens=False)["input_ids"]
             if len(token) == len(other) == 1 and tokenizer.unk_token_id not in token + other:
@@ -369,8 +369,8 @@ def make_sample(triplets, mask_token, other_side, args, index, rng):
 
 
 def collate(tags, permutation, pad_token, samples):
-    """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), attention_mask (B, T): what
-    is no padding, image_idx, mask_pos, target, concept (B,), tags (B, K)
+    """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), tags (B, K), image_idx,
+    mask_pos, target, concept (B,), attention_mask (B, T): False at padding
     """
     batch = common.collate_images(samples)
     tokens = [sample["tokens"] for sample in samples]
@@ -409,7 +409,7 @@ def load_language_model(args, captions, run):
 
 
 class FrozenLanguageModel:
-    """psi of the paper, module 2 of Fig. 2. No nn.Module: not trained, and in no checkpoint.
+    """psi of the paper, module 2 of Fig. 2. Not an nn.Module: neither trained nor checkpointed.
 
     width: d_w.  token_embeddings: V (|V|, d_w), its input embeddings.
     mlm_head: its token classification layer, (B, d_w) -> (B, |V|).
@@ -424,8 +424,8 @@ class FrozenLanguageModel:
         self.width = model.config.hidden_size
         self.amp = amp
         self.token_embeddings = model.get_input_embeddings().weight.detach()
-        # The encoder is cast once: autocast would cast frozen weights at each use. mlm_head and V
-        # stay float32, which validation needs; autocast casts them in training.
+        # The encoder is cast once, because autocast would cast frozen weights at each use. mlm_head
+        # and V stay float32 for validation (see predict); autocast casts them in training.
         if amp in common.HALF:
             for module in self.encoder.modules():
                 if isinstance(module, nn.Linear):
@@ -473,7 +473,7 @@ class Tfm(nn.Module):
 
     def __init__(self, channels, lm, layers, heads):
         super().__init__()
-        self.lm = lm  # frozen, and no part of this module
+        self.lm = lm  # frozen; not an nn.Module, so not registered here
         self.project = nn.Linear(channels, lm.width)
         self.layers = nn.ModuleList()
         for _ in range(layers):
@@ -484,7 +484,7 @@ class Tfm(nn.Module):
         z, mask = self.join(features, token_features, attention_mask)
         for layer in self.layers:
             z = layer(z, mask)
-        text = z[:, -token_features.size(1) :]  # (B, T, d_w), behind the places of the photo
+        text = z[:, -token_features.size(1) :]  # (B, T, d_w), after the H * W locations
         return self.lm.mlm_head(at_mask(text, mask_pos))
 
     def join(self, features, token_features, attention_mask):
@@ -497,15 +497,15 @@ class Tfm(nn.Module):
 
 
 def at_mask(states, mask_pos):
-    """states (B, T, d), mask_pos (B,) -> (B, d), those of the masked tokens"""
+    """states (B, T, d), mask_pos (B,) -> (B, d), at the masked tokens"""
     batch_idx = torch.arange(len(states), device=states.device)
     return states[batch_idx, mask_pos]
 
 
 class EncoderLayer(nn.Module):
-    """Multi-head attention, feed-forward; each with dropout, residual and layer norm [App. E]
+    """Multi-head attention and feed-forward, each with dropout, residual and layer norm [App. E]
 
-    As in the paper each head is as wide as the model.
+    As in the paper, each head is as wide as the model.
     """
 
     def __init__(self, width, heads):
@@ -520,7 +520,7 @@ class EncoderLayer(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.norm2 = nn.LayerNorm(width)
         self.dropout = nn.Dropout(DROPOUT)
-        for module in self.modules():  # as BERT
+        for module in self.modules():  # as in BERT
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
@@ -546,7 +546,7 @@ class EncoderLayer(nn.Module):
 
 
 class AttentionHead(nn.Module):
-    """att, one head: how well each place of the photo matches the caption [Sec. 3.2]."""
+    """One head of att: how well each location of the photo matches the caption [Sec. 3.2]."""
 
     def __init__(self, channels, width):
         super().__init__()
@@ -559,14 +559,14 @@ class AttentionHead(nn.Module):
         """X (B, H * W, d_x), W (B, T, d_w), attention_mask (B, T) -> s (B, H * W)"""
         x = F.relu(self.norm_x(self.sigma_x(x)))  # Eq. 3: (B, H * W, d_z)
         w = F.relu(self.norm_w(self.sigma_w(w)))  # (B, T, d_z)
-        with common.autocast(x.device, "off"):  # sums of hundreds of products, then exponentials
+        with common.autocast(x.device, "off"):  # float32: long sums, then exponentials
             scores = x.float() @ w.float().mT / math.sqrt(x.size(-1))  # S (B, H * W, T)
         scores = scores.masked_fill(~attention_mask[:, None], -math.inf)
         return scores.logsumexp(2)  # Eq. 4
 
 
 class AttFc(nn.Module):
-    """ICMLM-att-fc: the text says where to look; the word is predicted from there [Sec. 3.2]."""
+    """ICMLM-att-fc: the text says where to look, the features there name the word [Sec. 3.2]."""
 
     def __init__(self, channels, lm, layers, heads):
         super().__init__()
@@ -592,7 +592,7 @@ class AttFc(nn.Module):
         """X (B, H * W, d_x), W (B, T, d_w), attention_mask (B, T) -> p (B, H * W)"""
         scores = [head(x, token_features, attention_mask) for head in self.att]
         s = torch.stack(scores, -1)  # [s^1 | s^2 | ...]: (B, H * W, heads)
-        # No nn.Linear: autocast would round it, and the softmax needs full precision. b_h cancels.
+        # Not nn.Linear, which autocast would round: the softmax needs float32. b_h cancels in it.
         s = (s * self.sigma_h).sum(-1) + self.b_h
         return s.softmax(1)  # Eq. 5: p_att
 
@@ -610,9 +610,9 @@ class AttFc(nn.Module):
 
 @torch.no_grad()
 def validate(model, lm, val, concepts, tokenizer, args, num_triplets=5000):
-    """Losses, and accuracies of masked token prediction [Tab. 1] -> entries of result.json
+    """Losses and accuracies of masked token prediction [Tab. 1] -> entries of result.json
 
-    "validation_loss": {"mlm": Eqs. 6, 7, "tp": Eq. 2, by which lambda is chosen [App. B]};
+    "validation_loss": {"mlm": Eqs. 6, 7, "tp": Eq. 2; the paper chose lambda by it [App. B]};
     "masked_words": number of triplets; top1, top5... with the photo, another photo and no photo
     """
     was_training = model.backbone.training
@@ -656,14 +656,14 @@ def concatenate(batches):
 def predict(model, lm, batch, amp):
     """-> logits (B, |V|) with the photo, with another one, of the language model alone; tag logits
 
-    With another photo [ours]: what the head knows of captions without seeing.
+    With another photo [ours]: what the head predicts without seeing the right one.
     """
     mask = batch["attention_mask"]
     mask_pos = batch["mask_pos"]
     token_features = lm.encode(batch["tokens"], mask)
     with common.autocast(mask.device, amp):
         features = model.backbone(common.augment(batch["images"]))
-    # The rest in float32: in half precision many tokens tie with the best, which is a miss.
+    # The rest in float32: in half precision many tokens tie for the best: a miss.
     features = features.float()
     other = mismatched_index(batch["image_idx"].tolist())
     with_image = model.head(features, token_features, mask, mask_pos)
@@ -674,7 +674,7 @@ def predict(model, lm, batch, amp):
 
 
 def mismatched_index(image_ids):
-    """image_ids of a batch -> for each the next sample of another photo, itself if there is none"""
+    """image_ids (B,) -> for each, the next sample with another photo, or itself if none has"""
     mismatched = []
     for i, own in enumerate(image_ids):
         others = [*range(i + 1, len(image_ids)), *range(i)]
@@ -683,7 +683,7 @@ def mismatched_index(image_ids):
 
 
 def target_ranks(logits, target):
-    """The rank of each target (B,) among its logits (B, |V|), from 0 -> (B,)
+    """Rank of each target (B,) in its row of logits (B, |V|), counted from 0 -> (B,)
 
     Equal logits share the mean of their ranks; a target whose logit is NaN comes last.
     """
@@ -695,7 +695,7 @@ def target_ranks(logits, target):
 
 
 def accuracies(ranks, parts):
-    """ranks (N,) of the masked tokens, from 0; parts (N,) of speech -> {"top1": percent, ...}"""
+    """ranks (N,), from 0, and parts of speech (N,) of masked tokens -> {"top1": percent, ...}"""
     correct = {"top1": ranks <= 0, "top5": ranks <= 4}
     for part in np.unique(parts):
         correct[f"{part} top1"] = ranks[parts == part] <= 0

@@ -1,8 +1,8 @@
-"""What is read in captions: concepts, the labels of tag prediction, and language models.
+"""What is read from captions: concepts, labels for tag prediction, and language models.
 
     words, concepts    words_of, word_spans, count_concepts, top_concepts, filter_captions
-    tag prediction     concept_labels, label_rows, tag_head, tag_loss (Eq. 2): of tp.py and icmlm.py
-    language models    language_model: of the hub or of a folder; scratch_language_model
+    tag prediction     concept_labels, label_rows, tag_head, tag_loss (Eq. 2): tp.py and icmlm.py
+    language models    language_model: from the hub or a folder; scratch_language_model
 
 ICMLM is Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. 2020.
 """
@@ -32,7 +32,7 @@ TAGGERS = "textblob", "spacy"
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of the Penn tags
 UNIVERSAL = {"NOUN": "nouns", "PROPN": "nouns", "ADJ": "adjectives", "VERB": "verbs"}  # spaCy's
-# Auxiliary verbs name nothing visible. spaCy has a part of speech for them, Penn has none. [ours]
+# Auxiliary verbs name nothing visible. spaCy has a tag for them; the Penn tags do not. [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
@@ -54,7 +54,7 @@ def words_of(caption):
 def tag_words(captions, tagger):
     """Yield [(word in lower case, "nouns" | "adjectives" | "verbs" | None)] for each caption."""
     if tagger == "textblob":
-        from textblob.en.taggers import PatternTagger  # its lexicon comes with the package
+        from textblob.en.taggers import PatternTagger  # its lexicon is in the package
 
         pattern = PatternTagger()
         for caption in captions:
@@ -74,7 +74,7 @@ def tag_words(captions, tagger):
 
 
 def map_captions(function, captions, desc, size=10_000):
-    """Yield function([caption, ...]) of one chunk of the captions after another, on all cores."""
+    """Yield function([caption, ...]) for each chunk of the captions in turn, using all cores."""
     firsts = range(0, len(captions), size)
     chunks = ([captions[i] for i in range(n, min(n + size, len(captions)))] for n in firsts)
     if len(firsts) < 2:
@@ -86,7 +86,7 @@ def map_captions(function, captions, desc, size=10_000):
 
 
 def count_words(tagger, captions):
-    """-> {word: Counter of the parts of speech that it is given}"""
+    """-> {word: Counter of the parts of speech that it is tagged as}"""
     counts = defaultdict(Counter)
     for words in tag_words(captions, tagger):
         for word, part in words:
@@ -102,7 +102,7 @@ def count_concepts(captions, tagger=TAGGERS[0]):
     """The words of the captions by part of speech, with their counts, the most frequent first
 
     -> {"nouns": {word: count}, "adjectives": ..., "verbs": ...}. A word that is tagged in several
-    ways belongs to the part of speech that it is given most often; all are counted. [Sec. 3.1]
+    ways belongs to its most frequent part of speech; all its occurrences count. [Sec. 3.1]
     """
     counts = defaultdict(Counter)
     for chunk in map_captions(partial(count_words, tagger), captions, "parts of speech"):
@@ -129,7 +129,7 @@ def count_tokens(tokenize, captions):
 
 
 def filter_captions(data, tokenize):
-    """Each image's captions without repetitions and with 3 to 25 tokens [ICMLM Sec. 4, Datasets]
+    """Keep each image's distinct captions of 3 to 25 tokens [ICMLM Sec. 4, Datasets]
 
     tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py.
     """
@@ -141,7 +141,7 @@ def filter_captions(data, tokenize):
         fitting = [data.captions[j] for j in captions if 3 <= lengths[j] <= 25]
         kept.add(data.images[i], dict.fromkeys(fitting), data.tags_of(i))
     left_out = len(lengths) - len(kept.captions)
-    print_main(f"{left_out} of {len(lengths)} captions are left out: repeated for their image, "
+    print_main(f"{left_out} of {len(lengths)} captions are left out: repeated for one image, "
                "or of fewer than 3 or more than 25 tokens")  # fmt: skip
     return kept
 
@@ -187,7 +187,7 @@ def load_labels(path, num_train):
 def label_rows(labels, indices, flipped=(), flip_permutation=None):
     """The rows `indices` (B,) of `labels`, sparse (N, K) -> (B, K)
 
-    flipped: (B,) which photos are.  flip_permutation: (K,) which label takes each one's place then.
+    flipped: (B,) bool.  flip_permutation: (K,), the label that replaces each when flipped.
     """
     rows = labels[list(indices)].toarray()
     flipped = np.array(flipped, dtype=bool)
@@ -197,7 +197,7 @@ def label_rows(labels, indices, flipped=(), flip_permutation=None):
 
 
 def flip_permutation(names):
-    """The labels left and right change places in a flipped photo [ours] -> (K,) indices"""
+    """The labels left and right are swapped in a flipped photo [ours] -> (K,) indices"""
     order = np.arange(len(names))
     if "left" in names and "right" in names:
         left = names.index("left")
@@ -207,7 +207,7 @@ def flip_permutation(names):
 
 
 def tag_head(arch, channels, num_labels):
-    """Module tp of ICMLM's Fig. 2: (B, channels, h, w) -> logits (B, K). Widths, norms are [ours].
+    """Module tp of ICMLM's Fig. 2: (B, channels, h, w) -> logits (B, K). Widths and norms [ours].
 
     ResNets: pooling and a 2-layer MLP [Sec. 4.3]. VGG-16: 4 convolutions, pooling and a linear
     layer, in place of its fully connected layers [Sec. 4, Networks].
@@ -228,7 +228,7 @@ def tag_head(arch, channels, num_labels):
 def tag_loss(logits, labels):
     """Eq. 2 of ICMLM: softmax cross-entropy with multi-hot labels, normalised to sum to one
 
-    logits (B, K); labels (B, K) -> scalar, the mean over the rows that have a label
+    logits (B, K), labels (B, K) -> scalar, the mean over the rows that have a label
     """
     counts = labels.sum(1, keepdim=True)
     targets = labels / counts.clamp(min=1)
@@ -242,7 +242,7 @@ def tag_loss(logits, labels):
 def quiet_transformers():
     import transformers  # only here: it takes seconds, and most runs need no language model
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes tokenise side by side
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes tokenise in parallel
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers
@@ -251,10 +251,10 @@ def quiet_transformers():
 def language_model(name, device, masked_words=True):
     """A BERT-like masked language model, frozen and in eval mode -> (tokenizer, model)
 
-    name: of the hub, or a folder.  masked_words: False where an encoder alone will do.
+    name: on the hub, or a folder.  masked_words: False if the encoder alone is needed.
     """
     transformers = quiet_transformers()
-    with common.error_context(f"--lm {name}: give a model of the hub, its folder, or scratch"):
+    with common.error_context(f"--lm {name}: give a model on the hub, a folder, or scratch"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         model, report = transformers.AutoModelForMaskedLM.from_pretrained(
             name, output_loading_info=True
@@ -262,34 +262,34 @@ def language_model(name, device, masked_words=True):
     encoder = f"{model.base_model_prefix}."
     missing = [key for key in report["missing_keys"] if masked_words or key.startswith(encoder)]
     lacks = f"it lacks {sorted(missing)[:3]}"
-    require(not missing, f"--lm {name} is not a whole masked language model: {lacks}")
-    model.float()  # transformers 5 keeps the precision of the file
+    require(not missing, f"--lm {name} is not a complete masked language model: {lacks}")
+    model.float()  # transformers 5 keeps the file's precision
     return tokenizer, model.to(device).eval().requires_grad_(False)
 
 
 def attention_mask(model, visible):
-    """The mask that a language model wants; visible (B, T): the tokens that are no padding.
+    """The mask in the model's format.  visible: (B, T), True where a token is not padding
 
-    Four dimensions, for fused attention: of two transformers asks the GPU whether all are ones.
+    Fused attention gets 4 dimensions: with 2, `transformers` waits for the GPU to check for zeros.
     """
     fused = model.config._attn_implementation == "sdpa"
     return visible[:, None, None] if fused else visible.long()
 
 
 def train_wordpiece(captions):
-    """BERT's kind of tokenizer, lower-case WordPiece, with at most 10K tokens of `captions`."""
+    """A lower-case WordPiece tokenizer, as BERT's, with at most 10K tokens, from `captions`"""
     transformers = quiet_transformers()
     from tokenizers import BertWordPieceTokenizer
 
     pieces = BertWordPieceTokenizer(lowercase=True)
-    # The letters are given in order: the trainer would number them differently every time.
+    # The letters are given in order: otherwise each training numbers them differently.
     letters = {letter for caption in captions for letter in pieces.normalize(caption)}
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     special += [f"##{letter}" for letter in sorted(letters) if not letter.isspace()]
     pieces.train_from_iterator(
         iter(captions), vocab_size=10_000, special_tokens=special, show_progress=False
     )
-    # Built again from its vocabulary, to have [CLS] and [SEP] around a caption.
+    # Rebuilt from its vocabulary: it then puts [CLS] and [SEP] around a caption.
     pieces = BertWordPieceTokenizer(pieces.get_vocab(), lowercase=True)
     names = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "cls", "sep", "pad", "mask")}
     return transformers.PreTrainedTokenizerFast(
@@ -298,7 +298,7 @@ def train_wordpiece(captions):
 
 
 def bert_config(tokenizer, layers, width, **kwargs):
-    """The configuration of a small BERT; the head dim is 64, as BERT's."""
+    """The configuration of a small BERT; the head dim is 64, as in BERT."""
     return quiet_transformers().BertConfig(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
@@ -313,13 +313,13 @@ def bert_config(tokenizer, layers, width, **kwargs):
 def scratch_language_model(folder, captions, iters, seed, device, amp, layers=4, width=256):
     """`--lm scratch`: train a small BERT on `captions` and save it in `folder`.
 
-    Masked language modelling as BERT does it. Beside it [CLS] learns to name the tokens of its
-    caption, for want of a next sentence that BERT's [CLS] predicts. [ours]
+    Masked language modelling, as in BERT. In place of BERT's next-sentence prediction, [CLS] learns
+    to predict the tokens of its caption. [ours]
     """
-    print_main(f"first a small BERT is trained on the captions: {iters} its (--lm-iters)")
+    print_main(f"first, training a small BERT on the captions: {iters} iterations (--lm-iters)")
     transformers = quiet_transformers()
     tokenizer = train_wordpiece(captions)
-    masking = transformers.DataCollatorForLanguageModeling(tokenizer)  # 15%, of these 80/10/10
+    masking = transformers.DataCollatorForLanguageModeling(tokenizer)  # 15%, split 80/10/10
     special_ids = torch.tensor(tokenizer.all_special_ids)
     batch_size = 64
     torch.manual_seed(seed)
@@ -336,10 +336,10 @@ def scratch_language_model(folder, captions, iters, seed, device, amp, layers=4,
         tokens = inputs["input_ids"]  # (B, T)
         special = torch.isin(tokens, special_ids)
         masked, targets = masking.torch_mask_tokens(tokens.clone(), special)
-        predicted = targets >= 0  # elsewhere -100
+        predicted = targets >= 0  # -100 elsewhere
         bags = torch.zeros(len(tokens), len(tokenizer)).scatter_(1, tokens, 1.0)  # (B, |V|)
         bags[:, special_ids] = 0
-        with common.autocast(device, "off" if amp == "fp16" else amp):  # too small for a scaler
+        with common.autocast(device, "off" if amp == "fp16" else amp):  # fp16 would need a scaler
             visible = inputs["attention_mask"].to(device)
             output = model.bert(masked.to(device), attention_mask=visible)
             hidden = output.last_hidden_state  # (B, T, width)

@@ -1,20 +1,20 @@
-"""Multimodal contrastive training: a backbone learned by telling photos and captions apart.
+"""Multimodal contrastive training: a backbone learned by matching photos and captions.
 
 Yuan, Lin, Kuen, Zhang, Wang, Maire, Kale, Faieta. Multimodal Contrastive Training for Visual
 Representation Learning. CVPR 2021.
 
 Two views of a photo should be more similar than views of different photos (Eq. 3, as in MoCo-v2),
 and so should two paraphrases of a caption (Eq. 8), a photo and its caption (Eqs. 11, 14), and
-photos with common tags (Eq. 5). A query is compared with the key of its own photo and with a queue
-of earlier keys, which momentum encoders have made. Similarity within a modality and between the two
-is measured in different spaces, each with MLPs of its own [Sec. 3.2].
+photos with common tags (Eq. 5). A query is compared with its own key and with a queue of earlier
+keys; momentum encoders compute the keys. Similarities within a modality and between modalities are
+measured in separate spaces, each with its own MLPs [Sec. 3.2].
 
     laptop        python mmcontrastive.py
     own photos    python mmcontrastive.py --data photos.jsonl
     MoCo-v2       python mmcontrastive.py --data coco --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 \\
                       --lambda-tag 0
     for COCO      python tools/backtranslate.py --data coco \\
-                      --output runs/mmcontrastive/backtranslations.jsonl   (once: views of captions)
+                      --output runs/mmcontrastive/backtranslations.jsonl   (once: caption views)
     one GPU       python mmcontrastive.py --data coco --accumulate 8
     eight GPUs    torchrun --nproc_per_node=8 mmcontrastive.py --data coco
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
@@ -32,15 +32,15 @@ Where the paper is:
     views of photos and captions [Sec. 4.1]  make_sample, caption_views
     retrieval without fine-tuning [Tab. 7]   validate
 
-What to expect: the losses start near 0 and rise while the queues fill, because only what has been
-filled in counts: `ii` and `cc` towards ln(K + 1), `ic` and `ci` towards K times the margin. Then
-they fall, `cc` within the first hundreds of iterations and the others slowly. A run ends with
-retrieval, from photos to captions and back (Tab. 7), beside that of random similarities. A
-finished run is in docs/logs/mmcontrastive.
+What to expect: the losses start near 0 and rise while the queues fill, because empty slots do not
+count: `ii` and `cc` towards ln(K + 1), `ic` and `ci` towards K times the margin. Then they fall,
+`cc` within the first few hundred iterations and the others slowly. A run ends with retrieval scores
+from photos to captions and back (Tab. 7), beside those of random similarities. A finished run is
+in docs/logs/mmcontrastive.
 
-When it is stuck on few photos: --queue of 8 to 16 batches, --lambda-ic and --lambda-ci at 25 to
-100 / K, --momentum near to 1, but no nearer than the run is long, and a caption encoder that knows
-words (--lm, or --lm scratch --lm-iters N): docs/mmcontrastive.md.
+If training stalls on few photos, use a --queue of 8 to 16 batches, --lambda-ic and --lambda-ci from
+25 / K to 100 / K, --momentum m close to 1 but with 1 / (1 - m) well below the number of iterations,
+and a pretrained caption encoder (--lm, or --lm scratch --lm-iters N): docs/mmcontrastive.md.
 """
 
 import copy
@@ -74,7 +74,7 @@ RECIPES = {  #           demo        small       paper
     "lm_iters":         (0,          2000,       0),                    # ours
     "lm_layers":        (2,          4,          None),                 # of scratch; None: as
     "lm_width":         (128,        256,        None),                 # bert-base-uncased
-    "dropout":          (0.0,        0.1,        0.1),                  # of scratch; BERT
+    "dropout":          (0.0,        0.1,        0.1),                  # of scratch; BERT: 0.1
     "mlp_hidden":       (512,        1024,       2048),                 # Sec. 4.1
     "queue":            (512,        512,        32_768),               # Sec. 4.1
     "momentum":         (0.995,      0.998,      0.999),                # Sec. 4.1
@@ -99,7 +99,7 @@ RECIPES = {  #           demo        small       paper
 MARGIN = 0.2  # alpha of Eqs. 11, 14 [Sec. 4.1]
 RETRIEVAL_IMAGES = 1000  # of the validation split [Tab. 7]
 MAX_TOKENS = 64  # longer captions are truncated [ours]
-NUM_NOUNS = 1000  # that are tags with --tags nouns [ours]
+NUM_NOUNS = 1000  # used as tags with --tags nouns [ours]
 CAPTION_VIEWS = "same", "sibling", "backtranslation"
 
 
@@ -109,46 +109,46 @@ def get_args(argv=None):
     parser = common.flag_parser("mmcontrastive", __doc__, recipe)
 
     add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
-    add("--moco-v1", action="store_true", help="MoCo v1's colours, on every photo, and no blur")
+    add("--moco-v1", action="store_true", help="MoCo v1's colour jitter on every photo, no blur")
     add("--caption-views", choices=CAPTION_VIEWS,
-        help="a caption twice (dropout differs), two of a photo, or one and its back-translation")
-    add("--backtranslations", help="what tools/backtranslate.py wrote (default: in --output)")
+        help="one caption twice (dropout differs), two of a photo, or one and its back-translation")
+    add("--backtranslations", help="file of tools/backtranslate.py (default: in --output)")
 
     add = parser.add_argument_group("model [Sec. 4.1]").add_argument
-    add("--lm", help="caption encoder: a BERT of the hub or in a folder, or scratch: a small one")
+    add("--lm", help="caption encoder: BERT from the hub or a folder; scratch: random weights")
     add("--lm-iters", type=int,
-        help="iterations in which --lm scratch first learns the captions' masked words; 0: none")
-    add("--mlp-hidden", type=int, help="hidden layer of the MLPs; 0: linear, as in MoCo v1")
+        help="iterations of masked language modelling that --lm scratch gets first; 0: none")
+    add("--mlp-hidden", type=int, help="hidden width of the MLPs; 0: linear, as in MoCo v1")
     add("--intra-dim", type=int, default=128,
-        help="of the spaces within a modality; 0: the common space, by one MLP [Sec. 4.4]")
-    add("--inter-dim", type=positive_int, default=1024, help="of the common space [Sec. 4.4]")
-    add("--queue", type=positive_int, help="K, keys to compare with; fewer on fewer photos")
+        help="width of the intra-modal spaces; 0: one MLP for both, of --inter-dim [Sec. 4.4]")
+    add("--inter-dim", type=positive_int, default=1024, help="width of the common space [Sec. 4.4]")
+    add("--queue", type=positive_int, help="K, keys to compare with; lower it for few photos")
     add("--momentum", type=fraction, help="m of the momentum encoders; lower for short runs")
     add("--bn-splits", type=positive_int,
-        help="groups of shuffled batch norm; 1 lets batch norm leak which key is whose [MoCo]")
+        help="groups of shuffled batch norm; with 1, batch statistics give the key away [MoCo]")
 
     add = parser.add_argument_group("losses and their weights [Sec. 4.1]").add_argument
     add("--lambda-ii", type=float, default=1.0, help="Eq. 3, photo to photo")
     add("--lambda-tag", type=float,
-        help="Eq. 5, photos with common tags; 0 if they mislead (default 1 if there are tags)")
+        help="Eq. 5, photos with common tags; 0 if tags mislead (default 1 if there are tags)")
     add("--lambda-cc", type=float, default=1.0, help="Eq. 8, caption to caption")
-    add("--lambda-ic", type=float, help="Eq. 11, photo to captions; more for short queues")
-    add("--lambda-ci", type=float, help="Eq. 14, caption to photos; more for short queues")
+    add("--lambda-ic", type=float, help="Eq. 11, photo to captions; raise it for short queues")
+    add("--lambda-ci", type=float, help="Eq. 14, caption to photos; raise it for short queues")
     add("--temperature", type=positive, default=0.07, help="tau of Eqs. 3, 5, 8")
     add("--tags", choices=("annotated", "nouns", "nouns-spacy"),
-        help="of Eq. 5: those of --data, or the captions' nouns by TextBlob or spaCy [Sec. 4.4]")
-    add("--tag-threshold", type=float, help="epsilon of Eq. 4; 0 for few tags")
+        help="for Eq. 5: from --data, or the captions' nouns found by TextBlob or spaCy [Sec. 4.4]")
+    add("--tag-threshold", type=float, help="epsilon of Eq. 4; 0 if photos have few tags")
     add("--steps", type=fraction, nargs="+",
-        help="lr / 10 after these fractions of training instead of a cosine; MoCo v1: 0.6 0.8")
+        help="divide lr by 10 after these fractions of training, no cosine; MoCo v1: 0.6 0.8")
     add("--text-lr", type=positive, help="learning rate of the caption encoder (default "
         f"{recipe['text_lr']:g}, scaled as --lr); 4e-5 suits a pretrained BERT")
     # fmt: on
 
     args = common.parse(parser, argv)
-    batch_scale = args.batch_size / recipe["batch_size"]  # rates grow with the batch
+    batch_scale = args.batch_size / recipe["batch_size"]  # linear scaling with the batch
     args.lr = args.lr or batch_scale * recipe["lr"]
     args.text_lr = args.text_lr or batch_scale * recipe["text_lr"]
-    if bool(args.lambda_ic) != bool(args.lambda_ci):  # keys in a space that nothing trains
+    if bool(args.lambda_ic) != bool(args.lambda_ci):  # one alone leaves its keys untrained
         parser.error("--lambda-ic and --lambda-ci go together: give both, or 0 for both")
     if args.moco_v1:
         args.blur = 0.0
@@ -165,7 +165,7 @@ def main(args):
     device = world.device
     args.amp = common.choose_amp(device, args.amp)
 
-    # Data: captions or tags may be missing on some photos [Sec. 3.2, end].
+    # Data: some photos may have no captions or no tags [Sec. 3.2, end].
     train = common.caption_data(args.data, args.root, args.train_split)
     val = common.caption_data(args.data, args.root, args.val_split)
     same_tags = args.tags == "annotated" and args.lambda_tag != 0
@@ -183,7 +183,7 @@ def main(args):
     lrs = f"lr {args.lr:g}, text lr {args.text_lr:g}"
     print_main(f"{sizes}, {len(train.tags)} tags; {iters} iterations at {lrs}")
 
-    # Encoders, momentum encoders, queues, optimizer, and where an earlier run stopped.
+    # Encoders, momentum encoders, queues, optimizer: restored from a checkpoint if there is one.
     torch.manual_seed(args.seed)
     encoders = build_encoders(args, bert_config)
     if pretrained:
@@ -210,8 +210,8 @@ def main(args):
         optimizer.zero_grad()
         update_momentum(model.queries, model.keys, args.momentum)
 
-        # The keys of all micro-batches: they need no gradient, but shuffled batch norm. (Dropout
-        # has the seed of the last one from here on.)
+        # The keys of all micro-batches at once: they need no gradient, and shuffled batch norm sees
+        # the whole batch. (From here on dropout continues from the last micro-batch's seed.)
         batches = list(micro_batches)
         tags = torch.cat([batch["tags"] for batch in batches])  # (B, num_tags) of 0 and 1
         captioned = torch.cat([batch["captioned"] for batch in batches])  # (B,)
@@ -237,7 +237,7 @@ def main(args):
                 temperature=args.temperature,
                 threshold=args.tag_threshold,
             )
-            # Eq. 15: lambda_ii ii + lambda_tag tag + ...
+            # Eq. 15: lambda_ii J_ii + lambda_tag J_tag + ...
             loss = sum(getattr(args, f"lambda_{name}") * losses[name] for name in losses)
             scaler.scale(loss / args.accumulate).backward()
         scaler.step(optimizer)
@@ -246,7 +246,7 @@ def main(args):
         lrs = {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
         run.log(loss=loss, **losses, **lrs)
 
-    # The backbone is the result; the probe says what it is worth.
+    # The backbone is the result; the probe evaluates it.
     if world.is_main:
         common.save_weights(run.folder / "backbone.pth", backbone)
         result = validate(model.queries, val, tokenizer, args, device) if args.lambda_ic else {}
@@ -269,7 +269,7 @@ def tagged_by_nouns(data, tagger):
 
 
 def tag_weight(data, requested):
-    """lambda_tag: as requested, by default 1 if photos have tags, otherwise 0 [Sec. 4.1]"""
+    """lambda_tag as requested; by default 1 if photos have tags, otherwise 0 [Sec. 4.1]"""
     if requested is None and not len(data.tags):
         print_main("no photo has tags: the loss of Eq. 5 is left out (see --tags nouns)")
         return 0.0
@@ -284,7 +284,7 @@ def uses_captions(args):
 
 
 def usable_photos(data, args):
-    """-> CaptionData; without a caption Eqs. 3 and 5 alone can use a photo [Sec. 3.2, end]"""
+    """-> CaptionData; only Eqs. 3 and 5 can use photos without a caption [Sec. 3.2, end]"""
     trained = args.lambda_ii or args.lambda_tag or args.lambda_ic
     require(trained, "--lambda-ii, --lambda-tag, --lambda-ic are 0: nothing trains the backbone")
     possible = len(data.captions) or not uses_captions(args)
@@ -296,27 +296,27 @@ def usable_photos(data, args):
 def fit_queue(requested, num_photos, batch_size):
     """K: a multiple of the batch, at most one key per photo
 
-    With K close to the N photos many a query meets an older key of its own photo as a negative:
-    (K / N)^2 / 2 of them, 4% on COCO, half at K = N.
+    With K close to the number of photos N, many queries have an older key of their own photo among
+    the negatives: a fraction (K / N)^2 / 2 of them, 4% on COCO, half at K = N.
     """
     size = min(requested, num_photos) // batch_size * batch_size
     require(size, f"--queue {requested} or {num_photos} photos are fewer than a batch of "
                   f"{batch_size}: lower --batch-size")  # fmt: skip
     if size != requested:
         print_main(f"queues of {size} keys instead of {requested}: a multiple of the batch, at "
-                   "most one per photo; raise --lambda-ic, --lambda-ci in proportion")  # fmt: skip
+                   "most one per photo; raise --lambda-ic, --lambda-ci as 1 / K")  # fmt: skip
     return size
 
 
 def read_backtranslations(captions, args):
-    """The back-translations of all captions in their order: [by French, by German]
+    """The back-translations of all captions, in order: [via French, via German]
 
     [] if they are not used.
     """
     if args.caption_views != "backtranslation" or not uses_captions(args):
         return []
     path = args.backtranslations or Path(args.output, "backtranslations.jsonl")
-    hint = f"tools/backtranslate.py writes {path}; --caption-views sibling does without"
+    hint = f"tools/backtranslate.py writes {path}; --caption-views sibling needs none"
     with error_context(hint), open(path, encoding="utf-8") as file:
         rows = {row["caption"]: row for row in map(json.loads, file)}
     missing = sum(caption not in rows for caption in captions)
@@ -333,15 +333,15 @@ def make_sample(data, translations, args, index, rng):
     images = common.read_crops(data.images, index, [crop, crop], args.image_size)
     draw = moco_v1_jitter if args.moco_v1 else common.colour_jitter
     jitter = np.stack([draw(rng, args.colour_jitter) for _ in images])
-    jitter[rng.random(2) < args.greyscale, 2:] = 0  # no saturation, and no hue to rotate
+    jitter[rng.random(2) < args.greyscale, 2:] = 0  # grey: saturation 0, so no hue to rotate
     blurred = rng.random(2) < args.blur
     sigma = np.where(blurred, rng.uniform(0.1, 2.0, 2), 0)  # MoCo-v2's, at 224 pixels
     sigma = sigma * args.image_size / 224
     sigma = sigma.astype(np.float32)
     flipped = rng.random(2) < 0.5
 
-    # Caption n meets photo 1 - n (Eqs. 9 to 13), so its left and right are swapped if that photo
-    # is flipped. [ours: the two captions of Eq. 8 then disagree in half of the samples]
+    # Caption n is compared with photo 1 - n (Eqs. 9 to 13), so its left and right are swapped if
+    # that photo is flipped. [ours: the captions of Eq. 8 then disagree in half of the samples]
     captions = caption_views(data, index, args.caption_views, translations, rng)
     views = []
     for n in (0, 1):
@@ -356,7 +356,7 @@ def make_sample(data, translations, args, index, rng):
 
 
 def moco_v1_jitter(rng, strength):
-    """See common.colour_jitter; all four within 0.4, and never neutral [MoCo v1's code]"""
+    """Like common.colour_jitter, but all four vary by up to 0.4, on every photo [MoCo v1's code]"""
     limits = 0.4 * strength
     return rng.uniform(common.NO_JITTER - limits, common.NO_JITTER + limits).astype(np.float32)
 
@@ -364,7 +364,7 @@ def moco_v1_jitter(rng, strength):
 def caption_views(data, index, kind, translations, rng):
     """Two views of one of the photo's captions [Sec. 3.1]; two empty strings if it has none
 
-    kind: --caption-views. Of a caption and its back-translation one view is the caption. [ours]
+    kind: --caption-views. With back-translation, the first view is the caption itself. [ours]
     """
     captions = data.captions_of(index)
     if not captions:
@@ -396,7 +396,7 @@ def collate(tokenizer, samples):
 
 
 def tokenize(tokenizer, captions):
-    """-> tokens (B, T), attention mask (B, T): False where there is padding"""
+    """-> tokens (B, T), attention mask (B, T): False at padding"""
     encoded = tokenizer(
         captions, return_tensors="pt", padding=True, truncation=True, max_length=MAX_TOKENS
     )
@@ -406,7 +406,7 @@ def tokenize(tokenizer, captions):
 def augment_view(view, args):
     """-> images (B, 3, size, size)
 
-    Blurred in the precision of --amp: the first convolution would round them anyway.
+    The blur runs in the precision of --amp: the first convolution would round its output anyway.
     """
     images = common.augment(view["image"], view["jitter"])
     if args.blur == 0:
@@ -418,8 +418,8 @@ def augment_view(view, args):
 def blur(images, sigma):
     """Gaussian blur of each image (B, 3, size, size) by its sigma (B,) in pixels; 0 for none
 
-    Two matrix products, over rows and columns. Weights sum to one, so that normalised pixels are
-    fine. [MoCo-v2]
+    Two matrix products, over rows and columns. The weights sum to one, so pixels may already be
+    normalised. [MoCo-v2]
     """
     pixels = torch.arange(images.size(-1), device=images.device, dtype=torch.float32)
     distance = pixels[:, None] - pixels
@@ -433,10 +433,10 @@ def blur(images, sigma):
 
 
 def build_encoders(args, bert_config=None):
-    """-> {"image": Encoder} and, with the configuration of its BERT, "caption"
+    """-> {"image": Encoder, "caption": Encoder (if there is a bert_config)}
 
-    Spaces that no loss uses have no MLP. The paper writes Phi_ik in Eq. 7 and again in Eq. 10, for
-    two MLPs which it calls distinct: caption_intra and caption_inter of the momentum encoder.
+    Spaces that no loss uses have no MLP. The paper writes Phi_ik in both Eq. 7 and Eq. 10 for two
+    MLPs that it calls distinct: caption_intra and caption_inter of the momentum encoder.
     """
     unified = not args.intra_dim
     intra_dim = args.intra_dim or args.inter_dim
@@ -462,9 +462,9 @@ def build_encoders(args, bert_config=None):
 
 
 class Encoder(nn.Module):
-    """A trunk, and for each space a 2-layer MLP -> {name: (B, dim), of length one} [Sec. 4.1]
+    """A trunk, and a 2-layer MLP for each space -> {name: (B, dim), of unit length} [Sec. 4.1]
 
-    dims: {name: dim} of the spaces.  unified: one MLP under all names [Sec. 4.4]
+    dims: {name: dim} of the spaces.  unified: all spaces share one MLP [Sec. 4.4]
     """
 
     def __init__(self, trunk, width, dims, hidden, unified=False):
@@ -488,7 +488,7 @@ def build_mlp(width, hidden, dim):
 
 
 class CaptionTrunk(nn.Module):
-    """A BERT-like model's pooled output, of the first token
+    """The pooled output of a BERT-like model, or its first token's if it has no pooler
 
     tokens, attention mask (B, T) -> (B, d)
     """
@@ -506,7 +506,7 @@ class CaptionTrunk(nn.Module):
 
 
 def load_caption_model(args, captions, run):
-    """-> tokenizer, configuration of BERT, where its first weights come from (None: random)
+    """-> tokenizer, configuration of BERT, source of its initial weights (None: random)
 
     Tokenizer and configuration are kept in --output/caption_model.
     """
@@ -548,14 +548,14 @@ def small_bert(args, captions):
     if not args.lm_layers:  # "Ours (scratch)" of Tab. 1
         return read_caption_model("bert-base-uncased")
     tokenizer = language.train_wordpiece(captions)
-    # With BERT's 0.02 all captions have the same vector at first: nothing to tell. [ours]
+    # With BERT's 0.02, all captions start with nearly the same vector. [ours]
     std = args.lm_width**-0.5
     config = language.bert_config(tokenizer, args.lm_layers, args.lm_width, initializer_range=std)
     return tokenizer, config
 
 
 def read_caption_model(name):
-    """name: of the hub, or a folder -> tokenizer, configuration"""
+    """name: on the hub, or a folder -> tokenizer, configuration"""
     transformers = language.quiet_transformers()
     with error_context(f"--lm {name}: give a BERT of the hub, its folder, or scratch"):
         config = transformers.AutoConfig.from_pretrained(name)
@@ -564,13 +564,13 @@ def read_caption_model(name):
 
 
 def load_pretrained(bert, name):
-    """Start from the weights of `name`. A pooler that it lacks is random."""
+    """Start from the weights of `name`. A missing pooler is randomly initialised."""
     load = language.quiet_transformers().AutoModel.from_pretrained
     with error_context(f"--lm {name}: give a BERT of the hub, its folder, or scratch"):
         pretrained, report = load(name, output_loading_info=True)
     missing = sorted(report["missing_keys"])
     if missing:
-        print_main(f"{name} lacks {', '.join(missing[:3])}: random at first")
+        print_main(f"{name} lacks {', '.join(missing[:3])}: randomly initialised")
     bert.load_state_dict(pretrained.state_dict())
 
 
@@ -588,8 +588,8 @@ class MultimodalContrastive(nn.Module):
         image_inter      Eq. 9     Eq. 13
         caption_inter    Eq. 12    Eq. 10
 
-    encoders: of build_encoders.  queue_size: K.  num_tags: 0 without Eq. 5.  bn_group: images that
-    are normalised together, if not all of a process
+    encoders: of build_encoders.  queue_size: K.  num_tags: 0 without Eq. 5.  bn_group: number of
+    images normalised together (None: all of a process)
     """
 
     def __init__(self, encoders, queue_size, num_tags, bn_group=None):
@@ -602,7 +602,7 @@ class MultimodalContrastive(nn.Module):
         for encoder in encoders.values():
             for name, mlp in encoder.mlps.items():
                 self.queues[name] = Queue(queue_size, mlp[-1].out_features)
-        if num_tags:  # zeros and ones: 10 MB for COCO, but 5 GB for Stock's 18,157 tags
+        if num_tags:  # floats 0 and 1: 10 MB for COCO, but 5 GB for Stock's 18,157 tags
             self.queues["tags"] = Queue(queue_size, num_tags)
 
     def forward(self, images, captions):
@@ -619,9 +619,9 @@ class MultimodalContrastive(nn.Module):
     def encode_keys(self, images, captions, seed, world):
         """-> keys {name: (B, dim)} of the photos and captions of this process
 
-        Shuffled batch norm [MoCo]: keys are normalised in other groups than their queries. With
-        the same group, its statistics would give the key away.  seed: of the order, for all alike.
-        captions: of each micro-batch, tokens and attention mask (B, T), or None
+        Shuffled batch norm [MoCo]: keys are normalised in other groups than their queries. In the
+        same group, its statistics would give the key away.  seed: of the order, shared by all
+        processes.  captions: for each micro-batch, tokens and attention mask (B, T), or None
         """
         images = common.gather(images, world)
         order = torch.from_numpy(np.random.default_rng(seed).permutation(len(images)))
@@ -637,7 +637,7 @@ class MultimodalContrastive(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys, tags, captioned, iteration, world):
-        """Put the keys of all processes over the oldest.  keys: {name: (B, dim)}, tags (B, T)
+        """Put the keys of all processes over the oldest ones.  keys: {name: (B, dim)}, tags (B, T)
 
         A photo without a caption (captioned (B,) is False) leaves an invalid caption key: dropping
         it would synchronise the device.
@@ -651,7 +651,7 @@ class MultimodalContrastive(nn.Module):
 
 
 class Queue(nn.Module):
-    """The last K keys, first in first out. Invalid ones, and slots never filled, do not count."""
+    """The last K keys, first in, first out. Invalid keys and empty slots do not count."""
 
     def __init__(self, size, dim):
         super().__init__()
@@ -667,9 +667,9 @@ class Queue(nn.Module):
 
 
 class SplitBatchNorm(nn.BatchNorm2d):
-    """Batch norm with statistics of its own in each group of so many images of a training batch
+    """Batch norm with separate statistics for every `group` images of a training batch
 
-    As if each group were on a GPU of its own [MoCo]; other layers run once for the whole batch.
+    As if each group were on its own GPU [MoCo]; other layers run once for the whole batch.
     """
 
     def __init__(self, channels, group):
@@ -689,7 +689,7 @@ class SplitBatchNorm(nn.BatchNorm2d):
 
 
 def convert_split_batchnorm(model, group):
-    """Put a SplitBatchNorm in the place of each batch norm of a new model."""
+    """Replace each batch norm of a new model by a SplitBatchNorm, without copying weights."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.BatchNorm2d):
@@ -708,7 +708,7 @@ def update_momentum(queries, keys, m):
 def contrastive_losses(queries, keys, queues, tags, captioned, temperature, threshold):
     """Means over the batch -> {"ii", "tag", "cc", "ic", "ci": scalar}, for spaces in use
 
-    queries, keys: {name: (B, dim)}, row by row of the same photos and captions.  queues: {name:
+    queries, keys: {name: (B, dim)}, row i from the same photo and caption.  queues: {name:
     Queue}.  tags (B, T), captioned (B,).  A photo without tags adds 0 to Eq. 5, one without a
     caption to Eqs. 8, 11 and 14 [Sec. 3.2, end].
     """
@@ -737,7 +737,7 @@ def contrastive_losses(queries, keys, queues, tags, captioned, temperature, thre
 
 
 def log_probabilities(query, key_space, keys, queues, temperature):
-    """The logarithms in Eqs. 3, 5 and 8 -> (B, 1 + K): of the own key, then of the queue's"""
+    """The logarithms in Eqs. 3, 5 and 8 -> (B, 1 + K): of the own key, then of the queue's keys"""
     positive, negatives = similarities(query, keys[key_space], queues[key_space])
     logits = torch.cat([positive, negatives], 1) / temperature
     return logits.log_softmax(1)
@@ -750,7 +750,7 @@ def ranking_loss(query, key_space, keys, queues):
 
 
 def similarities(query, key, queue):
-    """q . k+ with the own key -> (B, 1); q . k with the queue's -> (B, K), -inf if there is none"""
+    """q . k+ with the own key -> (B, 1); q . k with the queue's -> (B, K), -inf where invalid"""
     # On CPUs (keys query^T)^T takes two thirds of the time of query keys^T.
     positive = (query * key).sum(1, keepdim=True)
     negatives = (queue.keys @ query.T).T
@@ -762,10 +762,10 @@ def similarities(query, key, queue):
 
 @torch.no_grad()
 def encode_images(encoder, images, size, workers, device, amp):
-    """The central squares in the common space -> (M, inter_dim) on the CPU, and the indices of
-    the M images that can be decoded"""
+    """Central squares embedded in the common space -> (M, inter_dim) on the CPU, and the indices
+    of the M images that can be decoded"""
     make_sample = partial(central_square, images, size)
-    samples = common.Samples(make_sample, len(images))  # an unreadable photo gives the next one
+    samples = common.Samples(make_sample, len(images))  # replace unreadable photos by the next
     vectors = {}
     for batch in common.validation_batches(samples, workers, None, device):
         with common.autocast(device, amp):
@@ -783,7 +783,7 @@ def central_square(images, size, index, rng):
 
 @torch.no_grad()
 def encode_captions(encoder, tokenizer, captions, device, amp, batch_size=256):
-    """Each caption in the common space -> (N, inter_dim) on the CPU"""
+    """Captions embedded in the common space -> (N, inter_dim) on the CPU"""
     vectors = []
     starts = range(0, len(captions), batch_size)
     for start in progress(starts, desc="captions", unit=" batches", leave=False):
@@ -796,7 +796,7 @@ def encode_captions(encoder, tokenizer, captions, device, amp, batch_size=256):
 
 
 def validate(encoders, val, tokenizer, args, device):
-    """Retrieval among validation photos [Tab. 7]; {} if they have no captions
+    """Retrieval among validation photos [Tab. 7]; {} if none has a caption
 
     -> {"retrieval": {"images": N, "captions": M, "trained": scores, "random": scores of random
     similarities}}
@@ -845,7 +845,7 @@ def retrieval_ranks(similarity, image_of_caption):
     """Ranks of each image's best caption (N,) and of each caption's image (M,), counted from 0
 
     similarity: (N images, M captions).  image_of_caption: (M,).  Equal similarities share the mean
-    of their ranks: a model that finds everything alike gets no credit.
+    of their ranks: a model that embeds everything alike gets no credit.
     """
     similarity = similarity.nan_to_num(-math.inf)  # NaN embeddings come last
     image = torch.arange(len(similarity), device=similarity.device)

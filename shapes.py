@@ -1,9 +1,9 @@
 """The built-in data set `--data shapes`: scenes of one or two objects, and captions for them.
 
-Everything is a function of the scene's number, drawn when it is looked at: nothing on disk, no
-download. Nouns, colours, sizes, fills, verbs and places (left, right, above...) all mean something
-in the picture, so that every method has something to learn in minutes, and mirrored pictures,
-attention maps and retrieval can be judged by eye.
+A scene is a function of its number and is drawn when it is needed: nothing on disk, no download.
+Nouns, colours, sizes, fills, verbs and places (left, right, above...) all describe something in the
+picture, so every method can learn something in minutes, and mirrored pictures, attention maps and
+retrieval can be judged by eye.
 """
 
 import math
@@ -29,7 +29,7 @@ SPLITS = {"train": range(20_000), "val": range(10_000_000, 10_001_000)}  # scene
 
 
 class Shape(NamedTuple):
-    """One drawn object. x, y (centre) and radius in parts of the image's side; angle in degrees."""
+    """One object. x, y (centre) and radius as fractions of the image's side; angle in degrees."""
 
     shape: str
     colour: str
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
     @property
     def box(self):
-        """(left, top, right, bottom) in parts of the side"""
+        """(left, top, right, bottom) as fractions of the side"""
         left, top = self.x - self.radius, self.y - self.radius
         return left, top, self.x + self.radius, self.y + self.radius
 
@@ -70,9 +70,9 @@ class ShapeImages:
 
 
 def objects_of(scene):
-    """The one or two objects of a scene, not touching each other -> list of Shape
+    """The one or two objects of a scene, which do not touch -> list of Shape
 
-    Mostly one, and mostly solid and upright: a small network learns the shapes in minutes.
+    Mostly one, solid and upright, so that a small network learns the shapes in minutes.
     """
     rng, objects = random.Random(scene), []
     wanted = rng.choice((1, 1, 1, 1, 1, 2))
@@ -86,13 +86,13 @@ def objects_of(scene):
             angle = rng.choice((0, 0, 0, 0, -15, 15))
             angle = 0 if shape == "circle" else angle
             objects.append(Shape(shape, colour, size, fill, x, y, radius, angle))
-        elif rng.random() < 0.05:  # no room: begin again rather than search for ever
+        elif rng.random() < 0.05:  # there may be no room: start again
             objects.clear()
     return objects
 
 
 def tags(objects):
-    """The shapes that are present -> sorted indices into SHAPES"""
+    """The shapes in a scene -> sorted indices into SHAPES"""
     return sorted({SHAPES.index(o.shape) for o in objects})
 
 
@@ -100,7 +100,7 @@ def tags(objects):
 
 
 def outline(shape, n=48):
-    """-> (corners, 2) of a shape within the unit circle, y downwards"""
+    """-> (corners, 2), the outline of a shape in the unit circle, y downwards"""
     turn = np.linspace(0, 2 * np.pi, n, endpoint=False)
     circle = np.stack([np.sin(turn), -np.cos(turn)], 1)
     if shape == "circle":
@@ -126,13 +126,13 @@ def outline(shape, n=48):
         outer = np.stack([np.cos(turn), np.sin(turn)], 1)
         inner = np.stack([0.3 + 0.75 * np.cos(turn), 0.83 * np.sin(turn)], 1)
         return 0.95 * np.concatenate([outer, inner[::-1]])
-    left = np.array([(0, -1), (0.75, -0.15), (0.3, -0.15), (0.3, 0.95)])  # half an arrow
+    left = np.array([(0, -1), (0.75, -0.15), (0.3, -0.15), (0.3, 0.95)])  # an arrow's right half
     return np.concatenate([left, left[:0:-1] * (-1, 1)])
 
 
 def draw(scene, side=96):
-    """-> PIL image (side x side): the objects over a blotched background"""
-    rng, big = np.random.default_rng([7, scene]), 2 * side  # drawn twice as large: smooth edges
+    """-> PIL image (side x side): the objects on a blotchy background"""
+    rng, big = np.random.default_rng([7, scene]), 2 * side  # drawn at twice the size: smooth edges
     shade = (
         rng.integers(90, 170) + rng.integers(-25, 26, (3, 3, 1)) + rng.integers(-12, 13, (3, 3, 3))
     )
@@ -167,7 +167,7 @@ def draw_object(image, canvas, o, colour, side):
 
 
 def describe(scene, objects):
-    """Five captions, worded differently: what, how it looks, what it does, where, and how many."""
+    """Five captions: what is there, how it looks, what it does, where it is, and how many."""
     rng = random.Random(-1 - scene)
     if len(objects) == 1:
         [o] = objects
@@ -190,7 +190,7 @@ def describe(scene, objects):
 
 
 def name(o, *adjectives):
-    """ "large red circle", with these adjectives in the usual order"""
+    """ "large red circle": the shape after these adjectives, in the usual order"""
     words = [getattr(o, kind) for kind in ("size", "fill", "colour") if kind in adjectives]
     return " ".join([*words, o.shape])
 

@@ -1,6 +1,6 @@
-"""The built-in scenes, COCO, Visual Genome, shards of tools/make_shards.py; checkpoints of others.
+"""Read the built-in scenes, COCO, Visual Genome and shards; checkpoints of other authors, too.
 
-common.caption_data and eval_linear.load_backbone import this file when they need it.
+common.caption_data and eval_linear.load_backbone import this file only when they need it.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from common import CaptionData, ImageFiles, PackedStrings, error_context, progre
 
 
 def caption_data(name, root, split):
-    """One split of "shapes", "coco", "vg" or of a folder of shards -> CaptionData"""
+    """One split of "shapes", "coco", "vg" or a folder of shards -> CaptionData"""
     if name == "shapes":
         return shapes_data(split)
     if name == "coco":
@@ -34,7 +34,7 @@ def caption_data(name, root, split):
 
 
 def shapes_data(split):
-    """The built-in scenes: five captions each, tags are the shapes present."""
+    """The built-in scenes: five captions each; the tags are the shapes in the scene."""
     data = CaptionData(shapes.ShapeImages(), list(shapes.SHAPES))
     for scene in shapes.SPLITS.get(split, ()):
         objects = shapes.objects_of(scene)
@@ -45,15 +45,15 @@ def shapes_data(split):
 # ----------------------------------------------------------------------------------- coco and vg
 
 COCO = (
-    "expected: a folder --root with annotations/captions_{split}.json, instances_{split}.json if "
-    "there are labels, and photos in {split}/; --train-split and --val-split name the splits"
+    "expected: a folder --root with annotations/captions_{split}.json, instances_{split}.json for "
+    "labels, and the photos in {split}/; --train-split and --val-split name the splits"
 )
 
 
 def coco_data(root, split, required="captions"):
     """annotations/captions_{split}.json and instances_{split}.json, whose categories are the tags
 
-    required: the file that must be there, and whose images are taken.
+    required: the file that must exist; its images are the data set's.
     """
     captions = defaultdict(list)
     tags = defaultdict(set)
@@ -88,14 +88,14 @@ VG = (
 
 def vg_data(root, split):
     """Visual Genome: each region's phrase is a caption of its image. A fixed 103K / 5K split."""
-    import ijson  # reads a list of 700 MB entry by entry
+    import ijson  # reads the list of 700 MB entry by entry
 
     files = {}
     data = CaptionData(ImageFiles())
     with error_context(VG), open(os.path.join(root, "image_data.json"), "rb") as file:
         for image in ijson.items(file, "item"):
             files[image["image_id"]] = image["url"].split("/")[-2:]
-    ids = np.random.default_rng(0).permutation(sorted(files)).tolist()  # everybody's split alike
+    ids = np.random.default_rng(0).permutation(sorted(files)).tolist()  # a fixed split
     num_val = min(5000, len(ids) // 10)
     splits = {"train": set(ids[num_val:]), "val": set(ids[:num_val])}
     keep = splits.get(split, ())
@@ -114,8 +114,8 @@ def vg_data(root, split):
 def shard_data(folder, split):
     """What save_index wrote -> CaptionData
 
-    Its arrays stay in the file, which is mapped into memory: millions of photos cost no memory,
-    and all processes share them.
+    The arrays stay in the file, which is memory-mapped: millions of photos take no memory of their
+    own, and all processes share the mapping.
     """
     path = Path(folder, f"{split}.index")
     with error_context("expected: a folder of tools/make_shards.py with an index of this split"):
@@ -133,7 +133,7 @@ def shard_data(folder, split):
 
 
 def save_index(folder, split, data):
-    """The arrays of CaptionData (see there) in one file.  data.images: ShardImages"""
+    """Save the arrays of CaptionData (see there) in one file.  data.images: ShardImages"""
     arrays = {
         "image_bytes": data.images.buffer,
         "image_ends": data.images.ends,
@@ -148,7 +148,7 @@ def save_index(folder, split, data):
 
 
 class ShardImages(PackedStrings):
-    """Where photos are, "SHARD.tar, KEY.jpg, OFFSET, SIZE" with tabs; open(i) gives a PIL image."""
+    """Positions of photos: SHARD.tar, KEY.jpg, OFFSET, SIZE, tab-separated; open(i) -> PIL image"""
 
     def open(self, i):
         shard, _, offset, size = self[i].split("\t")
@@ -157,16 +157,16 @@ class ShardImages(PackedStrings):
 
     @staticmethod
     def sampler(size, batch_size, world, seed, start=0, block=512, window=64):
-        """As common.infinite_sampler, but reads samples that are neighbours in a shard together
+        """Like common.infinite_sampler, but reads neighbouring samples of a shard together
 
-        The samples are cut into blocks, at other places in each epoch. A process has blocks of its
-        own, in random order, and shuffles the samples of a window of them at a time. Samples that
-        do not fill a block on every process are left out of the epoch. Everything is a function of
-        seed, epoch, number of processes and `start`, so a resumed run sees the same.
+        Each epoch cuts the samples into blocks, at different places. Each process gets blocks of
+        its own in random order, and shuffles the samples of `window` blocks at a time. Samples that
+        do not fill a block on every process are left out of the epoch. The order depends only on
+        seed, epoch and number of processes, so a resumed run goes on with the very next sample.
         """
         block = max(1, min(block, size // (8 * world.size)))
         blocks_per_rank = size // block // world.size
-        require(blocks_per_rank, f"{size} samples are fewer than processes: start fewer")
+        require(blocks_per_rank, f"{size} samples are fewer than the processes: start fewer")
         position = start * (batch_size // world.size)
         while True:
             epoch, done = divmod(position, blocks_per_rank * block)
@@ -189,24 +189,24 @@ def open_shard(path):
     return open(path, "rb")
 
 
-# ------------------------------------------------------------------------- checkpoints of others
+# ------------------------------------------------------------------ checkpoints of other authors
 
-# What others put before the names of a backbone.
-# In turns: mmcontrastive.py, MoCo, SwAV and DINO, VirTex.
+# Prefixes of the backbone's keys: the first that fits counts.
+# In order: mmcontrastive.py, MoCo (2), DINO, tp.py, icmlm.py (2), SwAV, VirTex (ours, too), none.
 PREFIXES = (
     "queries.image.trunk.0.", "module.encoder_q.", "encoder_q.", "module.backbone.", "backbone.",
     "module.", "visual.cnn.", "",
 )  # fmt: skip
-torch.serialization.add_safe_globals([argparse.Namespace])  # in DINO's
+torch.serialization.add_safe_globals([argparse.Namespace])  # DINO's checkpoints hold one
 CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|projector)\b")
 
 
 def backbone_weights(content, path):
     """The ResNet or VGG-16 in a checkpoint of ours, VirTex, MoCo, SwAV, VICReg, DINO, torchvision
 
-    content: what read_checkpoint(path) gave -> (arch, state dict). The architecture is recognised
-    by names and shapes. Under the backbone's prefix nothing may be missing and nothing be left but
-    a classifier or projection head; keys under other prefixes (text, queues) are ignored.
+    content: from read_checkpoint(path) -> (arch, state dict). The architecture is recognised by
+    names and shapes. Under the backbone's prefix no key may be missing, and the only further ones
+    are a classifier or projection head; keys under other prefixes (text, queues) are ignored.
     """
     for key in ("model", "state_dict", "teacher"):
         if isinstance(content.get(key), dict):

@@ -4,13 +4,13 @@ Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotati
 
 Captions are turned into labels once: their nouns, adjectives and verbs, the clusters of their
 [CLS] vectors (Eq. 1), or their topics. A convolutional network is then trained to predict all
-labels of a photo, with one softmax over them (Eq. 2) [Sec. 3.1]. The paper's baselines run through
-the same loop: annotated tags, and rotations, from which its VGG-16 starts [App. F.1].
+labels of a photo, with one softmax over them (Eq. 2) [Sec. 3.1]. The same loop runs the paper's
+baselines: annotated tags, and rotations, which also pretrain its VGG-16 [App. F.1].
 
     laptop        python tp.py
     own photos    python tp.py --data photos.jsonl
     one GPU       python tp.py --data coco
-    eight GPUs    torchrun --nproc_per_node=8 tp.py --data coco      (paper: one; batch norm of 128)
+    eight GPUs    torchrun --nproc_per_node=8 tp.py --data coco   (batch norm then sees 16, not 128)
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 tp.py --data coco   (on both; shared --output)
     VGG-16        python tp.py --data coco --labels rotation --output runs/rotation
@@ -29,8 +29,8 @@ Where the paper is:
 What to expect (a finished run is in docs/logs/tp): the loss starts near ln K, K being the number of
 labels, and falls at once to that of predicting the label frequencies for every photo. It never
 comes near zero: a photo with n labels costs at least ln n. (Topics: a binary cross-entropy that
-starts near 0.7 K.) The validation scores show whether the backbone sees: they stand beside those of
-the label frequencies. If training stalls below these, train longer, or predict fewer and better
+starts near 0.7 K.) The validation scores show whether the backbone sees: compare them with those of
+the label frequencies. If training stalls near these, train longer, or predict fewer and better
 labels: look into concepts.json, then try a smaller --num-labels, --pos nn, or --tagger spacy.
 """
 
@@ -71,10 +71,10 @@ RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1]
     "log_every":        (10,         20,         20),
     "validate_every":   (400,        2000,       5000),
     "checkpoint_every": (200,        500,        2000),
-    "val_images":       (5000,       5000,       5000),                 # at most, drawn once
+    "val_images":       (5000,       5000,       5000),                 # at most; drawn once
     "probe_images":     (2000,       10_000,     10_000),
 }
-# What the paper does otherwise with VGG-16, and with the rotations that VGG-16 begins with.
+# What the paper changes for VGG-16, and for its pretraining on rotations.
 VGG16 = {  # App. F.1
     "optimizer": "radam",
     "lr": 1e-4,
@@ -97,25 +97,25 @@ def get_args(argv=None):
     recipe = choose_recipe(argv)
     parser = common.flag_parser("tp", __doc__, recipe)
     add = parser.add_argument_group("TP").add_argument
-    add("--labels", choices=LABELS, default=LABELS[0], help="what is predicted [Sec. 3.1, 4]")
-    add("--num-labels", type=positive_int, help="K words, clusters, topics, at most [Tab. 2, 4]")
-    add("--pos", choices=POS, default=POS[-1], help="postag: nouns, adjectives, verbs [Tab. 4]")
-    add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="postag: spacy is the paper's")
-    add("--lm", help="cluster: a BERT of the hub or in a folder; scratch: trained on the captions")
-    add("--lm-iters", type=positive_int, help="of --lm scratch; more for more captions")
-    add("--init", help="start from this backbone.pth: VGG-16 from that of --labels rotation")
+    add("--labels", choices=LABELS, default=LABELS[0], help="what to predict [Sec. 3.1, 4]")
+    add("--num-labels", type=positive_int, help="K, at most: words, clusters, topics [Tab. 2, 4]")
+    add("--pos", choices=POS, default=POS[-1], help="postag: parts of speech to keep [Tab. 4]")
+    add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="postag: the paper uses spacy")
+    add("--lm", help="cluster: BERT, from the hub or a folder; scratch: train one on the captions")
+    add("--lm-iters", type=positive_int, help="iterations of --lm scratch; more for more captions")
+    add("--init", help="backbone.pth to start from: for VGG-16, that of --labels rotation")
     add("--validate-every", type=positive_int, help="iterations between validation scores")
     args = common.parse(parser, argv)
     if args.num_labels and args.labels not in NUM_LABELS:
         names = ", ".join(NUM_LABELS)
-        parser.error(f"--num-labels goes with {names}: {args.labels} has as many as it has")
+        parser.error(f"--num-labels goes with {names}: with {args.labels}, K is fixed")
     batch_scale = args.batch_size / recipe["batch_size"]  # the rate grows with the batch
     args.lr = args.lr or batch_scale * recipe["lr"]
     return args
 
 
 def choose_recipe(argv):
-    """The paper's recipe and K depend on --arch and --labels, too -> {name: default}"""
+    """The paper's recipe and K depend on --arch and --labels as well -> {name: default}"""
     given = common.peek(argv, "--arch", "--labels")
     labels = given.labels or LABELS[0]
     paper = VGG16 if given.arch == "vgg16_bn" else {}
@@ -135,7 +135,7 @@ def main(args):
     device = world.device
     args.amp = common.choose_amp(device, args.amp)
 
-    # Data: photos, and labels made of their captions. Photos without a label are left out.
+    # Data: photos, and labels from their captions. Photos without a label are left out.
     train = common.caption_data(args.data, args.root, args.train_split)
     val = common.caption_data(args.data, args.root, args.val_split)
     run = common.Run(args, "tp", world, train)
@@ -204,9 +204,9 @@ def main(args):
 
 
 def load_labels(args, train, val, run):
-    """labels.npz of the output directory: made by the first process, unless the run resumes
+    """Load labels.npz from the output directory; the first process makes it, unless the run resumes
 
-    -> K names, and for each split (N, K) sparse: 1 where an image has a label; probabilities in lda
+    -> K names, and for each split (N, K) sparse: 1 where an image has a label; lda: probabilities
     """
     world = run.world
     path = run.folder / "labels.npz"
@@ -218,7 +218,7 @@ def load_labels(args, train, val, run):
 
 
 def make_labels(args, train, val, folder, device):
-    """The labels of --labels -> names, train, val as load_labels gives them"""
+    """Make the labels that --labels chooses -> names, train, val as load_labels returns them"""
     if args.labels == "rotation":
         return rotation_labels(train, val)
     if args.labels == "instances":
@@ -237,7 +237,7 @@ def make_labels(args, train, val, folder, device):
 
 
 def postag_labels(train, val, concepts, pos, num_labels):
-    """TP-Postag: the most frequent words; those that an image's captions hold [Sec. 3.1]"""
+    """TP-Postag: of the K most frequent words, those in an image's captions [Sec. 3.1]"""
     names = language.top_concepts(concepts, pos, num_labels)
     labels = language.concept_labels(train, names)
     val_labels = language.concept_labels(val, names)
@@ -259,7 +259,7 @@ def cluster_labels(args, train, val, folder, device):
         )
     tokenizer, model = language.language_model(lm, device, masked_words=False)
 
-    # The vectors of both splits are in a file, not in memory: VG's captions need 8 GB.
+    # The vectors of both splits go to a file, not to memory: VG's captions need 8 GB.
     size = len(train.captions)
     shape = (size + len(val.captions), model.config.hidden_size)
     path = folder / "caption_vectors.npy"
@@ -302,8 +302,8 @@ def embed_captions(tokenizer, model, captions, vectors, device, amp, batch_size=
 def train_kmeans(vectors, num_clusters, seed, device="cpu", passes=20):
     """Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2 -> (K, d_w)
 
-    vectors: (N, d_w). Lloyd's algorithm from random vectors, until no centre moves or the passes
-    are over. An empty cluster is re-seeded with the vector farthest from its centre. [ours]
+    vectors: (N, d_w). Lloyd's algorithm from random vectors, until no centre moves, or for
+    `passes` passes. An empty cluster is re-seeded with the vector farthest from its centre. [ours]
     """
     chosen = np.random.default_rng(seed).permutation(len(vectors))[:num_clusters]
     centres = torch.from_numpy(vectors[np.sort(chosen)]).to(device).float()
@@ -339,7 +339,7 @@ def nearest_centres(vectors, centres, batch_size=4096):
 
 
 def cluster_names(captions, cluster, distance, num_clusters):
-    """A cluster is called by the three captions nearest to its centre [ours] -> [name]"""
+    """Name each cluster by the three captions nearest to its centre [ours] -> [name]"""
     nearest = [[] for _ in range(num_clusters)]
     for n in np.argsort(distance):
         chosen = nearest[cluster[n]]
@@ -349,16 +349,16 @@ def cluster_names(captions, cluster, distance, num_clusters):
 
 
 def image_clusters(data, cluster, num_clusters):
-    """cluster: that of each caption -> (images, clusters) sparse"""
+    """cluster: (captions,), that of each caption -> (images, clusters) sparse"""
     per_image = np.split(cluster, data.first_caption[1:-1])
     return language.multi_hot((set(row.tolist()) for row in per_image), num_clusters)
 
 
 def lda_labels(train, val, num_labels, seed, passes=10):
-    """TP-LDA: topic probabilities; a document is all captions of an image [Sec. 4]
+    """TP-LDA: topic probabilities; an image's captions form one document [Sec. 4]
 
-    Without English stop words, of the 10K most frequent words. A topic is called by its five most
-    probable words. [ours]
+    The vocabulary is the 10K most frequent words, without English stop words. Each topic is named
+    by its five most probable words. [ours]
     """
     from sklearn.decomposition import LatentDirichletAllocation
     from sklearn.feature_extraction.text import CountVectorizer
@@ -407,7 +407,7 @@ def instance_labels(train, val):
 
 
 def rotation_labels(train, val):
-    """Each photo is seen in all four rotations: see four_rotations."""
+    """Every photo has all four labels: the loss sees it in each rotation (four_rotations)."""
     names = ["0°", "90°", "180°", "270°"]
     labels = language.multi_hot([range(4)] * len(train), 4)
     val_labels = language.multi_hot([range(4)] * len(val), 4)
@@ -415,7 +415,7 @@ def rotation_labels(train, val):
 
 
 def labelled_rows(labels, split):
-    """The images of a split that have a label; the others are counted in the log."""
+    """The images of a split that have a label; prints how many have none."""
     labelled = labels.sum(1) > 0
     require(labelled.any(), f"no image of the split {split} has a label")
     missing = np.sum(~labelled)
@@ -429,7 +429,7 @@ def labelled_rows(labels, split):
 
 
 def make_sample(images, rows, args, index, rng):
-    """The photo images[rows[index]] and its row of the labels; centre crop if rng is None"""
+    """The photo images[rows[index]] and its row in the labels; the centre crop if rng is None"""
     row = int(rows[index])
     sample = common.load_image(images, row, rng, args)
     sample["row"] = row
@@ -439,7 +439,7 @@ def make_sample(images, rows, args, index, rng):
 def collate(labels, flip_permutation, samples):
     """-> images uint8 (B, size, size, 3), jitter (B, 4), targets (B, K)
 
-    flip_permutation: (K,) which label takes the place of each in a flipped photo.
+    flip_permutation: (K,), the label that replaces each one in a flipped photo.
     """
     rows = [sample["row"] for sample in samples]
     flipped = [sample["flipped"] for sample in samples]
@@ -449,7 +449,7 @@ def collate(labels, flip_permutation, samples):
 
 
 def four_rotations(images):
-    """RotNet (Gidaris et al. 2018): each image in four ways -> (4B, 3, h, w), targets (4B, 4)"""
+    """RotNet (Gidaris et al. 2018): each image in 4 rotations -> (4B, 3, h, w), targets (4B, 4)"""
     rotated = [torch.rot90(images, k, (2, 3)) for k in range(4)]
     targets = torch.eye(4, device=images.device).repeat_interleave(len(images), 0)
     return torch.cat(rotated).contiguous(memory_format=torch.channels_last), targets
@@ -459,9 +459,9 @@ def four_rotations(images):
 
 
 class TagPredictor(nn.Module):
-    """A backbone, and a head that scores K labels. (B, 3, h, w) -> logits (B, K)
+    """A backbone and a head that scores K labels. (B, 3, h, w) -> logits (B, K)
 
-    kind: --labels. Rotations are predicted by VGG-16's own fully connected layers [App. F.1].
+    kind: --labels. VGG-16 predicts rotations with its own fully connected layers [App. F.1].
     """
 
     def __init__(self, arch, num_labels, kind="postag"):
@@ -479,7 +479,7 @@ class TagPredictor(nn.Module):
 
 
 def label_loss(logits, targets, kind):
-    """Eq. 2, or for topics the binary cross-entropy [Sec. 4], summed over the topics [ours]
+    """Eq. 2, or, for topics, binary cross-entropy [Sec. 4] summed over the topics [ours]
 
     logits, targets: (B, K) -> scalar.  kind: --labels
     """
@@ -494,7 +494,7 @@ def label_loss(logits, targets, kind):
 
 @torch.no_grad()
 def validate(model, samples, labels, args, device):
-    """Loss and tag_scores on the validation split, each photo centred -> {name: score}"""
+    """Loss and tag_scores on centre crops of the validation split -> {name: score}"""
     model.eval()
     all_logits, all_targets = [], []
     collate_fn = partial(collate, labels, None)
@@ -527,9 +527,9 @@ def prior_scores(labels, val_labels, kind):
 def tag_scores(scores, targets, kind):
     """How well `scores` (N, K) rank the labels `targets` (N, K) -> {name: percent}
 
-    top1, top5: images of which one of the 1 or 5 best-scored labels is right. mAP: average
-    precision, mean over the labels that occur. Of topics those are right that make up a tenth of
-    the captions or more [ours]. Rotations have top1 alone.
+    top1, top5: images for which one of the 1 or 5 highest-scored labels is right. mAP: average
+    precision, averaged over the labels that occur. A topic is right if its probability is at least
+    0.1 [ours]. Rotations have only top1.
     """
     from sklearn.metrics import average_precision_score
 

@@ -3,9 +3,9 @@
 Desai, Johnson. VirTex: Learning Visual Representations from Textual Annotations. CVPR 2021.
 
 A convolutional network turns a photo into a 7x7 grid of features. Two Transformers look at the
-grid and predict the photo's caption, one forward and one backward (Eq. 1), everything from random
+grid and predict the photo's caption, one forward and one backward (Eq. 1), all trained from random
 initialisation. Captions say which objects are there, how they look, where they are and what they
-do: a backbone that can be captioned from has learned to see, and only the backbone is kept.
+do. A backbone whose features suffice to write them has learned to see. Only the backbone is kept.
 
     laptop        python virtex.py
     own photos    python virtex.py --data photos.jsonl
@@ -26,11 +26,11 @@ Where the paper is:
     other pretraining tasks [Sec. 4.2]         VirTex.masked_loss, token_set_loss
 
 What to expect: with the paper's head (H = 2048, 10K words) the loss starts near 12.5 in each
-direction and not at ln 10000 = 9.2: the output layer is the token embedding, so at first each
-position predicts the token it has just read. Then comes a plateau on which the heads write
-plausible captions without looking, near 3.2 per direction on Flickr8k (H = 512). It is left when
-the backbone begins to see. If training stalls there, train longer or raise --text-lr.
-A finished run is in docs/logs/virtex.
+direction, not at ln 10000 = 9.2: the output layer is the token embedding, so at first each
+position predicts the token it has just read. Then comes a plateau, near 3.2 per direction on
+Flickr8k (H = 512): the heads write plausible captions without looking at the photo. The loss falls
+again when the backbone begins to see. If training stalls on the plateau, train longer or raise
+--text-lr. A finished run is in docs/logs/virtex.
 """
 
 import io
@@ -73,7 +73,7 @@ RECIPES = {  #           demo        small       paper
     "warmup":           (0.1,        0.02,       0.02),        # Sec. 3: 10K of 500K iterations
     "weight_decay":     (1e-2,       1e-4,       1e-4),        # Sec. 3
     "lookahead_k":      (5,          5,          5),           # Sec. 3
-    "lookahead_alpha":  (1.0,        0.5,        0.5),         # Sec. 3; at 1 it does nothing
+    "lookahead_alpha":  (1.0,        0.5,        0.5),         # Sec. 3; 1: no look-ahead
     "max_norm":         (10.0,       10.0,       10.0),        # of the gradient: official code
     "log_every":        (10,         20,         20),
     "validate_every":   (400,        2000,       5000),
@@ -96,18 +96,18 @@ def get_args(argv=None):
         help=f"{', '.join(TASKS)}; all but the first are ablations [Tab. 1, Fig. 5]",
     )
     add("--layers", type=positive_int, default=1, help="L; 2 or 3 generally help [Sec. 4.2]")
-    add("--hidden", type=positive_int, help="H; larger is better, slower; A = H/64, F = 4H follow")
-    add("--dropout", type=fraction, help="in the heads; raise it for few captions")
-    add("--text-lr", type=positive, help="peak, of the heads; with SGD 0.05 to 0.1 for few data")
+    add("--hidden", type=positive_int, help="H; larger is better but slower; sets A = H/64, F = 4H")
+    add("--dropout", type=fraction, help="in the heads; raise it if captions are few")
+    add("--text-lr", type=positive, help="peak rate of heads; 0.05 to 0.1 with SGD on little data")
     add("--tokenizer", help="a SentencePiece .model, instead of one trained on the captions")
-    add("--fraction", type=fraction, default=1.0, help="train on this part of the photos [Fig. 4]")
-    add("--captions-per-image", type=positive_int, help="train on this many captions [Fig. 4]")
+    add("--fraction", type=fraction, default=1.0, help="use this fraction of the photos [Fig. 4]")
+    add("--captions-per-image", type=positive_int, help="use at most this many captions [Fig. 4]")
     add("--validate-every", type=positive_int, help="iterations between validation losses")
     args = common.parse(parser, argv)
     batch_scale = args.batch_size / recipe["batch_size"]  # rates grow with the batch
     args.lr = args.lr or batch_scale * recipe["lr"]
     args.text_lr = args.text_lr or batch_scale * recipe["text_lr"]
-    require(args.hidden % 64 == 0, f"--hidden {args.hidden} must be a multiple of 64: head dim 64")
+    require(args.hidden % 64 == 0, f"--hidden {args.hidden} must be a multiple of 64 (head dim)")
     return args
 
 
@@ -192,12 +192,12 @@ def main(args):
 
 PAD = UNK = 0  # padding and unknown tokens share an id, as in the official model
 SOS, EOS, MASK = 1, 2, 3
-FIRST_TAG = 4  # in multi-label classification tags take the place of a caption's words
-MAX_CAPTIONS = 2_000_000  # that the tokenizer is learned from, evenly spaced [ours]
+FIRST_TAG = 4  # in multi-label classification, ids of tags replace those of words
+MAX_CAPTIONS = 2_000_000  # at most, evenly spaced, to train the tokenizer [ours]
 
 
 def subset(data, fraction, captions_per_image, seed):
-    """A part of the images, and of each at most so many captions [Fig. 4] -> CaptionData"""
+    """A random fraction of images, each with at most so many captions [Fig. 4] -> CaptionData"""
     if fraction == 1 and not captions_per_image:
         return data
     order = np.random.default_rng(seed).permutation(len(data))
@@ -214,18 +214,18 @@ def subset(data, fraction, captions_per_image, seed):
 def with_tags(data):
     """-> CaptionData of the images that have tags [official code]"""
     keep = np.flatnonzero(np.diff(data.first_tag))
-    require(len(keep), "--task multilabel_classification needs tags, for coco instances_*.json")
+    require(len(keep), "--task multilabel_classification needs tags (for coco: instances_*.json)")
     return data.select(keep)
 
 
 def clean(caption):
-    """Lower case, accents stripped [Sec. 3]; NFKD first, which can produce capitals"""
+    """Lower-case without accents [Sec. 3]; NFKD comes first, as it can produce capitals"""
     decomposed = unicodedata.normalize("NFKD", caption).lower()
     return "".join(char for char in decomposed if not unicodedata.combining(char))
 
 
 def load_tokenizer(args, captions, run):
-    """The checkpoint's tokenizer if the run resumes, --tokenizer, or one learned from captions"""
+    """The checkpoint's tokenizer if the run resumes, else --tokenizer or one trained on captions"""
     path = run.folder / "tokenizer.model"
     if run.world.is_main:
         if run.checkpoint:
@@ -244,7 +244,7 @@ def load_tokenizer(args, captions, run):
 def train_tokenizer(captions, vocab_size):
     """SentencePiece BPE [Sec. 3] -> the serialised model, of at most `vocab_size` tokens"""
     model = io.BytesIO()
-    with error_context("the tokenizer needs captions with letters, and fewer letters than tokens"):
+    with error_context("the tokenizer needs captions, and an alphabet smaller than vocab_size"):
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(captions),
             model_writer=model,
@@ -275,7 +275,7 @@ def read_tokenizer(path):
 
 
 def make_sample(data, tokenizer, args, index, rng):
-    """A photo with one of its captions; rng None: the centre crop, with its first caption."""
+    """A photo with one of its captions; if rng is None, the centre crop and the first caption."""
     photo = common.load_image(data.images, index, rng, args)
     captions = data.captions_of(index)
     caption = captions[0] if rng is None else captions[rng.integers(len(captions))]
@@ -292,7 +292,7 @@ def make_sample(data, tokenizer, args, index, rng):
 
 
 def mask_tokens(tokens, vocab_size, rng):
-    """15% of the words' tokens: 85% [MASK], 10% any, 5% kept; one alone: [MASK] [official code]"""
+    """15% of tokens: 85% [MASK], 10% random, 5% kept; if one alone, [MASK] [official code]"""
     masked = list(tokens)
     words = range(1, len(tokens) - (tokens[-1] == EOS))
     num_masked = math.ceil(0.15 * len(words))
@@ -313,8 +313,8 @@ def pad(sequences):
 def collate(samples):
     """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), and what the task needs
 
-    Target positions are flat indices of what is predicted: not padding, nor unknown tokens, which
-    share its id [official code]. They are found here because finding them on the GPU would
+    Target positions are flat indices of the tokens to predict: not padding, nor unknown tokens,
+    which share its id [official code]. They are found here because finding them on the GPU would
     synchronise it at every step.
     """
     batch = common.collate_images(samples)
@@ -335,7 +335,7 @@ def collate(samples):
 
 
 def flat_indices(mask):
-    """(B, T) bool -> flat indices of what is true"""
+    """(B, T) bool -> flat indices of the True entries"""
     return mask.flatten().nonzero().squeeze(1)
 
 
@@ -343,7 +343,7 @@ def flat_indices(mask):
 
 
 class VirTex(nn.Module):
-    """Backbone and textual heads; calling it gives the losses of the task by name [Sec. 3, 4.2].
+    """Backbone and textual heads; calling it returns the losses of the task [Sec. 3, 4.2].
 
     visual["cnn"] is the backbone; textual and backward_textual are the two directions.
     """
@@ -392,7 +392,7 @@ class VirTex(nn.Module):
         backward_tokens=None,
         backward_target_positions=None,
     ):
-        """Minus Eq. 1, per direction and averaged over its tokens: each token is predicted from
+        """Minus Eq. 1, averaged over the tokens of each direction: each token is predicted from
         the image and from the tokens before it in the direction of reading.
         """
         directions = {"forward": (self.textual, tokens, target_positions)}
@@ -414,7 +414,7 @@ class VirTex(nn.Module):
 def token_loss(output, vectors, targets, positions):
     """Mean cross-entropy of the targets (B, T) at the flat `positions`, given vectors (B, T, H)
 
-    Only these go through the vocabulary layer: padding costs nothing.
+    Only these positions pass through the output layer: padding costs nothing.
     """
     logits = output(vectors.flatten(0, 1)[positions])  # (positions, vocabulary)
     total = F.cross_entropy(logits, targets.flatten()[positions], reduction="sum")
@@ -422,7 +422,7 @@ def token_loss(output, vectors, targets, positions):
 
 
 def token_set_loss(logits, tokens):
-    """Softmax cross-entropy with the set of K tokens or tags, each 1/K [Sec. 4.1, 4.2]"""
+    """Softmax cross-entropy with targets of 1/K for each of K tokens or tags [Sec. 4.1, 4.2]"""
     targets = torch.zeros_like(logits, dtype=torch.float32).scatter_(1, tokens, 1.0)
     targets[:, : MASK + 1] = 0  # neither special tokens nor padding
     return F.cross_entropy(logits.float(), targets / targets.sum(1, keepdim=True).clamp(min=1))
@@ -472,7 +472,7 @@ class TextualHead(nn.Module):
     def forward(self, tokens, image_features, causal=True, padding=None):
         """tokens (B, T), image_features (B, S, H) -> vectors (B, T, H)
 
-        causal: each token sees those before it and itself.  padding: (B, T), True is not seen
+        causal: each token sees itself and those before it.  padding: (B, T), True where not seen
         """
         x = self.embedding(tokens)
         future = None
@@ -490,7 +490,7 @@ class TextualHead(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token and position, summed, layer norm, dropout [Sec. 3]."""
+    """Token plus position embedding, then layer norm and dropout [Sec. 3]."""
 
     def __init__(self, vocab_size, hidden, dropout, max_length):
         super().__init__()
@@ -502,22 +502,22 @@ class Embedding(nn.Module):
     def forward(self, tokens):
         x = self.words(tokens) + self.positions.weight[: tokens.size(1)]
         x = self.dropout(self.layer_norm(x))
-        return x * (tokens != PAD).unsqueeze(-1)  # padding, unknown: zero [official code]
+        return x * (tokens != PAD).unsqueeze(-1)  # 0 for padding and unknown [official code]
 
 
 def compile_parts(model):
     model.visual["cnn"].compile()
     for head in model.children():
         if isinstance(head, TextualHead):
-            head.compile(dynamic=True)  # captions have all lengths
+            head.compile(dynamic=True)  # caption lengths vary
 
 
 # ------------------------------------------------------------------------------------- optimizer
 
 
 def parameter_groups(model, lr, text_lr, weight_decay):
-    """The backbone at `lr`, the rest at `text_lr`. No decay on norms and biases of embedding and
-    Transformers; the biases of projection and output decay [official code].
+    """The backbone at `lr`, the rest at `text_lr`. No weight decay on norms and biases of the
+    embedding and the Transformers; biases of projection and output do decay [official code].
     """
     groups = {
         "backbone": {"params": [], "lr": lr, "weight_decay": weight_decay},
@@ -536,8 +536,8 @@ def parameter_groups(model, lr, text_lr, weight_decay):
 
 
 class LookAhead:
-    """Look-ahead: every k steps the slow weights move by alpha towards the fast ones, which go on
-    from there [Zhang et al. 2019; Sec. 3: k = 5, alpha = 0.5].
+    """Look-ahead: every k steps the slow weights move a fraction alpha of the way to the fast ones,
+    which restart from there [Zhang et al. 2019; Sec. 3: k = 5, alpha = 0.5].
     """
 
     def __init__(self, optimizer, k, alpha):
@@ -549,7 +549,7 @@ class LookAhead:
 
     @torch.no_grad()
     def step(self):
-        """Call after the optimizer's own step."""
+        """Call after optimizer.step()."""
         self.steps += 1
         if self.steps % self.k == 0:
             torch._foreach_lerp_(self.slow, self.fast, self.alpha)
@@ -571,7 +571,7 @@ class LookAhead:
 def validate(model, val, tokenizer, args, device):
     """Mean loss per predicted token, each photo with its first caption -> {name: loss}
 
-    In the classification tasks the mean is over images.
+    For the classification tasks, the mean over images.
     """
     model.eval()
     samples = common.Samples(partial(make_sample, val, tokenizer, args), len(val))

@@ -1,18 +1,18 @@
-"""What the downstream tasks compare a backbone with: the same one at random initialisation."""
+"""What the downstream tasks compare a backbone with: the same one, randomly initialised."""
 
 import argparse
 
 import common
 import eval_linear
 
-IN_WORDS = {"trained": "trained", "random": "at random initialisation"}  # in the last line
+IN_WORDS = {"trained": "trained", "random": "at random initialisation"}  # in the last line printed
 
 
 def backbones(args):
     """Yield ("trained" or "random", seed of the run, backbone) for --runs of each
 
-    The backbone is None where that of the run before is used again: a given one is the same for
-    all runs, a random one is another each time.
+    The backbone is None where the previous run's is used again: trained weights are the same for
+    all runs, random ones are drawn anew for each.
     """
     arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
     names = ["random"] if args.weights == "random" else ["trained", "random"]
@@ -26,10 +26,10 @@ def backbones(args):
 
 
 def with_random_baseline(args, world, train):
-    """train(args, world) from --weights; on shapes, which takes minutes, from random weights, too
+    """Run train(args, world) from --weights; on shapes (minutes) also from random weights
 
-    -> {"trained", "random": its results}, in result.json as well. None on all processes but the
-    first, which alone does the second: a group of processes cannot be joined again.
+    -> {"trained" or "random": its results}, written to result.json, too. None on all processes but
+    the first, which does the second training alone: a process group cannot be joined again.
     """
     name = "random" if args.weights == "random" else "trained"
     scores = {name: train(args, world)}

@@ -1,6 +1,6 @@
 """Images with boxes: VOC, COCO, LVIS and the built-in scenes in one form, and their scores.
 
-For detection.py. The form is that of COCO's json: what pycocotools scores.
+For detection.py. The form is COCO's JSON format, which pycocotools scores.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ SCORES = "AP", "AP50", "AP75"
 
 
 class BoxData:
-    """Images with boxes, in the form of COCO's json, into which every source is brought.
+    """Images with boxes in COCO's JSON format, to which every source is converted.
 
     content: {"images", "annotations", "categories"}.  images: ImageFiles or shapes.ShapeImages, in
     the same order.  source, path: where they are from.  names: {category id: name}.  masks: whether
     there are polygons.  objects: JSON for each image, [[class from 1, x, y, w, h, polygons], ...],
-    without crowds and empty boxes.
+    without COCO's crowds and without empty boxes.
     """
 
     def __init__(self, content, images, source, path=None):
@@ -75,14 +75,14 @@ def load(name, root, split):
 
 
 def coco_objects(name, root, split):
-    """annotations/instances_{split}.json or lvis_{split}.json, images beside it"""
+    """annotations/instances_{split}.json or lvis_{split}.json, images in folders beside it"""
     kind = "lvis" if name == "lvis" else "instances"
     path = Path(root, "annotations", f"{kind}_{split}.json")
     images = ImageFiles()
-    with common.error_context(f"{path} should be COCO's or LVIS's json of boxes"):
+    with common.error_context(f"{path} should be COCO's or LVIS's JSON file of boxes"):
         content = json.loads(path.read_bytes())
         for image in content["images"]:
-            if name == "lvis":  # of both of COCO's folders: .../train2017/000000391895.jpg
+            if name == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
                 folder, file = image["coco_url"].split("/")[-2:]
             else:
                 folder, file = split, image["file_name"]
@@ -101,14 +101,14 @@ def voc_objects(root, split):
         year, _, image_set = part.partition("_")
         folder = Path(root, f"VOC{year}")
         path = folder / "ImageSets" / "Main" / f"{image_set}.txt"
-        with common.error_context("splits are as 2007_test or 2007_trainval+2012_trainval"):
+        with common.error_context("splits are named like 2007_test or 2007_trainval+2012_trainval"):
             names = path.read_text().split()
         for name in common.progress(names, desc=part, unit=" files", leave=False):
             images.append(str(folder / "JPEGImages" / f"{name}.jpg"))
             path = folder / "Annotations" / f"{name}.xml"
             with common.error_context(f"{path} should be VOC's annotation of a photo"):
                 for element in ElementTree.parse(path).getroot().findall("object"):
-                    # From 1 on: in annotation ids pycocotools takes 0 for no match.
+                    # Counted from 1: to pycocotools annotation id 0 means no match.
                     ids = {"id": len(rows) + 1, "image_id": len(images)}
                     rows.append({**ids, **voc_object(element)})
     classes = sorted({row["category_id"] for row in rows})
@@ -121,14 +121,14 @@ def voc_objects(root, split):
 
 
 def voc_object(element):
-    """An <object> of VOC -> what COCO's json says of it"""
+    """An <object> of VOC -> its row in COCO's JSON format, without ids"""
     edges = "xmin", "ymin", "xmax", "ymax"
     left, top, right, bottom = (float(element.find(f"bndbox/{edge}").text) for edge in edges)
     width, height = right - left + 1, bottom - top + 1
     difficult = int(element.findtext("difficult", "0"))
     return {
         "category_id": element.find("name").text,
-        "bbox": [left - 1, top - 1, width, height],  # pixels count from 1
+        "bbox": [left - 1, top - 1, width, height],  # VOC counts pixels from 1
         "area": width * height,
         "iscrowd": difficult,
         "difficult": difficult,
@@ -136,7 +136,7 @@ def voc_object(element):
 
 
 def shapes_objects(split, side=96):
-    """The built-in scenes, which are drawn at 96 px; of the validation split the first 500"""
+    """The built-in scenes, drawn at 96 px; only the first 500 of the validation split"""
     import shapes
 
     require(split in shapes.SPLITS, "--data shapes has the splits train and val")
@@ -166,16 +166,16 @@ def shapes_objects(split, side=96):
 
 
 def training_rows(data, seed):
-    """The images with objects, on LVIS some of them several times -> list of indices"""
+    """The images with objects, on LVIS some of them repeated -> list of indices"""
     rows = [i for i in range(len(data)) if data.objects_of(i)]
     require(rows, "the training split holds no image with objects: check --train-split")
     return repeat_rare(rows, data, seed) if data.source == "lvis" else rows
 
 
 def repeat_rare(rows, data, seed, threshold=0.001):
-    """LVIS's class resampling [VirTex App. A.3]: an image comes max(1, sqrt(threshold / f)) times
+    """LVIS's class resampling [VirTex App. A.3]: an image appears max(1, sqrt(threshold / f)) times
 
-    f: the fraction of images that show its rarest class. Fractional repeats are drawn, once [ours].
+    f: the fraction of images with its rarest class. Fractions are rounded at random, once [ours].
     """
     labels_of = [{found[0] for found in data.objects_of(i)} for i in rows]
     num_images = Counter(label for labels in labels_of for label in labels)
@@ -186,17 +186,17 @@ def repeat_rare(rows, data, seed, threshold=0.001):
 
 
 def read_photo(images, i):
-    """-> PIL image, without EXIF rotation: boxes are those of the pixels as they are stored"""
+    """-> PIL image, EXIF rotation ignored: boxes refer to the pixels as stored"""
     try:
         return images.open(i).convert("RGB")
-    except Exception as error:  # PIL and its formats raise a dozen kinds
+    except Exception as error:  # PIL's decoders raise a dozen kinds
         raise common.Unreadable(images[i]) from error
 
 
 def make_sample(data, rows, index, rng):
-    """One image with its objects, flipped at random; without them if rng is None
+    """One image with its objects, flipped at random; the image alone, not flipped, if rng is None
 
-    -> {"image": uint8 (3, H, W), "target": torchvision's, image_id counts the images of data}
+    -> {"image": uint8 (3, H, W), "target": as torchvision's; image_id is an index into data}
     """
     i = rows[index]
     pixels = np.array(read_photo(data.images, i))
@@ -210,7 +210,7 @@ def make_sample(data, rows, index, rng):
 
 
 def make_target(data, i, image, flipped):
-    """The objects of an image -> boxes (N, 4) as corners, labels (N,), perhaps masks (N, H, W)"""
+    """The objects of an image -> boxes (N, 4) as corners, labels (N,), masks (N, H, W) if any"""
     from pycocotools import mask
 
     _, height, width = image.shape
@@ -229,7 +229,7 @@ def make_target(data, i, image, flipped):
 
 
 def collate_fn(samples):
-    """-> lists, for images differ in size"""
+    """-> lists, because images differ in size"""
     images = [sample["image"] for sample in samples]
     targets = [sample["target"] for sample in samples]
     return {"images": images, "targets": targets}
@@ -239,7 +239,7 @@ def collate_fn(samples):
 
 
 def result_rows(val, i, output):
-    """The detections of one image, see detection.Detector -> rows of COCO's results"""
+    """The detections of one image (see detection.Detector) -> rows of COCO's results format"""
     from pycocotools import mask
 
     category_ids = list(val.names)
@@ -272,11 +272,11 @@ def average_precision(val, results, kind):
     """kind: "bbox" or "segm" -> AP, AP50, AP75 in percent, by pycocotools or, for LVIS, lvis"""
     if not results:
         return 0.0, 0.0, 0.0
-    results = [dict(row) for row in results]  # both write into them
+    results = [dict(row) for row in results]  # both packages write into the rows
     if val.source == "lvis":
         from lvis import LVIS, LVISEval, LVISResults
 
-        np.float = float  # which lvis 0.5.3 still calls it; numpy 1.24 has dropped the name
+        np.float = float  # for lvis 0.5.3: numpy 1.24 dropped it
         truth = LVIS(val.path)
         evaluation = LVISEval(truth, LVISResults(truth, results, max_dets=300), kind)
         evaluation.run()
@@ -300,10 +300,10 @@ def average_precision(val, results, kind):
 
 
 def plain_iou(evaluation, image, category):
-    """COCOeval.computeIoU, -> (detections, objects), with crowds measured like other objects
+    """COCOeval.computeIoU -> (detections, objects), but with plain IoU for crowds as well
 
-    So any number of detections may match a difficult object without being counted, as a crowd in
-    COCO's code, but must overlap it as much as VOC's own code requires.
+    Any number of detections may match a difficult object without being counted, as with a crowd in
+    COCO's code, but each must overlap it as much as in VOC's own code.
     """
     from pycocotools import mask
 

@@ -1,13 +1,13 @@
-"""Captions by a model of virtex.py, and where its words look.  [VirTex Sec. 4.4, Fig. 6]
+"""Captions by a model of virtex.py, and where it looks for each word.  [VirTex Sec. 4.4, Fig. 6]
 
     python -m downstream.captioning photo.jpg --weights runs/virtex/checkpoint.pth
     python -m downstream.captioning --evaluate --data coco --weights runs/virtex/checkpoint.pth
 
-Prints a caption for each photo and draws, into --output, the attention of the last layer for each
-word. --evaluate captions the validation split and gives CIDEr and SPICE, which need pycocoevalcap
-and Java. --weights is a checkpoint.pth or model_N.pth of virtex.py or an official checkpoint, which
-has no tokenizer: add --tokenizer coco_10k.model. Photos are cropped as in the official evaluation:
-the smaller side resized to 256, the central 224 pixels of it.
+Prints a caption for each photo and draws the attention of the last layer for each word into
+--output. --evaluate captions the validation split and reports CIDEr and SPICE, which need
+pycocoevalcap and Java. --weights is a checkpoint.pth or model_N.pth of virtex.py or an official
+checkpoint, which has no tokenizer: add --tokenizer coco_10k.model. Photos are cropped as in the
+official evaluation: resize 256, centre crop 224, or in proportion for other image sizes.
 """
 
 import math
@@ -33,19 +33,19 @@ from virtex import EOS, MASK, PAD, SOS
 def get_args(argv=None):
     parser = common.build_parser(__doc__)
     add = parser.add_argument
-    add("photos", nargs="*", metavar="PHOTO", help="to be captioned")
-    add("--weights", default="runs/virtex/checkpoint.pth", help="of virtex.py or official ones")
+    add("photos", nargs="*", metavar="PHOTO", help="photos to caption")
+    add("--weights", default="runs/virtex/checkpoint.pth", help="of virtex.py, or official")
     add("--tokenizer", help="a SentencePiece .model, for official weights")
-    add("--output", default="runs/captioning", help="folder of pictures and captions")
-    add("--beams", type=positive_int, default=5, help="of beam search [Sec. 4.4]")
-    add("--evaluate", action="store_true", help="CIDEr and SPICE of the validation split [Fig. 6]")
+    add("--output", default="runs/captioning", help="folder for pictures and captions")
+    add("--beams", type=positive_int, default=5, help="width of beam search [Sec. 4.4]")
+    add("--evaluate", action="store_true", help="CIDEr and SPICE on the validation split [Fig. 6]")
     add("--data", default="coco", help=f"for --evaluate: {common.DATA}")
     add("--root", help="folder of --data")
     add("--val-split", help="split of --data (default val2017 for coco, else val)")
     add("--workers", type=int, default=0, help="DataLoader workers")
     args = parser.parse_args(argv)
     if args.evaluate == bool(args.photos):
-        parser.error("give photos, or --evaluate")
+        parser.error("give either photos or --evaluate")
     if not args.val_split:
         args.val_split = "val2017" if args.data == "coco" else "val"
     return args
@@ -75,7 +75,7 @@ def main(args):
 def load_virtex(path, tokenizer_path=None):
     """A captioning model of ours or an official one -> VirTex in eval mode, tokenizer, image size
 
-    Sizes are read off the weights.
+    Layer sizes are read from the weights.
     """
     content = common.read_checkpoint(path)
     state = content.get("model", {})
@@ -91,7 +91,7 @@ def load_virtex(path, tokenizer_path=None):
         tokenizer = sentencepiece.SentencePieceProcessor(model_proto=proto)
     vocab_size, hidden = state["textual.embedding.words.weight"].shape
     pieces = tokenizer.get_piece_size()
-    require(pieces == vocab_size, f"the tokenizer has {pieces} tokens, {path} {vocab_size}")
+    require(pieces == vocab_size, f"the tokenizer has {pieces} tokens, {path} has {vocab_size}")
 
     arch, _ = sources.backbone_weights(content, path)
     layers = [name for name in state if re.match(r"textual\..*\.linear1\.bias", name)]
@@ -106,7 +106,7 @@ def load_virtex(path, tokenizer_path=None):
     )
     for name in ("visual.cnn.fc.weight", "visual.cnn.fc.bias"):  # official: ImageNet's classifier
         state.pop(name, None)
-    with error_context(f"{path} is no whole model of virtex.py"):
+    with error_context(f"{path} is not a complete model of virtex.py"):
         model.load_state_dict(state)
     return model.eval(), tokenizer, args.get("image_size", 224)
 
@@ -117,7 +117,7 @@ def detokenize(tokenizer, tokens):
 
 @torch.no_grad()
 def caption_images(model, images, image_size, device, args):
-    """Yield (n, tokens (T,), image features (1, S, H), pixels) of each readable image
+    """Yield (n, tokens (T,), image features (1, S, H), pixels) for each readable image
 
     tokens: from [SOS] on, without [EOS].
     """
@@ -148,7 +148,7 @@ def project(attention, part, x):
 
 
 def attend(attention, x, keys, values):
-    """nn.MultiheadAttention with keys and values that are projected already: (B, T, H) -> same"""
+    """nn.MultiheadAttention with keys and values already projected: (B, T, H) -> (B, T, H)"""
     output = F.scaled_dot_product_attention(project(attention, 0, x), keys, values)
     return attention.out_proj(output.transpose(1, 2).flatten(2))
 
@@ -160,9 +160,9 @@ def image_keys_values(head, image_features):
 
 
 def next_vector(head, tokens, image_memory, past):
-    """The vector (B, H) at the last of the tokens (B, T)
+    """The output vector (B, H) at the last of the tokens (B, T)
 
-    past: for each layer the keys and values of the tokens before it -> vector, past with its own
+    past: each layer's keys and values of the tokens before it -> vector, past with the last token
     """
     x = head.embedding(tokens)[:, -1:]
     present = []
@@ -185,8 +185,8 @@ def next_vector(head, tokens, image_memory, past):
 def beam_search(head, image_features, beams=5):
     """The most probable captions -> tokens (B, T) from [SOS] on, padded after [EOS]; log p (B,)
 
-    image_features (B, S, H). A hypothesis that has ended keeps its score and its place; the search
-    is over when all have ended.
+    image_features (B, S, H). A hypothesis that has ended keeps its score and competes on. The
+    search is over when all have ended or have the maximum length.
     """
     batch = len(image_features)
     vocab_size = head.output.out_features
@@ -196,7 +196,7 @@ def beam_search(head, image_features, beams=5):
     first_row = beams * torch.arange(batch, device=device)[:, None]
     tokens = torch.full((batch, beams, 1), SOS, device=device)
     scores = torch.zeros(batch, beams, device=device)
-    scores[:, 1:] = -math.inf  # all beams are alike at first: one counts
+    scores[:, 1:] = -math.inf  # all beams start alike: only one counts
     past = None
     while tokens.size(2) < max_length:
         ended = (tokens == EOS).any(2)  # (B, beams)
@@ -209,8 +209,8 @@ def beam_search(head, image_features, beams=5):
         log_p[..., PAD][ended] = 0.0  # ...but padding, at no cost
         continued = scores[:, :, None] + log_p  # (B, beams, vocabulary)
         scores, choice = continued.flatten(1).topk(beams)
-        beam = choice // vocab_size  # (B, beams): the hypothesis that is continued
-        token = choice % vocab_size  # (B, beams): and by what
+        beam = choice // vocab_size  # (B, beams): which hypothesis is continued
+        token = choice % vocab_size  # (B, beams): by which token
         rows = (first_row + beam).flatten()
         before = tokens.flatten(0, 1)[rows].view_as(tokens)
         tokens = torch.cat([before, token[:, :, None]], 2)
@@ -240,7 +240,7 @@ def word_attention(head, image_features, tokens, pieces):
     side = math.isqrt(image_features.size(1))
     words = []
     maps = []
-    for piece, attention in zip(pieces, weights[0]):  # (S,): row t is what predicts token t + 1
+    for piece, attention in zip(pieces, weights[0]):  # (S,): row t predicts token t + 1
         if piece.startswith("▁") or not words:
             words.append("")
             maps.append([])
@@ -254,7 +254,7 @@ def word_attention(head, image_features, tokens, pieces):
 
 
 def evaluate(model, tokenizer, image_size, device, args):
-    """Caption the validation split and score it against its own captions [Fig. 6]."""
+    """Caption the validation split and score it against the reference captions [Fig. 6]."""
     try:
         from pycocoevalcap.cider.cider import Cider  # only here: an optional package
         from pycocoevalcap.spice.spice import Spice
@@ -283,7 +283,7 @@ def evaluate(model, tokenizer, image_size, device, args):
         try:
             scores[name] = 100 * metric.compute_score(truth, written)[0]
             print_main(f"{name} {scores[name]:.1f} on {len(written)} images")
-        except (OSError, subprocess.CalledProcessError) as error:  # SPICE: CoreNLP and Java 8
+        except (OSError, subprocess.CalledProcessError) as error:  # SPICE: needs CoreNLP, Java 8
             print_main(f"{name} was not measured: {error}")
     if len(scores) == 2:
         common.write_json(Path(args.output, "result.json"), {"args": vars(args), **scores})

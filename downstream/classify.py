@@ -1,11 +1,11 @@
-"""Zero-shot classification by the names of the classes, with a model of mmcontrastive.py [ours]
+"""Zero-shot classification by class names, with a model of mmcontrastive.py [ours]
 
     python -m downstream.classify                            # the built-in scenes
     python -m downstream.classify --data folder --root photos
 
-No label is learned from: a photo belongs to the class whose name, in a caption such as "a photo of
-a daisy", is nearest in the common space of photos and captions. With several labels per image the
-score is the mean average precision of the classes. Draws the ten photos nearest to each class in
+Nothing is trained here: each photo gets the class whose name, in a caption such as "a
+photo of a daisy", is nearest in the common space of photos and captions. With several labels per
+image the score is mean average precision. Draws the ten photos nearest to each class in
 classify.png of --output.
 """
 
@@ -27,10 +27,10 @@ def get_args(argv=None):
     add = parser.add_argument
     add("--weights", default="runs/mmcontrastive/checkpoint.pth", help="or a model_N.pth beside it")
     add("--data", default="shapes", help=eval_linear.DATA)
-    add("--root", help="folder of the data (default datasets/<name>; for a .jsonl its own)")
+    add("--root", help="folder of the data (default datasets/<name>; for a .jsonl, its folder)")
     add("--val-split", help="usually test for voc07, val2017 for coco, else val")
-    add("--prompt", help='caption of a class (default "a photo of a {}", for shapes "a {}")')
-    add("--output", default="runs/classify", help="directory of result.json and the picture")
+    add("--prompt", help='caption for a class (default "a photo of a {}", for shapes "a {}")')
+    add("--output", default="runs/classify", help="directory for result.json and the picture")
     add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
     add("--workers", type=int, default=2, help="DataLoader workers; 0: none")
     args = parser.parse_args(argv)
@@ -71,7 +71,7 @@ def main(args):
     nearest = [[readable[n] for n in row] for row in order.tolist()]
     draw_rows(prompts, data.images, nearest, scores.tolist(), path / "classify.png")
     print_main(f"the photos nearest to each class are in {path / 'classify.png'}")
-    scores = f"{score:.1f} {metric} by names, {guess:.1f} by guessing"
+    scores = f"{score:.1f} {metric} by class names, {guess:.1f} by guessing"
     print_main(f"{args.data}, {len(images)} photos of {len(data.names)} classes: {scores}")
 
 

@@ -2,7 +2,7 @@
 
 VirTex, Sec. 4.3, App. A.3, Tabs. 3, 4; multimodal contrastive training, Sec. 4.2, Tabs. 2, 3, with
 the same settings. All layers are trained, batch norm is synchronised over the GPUs, and its
-statistics are estimated anew after the last iteration (precise BN).
+statistics are re-estimated after the last iteration (precise BN).
 
     laptop          python virtex.py, then python -m downstream.detection
     VOC 07+12       torchrun --nproc_per_node=8 -m downstream.detection --data voc
@@ -13,15 +13,15 @@ statistics are estimated anew after the last iteration (precise BN).
     pretraining     ... --data coco --weights random --arch resnet50 --schedule 9x   [Tab. 1]
 
 --root holds VOC2007/ and VOC2012/; or annotations/instances_{split}.json (LVIS: lvis_{split}.json)
-beside train2017/ and val2017/. VOC's splits are years and lists, joined by +. On shapes a second
-detector, from random initialisation, is trained into OUTPUT/random, and the last line compares the
+beside train2017/ and val2017/. A VOC split is YEAR_LIST, or several joined by +. On shapes a second
+detector is trained from random initialisation into OUTPUT/random, and the last line compares the
 two (measured: AP50 73 against 39). Rerunning the command resumes from its checkpoint.
-metrics.jsonl names the terms of the loss: four, with masks five. backbone.pth is the trained one.
+metrics.jsonl logs four loss terms, with masks five. backbone.pth is the fine-tuned backbone.
 
-Scores are AP over IoU 0.50 to 0.95, AP50, AP75: COCO's, on VOC with VOC07's 11 recalls. The papers
-use Detectron2, here the parts are torchvision's. What is known to differ: box losses are smooth L1
-with beta 1/9, not L1; RoIAlign has no half-pixel shift; anchors are rounded to whole pixels; photos
-shrink without antialiasing; masks are bitmaps, not polygons; batches mix tall and wide photos.
+Scores are COCO's AP (IoU 0.50 to 0.95), AP50 and AP75, on VOC with VOC07's 11 recalls. The papers
+use Detectron2; here the parts are torchvision's. Known differences: box losses are smooth L1 with
+beta 1/9, not L1; RoIAlign has no half-pixel shift; anchors are rounded to whole pixels; photos are
+resized without antialiasing; masks are bitmaps, not polygons; batches mix tall and wide photos.
 """
 
 import importlib.util
@@ -58,7 +58,7 @@ DEFAULTS = {  #          shapes        voc [Tab. 6]                   coco [Tab.
     "detections":       (100,          100,                           100),   # Detectron2
     "checkpoint_every": (100,          1000,                          2000),
 }
-PROPOSALS = {  # of Detectron2 at its 512 RoIs, in proportion to --rois: (fpn, c4)
+PROPOSALS = {  # (fpn, c4): Detectron2's for 512 RoIs, scaled with --rois
     "rpn_pre_nms_top_n_train":  (2000, 12_000),
     "rpn_pre_nms_top_n_test":   (1000, 6000),
     "rpn_post_nms_top_n_train": (1000, 2000),
@@ -91,18 +91,18 @@ def get_args(argv=None):
         recipe |= NINE_TIMES
 
     parser = common.build_parser(__doc__)
-    eval_linear.backbone_flags(parser, DATA)
+    eval_linear.backbone_flags(parser, DATA, "shapes is built in")
     add = parser.add_argument_group("model and optimisation").add_argument
     add("--image-size", type=common.positive_int, help="shorter side; training draws smaller ones")
     add("--model", choices=("fpn", "c4"), help="feature pyramid, or layer3 alone [Sec. 4.3]")
-    add("--frozen-bn", action="store_true", help="batch norm as --weights has it [Sec. 4.3, LVIS]")
+    add("--frozen-bn", action="store_true", help="freeze batch norm [Sec. 4.3, LVIS]")
     add("--schedule", choices=["9x"], help="from scratch: longer, batch norm in the heads [Tab. 1]")
     add("--batch-size", type=common.positive_int, help="images per iteration over all processes")
-    add("--iters", type=common.positive_int, help="length of the run")
+    add("--iters", type=common.positive_int, help="iterations of training")
     add("--lr", type=common.positive, help="peak; the default scales with the batch size")
-    add("--rois", type=common.positive_int, help="per image in training; fewer to save memory")
-    add("--min-score", type=common.fraction, help="lowest of a detection [Tabs. 7, 8]")
-    add("--bn-batches", type=common.positive_int, help="of precise BN; few for a quick look")
+    add("--rois", type=common.positive_int, help="RoIs per training image; fewer save memory")
+    add("--min-score", type=common.fraction, help="lowest score of a detection [Tabs. 7, 8]")
+    add("--bn-batches", type=common.positive_int, help="batches for precise BN; fewer are faster")
     common.run_flags(parser, "detection")
     parser.set_defaults(**{**recipe, "lr": None, "amp": "off"})  # off: as Detectron2
     args = eval_linear.parse(parser, argv)
@@ -113,14 +113,14 @@ def get_args(argv=None):
 
 def main(args):
     world = common.init_distributed()
-    if args.data == "lvis":  # now: after 180K iterations it would be late
+    if args.data == "lvis":  # check now, not after 180K iterations
         there = importlib.util.find_spec("lvis")
         require(there, "LVIS is scored by its own package: pip install lvis")
     train = boxes.load(args.data, args.root, args.train_split)
     val = boxes.load(args.data, args.root, args.val_split)
     eval_linear.check_same_classes(train, val)
     require(train.masks == val.masks, "only one of the splits has masks")
-    train.content = None  # gigabytes, which only the scores need
+    train.content = None  # gigabytes that only scoring needs
     num_classes = len(train.names)
     print_main(f"{len(train)} training and {len(val)} validation images, {num_classes} classes")
 
@@ -132,7 +132,7 @@ def main(args):
 
 
 def fine_tune(train, val, args, world):
-    """Train into args.output, see common.Run -> {score: percent}, None but on the first process"""
+    """Train into args.output (see Run) -> {score: percent}, None on all processes but the first"""
     from torchvision.ops._utils import split_normalization_params
 
     device = world.device
@@ -140,11 +140,11 @@ def fine_tune(train, val, args, world):
     require(hasattr(backbone, "layer4"), f"{backbone.arch} has no layer1 to layer4: give a ResNet")
     run = common.Run(args, "detection", world, train)
 
-    # Model and optimizer, and where an earlier run stopped.
+    # Model and optimizer, resumed where an earlier run stopped.
     torch.manual_seed(args.seed)
     if args.frozen_bn:
         freeze_batch_norm(backbone)
-    elif device.type == "cuda" and world.size > 1:  # there is none for CPUs
+    elif device.type == "cuda" and world.size > 1:  # SyncBatchNorm needs GPUs
         backbone = nn.SyncBatchNorm.convert_sync_batchnorm(backbone)
     model = Detector(backbone, 1 + len(train.names), train.masks, args).to(device)
     norms, others = split_normalization_params(model)
@@ -187,7 +187,7 @@ def fine_tune(train, val, args, world):
 
 
 def freeze_batch_norm(module):
-    """Each batch norm within becomes a scale and a shift, by the statistics it has, not trained"""
+    """Replace each batch norm by a fixed scale and shift, with its present statistics"""
     from torchvision.ops import FrozenBatchNorm2d
 
     for name, child in module.named_children():
@@ -200,9 +200,9 @@ def freeze_batch_norm(module):
 
 
 class Detector(nn.Module):
-    """torchvision's Faster R-CNN, with masks Mask R-CNN, on our ResNet; class 0 is background.
+    """torchvision's Faster R-CNN (with masks: Mask R-CNN) on our ResNet; class 0 is background.
 
-    Layers are initialised as Detectron2's, see `initialize`.
+    Layers are initialised as in Detectron2, see `initialize`.
 
     A batch of images, uint8 (3, H, W) of any size -> {loss: scalar} in training, otherwise for each
     image {"boxes" (N, 4), "labels" (N,), "scores" (N,), "masks" (N, 1, H, W)}.
@@ -220,7 +220,7 @@ class Detector(nn.Module):
         channels = backbone.channels
         norm = type(backbone.bn1)  # FrozenBatchNorm2d, SyncBatchNorm or BatchNorm2d
         anchor_sizes = [args.anchor * 2**k for k in range(5)]
-        pooling = {"sampling_ratio": 0, "canonical_scale": 7 * args.anchor}  # FPN's 224, from 32 on
+        pooling = {"sampling_ratio": 0, "canonical_scale": 7 * args.anchor}  # FPN: 224 at anchor 32
         roi_pool = partial(MultiScaleRoIAlign, ["0", "1", "2", "3"], **pooling)
         parts = {"mask_roi_pool": roi_pool(14)} if masks else {}
         if args.model == "fpn":
@@ -234,7 +234,7 @@ class Detector(nn.Module):
             if args.schedule == "9x":
                 parts["box_head"] = FastRCNNConvFCHead((width, 7, 7), 4 * [width], [1024], norm)
                 parts["mask_head"] = MaskRCNNHeads(width, 4 * [width], 1, norm)
-        else:  # C4: layer4 and a batch norm are the head of the boxes
+        else:  # C4: layer4 and a batch norm form the box head
             body = backbone[:-1]
             body.out_channels = channels // 2
             anchor_sizes = [anchor_sizes]
@@ -268,7 +268,7 @@ class Detector(nn.Module):
 
 
 def initialize(roi_heads):
-    """The layers behind the RoIs as in Detectron2; torchvision does the others alike."""
+    """Initialise the layers after RoI pooling as Detectron2 does; all others already match it."""
     for name, layer in roi_heads.named_modules():
         if isinstance(layer, nn.Linear):
             nn.init.kaiming_uniform_(layer.weight, a=1)  # Detectron2's "Xavier"
@@ -282,10 +282,10 @@ def initialize(roi_heads):
 
 
 def precise_bn(model, samples, args, world):
-    """Batch norm's statistics become plain means of those of --bn-batches batches of training
+    """Replace batch norm's moving averages by plain means over --bn-batches training batches
 
-    instead of moving averages [VirTex App. A.3: Detectron2's PRECISE_BN, with 200 batches]. Each
-    process has its part of a batch, as in training.
+    [VirTex App. A.3: Detectron2's PRECISE_BN, with 200 batches]. Each process has its part of a
+    batch, as in training.
     """
     device = world.device
     order = common.infinite_sampler(len(samples), args.batch_size, world, args.seed)
@@ -315,7 +315,7 @@ def detect(model, val, args, device):
 
 
 def draw_detections(val, results, path, side=320):
-    """Eight validation images, made square, with what was detected with a score above 0.5"""
+    """Draw eight validation images, resized to squares, with the detections that score above 0.5"""
     from pycocotools import mask
     from torchvision.transforms.functional import pil_to_tensor, resize
     from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks, save_image

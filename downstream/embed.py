@@ -1,11 +1,11 @@
-"""The features of all photos in a folder, for whatever is done with them: no labels are needed.
+"""The features of all photos in a folder, as a NumPy array. No labels are needed.
 
     python -m downstream.embed photos --weights runs/virtex/backbone.pth --image-size 64
     python -m downstream.embed photos --weights random --arch resnet50 --output runs/embed-random
 
-Writes features.npy (N, D), the backbone's last feature maps, averaged, and files.txt, the path of
-each row's photo. In NumPy: `features = np.load("runs/embed/features.npy")`; with rows divided by
-their lengths, `features @ features.T` are cosines.
+Writes features.npy (N, D), the average of the backbone's last feature maps for each photo, and
+files.txt, the path of each row's photo. In NumPy: `features = np.load("runs/embed/features.npy")`;
+with each row divided by its norm, `features @ features.T` are cosine similarities.
 """
 
 from pathlib import Path
@@ -22,11 +22,11 @@ from downstream.search import images_in
 def get_args(argv=None):
     parser = common.build_parser(__doc__)
     add = parser.add_argument
-    add("folder", metavar="FOLDER", help="of photos, and of folders")
-    add("--weights", required=True, help="backbone.pth or another of eval_linear.py, or random")
-    add("--arch", choices=common.BACKBONES, help="of random weights")
-    add("--image-size", type=common.positive_int, default=224, help="as in training")
-    add("--output", default="runs/embed", help="directory of features.npy and files.txt")
+    add("folder", metavar="FOLDER", help="folder of photos, with its subfolders")
+    add("--weights", required=True, help="a backbone.pth, or others as in eval_linear.py")
+    add("--arch", choices=common.BACKBONES, help="needed for imagenet and random")
+    add("--image-size", type=common.positive_int, default=224, help="use that of training")
+    add("--output", default="runs/embed", help="directory for features.npy and files.txt")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision")
     add("--workers", type=int, default=2, help="DataLoader workers; 0: none")
     return parser.parse_args(argv)

@@ -3,7 +3,7 @@
 Desai, Johnson. VirTex: Learning Visual Representations from Textual Annotations. CVPR 2021,
 Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3; App. A.1, Fig. 4 (IN-sup).
 
-Where eval_linear.py freezes the backbone, here it is where training starts from: the better it is,
+While eval_linear.py freezes the backbone, here training starts from it: the better the backbone,
 the fewer labels are needed. --fraction keeps a fraction of the labels of each class. Batch norm is
 per process, as in the paper's code.
 
@@ -19,10 +19,10 @@ per process, as in the paper's code.
                         --fraction 0.1 --epochs 90 --steps 30 60 --output runs/insup_10
 
 An image folder holds train/<class>/<image> and val/<class>/<image>. What to expect: the loss starts
-at ln(number of classes) and steps down where the learning rate falls to a tenth (70% of the run).
+at ln(number of classes) and drops when the learning rate falls to a tenth (at 70% of the run).
 On shapes a second backbone, randomly initialised, is trained into OUTPUT/random, and the last line
-compares the two; on other data this is a command of its own, as above. --output is that of the
-training scripts (docs/output.md): rerunning the command resumes from its checkpoint.
+compares the two; on other data run it as a command of its own, as above. --output holds the
+same files as in training (docs/output.md): rerunning the command resumes from its checkpoint.
 """
 
 import json
@@ -55,26 +55,26 @@ DEFAULTS = {  #          shapes    folder    inat
     "checkpoint_every": (100,      1000,     1000),
 }
 # fmt: on
-# App. A.1 says "20-100%", which its authors' list of changes has replaced by 8-100% for ImageNet;
-# their configuration of iNaturalist has 8-100%, and so has torchvision's training (IN-sup).
+# crop_min: App. A.1 says "20-100%", which the authors' list of changes corrects to 8-100% for
+# ImageNet; their iNaturalist configuration has 8-100%, and so has torchvision's training (IN-sup).
 DATA = "shapes", "folder", "inat"
 LR, RANDOM_LR, BATCH = 0.025, 0.1, 256  # pretrained, randomly initialised [Sec. 4.3]
-STEPS = (0.7, 0.9)  # of training, where the learning rate falls to a tenth [Sec. 4.3]
+STEPS = (0.7, 0.9)  # of the run: where the learning rate falls to a tenth [Sec. 4.3]
 
 
 def get_args(argv=None):
     parser = common.build_parser(__doc__)
-    eval_linear.backbone_flags(parser, DATA)
+    eval_linear.backbone_flags(parser, DATA, "shapes is built in; folder: an image folder")
     add = parser.add_argument_group("data and optimisation").add_argument
     add("--fraction", type=common.fraction, help="train on this fraction of each class")
-    add("--shots", type=common.positive_int, help="train on so many images of each class")
+    add("--shots", type=common.positive_int, help="train on this many images of each class")
     add("--image-size", type=common.positive_int, help="side of the crops")
     add("--epochs", type=common.positive, help="passes over the images; more for few images")
     steps = "epochs after which the learning rate falls to a tenth (default: after 70%% and 90%%)"
     add("--steps", type=common.positive, nargs="+", help=steps)
     add("--batch-size", type=common.positive_int, help="images per iteration over all processes")
-    rates = f"{LR} at batch {BATCH}, {RANDOM_LR} for random weights; it scales with the batch"
-    add("--lr", type=common.positive, help=f"at first, on shapes of both (default {rates})")
+    rates = f"{LR} at batch {BATCH}, {RANDOM_LR} for random weights; scales with the batch"
+    add("--lr", type=common.positive, help=f"initial; on shapes for both starts (default {rates})")
     add("--weight-decay", type=float, default=1e-4, help="of all weights [Sec. 4.3]")
     common.run_flags(parser, "finetune")
 
@@ -89,10 +89,10 @@ def main(args):
     world = common.init_distributed()
     args.amp = common.choose_amp(world.device, args.amp)
 
-    # A wrong file is refused before data are read.
+    # Refuse a wrong file before reading data.
     args.arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
 
-    # Data: images with one label each, and of those for training a fraction.
+    # Data: images with one label each; --fraction or --shots of those for training.
     train = labelled_split(args.data, args.root, args.train_split)
     val = labelled_split(args.data, args.root, args.val_split)
     eval_linear.check_same_classes(train, val)
@@ -111,7 +111,7 @@ def main(args):
 
 
 def fine_tune(train, val, args, world):
-    """Train on `train` into args.output, see common.Run -> {"top-1": percent of `val`}
+    """Train on `train` into args.output (see common.Run) -> {"top-1": percent on `val`}
 
     None on all processes but the first.
     """
@@ -124,7 +124,7 @@ def fine_tune(train, val, args, world):
     steps = [epoch / args.epochs for epoch in args.steps or ()] or STEPS
     print_main(f"{args.weights}: learning rate {lr:.3g}, {iters} iterations")
 
-    # Model and optimizer, and where an earlier run stopped.
+    # Model and optimizer, resumed where an earlier run stopped.
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     model = Classifier(backbone, len(train.names))
     model.to(device, memory_format=torch.channels_last)
@@ -135,8 +135,8 @@ def fine_tune(train, val, args, world):
         model.compile()
     parallel = common.data_parallel(model, world).train()
 
-    # The validation images are scored when five times as many have been trained on, with the next
-    # line of metrics.jsonl.
+    # Validate at most once an epoch, after at least five times as many training images as
+    # there are validation images, and with a line of metrics.jsonl.
     images_per_line = args.batch_size * args.log_every
     lines = math.ceil(max(num_images, 5 * len(val.images)) / images_per_line)
     validate_every = lines * args.log_every
@@ -159,7 +159,7 @@ def fine_tune(train, val, args, world):
             scores = validate(model, val, args, world)
         run.log(scores, loss=loss, lr=lr * lr_scale)
 
-    # The other processes leave: the first one alone scores the result.
+    # The other processes end: the first one scores the result alone.
     if world.is_main:
         common.save_weights(run.folder / "backbone.pth", model.backbone)
         scores = validate(model, val, args, common.World(0, 1, device))
@@ -176,7 +176,7 @@ def labelled_split(name, root, split):
         data.images.check_files()
         return data
     data = eval_linear.label_data(name, root, split)
-    if name == "shapes":  # the scenes with one shape; their class is the shape
+    if name == "shapes":  # only scenes with one shape, which is the class
         data = data.select(np.flatnonzero(data.labels.sum(1) == 1))
     return data
 
@@ -198,10 +198,10 @@ def inat_labels(root, split):
 
 
 def part_of_classes(data, fraction, seed, shots=None):
-    """This fraction of each class, at least one image, or so many shots -> eval_linear.LabelData
+    """This fraction of each class, at least one image, or `shots` images -> eval_linear.LabelData
 
-    So that classes are as frequent as in the whole, as in VirTex's subsets of ImageNet [App. A.1].
-    A smaller fraction with the same seed is a part of a larger one.
+    The class frequencies are those of the whole, as in VirTex's subsets of ImageNet [App. A.1].
+    A smaller fraction with the same seed is a subset of a larger one.
     """
     classes = eval_linear.class_of(data.labels)
     shuffled = np.random.default_rng(seed).permutation(len(classes))
@@ -218,7 +218,7 @@ def part_of_classes(data, fraction, seed, shots=None):
 class Classifier(nn.Module):
     """The backbone, average pooling and a linear layer: (B, 3, h, w) -> logits (B, classes)
 
-    Its weights are initialised as N(0, 0.01), its bias as 0 [App. A.1, A.3].
+    The linear layer starts with weights from N(0, 0.01) and bias 0 [App. A.1, A.3].
     """
 
     def __init__(self, backbone, num_classes):
@@ -234,9 +234,9 @@ class Classifier(nn.Module):
 def validate(model, val, args, world):
     """Top-1 on the centres of the images ("resize 256, crop 224" [App. A.1]) -> {"top1": percent}
 
-    None on all processes but the first, which each score a part.
+    Each process scores a part. None on all processes but the first.
     """
-    if world.size > 1:  # the statistics of batch norm are those of the first process
+    if world.size > 1:  # use the first process's batch norm statistics
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 

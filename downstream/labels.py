@@ -1,11 +1,11 @@
-"""The ten most likely labels of photos, by a model of tp.py.  [ICMLM Sec. 3.1]
+"""The ten most likely labels of each photo, by a model of tp.py.  [ICMLM Sec. 3.1]
 
     python -m downstream.labels photo.jpg
     python -m downstream.labels photo.jpg --weights runs/tp/checkpoint.pth
 
 --weights is a checkpoint.pth or model_N.pth. Words, clusters and rotations share one softmax, as
-in training; topics are independent, each with its own probability. A photo is seen as in
-validation: its central square.
+in training; topics are independent, each with its own probability. The model sees the
+central square of a photo, as in validation.
 """
 
 import torch
@@ -19,8 +19,8 @@ from eval_linear import CentreCrops
 def get_args(argv=None):
     parser = common.build_parser(__doc__)
     add = parser.add_argument
-    add("photos", nargs="+", metavar="PHOTO", help="to be labelled")
-    add("--weights", default="runs/tp/checkpoint.pth", help="of tp.py")
+    add("photos", nargs="+", metavar="PHOTO", help="photos to label")
+    add("--weights", default="runs/tp/checkpoint.pth", help="checkpoint of tp.py")
     return parser.parse_args(argv)
 
 

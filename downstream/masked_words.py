@@ -5,9 +5,9 @@
 
 Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020:
 Figs. 1, 3, 4 and 5. Masks one word at a time, prints the best predictions with the photo and by the
-language model alone, and draws the attention of the masked word into --output. --photos takes
-photos of the validation split with their own captions and masks each word that can be masked; on
-the built-in scenes it ends with the share of the attention inside the object that a word names.
+language model alone, and draws the attention for the masked word into --output. --photos N does so
+for all maskable words of N random validation photos, one caption each; on the built-in scenes its
+last line is the fraction of the attention inside the box of the object that a word names.
 --weights is a checkpoint.pth or model_N.pth of icmlm.py.
 """
 
@@ -29,14 +29,14 @@ from eval_linear import CentreCrops
 def get_args(argv=None):
     parser = common.build_parser(__doc__)
     add = parser.add_argument
-    add("photo", nargs="?", help="with --caption and --word")
+    add("photo", nargs="?", help="a photo, given with --caption and --word")
     add("--caption", help="what the photo shows")
     add("--word", nargs="+", help="words of the caption, masked one at a time")
-    add("--photos", type=positive_int, metavar="N", help="so many photos of the validation split")
-    add("--weights", default="runs/icmlm/checkpoint.pth", help="of icmlm.py")
-    add("--lm", help="the language model (default that of the training)")
-    add("--root", help="folder of the data (default that of the training)")
-    add("--output", default="runs/masked_words", help="folder of pictures")
+    add("--photos", type=positive_int, metavar="N", help="N photos of the validation split")
+    add("--weights", default="runs/icmlm/checkpoint.pth", help="checkpoint of icmlm.py")
+    add("--lm", help="language model (default: that of the training run)")
+    add("--root", help="folder of the data (default: that of the training run)")
+    add("--output", default="runs/masked_words", help="folder for pictures")
     args = parser.parse_args(argv)
     own_photo = [args.photo, args.caption, args.word]
     if any(own_photo) != all(own_photo) or bool(args.photo) == bool(args.photos):
@@ -82,7 +82,7 @@ def main(args):
 
 
 def load_icmlm(path, lm_name, device):
-    """-> model in eval mode, lm, tokenizer, concepts {word: part of speech}, training's flags"""
+    """-> model in eval mode, lm, tokenizer, concepts {word: part of speech}, flags of training"""
     checkpoint = common.read_checkpoint(path, "icmlm")
     trained = checkpoint["args"]
     concepts = checkpoint["concepts"]
@@ -115,7 +115,7 @@ def validation_photos(args, trained, tokenizer):
 
 
 def maskable_words(tokenizer, concepts, caption):
-    """-> the caption's token ids, {word that can be masked: where its token is first}"""
+    """-> the caption's token ids, {word that can be masked: position where it occurs first}"""
     names = list(concepts)
     index_of = {word: k for k, word in enumerate(names)}
     [(ids, words)] = icmlm.find_words(tokenizer, index_of, [caption])
@@ -126,7 +126,7 @@ def maskable_words(tokenizer, concepts, caption):
 
 
 def given_words(positions, words):
-    """Those of {word: position} that the user gives"""
+    """The entries of {word: position} for the words of --word"""
     words = [word.lower() for word in words]
     needed = "it must be one token of --lm and among the concepts that were trained"
     possible = f"these words of the caption can be masked: {', '.join(positions) or 'none'}"
@@ -139,7 +139,7 @@ def given_words(positions, words):
 def explain(model, lm, tokenizer, pixels, ids, positions):
     """Print the best predictions for each word -> attention (words, h, w)
 
-    pixels: uint8 (size, size, 3).  ids: the caption's tokens.  positions: {word: its token's place}
+    pixels: uint8 (size, size, 3).  ids: the caption's tokens.  positions: {word: its token's index}
     """
     device = lm.token_embeddings.device
     mask_pos = torch.tensor(list(positions.values()), device=device)
@@ -176,8 +176,8 @@ def best_words(tokenizer, logits, number=5):
 def attention_maps(head, features, token_features, attention_mask, mask_pos):
     """Where the head looks in the photo for the masked token -> (B, H, W), each sums to one
 
-    att-fc: p of Eq. 5. tfm: the row of the masked token in Eq. 14's softmax, of the last layer, the
-    mean over its heads; its part on the photo.
+    att-fc: p of Eq. 5. tfm: the masked token's row of Eq. 14's softmax in the last layer, averaged
+    over the heads; its part on the photo, rescaled to sum to one.
     """
     if isinstance(head, icmlm.AttFc):
         x = features.flatten(2).mT
@@ -204,7 +204,7 @@ def attention_inside_boxes(looked):
 
     looked: [(scene of shapes.py, word, attention (h, w), which sums to one), ...]
     -> for each word that names exactly one object, by shape or colour: the attention inside, the
-    area of the box (what an even map would get), both in [0, 1]
+    area of the box (the share of a uniform map), both in [0, 1]
     """
     import shapes  # only here: for the built-in scenes
 
@@ -223,7 +223,7 @@ def attention_inside_boxes(looked):
 
 
 def covered(low, high, grid_size):
-    """The fraction of each of the cells that divide [0, 1] which lies in [low, high]"""
+    """The fraction of each of grid_size equal cells of [0, 1] that lies in [low, high]"""
     cell = np.arange(grid_size)
     overlap = np.minimum(high * grid_size, cell + 1) - np.maximum(low * grid_size, cell)
     return overlap.clip(0)

@@ -1,4 +1,4 @@
-"""Pictures for people: photos found by a text, and where a model looks in a photo."""
+"""Pictures to look at: photos found by a text, and where a model looks in a photo."""
 
 import math
 import textwrap
@@ -17,7 +17,7 @@ GAP = 8  # pixels between photos
 def draw_rows(texts, images, nearest, scores, path, framed=None, side=128):
     """One picture: for each text a row of the images `nearest`, with their scores below them
 
-    framed: for each text the image that gets a frame, None for no frames.
+    framed: for each text the image to frame; None for no frames.
     """
     font = ImageFont.load_default(FONT_SIZE)
     column_width = side + GAP
@@ -49,8 +49,8 @@ def draw_rows(texts, images, nearest, scores, path, framed=None, side=128):
 def draw_attention(image, caption, words, path, side=192):
     """The photo, then the photo under the attention map of each word, bicubically enlarged.
 
-    words: [(word, (h, w) not negative), ...]. Brightness is in proportion to the map's maximum, so
-    that an even map looks even. [VirTex Sec. 4.4]
+    words: [(word, (h, w) not negative), ...]. Brightness is relative to the map's maximum, so that
+    a uniform map looks uniform. [VirTex Sec. 4.4]
     """
     font = ImageFont.load_default(FONT_SIZE)
     photo = image.resize((side, side), Image.BICUBIC)
@@ -82,7 +82,7 @@ def draw_attention(image, caption, words, path, side=192):
 
 
 def highlight(photo, attention):
-    """Dim the photo (side, side, 3), and let it glow where the attention (h, w) is."""
+    """Dim the photo (side, side, 3), but brighten it where the attention (h, w) is high."""
     heat = (attention / attention.max()).float().cpu()
     heat = F.interpolate(heat[None, None], photo.shape[:2], mode="bicubic")
     heat = heat[0, 0, :, :, None].clamp(0, 1).numpy()

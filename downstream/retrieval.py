@@ -3,24 +3,24 @@
 Yuan et al. Multimodal Contrastive Training for Visual Representation Learning. CVPR 2021.
 [Sec. 4.2, Tab. 4; Sec. 4.3, Tab. 6]
 
-The frozen backbone gives features of random crops and flips of each training photo, once. A linear
-layer on these features and a GRU that reads the captions are trained from scratch to give a photo
-and its captions similar vectors, by the protocol of VSE++ (Faghri et al., BMVC 2018). A tenth of
-the training photos, at most 5,000, is held out to choose the best epoch: COCO leaves the paper's
-113K to train on. The test images are those of --val-split.
+Features of random crops and flips of each training photo are extracted once. A linear layer on
+these features and a GRU that reads the captions are trained from scratch to give a photo and its
+captions similar vectors, by the protocol of VSE++ (Faghri et al., BMVC 2018). A tenth of the
+training photos, at most 5,000, is held out to choose the best epoch: on COCO this leaves the
+paper's 113K to train on. The test images are those of --val-split.
 
     laptop        python virtex.py, then python -m downstream.retrieval
     own photos    python -m downstream.retrieval --data photos.jsonl --weights FILE
     COCO          python -m downstream.retrieval --data coco --weights FILE
-                  ... --test-images 5000 --folds 5: the mean of five times 1,000 photos
+                  ... --test-images 5000 --folds 5: the mean of five folds of 1,000 photos
     eight GPUs    torchrun --nproc_per_node=8 -m downstream.retrieval ... (they extract features)
 
-Scores: R@K, the percentage of queries whose match is among the first K; Med r, its median rank;
-a photo's match is the best of its captions. Beside them: a random backbone, and chance.
+Scores: R@K, the percentage of queries whose match is among the first K; Med r, the match's median
+rank. A photo's match is the best of its captions. A random backbone and chance are scored as well.
 
 What to expect: the loss per pair falls from 0.4 (twice the margin, all vectors alike) to below 0.1
-with --negatives mean. With the hardest ones, the paper's, it must fall below 0.4: if it does not,
-they are too hard for this backbone. On shapes, in four minutes, R@10 comes to 96 (random: 40).
+with --negatives mean. With the paper's hardest negatives it must fall below 0.4: if it does not,
+they are too hard for this backbone. On shapes, in four minutes, R@10 reaches 96 (random: 40).
 """
 
 import copy
@@ -48,7 +48,7 @@ RECIPES = {  #        demo    small   paper: Sec. 4.2, after VSE++
     "train_images":  (2000,   None,   None),       # all
     "negatives":     ("mean", "mean", "hardest"),  # see "What to expect"
     "epochs":        (8,      3,      15),         # at each of the two learning rates
-    "lr":            (1e-3,   1e-3,   2e-4),       # first; in the second half a tenth of it
+    "lr":            (1e-3,   1e-3,   2e-4),       # in the second half a tenth of it
     "crops":         (2,      4,      10),         # per training photo [VSE++: new ones each epoch]
     "crop_min":      (0.8,    0.2,    0.08),       # smallest part of the photo's area [VSE++ code]
     "dim":           (256,    256,    1024),
@@ -60,7 +60,7 @@ HELD_OUT = 5000  # photos at most: 113K of COCO's 118K are trained on, as in the
 MARGIN = 0.2  # of the loss [VSE++ code]
 MAX_NORM = 2.0  # of the gradient [VSE++ code]
 MIN_COUNT = 4  # how often a word must occur in the training captions to be kept [VSE++ code]
-WORD = re.compile(r"\w+(?:['’-]\w+)*")  # t-shirt and can't are one, punctuation is none [ours]
+WORD = re.compile(r"\w+(?:['’-]\w+)*")  # t-shirt and can't are single words [ours]
 START, END, UNKNOWN = range(3)  # before and after each caption, and for words that are not kept
 IN_WORDS = {**baselines.IN_WORDS, "chance": "by chance"}
 
@@ -69,14 +69,14 @@ def get_args(argv=None):
     parser = eval_linear.flag_parser("retrieval", __doc__)
     add = parser.add_argument
     add("--recipe", choices=common.RECIPES, help="demo (shapes), small (.jsonl) or paper")
-    add("--train-images", type=positive_int, help="at most, drawn once; fewer for a quick look")
-    add("--test-images", type=positive_int, default=1000, help="at most, drawn once [Sec. 4.2]")
-    add("--folds", type=positive_int, default=1, help="of the test images; scores are their mean")
-    add("--epochs", type=positive_int, help="at --lr, and as many at a tenth of it")
-    add("--negatives", choices=("hardest", "mean"), help="mean if the loss stays at 0.4")
+    add("--train-images", type=positive_int, help="maximum, drawn once; few for a quick look")
+    add("--test-images", type=positive_int, default=1000, help="maximum, drawn once [Sec. 4.2]")
+    add("--folds", type=positive_int, default=1, help="parts of the test images to average over")
+    add("--epochs", type=positive_int, help="epochs at --lr, and as many at a tenth of it")
+    add("--negatives", choices=("hardest", "mean"), help="use mean if the loss stays at 0.4")
     add("--lr", type=common.positive, help="learning rate of Adam")
-    add("--dim", type=positive_int, help="of the common space")
-    add("--word-dim", type=positive_int, help="of a word's embedding")
+    add("--dim", type=positive_int, help="dimension of the common space")
+    add("--word-dim", type=positive_int, help="dimension of the word embeddings")
     parser.set_defaults(**common.choose_recipe(RECIPES, argv))
     return eval_linear.parse(parser, argv)
 
@@ -98,7 +98,7 @@ def main(args):
     for name, seed, backbone in baselines.backbones(args):
         if backbone:
             backbone.to(world.device, memory_format=torch.channels_last)
-            train_x = None  # or the disk holds those of two backbones: 9 GB each with COCO
+            train_x = None  # or the disk holds two backbones' features: 9 GB each on COCO
             train_data, train_x = crop_features(backbone, train, args, world)
             val_data, val_x = image_features(backbone, val, args, world)
             test_data, test_x = image_features(backbone, test, args, world)
@@ -124,14 +124,14 @@ def main(args):
 
 
 def captioned_images(args, split, max_images):
-    """At most `max_images` images of a split that have captions, drawn -> CaptionData"""
+    """At most `max_images` random captioned images of a split -> CaptionData"""
     data = common.caption_data(args.data, args.root, split).captioned()
     order = np.random.default_rng(args.seed).permutation(len(data))
     return data.select(order[:max_images].tolist())
 
 
 class RandomCrops:
-    """In the place of N images: a random crop of each, then another of each, flipped, and so on"""
+    """Instead of N images: a random crop of each, then another of each, flipped, and so on"""
 
     def __init__(self, images, args):
         self.images, self.args = images, args
@@ -152,14 +152,14 @@ class RandomCrops:
 
 def image_features(backbone, data, args, world):
     """-> CaptionData of the images that can be decoded; features (N, channels) of their central
-    squares, which are None on all processes but the first
+    squares. The features are None on all processes but the first.
     """
     features, readable = eval_linear.extract_features(backbone, data.images, args, world)
     return data.select(readable.tolist()), features
 
 
 def crop_features(backbone, data, args, world):
-    """The same of RandomCrops: (crops, N, channels)"""
+    """The same for RandomCrops, with features (crops, N, channels)"""
     crops = RandomCrops(data.images, args)
     features, readable = eval_linear.extract_features(backbone, crops, args, world, 1.0)
     readable = readable[: len(readable) // args.crops]
@@ -219,9 +219,9 @@ def vse_loss(images, captions, image_idx, negatives="hardest"):
         sum over pairs (i, c) of  max_c' [MARGIN - s(i, c) + s(i, c')]+
                                 + max_i' [MARGIN - s(i, c) + s(i', c)]+
 
-    images, captions: (B, dim) unit vectors, s their product.  image_idx: (B,) which image each pair
-    is of: other captions of it are no negatives [ours: they are rarely in one batch of COCO's].
-    negatives: "mean" puts the mean over c' and i' in the place of the maximum.
+    images, captions: (B, dim) unit vectors, s their product.  image_idx: (B,), the image of each
+    pair: its other captions are not negatives [ours: on COCO a batch rarely has any].
+    negatives: "mean" takes the mean over c' and i' instead of the maximum.
     """
     similarity = images @ captions.T
     positive = similarity.diagonal()
@@ -239,8 +239,8 @@ def vse_loss(images, captions, image_idx, negatives="hardest"):
 def train_encoders(data, features, val_data, val_features, vocabulary, args, device, seed):
     """Adam: --epochs passes over all pairs at --lr, as many at a tenth of it -> CommonSpace
 
-    features: (crops, N, channels): each pair takes one of its photo's crops, drawn anew in each
-    epoch; left and right change places in captions of flipped ones [ours, not VSE++'s].
+    features: (crops, N, channels): each pair uses one of its photo's crops, drawn anew in each
+    epoch; left and right are swapped in captions of flipped ones [ours, not VSE++'s].
     val_features: (N, channels): the epoch with the largest sum of R@K is kept [VSE++ code].
     """
     torch.manual_seed(seed)
@@ -298,7 +298,7 @@ def compare(model, data, features):
 
 
 def fold_scores(similarity, image_of_caption, folds=1):
-    """The images, as they come, in folds of the same size -> {"image to text R@1": mean, ...}
+    """The images, in their order, in folds of equal size -> {"image to text R@1": mean, ...}
 
     R@K in percent, Med r: see mmcontrastive.py.  similarity: (N, M).  image_of_caption: (M,).
     """
@@ -319,7 +319,7 @@ def fold_scores(similarity, image_of_caption, folds=1):
 
 
 def draw_retrieved(data, similarity, path):
-    """A picture: the eight photos nearest to a caption of five images each, its own in a frame"""
+    """For a caption of each of five images, draw the eight nearest photos, its own in a frame"""
     images = range(min(5, len(data)))
     captions = list(data.first_caption[: len(images)])
     texts = [data.captions[i] for i in captions]

@@ -1,10 +1,10 @@
-"""Photos found by a text, with a model of mmcontrastive.py: the nearest in their common space.
+"""Search photos by text, with a model of mmcontrastive.py: the nearest in the common space.
 
     python -m downstream.search "a dog in the snow" "two children" --root photos
     python -m downstream.search "a red circle" --weights runs/mmcontrastive/checkpoint.pth
 
-Draws a row of ten photos for each text, the nearest first, in search.png of --output. Without
---root the photos are those of the validation split that the model was trained beside.
+Draws a row of ten photos for each text, the nearest first, into search.png in --output. Without
+--root it searches the validation split of the training run.
 """
 
 from argparse import Namespace
@@ -22,10 +22,10 @@ from downstream.pictures import draw_rows
 def get_args(argv=None):
     parser = common.build_parser(__doc__)
     add = parser.add_argument
-    add("texts", nargs="+", metavar="TEXT", help="what to look for, in the words of captions")
-    add("--root", help="folder of photos, and of folders (default: the validation split)")
+    add("texts", nargs="+", metavar="TEXT", help="what to look for, worded like a caption")
+    add("--root", help="folder of photos, with its subfolders (default: the validation split)")
     add("--weights", default="runs/mmcontrastive/checkpoint.pth", help="or a model_N.pth beside it")
-    add("--output", default="runs/search", help="folder of the picture")
+    add("--output", default="runs/search", help="folder for the picture")
     add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
     add("--workers", type=int, default=2, help="DataLoader workers; 0: none")
     return parser.parse_args(argv)
@@ -58,7 +58,7 @@ def main(args):
 
 
 def images_in(folder):
-    """-> ImageFiles of all photos in a folder and in those within"""
+    """-> ImageFiles of all photos in a folder and its subfolders"""
     formats = Image.registered_extensions()
     paths = sorted(Path(folder).rglob("*"))
     images = common.ImageFiles(str(path) for path in paths if path.suffix.lower() in formats)

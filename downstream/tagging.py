@@ -2,9 +2,9 @@
 
 Yuan et al. Multimodal Contrastive Training for Visual Representation Learning. CVPR 2021. Sec. 4.3.
 
-Tags that occur at the same images get similar vectors (pointwise mutual information, PMI). A
-2-layer MLP on features of the frozen backbone is trained to point where the vectors of the image's
-tags point. The tags whose vectors are nearest to its output are predicted: mIOU@K [Tab. 5].
+Tags that occur on the same images get similar vectors (pointwise mutual information, PMI). A
+2-layer MLP on features of the frozen backbone is trained to output the direction of the mean of an
+image's tag vectors. The tags nearest to its output are predicted and scored by mIOU@K [Tab. 5].
 
     laptop       python -m downstream.tagging
     own photos   python -m downstream.tagging --data photos.jsonl --num-tags 1000
@@ -13,18 +13,18 @@ tags point. The tags whose vectors are nearest to its output are predicted: mIOU
                      --tags runs/tp/concepts.json --num-tags 1000
     eight GPUs   torchrun --nproc_per_node=8 -m downstream.tagging --data coco   (extract features)
 
-Tags are the categories of COCO's instances, or the tags of a .jsonl; of a built-in scene shape,
-colour, size, fill, place, and colour with shape. With --tags they are the words in that file which
+Tags are the categories of COCO's instances, or the tags of a .jsonl; for a built-in scene shape,
+colour, size, fill, place, and colour with shape. With --tags they are the words of that file that
 occur in an image's captions. The paper's Stock photos are not public.
 
-What the paper leaves open is [ours]: PMI is that of fractions of the training images, a tag's with
-itself included; vectors are rows of U sqrt(S) of the truncated SVD U S V', l2-normalised;
-"nearest" is by cosine. mIOU@K compares the K nearest tags with all n tags of an image: at most it
-is min(n, K) / max(n, K), the table's last line. Only tags of the vocabulary count, images without
-one are left out. Optimizer, epochs and standardised features are ours, too.
+What the paper leaves open is [ours]: PMI is computed from fractions of the training images, for a
+tag with itself as well; vectors are rows of U sqrt(S) of the truncated SVD U S V', l2-normalised;
+"nearest" is by cosine. mIOU@K compares the K nearest tags with all n tags of an image: its maximum
+is min(n, K) / max(n, K), the table's last line. Only tags of the vocabulary count, and images
+without one are left out. Optimizer, epochs and standardised features are ours, too.
 
-What to expect: the loss starts near 1 and falls. A trained backbone has to beat random
-initialisation and the most frequent tags for every image. tagging.png shows eight photos.
+What to expect: the loss starts near 1 and falls. A trained backbone should beat random
+initialisation and the most frequent tags, predicted for all images. tagging.png shows eight photos.
 """
 
 import json
@@ -52,15 +52,15 @@ CUTS = 5, 10, 15, 20  # the K of mIOU@K [Tab. 5]
 def get_args(argv=None):
     parser = eval_linear.flag_parser("tagging", __doc__)
     add = parser.add_argument_group("tags").add_argument
-    add("--tags", metavar="FILE", help="concepts.json of tp.py: words of captions are the tags")
-    add("--num-tags", type=positive_int, default=18157, help="the most frequent [Sec. 4.1]")
-    add("--dim", type=positive_int, default=4096, help="of the tags' vectors, at most [Sec. 4.3]")
-    add("--fraction", type=common.fraction, help="of the training images (shapes: 0.2)")
+    add("--tags", metavar="FILE", help="concepts.json of tp.py: its words in captions are tags")
+    add("--num-tags", type=positive_int, default=18157, help="size of the vocabulary [Sec. 4.1]")
+    add("--dim", type=positive_int, default=4096, help="maximum width of tag vectors [Sec. 4.3]")
+    add("--fraction", type=common.fraction, help="of the training images (default 1, shapes 0.2)")
     add = parser.add_argument_group("MLP").add_argument
-    add("--hidden", type=positive_int, default=2048, help="its width [Sec. 4.3]")
+    add("--hidden", type=positive_int, default=2048, help="hidden width [Sec. 4.3]")
     add("--epochs", type=positive_int, default=10, help="passes over the training images [ours]")
     add("--batch-size", type=positive_int, default=128, help="images per iteration [ours]")
-    add("--lr", type=common.positive, default=1e-3, help="peak of AdamW, falls by a cosine [ours]")
+    add("--lr", type=common.positive, default=1e-3, help="peak for AdamW; cosine decay [ours]")
     args = eval_linear.parse(parser, argv)
     usual = 0.2 if args.data == "shapes" else 1.0
     args.fraction = args.fraction or usual
@@ -78,7 +78,7 @@ def main(args):
     runs = defaultdict(list)
     for name, seed, backbone in backbones(args):
         if backbone:
-            train_x = None  # or the disk holds those of two backbones: 47.5 GB each with Stock
+            train_x = None  # or the disk holds two backbones' features: 47.5 GB each on Stock
             train_data, train_x = frozen_features(backbone, train, args, world)
             val_data, val_x = frozen_features(backbone, val, args, world)
         if not world.is_main:
@@ -97,9 +97,9 @@ def main(args):
 
 
 def tagged_images(args):
-    """-> LabelData for training and for validation, with labels that are sparse (N, tags)
+    """-> LabelData for training and for validation, with sparse labels (N, tags)
 
-    Names are the --num-tags tags that most training images have, in this order.
+    Names are the --num-tags most frequent tags of the training images, most frequent first.
     """
     train = common.caption_data(args.data, args.root, args.train_split)
     val = common.caption_data(args.data, args.root, args.val_split)
@@ -111,7 +111,7 @@ def tagged_images(args):
     val_tags = tags_of_images(val, args.data, args.tags)
     counts = Counter(tag for tags in train_tags for tag in tags)
     none = f"no caption holds a word of {args.tags}" if args.tags else f"{args.data} has no tags"
-    require(counts, f"{none}: give --tags the concepts.json of tp.py and captions that it knows")
+    require(counts, f"{none}: give --tags a concepts.json of tp.py and captions with its words")
     most_frequent_first = sorted(counts, key=lambda tag: (-counts[tag], tag))
     names = most_frequent_first[: args.num_tags]
     train = with_tags(train, train_tags, names)
@@ -138,7 +138,7 @@ def tags_of_images(data, source, path):
 
 
 def scene_tags(scene):
-    """What is to be seen in a built-in scene, 94 different tags in all -> {word, ...}"""
+    """What a built-in scene shows; 94 different tags in all -> {tag, ...}"""
     import shapes
 
     tags = set()
@@ -149,7 +149,7 @@ def scene_tags(scene):
 
 
 def with_tags(data, tags, names):
-    """CaptionData, the tags of each image -> LabelData without the images that have none"""
+    """CaptionData, the tags of each image -> LabelData of the images that have any of `names`"""
     index = {name: k for k, name in enumerate(names)}
     rows = []
     for tags_of_image in tags:
@@ -166,22 +166,22 @@ def with_tags(data, tags, names):
 
 
 def tag_vectors(tags, dim, device):
-    """PMI embedding: sparse (N, tags) -> (tags, dim), or fewer if there are fewer tags; length 1
+    """PMI embedding: sparse (N, tags) -> (tags, dim), or (tags, tags) if dim is larger; length 1
 
     PMI(a, b) = log P(a, b) / (P(a) P(b)) [Church & Hanks 1990, the paper's reference], where P are
-    fractions of the N images. A tag of all images has PMI 0 with every tag and the vector 0.
+    fractions of the N images. A tag on all images has PMI 0 with every tag and the vector 0.
     """
     num_images, _ = tags.shape
-    both = (tags.T @ tags).toarray()  # in how many images two tags are
+    both = (tags.T @ tags).toarray()  # the number of images with both tags
     both = torch.from_numpy(both).to(device)
     each = both.diagonal()
     pmi = torch.log(both * num_images / torch.outer(each, each))  # -inf if no image has both
-    # Of a symmetric matrix the singular values are the eigenvalues without their signs.
+    # A symmetric matrix has as singular values its eigenvalues without their signs.
     values, axes = torch.linalg.eigh(pmi.clamp(min=0))
     values = values.abs()
     largest = values.argsort(descending=True)[:dim]
     vectors = axes[:, largest] * values[largest].sqrt()
-    return F.normalize(vectors, eps=1e-3)  # a vector that is rounding error alone stays near 0
+    return F.normalize(vectors, eps=1e-3)  # a vector of rounding errors stays near 0
 
 
 def frozen_features(backbone, data, args, world):
@@ -196,9 +196,9 @@ def train_mlp(features, tags, vectors, args, seed):
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     device = vectors.device
-    features = torch.from_numpy(features)  # which stay in their file
+    features = torch.from_numpy(features)  # memory-mapped: they stay in their file
     width = features.shape[1]
-    # Zero mean, unit variance: or backbones with small features would learn more slowly. [ours]
+    # Zero mean, unit variance: otherwise backbones with small features would learn slowly. [ours]
     scale = nn.BatchNorm1d(width, affine=False).eval()
     scale.running_mean = features.mean(0)
     scale.running_var = features.var(0, correction=0)
@@ -244,7 +244,7 @@ def mean_vectors(tags, vectors):
 
 @torch.no_grad()
 def nearest_tags(mlp, features, vectors):
-    """features (N, D) -> (N, 20, or all) indices of tags, the nearest to the output first"""
+    """features (N, D) -> (N, 20 or all tags) indices of tags, the nearest to the output first"""
     nearest = []
     k = min(CUTS[-1], len(vectors))
     for x in torch.from_numpy(features).split(1024):
@@ -271,7 +271,7 @@ def miou_at_cuts(ranked, tags):
 
 
 def baselines(tags):
-    """The most frequent tags for every image, and what is possible -> {name: [miou_at_cuts]}"""
+    """The most frequent tags for every image, and the upper bound -> {name: [miou_at_cuts]}"""
     num_images, num_tags = tags.shape
     most_frequent = np.arange(min(CUTS[-1], num_tags))  # sorted by tagged_images
     always = np.tile(most_frequent, (num_images, 1))
@@ -303,9 +303,9 @@ def report(runs, args):
 
 
 def draw_tags(data, ranked, path, side=192):
-    """Eight images of LabelData: their five nearest tags, green if right, and below all their own
+    """Draw eight images, their five nearest tags, green if right, and below them all true tags
 
-    ranked: what nearest_tags gives for them.
+    data: LabelData.  ranked: the output of nearest_tags.
     """
     font = ImageFont.load_default(13)
     width = side + 16

@@ -1,12 +1,12 @@
-"""Zero-shot classification: attributes lead from photos to classes that no photo was trained on.
+"""Zero-shot classification: attributes link photos to classes without any training photos.
 
 Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020,
 App. C, Tab. 6.
 
 Every class has a vector of attributes: for a bird the colour of its bill, for an animal whether it
-swims. A bilinear function of frozen features and attributes says how well a photo and a class go
-together (Eq. 9). It is learned from photos of the seen classes (Eqs. 11, 12). Test photos are of
-seen and of unseen classes, and one of all classes is predicted for each (Eq. 10).
+swims. A bilinear function of frozen features and attributes scores how well a photo and a class
+match (Eq. 9). It is learned from photos of the seen classes (Eqs. 11, 12). Test photos are of seen
+and of unseen classes, and each gets the best-scoring of all classes (Eq. 10).
 
     built-in scenes    python -m downstream.zeroshot
     CUB-200-2011       python -m downstream.zeroshot --weights FILE --data cub --root FOLDER
@@ -17,14 +17,14 @@ FOLDER holds the published archives, unpacked: the photos, and the proposed spli
 
     CUB_200_2011/images/<class>/*.jpg                      for --data cub
     Animals_with_Attributes2/JPEGImages/<class>/*.jpg      for --data awa2
-    xlsa17/data/{CUB,AWA2}/att_splits.mat and res101.mat   of the latter only the file names
+    xlsa17/data/{CUB,AWA2}/att_splits.mat and res101.mat   the latter for labels, file names
 
 In the built-in scenes a class is a shape in a colour, as "red star"; two colours of each shape are
-unseen. (The backbone may have met them in its own training.)
+unseen. (The backbone may have seen these pairs in its own training.)
 
-VGG-16 is measured after each of its last three convolutions as in the paper, a ResNet at its end.
-App. C does not tell how the function is trained: the table below does. Scores are means over
---runs. "top-1" is the accuracy over all test photos; Tab. 6 does not say whether it is that
+VGG-16 is measured after each of its last three convolutions as in the paper, a ResNet after its
+last. App. C does not say how the function is trained: predict_classes does. Scores are means over
+--runs. "top-1" is the accuracy over all test photos; Tab. 6 does not say whether it means this
 or a mean over classes. "seen" and "unseen" are means over the classes of each kind, and the
 harmonic mean is of these two [Xian et al.]. unseen.png shows predictions for unseen classes.
 """
@@ -45,26 +45,26 @@ import eval_linear
 from common import print_main, require
 from downstream import baselines
 
-DEFAULTS = {"runs": 5, "epochs": 100, "batch_size": 256}  # runs: Tab. 6; ours: as in `layers`
+DEFAULTS = {"runs": 5, "epochs": 100, "batch_size": 256}  # runs: Tab. 6; others as `layers` [ours]
 RATES = 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0  # learning rates [ours; the range is App. F.2's]
 LAYOUTS = {  # the folders of the splits and of the photos
     "cub": ("xlsa17/data/CUB", "CUB_200_2011/images"),
     "awa2": ("xlsa17/data/AWA2", "Animals_with_Attributes2/JPEGImages"),
 }
-SCENES = {"train": 2700, "val": 1000}  # of shapes, those with one object among the first so many
-TRAIN, SEEN, UNSEEN = range(3)  # parts of the data: training, and test images of both kinds
+SCENES = {"train": 2700, "val": 1000}  # shapes: of this many scenes, those with one object
+TRAIN, SEEN, UNSEEN = range(3)  # parts of the data: training images, and test images of both kinds
 LOCATIONS = "trainval_loc", "test_seen_loc", "test_unseen_loc"  # their names in att_splits.mat
 
 
 def get_args(argv=None):
-    parser = eval_linear.flag_parser("zeroshot", __doc__, ("shapes", *LAYOUTS))
+    parser = eval_linear.flag_parser("zeroshot", __doc__, ("shapes", *LAYOUTS), "shapes: built in")
     add = parser.add_argument
     add("--epochs", type=common.positive_int, help="passes over the training images")
     add("--batch-size", type=common.positive_int, help="images per iteration")
     parser.set_defaults(**DEFAULTS)
     args = eval_linear.parse(parser, argv)
     if (args.train_split, args.val_split) != ("train", "val"):
-        parser.error("--train-split and --val-split do not go with zeroshot: leave them out")
+        parser.error("zeroshot has splits of its own: leave out --train-split and --val-split")
     return args
 
 
@@ -74,7 +74,7 @@ def main(args):
     data = shape_pairs() if args.data == "shapes" else published_data(args.data, args.root)
     train, seen, unseen = np.bincount(data.parts)
     test = f"{seen} of seen and {unseen} of unseen classes"
-    print_main(f"{train} images to learn from; to test, {test}")
+    print_main(f"{train} training images; test images: {test}")
 
     runs = defaultdict(list)
     for name, seed, backbone in baselines.backbones(args):
@@ -168,7 +168,7 @@ def published_data(name, root=None):
         res101 = read_mat(root / splits / "res101.mat")
         att_splits = read_mat(root / splits / "att_splits.mat")
         images = common.ImageFiles()
-        for file in res101["image_files"]:  # on the machine of its authors: .../<class>/<photo>
+        for file in res101["image_files"]:  # a path on its authors' machine: .../<class>/<photo>
             folder, photo = file.split("/")[-2:]
             images.append(str(root / photos / folder / photo))
         classes = res101["labels"].astype(int) - 1  # MATLAB counts from 1
@@ -211,7 +211,7 @@ def layer_features(backbone, data, args, world):
     features, readable = eval_linear.run_over_images(features_of, data.images, args, world)
     if not world.is_main:
         return None, None
-    require(np.isfinite(features).all(), "the features are not finite: is --amp fp16 to blame?")
+    require(np.isfinite(features).all(), "the features are not finite: try another --amp than fp16")
     names = eval_linear.CONVOLUTIONS if vgg else [""]
     parts = np.split(features, len(names), axis=1)
     layers = {}
@@ -228,14 +228,14 @@ def compatibility(mapped, attributes):
 def predict_classes(x, data, args, device, seed):
     """Learn Σ and b from the training images [Eq. 11] -> a class (N,) for every image [Eq. 10]
 
-    x: (N, D), the features of the images of `data`. SGD with momentum 0.9 and a learning rate that
-    falls by a cosine [as App. F.2], the best on a fifth of the training images [ours].
+    x: (N, D), the features of the images of `data`. SGD with momentum 0.9 and a cosine schedule [as
+    App. F.2]; the learning rate is the best of RATES on a fifth of the training images [ours].
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     train = rng.permutation(np.flatnonzero(data.parts == TRAIN))
     seen = np.unique(data.classes[data.parts != UNSEEN])
-    labels = np.searchsorted(seen, data.classes)  # (N,), right where the class is seen
+    labels = np.searchsorted(seen, data.classes)  # (N,), valid where the class is seen
     attributes = eval_linear.l2_normalize(data.attributes.astype(np.float32))  # [Xian et al.]
     seen_attributes = torch.from_numpy(attributes[seen]).to(device)
 

@@ -1,15 +1,15 @@
-"""Bad input on purpose: nothing is lost, nothing hangs, no file runs code (DESIGN Sec. 8)
+"""Feed the scripts bad input: nothing may be lost, hang, or run code from a file (DESIGN Sec. 8)
 
     python tests/fuzz.py --minutes 20 --seed 1 --scripts tp icmlm
-    python tests/fuzz.py --seed 1 --case 17       # one case again, with all that it prints
+    python tests/fuzz.py --seed 1 --case 17       # repeat one case, with its output
 
-A case is drawn from the seed and its number. It begins with a small training run that was killed;
-a file is damaged, a line of photos.jsonl is wrong, or SIGKILL comes again. How it ended is counted:
+A case follows from the seed and its number. It starts from a small training run that was killed: a
+file is damaged, a line of photos.jsonl made wrong, or the run killed again. Then it is restarted.
 
-    accepted, refused    the run went on and ended; one line says what is wrong
-    traceback            of damaged files of our own
-    unclear, hang        defects: a traceback of what users give; it did not end in time
-    code, lost           defects: a file ran code; no checkpoint, or a killed run has other weights
+    accepted, refused    it finished; it ended with one line that says what is wrong
+    traceback            a traceback after damage to a file that the run itself wrote
+    unclear, hang        defects: a traceback after damage to the user's files; not done in time
+    code, lost           defects: a file ran code; the checkpoint is lost, or final weights differ
 """
 
 import contextlib

@@ -160,7 +160,7 @@ def test_what_cannot_caption_is_refused(tokenizer_path, tmp_path):
         (masked_lm, tokenizer_path, "holds no captioning model"),
         ({"model": short}, tokenizer_path, f'Missing .*"{norm}"'),
         ({"model": state}, None, "has no tokenizer: add --tokenizer"),
-        ({"model": state}, other, f"the tokenizer has .* tokens, {path} 150"),
+        ({"model": state}, other, f"the tokenizer has .* tokens, {path} has 150"),
         ({"model": state}, text, f"{text} should be a SentencePiece model"),
     )
     for content, tokenizer, message in refused:
@@ -211,4 +211,4 @@ def test_caption_and_evaluate(tiny, no_probe, coco_folder, tmp_path, monkeypatch
         f"{photos[0]}: {captions[0]}  ({pictures[0]})",
         f"{photos[1]}: {captions[1]}  ({pictures[1]})",
     ]
-    assert "give photos, or --evaluate" in refusal([*evaluate, photos[0]])
+    assert "give either photos or --evaluate" in refusal([*evaluate, photos[0]])

@@ -547,7 +547,7 @@ def test_checkpoints_that_run_code_are_refused(tmp_path):
     torch.save({"model": Touch(tmp_path / "ran")}, tmp_path / "evil.pth")
     (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Touch(tmp_path / "ran"), 2))
     for name in ("evil.pth", "evil.pkl"):
-        with fails(f"{tmp_path / name} is no checkpoint, or was cut off"):
+        with fails(f"{tmp_path / name} is not a checkpoint, or is truncated"):
             common.read_checkpoint(str(tmp_path / name))
     assert not (tmp_path / "ran").exists()
 

@@ -114,7 +114,7 @@ def test_what_a_directory_refuses(script, tiny, tmp_path, monkeypatch):
         torch.save({"script": other, "args": args}, path)
         assert f"checkpoint.pth or model_N.pth of {script}.py" in refusal(command)
     path.write_bytes(path.read_bytes()[:900])
-    assert f"{path} is no checkpoint" in refusal(command)
+    assert f"{path} is not a checkpoint" in refusal(command)
     assert {"model_1.pth", "backbone.pth"} <= files_in(tmp_path) and path.stat().st_size == 900
 
     acquire = common.filelock.FileLock.acquire

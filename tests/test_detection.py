@@ -397,7 +397,7 @@ def test_refusals(coco, voc, tmp_path):
         ((*of_coco(coco), "--weights", "runs/none.pth"), "runs/none.pth"),
         ((*of_coco(coco), "--arch", "vgg16_bn"), "has no layer1"),
         (("--data", "coco", "--root", "no"), "no/annotations/instances_train2017.json"),
-        (("--data", "voc", "--root", voc, "--train-split", "2009_x"), "splits are as 2007_test"),
+        (("--data", "voc", "--root", voc, "--train-split", "2009_x"), "named like 2007_test"),
     ):
         assert words in refusal(command(*flags, *out))
     path = coco / "annotations" / "instances_photos.json"

@@ -514,9 +514,9 @@ def test_bad_data_are_refused(data, files, message, tmp_path):
 
 
 REFUSED = [
-    ("--data voc07 --protocol sgd-virtex", "--protocol sgd-virtex wants one label per image"),
-    ("--data coco --protocol sgd-mct", "--protocol sgd-mct wants one label per image"),
-    ("--data shapes --protocol logreg-icmlm", "--protocol logreg-icmlm wants one label per image"),
+    ("--data voc07 --protocol sgd-virtex", "--protocol sgd-virtex needs one label per image"),
+    ("--data coco --protocol sgd-mct", "--protocol sgd-mct needs one label per image"),
+    ("--data shapes --protocol logreg-icmlm", "--protocol logreg-icmlm needs one label per image"),
     ("--protocol logreg-icmlm --lr 1", "--protocol logreg-icmlm has 0 learning rates"),
     ("--weights no.pth", "'no.pth'; train one with python virtex.py, or give another --weights"),
     ("--weights {} --protocol layers --image-size 48", "a resnet18, not --arch vgg16_bn"),

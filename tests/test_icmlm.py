@@ -269,7 +269,7 @@ def test_triplets_are_photo_caption_and_masked_word(tokenizer, tmp_path):
         expected += [(2, "a <red> dog"), (2, "a red <dog>")]
         expected += [(2, "<cat>" + 8 * " surf ##board ##s")]
         assert written_out(train, tokenizer) == expected
-        assert train.masked.itemsize == train.tokens.itemsize == 4  # VG has 13 million
+        assert train.masked.itemsize == train.tokens.itemsize == 4  # up to 13 million
         assert written_out(val, tokenizer) == [(1, "the <cat> is red"), (1, "the cat is <red>")]
         for row, words in zip(train.tags.toarray(), ("red dog", "", "red dog cat surfboards")):
             assert {list(concepts)[k] for k in np.flatnonzero(row)} == set(words.split())

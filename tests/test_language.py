@@ -158,7 +158,7 @@ def test_an_encoder_alone(tiny_lm, tmp_path):
     tokenizer, model = language.language_model(tiny_lm, CPU)
     model.bert.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    message = "is not a whole masked language model: it lacks .'cls.pred"
+    message = "is not a complete masked language model: it lacks .'cls.pred"
     with pytest.raises(SystemExit, match=message):
         language.language_model(tmp_path, CPU)
     _, encoder = language.language_model(tmp_path, CPU, masked_words=False)

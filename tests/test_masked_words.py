@@ -14,7 +14,7 @@ import shapes
 from downstream import masked_words
 
 ONLY = "these words of the caption can be masked:"
-NO_CHECKPOINT = "is no checkpoint.pth or model_N.pth of icmlm.py"
+NO_CHECKPOINT = "is not a checkpoint.pth or model_N.pth of icmlm.py"
 
 
 def run(*flags):

@@ -33,17 +33,17 @@ ALL_SCRIPTS = [
     ("--batch-size 0", "argument --batch-size: 0 is not above 0"),
     ("--iters 0", "argument --iters: 0 is not above 0"),
     ("--lr -1", "argument --lr: -1 is not above 0"),
-    ("--warmup 500", "argument --warmup: 500 is not a fraction, between 0 and 1"),
+    ("--warmup 500", "argument --warmup: 500 is not a fraction between 0 and 1"),
     ("--iters 5 --epochs 1", "argument --epochs: not allowed with argument --iters"),
     ("--amp fp8", "argument --amp: invalid choice: 'fp8'"),
-    ("--probe-root folder", "--probe-root goes with --probe-data"),
+    ("--probe-root folder", "--probe-root needs --probe-data"),
     ("--probe-data coco --probe-root /no/folder", "/no/folder/annotations/"),
 ]
 INIT = [
     ("--init none.pth", "No such file or directory: 'none.pth'"),
-    ("--init {tmp}/bad.jsonl", "bad.jsonl is no checkpoint, or was cut off"),
-    ("--init {tmp}/tiny.pth --arch resnet18", "tiny.pth is no backbone.pth of a resnet18"),
-    ("--init {tmp}/resnet18.pth", "resnet18.pth is no backbone.pth of a resnet50: see --arch"),
+    ("--init {tmp}/bad.jsonl", "bad.jsonl is not a checkpoint, or is truncated"),
+    ("--init {tmp}/tiny.pth --arch resnet18", "tiny.pth is not a backbone.pth of a resnet18"),
+    ("--init {tmp}/resnet18.pth", "resnet18.pth is not a backbone.pth of a resnet50: see --arch"),
 ]
 LM = "; --lm /no/model: give a "
 ONE_SCRIPT = {
@@ -73,7 +73,7 @@ ONE_SCRIPT = {
         ("--lambda-ic 0", "--lambda-ic and --lambda-ci go together"),
         ("--data {tmp}/photos.jsonl", "no photo has a caption: with --lambda-cc 0"),
         ("--data {tmp}/photos.jsonl --lambda-tag 1", "--lambda-tag needs tags and no photo has"),
-        ("--caption-views backtranslation", "--caption-views sibling does without"),
+        ("--caption-views backtranslation", "--caption-views sibling needs none"),
         ("--batch-size 512", "24 photos are fewer than a batch of 512: lower --batch-size"),
         ("--lm /no/model", LM),
     ],

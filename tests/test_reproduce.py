@@ -72,7 +72,7 @@ def test_documents():
 
 
 # Early stopping and two protocols, detection, scores of the training itself, a label list, and a
-# row that cannot be had.
+# row that is not available.
 CHOSEN = "VirTex Tab. 1", "Contrastive Tab. 2", "Contrastive Tab. 7", "own photos", "ICMLM Tab. 2"
 ROWS_OF_EACH_KIND = "VirTex, 5", "Random", "RS", "Supervised", "DeeperCluster"
 
@@ -89,7 +89,7 @@ def quick(output, capfd):
 
 def test_quick(tmp_path, capfd):
     output = quick(tmp_path, capfd)
-    assert output.splitlines()[-1] == "rows: 1 cannot be had, 5 measured"
+    assert output.splitlines()[-1] == "rows: 5 measured, 1 not available"
     folder = tmp_path / "quick" / "tables"
     [row] = json.loads((folder / "virtex-tab-1.json").read_text())["rows"]
     scores = json.loads((tmp_path / "quick/virtex/voc07/result.json").read_text())
@@ -121,7 +121,7 @@ def test_failing_step(tmp_path, monkeypatch):
     assert tables.state_of(steps.table("VirTex Fig. 7")[0]).startswith("failed")
     steps.args.rows = ["SwAV"]
     [row] = steps.table("VirTex Tab. 2")
-    assert started[1:] == ["eval_linear.py"] * 2 and tables.state_of(row) == "nothing"
+    assert started[1:] == ["eval_linear.py"] * 2 and tables.state_of(row) == "no result"
 
 
 def test_label_list(tmp_path):

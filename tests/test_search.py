@@ -111,7 +111,7 @@ def test_search_refuses(trained, coco_folder, tmp_path):
     shutil.copy(own, tmp_path / "alone.pth")
     for weights, root, message in [
         (own, none, f"{none} holds no photo"),
-        (trained / "backbone.pth", coco_folder, "is no checkpoint.pth or model_N.pth of mmcont"),
+        (trained / "backbone.pth", coco_folder, "is not a checkpoint.pth or model_N.pth of mmcont"),
         (tmp_path / "blind.pth", coco_folder, "photos and captions share no space in it"),
         (tmp_path / "alone.pth", coco_folder, f"{tmp_path / 'caption_model'}"),
     ]:

@@ -410,7 +410,7 @@ def test_labels_of_photos(trained, coco_folder, tmp_path):
     assert "the first is none.jpg" in refusal([*use, "none.jpg"])
     backbone = trained.folder / "backbone.pth"
     message = refusal(["downstream.labels", photos[0], "--weights", backbone])
-    assert f"{backbone} is no checkpoint.pth or model_N.pth of tp.py" in message
+    assert f"{backbone} is not a checkpoint.pth or model_N.pth of tp.py" in message
 
 
 def test_vgg16_begins_with_init(tiny, tmp_path):

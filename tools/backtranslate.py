@@ -1,10 +1,10 @@
-"""Back-translations of the training captions, the second views of mmcontrastive.py [Sec. 4.1]
+"""Back-translate the training captions: the second views for mmcontrastive.py [Sec. 4.1]
 
     python tools/backtranslate.py --data coco --output runs/mmcontrastive/backtranslations.jsonl
     python mmcontrastive.py --data coco
 
-Each caption goes to French and back, and to German and back, by MarianMT models of the hub: lines
-{"caption", "fr", "de"}. A batch is written as soon as it is done; the same command continues.
+MarianMT models of the hub translate each caption to French and back, and to German and back.
+Writes lines {"caption", "fr", "de"}, batch by batch; if killed, rerun the same command to resume.
 """
 
 import json
@@ -19,18 +19,18 @@ import language
 from common import error_context, print_main, progress
 
 BATCH_SIZE = 64
-MAX_TOKENS = 128  # of a translation
+MAX_TOKENS = 128  # per translation
 
 
 def get_args(argv=None):
     parser = common.build_parser(__doc__)
     add = parser.add_argument
     add("--data", default="coco", help=common.DATA)
-    add("--root", help="folder of the data (default datasets/<name>; for a .jsonl its own)")
-    add("--train-split", help="name of the split (default train2017 for coco, else train)")
+    add("--root", help="folder of the data (default datasets/<name>; for a .jsonl, its folder)")
+    add("--train-split", help="split to translate (default train2017 for coco, else train)")
     add("--output", default="backtranslations.jsonl", help="file that mmcontrastive.py reads")
     add("--translator", default="Helsinki-NLP/opus-mt-{}-{}",
-        help="models of the hub or folders; {} and {} stand for two languages")  # fmt: skip
+        help="models of the hub or folders; the two {} are languages, say en and fr")  # fmt: skip
     add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
     args = parser.parse_args(argv)
     usual = common.choose_recipe({}, ["--data", args.data])
@@ -47,7 +47,7 @@ def main(args):
     done = keep_whole_lines(path)
     captions = common.caption_data(args.data, args.root, args.train_split).captions
     todo = [caption for caption in dict.fromkeys(captions) if caption not in done]
-    todo.sort(key=len)  # captions of a batch are padded to the longest
+    todo.sort(key=len)  # similar lengths in a batch: less padding
     print_main(f"{len(done)} captions are in {path} already, {len(todo)} to translate")
     if not todo:
         return
@@ -68,7 +68,7 @@ def main(args):
 
 
 def keep_whole_lines(path):
-    """Drop half a last line, of a killed run -> the captions that are done"""
+    """Drop an incomplete last line, left by a killed run -> set of the captions that are done"""
     lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith("\n"):
         lines.pop()
@@ -78,7 +78,7 @@ def keep_whole_lines(path):
 
 
 class Translator:
-    """A MarianMT model, greedy: a list of texts -> the list of their translations"""
+    """A MarianMT model with greedy decoding: list of texts -> list of translations"""
 
     def __init__(self, name, device, amp):
         transformers = language.quiet_transformers()

@@ -1,14 +1,14 @@
-"""How close each method's training step comes to its floor: one forward and backward pass of the
-bare backbone (for mmcontrastive.py two forward and one backward pass, of the backbone and of BERT).
+"""How close each method's training step comes to its floor: a forward and backward pass of the bare
+backbone (for mmcontrastive.py two forward passes and one backward pass of the backbone and of BERT)
 
     python tools/benchmark.py                                     # ResNet-50, 224 px, batch 16
     python tools/benchmark.py --methods virtex --batch-size 64
-    python tools/benchmark.py --data coco --root FOLDER           # the whole loop, too, from files
-                                         (icmlm's downloads its BERT: else name --methods without)
+    python tools/benchmark.py --data coco --root FOLDER           # also the whole loop, from files
+                                    (icmlm.py downloads BERT: to avoid it, name the other --methods)
 
 Floors and steps are measured in one run, in turns, in the same precision and memory format, on data
-on the device. If others use the machine, only ratios mean something. Further flags (--workers) go
-to the scripts whose whole loop is measured.
+that is already on the device. On a shared machine only the ratios are meaningful. With --data,
+unknown flags (say --workers) go to the scripts.
 """
 
 import json
@@ -37,14 +37,14 @@ import virtex
 from common import positive_int, progress, require
 
 BERT_BASE = BertConfig()
-STEPS = 5  # of each method in its turn: VirTex updates its slow weights once in five
-DECODING = 5.0  # seconds for which photos are decoded
+STEPS = 5  # per turn of a method: VirTex's look-ahead updates its slow weights every 5 steps
+DECODING = 5.0  # seconds of decoding to measure its speed
 
 
 def get_args(argv=None):
     parser = common.build_parser(__doc__)
     add = parser.add_argument
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="to measure")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="methods to measure")
     add("--arch", choices=common.BACKBONES, default="resnet50", help="the backbone")
     add("--hidden", type=positive_int, default=1024, help="H of VirTex's heads")
     add("--image-size", type=positive_int, default=224, help="side of the images")
@@ -92,7 +92,7 @@ def print_speed(name, speed, comment):
 
 
 def script_flags(method, args):
-    """The flags of the script, for its step and for the whole loop"""
+    """The script's flags, for the single step and for the whole loop"""
     flags = ["--recipe", "paper", "--arch", args.arch, "--image-size", args.image_size]
     flags += ["--batch-size", args.batch_size, "--amp", args.amp, "--lr", 1e-3]
     if args.compile:
@@ -101,14 +101,14 @@ def script_flags(method, args):
         flags += ["--data", args.data, *args.script_flags]
     if method == "virtex":
         flags += ["--hidden", args.hidden, "--text-lr", 1e-3]
-    if method == "mmcontrastive":  # of BERT-base's size without a download, no tags
+    if method == "mmcontrastive":  # BERT-base's size without a download; no tags
         flags += ["--lm", "scratch", "--caption-views", "sibling", "--text-lr", 1e-3]
         flags += ["--bn-splits", 4, "--lambda-tag", 0]
     return [str(word) for word in flags]
 
 
 def measure(steps, batch_size, rounds, device):
-    """{name: generator} -> {name: images per second}. They take turns; the median of the rounds."""
+    """{name: generator} -> {name: images per second}. They take turns; the median of all rounds."""
     seconds = {name: [] for name in steps}
     for n in progress(range(rounds + 1), desc="rounds", leave=False):
         for name, step in steps.items():
@@ -135,7 +135,7 @@ def random_photos(args, device):
 
 
 def random_captions(args, device, length=16):
-    """-> tokens, attention mask (B, T). COCO's captions have about 12 tokens and the two ends."""
+    """-> tokens, attention mask (B, T). COCO's captions have about 12, and two special ones."""
     tokens = torch.randint(1000, 10_000, (args.batch_size, length))
     lengths = torch.randint(10, length + 1, (args.batch_size, 1))
     mask = torch.arange(length) < lengths
@@ -153,7 +153,7 @@ def update(optimizer, loss):
 
 
 def bare_backbone(args, device):
-    """Forward and backward of the backbone, gradients made anew"""
+    """Forward and backward pass of the backbone; gradients are reset in each step"""
     backbone = common.build_backbone(args.arch).to(device, memory_format=torch.channels_last)
     if args.compile:
         backbone.compile()
@@ -178,7 +178,7 @@ def virtex_step(args, device):
         virtex.compile_parts(model)
     photos, jitter = random_photos(args, device)
     tokens, mask = random_captions(args, device)
-    tokens = tokens * mask  # 0 is padding; random tokens are as good to read backward
+    tokens = tokens * mask  # 0 is padding; random tokens need not be reversed
     batch = {"tokens": tokens, "backward_tokens": tokens}
     batch["target_positions"] = virtex.flat_indices(mask[:, 1:])
     batch["backward_target_positions"] = batch["target_positions"]
@@ -213,7 +213,7 @@ def tp_step(args, device):
 
 
 def icmlm_step(args, device):
-    """ICMLM-tfm beside a frozen BERT-base, of random weights: they cost the same"""
+    """ICMLM-tfm with a frozen BERT-base; its weights are random, which costs the same"""
     bert = BertForMaskedLM(BERT_BASE).to(device).eval().requires_grad_(False)
     lm = icmlm.FrozenLanguageModel(bert, args.amp)
     num_tags = args.num_concepts
@@ -241,7 +241,7 @@ def icmlm_step(args, device):
 
 
 def mmcontrastive_step(args, device):
-    """Without tags; BERT-base beside the backbone, queues full"""
+    """BERT-base beside the backbone, full queues, no tags"""
     encoders = mmcontrastive.build_encoders(args, BERT_BASE)
     group = args.batch_size // args.bn_splits
     model = mmcontrastive.MultimodalContrastive(encoders, args.queue, 0, group)
@@ -278,7 +278,7 @@ def mmcontrastive_step(args, device):
 
 
 def contrastive_floor(args, device):
-    """What no contrastive method can do without: two forward passes, one backward pass"""
+    """What every contrastive method needs: two forward passes and one backward pass"""
     backbone = bare_backbone(args, device)
     images = common.augment(*random_photos(args, device))
     captions = random_captions(args, device)
@@ -325,7 +325,7 @@ def decoding_speed(args):
 def whole_loop(method, args):
     """Run the script on --data until it has logged three times
 
-    -> images per second, and the fraction of the time that it waits for data
+    -> images per second, and the fraction of the time spent waiting for data
     """
     command = [sys.executable, str(REPO / f"{method}.py"), *script_flags(method, args)]
     command += ["--iters", "10000000", "--checkpoint-every", "10000000", "--log-every", "10"]
@@ -334,14 +334,14 @@ def whole_loop(method, args):
         metrics = Path(folder, "metrics.jsonl")
         process = subprocess.Popen([*command, "--output", folder])
         try:
-            while len(rows) < 3:  # the first two hold the start
+            while len(rows) < 3:  # the first two include the start-up
                 time.sleep(0.5)
                 require(process.poll() is None, f"{method}.py ended with an error, see above")
                 rows = metrics.read_text().splitlines() if metrics.exists() else []
         finally:
             process.kill()
             process.wait()
-            print(file=sys.stderr)  # its bar has left the line open
+            print(file=sys.stderr)  # the script's progress bar leaves its line unfinished
     last = json.loads(rows[2])
     return last["images_per_s"], last["data_wait"]
 

@@ -1,11 +1,11 @@
-"""Objects cut out of COCO's photos as an image folder: "iconic" images  [VirTex App. A.1]
+"""Cut the objects out of COCO's photos, as an image folder: "iconic" images  [VirTex App. A.1]
 
     python tools/crop_coco.py --output datasets/coco-crops      # crops of train2017
     python -m downstream.finetune --data folder --root datasets/coco-crops --weights random \\
         --arch resnet50 --epochs 90 --steps 30 60
 
-Each box grows by 0 to 30 pixels on every edge, drawn. Crowds are left out. Writes
-train/<category>/<annotation>.jpg and val/... into --output; crops that are there are kept.
+Each edge of a box moves outwards by 0 to 30 pixels, at random. Crowds are left out. Writes
+train/<category>/<annotation>.jpg and val/... into --output; existing crops are kept.
 """
 
 import argparse
@@ -23,9 +23,9 @@ def get_args(argv=None):
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
-    add("--root", default="datasets/coco", help="with annotations/ beside train2017/ and val2017/")
-    add("--output", default="datasets/coco-crops", help="the image folder")
-    add("--margin", type=int, default=30, help="at most so many pixels are added")
+    add("--root", default="datasets/coco", help="holds annotations/, train2017/ and val2017/")
+    add("--output", default="datasets/coco-crops", help="image folder to write")
+    add("--margin", type=int, default=30, help="maximal margin on each edge, in pixels")
     return parser.parse_args(argv)
 
 

@@ -1,10 +1,10 @@
-"""Images of an image folder as a .jsonl, for tp.py: the class of each is its only tag.
+"""List the images of an image folder in a .jsonl for tp.py: the class of each is its only tag.
 
     python tools/label_list.py --root datasets/imagenet --per-class 100
     python tools/label_list.py --root datasets/imagenet --per-class 1000 --classes 100
     python tp.py --data label_list.jsonl --val-split train --labels instances
 
-S-ImageNet with 1K and with 100 classes [ICMLM Sec. 4.2]: --root holds train/<class>/<image>.
+The first two commands make S-ImageNet with 1K and with 100 classes [ICMLM Sec. 4.2].
 """
 
 import argparse
@@ -17,10 +17,10 @@ def get_args(argv=None):
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
-    add("--root", required=True, help="that holds train/<class>/<image>")
-    add("--classes", type=int, help="so many of them (default all)")
-    add("--per-class", type=int, help="so many images of each (default all)")
-    add("--seed", type=int, default=0, help="of what is drawn")
+    add("--root", required=True, help="image folder, with train/<class>/<image>")
+    add("--classes", type=int, help="number of classes to draw (default all)")
+    add("--per-class", type=int, help="images to draw from each class (default all)")
+    add("--seed", type=int, default=0, help="of the draws")
     add("--output", default="label_list.jsonl")
     return parser.parse_args(argv)
 

@@ -1,16 +1,16 @@
-"""Any data set of the scripts as shards, tar files in WebDataset's layout, with an index for --data
+"""Write a data set as shards, tar files in WebDataset's layout, with an index for --data
 
     python tools/make_shards.py --data photos.jsonl --output shards --side 256
     python virtex.py --data shards
 
-Shards of others (WebDataset's, img2dataset's) only need the index:
+Shards made by other tools (WebDataset, img2dataset) only need the index:
 
     python tools/make_shards.py --index-only 'photos/{000000..004000}.tar' --output shards
     python tools/make_shards.py --index-only 'photos/{split}-*.tar' --splits train val
 
-A photo is KEY.jpg, and beside it KEY.json holds its captions and tags. JPEG files are taken as they
-are unless --side is given; everything else becomes JPEG. The index says where shards are: if they
-have moved, make it again.
+A photo is KEY.jpg, with its captions and tags in KEY.json beside it. JPEG files are copied as they
+are unless --side makes them smaller; other formats become JPEG. The index holds the paths of the
+shards: if you move them, make it again with --index-only.
 """
 
 import glob
@@ -34,24 +34,24 @@ import sources
 from common import fail, print_main, progress, require
 
 SHARDS = (
-    "uncompressed tar files with KEY.jpg and beside it KEY.txt, one caption, or KEY.json: "
+    "uncompressed tar files with KEY.jpg and, beside it, KEY.txt with one caption or KEY.json: "
     '{"captions": ["...", ...], "tags": ["...", ...]}'
 )
 PHOTOS = "jpg", "jpeg", "png", "webp"
-HELD_OUT = 5  # shards at most: some 10,000 photos are enough to validate on
+HELD_OUT = 5  # shards at most: some 10,000 photos are enough for validation
 
 
 def get_args(argv=None):
     parser = common.build_parser(__doc__)
     add = parser.add_argument
     add("--data", default="shapes", help=common.DATA)
-    add("--root", help="as of the scripts")
-    add("--index-only", metavar="SHARDS", help="shards of others: a path with {00..99}, * or ?; "
-        "one in twenty (at most 5) becomes the split val if it does not hold {split}")  # fmt: skip
+    add("--root", help="folder of the data, as in the scripts")
+    add("--index-only", metavar="SHARDS", help="index existing shards: path with {00..99}, * or ?; "
+        "without {split}, one shard in twenty (at most 5) becomes the split val")  # fmt: skip
     add("--splits", nargs="+", help="default train2017 val2017 for coco, else train val")
-    add("--side", type=common.positive_int, help="of the smaller side of larger photos, in pixels")
-    add("--per-shard", type=common.positive_int, default=5000, help="photos in each file")
-    add("--output", default="shards", help="folder for the files and the index")
+    add("--side", type=common.positive_int, help="shrink photos to this shorter side, in pixels")
+    add("--per-shard", type=common.positive_int, default=5000, help="photos per shard")
+    add("--output", default="shards", help="folder for the shards and the index")
     args = parser.parse_args(argv)
     usual = common.choose_recipe({}, ["--data", args.data])
     args.splits = args.splits or [usual["train_split"], usual["val_split"]]
@@ -76,9 +76,9 @@ def main(args):
 
 
 def write_shards(args, split):
-    """Decode the photos of a split by all cores, and write them in their order."""
+    """Decode the photos of a split on all cores, and write them in order."""
     kept = glob.glob(f"{args.output}/{split}-*.tar")
-    require(not kept, f"{args.output} holds shards of {split}: delete them, or another --output")
+    require(not kept, f"{args.output} holds shards of {split}: delete them or change --output")
     data = common.caption_data(args.data, args.root, split)
     with multiprocessing.Pool() as pool:
         photos = readable_photos(data, args.side, split, pool)
@@ -105,22 +105,22 @@ def readable_photos(data, side, split, pool):
 
 
 def encode(side, data):
-    """CaptionData of one photo -> JPEG file, its JSON, None or why it cannot be decoded"""
+    """CaptionData of one photo -> JPEG file, its JSON, None or why the photo cannot be decoded"""
     tags = [data.tag_names[tag] for tag in data.tags_of(0)]
     text = json.dumps({"captions": data.captions_of(0), "tags": tags})
     try:
         return jpeg(data.images.open(0), side), text, None
-    except Exception as error:  # PIL and its formats raise a dozen kinds
+    except Exception as error:  # PIL's decoders raise many kinds
         return None, text, f"cannot decode {data.images[0]} ({error}): left out"
 
 
 def jpeg(image, side):
-    """The bytes of a JPEG file: the photo's own, or made again, smaller"""
+    """The bytes of a JPEG file: a copy of the photo's own, or re-encoded"""
     small = not side or min(image.size) <= side
     if image.format == "JPEG" and small:
         image.fp.seek(0)
         content = image.fp.read()
-        image.load()  # is it whole?
+        image.load()  # raises if the file is truncated
         return content
     image = common.to_rgb(ImageOps.exif_transpose(image))
     if not small:
@@ -148,7 +148,7 @@ def others_shards(pattern, splits):
     if "{split}" in pattern:
         return {split: shard_paths(pattern.replace("{split}", split)) for split in splits}
     paths = shard_paths(pattern)
-    require(len(paths) > 1, f"{pattern} is one shard, and validation needs one of its own")
+    require(len(paths) > 1, f"{pattern} is one shard, and validation needs another one")
     order = np.random.default_rng(0).permutation(len(paths))
     num_val = min(HELD_OUT, max(1, len(paths) // 20))
     shards = {
@@ -160,7 +160,7 @@ def others_shards(pattern, splits):
 
 
 def shard_paths(pattern):
-    """ "a/{08..11}.tar" or "a/*.tar" -> sorted paths; those that braces name must all be there"""
+    """ "a/{08..11}.tar" or "a/*.tar" -> sorted paths; with braces all files must be there"""
     braces = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", pattern)
     if not braces:
         paths = sorted(filter(os.path.isfile, glob.glob(pattern)))
@@ -175,9 +175,9 @@ def shard_paths(pattern):
 
 
 def write_index(folder, shards):
-    """The index of each split, for sources.shard_data.  shards: {split: paths}
+    """Write the index of each split, for sources.shard_data.  shards: {split: paths}
 
-    All splits have the same list of tag names.
+    All splits share one list of tag names.
     """
     splits, tag_index = {}, {}
     with multiprocessing.Pool() as pool:
@@ -198,7 +198,7 @@ def write_index(folder, shards):
 
 
 def index_shard(path):
-    """-> [(where the photo is, see sources.ShardImages; its captions; its tags)] of one shard"""
+    """One shard -> [(position of the photo, see sources.ShardImages; its captions; its tags)]"""
     photos, keys = [], set()
     with tarfile.open(path, "r:") as tar:
         files = filter(tarfile.TarInfo.isfile, tar)
@@ -218,7 +218,7 @@ def index_shard(path):
 
 
 def split_name(name):
-    """ "a/12.seg.png" -> "a/12", "seg.png": as WebDataset, at the first dot of the file's name"""
+    """ "a/12.seg.png" -> "a/12", "seg.png": like WebDataset, at the first dot of the file's name"""
     folder, file = os.path.split(name)
     key, _, suffix = file.partition(".")
     return os.path.join(folder, key), suffix.lower()
@@ -231,7 +231,7 @@ def read_captions(tar, by_suffix):
         row = json.loads(tar.extractfile(by_suffix["json"]).read())
         if not isinstance(row, dict):
             raise ValueError(f"{by_suffix['json'].name} holds no JSON object")
-    caption = row.pop("caption", None)  # img2dataset's: one, or null
+    caption = row.pop("caption", None)  # img2dataset writes one, or null
     if "txt" in by_suffix:
         row["captions"] = [tar.extractfile(by_suffix["txt"]).read().decode()]
     elif caption and "captions" not in row:

@@ -1,12 +1,12 @@
-"""Loss curves of one or several runs from their metrics.jsonl: a panel per term, a colour per run
+"""Draw the loss curves of runs from their metrics.jsonl: a panel per term, a colour per run
 
     python tools/plot.py runs/virtex                                  # all terms of one run
     python tools/plot.py runs/tp runs/tp-wide --output tp.png         # the terms that both have
     python tools/plot.py runs/* --tensorboard           # then: tensorboard --logdir runs
 
-Scores of the validation split are dotted and share the panel of their term. A run is named by its
-directory. The x axis counts iterations; to compare batch sizes, --images counts photos.
---tensorboard writes TensorBoard's files into the directories, also while the runs are going on.
+Scores on the validation split are dotted, in the panel of their term. A run is named after its
+directory. The x axis counts iterations, or photos with --images, to compare batch sizes.
+--tensorboard writes TensorBoard's files into the directories, also while the runs are in progress.
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ def get_args(argv=None):
 
 
 def main(args):
-    from matplotlib.figure import Figure  # only here: --help does without the second that it takes
+    from matplotlib.figure import Figure  # only here: it takes a second, which --help saves
 
     runs = {name: read_run(path, args.images) for name, path in names_of(args.runs).items()}
     if args.tensorboard:
@@ -48,7 +48,7 @@ def main(args):
     for term, panel in zip(terms, panels):
         draw_term(panel, term, runs)
         panel.set_xlabel("photos seen" if args.images else "iteration")
-    for panel in list(panels):  # what the last row has too many
+    for panel in list(panels):  # unused ones in the last row
         panel.remove()
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)))
@@ -57,13 +57,13 @@ def main(args):
 
 
 def names_of(paths):
-    """-> {name: path}, by the last part of the path if that tells them apart"""
+    """-> {name: path}; the name is the last part of the path if these are all different"""
     short = [Path(path).resolve().name for path in paths]
     return dict(zip(short if len(set(short)) == len(short) else paths, paths))
 
 
 def read_run(path, count_images):
-    """-> {term: (x, y)}, x in iterations or photos"""
+    """-> {term: (x, y)}; x counts iterations or photos"""
     file = Path(path, "metrics.jsonl")
     require(file.exists(), f"{file} is missing: give the output directories of training runs")
     batch_size = 1
@@ -80,7 +80,7 @@ def read_run(path, count_images):
 
 
 def write_events(paths, runs):
-    """TensorBoard's event files, in place of those of an earlier call"""
+    """Write TensorBoard's event files; they replace those of an earlier call."""
     require(importlib.util.find_spec("tensorboard"), "--tensorboard: pip install tensorboard first")
     from torch.utils.tensorboard import SummaryWriter
 
@@ -95,7 +95,7 @@ def write_events(paths, runs):
 
 
 def shared_terms(runs):
-    """Terms of all runs, in the order of the first: the loss, then what it is made of"""
+    """Terms that all runs have, in the order of the first run: the loss, then its parts"""
     first = [term.removeprefix(VALIDATION) for term in next(iter(runs.values()))]
     return [
         term

@@ -1,21 +1,21 @@
-"""Every row of the papers' tables by one command: train, measure, and print beside the paper.
+"""Reproduce any row of the papers' tables: train, measure, print our score beside the paper's.
 
     python tools/reproduce.py --list                                  # tables and figures
     python tools/reproduce.py "VirTex Tab. 1" --processes 8           # on eight GPUs
-    python tools/reproduce.py "VirTex Tab. 1" --dry-run               # the commands that are left
+    python tools/reproduce.py "VirTex Tab. 1" --dry-run               # the remaining commands
     python tools/reproduce.py "VirTex Fig. 4" --rows "VirTex, 10%" --seeds 5
     python tools/reproduce.py --quick                                 # all tables in minutes
     python tools/reproduce.py scenes --seeds 3                        # our own comparisons
     python tools/reproduce.py "own photos" --photos photos.jsonl --labelled labelled
 
-tools/rows.toml has the rows. A backbone that several of them share is trained once, into
-runs/papers/NAME; what measures it goes into runs/papers/NAME/MEASURE. A step whose result is there
-is not repeated, a killed one resumes; when one fails, its log is named and the others go on.
-Further flags go to every training, say --amp fp16. runs/papers/tables has each table as Markdown,
+tools/rows.toml defines the rows. A backbone that several rows share is trained once, into
+runs/papers/NAME; its measurements go into runs/papers/NAME/MEASURE. A step with a result is not
+repeated, a killed step resumes; if a step fails, its log is named and the other steps go on.
+Unknown flags, say --amp fp16, go to every training. runs/papers/tables gets each table as Markdown,
 JSON and a picture.
 
---quick runs a few iterations of every step, small, before a week of GPUs is spent: on some of the
-built-in scenes, or with --root on photos in COCO's layout. What others trained is random then.
+--quick checks every step with a few small iterations, before you spend a week of GPU time: on some
+built-in scenes, or with --root on photos in COCO's layout. Published weights are then random.
 """
 
 import argparse
@@ -41,19 +41,19 @@ def get_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.allow_abbrev = False
     add = parser.add_argument
-    add("tables", nargs="*", metavar="TABLE", help='say "ICMLM Tab. 2"; none: all of the papers')
+    add("tables", nargs="*", metavar="TABLE", help='say "ICMLM Tab. 2" (default all of the papers)')
     add("--rows", nargs="+", metavar="TEXT", default=[""],
-        help="only rows with this in their name")  # fmt: skip
+        help="only rows whose name contains TEXT")  # fmt: skip
     add("--list", action="store_true", help="list the tables")
     add("--dry-run", action="store_true", help="only print the commands")
-    add("--processes", type=int, default=1, help="of torchrun: one for each GPU")
-    add("--seeds", type=int, default=1, help="trainings of each backbone: mean and deviation")
-    add("--output", default="runs/papers", help="folder of all runs; of --quick OUTPUT/quick")
-    add("--quick", action="store_true", help="a few iterations of every step, small, one process")
-    add("--root", help="of --quick: a folder in COCO's layout")
-    add("--photos", default="photos.jsonl", help='of "own photos": with captions')
-    add("--labelled", default="labelled", help='of "own photos": train/<class>/ and val/<class>/')
-    add("--photo", default="photo.jpg", help="to be captioned [VirTex Figs. 6, 9, 10]")
+    add("--processes", type=int, default=1, help="torchrun processes, one per GPU")
+    add("--seeds", type=int, default=1, help="train each backbone N times: mean and deviation")
+    add("--output", default="runs/papers", help="folder for all runs; --quick uses OUTPUT/quick")
+    add("--quick", action="store_true", help="a few small iterations of every step, one process")
+    add("--root", help="for --quick: a folder in COCO's layout")
+    add("--photos", default="photos.jsonl", help='for "own photos": with captions')
+    add("--labelled", default="labelled", help='for "own photos": train/<class>/, val/<class>/')
+    add("--photo", default="photo.jpg", help="photo to caption [VirTex Figs. 6, 9, 10]")
     add("--docs", action="store_true", help="write the tables of docs/recipes.md and downstream.md")
     args, args.flags = parser.parse_known_args(argv)
     for name in args.tables:
@@ -91,7 +91,7 @@ def write_documents():
 
 
 def tables_of(names):
-    """Those that begin so: "VirTex Fig. 5" is three. None named: those of the papers"""
+    """Tables whose names start so: "VirTex Fig. 5" gives three. No names: the papers' tables"""
     if not names:
         return [table for table in TABLES if table not in ("scenes", "own photos")]
     return [table for table in TABLES if table.startswith(tuple(names))]
@@ -107,7 +107,7 @@ class Failed(Exception):
 class Steps:
     """Trainings and measurements, each once, by their names in rows.toml
 
-    kept: the name of a model_N.pth that is measured in place of the backbone, or None.
+    kept: the name of a model_N.pth to measure instead of the backbone, or None
     """
 
     def __init__(self, args):
@@ -133,7 +133,7 @@ class Steps:
         paper, _, other = text.partition(" by ")
         cell = {"paper": paper, "by": other, "ours": [], "state": "measured"}
         try:
-            # What others trained is there once, and so is a backbone at random.
+            # Published weights and random backbones (of files in rows.toml) have one seed.
             seeds = self.args.seeds if backbone in BACKBONES else 1
             for seed in range(seeds) if text else ():
                 cell["ours"].append(self.scores(other or column, backbone, seed, kept))
@@ -142,7 +142,7 @@ class Steps:
         return cell
 
     def scores(self, name, backbone, seed, kept=None):
-        """What a measure gives for a backbone -> numbers"""
+        """Run a measure on a backbone -> its scores"""
         paths = MEASURES[name]["scores"]
         name = MEASURES[name].get("of", name)
         trained = self.folder(backbone, seed)
@@ -157,14 +157,14 @@ class Steps:
             return []
         path = output / "result.json"
         if not path.exists():
-            raise Failed(f"nothing: no {path}")
+            raise Failed(f"no result: {path} is missing")
         result = json.loads(path.read_text())
         return [look_up(result, name) for name in paths]
 
     def train(self, name, seed):
-        """-> its output"""
+        """Train a backbone, unless it is there -> its output folder"""
         if "missing" in BACKBONES[name]:
-            raise Failed(f"cannot be had: {BACKBONES[name]['missing']}")
+            raise Failed(f"not available: {BACKBONES[name]['missing']}")
         output = self.folder(name, seed)
         words = self.words(BACKBONES[name], seed) + self.args.flags
         if seed:
@@ -176,7 +176,7 @@ class Steps:
         return Path(self.args.output, f"{name}-{seed}" if seed else name)
 
     def weights(self, name, seed):
-        """What --weights gets: a file that others trained, or the backbone of a training"""
+        """The value of --weights: published weights, or the backbone of a training"""
         if name not in BACKBONES:
             arch = "vgg16_bn" if "vgg" in name else "resnet50"
             return f"random --arch {arch}" if self.args.quick else FILES.get(name, "FILE")
@@ -191,14 +191,14 @@ class Steps:
         return sorted(names, key=lambda name: int(name[6:-4])) or ["model_N.pth"]
 
     def each_kept(self, name):
-        """The names of the kept models; [None] if the training failed, as the cells will say"""
+        """The names of the kept models; [None] if the training failed, which the cells then say"""
         try:
             return self.kept_models(name, 0)
         except Failed:
             return [None]
 
     def words(self, command, seed, **values):
-        """A command of rows.toml, after all that it starts from has been made -> its words"""
+        """Make everything that a command of rows.toml depends on -> the words of the command"""
         values = {**vars(self.args), "seed": seed, **values}
         names = re.findall(r"{([\w.-]+)}", command)
         for name in names:
@@ -211,7 +211,7 @@ class Steps:
         return shlex.split(command)
 
     def make_list(self, name, seed):
-        """-> its path. It is made again: the script knows what it has."""
+        """-> its path. The script runs in any case: what exists, it keeps or writes again."""
         path = Path(self.args.output, name)
         if "{seed}" in LISTS[name] and seed:
             path = path.with_stem(f"{path.stem}-{seed}")
@@ -220,7 +220,7 @@ class Steps:
         return path
 
     def run(self, words, output, pictures=False):
-        """Start a script, unless its result is there: of some only pictures"""
+        """Start a script unless its result is there, result.json or (for pictures) a .png"""
         if output not in self.outcomes:
             ended = (output / "result.json").exists() or pictures and any(output.glob("*.png"))
             self.outcomes[output] = None if ended else self.start(words, output)
@@ -249,7 +249,7 @@ class Steps:
 
 
 def as_command(words, processes):
-    """As a user would start the script"""
+    """The command line with which a user would start the script"""
     if processes == 1 or re.fullmatch(ROWS["single"], words[0]):
         launcher = ["python"]
     else:
@@ -260,17 +260,17 @@ def as_command(words, processes):
 
 
 def look_up(result, path):
-    """ "mean.mAP" of {"mean": {"mAP": 88.7}}. What is trained is called random if it is."""
+    """ "mean.mAP" of {"mean": {"mAP": 88.7}}. With random weights, "random" replaces "trained"."""
     for key in path.split("."):
         key = "random" if key == "trained" and key not in result else key
         if key not in result:
-            raise Failed(f"nothing: no {path} in its result.json")
+            raise Failed(f"no result: result.json has no {path}")
         result = result[key]
     return result
 
 
 def in_subprocess(command, log):
-    """With this very Python and its torchrun -> the exit code"""
+    """With the Python that runs this script, and its torchrun -> the exit code"""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path}
     return subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
@@ -280,7 +280,7 @@ def in_subprocess(command, log):
 
 
 def prepare_quick(args):
-    """Few scenes, labelled pictures, and everything imported once for all steps"""
+    """Make a few scenes and labelled pictures; import everything once for all steps"""
     args.processes = 1
     for name in QUICK["imports"]:
         globals()[name] = importlib.import_module(name)
@@ -301,7 +301,7 @@ def prepare_quick(args):
 
 
 def quick_words(words, args):
-    """With the flags of rows.toml's [quick] behind its own: of two the last counts"""
+    """Append the flags of [quick] in rows.toml: the last value of a flag counts"""
     command = " ".join(words)
     for pattern, flags in QUICK["flags"].items():
         if re.search(pattern, command):
@@ -310,7 +310,7 @@ def quick_words(words, args):
 
 
 def in_fork(words, log):
-    """In a copy of this process, where nothing has to be imported again -> its exit code"""
+    """Run in a fork of this process, which has all imports already -> its exit code"""
 
     def work():
         os.dup2(log.fileno(), 1)

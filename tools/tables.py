@@ -1,4 +1,4 @@
-"""How tools/reproduce.py shows the tables of tools/rows.toml: as text, pictures, documents."""
+"""The output of tools/reproduce.py: the tables of tools/rows.toml as text, pictures, documents."""
 
 import json
 import re
@@ -17,7 +17,7 @@ DOCUMENTS = "docs/recipes.md", "docs/downstream.md"
 
 
 def write_table(name, rows, folder):
-    """rows: of Steps.table. Markdown, which is also printed, JSON and a picture"""
+    """Print the table as Markdown; save that, JSON and a picture.  rows: from Steps.table"""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
     lines = beside_the_paper(name, rows)
@@ -28,7 +28,7 @@ def write_table(name, rows, folder):
 
 
 def beside_the_paper(name, rows):
-    """-> lines of Markdown; without the columns of the paper if none has these rows"""
+    """-> lines of Markdown; without columns for the paper if these rows are in no paper"""
     heads = ["row"]
     for column in TABLES[name]["columns"]:
         heads += [MEASURES[column]["name"]] + ["ours"] * of_a_paper(rows)
@@ -54,9 +54,9 @@ def heading(names):
 
 
 def in_words(cell):
-    """ "88.7 / 53.8", of several seeds "88.7 ± 0.2 / 53.8 ± 0.1", or why there is none
+    """ "88.7 / 53.8", with several seeds "88.7 ± 0.2 / 53.8 ± 0.1", or why there is no score
 
-    A measure that only draws pictures is "done".
+    For a measure that only draws pictures: "done".
     """
     if cell["state"] != "measured":
         return cell["state"]
@@ -71,7 +71,7 @@ def in_words(cell):
 
 
 def state_of(row):
-    """ "measured", or the first reason why not, without what is behind its colon"""
+    """ "measured", or the first reason why not, up to its colon"""
     for cell in row["cells"].values():
         if cell["state"] != "measured":
             return cell["state"].partition(":")[0]
@@ -79,7 +79,7 @@ def state_of(row):
 
 
 def draw(name, rows, path):
-    """The first number of each column and row: ours as a bar, the paper's as a line"""
+    """The first number of each cell: ours as a bar, the paper's as a line"""
     from matplotlib.figure import Figure
 
     columns = TABLES[name]["columns"]
@@ -109,7 +109,7 @@ def draw(name, rows, path):
 def documents(dry_run):
     """-> {name: its text with the tables and commands of rows.toml between the markers}
 
-    dry_run() -> reproduce.Steps that only collects commands
+    dry_run() returns a reproduce.Steps that only collects commands.
     """
 
     def fill(match):
@@ -128,7 +128,7 @@ def documents(dry_run):
 
 
 def table_of_tables():
-    """All tables and figures, and how many of their rows have a command"""
+    """A line for each table or figure, with the numbers of its rows and of those with a command"""
     lines = heading(["table or figure", "content", "rows", "with a command"])
     for name, table in TABLES.items():
         rows = table.get("rows", [])
@@ -143,7 +143,7 @@ def table_of_tables():
 
 
 def commands(pattern, steps):
-    """A code block: the trainings and measures whose names match, with what they start from"""
+    """A code block: trainings and measures whose names match, and the commands they depend on"""
     for name, command in BACKBONES.items():
         if re.fullmatch(pattern, name) and "missing" not in command:
             steps.train(name, 0)
@@ -152,7 +152,7 @@ def commands(pattern, steps):
             steps.scores(name, "NAME", 0)
     lines = ["```sh"]
     for command in steps.commands:
-        whole = re.sub(" (?!--)", "\0", command)  # a flag stays with its values
+        whole = re.sub(" (?!--)", "\0", command)  # do not wrap between a flag and its values
         parts = textwrap.wrap(whole, 96, subsequent_indent="    ", break_on_hyphens=False)
         lines.append(" \\\n".join(parts).replace("\0", " "))
     return [*lines, "```"]
@@ -165,7 +165,7 @@ def papers_table(spec):
     shown = chosen.split(", ") if chosen else columns
     lines = [f"**{name}.** {TABLES[name]['title']}", ""]
     lines += heading(["row", "backbone", *(MEASURES[column]["name"] for column in shown)])
-    notes = {}  # {another measure: the rows that it measures}
+    notes = {}  # {other measure: labels of the rows that use it}
     for label, backbone, *cells in TABLES[name]["rows"]:
         texts = [label, f"`{backbone}`"]
         for column in shown:
