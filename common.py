@@ -12,7 +12,6 @@
 
 import argparse
 import contextlib
-import functools
 import importlib.util
 import itertools
 import json
@@ -25,7 +24,7 @@ import warnings
 from array import array
 from collections import OrderedDict
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +45,7 @@ def run(main, get_args):
     try:
         main(get_args())
     except KeyboardInterrupt:
-        sys.exit("interrupted")
+        sys.exit("interrupted: a training resumes from its last checkpoint, if it has saved one")
     except ModuleNotFoundError as error:
         install = "pip install -r requirements.txt, or copy our file of that name beside the script"
         fail(f"{error.name} is missing: {install}")
@@ -481,7 +480,7 @@ class Unreadable(Exception):
     """An image that cannot be decoded; the message is its path."""
 
 
-report_once = functools.cache(tqdm.write)
+report_once = cache(tqdm.write)
 
 
 class Samples(Dataset):
@@ -655,7 +654,7 @@ YIQ = np.array([GREY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 HUE = [np.eye(3) - GREY, np.linalg.inv(YIQ) @ [[0, 0, 0], [0, 0, -1], [0, 1, 0]] @ YIQ]
 
 
-@functools.cache
+@cache
 def colour_constants(device):
     """Cached on the device: copying them from the host would synchronise it."""
     constants = GREY, np.array(HUE), IMAGENET_MEAN, IMAGENET_STD
@@ -778,7 +777,7 @@ def save_weights(path, module):
 
 def read_checkpoint(path, script=None):
     """Load a file onto the CPU without running code from it.  script: that must have written it"""
-    with open(path, "rb") as file:
+    with error_context(f"python {script or 'virtex'}.py writes one"), open(path, "rb") as file:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # from zipfile, pickle or torch

@@ -202,6 +202,7 @@ def report(runs, classes, args):
             line += f" ± {content['std'][name]:.2f}"
         print_main(line)
     common.write_json(f"{args.output}/result.json", content)
+    print_main(f"written to {args.output}/result.json")
 
 
 def over_runs(runs):
@@ -232,8 +233,7 @@ def load_backbone(weights, arch, seed):
             published = torchvision.models.get_model_weights(arch)["IMAGENET1K_V1"]
             state = published.get_state_dict(progress=True, check_hash=True)
     else:
-        with common.error_context("train one with python virtex.py, or give another --weights"):
-            state = common.read_checkpoint(weights)
+        state = common.read_checkpoint(weights)
     found, state = sources.backbone_weights(state, weights)
     require(arch in (None, found), f"{weights} is a {found}, not --arch {arch}")
     backbone = common.build_backbone(found)
@@ -310,7 +310,7 @@ def folder_labels(root, split):
     from torchvision.datasets import folder  # only here, for a quick --help
 
     path = os.path.join(root, split)
-    layout = f"an image folder holds {split}/<class>/<image>: see --train-split and --val-split"
+    layout = f"an image folder holds {split}/<class>/<image>: see --root and --train-split"
     with common.error_context(layout):
         names, _ = folder.find_classes(path)
         names = [name for name in names if not name.startswith(".")]  # .ipynb_checkpoints

@@ -309,7 +309,7 @@ OUT_OF_MEMORY = "error: out of memory: try a smaller --batch-size"
         (MemoryError(), OUT_OF_MEMORY),
         (ModuleNotFoundError(name="nltk"), "error: nltk is missing: pip install -r"),
         (OSError(28, "No space left", "a"), "error: [Errno 28] No space left: 'a'; it is a note"),
-        (KeyboardInterrupt(), "interrupted"),
+        (KeyboardInterrupt(), "interrupted: a training resumes from its last checkpoint"),
     ],
 )
 def test_user_errors_are_one_line(error, message):

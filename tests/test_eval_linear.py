@@ -499,7 +499,7 @@ def test_imagenet_weights(tmp_path, monkeypatch):
 BAD_DATA = [  # the source; its files, a line in each; words of the message
     ("voc07", {}, "holds no VOCdevkit/VOC2007/ImageSets/Main/<class>_trainval.txt: give VOCdevkit"),
     ("voc07", {"ImageSets/Main/a_trainval.txt": "5 1"}, "1 of 1 images are missing, the first is"),
-    ("folder", {}, "/train'; an image folder holds train/<class>/<image>: see --train-split"),
+    ("folder", {}, "/train'; an image folder holds train/<class>/<image>: see --root"),
     ("folder", {"train/a/notes.txt": ""}, "no valid file for the classes a. Supported extensions"),
     ("folder", {"train/a/1.png": "", "val/b/1.png": ""}, "different classes: ['a', 'b'] in one"),
 ]
@@ -518,7 +518,7 @@ REFUSED = [
     ("--data coco --protocol sgd-mct", "--protocol sgd-mct needs one label per image"),
     ("--data shapes --protocol logreg-icmlm", "--protocol logreg-icmlm needs one label per image"),
     ("--protocol logreg-icmlm --lr 1", "--protocol logreg-icmlm has 0 learning rates"),
-    ("--weights no.pth", "'no.pth'; train one with python virtex.py, or give another --weights"),
+    ("--weights no.pth", "'no.pth'; python virtex.py writes one"),
     ("--weights {} --protocol layers --image-size 48", "a resnet18, not --arch vgg16_bn"),
     ("--weights {} --runs 2", "--protocol svm-virtex gives all --runs the same score"),
     ("--protocol sgd-mct --batch-size 16", "16 cannot be divided by 3"),

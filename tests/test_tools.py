@@ -62,8 +62,8 @@ def test_plot(tmp_path, capsys):
         (tmp_path / name).mkdir()
         line = json.dumps({"iteration": 10, "lr": 0.1, **row})
         (tmp_path / name / "metrics.jsonl").write_text(f"{line}\n{line}\n")
-    picture = tmp_path / "curves.png"
-    flags = [str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(picture)]
+    picture = tmp_path / "b" / "curves.png"
+    flags = [str(tmp_path / "a"), str(tmp_path / "b")]
     for more, terms in ([], "loss, top1 of 2"), (["--terms", "ii"], "ii of 2"):
         plot.main(plot.get_args(flags + more))
         assert capsys.readouterr().out.startswith(terms)

@@ -28,7 +28,7 @@ def get_args(argv=None):
     add("runs", nargs="+", metavar="RUN", help="output directory of a training run")
     add("--terms", nargs="+", metavar="TERM", help="draw only these, say loss images_per_s")
     add("--images", action="store_true", help="count photos instead of iterations")
-    add("--output", default="curves.png", help="picture to write: .png, .pdf or .svg")
+    add("--output", help=".png, .pdf or .svg to write (default curves.png in the last RUN)")
     add("--tensorboard", action="store_true", help="write event files into the runs, no picture")
     return parser.parse_args(argv)
 
@@ -52,8 +52,9 @@ def main(args):
         panel.remove()
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)))
-    figure.savefig(args.output, dpi=150)
-    print_main(f"{', '.join(terms)} of {len(runs)} run(s): {args.output}")
+    output = args.output or Path(args.runs[-1], "curves.png")
+    figure.savefig(output, dpi=150)
+    print_main(f"{', '.join(terms)} of {len(runs)} run(s): {output}")
 
 
 def names_of(paths):
@@ -108,7 +109,9 @@ def shared_terms(runs):
 def draw_term(panel, term, runs):
     for number, (name, curves) in enumerate(runs.items()):
         colour = f"C{number}"
-        panel.plot(*curves.get(term, ([], [])), color=colour, linewidth=1, label=name)
+        x, y = curves.get(term, ([], []))
+        marker = "o" if len(x) == 1 else None  # a line through one point is invisible
+        panel.plot(x, y, marker=marker, color=colour, linewidth=1, markersize=4, label=name)
         panel.plot(*curves.get(VALIDATION + term, ([], [])), "o:", color=colour, markersize=4)
     panel.set_title(term)
     panel.grid(alpha=0.3)
