@@ -34,8 +34,8 @@ Where the paper is:
 
 What to expect: the losses start near 0 and rise while the queues fill, because empty slots do not
 count: `ii` and `cc` towards ln(K + 1), `ic` and `ci` towards K times the margin. Then they fall,
-`cc` within the first few hundred iterations and the others slowly. A run ends with retrieval scores
-from photos to captions and back (Tab. 7), beside those of random similarities. A finished run is
+in the demo within 200 iterations and later only slowly. A run ends with retrieval scores from
+photos to captions and back (Tab. 7), beside those of random similarities. A finished run is
 in docs/logs/mmcontrastive.
 
 If training stalls on few photos, use a --queue of 8 to 16 batches, --lambda-ic and --lambda-ci from
