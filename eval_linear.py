@@ -161,7 +161,7 @@ def main(args):
         train, test = draw_images(data, val, args, seed)
         if first:
             sizes = f"{len(train.images)} training and {len(test.images)} test images"
-            classes = f"{len(data.names)} classes, at {args.image_size} px"
+            classes = f"{len(data.names)} classes, at {args.image_size} px, into {args.output}"
             print_main(f"{args.protocol}: {sizes} of {classes}")
         if not protocol.side_fraction:
             runs.append(protocol.score(backbone, train, test, args, world, seed))
@@ -202,7 +202,6 @@ def report(runs, classes, args):
             line += f" ± {content['std'][name]:.2f}"
         print_main(line)
     common.write_json(f"{args.output}/result.json", content)
-    print_main(f"written to {args.output}/result.json")
 
 
 def over_runs(runs):

@@ -118,7 +118,7 @@ def shard_data(folder, split):
     own, and all processes share the mapping.
     """
     path = Path(folder, f"{split}.index")
-    with error_context("no folder of shards? For photos of your own, write a photos.jsonl"):
+    with error_context("tools/make_shards.py writes it; for your own photos give a photos.jsonl"):
         index = torch.load(path, mmap=True, weights_only=True)
     data = CaptionData(ShardImages(), index.pop("tag_names"))
     arrays = {name: tensor.numpy() for name, tensor in index.items()}

@@ -660,4 +660,4 @@ def test_learns_on_shapes(few_scenes, tmp_path, monkeypatch):
     for way, scores in found["trained"].items():
         assert scores["R@10"] > 10 * found["random"][way]["R@10"]
         assert scores["median rank"] < 100
-    assert probe["trained"] > probe["random"] + 4
+    assert probe["trained"] > probe["random"] + 2
