@@ -21,7 +21,7 @@ DOWNSTREAM = [name for name in FILES if name.startswith("downstream/")]
 OURS = {name.removesuffix(".py") for name in TOP} | {"downstream", "tools", "tests"}
 
 BUDGETS = {  # lines, tokens
-    "common.py": (947, 6000),  # DESIGN: 800, 6000; what is over stands in the note of issue 26
+    "common.py": (941, 6000),  # DESIGN: 800, 6000; what is over stands in the note of issue 26
     "language.py": (360, 2500),
     "sources.py": (250, 2000),
     "svm.py": (240, 1900),
