@@ -56,7 +56,8 @@ def backbone_flags(parser, choices=None, data_help=common.DATA):
     add("--weights", default="runs/virtex/backbone.pth", help="a file, imagenet or random")
     add("--arch", choices=common.BACKBONES, help="needed for imagenet and random")
     default, *_ = choices or ["shapes"]
-    add("--data", choices=choices, default=default, help=data_help)
+    built_in = "shapes is built in"
+    add("--data", choices=choices, default=default, help=built_in if choices else data_help)
     add("--root", help="folder of the data (default datasets/<name>; for a .jsonl, its folder)")
     add("--train-split", help="usually trainval for voc07, train2017 for coco, else train")
     add("--val-split", help="usually test for voc07, val2017 for coco, else val")

@@ -91,7 +91,7 @@ def get_args(argv=None):
         recipe |= NINE_TIMES
 
     parser = common.build_parser(__doc__)
-    eval_linear.backbone_flags(parser, DATA, "shapes is built in")
+    eval_linear.backbone_flags(parser, DATA)
     add = parser.add_argument_group("model and optimisation").add_argument
     add("--image-size", type=common.positive_int, help="shorter side; training draws smaller ones")
     add("--model", choices=("fpn", "c4"), help="feature pyramid, or layer3 alone [Sec. 4.3]")

@@ -64,7 +64,7 @@ STEPS = (0.7, 0.9)  # of the run: where the learning rate falls to a tenth [Sec.
 
 def get_args(argv=None):
     parser = common.build_parser(__doc__)
-    eval_linear.backbone_flags(parser, DATA, "shapes is built in; folder: an image folder")
+    eval_linear.backbone_flags(parser, DATA)
     add = parser.add_argument_group("data and optimisation").add_argument
     add("--fraction", type=common.fraction, help="train on this fraction of each class")
     add("--shots", type=common.positive_int, help="train on this many images of each class")

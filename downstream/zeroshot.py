@@ -57,7 +57,7 @@ LOCATIONS = "trainval_loc", "test_seen_loc", "test_unseen_loc"  # their names in
 
 
 def get_args(argv=None):
-    parser = eval_linear.flag_parser("zeroshot", __doc__, ("shapes", *LAYOUTS), "shapes: built in")
+    parser = eval_linear.flag_parser("zeroshot", __doc__, ("shapes", *LAYOUTS))
     add = parser.add_argument
     add("--epochs", type=common.positive_int, help="passes over the training images")
     add("--batch-size", type=common.positive_int, help="images per iteration")

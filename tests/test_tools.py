@@ -62,12 +62,12 @@ def test_plot(tmp_path, capsys):
         (tmp_path / name).mkdir()
         line = json.dumps({"iteration": 10, "lr": 0.1, **row})
         (tmp_path / name / "metrics.jsonl").write_text(f"{line}\n{line}\n")
-    picture = tmp_path / "b" / "curves.png"
+    picture, other = tmp_path / "b" / "curves.png", str(tmp_path / "ii.png")
     flags = [str(tmp_path / "a"), str(tmp_path / "b")]
-    for more, terms in ([], "loss, top1 of 2"), (["--terms", "ii"], "ii of 2"):
+    for more, terms in ([], "loss, top1 of 2"), (["--terms", "ii", "--output", other], "ii of 2"):
         plot.main(plot.get_args(flags + more))
         assert capsys.readouterr().out.startswith(terms)
-        assert Image.open(picture).width == 675 * (1 + terms.count(","))
+        assert Image.open(more[-1] if more else picture).width == 675 * (1 + terms.count(","))
     with pytest.raises(SystemExit, match="metrics.jsonl is missing"):
         plot.main(plot.get_args([str(tmp_path)]))
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
