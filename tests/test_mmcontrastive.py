@@ -651,13 +651,13 @@ def test_backtranslate_and_train_on_it(tiny, translators, coco_folder, tmp_path,
 
 
 def test_learns_on_shapes(few_scenes, tmp_path, monkeypatch):
-    """A quarter of the run without flags, at 48 px: captions find photos and back"""
+    """Less than a third of the run without flags, at 48 px: captions find photos and back"""
     few_scenes(8000, 1000)
     monkeypatch.setitem(mmcontrastive.RECIPES, "probe_images", (500, 500, 500))
-    flags = "--iters", 130, "--image-size", 48
+    flags = "--iters", 180, "--image-size", 48
     run_here(["mmcontrastive.py", *flags, "--output", tmp_path])
     found, probe = result(tmp_path)["retrieval"], result(tmp_path)["probe"]
     for way, scores in found["trained"].items():
         assert scores["R@10"] > 10 * found["random"][way]["R@10"]
         assert scores["median rank"] < 100
-    assert probe["trained"] > probe["random"] + 2
+    assert probe["trained"] > probe["random"] + 4
