@@ -55,7 +55,7 @@ def get_args(argv=None):
     add("--photos", default="photos.jsonl", help='for "own photos": with captions')
     add("--labelled", default="labelled", help='for "own photos": train/<class>/, val/<class>/')
     add("--photo", default="photo.jpg", help="photo to caption [VirTex Figs. 6, 9, 10]")
-    add("--docs", action="store_true", help="write the tables of docs/recipes.md and downstream.md")
+    add("--docs", action="store_true", help="write the tables of the pages in docs/")
     args, args.flags = parser.parse_known_args(argv)
     for name in args.tables:
         if not tables_of([name]):

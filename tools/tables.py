@@ -10,7 +10,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 ROWS = tomllib.loads((REPO / "tools/rows.toml").read_text())
 BACKBONES, MEASURES, TABLES = ROWS["backbones"], ROWS["measures"], ROWS["tables"]
-DOCUMENTS = "docs/recipes.md", "docs/downstream.md"
+DOCUMENTS = [str(path.relative_to(REPO)) for path in sorted(REPO.glob("docs/*.md"))]
 
 
 # ----------------------------------------------------------------------------------- our numbers
