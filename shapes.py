@@ -8,7 +8,6 @@ retrieval can be judged by eye.
 
 import math
 import random
-from array import array
 from typing import NamedTuple
 
 import numpy as np
@@ -47,23 +46,12 @@ class Shape(NamedTuple):
         return left, top, self.x + self.radius, self.y + self.radius
 
 
-class ShapeImages:
-    """Scene numbers; `open(i)` draws the scene."""
-
-    def __init__(self, scenes=()):
-        self.scenes = array("q", scenes)
-
-    def append(self, scene):
-        self.scenes.append(scene)
-
-    def __len__(self):
-        return len(self.scenes)
-
-    def __getitem__(self, i):
-        return self.scenes[i]
-
-    def open(self, i):
-        return draw(self.scenes[i])
+def captioned_scenes(split):
+    """One split -> lists of its scenes' numbers, captions and tags (indices into SHAPES)"""
+    scenes = list(SPLITS.get(split, ()))
+    objects = [objects_of(scene) for scene in scenes]
+    captions = [describe(scene, found) for scene, found in zip(scenes, objects)]
+    return scenes, captions, [tags(found) for found in objects]
 
 
 # --------------------------------------------------------------------------------------- objects

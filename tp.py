@@ -176,7 +176,8 @@ def main(args):
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)  # [App. F.1]
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
-        for batch in micro_batches:
+        for part, batch in enumerate(micro_batches, 1):
+            parallel.require_backward_grad_sync = part == args.accumulate  # all-reduce them once
             images = common.augment(batch["images"], batch["jitter"])  # (B, 3, h, w)
             targets = batch["targets"]  # (B, K)
             if args.labels == "rotation":
@@ -185,10 +186,12 @@ def main(args):
                 logits = parallel(images)  # (B, K)
             loss = label_loss(logits, targets, args.labels)
             scaler.scale(loss / args.accumulate).backward()
+            run.log(loss=loss)
         scaler.step(optimizer)
         scaler.update()
-        scores = validation() if world.is_main and run.due("validate") else None
-        run.log(scores, loss=loss, lr=args.lr * lr_scale)
+        if world.is_main and run.due("validate") and iteration < iters:
+            run.validation = validation()
+        run.log(lr=args.lr * lr_scale)
 
     # The backbone is the result; the probe says what it is worth.
     if world.is_main:
@@ -286,7 +289,7 @@ def embed_captions(tokenizer, model, captions, vectors, device, amp, batch_size=
     """psi(c)_[CLS] of Eq. 1, from the last layer, before the pooler -> into vectors (N, d_w)"""
     first = range(0, len(captions), batch_size)
     for n in progress(first, desc="caption vectors", unit=" batches"):
-        batch = [captions[i] for i in range(n, min(n + batch_size, len(captions)))]
+        batch = list(captions[n : n + batch_size])
         inputs = tokenizer(
             batch,
             padding=True,

@@ -27,7 +27,7 @@ def get_args(argv=None):
 @torch.no_grad()
 def main(args):
     device = common.init_distributed().device
-    photos = common.ImageFiles(args.photos)
+    photos = common.image_files(args.photos)
     photos.check_files()
     checkpoint = common.read_checkpoint(args.weights, "tp")
     names = checkpoint["names"]

@@ -48,7 +48,7 @@ def main(args):
     device = common.init_distributed().device
     model, lm, tokenizer, concepts, trained = load_icmlm(args.weights, args.lm, device)
     if args.photo:
-        photos = common.ImageFiles([args.photo])
+        photos = common.image_files([args.photo])
         photos.check_files()
         captions = [args.caption]
     else:

@@ -182,23 +182,26 @@ def write_index(folder, shards):
     splits, tag_index = {}, {}
     with multiprocessing.Pool() as pool:
         for split, paths in shards.items():
-            data = splits[split] = common.CaptionData(sources.ShardImages())
+            places, captions, tags = [], [], []
             indexed = pool.imap(index_shard, paths)
             for path in progress(paths, desc=f"index of {split}", unit=" shards"):
                 try:
                     photos = next(indexed)
                 except (ValueError, tarfile.TarError) as error:
                     fail(f"{path}: {error}. Expected: {SHARDS}")
-                for place, captions, tags in photos:
-                    tags = sorted({tag_index.setdefault(tag, len(tag_index)) for tag in tags})
-                    data.add(place, captions, tags)
+                for place, photo_captions, names in photos:
+                    places.append(place)
+                    captions.append(photo_captions)
+                    tags.append(sorted({tag_index.setdefault(t, len(tag_index)) for t in names}))
+            images = common.image_files(places)
+            splits[split] = common.CaptionData.from_lists(images, captions, tags)
     for split, data in splits.items():
         data.tag_names = list(tag_index) or None
         sources.save_index(folder, split, data)
 
 
 def index_shard(path):
-    """One shard -> [(position of the photo, see sources.ShardImages; its captions; its tags)]"""
+    """One shard -> [(position of the photo, see sources.open_in_shard; its captions; its tags)]"""
     photos, keys = [], set()
     with tarfile.open(path, "r:") as tar:
         files = filter(tarfile.TarInfo.isfile, tar)
