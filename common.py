@@ -161,8 +161,8 @@ def choose_recipe(table, argv, paper=None):
     if given.recipe in RECIPES:
         name = given.recipe
     recipe = {key: row[RECIPES.index(name)] for key, row in table.items()}
-    if paper and name == "paper":
-        recipe |= paper
+    if name == "paper":
+        recipe |= paper or {}
     if given.iters or given.epochs:
         recipe |= {"iters": None, "epochs": None}
     year = "2017" if data == "coco" else ""
@@ -342,14 +342,13 @@ class Images:
     def select(self, keep):
         return replace(self, keys=self.keys[keep])
 
-    def check_files(self):
-        missing = [path for path in self.keys if not os.path.isfile(path)]
-        if missing:
-            fail(f"{len(missing)} of {len(self)} images are missing, the first is {missing[0]}: "
-                 "relative paths start from --root, or else from the .jsonl's folder")  # fmt: skip
-
 
 def image_files(paths):
+    """-> Images, all of which are there"""
+    missing = [path for path in paths if not os.path.isfile(path)]
+    if missing:
+        fail(f"{len(missing)} of {len(paths)} images are missing, the first is {missing[0]}: "
+             "relative paths start from --root, or else from the .jsonl's folder")  # fmt: skip
     return Images(np.array(paths, STRINGS))
 
 
@@ -371,8 +370,10 @@ class CaptionData:
 
     @classmethod
     def from_lists(cls, images, captions, tags, tag_names=None):
-        """captions, tags: a list for each image"""
+        """captions, tags: a list of strings for each image.  tag_names: all of its tags"""
+        index = {name: k for k, name in enumerate(tag_names or ())}
         captions, first_caption = concatenate(captions, STRINGS)
+        tags = [sorted({index[name] for name in names}) for names in tags]
         tags, first_tag = concatenate(tags, np.int32)
         return cls(images, captions, first_caption, tags, first_tag, tag_names)
 
@@ -438,8 +439,6 @@ def caption_data(name, root=None, split="train"):
 
         data = sources.caption_data(name, root, split)
     require(len(data), f"--data {name} has no image of the split {split}")
-    if data.images.open_key is Image.open:
-        data.images.check_files()
     return data
 
 
@@ -465,7 +464,7 @@ def coco_data(root, split, required="captions"):
     """
 
     captions = defaultdict(list)
-    tags = defaultdict(set)
+    tags = defaultdict(list)
     annotations = []
     names = {}
     with error_context(COCO):
@@ -477,18 +476,16 @@ def coco_data(root, split, required="captions"):
                 names |= {row["id"]: row["name"] for row in content.get("categories", [])}
             if kind == required:
                 images = content["images"]
-        categories = sorted(names)
-        tag_index = {category: k for k, category in enumerate(categories)}
         for row in annotations:
             if "caption" in row:
                 captions[row["image_id"]].append(row["caption"].strip())
             else:
-                tags[row["image_id"]].add(tag_index[row["category_id"]])
+                tags[row["image_id"]].append(names[row["category_id"]])
         return CaptionData.from_lists(
             image_files([os.path.join(root, split, image["file_name"]) for image in images]),
             [captions[image["id"]] for image in images],
-            [sorted(tags[image["id"]]) for image in images],
-            [names[category] for category in categories] or None,
+            [tags[image["id"]] for image in images],
+            [names[category] for category in sorted(names)] or None,
         )
 
 
@@ -501,27 +498,26 @@ def jsonl_data(path, root, split):
     Relative paths start from `root`. A line without a split belongs to "train"; if no line has one,
     a fixed random twentieth is "val".
     """
-    images, captions, tags, splits = [], [], [], []
-    tag_index = {}
+    rows = []
+    splits = []
     with open(path, "rb") as file:  # json detects the encoding of bytes
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-                image_captions, image_tags = captions_and_tags(row)
-                images.append(os.path.join(root, row["image"]))
-                captions.append(image_captions)
-                tags.append(sorted({tag_index.setdefault(t, len(tag_index)) for t in image_tags}))
-                splits.append(row.get("split") or "")
+                rows.append((os.path.join(root, row["image"]), *captions_and_tags(row)))
+                splits.append(row.get("split"))
             except Exception as error:  # no JSON, no "image", wrong types
                 fail(f"{path}, line {number}: {error!r}. Expected: {JSONL}")
+    tag_names = dict.fromkeys(tag for _, _, tags in rows for tag in tags)
     if not any(splits):
-        order = np.random.default_rng(0).permutation(len(images))
-        for i in order[: max(1, len(images) // 20)]:
-            splits[i] = "val"
-    data = CaptionData.from_lists(image_files(images), captions, tags, list(tag_index) or None)
-    return data.select([i for i, name in enumerate(splits) if (name or "train") == split])
+        order = np.random.default_rng(0).permutation(len(rows))
+        splits = np.full(len(rows), "train")
+        splits[order[: max(1, len(rows) // 20)]] = "val"
+    rows = [row for row, name in zip(rows, splits) if (name or "train") == split]
+    images, captions, tags = ([row[k] for row in rows] for k in range(3))
+    return CaptionData.from_lists(image_files(images), captions, tags, list(tag_names) or None)
 
 
 def captions_and_tags(row):
@@ -869,7 +865,7 @@ class Run:
         self.data = data
         self.folder = Path(args.output)
         self.checkpoint = None
-        captions = len(getattr(data, "captions", ()))
+        captions = len(getattr(data, "captions", ()))  # labelled images have none
         self.settings = {**vars(args), "images": len(data.images), "captions": captions}
         if world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -886,9 +882,8 @@ class Run:
         barrier(world)  # before the first process removes or writes anything
         if world.is_main:
             self.start_files()
-        per_rank_batch = args.batch_size // world.size
-        print_main(f"{script}: {world.size} process(es), {per_rank_batch} images each per iteration"
-                   f", device {world.device}, amp {args.amp}, into {args.output}")  # fmt: skip
+        print_main(f"{script}: {world.size} process(es), {args.batch_size} images per iteration, "
+                   f"device {world.device}, amp {args.amp}, into {args.output}")  # fmt: skip
 
     def check_same_settings(self, before):
         for name in self.settings.keys() - RESUME_CAN_CHANGE:
@@ -946,7 +941,8 @@ class Run:
                 torch.manual_seed((args.seed << 40) + place * args.accumulate + part)
                 yield batch
 
-        self.start_clock()
+        self.waited = 0.0  # seconds for data, since the time and iteration of the last line
+        self.since = time.perf_counter(), self.iteration
         to_do = range(self.iteration + 1, total + 1)
         bar = progress(to_do, initial=self.iteration, total=total, unit=" its")
         for self.iteration in bar:
@@ -977,10 +973,6 @@ class Run:
         for name, value in values.items():
             self.values[name].append(value)
 
-    def start_clock(self):
-        self.since = time.perf_counter(), self.iteration
-        self.waited = 0.0  # seconds for data
-
     def write_metrics(self):
         """Append a line to metrics.jsonl; reading the values synchronises the device -> the loss"""
         means = []
@@ -991,11 +983,12 @@ class Run:
         if not math.isfinite(row["loss"]):
             fail(f"the loss is not finite at iteration {self.iteration}: {DIVERGED}")
         row |= {f"validation_{name}": score for name, score in self.validation.items()}
+        now = time.perf_counter()
         start, iteration = self.since
-        seconds = time.perf_counter() - start
-        row["images_per_s"] = (self.iteration - iteration) * self.args.batch_size / seconds
-        row["data_wait"] = self.waited / seconds
-        self.start_clock()
+        row["images_per_s"] = (self.iteration - iteration) * self.args.batch_size / (now - start)
+        row["data_wait"] = self.waited / (now - start)
+        self.since = now, self.iteration
+        self.waited = 0.0
         rounded = {name: float(f"{value:.6g}") for name, value in row.items()}
         self.metrics.append(json.dumps({"iteration": self.iteration, **rounded}) + "\n")
         if self.world.is_main:

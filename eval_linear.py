@@ -41,7 +41,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 import common
-from common import image_files, print_main, progress, require
+from common import STRINGS, Images, image_files, print_main, progress, require
 from svm import average_precisions, l2_normalize, mean_of, scorable, svm_probe
 
 DATA = "shapes (built in), coco, voc07, folder, or a .jsonl file with tags"
@@ -267,7 +267,6 @@ def label_data(name, root=None, split="train"):
         return voc07_labels(root or "datasets/voc07", split)
     if name == "coco":
         data = common.coco_data(root or "datasets/coco", split, required="instances")
-        data.images.check_files()
     else:
         data = common.caption_data(name, root, split)
     require(data.tag_names, f"--data {name} has no tags to score: choose from {DATA}")
@@ -298,7 +297,6 @@ def voc07_labels(root, split):
     names = [path.name.removesuffix(f"_{split}.txt") for path in lists]
     photos = lists[0].parents[2] / "JPEGImages"
     images = image_files([f"{photos}/{image}.jpg" for image in ids])
-    images.check_files()
     return LabelData(images, np.array(columns, np.int8).T, names)
 
 
@@ -314,7 +312,8 @@ def folder_labels(root, split):
         index = {name: k for k, name in enumerate(names)}
         samples = folder.make_dataset(path, index, folder.IMG_EXTENSIONS)
     paths, labels = zip(*samples)
-    return LabelData(image_files(paths), np.array(labels), names)
+    images = Images(np.array(paths, STRINGS))  # found just now: all are there
+    return LabelData(images, np.array(labels), names)
 
 
 def check_same_classes(train, test):

@@ -47,11 +47,12 @@ class Shape(NamedTuple):
 
 
 def captioned_scenes(split):
-    """One split -> lists of its scenes' numbers, captions and tags (indices into SHAPES)"""
+    """One split -> lists: the scenes' numbers, and for each its captions and its tags (shapes)"""
     scenes = list(SPLITS.get(split, ()))
     objects = [objects_of(scene) for scene in scenes]
     captions = [describe(scene, found) for scene, found in zip(scenes, objects)]
-    return scenes, captions, [tags(found) for found in objects]
+    tags = [[o.shape for o in found] for found in objects]
+    return scenes, captions, tags
 
 
 # --------------------------------------------------------------------------------------- objects
@@ -77,11 +78,6 @@ def objects_of(scene):
         elif rng.random() < 0.05:  # there may be no room: start again
             objects.clear()
     return objects
-
-
-def tags(objects):
-    """The shapes in a scene -> sorted indices into SHAPES"""
-    return sorted({SHAPES.index(o.shape) for o in objects})
 
 
 # --------------------------------------------------------------------------------------- drawing

@@ -48,7 +48,8 @@ def vg_data(root, split):
     splits = {"train": set(ids[num_val:]), "val": set(ids[:num_val])}
     keep = splits.get(split, ())
 
-    paths, captions = [], []
+    paths = []
+    captions = []
     with error_context(VG), open(os.path.join(root, "region_descriptions.json"), "rb") as file:
         for image in progress(ijson.items(file, "item"), desc="captions", total=len(files)):
             phrases = [region["phrase"].strip() for region in image["regions"]]
@@ -74,18 +75,22 @@ def shard_data(folder, split):
     arrays = {name: tensor.numpy() for name, tensor in index.items()}
     places = MappedStrings(arrays["image_bytes"], arrays["image_ends"])
     return CaptionData(
-        Images(places, open_in_shard, block_sampler),
-        MappedStrings(arrays["caption_bytes"], arrays["caption_ends"]),
-        arrays["first_caption"],
-        arrays["tags"],
-        arrays["first_tag"],
-        tag_names,
+        images=Images(places, open_in_shard, block_sampler),
+        captions=MappedStrings(arrays["caption_bytes"], arrays["caption_ends"]),
+        first_caption=arrays["first_caption"],
+        tags=arrays["tags"],
+        first_tag=arrays["first_tag"],
+        tag_names=tag_names,
     )
 
 
 def save_index(folder, split, data):
     """Save CaptionData in one file.  data.images.keys: see open_in_shard"""
-    arrays = {"first_caption": data.first_caption, "tags": data.tags, "first_tag": data.first_tag}
+    arrays = {
+        "first_caption": data.first_caption,
+        "tags": data.tags,
+        "first_tag": data.first_tag,
+    }
     for name, strings in (("image", data.images.keys), ("caption", data.captions)):
         encoded = [string.encode() for string in strings]
         arrays[f"{name}_bytes"] = np.frombuffer(bytearray().join(encoded), np.uint8)
@@ -109,10 +114,13 @@ class MappedStrings:
 
     def __getitem__(self, key):
         if isinstance(key, slice):
-            return np.array([self[i] for i in range(len(self))[key]], STRINGS)
-        if np.ndim(key):
-            return np.array([self[i] for i in np.arange(len(self))[key]], STRINGS)
-        return bytes(self.content[self.ends[key] : self.ends[key + 1]]).decode()
+            chosen = range(len(self))[key]
+        elif np.ndim(key):
+            chosen = np.arange(len(self))[key]
+        else:
+            content = self.content[self.ends[key] : self.ends[key + 1]]
+            return bytes(content).decode()
+        return np.array([self[i] for i in chosen], STRINGS)
 
 
 def open_in_shard(place):
@@ -157,12 +165,16 @@ def block_sampler(size, batch_size, world, seed, start=0, block=512, window=64):
 
 # ------------------------------------------------------------------ checkpoints of other authors
 
-# Prefixes of the backbone's keys: the first that fits counts.
-# In order: mmcontrastive.py, MoCo (2), DINO, tp.py, icmlm.py (2), SwAV, VirTex (ours, too), none.
-PREFIXES = (
-    "queries.image.trunk.0.", "module.encoder_q.", "encoder_q.", "module.backbone.", "backbone.",
-    "module.", "visual.cnn.", "",
-)  # fmt: skip
+PREFIXES = (  # of the backbone's keys: the first that fits counts
+    "queries.image.trunk.0.",  # mmcontrastive.py
+    "module.encoder_q.",  # MoCo
+    "encoder_q.",
+    "module.backbone.",  # DINO
+    "backbone.",  # tp.py, icmlm.py
+    "module.",  # SwAV
+    "visual.cnn.",  # VirTex, virtex.py
+    "",
+)
 torch.serialization.add_safe_globals([argparse.Namespace])  # DINO's checkpoints hold one
 CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|projector)\b")
 

@@ -70,7 +70,6 @@ def load(name, root, split):
     root = root or f"datasets/{name}"
     data = voc_objects(root, split) if name == "voc" else coco_objects(name, root, split)
     require(len(data), f"--data {name}: the split {split} holds no image")
-    data.images.check_files()
     return data
 
 

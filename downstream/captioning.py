@@ -60,7 +60,6 @@ def main(args):
     if args.evaluate:
         return evaluate(model, tokenizer, image_size, device, args)
     photos = common.image_files(args.photos)
-    photos.check_files()
     captions = caption_images(model, photos, image_size, device, args)
     for n, tokens, image_features, pixels in captions:
         caption = detokenize(tokenizer, tokens)

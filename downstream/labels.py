@@ -28,7 +28,6 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed().device
     photos = common.image_files(args.photos)
-    photos.check_files()
     checkpoint = common.read_checkpoint(args.weights, "tp")
     names = checkpoint["names"]
     trained = checkpoint["args"]

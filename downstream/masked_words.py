@@ -49,7 +49,6 @@ def main(args):
     model, lm, tokenizer, concepts, trained = load_icmlm(args.weights, args.lm, device)
     if args.photo:
         photos = common.image_files([args.photo])
-        photos.check_files()
         captions = [args.caption]
     else:
         photos, captions = validation_photos(args, trained, tokenizer)

@@ -178,7 +178,6 @@ def published_data(name, root=None):
             parts[att_splits[location].astype(int) - 1] = part
         names = att_splits["allclasses_names"].tolist()
         data = ZeroShotData(images, classes, parts, att_splits["att"].T, names)
-    images.check_files()
     return data.select(np.flatnonzero(parts >= 0))
 
 

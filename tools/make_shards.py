@@ -179,24 +179,21 @@ def write_index(folder, shards):
 
     All splits share one list of tag names.
     """
-    splits, tag_index = {}, {}
+    photos = {}
     with multiprocessing.Pool() as pool:
         for split, paths in shards.items():
-            places, captions, tags = [], [], []
+            photos[split] = []
             indexed = pool.imap(index_shard, paths)
             for path in progress(paths, desc=f"index of {split}", unit=" shards"):
                 try:
-                    photos = next(indexed)
+                    photos[split] += next(indexed)
                 except (ValueError, tarfile.TarError) as error:
                     fail(f"{path}: {error}. Expected: {SHARDS}")
-                for place, photo_captions, names in photos:
-                    places.append(place)
-                    captions.append(photo_captions)
-                    tags.append(sorted({tag_index.setdefault(t, len(tag_index)) for t in names}))
-            images = common.image_files(places)
-            splits[split] = common.CaptionData.from_lists(images, captions, tags)
-    for split, data in splits.items():
-        data.tag_names = list(tag_index) or None
+    names = dict.fromkeys(tag for rows in photos.values() for _, _, tags in rows for tag in tags)
+    for split, rows in photos.items():
+        places, captions, tags = zip(*rows)
+        images = common.Images(np.array(places, common.STRINGS))
+        data = common.CaptionData.from_lists(images, captions, tags, list(names) or None)
         sources.save_index(folder, split, data)
 
 
