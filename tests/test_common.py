@@ -17,7 +17,7 @@ import pytest
 import torch
 import torchvision
 import torchvision.transforms.functional as TF
-from conftest import ALONE, CPU, ROOT, TORCHRUN, captioned, metrics, run_script
+from conftest import ALONE, CPU, ROOT, TORCHRUN, captioned, metrics, photos_at, run_script, scenes
 from PIL import Image
 from torch import nn
 
@@ -60,7 +60,7 @@ def test_coco(coco_folder, tmp_path):
         objects = shapes.objects_of(scene)
         assert data.images[i] == f"{root}/val2017/{scene:012d}.jpg"
         assert data.captions_of(i) == shapes.describe(scene, objects)
-        assert data.tags_of(i) == shapes.tags(objects)
+        assert data.tags_of(i) == sorted({shapes.SHAPES.index(o.shape) for o in objects})
     selected = data.select([7, 2])
     assert selected.tags_of(1) == data.tags_of(2) and selected.tag_names == data.tag_names
     (root / "annotations" / "instances_val2017.json").unlink()
@@ -160,7 +160,7 @@ def everything(width, height):
 
 def read(path, crop=everything, size=32):
     """One readable file -> float pixels"""
-    [pixels] = common.read_crops(common.ImageFiles([str(path)]), 0, [crop], size)
+    [pixels] = common.read_crops(photos_at(path), 0, [crop], size)
     assert pixels.dtype == np.uint8 and pixels.shape == (size, size, 3)
     return pixels.astype(float)
 
@@ -173,7 +173,7 @@ def apart(one, other):
     return np.abs(one - other).mean()
 
 
-class Watched(common.ImageFiles):
+class Watched(common.Images):
     """Keeps the image that it opened."""
 
     def open(self, i):
@@ -259,7 +259,7 @@ def test_random_crop(width, height):
 
 def test_flipped_photos_say_so():
     """Uncropped and without jitter, a photo is as it is or flipped; never in validation."""
-    images, seen = shapes.ShapeImages(range(5)), set()
+    images, seen = scenes(range(5)), set()
     args = argparse.Namespace(image_size=16, crop_min=1.0, colour_jitter=0)
     samples = common.Samples(lambda i, rng: common.load_image(images, i, rng, args), 5)
     for key in [*range(5), *itertools.product(range(8), range(5))]:
