@@ -3,7 +3,7 @@
     starting, messages       run, fail, require, error_context, print_main, progress
     flags                    choose_recipe, flag_parser, parse
     processes, precision     World, init_distributed, gather, data_parallel, autocast
-    captioned images         caption_data -> CaptionData: built-in scenes, .jsonl, COCO
+    captioned images         caption_data -> CaptionData: the built-in scenes, COCO, a .jsonl
     from file to batch       Samples, load_image, read_crops, infinite_sampler, loader
     on the device            augment: colour jitter and normalisation
     backbones, optimisation  build_backbone, load_backbone, build_optimizer, lr_factor
@@ -922,8 +922,8 @@ class Run:
         """
         args, world = self.args, self.world
         if self.iteration >= total:
-            print_main(f"the run in {self.folder} has finished: it is only evaluated again. A "
-                       "longer one needs --iters and --fresh, or another --output")  # fmt: skip
+            print_main(f"the run in {self.folder} has finished and is only evaluated again; for a "
+                       "longer one give --iters, and --fresh or another --output")  # fmt: skip
         elif self.iteration:
             print_main(f"resuming from iteration {self.iteration}")
         make_sampler = self.data.images.sampler or infinite_sampler

@@ -222,7 +222,7 @@ def main(args):
             keys = model.encode_keys(images_k, captions_k, (args.seed, iteration), world)
 
         for n, batch in enumerate(batches):
-            parallel.require_backward_grad_sync = n + 1 == args.accumulate  # all-reduce them once
+            parallel.require_backward_grad_sync = n + 1 == args.accumulate  # one all-reduce
             images_q = augment_view(batch["q"], args)
             captions_q = batch["q"].get("captions")  # tokens and attention mask (B, T), or None
             with common.autocast(device, args.amp):
