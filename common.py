@@ -462,7 +462,6 @@ def coco_data(root, split, required="captions"):
 
     required: the file that must exist; its images are the data set's.
     """
-
     captions = defaultdict(list)
     tags = defaultdict(list)
     annotations = []
