@@ -399,7 +399,8 @@ class CaptionData:
 
     def select_captions(self, mask):
         """-> CaptionData of all images, with the captions where the mask (captions,) is True"""
-        first_caption = np.append(0, np.cumsum(mask))[self.first_caption]
+        kept_before = np.append(0, np.cumsum(mask))  # how many captions are kept before each
+        first_caption = kept_before[self.first_caption]
         return replace(self, captions=self.captions[mask], first_caption=first_caption)
 
     def captioned(self):
@@ -422,7 +423,7 @@ def select_lists(items, first, keep):
     """The lists `keep` of what `concatenate` returned, concatenated again"""
     lengths = np.diff(first)[keep]
     kept_first = np.append(0, np.cumsum(lengths))
-    shift = first[:-1][keep] - kept_first[:-1]
+    shift = first[:-1][keep] - kept_first[:-1]  # of each list, from its new place to the old one
     return items[np.arange(kept_first[-1]) + np.repeat(shift, lengths)], kept_first
 
 

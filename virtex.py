@@ -164,7 +164,7 @@ def main(args):
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
         for part, batch in enumerate(micro_batches, 1):
-            parallel.require_backward_grad_sync = part == args.accumulate  # one all-reduce
+            parallel.require_backward_grad_sync = part == args.accumulate  # one all-reduce a batch
             images = common.augment(batch.pop("images"), batch.pop("jitter"))  # (B, 3, h, w)
             with common.autocast(device, args.amp):
                 losses = parallel(images, **batch)

@@ -163,7 +163,7 @@ def fine_tune(train, val, args, world):
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
         for part, batch in enumerate(micro_batches, 1):
-            parallel.require_backward_grad_sync = part == args.accumulate  # one all-reduce
+            parallel.require_backward_grad_sync = part == args.accumulate  # one all-reduce a batch
             with common.autocast(device, args.amp):
                 losses = parallel(batch)  # {name: scalar}
             loss = sum(losses.values())
