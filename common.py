@@ -465,22 +465,21 @@ def coco_data(root, split, required="captions"):
     """
     captions = defaultdict(list)
     tags = defaultdict(list)
-    annotations = []
     names = {}
     with error_context(COCO):
         for kind in ("captions", "instances"):
             path = Path(root, "annotations", f"{kind}_{split}.json")
-            if kind == required or path.exists():
-                content = json.loads(path.read_bytes())
-                annotations += content["annotations"]
-                names |= {row["id"]: row["name"] for row in content.get("categories", [])}
+            if kind != required and not path.exists():
+                continue
+            content = json.loads(path.read_bytes())
             if kind == required:
                 images = content["images"]
-        for row in annotations:
-            if "caption" in row:
-                captions[row["image_id"]].append(row["caption"].strip())
-            else:
-                tags[row["image_id"]].append(names[row["category_id"]])
+            names |= {row["id"]: row["name"] for row in content.get("categories", ())}
+            for row in content["annotations"]:
+                if kind == "captions":
+                    captions[row["image_id"]].append(row["caption"].strip())
+                else:
+                    tags[row["image_id"]].append(names[row["category_id"]])
         return CaptionData.from_lists(
             image_files([os.path.join(root, split, image["file_name"]) for image in images]),
             [captions[image["id"]] for image in images],
