@@ -110,7 +110,7 @@ DATA = "shapes (built in), coco, vg, a .jsonl file, or a folder made by tools/ma
 def positive(text, kind=float):
     value = kind(text)
     if not value > 0:
-        raise ValueError  # argparse names the flag and the value
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
 
 
@@ -121,7 +121,7 @@ def positive_int(text):
 def fraction(text):
     value = float(text)
     if not 0 <= value <= 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text} is not a fraction between 0 and 1")
     return value
 
 
