@@ -970,13 +970,11 @@ class Run:
         Scores from the first process alone go into run.validation: {name: score}.
         """
         for name, value in values.items():
-            self.values[name].append(value)
+            self.values[name].append(torch.as_tensor(value).detach())
 
     def write_metrics(self):
         """Append a line to metrics.jsonl; reading the values synchronises the device -> the loss"""
-        means = []
-        for values in self.values.values():
-            means.append(sum(torch.as_tensor(value).item() for value in values) / len(values))
+        means = [torch.stack(values).mean().item() for values in self.values.values()]
         means = gather(torch.tensor([means]), self.world).mean(0).tolist()
         row = dict(zip(self.values, means))
         if not math.isfinite(row["loss"]):
