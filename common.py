@@ -421,9 +421,10 @@ def concatenate(lists, dtype):
 
 def select_lists(items, first, keep):
     """The lists `keep` of what `concatenate` returned, concatenated again"""
-    lengths = np.diff(first)[keep]
+    keep = np.array(keep, int)
+    lengths = first[keep + 1] - first[keep]
     kept_first = np.append(0, np.cumsum(lengths))
-    shift = first[:-1][keep] - kept_first[:-1]  # of each list, from its new place to the old one
+    shift = first[keep] - kept_first[:-1]  # of each list, from its new place to the old one
     return items[np.arange(kept_first[-1]) + np.repeat(shift, lengths)], kept_first
 
 

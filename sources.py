@@ -116,7 +116,7 @@ class MappedStrings:
         if isinstance(key, slice):
             chosen = range(len(self))[key]
         elif np.ndim(key):
-            chosen = np.arange(len(self))[key]
+            chosen = np.flatnonzero(key) if np.asarray(key).dtype == bool else key
         else:
             content = self.content[self.ends[key] : self.ends[key + 1]]
             return bytes(content).decode()

@@ -641,6 +641,15 @@ def test_steps(tmp_path, monkeypatch):
     assert [(row["images_per_s"], row["data_wait"]) for row in rows] == [(1.6, 0.4)] * 4
 
 
+def test_a_finished_run_says_so(tmp_path, capsys):
+    train(start(tmp_path), 3)
+    train(start(tmp_path), 6)
+    train(start(tmp_path), 6)
+    resumed, finished = capsys.readouterr().out.split("resuming from iteration 3\n")
+    assert "has finished and is only evaluated again; for a longer one" in finished
+    assert "has finished" not in resumed
+
+
 def test_weights_that_are_not_finite(tmp_path):
     """Such weights are never saved, even if the loss of that step was finite."""
     run = train(start(tmp_path), 3)
