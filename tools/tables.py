@@ -38,6 +38,15 @@ def beside_the_paper(name, rows):
         for cell in row["cells"].values():
             texts += [cell["paper"], in_words(cell)] if of_a_paper(rows) else [in_words(cell)]
         lines.append(line_of(texts))
+    return lines + below_table(name)
+
+
+def below_table(name, *remarks):
+    """-> a list in Markdown: the table's note and other remarks"""
+    note = [TABLES[name]["note"]] if "note" in TABLES[name] else []
+    lines = [""] if note or remarks else []
+    for text in [*note, *remarks]:
+        lines += textwrap.wrap(f"* {text}", 98, subsequent_indent="  ", break_on_hyphens=False)
     return lines
 
 
@@ -132,7 +141,7 @@ def table_of_tables():
     lines = heading(["table or figure", "content", "rows", "with a command"])
     for name, table in TABLES.items():
         rows = table.get("rows", [])
-        content = [table[key] for key in ("title", "note") if key in table]
+        content = [table["title"] if rows else table["note"]]
         count = len(rows)
         for label, backbone, *_ in rows:
             if "missing" in BACKBONES.get(backbone, ""):
@@ -165,18 +174,14 @@ def papers_table(spec):
     shown = chosen.split(", ") if chosen else columns
     lines = [f"**{name}.** {TABLES[name]['title']}", ""]
     lines += heading(["row", "backbone", *(MEASURES[column]["name"] for column in shown)])
-    notes = {}  # {other measure: labels of the rows that use it}
+    others = {}  # {other measure: labels of the rows that use it}
     for label, backbone, *cells in TABLES[name]["rows"]:
         texts = [label, f"`{backbone}`"]
         for column in shown:
             paper, _, other = str(cells[columns.index(column)]).partition(" by ")
             texts.append(paper.replace(" / ", "/"))
             if other:
-                notes.setdefault(other, []).append(label)
+                others.setdefault(other, []).append(label)
         lines.append(line_of(texts))
-    if notes:
-        lines.append("")
-    for other, labels in notes.items():
-        text = f"* By `{other}`: {'; '.join(labels)}."
-        lines += textwrap.wrap(text, 98, subsequent_indent="  ", break_on_hyphens=False)
-    return lines
+    remarks = [f"By `{other}`: {'; '.join(labels)}." for other, labels in others.items()]
+    return lines + below_table(name, *remarks)
