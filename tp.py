@@ -166,8 +166,7 @@ def main(args):
         model.compile()
     parallel = common.data_parallel(model, world).train()
 
-    make_train_sample = partial(make_sample, train.images, rows, args)
-    samples = common.Samples(make_train_sample, len(rows), args.seed)
+    samples = common.Samples(partial(make_sample, train.images, rows, args), len(rows), args.seed)
     val_samples = common.Samples(partial(make_sample, val.images, val_rows, args), len(val_rows))
     validation = partial(validate, model, val_samples, val_labels, args, device)
     flip_permutation = language.flip_permutation(names)
@@ -242,9 +241,7 @@ def make_labels(args, train, val, folder, device):
 def postag_labels(train, val, concepts, pos, num_labels):
     """TP-Postag: of the K most frequent words, those in an image's captions [Sec. 3.1]"""
     names = language.top_concepts(concepts, pos, num_labels)
-    labels = language.concept_labels(train, names)
-    val_labels = language.concept_labels(val, names)
-    return names, labels, val_labels
+    return names, language.concept_labels(train, names), language.concept_labels(val, names)
 
 
 def cluster_labels(args, train, val, folder, device):
