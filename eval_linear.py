@@ -41,7 +41,8 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 import common
-from common import STRINGS, Images, image_files, print_main, progress, require
+from common import STRINGS, Images, image_files
+from common import print_main, progress, require
 from svm import average_precisions, l2_normalize, mean_of, scorable, svm_probe
 
 DATA = "shapes (built in), coco, voc07, folder, or a .jsonl file with tags"
@@ -256,7 +257,8 @@ class LabelData(NamedTuple):
     names: list
 
     def select(self, keep):
-        return LabelData(self.images.select(keep), self.labels[keep], self.names)
+        images = self.images.select(keep)
+        return LabelData(images, self.labels[keep], self.names)
 
 
 def label_data(name, root=None, split="train"):
@@ -438,7 +440,8 @@ class CentreCrops(Dataset):
 
     def __getitem__(self, i):
         try:
-            return common.read_crops(self.images, i, [self.crop], self.size)[0], True
+            [pixels] = common.read_crops(self.images, i, [self.crop], self.size)
+            return pixels, True
         except common.Unreadable:
             tqdm.write(f"cannot decode {self.images[i]}: left out")
             return np.zeros((self.size, self.size, 3), np.uint8), False

@@ -319,8 +319,11 @@ def read_backtranslations(captions, args):
         rows = {row["caption"]: row for row in map(json.loads, file)}
     missing = sum(caption not in rows for caption in captions)
     require(not missing, f"{missing} of {len(captions)} captions have no back-translation: {hint}")
-    translations = ([rows[caption][by] for caption in captions] for by in ("fr", "de"))
-    return [np.array(translated, common.STRINGS) for translated in translations]
+    translations = []
+    for by in ("fr", "de"):
+        translated = [rows[caption][by] for caption in captions]
+        translations.append(np.array(translated, common.STRINGS))
+    return translations
 
 
 # ------------------------------------------------------------------------------------- two views
