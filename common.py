@@ -3,7 +3,7 @@
     starting, messages       run, fail, require, error_context, print_main, progress
     flags                    choose_recipe, flag_parser, parse
     processes, precision     World, init_distributed, gather, data_parallel, autocast
-    captioned images         caption_data -> CaptionData: built-in scenes, .jsonl, COCO
+    captioned images         caption_data -> CaptionData: the built-in scenes, COCO, a .jsonl
     from file to batch       Samples, load_image, read_crops, infinite_sampler, loader
     on the device            augment: colour jitter and normalisation
     backbones, optimisation  build_backbone, load_backbone, build_optimizer, lr_factor
@@ -21,8 +21,8 @@ import re
 import sys
 import time
 import warnings
-from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -161,8 +161,8 @@ def choose_recipe(table, argv, paper=None):
     if given.recipe in RECIPES:
         name = given.recipe
     recipe = {key: row[RECIPES.index(name)] for key, row in table.items()}
-    if paper and name == "paper":
-        recipe |= paper
+    if name == "paper":
+        recipe |= paper or {}
     if given.iters or given.epochs:
         recipe |= {"iters": None, "epochs": None}
     year = "2017" if data == "coco" else ""
@@ -253,9 +253,6 @@ def init_distributed():
     """Join the other processes if torchrun started this one (NCCL or gloo) -> World"""
     cuda = torch.cuda.is_available()
     torch.backends.cudnn.benchmark = True
-    if not cuda and os.path.exists("/dev/nvidia0"):
-        print_main("torch cannot use the GPU and computes on the CPU. If nvidia-smi works, install "
-                   "a build of torch for its version of CUDA: see pytorch.org")  # fmt: skip
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device(f"cuda:{local}" if cuda else "cpu")
     if "RANK" not in os.environ:
@@ -272,8 +269,8 @@ def init_distributed():
 
 def end_distributed(world):
     """Leave the process group: the first process does the rest alone."""
+    barrier(world)
     if world.size > 1:
-        dist.barrier()
         dist.destroy_process_group()
 
 
@@ -322,71 +319,69 @@ def choose_amp(device, requested):
 # ------------------------------------------------------------------------------ captioned images
 
 
-class PackedStrings:
-    """Strings in one buffer that DataLoader workers share. Millions of Python strings would be
-    copied as soon as workers touch their reference counts."""
+STRINGS = np.dtypes.StringDType()  # variable-length, in one block that DataLoader workers share
 
-    def __init__(self, strings=()):
-        self.buffer = bytearray()
-        self.ends = array("q", [0])
-        for string in strings:
-            self.append(string)
 
-    def append(self, string):
-        self.buffer += string.encode(errors="replace")
-        self.ends.append(len(self.buffer))
+@dataclass
+class Images:
+    """Keys of images, and the function that opens one -> a PIL image, not yet decoded"""
+
+    keys: np.ndarray  # paths, unless open_key opens something else
+    open_key: object = Image.open
+    sampler: object = None  # of Run.steps, in place of infinite_sampler
 
     def __len__(self):
-        return len(self.ends) - 1
+        return len(self.keys)
 
     def __getitem__(self, i):
-        if not 0 <= i < len(self):
-            raise IndexError(i)
-        return bytes(self.buffer[self.ends[i] : self.ends[i + 1]]).decode()
-
-
-class ImageFiles(PackedStrings):
-    """Paths of images; `open(i)` gives a PIL image, not yet decoded."""
+        return self.keys[i]
 
     def open(self, i):
-        return Image.open(self[i])
+        return self.open_key(self.keys[i])
 
-    def check_files(self):
-        missing = [path for path in self if not os.path.isfile(path)]
-        if missing:
-            fail(f"{len(missing)} of {len(self)} images are missing, the first is {missing[0]}: "
-                 "relative paths start from --root, or else from the .jsonl's folder")  # fmt: skip
+    def select(self, keep):
+        return replace(self, keys=self.keys[keep])
 
 
+def image_files(paths):
+    """-> Images, all of which are there"""
+    missing = [path for path in paths if not os.path.isfile(path)]
+    if missing:
+        fail(f"{len(missing)} of {len(paths)} images are missing, the first is {missing[0]}: "
+             "relative paths start from --root, or else from the .jsonl's folder")  # fmt: skip
+    return Images(np.array(paths, STRINGS))
+
+
+@dataclass
 class CaptionData:
     """Images, each with captions and tags (either may be empty): every data source takes this form.
 
-    images: ImageFiles or shapes.ShapeImages.  captions: packed; those of image i are
-    captions[first_caption[i]] to captions[first_caption[i + 1] - 1].  tags: indices into
-    tag_names, likewise; tag_names is None if the source knows no tags.
+    The captions of all images are concatenated: those of image i are
+    captions[first_caption[i] : first_caption[i + 1]]. Likewise the tags, indices into tag_names,
+    which is None if the source knows no tags.
     """
 
-    def __init__(self, images, tag_names=None):
-        self.images = images
-        self.captions = PackedStrings()
-        self.first_caption = array("q", [0])
-        self.tag_names = tag_names
-        self.tags = array("i")
-        self.first_tag = array("q", [0])
+    images: Images
+    captions: np.ndarray  # of STRINGS; those of shards are sources.MappedStrings
+    first_caption: np.ndarray
+    tags: np.ndarray
+    first_tag: np.ndarray
+    tag_names: list = None
 
-    def add(self, image, captions, tags=()):
-        self.images.append(image)
-        for caption in captions:
-            self.captions.append(caption)
-        self.tags.extend(tags)
-        self.first_caption.append(len(self.captions))
-        self.first_tag.append(len(self.tags))
+    @classmethod
+    def from_lists(cls, images, captions, tags, tag_names=None):
+        """captions, tags: a list of strings for each image.  tag_names: all of its tags"""
+        index = {name: k for k, name in enumerate(tag_names or ())}
+        captions, first_caption = concatenate(captions, STRINGS)
+        tags = [sorted({index[name] for name in names}) for names in tags]
+        tags, first_tag = concatenate(tags, np.int32)
+        return cls(images, captions, first_caption, tags, first_tag, tag_names)
 
     def __len__(self):
         return len(self.images)
 
     def captions_of(self, i):
-        return [self.captions[j] for j in range(self.first_caption[i], self.first_caption[i + 1])]
+        return self.captions[self.first_caption[i] : self.first_caption[i + 1]].tolist()
 
     def tags_of(self, i):
         return self.tags[self.first_tag[i] : self.first_tag[i + 1]].tolist()
@@ -397,10 +392,16 @@ class CaptionData:
 
     def select(self, keep):
         """-> CaptionData of the images with the indices `keep`"""
-        selected = CaptionData(type(self.images)(), self.tag_names)
-        for i in keep:
-            selected.add(self.images[i], self.captions_of(i), self.tags_of(i))
-        return selected
+        captions, first_caption = select_lists(self.captions, self.first_caption, keep)
+        tags, first_tag = select_lists(self.tags, self.first_tag, keep)
+        images = self.images.select(keep)
+        return CaptionData(images, captions, first_caption, tags, first_tag, self.tag_names)
+
+    def select_captions(self, mask):
+        """-> CaptionData of all images, with the captions where the mask (captions,) is True"""
+        kept_before = np.append(0, np.cumsum(mask))  # how many captions are kept before each
+        first_caption = kept_before[self.first_caption]
+        return replace(self, captions=self.captions[mask], first_caption=first_caption)
 
     def captioned(self):
         """-> CaptionData of the images that have a caption; prints how many have none"""
@@ -412,18 +413,80 @@ class CaptionData:
         return self.select(keep)
 
 
+def concatenate(lists, dtype):
+    """N lists -> their items in one array, and where each list begins (N + 1,)"""
+    items = np.array(list(itertools.chain.from_iterable(lists)), dtype)
+    return items, np.cumsum([0, *map(len, lists)])
+
+
+def select_lists(items, first, keep):
+    """The lists `keep` of what `concatenate` returned, concatenated again"""
+    keep = np.array(keep, int)
+    lengths = first[keep + 1] - first[keep]
+    kept_first = np.append(0, np.cumsum(lengths))
+    shift = first[keep] - kept_first[:-1]  # of each list, from its new place to the old one
+    return items[np.arange(kept_first[-1]) + np.repeat(shift, lengths)], kept_first
+
+
 def caption_data(name, root=None, split="train"):
     """One split of --data -> CaptionData.  root: --root"""
     if name.endswith(".jsonl"):
         data = jsonl_data(name, root or os.path.dirname(name), split)
+    elif name == "coco":
+        data = coco_data(root or "datasets/coco", split)
+    elif name == "shapes":
+        data = shapes_data(split)
     else:
         import sources  # only here: a copied script works without it
 
         data = sources.caption_data(name, root, split)
     require(len(data), f"--data {name} has no image of the split {split}")
-    if isinstance(data.images, ImageFiles):
-        data.images.check_files()
     return data
+
+
+def shapes_data(split):
+    """The built-in scenes: five captions each; the tags are the shapes in the scene."""
+    import shapes  # only here: a copied script works without it
+
+    scenes, captions, tags = shapes.captioned_scenes(split)
+    images = Images(np.array(scenes, object), shapes.draw)
+    return CaptionData.from_lists(images, captions, tags, list(shapes.SHAPES))
+
+
+COCO = (
+    "expected: a folder --root with annotations/captions_{split}.json, instances_{split}.json for "
+    "labels, and the photos in {split}/; --train-split and --val-split name the splits"
+)
+
+
+def coco_data(root, split, required="captions"):
+    """annotations/captions_{split}.json and instances_{split}.json, whose categories are the tags
+
+    required: the file that must exist; its images are the data set's.
+    """
+    captions = defaultdict(list)
+    tags = defaultdict(list)
+    names = {}
+    with error_context(COCO):
+        for kind in ("captions", "instances"):
+            path = Path(root, "annotations", f"{kind}_{split}.json")
+            if kind != required and not path.exists():
+                continue
+            content = json.loads(path.read_bytes())
+            if kind == required:
+                images = content["images"]
+            names |= {row["id"]: row["name"] for row in content.get("categories", ())}
+            for row in content["annotations"]:
+                if kind == "captions":
+                    captions[row["image_id"]].append(row["caption"].strip())
+                else:
+                    tags[row["image_id"]].append(names[row["category_id"]])
+        return CaptionData.from_lists(
+            image_files([os.path.join(root, split, image["file_name"]) for image in images]),
+            [captions[image["id"]] for image in images],
+            [tags[image["id"]] for image in images],
+            [names[category] for category in sorted(names)] or None,
+        )
 
 
 JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} on each line'
@@ -435,27 +498,26 @@ def jsonl_data(path, root, split):
     Relative paths start from `root`. A line without a split belongs to "train"; if no line has one,
     a fixed random twentieth is "val".
     """
-    data = CaptionData(ImageFiles())
+    rows = []
     splits = []
-    tag_index = {}
     with open(path, "rb") as file:  # json detects the encoding of bytes
-        for number, line in enumerate(progress(file, desc=path, leave=False), 1):
+        for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-                captions, tags = captions_and_tags(row)
-                tags = sorted({tag_index.setdefault(tag, len(tag_index)) for tag in tags})
-                data.add(os.path.join(root, row["image"]), captions, tags)
+                rows.append((os.path.join(root, row["image"]), *captions_and_tags(row)))
                 splits.append(row.get("split"))
             except Exception as error:  # no JSON, no "image", wrong types
                 fail(f"{path}, line {number}: {error!r}. Expected: {JSONL}")
-    data.tag_names = list(tag_index) or None
+    tag_names = dict.fromkeys(tag for _, _, tags in rows for tag in tags)
     if not any(splits):
-        order = np.random.default_rng(0).permutation(len(data))
-        splits = np.full(len(data), "train")
-        splits[order[: max(1, len(data) // 20)]] = "val"
-    return data.select([i for i, name in enumerate(splits) if (name or "train") == split])
+        order = np.random.default_rng(0).permutation(len(rows))
+        splits = np.full(len(rows), "train")
+        splits[order[: max(1, len(rows) // 20)]] = "val"
+    rows = [row for row, name in zip(rows, splits) if (name or "train") == split]
+    images, captions, tags = ([row[k] for row in rows] for k in range(3))
+    return CaptionData.from_lists(image_files(images), captions, tags, list(tag_names) or None)
 
 
 def captions_and_tags(row):
@@ -464,7 +526,9 @@ def captions_and_tags(row):
     tags = row.get("tags", [])
     if "caption" in row or {type(captions), type(tags)} != {list}:
         raise ValueError('"captions" (not "caption") and "tags" are lists of strings')
-    return [caption.strip() for caption in captions if caption.strip()], list(map(str, tags))
+    # Half an emoji, of a text that was cut, becomes a question mark.
+    captions = [caption.encode(errors="replace").decode().strip() for caption in captions]
+    return list(filter(None, captions)), list(map(str, tags))
 
 
 def swap_left_right(caption):
@@ -800,10 +864,8 @@ class Run:
         self.world = world
         self.data = data
         self.folder = Path(args.output)
-        self.iteration = 0
-        self.metrics = []  # the lines of metrics.jsonl
         self.checkpoint = None
-        captions = len(getattr(data, "captions", ()))
+        captions = len(getattr(data, "captions", ()))  # labelled images have none
         self.settings = {**vars(args), "images": len(data.images), "captions": captions}
         if world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -814,15 +876,14 @@ class Run:
         if path.exists() and not args.fresh:
             self.checkpoint = read_checkpoint(path, script)
             self.check_same_settings(self.checkpoint["args"])
-            self.iteration = self.checkpoint["iteration"]
-            self.metrics = self.checkpoint["metrics"]
-            print_main(f"{path} exists: resuming from iteration {self.iteration}")
+        start = self.checkpoint or {"iteration": 0, "metrics": []}
+        self.iteration = start["iteration"]
+        self.metrics = start["metrics"]  # the lines of metrics.jsonl
         barrier(world)  # before the first process removes or writes anything
         if world.is_main:
             self.start_files()
-        per_rank_batch = args.batch_size // world.size
-        print_main(f"{script}: {world.size} process(es), {per_rank_batch} images each per iteration"
-                   f", device {world.device}, amp {args.amp}, into {args.output}")  # fmt: skip
+        print_main(f"{script}: {world.size} process(es), {args.batch_size} images per iteration, "
+                   f"device {world.device}, amp {args.amp}, into {args.output}")  # fmt: skip
 
     def check_same_settings(self, before):
         for name in self.settings.keys() - RESUME_CAN_CHANGE:
@@ -860,7 +921,12 @@ class Run:
         the next iteration, metrics and checkpoints are written.  extra_state: also in checkpoints
         """
         args, world = self.args, self.world
-        make_sampler = getattr(self.data.images, "sampler", infinite_sampler)
+        if self.iteration >= total:
+            print_main(f"the run in {self.folder} has finished and is only evaluated again; for a "
+                       "longer one give --iters, and --fresh or another --output")  # fmt: skip
+        elif self.iteration:
+            print_main(f"resuming from iteration {self.iteration}")
+        make_sampler = self.data.images.sampler or infinite_sampler
         order = make_sampler(len(samples), args.batch_size, world, args.seed, self.iteration)
         part_size = args.batch_size // world.size // args.accumulate
         batches = iter(loader(samples, part_size, args.workers, collate_fn, world.device, order))
@@ -875,20 +941,22 @@ class Run:
                 torch.manual_seed((args.seed << 40) + place * args.accumulate + part)
                 yield batch
 
-        self.waited = 0.0
-        self.since = self.iteration, time.perf_counter()
+        self.waited = 0.0  # seconds for data, since the time and iteration of the last line
+        self.since = time.perf_counter(), self.iteration
         to_do = range(self.iteration + 1, total + 1)
         bar = progress(to_do, initial=self.iteration, total=total, unit=" its")
-        for iteration in bar:
-            self.iteration = iteration
-            yield iteration, micro_batches()
+        for self.iteration in bar:
+            self.values = defaultdict(list)
+            self.validation = {}
+            yield self.iteration, micro_batches()
 
             if self.due("log") or self.due("validate"):
                 bar.set_postfix(loss=f"{self.write_metrics():.3f}")
-            if self.due("checkpoint") or iteration == total:
+            if self.due("checkpoint") or self.iteration == total:
                 self.save("checkpoint.pth", self.parts, extra_state | {"metrics": self.metrics})
             if self.due("keep"):
-                self.save(f"model_{iteration}.pth", {"model": self.parts["model"]}, extra_state)
+                name = f"model_{self.iteration}.pth"
+                self.save(name, {"model": self.parts["model"]}, extra_state)
         end_distributed(world)
 
     def due(self, what):
@@ -896,25 +964,28 @@ class Run:
         every = getattr(self.args, f"{what}_every", None)
         return every and self.iteration % every == 0
 
-    def log(self, validation=None, **values):
-        """Values for the next line of metrics.jsonl: numbers or tensors, read and averaged over the
-        processes when it is written; validation: {name: score}, from the first process alone"""
-        self.values = values
-        self.validation = validation or {}
+    def log(self, **values):
+        """Numbers or tensors for the next line of metrics.jsonl: means over the calls in this
+        iteration (one for each micro-batch) and over the processes
+
+        Scores from the first process alone go into run.validation: {name: score}.
+        """
+        for name, value in values.items():
+            self.values[name].append(torch.as_tensor(value).detach())
 
     def write_metrics(self):
         """Append a line to metrics.jsonl; reading the values synchronises the device -> the loss"""
-        values = [torch.as_tensor(value).item() for value in self.values.values()]
-        means = gather(torch.tensor([values]), self.world).mean(0).tolist()
+        means = [torch.stack(values).mean().item() for values in self.values.values()]
+        means = gather(torch.tensor([means]), self.world).mean(0).tolist()
         row = dict(zip(self.values, means))
         if not math.isfinite(row["loss"]):
             fail(f"the loss is not finite at iteration {self.iteration}: {DIVERGED}")
         row |= {f"validation_{name}": score for name, score in self.validation.items()}
-        iteration, before = self.since
-        self.since = self.iteration, time.perf_counter()
-        seconds = self.since[1] - before
-        row["images_per_s"] = (self.iteration - iteration) * self.args.batch_size / seconds
-        row["data_wait"] = self.waited / seconds
+        now = time.perf_counter()
+        start, iteration = self.since
+        row["images_per_s"] = (self.iteration - iteration) * self.args.batch_size / (now - start)
+        row["data_wait"] = self.waited / (now - start)
+        self.since = now, self.iteration
         self.waited = 0.0
         rounded = {name: float(f"{value:.6g}") for name, value in row.items()}
         self.metrics.append(json.dumps({"iteration": self.iteration, **rounded}) + "\n")

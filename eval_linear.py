@@ -41,7 +41,8 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 import common
-from common import ImageFiles, print_main, progress, require
+from common import STRINGS, Images, image_files
+from common import print_main, progress, require
 from svm import average_precisions, l2_normalize, mean_of, scorable, svm_probe
 
 DATA = "shapes (built in), coco, voc07, folder, or a .jsonl file with tags"
@@ -251,12 +252,12 @@ class LabelData(NamedTuple):
     Several (all other data): labels (N, classes) int8, 1 yes, 0 no, -1 "difficult" (VOC only).
     """
 
-    images: object  # common.ImageFiles or shapes.ShapeImages
+    images: common.Images
     labels: np.ndarray
     names: list
 
     def select(self, keep):
-        images = type(self.images)(self.images[i] for i in keep)
+        images = self.images.select(keep)
         return LabelData(images, self.labels[keep], self.names)
 
 
@@ -267,10 +268,7 @@ def label_data(name, root=None, split="train"):
     if name == "voc07":
         return voc07_labels(root or "datasets/voc07", split)
     if name == "coco":
-        import sources  # only here: copies of this script work without sources.py
-
-        data = sources.coco_data(root or "datasets/coco", split, required="instances")
-        data.images.check_files()
+        data = common.coco_data(root or "datasets/coco", split, required="instances")
     else:
         data = common.caption_data(name, root, split)
     require(data.tag_names, f"--data {name} has no tags to score: choose from {DATA}")
@@ -300,8 +298,7 @@ def voc07_labels(root, split):
             columns.append([ours[word] for word in truth])
     names = [path.name.removesuffix(f"_{split}.txt") for path in lists]
     photos = lists[0].parents[2] / "JPEGImages"
-    images = ImageFiles(f"{photos}/{image}.jpg" for image in ids)
-    images.check_files()
+    images = image_files([f"{photos}/{image}.jpg" for image in ids])
     return LabelData(images, np.array(columns, np.int8).T, names)
 
 
@@ -317,7 +314,8 @@ def folder_labels(root, split):
         index = {name: k for k, name in enumerate(names)}
         samples = folder.make_dataset(path, index, folder.IMG_EXTENSIONS)
     paths, labels = zip(*samples)
-    return LabelData(ImageFiles(paths), np.array(labels), names)
+    images = Images(np.array(paths, STRINGS))  # found just now: all are there
+    return LabelData(images, np.array(labels), names)
 
 
 def check_same_classes(train, test):
@@ -399,7 +397,7 @@ def labelled_features(backbone, data, args, world, protocol):
 def run_over_images(function, images, args, world, side_fraction=224 / 256):
     """function(uint8 (B, size, size, 3)) -> (B, D), on the central square of each image
 
-    images: common.ImageFiles or shapes.ShapeImages.  args: image_size, workers, output.
+    images: common.Images or the like.  args: image_size, workers, output.
     -> (M, D) float32 for the M images that can be decoded, in the order of `images`, and their
     indices (M,). The features are None on all processes but the first, where they are mapped from
     a temporary file in args.output: ImageNet's 10 GB need no memory.
@@ -442,7 +440,8 @@ class CentreCrops(Dataset):
 
     def __getitem__(self, i):
         try:
-            return common.read_crops(self.images, i, [self.crop], self.size)[0], True
+            [pixels] = common.read_crops(self.images, i, [self.crop], self.size)
+            return pixels, True
         except common.Unreadable:
             tqdm.write(f"cannot decode {self.images[i]}: left out")
             return np.zeros((self.size, self.size, 3), np.uint8), False

@@ -181,7 +181,8 @@ def main(args):
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
-        for batch in micro_batches:
+        for part, batch in enumerate(micro_batches, 1):
+            parallel.require_backward_grad_sync = part == args.accumulate  # one all-reduce a batch
             images = common.augment(batch["images"], batch["jitter"])  # (B, 3, size, size)
             mask = batch["attention_mask"]  # (B, T)
             token_features = lm.encode(batch["tokens"], mask)  # W: (B, T, d_w)
@@ -194,12 +195,12 @@ def main(args):
                 losses["tp"] = language.tag_loss(tag_logits, batch["tags"])  # Eq. 2
                 loss = loss + args.lambda_tp * losses["tp"]  # Eq. 8
             scaler.scale(loss / args.accumulate).backward()
+            run.log(loss=loss, **losses)
         scaler.step(optimizer)
         scaler.update()
-        val_losses = None
-        if world.is_main and run.due("validate"):
-            val_losses = validation()["validation_loss"]
-        run.log(val_losses, loss=loss, **losses, lr=args.lr * lr_scale)
+        if world.is_main and run.due("validate") and iteration < iters:
+            run.validation = validation()["validation_loss"]
+        run.log(lr=args.lr * lr_scale)
 
     # The backbone is the result; the probe evaluates it.
     if world.is_main:
@@ -230,7 +231,7 @@ class Triplets:
     tokens[token_offsets[c] : token_offsets[c + 1]].
     """
 
-    images: common.ImageFiles  # or shapes.ShapeImages
+    images: common.Images
     tags: sparse.csr_array  # (images, concepts)
     image_idx: np.ndarray  # (captions,): the image of each
     tokens: np.ndarray

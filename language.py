@@ -23,7 +23,7 @@ from scipy import sparse
 from torch import nn
 
 import common
-from common import CaptionData, fail, print_main, progress, require
+from common import fail, print_main, progress, require
 
 # -------------------------------------------------------------------------------------- concepts
 
@@ -76,7 +76,7 @@ def tag_words(captions, tagger):
 def map_captions(function, captions, desc, size=10_000):
     """Yield function([caption, ...]) for each chunk of the captions in turn, using all cores."""
     firsts = range(0, len(captions), size)
-    chunks = ([captions[i] for i in range(n, min(n + size, len(captions)))] for n in firsts)
+    chunks = (list(captions[n : n + size]) for n in firsts)
     if len(firsts) < 2:
         yield from map(function, chunks)
         return
@@ -134,16 +134,15 @@ def filter_captions(data, tokenize):
     tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py.
     """
     chunks = map_captions(partial(count_tokens, tokenize), data.captions, "caption lengths")
-    lengths = list(itertools.chain.from_iterable(chunks))
-    kept = CaptionData(type(data.images)(), data.tag_names)
+    lengths = np.fromiter(itertools.chain.from_iterable(chunks), int)
+    keep = (3 <= lengths) & (lengths <= 25)
     for i in range(len(data)):
-        captions = range(data.first_caption[i], data.first_caption[i + 1])
-        fitting = [data.captions[j] for j in captions if 3 <= lengths[j] <= 25]
-        kept.add(data.images[i], dict.fromkeys(fitting), data.tags_of(i))
-    left_out = len(lengths) - len(kept.captions)
-    print_main(f"{left_out} of {len(lengths)} captions are left out: repeated for one image, "
+        captions = data.captions_of(i)
+        distinct = [captions.index(caption) == n for n, caption in enumerate(captions)]
+        keep[data.first_caption[i] : data.first_caption[i + 1]] &= np.array(distinct, bool)
+    print_main(f"{np.sum(~keep)} of {len(keep)} captions are left out: repeated for one image, "
                "or of fewer than 3 or more than 25 tokens")  # fmt: skip
-    return kept
+    return data.select_captions(keep)
 
 
 # -------------------------------------------------------------------------------- tag prediction

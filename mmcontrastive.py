@@ -47,6 +47,7 @@ import copy
 import json
 import math
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -221,6 +222,7 @@ def main(args):
             keys = model.encode_keys(images_k, captions_k, (args.seed, iteration), world)
 
         for n, batch in enumerate(batches):
+            parallel.require_backward_grad_sync = n + 1 == args.accumulate  # one all-reduce
             images_q = augment_view(batch["q"], args)
             captions_q = batch["q"].get("captions")  # tokens and attention mask (B, T), or None
             with common.autocast(device, args.amp):
@@ -240,11 +242,11 @@ def main(args):
             # Eq. 15: lambda_ii J_ii + lambda_tag J_tag + ...
             loss = sum(getattr(args, f"lambda_{name}") * losses[name] for name in losses)
             scaler.scale(loss / args.accumulate).backward()
+            run.log(loss=loss, **losses)
         scaler.step(optimizer)
         scaler.update()
         model.enqueue(keys, tags, captioned, iteration, world)
-        lrs = {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
-        run.log(loss=loss, **losses, **lrs)
+        run.log(lr=args.lr * lr_scale, text_lr=args.text_lr * lr_scale)
 
     # The backbone is the result; the probe evaluates it.
     if world.is_main:
@@ -261,11 +263,7 @@ def tagged_by_nouns(data, tagger):
     concepts = language.count_concepts(data.captions, tagger)
     nouns = language.top_concepts(concepts, "nn", NUM_NOUNS)
     labels = language.concept_labels(data, nouns)
-    tagged = copy.copy(data)
-    tagged.tag_names = nouns
-    tagged.tags = labels.indices
-    tagged.first_tag = labels.indptr
-    return tagged
+    return replace(data, tags=labels.indices, first_tag=labels.indptr, tag_names=nouns)
 
 
 def tag_weight(data, requested):
@@ -321,7 +319,11 @@ def read_backtranslations(captions, args):
         rows = {row["caption"]: row for row in map(json.loads, file)}
     missing = sum(caption not in rows for caption in captions)
     require(not missing, f"{missing} of {len(captions)} captions have no back-translation: {hint}")
-    return [common.PackedStrings(rows[caption][by] for caption in captions) for by in ("fr", "de")]
+    translations = []
+    for by in ("fr", "de"):
+        translated = [rows[caption][by] for caption in captions]
+        translations.append(np.array(translated, common.STRINGS))
+    return translations
 
 
 # ------------------------------------------------------------------------------------- two views
@@ -787,8 +789,7 @@ def encode_captions(encoder, tokenizer, captions, device, amp, batch_size=256):
     vectors = []
     starts = range(0, len(captions), batch_size)
     for start in progress(starts, desc="captions", unit=" batches", leave=False):
-        end = min(start + batch_size, len(captions))
-        tokens, mask = tokenize(tokenizer, [captions[n] for n in range(start, end)])
+        tokens, mask = tokenize(tokenizer, list(captions[start : start + batch_size]))
         with common.autocast(device, amp):
             output = encoder(tokens.to(device), mask.to(device))
         vectors.append(output["caption_inter"].cpu())

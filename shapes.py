@@ -8,7 +8,6 @@ retrieval can be judged by eye.
 
 import math
 import random
-from array import array
 from typing import NamedTuple
 
 import numpy as np
@@ -47,23 +46,13 @@ class Shape(NamedTuple):
         return left, top, self.x + self.radius, self.y + self.radius
 
 
-class ShapeImages:
-    """Scene numbers; `open(i)` draws the scene."""
-
-    def __init__(self, scenes=()):
-        self.scenes = array("q", scenes)
-
-    def append(self, scene):
-        self.scenes.append(scene)
-
-    def __len__(self):
-        return len(self.scenes)
-
-    def __getitem__(self, i):
-        return self.scenes[i]
-
-    def open(self, i):
-        return draw(self.scenes[i])
+def captioned_scenes(split):
+    """One split -> lists: the scenes' numbers, and for each its captions and its tags (shapes)"""
+    scenes = list(SPLITS.get(split, ()))
+    objects = [objects_of(scene) for scene in scenes]
+    captions = [describe(scene, found) for scene, found in zip(scenes, objects)]
+    tags = [[o.shape for o in found] for found in objects]
+    return scenes, captions, tags
 
 
 # --------------------------------------------------------------------------------------- objects
@@ -89,11 +78,6 @@ def objects_of(scene):
         elif rng.random() < 0.05:  # there may be no room: start again
             objects.clear()
     return objects
-
-
-def tags(objects):
-    """The shapes in a scene -> sorted indices into SHAPES"""
-    return sorted({SHAPES.index(o.shape) for o in objects})
 
 
 # --------------------------------------------------------------------------------------- drawing

@@ -1,4 +1,4 @@
-"""Read the built-in scenes, COCO, Visual Genome and shards; checkpoints of other authors, too.
+"""Read Visual Genome and shards; checkpoints of other authors, too.
 
 common.caption_data and eval_linear.load_backbone import this file only when they need it.
 """
@@ -9,7 +9,6 @@ import io
 import json
 import os
 import re
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -17,68 +16,18 @@ import torch
 from PIL import Image
 
 import common
-import shapes
-from common import CaptionData, ImageFiles, PackedStrings, error_context, progress, require
+from common import STRINGS, CaptionData, Images, error_context, image_files, progress, require
 
 
 def caption_data(name, root, split):
-    """One split of "shapes", "coco", "vg" or a folder of shards -> CaptionData"""
-    if name == "shapes":
-        return shapes_data(split)
-    if name == "coco":
-        return coco_data(root or "datasets/coco", split)
+    """One split of "vg" or of a folder of shards -> CaptionData"""
     if name == "vg":
         return vg_data(root or "datasets/vg", split)
     require(os.path.isdir(name), f"--data {name} is unknown: give {common.DATA}")
     return shard_data(name, split)
 
 
-def shapes_data(split):
-    """The built-in scenes: five captions each; the tags are the shapes in the scene."""
-    data = CaptionData(shapes.ShapeImages(), list(shapes.SHAPES))
-    for scene in shapes.SPLITS.get(split, ()):
-        objects = shapes.objects_of(scene)
-        data.add(scene, shapes.describe(scene, objects), shapes.tags(objects))
-    return data
-
-
-# ----------------------------------------------------------------------------------- coco and vg
-
-COCO = (
-    "expected: a folder --root with annotations/captions_{split}.json, instances_{split}.json for "
-    "labels, and the photos in {split}/; --train-split and --val-split name the splits"
-)
-
-
-def coco_data(root, split, required="captions"):
-    """annotations/captions_{split}.json and instances_{split}.json, whose categories are the tags
-
-    required: the file that must exist; its images are the data set's.
-    """
-    captions = defaultdict(list)
-    tags = defaultdict(set)
-    contents = {
-        "captions": {"annotations": []},
-        "instances": {"annotations": [], "categories": []},
-    }
-    with error_context(COCO):
-        for kind in contents:
-            path = Path(root, "annotations", f"{kind}_{split}.json")
-            if kind == required or path.exists():
-                contents[kind] = json.loads(path.read_bytes())
-        for row in contents["captions"]["annotations"]:
-            captions[row["image_id"]].append(row["caption"].strip())
-        categories = contents["instances"]["categories"]
-        categories.sort(key=lambda category: category["id"])
-        tag_index = {category["id"]: k for k, category in enumerate(categories)}
-        for row in contents["instances"]["annotations"]:
-            tags[row["image_id"]].add(tag_index[row["category_id"]])
-        data = CaptionData(ImageFiles(), [category["name"] for category in categories] or None)
-        for image in contents[required]["images"]:
-            path = os.path.join(root, split, image["file_name"])
-            data.add(path, captions[image["id"]], sorted(tags[image["id"]]))
-    return data
-
+# ---------------------------------------------------------------------------------- visual genome
 
 VG = (
     "expected: a folder --root with region_descriptions.json, image_data.json, VG_100K/ and "
@@ -91,7 +40,6 @@ def vg_data(root, split):
     import ijson  # reads the list of 700 MB entry by entry
 
     files = {}
-    data = CaptionData(ImageFiles())
     with error_context(VG), open(os.path.join(root, "image_data.json"), "rb") as file:
         for image in ijson.items(file, "item"):
             files[image["image_id"]] = image["url"].split("/")[-2:]
@@ -100,12 +48,15 @@ def vg_data(root, split):
     splits = {"train": set(ids[num_val:]), "val": set(ids[:num_val])}
     keep = splits.get(split, ())
 
+    paths = []
+    captions = []
     with error_context(VG), open(os.path.join(root, "region_descriptions.json"), "rb") as file:
         for image in progress(ijson.items(file, "item"), desc="captions", total=len(files)):
             phrases = [region["phrase"].strip() for region in image["regions"]]
             if image["id"] in keep:
-                data.add(os.path.join(root, *files[image["id"]]), filter(None, phrases))
-    return data
+                paths.append(os.path.join(root, *files[image["id"]]))
+                captions.append(list(filter(None, phrases)))
+    return CaptionData.from_lists(image_files(paths), captions, [[]] * len(paths))
 
 
 # ----------------------------------------------------------------------------------------- shards
@@ -120,68 +71,63 @@ def shard_data(folder, split):
     path = Path(folder, f"{split}.index")
     with error_context("tools/make_shards.py writes it; for your own photos give a photos.jsonl"):
         index = torch.load(path, mmap=True, weights_only=True)
-    data = CaptionData(ShardImages(), index.pop("tag_names"))
+    tag_names = index.pop("tag_names")
     arrays = {name: tensor.numpy() for name, tensor in index.items()}
-    data.images.buffer = arrays["image_bytes"]
-    data.images.ends = arrays["image_ends"]
-    data.captions.buffer = arrays["caption_bytes"]
-    data.captions.ends = arrays["caption_ends"]
-    data.first_caption = arrays["first_caption"]
-    data.tags = arrays["tags"]
-    data.first_tag = arrays["first_tag"]
-    return data
+    places = MappedStrings(arrays["image_bytes"], arrays["image_ends"])
+    return CaptionData(
+        images=Images(places, open_in_shard, block_sampler),
+        captions=MappedStrings(arrays["caption_bytes"], arrays["caption_ends"]),
+        first_caption=arrays["first_caption"],
+        tags=arrays["tags"],
+        first_tag=arrays["first_tag"],
+        tag_names=tag_names,
+    )
 
 
 def save_index(folder, split, data):
-    """Save the arrays of CaptionData (see there) in one file.  data.images: ShardImages"""
+    """Save CaptionData in one file.  data.images.keys: see open_in_shard"""
     arrays = {
-        "image_bytes": data.images.buffer,
-        "image_ends": data.images.ends,
-        "caption_bytes": data.captions.buffer,
-        "caption_ends": data.captions.ends,
         "first_caption": data.first_caption,
         "tags": data.tags,
         "first_tag": data.first_tag,
     }
-    tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
+    for name, strings in (("image", data.images.keys), ("caption", data.captions)):
+        encoded = [string.encode() for string in strings]
+        arrays[f"{name}_bytes"] = np.frombuffer(bytearray().join(encoded), np.uint8)
+        arrays[f"{name}_ends"] = np.cumsum([0, *map(len, encoded)])
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     common.save(Path(folder, f"{split}.index"), {**tensors, "tag_names": data.tag_names})
 
 
-class ShardImages(PackedStrings):
-    """Positions of photos: SHARD.tar, KEY.jpg, OFFSET, SIZE, tab-separated; open(i) -> PIL image"""
+class MappedStrings:
+    """Strings in a file that is mapped into memory: string i is content[ends[i] : ends[i + 1]].
 
-    def open(self, i):
-        shard, _, offset, size = self[i].split("\t")
-        content = os.pread(open_shard(shard).fileno(), int(size), int(offset))
-        return Image.open(io.BytesIO(content))
+    Indexed like an array of strings: by a number, or by a slice, a mask or indices.
+    """
 
-    @staticmethod
-    def sampler(size, batch_size, world, seed, start=0, block=512, window=64):
-        """Like common.infinite_sampler, but reads neighbouring samples of a shard together
+    def __init__(self, content, ends):
+        self.content = content
+        self.ends = ends
 
-        Each epoch cuts the samples into blocks, at different places. Each process gets blocks of
-        its own in random order, and shuffles the samples of `window` blocks at a time. Samples that
-        do not fill a block on every process are left out of the epoch. The order depends only on
-        seed, epoch and number of processes, so a resumed run goes on with the very next sample.
-        """
-        block = max(1, min(block, size // (8 * world.size)))
-        blocks_per_rank = size // block // world.size
-        require(blocks_per_rank, f"{size} samples are fewer than the processes: start fewer")
-        position = start * (batch_size // world.size)
-        while True:
-            epoch, done = divmod(position, blocks_per_rank * block)
-            rng = np.random.default_rng([seed, epoch])
-            first = rng.integers(size)
-            blocks = rng.permutation(size // block)
-            blocks = blocks[world.rank * blocks_per_rank :][:blocks_per_rank]
+    def __len__(self):
+        return len(self.ends) - 1
 
-            step, skipped = divmod(done, window * block)
-            chosen = blocks[step * window :][:window]
-            samples = (first + chosen[:, None] * block + np.arange(block)) % size
-            rng = np.random.default_rng([seed, epoch, world.rank, step])
-            for index in rng.permutation(samples.ravel())[skipped:]:
-                yield epoch, int(index)
-                position += 1
+    def __getitem__(self, key):
+        if isinstance(key, slice):
+            chosen = range(len(self))[key]
+        elif np.ndim(key):
+            chosen = np.flatnonzero(key) if np.asarray(key).dtype == bool else key
+        else:
+            content = self.content[self.ends[key] : self.ends[key + 1]]
+            return bytes(content).decode()
+        return np.array([self[i] for i in chosen], STRINGS)
+
+
+def open_in_shard(place):
+    """place: SHARD.tar, KEY.jpg, OFFSET, SIZE, tab-separated -> PIL image, not yet decoded"""
+    shard, _, offset, size = place.split("\t")
+    content = os.pread(open_shard(shard).fileno(), int(size), int(offset))
+    return Image.open(io.BytesIO(content))
 
 
 @functools.lru_cache(128)
@@ -189,14 +135,46 @@ def open_shard(path):
     return open(path, "rb")
 
 
+def block_sampler(size, batch_size, world, seed, start=0, block=512, window=64):
+    """Like common.infinite_sampler, but reads neighbouring samples of a shard together
+
+    Each epoch cuts the samples into blocks, at different places. Each process gets blocks of
+    its own in random order, and shuffles the samples of `window` blocks at a time. Samples that
+    do not fill a block on every process are left out of the epoch. The order depends only on
+    seed, epoch and number of processes, so a resumed run goes on with the very next sample.
+    """
+    block = max(1, min(block, size // (8 * world.size)))
+    blocks_per_rank = size // block // world.size
+    require(blocks_per_rank, f"{size} samples are fewer than the processes: start fewer")
+    position = start * (batch_size // world.size)
+    while True:
+        epoch, done = divmod(position, blocks_per_rank * block)
+        rng = np.random.default_rng([seed, epoch])
+        first = rng.integers(size)
+        blocks = rng.permutation(size // block)
+        blocks = blocks[world.rank * blocks_per_rank :][:blocks_per_rank]
+
+        step, skipped = divmod(done, window * block)
+        chosen = blocks[step * window :][:window]
+        samples = (first + chosen[:, None] * block + np.arange(block)) % size
+        rng = np.random.default_rng([seed, epoch, world.rank, step])
+        for index in rng.permutation(samples.ravel())[skipped:]:
+            yield epoch, int(index)
+            position += 1
+
+
 # ------------------------------------------------------------------ checkpoints of other authors
 
-# Prefixes of the backbone's keys: the first that fits counts.
-# In order: mmcontrastive.py, MoCo (2), DINO, tp.py, icmlm.py (2), SwAV, VirTex (ours, too), none.
-PREFIXES = (
-    "queries.image.trunk.0.", "module.encoder_q.", "encoder_q.", "module.backbone.", "backbone.",
-    "module.", "visual.cnn.", "",
-)  # fmt: skip
+PREFIXES = (  # of the backbone's keys: the first that fits counts
+    "queries.image.trunk.0.",  # mmcontrastive.py
+    "module.encoder_q.",  # MoCo
+    "encoder_q.",
+    "module.backbone.",  # DINO
+    "backbone.",  # tp.py, icmlm.py
+    "module.",  # SwAV
+    "visual.cnn.",  # VirTex, virtex.py
+    "",
+)
 torch.serialization.add_safe_globals([argparse.Namespace])  # DINO's checkpoints hold one
 CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|projector)\b")
 

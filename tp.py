@@ -166,8 +166,7 @@ def main(args):
         model.compile()
     parallel = common.data_parallel(model, world).train()
 
-    make_train_sample = partial(make_sample, train.images, rows, args)
-    samples = common.Samples(make_train_sample, len(rows), args.seed)
+    samples = common.Samples(partial(make_sample, train.images, rows, args), len(rows), args.seed)
     val_samples = common.Samples(partial(make_sample, val.images, val_rows, args), len(val_rows))
     validation = partial(validate, model, val_samples, val_labels, args, device)
     flip_permutation = language.flip_permutation(names)
@@ -176,7 +175,8 @@ def main(args):
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)  # [App. F.1]
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
-        for batch in micro_batches:
+        for part, batch in enumerate(micro_batches, 1):
+            parallel.require_backward_grad_sync = part == args.accumulate  # one all-reduce a batch
             images = common.augment(batch["images"], batch["jitter"])  # (B, 3, h, w)
             targets = batch["targets"]  # (B, K)
             if args.labels == "rotation":
@@ -185,10 +185,12 @@ def main(args):
                 logits = parallel(images)  # (B, K)
             loss = label_loss(logits, targets, args.labels)
             scaler.scale(loss / args.accumulate).backward()
+            run.log(loss=loss)
         scaler.step(optimizer)
         scaler.update()
-        scores = validation() if world.is_main and run.due("validate") else None
-        run.log(scores, loss=loss, lr=args.lr * lr_scale)
+        if world.is_main and run.due("validate") and iteration < iters:
+            run.validation = validation()
+        run.log(lr=args.lr * lr_scale)
 
     # The backbone is the result; the probe says what it is worth.
     if world.is_main:
@@ -239,9 +241,7 @@ def make_labels(args, train, val, folder, device):
 def postag_labels(train, val, concepts, pos, num_labels):
     """TP-Postag: of the K most frequent words, those in an image's captions [Sec. 3.1]"""
     names = language.top_concepts(concepts, pos, num_labels)
-    labels = language.concept_labels(train, names)
-    val_labels = language.concept_labels(val, names)
-    return names, labels, val_labels
+    return names, language.concept_labels(train, names), language.concept_labels(val, names)
 
 
 def cluster_labels(args, train, val, folder, device):
@@ -286,7 +286,7 @@ def embed_captions(tokenizer, model, captions, vectors, device, amp, batch_size=
     """psi(c)_[CLS] of Eq. 1, from the last layer, before the pooler -> into vectors (N, d_w)"""
     first = range(0, len(captions), batch_size)
     for n in progress(first, desc="caption vectors", unit=" batches"):
-        batch = [captions[i] for i in range(n, min(n + batch_size, len(captions)))]
+        batch = list(captions[n : n + batch_size])
         inputs = tokenizer(
             batch,
             padding=True,

@@ -38,7 +38,6 @@ import math
 import re
 import unicodedata
 from functools import partial
-from itertools import islice
 
 import numpy as np
 import sentencepiece
@@ -164,22 +163,22 @@ def main(args):
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup)  # [Sec. 3]
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
-        for batch in micro_batches:
+        for part, batch in enumerate(micro_batches, 1):
+            parallel.require_backward_grad_sync = part == args.accumulate  # one all-reduce a batch
             images = common.augment(batch.pop("images"), batch.pop("jitter"))  # (B, 3, h, w)
             with common.autocast(device, args.amp):
                 losses = parallel(images, **batch)
             loss = sum(losses.values())
             scaler.scale(loss / args.accumulate).backward()
+            run.log(loss=loss, **losses)
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         scaler.step(optimizer)
         scaler.update()
         lookahead.step()
-        validation = None
-        if world.is_main and run.due("validate"):
-            validation = validate(model, val, tokenizer, args, device)
-        lrs = {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
-        run.log(validation, loss=loss, **losses, **lrs)
+        if world.is_main and run.due("validate") and iteration < iters:
+            run.validation = validate(model, val, tokenizer, args, device)
+        run.log(lr=args.lr * lr_scale, text_lr=args.text_lr * lr_scale)
 
     # The backbone is the result; the probe says what it is worth.
     if world.is_main:
@@ -201,14 +200,13 @@ def subset(data, fraction, captions_per_image, seed):
     if fraction == 1 and not captions_per_image:
         return data
     order = np.random.default_rng(seed).permutation(len(data))
-    chosen = common.CaptionData(type(data.images)(), data.tag_names)
-    for i in np.sort(order[: max(1, round(fraction * len(data)))]):
-        captions = data.captions_of(i)
-        if captions_per_image and len(captions) > captions_per_image:
-            shuffled = np.random.default_rng([seed, 0, i]).permutation(captions)
-            captions = shuffled[:captions_per_image].tolist()
-        chosen.add(data.images[i], captions, data.tags_of(i))
-    return chosen
+    chosen = np.sort(order[: max(1, round(fraction * len(data)))])
+    keep = np.ones(len(data.captions), bool)
+    for i in chosen if captions_per_image else ():
+        first, end = data.first_caption[i : i + 2]
+        shuffled = np.random.default_rng([seed, 0, i]).permutation(end - first)
+        keep[first + shuffled[captions_per_image:]] = False
+    return data.select_captions(keep).select(chosen)
 
 
 def with_tags(data):
@@ -234,7 +232,7 @@ def load_tokenizer(args, captions, run):
             content = read_tokenizer(args.tokenizer).serialized_model_proto()
         else:
             every = math.ceil(len(captions) / MAX_CAPTIONS)
-            chosen = progress(islice(captions, 0, None, every), desc="tokenizer", unit=" captions")
+            chosen = progress(captions[::every], desc="tokenizer", unit=" captions")
             content = train_tokenizer(map(clean, chosen), args.vocab_size)
         path.write_bytes(content)
     common.barrier(run.world)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import common
-from common import ImageFiles, require
+from common import image_files, require
 
 SCORES = "AP", "AP50", "AP75"
 
@@ -24,10 +24,10 @@ SCORES = "AP", "AP50", "AP75"
 class BoxData:
     """Images with boxes in COCO's JSON format, to which every source is converted.
 
-    content: {"images", "annotations", "categories"}.  images: ImageFiles or shapes.ShapeImages, in
-    the same order.  source, path: where they are from.  names: {category id: name}.  masks: whether
-    there are polygons.  objects: JSON for each image, [[class from 1, x, y, w, h, polygons], ...],
-    without COCO's crowds and without empty boxes.
+    content: {"images", "annotations", "categories"}.  images: common.Images in the same order.
+    source, path: where they are from.  names: {category id: name}.  masks: whether there are
+    polygons.  objects: JSON for each image, [[class from 1, x, y, w, h, polygons], ...], without
+    COCO's crowds and without empty boxes.
     """
 
     def __init__(self, content, images, source, path=None):
@@ -51,7 +51,7 @@ class BoxData:
             if min(w, h) > 0.01 and bool(polygons) == self.masks:
                 label = class_of[row["category_id"]]
                 objects[row["image_id"]].append([label, x, y, w, h, polygons])
-        self.objects = common.PackedStrings(map(json.dumps, objects.values()))
+        self.objects = np.array(list(map(json.dumps, objects.values())), common.STRINGS)
 
     def __len__(self):
         return len(self.images)
@@ -70,7 +70,6 @@ def load(name, root, split):
     root = root or f"datasets/{name}"
     data = voc_objects(root, split) if name == "voc" else coco_objects(name, root, split)
     require(len(data), f"--data {name}: the split {split} holds no image")
-    data.images.check_files()
     return data
 
 
@@ -78,7 +77,7 @@ def coco_objects(name, root, split):
     """annotations/instances_{split}.json or lvis_{split}.json, images in folders beside it"""
     kind = "lvis" if name == "lvis" else "instances"
     path = Path(root, "annotations", f"{kind}_{split}.json")
-    images = ImageFiles()
+    paths = []
     with common.error_context(f"{path} should be COCO's or LVIS's JSON file of boxes"):
         content = json.loads(path.read_bytes())
         for image in content["images"]:
@@ -86,8 +85,8 @@ def coco_objects(name, root, split):
                 folder, file = image["coco_url"].split("/")[-2:]
             else:
                 folder, file = split, image["file_name"]
-            images.append(os.path.join(root, folder, file))
-        return BoxData(content, images, name, str(path))
+            paths.append(os.path.join(root, folder, file))
+        return BoxData(content, image_files(paths), name, str(path))
 
 
 def voc_objects(root, split):
@@ -95,7 +94,7 @@ def voc_objects(root, split):
 
     A difficult object becomes a crowd, which pycocotools ignores: see plain_iou.
     """
-    images = ImageFiles()
+    photos = []
     rows = []
     for part in split.split("+"):
         year, _, image_set = part.partition("_")
@@ -104,20 +103,20 @@ def voc_objects(root, split):
         with common.error_context("splits are named like 2007_test or 2007_trainval+2012_trainval"):
             names = path.read_text().split()
         for name in common.progress(names, desc=part, unit=" files", leave=False):
-            images.append(str(folder / "JPEGImages" / f"{name}.jpg"))
+            photos.append(str(folder / "JPEGImages" / f"{name}.jpg"))
             path = folder / "Annotations" / f"{name}.xml"
             with common.error_context(f"{path} should be VOC's annotation of a photo"):
                 for element in ElementTree.parse(path).getroot().findall("object"):
                     # Counted from 1: to pycocotools annotation id 0 means no match.
-                    ids = {"id": len(rows) + 1, "image_id": len(images)}
+                    ids = {"id": len(rows) + 1, "image_id": len(photos)}
                     rows.append({**ids, **voc_object(element)})
     classes = sorted({row["category_id"] for row in rows})
     content = {
-        "images": [{"id": n + 1} for n in range(len(images))],
+        "images": [{"id": n + 1} for n in range(len(photos))],
         "annotations": rows,
         "categories": [{"id": name, "name": name} for name in classes],
     }
-    return BoxData(content, images, "voc")
+    return BoxData(content, image_files(photos), "voc")
 
 
 def voc_object(element):
@@ -159,7 +158,8 @@ def shapes_objects(split, side=96):
         "annotations": rows,
         "categories": [{"id": k, "name": name} for k, name in enumerate(shapes.SHAPES)],
     }
-    return BoxData(content, shapes.ShapeImages(scenes), "shapes")
+    images = common.Images(np.array(scenes, object), shapes.draw)
+    return BoxData(content, images, "shapes")
 
 
 # --------------------------------------------------------------------------------------- samples

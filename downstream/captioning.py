@@ -59,8 +59,7 @@ def main(args):
     folder.mkdir(parents=True, exist_ok=True)
     if args.evaluate:
         return evaluate(model, tokenizer, image_size, device, args)
-    photos = common.ImageFiles(args.photos)
-    photos.check_files()
+    photos = common.image_files(args.photos)
     captions = caption_images(model, photos, image_size, device, args)
     for n, tokens, image_features, pixels in captions:
         caption = detokenize(tokenizer, tokens)

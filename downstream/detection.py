@@ -162,14 +162,16 @@ def fine_tune(train, val, args, world):
         lr_scale = common.lr_factor(iteration - 1, args.iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
-        for batch in micro_batches:
+        for part, batch in enumerate(micro_batches, 1):
+            parallel.require_backward_grad_sync = part == args.accumulate  # one all-reduce a batch
             with common.autocast(device, args.amp):
                 losses = parallel(batch)  # {name: scalar}
             loss = sum(losses.values())
             scaler.scale(loss / args.accumulate).backward()
+            run.log(loss=loss, **losses)
         scaler.step(optimizer)
         scaler.update()
-        run.log(loss=loss, lr=args.lr * lr_scale, **losses)
+        run.log(lr=args.lr * lr_scale)
         if iteration == args.iters:  # before the last checkpoint, by all processes
             precise_bn(model, samples, args, world)
     if not world.is_main:

@@ -38,7 +38,7 @@ from torch import nn
 
 import common
 import eval_linear
-from common import ImageFiles, print_main
+from common import image_files, print_main
 from downstream import baselines
 
 # fmt: off
@@ -146,18 +146,19 @@ def fine_tune(train, val, args, world):
         lr_scale = common.lr_factor(iteration - 1, iters, steps=steps)
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
-        for batch in micro_batches:
+        for part, batch in enumerate(micro_batches, 1):
+            parallel.require_backward_grad_sync = part == args.accumulate  # one all-reduce a batch
             labels = batch["labels"]
             with common.autocast(device, args.amp):
                 logits = parallel(common.augment(batch["images"]))  # (B, classes)
             loss = eval_linear.classification_loss(logits.float(), labels, multi_label=False)
             scaler.scale(loss / args.accumulate).backward()
+            run.log(loss=loss)
         scaler.step(optimizer)
         scaler.update()
-        scores = None
         if iteration % validate_every == 0 and iteration < iters:
-            scores = validate(model, val, args, world)
-        run.log(scores, loss=loss, lr=lr * lr_scale)
+            run.validation = validate(model, val, args, world) or {}
+        run.log(lr=lr * lr_scale)
 
     # The other processes end: the first one scores the result alone.
     if world.is_main:
@@ -172,9 +173,7 @@ def fine_tune(train, val, args, world):
 def labelled_split(name, root, split):
     """One split of "shapes", "folder" or "inat", one label per image -> eval_linear.LabelData"""
     if name == "inat":
-        data = inat_labels(root or "datasets/inat", split)
-        data.images.check_files()
-        return data
+        return inat_labels(root or "datasets/inat", split)
     data = eval_linear.label_data(name, root, split)
     if name == "shapes":  # only scenes with one shape, which is the class
         data = data.select(np.flatnonzero(data.labels.sum(1) == 1))
@@ -189,12 +188,12 @@ def inat_labels(root, split):
         category_ids = sorted(category["id"] for category in content["categories"])
         class_of_category = {category: k for k, category in enumerate(category_ids)}
         category_of = {row["image_id"]: row["category_id"] for row in content["annotations"]}
-        images = ImageFiles()
-        labels = []
+        paths, labels = [], []
         for image in content["images"]:
-            images.append(os.path.join(root, image["file_name"]))
+            paths.append(os.path.join(root, image["file_name"]))
             labels.append(class_of_category[category_of[image["id"]]])
-    return eval_linear.LabelData(images, np.array(labels), list(map(str, category_ids)))
+    names = list(map(str, category_ids))
+    return eval_linear.LabelData(image_files(paths), np.array(labels), names)
 
 
 def part_of_classes(data, fraction, seed, shots=None):

@@ -27,8 +27,7 @@ def get_args(argv=None):
 @torch.no_grad()
 def main(args):
     device = common.init_distributed().device
-    photos = common.ImageFiles(args.photos)
-    photos.check_files()
+    photos = common.image_files(args.photos)
     checkpoint = common.read_checkpoint(args.weights, "tp")
     names = checkpoint["names"]
     trained = checkpoint["args"]

@@ -48,8 +48,7 @@ def main(args):
     device = common.init_distributed().device
     model, lm, tokenizer, concepts, trained = load_icmlm(args.weights, args.lm, device)
     if args.photo:
-        photos = common.ImageFiles([args.photo])
-        photos.check_files()
+        photos = common.image_files([args.photo])
         captions = [args.caption]
     else:
         photos, captions = validation_photos(args, trained, tokenizer)

@@ -58,12 +58,12 @@ def main(args):
 
 
 def images_in(folder):
-    """-> ImageFiles of all photos in a folder and its subfolders"""
+    """-> Images, all photos in a folder and its subfolders"""
     formats = Image.registered_extensions()
     paths = sorted(Path(folder).rglob("*"))
-    images = common.ImageFiles(str(path) for path in paths if path.suffix.lower() in formats)
-    require(len(images), f"{folder} holds no photo")
-    return images
+    paths = [str(path) for path in paths if path.suffix.lower() in formats]
+    require(paths, f"{folder} holds no photo")
+    return common.image_files(paths)
 
 
 def load_encoders(path):

@@ -118,7 +118,7 @@ def report(runs, args, num_classes):
 class ZeroShotData(NamedTuple):
     """Images of seen and unseen classes, and the attributes of all classes."""
 
-    images: object  # common.ImageFiles or shapes.ShapeImages
+    images: common.Images
     classes: np.ndarray  # (N,) from 0
     parts: np.ndarray  # (N,) TRAIN, SEEN or UNSEEN
     attributes: np.ndarray  # (classes, n)
@@ -126,7 +126,7 @@ class ZeroShotData(NamedTuple):
 
     def select(self, keep):
         """The images with these indices."""
-        images = type(self.images)(self.images[i] for i in keep)
+        images = self.images.select(keep)
         classes = self.classes[keep]
         return self._replace(images=images, classes=classes, parts=self.parts[keep])
 
@@ -137,8 +137,7 @@ def shape_pairs():
 
     colours = list(shapes.COLOURS)
     pairs = list(itertools.product(range(len(shapes.SHAPES)), range(len(colours))))
-    images = shapes.ShapeImages()
-    classes, parts = [], []
+    scenes, classes, parts = [], [], []
     for split, num_scenes in SCENES.items():
         for scene in shapes.SPLITS[split][:num_scenes]:
             first, *others = shapes.objects_of(scene)
@@ -147,7 +146,7 @@ def shape_pairs():
             if sum(pair) % 4 == 0:  # two pairs of each shape, and of each colour
                 part = UNSEEN
             if not others and (split == "val" or part == TRAIN):
-                images.append(scene)
+                scenes.append(scene)
                 classes.append(pairs.index(pair))
                 parts.append(part)
     shape = np.eye(len(shapes.SHAPES))
@@ -157,6 +156,7 @@ def shape_pairs():
         names.append(f"{colours[c]} {shapes.SHAPES[s]}")
         attributes.append([*shape[s], *colour[c]])
     attributes = np.array(attributes)
+    images = common.Images(np.array(scenes, object), shapes.draw)
     return ZeroShotData(images, np.array(classes), np.array(parts), attributes, names)
 
 
@@ -167,17 +167,17 @@ def published_data(name, root=None):
     with common.error_context(f"{root} should hold xlsa17.zip of Xian et al., unpacked"):
         res101 = read_mat(root / splits / "res101.mat")
         att_splits = read_mat(root / splits / "att_splits.mat")
-        images = common.ImageFiles()
+        paths = []
         for file in res101["image_files"]:  # a path on its authors' machine: .../<class>/<photo>
             folder, photo = file.split("/")[-2:]
-            images.append(str(root / photos / folder / photo))
+            paths.append(str(root / photos / folder / photo))
+        images = common.image_files(paths)
         classes = res101["labels"].astype(int) - 1  # MATLAB counts from 1
         parts = np.full(len(images), -1)
         for part, location in enumerate(LOCATIONS):
             parts[att_splits[location].astype(int) - 1] = part
         names = att_splits["allclasses_names"].tolist()
         data = ZeroShotData(images, classes, parts, att_splits["att"].T, names)
-    images.check_files()
     return data.select(np.flatnonzero(parts >= 0))
 
 

@@ -16,6 +16,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tqdm import tqdm
@@ -51,12 +52,21 @@ OWN = {
 SCRIPTS = tuple(OWN)
 
 
-def captioned(*images):
+def photos_at(*paths):
+    """Images of these paths, whether or not they are there"""
+    return common.Images(np.array(list(map(str, paths)), common.STRINGS))
+
+
+def scenes(numbers):
+    return common.Images(np.array(numbers, object), shapes.draw)
+
+
+def captioned(*captions, images=None, tags=None, tag_names=None):
     """CaptionData of images with these captions"""
-    data = common.CaptionData(common.ImageFiles())
-    for n, captions in enumerate(images):
-        data.add(f"{n}.jpg", captions)
-    return data
+    images = images or photos_at(*(f"{n}.jpg" for n in range(len(captions))))
+    return common.CaptionData.from_lists(
+        images, captions, tags or [[]] * len(captions), tag_names
+    )
 
 
 class FeaturesAsGiven(torch.nn.Module):
@@ -277,7 +287,8 @@ def coco_folder(tmp_path_factory):
                 row = {"id": len(instances), "image_id": scene, "category_id": category}
                 instances.append(row)
         for kind, rows in (("captions", captions), ("instances", instances)):
-            content = {"images": images, "annotations": rows, "categories": categories}
+            content = {"images": images, "annotations": rows}
+            content |= {"categories": categories} if kind == "instances" else {}
             (root / "annotations" / f"{kind}_{split}.json").write_text(json.dumps(content))
     return root
 

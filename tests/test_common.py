@@ -17,7 +17,7 @@ import pytest
 import torch
 import torchvision
 import torchvision.transforms.functional as TF
-from conftest import ALONE, CPU, ROOT, TORCHRUN, captioned, metrics, run_script
+from conftest import ALONE, CPU, ROOT, TORCHRUN, captioned, metrics, photos_at, run_script, scenes
 from PIL import Image
 from torch import nn
 
@@ -60,7 +60,7 @@ def test_coco(coco_folder, tmp_path):
         objects = shapes.objects_of(scene)
         assert data.images[i] == f"{root}/val2017/{scene:012d}.jpg"
         assert data.captions_of(i) == shapes.describe(scene, objects)
-        assert data.tags_of(i) == shapes.tags(objects)
+        assert data.tags_of(i) == sorted({shapes.SHAPES.index(o.shape) for o in objects})
     selected = data.select([7, 2])
     assert selected.tags_of(1) == data.tags_of(2) and selected.tag_names == data.tag_names
     (root / "annotations" / "instances_val2017.json").unlink()
@@ -160,7 +160,7 @@ def everything(width, height):
 
 def read(path, crop=everything, size=32):
     """One readable file -> float pixels"""
-    [pixels] = common.read_crops(common.ImageFiles([str(path)]), 0, [crop], size)
+    [pixels] = common.read_crops(photos_at(path), 0, [crop], size)
     assert pixels.dtype == np.uint8 and pixels.shape == (size, size, 3)
     return pixels.astype(float)
 
@@ -173,7 +173,7 @@ def apart(one, other):
     return np.abs(one - other).mean()
 
 
-class Watched(common.ImageFiles):
+class Watched(common.Images):
     """Keeps the image that it opened."""
 
     def open(self, i):
@@ -259,7 +259,7 @@ def test_random_crop(width, height):
 
 def test_flipped_photos_say_so():
     """Uncropped and without jitter, a photo is as it is or flipped; never in validation."""
-    images, seen = shapes.ShapeImages(range(5)), set()
+    images, seen = scenes(range(5)), set()
     args = argparse.Namespace(image_size=16, crop_min=1.0, colour_jitter=0)
     samples = common.Samples(lambda i, rng: common.load_image(images, i, rng, args), 5)
     for key in [*range(5), *itertools.product(range(8), range(5))]:
@@ -362,12 +362,6 @@ def test_a_missing_package_of_ours_is_no_missing_script(tmp_path, monkeypatch):
     (tmp_path / "some_script.py").write_text("import no_such_package")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         common.import_if_there("some_script")
-
-
-def test_a_gpu_that_torch_cannot_use(monkeypatch, capsys):
-    monkeypatch.setattr(common.os.path, "exists", lambda path: path == "/dev/nvidia0")
-    assert common.init_distributed() == ALONE
-    assert "install a build of torch for its version of CUDA" in capsys.readouterr().out
 
 
 def test_host_tensors_beside_nccl(monkeypatch):
@@ -645,6 +639,15 @@ def test_steps(tmp_path, monkeypatch):
     assert [row["iteration"] for row in rows] == [2, 4, 6, 8] and rows[1]["lr"] == 0.5**4
     # Between two lines it ticks 5 times; 2 steps of 4 images, each of which waits for a tick.
     assert [(row["images_per_s"], row["data_wait"]) for row in rows] == [(1.6, 0.4)] * 4
+
+
+def test_a_finished_run_says_so(tmp_path, capsys):
+    train(start(tmp_path), 3)
+    train(start(tmp_path), 6)
+    train(start(tmp_path), 6)
+    resumed, finished = capsys.readouterr().out.split("resuming from iteration 3\n")
+    assert "has finished and is only evaluated again; for a longer one" in finished
+    assert "has finished" not in resumed
 
 
 def test_weights_that_are_not_finite(tmp_path):

@@ -13,6 +13,8 @@ import torchvision
 from conftest import ROOT, SCRIPTS, TORCHRUN, checkpoint_in, environment, files_in, finished
 from conftest import in_two_processes, interrupted, kill_at, metrics, refusal, result
 from conftest import run_here, run_script
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import common
 
@@ -192,6 +194,34 @@ def test_micro_batches_are_processes(script, tiny, tmp_path):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4 * float(two.abs().max()))
         apart.append(float((whole - two).norm() / two.norm().clamp(min=1e-12)))
     assert max(apart) > 0.05
+    rows = [metrics(tmp_path / name)[0] for name in ("two", "one")]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-4)  # a mean, not the last part
+
+
+def count_all_reduces(command):
+    """-> how often a run all-reduces its first bucket of gradients"""
+    buckets = []
+
+    class Watched(torch.nn.parallel.DistributedDataParallel):
+        def __init__(self, *given, **more):
+            super().__init__(*given, **more)
+            self.register_comm_hook(None, self.watch)
+
+        @staticmethod
+        def watch(state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            buckets.append(bucket.index())
+            return allreduce_hook(None, bucket)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.parallel, "DistributedDataParallel", Watched)
+        run_here(command)
+    return buckets.count(0)
+
+
+@every_script
+def test_micro_batches_share_an_all_reduce(script, tiny, tmp_path):
+    command = tiny(script, tmp_path, "--iters", 3, "--accumulate", 2)
+    assert in_two_processes(count_all_reduces, command) == [3, 3]
 
 
 @every_script

@@ -1,6 +1,7 @@
 """eval_linear.py: labelled images, each protocol on small images, and the probe."""
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -565,7 +566,7 @@ def test_labels_of_the_probe(captioned, folder):
 def test_nothing_to_probe_on(captioned, tmp_path, capsys):
     """That is said, with the command that measures."""
     train, val = captioned
-    untagged = common.CaptionData(train.images)
+    untagged = dataclasses.replace(train, tag_names=None)
     nothing = "no class of photos.jsonl has examples in both splits"
     for data, message in (([untagged, untagged], ""), ([train.select([0]), val], nothing)):
         assert build_probe(data).final(None, tmp_path, CPU) == {}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ALONE, checkpoint_in, files_in, in_two_processes, kill_at
-from conftest import metrics, refusal, result, run_here
+from conftest import metrics, photos_at, refusal, result, run_here
 
 import common
 import eval_linear
@@ -157,7 +157,7 @@ def test_fraction():
     """Of each class its fraction, at least one; the same for a seed; 10% are part of 30%."""
     rng = np.random.default_rng(0)
     classes = rng.permutation([0] * 100 + [1] * 31 + [2] * 4)
-    images = common.ImageFiles(f"{n}.jpg" for n in range(135))
+    images = photos_at(*(f"{n}.jpg" for n in range(135)))
     data = eval_linear.LabelData(images, classes, list("abc"))
     kept = {}
     for fraction in (0.01, 0.1, 0.3):

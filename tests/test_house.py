@@ -21,7 +21,7 @@ DOWNSTREAM = [name for name in FILES if name.startswith("downstream/")]
 OURS = {name.removesuffix(".py") for name in TOP} | {"downstream", "tools", "tests"}
 
 BUDGETS = {  # lines, tokens
-    "common.py": (941, 6000),  # DESIGN: 800, 6000; what is over stands in the note of issue 26
+    "common.py": (1012, 6490),  # DESIGN: 800, 5600; what is over stands in the note of issue 34
     "language.py": (360, 2500),
     "sources.py": (250, 2000),
     "svm.py": (240, 1900),
@@ -39,7 +39,7 @@ ALLOWED = {
     "shapes": set(),
     "svm": set(),
     "common": set(),
-    "sources": {"common", "shapes"},
+    "sources": {"common"},
     "language": {"common"},
     "eval_linear": {"common", "svm"},
     "virtex": {"common"},

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ALONE, CPU, FeaturesAsGiven, captioned, metrics, result, run_here
+from conftest import ALONE, CPU, FeaturesAsGiven, captioned, metrics, photos_at, result, run_here
 from PIL import Image
 from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer
 from torch import nn
@@ -325,14 +325,13 @@ WHOLE = SimpleNamespace(image_size=16, crop_min=1.0, colour_jitter=0.0, seed=0)
 @pytest.fixture
 def photos(tmp_path):
     """Four photos, red on the left and blue on the right; the second has no caption"""
-    data = common.CaptionData(common.ImageFiles())
-    for n, captions in enumerate((LEFT_RIGHT[:2], [], LEFT_RIGHT[1:], LEFT_RIGHT[::2])):
+    paths = [tmp_path / f"{n}.png" for n in range(4)]
+    for n, path in enumerate(paths):
         pixels = np.zeros((40, 40, 3), np.uint8)
         pixels[:, :20, 0] = pixels[:, 20:, 2] = 200 + 10 * n
-        path = tmp_path / f"{n}.png"
         Image.fromarray(pixels).save(path)
-        data.add(str(path), captions)
-    return data
+    captions = LEFT_RIGHT[:2], [], LEFT_RIGHT[1:], LEFT_RIGHT[::2]
+    return captioned(*captions, images=photos_at(*paths))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import CPU
@@ -135,7 +136,7 @@ RHYMES = ["a red dog runs fast", "two men ride a bike", "the cat sits on its mat
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory):
     """-> (tokenizer, model), trained on four captions until it knows them"""
-    folder, captions = tmp_path_factory.mktemp("lm"), common.PackedStrings(5 * RHYMES)
+    folder, captions = tmp_path_factory.mktemp("lm"), np.array(5 * RHYMES, common.STRINGS)
     sizes = {"layers": 2, "width": 128}
     language.scratch_language_model(folder, captions, 60, 0, CPU, "off", **sizes)
     return language.language_model(folder, CPU)

@@ -83,7 +83,7 @@ def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     inputs = tokenizer(caption.replace(word, "[MASK]", 1), return_tensors="pt")
     tokens, mask = inputs["input_ids"], inputs["attention_mask"].bool()
     mask_pos = (tokens == tokenizer.mask_token_id).nonzero()[0, 1:]
-    pixels, _ = eval_linear.CentreCrops(common.ImageFiles([str(photo)]), 64, side_fraction=1.0)[0]
+    pixels, _ = eval_linear.CentreCrops(common.image_files([str(photo)]), 64, side_fraction=1.0)[0]
     images = common.augment(torch.from_numpy(pixels)[None])
     text = lm.encode(tokens, mask), mask, mask_pos
     logits, _ = model(images, *text)

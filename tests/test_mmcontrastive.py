@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.functional as TF
-from conftest import ALONE, CPU, OWN, TINY, checkpoint_in, files_in, in_two_processes, metrics
-from conftest import refusal, result, run_here
+from conftest import ALONE, CPU, OWN, TINY, captioned, checkpoint_in, files_in
+from conftest import in_two_processes, metrics, photos_at, refusal, result, run_here
 from PIL import Image
 from scipy.stats import rankdata
 from torch import nn
@@ -308,13 +308,13 @@ def test_blur_is_a_gaussian_convolution():
 @pytest.fixture
 def two_photos(tmp_path):
     """One with three captions and two tags, and one with nothing; unlike their flipped images"""
-    data = common.CaptionData(common.ImageFiles(), ["dog", "tree", "sky"])
     captions = ["the dog left of a bright tree", "a tree right of it", "a dog"]
-    for n, row in enumerate(((captions, [0, 2]), ([], []))):
+    paths = tmp_path / "0.png", tmp_path / "1.png"
+    for n, path in enumerate(paths):
         pixels = np.random.default_rng(n).integers(0, 255, (24, 24, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / f"{n}.png")
-        data.add(str(tmp_path / f"{n}.png"), *row)
-    return data
+        Image.fromarray(pixels).save(path)
+    tags = {"tags": [["dog", "sky"], []], "tag_names": ["dog", "tree", "sky"]}
+    return captioned(captions, [], images=photos_at(*paths), **tags)
 
 
 def samples_of(data, **flags):
@@ -330,8 +330,7 @@ def test_left_and_right_follow_the_photo_that_a_caption_meets(two_photos):
 
     The two captions of Eq. 8 differ where one photo alone is flipped, as make_sample says.
     """
-    data = common.CaptionData(common.ImageFiles(), ["dog"])
-    data.add(two_photos.images[0], ["a dog left of a tree"])
+    data = captioned(["a dog left of a tree"], images=two_photos.images.select([0]))
     samples, straight = samples_of(data), np.array(Image.open(data.images[0]))
     captions = {False: "a dog left of a tree", True: "a dog right of a tree"}
     seen = set()
@@ -349,7 +348,7 @@ def test_caption_views(two_photos):
     """The same caption twice, two of the photo, or one and its back-translation by either way."""
     captions, rng = list(two_photos.captions), np.random.default_rng(0)
     both = [[f"{by} {caption}" for caption in captions] for by in ("fr", "de")]
-    translations = [common.PackedStrings([*["of another photo"] * 3, *own]) for own in both]
+    translations = [[*["of another photo"] * 3, *own] for own in both]
 
     def pairs(kind, data=two_photos, index=0, given=()):
         views = partial(mmcontrastive.caption_views, data, index, kind, given, rng)
@@ -360,9 +359,7 @@ def test_caption_views(two_photos):
     translated = {(caption, f"{by} {caption}") for caption in captions for by in ("fr", "de")}
     second = two_photos.select([0, 0]), 1
     assert pairs("backtranslation", *second, translations) == translated
-    one = common.CaptionData(common.ImageFiles())
-    one.add("photo.jpg", ["a dog"])
-    assert pairs("sibling", one) == {("a dog", "a dog")}
+    assert pairs("sibling", captioned(["a dog"])) == {("a dog", "a dog")}
     assert pairs("sibling", index=1) == {("", "")}
 
 
@@ -429,10 +426,10 @@ def test_median_rank_is_that_of_vse():
 
 def some_data(*rows):
     """rows: (captions, tags) of each photo"""
-    data = common.CaptionData(common.ImageFiles(), ["dog", "cat"])
-    for n, (captions, tags) in enumerate(rows):
-        data.add(f"{n}.jpg", captions, tags)
-    return data
+    names = ["dog", "cat"]
+    captions, tags = zip(*rows)
+    tags = [[names[k] for k in row] for row in tags]
+    return captioned(*captions, tags=tags, tag_names=names)
 
 
 MIXED = (["a dog"], [0]), ([], [1]), (["a cat"], [])

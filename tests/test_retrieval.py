@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ALONE, CPU, FeaturesAsGiven, captioned, in_two_processes
-from conftest import refusal, result, run_here
+from conftest import photos_at, refusal, result, run_here
 from PIL import Image
 
 import common
@@ -140,7 +140,7 @@ def test_random_crops(tmp_path):
     """Each is another part of its photo, every second one flipped, always the same."""
     ramp = np.tile(np.arange(64, dtype=np.uint8)[None, :, None], (64, 1, 3))
     Image.fromarray(ramp).save(tmp_path / "ramp.png")
-    images = common.ImageFiles([str(tmp_path / "ramp.png"), "none.png"])
+    images = photos_at(tmp_path / "ramp.png", "none.png")
     crops = retrieval.RandomCrops(images, tiny_args(tmp_path))
     opened = [np.asarray(crops.open(n)) for n in range(0, 60, 2)]
     assert len({crop.tobytes() for crop in opened}) > 20

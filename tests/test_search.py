@@ -1,5 +1,6 @@
 """downstream/search.py: photos found by a text, by vectors made one by one"""
 
+import dataclasses
 import shutil
 from functools import partial
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, CPU, OWN, TINY, checkpoint_in, refusal, result, run_here
+from conftest import ALONE, CPU, OWN, TINY, checkpoint_in, photos_at, refusal, result, run_here
 from PIL import Image
 from test_mmcontrastive import assert_same_scores, literal_scores
 
@@ -31,7 +32,7 @@ def trained(coco_folder, tiny_lm, tmp_path_factory):
 def vectors_of(folder, paths, captions):
     """Photos and captions in their common space, one at a time"""
     encoders, tokenizer, flags = search.load_encoders(folder / "checkpoint.pth")
-    photos, texts, images = [], [], common.ImageFiles(paths)
+    photos, texts, images = [], [], common.image_files(paths)
     for n in range(len(images)):
         crop = partial(common.centre_crop, 1.0)
         [pixels] = common.read_crops(images, n, [crop], flags.image_size)
@@ -52,9 +53,9 @@ def test_retrieval_of_the_validation_split(trained, coco_folder):
     """
     encoders, tokenizer, flags = search.load_encoders(trained / "checkpoint.pth")
     val = common.caption_data("coco", str(coco_folder), "val2017")
-    broken = common.CaptionData(common.ImageFiles())
-    for n, image in enumerate(val.images):
-        broken.add("no photo" if n == 5 else image, val.captions_of(n))
+    paths = [*val.images]
+    paths[5] = "no photo"
+    broken = dataclasses.replace(val, images=photos_at(*paths))
     rest, found = val.select([n for n in range(12) if n != 5]), result(trained)["retrieval"]
     without = mmcontrastive.validate(encoders, broken, tokenizer, flags, CPU)["retrieval"]
     for data, scores in ((val, found), (rest, without)):
@@ -132,7 +133,7 @@ def test_features_of_a_folder(tmp_path):
     assert paths == [str(tmp_path / "0.png"), str(tmp_path / "2.png")]
     backbone = eval_linear.load_backbone("random", "resnet18", 0).eval()
     args = SimpleNamespace(image_size=32, workers=0, amp="off", output=tmp_path)
-    wanted, _ = eval_linear.extract_features(backbone, common.ImageFiles(paths), args, ALONE)
+    wanted, _ = eval_linear.extract_features(backbone, common.image_files(paths), args, ALONE)
     np.testing.assert_allclose(np.load(tmp_path / "out/features.npy"), wanted, rtol=1e-4)
 
 

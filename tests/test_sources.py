@@ -149,7 +149,7 @@ def test_a_folder_without_an_index(folder):
 
 def draw(number, size, rank=0, processes=1, batch=4, seed=0, start=0):
     world = common.World(rank, processes, CPU)
-    order = sources.ShardImages.sampler(size, batch, world, seed, start, block=5, window=3)
+    order = sources.block_sampler(size, batch, world, seed, start, block=5, window=3)
     return list(itertools.islice(order, number))
 
 

@@ -13,7 +13,7 @@ import torch
 import torchvision
 import transformers
 from conftest import CPU, TINY, captioned, checkpoint_in, kill_at, metrics
-from conftest import refusal, result, run_here
+from conftest import photos_at, refusal, result, run_here, scenes
 from scipy import sparse
 from sklearn.cluster import KMeans
 from sklearn.metrics import average_precision_score
@@ -190,9 +190,8 @@ def test_instances_are_the_annotated_tags(tmp_path):
     """Sec. 4, TP-Label: the tags of each image, and no caption is needed."""
     names, splits = ["dog", "cat", "cow"], []
     for rows in ([[0, 2], [1], []], [[2]]):
-        splits.append(common.CaptionData(common.ImageFiles(), names))
-        for n, tags in enumerate(rows):
-            splits[-1].add(f"{n}.jpg", [], tags)
+        tags = [[names[k] for k in row] for row in rows]
+        splits.append(captioned(*[[]] * len(rows), tags=tags, tag_names=names))
     labels = labels_in(tmp_path, *splits, "--labels instances")
     assert labels.names == names and labels.val.toarray().tolist() == [[0, 0, 1]]
     assert labels.train.toarray().tolist() == [[1, 0, 1], [0, 1, 0], [0, 0, 0]]
@@ -206,7 +205,7 @@ def test_labels_go_with_their_photos(tmp_path):
     for n in (0, 1, 3):
         shapes.draw(n).save(tmp_path / f"{n}.png")
     (tmp_path / "2.png").write_bytes(b"no photo")
-    images = common.ImageFiles(str(tmp_path / f"{n}.png") for n in range(4))
+    images = photos_at(*(tmp_path / f"{n}.png" for n in range(4)))
     rows = np.array([1, 2, 3])  # 0 has no label
     labels = np.array([[0, 0, 0], [1, 1, 0], [1, 0, 0], [0, 0.25, 0.75]], np.float32)
     permutation, seen = language.flip_permutation(["dog", "left", "right"]), set()
@@ -270,7 +269,7 @@ def test_validation_is_over_all_photos(labels):
     """What the photos give together, in eval mode; training goes on after it, undisturbed."""
     torch.manual_seed(0)
     args = arguments(f"--image-size 32 --workers 0 --labels {labels}")
-    images, rows = shapes.ShapeImages(range(75)), np.arange(5, 75)
+    images, rows = scenes(range(75)), np.arange(5, 75)
     targets = np.random.default_rng(0).dirichlet([0.3] * 4, 75).astype(np.float32)
     if labels == "postag":
         targets = (targets >= 0.1).astype(np.float32)
@@ -397,7 +396,7 @@ def test_labels_of_photos(trained, coco_folder, tmp_path):
     model.load_state_dict(content["model"])
     assert lines.pop(number + 1) == f"cannot decode {broken}: left out"
     for photo, first in zip(photos, (0, number + 1)):
-        logits = model(centred(common.ImageFiles([str(photo)]), 0, 32))[0]
+        logits = model(centred(photos_at(photo), 0, 32))[0]
         # Of rotations and words one is right: together their probability is one.
         chances = logits.sigmoid() if trained.labels == "lda" else logits.softmax(0)
         percents, best = (100 * chances).topk(number)

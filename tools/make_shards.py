@@ -179,26 +179,26 @@ def write_index(folder, shards):
 
     All splits share one list of tag names.
     """
-    splits, tag_index = {}, {}
+    photos = {}
     with multiprocessing.Pool() as pool:
         for split, paths in shards.items():
-            data = splits[split] = common.CaptionData(sources.ShardImages())
+            photos[split] = []
             indexed = pool.imap(index_shard, paths)
             for path in progress(paths, desc=f"index of {split}", unit=" shards"):
                 try:
-                    photos = next(indexed)
+                    photos[split] += next(indexed)
                 except (ValueError, tarfile.TarError) as error:
                     fail(f"{path}: {error}. Expected: {SHARDS}")
-                for place, captions, tags in photos:
-                    tags = sorted({tag_index.setdefault(tag, len(tag_index)) for tag in tags})
-                    data.add(place, captions, tags)
-    for split, data in splits.items():
-        data.tag_names = list(tag_index) or None
+    names = dict.fromkeys(tag for rows in photos.values() for _, _, tags in rows for tag in tags)
+    for split, rows in photos.items():
+        places, captions, tags = zip(*rows)
+        images = common.Images(np.array(places, common.STRINGS))
+        data = common.CaptionData.from_lists(images, captions, tags, list(names) or None)
         sources.save_index(folder, split, data)
 
 
 def index_shard(path):
-    """One shard -> [(position of the photo, see sources.ShardImages; its captions; its tags)]"""
+    """One shard -> [(position of the photo, see sources.open_in_shard; its captions; its tags)]"""
     photos, keys = [], set()
     with tarfile.open(path, "r:") as tar:
         files = filter(tarfile.TarInfo.isfile, tar)

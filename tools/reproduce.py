@@ -203,9 +203,12 @@ class Steps:
     def words(self, command, seed, **values):
         """Make everything that a command of rows.toml depends on -> the words of the command"""
         values = {**vars(self.args), "seed": seed, **values}
-        names = re.findall(r"{([\w.-]+)}", command)
+        names = re.findall(r"{([\w./-]+)}", command)
         for name in names:
-            if name in BACKBONES:
+            backbone, _, file = name.partition("/")
+            if backbone in BACKBONES and file:  # of its training: {own-tfm/language_model}
+                values[name] = shlex.quote(str(self.train(backbone, seed) / file))
+            elif name in BACKBONES:
                 values[name] = self.weights(name, seed)
             elif name in LISTS:
                 values[name] = shlex.quote(str(self.make_list(name, seed)))
