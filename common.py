@@ -253,6 +253,9 @@ def init_distributed():
     """Join the other processes if torchrun started this one (NCCL or gloo) -> World"""
     cuda = torch.cuda.is_available()
     torch.backends.cudnn.benchmark = True
+    if not cuda and os.path.exists("/dev/nvidia0"):
+        print_main("torch cannot use the GPU and computes on the CPU. If nvidia-smi works, install "
+                   "a build of torch for its version of CUDA: see pytorch.org")  # fmt: skip
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device(f"cuda:{local}" if cuda else "cpu")
     if "RANK" not in os.environ:
@@ -752,14 +755,15 @@ def augment(images, jitter=None):
 # ----------------------------------------------------------------------- backbones, optimisation
 
 
-def build_backbone(arch):
+def build_backbone(arch, zero_init_residual=False):
     """torchvision's network with its key names, without its classifier, randomly initialised
 
     (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32)
     """
     from torchvision import models  # only here: it takes seconds, and --help needs none
 
-    model = getattr(models, arch)()
+    kwargs = {"zero_init_residual": True} if zero_init_residual else {}  # only of ResNets
+    model = getattr(models, arch)(**kwargs)
     *children, _, _ = model.named_children()  # the last two are average pooling and classifier
     backbone = nn.Sequential(OrderedDict(children))
     backbone.arch = arch

@@ -29,8 +29,8 @@ What to expect: with the paper's head (H = 2048, 10K words) the loss starts near
 direction, not at ln 10000 = 9.2: the output layer is the token embedding, so at first each
 position predicts the token it has just read. Then comes a plateau, near 3.2 per direction on
 Flickr8k (H = 512): the heads write plausible captions without looking at the photo. The loss falls
-again when the backbone begins to see. If training stalls on the plateau, train longer or raise
---text-lr. A finished run is in docs/logs/virtex.
+again when the image features start to lower it. If training stalls on the plateau, train longer
+or raise --text-lr. A finished run is in docs/logs/virtex.
 """
 
 import io
@@ -61,6 +61,7 @@ RECIPES = {  #           demo        small       paper
     "colour_jitter":    (0.25,       1.0,        1.0),         # official code
     "hidden":           (256,        512,        2048),        # Sec. 4.1
     "init_std":         (0.06,       0.02,       0.02),        # official code; demo: ours
+    "zero_residual":    (False,      False,      True),        # official code: see VirTex
     "dropout":          (0.0,        0.1,        0.1),         # official code
     "vocab_size":       (10_000,     10_000,     10_000),      # Sec. 3; fewer for few captions
     "batch_size":       (64,         32,         256),         # Sec. 3
@@ -144,6 +145,7 @@ def main(args):
         dropout=args.dropout,
         task=args.task,
         init_std=args.init_std,
+        zero_residual=args.zero_residual and args.arch != "vgg16_bn",
     )
     model.to(device, memory_format=torch.channels_last)
     backbone = model.visual["cnn"]
@@ -344,6 +346,7 @@ class VirTex(nn.Module):
     """Backbone and textual heads; calling it returns the losses of the task [Sec. 3, 4.2].
 
     visual["cnn"] is the backbone; textual and backward_textual are the two directions.
+    zero_residual: the residual blocks start as identities, their last batch norm at 0.
     """
 
     def __init__(
@@ -356,10 +359,11 @@ class VirTex(nn.Module):
         max_length=MAX_LENGTH,
         task=TASKS[0],
         init_std=0.02,
+        zero_residual=False,
     ):
         super().__init__()
         self.task = task
-        self.visual = nn.ModuleDict({"cnn": common.build_backbone(arch)})
+        self.visual = nn.ModuleDict({"cnn": common.build_backbone(arch, zero_residual)})
         channels = self.visual["cnn"].channels
         if task in CLASSIFICATION:
             self.textual = nn.ModuleDict({"output": nn.Linear(channels, vocab_size)})

@@ -364,6 +364,12 @@ def test_a_missing_package_of_ours_is_no_missing_script(tmp_path, monkeypatch):
         common.import_if_there("some_script")
 
 
+def test_a_gpu_that_torch_cannot_use(monkeypatch, capsys):
+    monkeypatch.setattr(common.os.path, "exists", lambda path: path == "/dev/nvidia0")
+    assert common.init_distributed() == ALONE
+    assert "install a build of torch for its version of CUDA" in capsys.readouterr().out
+
+
 def test_host_tensors_beside_nccl(monkeypatch):
     """NCCL alone would refuse them: on several GPUs only, where no test would see it."""
     backends = []

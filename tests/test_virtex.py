@@ -38,7 +38,7 @@ HIDDEN, LAYERS = 128, 2  # the smallest width with several heads
 def build_model(channels, *args, **kwargs):
     """VirTex without a backbone"""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "build_backbone", lambda arch: FeaturesAsGiven(channels))
+        patch.setattr(common, "build_backbone", lambda *_: FeaturesAsGiven(channels))
         return virtex.VirTex("stub", *args, **kwargs)
 
 
@@ -150,6 +150,20 @@ def test_weights_at_the_start():
         else:
             assert value.std().item() == pytest.approx(0.02, rel=0.1), name
             assert abs(value.mean().item()) < 0.003, name
+
+
+@pytest.mark.parametrize("arch, last", [("resnet18", "bn2"), ("resnet50", "bn3")])
+def test_zero_residual(arch, last):
+    """Only the last batch norm of each residual block starts at 0, and only in the paper's recipe."""
+    with torch.device("meta"):
+        names = [name for name, _ in common.build_backbone(arch).named_parameters()]
+    state = virtex.VirTex(arch, 100, 64, zero_residual=True).visual["cnn"].state_dict()
+    norms = [name for name in names if state[name].ndim == 1 and name.endswith("weight")]
+    zero = {name for name in norms if not state[name].any()}
+    assert zero == {name for name in norms if name.endswith(f"{last}.weight")} and len(zero) > 7
+    recipes = {"demo": False, "small": False, "paper": True}
+    for recipe, expected in recipes.items():
+        assert virtex.get_args(["--recipe", recipe]).zero_residual is expected
 
 
 @pytest.mark.parametrize("task", virtex.TASKS)
