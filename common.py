@@ -213,7 +213,9 @@ def run_flags(parser, script):
     """The flags of everything that trains into an output directory: see Run."""
     # fmt: off
     add = parser.add_argument_group("run").add_argument
-    add("--output", default=f"runs/{script}", help="output directory; the same command resumes it")
+    parser.script = script
+    add("--output", help="output directory, from which the same command resumes (default "
+        f"runs/{script}; runs/{script}-NAME for data that is not built in)")
     add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
     add("--seed", type=int, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision (default bf16 where supported)")
@@ -227,6 +229,9 @@ def run_flags(parser, script):
 
 def parse(parser, argv):
     args = parser.parse_args(argv)
+    if args.output is None:  # runs on other data do not collide
+        name = "" if args.data == "shapes" else f"-{Path(args.data).stem}"
+        args.output = f"runs/{parser.script}{name}"
     parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
     if args.batch_size and args.batch_size % parts:
         count = f"{parts} (processes times --accumulate)"

@@ -9,9 +9,10 @@ predicted from the features there. Both variants also train tag prediction.
 
     laptop        python icmlm.py
     own photos    python tp.py --data photos.jsonl
-                  python icmlm.py --data photos.jsonl --init runs/tp/backbone.pth
-    one GPU       python icmlm.py --data coco --accumulate 4 --init runs/tp/backbone.pth
-    eight GPUs    torchrun --nproc_per_node=8 icmlm.py --data coco --init runs/tp/backbone.pth
+                  python icmlm.py --data photos.jsonl --init runs/tp-photos/backbone.pth
+    one GPU       python icmlm.py --data coco --accumulate 4 --init runs/tp-coco/backbone.pth
+    eight GPUs    torchrun --nproc_per_node=8 icmlm.py --data coco \\
+                      --init runs/tp-coco/backbone.pth
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 icmlm.py --data coco   (on both; shared --output)
     VG, VGG-16    torchrun --nproc_per_node=4 tp.py --data vg --arch vgg16_bn --labels rotation \\

@@ -14,7 +14,7 @@ measured in separate spaces, each with its own MLPs [Sec. 3.2].
     MoCo-v2       python mmcontrastive.py --data coco --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 \\
                       --lambda-tag 0
     for COCO      python tools/backtranslate.py --data coco \\
-                      --output runs/mmcontrastive/backtranslations.jsonl   (once: caption views)
+                      --output runs/mmcontrastive-coco/backtranslations.jsonl   (once)
     one GPU       python mmcontrastive.py --data coco --accumulate 8
     eight GPUs    torchrun --nproc_per_node=8 mmcontrastive.py --data coco
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\

@@ -1,7 +1,8 @@
 """Captions by a model of virtex.py, and where it looks for each word.  [VirTex Sec. 4.4, Fig. 6]
 
     python -m downstream.captioning photo.jpg --weights runs/virtex/checkpoint.pth
-    python -m downstream.captioning --evaluate --data coco --weights runs/virtex/checkpoint.pth
+    python -m downstream.captioning --evaluate --data coco \\
+        --weights runs/virtex-coco/checkpoint.pth
 
 Prints a caption for each photo and draws the attention of the last layer for each word into
 --output. --evaluate captions the validation split and reports CIDEr and SPICE, which need

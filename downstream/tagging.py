@@ -8,9 +8,11 @@ image's tag vectors. The tags nearest to its output are predicted and scored by 
 
     laptop       python -m downstream.tagging
     own photos   python -m downstream.tagging --data photos.jsonl --num-tags 1000
-    COCO         python -m downstream.tagging --weights runs/mmcontrastive/backbone.pth --data coco
-    TP's words   python -m downstream.tagging --weights runs/tp/backbone.pth --data coco \\
-                     --tags runs/tp/concepts.json --num-tags 1000
+    COCO         python -m downstream.tagging --data coco \\
+                     --weights runs/mmcontrastive-coco/backbone.pth
+    TP's words   python -m downstream.tagging --data coco \\
+                     --weights runs/tp-coco/backbone.pth \\
+                     --tags runs/tp-coco/concepts.json --num-tags 1000
     eight GPUs   torchrun --nproc_per_node=8 -m downstream.tagging --data coco   (extract features)
 
 Tags are the categories of COCO's instances, or the tags of a .jsonl; for a built-in scene shape,

@@ -580,10 +580,12 @@ def parsed(flags, paper=None):
 @pytest.mark.parametrize(
     "flags, recipe, expected",
     [
-        ("", "demo", {"image_size": 48, "iters": 900, "lr": None, "train_split": "train"}),
-        ("--data a.jsonl", "small", {"image_size": 112, "epochs": 20.0, "val_split": "val"}),
+        ("", "demo", {"image_size": 48, "iters": 900, "lr": None, "output": "runs/virtex"}),
+        ("--data b/a.jsonl", "small", {"epochs": 20.0, "output": "runs/virtex-a"}),
         ("--data vg", "paper", {"image_size": 224, "val_split": "val", "margin": 1}),
         ("--data coco --val-split x", "paper", {"train_split": "train2017", "val_split": "x"}),
+        ("--data coco --output runs/virtex", "paper", {"output": "runs/virtex"}),
+        ("--data coco", "paper", {"output": "runs/virtex-coco", "train_split": "train2017"}),
         ("--recipe small", "small", {"data": "shapes", "image_size": 112, "margin": 8}),
         ("--data coco --recipe=demo", "demo", {"image_size": 48, "val_split": "val2017"}),
         ("--image-size 32 --lr 3", "demo", {"image_size": 32, "lr": 3.0, "batch_size": 32}),

@@ -1,6 +1,7 @@
 """Back-translate the training captions: the second views for mmcontrastive.py [Sec. 4.1]
 
-    python tools/backtranslate.py --data coco --output runs/mmcontrastive/backtranslations.jsonl
+    python tools/backtranslate.py --data coco \\
+        --output runs/mmcontrastive-coco/backtranslations.jsonl
     python mmcontrastive.py --data coco
 
 MarianMT models of the hub translate each caption to French and back, and to German and back.
