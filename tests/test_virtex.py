@@ -154,7 +154,7 @@ def test_weights_at_the_start():
 
 @pytest.mark.parametrize("arch, last", [("resnet18", "bn2"), ("resnet50", "bn3")])
 def test_zero_residual(arch, last):
-    """Only the last batch norm of each residual block starts at 0, and only in the paper's recipe."""
+    """Only the last batch norm of each residual block starts at 0, in the recipe of the paper."""
     with torch.device("meta"):
         names = [name for name, _ in common.build_backbone(arch).named_parameters()]
     state = virtex.VirTex(arch, 100, 64, zero_residual=True).visual["cnn"].state_dict()
@@ -439,7 +439,8 @@ def test_gradients_are_clipped(tiny, no_probe, tmp_path, monkeypatch):
     run_here(tiny("virtex", tmp_path, "--iters", 3, "--weight-decay", 0))
     trained = checkpoint_in(tmp_path)["model"]
     torch.manual_seed(0)
-    model = virtex.VirTex("resnet18", len(trained["textual.output.bias"]), 64)
+    vocab_size = len(trained["textual.output.bias"])
+    model = virtex.VirTex("resnet18", vocab_size, 64, zero_residual=True)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(trained[name], parameter.data, rtol=0, atol=1e-15)
 
