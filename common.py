@@ -776,13 +776,27 @@ def build_backbone(arch, zero_init_residual=False):
     return backbone
 
 
-def load_backbone(path, arch):
-    """Load a backbone.pth of ours (eval_linear.load_backbone also reads those of others)."""
+def load_backbone(weights, arch=None):
+    """weights: our backbone.pth, any file that sources.py knows, or "imagenet" -> backbone
+
+    arch: which it must be; None: sources.py recognises it
+    """
+    if weights == "imagenet":
+        from torchvision import models
+
+        with error_context("imagenet stands for torchvision's weights, which are downloaded once"):
+            published = models.get_model_weights(arch)["IMAGENET1K_V1"]
+            state = published.get_state_dict(progress=True, check_hash=True)
+    else:
+        state = read_checkpoint(weights)
+    sources = import_if_there("sources")
+    if sources:
+        found, state = sources.backbone_weights(state, weights)
+        require(arch in (None, found), f"{weights} is a {found}, not --arch {arch}")
+        arch = found
     backbone = build_backbone(arch)
-    try:
-        backbone.load_state_dict(read_checkpoint(path))
-    except RuntimeError:
-        fail(f"{path} is not a backbone.pth of a {arch}: see --arch")
+    with error_context(f"without sources.py {weights} must be a backbone.pth of a {arch}"):
+        backbone.load_state_dict(state)
     return backbone
 
 

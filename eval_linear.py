@@ -208,7 +208,8 @@ def report(runs, classes, args):
 
 def over_runs(runs):
     """[{name: percent} of each run] -> {"mean": {name: percent}, "std": likewise, "runs": runs}"""
-    mean, deviation = {}, {}
+    mean = {}
+    deviation = {}
     for name in dict.fromkeys(name for scores in runs for name in scores):
         values = [scores[name] for scores in runs if name in scores]
         mean[name], deviation[name] = mean_and_deviation(values)
@@ -225,21 +226,7 @@ def load_backbone(weights, arch, seed):
     torch.manual_seed(seed)
     if weights == "random":
         return common.build_backbone(arch)
-    import sources  # only here: copies of this script work without sources.py
-
-    if weights == "imagenet":
-        import torchvision
-
-        with common.error_context("--weights imagenet is torchvision's, which is downloaded once"):
-            published = torchvision.models.get_model_weights(arch)["IMAGENET1K_V1"]
-            state = published.get_state_dict(progress=True, check_hash=True)
-    else:
-        state = common.read_checkpoint(weights)
-    found, state = sources.backbone_weights(state, weights)
-    require(arch in (None, found), f"{weights} is a {found}, not --arch {arch}")
-    backbone = common.build_backbone(found)
-    backbone.load_state_dict(state)
-    return backbone
+    return common.load_backbone(weights, arch)
 
 
 # ------------------------------------------------------------------------------- labelled images
@@ -753,7 +740,8 @@ def train_with_augmentation(
     for iteration, batch in zip(steps, batches):
         batch = common.to_device(batch, device)
         set_lr(optimizer, iteration, iters)
-        outputs = parallel(features_of(batch["images"], batch["jitter"]))
+        features = features_of(batch["images"], batch["jitter"])
+        outputs = parallel(features)
         losses = [classification_loss(logits, batch["labels"], multi_label) for logits in outputs]
         optimizer.zero_grad()
         sum(losses).backward()
@@ -765,8 +753,13 @@ def train_with_augmentation(
                 seen = done * args.batch_size / count
                 print_main(f"epoch {seen:.1f}: {common.format_scores(scores)}")
         if world.is_main and (done % epoch == 0 or done == iters):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            common.save(path, {**state, "args": settings, "iteration": done})
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "args": settings,
+                "iteration": done,
+            }
+            common.save(path, state)
     return score()
 
 

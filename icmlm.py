@@ -122,7 +122,7 @@ def get_args(argv=None):
     add("--tagger", choices=language.TAGGERS, default="textblob", help="the paper uses spacy")
 
     add = parser.add_argument_group("model").add_argument
-    add("--init", help="start from tp.py's backbone.pth; vgg16_bn: --labels rotation [App. F.1]")
+    add("--init", help="weights to start from: tp.py's, VGG-16: of --labels rotation; imagenet")
     add("--head", choices=HEADS, default="tfm", help="att-fc: better on VOC [Sec. 4.1]")
     layers = "of tfm, or of fc; 2 give a worse backbone, except att-fc's on IN-1K [Tab. 5]"
     add("--layers", type=positive_int, default=1, help=layers)

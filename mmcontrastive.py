@@ -116,6 +116,7 @@ def get_args(argv=None):
     add("--backtranslations", help="file of tools/backtranslate.py (default: in --output)")
 
     add = parser.add_argument_group("model [Sec. 4.1]").add_argument
+    add("--init", help="start from these weights: a backbone.pth, a file of others, or imagenet")
     add("--lm", help="caption encoder: BERT from the hub or a folder; scratch: random weights")
     add("--lm-iters", type=int,
         help="iterations of masked language modelling that --lm scratch gets first; 0: none")
@@ -178,6 +179,7 @@ def main(args):
     translations = read_backtranslations(train.captions, args)
     queue_size = fit_queue(args.queue, len(train), args.batch_size)
     run = common.Run(args, "mmcontrastive", world, train)
+    init_backbone = args.init and not run.checkpoint and common.load_backbone(args.init, args.arch)
     tokenizer, bert_config, pretrained = load_caption_model(args, train.captions, run)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
     sizes = f"{len(train)} photos ({len(val)} for validation), {len(train.captions)} captions"
@@ -189,6 +191,8 @@ def main(args):
     encoders = build_encoders(args, bert_config)
     if pretrained:
         load_pretrained(encoders["caption"].trunk.bert, pretrained)
+    if init_backbone:
+        encoders["image"].trunk[0] = init_backbone
     num_tags = len(train.tag_names) if args.lambda_tag else 0
     bn_group = args.batch_size // max(args.bn_splits, args.accumulate * world.size)
     model = MultimodalContrastive(encoders, queue_size, num_tags, bn_group)
@@ -691,11 +695,13 @@ class SplitBatchNorm(nn.BatchNorm2d):
 
 
 def convert_split_batchnorm(model, group):
-    """Replace each batch norm of a new model by a SplitBatchNorm, without copying weights."""
+    """Replace each batch norm of a model by a SplitBatchNorm with its weights and statistics."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.BatchNorm2d):
-                setattr(parent, name, SplitBatchNorm(child.num_features, group))
+                split = SplitBatchNorm(child.num_features, group)
+                split.load_state_dict(child.state_dict())
+                setattr(parent, name, split)
 
 
 @torch.no_grad()

@@ -103,7 +103,7 @@ def get_args(argv=None):
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="postag: the paper uses spacy")
     add("--lm", help="cluster: BERT, from the hub or a folder; scratch: train one on the captions")
     add("--lm-iters", type=positive_int, help="iterations of --lm scratch; more for more captions")
-    add("--init", help="backbone.pth to start from: for VGG-16, that of --labels rotation")
+    add("--init", help="weights to start from, or imagenet; VGG-16: of --labels rotation")
     add("--validate-every", type=positive_int, help="iterations between validation scores")
     args = common.parse(parser, argv)
     if args.num_labels and args.labels not in NUM_LABELS:

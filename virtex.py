@@ -29,8 +29,8 @@ What to expect: with the paper's head (H = 2048, 10K words) the loss starts near
 direction, not at ln 10000 = 9.2: the output layer is the token embedding, so at first each
 position predicts the token it has just read. Then comes a plateau, near 3.2 per direction on
 Flickr8k (H = 512): the heads write plausible captions without looking at the photo. The loss falls
-again when the image features start to lower it. If training stalls on the plateau, train longer
-or raise --text-lr. A finished run is in docs/logs/virtex.
+again when the image features start to lower it. If training stalls there, train longer or raise
+--text-lr. A finished run is in docs/logs/virtex.
 """
 
 import io
@@ -99,6 +99,7 @@ def get_args(argv=None):
     add("--hidden", type=positive_int, help="H; larger is better but slower; sets A = H/64, F = 4H")
     add("--dropout", type=fraction, help="in the heads; raise it if captions are few")
     add("--text-lr", type=positive, help="peak rate of heads; 0.05 to 0.1 with SGD on little data")
+    add("--init", help="start from these weights: a backbone.pth, a file of others, or imagenet")
     add("--tokenizer", help="a SentencePiece .model, instead of one trained on the captions")
     add("--fraction", type=fraction, default=1.0, help="use this fraction of the photos [Fig. 4]")
     add("--captions-per-image", type=positive_int, help="use at most this many captions [Fig. 4]")
@@ -126,6 +127,7 @@ def main(args):
     run = common.Run(args, "virtex", world, train)
     trained_on_tags = args.task == "multilabel_classification"
     probe = eval_linear and eval_linear.Probe(args, train, val, trained_on_tags)
+    init_backbone = args.init and not run.checkpoint and common.load_backbone(args.init, args.arch)
     tokenizer = load_tokenizer(args, train.captions, run)
     vocab_size = tokenizer.get_piece_size()
     if args.task == "multilabel_classification":
@@ -147,6 +149,8 @@ def main(args):
         init_std=args.init_std,
         zero_residual=args.zero_residual and args.arch != "vgg16_bn",
     )
+    if init_backbone:
+        model.visual["cnn"] = init_backbone
     model.to(device, memory_format=torch.channels_last)
     backbone = model.visual["cnn"]
     groups = parameter_groups(model, args.lr, args.text_lr, args.weight_decay)
@@ -314,8 +318,7 @@ def collate(samples):
     """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), and what the task needs
 
     Target positions are flat indices of the tokens to predict: not padding, nor unknown tokens,
-    which share its id [official code]. They are found here because finding them on the GPU would
-    synchronise it at every step.
+    which share its id [official code]. Finding them on the GPU would synchronise it.
     """
     batch = common.collate_images(samples)
     task = samples[0]["task"]
@@ -571,10 +574,9 @@ class LookAhead:
 
 @torch.no_grad()
 def validate(model, val, tokenizer, args, device):
-    """Mean loss per predicted token, each photo with its first caption -> {name: loss}
+    """Mean loss per predicted token of the photos' first captions -> {name: loss}
 
-    For the classification tasks, the mean over images.
-    """
+    Classification: per image."""
     model.eval()
     samples = common.Samples(partial(make_sample, val, tokenizer, args), len(val))
     totals = {}

@@ -271,6 +271,21 @@ def test_copied_into_an_empty_folder(script, coco_folder, tmp_path):
 
 
 @every_script
+def test_starts_from_weights_of_others(script, tiny, tmp_path):
+    """--init reads a file in torchvision's layout, with its classifier."""
+    torch.manual_seed(1)  # that of the run is 0
+    state = torchvision.models.resnet18().state_dict()
+    torch.save(state, tmp_path / "resnet18.pth")
+    flags = "--init", tmp_path / "resnet18.pth", "--iters", 1, "--lr", 1e-12
+    run_here(tiny(script, tmp_path / "run", *flags))
+    trained = torch.load(tmp_path / "run/backbone.pth", weights_only=True)
+    weights = [name for name in trained if trained[name].ndim == 4]
+    assert len(weights) == 20
+    for name in weights:
+        torch.testing.assert_close(trained[name], state[name], rtol=0, atol=1e-7)
+
+
+@every_script
 def test_help_tells_the_recipe_s_defaults(script, capsys, monkeypatch):
     """--help shows the defaults for the --data beside it, at most 100 columns wide."""
     module = importlib.import_module(script)

@@ -490,7 +490,7 @@ def test_imagenet_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "urlopen", no_network)
     message = refusal(command(tmp_path, "nowhere", "--weights imagenet --arch resnet18"))
-    assert "no such host" in message and "--weights imagenet is torchvision's" in message
+    assert "no such host" in message and "imagenet stands for torchvision's weights" in message
     state = torchvision.models.resnet18().state_dict()
     torch.save(state, tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth")
     loaded = eval_linear.load_backbone("imagenet", "resnet18", 0)

@@ -21,7 +21,7 @@ DOWNSTREAM = [name for name in FILES if name.startswith("downstream/")]
 OURS = {name.removesuffix(".py") for name in TOP} | {"downstream", "tools", "tests"}
 
 BUDGETS = {  # lines, tokens
-    "common.py": (1021, 6560),  # DESIGN: 800, 5600; what is over stands in the note of issue 34
+    "common.py": (1040, 6660),  # DESIGN: 800, 5600; what is over stands in the note of issue 34
     "language.py": (360, 2500),
     "sources.py": (250, 2000),
     "svm.py": (240, 1900),
@@ -32,7 +32,7 @@ BUDGETS = {  # lines, tokens
     "mmcontrastive.py": (920, 7000),
     "eval_linear.py": (890, 6700),
 }
-FLAGS = {"virtex": 36, "tp": 36, "icmlm": 40, "mmcontrastive": 48}  # beside --help
+FLAGS = {"virtex": 37, "tp": 36, "icmlm": 40, "mmcontrastive": 49}  # beside --help
 
 # What of ours a file may import at its top.
 ALLOWED = {

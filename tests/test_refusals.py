@@ -42,8 +42,8 @@ ALL_SCRIPTS = [
 INIT = [
     ("--init none.pth", "No such file or directory: 'none.pth'"),
     ("--init {tmp}/bad.jsonl", "bad.jsonl is not a checkpoint, or is truncated"),
-    ("--init {tmp}/tiny.pth --arch resnet18", "tiny.pth is not a backbone.pth of a resnet18"),
-    ("--init {tmp}/resnet18.pth", "resnet18.pth is not a backbone.pth of a resnet50: see --arch"),
+    ("--init {tmp}/tiny.pth --arch resnet18", "tiny.pth holds no ResNet or VGG"),
+    ("--init {tmp}/resnet18.pth", "resnet18.pth is a resnet18, not --arch resnet50"),
 ]
 LM = "; --lm /no/model: give a "
 ONE_SCRIPT = {
