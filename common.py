@@ -218,7 +218,7 @@ def run_flags(parser, script):
         f"runs/{script}; runs/{script}-NAME for data that is not built in)")
     add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
     add("--seed", type=int, default=0, help="random seed")
-    add("--amp", choices=("bf16", "fp16", "off"), help="precision (default bf16 where supported)")
+    add("--amp", choices=("bf16", "fp16", "off"), help="precision; no default: bf16 if supported")
     add("--accumulate", type=positive_int, default=1,
         help="micro-batches per batch: their gradients are accumulated, which saves memory")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")

@@ -126,6 +126,7 @@ def get_args(argv=None):
         "needs one label per image: --data folder": protocol.single_label and not single_label,
         "is for VGG-16: --arch vgg16_bn": layers and args.arch != "vgg16_bn",
         f"has {num_rates} learning rates": args.lr and len(args.lr) != num_rates,
+        "takes no --epochs": args.epochs and not protocol.epochs,
         "gives all --runs the same score: draw images by --shots, --train-images or --hold-out": (
             args.protocol in ("svm-virtex", "knn") and args.runs > 1 and not drawn
         ),
@@ -165,6 +166,7 @@ def main(args):
             sizes = f"{len(train.images)} training and {len(test.images)} test images"
             classes = f"{len(data.names)} classes, at {args.image_size} px, into {args.output}"
             print_main(f"{args.protocol}: {sizes} of {classes}")
+            warn_if_few(test)
         if not protocol.side_fraction:
             runs.append(protocol.score(backbone, train, test, args, world, seed))
             continue
@@ -309,6 +311,11 @@ def check_same_classes(train, test):
     differing = sorted(set(train.names) ^ set(test.names))[:5]
     message = f"the splits have different classes: {differing} in one only"
     require(train.names == test.names, message)
+
+
+def warn_if_few(test):
+    if len(test.images) < 50:
+        print_main(f"the score is rough: it is of {len(test.images)} images only")
 
 
 def class_of(labels):
@@ -874,6 +881,7 @@ class Probe:
         scores = f"{trained:.1f} mAP trained, {random:.1f} mAP at random initialisation"
         same = " (trained on the same tags)" if self.same_tags else ""
         print_main(f"linear probe on {self.name}{same}: {scores}")
+        warn_if_few(self.labelled[1])
         result = {"data": self.name, "metric": "mAP", "trained": trained, "random": random}
         return {"probe": result}
 
