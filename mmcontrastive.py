@@ -101,7 +101,6 @@ MARGIN = 0.2  # alpha of Eqs. 11, 14 [Sec. 4.1]
 RETRIEVAL_IMAGES = 1000  # of the validation split [Tab. 7]
 MAX_TOKENS = 64  # longer captions are truncated [ours]
 NUM_NOUNS = 1000  # used as tags with --tags nouns [ours]
-CAPTION_VIEWS = "same", "sibling", "backtranslation"
 
 
 def get_args(argv=None):
@@ -111,7 +110,7 @@ def get_args(argv=None):
 
     add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
     add("--moco-v1", action="store_true", help="MoCo v1's colour jitter on every photo, no blur")
-    add("--caption-views", choices=CAPTION_VIEWS,
+    add("--caption-views", choices=("same", "sibling", "backtranslation"),
         help="one caption twice (dropout differs), two of a photo, or one and its back-translation")
     add("--backtranslations", help="file of tools/backtranslate.py (default: in --output)")
 
@@ -266,6 +265,7 @@ def tagged_by_nouns(data, tagger):
     """-> CaptionData whose tags are the most frequent nouns of its captions [Sec. 4.4]"""
     concepts = language.count_concepts(data.captions, tagger)
     nouns = language.top_concepts(concepts, "nn", NUM_NOUNS)
+    nouns = [noun for noun in nouns if noun not in ("left", "right")]  # photos are flipped
     labels = language.concept_labels(data, nouns)
     return replace(data, tags=labels.indices, first_tag=labels.indptr, tag_names=nouns)
 

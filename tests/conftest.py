@@ -280,7 +280,7 @@ def coco_folder(tmp_path_factory):
             name, objects = f"{scene:012d}.jpg", shapes.objects_of(scene)
             shapes.draw(scene).save(root / split / name)
             images.append({"id": scene, "file_name": name, "height": 96, "width": 96})
-            for caption in shapes.describe(scene, objects):
+            for caption in shapes.describe(objects):
                 captions.append({"id": len(captions), "image_id": scene, "caption": caption})
             for o in objects:
                 category = 10 * shapes.SHAPES.index(o.shape)

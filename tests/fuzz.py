@@ -81,7 +81,7 @@ def make_photos():
     for n in range(24):
         objects = shapes.objects_of(n)
         shapes.draw(n).save(f"{n}.jpg")
-        row = {"image": f"{n}.jpg", "captions": shapes.describe(n, objects)}
+        row = {"image": f"{n}.jpg", "captions": shapes.describe(objects)}
         row |= {"tags": [objects[0].colour], "split": "train" if n < 16 else "val"}
         lines.append(json.dumps(row))
     Path("photos.jsonl").write_text("\n".join(lines))

@@ -59,7 +59,7 @@ def test_coco(coco_folder, tmp_path):
     for i, scene in enumerate(range(1000, 1012)):
         objects = shapes.objects_of(scene)
         assert data.images[i] == f"{root}/val2017/{scene:012d}.jpg"
-        assert data.captions_of(i) == shapes.describe(scene, objects)
+        assert data.captions_of(i) == shapes.describe(objects)
         assert data.tags_of(i) == sorted({shapes.SHAPES.index(o.shape) for o in objects})
     selected = data.select([7, 2])
     assert selected.tags_of(1) == data.tags_of(2) and selected.tag_names == data.tag_names

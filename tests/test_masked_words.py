@@ -37,7 +37,7 @@ def trained(coco_folder, tiny_lm, tmp_path_factory):
 def example(trained, coco_folder):
     """-> the first photo, a caption of it, the words of that one that can be masked"""
     concepts = checkpoint_in(trained["tfm"])["concepts"]
-    for caption in shapes.describe(0, shapes.objects_of(0)):
+    for caption in shapes.describe(shapes.objects_of(0)):
         words = [word for word in dict.fromkeys(language.words_of(caption)) if word in concepts]
         if len(words) > 1:
             return coco_folder / "train2017" / f"{0:012d}.jpg", caption, words

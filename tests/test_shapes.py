@@ -19,7 +19,7 @@ ADJECTIVES = {
 
 
 def captions_of(scene):
-    return shapes.describe(scene, shapes.objects_of(scene))
+    return shapes.describe(shapes.objects_of(scene))
 
 
 def words(caption):
@@ -106,7 +106,7 @@ def test_mirrored_scenes_swap_left_and_right():
     for scene in SCENES:
         mirrored = [o._replace(x=1 - o.x, angle=-o.angle) for o in shapes.objects_of(scene)]
         swapped = [common.swap_left_right(caption) for caption in captions_of(scene)]
-        assert shapes.describe(scene, mirrored) == swapped
+        assert shapes.describe(mirrored) == swapped
 
 
 def test_data():

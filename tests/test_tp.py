@@ -428,7 +428,7 @@ def test_photos_without_a_label_are_left_out(coco_folder, tmp_path, monkeypatch)
     """They are counted in the log; --epochs counts the others; validation draws val_images."""
     rows = []
     for n, photo in enumerate(sorted((coco_folder / "train2017").iterdir())):
-        captions = shapes.describe(n, shapes.objects_of(n)) if n % 3 else ["too short"]
+        captions = shapes.describe(shapes.objects_of(n)) if n % 3 else ["too short"]
         split = "val" if n > 17 else "train"
         rows.append({"image": str(photo), "captions": captions, "split": split})
     path, run = tmp_path / "photos.jsonl", tmp_path / "run"

@@ -235,7 +235,7 @@ def test_lookahead_written_out():
 
 def captions_of(scenes):
     for scene in scenes:
-        yield from shapes.describe(scene, shapes.objects_of(scene))
+        yield from shapes.describe(shapes.objects_of(scene))
 
 
 @pytest.fixture(scope="module")
