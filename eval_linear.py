@@ -7,8 +7,8 @@
         --data folder --root imagenet --protocol sgd-virtex
 
 --weights accepts our backbone.pth, checkpoint.pth or model_N.pth, an official VirTex checkpoint,
-files of MoCo, SwAV, VICReg, DINO or torchvision, "imagenet" (torchvision's, downloaded) or
-"random". Early stopping [VirTex Sec. 3]: train with --keep-every, choose the best model_N.pth by
+files of MoCo, SwAV, VICReg, DINO or torchvision, "imagenet" (torchvision's, downloaded), "random",
+or clip:NAME for comparison. Early stopping [VirTex Sec. 3]: --keep-every, the best model_N.pth by
 
     python eval_linear.py --weights runs/virtex/model_1000.pth --data photos.jsonl --hold-out 0.2
 
@@ -45,6 +45,7 @@ from common import STRINGS, Images, image_files
 from common import print_main, progress, require
 from svm import average_precisions, l2_normalize, mean_of, scorable, svm_probe
 
+sources = common.import_if_there("sources")
 DATA = "shapes (built in), coco, voc07, folder, or a .jsonl file with tags"
 LABEL_SPLITS = {"coco": ("train2017", "val2017"), "voc07": ("trainval", "test")}
 
@@ -54,7 +55,7 @@ LABEL_SPLITS = {"coco": ("train2017", "val2017"), "voc07": ("trainval", "test")}
 def backbone_flags(parser, choices=None, data_help=common.DATA):
     """Flags of all scripts that start from a backbone.  choices: for --data, the default first"""
     add = parser.add_argument
-    add("--weights", default="runs/virtex/backbone.pth", help="a file, imagenet or random")
+    add("--weights", default="runs/virtex/backbone.pth", help="a file, imagenet, random, clip:NAME")
     add("--arch", choices=common.BACKBONES, help="needed for imagenet and random")
     default, *_ = choices or ["shapes"]
     built_in = "shapes is built in"
@@ -210,8 +211,7 @@ def report(runs, classes, args):
 
 def over_runs(runs):
     """[{name: percent} of each run] -> {"mean": {name: percent}, "std": likewise, "runs": runs}"""
-    mean = {}
-    deviation = {}
+    mean, deviation = {}, {}
     for name in dict.fromkeys(name for scores in runs for name in scores):
         values = [scores[name] for scores in runs if name in scores]
         mean[name], deviation[name] = mean_and_deviation(values)
@@ -224,10 +224,12 @@ def mean_and_deviation(values):
 
 
 def load_backbone(weights, arch, seed):
-    """weights: "random", "imagenet" or a file (arch may be None) -> backbone without classifier"""
+    """weights: "random", "imagenet", clip:NAME or a file -> backbone without classifier"""
     torch.manual_seed(seed)
     if weights == "random":
         return common.build_backbone(arch)
+    if weights.startswith("clip:"):
+        return sources.ClipEncoder(weights.removeprefix("clip:"))
     return common.load_backbone(weights, arch)
 
 
@@ -467,8 +469,7 @@ def with_mean(scores, names):
     require(scores, "no class has positive and negative training images and a positive test image")
     left_out = [name for name in names if name not in scores]
     if left_out:
-        which = ", ".join(left_out[:5])
-        print_main(f"{len(left_out)} classes without training or test examples left out: {which}")
+        print_main(f"without training or test examples, left out: {', '.join(left_out[:5])}...")
     return {**scores, "mAP": mean_of(scores)}
 
 
@@ -626,8 +627,7 @@ def knn(train_x, train_y, test_x, test_y, names, args, device, seed):
     votes = torch.cat(votes).numpy()
     if train_y.ndim == 1:
         return {"top-1": top1(votes, test_y)}
-    precisions = average_precisions(votes, test_y, names)
-    return {"mAP": mean_of(precisions)}
+    return {"mAP": mean_of(average_precisions(votes, test_y, names))}
 
 
 # -------------------------------------------------------- linear layers, trained with augmentation

@@ -211,3 +211,26 @@ def backbone_weights(content, path):
     names = differences[arch]
     require(not names, f"{path} is no {arch} of torchvision, the closest: {names[:5]} differ")
     return arch, state
+
+
+class ClipEncoder(torch.nn.Module):
+    """CLIP's image encoder from the hub or a folder, to compare with: --weights clip:NAME
+
+    (B, 3, h, w), normalised as by common.augment -> pooled features (B, channels, 1, 1)
+    """
+
+    def __init__(self, name):
+        super().__init__()
+        from transformers import CLIPVisionModel, image_utils
+
+        with error_context(f"clip:{name} needs a CLIP model, from the hub or a folder"):
+            self.encoder = CLIPVisionModel.from_pretrained(name)
+        self.channels = self.encoder.config.hidden_size
+        ours = [common.IMAGENET_MEAN, common.IMAGENET_STD]
+        clips = [image_utils.OPENAI_CLIP_MEAN, image_utils.OPENAI_CLIP_STD]
+        self.register_buffer("statistics", torch.tensor([*ours, *clips])[..., None, None])
+
+    def forward(self, images):
+        mean, std, clip_mean, clip_std = self.statistics
+        pixels = (images * std + mean - clip_mean) / clip_std
+        return self.encoder(pixels, interpolate_pos_encoding=True).pooler_output[..., None, None]

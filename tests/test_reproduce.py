@@ -43,6 +43,23 @@ def test_commands(flags):
         importlib.import_module(module).get_args(own)
 
 
+def test_plan(tmp_path):
+    """--dry-run names what is missing, marks what cannot be pasted, and says how long it takes."""
+    (tmp_path / "photos.jsonl").touch()
+    commands = [
+        f"python tp.py --data {tmp_path}/photos.jsonl --init runs/papers/a/backbone.pth",
+        "torchrun --nproc_per_node=8 virtex.py --data coco --root gone --iters 360000",
+        "python -m downstream.finetune --data folder --root gone --weights a/model_N.pth",
+    ]
+    missing, weights, *lines = tables.plan(commands, "runs/papers", 256)
+    assert missing == "# missing, for 2 commands: gone"
+    assert weights == "# missing, for 1 commands: a/model_N.pth"
+    assert lines[0].endswith("photos.jsonl --init runs/papers/a/backbone.pth"
+                             "  # 25 epochs in batches of 32 images")  # fmt: skip
+    assert lines[1].endswith("--iters 360000  # 360,000 iterations of 256 images, 100.0 hours")
+    assert lines[2].endswith("model_N.pth  # N: of the model that the validation selects")
+
+
 def test_rows():
     """A number or a reason for each cell, names that exist, nothing that no table uses"""
     used = {ROWS["select"]}

@@ -45,7 +45,8 @@ def get_args(argv=None):
     add("--rows", nargs="+", metavar="TEXT", default=[""],
         help="only rows whose name contains TEXT")  # fmt: skip
     add("--list", action="store_true", help="list the tables")
-    add("--dry-run", action="store_true", help="only print the commands")
+    add("--dry-run", action="store_true", help="only print what is missing, and the commands")
+    add("--images-per-s", type=float, help="for --dry-run: a speed, to estimate hours")
     add("--processes", type=int, default=1, help="torchrun processes, one per GPU")
     seeds = "train each backbone N times: mean and deviation (default as the paper, mostly once)"
     add("--seeds", type=int, help=seeds)
@@ -54,6 +55,8 @@ def get_args(argv=None):
     add("--root", help="for --quick: a folder in COCO's layout")
     add("--photos", default="photos.jsonl", help='for "own photos": with captions')
     add("--labelled", default="labelled", help='for "own photos": train/<class>/, val/<class>/')
+    clip = "for the row CLIP: from the hub, or a folder"
+    add("--clip", default="openai/clip-vit-base-patch32", help=clip)
     add("--photo", default="photo.jpg", help="photo to caption [VirTex Figs. 6, 9, 10]")
     add("--docs", action="store_true", help="write the tables of the pages in docs/")
     args, args.flags = parser.parse_known_args(argv)
@@ -81,7 +84,7 @@ def main(args):
         if rows and not args.dry_run:
             tables.write_table(name, rows, Path(args.output, "tables"))
     if args.dry_run:
-        print(*steps.commands, sep="\n")
+        print(*tables.plan(steps.commands, args.output, args.images_per_s), sep="\n")
     else:
         counts = [f"{states.count(state)} {state}" for state in sorted(set(states))]
         print(f"rows: {', '.join(counts)}")
@@ -182,7 +185,9 @@ class Steps:
         """The value of --weights: published weights, or the backbone of a training"""
         if name not in BACKBONES:
             arch = "vgg16_bn" if "vgg" in name else "resnet50"
-            return f"random --arch {arch}" if self.args.quick else FILES.get(name, "FILE")
+            if self.args.quick:
+                return f"random --arch {arch}"
+            return FILES.get(name, "FILE").format(**vars(self.args))
         file = "backbone.pth"
         if "--keep-every" in BACKBONES[name]:
             kept = self.kept_models(name, seed)

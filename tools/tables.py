@@ -1,10 +1,14 @@
 """The output of tools/reproduce.py: the tables of tools/rows.toml as text, pictures, documents."""
 
+import importlib
 import json
+import os
 import re
+import shlex
 import statistics
 import textwrap
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
@@ -185,3 +189,57 @@ def papers_table(spec):
         lines.append(line_of(texts))
     remarks = [f"By `{other}`: {'; '.join(labels)}." for other, labels in others.items()]
     return lines + below_table(name, *remarks)
+
+
+# ----------------------------------------------------------------------------------- the plan
+
+TRAINING_IMAGES = {"coco": 118_287, "vg": 103_077}
+
+
+def plan(commands, output, images_per_s):
+    """-> lines: the inputs that are missing, then the commands, each with its length
+
+    images_per_s: for the hours; None: without.  What is in `output` is made by earlier commands.
+    """
+    missing = Counter()
+    lines = []
+    for command in commands:
+        words = shlex.split(command)
+        for path in inputs(words):
+            if not path.startswith(output) and not os.path.exists(path):
+                missing[path] += 1
+        notes = length(words, images_per_s)
+        if "model_N.pth" in command:
+            notes.append("N: of the model that the validation selects")
+        lines.append(f"{command}  # {', '.join(notes)}" if notes else command)
+    return [f"# missing, for {n} commands: {path}" for path, n in missing.items()] + lines
+
+
+def inputs(words):
+    """The files and folders that a command reads -> set of paths"""
+    given = dict(zip(words, words[1:]))
+    data = given.get("--data", "shapes")
+    if data.endswith(".jsonl"):
+        yield data
+    elif data != "shapes":
+        yield given.get("--root", f"datasets/{data}")
+    for flag in ("--probe-root", "--weights", "--init", "--lm"):
+        if "/" in given.get(flag, "") and ":" not in given[flag]:
+            yield given[flag]
+
+
+def length(words, images_per_s):
+    """-> ["500,000 iterations of 256 images", "8.9 hours"] of a method's training, else []"""
+    [first] = [n for n, word in enumerate(words) if re.search(r"\.py$|^(downstream|tools)\.", word)]
+    script = words[first].removesuffix(".py")
+    if script not in ("virtex", "tp", "icmlm", "mmcontrastive"):
+        return []
+    args = importlib.import_module(script).get_args(words[first + 1 :])
+    if not args.iters and args.data not in TRAINING_IMAGES:
+        return [f"{args.epochs:g} epochs in batches of {args.batch_size} images"]
+    epoch = TRAINING_IMAGES.get(args.data, 0) / args.batch_size * getattr(args, "fraction", 1)
+    iters = args.iters or args.epochs * epoch
+    notes = [f"{iters:,.0f} iterations of {args.batch_size} images"]
+    if images_per_s:
+        notes.append(f"{iters * args.batch_size / images_per_s / 3600:.1f} hours")
+    return notes
