@@ -71,7 +71,7 @@ def flag_parser(script, description, choices=None, data_help=common.DATA):
     parser = common.build_parser(description)
     backbone_flags(parser, choices, data_help)
     add = parser.add_argument
-    size = "default 64 for shapes, else 224 [VirTex App. A.1]"
+    size = "default 48 for shapes, else 224 [VirTex App. A.1]"
     add("--image-size", type=common.positive_int, help=size)
     add("--runs", type=common.positive_int, default=1, help="number of seeds; reports mean and std")
     add("--seed", type=int, default=0, help="seed of the first run")
@@ -89,7 +89,7 @@ def parse(parser, argv):
     train_split, val_split = LABEL_SPLITS.get(args.data, ("train", "val"))
     args.train_split = args.train_split or train_split
     args.val_split = args.val_split or val_split
-    args.image_size = args.image_size or (64 if args.data == "shapes" else 224)
+    args.image_size = args.image_size or (48 if args.data == "shapes" else 224)
     return args
 
 

@@ -65,26 +65,26 @@ HEADS = "tfm", "att-fc"
 # fmt: off
 RECIPES = {  #           demo        small       paper: ResNet-50
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
-    "image_size":       (96,         112,        224),                  # App. F.2, for evaluation
-    "crop_min":         (0.8,        0.2,        0.2),                  # ours
-    "colour_jitter":    (0.25,       1.0,        1.0),                  # ours
+    "image_size":       (48,         112,        224),                  # App. F.2, for evaluation
+    "crop_min":         (1.0,        0.2,        0.2),                  # ours
+    "colour_jitter":    (0.0,        1.0,        1.0),                  # ours
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.2
-    "lm_iters":         (300,        2000,       20_000),               # ours
+    "lm_iters":         (200,        2000,       20_000),               # ours
     "num_concepts":     (5000,       5000,       5000),                 # Sec. 4.3
     "heads":            (1,          1,          1),                    # Sec. 4.3
-    "lambda_tp":        (1.0,        1.0,        0.1),                  # App. B
+    "lambda_tp":        (4.0,        1.0,        0.1),                  # App. B
     "warmup_attention": (0.0,        0.0,        0.0),                  # App. F.1
     "optimizer":        ("adamw",    "adamw",    "sgd"),                # App. F.1
-    "batch_size":       (64,         64,         512),                  # App. F.1
-    "iters":            (300,        3000,       500_000),              # App. F.1
+    "batch_size":       (32,         64,         512),                  # App. F.1
+    "iters":            (480,        3000,       500_000),              # App. F.1
     "lr":               (1e-3,       5e-4,       3e-2),                 # App. F.1
-    "warmup":           (0.1,        0.1,        0.0),
+    "warmup":           (0.05,       0.1,        0.0),
     "steps":            ([],         [],         []),                   # App. F.1
     "weight_decay":     (1e-2,       1e-2,       1e-4),                 # App. F.1
     "log_every":        (10,         20,         20),
     "validate_every":   (400,        1000,       5000),
     "checkpoint_every": (200,        500,        2000),
-    "proxy_triplets":   (5000,       5000,       None),                 # at the end; None: all
+    "proxy_triplets":   (2000,       5000,       None),                 # at the end; None: all
     "probe_images":     (2000,       10_000,     10_000),
 }
 # fmt: on

@@ -55,17 +55,17 @@ LABELS = "postag", "cluster", "lda", "instances", "rotation"
 # fmt: off
 RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1]
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
-    "image_size":       (64,         112,        224),
-    "crop_min":         (0.8,        0.2,        0.2),                  # ours
-    "colour_jitter":    (0.25,       1.0,        1.0),                  # ours
+    "image_size":       (48,         112,        224),
+    "crop_min":         (1.0,        0.2,        0.2),                  # ours
+    "colour_jitter":    (0.0,        1.0,        1.0),                  # ours
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.1
     "lm_iters":         (400,        2000,       20_000),               # ours
     "optimizer":        ("adamw",    "sgd",      "sgd"),                # App. F.1
-    "batch_size":       (64,         32,         128),                  # App. F.1
-    "iters":            (600,        None,       100_000),              # App. F.1
+    "batch_size":       (32,         32,         128),                  # App. F.1
+    "iters":            (560,        None,       100_000),              # App. F.1
     "epochs":           (None,       25.0,       None),
     "lr":               (1e-3,       3e-2,       3e-2),                 # App. F.1
-    "warmup":           (0.1,        0.0,        0.0),
+    "warmup":           (0.05,       0.0,        0.0),
     "steps":            ([],         [],         []),                   # App. F.1
     "weight_decay":     (1e-2,       1e-4,       1e-4),                 # App. F.1
     "log_every":        (10,         20,         20),

@@ -56,21 +56,21 @@ TASKS = "bicaptioning", "captioning", "masked_lm", *CLASSIFICATION
 # fmt: off
 RECIPES = {  #           demo        small       paper
     "arch":             ("resnet18", "resnet18", "resnet50"),  # Sec. 3
-    "image_size":       (64,         112,        224),         # Sec. 3
-    "crop_min":         (0.8,        0.2,        0.2),         # Sec. 3
-    "colour_jitter":    (0.25,       1.0,        1.0),         # official code
+    "image_size":       (48,         112,        224),         # Sec. 3
+    "crop_min":         (1.0,        0.2,        0.2),         # Sec. 3
+    "colour_jitter":    (0.0,        1.0,        1.0),         # official code
     "hidden":           (256,        512,        2048),        # Sec. 4.1
     "init_std":         (0.06,       0.02,       0.02),        # official code; demo: ours
     "zero_residual":    (False,      False,      True),        # official code: see VirTex
     "dropout":          (0.0,        0.1,        0.1),         # official code
     "vocab_size":       (10_000,     10_000,     10_000),      # Sec. 3; fewer for few captions
-    "batch_size":       (64,         32,         256),         # Sec. 3
-    "iters":            (650,        None,       500_000),     # Sec. 3
+    "batch_size":       (32,         32,         256),         # Sec. 3
+    "iters":            (540,        None,       500_000),     # Sec. 3
     "epochs":           (None,       25.0,       None),
     "optimizer":        ("adamw",    "sgd",      "sgd"),       # Sec. 3
-    "lr":               (1e-3,       0.1,        0.2),         # Sec. 3
-    "text_lr":          (1e-3,       0.1,        1e-3),        # Sec. 3
-    "warmup":           (0.1,        0.02,       0.02),        # Sec. 3: 10K of 500K iterations
+    "lr":               (2e-3,       0.1,        0.2),         # Sec. 3
+    "text_lr":          (5e-4,       0.1,        1e-3),        # Sec. 3
+    "warmup":           (0.05,       0.02,       0.02),        # Sec. 3: 10K of 500K iterations
     "weight_decay":     (1e-2,       1e-4,       1e-4),        # Sec. 3
     "lookahead_k":      (5,          5,          5),           # Sec. 3
     "lookahead_alpha":  (1.0,        0.5,        0.5),         # Sec. 3; 1: no look-ahead
