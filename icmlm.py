@@ -69,7 +69,8 @@ RECIPES = {  #           demo        small       paper: ResNet-50
     "crop_min":         (1.0,        0.2,        0.2),                  # ours
     "colour_jitter":    (0.0,        1.0,        1.0),                  # ours
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.2
-    "lm_iters":         (200,        2000,       20_000),               # ours
+    "lm_iters":         (250,        2000,       20_000),               # ours
+    "lm_layers":        (2,          4,          4),                    # of scratch: ours
     "num_concepts":     (5000,       5000,       5000),                 # Sec. 4.3
     "heads":            (1,          1,          1),                    # Sec. 4.3
     "lambda_tp":        (4.0,        1.0,        0.1),                  # App. B
@@ -404,6 +405,7 @@ def load_language_model(args, captions, run):
                 seed=args.seed,
                 device=device,
                 amp=args.amp,
+                layers=args.lm_layers,
             )
         common.barrier(run.world)
     tokenizer, model = language.language_model(name, device)

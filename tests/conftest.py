@@ -8,6 +8,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -265,6 +266,20 @@ def few_scenes(monkeypatch):
         monkeypatch.setattr(shapes, "SPLITS", splits)
 
     return limit
+
+
+@pytest.fixture
+def easy_scenes(few_scenes, monkeypatch):
+    """--data shapes has scenes of one large, solid, upright object: shapes are learned in seconds"""
+
+    def objects_of(scene):
+        rng = random.Random(scene)
+        shape, colour = rng.choice(shapes.SHAPES), rng.choice(("red", "blue", "white", "black"))
+        x, y = rng.uniform(0.4, 0.6), rng.uniform(0.4, 0.6)
+        return [shapes.Shape(shape, colour, "large", "solid", x, y, radius=0.36, angle=0)]
+
+    few_scenes(2000, 300)
+    monkeypatch.setattr(shapes, "objects_of", objects_of)
 
 
 @pytest.fixture(scope="session")

@@ -558,17 +558,15 @@ def test_warm_up_of_the_attention(tiny, tmp_path, monkeypatch):
     assert [row["lr"] for row in rows] == pytest.approx(4 * [5e-2] + 2 * [5e-3] + 2 * [5e-4])
 
 
-def test_learns_on_shapes(few_scenes, tmp_path, monkeypatch):
-    """A quarter of the run without flags, at 64 px: the photo tells words that the text does not"""
-    few_scenes(10_000, 1000)
-    monkeypatch.setitem(icmlm.RECIPES, "probe_images", 3 * (1000,))
-    monkeypatch.setitem(icmlm.RECIPES, "proxy_triplets", 3 * (2000,))
-    flags = ["--iters", 160, "--batch-size", 32, "--lr", 1e-3, "--lm-iters", 150]
-    flags += ["--image-size", 64, "--workers", 0]
+def test_learns(easy_scenes, tmp_path, monkeypatch):
+    """An eighth of the demo, on easier scenes: the photo tells words that the text does not"""
+    monkeypatch.setitem(icmlm.RECIPES, "probe_images", 3 * (500,))
+    monkeypatch.setitem(icmlm.RECIPES, "proxy_triplets", 3 * (500,))
+    flags = ["--iters", 60, "--lm-iters", 60, "--image-size", 32]
     run_here(["icmlm.py", *flags, "--output", tmp_path])
     scores = result(tmp_path)
     words = scores["masked_words"]
     top1 = words["with the photo"]["top1"]
     assert top1 > words["with another photo"]["top1"] + 6
     assert top1 > words["language model alone"]["top1"] + 6
-    assert scores["probe"]["trained"] > scores["probe"]["random"] + 3
+    assert scores["probe"]["trained"] > scores["probe"]["random"] + 5

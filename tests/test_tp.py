@@ -456,11 +456,10 @@ def test_labels_are_made_anew_unless_the_run_resumes(tiny, tmp_path, monkeypatch
     assert metrics(tmp_path)[-1]["iteration"] == 4
 
 
-def test_learns_on_shapes(few_scenes, tmp_path, monkeypatch):
-    """An eighth of the run without flags"""
-    few_scenes(5000, 500)
+def test_learns(easy_scenes, tmp_path, monkeypatch):
+    """A ninth of the demo, on easier scenes: words and shapes"""
     monkeypatch.setitem(tp.RECIPES, "probe_images", (500, 500, 500))
-    run_here(["tp.py", "--iters", 80, "--output", tmp_path])
+    run_here(["tp.py", "--iters", 60, "--image-size", 32, "--output", tmp_path])
     scores, probe = result(tmp_path), result(tmp_path)["probe"]
     assert scores["validation"]["mAP"] > scores["label_frequencies"]["mAP"] + 15
-    assert probe["trained"] > probe["random"] + 2
+    assert probe["trained"] > probe["random"] + 8
