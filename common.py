@@ -945,8 +945,8 @@ class Run:
         """
         args, world = self.args, self.world
         if self.iteration >= total:
-            print_main(f"the run in {self.folder} has finished and is only evaluated again; for a "
-                       "longer one give --iters, and --fresh or another --output")  # fmt: skip
+            print_main(f"the run in {self.folder} has finished and is only evaluated again: a "
+                       "longer one needs --fresh or another --output")  # fmt: skip
         elif self.iteration:
             print_main(f"resuming from iteration {self.iteration}")
         make_sampler = self.data.images.sampler or infinite_sampler

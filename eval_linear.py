@@ -21,9 +21,8 @@ or clip:NAME for comparison. Early stopping [VirTex Sec. 3]: --keep-every, the b
     knn            votes of the 20 nearest training images: nothing is trained           either
     layers         linear layers on VGG-16's last 3 convolutions, with augmentation      either
 
-The table PROTOCOLS has their settings. The SVMs, knn and layers accept images with several labels
-(voc07, coco, shapes, a .jsonl with tags) or with one (folder); the others need one. sgd-virtex
-and layers resume from --output. The training scripts end with svm-virtex: see Probe.
+The table PROTOCOLS has their settings. Images have several labels, or one (folder), which top-1
+needs. sgd-virtex and layers resume from --output. Trainings end with svm-virtex: see Probe.
 """
 
 import math
@@ -55,7 +54,7 @@ LABEL_SPLITS = {"coco": ("train2017", "val2017"), "voc07": ("trainval", "test")}
 def backbone_flags(parser, choices=None, data_help=common.DATA):
     """Flags of all scripts that start from a backbone.  choices: for --data, the default first"""
     add = parser.add_argument
-    add("--weights", default="runs/virtex/backbone.pth", help="a file, imagenet, random, clip:NAME")
+    add("--weights", default="runs/virtex/backbone.pth", help="a file, imagenet or random")
     add("--arch", choices=common.BACKBONES, help="needed for imagenet and random")
     default, *_ = choices or ["shapes"]
     built_in = "shapes is built in"
@@ -71,8 +70,7 @@ def flag_parser(script, description, choices=None, data_help=common.DATA):
     parser = common.build_parser(description)
     backbone_flags(parser, choices, data_help)
     add = parser.add_argument
-    size = "default 48 for shapes, else 224 [VirTex App. A.1]"
-    add("--image-size", type=common.positive_int, help=size)
+    add("--image-size", type=common.positive_int, help="default 48 for shapes, else 224 [VirTex]")
     add("--runs", type=common.positive_int, default=1, help="number of seeds; reports mean and std")
     add("--seed", type=int, default=0, help="seed of the first run")
     add("--output", default=f"runs/{script}", help="directory for result.json and other files")
@@ -86,6 +84,8 @@ def parse(parser, argv):
     args = common.parse(parser, argv)
     if args.weights in ("random", "imagenet") and not args.arch:
         parser.error(f"--weights {args.weights} needs --arch")
+    if args.weights.startswith("clip:") and getattr(args, "protocol", "layers") == "layers":
+        parser.error("clip:NAME is for eval_linear.py, and not for its --protocol layers")
     train_split, val_split = LABEL_SPLITS.get(args.data, ("train", "val"))
     args.train_split = args.train_split or train_split
     args.val_split = args.val_split or val_split
@@ -99,7 +99,7 @@ def get_args(argv=None):
     add("--protocol", choices=PROTOCOLS, default="svm-virtex", help="see above")
     images = "at most this many, drawn with the run's seed; default 2000 for shapes, else all"
     add("--train-images", type=common.positive_int, help=images)
-    shots = "at most this many training images of each class, drawn with the run's seed"
+    shots = "this many training images for each class (their other labels count, too)"
     add("--shots", type=common.positive_int, help=shots)
     held_out = "hold out this fraction of the training split and score it instead of --val-split"
     add("--hold-out", type=common.fraction, default=0.0, metavar="FRACTION", help=held_out)
@@ -311,8 +311,7 @@ def folder_labels(root, split):
 
 def check_same_classes(train, test):
     differing = sorted(set(train.names) ^ set(test.names))[:5]
-    message = f"the splits have different classes: {differing} in one only"
-    require(train.names == test.names, message)
+    require(train.names == test.names, f"the splits differ in their classes: {differing}")
 
 
 def warn_if_few(test):
@@ -409,6 +408,7 @@ def run_over_images(function, images, args, world, side_fraction=224 / 256):
     with tempfile.TemporaryFile(dir=folder) as file:  # unnamed: vanishes when closed
         for pixels, good in progress(batches, desc="images", unit=" batches", leave=False):
             rows = gather_in_turns(function(pixels).float().cpu(), world)
+            require(rows.isfinite().all(), "the features are not finite: try --amp off")
             good = gather_in_turns(good, world)[: count - len(readable)]
             readable += good.tolist()
             if world.is_main:

@@ -1,6 +1,7 @@
 """What the downstream tasks compare a backbone with: the same one, randomly initialised."""
 
 import argparse
+import os
 
 import common
 import eval_linear
@@ -31,6 +32,8 @@ def with_random_baseline(args, world, train):
     -> {"trained" or "random": its results}, written to result.json, too. None on all processes but
     the first, which does the second training alone: a process group cannot be joined again.
     """
+    if os.path.exists(args.weights):  # Run refuses to go on from other weights of the same name
+        args.weights_date = os.path.getmtime(args.weights)
     name = "random" if args.weights == "random" else "trained"
     scores = {name: train(args, world)}
     if not world.is_main:

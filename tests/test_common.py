@@ -654,7 +654,7 @@ def test_a_finished_run_says_so(tmp_path, capsys):
     train(start(tmp_path), 6)
     train(start(tmp_path), 6)
     resumed, finished = capsys.readouterr().out.split("resuming from iteration 3\n")
-    assert "has finished and is only evaluated again; for a longer one" in finished
+    assert "has finished and is only evaluated again: a longer one" in finished
     assert "has finished" not in resumed
 
 

@@ -502,7 +502,7 @@ BAD_DATA = [  # the source; its files, a line in each; words of the message
     ("voc07", {"ImageSets/Main/a_trainval.txt": "5 1"}, "1 of 1 images are missing, the first is"),
     ("folder", {}, "/train'; an image folder holds train/<class>/<image>: see --root"),
     ("folder", {"train/a/notes.txt": ""}, "no valid file for the classes a. Supported extensions"),
-    ("folder", {"train/a/1.png": "", "val/b/1.png": ""}, "different classes: ['a', 'b'] in one"),
+    ("folder", {"train/a/1.png": "", "val/b/1.png": ""}, "splits differ in their classes: ['a', 'b']"),
 ]
 
 
