@@ -46,7 +46,7 @@ DEFAULTS = {  #          shapes    folder    inat
     "train_split":      ("train",  "train",  "train2018"),  # Sec. 4.3
     "val_split":        ("val",    "val",    "val2018"),    # Sec. 4.3
     "fraction":         (0.02,     1.0,      1.0),
-    "image_size":       (64,       224,      224),          # App. A.1
+    "image_size":       (48,       224,      224),          # App. A.1
     "epochs":           (40.0,     100.0,    100.0),        # Sec. 4.3
     "batch_size":       (32,       256,      256),          # Sec. 4.3
     "crop_min":         (0.2,      0.08,     0.08),         # see below
