@@ -69,7 +69,7 @@ RECIPES = {  #           demo        small       paper: ResNet-50
     "crop_min":         (1.0,        0.2,        0.2),                  # ours
     "colour_jitter":    (0.0,        1.0,        1.0),                  # ours
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.2
-    "lm_iters":         (250,        2000,       20_000),               # ours
+    "lm_iters":         (200,        2000,       20_000),               # ours
     "lm_layers":        (2,          4,          4),                    # of scratch: ours
     "num_concepts":     (5000,       5000,       5000),                 # Sec. 4.3
     "heads":            (1,          1,          1),                    # Sec. 4.3
@@ -77,13 +77,13 @@ RECIPES = {  #           demo        small       paper: ResNet-50
     "warmup_attention": (0.0,        0.0,        0.0),                  # App. F.1
     "optimizer":        ("adamw",    "adamw",    "sgd"),                # App. F.1
     "batch_size":       (32,         64,         512),                  # App. F.1
-    "iters":            (480,        3000,       500_000),              # App. F.1
+    "iters":            (440,        3000,       500_000),              # App. F.1
     "lr":               (1e-3,       5e-4,       3e-2),                 # App. F.1
     "warmup":           (0.05,       0.1,        0.0),
     "steps":            ([],         [],         []),                   # App. F.1
     "weight_decay":     (1e-2,       1e-2,       1e-4),                 # App. F.1
     "log_every":        (10,         20,         20),
-    "validate_every":   (400,        1000,       5000),
+    "validate_every":   (1000,       1000,       5000),
     "checkpoint_every": (200,        500,        2000),
     "proxy_triplets":   (2000,       5000,       None),                 # at the end; None: all
     "probe_images":     (2000,       10_000,     10_000),
