@@ -880,8 +880,8 @@ class Probe:
         random = round(self.score(other, device), 2)
         scores = f"{trained:.1f} mAP trained, {random:.1f} mAP at random initialisation"
         same = " (trained on the same tags)" if self.same_tags else ""
-        print_main(f"linear probe on {self.name}{same}: {scores}")
         warn_if_few(self.labelled[1])
+        print_main(f"linear probe on {self.name}{same}: {scores}")
         result = {"data": self.name, "metric": "mAP", "trained": trained, "random": random}
         return {"probe": result}
 
