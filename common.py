@@ -230,8 +230,9 @@ def run_flags(parser, script):
 def parse(parser, argv):
     args = parser.parse_args(argv)
     if args.output is None:  # runs on other data do not collide
-        name = "" if args.data == "shapes" else f"-{Path(args.data).stem}"
-        args.output = f"runs/{parser.script}{name}"
+        args.output = f"runs/{parser.script}"
+        if args.data != "shapes":
+            args.output += f"-{Path(args.data).stem}"
     parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
     if args.batch_size and args.batch_size % parts:
         count = f"{parts} (processes times --accumulate)"
@@ -921,9 +922,11 @@ class Run:
         names = ["result.json"]
         if not self.checkpoint:
             names += ["checkpoint.pth", "backbone.pth", "model_[0-9]*.pth"]
+        init = Path(self.settings.get("init") or "").resolve()
         for name in names:
             for path in list(self.folder.glob(name)):
-                path.unlink()
+                if path.resolve() != init:  # it is read later, and replaced at the end
+                    path.unlink()
         (self.folder / "metrics.jsonl").write_text("".join(self.metrics))
         content = {"command": sys.argv, "torch": torch.__version__, "processes": self.world.size}
         write_json(self.folder / "args.json", self.settings | content)
@@ -961,7 +964,7 @@ class Run:
                 self.waited += time.perf_counter() - asked
                 # Dropout depends only on seed, iteration, rank and part: a resumed run repeats it.
                 place = self.iteration * world.size + world.rank
-                torch.manual_seed((args.seed << 40) + place * args.accumulate + part)
+                torch.manual_seed((args.seed << 40) % 2**64 + place * args.accumulate + part)
                 yield batch
 
         self.waited = 0.0  # seconds for data, since the time and iteration of the last line

@@ -70,9 +70,22 @@ class Narrow(torchvision.models.ResNet):
         return super()._make_layer(block, planes // 8, *given, **more)
 
 
+class NarrowVGG(torch.nn.Module):
+    """VGG-16 with an eighth of the channels, but for the last layer's 512"""
+
+    def __init__(self, num_classes=1000):
+        super().__init__()
+        widths = [w if w == "M" else w // 8 for w in torchvision.models.vgg.cfgs["D"]]
+        widths[-2] = 512
+        self.features = torchvision.models.vgg.make_layers(widths, batch_norm=True)
+        self.avgpool = torch.nn.AdaptiveAvgPool2d(7)
+        self.classifier = torch.nn.Linear(512 * 7 * 7, num_classes)
+
+
 RESNET18 = torchvision.models.resnet18
 WIDTH = 512 // 8
 torchvision.models.resnet18 = Narrow
+torchvision.models.vgg16_bn = NarrowVGG
 
 
 def photos_at(*paths):

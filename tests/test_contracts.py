@@ -277,13 +277,15 @@ def test_copied_into_an_empty_folder(script, coco_folder, tmp_path):
 
 @every_script
 def test_starts_from_weights_of_others(script, tiny, tmp_path):
-    """--init reads a file in torchvision's layout, with its classifier."""
-    torch.manual_seed(1)  # that of the run is 0
+    """--init reads a file in torchvision's layout, with its classifier, also from --output: --fresh
+    does not delete it. A date is a seed.
+    """
     state = torchvision.models.resnet18().state_dict()
-    torch.save(state, tmp_path / "resnet18.pth")
-    flags = "--init", tmp_path / "resnet18.pth", "--iters", 1, "--lr", 1e-12
-    run_here(tiny(script, tmp_path / "run", *flags))
-    trained = torch.load(tmp_path / "run/backbone.pth", weights_only=True)
+    init = tmp_path / "backbone.pth"
+    torch.save(state, init)
+    flags = "--init", init, "--fresh", "--seed", 20261123, "--iters", 1, "--lr", 1e-12
+    run_here(tiny(script, tmp_path, *flags))
+    trained = torch.load(init, weights_only=True)
     weights = [name for name in trained if trained[name].ndim == 4]
     assert len(weights) == 20
     for name in weights:
