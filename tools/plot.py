@@ -4,8 +4,9 @@
     python tools/plot.py runs/tp runs/tp-wide --output tp.png         # the terms that both have
     python tools/plot.py runs/* --tensorboard           # then: tensorboard --logdir runs
 
-Scores on the validation split are dotted, in the panel of their term. A run is named after its
-directory. The x axis counts iterations, or photos with --images, to compare batch sizes.
+The strong line is a running mean over a twentieth of the run. Scores on the validation split are
+dotted, in the panel of their term. The y axis is logarithmic where the start would hide the rest,
+the x axis counts iterations, or photos with --images. A run is named after its directory.
 --tensorboard writes TensorBoard's files into the directories, also while the runs are in progress.
 """
 
@@ -13,6 +14,8 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
@@ -77,6 +80,12 @@ def read_run(path, count_images):
             x, y = curves.setdefault(term, ([], []))
             x.append(batch_size * row["iteration"])
             y.append(value)
+    file = Path(path, "result.json")  # the last validation
+    result = json.loads(file.read_text()) if file.exists() else {}
+    for term, value in (result.get("validation_loss") or result.get("validation", {})).items():
+        x, y = curves.setdefault(VALIDATION + term, ([], []))
+        x.append(batch_size * row["iteration"])
+        y.append(value)
     return curves
 
 
@@ -111,11 +120,22 @@ def draw_term(panel, term, runs):
         colour = f"C{number}"
         x, y = curves.get(term, ([], []))
         marker = "o" if len(x) == 1 else None  # a line through one point is invisible
-        panel.plot(x, y, marker=marker, color=colour, linewidth=1, markersize=4, label=name)
+        panel.plot(x, y, marker=marker, color=colour, linewidth=1, markersize=4, alpha=0.3)
+        panel.plot(x, running_mean(y), color=colour, linewidth=1.5, label=name)
+        if len(y) > 9 and min(y) > 0 and y[0] > 3 * np.median(y):
+            panel.set_yscale("log", subs=[])
+            panel.yaxis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 5, 7))
+            panel.yaxis.set_major_formatter("{x:g}")
         panel.plot(*curves.get(VALIDATION + term, ([], [])), "o:", color=colour, markersize=4)
     panel.set_title(term)
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def running_mean(y):
+    """The mean of each value and its neighbours, a twentieth of all together"""
+    half = len(y) // 40
+    return [np.mean(y[max(0, n - half) : n + half + 1]) for n in range(len(y))]
 
 
 if __name__ == "__main__":
