@@ -519,6 +519,8 @@ def jsonl_data(path, root, split):
                 splits.append(row.get("split"))
             except Exception as error:  # no JSON, no "image", wrong types
                 fail(f"{path}, line {number}: {error!r}. Expected: {JSONL}")
+    distinct = {image for image, _, _ in rows}
+    require(len(distinct) == len(rows), f"{path} repeats an image: one line has all its captions")
     tag_names = dict.fromkeys(tag for _, _, tags in rows for tag in tags)
     if not any(splits):
         order = np.random.default_rng(0).permutation(len(rows))

@@ -38,7 +38,7 @@ AUXILIARIES = set(
     "shall should will would".split()
 )
 # t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none.
-WORD = re.compile(r"['’]s\b|([^\W\d_]+(?:(?!['’]s\b)['’-][^\W\d_]+)*)", re.IGNORECASE)
+WORD = re.compile(r"['’]s\b|(?<![^\W_])([^\W\d_]+(?:(?!['’]s\b)['’-][^\W\d_]+)*)", re.IGNORECASE)
 
 
 def word_spans(caption):
@@ -121,7 +121,10 @@ def top_concepts(concepts, pos, num_concepts):
     chosen = Counter()
     for part in pos.split("+"):
         chosen.update(concepts[PARTS_OF_SPEECH[part]])
-    return sorted(chosen, key=lambda word: (-chosen[word], word))[:num_concepts]
+    words = sorted(chosen, key=lambda word: (-chosen[word], word))[:num_concepts]
+    if ("left" in words) != ("right" in words):  # one alone would be wrong in a flipped photo
+        words = [word for word in words if word not in ("left", "right")]
+    return words
 
 
 def count_tokens(tokenize, captions):

@@ -29,9 +29,8 @@ Where the paper is:
 What to expect (a finished run is in docs/logs/tp): the loss starts near ln K, K being the number of
 labels, and falls at once to that of predicting the label frequencies for every photo. It never
 comes near zero: a photo with n labels costs at least ln n. (Topics: a binary cross-entropy that
-starts near 0.7 K.) The validation scores show whether the backbone sees: compare them with those of
-the label frequencies. If training stalls near these, train longer, or predict fewer and better
-labels: look into concepts.json, then try a smaller --num-labels, --pos nn, or --tagger spacy.
+starts near 0.7 K.) Compare the validation scores with those of the label frequencies. If training
+stalls near these, train longer, or predict fewer labels: see concepts.json, --num-labels, --pos nn.
 """
 
 import math
@@ -504,8 +503,9 @@ def validate(model, samples, labels, args, device):
         if args.labels == "rotation":
             images, targets = four_rotations(images)
         with common.autocast(device, args.amp):
-            logits = model(images)
-        all_logits.append(logits.float().cpu())
+            features = model.backbone(images)
+        logits = model.head(features.float())  # half precision would tie
+        all_logits.append(logits.cpu())
         all_targets.append(targets.cpu())
     model.train()
     logits = torch.cat(all_logits)

@@ -55,7 +55,7 @@ SCRIPTS = tuple(OWN)
 
 
 class Narrow(torchvision.models.ResNet):
-    """ResNet-18 with an eighth of the channels, to be built, run and saved in a tenth of the time"""
+    """ResNet-18 with an eighth of the channels, built, run and saved in a tenth of the time"""
 
     def __init__(self, num_classes=1000, **kwargs):
         block = torchvision.models.resnet.BasicBlock
@@ -71,18 +71,18 @@ class Narrow(torchvision.models.ResNet):
 
 
 class NarrowVGG(torch.nn.Module):
-    """VGG-16 with an eighth of the channels, but for the last layer's 512"""
+    """VGG-16 with an eighth of the channels, but for the last three layers, which probes read"""
 
     def __init__(self, num_classes=1000):
         super().__init__()
         widths = [w if w == "M" else w // 8 for w in torchvision.models.vgg.cfgs["D"]]
-        widths[-2] = 512
+        widths[-4:-1] = 512, 512, 512
         self.features = torchvision.models.vgg.make_layers(widths, batch_norm=True)
         self.avgpool = torch.nn.AdaptiveAvgPool2d(7)
         self.classifier = torch.nn.Linear(512 * 7 * 7, num_classes)
 
 
-RESNET18 = torchvision.models.resnet18
+REAL = {name: getattr(torchvision.models, name) for name in ("resnet18", "vgg16_bn")}
 WIDTH = 512 // 8
 torchvision.models.resnet18 = Narrow
 torchvision.models.vgg16_bn = NarrowVGG
@@ -304,14 +304,15 @@ def few_scenes(monkeypatch):
 
 
 @pytest.fixture
-def real_resnet(monkeypatch):
-    """torchvision's, for what shapes are learned with, and for scripts in a Python of their own"""
-    monkeypatch.setattr(torchvision.models, "resnet18", RESNET18)
+def real_models(monkeypatch):
+    """torchvision's: to learn something, and beside scripts in a Python of their own"""
+    for name, build in REAL.items():
+        monkeypatch.setattr(torchvision.models, name, build)
 
 
 @pytest.fixture
-def easy_scenes(few_scenes, real_resnet, monkeypatch):
-    """--data shapes has scenes of one large, solid, upright object: shapes are learned in seconds"""
+def easy_scenes(few_scenes, real_models, monkeypatch):
+    """--data shapes has scenes of one large, solid, upright object, learned in seconds"""
 
     def objects_of(scene):
         rng = random.Random(scene)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import checkpoint_in, refusal, result, run_here
+from conftest import WIDTH, checkpoint_in, refusal, result, run_here
 from test_virtex import no_probe, tokenizer, tokenizer_path  # noqa: F401, fixtures
 from test_virtex import batch_of, logits_of, random_features, tiny_model, torch_layer  # isort: skip
 from torch import nn
@@ -92,7 +92,7 @@ class OfficialHead(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.visual_projection = nn.Linear(512, 128)
+        self.visual_projection = nn.Linear(WIDTH, 128)
         self.embedding = nn.Module()
         self.embedding.words = nn.Embedding(150, 128, padding_idx=0)
         self.embedding.positions = nn.Embedding(12, 128)

@@ -75,7 +75,7 @@ def test_killed_three_times_ends_with_the_same_bits(script, tiny, tmp_path, requ
     validates and probes again.
     """
     if script == "tp":
-        request.getfixturevalue("real_resnet")
+        request.getfixturevalue("real_models")
     flags = ["--iters", 10, "--checkpoint-every", 3, *(WARMUP if script == "icmlm" else ())]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_here(tiny(script, whole, *flags))
@@ -159,7 +159,7 @@ def test_a_full_disk_and_another_amp(script, tiny, tmp_path):
 def test_two_processes(script, tiny, tmp_path, request):
     """By gloo: every iteration is logged once, one set of files, equal weights."""
     if script == "virtex":
-        request.getfixturevalue("real_resnet")
+        request.getfixturevalue("real_models")
     folder, flags = tmp_path / "run", WARMUP if script == "icmlm" else ()
     command = tiny(script, folder, "--iters", 5, "--checkpoint-every", 3, *flags)
     in_two_processes(run_here, command)

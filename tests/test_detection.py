@@ -376,7 +376,7 @@ def only_torchvisions(state):
     assert loaded.missing_keys == ["fc.weight", "fc.bias"] and not loaded.unexpected_keys
 
 
-def test_c4_is_the_papers():
+def test_c4_is_the_papers(real_models):
     """Body up to layer3, RoIs of 14x14 through layer4 and a batch norm, 15 anchors of 32 to 512."""
     args = detection.get_args(["--weights", "random", "--arch", "resnet18", "--data", "voc"])
     backbone = common.build_backbone("resnet18")

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import ALONE, CPU, files_in, in_two_processes, interrupted, refusal, result, run_here
+from conftest import ALONE, CPU, REAL, files_in, in_two_processes, interrupted, refusal, result
+from conftest import run_here
 from PIL import Image
 from torch import nn
 
@@ -22,6 +23,13 @@ import common
 import eval_linear
 import shapes
 import svm
+
+
+@pytest.fixture(scope="module", autouse=True)
+def real_resnet():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchvision.models, "resnet18", REAL["resnet18"])
+        yield
 
 
 def command(output, root, flags="", data="folder"):
@@ -480,7 +488,7 @@ def test_weights(weights, tmp_path):
     ours["model"] = {**model, "head.weight": torch.zeros(3, 3)}
     for content in (ours, {"teacher": model, "args": argparse.Namespace(lr=1)}):
         torch.save(content, tmp_path / "x.pth")
-        loaded = eval_linear.load_backbone(tmp_path / "x.pth", None, 0).state_dict()
+        loaded = eval_linear.load_backbone(f"{tmp_path}/x.pth", None, 0).state_dict()
         assert all(torch.equal(loaded[name], value) for name, value in state.items())
 
 
@@ -502,7 +510,7 @@ BAD_DATA = [  # the source; its files, a line in each; words of the message
     ("voc07", {"ImageSets/Main/a_trainval.txt": "5 1"}, "1 of 1 images are missing, the first is"),
     ("folder", {}, "/train'; an image folder holds train/<class>/<image>: see --root"),
     ("folder", {"train/a/notes.txt": ""}, "no valid file for the classes a. Supported extensions"),
-    ("folder", {"train/a/1.png": "", "val/b/1.png": ""}, "splits differ in their classes: ['a', 'b']"),
+    ("folder", {"train/a/1.png": "", "val/b/1.png": ""}, "differ in their classes: ['a', 'b']"),
 ]
 
 

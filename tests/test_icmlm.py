@@ -486,7 +486,7 @@ def test_flags_that_are_given_win():
 
 
 @both_heads
-def test_both_heads_learn(head, tiny, tmp_path):
+def test_both_heads_learn(head, tiny, real_models, tmp_path):
     """24 pictures by heart: both losses of Eq. 8 fall."""
     flags = ["--iters", 36, "--crop-min", 0.9, "--colour-jitter", 0, "--num-concepts", 6]
     flags += ["--head", head, "--lr", 0.1]
@@ -494,7 +494,7 @@ def test_both_heads_learn(head, tiny, tmp_path):
         flags += ["--heads", 3, "--recipe", "demo", "--lr", 2e-3]
     run_here(tiny("icmlm", tmp_path, *flags))
     rows = metrics(tmp_path)
-    for loss, fall in (("mlm", 0.25), ("tp", 0.05)):
+    for loss, fall in (("mlm", 0.15), ("tp", 0.05)):
         losses = [row[loss] for row in rows]
         assert np.mean(losses[-5:]) < np.mean(losses[:5]) - fall
 
@@ -562,7 +562,7 @@ def test_learns(easy_scenes, tmp_path, monkeypatch):
     """An eighth of the demo, on easier scenes: the photo tells words that the text does not"""
     monkeypatch.setitem(icmlm.RECIPES, "probe_images", 3 * (500,))
     monkeypatch.setitem(icmlm.RECIPES, "proxy_triplets", 3 * (500,))
-    flags = ["--iters", 60, "--lm-iters", 60, "--image-size", 32]
+    flags = ["--iters", 80, "--lm-iters", 40, "--image-size", 32]
     run_here(["icmlm.py", *flags, "--output", tmp_path])
     scores = result(tmp_path)
     words = scores["masked_words"]

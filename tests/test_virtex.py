@@ -153,7 +153,7 @@ def test_weights_at_the_start():
 
 
 @pytest.mark.parametrize("arch, last", [("resnet18", "bn2"), ("resnet50", "bn3")])
-def test_zero_residual(arch, last):
+def test_zero_residual(arch, last, real_models):
     """Only the last batch norm of each residual block starts at 0, in the recipe of the paper."""
     with torch.device("meta"):
         names = [name for name, _ in common.build_backbone(arch).named_parameters()]
