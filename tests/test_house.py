@@ -3,6 +3,7 @@
 import ast
 import importlib
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -204,3 +205,28 @@ def test_commands_are_found():
     assert sum(len(commands(name)) for name in FILES) > 100
     assert ("tp", ("--data", "photos.jsonl")) in commands("README.md")
     assert ("tp", ("--data", "photos.jsonl")) in commands("tp.py")
+
+
+def test_quoted_numbers():
+    """What README and the pages quote of docs/logs is in its result.json."""
+    results = {}
+    for path in sorted(ROOT.glob("docs/logs/*/result.json")):
+        results[path.parent.name] = json.loads(path.read_text())
+    text = {name: FILES[name].read_text() for name in FILES if name.endswith(".md")}
+    logs = text["docs/logs/README.md"]
+    for name, result in results.items():
+        trained, random = result["probe"]["trained"], result["probe"]["random"]
+        end = "" if name.endswith("-small") else f" {random:.1f} |"
+        assert re.search(rf"^\| {name} \|.* {trained:.1f} \|{re.escape(end)}", logs, re.M)
+    probe = results["virtex"]["probe"]
+    line = f"linear probe on shapes: {probe['trained']:.1f} mAP trained, {probe['random']:.1f} mAP"
+    assert line in text["README.md"]
+    words = results["icmlm"]["masked_words"]
+    kinds = "with the photo", "with another photo", "language model alone"
+    assert " | ".join(f"{words[kind]['top1']:.1f}" for kind in kinds) in text["docs/icmlm.md"]
+    ways = results["mmcontrastive"]["retrieval"]["trained"].values()
+    cells = [f"{s['R@1']:.1f} / {s['R@10']:.1f} / {s['median rank']}" for s in ways]
+    assert " | ".join(cells) in text["docs/mmcontrastive.md"]
+    scores = [results["tp"][kind] for kind in ("validation", "label_frequencies")]
+    cells = [f"{score[name]:.1f}" for name in ("top1", "mAP") for score in scores]
+    assert " | ".join(cells) in text["docs/tp.md"]
