@@ -386,6 +386,7 @@ def labelled_features(backbone, data, args, world, protocol):
     features, readable = extract_features(
         backbone, data.images, args, world, protocol.side_fraction, protocol.grid_size
     )
+    require(features is None or np.isfinite(features.sum()), "features not finite: try --amp off")
     return features, data.labels[readable]
 
 
@@ -408,7 +409,6 @@ def run_over_images(function, images, args, world, side_fraction=224 / 256):
     with tempfile.TemporaryFile(dir=folder) as file:  # unnamed: vanishes when closed
         for pixels, good in progress(batches, desc="images", unit=" batches", leave=False):
             rows = gather_in_turns(function(pixels).float().cpu(), world)
-            require(rows.isfinite().all(), "the features are not finite: try --amp off")
             good = gather_in_turns(good, world)[: count - len(readable)]
             readable += good.tolist()
             if world.is_main:

@@ -146,7 +146,7 @@ LAYERS = "layers --batch-size 16 --image-size 48"
         (f"{LAYERS} --epochs 8 --lr 0.3 0.3 0.6", "C-11 top-1,C-12 top-1,C-13 top-1"),
     ],
 )
-def test_what_is_separable_is_learned(flags, metrics, folder, tmp_path, monkeypatch):
+def test_what_is_separable_is_learned(flags, metrics, folder, tmp_path, real_models, monkeypatch):
     """Red against blue. The backbone is in eval mode and frozen, and so are its statistics."""
     backbone = common.build_backbone("vgg16_bn" if "layers" in flags else "resnet18")
     before = {key: value.clone() for key, value in backbone.state_dict().items()}
@@ -406,7 +406,7 @@ def extracted(monkeypatch):
 def test_what_is_extracted(protocol, side, grid_size, folder, weights, tmp_path, extracted):
     flags = f"--weights {weights} --image-size 64 --protocol {protocol}"
     evaluate(tmp_path, folder, flags)
-    backbone = eval_linear.load_backbone(weights, None, 0).eval()
+    backbone = eval_linear.load_backbone(str(weights), None, 0).eval()
     box = 20 - 20 * side, 20 - 20 * side, 20 + 20 * side, 20 + 20 * side
     for split, (features, labels) in zip(("train", "val"), extracted, strict=True):
         image = Image.open(folder / split / "red" / "0.png")
