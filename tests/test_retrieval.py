@@ -113,7 +113,7 @@ def test_captions_stay_with_their_photos(tmp_path):
     assert of_crops.shape == (args.crops, 4, 3) and list(cropped.captions) == list(data.captions)
     for x in (features, *of_crops):
         reds = (x[:, 0] * common.IMAGENET_STD[0] + common.IMAGENET_MEAN[0]) * 255 / 40
-        captions = [[f"photo {red:.0f}", f"number {red:.0f}"] for red in reds]
+        captions = [[f"photo {n}", f"number {n}"] for n in reds.round().astype(int)]
         assert [data.captions_of(n) for n in range(len(data))] == captions
     assert data.image_of_caption().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len(retrieval.captioned_images(args, "x", 3)) == 3
