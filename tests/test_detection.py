@@ -245,6 +245,15 @@ def test_killed_ends_with_the_same_bits(coco, tmp_path):
     assert detections[0].keys() == {"image_id", "category_id", "bbox", "score", "segmentation"}
 
 
+def test_pyramid(coco, tmp_path):
+    run_here(command("coco", coco, "--bn-batches", 1, "--iters", 1, "--output", tmp_path / "out"))
+    backbone = torch.load(tmp_path / "out" / "backbone.pth", weights_only=True)
+    for name, value in checkpoint_in(tmp_path / "out")["model"].items():
+        if "body" in name:
+            assert torch.equal(value, backbone.pop(name.removeprefix("rcnn.backbone.body.")))
+    assert not backbone and len(result(tmp_path / "out")["random"]) == 6
+
+
 def test_schedules():
     """[VirTex Sec. 4.3, App. A.3] as far as flags decide them; the rate scales with the batch."""
     for flags, settings, rates in (
