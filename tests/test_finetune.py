@@ -37,7 +37,7 @@ def photos(tmp_path_factory):
     return root
 
 
-def test_killed_ends_with_the_same_bits(photos, tmp_path):
+def test_killed_ends_with_the_same_bits(photos, real_models, tmp_path):
     """Five iterations tell red from blue; the rate falls where --steps says, in epochs."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     flags = *RANDOM, "--root", photos, "--steps", 1.1, "--checkpoint-every", 4, "--output"
