@@ -186,7 +186,8 @@ def beam_search(head, image_features, beams=5):
     """The most probable captions -> tokens (B, T) from [SOS] on, padded after [EOS]; log p (B,)
 
     image_features (B, S, H). A hypothesis that has ended keeps its score and competes on. The
-    search is over when all have ended or have the maximum length.
+    search is over when all have ended or have the maximum length. After the first token a hypothesis
+    has two continuations, and no token follows itself [official code].
     """
     batch = len(image_features)
     vocab_size = head.output.out_features
@@ -205,6 +206,10 @@ def beam_search(head, image_features, beams=5):
         vectors, past = next_vector(head, tokens.flatten(0, 1), image_memory, past)
         logits = head.output(vectors).float()
         log_p = logits.log_softmax(-1).view(batch, beams, vocab_size)
+        log_p.scatter_(2, tokens[:, :, -1:], -math.inf)
+        if tokens.size(2) > 1:
+            second = log_p.topk(2).values[..., 1:]
+            log_p[log_p < second] = -math.inf
         log_p[ended] = -math.inf  # nothing follows [EOS]...
         log_p[..., PAD][ended] = 0.0  # ...but padding, at no cost
         continued = scores[:, :, None] + log_p  # (B, beams, vocabulary)

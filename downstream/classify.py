@@ -62,7 +62,7 @@ def main(args):
     else:  # the precision of a random ranking is the fraction of positives
         metric = "mAP"
         score = mean_of(average_precisions(similarity, labels, data.names))
-        guess = 100 * float((labels == 1).mean())
+        guess = 100 * float(labels[labels >= 0].mean())
     path = Path(args.output)
     path.mkdir(parents=True, exist_ok=True)
     result = {"metric": metric, "zero-shot": score, "guessing": guess, "images": len(images)}

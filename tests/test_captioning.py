@@ -22,7 +22,7 @@ from virtex import EOS, PAD, SOS, UNK
 def slow_beam_search(head, image_features, beams, max_length):
     """One photo, one hypothesis after the other: the best of all that grew by a token or ended"""
     hypotheses = [(0.0, [SOS])]
-    for _ in range(max_length - 1):
+    for step in range(max_length - 1):
         grown = []
         for score, row in hypotheses:
             if row[-1] == EOS:
@@ -30,7 +30,8 @@ def slow_beam_search(head, image_features, beams, max_length):
                 continue
             logits = logits_of(head, image_features, torch.tensor([row]))[0, -1]
             log_p = logits.log_softmax(-1).tolist()
-            grown += [(score + p, [*row, token]) for token, p in enumerate(log_p)]
+            new = [(score + p, [*row, k]) for k, p in enumerate(log_p) if k != row[-1]]
+            grown += sorted(new, reverse=True)[: 2 if step else None]  # [official code]
         hypotheses = sorted(grown, reverse=True)[:beams]
     return hypotheses[0]
 
