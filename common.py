@@ -803,6 +803,16 @@ def load_backbone(weights, arch=None):
     return backbone
 
 
+def load_init(init, script, arch):
+    """--init -> the content of a checkpoint of this script, or {"backbone": state dict}"""
+    content = {} if init == "imagenet" else read_checkpoint(init)
+    if content.get("script") != script:
+        return {"backbone": load_backbone(init, arch).state_dict()}
+    found = content["args"]["arch"]
+    require(found == arch, f"{init} is a {found}, not --arch {arch}")
+    return content
+
+
 def build_optimizer(name, parameters, lr, weight_decay):
     """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW"""
     if name == "adamw":
@@ -902,6 +912,10 @@ class Run:
         if path.exists() and not args.fresh:
             self.checkpoint = read_checkpoint(path, script)
             self.check_same_settings(self.checkpoint["args"])
+        init = self.settings.get("init")
+        self.init = {}
+        if init and not self.checkpoint:  # a bad file fails before anything is trained
+            self.init = load_init(init, script, args.arch)
         start = self.checkpoint or {"iteration": 0, "metrics": []}
         self.iteration = start["iteration"]
         self.metrics = start["metrics"]  # the lines of metrics.jsonl
@@ -932,6 +946,27 @@ class Run:
         (self.folder / "metrics.jsonl").write_text("".join(self.metrics))
         content = {"command": sys.argv, "torch": torch.__version__, "processes": self.world.size}
         write_json(self.folder / "args.json", self.settings | content)
+
+    def initialize(self, model, backbone, prefix="", anew=()):
+        """Start from --init: a backbone, or all tensors that fit of a model of the same script
+
+        prefix: of the model's tensors in checkpoints.  anew: prefix of those not to take over
+        """
+        if "backbone" in self.init:
+            backbone.load_state_dict(self.init["backbone"])
+        elif self.init:
+            state = model.state_dict()
+            new = []
+            for name, value in state.items():
+                saved = self.init["model"].get(prefix + name)
+                if saved is None or saved.shape != value.shape or name.startswith(anew):
+                    new.append(name)
+                else:
+                    state[name] = saved
+            model.load_state_dict(state)
+            print_main(f"--init: {len(state) - len(new)} of {len(state)} tensors are taken over, "
+                       f"{len(new)} are new {new[:3]}")  # fmt: skip
+        self.init = {}  # frees gigabytes at the papers' sizes
 
     def resume(self, **parts):
         """Name what checkpoints hold (model, optimizer...) and restore it when a run resumes."""

@@ -42,10 +42,12 @@ and train its attention first (--warmup-attention 0.25). A finished run is in do
 
 import json
 import math
+import shutil
 from array import array
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -123,7 +125,8 @@ def get_args(argv=None):
     add("--tagger", choices=language.TAGGERS, default="textblob", help="the paper uses spacy")
 
     add = parser.add_argument_group("model").add_argument
-    add("--init", help="weights to start from: tp.py's, VGG-16: of --labels rotation; imagenet")
+    add("--init", help="a backbone (of tp.py, for VGG-16 of rotations), a checkpoint.pth with its "
+        "head, or imagenet")
     add("--head", choices=HEADS, default="tfm", help="att-fc: better on VOC [Sec. 4.1]")
     layers = "of tfm, or of fc; 2 give a worse backbone, except att-fc's on IN-1K [Tab. 5]"
     add("--layers", type=positive_int, default=1, help=layers)
@@ -149,9 +152,6 @@ def main(args):
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
     run = common.Run(args, "icmlm", world, train)
     probe = eval_linear and eval_linear.Probe(args, train, val)
-    init_backbone = None
-    if args.init and run.checkpoint is None:  # a bad file fails before a language model trains
-        init_backbone = common.load_backbone(args.init, args.arch)
     tokenizer, lm = load_language_model(args, train.captions, run)
     concepts, train, val = load_triplets(args, train, val, tokenizer, run)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
@@ -163,8 +163,8 @@ def main(args):
     torch.manual_seed(args.seed)
     num_tags = len(concepts) if args.lambda_tp else 0
     model = ICMLM(args.arch, args.head, lm, num_tags, args.layers, args.heads)
-    if init_backbone:
-        model.backbone = init_backbone
+    same_tags = run.init.get("concepts") == concepts
+    run.initialize(model, model.backbone, anew=() if same_tags else "tags.")
     model.to(device, memory_format=torch.channels_last)
     weights = model.parameters()
     optimizer = common.build_optimizer(args.optimizer, weights, args.lr, args.weight_decay)
@@ -397,7 +397,10 @@ def load_language_model(args, captions, run):
     device = run.world.device
     if name == "scratch":
         name = str(run.folder / "language_model")
-        if run.world.is_main and run.checkpoint is None:
+        initial = Path(args.init or "").parent / "language_model"
+        if run.world.is_main and "model" in run.init and initial.exists():
+            shutil.copytree(initial, name, dirs_exist_ok=True)
+        elif run.world.is_main and run.checkpoint is None:
             language.scratch_language_model(
                 name,
                 captions,

@@ -116,7 +116,7 @@ def get_args(argv=None):
     add("--backtranslations", help="file of tools/backtranslate.py (default: in --output)")
 
     add = parser.add_argument_group("model [Sec. 4.1]").add_argument
-    add("--init", help="start from these weights: a backbone.pth, a file of others, or imagenet")
+    add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
     add("--lm", help="caption encoder: BERT from the hub or a folder; scratch: random weights")
     add("--lm-iters", type=int,
         help="iterations of masked language modelling that --lm scratch gets first; 0: none")
@@ -179,7 +179,6 @@ def main(args):
     translations = read_backtranslations(train.captions, args)
     queue_size = fit_queue(args.queue, len(train), args.batch_size)
     run = common.Run(args, "mmcontrastive", world, train)
-    init_backbone = args.init and not run.checkpoint and common.load_backbone(args.init, args.arch)
     tokenizer, bert_config, pretrained = load_caption_model(args, train.captions, run)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
     sizes = f"{len(train)} photos ({len(val)} for validation), {len(train.captions)} captions"
@@ -191,8 +190,7 @@ def main(args):
     encoders = build_encoders(args, bert_config)
     if pretrained:
         load_pretrained(encoders["caption"].trunk.bert, pretrained)
-    if init_backbone:
-        encoders["image"].trunk[0] = init_backbone
+    run.initialize(encoders, encoders["image"].trunk[0], prefix="queries.")
     num_tags = len(train.tag_names) if args.lambda_tag else 0
     bn_group = args.batch_size // max(args.bn_splits, args.accumulate * world.size)
     model = MultimodalContrastive(encoders, queue_size, num_tags, bn_group)
@@ -522,10 +520,10 @@ def load_caption_model(args, captions, run):
     pretrained = args.lm
     if args.lm == "scratch":
         pretrained = run.folder / "language_model" if args.lm_iters else None
-    if run.checkpoint is not None:
+    if run.checkpoint is not None or "model" in run.init:
         pretrained = None  # the checkpoint has the weights
-    elif run.world.is_main:
-        if args.lm == "scratch" and args.lm_iters:
+    if run.world.is_main and run.checkpoint is None:
+        if pretrained and args.lm == "scratch":
             language.scratch_language_model(
                 pretrained,
                 captions,
@@ -536,7 +534,10 @@ def load_caption_model(args, captions, run):
                 layers=args.lm_layers or 12,
                 width=args.lm_width or 768,
             )
-        if pretrained:
+        if "model" in run.init:
+            initial = Path(args.init).parent
+            tokenizer, config = read_caption_model(initial / "caption_model")
+        elif pretrained:
             tokenizer, config = read_caption_model(pretrained)
         else:
             tokenizer, config = small_bert(args, captions)
@@ -868,7 +869,10 @@ def retrieval_ranks(similarity, image_of_caption):
 
 def recall(ranks):
     """Ranks counted from 0 -> {"R@1", "R@5", "R@10": percent of them within the first K}"""
-    return {f"R@{k}": 100 * (ranks <= k - 1).float().mean().item() for k in (1, 5, 10)}
+    recalls = {}
+    for k in (1, 5, 10):
+        recalls[f"R@{k}"] = 100 * (ranks <= k - 1).float().mean().item()
+    return recalls
 
 
 def median_rank(ranks):

@@ -27,10 +27,9 @@ Where the paper is:
     rotations, recipes [App. F.1]          four_rotations; RECIPES, VGG16, ROTATION
 
 What to expect (a finished run is in docs/logs/tp): the loss starts near ln K, K being the number of
-labels, and falls at once to that of predicting the label frequencies for every photo. It never
-comes near zero: a photo with n labels costs at least ln n. (Topics: a binary cross-entropy that
-starts near 0.7 K.) Compare the validation scores with those of the label frequencies. If training
-stalls near these, train longer, or predict fewer labels: see concepts.json, --num-labels, --pos nn.
+labels (topics: near 0.7 K), and falls at once to that of predicting the label frequencies for every
+photo. It never comes near zero: a photo with n labels costs at least ln n. If the validation scores
+stall near those of the frequencies, train longer, or predict fewer labels: --num-labels, --pos nn.
 """
 
 import math
@@ -102,7 +101,7 @@ def get_args(argv=None):
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="postag: the paper uses spacy")
     add("--lm", help="cluster: BERT, from the hub or a folder; scratch: train one on the captions")
     add("--lm-iters", type=positive_int, help="iterations of --lm scratch; more for more captions")
-    add("--init", help="weights to start from, or imagenet; VGG-16: of --labels rotation")
+    add("--init", help="a backbone (VGG-16: of --labels rotation), a checkpoint.pth, or imagenet")
     add("--validate-every", type=positive_int, help="iterations between validation scores")
     args = common.parse(parser, argv)
     if args.num_labels and args.labels not in NUM_LABELS:
@@ -139,9 +138,6 @@ def main(args):
     val = common.caption_data(args.data, args.root, args.val_split)
     run = common.Run(args, "tp", world, train)
     probe = eval_linear and eval_linear.Probe(args, train, val, args.labels == "instances")
-    init_backbone = None
-    if args.init and not run.checkpoint:
-        init_backbone = common.load_backbone(args.init, args.arch)
     names, labels, val_labels = load_labels(args, train, val, run)  # K names; (N, K) sparse
     rows = labelled_rows(labels, args.train_split)
     val_rows = labelled_rows(val_labels, args.val_split)
@@ -154,8 +150,8 @@ def main(args):
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = TagPredictor(args.arch, len(names), args.labels)
-    if init_backbone:
-        model.backbone = init_backbone
+    same_labels = run.init.get("names") == names
+    run.initialize(model, model.backbone, anew=() if same_labels else "head.")
     model.to(device, memory_format=torch.channels_last)
     parameters = model.parameters()
     optimizer = common.build_optimizer(args.optimizer, parameters, args.lr, args.weight_decay)
@@ -295,7 +291,8 @@ def embed_captions(tokenizer, model, captions, vectors, device, amp, batch_size=
         ).to(device)
         with common.autocast(device, amp):
             hidden = model.base_model(**inputs).last_hidden_state  # (B, T, d_w)
-        vectors[n : n + len(batch)] = hidden[:, 0].float().cpu().numpy()
+        first_token = hidden[:, 0].float()
+        vectors[n : n + len(batch)] = first_token.cpu().numpy()
 
 
 def train_kmeans(vectors, num_clusters, seed, device="cpu", passes=20):
@@ -402,7 +399,9 @@ def instance_labels(train, val):
     names = train.tag_names  # the same in both
     tags = map(train.tags_of, range(len(train)))
     val_tags = map(val.tags_of, range(len(val)))
-    return names, language.multi_hot(tags, len(names)), language.multi_hot(val_tags, len(names))
+    labels = language.multi_hot(tags, len(names))
+    val_labels = language.multi_hot(val_tags, len(names))
+    return names, labels, val_labels
 
 
 def rotation_labels(train, val):
@@ -450,7 +449,8 @@ def collate(labels, flip_permutation, samples):
 def four_rotations(images):
     """RotNet (Gidaris et al. 2018): each image in 4 rotations -> (4B, 3, h, w), targets (4B, 4)"""
     rotated = [torch.rot90(images, k, (2, 3)) for k in range(4)]
-    targets = torch.eye(4, device=images.device).repeat_interleave(len(images), 0)
+    targets = torch.eye(4, device=images.device)
+    targets = targets.repeat_interleave(len(images), 0)
     return torch.cat(rotated).contiguous(memory_format=torch.channels_last), targets
 
 

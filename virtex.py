@@ -99,7 +99,7 @@ def get_args(argv=None):
     add("--hidden", type=positive_int, help="H; larger is better but slower; sets A = H/64, F = 4H")
     add("--dropout", type=fraction, help="in the heads; raise it if captions are few")
     add("--text-lr", type=positive, help="peak rate of heads; 0.05 to 0.1 with SGD on little data")
-    add("--init", help="start from these weights: a backbone.pth, a file of others, or imagenet")
+    add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
     add("--tokenizer", help="a SentencePiece .model, instead of one trained on the captions")
     add("--fraction", type=fraction, default=1.0, help="use this fraction of the photos [Fig. 4]")
     add("--captions-per-image", type=positive_int, help="use at most this many captions [Fig. 4]")
@@ -127,7 +127,6 @@ def main(args):
     run = common.Run(args, "virtex", world, train)
     trained_on_tags = args.task == "multilabel_classification"
     probe = eval_linear and eval_linear.Probe(args, train, val, trained_on_tags)
-    init_backbone = args.init and not run.checkpoint and common.load_backbone(args.init, args.arch)
     tokenizer = load_tokenizer(args, train.captions, run)
     vocab_size = tokenizer.get_piece_size()
     if args.task == "multilabel_classification":
@@ -149,10 +148,9 @@ def main(args):
         init_std=args.init_std,
         zero_residual=args.zero_residual and args.arch != "vgg16_bn",
     )
-    if init_backbone:
-        model.visual["cnn"] = init_backbone
-    model.to(device, memory_format=torch.channels_last)
     backbone = model.visual["cnn"]
+    run.initialize(model, backbone)
+    model.to(device, memory_format=torch.channels_last)
     groups = parameter_groups(model, args.lr, args.text_lr, args.weight_decay)
     optimizer = common.build_optimizer(args.optimizer, groups, args.lr, args.weight_decay)
     lookahead = LookAhead(optimizer, args.lookahead_k, args.lookahead_alpha)
@@ -229,11 +227,12 @@ def clean(caption):
 
 
 def load_tokenizer(args, captions, run):
-    """The checkpoint's tokenizer if the run resumes, else --tokenizer or one trained on captions"""
+    """That of the checkpoint or of --init, else --tokenizer or one trained on the captions"""
     path = run.folder / "tokenizer.model"
+    saved = run.checkpoint or run.init
     if run.world.is_main:
-        if run.checkpoint:
-            content = run.checkpoint["tokenizer"].numpy().tobytes()
+        if "tokenizer" in saved:
+            content = saved["tokenizer"].numpy().tobytes()
         elif args.tokenizer:
             content = read_tokenizer(args.tokenizer).serialized_model_proto()
         else:

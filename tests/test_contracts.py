@@ -3,6 +3,7 @@
 import gc
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -290,6 +291,35 @@ def test_starts_from_weights_of_others(script, tiny, tmp_path):
     assert len(weights) == 20
     for name in weights:
         torch.testing.assert_close(trained[name], state[name], rtol=0, atol=1e-7)
+
+
+@every_script
+def test_starts_from_a_whole_model(script, tiny, tmp_path):
+    """--init takes over backbone, heads and tokenizer of the script's own checkpoint.pth; what does
+    not fit is named.
+    """
+    still = ["--iters", 1, "--lr", 1e-12, "--lm", "scratch", "--lm-iters", 2]
+    still = still[:4] + ["--text-lr", 1e-12] * 2 if script == "virtex" else still
+    still += ["--text-lr", 1e-12] * (script == "mmcontrastive")
+    run_here(tiny(script, tmp_path / "first", *still, "--seed", 1))
+    first = checkpoint_in(tmp_path / "first")["model"]
+    init = "--init", tmp_path / "first" / "checkpoint.pth"
+    output = run_here(tiny(script, tmp_path / "second", *still, *init))
+    assert "are taken over, 0 are new []" in output
+    for name, value in checkpoint_in(tmp_path / "second")["model"].items():
+        if not re.search("queues|running|num_batches", name):
+            torch.testing.assert_close(value, first[name], rtol=0, atol=1e-6)
+    other = {
+        "virtex": ("--hidden", 128),
+        "tp": ("--pos", "nn"),
+        "icmlm": ("--head", "att-fc"),
+        "mmcontrastive": ("--inter-dim", 16),
+    }
+    output = run_here(tiny(script, tmp_path / "third", *still, *init, *other[script]))
+    assert "are taken over, " in output and "0 are new" not in output
+    assert "not --arch vgg16_bn" in refusal(
+        tiny(script, tmp_path / "fourth", *still, *init, "--arch", "vgg16_bn")
+    )
 
 
 @every_script
