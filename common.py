@@ -763,14 +763,13 @@ def augment(images, jitter=None):
 # ----------------------------------------------------------------------- backbones, optimisation
 
 
-def build_backbone(arch, zero_init_residual=False):
+def build_backbone(arch, **kwargs):
     """torchvision's network with its key names, without its classifier, randomly initialised
 
-    (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32)
+    (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32).  kwargs: of torchvision
     """
     from torchvision import models  # only here: it takes seconds, and --help needs none
 
-    kwargs = {"zero_init_residual": True} if zero_init_residual else {}  # only of ResNets
     model = getattr(models, arch)(**kwargs)
     *children, _, _ = model.named_children()  # the last two are average pooling and classifier
     backbone = nn.Sequential(OrderedDict(children))
@@ -785,13 +784,9 @@ def load_backbone(weights, arch=None):
     arch: which it must be; None: sources.py recognises it
     """
     if weights == "imagenet":
-        from torchvision import models
-
         with error_context("imagenet stands for torchvision's weights, which are downloaded once"):
-            published = models.get_model_weights(arch)["IMAGENET1K_V1"]
-            state = published.get_state_dict(progress=True, check_hash=True)
-    else:
-        state = read_checkpoint(weights)
+            return build_backbone(arch, weights="IMAGENET1K_V1")
+    state = read_checkpoint(weights)
     sources = import_if_there("sources")
     if sources:
         found, state = sources.backbone_weights(state, weights)
@@ -938,11 +933,9 @@ class Run:
         names = ["result.json"]
         if not self.checkpoint:
             names += ["checkpoint.pth", "backbone.pth", "model_[0-9]*.pth"]
-        init = Path(self.settings.get("init") or "").resolve()
         for name in names:
             for path in list(self.folder.glob(name)):
-                if path.resolve() != init:  # it is read later, and replaced at the end
-                    path.unlink()
+                path.unlink()
         (self.folder / "metrics.jsonl").write_text("".join(self.metrics))
         content = {"command": sys.argv, "torch": torch.__version__, "processes": self.world.size}
         write_json(self.folder / "args.json", self.settings | content)

@@ -365,7 +365,8 @@ class VirTex(nn.Module):
     ):
         super().__init__()
         self.task = task
-        self.visual = nn.ModuleDict({"cnn": common.build_backbone(arch, zero_residual)})
+        residual = {"zero_init_residual": True} if zero_residual else {}  # VGG-16 has none
+        self.visual = nn.ModuleDict({"cnn": common.build_backbone(arch, **residual)})
         channels = self.visual["cnn"].channels
         if task in CLASSIFICATION:
             self.textual = nn.ModuleDict({"output": nn.Linear(channels, vocab_size)})

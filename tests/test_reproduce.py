@@ -10,7 +10,7 @@ import pytest
 from conftest import FORK
 from PIL import Image
 
-from tools import crop_coco, label_list, reproduce, tables
+from tools import crop_coco, reproduce, tables
 from tools.tables import BACKBONES, MEASURES, ROWS, TABLES
 
 KNOWN = {*BACKBONES, *ROWS["files"]}
@@ -139,18 +139,6 @@ def test_failing_step(tmp_path, monkeypatch):
     steps.args.rows = ["SwAV"]
     [row] = steps.table("VirTex Tab. 2")
     assert started[1:] == ["eval_linear.py"] * 2 and tables.state_of(row) == "no result"
-
-
-def test_label_list(tmp_path):
-    for name in "abc":
-        (tmp_path / "train" / name).mkdir(parents=True)
-        for n in range(5):
-            (tmp_path / "train" / name / f"{n}.jpg").touch()
-    flags = ["--root", str(tmp_path), "--output", str(tmp_path / "x.jsonl")]
-    label_list.main(label_list.get_args([*flags, "--classes", "2", "--per-class", "3"]))
-    rows = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
-    assert len({row["image"] for row in rows}) == 6 and len({row["tags"][0] for row in rows}) == 2
-    assert all(f"/train/{row['tags'][0]}/" in row["image"] for row in rows)
 
 
 def test_crops(real_data, tmp_path):
