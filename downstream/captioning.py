@@ -186,8 +186,8 @@ def beam_search(head, image_features, beams=5):
     """The most probable captions -> tokens (B, T) from [SOS] on, padded after [EOS]; log p (B,)
 
     image_features (B, S, H). A hypothesis that has ended keeps its score and competes on. The
-    search is over when all have ended or have the maximum length. After the first token a hypothesis
-    has two continuations, and no token follows itself [official code].
+    search is over when all have ended or have the maximum length. After the first token each has
+    two continuations, and no token follows itself [official code].
     """
     batch = len(image_features)
     vocab_size = head.output.out_features
