@@ -108,9 +108,7 @@ def scenes(numbers):
 def captioned(*captions, images=None, tags=None, tag_names=None):
     """CaptionData of images with these captions"""
     images = images or photos_at(*(f"{n}.jpg" for n in range(len(captions))))
-    return common.CaptionData.from_lists(
-        images, captions, tags or [[]] * len(captions), tag_names
-    )
+    return common.CaptionData.from_lists(images, captions, tags or [[]] * len(captions), tag_names)
 
 
 class FeaturesAsGiven(torch.nn.Module):

@@ -14,7 +14,6 @@ from test_virtex import batch_of, logits_of, random_features, tiny_model, torch_
 from torch import nn
 
 import common
-import virtex
 from downstream import captioning
 from virtex import EOS, PAD, SOS, UNK
 
@@ -143,31 +142,6 @@ def test_official_checkpoint_gives_the_official_logits(tokenizer_path, tmp_path)
             assert expected.std() > 0.1
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
         state = {k: v for k, v in state.items() if not k.startswith("backward_")}
-
-
-def test_what_cannot_caption_is_refused(tokenizer_path, tmp_path):
-    """A backbone, masked LM, weights of which some are missing; tokenizers of others"""
-    path, other, text = tmp_path / "x.pth", tmp_path / "other.model", tmp_path / "text"
-    other.write_bytes(virtex.train_tokenizer(["a dog", "a cat"], 100))
-    text.write_text("a dog")
-    state = virtex.VirTex("resnet18", 150, 64).state_dict()
-    backbone = {name: value for name, value in state.items() if name.startswith("visual.")}
-    norm = "textual.transformer.layers.0.norm2.bias"
-    short = {name: value for name, value in state.items() if name != norm}
-    masked_lm = {"args": {"task": "masked_lm"}, "model": state}
-    refused = (
-        (backbone, tokenizer_path, "holds no captioning model"),
-        ({"model": backbone}, tokenizer_path, "holds no captioning model"),
-        (masked_lm, tokenizer_path, "holds no captioning model"),
-        ({"model": short}, tokenizer_path, f'Missing .*"{norm}"'),
-        ({"model": state}, None, "has no tokenizer: add --tokenizer"),
-        ({"model": state}, other, f"the tokenizer has .* tokens, {path} has 150"),
-        ({"model": state}, text, f"{text} should be a SentencePiece model"),
-    )
-    for content, tokenizer, message in refused:
-        torch.save(content, path)
-        with pytest.raises((SystemExit, RuntimeError), match=message):
-            captioning.load_virtex(path, tokenizer)
 
 
 def test_caption_and_evaluate(tiny, no_probe, coco_folder, tmp_path, monkeypatch):

@@ -355,21 +355,6 @@ def test_errors_of_processes(tmp_path, all_alike):
     assert ended.returncode == 1 and ended.stderr.count("error: no room") == 1
 
 
-def test_a_missing_package_of_ours_is_no_missing_script(tmp_path, monkeypatch):
-    """import_if_there gives None without the file, and fails if the file lacks a package."""
-    monkeypatch.syspath_prepend(tmp_path)
-    assert common.import_if_there("some_script") is None
-    (tmp_path / "some_script.py").write_text("import no_such_package")
-    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        common.import_if_there("some_script")
-
-
-def test_a_gpu_that_torch_cannot_use(monkeypatch, capsys):
-    monkeypatch.setattr(common.os.path, "exists", lambda path: path == "/dev/nvidia0")
-    assert common.init_distributed() == ALONE
-    assert "install a build of torch for its version of CUDA" in capsys.readouterr().out
-
-
 def test_host_tensors_beside_nccl(monkeypatch):
     """NCCL alone would refuse them: on several GPUs only, where no test would see it."""
     backends = []
@@ -521,17 +506,6 @@ def test_foreign_checkpoints(wrapped, prefix, beside):
     assert all(found[key] is state[key] for key in state)
 
 
-def test_keys_that_do_not_fit():
-    """Missing, of another shape, unexpected: the file, the closest match and the key are named."""
-    state = on_meta(common.build_backbone, "resnet50").state_dict()
-    for key in ("layer3.0.bn2.bias", "layer3.0.conv2.weight", "layer3.0.se.weight"):
-        wrong = {**state, key: torch.zeros(1)}
-        if key.endswith("bias"):
-            del wrong[key]
-        with fails("some.pth is no resnet50", f"['{key}']"):
-            sources.backbone_weights(wrong, "some.pth")
-
-
 class Touch:
     """Pickled, it is a command to create a file."""
 
@@ -550,15 +524,6 @@ def test_checkpoints_that_run_code_are_refused(tmp_path):
         with fails(f"{tmp_path / name} is not a checkpoint, or is truncated"):
             common.read_checkpoint(str(tmp_path / name))
     assert not (tmp_path / "ran").exists()
-
-
-def test_optimizers():
-    """ICMLM App. F.1: SGD has a momentum of 0.9, RAdam its authors' decoupled weight decay."""
-    settings = ("sgd", "momentum", 0.9), ("radam", "decoupled_weight_decay", True)
-    for name, setting, value in settings:
-        optimizer = common.build_optimizer(name, [nn.Parameter(torch.ones(1))], 3e-2, 1e-4)
-        assert type(optimizer).__name__.lower() == name and optimizer.defaults[setting] == value
-        assert optimizer.defaults["lr"] == 3e-2 and optimizer.defaults["weight_decay"] == 1e-4
 
 
 TABLE = {
@@ -647,15 +612,6 @@ def test_steps(tmp_path, monkeypatch):
     assert [row["iteration"] for row in rows] == [2, 4, 6, 8] and rows[1]["lr"] == 0.5**4
     # Between two lines it ticks 5 times; 2 steps of 4 images, each of which waits for a tick.
     assert [(row["images_per_s"], row["data_wait"]) for row in rows] == [(1.6, 0.4)] * 4
-
-
-def test_a_finished_run_says_so(tmp_path, capsys):
-    train(start(tmp_path), 3)
-    train(start(tmp_path), 6)
-    train(start(tmp_path), 6)
-    resumed, finished = capsys.readouterr().out.split("resuming from iteration 3\n")
-    assert "has finished and is only evaluated again: a longer one" in finished
-    assert "has finished" not in resumed
 
 
 def test_weights_that_are_not_finite(tmp_path):

@@ -1,18 +1,15 @@
 """downstream/detection.py and boxes.py: readers, scores, precise BN, and the real script."""
 
 import json
-import sys
 from collections import Counter
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, checkpoint_in, kill_at, metrics, refusal, result, run_here
+from conftest import CPU, checkpoint_in, result, run_here
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
-from torchvision.models import resnet18
 
 import common
 import shapes
@@ -146,37 +143,6 @@ def test_voc07_score():
     assert 30 < scores["AP50"] < 90
 
 
-def test_lvis(coco, monkeypatch):
-    """Photos in both folders of COCO; max(1, sqrt(0.001 / f)) times, on average; scores of its
-
-    package (its interface only) from 300 detections of an image.
-    """
-    path = coco / "annotations" / "instances_photos.json"
-    content = json.loads(path.read_text())
-    for image in content["images"]:
-        image["coco_url"] = f"http://images.cocodataset.org/photos/{image.pop('file_name')}"
-    (coco / "annotations" / "lvis_v0.5_val.json").write_text(json.dumps(content))
-    data = boxes.load("lvis", str(coco), "v0.5_val")
-    assert data.images[3] == str(coco / "photos" / "3.png") and data.masks
-
-    objects = 4 * [[[1], [2]]] + 9996 * [[[1]]]  # class 1 in all images, class 2 in four
-    rare = MagicMock(objects_of=objects.__getitem__, __len__=lambda _: 10_000)
-    rows = [boxes.repeat_rare(range(10_000), rare, seed) for seed in range(20)]
-    times = np.bincount(np.concatenate(rows)) / 20
-    assert (times[4:] == 1).all()
-    assert times[:4].mean() == pytest.approx(np.sqrt(0.001 / 0.0004), abs=0.15)
-
-    package = MagicMock()
-    package.LVISEval().get_results.return_value = {"AP": 0.25, "AP50": 0.5, "AP75": 0, "APr": 9}
-    monkeypatch.setitem(sys.modules, "lvis", package)
-    expected = {"AP": 25, "AP50": 50, "AP75": 0}
-    masks = {f"mask {name}": value for name, value in expected.items()}
-    assert boxes.score(data, [{}]) == expected | masks
-    assert package.LVIS.call_args.args == (data.path,)
-    assert [call.args[2] for call in package.LVISEval.call_args_list[1:]] == ["bbox", "segm"]
-    assert package.LVISResults.call_args.kwargs == {"max_dets": 300}
-
-
 def test_scores_are_those_of_pycocotools(coco):
     """It reads the annotations by itself; the detections are noisy."""
     data = boxes.load("coco", str(coco), "photos")
@@ -219,32 +185,6 @@ def test_precise_bn(coco):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_killed_ends_with_the_same_bits(coco, tmp_path):
-    """SIGKILL between two checkpoints; also what a run leaves in its folder."""
-    flags = "--model", "c4", "--bn-batches", 1, "--iters", 2, "--checkpoint-every", 1, "--output"
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run_here(command("coco", coco, *flags, whole))
-    kill_at(2, command("coco", coco, *flags, killed))
-    assert "resuming from iteration 1" in run_here(command("coco", coco, *flags, killed))
-    one, other = checkpoint_in(whole)["model"], checkpoint_in(killed)["model"]
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
-    assert one["rcnn.backbone.bn1.num_batches_tracked"] == 1  # of precise BN, before it was saved
-    for name in ("backbone.pth", "detections.json"):
-        assert (whole / name).read_bytes() == (killed / name).read_bytes()
-    backbone = torch.load(whole / "backbone.pth", weights_only=True)
-    only_torchvisions(backbone)
-    for key, name in (("bn1", "backbone.bn1"), ("layer4.1.conv2", "roi_heads.box_head.0.1.conv2")):
-        assert torch.equal(backbone[f"{key}.weight"], one[f"rcnn.{name}.weight"])
-
-    rows = metrics(killed)
-    assert [row["iteration"] for row in rows] == [1, 2]
-    terms = "loss_classifier loss_box_reg loss_mask loss_objectness loss_rpn_box_reg".split()
-    assert rows[0]["loss"] == pytest.approx(sum(rows[0][term] for term in terms), rel=1e-4)
-    assert len(result(killed)["random"]) == 6 and Image.open(killed / "detections.png").width > 1280
-    detections = json.loads((killed / "detections.json").read_text())
-    assert detections[0].keys() == {"image_id", "category_id", "bbox", "score", "segmentation"}
-
-
 def test_pyramid(coco, tmp_path):
     run_here(command("coco", coco, "--bn-batches", 1, "--iters", 1, "--output", tmp_path / "out"))
     backbone = torch.load(tmp_path / "out" / "backbone.pth", weights_only=True)
@@ -252,23 +192,6 @@ def test_pyramid(coco, tmp_path):
         if "body" in name:
             assert torch.equal(value, backbone.pop(name.removeprefix("rcnn.backbone.body.")))
     assert not backbone and len(result(tmp_path / "out")["random"]) == 6
-
-
-def test_schedules():
-    """[VirTex Sec. 4.3, App. A.3] as far as flags decide them; the rate scales with the batch."""
-    for flags, settings, rates in (
-        ("voc", ("c4", 16, 0.05, 100), {50: 0.01, 100: 0.02, 17_999: 0.02, 18_000: 0.002}),
-        ("voc", ("c4", 16, 0.05, 100), {21_999: 0.002, 22_000: 0.0002}),
-        ("lvis", ("fpn", 16, 1e-4, 300), {119_999: 0.02, 120_000: 0.002, 160_000: 0.0002}),
-        ("coco --batch-size 8", ("fpn", 8, 0.05, 100), {119_999: 0.01, 120_000: 0.001}),
-        ("coco --batch-size 4 --lr 0.3", ("fpn", 4, 0.05, 100), {119_999: 0.3}),
-        ("coco --schedule 9x", ("fpn", 64, 0.05, 100), {999: 0.07992, 187_501: 0.008}),
-    ):
-        args = detection.get_args([*RESNET18, "--data", *flags.split()])
-        schedule = args.iters, args.warmup, args.steps
-        assert (args.model, args.batch_size, args.min_score, args.detections) == settings
-        found = {i: args.lr * common.lr_factor(i, *schedule) for i in rates}
-        assert found == pytest.approx(rates)
 
 
 def detector(*flags, backbone=None):
@@ -304,24 +227,6 @@ def test_heads_are_those_of_detectron2(model):
         assert len(norms(heads.box_head)) == len(norms(heads.mask_head)) == 4
 
 
-def test_frozen_batch_norm():
-    """As it was, with torchvision's names, and no batch norm elsewhere"""
-    backbone, images = common.build_backbone("resnet18"), torch.randn(2, 3, 64, 64)
-    with torch.no_grad():
-        backbone.train()(3 * images)  # so that its statistics are of something
-        expected = backbone.eval()(images)
-    detection.freeze_batch_norm(backbone)
-    torch.testing.assert_close(backbone.train()(images), expected)
-    assert not norms(detector("lvis", "--frozen-bn", backbone=backbone))
-    assert not any("bn" in name for name, _ in backbone.named_parameters())
-    only_torchvisions(dict(backbone.state_dict()))
-
-
-def only_torchvisions(state):
-    loaded = resnet18().load_state_dict(state, strict=False)
-    assert loaded.missing_keys == ["fc.weight", "fc.bias"] and not loaded.unexpected_keys
-
-
 def test_c4_is_the_papers(real_models):
     """Body up to layer3, RoIs of 14x14 through layer4 and a batch norm, 15 anchors of 32 to 512."""
     backbone = common.build_backbone("resnet18")
@@ -334,22 +239,3 @@ def test_c4_is_the_papers(real_models):
     assert model.transform.min_size == [*range(480, 801, 32)] and model.transform.max_size == 1333
     assert model.rpn.head.cls_logits.out_channels == 15
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_refusals(coco, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # of lvis
-    monkeypatch.setattr("torch.nn.init.kaiming_uniform_", lambda *_, **__: None)  # slow for a VGG
-    out = "--output", tmp_path / "out"
-    for data, root, more, words in (
-        ("coco", coco, ("--weights", "runs/none.pth"), "runs/none.pth"),
-        ("coco", coco, ("--arch", "vgg16_bn"), "has no layer1"),
-        ("coco", "no", (), "no/annotations/instances_photos.json"),
-        ("voc", "no", (), "named like 2007_test"),
-        ("lvis", coco, (), "pip install lvis"),
-    ):
-        assert words in refusal(command(data, root, *more, *out))
-    path = coco / "annotations" / "instances_photos.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "annotations": []}))
-    assert "holds no image with objects" in refusal(command("coco", coco, *out))
-    (coco / "photos" / "3.png").unlink()
-    assert "1 of 6 images are missing" in refusal(command("coco", coco, *out))

@@ -2,20 +2,15 @@
 
 import argparse
 import dataclasses
-import json
 import math
-import os
-import urllib.error
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import ALONE, CPU, REAL, files_in, in_two_processes, interrupted, refusal, result
-from conftest import run_here
+from conftest import CPU, REAL, files_in, in_two_processes, result, run_here
 from PIL import Image
 from torch import nn
 
@@ -118,19 +113,6 @@ def test_folder_labels(tmp_path):
     assert data.labels.tolist() == [0, 0, 1, 1, 1] and data.labels.dtype == np.int64
 
 
-def test_a_jsonl_with_tags(folder, tmp_path):
-    """Its tags are the classes, several per image: the same scores as of the folder"""
-    rows = []
-    for image in sorted(folder.rglob("*.png")):
-        split, name = image.parts[-3:-1]
-        rows.append(json.dumps({"image": str(image), "tags": [name], "split": split}))
-    path = tmp_path / "photos.jsonl"
-    path.write_text("\n".join(rows))
-    data = eval_linear.label_data(str(path), split="train")
-    assert data.names == ["blue", "red"] and data.labels.tolist() == 16 * [[1, 0]] + 16 * [[0, 1]]
-    assert evaluate(tmp_path, folder, data=path) == evaluate(tmp_path, folder)
-
-
 LAYERS = "layers --batch-size 16 --image-size 48"
 
 
@@ -180,35 +162,12 @@ def test_nearest_neighbours_written_out(several):
         assert scores["top-1"] == pytest.approx(100 * np.mean(votes.argmax(1) == test_y))
 
 
-def test_shots(folder):
-    """K images of each class, others with another seed"""
-    data = eval_linear.label_data("folder", folder, "train")
-    args = argparse.Namespace(hold_out=0.0, shots=3, train_images=None)
-    drawn = [eval_linear.draw_images(data, data, args, seed)[0] for seed in (0, 0, 1)]
-    assert [np.bincount(few.labels).tolist() for few in drawn] == [[3, 3]] * 3
-    assert list(drawn[0].images) == list(drawn[1].images) != list(drawn[2].images)
-
-
 def test_several_labels_per_image(coco_folder, voc, tmp_path):
     """`layers` has a score after each layer."""
     assert len(evaluate(tmp_path, coco_folder, "", "coco")) > 4
     mean = evaluate(tmp_path, voc[0], f"--protocol {LAYERS} --epochs 1", "voc07")
     assert list(mean) == ["C-11 mAP", "C-12 mAP", "C-13 mAP"]
     assert all(0 < score < 100 for score in mean.values())
-
-
-def test_two_runs_give_mean_and_deviation(voc, tmp_path):
-    """Two seeds, in the file and in the table: each class with test examples, and their mean"""
-    output = run_here(command(tmp_path, voc[0], "--runs 2", "voc07"))
-    found = result(tmp_path)
-    one, two = [scores["mAP"] for scores in found["runs"]]
-    mean, deviation = (one + two) / 2, abs(one - two) / math.sqrt(2)
-    assert one != two and found["mean"]["mAP"] == pytest.approx(mean)
-    assert found["std"]["mAP"] == pytest.approx(deviation)
-    assert output.splitlines()[-1].split() == ["mAP", f"{mean:.2f}", "±", f"{deviation:.2f}"]
-    second = evaluate(tmp_path, voc[0], "--seed 1", "voc07")
-    assert second == found["runs"][1] and list(second) == ["bird", "cat", "mAP"]
-    assert second["mAP"] == pytest.approx((second["bird"] + second["cat"]) / 2)
 
 
 def cosine(lr, steps):
@@ -249,25 +208,6 @@ def test_schedules(flags, rates, weight_decay, jitter, folder, tmp_path, monkeyp
     evaluate(tmp_path, folder, f"--protocol {flags}")
     assert steps == [pytest.approx(row) for row in np.reshape(rates, (len(rates), -1)).tolist()]
     assert jitters == jitter and crops == ({0.08} if jitter else set())
-
-
-def test_a_stopped_linear_layer_resumes(folder, weights, tmp_path):
-    """sgd-virtex killed in its third epoch ends with the score of one that was not.
-
-    With other flags or another backbone it starts anew.
-    """
-    flags = f"--weights {weights} --protocol sgd-virtex --batch-size 16 --epochs 4"
-    whole = evaluate(tmp_path / "whole", folder, flags)
-    killed = tmp_path / "killed"
-    with interrupted(eval_linear, "classification_loss", call=6):  # of eight
-        evaluate(killed, folder, flags)
-    for iteration in (4, 8):  # at 8 it has ended
-        output = run_here(command(killed, folder, flags))
-        assert f"sgd-virtex_0.pth: resuming from iteration {iteration}" in output
-        assert result(killed)["mean"] == whole
-    for other in (f"{flags} --lr 0.2", f"{flags} --train-images 30", flags):
-        assert "resuming" not in run_here(command(killed, folder, other))
-        os.utime(weights, (1, 1))  # of the last command the backbone is another
 
 
 def test_costs(folder, tmp_path, monkeypatch):
@@ -418,30 +358,6 @@ def test_what_is_extracted(protocol, side, grid_size, folder, weights, tmp_path,
     assert {name for name in files_in(tmp_path) if ".pth" not in name} == {"result.json"}
 
 
-def test_each_run_draws_its_images(folder, weights, tmp_path, extracted):
-    """--train-images and --hold-out by the seed of the run, which the score follows.
-
-    What is held out is not trained on, and no test image is read.
-    """
-    data = eval_linear.label_data("folder", folder, "train")
-    draws = []
-    for seed in range(2):
-        args = SimpleNamespace(hold_out=0.25, train_images=10, shots=None)
-        train, test = eval_linear.draw_images(data, None, args, seed)
-        assert len({*train.images, *test.images}) == 10 + 8 and len(test.images) == 8
-        for path, label in zip(test.images, test.labels):
-            assert f"/{data.names[label]}/" in path
-        draws += list(train.images), list(test.images)
-    assert draws[0] != draws[2] and draws[1] != draws[3]
-    # Almost no learning rate: what was right above had been learned.
-    flags = f"--weights {weights} --hold-out 0.5 --val-split nowhere --runs 2"
-    evaluate(tmp_path, folder, f"{flags} --protocol sgd-mct --epochs 1 --lr 1e-9")
-    first, second = result(tmp_path)["runs"]
-    assert first != second and max(first["top-1"], second["top-1"]) < 95
-    (x, _), _, (other_x, _), _ = extracted
-    assert x.shape == other_x.shape == (16, 512) and not np.array_equal(x, other_x)
-
-
 def test_what_cannot_be_decoded_and_two_processes(tmp_path):
     """A broken photo and a broken link are left out, by name.
 
@@ -492,57 +408,6 @@ def test_weights(weights, tmp_path):
         assert all(torch.equal(loaded[name], value) for name, value in state.items())
 
 
-def test_imagenet_weights(tmp_path, monkeypatch):
-    """Offline one line says so; torchvision's file is used where torchvision would keep it."""
-    no_network = MagicMock(side_effect=urllib.error.URLError("no such host"))
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.hub, "urlopen", no_network)
-    message = refusal(command(tmp_path, "nowhere", "--weights imagenet --arch resnet18"))
-    assert "no such host" in message and "imagenet stands for torchvision's weights" in message
-    state = torchvision.models.resnet18().state_dict()
-    torch.save(state, tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth")
-    loaded = eval_linear.load_backbone("imagenet", "resnet18", 0)
-    assert torch.equal(loaded.conv1.weight, state["conv1.weight"])
-
-
-BAD_DATA = [  # the source; its files, a line in each; words of the message
-    ("voc07", {}, "holds no VOCdevkit/VOC2007/ImageSets/Main/<class>_trainval.txt: give VOCdevkit"),
-    ("voc07", {"ImageSets/Main/a_trainval.txt": "5 1"}, "1 of 1 images are missing, the first is"),
-    ("folder", {}, "/train'; an image folder holds train/<class>/<image>: see --root"),
-    ("folder", {"train/a/notes.txt": ""}, "no valid file for the classes a. Supported extensions"),
-    ("folder", {"train/a/1.png": "", "val/b/1.png": ""}, "differ in their classes: ['a', 'b']"),
-]
-
-
-@pytest.mark.parametrize("data, files, message", BAD_DATA)
-def test_bad_data_are_refused(data, files, message, tmp_path):
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(content)
-    assert message in refusal(command(tmp_path / "out", tmp_path, data=data))
-
-
-REFUSED = [
-    ("--data voc07 --protocol sgd-virtex", "--protocol sgd-virtex needs one label per image"),
-    ("--data coco --protocol sgd-mct", "--protocol sgd-mct needs one label per image"),
-    ("--data shapes --protocol logreg-icmlm", "--protocol logreg-icmlm needs one label per image"),
-    ("--protocol logreg-icmlm --lr 1", "--protocol logreg-icmlm has 0 learning rates"),
-    ("--weights no.pth", "'no.pth'; python virtex.py writes one"),
-    ("--weights {} --protocol layers --image-size 48", "a resnet18, not --arch vgg16_bn"),
-    ("--weights {} --runs 2", "--protocol svm-virtex gives all --runs the same score"),
-    ("--protocol sgd-mct --batch-size 16", "16 cannot be divided by 3"),
-    ("--train-images 1", "no class has positive and negative training images"),
-    ("--protocol sgd-virtex --batch-size 16 --epochs 2 --lr 1e38", "the linear layer has diverged"),
-    ("--protocol sgd-mct --lr 1e38", "the linear layer has diverged: try a lower --lr"),
-]
-
-
-@pytest.mark.parametrize("flags, message", REFUSED)
-def test_refused(flags, message, folder, weights, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3" if "by 3" in message else "1")
-    assert message in refusal(command(tmp_path, folder, flags.format(weights)))
-
-
 @pytest.fixture
 def captioned(coco_folder):
     """Training and validation CaptionData, with tags"""
@@ -554,21 +419,6 @@ def build_probe(data, output=None, trained_on_tags=False, **flags):
     args |= {"data": "own/photos.jsonl", "seed": 3, "arch": "resnet18"}
     args |= {"image_size": 32, "amp": "off", "workers": 0}
     return eval_linear.Probe(SimpleNamespace(**args | flags), *data, trained_on_tags)
-
-
-def test_labels_of_the_probe(captioned, folder):
-    """The tags, at most probe_images training images; or those of --probe-data"""
-    train, val = captioned
-    fit, test = build_probe(captioned, probe_images=10).labelled
-    paths = list(train.images)
-    assert len(set(fit.images)) == 10 and list(test.images) == list(val.images)
-    for path, row in zip(fit.images, fit.labels, strict=True):
-        assert np.flatnonzero(row).tolist() == train.tags_of(paths.index(path))
-    other = {"probe_data": "folder", "probe_root": folder, "trained_on_tags": True}
-    probe = build_probe(captioned, **other)
-    fit, test = probe.labelled
-    assert probe.name == "folder" and fit.names == ["blue", "red"] and not probe.same_tags
-    assert "/train/" in fit.images[0] and "/val/" in test.images[0]
 
 
 def test_nothing_to_probe_on(captioned, tmp_path, capsys):

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, checkpoint_in, files_in, in_two_processes, kill_at
-from conftest import metrics, photos_at, refusal, result, run_here
+from conftest import ALONE, checkpoint_in, files_in, in_two_processes, metrics, photos_at, result
+from conftest import run_here
 from torchvision.models import resnet18
 
 import common
@@ -35,27 +35,6 @@ def photos(tmp_path_factory):
             pixels[..., channel] += 100
             common.Image.fromarray(pixels).save(root / folder / f"{n}.jpg")
     return root
-
-
-def test_killed_ends_with_the_same_bits(photos, real_models, tmp_path):
-    """Five iterations tell red from blue; the rate falls where --steps says, in epochs."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    flags = *RANDOM, "--root", photos, "--steps", 1.1, "--checkpoint-every", 4, "--output"
-    run_here([SCRIPT, *TINY, *flags, whole])
-    kill_at(5, [SCRIPT, *TINY, *flags, killed])
-    output = run_here([SCRIPT, *TINY, *flags, killed])
-    assert "resuming from iteration 4" in output and files_in(whole) == FILES
-    one, other = checkpoint_in(whole)["model"], checkpoint_in(killed)["model"]
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
-    assert (whole / "backbone.pth").read_bytes() == (killed / "backbone.pth").read_bytes()
-    rows, speed = metrics(whole), {"images_per_s": 0, "data_wait": 0}
-    assert [row | speed for row in rows] == [row | speed for row in metrics(killed)]
-    assert [row["lr"] for row in rows] == pytest.approx([0.02] * 4 + [0.002])
-    assert finetune.STEPS == (0.7, 0.9)  # of the epochs [Sec. 4.3]
-    assert rows[0]["loss"] > 0.5 and rows[-1]["loss"] < 0.1
-    top1 = result(whole)["random"]["top-1"]
-    assert result(killed)["random"] == {"top-1": top1}
-    assert output.endswith(f"fine-tuning on 18 labels: {top1} from random initialisation\n")
 
 
 def test_classifier():
@@ -139,33 +118,3 @@ def test_fraction():
     assert set(few) < set(some) < set(many) and counts == [10, 3, 1]
     assert part(0.1)[0] == some != part(0.1, seed=6)[0]
     assert part(1.0, shots=7)[1] == [7, 7, 4]
-
-
-def test_inaturalist(tmp_path):
-    """Classes by category id, each image beside its own label"""
-    for name in "ab":
-        (tmp_path / name).touch()
-    content = {
-        "images": [{"id": 7, "file_name": "b"}, {"id": 3, "file_name": "a"}],
-        "annotations": [{"image_id": 3, "category_id": 9}, {"image_id": 7, "category_id": 2}],
-        "categories": [{"id": 9}, {"id": 2}, {"id": 4}],
-    }
-    (tmp_path / "train2018.json").write_text(json.dumps(content))
-    data = finetune.labelled_split("inat", str(tmp_path), "train2018")
-    assert list(data.images) == [str(tmp_path / "b"), str(tmp_path / "a")]
-    assert data.names == ["2", "4", "9"] and data.labels.tolist() == [0, 2]
-
-
-def test_refusals(photos, tmp_path, no_training, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where there is no runs/virtex
-    command = SCRIPT, *TINY, *RANDOM, "--root", photos, "--output", tmp_path / "run"
-    for flags, words in (
-        ("--data voc07", "argument --data: invalid choice: 'voc07'"),
-        ("--data inat --root no/such", "no/such/train2018.json"),
-        ("--val-split test", "photos0/test"),
-        ("--weights runs/virtex/backbone.pth", "python virtex.py"),
-    ):
-        assert words in refusal([*command, *flags.split()])
-    assert "--weights random needs --arch" in refusal([SCRIPT, "--weights", "random"])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "--batch-size 9 cannot be divided by 2" in refusal([*command, "--batch-size", 9])

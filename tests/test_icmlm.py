@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 from conftest import ALONE, CPU, FeaturesAsGiven, captioned, metrics, photos_at, result, run_here
 from PIL import Image
-from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer
+from tokenizers import BertWordPieceTokenizer
 from torch import nn
 
 import common
@@ -98,13 +98,6 @@ def test_frozen_language_model(kind, amp, lms):
     assert logits.std(-1).min() > 0.05  # they differ, so that equal ones say something
     [table] = [v for name, v in model.state_dict().items() if "word_embeddings.weight" in name]
     assert torch.equal(lm.token_embeddings, table) and table.dtype == torch.float32
-
-
-def test_other_language_models_are_refused():
-    """Their token classification layer has another name."""
-    config = transformers.DistilBertConfig(vocab_size=20, dim=8, n_layers=1, n_heads=2)
-    with pytest.raises(SystemExit, match="is a DistilBertForMaskedLM: give a BERT or a RoBERTa"):
-        icmlm.FrozenLanguageModel(transformers.DistilBertForMaskedLM(config), "off")
 
 
 ATTENTION_WIDTH = 7
@@ -209,16 +202,6 @@ def test_heads_are_their_equations(head, heads, layers, monkeypatch):
         assert begun.sigma_h.tolist() == 4 * [0.25] and begun.b_h.tolist() == [0]
 
 
-def test_dropout_follows_attention_and_feed_forward(monkeypatch):
-    """App. E: with all dropped nothing but the two norms is left of a layer in training."""
-    monkeypatch.setattr(icmlm, "DROPOUT", 1.0)
-    layer = random_weights(icmlm.EncoderLayer(6, 2), 0.3)
-    z, mask = torch.randn(2, 4, 6), torch.ones(2, 4, dtype=torch.bool)
-    training, evaluation = layer.train()(z, mask), layer.eval()(z, mask)
-    torch.testing.assert_close(training, layer.norm2(layer.norm1(z)))
-    assert not torch.allclose(training, evaluation)
-
-
 def triplets_in(folder, train, val, tokenizer, flags="", checkpoint=None):
     """-> concepts, train, val of a run in `folder`"""
     run = SimpleNamespace(checkpoint=checkpoint, folder=folder, world=ALONE)
@@ -294,26 +277,6 @@ def test_only_whole_words_of_one_token_are_masked(tokenizer):
     triplets = triplets_of(captioned(["a café"], ["a cafe"]), tokenizer, ["cafe", "café"])
     one, two = parts_of(triplets, 0), parts_of(triplets, 1)
     assert one[1] == two[1] and (one[3], two[3]) == (1, 0)
-
-
-@pytest.mark.parametrize("trim_offsets", (False, True))
-def test_words_of_a_byte_level_vocabulary(trim_offsets):
-    """RoBERTa's tokens differ at the start of a caption and by case; all are found, and flipped.
-    Spaces may count for the offsets."""
-    text = "Dog left right dog Left dog right Dog cat left Right".split()
-    pieces = ByteLevelBPETokenizer(trim_offsets=trim_offsets)
-    pieces.train_from_iterator([*text, " ".join(text)] * 2, 400, 1, special_tokens=["<unk>"])
-    byte_level = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer)
-    data = captioned(["Dog left dog", "dog Left"], ["left-dog dogs right"])
-    triplets = triplets_of(data, byte_level, ["dog", "left", "right"])
-    rows = [parts_of(triplets, n) for n in range(len(triplets))]
-    masked = [byte_level.decode([tokens[position]]) for _, tokens, position, _ in rows]
-    assert masked == ["Dog", " left", " dog", "dog", " Left", " right"]
-    assert [concept for *_, concept in rows] == [0, 1, 0, 0, 1, 2]
-    flipped = icmlm.left_right_tokens(byte_level)
-    names = {byte_level.decode([a]): byte_level.decode([b]) for a, b in flipped.items()}
-    assert names[" left"] == " right" and names[" right"] == names[" Right"] == " left"
-    assert names["left"] == "right" and names[" Left"] == " right"
 
 
 LEFT_RIGHT = ["a dog left of the cat", "a cat right of the dog", "the red dog"]
@@ -468,35 +431,6 @@ def test_appendix_f1(flags, optimizer, rates, warmup):
         factor = common.lr_factor(iteration, args.iters, args.warmup, args.steps)
         common.set_lr(built, factor)
         assert built.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-9, abs=1e-15)
-
-
-def test_flags_that_are_given_win():
-    """Over all that --arch decides; another batch scales the recipe's learning rate, not --lr."""
-    args = arguments(f"{VGG} --lr 0.7 --batch-size 8 --iters 3 --heads 2 --lambda-tp 0")
-    assert (args.lr, args.iters, args.heads, args.lambda_tp) == (0.7, 3, 2, 0)
-    assert arguments("--batch-size 128").lr == pytest.approx(3e-2 / 4)
-    assert arguments(f"{VGG} --batch-size 1792").lr == pytest.approx(2e-4)
-    assert arguments("").proxy_triplets is None  # the paper's scores are of the whole split
-    assert (arguments("").lambda_tp, arguments(VGG).lambda_tp) == (0.1, 1)  # App. B
-    args = icmlm.get_args([])  # whereas without any flag nothing is downloaded
-    assert (args.data, args.arch, args.lm) == ("shapes", "resnet18", "scratch")
-    for recipe in ("demo", "small", "paper"):  # VGG-16 with one head is inferior [App. B]
-        assert arguments(f"{VGG} --recipe {recipe}").heads == 12
-        assert arguments(f"--recipe {recipe}").heads == 1
-
-
-@both_heads
-def test_both_heads_learn(head, tiny, real_models, tmp_path):
-    """24 pictures by heart: both losses of Eq. 8 fall."""
-    flags = ["--iters", 36, "--crop-min", 0.9, "--colour-jitter", 0, "--num-concepts", 6]
-    flags += ["--head", head, "--lr", 0.1]
-    if head == "att-fc":
-        flags += ["--heads", 3, "--recipe", "demo", "--lr", 2e-3]
-    run_here(tiny("icmlm", tmp_path, *flags))
-    rows = metrics(tmp_path)
-    for loss, fall in (("mlm", 0.15), ("tp", 0.05)):
-        losses = [row[loss] for row in rows]
-        assert np.mean(losses[-5:]) < np.mean(losses[:5]) - fall
 
 
 @both_heads

@@ -2,13 +2,10 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from conftest import CPU
 from torch import nn
 
-import common
 import language
 
 
@@ -36,20 +33,6 @@ def test_textblob():
     assert [word for word, _ in tagged] == ["a", "black", "dog", "runs", "on", "the", "t-shirt"]
     expected = [None, "adjectives", "nouns", "verbs", None, None]
     assert [part for _, part in tagged][:6] == expected
-
-
-def test_spacy(monkeypatch):
-    """NOUN, ADJ and VERB of its pipeline, on the words of words_of, hyphens and all; not AUX."""
-    spacy = pytest.importorskip("spacy", reason="spaCy is not installed")
-    pipeline, asked = spacy.blank("en"), []
-    ruler = pipeline.add_pipe("attribute_ruler")
-    parts = {"t-shirt": "NOUN", "red": "ADJ", "runs": "VERB", "is": "AUX", "the": "DET"}
-    for word, part in parts.items():
-        ruler.add([[{"LOWER": word}]], {"POS": part})
-    monkeypatch.setattr(spacy, "load", lambda name, **_: asked.append(name) or pipeline)
-    tagged = list(language.tag_words(["The T-shirt is red!", "runs"], "spacy"))
-    first = [("the", None), ("t-shirt", "nouns"), ("is", None), ("red", "adjectives")]
-    assert tagged == [first, [("runs", "verbs")]] and asked == ["en_core_web_sm"]
 
 
 @pytest.mark.parametrize(
@@ -128,40 +111,3 @@ def test_tag_heads():
         x = norm(convolution(x)).clamp(min=0)
         assert x.shape == features.shape
     torch.testing.assert_close(head(features), head[-1](x.mean((2, 3))))
-
-
-RHYMES = ["a red dog runs fast", "two men ride a bike", "the cat sits on its mat", "one bird sings"]
-
-
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory):
-    """-> (tokenizer, model), trained on four captions until it knows them"""
-    folder, captions = tmp_path_factory.mktemp("lm"), np.array(5 * RHYMES, common.STRINGS)
-    sizes = {"layers": 2, "width": 128}
-    language.scratch_language_model(folder, captions, 60, 0, CPU, "off", **sizes)
-    return language.language_model(folder, CPU)
-
-
-def test_scratch_learns(scratch):
-    """It names a masked word from the words around it, and from [CLS] the tokens of a caption."""
-    tokenizer, model = scratch
-    masked = tokenizer([RHYMES[0].replace("dog", "[MASK]")], return_tensors="pt")
-    logits = model(**masked).logits[masked["input_ids"] == tokenizer.mask_token_id]
-    assert tokenizer.decode(logits.argmax()) == "dog"
-    for caption in RHYMES:
-        inputs = tokenizer([caption], return_tensors="pt")
-        words = set(inputs["input_ids"][0].tolist()) - set(tokenizer.all_special_ids)
-        assert set(model(**inputs).logits[0, 0].topk(len(words)).indices.tolist()) == words
-
-
-def test_an_encoder_alone(tiny_lm, tmp_path):
-    """Without an output layer it is refused where words are predicted, and has the same encoder."""
-    tokenizer, model = language.language_model(tiny_lm, CPU)
-    model.bert.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    message = "is not a complete masked language model: it lacks .'cls.pred"
-    with pytest.raises(SystemExit, match=message):
-        language.language_model(tmp_path, CPU)
-    _, encoder = language.language_model(tmp_path, CPU, masked_words=False)
-    for name, value in model.bert.state_dict().items():
-        assert torch.equal(value, encoder.bert.state_dict()[name])

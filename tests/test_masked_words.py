@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, TINY, checkpoint_in, refusal, run_here
+from conftest import CPU, TINY, checkpoint_in, run_here
 from PIL import Image
 
 import common
@@ -14,7 +14,6 @@ import shapes
 from downstream import masked_words
 
 ONLY = "these words of the caption can be masked:"
-NO_CHECKPOINT = "is not a checkpoint.pth or model_N.pth of icmlm.py"
 
 
 def run(*flags):
@@ -130,27 +129,6 @@ def test_photos_of_the_validation_split(few_scenes, tmp_path):
         _, _, *words = picture.stem.split("_")
         assert words and all(any(line.endswith(f"({word})") for line in masked) for word in words)
     assert last.startswith("attention inside the masked object's box: ") and "its area: " in last
-
-
-def test_refused(trained, example, tmp_path):
-    """One line each, and no picture"""
-    folder, (photo, caption, words) = trained["tfm"], example
-    foreign, missing = tmp_path / "virtex.pth", tmp_path / "none.jpg"
-    torch.save({"script": "virtex", "model": {}}, foreign)
-    long = 30 * f"{words[0]} red square "
-    own = folder / "checkpoint.pth"
-    for image, text, word, weights, message in [
-        (photo, caption, "surfboard", own, f"{ONLY} {', '.join(words)}"),
-        (photo, long, words[0], own, "tokens, --lm reads 64"),
-        (missing, caption, words[0], own, "1 of 1 images are missing"),
-        (photo, caption, words[0], folder / "backbone.pth", NO_CHECKPOINT),
-        (photo, caption, words[0], foreign, NO_CHECKPOINT),
-    ]:
-        flags = "--caption", text, "--word", word, "--weights", weights, "--output", tmp_path / "x"
-        assert message in refusal(["downstream.masked_words", image, *flags])
-    for flags in ([photo], [], [photo, "--photos", 1], ["--caption", caption]):
-        assert "or --photos N" in refusal(["downstream.masked_words", *flags])
-    assert not list(tmp_path.glob("x/*"))
 
 
 def test_attention_inside_boxes():

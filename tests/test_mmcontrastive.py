@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.functional as TF
-from conftest import ALONE, CPU, OWN, TINY, captioned, checkpoint_in, files_in
-from conftest import in_two_processes, metrics, photos_at, refusal, result, run_here
+from conftest import ALONE, CPU, OWN, TINY, captioned, checkpoint_in, files_in, in_two_processes
+from conftest import metrics, photos_at, refusal, result, run_here
 from PIL import Image
 from scipy.stats import rankdata
 from torch import nn
@@ -143,31 +143,6 @@ def test_losses_are_those_of_the_paper(filled):
         assert name == "image_intra" or not query.grad[~b.captioned].any()
 
 
-def test_queue_size(capsys):
-    """K is capped at one key per photo, and rounded to a multiple of the batch."""
-    assert mmcontrastive.fit_queue(1003, 1000, 10) == 1000
-    assert "queues of 1000 keys instead of 1003" in capsys.readouterr().out
-    assert mmcontrastive.fit_queue(500, 2000, 10) == 500 and not capsys.readouterr().out
-    with pytest.raises(SystemExit, match="--queue 50 or 9 photos are fewer than a batch of 10"):
-        mmcontrastive.fit_queue(50, 9, 10)
-
-
-def test_rows_of_tab_1(monkeypatch):
-    """ "Ours (scratch)" is BERT-base with random weights; MoCo v1 has a linear head, and steps."""
-    names = []
-    monkeypatch.setattr(mmcontrastive, "read_caption_model", names.append)
-    scratch = mmcontrastive.get_args(["--data", "coco", "--lm", "scratch"])
-    mmcontrastive.small_bert(scratch, [])
-    assert names == ["bert-base-uncased"] and not scratch.lm_iters
-    off = "--lambda-tag 0 --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 --mlp-hidden 0".split()
-    moco = mmcontrastive.get_args(["--data", "coco", *off, "--steps", "0.6", "0.8"])
-    [head] = mmcontrastive.build_encoders(moco)["image"].mlps["image_intra"]
-    assert (head.in_features, head.out_features) == (2048, 128) and moco.steps == [0.6, 0.8]
-    rng = np.random.default_rng(0)  # its ColorJitter(0.4, 0.4, 0.4, 0.4), on every photo
-    drawn = [mmcontrastive.moco_v1_jitter(rng, 1.0) - common.NO_JITTER for _ in range(300)]
-    assert np.allclose(np.abs(drawn).max(0), 0.4, atol=0.02) and np.all(drawn)
-
-
 BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 BERT |= {"intermediate_size": 24, "vocab_size": 30, "pad_token_id": 0}
 LAMBDAS = dict.fromkeys(("lambda_ii", "lambda_tag", "lambda_cc", "lambda_ic", "lambda_ci"), 1.0)
@@ -271,27 +246,6 @@ def test_two_processes_hold_what_one_does():
             close(torch.tensor(x), torch.tensor(y))
 
 
-@pytest.mark.parametrize("kind", ("Bert", "Roberta", "DistilBert", "Electra"))
-def test_caption_trunk_is_the_pooled_output(kind):
-    """Sec. 4.1: the pooler's, or the first token's where there is none; padding is hidden.
-
-    It computes in single precision, although the model was published in half.
-    """
-    import transformers
-
-    config = getattr(transformers, f"{kind}Config")(**BERT, dtype=torch.float16)
-    trunk = mmcontrastive.CaptionTrunk(config).eval()
-    tokens, lengths = torch.randint(2, 30, (3, 7)), torch.tensor([7, 4, 1])
-    visible = torch.arange(7) < lengths[:, None]
-    with torch.no_grad():
-        found = trunk(tokens.masked_fill(~visible, 0), visible)
-        for row, length, vector in zip(tokens, lengths, found):
-            output = trunk.bert(input_ids=row[None, :length])
-            pooled = kind in ("Bert", "Roberta")
-            close(vector, output.pooler_output[0] if pooled else output.last_hidden_state[0, 0])
-    assert {p.dtype for p in trunk.parameters()} == {torch.float32}
-
-
 def test_blur_is_a_gaussian_convolution():
     """torchvision's, each image by its own sigma; at the border nothing gets darker."""
     images, sigma = torch.rand(4, 3, 41, 41), torch.tensor([0.4, 1.1, 2.0, 0.0])
@@ -363,24 +317,6 @@ def test_caption_views(two_photos):
     assert pairs("sibling", index=1) == {("", "")}
 
 
-def batch_of(samples, number):
-    return mmcontrastive.collate(None, [samples[epoch, 0] for epoch in range(number)])
-
-
-@pytest.mark.parametrize("name", ("q", "k"))
-def test_greyscale_and_blur(name, two_photos):
-    """All views at a share of 1, some between; sigma is MoCo-v2's, whose images have 224 pixels."""
-    batch = batch_of(samples_of(two_photos, colour_jitter=1.0, greyscale=1.0, blur=1.0), 40)
-    mean, std = torch.tensor([common.IMAGENET_MEAN, common.IMAGENET_STD])[..., None, None]
-    images = common.augment(batch[name]["image"], batch[name]["jitter"]) * std + mean
-    assert (images.amax(1) - images.amin(1)).max() < 1e-5 and images.std() > 0.1
-    sigma = batch[name]["sigma"] * 224 / 24
-    assert 0.1 < sigma.min() < 0.5 and 1.6 < sigma.max() < 2
-    batch = batch_of(samples_of(two_photos, greyscale=0.2, blur=0.5), 250)
-    assert 0.12 < (batch[name]["jitter"][:, 2] == 0).float().mean() < 0.28
-    assert 0.4 < (batch[name]["sigma"] > 0).float().mean() < 0.6
-
-
 def rank(right, wrong):
     """Equal similarities share the mean of their places."""
     return rankdata([-right, *(-value for value in wrong)])[0]
@@ -416,45 +352,6 @@ def test_retrieval_scores_are_those_of_a_sort(levels):
     found = mmcontrastive.retrieval_scores(similarity, owners)
     assert_same_scores(found, literal_scores(similarity.tolist(), owners.tolist()))
     assert 0 < found["text to image"]["R@1"] < found["text to image"]["R@5"] < 100
-
-
-def test_median_rank_is_that_of_vse():
-    """VSE++'s code: medr = numpy.floor(numpy.median(ranks)) + 1, ranks counted from 0"""
-    for ranks, wanted in ([0, 0, 7], 1), ([1, 2, 3, 9], 3), ([0.5, 4.5], 3), ([2, 3, 3, 3], 4):
-        assert mmcontrastive.median_rank(torch.tensor(ranks)) == wanted
-
-
-def some_data(*rows):
-    """rows: (captions, tags) of each photo"""
-    names = ["dog", "cat"]
-    captions, tags = zip(*rows)
-    tags = [[names[k] for k in row] for row in tags]
-    return captioned(*captions, tags=tags, tag_names=names)
-
-
-MIXED = (["a dog"], [0]), ([], [1]), (["a cat"], [])
-
-
-def test_photos_without_captions(capsys):
-    """Sec. 3.2, end: they stay while a loss within photos is left for them."""
-    data = some_data(*MIXED)
-    for off in ({}, {"lambda_ii": 0.0}, {"lambda_tag": 0.0}):
-        assert mmcontrastive.usable_photos(data, SimpleNamespace(**LAMBDAS | off)) is data
-    between = SimpleNamespace(**LAMBDAS | {"lambda_ii": 0.0, "lambda_tag": 0.0})
-    kept = mmcontrastive.usable_photos(data, between)
-    assert list(kept.images) == ["0.jpg", "2.jpg"] and list(kept.captions) == ["a dog", "a cat"]
-    assert "1 of 3 images have no caption: left out" in capsys.readouterr().out
-
-
-def test_nouns_as_tags(monkeypatch):
-    """Sec. 4.4: the most frequent nouns of the captions, in place of annotated tags"""
-    data = some_data((["a red dog runs", "the dog"], [1]), ([], [0]), (["a cat sees a dog"], []))
-    monkeypatch.setattr(mmcontrastive, "NUM_NOUNS", 2)
-    tagged = mmcontrastive.tagged_by_nouns(data, "textblob")
-    assert tagged.tag_names == ["dog", "cat"] and list(tagged.images) == list(data.images)
-    assert [tagged.tags_of(i) for i in range(3)] == [[0], [], [0, 1]]
-    assert list(tagged.captions) == list(data.captions)
-    assert [data.tags_of(i) for i in range(3)] == [[1], [0], []]
 
 
 def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
@@ -561,19 +458,6 @@ def test_unified_mlps_on_vgg16(tiny, tmp_path):
         assert torch.equal(state[name], state[name.replace("intra", "inter")])
     total = row["tag"] + row["cc"] + 0.1 * row["ic"] + 0.05 * row["ci"]
     assert row["loss"] == pytest.approx(total, rel=1e-4)
-
-
-def test_pretrained_caption_encoder(tiny, tiny_lm, tmp_path):
-    """--lm FOLDER: both encoders begin with its weights; m = 1 keeps the momentum encoder there."""
-    from safetensors.torch import load_file
-
-    run_here(tiny("mmcontrastive", tmp_path, "--lm", tiny_lm, "--momentum", 1, "--iters", 2))
-    state, given = checkpoint_in(tmp_path)["model"], load_file(tiny_lm / "model.safetensors")
-    names = [name for name in given if name.startswith("bert.")]
-    assert all(torch.equal(state[f"keys.caption.trunk.{name}"], given[name]) for name in names)
-    words = "bert.embeddings.word_embeddings.weight"
-    assert not torch.equal(state[f"queries.caption.trunk.{words}"], given[words])
-    assert not list((tmp_path / "caption_model").glob("*.safetensors"))
 
 
 def test_caption_encoder_that_first_learns_masked_words(tiny, tmp_path, monkeypatch):

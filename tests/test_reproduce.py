@@ -2,15 +2,12 @@
 those that it writes, and --quick runs rows from end to end."""
 
 import importlib
-import json
 import shlex
 from types import SimpleNamespace
 
 import pytest
-from conftest import FORK
-from PIL import Image
 
-from tools import crop_coco, reproduce, tables
+from tools import reproduce, tables
 from tools.tables import BACKBONES, MEASURES, ROWS, TABLES
 
 KNOWN = {*BACKBONES, *ROWS["files"]}
@@ -88,39 +85,6 @@ def test_documents():
         assert (tables.REPO / name).read_text() == text, "run python tools/reproduce.py --docs"
 
 
-# Early stopping and two protocols, detection, scores of the training itself, a label list, and a
-# row that is not available.
-CHOSEN = "VirTex Tab. 1", "Contrastive Tab. 2", "Contrastive Tab. 7", "own photos", "ICMLM Tab. 2"
-ROWS_OF_EACH_KIND = "VirTex, 5", "Random", "RS", "Supervised", "DeeperCluster"
-
-
-def quick(output, capfd):
-    """In a fork, as --quick changes the scenes -> what it printed"""
-    args = ["--quick", "--output", str(output), *CHOSEN, "--rows", *ROWS_OF_EACH_KIND]
-    process = FORK.Process(target=lambda: reproduce.main(reproduce.get_args(args)))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    return capfd.readouterr().out
-
-
-def test_quick(tmp_path, capfd):
-    output = quick(tmp_path, capfd)
-    assert output.splitlines()[-1] == "rows: 5 measured, 1 not available"
-    folder = tmp_path / "quick" / "tables"
-    [row] = json.loads((folder / "virtex-tab-1.json").read_text())["rows"]
-    scores = json.loads((tmp_path / "quick/virtex/voc07/result.json").read_text())
-    assert row["cells"]["voc07"]["ours"] == [[scores["mean"]["mAP"]]]
-    assert f"| VirTex, 5 captions | 88.7 | {scores['mean']['mAP']:.1f} | 53.8 |" in output
-    assert "/virtex/model_2.pth --data voc07" in output  # early stopping
-    [random] = json.loads((folder / "contrastive-tab-2.json").read_text())["rows"]
-    assert len(random["cells"]["voc-box"]["ours"][0]) == 3
-    assert Image.open(folder / "virtex-tab-1.png").width > 500
-    again = quick(tmp_path, capfd)
-    steps = [line for line in again.splitlines() if line.startswith("python")]
-    assert all("label_list" in line for line in steps)  # a list is made again
-
-
 def test_failing_step(tmp_path, monkeypatch):
     """Its log is named, the others go on; it is started once for all rows that need it."""
     started = []
@@ -139,16 +103,3 @@ def test_failing_step(tmp_path, monkeypatch):
     steps.args.rows = ["SwAV"]
     [row] = steps.table("VirTex Tab. 2")
     assert started[1:] == ["eval_linear.py"] * 2 and tables.state_of(row) == "no result"
-
-
-def test_crops(real_data, tmp_path):
-    """Each object of coco-mini, with at most 30 pixels around its box"""
-    root = real_data / "coco-mini"
-    crop_coco.main(crop_coco.get_args(["--root", str(root), "--output", str(tmp_path)]))
-    content = json.loads((root / "annotations/instances_val2017.json").read_text())
-    boxes = {str(row["id"]): row["bbox"] for row in content["annotations"] if not row["iscrowd"]}
-    crops = {path.stem: path for path in tmp_path.glob("val/*/*.jpg")}
-    assert crops.keys() == boxes.keys()
-    for name, (_, _, width, height) in boxes.items():
-        size = Image.open(crops[name]).size
-        assert -1 <= size[0] - width <= 61 and -1 <= size[1] - height <= 61

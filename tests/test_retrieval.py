@@ -9,8 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, CPU, FeaturesAsGiven, captioned, in_two_processes
-from conftest import photos_at, refusal, result, run_here
+from conftest import ALONE, CPU, FeaturesAsGiven, captioned, in_two_processes, result, run_here
 from PIL import Image
 
 import common
@@ -75,18 +74,6 @@ def test_unit_vectors():
     assert model.words.weight.abs().max() <= 0.1
 
 
-def test_words():
-    """Words seen four times are kept; others are unknown."""
-    captions = ["A T-shirt, a dog's 2 balls."] * 3 + ["a DOG'S ball"]
-    words = retrieval.WORD.findall(captions[0])
-    assert words == ["A", "T-shirt", "a", "dog's", "2", "balls"]
-    with pytest.raises(SystemExit, match="no word occurs 4 times in the training captions"):
-        retrieval.count_words(captions[:1])
-    vocabulary = retrieval.count_words(captions)
-    assert vocabulary == {"a": 3, "dog's": 4}
-    assert retrieval.CommonSpace(6, vocabulary, 5, 7).ids_of("A dog's life") == [0, 3, 4, 2, 1]
-
-
 def test_folds():
     """The mean over parts that are searched one by one; what does not fill a part is left out."""
     owners = np.arange(11).repeat([2, 1, 3, 1, 2, 2, 1, 1, 1, 2, 1])
@@ -117,17 +104,6 @@ def test_captions_stay_with_their_photos(tmp_path):
         assert [data.captions_of(n) for n in range(len(data))] == captions
     assert data.image_of_caption().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len(retrieval.captioned_images(args, "x", 3)) == 3
-
-
-def test_random_crops(tmp_path):
-    """Each is another part of its photo, every second one flipped, always the same."""
-    ramp = np.tile(np.arange(64, dtype=np.uint8)[None, :, None], (64, 1, 3))
-    Image.fromarray(ramp).save(tmp_path / "ramp.png")
-    crops = retrieval.RandomCrops(photos_at(tmp_path / "ramp.png"), tiny_args(tmp_path))
-    opened = [np.asarray(crops.open(n)) for n in range(30)]
-    assert len({crop.tobytes() for crop in opened}) > 20
-    assert [bool(crop[0, 0, 0] > crop[0, -1, 0]) for crop in opened] == 15 * [False, True]
-    assert (opened[1] == np.asarray(crops.open(1))).all()
 
 
 def test_epochs(tmp_path, monkeypatch):
@@ -162,23 +138,6 @@ def test_epochs(tmp_path, monkeypatch):
     assert [torch.equal(model.image.weight, x) for x in states] == [False, True, False, False]
 
 
-def test_what_the_features_tell_is_found(tmp_path):
-    """Features that name shape and colour find pairs of them that training has not seen."""
-    texts = [[f"one {c} {s}", f"the {s} is {c}"] for s in "abcdef" for c in "uvwxyz"]
-    one_hot = np.eye(6, dtype=np.float32)
-    x = np.stack([[*one_hot[n // 6], *one_hot[n % 6]] for n in range(36)])
-    unseen = np.arange(0, 36, 7)  # each shape and each colour once
-    seen = np.setdiff1d(np.arange(36), unseen)
-    train, test = captioned(*[texts[n] for n in seen]), captioned(*[texts[n] for n in unseen])
-    args = tiny_args(tmp_path, "--lr", 0.01, "--epochs", 40, "--negatives", "hardest")
-    words = retrieval.count_words(train.captions)
-    model = retrieval.train_encoders(train, x[None, seen], train, x[seen], words, args, CPU, 0)
-    for features, low, high in ((x[unseen], 80, 100), (0 * x[unseen], 0, 0)):
-        similarity = retrieval.compare(model, test, features)
-        scores = retrieval.fold_scores(similarity, test.image_of_caption())
-        assert low <= scores["text to image R@1"] <= high
-
-
 def command(coco_folder, *flags):
     return ["downstream.retrieval", *TINY, "--data", "coco", "--root", coco_folder, *flags]
 
@@ -200,13 +159,3 @@ def test_script(coco_folder, tmp_path):
     assert start in printed and printed.endswith(f", {content['chance'][last]:.1f} by chance\n")
     assert "21 training, 3 validation and 12 test images, " in printed
     assert Image.open(tmp_path / "retrieval.png").size == (8 * 136 + 8, 5 * 176 + 8)
-
-
-def test_refusals(coco_folder, tmp_path):
-    for flag, value, words in (
-        ("--folds", 13, "--folds 13: there are 12 test images"),
-        ("--weights", "none.pth", "none.pth"),
-        ("--root", "none", "none/annotations/captions_train2017.json"),
-        ("--data", "none", "--data none is unknown"),
-    ):
-        assert words in refusal(command(coco_folder, "--output", tmp_path, flag, value))

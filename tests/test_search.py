@@ -3,12 +3,11 @@
 import dataclasses
 import shutil
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, CPU, OWN, TINY, checkpoint_in, photos_at, refusal, result, run_here
+from conftest import CPU, OWN, TINY, photos_at, result, run_here
 from PIL import Image
 from test_mmcontrastive import assert_same_scores, literal_scores
 
@@ -101,40 +100,6 @@ def test_search(trained, coco_folder, tmp_path):
         found = np.asarray(picture.crop((x, y, x + 128, y + 128)), np.float32)
         apart = [np.abs(found - thumbnail).mean() for thumbnail in thumbnails]
         assert np.argmin(apart) == order[row][column] and min(apart) < 12
-
-
-def test_search_refuses(trained, coco_folder, tmp_path):
-    """What cannot be searched in or with: one line each, and no picture"""
-    none, found = tmp_path / "none", tmp_path / "found"
-    own, content = trained / "checkpoint.pth", checkpoint_in(trained)
-    content["args"]["lambda_ic"] = 0.0
-    torch.save(content, tmp_path / "blind.pth")
-    shutil.copy(own, tmp_path / "alone.pth")
-    for weights, root, message in [
-        (own, none, f"{none} holds no photo"),
-        (trained / "backbone.pth", coco_folder, "is not a checkpoint.pth or model_N.pth of mmcont"),
-        (tmp_path / "blind.pth", coco_folder, "photos and captions share no space in it"),
-        (tmp_path / "alone.pth", coco_folder, f"{tmp_path / 'caption_model'}"),
-    ]:
-        assert message in refusal(command(weights, found, "a dog", "--root", root))
-    assert not found.exists()
-    assert "ten nearest of 12 photos" in run_here(command(own, found, "a dog"))  # of its val split
-
-
-def test_features_of_a_folder(tmp_path):
-    """Rows and files.txt are in the same order, without what cannot be decoded."""
-    for n in range(3):
-        pixels = np.random.default_rng(n).integers(256, size=(40, 32, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / f"{n}.png")
-    (tmp_path / "1.png").write_bytes(b"no photo")
-    flags = "--weights", "random", "--arch", "resnet18", "--image-size", 32, "--workers", 0
-    run_here(["downstream.embed", tmp_path, *flags, "--output", tmp_path / "out"])
-    paths = (tmp_path / "out/files.txt").read_text().splitlines()
-    assert paths == [str(tmp_path / "0.png"), str(tmp_path / "2.png")]
-    backbone = eval_linear.load_backbone("random", "resnet18", 0).eval()
-    args = SimpleNamespace(image_size=32, workers=0, amp="off", output=tmp_path)
-    wanted, _ = eval_linear.extract_features(backbone, common.image_files(paths), args, ALONE)
-    np.testing.assert_allclose(np.load(tmp_path / "out/features.npy"), wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_classification_by_names(trained, coco_folder, tmp_path):

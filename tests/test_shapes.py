@@ -7,7 +7,6 @@ import re
 import numpy as np
 import pytest
 
-import common
 import shapes
 
 SCENES = range(300)
@@ -99,23 +98,3 @@ def test_relations_are_true():
             assert RELATIONS[relation](*objects[:2]), caption
             seen.add(relation)
     assert seen == set(RELATIONS)
-
-
-def test_mirrored_scenes_swap_left_and_right():
-    """The captions of a mirrored scene are those that training makes of the captions."""
-    for scene in SCENES:
-        mirrored = [o._replace(x=1 - o.x, angle=-o.angle) for o in shapes.objects_of(scene)]
-        swapped = [common.swap_left_right(caption) for caption in captions_of(scene)]
-        assert shapes.describe(mirrored) == swapped
-
-
-def test_data():
-    """--data shapes: tags are the shapes present, and no scene is in both splits."""
-    data = common.caption_data("shapes", split="val")
-    assert len(data) == 1000 and data.tag_names == list(shapes.SHAPES)
-    assert not set(data.images) & set(shapes.SPLITS["train"])
-    for i, scene in enumerate(itertools.islice(data.images, 10)):
-        assert np.array_equal(data.images.open(i), shapes.draw(scene))
-        assert data.captions_of(i) == captions_of(scene)
-        present = {o.shape for o in shapes.objects_of(scene)}
-        assert {data.tag_names[tag] for tag in data.tags_of(i)} == present

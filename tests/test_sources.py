@@ -97,56 +97,6 @@ def test_splits_in_the_name(tmp_path):
     assert list(train.captions) == ["train-0", "train-1"] and list(test.captions) == ["test-0"]
 
 
-SCATTERED = {"0.jpg": RED, "1.jpg": RED, "0.json": row("a")}
-BAD = {
-    "the files of 0 are not side by side": SCATTERED,
-    "it holds no photo": {"0.json": row("a dog")},
-    "0.json holds no JSON object": {"0.jpg": RED, "0.json": b"[1]"},
-    '"captions" (not "caption")': {"0.jpg": RED, "0.json": b'{"captions": "a"}'},
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_shards(message, folder):
-    """One line that names the shard, and no index"""
-    write_tar(folder / "01.tar", BAD[message])
-    shards = folder / "{00..02}.tar"
-    output = refusal(["tools.make_shards", "--index-only", shards, "--output", folder])
-    assert f"{folder}/01.tar: {message}" in output and "Expected: uncompressed tar" in output
-    assert not list(folder.glob("*.index"))
-
-
-@pytest.mark.parametrize(
-    "pattern, message",
-    [
-        ("{split}-*.tar", "no such file"),
-        ("{00..03}.tar", "1 shards are missing"),
-        ("{02..01}.tar", "0 shards are missing"),
-        ("00.tar", "is one shard, and validation needs"),
-    ],
-)
-def test_missing_shards(pattern, message, folder):
-    shards = "--index-only", folder / pattern, "--output", folder
-    assert message in refusal(["tools.make_shards", *shards])
-
-
-@pytest.mark.parametrize("length", (0, 100, 700, 3600))
-def test_a_shard_that_is_cut_off(length, folder):
-    path = folder / "01.tar"
-    path.write_bytes(path.read_bytes()[:length])
-    shards = "--index-only", folder / "{00..02}.tar", "--output", folder
-    message = refusal(["tools.make_shards", *shards])
-    assert f"{path}: " in message and "Expected: uncompressed tar" in message
-
-
-def test_a_folder_without_an_index(folder):
-    """Or with the index of other splits, or no folder at all"""
-    index(folder)
-    assert "is unknown: give shapes" in refusal(["virtex.py", "--data", f"{folder}/none"])
-    message = refusal(["virtex.py", "--data", folder, "--val-split", "test"])
-    assert f"{folder}/test.index" in message and "tools/make_shards.py" in message
-
-
 def draw(number, size, rank=0, processes=1, batch=4, seed=0, start=0):
     world = common.World(rank, processes, CPU)
     order = sources.block_sampler(size, batch, world, seed, start, block=5, window=3)
@@ -167,18 +117,6 @@ def test_sampler(size, processes):
         assert len(indices) > size - (processes + 1) * 5
 
 
-def test_sampler_keeps_neighbours_together():
-    """A window mixes three blocks of five: 15 samples are drawn from three runs of neighbours, of
-    which one may go on from the last sample to the first.
-    """
-    for n, (epoch, group) in enumerate(itertools.groupby(draw(200, 100), lambda key: key[0])):
-        indices = [index for _, index in group]
-        for first in range(0, len(indices) - 14, 15):
-            window = sorted(indices[first : first + 15])
-            assert sum(b - a > 1 for a, b in itertools.pairwise(window)) <= 3
-            assert indices[first : first + 15] != window
-
-
 FLAGS = ["--recipe", "small", "--image-size", 32, "--batch-size", 4, "--workers", 0, "--hidden", 64]
 FLAGS += ["--log-every", 1, "--checkpoint-every", 2, "--iters", 6]
 
@@ -195,23 +133,6 @@ def test_a_training_on_shards(few_scenes, tmp_path):
     assert "resuming from iteration 4" in run_here(stopped)
     one, other = (torch.load(tmp_path / name / "backbone.pth") for name in ("whole", "stopped"))
     assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-def test_photos_stay_as_they_are(real_data, tmp_path):
-    """JPEG files are copied; with --side they are made smaller; captions and tags are COCO's."""
-    root, flags = str(real_data / "coco-mini"), ["--splits", "val2017", "--per-shard", 20]
-    command = ["tools.make_shards", "--data", "coco", "--root", root, *flags, "--output"]
-    run_here([*command, tmp_path])
-    run_here([*command, tmp_path / "small", "--side", 64])
-    coco = common.caption_data("coco", root, "val2017")
-    folders = str(tmp_path), str(tmp_path / "small")
-    data, small = (common.caption_data(folder, split="val2017") for folder in folders)
-    for i in range(len(coco)):
-        assert data.captions_of(i) == small.captions_of(i) == coco.captions_of(i)
-        names = {data.tag_names[tag] for tag in data.tags_of(i)}
-        assert names == {coco.tag_names[tag] for tag in coco.tags_of(i)}
-        assert data.images.open(i).tobytes() == coco.images.open(i).tobytes()
-        assert min(small.images.open(i).size) == 64
 
 
 def test_photos_that_cannot_be_decoded_are_left_out(tmp_path):

@@ -7,7 +7,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, captioned, files_in, refusal, result, run_here
+from conftest import CPU, files_in, result, run_here
 from PIL import Image
 from scipy import sparse
 from sklearn.metrics import jaccard_score
@@ -17,7 +17,6 @@ import common
 import shapes
 from downstream import tagging
 
-RANDOM = "--weights", "random", "--arch", "resnet18"
 TINY = "--image-size", 32, "--workers", 0, "--hidden", 64, "--epochs", 2
 
 
@@ -110,21 +109,6 @@ def test_baselines(num_tags):
     assert others["upper bound"][0] == pytest.approx(tagging.miou_at_cuts(knows, tags))
 
 
-def test_mlp_learns(tags):
-    """Tags that features tell are found, and more of them than the most frequent ones."""
-    rng = np.random.default_rng(4)
-    order = rng.integers(0, 40, 400)
-    features = (tags @ rng.normal(size=(12, 20))).astype(np.float32)
-    features = 1e-2 * features + 5  # their scale must not matter
-    args = Namespace(hidden=64, epochs=20, batch_size=32, lr=1e-2)
-    vectors = tagging.tag_vectors(tags, 4096, CPU)
-    mlp = tagging.train_mlp(features[order], tags[order], vectors, args, seed=0)
-    scores = tagging.miou_at_cuts(tagging.nearest_tags(mlp, features, vectors), tags)
-    others = tagging.baselines(tags)
-    bound, frequent = (others[name][0]["mIOU@5"] for name in ("upper bound", "most frequent tags"))
-    assert scores["mIOU@5"] > frequent + 0.8 * (bound - frequent)
-
-
 def options(data, **kwargs):
     args = {"data": str(data), "root": None, "train_split": "train", "val_split": "val"}
     args |= {"tags": None, "num_tags": 1000, "fraction": 1.0, "seed": 0}
@@ -152,16 +136,6 @@ def test_tags_of_a_jsonl(tmp_path):
     assert 1 <= len(half.images) <= 2 and set(half.images) < set(train.images)
 
 
-def test_words_as_tags(tmp_path):
-    """Words of concepts.json that occur in an image's captions, as whole words"""
-    path = tmp_path / "concepts.json"
-    content = {"nouns": {"dog": 9, "cat": 2}, "adjectives": {"red": 3}, "verbs": {"runs": 1}}
-    path.write_text(json.dumps(content))
-    data = captioned(["A Dog runs.", "the dog's red ball"], ["two cats"], [])
-    tags = tagging.tags_of_images(data, "coco", path)
-    assert list(map(sorted, tags)) == [["dog", "red", "runs"], [], []]
-
-
 def command(folder, coco_folder, *flags):
     data = "--data", "coco", "--root", coco_folder, "--output", folder
     return ["downstream.tagging", *data, *TINY, *flags]
@@ -184,29 +158,3 @@ def test_script(coco_folder, tmp_path):
     last = printed.splitlines()[-1]
     assert last.startswith("tagging of coco: mIOU@5 ") and "at random initialisation" in last
     assert "24 training and 12 validation images" in printed
-
-
-def test_real_photos(real_data, tmp_path):
-    """COCO's categories on coco-mini: 32 photos are too few to learn from."""
-    run_here(command(tmp_path, real_data / "coco-mini", *RANDOM))
-    scores = result(tmp_path)
-    assert "trained" not in scores  # --weights random
-    for cut, bound in scores["upper bound"].items():
-        assert 0 <= scores["random"][cut] <= bound
-    assert 5 < scores["most frequent tags"]["mIOU@5"] < scores["upper bound"]["mIOU@5"]
-
-
-def test_refusals(coco_folder, tmp_path):
-    """Wrong paths; photos with captions alone; a file of words that no caption holds"""
-    path, concepts = tmp_path / "photos.jsonl", tmp_path / "concepts.json"
-    photos = (coco_folder / "train2017").iterdir()
-    path.write_text("\n".join(json.dumps({"image": str(photo)}) for photo in photos))
-    concepts.write_text(json.dumps({"nouns": {"dog": 1}}))
-    for flags, words in (
-        ("--data nonsense", "--data nonsense is unknown"),
-        ("--tags none.json", "none.json"),
-        ("--weights none.pth", "none.pth"),
-        (f"--data {path} --root /", "photos.jsonl has no tags: give --tags"),
-        (f"--tags {concepts}", "no caption holds a word of"),
-    ):
-        assert words in refusal(command(tmp_path, coco_folder, *RANDOM, *flags.split()))

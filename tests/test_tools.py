@@ -40,21 +40,6 @@ def test_benchmark_runs(monkeypatch, capsys):
         assert text == name and float(share) == pytest.approx(100 * speed / floor, rel=0.05)
 
 
-def test_benchmark_of_the_whole_loop(coco_folder, monkeypatch, capsys):
-    """The script itself is run until it has logged three times; its errors end the benchmark."""
-    monkeypatch.setattr(benchmark, "DECODING", 0.1)
-    flags = [*TINY, "--methods", "tp", "--workers", "0", "--data", "coco", "--root"]
-    with pytest.raises(SystemExit, match="go with --data"):
-        benchmark.get_args(TINY + ["--workers", "0"])
-    benchmark.main(benchmark.get_args([*flags, str(coco_folder)]))
-    speeds = printed_speeds(capsys.readouterr().out)
-    assert speeds.keys() == {"bare backbone", "tp", "decoding", "tp, loop"}
-    assert all(speed > 0 for speed, _ in speeds.values())
-    assert "% of its step, " in speeds["tp, loop"][1]
-    with pytest.raises(SystemExit, match="error: none.py ended with an error, see above"):
-        benchmark.whole_loop("none", benchmark.get_args([]))
-
-
 def test_plot(tmp_path, capsys):
     """One panel per term that all runs have, also of validation alone; or those asked for."""
     rows = {"a": {"loss": 2.0, "ii": 1.0, "top1": 5}, "b": {"loss": 3.0, "validation_top1": 7}}

@@ -3,17 +3,15 @@
 import itertools
 import json
 import math
-import shutil
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torchvision
 import transformers
-from conftest import CPU, TINY, captioned, checkpoint_in, kill_at, metrics
-from conftest import photos_at, refusal, result, run_here, scenes
+from conftest import CPU, TINY, captioned, checkpoint_in, metrics, photos_at, result, run_here
+from conftest import scenes
 from scipy import sparse
 from sklearn.cluster import KMeans
 from sklearn.metrics import average_precision_score
@@ -98,16 +96,6 @@ def test_kmeans_is_lloyds_algorithm(passes):
     theirs = KMeans(6, init=start, n_init=1, max_iter=passes, tol=0).fit(vectors.astype(float))
     found = tp.train_kmeans(vectors, 6, seed=0, passes=passes)
     np.testing.assert_allclose(found, theirs.cluster_centers_, atol=1e-5)
-
-
-def test_kmeans_of_repeated_vectors():
-    """Captions that many photos share: no cluster stays empty while there are other vectors."""
-    vectors = np.repeat(np.arange(8, dtype=np.float16)[:, None], 50, 0)
-    for seed in range(5):
-        centres = tp.train_kmeans(vectors, 8, seed)
-        assert sorted(centres[:, 0].tolist()) == list(range(8))
-    centres = tp.train_kmeans(vectors[:100], 8, 0)  # 0 / 0 would be the centre of an empty cluster
-    assert set(centres[:, 0].tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -226,15 +214,6 @@ def test_labels_go_with_their_photos(tmp_path):
     assert seen == training | {(True, 1, False), (True, 3, False)}
 
 
-def test_rotations_train_the_fully_connected_layers(real_models):
-    """App. F.1: VGG-16's own, as torchvision has them, which are removed afterwards"""
-    head = tp.TagPredictor("vgg16_bn", 4, "rotation").head
-    theirs = torchvision.models.vgg16_bn(num_classes=4)
-    wanted = {key: value.shape for key, value in theirs.classifier.state_dict().items()}
-    assert {key: value.shape for key, value in head[-1].state_dict().items()} == wanted
-    assert head(torch.randn(2, 512, 2, 2)).shape == (2, 4)
-
-
 def expected_scores(scores, right):
     """scores (N, K), right (N, K) bool; mAP over the labels that occur"""
     ranked = np.take_along_axis(right, (-scores).argsort(1), 1)
@@ -324,21 +303,6 @@ def test_appendix_f1(flags, arch, optimizer, decay, rates):
             assert group["lr"] == pytest.approx(rate, rel=1e-9, abs=1e-15)
 
 
-def test_flags_that_are_given_win():
-    """Over all that --arch and --labels decide; another batch scales their learning rate.
-
-    Without --data no download is needed: a small ResNet and a small language model.
-    """
-    flags = "--lr 0.7 --weight-decay 0 --iters 3 --batch-size 64"
-    for case in (VGG, "--labels rotation", "--labels cluster"):
-        args = arguments(f"--data coco {case} {flags}")
-        assert (args.lr, args.weight_decay, args.iters) == (0.7, 0, 3)
-    assert arguments(f"--data coco {VGG} --batch-size 64").lr == pytest.approx(5e-5)
-    for flags in ("", "--labels rotation", "--labels cluster"):
-        args = arguments(flags)
-        assert (args.data, args.arch, args.lm) == ("shapes", "resnet18", "scratch")
-
-
 @pytest.fixture(scope="module", params=tp.LABELS)
 def trained(request, coco_folder, tmp_path_factory):
     """A run of 50 iterations on 24 pictures, for each label set -> labels, folder, output"""
@@ -383,48 +347,6 @@ def test_every_label_set_learns(trained):
         assert f"by label frequencies alone: top1 {expected['top1']:.2f}" in trained.output
 
 
-@torch.no_grad()
-def test_labels_of_photos(trained, coco_folder, tmp_path):
-    """downstream.labels prints the ten most likely, of a model_N.pth alone."""
-    weights = shutil.copy(trained.folder / "model_50.pth", tmp_path)
-    photos, broken = sorted((coco_folder / "train2017").iterdir())[:2], tmp_path / "broken.jpg"
-    broken.write_bytes(b"no photo")
-    use = "downstream.labels", "--weights", weights
-    lines = run_here([*use, photos[0], broken, photos[1]]).splitlines()
-    content = checkpoint_in(trained.folder)
-    names = content["names"]
-    model, number = tp.TagPredictor("resnet18", len(names)).eval(), min(10, len(names))
-    model.load_state_dict(content["model"])
-    assert lines.pop(number + 1) == f"cannot decode {broken}: left out"
-    for photo, first in zip(photos, (0, number + 1)):
-        logits = model(centred(photos_at(photo), 0, 32))[0]
-        # Of rotations and words one is right: together their probability is one.
-        chances = logits.sigmoid() if trained.labels == "lda" else logits.softmax(0)
-        percents, best = (100 * chances).topk(number)
-        assert lines[first] == str(photo)
-        found = [line.split("%  ") for line in lines[first + 1 : first + 1 + number]]
-        assert [name for _, name in found] == [names[k] for k in best]
-        printed = [float(percent) for percent, _ in found]
-        assert printed == pytest.approx(percents.tolist(), abs=0.06)
-    assert len(lines) == 2 * (number + 1)
-    assert "the first is none.jpg" in refusal([*use, "none.jpg"])
-    backbone = trained.folder / "backbone.pth"
-    message = refusal(["downstream.labels", photos[0], "--weights", backbone])
-    assert f"{backbone} is not a checkpoint.pth or model_N.pth of tp.py" in message
-
-
-def test_vgg16_begins_with_init(tiny, tmp_path):
-    """App. F.1: --init starts from the backbone that predicted rotations."""
-    path, run = tmp_path / "rotation.pth", tmp_path / "postag"
-    torch.manual_seed(1)  # that of the run is 0
-    before = common.build_backbone("vgg16_bn").state_dict()
-    torch.save(before, path)
-    run_here(tiny("tp", run, *VGG.split(), "--init", path, "--iters", 1, "--lr", 1e-12))
-    after = torch.load(run / "backbone.pth", weights_only=True)
-    for name in [name for name, value in before.items() if value.dim() == 4]:
-        torch.testing.assert_close(before[name], after[name], rtol=0, atol=1e-7)
-
-
 def test_photos_without_a_label_are_left_out(coco_folder, tmp_path, monkeypatch):
     """They are counted in the log; --epochs counts the others; validation draws val_images."""
     rows = []
@@ -443,18 +365,6 @@ def test_photos_without_a_label_are_left_out(coco_folder, tmp_path, monkeypatch)
     assert "probe" not in result(run)
     with pytest.raises(SystemExit, match="no image of the split val has a label"):
         tp.labelled_rows(sparse.csr_array((2, 3)), "val")
-
-
-def test_labels_are_made_anew_unless_the_run_resumes(tiny, tmp_path, monkeypatch):
-    """Another --num-labels after a run that was killed before its first checkpoint: made anew."""
-    command = tiny("tp", tmp_path, "--iters", 4, "--checkpoint-every", 3)
-    kill_at(2, [*command, "--num-labels", 5])
-    assert not (tmp_path / "checkpoint.pth").exists()
-    kill_at(4, [*command, "--num-labels", 6])
-    assert len(checkpoint_in(tmp_path)["names"]) == 6
-    monkeypatch.delattr(tp, "make_labels")
-    run_here([*command, "--num-labels", 6])
-    assert metrics(tmp_path)[-1]["iteration"] == 4
 
 
 def test_learns(easy_scenes, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.io
 import torch
-from conftest import CPU, in_two_processes, refusal, result, run_here, scenes
+from conftest import CPU, in_two_processes, result, run_here, scenes
 from sklearn.metrics import accuracy_score, recall_score
 
 import common
@@ -33,9 +33,6 @@ def problem():
     images, names = scenes(range(300)), list("abcdefghijklmnopqrst")
     data = zeroshot.ZeroShotData(images, classes, parts, attributes, names)
     return x.astype(np.float32), data
-
-
-ARGS = argparse.Namespace(epochs=30, batch_size=32)
 
 
 def test_equations(problem, monkeypatch):
@@ -175,21 +172,6 @@ START = "downstream.zeroshot", "--weights", "random", "--arch", "resnet18"
 START += "--image-size", 32, "--workers", 0
 
 
-def test_refusals(tmp_path):
-    """What is missing is named, with what was expected; flags that would do nothing."""
-    out = "--output", tmp_path / "out"
-    flags = *START, "--data", "awa2", "--root", tmp_path, *out
-    message = refusal(flags)
-    assert "xlsa17/data/AWA2/res101.mat" in message and "xlsa17.zip" in message
-    folder = publish(tmp_path, "awa2")
-    photo = tmp_path / PHOTOS["awa2"] / "ox" / "3_a.jpg"
-    photo.rename(tmp_path / "3.jpg")
-    assert "1 of 48 images are missing" in refusal(flags)
-    (folder / "att_splits.mat").unlink()
-    assert "att_splits.mat" in refusal(flags)
-    assert "--train-split" in refusal([*START, "--train-split", "all", *out])
-
-
 def test_script(tmp_path):
     """The command on a tiny CUB, in two processes: a table, one line at the end, result.json and a
 
@@ -212,16 +194,3 @@ def test_script(tmp_path):
         assert len(runs) == 2 and content[name]["mean"]["top-1"] == pytest.approx(np.mean(runs))
         assert set(content[name]["std"]) == {"top-1", "seen", "unseen", "harmonic mean"}
     assert (tmp_path / "out" / "unseen.png").stat().st_size > 1000
-
-
-def test_vgg_has_three_scores(tmp_path):
-    """One for each of the last three convolutions [Tab. 6]; the last line has that of C-13."""
-    publish(tmp_path, "cub")
-    small = "--image-size", 48, "--runs", 1, "--epochs", 1, "--output", tmp_path / "out"
-    flags = "--arch", "vgg16_bn", "--data", "cub", "--root", tmp_path, *small
-    assert "zero-shot on cub: C-13 top-1 " in run_here([*START, *flags]).splitlines()[-1]
-    content = result(tmp_path / "out")
-    [scores] = content["random"]["runs"]
-    assert "trained" not in content  # --weights random
-    assert [name for name in scores if "top-1" in name] == [f"C-{n} top-1" for n in (11, 12, 13)]
-    assert len(scores) == 12
