@@ -4,7 +4,6 @@ import contextlib
 import gc
 import importlib
 import io
-import itertools
 import json
 import multiprocessing
 import os
@@ -248,21 +247,6 @@ def in_two_processes(function, *given):
     return [result for _, result in sorted((results.get(), results.get()))]
 
 
-@contextlib.contextmanager
-def interrupted(module, name, call):
-    """The block ends with a KeyboardInterrupt in place of the function's call of this number."""
-    function, calls = getattr(module, name), itertools.count(1)
-
-    def interrupt(*given, **more):
-        if next(calls) == call:
-            raise KeyboardInterrupt
-        return function(*given, **more)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, name, interrupt)
-        yield
-
-
 def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -359,28 +343,8 @@ def coco_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_lm(coco_folder, tmp_path_factory):
-    """The folder of a BERT of one layer and 32 dimensions that has read coco_folder's captions."""
-    import transformers
-
+    """The folder of a BERT of one layer and 64 dimensions that has read coco_folder's captions."""
     captions = list(common.caption_data("coco", str(coco_folder), "train2017").captions)
-    tokenizer = language.train_wordpiece(captions)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.2}
-    ids = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
-    config = transformers.BertConfig(**sizes, **ids)
-    model = transformers.BertForMaskedLM(config)
-    inputs = tokenizer(captions, padding=True, return_tensors="pt")
-    tokens, visible = inputs["input_ids"], inputs["attention_mask"]
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    for _ in range(40):
-        masked = (torch.rand(tokens.shape) < 0.15) & (tokens > 4)
-        labels = tokens.masked_fill(~masked, -100)
-        optimizer.zero_grad()
-        words = tokens.masked_fill(masked, tokenizer.mask_token_id)
-        model(words, visible, labels=labels).loss.backward()
-        optimizer.step()
     folder = tmp_path_factory.mktemp("lm")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    language.scratch_language_model(folder, captions, 40, 0, CPU, "off", layers=1, width=64)
     return folder

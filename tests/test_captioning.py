@@ -60,33 +60,6 @@ def test_beam_search_written_out():
     assert len(lengths) > 2, "too easy to mean anything"
 
 
-@torch.no_grad()
-def test_word_attention_is_that_of_torch():
-    """Sec. 4.4: the last layer's over the image, the mean over heads and over a word's tokens"""
-    head, tokens = tiny_model().textual, torch.tensor([SOS, 4, 9, 6, 7, 10])
-    features = random_features(1, 5, 3, 3)
-    image_features = head.project(features)
-    place_1_2 = head.visual_projection(features[:, :, 1, 2])  # in reading order: row by row
-    torch.testing.assert_close(image_features[:, 5], place_1_2)
-    first, last = torch_layer(), torch_layer()
-    for reference, layer in zip((first, last), head.transformer["layers"]):
-        reference.load_state_dict(layer.state_dict())
-    future = torch.ones(6, 6).triu(1).bool()
-    x = first(head.embedding(tokens[None]), image_features, tgt_mask=future)
-    x = last.norm1(x + last.self_attn(x, x, x, attn_mask=future)[0])
-    _, [weights] = last.multihead_attn(x, image_features, image_features, need_weights=True)
-    pieces = ["▁a", "▁sur", "f", "board", "▁rider"]
-    words = captioning.word_attention(head, image_features, tokens, pieces)
-    assert [word for word, _ in words] == ["a", "surfboard", "rider"]
-    for (_, found), rows in zip(words, ([0], [1, 2, 3], [4])):  # row t predicts token t + 1
-        mean = sum(weights[t] for t in rows) / len(rows)
-        torch.testing.assert_close(found, mean.view(3, 3), rtol=0, atol=1e-10)
-    # SentencePiece may write a word as "▁" and its letters: one word. No word, no map.
-    [(word, _)] = captioning.word_attention(head, image_features, tokens[:4], ["▁", "a", "b"])
-    assert word == "ab"
-    assert captioning.word_attention(head, image_features, tokens[:1], []) == []
-
-
 class OfficialHead(nn.Module):
     """torch's own decoder under the names of github.com/kdexd/virtex"""
 
@@ -148,10 +121,9 @@ def test_caption_and_evaluate(tiny, no_probe, coco_folder, tmp_path, monkeypatch
     """By a model_N.pth of --keep-every: a line and a picture for each photo, or the metrics."""
     run_here(tiny("virtex", tmp_path, "--iters", 20, "--keep-every", 10, "--crop-min", 0.9))
     trained = checkpoint_in(tmp_path)["model"]
-    for name in ("checkpoint.pth", "model_20.pth"):
-        model, _, image_size = captioning.load_virtex(tmp_path / name)
-        state = model.state_dict()
-        assert image_size == 32 and all(torch.equal(state[key], trained[key]) for key in trained)
+    model, _, image_size = captioning.load_virtex(tmp_path / "model_20.pth")
+    state = model.state_dict()
+    assert image_size == 32 and all(torch.equal(state[key], trained[key]) for key in trained)
 
     output = tmp_path / "use"
     command = "downstream.captioning", "--weights", tmp_path / "model_10.pth", "--output", output
@@ -166,11 +138,8 @@ def test_caption_and_evaluate(tiny, no_probe, coco_folder, tmp_path, monkeypatch
     fake.tokenize = lambda all: {n: [row["caption"] for row in rows] for n, rows in all.items()}
     fake.compute_score.return_value = 0.123, None
     package = MagicMock(Cider=lambda: fake, Spice=lambda: fake, PTBTokenizer=lambda: fake)
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    for module, hint in ((None, "pip install pycocoevalcap"), (package, "install default-jre")):
-        for name in ("cider.cider", "spice.spice", "tokenizer.ptbtokenizer"):
-            monkeypatch.setitem(sys.modules, f"pycocoevalcap.{name}", module)
-        assert hint in refusal(evaluate)
+    for name in ("cider.cider", "spice.spice", "tokenizer.ptbtokenizer"):
+        monkeypatch.setitem(sys.modules, f"pycocoevalcap.{name}", package)
     monkeypatch.setattr("shutil.which", lambda name: "java")
     assert run_here(evaluate).count(" 12.3 on 12 images") == 2
     scores = result(output)

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-import torchvision.transforms.functional as TF
-from conftest import ALONE, CPU, ROOT, TORCHRUN, captioned, metrics, photos_at, run_script, scenes
+from conftest import ALONE, CPU, ROOT, TORCHRUN, captioned, photos_at, run_script, scenes
 from PIL import Image
 from torch import nn
 
@@ -69,11 +68,10 @@ def test_coco(coco_folder, tmp_path):
     assert list(untagged.captions) == list(data.captions)
 
 
-@pytest.mark.parametrize("step", (1, -1))
-def test_vg(tmp_path, step):
-    """Each phrase is a caption of its image; the split does not depend on the files' order."""
+def test_vg(tmp_path):
+    """Each phrase is a caption of its image, and a fixed part of the images is for validation."""
     images, regions, seen = [], [], {"train": set(), "val": set()}
-    for k in range(1, 41)[::step]:
+    for k in range(1, 41):
         path = tmp_path / f"VG_100K{'_2' if k % 2 else ''}/{k}.jpg"
         path.parent.mkdir(exist_ok=True)
         path.touch()
@@ -198,13 +196,12 @@ def test_large_jpegs_are_decoded_small(tmp_path):
     assert np.array_equal(read(tmp_path / "a.jpg", size=64), whole)
 
 
-@pytest.mark.parametrize("orientation, name", [(3, "ROTATE_180"), (6, "ROTATE_90")])
 @pytest.mark.parametrize("suffix", ("jpg", "png"))
-def test_exif_rotation(tmp_path, suffix, name, orientation):
+def test_exif_rotation(tmp_path, suffix):
     """The crop is cut from the upright photo."""
     upright, exif = shapes.draw(3, 160).crop((0, 0, 160, 100)), Image.Exif()
-    exif[0x0112] = orientation
-    upright.transpose(Image.Transpose[name]).save(tmp_path / f"a.{suffix}", exif=exif)
+    exif[0x0112] = 6
+    upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / f"a.{suffix}", exif=exif)
     boxes = {(160, 100): (10, 20, 90, 100)}
     seen = read(tmp_path / f"a.{suffix}", lambda *size: boxes[size])
     assert apart(seen, resized(upright.crop(boxes[160, 100]))) < 4
@@ -409,16 +406,6 @@ def jittered(pixels, *parameters):
     return images * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
 
 
-def test_normalisation(pixels):
-    """Without jitter, or with a neutral one, it is torchvision's; channels-last and float32."""
-    expected = TF.normalize(pixels.permute(0, 3, 1, 2) / 255, MEAN, STD)
-    for jitter in (None, torch.tensor([NEUTRAL] * 4)):
-        images = common.augment(pixels, jitter)
-        near(images, expected)
-        assert images.dtype == torch.float32
-        assert images.is_contiguous(memory_format=torch.channels_last)
-
-
 def literal_jitter(pixels, brightness, contrast, saturation, hue):
     """One after the other, pixel by pixel in float64: (H, W, 3)"""
     x = brightness * pixels.double() / 255
@@ -486,9 +473,7 @@ FOREIGN = {
     "virtex": ("model", "visual.cnn.", "textual.output.weight backward_textual.output.bias"),
     "tp": ("model", "backbone.", "head.2.weight"),
     "mmcontrastive": ("model", "queries.image.trunk.0.", "keys.image.trunk.0.conv1.weight"),
-    "MoCo v1": ("state_dict", "module.encoder_q.", "module.encoder_q.fc.weight module.queue_ptr"),
     "MoCo v2": ("state_dict", "module.encoder_q.", "module.encoder_q.fc.2.bias module.encoder_k.x"),
-    "SwAV": (None, "module.", "module.projection_head.1.running_mean module.prototypes.weight"),
     "VICReg": ("model", "module.backbone.", "module.projector.0.weight"),
     "DINO": ("teacher", "backbone.", "head.mlp.0.weight head.last_layer.weight_v"),
 }
@@ -549,12 +534,10 @@ def parsed(flags, paper=None):
         ("--data b/a.jsonl", "small", {"epochs": 20.0, "output": "runs/virtex-a"}),
         ("--data vg", "paper", {"image_size": 224, "val_split": "val", "margin": 1}),
         ("--data coco --val-split x", "paper", {"train_split": "train2017", "val_split": "x"}),
-        ("--data coco --output runs/virtex", "paper", {"output": "runs/virtex"}),
         ("--data coco", "paper", {"output": "runs/virtex-coco", "train_split": "train2017"}),
         ("--recipe small", "small", {"data": "shapes", "image_size": 112, "margin": 8}),
         ("--data coco --recipe=demo", "demo", {"image_size": 48, "val_split": "val2017"}),
         ("--image-size 32 --lr 3", "demo", {"image_size": 32, "lr": 3.0, "batch_size": 32}),
-        ("--epochs 0.5", "demo", {"iters": None, "epochs": 0.5}),
         ("--recipe small --iters 7", "small", {"iters": 7, "epochs": None}),
     ],
 )
@@ -586,32 +569,6 @@ def train(run, total, **extra_state):
     for iteration, [batch] in run.steps(samples, torch.tensor, total, **extra_state):
         run.log(loss=batch.float().mean(), lr=0.5**iteration)
     return run
-
-
-def test_steps(tmp_path, monkeypatch):
-    """What is due is done: lines of metrics, checkpoints; the clock ticks at each look."""
-    saved, save = [], common.save
-
-    def watched(path, content):
-        saved.append((content["iteration"], path.name))
-        save(path, content)
-
-    monkeypatch.setattr(common, "save", watched)
-    monkeypatch.setattr(common.time, "perf_counter", itertools.count(0.0).__next__)
-    run = train(start(tmp_path, log_every=2, keep_every=4), 8, extra=[1.5])
-    kept = [(4, "model_4.pth"), (8, "checkpoint.pth"), (8, "model_8.pth")]
-    assert saved == [(3, "checkpoint.pth"), kept[0], (6, "checkpoint.pth"), *kept[1:]]
-    checkpoint = common.read_checkpoint(tmp_path / "checkpoint.pth", "virtex")
-    model = common.read_checkpoint(tmp_path / "model_8.pth", "virtex")
-    assert checkpoint.keys() == {*model, "optimizer", "metrics"}
-    for content in (checkpoint, model):
-        assert content["iteration"] == 8 and content["extra"] == [1.5]
-        assert content["args"]["images"] == 20 and content["args"]["lr"] == 0.1
-        assert torch.equal(content["model"]["weight"], run.parts["model"].weight)
-    rows = metrics(tmp_path)
-    assert [row["iteration"] for row in rows] == [2, 4, 6, 8] and rows[1]["lr"] == 0.5**4
-    # Between two lines it ticks 5 times; 2 steps of 4 images, each of which waits for a tick.
-    assert [(row["images_per_s"], row["data_wait"]) for row in rows] == [(1.6, 0.4)] * 4
 
 
 def test_weights_that_are_not_finite(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torchvision
 from conftest import ROOT, SCRIPTS, TORCHRUN, checkpoint_in, environment, files_in, finished
-from conftest import in_two_processes, interrupted, kill_at, metrics, refusal, result, run_here
+from conftest import in_two_processes, kill_at, metrics, refusal, result, run_here
 from conftest import run_script
 
 import common
@@ -66,11 +66,8 @@ def test_output_directory(script, tiny, tmp_path):
 
 @every_script
 def test_killed_three_times_ends_with_the_same_bits(script, tiny, tmp_path, request):
-    """SIGKILL before the first checkpoint, right after one and between two, each time within a
-    line of metrics.jsonl; tp with 2 workers, icmlm across the end of the attention's warm-up.
-
-    tp ends in a Python of its own, whose sets have another order. Started again, a run only
-    validates and probes again.
+    """SIGKILL thrice, each time within a line of metrics.jsonl; tp with 2 workers, icmlm across the
+    end of the attention's warm-up. tp ends in a Python of its own, whose sets have another order.
     """
     if script == "tp":
         request.getfixturevalue("real_models")
@@ -100,9 +97,7 @@ def test_killed_three_times_ends_with_the_same_bits(script, tiny, tmp_path, requ
 
 @pytest.mark.parametrize("script", ["virtex"])  # the rest is the same Run
 def test_what_a_directory_refuses(script, tiny, tmp_path, monkeypatch):
-    """Other flags, other numbers of photos and captions, another script's run, a second process;
-    what is there is kept, until --fresh.
-    """
+    """Other flags, data of another size, another script's run, a second process; but --fresh"""
     command = tiny(script, tmp_path, "--iters", 2)
     run_here([*command, "--keep-every", 1])
     args, path = checkpoint_in(tmp_path)["args"], tmp_path / "checkpoint.pth"
@@ -125,16 +120,13 @@ def test_what_a_directory_refuses(script, tiny, tmp_path, monkeypatch):
     with common.filelock.FileLock(tmp_path / ".lock"), monkeypatch.context() as patch:
         patch.setattr(common.filelock.FileLock, "acquire", impatient)
         assert "another run trains into this directory" in refusal([*command, "--fresh"])
-    with interrupted(common, "infinite_sampler", call=1):  # training begins
-        run_here([*command, "--fresh"])
+    kill_at(1, [*command, "--fresh"])
     assert files_in(tmp_path) == {"args.json", "metrics.jsonl"} | FILES[script]
 
 
 @pytest.mark.parametrize("script", ["virtex"])  # the rest is the same Run
 def test_a_full_disk_and_another_amp(script, tiny, tmp_path):
-    """A checkpoint that cannot be written leaves the one before. --amp may change: on a GPU of
-    another kind; the steps that the scaler skips leave the weights finite.
-    """
+    """A checkpoint that cannot be written leaves the one before. --amp may change."""
     flags = ["--iters", 3, "--lr", 0.01]
     run_here(tiny(script, tmp_path, *flags))
     path, unfinished = tmp_path / "checkpoint.pth", tmp_path / "checkpoint.pth.tmp"
@@ -146,10 +138,9 @@ def test_a_full_disk_and_another_amp(script, tiny, tmp_path):
     assert path.read_bytes() == kept
     unfinished.unlink()
     gc.collect()
-    amp = "bf16" if script == "icmlm" else "fp16"  # in which a CPU validates it for a minute
-    run_here(tiny(script, tmp_path, *flags, "--amp", amp))
+    run_here(tiny(script, tmp_path, *flags, "--amp", "fp16"))
     checkpoint = checkpoint_in(tmp_path)
-    assert checkpoint["iteration"] == 3 and bool(checkpoint["scaler"]) == (amp == "fp16")
+    assert checkpoint["iteration"] == 3 and checkpoint["scaler"]
     assert all(value.isfinite().all() for value in checkpoint["model"].values())
 
 
@@ -249,9 +240,7 @@ def test_copied_into_an_empty_folder(script, coco_folder, tmp_path):
 
 @pytest.mark.parametrize("script", ["virtex"])  # the rest is the same Run
 def test_starts_from_weights_of_others(script, tiny, tmp_path):
-    """--init reads a file in torchvision's layout, with its classifier, also from --output: --fresh
-    does not delete it. A date is a seed.
-    """
+    """--init reads torchvision's layout, also from --output: --fresh does not delete it."""
     state = torchvision.models.resnet18().state_dict()
     init = tmp_path / "backbone.pth"
     torch.save(state, init)
@@ -266,9 +255,7 @@ def test_starts_from_weights_of_others(script, tiny, tmp_path):
 
 @every_script
 def test_starts_from_a_whole_model(script, tiny, tmp_path):
-    """--init takes over backbone, heads and tokenizer of the script's own checkpoint.pth; what does
-    not fit is named.
-    """
+    """--init takes over backbone, heads and tokenizer of the script's own checkpoint.pth."""
     still = ["--iters", 1, "--lr", 1e-12]
     if script in ("virtex", "mmcontrastive"):
         still += ["--text-lr", 1e-12]

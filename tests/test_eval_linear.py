@@ -1,7 +1,5 @@
 """eval_linear.py: labelled images, each protocol on small images, and the probe."""
 
-import argparse
-import dataclasses
 import math
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import CPU, REAL, files_in, in_two_processes, result, run_here
+from conftest import CPU, REAL, in_two_processes, result, run_here
 from PIL import Image
 from torch import nn
 
@@ -39,14 +37,6 @@ def evaluate(output, *given, **kwargs):
     """Run the command -> {class or metric: mean score}"""
     run_here(command(output, *given, **kwargs))
     return result(output)["mean"]
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    """The file of a random ResNet-18"""
-    path = tmp_path_factory.mktemp("weights") / "resnet18.pth"
-    torch.save(eval_linear.load_backbone("random", "resnet18", 0).state_dict(), path)
-    return path
 
 
 VOC = "VOCdevkit/VOC2007"
@@ -162,14 +152,6 @@ def test_nearest_neighbours_written_out(several):
         assert scores["top-1"] == pytest.approx(100 * np.mean(votes.argmax(1) == test_y))
 
 
-def test_several_labels_per_image(coco_folder, voc, tmp_path):
-    """`layers` has a score after each layer."""
-    assert len(evaluate(tmp_path, coco_folder, "", "coco")) > 4
-    mean = evaluate(tmp_path, voc[0], f"--protocol {LAYERS} --epochs 1", "voc07")
-    assert list(mean) == ["C-11 mAP", "C-12 mAP", "C-13 mAP"]
-    assert all(0 < score < 100 for score in mean.values())
-
-
 def cosine(lr, steps):
     return [lr * (1 + math.cos(math.pi * n / steps)) / 2 for n in range(steps)]
 
@@ -246,10 +228,7 @@ def test_linear_layers_are_trained_apart():
 
 
 def test_logreg_searches_on_held_out_images(monkeypatch):
-    """25 trials on four fifths, batches of 1024; the best for the other fifth is trained on all.
-
-    [ICMLM App. F.2]: learning rates log-uniform in [0.1, 100], decays uniform in [0, 1e-5].
-    """
+    """25 trials on four fifths, batches of 1024; the best for the other fifth is trained on all."""
     rng, calls = np.random.default_rng(0), []
     y = rng.integers(0, 2, 50)
     x = (7 * np.eye(2)[y] + rng.normal(size=(50, 2))).astype(np.float32)
@@ -275,7 +254,7 @@ def test_logreg_searches_on_held_out_images(monkeypatch):
     (fit, trials, factors), (everything, final, _) = calls
     assert len(trials) == 25 and final == [trials[17]] and factors == pytest.approx([1, 0.5, 0])
     assert len(set(fit)) == 40 and len(set(everything)) == 50
-    rates, decays = np.array(trials).T
+    rates, decays = np.array(trials).T  # log-uniform and uniform [ICMLM App. F.2]
     assert 0.1 <= rates.min() < 1 and 10 < rates.max() <= 100
     assert 0 <= decays.min() < 3e-6 and 7e-6 < decays.max() <= 1e-5
 
@@ -325,45 +304,8 @@ def test_pooling_in_2x2_parts():
     torch.testing.assert_close(found[0], torch.stack(expected))
 
 
-@pytest.fixture
-def extracted(monkeypatch):
-    """What the command extracts: [(features, labels), ...]"""
-    calls, extract = [], eval_linear.labelled_features
-    recorded = lambda *given: calls.append(extract(*given)) or calls[-1]
-    monkeypatch.setattr(eval_linear, "labelled_features", recorded)
-    return calls
-
-
-@pytest.mark.parametrize(
-    "protocol, side, grid_size",
-    [
-        ("svm-virtex", 224 / 256, 1),
-        ("svm-icmlm --runs 2", 1, 2),
-        ("sgd-mct --epochs 1 --runs 2", 224 / 256, 1),
-        ("logreg-icmlm --epochs 1 --runs 2", 1, 1),
-    ],
-)
-def test_what_is_extracted(protocol, side, grid_size, folder, weights, tmp_path, extracted):
-    flags = f"--weights {weights} --image-size 64 --protocol {protocol}"
-    evaluate(tmp_path, folder, flags)
-    backbone = eval_linear.load_backbone(str(weights), None, 0).eval()
-    box = 20 - 20 * side, 20 - 20 * side, 20 + 20 * side, 20 + 20 * side
-    for split, (features, labels) in zip(("train", "val"), extracted, strict=True):
-        image = Image.open(folder / split / "red" / "0.png")
-        pixels = torch.from_numpy(np.array(image.resize((64, 64), Image.BILINEAR, box)))[None]
-        [expected] = eval_linear.pooled(backbone, pixels, CPU, grid_size=grid_size)
-        assert isinstance(features, np.memmap) and features.shape == (32, 512 * grid_size**2)
-        assert labels[16] == 1
-        np.testing.assert_allclose(features[16], expected, rtol=1e-3, atol=1e-4)
-    assert {name for name in files_in(tmp_path) if ".pth" not in name} == {"result.json"}
-
-
 def test_what_cannot_be_decoded_and_two_processes(tmp_path):
-    """A broken photo and a broken link are left out, by name.
-
-    Two processes extract what one does, also from an odd number of images; and a linear layer
-    that both train is as good.
-    """
+    """A broken photo and a broken link are left out, by name."""
 
     def extract():
         world = common.init_distributed()
@@ -396,18 +338,6 @@ def test_what_cannot_be_decoded_and_two_processes(tmp_path):
         extract()
 
 
-def test_weights(weights, tmp_path):
-    """A model_N.pth or checkpoint.pth of ours; DINO's, with its arguments in an object"""
-    state = torch.load(weights)
-    model = {f"backbone.{name}": value for name, value in state.items()}
-    ours = {"script": "tp", "args": {"arch": "resnet18"}, "iteration": 5}
-    ours["model"] = {**model, "head.weight": torch.zeros(3, 3)}
-    for content in (ours, {"teacher": model, "args": argparse.Namespace(lr=1)}):
-        torch.save(content, tmp_path / "x.pth")
-        loaded = eval_linear.load_backbone(f"{tmp_path}/x.pth", None, 0).state_dict()
-        assert all(torch.equal(loaded[name], value) for name, value in state.items())
-
-
 @pytest.fixture
 def captioned(coco_folder):
     """Training and validation CaptionData, with tags"""
@@ -419,18 +349,6 @@ def build_probe(data, output=None, trained_on_tags=False, **flags):
     args |= {"data": "own/photos.jsonl", "seed": 3, "arch": "resnet18"}
     args |= {"image_size": 32, "amp": "off", "workers": 0}
     return eval_linear.Probe(SimpleNamespace(**args | flags), *data, trained_on_tags)
-
-
-def test_nothing_to_probe_on(captioned, tmp_path, capsys):
-    """That is said, with the command that measures."""
-    train, val = captioned
-    untagged = dataclasses.replace(train, tag_names=None)
-    nothing = "no class of photos.jsonl has examples in both splits"
-    for data, message in (([untagged, untagged], ""), ([train.select([0]), val], nothing)):
-        assert build_probe(data).final(None, tmp_path, CPU) == {}
-        output = capsys.readouterr().out
-        expected = f"python eval_linear.py --weights {tmp_path}/backbone.pth --image-size 32"
-        assert expected in output and message in output
 
 
 def test_final_probe(captioned, coco_folder, tmp_path, capsys):

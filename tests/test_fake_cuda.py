@@ -12,7 +12,6 @@ not ask them). Validation, checkpoints and the lines of metrics.jsonl may wait.
 
 import importlib
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -21,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import common
-import eval_linear
 import language
 import mmcontrastive
 import virtex
@@ -244,28 +242,3 @@ def test_trainings(watch, tiny, tiny_lm, tmp_path, monkeypatch, script):
         print(script, flags)  # shown if it fails
         train(watch, tiny(script, tmp_path / str(n), *LONG, *flags.split()))
         assert watch.precisions == {torch.bfloat16}
-
-
-PROTOCOLS = [
-    "--data folder --protocol sgd-virtex --arch resnet18 --image-size 32",
-    "--data folder --protocol logreg-icmlm --arch resnet18",
-    "--data coco --protocol layers --arch vgg16_bn --image-size 48",  # several labels per image
-]
-
-
-@pytest.mark.parametrize("flags", PROTOCOLS)
-def test_linear(watch, coco_folder, tmp_path, monkeypatch, flags):
-    """Six steps per epoch, which may begin by waiting. Extracting features waits by its nature: the
-    linear layers are given some.
-    """
-    root = coco_folder if "coco" in flags else tmp_path
-    for n, path in enumerate(sorted((coco_folder / "train2017").iterdir())):
-        for part in ("train", "val"):
-            place = tmp_path / part / str(n % 2) / path.name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.symlink_to(path)
-    given = np.random.default_rng(0).random((24, 8), np.float32), np.array(12 * [0, 1])
-    monkeypatch.setattr(eval_linear, "labelled_features", lambda *_: given)
-    places = "--root", root, "--output", tmp_path / "output"
-    short = "--weights", "random", "--batch-size", 4, "--amp", "bf16"
-    train(watch, ["eval_linear", *flags.split(), *short, *places])

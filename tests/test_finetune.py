@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, checkpoint_in, files_in, in_two_processes, metrics, photos_at, result
+from conftest import checkpoint_in, files_in, in_two_processes, metrics, photos_at, result
 from conftest import run_here
-from torchvision.models import resnet18
 
 import common
 import eval_linear
@@ -16,7 +15,6 @@ from downstream import finetune
 SCRIPT = "downstream.finetune.py"  # as run_here and refusal want it
 FILES = {"args.json", "metrics.jsonl", "checkpoint.pth", "backbone.pth", "result.json"}
 TINY = "--image-size 32 --batch-size 6 --workers 0 --log-every 1 --amp off".split()
-RANDOM = "--data folder --weights random --arch resnet18 --epochs 1.6 --lr 0.02".split()
 
 
 @pytest.fixture(scope="module")
@@ -35,41 +33,6 @@ def photos(tmp_path_factory):
             pixels[..., channel] += 100
             common.Image.fromarray(pixels).save(root / folder / f"{n}.jpg")
     return root
-
-
-def test_classifier():
-    """torchvision's ResNet with the same weights; the layer starts as N(0, 0.01) and 0"""
-    torch.manual_seed(0)
-    model = finetune.Classifier(common.build_backbone("resnet18"), 50).eval()
-    weight, bias = model.linear.weight, model.linear.bias
-    assert weight.std().item() == pytest.approx(0.01, rel=0.05) and not bias.any()
-    theirs = resnet18(num_classes=50).eval()
-    theirs.load_state_dict({**model.backbone.state_dict(), "fc.weight": weight, "fc.bias": bias})
-    images = torch.randn(3, 3, 40, 56)
-    torch.testing.assert_close(model(images), theirs(images))
-
-
-def test_validation(photos, tmp_path):
-    """Top-1 of the centres, 224 / 256 of the smaller side, in eval mode; then training again"""
-    val = eval_linear.label_data("folder", str(photos), "val")
-    val.labels[0] = 1 - val.labels[0]  # wrong
-    model, seen, expected = torch.nn.Module(), [], []
-
-    def means_of_red_and_blue(images):
-        seen.append((images, model.training))
-        return images.mean((2, 3))[:, [2, 0]]
-
-    model.forward = means_of_red_and_blue
-    for path in val.images:
-        image, border = common.Image.open(path), 40 * (1 - 224 / 256) / 2
-        box = border, border, 40 - border, 40 - border
-        expected.append(np.array(image.resize((32, 32), common.Image.BILINEAR, box)))
-    args = finetune.get_args([*TINY, *RANDOM, "--output", str(tmp_path)])
-    scores = finetune.validate(model, val, args, ALONE)
-    assert scores == {"top1": pytest.approx(100 * 11 / 12)} and model.training
-    [(images, training)] = seen
-    torch.testing.assert_close(images, common.augment(torch.from_numpy(np.stack(expected))))
-    assert not training
 
 
 def test_two_processes_compare_with_random(few_scenes, tmp_path):

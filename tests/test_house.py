@@ -201,12 +201,6 @@ def test_commands(name):
         importlib.import_module(module).get_args(list(flags))
 
 
-def test_commands_are_found():
-    assert sum(len(commands(name)) for name in FILES) > 100
-    assert ("tp", ("--data", "photos.jsonl")) in commands("README.md")
-    assert ("tp", ("--data", "photos.jsonl")) in commands("tp.py")
-
-
 def test_quoted_numbers():
     """What README and the pages quote of docs/logs is in its result.json."""
     results = {}

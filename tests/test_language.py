@@ -93,10 +93,7 @@ def test_tag_loss_is_equation_2():
 
 
 def test_tag_heads():
-    """ICMLM Sec. 4.3: for a ResNet the mean over the grid, then an MLP of two layers.
-
-    Sec. 4, Networks: for VGG-16 four convolutions that keep the grid, its mean and a linear layer.
-    """
+    """ICMLM Sec. 4.3: for a ResNet the mean over the grid, then an MLP of two layers."""
     features = torch.randn(3, 6, 2, 5)
     head = language.tag_head("resnet50", 6, 4)
     first, last = [module for module in head if isinstance(module, nn.Linear)]

@@ -19,7 +19,6 @@ from scipy.stats import rankdata
 from torch import nn
 
 import common
-import language
 import mmcontrastive
 from tools import backtranslate
 
@@ -221,10 +220,7 @@ def test_groups_have_batch_statistics_of_their_own():
 
 
 def three_batches():
-    """Momentum encoders and queues meet three batches, of which each process has its share
-
-    -> all keys of each batch, and what the queues hold
-    """
+    """Momentum encoders and queues meet three batches, of which each process has its share"""
     world = common.init_distributed()
     model, found = tiny_model(bn_group=4 if world.size == 1 else None), []
     for step in range(3):
@@ -280,10 +276,7 @@ def samples_of(data, **flags):
 
 
 def test_left_and_right_follow_the_photo_that_a_caption_meets(two_photos):
-    """The query photo meets the key's caption, the key photo the query's (Eqs. 9 to 13).
-
-    The two captions of Eq. 8 differ where one photo alone is flipped, as make_sample says.
-    """
+    """The query photo meets the key's caption, the key photo the query's (Eqs. 9 to 13)."""
     data = captioned(["a dog left of a tree"], images=two_photos.images.select([0]))
     samples, straight = samples_of(data), np.array(Image.open(data.images[0]))
     captions = {False: "a dog left of a tree", True: "a dog right of a tree"}
@@ -355,10 +348,7 @@ def test_retrieval_scores_are_those_of_a_sort(levels):
 
 
 def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
-    """From the state after three steps to the losses, keys and queues of the fourth
-
-    The data is a .jsonl in which captions, tags or both are missing on some lines.
-    """
+    """From the state after three steps to the losses, keys and queues of the fourth"""
     run, path, rows = tmp_path / "run", tmp_path / "photos.jsonl", []
     for split in ("train", "val"):
         data = common.caption_data("coco", str(coco_folder), f"{split}2017")
@@ -429,10 +419,7 @@ def queues_in(state):
 
 
 def test_moco_v2_reads_no_captions(tiny, tmp_path):
-    """No caption encoder is built or written, no language model looked for; one loss is left.
-
-    backbone.pth is the query encoder's.
-    """
+    """No caption encoder is built or written, no language model looked for; one loss is left."""
     flags = ["--iters", 3, "--lm", "no/such/folder", "--caption-views", "backtranslation"]
     for name in ("cc", "ic", "ci", "tag"):
         flags += [f"--lambda-{name}", 0]
@@ -445,34 +432,6 @@ def test_moco_v2_reads_no_captions(tiny, tmp_path):
     for row in metrics(tmp_path):
         assert row["loss"] == row["ii"] and not {"tag", "cc", "ic", "ci"} & row.keys()
     assert "retrieval among" not in output and "no photo has tags" not in output
-
-
-def test_unified_mlps_on_vgg16(tiny, tmp_path):
-    """Sec. 4.4: each encoder's two MLPs are one; Eq. 5 does without Eq. 3."""
-    flags = ["--intra-dim", 0, "--inter-dim", 16, "--arch", "vgg16_bn", "--lambda-ii", 0]
-    run_here(tiny("mmcontrastive", tmp_path, *flags, "--iters", 2, "--lr", 0.001))
-    state, row = checkpoint_in(tmp_path)["model"], metrics(tmp_path)[-1]
-    intra = [name for name in state if name.split(".")[-3].endswith("_intra")]
-    assert len(intra) == 2 * 2 * 4  # queries and keys; photos and captions; tensors of an MLP
-    for name in intra:
-        assert torch.equal(state[name], state[name.replace("intra", "inter")])
-    total = row["tag"] + row["cc"] + 0.1 * row["ic"] + 0.05 * row["ci"]
-    assert row["loss"] == pytest.approx(total, rel=1e-4)
-
-
-def test_caption_encoder_that_first_learns_masked_words(tiny, tmp_path, monkeypatch):
-    """--lm-iters: both encoders of both processes begin with a small BERT of the captions."""
-    for name, value in (("lm_layers", 1), ("lm_width", 64), ("dropout", 0.2)):
-        monkeypatch.setitem(mmcontrastive.RECIPES, name, (value, value, value))
-    flags = ["--lm", "scratch", "--lm-iters", 3, "--momentum", 1, "--text-lr", 1e-9]
-    command = tiny("mmcontrastive", tmp_path, *flags, "--iters", 4, "--checkpoint-every", 2)
-    in_two_processes(run_here, command)
-    folder, state = tmp_path / "language_model", checkpoint_in(tmp_path)["model"]
-    _, lm = language.language_model(str(folder), CPU)
-    assert lm.config.num_hidden_layers == 1 and lm.config.hidden_size == 64
-    for name, value in lm.bert.state_dict().items():
-        assert torch.equal(state[f"keys.caption.trunk.bert.{name}"], value)
-        close(state[f"queries.caption.trunk.bert.{name}"], value, 1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -495,12 +454,10 @@ def translators(tiny_lm, tmp_path_factory):
     return str(folder / "{}-{}")
 
 
-def test_backtranslate_and_train_on_it(tiny, translators, coco_folder, tmp_path, capsys):
+def test_backtranslate_and_train_on_it(tiny, translators, coco_folder, tmp_path):
     """Killed half-way and started again it has every caption once, both ways; training reads it."""
     path = tmp_path / "run" / "backtranslations.jsonl"
     command = tiny("mmcontrastive", path.parent, "--caption-views", "backtranslation", "--iters", 3)
-    data = ["--data", "coco", "--root", str(coco_folder), "--output", str(path)]
-    write = backtranslate.get_args([*data, "--translator", translators])
     captions = list(common.caption_data("coco", str(coco_folder), "train2017").captions)
     first = sorted(set(captions))[:70]
     done = [{"caption": caption, "fr": "not made", "de": "again"} for caption in first]
@@ -510,22 +467,19 @@ def test_backtranslate_and_train_on_it(tiny, translators, coco_folder, tmp_path,
     with open(path, "a") as file:
         file.write('{"caption": "half a li')
 
-    backtranslate.main(write)
-    left = len(set(captions)) - 70
-    assert f"70 captions are in {path} already, {left} to translate" in capsys.readouterr().out
+    data = "--data", "coco", "--root", coco_folder, "--output", path
+    run_here(["tools.backtranslate", *data, "--translator", translators])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[:70] == done and len(rows) == len(set(captions))
-    for by in ("fr", "de"):
-        there, back = [
-            backtranslate.Translator(translators.format(*pair), CPU, "off")
-            for pair in (("en", by), (by, "en"))
-        ]
-        equal = []
-        for row in rows[-4:]:  # in a padded batch a close decision may round to another word
-            [alone] = back(there([row["caption"]]))
-            equal.append(row[by][:20] == alone[:20])
-        assert sum(equal) >= 3
-    assert any(row["fr"] != row["de"] for row in rows[70:])
+    there, back = [
+        backtranslate.Translator(translators.format(*pair), CPU, "off")
+        for pair in (("en", "fr"), ("fr", "en"))
+    ]
+    equal = []
+    for row in rows[-4:]:  # in a padded batch a close decision may round to another word
+        [alone] = back(there([row["caption"]]))
+        equal.append(row["fr"][:20] == alone[:20])
+    assert sum(equal) >= 3 and any(row["fr"] != row["de"] for row in rows[70:])
     by_caption = {row["caption"]: row for row in rows}
     args = mmcontrastive.get_args([*map(str, command[1:]), "--backtranslations", str(path)])
     french, german = mmcontrastive.read_backtranslations(captions, args)

@@ -3,7 +3,6 @@ those that it writes, and --quick runs rows from end to end."""
 
 import importlib
 import shlex
-from types import SimpleNamespace
 
 import pytest
 
@@ -83,23 +82,3 @@ def test_documents():
     texts = tables.documents(lambda: reproduce.Steps(reproduce.get_args(["--dry-run"])))
     for name, text in texts.items():
         assert (tables.REPO / name).read_text() == text, "run python tools/reproduce.py --docs"
-
-
-def test_failing_step(tmp_path, monkeypatch):
-    """Its log is named, the others go on; it is started once for all rows that need it."""
-    started = []
-
-    def run(command, **options):
-        started.append(command[1])
-        return SimpleNamespace(returncode=command[1] == "virtex.py")
-
-    monkeypatch.setattr(reproduce.subprocess, "run", run)
-    steps = reproduce.Steps(reproduce.get_args(["--output", str(tmp_path), "--rows", "VirTex, 5"]))
-    [row] = steps.table("VirTex Tab. 1")
-    assert started == ["virtex.py"]
-    assert row["cells"]["voc07"]["state"] == f"failed: see {tmp_path}/virtex.log"
-    steps.args.rows = ["bicaptioning"]
-    assert tables.state_of(steps.table("VirTex Fig. 7")[0]).startswith("failed")
-    steps.args.rows = ["SwAV"]
-    [row] = steps.table("VirTex Tab. 2")
-    assert started[1:] == ["eval_linear.py"] * 2 and tables.state_of(row) == "no result"

@@ -3,13 +3,12 @@
 Its ranks and their shares are those of mmcontrastive.py: test_mmcontrastive.py.
 """
 
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, CPU, FeaturesAsGiven, captioned, in_two_processes, result, run_here
+from conftest import in_two_processes, result, run_here
 from PIL import Image
 
 import common
@@ -20,10 +19,6 @@ TINY = [
     *("--weights", "random", "--arch", "resnet18", "--image-size", 32, "--workers", 0),
     *("--epochs", 2, "--dim", 16, "--word-dim", 8),
 ]
-
-
-def tiny_args(folder, *flags):
-    return retrieval.get_args(list(map(str, (*TINY, "--output", folder, *flags))))
 
 
 def literal_loss(images, captions, image_idx, negatives):
@@ -72,70 +67,6 @@ def test_unit_vectors():
     torch.testing.assert_close(vectors, model.encode_images(5 * features))
     assert model.image.weight.abs().max() <= math.sqrt(6 / (6 + 7))
     assert model.words.weight.abs().max() <= 0.1
-
-
-def test_folds():
-    """The mean over parts that are searched one by one; what does not fill a part is left out."""
-    owners = np.arange(11).repeat([2, 1, 3, 1, 2, 2, 1, 1, 1, 2, 1])
-    similarity = torch.rand(11, 17)
-    first = retrieval.fold_scores(similarity[:5, :9], owners[:9])
-    second = retrieval.fold_scores(similarity[5:10, 9:16], owners[9:16] - 5)
-    expected = {name: (first[name] + second[name]) / 2 for name in first}
-    assert retrieval.fold_scores(similarity, owners, 2) == pytest.approx(expected, abs=1e-4)
-
-
-def test_captions_stay_with_their_photos(tmp_path):
-    """Where a photo has no captions or cannot be decoded"""
-    rows = []
-    for n in range(6):
-        Image.new("RGB", (16, 16), (40 * n, 0, 0)).save(tmp_path / f"{n}.png")
-        rows.append({"image": f"{n}.png", "captions": [f"photo {n}", f"number {n}"], "split": "x"})
-    rows[2]["captions"] = []
-    (tmp_path / "4.png").write_bytes(b"no photo")
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    args = tiny_args(tmp_path, "--data", tmp_path / "a.jsonl")
-    given = retrieval.captioned_images(args, "x", 100)
-    data, features = retrieval.image_features(FeaturesAsGiven(3), given, args, ALONE)
-    cropped, of_crops = retrieval.crop_features(FeaturesAsGiven(3), given, args, ALONE)
-    assert of_crops.shape == (args.crops, 4, 3) and list(cropped.captions) == list(data.captions)
-    for x in (features, *of_crops):
-        reds = (x[:, 0] * common.IMAGENET_STD[0] + common.IMAGENET_MEAN[0]) * 255 / 40
-        captions = [[f"photo {n}", f"number {n}"] for n in reds.round().astype(int)]
-        assert [data.captions_of(n) for n in range(len(data))] == captions
-    assert data.image_of_caption().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert len(retrieval.captioned_images(args, "x", 3)) == 3
-
-
-def test_epochs(tmp_path, monkeypatch):
-    """Each draws crops anew, flipped ones with flipped words; the first of the best is kept."""
-    drawn, states, scores = [], [], iter((-1, 1, 1, -1))
-
-    def encode_captions(model, captions):
-        drawn[-1].append(captions)
-        return torch.randn(8, 16)
-
-    def encode_images(model, features):
-        drawn.append([features.tolist()])
-        return model.image(features)
-
-    def compare(model, data, features):
-        states.append(model.image.weight.clone())
-        return next(scores) * torch.eye(8)
-
-    monkeypatch.setattr(retrieval.CommonSpace, "encode_captions", encode_captions)
-    monkeypatch.setattr(retrieval.CommonSpace, "encode_images", encode_images)
-    monkeypatch.setattr(retrieval, "compare", compare)
-    data = captioned(*[[f"left {n}"] for n in range(8)])
-    features = np.stack(np.mgrid[:3, :8], 2).astype(np.float32)  # [crop, photo] of 3 crops each
-    args = tiny_args(tmp_path)
-    model = retrieval.train_encoders(data, features, data, features[0], {"left": 3}, args, CPU, 0)
-    crops = set()  # of the photos, in each of the four epochs, which have one batch
-    for pairs, captions in drawn:
-        words = ["right" if crop == 1 else "left" for crop, _ in pairs]
-        assert captions == [f"{word} {photo:.0f}" for word, (_, photo) in zip(words, pairs)]
-        crops.add(tuple(crop for crop, _ in sorted(pairs, key=lambda pair: pair[1])))
-    assert len(crops) == 4 and {*sum(crops, ())} == {0, 1, 2}
-    assert [torch.equal(model.image.weight, x) for x in states] == [False, True, False, False]
 
 
 def command(coco_folder, *flags):

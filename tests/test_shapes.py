@@ -25,13 +25,6 @@ def words(caption):
     return re.findall(r"[a-z]+", caption)
 
 
-def test_scenes_are_functions_of_their_number():
-    """A scene, its picture and its captions are the same every time, and differ between scenes."""
-    for kind in (shapes.draw, shapes.objects_of, captions_of):
-        one, again, other = (np.asarray(kind(scene), object) for scene in (5, 5, 6))
-        assert np.array_equal(one, again) and not np.array_equal(one, other)
-
-
 def test_one_or_two_objects_apart():
     """Each object lies within the picture and none touches another."""
     scenes = [shapes.objects_of(scene) for scene in SCENES]

@@ -8,7 +8,7 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, kill_at, refusal, run_here
+from conftest import CPU, kill_at, run_here
 from PIL import Image
 
 import common
@@ -90,13 +90,6 @@ def test_layouts_of_others(tmp_path):
         assert data.tag_names is None
 
 
-def test_splits_in_the_name(tmp_path):
-    for name in ("train-0", "train-1", "test-0"):
-        write_tar(tmp_path / f"{name}.tar", {"0.jpg": RED, "0.json": row(name)})
-    train, test = index(tmp_path, "{split}-*.tar", ("train", "test"))
-    assert list(train.captions) == ["train-0", "train-1"] and list(test.captions) == ["test-0"]
-
-
 def draw(number, size, rank=0, processes=1, batch=4, seed=0, start=0):
     world = common.World(rank, processes, CPU)
     order = sources.block_sampler(size, batch, world, seed, start, block=5, window=3)
@@ -133,26 +126,3 @@ def test_a_training_on_shards(few_scenes, tmp_path):
     assert "resuming from iteration 4" in run_here(stopped)
     one, other = (torch.load(tmp_path / name / "backbone.pth") for name in ("whole", "stopped"))
     assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-def test_photos_that_cannot_be_decoded_are_left_out(tmp_path):
-    """Their places are taken by the next ones: no file is empty. In order."""
-    lines = [{"image": f"{n}.jpg", "captions": [f"photo {n}"], "split": "train"} for n in range(9)]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "photos.jsonl").write_text(text)
-    for n in range(9):
-        Image.new("RGB", (40, 30), (20 * n, 0, 0)).save(tmp_path / f"{n}.jpg")
-    for n in (0, 3, 4, 5):
-        (tmp_path / f"{n}.jpg").write_bytes(b"no photo")
-    command = ["tools.make_shards", "--data", tmp_path / "photos.jsonl", "--splits", "train"]
-    command += ["--per-shard", 3, "--output", tmp_path / "shards"]
-    output = run_here(command)
-    assert output.count("cannot decode") == 4 and "2 files" in output
-    assert "holds shards of train" in refusal(command)
-    data = common.caption_data(str(tmp_path / "shards"), split="train")
-    captions = [data.captions_of(i) for i in range(len(data))]
-    assert captions == [[f"photo {n}"] for n in (1, 2, 6, 7, 8)]
-    for n in (1, 2, 6, 7, 8):
-        (tmp_path / f"{n}.jpg").write_bytes(b"no photo")
-    message = refusal([*command[:-1], tmp_path / "none"])
-    assert "no photo of the split train can be decoded" in message

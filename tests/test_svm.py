@@ -30,10 +30,7 @@ def literal_svms(train_x, train_y, test_x, test_y, k):
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_svms_are_those_of_scikit_learn(monkeypatch):
-    """The same cost and average precision; a tenth of the labels is difficult.
-
-    What does not fit in memory together is read and solved in parts, with the same result.
-    """
+    """The same cost and average precision; a tenth of the labels is difficult."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(140, 12)).astype(np.float32)
     directions = rng.normal(size=(12, 6))
@@ -61,10 +58,7 @@ def test_svms_are_those_of_scikit_learn(monkeypatch):
 @pytest.mark.parametrize("cost", (1e-5, 0.1, 10.0, 1e5))
 @pytest.mark.parametrize("start", (None, 100.0))
 def test_solve_svms_finds_the_minimum(start, cost, width):
-    """The loss is strictly convex: its gradient is zero only at the minimum, from any start.
-
-    An example of cost zero is as good as absent.
-    """
+    """The loss is strictly convex: its gradient is zero only at the minimum, from any start."""
     rng = np.random.default_rng(width)
     features, positive = rng.normal(size=(60, width)), rng.random((60, 2)) < 0.3
     costs = torch.full((60, 2), cost, dtype=torch.float64)

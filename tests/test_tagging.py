@@ -2,13 +2,11 @@
 
 import json
 import math
-from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import CPU, files_in, result, run_here
-from PIL import Image
 from scipy import sparse
 from sklearn.metrics import jaccard_score
 from sklearn.metrics.pairwise import paired_cosine_distances
@@ -30,10 +28,7 @@ def tags():
 
 
 def tags_with_a_hub():
-    """Tag 0 is at 21 images with one of tags 1 to 6, tags 7 to 11 at others -> (200, 12)
-
-    Tag k from 1 to 6 is at k images. The matrix of the PMI has a large negative eigenvalue.
-    """
+    """Tag 0 is at 21 images with one of tags 1 to 6, tags 7 to 11 at others -> (200, 12)"""
     dense, row = np.zeros((200, 12), np.float32), 0
     for k in range(1, 7):
         dense[row : row + k, [0, k]] = 1
@@ -77,13 +72,6 @@ def test_cosine_loss_and_its_target(tags):
     assert loss.item() == pytest.approx(expected, abs=1e-12)
 
 
-def test_nearest_tags():
-    """By cosine, the nearest first; the length of the output does not matter."""
-    features = np.array([[1, 3, 2], [60, -10, 20]], np.float32)
-    ranked = tagging.nearest_tags(torch.nn.Identity(), features, torch.eye(3))
-    assert ranked.tolist() == [[1, 2, 0], [0, 2, 1]]
-
-
 def test_miou(tags):
     """|pred & gt| / |pred | gt|, the mean over images, as scikit-learn's Jaccard score"""
     rng = np.random.default_rng(2)
@@ -95,45 +83,6 @@ def test_miou(tags):
         np.put_along_axis(predicted, ranked[:, :k], 1, 1)
         expected = 100 * jaccard_score(tags.toarray().astype(int), predicted, average="samples")
         assert scores[f"mIOU@{k}"] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("num_tags", (3, 30))
-def test_baselines(num_tags):
-    """The same tags for every image, and the score of somebody who knows the tags."""
-    rng = np.random.default_rng(3)
-    tags = sparse.csr_array((rng.random((50, num_tags)) < 0.4).astype(np.float32))
-    others = tagging.baselines(tags)
-    first = np.tile(np.arange(num_tags), (50, 1))
-    assert others["most frequent tags"] == [tagging.miou_at_cuts(first, tags)]
-    knows = np.argsort(-tags.toarray(), 1, kind="stable")
-    assert others["upper bound"][0] == pytest.approx(tagging.miou_at_cuts(knows, tags))
-
-
-def options(data, **kwargs):
-    args = {"data": str(data), "root": None, "train_split": "train", "val_split": "val"}
-    args |= {"tags": None, "num_tags": 1000, "fraction": 1.0, "seed": 0}
-    return Namespace(**{**args, **kwargs})
-
-
-def test_tags_of_a_jsonl(tmp_path):
-    """The most frequent ones in this order; images that have none of them are left out."""
-    rows = [["b", "a"], ["b", "c"], [], ["b", "a"], ["c"], ["d"]]
-    lines = []
-    for n, tags in enumerate(rows):
-        Image.new("RGB", (40, 40)).save(tmp_path / f"{n}.jpg")
-        split = "train" if n < 4 else "val"
-        lines.append(json.dumps({"image": f"{n}.jpg", "tags": tags, "split": split}))
-    path = tmp_path / "photos.jsonl"
-    path.write_text("\n".join(lines))
-    train, val = tagging.tagged_images(options(path))
-    assert train.names == val.names == ["b", "a", "c"]
-    assert [image[-5:] for image in train.images] == ["0.jpg", "1.jpg", "3.jpg"]
-    assert train.labels.toarray().tolist() == [[1, 1, 0], [1, 0, 1], [1, 1, 0]]
-    assert [image[-5:] for image in val.images] == ["4.jpg"]
-    few, _ = tagging.tagged_images(options(path, num_tags=2, val_split="train"))
-    assert few.names == ["b", "a"] and few.labels.toarray().tolist() == [[1, 1], [1, 0], [1, 1]]
-    half, _ = tagging.tagged_images(options(path, val_split="train", fraction=0.5))
-    assert 1 <= len(half.images) <= 2 and set(half.images) < set(train.images)
 
 
 def command(folder, coco_folder, *flags):

@@ -19,10 +19,7 @@ from downstream import zeroshot
 
 @pytest.fixture
 def problem():
-    """20 classes, each with two of 9 attributes, 2 of them unseen; features of 20 numbers
-
-    The features show the attributes of their class, which a linear map finds again.
-    """
+    """20 classes, each with two of 9 attributes, 2 of them unseen; features of 20 numbers"""
     rng = np.random.default_rng(0)
     pairs = np.array([[*np.eye(4)[k // 5], *np.eye(5)[k % 5]] for k in range(20)])
     classes = np.repeat(np.arange(20), 15)
@@ -36,11 +33,7 @@ def problem():
 
 
 def test_equations(problem, monkeypatch):
-    """Every loss that is minimised is Eq. 11 over the seen classes, every prediction is Eq. 10
-
-    among all of them; both in loops, with the Σ and b that the layers hold at that time. Unseen
-    classes are recognised, too.
-    """
+    """Every loss that is minimised is Eq. 11 over the seen classes, every prediction is Eq. 10"""
     x, data = problem
     attributes = data.attributes / np.linalg.norm(data.attributes, axis=1, keepdims=True)
     of_seen, calls = np.delete(attributes, (2, 9), 0), []
@@ -93,23 +86,6 @@ def test_accuracies():
     assert scores == pytest.approx(expected)
     assert len({round(score, 6) for score in scores.values()}) == 4, "nothing tells them apart"
     assert set(zeroshot.accuracies(np.full(90, -1), data).values()) == {0}
-
-
-def test_shape_pairs():
-    """One object each; unseen pairs are never trained on, their shapes and colours are."""
-    data = zeroshot.shape_pairs()
-    assert zeroshot.get_args(["--weights", "random", "--arch", "resnet18"]).runs == 5  # Tab. 6
-    assert data.attributes.shape == (64, 16) and (data.attributes.sum(1) == 2).all()
-    names = [*shapes.SHAPES, *shapes.COLOURS]
-    for i, k in enumerate(data.classes):
-        [o] = shapes.objects_of(data.images[i])
-        assert data.names[k] == f"{o.colour} {o.shape}"
-        assert {names[n] for n in np.flatnonzero(data.attributes[k])} == {o.colour, o.shape}
-    trained, seen, unseen = [set(data.classes[data.parts == part]) for part in range(3)]
-    assert len(unseen) == 16 and not trained & unseen and seen <= trained
-    assert (data.attributes[sorted(trained)].sum(0) == 6).all()  # each in 6 pairs
-    for split, chosen in ("train", data.parts == 0), ("val", data.parts != 0):
-        assert {data.images[i] for i in np.flatnonzero(chosen)} < set(shapes.SPLITS[split])
 
 
 PHOTOS = {"cub": "CUB_200_2011/images", "awa2": "Animals_with_Attributes2/JPEGImages"}
