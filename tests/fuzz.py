@@ -3,8 +3,8 @@
     python tests/fuzz.py --minutes 20 --seed 1 --scripts tp icmlm
     python tests/fuzz.py --seed 1 --case 17       # repeat one case, with its output
 
-A case follows from the seed and its number. It starts from a small training run that was killed: a
-file is damaged, a line of photos.jsonl made wrong, or the run killed again. Then it is restarted.
+A file of a killed run is damaged, a line of photos.jsonl made wrong, or the run killed again; then
+it is started again. Seed and number decide everything.
 
     accepted, refused    it finished; it ended with one line that says what is wrong
     traceback            a traceback after damage to a file that the run itself wrote
@@ -153,9 +153,9 @@ def one_case(number, args):
 
 
 def checkpoint_iteration():
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # there is none, or it cannot be read
         return torch.load("run/checkpoint.pth", weights_only=True)["iteration"]
-    return 0  # there is no checkpoint, or it cannot be read
+    return 0
 
 
 def same_weights(name):

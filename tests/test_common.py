@@ -1,7 +1,4 @@
-"""common.py: captioned images, decoding, batches, augmentation, backbones, flags, output directory
-
-Checkpoints of others, which sources.py reads, stand here, too.
-"""
+"""common.py: captioned images, decoding, batches, augmentation, backbones, flags, checkpoints of others"""
 
 import argparse
 import contextlib
@@ -16,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import ALONE, CPU, ROOT, TORCHRUN, captioned, photos_at, run_script, scenes
+from conftest import CPU, ROOT, TORCHRUN, captioned, photos_at, run_script, scenes
 from PIL import Image
 from torch import nn
 
@@ -135,10 +132,8 @@ def test_jsonl_without_splits(tmp_path):
 BAD_LINES = {
     b"{broken": "Expecting property name",
     b"\xe9": "UnicodeDecodeError",
-    b"[]": "",
     b'{"image": "a.jpg", "caption": "x"}': '"captions" (not "caption") and "tags" are lists',
     b'{"image": "a.jpg", "captions": "x"}': '"captions" (not "caption") and "tags" are lists',
-    b'{"image": "a.jpg", "captions": [7]}': "",
 }
 
 
@@ -219,7 +214,6 @@ def test_colour_modes(tmp_path):
         ("cmyk.jpg", picture.convert("CMYK"), picture, {"quality": 95}),
         ("alphas.png", palette, palette, {"transparency": bytes(range(0, 256, 4))}),
         ("alpha.png", picture.convert("RGBA"), picture, {}),
-        ("bits.png", picture.convert("1"), picture.convert("1"), {}),
     ):
         image.save(tmp_path / name, **settings)
         assert apart(read(tmp_path / name), resized(seen)) < 4
@@ -303,7 +297,6 @@ OUT_OF_MEMORY = "error: out of memory: try a smaller --batch-size"
     "error, message",
     [
         (torch.OutOfMemoryError("2 GB\n"), OUT_OF_MEMORY),
-        (MemoryError(), OUT_OF_MEMORY),
         (ModuleNotFoundError(name="nltk"), "error: nltk is missing: pip install -r"),
         (OSError(28, "No space left", "a"), "error: [Errno 28] No space left: 'a'; it is a note"),
         (KeyboardInterrupt(), "interrupted: a training resumes from its last checkpoint"),
@@ -417,9 +410,7 @@ def literal_jitter(pixels, brightness, contrast, saturation, hue):
 
 
 def test_the_four_together(pixels):
-    """One matrix and offset are the four maps in the documented order, for each image its own;
-    the result is clamped.
-    """
+    """One matrix and offset are the four maps in the documented order, for each image its own."""
     alone = [(*NEUTRAL[:n], *FOUR[n][n : n + 1], *NEUTRAL[n + 1 :]) for n in range(4)]
     for parameters, image, found in (
         *zip(FOUR, pixels, jittered(pixels, *FOUR)),
@@ -474,7 +465,6 @@ FOREIGN = {
     "tp": ("model", "backbone.", "head.2.weight"),
     "mmcontrastive": ("model", "queries.image.trunk.0.", "keys.image.trunk.0.conv1.weight"),
     "MoCo v2": ("state_dict", "module.encoder_q.", "module.encoder_q.fc.2.bias module.encoder_k.x"),
-    "VICReg": ("model", "module.backbone.", "module.projector.0.weight"),
     "DINO": ("teacher", "backbone.", "head.mlp.0.weight head.last_layer.weight_v"),
 }
 
@@ -538,46 +528,9 @@ def parsed(flags, paper=None):
         ("--recipe small", "small", {"data": "shapes", "image_size": 112, "margin": 8}),
         ("--data coco --recipe=demo", "demo", {"image_size": 48, "val_split": "val2017"}),
         ("--image-size 32 --lr 3", "demo", {"image_size": 32, "lr": 3.0, "batch_size": 32}),
-        ("--recipe small --iters 7", "small", {"iters": 7, "epochs": None}),
     ],
 )
 def test_recipes(flags, recipe, expected):
     """--data chooses one unless --recipe does; a flag given wins; rows without a flag, too."""
     args = vars(parsed(flags, paper={"margin": 1}))
     assert {name: args[name] for name in ("recipe", *expected)} == {"recipe": recipe, **expected}
-
-
-FLAGS = {
-    "fresh": False, "recipe": "demo", "amp": "off", "lr": 0.1, "batch_size": 4, "seed": 0,
-    "workers": 0, "root": "here", "log_every": 1, "checkpoint_every": 3, "keep_every": None,
-    "accumulate": 1,
-}  # fmt: skip
-
-
-def start(folder, **flags):
-    """The run of a model of two numbers in `folder`."""
-    args = argparse.Namespace(output=str(folder), **FLAGS | flags)
-    run = common.Run(args, "virtex", ALONE, captioned(*["a"] * 20))
-    model = nn.Linear(1, 1)
-    run.resume(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
-    run.lock.release()  # as if the process had ended
-    return run
-
-
-def train(run, total, **extra_state):
-    samples = common.Samples(lambda index, rng: index, 20)
-    for iteration, [batch] in run.steps(samples, torch.tensor, total, **extra_state):
-        run.log(loss=batch.float().mean(), lr=0.5**iteration)
-    return run
-
-
-def test_weights_that_are_not_finite(tmp_path):
-    """Such weights are never saved, even if the loss of that step was finite."""
-    run = train(start(tmp_path), 3)
-    kept = (tmp_path / "checkpoint.pth").read_bytes()
-    for value in (math.inf, math.nan):
-        run.parts["model"].weight.data.fill_(value)
-        run.iteration = 5
-        with fails("a weight is not finite at iteration 6", "the last checkpoint is kept. Try"):
-            train(run, 6)
-        assert (tmp_path / "checkpoint.pth").read_bytes() == kept

@@ -36,10 +36,7 @@ def photos(tmp_path_factory):
 
 
 def test_two_processes_compare_with_random(few_scenes, tmp_path):
-    """By gloo: equal weights, each iteration logged once; both are trained alike but for the
-
-    learning rate, the random one by the first process alone. After a stop only what is missing.
-    """
+    """Both are trained alike but for the learning rate. After a stop only what is missing."""
     few_scenes(20, 3)
     folder, weights = tmp_path / "run", tmp_path / "backbone.pth"
     torch.save(common.build_backbone("resnet18").state_dict(), weights)

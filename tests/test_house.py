@@ -99,7 +99,7 @@ def test_size_of_the_rest():
     assert lines["README.md"] <= 160
     assert [x for x in lines if x.startswith(("downstream/", "tools/")) and lines[x] > 350] == []
     tests = sum(count for name, count in lines.items() if name.startswith("tests/"))
-    assert tests <= 7600
+    assert tests <= 5500
 
 
 def test_refusals():

@@ -27,14 +27,6 @@ def test_words_of(caption, words):
     assert [caption[first:last].lower() for _, first, last in spans] == words
 
 
-def test_textblob():
-    """ICMLM Sec. 3.1: nouns, adjectives and verbs; every word of words_of has its tag or None."""
-    [tagged] = language.tag_words(["A black dog runs on the t-shirt!"], "textblob")
-    assert [word for word, _ in tagged] == ["a", "black", "dog", "runs", "on", "the", "t-shirt"]
-    expected = [None, "adjectives", "nouns", "verbs", None, None]
-    assert [part for _, part in tagged][:6] == expected
-
-
 @pytest.mark.parametrize(
     "tagged, nouns, adjectives, verbs",
     [
@@ -57,19 +49,6 @@ def test_count_concepts(tagged, nouns, adjectives, verbs, monkeypatch):
     for concepts in language.count_concepts(["", ""]).values():
         found.append(" ".join(f"{word}:{count}" for word, count in concepts.items()))
     assert found == [nouns, adjectives, verbs]
-
-
-def test_top_concepts():
-    """ICMLM Tab. 4: the K most frequent of the chosen parts; ties in the order of the alphabet."""
-    nouns, adjectives = {"man": 9, "dog": 5, "hat": 2}, {"red": 7, "big": 2}
-    concepts = {"nouns": nouns, "adjectives": adjectives, "verbs": {"runs": 5, "sits": 1}}
-    for pos, number, words in (
-        ("nn", 2, "man dog"),
-        ("nn+adj", 10, "man red dog big hat"),
-        ("nn+adj+vb", 4, "man red dog runs"),
-        ("nn+adj+vb", 10, "man red dog runs big hat sits"),
-    ):
-        assert language.top_concepts(concepts, pos, number) == words.split()
 
 
 def test_tag_loss_is_equation_2():

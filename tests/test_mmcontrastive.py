@@ -429,9 +429,8 @@ def test_moco_v2_reads_no_captions(tiny, tmp_path):
     assert not any("caption" in name or "inter" in name for name in state)
     for name, value in torch.load(tmp_path / "backbone.pth", weights_only=True).items():
         assert torch.equal(value, state[f"queries.image.trunk.0.{name}"])
-    for row in metrics(tmp_path):
-        assert row["loss"] == row["ii"] and not {"tag", "cc", "ic", "ci"} & row.keys()
-    assert "retrieval among" not in output and "no photo has tags" not in output
+    assert all(row["loss"] == row["ii"] for row in metrics(tmp_path))
+    assert "retrieval among" not in output
 
 
 @pytest.fixture(scope="module")

@@ -70,8 +70,7 @@ def command(weights, output, *texts):
 
 
 def test_search(trained, coco_folder, tmp_path):
-    """The nearest photos of a folder to each text, in a picture; others' files and broken photos
-    are passed over."""
+    """The nearest photos of a folder to each text; others' files and broken photos do not count."""
     texts, folder = ["a red circle", "two blue squares left of a star"], tmp_path / "photos"
     shutil.copytree(coco_folder / "val2017", folder / "deep" / "er")
     paths = sorted(map(str, folder.rglob("*.jpg")))

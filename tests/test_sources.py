@@ -72,8 +72,7 @@ def test_what_shards_hold(folder):
 
 
 def test_layouts_of_others(tmp_path):
-    """img2dataset: one caption in KEY.txt or KEY.json; suffixes with dots; other files; folders;
-    odd names"""
+    """img2dataset: one caption in KEY.txt or KEY.json; other files, folders, odd names"""
     folder = tmp_path / "photos in May, 1 + 2"
     folder.mkdir()
     files = {

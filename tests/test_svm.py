@@ -1,4 +1,4 @@
-"""svm.py: the same costs and scores as scikit-learn, the minimum of the loss, average precision."""
+"""svm.py: the same costs and scores as scikit-learn, the minimum of the loss."""
 
 import numpy as np
 import pytest
@@ -78,15 +78,6 @@ def test_solve_svms_finds_the_minimum(start, cost, width):
 
     at_zero = gradient_norms(torch.zeros_like(solved))
     assert (gradient_norms(solved) <= 1.1e-5 * at_zero).all()
-
-
-def test_average_precisions():
-    """Of the images where a class is not difficult, and of classes with a positive, in percent."""
-    decisions = np.array([[3.0, 1, 7], [2, 2, 8], [1, 3, 9]])
-    labels = np.array([[0, 0, 0], [1, -1, -1], [-1, 1, 0]], np.int8)
-    assert svm.label_columns(np.array([0, 1]), [1, 0]).tolist() == [[0, 1], [1, 0]]
-    scores = svm.average_precisions(decisions, labels, "abc")
-    assert scores == {"a": 50, "b": 100} and svm.mean_of(scores) == 75
 
 
 def test_interpolated_average_precision():

@@ -55,15 +55,11 @@ def test_plot(tmp_path, capsys):
         assert Image.open(more[-1] if more else picture).width == 675 * (1 + terms.count(","))
     with pytest.raises(SystemExit, match="metrics.jsonl is missing"):
         plot.main(plot.get_args([str(tmp_path)]))
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    plot.main(plot.get_args([*flags, "--tensorboard"]))
-    events = reader.EventAccumulator(str(tmp_path / "b")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("validation_top1")] == [(10, 7.0)] * 2
 
 
 def test_bad_input():
     """Damaged files, wrong lines and SIGKILL: nothing lost, no hang, no code run"""
-    flags = "--minutes", 0.25, "--seed", 1, "--scripts", "tp", "eval_linear"
+    flags = "--minutes", 0.15, "--seed", 1, "--scripts", "tp", "eval_linear"
     output = finished(run_script("tests/fuzz.py", *flags)).stdout.splitlines()[-1]
     counts = {ending: int(count) for count, ending in re.findall(r"(\d+) (\w+)", output)}
     assert counts["accepted"] + counts["refused"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import CPU, TINY, captioned, metrics, photos_at, result, run_here
+from conftest import CPU, TINY, captioned, checkpoint_in, metrics, photos_at, result, run_here
 from scipy import sparse
 from sklearn.cluster import KMeans
 from sklearn.metrics import average_precision_score
@@ -141,8 +141,6 @@ def test_postag_labels(tmp_path, capsys):
 
     fewer = labels_in(tmp_path, train, val, "--num-labels 2")
     assert words(fewer, fewer.train) == [{"dog", "red"}, {"dog", "red"}, set()]
-    nouns = labels_in(tmp_path, train, val, "--pos nn")
-    assert words(nouns, nouns.train) == [{"dog"}, {"dog"}, set()]
 
 
 ANIMAL, STREET = ["the dog runs over grass", "brown dog"], ["a bus on the street", "cars of blue"]
@@ -163,17 +161,6 @@ def test_topics_are_probabilities(tmp_path):
     topics = [name.split(", ") for name in labels.names]
     assert {"dog", "grass"} < set(topics[dog]) and {"bus", "street"} < set(topics[bus])
     assert [len(topic) for topic in topics] == [5, 5] and not {"the", "on"} & set(topics[dog])
-
-
-def test_instances_are_the_annotated_tags(tmp_path):
-    """Sec. 4, TP-Label: the tags of each image, and no caption is needed."""
-    names, splits = ["dog", "cat", "cow"], []
-    for rows in ([[0, 2], [1], []], [[2]]):
-        tags = [[names[k] for k in row] for row in rows]
-        splits.append(captioned(*[[]] * len(rows), tags=tags, tag_names=names))
-    labels = labels_in(tmp_path, *splits, "--labels instances")
-    assert labels.names == names and labels.val.toarray().tolist() == [[0, 0, 1]]
-    assert labels.train.toarray().tolist() == [[1, 0, 1], [0, 1, 0], [0, 0, 0]]
 
 
 def test_labels_go_with_their_photos(tmp_path):
@@ -291,6 +278,14 @@ def test_every_label_set_learns(trained):
     assert list(last) == scores and trained.output.count("validation: loss") == 3
     assert f"\nvalidation: loss {last['loss']:.2f}, top1 {last['top1']:.2f}" in trained.output
     assert ("label_frequencies" in content) == (trained.labels != "rotation")
+
+
+def test_labels_of_photos(trained, coco_folder):
+    """downstream.labels prints the ten most likely, of a model_N.pth alone."""
+    photo = next((coco_folder / "val2017").iterdir())
+    output = run_here(["downstream.labels", "--weights", trained.folder / "model_50.pth", photo])
+    names = checkpoint_in(trained.folder)["names"]
+    assert output.startswith(f"{photo}\n") and sum(name in output for name in names) >= 4
 
 
 def test_learns(easy_scenes, tmp_path, monkeypatch):

@@ -149,10 +149,7 @@ START += "--image-size", 32, "--workers", 0
 
 
 def test_script(tmp_path):
-    """The command on a tiny CUB, in two processes: a table, one line at the end, result.json and a
-
-    picture; a photo that cannot be decoded is left out.
-    """
+    """The command on a tiny CUB, in two processes; a photo that cannot be decoded is left out."""
     publish(tmp_path, "cub")
     (tmp_path / PHOTOS["cub"] / CLASSES[3] / "47_a.jpg").write_bytes(b"in no split, never read")
     (tmp_path / PHOTOS["cub"] / CLASSES[0] / "0_a.jpg").write_bytes(b"no photo")
