@@ -1,4 +1,4 @@
-"""common.py: captioned images, decoding, batches, augmentation, backbones, flags, checkpoints of others"""
+"""common.py: captioned images, batches, augmentation, backbones, flags; checkpoints of others"""
 
 import argparse
 import contextlib
