@@ -95,9 +95,7 @@ def write_jsonl(path, *rows):
 
 
 def test_jsonl(tmp_path):
-    """Captions, tags and splits may be missing; blank captions and repeated tags do not count, nor
-    do blank lines and a byte-order mark. Paths start from the file's folder or from --root.
-    """
+    """What may be missing, blank or repeated; paths start from the file's folder or --root."""
     absolute = str(tmp_path / "4.jpg")
     rows = [
         {"image": "0.jpg", "captions": [" one ", "", "two"], "split": "train"},
@@ -219,17 +217,15 @@ def test_colour_modes(tmp_path):
         assert apart(read(tmp_path / name), resized(seen)) < 4
 
 
-def test_a_hundred_unreadable_photos_end_the_run():
-    """A photo with many samples, as in icmlm.py, counts once."""
-
+def test_a_thousand_unreadable_samples_end_the_run():
     def make_sample(index, rng):
-        if index < 200:
-            raise common.Unreadable(f"{index // 2}.jpg")
+        if index < 1001:
+            raise common.Unreadable(f"{index}.jpg")
         return index
 
-    samples = common.Samples(make_sample, 300)
-    assert samples[2] == 200  # 99 photos
-    with pytest.raises(common.Unreadable, match="100 photos in a row cannot be decoded"):
+    samples = common.Samples(make_sample, 1100)
+    assert samples[2] == 1001
+    with pytest.raises(common.Unreadable, match="1,000 samples in a row cannot be decoded"):
         samples[0]
 
 

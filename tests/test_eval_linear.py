@@ -329,6 +329,15 @@ def build_probe(data, output=None, trained_on_tags=False, **flags):
     return eval_linear.Probe(SimpleNamespace(**args | flags), *data, trained_on_tags)
 
 
+def test_nothing_to_probe_on(captioned, tmp_path, capsys):
+    """That is said, with the command that measures."""
+    train, val = captioned
+    assert build_probe([train.select([0]), val]).final(None, tmp_path, CPU) == {}
+    output = capsys.readouterr().out
+    assert f"python eval_linear.py --weights {tmp_path}/backbone.pth --image-size 32" in output
+    assert "no class of photos.jsonl has examples in both splits" in output
+
+
 def test_final_probe(captioned, coco_folder, tmp_path, capsys):
     """What svm-virtex measures, of the trained backbone and of a random one"""
     trained = common.build_backbone("resnet18")

@@ -72,9 +72,7 @@ def tokenizer(lms):
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_language_model(kind, amp, lms):
     """Sec. 3.2: W is the last layer before any head, without the padding; given it, the pretrained
-    token classification layer says what the model says. V are the input embeddings. Weights are
-    rounded once: W has the same bits as by autocast, which rounds them whenever they are used. The
-    classification layer and V stay in float32, for validation."""
+    token classification layer says what the model says. V are the input embeddings."""
     tokenizer, model = load(lms[kind])
     inputs = tokenizer(SENTENCES, padding=True, return_tensors="pt")
     inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}

@@ -1,5 +1,4 @@
-"""tools/reproduce.py: every command of rows.toml is one that its script accepts, the documents are
-those that it writes, and --quick runs rows from end to end."""
+"""tools/reproduce.py: its scripts accept each command of rows.toml; the documents are up to date."""
 
 import importlib
 import shlex

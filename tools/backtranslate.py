@@ -5,7 +5,7 @@
     python mmcontrastive.py --data coco
 
 MarianMT models of the hub translate each caption to French and back, and to German and back.
-Writes lines {"caption", "fr", "de"}, batch by batch; if killed, rerun the same command to resume.
+Writes lines {"caption", "fr", "de"}, batch by batch; interrupted, the same command resumes.
 """
 
 import json
@@ -69,7 +69,7 @@ def main(args):
 
 
 def keep_whole_lines(path):
-    """Drop an incomplete last line, left by a killed run -> set of the captions that are done"""
+    """Drop an incomplete last line, of an interrupted run -> set of the captions that are done"""
     lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith("\n"):
         lines.pop()

@@ -10,7 +10,7 @@
 
 tools/rows.toml defines the rows. A backbone that several rows share is trained once, into
 runs/papers/NAME; its measurements go into runs/papers/NAME/MEASURE. A step with a result is not
-repeated, a killed step resumes; if a step fails, its log is named and the other steps go on.
+repeated, an interrupted step resumes; if a step fails, its log is named and the other steps go on.
 Unknown flags, say --amp fp16, go to every training. runs/papers/tables gets each table as Markdown,
 JSON and a picture.
 
