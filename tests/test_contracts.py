@@ -68,7 +68,7 @@ def test_output_directory(script, tiny, tmp_path):
 
 @every_script
 def test_killed_three_times_ends_with_the_same_bits(script, tiny, tmp_path, request):
-    """Each time within a line of metrics.jsonl; tp ends in another Python, with another hash seed."""
+    """Each time within a line of metrics.jsonl; tp ends in another Python, of another hash seed."""
     if script == "tp":
         request.getfixturevalue("real_models")
     flags = ["--iters", 10, "--checkpoint-every", 3, *(WARMUP if script == "icmlm" else ())]

@@ -1,4 +1,4 @@
-"""tools/reproduce.py: its scripts accept each command of rows.toml; the documents are up to date."""
+"""tools/reproduce.py: scripts accept each command of rows.toml; the documents are up to date."""
 
 import importlib
 import shlex
