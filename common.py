@@ -24,7 +24,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -264,8 +264,8 @@ def init_distributed():
     if "RANK" not in os.environ:
         return World(0, 1, device)
     if cuda:
-        if local >= torch.cuda.device_count():
-            fail("there are fewer GPUs than processes: lower --nproc_per_node")
+        enough = local < torch.cuda.device_count()
+        require(enough, "there are fewer GPUs than processes: lower --nproc_per_node")
         torch.cuda.set_device(device)
     # CPU tensors go through gloo. Others may wait for hours while the first process makes labels.
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -362,56 +362,59 @@ def image_files(paths):
 class CaptionData:
     """Images, each with captions and tags (either may be empty): every data source takes this form.
 
-    The captions of all images are concatenated: those of image i are
-    captions[first_caption[i] : first_caption[i + 1]]. Likewise the tags, indices into tag_names,
-    which is None if the source knows no tags.
+    An image's captions are one string, a line each, likewise its tags: millions of Python lists
+    would be copied into each DataLoader worker.
     """
 
     images: Images
-    captions: np.ndarray  # of STRINGS; those of shards are sources.MappedStrings
-    first_caption: np.ndarray
-    tags: np.ndarray
-    first_tag: np.ndarray
-    tag_names: list = None
+    captions: np.ndarray  # (N,) of STRINGS; those of shards are sources.MappedStrings
+    num_captions: np.ndarray  # (N,)
+    tags: np.ndarray  # (N,), like captions
+    tag_names: list = None  # all that an image may have; None: the source knows no tags
 
     @classmethod
     def from_lists(cls, images, captions, tags, tag_names=None):
-        """captions, tags: a list of strings for each image.  tag_names: all of its tags"""
-        index = {name: k for k, name in enumerate(tag_names or ())}
-        captions, first_caption = concatenate(captions, STRINGS)
-        tags = [sorted({index[name] for name in names}) for names in tags]
-        tags, first_tag = concatenate(tags, np.int32)
-        return cls(images, captions, first_caption, tags, first_tag, tag_names)
+        """captions, tags: a list of strings for each image"""
+        return cls(images, (), (), join_lines(tags), tag_names).with_captions(captions)
+
+    def with_captions(self, captions):
+        """-> CaptionData with other captions: a list of strings for each image"""
+        num_captions = np.array([len(strings) for strings in captions], int)
+        return replace(self, captions=join_lines(captions), num_captions=num_captions)
 
     def __len__(self):
         return len(self.images)
 
     def captions_of(self, i):
-        return self.captions[self.first_caption[i] : self.first_caption[i + 1]].tolist()
+        return self.captions[i].split("\n")[: self.num_captions[i]]
 
     def tags_of(self, i):
-        return self.tags[self.first_tag[i] : self.first_tag[i + 1]].tolist()
+        """-> indices into tag_names, in ascending order"""
+        names = self.tags[i].split("\n")
+        return sorted({self.tag_names.index(name) for name in names if name})
+
+    def all_captions(self):
+        """-> list of the captions of all images, in their order"""
+        return [caption for i in range(len(self)) for caption in self.captions_of(i)]
 
     def image_of_caption(self):
         """(captions,) int64: the index of each caption's image"""
-        return np.repeat(np.arange(len(self)), np.diff(self.first_caption))
+        return np.repeat(np.arange(len(self)), self.num_captions)
 
     def select(self, keep):
         """-> CaptionData of the images with the indices `keep`"""
-        captions, first_caption = select_lists(self.captions, self.first_caption, keep)
-        tags, first_tag = select_lists(self.tags, self.first_tag, keep)
-        images = self.images.select(keep)
-        return CaptionData(images, captions, first_caption, tags, first_tag, self.tag_names)
-
-    def select_captions(self, mask):
-        """-> CaptionData of all images, with the captions where the mask (captions,) is True"""
-        kept_before = np.append(0, np.cumsum(mask))  # how many captions are kept before each
-        first_caption = kept_before[self.first_caption]
-        return replace(self, captions=self.captions[mask], first_caption=first_caption)
+        keep = np.array(keep, int)
+        return CaptionData(
+            self.images.select(keep),
+            self.captions[keep],
+            self.num_captions[keep],
+            self.tags[keep],
+            self.tag_names,
+        )
 
     def captioned(self):
         """-> CaptionData of the images that have a caption; prints how many have none"""
-        keep = np.flatnonzero(np.diff(self.first_caption))
+        keep = np.flatnonzero(self.num_captions)
         require(len(keep), f"no image has a caption. Expected: {JSONL}")
         if len(keep) == len(self):
             return self  # shards stay mapped into memory
@@ -419,19 +422,10 @@ class CaptionData:
         return self.select(keep)
 
 
-def concatenate(lists, dtype):
-    """N lists -> their items in one array, and where each list begins (N + 1,)"""
-    items = np.array(list(itertools.chain.from_iterable(lists)), dtype)
-    return items, np.cumsum([0, *map(len, lists)])
-
-
-def select_lists(items, first, keep):
-    """The lists `keep` of what `concatenate` returned, concatenated again"""
-    keep = np.array(keep, int)
-    lengths = first[keep + 1] - first[keep]
-    kept_first = np.append(0, np.cumsum(lengths))
-    shift = first[keep] - kept_first[:-1]  # of each list, from its new place to the old one
-    return items[np.arange(kept_first[-1]) + np.repeat(shift, lengths)], kept_first
+def join_lines(lists):
+    """A list of strings for each image -> (N,) of STRINGS"""
+    lines = ("\n".join(text.replace("\n", " ") for text in strings) for strings in lists)
+    return np.array(list(lines), STRINGS)
 
 
 def caption_data(name, root=None, split="train"):
@@ -465,28 +459,25 @@ COCO = (
 )
 
 
-def coco_data(root, split, required="captions"):
-    """annotations/captions_{split}.json and instances_{split}.json, whose categories are the tags
-
-    required: the file that must exist; its images are the data set's.
+def coco_data(root, split):
+    """annotations/captions_{split}.json, and, if it is there, instances_{split}.json: its
+    categories are the tags
     """
     captions = defaultdict(list)
     tags = defaultdict(list)
     names = {}
+    path = Path(root, "annotations", f"captions_{split}.json")
     with error_context(COCO):
-        for kind in ("captions", "instances"):
-            path = Path(root, "annotations", f"{kind}_{split}.json")
-            if kind != required and not path.exists():
-                continue
+        content = json.loads(path.read_bytes())
+        images = content["images"]
+        for row in content["annotations"]:
+            captions[row["image_id"]].append(row["caption"].strip())
+        path = path.with_name(f"instances_{split}.json")
+        if path.exists():
             content = json.loads(path.read_bytes())
-            if kind == required:
-                images = content["images"]
-            names |= {row["id"]: row["name"] for row in content.get("categories", ())}
+            names = {row["id"]: row["name"] for row in content["categories"]}
             for row in content["annotations"]:
-                if kind == "captions":
-                    captions[row["image_id"]].append(row["caption"].strip())
-                else:
-                    tags[row["image_id"]].append(names[row["category_id"]])
+                tags[row["image_id"]].append(names[row["category_id"]])
         return CaptionData.from_lists(
             image_files([os.path.join(root, split, image["file_name"]) for image in images]),
             [captions[image["id"]] for image in images],
@@ -505,27 +496,31 @@ def jsonl_data(path, root, split):
     a fixed random twentieth is "val".
     """
     rows = []
-    splits = []
     with open(path, "rb") as file:  # json detects the encoding of bytes
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-                rows.append((os.path.join(root, row["image"]), *captions_and_tags(row)))
-                splits.append(row.get("split"))
+                row["image"] = os.path.join(root, row["image"])
+                row["captions"], row["tags"] = captions_and_tags(row)
+                rows.append(row)
             except Exception as error:  # no JSON, no "image", wrong types
                 fail(f"{path}, line {number}: {error!r}. Expected: {JSONL}")
-    distinct = {image for image, _, _ in rows}
+    distinct = {row["image"] for row in rows}
     require(len(distinct) == len(rows), f"{path} repeats an image: one line has all its captions")
-    tag_names = dict.fromkeys(tag for _, _, tags in rows for tag in tags)
-    if not any(splits):
+    tag_names = dict.fromkeys(tag for row in rows for tag in row["tags"])
+    if not any(row.get("split") for row in rows):
         order = np.random.default_rng(0).permutation(len(rows))
-        splits = np.full(len(rows), "train")
-        splits[order[: max(1, len(rows) // 20)]] = "val"
-    rows = [row for row, name in zip(rows, splits) if (name or "train") == split]
-    images, captions, tags = ([row[k] for row in rows] for k in range(3))
-    return CaptionData.from_lists(image_files(images), captions, tags, list(tag_names) or None)
+        for n in order[: max(1, len(rows) // 20)]:
+            rows[n]["split"] = "val"
+    rows = [row for row in rows if (row.get("split") or "train") == split]
+    return CaptionData.from_lists(
+        image_files([row["image"] for row in rows]),
+        [row["captions"] for row in rows],
+        [row["tags"] for row in rows],
+        list(tag_names) or None,
+    )
 
 
 def captions_and_tags(row):
@@ -555,6 +550,7 @@ class Unreadable(Exception):
 report_once = cache(tqdm.write)
 
 
+@dataclass
 class Samples(Dataset):
     """make_sample(index, rng) -> one sample, a dict.
 
@@ -562,10 +558,9 @@ class Samples(Dataset):
     validation a key is an index, and rng is None. The next sample replaces an unreadable one.
     """
 
-    def __init__(self, make_sample, size, seed=0):
-        self.make_sample = make_sample
-        self.size = size
-        self.seed = seed
+    make_sample: object
+    size: int
+    seed: int = 0
 
     def __len__(self):
         return self.size
@@ -641,10 +636,8 @@ def load_image(images, index, rng, args):
     """
     crop = partial(random_crop, rng, args.crop_min) if rng else partial(centre_crop, 1.0)
     [image] = read_crops(images, index, [crop], args.image_size)
-    if not rng:
-        return {"image": image, "jitter": NO_JITTER, "flipped": False}
-    jitter = colour_jitter(rng, args.colour_jitter)
-    flipped = rng.random() < 0.5
+    jitter = colour_jitter(rng, args.colour_jitter) if rng else NO_JITTER
+    flipped = bool(rng) and rng.random() < 0.5
     return {"image": image[:, ::-1] if flipped else image, "jitter": jitter, "flipped": flipped}
 
 
@@ -675,15 +668,12 @@ def infinite_sampler(size, batch_size, world, seed, start=0):
     t-th slice of `batch_size` (global), of which each process takes its part.
     """
     per_rank_batch = batch_size // world.size
-    shuffled = None
+    order_of = lru_cache(1)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(size))
     for batch in itertools.count(start):
         first = batch * batch_size + world.rank * per_rank_batch
         for position in range(first, first + per_rank_batch):
             epoch, place = divmod(position, size)
-            if epoch != shuffled:
-                shuffled = epoch
-                order = np.random.default_rng([seed, epoch]).permutation(size)
-            yield epoch, int(order[place])
+            yield epoch, int(order_of(epoch)[place])
 
 
 def loader(dataset, batch_size, workers, collate_fn=None, device=torch.device("cpu"), sampler=None):
@@ -772,33 +762,17 @@ def build_backbone(arch, **kwargs):
 
 
 def load_backbone(weights, arch=None):
-    """weights: our backbone.pth, any file that sources.py knows, or "imagenet" -> backbone
+    """weights: our backbone.pth, or anything that sources.py knows -> backbone
 
     arch: which it must be; None: sources.py recognises it
     """
-    if weights == "imagenet":
-        with error_context("imagenet stands for torchvision's weights, which are downloaded once"):
-            return build_backbone(arch, weights="IMAGENET1K_V1")
-    state = read_checkpoint(weights)
     sources = import_if_there("sources")
     if sources:
-        found, state = sources.backbone_weights(state, weights)
-        require(arch in (None, found), f"{weights} is a {found}, not --arch {arch}")
-        arch = found
+        return sources.load_backbone(weights, arch)
     backbone = build_backbone(arch)
     with error_context(f"without sources.py {weights} must be a backbone.pth of a {arch}"):
-        backbone.load_state_dict(state)
+        backbone.load_state_dict(read_checkpoint(weights))
     return backbone
-
-
-def load_init(init, script, arch):
-    """--init -> the content of a checkpoint of this script, or {"backbone": state dict}"""
-    content = {} if init == "imagenet" else read_checkpoint(init)
-    if content.get("script") != script:
-        return {"backbone": load_backbone(init, arch).state_dict()}
-    found = content["args"]["arch"]
-    require(found == arch, f"{init} is a {found}, not --arch {arch}")
-    return content
 
 
 def build_optimizer(name, parameters, lr, weight_decay):
@@ -885,8 +859,8 @@ class Run:
         self.data = data
         self.folder = Path(args.output)
         self.checkpoint = None
-        captions = len(getattr(data, "captions", ()))  # labelled images have none
-        self.settings = {**vars(args), "images": len(data.images), "captions": captions}
+        captions = int(sum(getattr(data, "num_captions", ())))  # labelled images have none
+        self.settings = vars(args) | {"images": len(data.images), "captions": captions}
         if world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = filelock.FileLock(self.folder / ".lock")
@@ -896,10 +870,11 @@ class Run:
         if path.exists() and not args.fresh:
             self.checkpoint = read_checkpoint(path, script)
             self.check_same_settings(self.checkpoint["args"])
-        init = self.settings.get("init")
-        self.init = {}
-        if init and not self.checkpoint:  # a bad file fails before anything is trained
-            self.init = load_init(init, script, args.arch)
+        self.init = {}  # the content of --init
+        if self.settings.get("init") and not self.checkpoint:
+            import sources  # only here: a copied script works without it
+
+            self.init = sources.read_init(args.init, script, args.arch)
         start = self.checkpoint or {"iteration": 0, "metrics": []}
         self.iteration = start["iteration"]
         self.metrics = start["metrics"]  # the lines of metrics.jsonl
@@ -929,25 +904,12 @@ class Run:
         content = {"command": sys.argv, "torch": torch.__version__, "processes": self.world.size}
         write_json(self.folder / "args.json", self.settings | content)
 
-    def initialize(self, model, backbone, prefix="", anew=()):
-        """Start from --init: a backbone, or all tensors that fit of a model of the same script
+    def initialize(self, model, backbone, **kwargs):
+        """Start from the weights of --init.  kwargs: of sources.initialize"""
+        if self.init:
+            import sources
 
-        prefix: of the model's tensors in checkpoints.  anew: prefix of those not to take over
-        """
-        if "backbone" in self.init:
-            backbone.load_state_dict(self.init["backbone"])
-        elif self.init:
-            state = model.state_dict()
-            new = []
-            for name, value in state.items():
-                saved = self.init["model"].get(prefix + name)
-                if saved is None or saved.shape != value.shape or name.startswith(anew):
-                    new.append(name)
-                else:
-                    state[name] = saved
-            model.load_state_dict(state)
-            print_main(f"--init: {len(state) - len(new)} of {len(state)} tensors are taken over, "
-                       f"{len(new)} are new {new[:3]}")  # fmt: skip
+            sources.initialize(self.init, model, backbone, **kwargs)
         self.init = {}  # frees gigabytes at the papers' sizes
 
     def resume(self, **parts):
@@ -998,10 +960,10 @@ class Run:
             if self.due("log") or self.due("validate"):
                 bar.set_postfix(loss=f"{self.write_metrics():.3f}")
             if self.due("checkpoint") or self.iteration == total:
-                self.save("checkpoint.pth", self.parts, extra_state | {"metrics": self.metrics})
+                self.save("checkpoint.pth", self.parts, metrics=self.metrics, **extra_state)
             if self.due("keep"):
-                name = f"model_{self.iteration}.pth"
-                self.save(name, {"model": self.parts["model"]}, extra_state)
+                model = {"model": self.parts["model"]}
+                self.save(f"model_{self.iteration}.pth", model, **extra_state)
         end_distributed(world)
 
     def due(self, what):
@@ -1039,7 +1001,7 @@ class Run:
                 file.write(self.metrics[-1])
         return row["loss"]
 
-    def save(self, name, parts, extra_state):
+    def save(self, name, parts, **extra_state):
         """Write a checkpoint, unless the last step has made a weight infinite or NaN."""
         if self.world.is_main:
             state = {part: value.state_dict() for part, value in parts.items()}

@@ -258,10 +258,7 @@ def label_data(name, root=None, split="train"):
         return folder_labels(root or "datasets/folder", split)
     if name == "voc07":
         return voc07_labels(root or "datasets/voc07", split)
-    if name == "coco":
-        data = common.coco_data(root or "datasets/coco", split, required="instances")
-    else:
-        data = common.caption_data(name, root, split)
+    data = common.caption_data(name, root, split)
     require(data.tag_names, f"--data {name} has no tags to score: choose from {DATA}")
     return label_from_tags(data)
 

@@ -153,7 +153,7 @@ def main(args):
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
     run = common.Run(args, "icmlm", world, train)
     probe = eval_linear and eval_linear.Probe(args, train, val)
-    tokenizer, lm = load_language_model(args, train.captions, run)
+    tokenizer, lm = load_language_model(args, train, run)
     concepts, train, val = load_triplets(args, train, val, tokenizer, run)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
     print_main(f"{len(train.images)} photos ({len(val.images)} for validation), {len(train)} "
@@ -273,7 +273,7 @@ def load_triplets(args, train, val, tokenizer, run):
 def save_triplets(args, train, val, tokenizer, folder):
     train = language.filter_captions(train, tokenizer.tokenize)
     val = language.filter_captions(val, tokenizer.tokenize)
-    counts = language.count_concepts(train.captions, args.tagger)
+    counts = language.count_concepts(train.all_captions(), args.tagger)
     common.write_json(folder / "concepts.json", counts)
     concepts = language.top_concepts(counts, args.pos, args.num_concepts)
     train_tags = language.concept_labels(train, concepts)
@@ -298,7 +298,7 @@ def find_triplets(data, tokenizer, concepts):
     masked = array("i")
     index_of = {concept: k for k, concept in enumerate(concepts)}
     find = partial(find_words, tokenizer, index_of)
-    for chunk in language.map_captions(find, data.captions, "triplets"):
+    for chunk in language.map_captions(find, data.all_captions(), "triplets"):
         for ids, words in chunk:
             caption = len(token_offsets) - 1
             for mask_pos, concept in words:
@@ -392,7 +392,7 @@ def collate(tags, permutation, pad_token, samples):
 # --------------------------------------------------------------------- the frozen language model
 
 
-def load_language_model(args, captions, run):
+def load_language_model(args, train, run):
     """--lm, or a small BERT that the first process trains -> tokenizer, FrozenLanguageModel"""
     name = args.lm
     device = run.world.device
@@ -404,7 +404,7 @@ def load_language_model(args, captions, run):
         elif run.world.is_main and run.checkpoint is None:
             language.scratch_language_model(
                 name,
-                captions,
+                train.all_captions(),
                 iters=args.lm_iters,
                 seed=args.seed,
                 device=device,

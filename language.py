@@ -136,16 +136,16 @@ def filter_captions(data, tokenize):
 
     tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py.
     """
-    chunks = map_captions(partial(count_tokens, tokenize), data.captions, "caption lengths")
-    lengths = np.fromiter(itertools.chain.from_iterable(chunks), int)
-    keep = (3 <= lengths) & (lengths <= 25)
+    captions = data.all_captions()
+    chunks = map_captions(partial(count_tokens, tokenize), captions, "caption lengths")
+    lengths = itertools.chain.from_iterable(list(chunks))
+    kept = []
     for i in range(len(data)):
-        captions = data.captions_of(i)
-        distinct = [captions.index(caption) == n for n, caption in enumerate(captions)]
-        keep[data.first_caption[i] : data.first_caption[i + 1]] &= np.array(distinct, bool)
-    print_main(f"{np.sum(~keep)} of {len(keep)} captions are left out: repeated for one image, "
-               "or of fewer than 3 or more than 25 tokens")  # fmt: skip
-    return data.select_captions(keep)
+        length_of = {caption: next(lengths) for caption in data.captions_of(i)}
+        kept.append([caption for caption in length_of if 3 <= length_of[caption] <= 25])
+    counts = f"{len(captions) - sum(map(len, kept))} of {len(captions)} captions"
+    print_main(f"{counts} are left out: repeated for one image, or not of 3 to 25 tokens")
+    return data.with_captions(kept)
 
 
 # -------------------------------------------------------------------------------- tag prediction

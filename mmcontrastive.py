@@ -176,14 +176,14 @@ def main(args):
         train = tagged_by_nouns(train, "spacy" if args.tags == "nouns-spacy" else "textblob")
     args.lambda_tag = tag_weight(train, args.lambda_tag)
     train = usable_photos(train, args)
-    translations = read_backtranslations(train.captions, args)
+    translations = read_backtranslations(train, args)
     queue_size = fit_queue(args.queue, len(train), args.batch_size)
     run = common.Run(args, "mmcontrastive", world, train)
-    tokenizer, bert_config, pretrained = load_caption_model(args, train.captions, run)
+    tokenizer, bert_config, pretrained = load_caption_model(args, train, run)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
-    sizes = f"{len(train)} photos ({len(val)} for validation), {len(train.captions)} captions"
+    sizes = f"{len(train)} photos ({len(val)} for validation), {sum(train.num_captions)} captions"
     lrs = f"lr {args.lr:g}, text lr {args.text_lr:g}"
-    print_main(f"{sizes}, {len(train.tags)} tags; {iters} iterations at {lrs}")
+    print_main(f"{sizes}, {len(train.tag_names or ())} tags; {iters} iterations at {lrs}")
 
     # Encoders, momentum encoders, queues, optimizer: restored from a checkpoint if there is one.
     torch.manual_seed(args.seed)
@@ -262,22 +262,23 @@ def main(args):
 
 def tagged_by_nouns(data, tagger):
     """-> CaptionData whose tags are the most frequent nouns of its captions [Sec. 4.4]"""
-    concepts = language.count_concepts(data.captions, tagger)
+    concepts = language.count_concepts(data.all_captions(), tagger)
     nouns = language.top_concepts(concepts, "nn", NUM_NOUNS)
     sides = "left", "right"  # wrong in a flipped photo
     nouns = [noun for noun in nouns if noun not in sides]
     labels = language.concept_labels(data, nouns)
-    return replace(data, tags=labels.indices, first_tag=labels.indptr, tag_names=nouns)
+    tags = [[nouns[k] for k in row] for row in np.split(labels.indices, labels.indptr[1:-1])]
+    return replace(data, tags=common.join_lines(tags), tag_names=nouns)
 
 
 def tag_weight(data, requested):
     """lambda_tag as requested; by default 1 if photos have tags, otherwise 0 [Sec. 4.1]"""
-    if requested is None and not len(data.tags):
+    tagged = any(data.tags)
+    if requested is None and not tagged:
         print_main("no photo has tags: the loss of Eq. 5 is left out (see --tags nouns)")
         return 0.0
     source = 'annotations/instances_{split}.json for coco, "tags" in a .jsonl, or --tags nouns'
-    possible = not requested or len(data.tags)
-    require(possible, f"--lambda-tag needs tags and no photo has any: {source}")
+    require(tagged or not requested, f"--lambda-tag needs tags and no photo has any: {source}")
     return 1.0 if requested is None else requested
 
 
@@ -289,7 +290,7 @@ def usable_photos(data, args):
     """-> CaptionData; only Eqs. 3 and 5 can use photos without a caption [Sec. 3.2, end]"""
     trained = args.lambda_ii or args.lambda_tag or args.lambda_ic
     require(trained, "--lambda-ii, --lambda-tag, --lambda-ic are 0: nothing trains the backbone")
-    possible = len(data.captions) or not uses_captions(args)
+    possible = any(data.num_captions) or not uses_captions(args)
     hint = "with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are enough (MoCo-v2)"
     require(possible, f"no photo has a caption: {hint}")
     return data if args.lambda_ii or args.lambda_tag else data.captioned()
@@ -310,8 +311,8 @@ def fit_queue(requested, num_photos, batch_size):
     return size
 
 
-def read_backtranslations(captions, args):
-    """The back-translations of all captions, in order: [via French, via German]
+def read_backtranslations(data, args):
+    """CaptionData with back-translations as its captions: [via French, via German]
 
     [] if they are not used.
     """
@@ -321,12 +322,13 @@ def read_backtranslations(captions, args):
     hint = f"tools/backtranslate.py writes {path}; --caption-views sibling needs none"
     with error_context(hint), open(path, encoding="utf-8") as file:
         rows = {row["caption"]: row for row in map(json.loads, file)}
+    captions = data.all_captions()
     missing = sum(caption not in rows for caption in captions)
     require(not missing, f"{missing} of {len(captions)} captions have no back-translation: {hint}")
     translations = []
     for by in ("fr", "de"):
-        translated = [rows[caption][by] for caption in captions]
-        translations.append(np.array(translated, common.STRINGS))
+        translated = [[rows[c][by] for c in data.captions_of(i)] for i in range(len(data))]
+        translations.append(data.with_captions(translated))
     return translations
 
 
@@ -355,7 +357,7 @@ def make_sample(data, translations, args, index, rng):
         views.append({"image": image, "jitter": jitter[n], "sigma": sigma[n], "caption": caption})
     tags = np.zeros(len(data.tag_names or ()), bool)
     tags[data.tags_of(index)] = True
-    captioned = data.first_caption[index + 1] > data.first_caption[index]
+    captioned = data.num_captions[index] > 0
     return {"q": views[0], "k": views[1], "tags": tags, "captioned": captioned}
 
 
@@ -380,7 +382,7 @@ def caption_views(data, index, kind, translations, rng):
         return caption, siblings[rng.integers(len(siblings))]
     if translations:
         translated = translations[rng.integers(len(translations))]
-        return caption, translated[data.first_caption[index] + n]
+        return caption, translated.captions_of(index)[n]
     return caption, caption
 
 
@@ -509,7 +511,7 @@ class CaptionTrunk(nn.Module):
         return output.last_hidden_state[:, 0] if pooled is None else pooled
 
 
-def load_caption_model(args, captions, run):
+def load_caption_model(args, train, run):
     """-> tokenizer, configuration of BERT, source of its initial weights (None: random)
 
     Tokenizer and configuration are kept in --output/caption_model.
@@ -523,6 +525,7 @@ def load_caption_model(args, captions, run):
     if run.checkpoint is not None or "model" in run.init:
         pretrained = None  # the checkpoint has the weights
     if run.world.is_main and run.checkpoint is None:
+        captions = train.all_captions()
         if pretrained and args.lm == "scratch":
             language.scratch_language_model(
                 pretrained,
@@ -796,7 +799,7 @@ def encode_captions(encoder, tokenizer, captions, device, amp, batch_size=256):
     vectors = []
     starts = range(0, len(captions), batch_size)
     for start in progress(starts, desc="captions", unit=" batches", leave=False):
-        tokens, mask = tokenize(tokenizer, list(captions[start : start + batch_size]))
+        tokens, mask = tokenize(tokenizer, captions[start : start + batch_size])
         with common.autocast(device, amp):
             output = encoder(tokens.to(device), mask.to(device))
         vectors.append(output["caption_inter"].cpu())
@@ -809,7 +812,7 @@ def validate(encoders, val, tokenizer, args, device):
     -> {"retrieval": {"images": N, "captions": M, "trained": scores, "random": scores of random
     similarities}}
     """
-    captioned = np.flatnonzero(np.diff(val.first_caption))
+    captioned = np.flatnonzero(val.num_captions)
     if not len(captioned):
         return {}
     chosen = np.random.default_rng(args.seed).permutation(captioned)[:RETRIEVAL_IMAGES]
@@ -824,7 +827,8 @@ def validate(encoders, val, tokenizer, args, device):
         args.amp,
     )
     val = val.select(readable)
-    captions = encode_captions(encoders["caption"], tokenizer, val.captions, device, args.amp)
+    captions = val.all_captions()
+    captions = encode_captions(encoders["caption"], tokenizer, captions, device, args.amp)
     generator = torch.Generator().manual_seed(args.seed)
     chance = torch.rand(len(images), len(captions), generator=generator)
     result = {"images": len(images), "captions": len(captions)}

@@ -1,6 +1,6 @@
-"""Read Visual Genome and shards; checkpoints of other authors, too.
+"""What few runs need: Visual Genome, shards, checkpoints of other authors, --init.
 
-common.caption_data and eval_linear.load_backbone import this file only when they need it.
+common.py imports this file only when it needs it.
 """
 
 import argparse
@@ -77,21 +77,17 @@ def shard_data(folder, split):
     return CaptionData(
         images=Images(places, open_in_shard, block_sampler),
         captions=MappedStrings(arrays["caption_bytes"], arrays["caption_ends"]),
-        first_caption=arrays["first_caption"],
-        tags=arrays["tags"],
-        first_tag=arrays["first_tag"],
+        num_captions=arrays["num_captions"],
+        tags=MappedStrings(arrays["tag_bytes"], arrays["tag_ends"]),
         tag_names=tag_names,
     )
 
 
 def save_index(folder, split, data):
     """Save CaptionData in one file.  data.images.keys: see open_in_shard"""
-    arrays = {
-        "first_caption": data.first_caption,
-        "tags": data.tags,
-        "first_tag": data.first_tag,
-    }
-    for name, strings in (("image", data.images.keys), ("caption", data.captions)):
+    arrays = {"num_captions": data.num_captions}
+    columns = {"image": data.images.keys, "caption": data.captions, "tag": data.tags}
+    for name, strings in columns.items():
         encoded = [string.encode() for string in strings]
         arrays[f"{name}_bytes"] = np.frombuffer(bytearray().join(encoded), np.uint8)
         arrays[f"{name}_ends"] = np.cumsum([0, *map(len, encoded)])
@@ -102,7 +98,7 @@ def save_index(folder, split, data):
 class MappedStrings:
     """Strings in a file that is mapped into memory: string i is content[ends[i] : ends[i + 1]].
 
-    Indexed like an array of strings: by a number, or by a slice, a mask or indices.
+    Indexed like an array of strings, by a number or by an array of them.
     """
 
     def __init__(self, content, ends):
@@ -113,14 +109,10 @@ class MappedStrings:
         return len(self.ends) - 1
 
     def __getitem__(self, key):
-        if isinstance(key, slice):
-            chosen = range(len(self))[key]
-        elif np.ndim(key):
-            chosen = np.flatnonzero(key) if np.asarray(key).dtype == bool else key
-        else:
-            content = self.content[self.ends[key] : self.ends[key + 1]]
-            return bytes(content).decode()
-        return np.array([self[i] for i in chosen], STRINGS)
+        if np.ndim(key):
+            return np.array([self[i] for i in key], STRINGS)
+        content = self.content[self.ends[key] : self.ends[key + 1]]
+        return bytes(content).decode()
 
 
 def open_in_shard(place):
@@ -163,7 +155,7 @@ def block_sampler(size, batch_size, world, seed, start=0, block=512, window=64):
             position += 1
 
 
-# ------------------------------------------------------------------ checkpoints of other authors
+# ---------------------------------------------------------- checkpoints of other authors, --init
 
 PREFIXES = (  # of the backbone's keys: the first that fits counts
     "queries.image.trunk.0.",  # mmcontrastive.py
@@ -211,6 +203,48 @@ def backbone_weights(content, path):
     names = differences[arch]
     require(not names, f"{path} is no {arch} of torchvision, the closest: {names[:5]} differ")
     return arch, state
+
+
+def load_backbone(weights, arch):
+    """weights: "imagenet" or a file -> backbone.  arch: which it must be; None: it is recognised"""
+    if weights == "imagenet":
+        with error_context("imagenet stands for torchvision's weights, which are downloaded once"):
+            return common.build_backbone(arch, weights="IMAGENET1K_V1")
+    found, state = backbone_weights(common.read_checkpoint(weights), weights)
+    require(arch in (None, found), f"{weights} is a {found}, not --arch {arch}")
+    backbone = common.build_backbone(found)
+    backbone.load_state_dict(state)
+    return backbone
+
+
+def read_init(init, script, arch):
+    """--init -> the content of a checkpoint of this script, or {"backbone": state dict}"""
+    content = {} if init == "imagenet" else common.read_checkpoint(init)
+    if content.get("script") != script:
+        return {"backbone": load_backbone(init, arch).state_dict()}
+    found = content["args"]["arch"]
+    require(found == arch, f"{init} is a {found}, not --arch {arch}")
+    return content
+
+
+def initialize(init, model, backbone, prefix="", anew=()):
+    """Take over a backbone, or all tensors that fit of a model of the same script.  init: read_init
+
+    prefix: of the model's tensors in checkpoints.  anew: prefix of those not to take over
+    """
+    if "backbone" in init:
+        backbone.load_state_dict(init["backbone"])
+        return
+    state = model.state_dict()
+    taken = {}
+    for name, value in state.items():
+        saved = init["model"].get(prefix + name)
+        if saved is not None and saved.shape == value.shape and not name.startswith(anew):
+            taken[name] = saved
+    model.load_state_dict(taken, strict=False)
+    new = [name for name in state if name not in taken]
+    counts = f"{len(taken)} of {len(state)} tensors are taken over, {len(new)} are new {new[:3]}"
+    common.print_main(f"--init: {counts}")
 
 
 class ClipEncoder(torch.nn.Module):

@@ -222,13 +222,13 @@ def make_labels(args, train, val, folder, device):
         return instance_labels(train, val)
     train = language.filter_captions(train, language.words_of)
     val = language.filter_captions(val, language.words_of)
-    enough = len(train.captions) and len(val.captions)
+    enough = sum(train.num_captions) and sum(val.num_captions)
     require(enough, f"--labels {args.labels} needs captions of 3 to 25 words in both splits")
     if args.labels == "cluster":
         return cluster_labels(args, train, val, folder, device)
     if args.labels == "lda":
         return lda_labels(train, val, args.num_labels, args.seed)
-    concepts = language.count_concepts(train.captions, args.tagger)
+    concepts = language.count_concepts(train.all_captions(), args.tagger)
     common.write_json(folder / "concepts.json", concepts)
     return postag_labels(train, val, concepts, args.pos, args.num_labels)
 
@@ -241,12 +241,13 @@ def postag_labels(train, val, concepts, pos, num_labels):
 
 def cluster_labels(args, train, val, folder, device):
     """TP-Cluster: the clusters of an image's captions [Sec. 3.1, Eq. 1]"""
+    captions = train.all_captions()
     lm = args.lm
     if lm == "scratch":
         lm = folder / "language_model"
         language.scratch_language_model(
             lm,
-            train.captions,
+            captions,
             iters=args.lm_iters,
             seed=args.seed,
             device=device,
@@ -255,12 +256,12 @@ def cluster_labels(args, train, val, folder, device):
     tokenizer, model = language.language_model(lm, device, masked_words=False)
 
     # The vectors of both splits go to a file, not to memory: VG's captions need 8 GB.
-    size = len(train.captions)
-    shape = (size + len(val.captions), model.config.hidden_size)
+    size = len(captions)
+    captions += val.all_captions()
+    shape = (len(captions), model.config.hidden_size)
     path = folder / "caption_vectors.npy"
     vectors = np.lib.format.open_memmap(path, "w+", np.float16, shape)
-    embed_captions(tokenizer, model, train.captions, vectors[:size], device, args.amp)
-    embed_captions(tokenizer, model, val.captions, vectors[size:], device, args.amp)
+    embed_captions(tokenizer, model, captions, vectors, device, args.amp)
 
     num_clusters = min(args.num_labels, size)
     centres = train_kmeans(vectors[:size], num_clusters, args.seed, device)
@@ -271,7 +272,7 @@ def cluster_labels(args, train, val, folder, device):
     cluster = torch.cat(clusters).numpy()
     distance = torch.cat(distances).numpy()
     path.unlink()
-    names = cluster_names(train.captions, cluster[:size], distance[:size], num_clusters)
+    names = cluster_names(captions, cluster[:size], distance[:size], num_clusters)
     labels = image_clusters(train, cluster[:size], num_clusters)
     val_labels = image_clusters(val, cluster[size:], num_clusters)
     return names, labels, val_labels
@@ -281,7 +282,7 @@ def embed_captions(tokenizer, model, captions, vectors, device, amp, batch_size=
     """psi(c)_[CLS] of Eq. 1, from the last layer, before the pooler -> into vectors (N, d_w)"""
     first = range(0, len(captions), batch_size)
     for n in progress(first, desc="caption vectors", unit=" batches"):
-        batch = list(captions[n : n + batch_size])
+        batch = captions[n : n + batch_size]
         inputs = tokenizer(
             batch,
             padding=True,
@@ -291,8 +292,7 @@ def embed_captions(tokenizer, model, captions, vectors, device, amp, batch_size=
         ).to(device)
         with common.autocast(device, amp):
             hidden = model.base_model(**inputs).last_hidden_state  # (B, T, d_w)
-        first_token = hidden[:, 0].float()
-        vectors[n : n + len(batch)] = first_token.cpu().numpy()
+        vectors[n : n + len(batch)] = hidden[:, 0].float().cpu().numpy()
 
 
 def train_kmeans(vectors, num_clusters, seed, device="cpu", passes=20):
@@ -346,7 +346,7 @@ def cluster_names(captions, cluster, distance, num_clusters):
 
 def image_clusters(data, cluster, num_clusters):
     """cluster: (captions,), that of each caption -> (images, clusters) sparse"""
-    per_image = np.split(cluster, data.first_caption[1:-1])
+    per_image = np.split(cluster, data.num_captions.cumsum()[:-1])
     return language.multi_hot((set(row.tolist()) for row in per_image), num_clusters)
 
 

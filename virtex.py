@@ -127,12 +127,12 @@ def main(args):
     run = common.Run(args, "virtex", world, train)
     trained_on_tags = args.task == "multilabel_classification"
     probe = eval_linear and eval_linear.Probe(args, train, val, trained_on_tags)
-    tokenizer = load_tokenizer(args, train.captions, run)
+    tokenizer = load_tokenizer(args, train, run)
     vocab_size = tokenizer.get_piece_size()
     if args.task == "multilabel_classification":
         vocab_size = FIRST_TAG + len(train.tag_names)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
-    sizes = f"{len(train)} photos ({len(val)} for validation), {len(train.captions)} captions"
+    sizes = f"{len(train)} photos ({len(val)} for validation), {sum(train.num_captions)} captions"
     lrs = f"lr {args.lr:g}, text lr {args.text_lr:g}"
     print_main(f"{sizes}, {vocab_size} outputs; {iters} iterations at {lrs}")
 
@@ -205,18 +205,18 @@ def subset(data, fraction, captions_per_image, seed):
         return data
     order = np.random.default_rng(seed).permutation(len(data))
     chosen = np.sort(order[: max(1, round(fraction * len(data)))])
-    keep = np.ones(len(data.captions), bool)
-    for i in chosen if captions_per_image else ():
-        first, end = data.first_caption[i : i + 2]
-        shuffled = np.random.default_rng([seed, 0, i]).permutation(end - first)
-        keep[first + shuffled[captions_per_image:]] = False
-    return data.select_captions(keep).select(chosen)
+    captions = [data.captions_of(i) for i in chosen]
+    if captions_per_image:
+        for i, strings in zip(chosen, captions):
+            np.random.default_rng([seed, 0, i]).shuffle(strings)
+        captions = [strings[:captions_per_image] for strings in captions]
+    return data.select(chosen).with_captions(captions)
 
 
 def with_tags(data):
     """-> CaptionData of the images that have tags [official code]"""
-    keep = np.flatnonzero(np.diff(data.first_tag))
-    require(len(keep), "--task multilabel_classification needs tags (for coco: instances_*.json)")
+    keep = [i for i in range(len(data)) if data.tags[i]]
+    require(keep, "--task multilabel_classification needs tags (for coco: instances_*.json)")
     return data.select(keep)
 
 
@@ -226,7 +226,7 @@ def clean(caption):
     return "".join(char for char in decomposed if not unicodedata.combining(char))
 
 
-def load_tokenizer(args, captions, run):
+def load_tokenizer(args, train, run):
     """That of the checkpoint or of --init, else --tokenizer or one trained on the captions"""
     path = run.folder / "tokenizer.model"
     saved = run.checkpoint or run.init
@@ -236,8 +236,8 @@ def load_tokenizer(args, captions, run):
         elif args.tokenizer:
             content = read_tokenizer(args.tokenizer).serialized_model_proto()
         else:
-            every = math.ceil(len(captions) / MAX_CAPTIONS)
-            chosen = progress(captions[::every], desc="tokenizer", unit=" captions")
+            every = math.ceil(sum(train.num_captions) / MAX_CAPTIONS)
+            chosen = progress(train.all_captions()[::every], desc="tokenizer", unit=" captions")
             content = train_tokenizer(map(clean, chosen), args.vocab_size)
         path.write_bytes(content)
     common.barrier(run.world)

@@ -90,7 +90,7 @@ def main(args):
     train = train.select(range(held_out, len(train)))
     test = captioned_images(args, args.val_split, args.test_images)
     require(args.folds <= len(test), f"--folds {args.folds}: there are {len(test)} test images")
-    vocabulary = count_words(train.captions)
+    vocabulary = count_words(train.all_captions())
     counts = f"{len(train)} training, {len(val)} validation and {len(test)} test images"
     print_main(f"{counts}, {len(vocabulary)} words")
 
@@ -247,6 +247,7 @@ def train_encoders(data, features, val_data, val_features, vocabulary, args, dev
     model = CommonSpace(features.shape[2], vocabulary, args.word_dim, args.dim)
     model.to(device)
     optimizer = torch.optim.Adam(model.parameters(), args.lr)
+    all_captions = data.all_captions()
     image_of_caption = data.image_of_caption()
     best_recalls = -1.0
     bar = progress(range(2 * args.epochs), desc="retrieval", unit=" epochs")
@@ -260,7 +261,7 @@ def train_encoders(data, features, val_data, val_features, vocabulary, args, dev
             x = torch.from_numpy(features[crop, image_idx])
             image_idx = torch.from_numpy(image_idx).to(device)
             images = model.encode_images(x.to(device))
-            captions = [data.captions[i] for i in batch]
+            captions = [all_captions[i] for i in batch]
             for n in np.flatnonzero(crop % 2):
                 captions[n] = common.swap_left_right(captions[n])
             captions = model.encode_captions(captions)
@@ -290,10 +291,10 @@ def compare(model, data, features):
     features = torch.from_numpy(features).to(model.image.weight.device)
     images = model.encode_images(features)
     columns = []
-    parts = torch.arange(len(data.captions)).split(256)
+    captions = data.all_captions()
+    parts = [captions[n : n + 256] for n in range(0, len(captions), 256)]
     for part in progress(parts, desc="captions", unit=" batches", leave=False):
-        captions = model.encode_captions([data.captions[i] for i in part])
-        columns.append((images @ captions.T).cpu())
+        columns.append((images @ model.encode_captions(part).T).cpu())
     return torch.cat(columns, 1)
 
 
@@ -321,8 +322,8 @@ def fold_scores(similarity, image_of_caption, folds=1):
 def draw_retrieved(data, similarity, path):
     """For a caption of each of five images, draw the eight nearest photos, its own in a frame"""
     images = range(min(5, len(data)))
-    captions = list(data.first_caption[: len(images)])
-    texts = [data.captions[i] for i in captions]
+    captions = np.searchsorted(data.image_of_caption(), images)  # the first of each
+    texts = [data.captions_of(i)[0] for i in images]
     similarity = similarity[:, captions].T
     scores, nearest = similarity.topk(min(8, len(data)))
     scores, nearest = scores.tolist(), nearest.tolist()

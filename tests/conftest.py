@@ -344,7 +344,7 @@ def coco_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_lm(coco_folder, tmp_path_factory):
     """The folder of a BERT of one layer and 64 dimensions that has read coco_folder's captions."""
-    captions = list(common.caption_data("coco", str(coco_folder), "train2017").captions)
+    captions = common.caption_data("coco", str(coco_folder), "train2017").all_captions()
     folder = tmp_path_factory.mktemp("lm")
     language.scratch_language_model(folder, captions, 40, 0, CPU, "off", layers=1, width=64)
     return folder

@@ -36,7 +36,7 @@ def fails(*parts):
 def test_numbering_of_captions(capsys):
     """On which clusters, triplets and back-translations rest: photos with 0, 2 and 5 captions."""
     data = captioned([], ["a", "b"], ["c", "d", "e", "f", "g"])
-    assert list(data.captions) == list("abcdefg") and list(data.first_caption) == [0, 0, 2, 7]
+    assert data.all_captions() == list("abcdefg") and list(data.num_captions) == [0, 2, 5]
     assert data.image_of_caption().tolist() == [1, 1, 2, 2, 2, 2, 2]
     assert data.captions_of(0) == [] and data.captions_of(1) == ["a", "b"]
     kept = data.captioned()
@@ -45,6 +45,7 @@ def test_numbering_of_captions(capsys):
     assert "1 of 3 images have no caption: left out" in capsys.readouterr().out
     with fails('no image has a caption. Expected: {"image": "photo.jpg"'):
         captioned([], []).captioned()
+    assert captioned(["a\nb", "", "c"]).captions_of(0) == ["a b", "", "c"]
 
 
 def test_coco(coco_folder, tmp_path):
@@ -62,7 +63,7 @@ def test_coco(coco_folder, tmp_path):
     (root / "annotations" / "instances_val2017.json").unlink()
     untagged = common.caption_data("coco", str(root), "val2017")
     assert untagged.tag_names is None and untagged.tags_of(0) == []
-    assert list(untagged.captions) == list(data.captions)
+    assert untagged.all_captions() == data.all_captions()
 
 
 def test_vg(tmp_path):

@@ -293,9 +293,9 @@ def test_left_and_right_follow_the_photo_that_a_caption_meets(two_photos):
 
 def test_caption_views(two_photos):
     """The same caption twice, two of the photo, or one and its back-translation by either way."""
-    captions, rng = list(two_photos.captions), np.random.default_rng(0)
+    captions, rng = two_photos.all_captions(), np.random.default_rng(0)
     both = [[f"{by} {caption}" for caption in captions] for by in ("fr", "de")]
-    translations = [[*["of another photo"] * 3, *own] for own in both]
+    translations = [captioned(["of another photo"] * 3, own) for own in both]
 
     def pairs(kind, data=two_photos, index=0, given=()):
         views = partial(mmcontrastive.caption_views, data, index, kind, given, rng)
@@ -457,7 +457,8 @@ def test_backtranslate_and_train_on_it(tiny, translators, coco_folder, tmp_path)
     """Killed half-way and started again it has every caption once, both ways; training reads it."""
     path = tmp_path / "run" / "backtranslations.jsonl"
     command = tiny("mmcontrastive", path.parent, "--caption-views", "backtranslation", "--iters", 3)
-    captions = list(common.caption_data("coco", str(coco_folder), "train2017").captions)
+    data = common.caption_data("coco", str(coco_folder), "train2017")
+    captions = data.all_captions()
     first = sorted(set(captions))[:70]
     done = [{"caption": caption, "fr": "not made", "de": "again"} for caption in first]
     path.parent.mkdir()
@@ -466,8 +467,8 @@ def test_backtranslate_and_train_on_it(tiny, translators, coco_folder, tmp_path)
     with open(path, "a") as file:
         file.write('{"caption": "half a li')
 
-    data = "--data", "coco", "--root", coco_folder, "--output", path
-    run_here(["tools.backtranslate", *data, "--translator", translators])
+    flags = "--data", "coco", "--root", coco_folder, "--output", path
+    run_here(["tools.backtranslate", *flags, "--translator", translators])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[:70] == done and len(rows) == len(set(captions))
     there, back = [
@@ -481,9 +482,9 @@ def test_backtranslate_and_train_on_it(tiny, translators, coco_folder, tmp_path)
     assert sum(equal) >= 3 and any(row["fr"] != row["de"] for row in rows[70:])
     by_caption = {row["caption"]: row for row in rows}
     args = mmcontrastive.get_args([*map(str, command[1:]), "--backtranslations", str(path)])
-    french, german = mmcontrastive.read_backtranslations(captions, args)
-    assert list(french) == [by_caption[caption]["fr"] for caption in captions]
-    assert list(german) == [by_caption[caption]["de"] for caption in captions]
+    french, german = mmcontrastive.read_backtranslations(data, args)
+    assert french.all_captions() == [by_caption[caption]["fr"] for caption in captions]
+    assert german.all_captions() == [by_caption[caption]["de"] for caption in captions]
     run_here(command)
     assert len(metrics(path.parent)) == 3
 

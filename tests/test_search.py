@@ -55,7 +55,7 @@ def test_retrieval_of_the_validation_split(trained, coco_folder):
     without = mmcontrastive.validate(encoders, broken, tokenizer, flags, CPU)["retrieval"]
     for data, scores in ((val, found), (rest, without)):
         assert (scores["images"], scores["captions"]) == (len(data), 5 * len(data))
-        photos, captions = vectors_of(trained, data.images, data.captions)
+        photos, captions = vectors_of(trained, data.images, data.all_captions())
         owners = np.repeat(range(len(data)), 5)
         wanted = literal_scores((photos @ captions.T).tolist(), owners)
         assert_same_scores(scores["trained"], wanted)

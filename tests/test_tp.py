@@ -46,7 +46,7 @@ def words(labels, rows):
 @pytest.fixture(scope="module")
 def captions(coco_folder):
     """Those that tiny_lm has read, without repetitions"""
-    return list(dict.fromkeys(common.caption_data("coco", coco_folder, "train2017").captions))
+    return list(dict.fromkeys(common.caption_data("coco", coco_folder, "train2017").all_captions()))
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def test_clusters_are_equation_1(tiny_lm, captions, tmp_path):
     train, val = captioned(*some[:20]), captioned(*some[20:])
     labels = labels_in(tmp_path, train, val, f"--labels cluster --lm {tiny_lm} --num-labels 5")
 
-    vectors = literal_vectors(tiny_lm, train.captions).astype(np.float16)
+    vectors = literal_vectors(tiny_lm, train.all_captions()).astype(np.float16)
     centres = tp.train_kmeans(vectors, 5, seed=0)
     distances = torch.cdist(torch.from_numpy(literal_vectors(tiny_lm, captions)), centres)
     found = {c: (row.argmin().item(), row.min().item()) for c, row in zip(captions, distances)}
@@ -81,7 +81,7 @@ def test_clusters_are_equation_1(tiny_lm, captions, tmp_path):
         assert [set(np.flatnonzero(row)) for row in rows.toarray()] == expected
         assert set(rows.data) == {1} and max(map(len, expected)) > 1
     for k, name in enumerate(labels.names):
-        members = {c: found[c][1] for c in train.captions if found[c][0] == k}
+        members = {c: found[c][1] for c in train.all_captions() if found[c][0] == k}
         nearest = pytest.approx(sorted(members.values())[:3], abs=0.01)
         assert [members[c] for c in name.split(" | ")] == nearest
     assert not (tmp_path / "caption_vectors.npy").exists()
