@@ -71,16 +71,16 @@ def shard_data(folder, split):
     path = Path(folder, f"{split}.index")
     with error_context("tools/make_shards.py writes it; for your own photos give a photos.jsonl"):
         index = torch.load(path, mmap=True, weights_only=True)
-    tag_names = index.pop("tag_names")
-    arrays = {name: tensor.numpy() for name, tensor in index.items()}
-    places = MappedStrings(arrays["image_bytes"], arrays["image_ends"])
-    return CaptionData(
-        images=Images(places, open_in_shard, block_sampler),
-        captions=MappedStrings(arrays["caption_bytes"], arrays["caption_ends"]),
-        num_captions=arrays["num_captions"],
-        tags=MappedStrings(arrays["tag_bytes"], arrays["tag_ends"]),
-        tag_names=tag_names,
-    )
+        tag_names = index.pop("tag_names")
+        arrays = {name: tensor.numpy() for name, tensor in index.items()}
+        places = MappedStrings(arrays["image_bytes"], arrays["image_ends"])
+        return CaptionData(
+            images=Images(places, open_in_shard, block_sampler),
+            captions=MappedStrings(arrays["caption_bytes"], arrays["caption_ends"]),
+            num_captions=arrays["num_captions"],
+            tags=MappedStrings(arrays["tag_bytes"], arrays["tag_ends"]),
+            tag_names=tag_names,
+        )
 
 
 def save_index(folder, split, data):
