@@ -6,7 +6,7 @@
     captioned images         caption_data -> CaptionData: the built-in scenes, COCO, a .jsonl
     from file to batch       Samples, load_image, read_crops, infinite_sampler, loader
     on the device            augment: colour jitter and normalisation
-    backbones, optimisation  build_backbone, load_backbone, build_optimizer, lr_factor
+    backbones, optimisation  build_backbone, build_optimizer, lr_factor
     the output directory     Run, whose `steps` feed the training loop
 """
 
@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from PIL import ExifTags, Image, ImageOps
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -53,8 +54,7 @@ def run(main, get_args):
         fail("out of memory: try a smaller --batch-size, --image-size or --arch, or, in training, "
              "--accumulate 4")  # fmt: skip
     except OSError as error:  # a wrong path, no permission, a full disk, no such model on the hub
-        notes = getattr(error, "__notes__", [])
-        fail("; ".join([" ".join(str(error).split()), *notes]))
+        fail("; ".join([" ".join(str(error).split()), *getattr(error, "__notes__", [])]))
 
 
 def fail(message):
@@ -79,15 +79,18 @@ def error_context(note):
         raise
 
 
+IS_MAIN = os.environ.get("RANK", "0") == "0"  # the first process of torchrun, or the only one
+
+
 def print_main(message):
     """Print a line from the first process only, without breaking the progress bar."""
-    if os.environ.get("RANK", "0") == "0":
-        tqdm.write(f"{message}")
+    if IS_MAIN:
+        tqdm.write(message)
         sys.stdout.flush()
 
 
 def progress(iterable=None, **kwargs):
-    return tqdm(iterable, disable=os.environ.get("RANK", "0") != "0", dynamic_ncols=True, **kwargs)
+    return tqdm(iterable, disable=not IS_MAIN, dynamic_ncols=True, **kwargs)
 
 
 def format_scores(scores):
@@ -149,7 +152,7 @@ def peek(argv, *flags):
     return parser.parse_known_args(argv)[0]
 
 
-def choose_recipe(table, argv, paper=None):
+def choose_recipe(table, argv, paper={}):
     """The column of the table for --recipe, or else for --data -> {name: default}
 
     table: {name: (demo, small, paper)}. A name without a flag is a constant: change it there.
@@ -162,7 +165,7 @@ def choose_recipe(table, argv, paper=None):
         name = given.recipe
     recipe = {key: row[RECIPES.index(name)] for key, row in table.items()}
     if name == "paper":
-        recipe |= paper or {}
+        recipe |= paper
     if given.iters or given.epochs:
         recipe |= {"iters": None, "epochs": None}
     year = "2017" if data == "coco" else ""
@@ -264,8 +267,8 @@ def init_distributed():
     if "RANK" not in os.environ:
         return World(0, 1, device)
     if cuda:
-        enough = local < torch.cuda.device_count()
-        require(enough, "there are fewer GPUs than processes: lower --nproc_per_node")
+        if local >= torch.cuda.device_count():
+            fail("there are fewer GPUs than processes: lower --nproc_per_node")
         torch.cuda.set_device(device)
     # CPU tensors go through gloo. Others may wait for hours while the first process makes labels.
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -328,46 +331,25 @@ def choose_amp(device, requested):
 STRINGS = np.dtypes.StringDType()  # variable-length, in one block that DataLoader workers share
 
 
-@dataclass
-class Images:
-    """Keys of images, and the function that opens one -> a PIL image, not yet decoded"""
-
-    keys: np.ndarray  # paths, unless open_key opens something else
-    open_key: object = Image.open
-    sampler: object = None  # of Run.steps, in place of infinite_sampler
-
-    def __len__(self):
-        return len(self.keys)
-
-    def __getitem__(self, i):
-        return self.keys[i]
-
-    def open(self, i):
-        return self.open_key(self.keys[i])
-
-    def select(self, keep):
-        return replace(self, keys=self.keys[keep])
-
-
 def image_files(paths):
-    """-> Images, all of which are there"""
+    """Paths of images, all of which are there -> (N,) of STRINGS"""
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing:
         fail(f"{len(missing)} of {len(paths)} images are missing, the first is {missing[0]}: "
              "relative paths start from --root, or else from the .jsonl's folder")  # fmt: skip
-    return Images(np.array(paths, STRINGS))
+    return np.array(paths, STRINGS)
 
 
 @dataclass
 class CaptionData:
     """Images, each with captions and tags (either may be empty): every data source takes this form.
 
-    An image's captions are one string, a line each, likewise its tags: millions of Python lists
-    would be copied into each DataLoader worker.
+    An image is a key, see open_image. Its captions are one string, a line each, likewise its tags:
+    millions of Python lists would be copied into each DataLoader worker.
     """
 
-    images: Images
-    captions: np.ndarray  # (N,) of STRINGS; those of shards are sources.MappedStrings
+    images: np.ndarray  # (N,) of keys
+    captions: np.ndarray  # (N,) of STRINGS; all strings of shards are sources.MappedStrings
     num_captions: np.ndarray  # (N,)
     tags: np.ndarray  # (N,), like captions
     tag_names: list = None  # all that an image may have; None: the source knows no tags
@@ -379,23 +361,23 @@ class CaptionData:
 
     def with_captions(self, captions):
         """-> CaptionData with other captions: a list of strings for each image"""
-        num_captions = np.array([len(strings) for strings in captions], int)
-        return replace(self, captions=join_lines(captions), num_captions=num_captions)
+        lines = join_lines(captions)
+        num_captions = np.strings.count(lines, "\n") + (lines != "")
+        return replace(self, captions=lines, num_captions=num_captions)
 
     def __len__(self):
         return len(self.images)
 
     def captions_of(self, i):
-        return self.captions[i].split("\n")[: self.num_captions[i]]
+        return self.captions[i].splitlines()
 
     def tags_of(self, i):
         """-> indices into tag_names, in ascending order"""
-        names = self.tags[i].split("\n")
-        return sorted({self.tag_names.index(name) for name in names if name})
+        return sorted({self.tag_names.index(name) for name in self.tags[i].splitlines()})
 
     def all_captions(self):
         """-> list of the captions of all images, in their order"""
-        return [caption for i in range(len(self)) for caption in self.captions_of(i)]
+        return [caption for text in self.captions for caption in text.splitlines()]
 
     def image_of_caption(self):
         """(captions,) int64: the index of each caption's image"""
@@ -404,12 +386,12 @@ class CaptionData:
     def select(self, keep):
         """-> CaptionData of the images with the indices `keep`"""
         keep = np.array(keep, int)
-        return CaptionData(
-            self.images.select(keep),
-            self.captions[keep],
-            self.num_captions[keep],
-            self.tags[keep],
-            self.tag_names,
+        return replace(
+            self,
+            images=self.images[keep],
+            captions=self.captions[keep],
+            num_captions=self.num_captions[keep],
+            tags=self.tags[keep],
         )
 
     def captioned(self):
@@ -417,15 +399,21 @@ class CaptionData:
         keep = np.flatnonzero(self.num_captions)
         require(len(keep), f"no image has a caption. Expected: {JSONL}")
         if len(keep) == len(self):
-            return self  # shards stay mapped into memory
+            return self
         print_main(f"{len(self) - len(keep)} of {len(self)} images have no caption: left out")
         return self.select(keep)
 
 
 def join_lines(lists):
     """A list of strings for each image -> (N,) of STRINGS"""
-    lines = ("\n".join(text.replace("\n", " ") for text in strings) for strings in lists)
-    return np.array(list(lines), STRINGS)
+    return np.array(["\n".join(clean(strings)) for strings in lists], STRINGS)
+
+
+def clean(strings):
+    """Strings without line breaks and double spaces -> list of those that are not empty"""
+    # Half an emoji, of a text that was cut, becomes a question mark.
+    words = (text.encode(errors="replace").decode().split() for text in strings)
+    return [" ".join(found) for found in words if found]
 
 
 def caption_data(name, root=None, split="train"):
@@ -435,22 +423,16 @@ def caption_data(name, root=None, split="train"):
     elif name == "coco":
         data = coco_data(root or "datasets/coco", split)
     elif name == "shapes":
-        data = shapes_data(split)
+        import shapes  # only here: a copied script works without it
+
+        scenes, captions, tags = shapes.captioned_scenes(split)
+        data = CaptionData.from_lists(np.array(scenes), captions, tags, list(shapes.SHAPES))
     else:
         import sources  # only here: a copied script works without it
 
         data = sources.caption_data(name, root, split)
     require(len(data), f"--data {name} has no image of the split {split}")
     return data
-
-
-def shapes_data(split):
-    """The built-in scenes: five captions each; the tags are the shapes in the scene."""
-    import shapes  # only here: a copied script works without it
-
-    scenes, captions, tags = shapes.captioned_scenes(split)
-    images = Images(np.array(scenes, object), shapes.draw)
-    return CaptionData.from_lists(images, captions, tags, list(shapes.SHAPES))
 
 
 COCO = (
@@ -469,9 +451,9 @@ def coco_data(root, split):
     path = Path(root, "annotations", f"captions_{split}.json")
     with error_context(COCO):
         content = json.loads(path.read_bytes())
-        images = content["images"]
+        files = {image["id"]: image["file_name"] for image in content["images"]}
         for row in content["annotations"]:
-            captions[row["image_id"]].append(row["caption"].strip())
+            captions[row["image_id"]].append(row["caption"])
         path = path.with_name(f"instances_{split}.json")
         if path.exists():
             content = json.loads(path.read_bytes())
@@ -479,9 +461,9 @@ def coco_data(root, split):
             for row in content["annotations"]:
                 tags[row["image_id"]].append(names[row["category_id"]])
         return CaptionData.from_lists(
-            image_files([os.path.join(root, split, image["file_name"]) for image in images]),
-            [captions[image["id"]] for image in images],
-            [tags[image["id"]] for image in images],
+            image_files([os.path.join(root, split, file) for file in files.values()]),
+            [captions[image] for image in files],
+            [tags[image] for image in files],
             [names[category] for category in sorted(names)] or None,
         )
 
@@ -529,9 +511,7 @@ def captions_and_tags(row):
     tags = row.get("tags", [])
     if "caption" in row or {type(captions), type(tags)} != {list}:
         raise ValueError('"captions" (not "caption") and "tags" are lists of strings')
-    # Half an emoji, of a text that was cut, becomes a question mark.
-    captions = [caption.encode(errors="replace").decode().strip() for caption in captions]
-    return list(filter(None, captions)), list(map(str, tags))
+    return clean(captions), clean(map(str, tags))
 
 
 def swap_left_right(caption):
@@ -595,14 +575,27 @@ def centre_crop(side_fraction, width, height):
     return x, y, x + side, y + side
 
 
-def read_crops(images, index, crops, size):
+def open_image(key):
+    """key: a path, the number of a scene, or a place in a shard -> PIL image, not yet decoded"""
+    if not isinstance(key, str):
+        import shapes
+
+        return shapes.draw(int(key))
+    if ".tar\t" in key:
+        import sources
+
+        return sources.open_in_shard(key)
+    return Image.open(key)
+
+
+def read_crops(key, crops, size):
     """Decode an image once and cut several crops from it -> list of (size, size, 3) uint8 arrays
 
-    crops: functions (width, height) -> box. A large JPEG is decoded at a half, a quarter or an
-    eighth of its size if that has enough pixels. Raises Unreadable.
+    key: see open_image.  crops: functions (width, height) -> box. A large JPEG is decoded at a
+    half, a quarter or an eighth of its size if that has enough pixels. Raises Unreadable.
     """
     try:
-        image = images.open(index)
+        image = open_image(key)
         if image.getexif().get(ExifTags.Base.Orientation, 1) > 1:
             ImageOps.exif_transpose(image, in_place=True)  # only if needed: it decodes all pixels
         full_size = np.array(image.size)
@@ -612,10 +605,10 @@ def read_crops(images, index, crops, size):
             image.draft("RGB", np.ceil(size * full_size / smallest).astype(int).tolist())
         image = to_rgb(image)
         boxes = boxes * np.tile(image.size / full_size, 2)
-        boxes = np.minimum(boxes, np.tile(image.size, 2))  # rounding errors may exceed it
-        return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes.tolist()]
+        boxes = np.minimum(boxes, np.tile(image.size, 2)).tolist()  # rounding errors may exceed it
+        return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes]
     except Exception as error:  # PIL's decoders raise a dozen kinds
-        raise Unreadable(images[index]) from error
+        raise Unreadable(str(key)) from error
 
 
 def to_rgb(image):
@@ -628,14 +621,14 @@ def to_rgb(image):
 NO_JITTER = np.array([1, 1, 1, 0], np.float32)
 
 
-def load_image(images, index, rng, args):
+def load_image(key, rng, args):
     """One photo, cropped, colour-jittered and flipped at random; the centre crop if rng is None
 
-    args: image_size, crop_min, colour_jitter.
+    key: see open_image.  args: image_size, crop_min, colour_jitter.
     -> {"image": uint8 (size, size, 3), "jitter": (4,), "flipped": bool}
     """
     crop = partial(random_crop, rng, args.crop_min) if rng else partial(centre_crop, 1.0)
-    [image] = read_crops(images, index, [crop], args.image_size)
+    [image] = read_crops(key, [crop], args.image_size)
     jitter = colour_jitter(rng, args.colour_jitter) if rng else NO_JITTER
     flipped = bool(rng) and rng.random() < 0.5
     return {"image": image[:, ::-1] if flipped else image, "jitter": jitter, "flipped": flipped}
@@ -676,31 +669,27 @@ def infinite_sampler(size, batch_size, world, seed, start=0):
             yield epoch, int(order_of(epoch)[place])
 
 
-def loader(dataset, batch_size, workers, collate_fn=None, device=torch.device("cpu"), sampler=None):
+def loader(dataset, batch_size, workers, collate_fn=None, sampler=None):
     return DataLoader(
         dataset,
         batch_size,
         sampler=sampler,
         num_workers=workers,
         collate_fn=collate_fn,
-        pin_memory=device.type == "cuda",
+        pin_memory=torch.cuda.is_available(),
     )
 
 
 def validation_batches(samples, workers, collate_fn, device, batch_size=64):
     """One pass over Samples, in order -> batches on `device`"""
-    batches = loader(samples, batch_size, workers, collate_fn, device)
+    batches = loader(samples, batch_size, workers, collate_fn)
     for batch in progress(batches, desc="validation", unit=" batches", leave=False):
         yield to_device(batch, device)
 
 
 def to_device(batch, device):
-    """Move a tensor, or dicts and lists of tensors."""
-    if torch.is_tensor(batch):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {name: to_device(value, device) for name, value in batch.items()}
-    return [to_device(value, device) for value in batch]
+    """Move all tensors of a batch: dicts and lists of tensors."""
+    return tree_map(partial(torch.Tensor.to, device=device, non_blocking=True), batch)
 
 
 # --------------------------------------------------------------------------------- on the device
@@ -761,29 +750,14 @@ def build_backbone(arch, **kwargs):
     return backbone
 
 
-def load_backbone(weights, arch=None):
-    """weights: our backbone.pth, or anything that sources.py knows -> backbone
-
-    arch: which it must be; None: sources.py recognises it
-    """
-    sources = import_if_there("sources")
-    if sources:
-        return sources.load_backbone(weights, arch)
-    backbone = build_backbone(arch)
-    with error_context(f"without sources.py {weights} must be a backbone.pth of a {arch}"):
-        backbone.load_state_dict(read_checkpoint(weights))
-    return backbone
-
-
 def build_optimizer(name, parameters, lr, weight_decay):
     """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW"""
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr, weight_decay=weight_decay, fused=True)
-    if name == "radam":  # decoupled weight decay, as in the code of its authors
-        return torch.optim.RAdam(
-            parameters, lr, weight_decay=weight_decay, decoupled_weight_decay=True
-        )
-    return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=weight_decay)
+    kinds = {
+        "sgd": partial(torch.optim.SGD, momentum=0.9),
+        "adamw": partial(torch.optim.AdamW, fused=True),
+        "radam": partial(torch.optim.RAdam, decoupled_weight_decay=True),  # as in its authors' code
+    }
+    return kinds[name](parameters, lr=lr, weight_decay=weight_decay)
 
 
 def lr_factor(iteration, total, warmup=0.0, steps=()):
@@ -858,7 +832,6 @@ class Run:
         self.world = world
         self.data = data
         self.folder = Path(args.output)
-        self.checkpoint = None
         captions = int(sum(getattr(data, "num_captions", ())))  # labelled images have none
         self.settings = vars(args) | {"images": len(data.images), "captions": captions}
         if world.is_main:
@@ -866,21 +839,30 @@ class Run:
             self.lock = filelock.FileLock(self.folder / ".lock")
             with error_context("another run trains into this directory: choose another --output"):
                 self.lock.acquire(timeout=8)  # DataLoader workers of the run before end by then
+        self.checkpoint = None
+        self.init = {}  # the content of --init
+        self.iteration = 0
+        self.metrics = []  # the lines of metrics.jsonl
         path = self.folder / "checkpoint.pth"
+        outdated = ["result.json"]
         if path.exists() and not args.fresh:
             self.checkpoint = read_checkpoint(path, script)
             self.check_same_settings(self.checkpoint["args"])
-        self.init = {}  # the content of --init
-        if self.settings.get("init") and not self.checkpoint:
-            import sources  # only here: a copied script works without it
+            self.iteration = self.checkpoint["iteration"]
+            self.metrics = self.checkpoint["metrics"]
+        else:
+            outdated += ["checkpoint.pth", "backbone.pth", "model_[0-9]*.pth"]
+            if self.settings.get("init"):
+                import sources  # only here: a copied script works without it
 
-            self.init = sources.read_init(args.init, script, args.arch)
-        start = self.checkpoint or {"iteration": 0, "metrics": []}
-        self.iteration = start["iteration"]
-        self.metrics = start["metrics"]  # the lines of metrics.jsonl
+                self.init = sources.read_init(args.init, script, args.arch)
         barrier(world)  # before the first process removes or writes anything
         if world.is_main:
-            self.start_files()
+            for path in [path for name in outdated for path in self.folder.glob(name)]:
+                path.unlink()
+            (self.folder / "metrics.jsonl").write_text("".join(self.metrics))
+            about = {"command": sys.argv, "torch": torch.__version__, "processes": world.size}
+            write_json(self.folder / "args.json", self.settings | about)
         print_main(f"{script}: {world.size} process(es), {args.batch_size} images per iteration, "
                    f"device {world.device}, amp {args.amp}, into {args.output}")  # fmt: skip
 
@@ -891,18 +873,6 @@ class Run:
                 flag = name.replace("_", "-")
                 fail(f"{self.folder} holds a run with {flag} {before.get(name)}, not {now}: choose "
                      "another --output, or give --fresh to start over")  # fmt: skip
-
-    def start_files(self):
-        """Remove results newer than the loaded checkpoint, or all if none was loaded."""
-        names = ["result.json"]
-        if not self.checkpoint:
-            names += ["checkpoint.pth", "backbone.pth", "model_[0-9]*.pth"]
-        for name in names:
-            for path in list(self.folder.glob(name)):
-                path.unlink()
-        (self.folder / "metrics.jsonl").write_text("".join(self.metrics))
-        content = {"command": sys.argv, "torch": torch.__version__, "processes": self.world.size}
-        write_json(self.folder / "args.json", self.settings | content)
 
     def initialize(self, model, backbone, **kwargs):
         """Start from the weights of --init.  kwargs: of sources.initialize"""
@@ -933,10 +903,10 @@ class Run:
                        "longer one needs --fresh or another --output")  # fmt: skip
         elif self.iteration:
             print_main(f"resuming from iteration {self.iteration}")
-        make_sampler = self.data.images.sampler or infinite_sampler
+        make_sampler = getattr(self.data.images, "sampler", infinite_sampler)  # shards have one
         order = make_sampler(len(samples), args.batch_size, world, args.seed, self.iteration)
         part_size = args.batch_size // world.size // args.accumulate
-        batches = iter(loader(samples, part_size, args.workers, collate_fn, world.device, order))
+        batches = iter(loader(samples, part_size, args.workers, collate_fn, order))
 
         def micro_batches():
             for part in range(args.accumulate):

@@ -40,8 +40,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 import common
-from common import STRINGS, Images, image_files
-from common import print_main, progress, require
+from common import STRINGS, image_files, print_main, progress, require
 from svm import average_precisions, l2_normalize, mean_of, scorable, svm_probe
 
 sources = common.import_if_there("sources")
@@ -230,7 +229,12 @@ def load_backbone(weights, arch, seed):
         return common.build_backbone(arch)
     if weights.startswith("clip:"):
         return sources.ClipEncoder(weights.removeprefix("clip:"))
-    return common.load_backbone(weights, arch)
+    if sources:
+        return sources.load_backbone(weights, arch)
+    backbone = common.build_backbone(arch)
+    with common.error_context(f"without sources.py {weights} must be a backbone.pth of a {arch}"):
+        backbone.load_state_dict(common.read_checkpoint(weights))
+    return backbone
 
 
 # ------------------------------------------------------------------------------- labelled images
@@ -243,13 +247,12 @@ class LabelData(NamedTuple):
     Several (all other data): labels (N, classes) int8, 1 yes, 0 no, -1 "difficult" (VOC only).
     """
 
-    images: common.Images
+    images: np.ndarray  # keys, see common.open_image
     labels: np.ndarray
     names: list
 
     def select(self, keep):
-        images = self.images.select(keep)
-        return LabelData(images, self.labels[keep], self.names)
+        return LabelData(self.images[keep], self.labels[keep], self.names)
 
 
 def label_data(name, root=None, split="train"):
@@ -302,8 +305,7 @@ def folder_labels(root, split):
         index = {name: k for k, name in enumerate(names)}
         samples = folder.make_dataset(path, index, folder.IMG_EXTENSIONS)
     paths, labels = zip(*samples)
-    images = Images(np.array(paths, STRINGS))  # found just now: all are there
-    return LabelData(images, np.array(labels), names)
+    return LabelData(np.array(paths, STRINGS), np.array(labels), names)
 
 
 def check_same_classes(train, test):
@@ -390,7 +392,7 @@ def labelled_features(backbone, data, args, world, protocol):
 def run_over_images(function, images, args, world, side_fraction=224 / 256):
     """function(uint8 (B, size, size, 3)) -> (B, D), on the central square of each image
 
-    images: common.Images or the like.  args: image_size, workers, output.
+    images: keys, see common.open_image.  args: image_size, workers, output.
     -> (M, D) float32 for the M images that can be decoded, in the order of `images`, and their
     indices (M,). The features are None on all processes but the first, where they are mapped from
     a temporary file in args.output: ImageNet's 10 GB need no memory.
@@ -433,7 +435,7 @@ class CentreCrops(Dataset):
 
     def __getitem__(self, i):
         try:
-            [pixels] = common.read_crops(self.images, i, [self.crop], self.size)
+            [pixels] = common.read_crops(self.images[i], [self.crop], self.size)
             return pixels, True
         except common.Unreadable:
             tqdm.write(f"cannot decode {self.images[i]}: left out")
@@ -668,7 +670,7 @@ def vgg_layers(backbone, train, test, args, world, seed):
 
 def labelled_photo(data, args, index, rng):
     """A sample (see common.Samples): that of load_image, and its labels"""
-    sample = common.load_image(data.images, index, rng, args)
+    sample = common.load_image(data.images[index], rng, args)
     return {**sample, "labels": data.labels[index]}
 
 
@@ -737,9 +739,7 @@ def train_with_augmentation(
     samples = common.Samples(partial(labelled_photo, train, args), count, seed)
     sampler = common.infinite_sampler(count, args.batch_size, world, seed, start)
     per_rank_batch = args.batch_size // world.size
-    batches = common.loader(
-        samples, per_rank_batch, args.workers, collate_labelled, device, sampler
-    )
+    batches = common.loader(samples, per_rank_batch, args.workers, collate_labelled, sampler)
     steps = progress(range(start, iters), initial=start, total=iters, desc=args.protocol)
     for iteration, batch in zip(steps, batches):
         batch = common.to_device(batch, device)

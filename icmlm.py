@@ -110,7 +110,7 @@ DROPOUT = 0.1  # in tfm [BERT]
 def get_args(argv=None):
     given = common.peek(argv, "--arch", "--head", "--init")
     vgg = given.arch == "vgg16_bn"
-    recipe = common.choose_recipe(RECIPES, argv, paper=VGG16 if vgg else None)
+    recipe = common.choose_recipe(RECIPES, argv, paper=VGG16 if vgg else {})
     if vgg:
         recipe["heads"] = 12  # in every recipe [Sec. 4]; one head overfits [App. B]; App. E: 8
     if given.head != "att-fc" or not given.init:  # attention needs trained features
@@ -234,7 +234,7 @@ class Triplets:
     tokens[token_offsets[c] : token_offsets[c + 1]].
     """
 
-    images: common.Images
+    images: np.ndarray  # keys, see common.open_image
     tags: sparse.csr_array  # (images, concepts)
     image_idx: np.ndarray  # (captions,): the image of each
     tokens: np.ndarray
@@ -361,7 +361,7 @@ def make_sample(triplets, mask_token, other_side, args, index, rng):
     """A photo and its caption with one word masked [Sec. 3.2]; rng None: centre crop."""
     caption, mask_pos, concept = triplets.masked[index].tolist()
     image_idx = int(triplets.image_idx[caption])
-    sample = common.load_image(triplets.images, image_idx, rng, args)
+    sample = common.load_image(triplets.images[image_idx], rng, args)
     first, end = triplets.token_offsets[caption : caption + 2]
     tokens = triplets.tokens[first:end].tolist()
     if sample["flipped"]:

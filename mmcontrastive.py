@@ -327,7 +327,7 @@ def read_backtranslations(data, args):
     require(not missing, f"{missing} of {len(captions)} captions have no back-translation: {hint}")
     translations = []
     for by in ("fr", "de"):
-        translated = [[rows[c][by] for c in data.captions_of(i)] for i in range(len(data))]
+        translated = [[rows[c][by] or c for c in data.captions_of(i)] for i in range(len(data))]
         translations.append(data.with_captions(translated))
     return translations
 
@@ -338,7 +338,7 @@ def read_backtranslations(data, args):
 def make_sample(data, translations, args, index, rng):
     """Two views of a photo and of one of its captions: "q" for the queries and "k" for the keys"""
     crop = partial(common.random_crop, rng, args.crop_min)
-    images = common.read_crops(data.images, index, [crop, crop], args.image_size)
+    images = common.read_crops(data.images[index], [crop, crop], args.image_size)
     draw = moco_v1_jitter if args.moco_v1 else common.colour_jitter
     jitter = np.stack([draw(rng, args.colour_jitter) for _ in images])
     jitter[rng.random(2) < args.greyscale, 2:] = 0  # grey: saturation 0, so no hue to rotate
@@ -789,7 +789,7 @@ def encode_images(encoder, images, size, workers, device, amp):
 
 def central_square(images, size, index, rng):
     crop = partial(common.centre_crop, 1.0)
-    [image] = common.read_crops(images, index, [crop], size)
+    [image] = common.read_crops(images[index], [crop], size)
     return {"image": image, "index": index}
 
 

@@ -6,7 +6,6 @@ common.py imports this file only when it needs it.
 import argparse
 import functools
 import io
-import json
 import os
 import re
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from PIL import Image
 
 import common
-from common import STRINGS, CaptionData, Images, error_context, image_files, progress, require
+from common import CaptionData, error_context, image_files, progress, require
 
 
 def caption_data(name, root, split):
@@ -52,10 +51,9 @@ def vg_data(root, split):
     captions = []
     with error_context(VG), open(os.path.join(root, "region_descriptions.json"), "rb") as file:
         for image in progress(ijson.items(file, "item"), desc="captions", total=len(files)):
-            phrases = [region["phrase"].strip() for region in image["regions"]]
             if image["id"] in keep:
                 paths.append(os.path.join(root, *files[image["id"]]))
-                captions.append(list(filter(None, phrases)))
+                captions.append([region["phrase"] for region in image["regions"]])
     return CaptionData.from_lists(image_files(paths), captions, [[]] * len(paths))
 
 
@@ -73,46 +71,24 @@ def shard_data(folder, split):
         index = torch.load(path, mmap=True, weights_only=True)
         tag_names = index.pop("tag_names")
         arrays = {name: tensor.numpy() for name, tensor in index.items()}
-        places = MappedStrings(arrays["image_bytes"], arrays["image_ends"])
-        return CaptionData(
-            images=Images(places, open_in_shard, block_sampler),
-            captions=MappedStrings(arrays["caption_bytes"], arrays["caption_ends"]),
-            num_captions=arrays["num_captions"],
-            tags=MappedStrings(arrays["tag_bytes"], arrays["tag_ends"]),
-            tag_names=tag_names,
-        )
+        columns = {}
+        for name in ("image", "caption", "tag"):
+            ends = arrays[f"{name}_ends"]
+            columns[f"{name}s"] = MappedStrings(arrays[f"{name}_bytes"], ends[:-1], ends[1:])
+        num_captions = arrays["num_captions"]
+        return CaptionData(**columns, num_captions=num_captions, tag_names=tag_names)
 
 
 def save_index(folder, split, data):
-    """Save CaptionData in one file.  data.images.keys: see open_in_shard"""
+    """Save CaptionData in one file.  data.images: see open_in_shard"""
     arrays = {"num_captions": data.num_captions}
-    columns = {"image": data.images.keys, "caption": data.captions, "tag": data.tags}
+    columns = {"image": data.images, "caption": data.captions, "tag": data.tags}
     for name, strings in columns.items():
         encoded = [string.encode() for string in strings]
         arrays[f"{name}_bytes"] = np.frombuffer(bytearray().join(encoded), np.uint8)
         arrays[f"{name}_ends"] = np.cumsum([0, *map(len, encoded)])
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     common.save(Path(folder, f"{split}.index"), {**tensors, "tag_names": data.tag_names})
-
-
-class MappedStrings:
-    """Strings in a file that is mapped into memory: string i is content[ends[i] : ends[i + 1]].
-
-    Indexed like an array of strings, by a number or by an array of them.
-    """
-
-    def __init__(self, content, ends):
-        self.content = content
-        self.ends = ends
-
-    def __len__(self):
-        return len(self.ends) - 1
-
-    def __getitem__(self, key):
-        if np.ndim(key):
-            return np.array([self[i] for i in key], STRINGS)
-        content = self.content[self.ends[key] : self.ends[key + 1]]
-        return bytes(content).decode()
 
 
 def open_in_shard(place):
@@ -153,6 +129,29 @@ def block_sampler(size, batch_size, world, seed, start=0, block=512, window=64):
         for index in rng.permutation(samples.ravel())[skipped:]:
             yield epoch, int(index)
             position += 1
+
+
+class MappedStrings:
+    """Strings in a file that is mapped into memory: string i is content[starts[i] : ends[i]].
+
+    Indexed like an array of strings, by a number or by an array of them.
+    """
+
+    sampler = staticmethod(block_sampler)  # of Run.steps, in place of infinite_sampler
+
+    def __init__(self, content, starts, ends):
+        self.content = content
+        self.starts = starts
+        self.ends = ends
+
+    def __len__(self):
+        return len(self.ends)
+
+    def __getitem__(self, key):
+        if np.ndim(key):
+            return MappedStrings(self.content, self.starts[key], self.ends[key])
+        content = self.content[self.starts[key] : self.ends[key]]
+        return bytes(content).decode()
 
 
 # ---------------------------------------------------------- checkpoints of other authors, --init

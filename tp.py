@@ -429,7 +429,7 @@ def labelled_rows(labels, split):
 def make_sample(images, rows, args, index, rng):
     """The photo images[rows[index]] and its row in the labels; the centre crop if rng is None"""
     row = int(rows[index])
-    sample = common.load_image(images, row, rng, args)
+    sample = common.load_image(images[row], rng, args)
     sample["row"] = row
     return sample
 

@@ -279,7 +279,7 @@ def read_tokenizer(path):
 
 def make_sample(data, tokenizer, args, index, rng):
     """A photo with one of its captions; if rng is None, the centre crop and the first caption."""
-    photo = common.load_image(data.images, index, rng, args)
+    photo = common.load_image(data.images[index], rng, args)
     captions = data.captions_of(index)
     caption = captions[0] if rng is None else captions[rng.integers(len(captions))]
     if photo["flipped"]:

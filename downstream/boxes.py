@@ -24,7 +24,7 @@ SCORES = "AP", "AP50", "AP75"
 class BoxData:
     """Images with boxes in COCO's JSON format, to which every source is converted.
 
-    content: {"images", "annotations", "categories"}.  images: common.Images in the same order.
+    content: {"images", "annotations", "categories"}.  images: keys for common.open_image, in order.
     source, path: where they are from.  names: {category id: name}.  masks: whether there are
     polygons.  objects: JSON for each image, [[class from 1, x, y, w, h, polygons], ...], without
     COCO's crowds and without empty boxes.
@@ -158,8 +158,7 @@ def shapes_objects(split, side=96):
         "annotations": rows,
         "categories": [{"id": k, "name": name} for k, name in enumerate(shapes.SHAPES)],
     }
-    images = common.Images(np.array(scenes, object), shapes.draw)
-    return BoxData(content, images, "shapes")
+    return BoxData(content, np.array(scenes), "shapes")
 
 
 # --------------------------------------------------------------------------------------- samples
@@ -188,9 +187,9 @@ def repeat_rare(rows, data, seed, threshold=0.001):
 def read_photo(images, i):
     """-> PIL image, EXIF rotation ignored: boxes refer to the pixels as stored"""
     try:
-        return images.open(i).convert("RGB")
+        return common.open_image(images[i]).convert("RGB")
     except Exception as error:  # PIL's decoders raise a dozen kinds
-        raise common.Unreadable(images[i]) from error
+        raise common.Unreadable(str(images[i])) from error
 
 
 def make_sample(data, rows, index, rng):

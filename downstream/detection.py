@@ -293,7 +293,7 @@ def precise_bn(model, samples, args, world):
     order = common.infinite_sampler(len(samples), args.batch_size, world, args.seed)
     per_rank_batch = args.batch_size // world.size
     collate_fn = boxes.collate_fn
-    batches = common.loader(samples, per_rank_batch, args.workers, collate_fn, device, order)
+    batches = common.loader(samples, per_rank_batch, args.workers, collate_fn, order)
     first = islice(batches, args.bn_batches)
     first = common.progress(first, desc="precise BN", total=args.bn_batches, leave=False)
     torch.optim.swa_utils.update_bn((common.to_device(batch, device) for batch in first), model)

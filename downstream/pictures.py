@@ -34,7 +34,7 @@ def draw_rows(texts, images, nearest, scores, path, framed=None, side=128):
         bottom = top + side
         for column, image in enumerate(nearest[row]):
             x = GAP + column * column_width
-            [pixels] = common.read_crops(images, image, [crop], side)
+            [pixels] = common.read_crops(images[image], [crop], side)
             photo = Image.fromarray(pixels)
             sheet.paste(photo, (x, top))
             score = f"{scores[row][column]:.2f}"

@@ -146,7 +146,7 @@ class RandomCrops:
         n, photo = divmod(i, len(self.images))
         rng = np.random.default_rng([self.args.seed, i])
         crop = partial(common.random_crop, rng, self.args.crop_min)
-        [pixels] = common.read_crops(self.images, photo, [crop], self.args.image_size)
+        [pixels] = common.read_crops(self.images[photo], [crop], self.args.image_size)
         return Image.fromarray(pixels[:, ::-1] if n % 2 else pixels)
 
 

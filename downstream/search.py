@@ -58,7 +58,7 @@ def main(args):
 
 
 def images_in(folder):
-    """-> Images, all photos in a folder and its subfolders"""
+    """-> the paths of all photos in a folder and its subfolders"""
     formats = Image.registered_extensions()
     paths = sorted(Path(folder).rglob("*"))
     paths = [str(path) for path in paths if path.suffix.lower() in formats]

@@ -318,7 +318,7 @@ def draw_tags(data, ranked, path, side=192):
     for n, nearest in enumerate(ranked[:8, : CUTS[0]]):
         x = 8 + n % 4 * width
         y = 8 + n // 4 * height
-        [pixels] = common.read_crops(data.images, n, [crop], side)
+        [pixels] = common.read_crops(data.images[n], [crop], side)
         sheet.paste(Image.fromarray(pixels), (x, y))
         truth = data.labels[[n]].indices
         names = ", ".join(data.names[k] for k in sorted(truth))

@@ -118,7 +118,7 @@ def report(runs, args, num_classes):
 class ZeroShotData(NamedTuple):
     """Images of seen and unseen classes, and the attributes of all classes."""
 
-    images: common.Images
+    images: np.ndarray  # keys, see common.open_image
     classes: np.ndarray  # (N,) from 0
     parts: np.ndarray  # (N,) TRAIN, SEEN or UNSEEN
     attributes: np.ndarray  # (classes, n)
@@ -126,7 +126,7 @@ class ZeroShotData(NamedTuple):
 
     def select(self, keep):
         """The images with these indices."""
-        images = self.images.select(keep)
+        images = self.images[keep]
         classes = self.classes[keep]
         return self._replace(images=images, classes=classes, parts=self.parts[keep])
 
@@ -156,7 +156,7 @@ def shape_pairs():
         names.append(f"{colours[c]} {shapes.SHAPES[s]}")
         attributes.append([*shape[s], *colour[c]])
     attributes = np.array(attributes)
-    images = common.Images(np.array(scenes, object), shapes.draw)
+    images = np.array(scenes)
     return ZeroShotData(images, np.array(classes), np.array(parts), attributes, names)
 
 
@@ -298,7 +298,7 @@ def draw_predictions(path, data, predicted, side=128, columns=6, rows=4):
     for n, i in enumerate(unseen[: columns * rows]):
         x = n % columns * cell
         y = n // columns * cell
-        [pixels] = common.read_crops(data.images, i, [crop], side)
+        [pixels] = common.read_crops(data.images[i], [crop], side)
         sheet.paste(Image.fromarray(pixels), (x + 24, y))
         guess, truth = data.names[predicted[i]], data.names[data.classes[i]]
         text = f"{guess[:22]}\nis {truth[:22]}"

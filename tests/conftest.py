@@ -96,17 +96,14 @@ torchvision.models.vgg16_bn = NarrowVGG
 
 
 def photos_at(*paths):
-    """Images of these paths, whether or not they are there"""
-    return common.Images(np.array(list(map(str, paths)), common.STRINGS))
-
-
-def scenes(numbers):
-    return common.Images(np.array(numbers, object), shapes.draw)
+    """Keys of these paths, whether or not they are there"""
+    return np.array(list(map(str, paths)), common.STRINGS)
 
 
 def captioned(*captions, images=None, tags=None, tag_names=None):
     """CaptionData of images with these captions"""
-    images = images or photos_at(*(f"{n}.jpg" for n in range(len(captions))))
+    if images is None:
+        images = photos_at(*(f"{n}.jpg" for n in range(len(captions))))
     return common.CaptionData.from_lists(images, captions, tags or [[]] * len(captions), tag_names)
 
 

@@ -133,7 +133,7 @@ def watch(monkeypatch):
         for parameter in parameters_behind(loss):
             parameter.grad = torch.zeros_like(parameter)
 
-    def loader(dataset, batch_size, workers, collate_fn=None, device=None, sampler=None):
+    def loader(dataset, batch_size, workers, collate_fn=None, sampler=None):
         """Batches are made on the host, of numbers."""
         with unset_fake_temporarily():
             batches = iter(real_loader(dataset, batch_size, 0, collate_fn, sampler=sampler))

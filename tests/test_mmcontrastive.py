@@ -277,7 +277,7 @@ def samples_of(data, **flags):
 
 def test_left_and_right_follow_the_photo_that_a_caption_meets(two_photos):
     """The query photo meets the key's caption, the key photo the query's (Eqs. 9 to 13)."""
-    data = captioned(["a dog left of a tree"], images=two_photos.images.select([0]))
+    data = captioned(["a dog left of a tree"], images=two_photos.images[[0]])
     samples, straight = samples_of(data), np.array(Image.open(data.images[0]))
     captions = {False: "a dog left of a tree", True: "a dog right of a tree"}
     seen = set()

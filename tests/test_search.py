@@ -34,7 +34,7 @@ def vectors_of(folder, paths, captions):
     photos, texts, images = [], [], common.image_files(paths)
     for n in range(len(images)):
         crop = partial(common.centre_crop, 1.0)
-        [pixels] = common.read_crops(images, n, [crop], flags.image_size)
+        [pixels] = common.read_crops(images[n], [crop], flags.image_size)
         image = common.augment(torch.tensor(pixels[None]))
         photos.append(encoders["image"](image)["image_inter"])
     for caption in captions:

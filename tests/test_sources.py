@@ -64,7 +64,7 @@ def test_what_shards_hold(folder):
     assert (len(train), len(val)) == (4, 2)
     for data in (train, val):
         for i in range(len(data)):
-            n, rest = divmod(int(np.asarray(data.images.open(i))[0, 0]), 40)
+            n, rest = divmod(int(np.asarray(common.open_image(data.images[i]))[0, 0]), 40)
             tags = {data.tag_names[tag] for tag in data.tags_of(i)}
             expected = ([], set()) if rest else ([f"photo {n}", "ä"], {"dog", f"t{n}"})
             assert (data.captions_of(i), tags) == expected
@@ -85,7 +85,7 @@ def test_layouts_of_others(tmp_path):
     write_tar(folder / "b.tar", files)
     for data in index(folder, "*.tar"):
         assert [data.captions_of(i) for i in range(len(data))] == [["a dog"], [], ["a cat"], []]
-        assert {data.images.open(i).size for i in range(4)} == {(16, 12)}
+        assert {common.open_image(data.images[i]).size for i in range(4)} == {(16, 12)}
         assert data.tag_names is None
 
 

@@ -317,7 +317,7 @@ def decoding_speed(args):
     start = time.perf_counter()
     count = 0
     while time.perf_counter() - start < DECODING:
-        common.read_crops(images, count % len(images), [crop], args.image_size)
+        common.read_crops(images[count % len(images)], [crop], args.image_size)
         count += 1
     return count / (time.perf_counter() - start)
 

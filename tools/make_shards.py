@@ -109,7 +109,7 @@ def encode(side, data):
     tags = [data.tag_names[tag] for tag in data.tags_of(0)]
     text = json.dumps({"captions": data.captions_of(0), "tags": tags})
     try:
-        return jpeg(data.images.open(0), side), text, None
+        return jpeg(common.open_image(data.images[0]), side), text, None
     except Exception as error:  # PIL's decoders raise many kinds
         return None, text, f"cannot decode {data.images[0]} ({error}): left out"
 
@@ -192,7 +192,7 @@ def write_index(folder, shards):
     names = dict.fromkeys(tag for rows in photos.values() for _, _, tags in rows for tag in tags)
     for split, rows in photos.items():
         places, captions, tags = zip(*rows)
-        images = common.Images(np.array(places, common.STRINGS))
+        images = np.array(places, common.STRINGS)
         data = common.CaptionData.from_lists(images, captions, tags, list(names) or None)
         sources.save_index(folder, split, data)
 
