@@ -79,7 +79,7 @@ def error_context(note):
         raise
 
 
-IS_MAIN = os.environ.get("RANK", "0") == "0"  # the first process of torchrun, or the only one
+IS_MAIN = os.environ.get("RANK", "0") == "0"  # as World.is_main, but known at once
 
 
 def print_main(message):
@@ -105,7 +105,7 @@ def import_if_there(name):
 
 # ----------------------------------------------------------------------------------------- flags
 
-RECIPES = "demo", "small", "paper"
+RECIPE_NAMES = "demo", "small", "paper"
 BACKBONES = "resnet18", "resnet50", "resnet101", "wide_resnet50_2", "vgg16_bn"  # in torchvision
 DATA = "shapes (built in), coco, vg, a .jsonl file, or a folder made by tools/make_shards.py"
 
@@ -161,9 +161,9 @@ def choose_recipe(table, argv, paper={}):
     given = peek(argv, "--data", "--recipe", "--iters", "--epochs")
     data = given.data or "shapes"
     name = "demo" if data == "shapes" else "small" if data.endswith(".jsonl") else "paper"
-    if given.recipe in RECIPES:
+    if given.recipe in RECIPE_NAMES:
         name = given.recipe
-    recipe = {key: row[RECIPES.index(name)] for key, row in table.items()}
+    recipe = {key: row[RECIPE_NAMES.index(name)] for key, row in table.items()}
     if name == "paper":
         recipe |= paper
     if given.iters or given.epochs:
@@ -175,13 +175,13 @@ def choose_recipe(table, argv, paper={}):
 def flag_parser(script, description, recipe):
     """The flags that mean the same in every training script -> parser
 
-    --lr has no default: get_args scales the recipe's to --batch-size but leaves a given --lr as is.
+    --lr and --text-lr have no default: get_args scales the recipe's, but not a given one.
     """
     # fmt: off
     parser = build_parser(description)
     add = parser.add_argument_group("data").add_argument
     add("--data", default="shapes", help=DATA)
-    add("--recipe", choices=RECIPES, help="defaults: demo (shapes), small (.jsonl), paper (rest)")
+    add("--recipe", choices=RECIPE_NAMES, help="default demo (shapes), small (.jsonl) or paper")
     add("--root", help="folder of the data (default datasets/<name>; for a .jsonl, its folder)")
     add("--train-split", help="name of the training split")
     add("--val-split", help="name of the validation split")
@@ -221,7 +221,7 @@ def run_flags(parser, script):
         f"runs/{script}; runs/{script}-NAME for data that is not built in)")
     add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
     add("--seed", type=int, default=0, help="random seed")
-    add("--amp", choices=("bf16", "fp16", "off"), help="precision; no default: bf16 if supported")
+    add("--amp", choices=("bf16", "fp16", "off"), help="without a default: bf16 if supported")
     add("--accumulate", type=positive_int, default=1,
         help="micro-batches per batch: their gradients are accumulated, which saves memory")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
@@ -330,7 +330,6 @@ def choose_amp(device, requested):
 
 STRINGS = np.dtypes.StringDType()  # variable-length, in one block that DataLoader workers share
 
-
 def image_files(paths):
     """Paths of images, all of which are there -> (N,) of STRINGS"""
     missing = [path for path in paths if not os.path.isfile(path)]
@@ -345,11 +344,12 @@ class CaptionData:
     """Images, each with captions and tags (either may be empty): every data source takes this form.
 
     An image is a key, see open_image. Its captions are one string, a line each, likewise its tags:
-    millions of Python lists would be copied into each DataLoader worker.
+    millions of Python lists would be copied into each DataLoader worker. Those of shards are
+    sources.MappedStrings, which bring an order of their own for Run.steps.
     """
 
     images: np.ndarray  # (N,) of keys
-    captions: np.ndarray  # (N,) of STRINGS; all strings of shards are sources.MappedStrings
+    captions: np.ndarray  # (N,) of STRINGS
     num_captions: np.ndarray  # (N,)
     tags: np.ndarray  # (N,), like captions
     tag_names: list = None  # all that an image may have; None: the source knows no tags
@@ -357,7 +357,8 @@ class CaptionData:
     @classmethod
     def from_lists(cls, images, captions, tags, tag_names=None):
         """captions, tags: a list of strings for each image"""
-        return cls(images, (), (), join_lines(tags), tag_names).with_captions(captions)
+        data = cls(images, captions=(), num_captions=(), tags=join_lines(tags), tag_names=tag_names)
+        return data.with_captions(captions)
 
     def with_captions(self, captions):
         """-> CaptionData with other captions: a list of strings for each image"""
@@ -405,13 +406,15 @@ class CaptionData:
 
 
 def join_lines(lists):
-    """A list of strings for each image -> (N,) of STRINGS"""
+    """A list of strings for each image -> (N,) of STRINGS, cleaned"""
     return np.array(["\n".join(clean(strings)) for strings in lists], STRINGS)
 
 
 def clean(strings):
-    """Strings without line breaks and double spaces -> list of those that are not empty"""
-    # Half an emoji, of a text that was cut, becomes a question mark.
+    """Single spaces for all white space, also line breaks (see captions_of) -> list, without ""
+
+    Half an emoji, of a text that was cut, becomes a question mark.
+    """
     words = (text.encode(errors="replace").decode().split() for text in strings)
     return [" ".join(found) for found in words if found]
 
@@ -426,12 +429,15 @@ def caption_data(name, root=None, split="train"):
         import shapes  # only here: a copied script works without it
 
         scenes, captions, tags = shapes.captioned_scenes(split)
-        data = CaptionData.from_lists(np.array(scenes), captions, tags, list(shapes.SHAPES))
+        images = np.array(scenes, object)  # of int
+        data = CaptionData.from_lists(images, captions, tags, list(shapes.SHAPES))
     else:
         import sources  # only here: a copied script works without it
 
         data = sources.caption_data(name, root, split)
     require(len(data), f"--data {name} has no image of the split {split}")
+    if len(data) < 50:
+        print_main(f"the split {split} has {len(data)} images only: scores on so few mean little")
     return data
 
 
@@ -464,7 +470,7 @@ def coco_data(root, split):
             image_files([os.path.join(root, split, file) for file in files.values()]),
             [captions[image] for image in files],
             [tags[image] for image in files],
-            [names[category] for category in sorted(names)] or None,
+            clean(names[category] for category in sorted(names)) or None,
         )
 
 
@@ -527,7 +533,7 @@ class Unreadable(Exception):
     """An image that cannot be decoded; the message is its path."""
 
 
-report_once = cache(tqdm.write)
+report_once = cache(tqdm.write)  # in each process
 
 
 @dataclass
@@ -565,10 +571,10 @@ def random_crop(rng, smallest, width, height):
         if w <= width and h <= height:
             x, y = rng.uniform(0, width - w), rng.uniform(0, height - h)
             return x, y, x + w, y + h
-    return centre_crop(1.0, width, height)
+    return centre_crop(width, height)
 
 
-def centre_crop(side_fraction, width, height):
+def centre_crop(width, height, side_fraction=1.0):
     """The box of a central square; side_fraction 224 / 256 is "resize 256, centre crop 224"."""
     side = side_fraction * min(width, height)
     x, y = (width - side) / 2, (height - side) / 2
@@ -577,10 +583,10 @@ def centre_crop(side_fraction, width, height):
 
 def open_image(key):
     """key: a path, the number of a scene, or a place in a shard -> PIL image, not yet decoded"""
-    if not isinstance(key, str):
+    if isinstance(key, int):
         import shapes
 
-        return shapes.draw(int(key))
+        return shapes.draw(key)
     if ".tar\t" in key:
         import sources
 
@@ -604,7 +610,7 @@ def read_crops(key, crops, size):
             smallest = (boxes[:, 2:] - boxes[:, :2]).min(0)
             image.draft("RGB", np.ceil(size * full_size / smallest).astype(int).tolist())
         image = to_rgb(image)
-        boxes = boxes * np.tile(image.size / full_size, 2)
+        boxes = boxes * np.tile(image.size / full_size, 2)  # draft may have shrunk it
         boxes = np.minimum(boxes, np.tile(image.size, 2)).tolist()  # rounding errors may exceed it
         return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes]
     except Exception as error:  # PIL's decoders raise a dozen kinds
@@ -627,7 +633,7 @@ def load_image(key, rng, args):
     key: see open_image.  args: image_size, crop_min, colour_jitter.
     -> {"image": uint8 (size, size, 3), "jitter": (4,), "flipped": bool}
     """
-    crop = partial(random_crop, rng, args.crop_min) if rng else partial(centre_crop, 1.0)
+    crop = partial(random_crop, rng, args.crop_min) if rng else centre_crop
     [image] = read_crops(key, [crop], args.image_size)
     jitter = colour_jitter(rng, args.colour_jitter) if rng else NO_JITTER
     flipped = bool(rng) and rng.random() < 0.5
@@ -783,11 +789,10 @@ def set_lr(optimizer, factor):
 # ------------------------------------------------------------------------- the output directory
 
 # Flags that may change on resuming: they affect where and how fast a run goes, not what it learns.
-RESUME_CAN_CHANGE = set(
+RESUME_CAN_CHANGE = (
     "output root fresh workers amp compile log_every checkpoint_every keep_every validate_every "
-    "probe_data probe_root probe_images".split()
-)
-
+    "probe_data probe_root probe_images"
+).split()
 
 DIVERGED = "the last checkpoint is kept. Try a lower --lr, a longer --warmup, or --amp off"
 
@@ -847,7 +852,12 @@ class Run:
         outdated = ["result.json"]
         if path.exists() and not args.fresh:
             self.checkpoint = read_checkpoint(path, script)
-            self.check_same_settings(self.checkpoint["args"])
+            for name in self.settings.keys() - RESUME_CAN_CHANGE:
+                before, now = self.checkpoint["args"].get(name), self.settings[name]
+                if before != now:
+                    flag = name.replace("_", "-")
+                    fail(f"{self.folder} holds a run with {flag} {before}, not {now}: choose "
+                         "another --output, or give --fresh to start over")  # fmt: skip
             self.iteration = self.checkpoint["iteration"]
             self.metrics = self.checkpoint["metrics"]
         else:
@@ -865,14 +875,6 @@ class Run:
             write_json(self.folder / "args.json", self.settings | about)
         print_main(f"{script}: {world.size} process(es), {args.batch_size} images per iteration, "
                    f"device {world.device}, amp {args.amp}, into {args.output}")  # fmt: skip
-
-    def check_same_settings(self, before):
-        for name in self.settings.keys() - RESUME_CAN_CHANGE:
-            now = self.settings[name]
-            if before.get(name) != now:
-                flag = name.replace("_", "-")
-                fail(f"{self.folder} holds a run with {flag} {before.get(name)}, not {now}: choose "
-                     "another --output, or give --fresh to start over")  # fmt: skip
 
     def initialize(self, model, backbone, **kwargs):
         """Start from the weights of --init.  kwargs: of sources.initialize"""
@@ -895,7 +897,8 @@ class Run:
         """Yield (iteration, its micro-batches on the device, --accumulate of them) up to `total`
 
         `for iteration, batches in run.steps(...): ...; run.log(loss=loss)`: when the loop asks for
-        the next iteration, metrics and checkpoints are written.  extra_state: also in checkpoints
+        the next iteration, metrics and checkpoints are written. After the last one the process
+        group has ended: only the first process goes on.  extra_state: also in checkpoints
         """
         args, world = self.args, self.world
         if self.iteration >= total:

@@ -125,7 +125,7 @@ def get_args(argv=None):
     contradictions = {
         "needs one label per image: --data folder": protocol.single_label and not single_label,
         "is for VGG-16: --arch vgg16_bn": layers and args.arch != "vgg16_bn",
-        f"has {num_rates} learning rates": args.lr and len(args.lr) != num_rates,
+        f"takes {num_rates} values of --lr": args.lr and len(args.lr) != num_rates,
         "takes no --epochs": args.epochs and not protocol.epochs,
         "gives all --runs the same score: draw images by --shots, --train-images or --hold-out": (
             args.protocol in ("svm-virtex", "knn") and args.runs > 1 and not drawn
@@ -392,7 +392,7 @@ def labelled_features(backbone, data, args, world, protocol):
 def run_over_images(function, images, args, world, side_fraction=224 / 256):
     """function(uint8 (B, size, size, 3)) -> (B, D), on the central square of each image
 
-    images: keys, see common.open_image.  args: image_size, workers, output.
+    images: keys, see common.open_image, or CentreCrops.  args: image_size, workers, output.
     -> (M, D) float32 for the M images that can be decoded, in the order of `images`, and their
     indices (M,). The features are None on all processes but the first, where they are mapped from
     a temporary file in args.output: ImageNet's 10 GB need no memory.
@@ -401,7 +401,9 @@ def run_over_images(function, images, args, world, side_fraction=224 / 256):
     per_rank = math.ceil(count / world.size)
     # All processes get equally many: the first images are repeated at the end.
     indices = [i % count for i in range(world.rank, per_rank * world.size, world.size)]
-    crops = CentreCrops(images, args.image_size, side_fraction)
+    crops = images
+    if not isinstance(images, CentreCrops):
+        crops = CentreCrops(images, args.image_size, side_fraction)
     batches = common.loader(crops, 64, args.workers, sampler=indices)
     readable = []
     folder = args.output if world.is_main else None  # the others write nothing
@@ -428,7 +430,7 @@ class CentreCrops(Dataset):
     def __init__(self, images, size, side_fraction=224 / 256):
         self.images = images
         self.size = size
-        self.crop = partial(common.centre_crop, side_fraction)
+        self.crop = partial(common.centre_crop, side_fraction=side_fraction)
 
     def __len__(self):
         return len(self.images)
@@ -444,7 +446,8 @@ class CentreCrops(Dataset):
 
 def gather_in_turns(x, world):
     """The rows of all processes, interleaved: the first of each, the second of each ..."""
-    return common.gather(x, world).unflatten(0, (world.size, -1)).transpose(0, 1).flatten(0, 1)
+    by_process = common.gather(x, world).unflatten(0, (world.size, -1))
+    return by_process.transpose(0, 1).flatten(0, 1)
 
 
 # -------------------------------------------------------------------------- SVMs on features
@@ -705,7 +708,8 @@ def train_with_augmentation(
 
     # The layers, resumed where an earlier run stopped.
     torch.manual_seed(seed)
-    model = LinearLayers([width for width, _ in heads.values()], len(train.names)).to(device)
+    widths = [width for width, _ in heads.values()]
+    model = LinearLayers(widths, len(train.names)).to(device)
     groups = []
     for layer, (_, lr) in zip(model, heads.values()):
         groups.append({"params": layer.parameters(), "lr": lr})
@@ -817,8 +821,7 @@ PROTOCOLS = {
     "sgd-mct": Protocol(sgd_mct, True, 224 / 256, epochs=60, batch_size=256, lr=[30.0]),
     # [ICMLM App. F.2] 2048-d; cosine, lr is searched; the epochs are ours
     "logreg-icmlm": Protocol(logreg_icmlm, True, 1.0, epochs=100, batch_size=1024),
-    # as DINO reports it
-    "knn": Protocol(knn, False, 224 / 256),
+    "knn": Protocol(knn, False, 224 / 256),  # as DINO reports it
     # [ICMLM Sec. 4] DeeperCluster's code, for ImageNet; for Places --lr 0.01 0.01 0.02
     "layers": Protocol(vgg_layers, False, epochs=100, batch_size=256, lr=[0.02, 0.02, 0.02]),
 }

@@ -224,7 +224,7 @@ def main(args):
             keys = model.encode_keys(images_k, captions_k, (args.seed, iteration), world)
 
         for n, batch in enumerate(batches):
-            parallel.require_backward_grad_sync = n + 1 == args.accumulate  # one all-reduce
+            parallel.require_backward_grad_sync = n + 1 == args.accumulate  # DDP: one all-reduce
             images_q = augment_view(batch["q"], args)
             captions_q = batch["q"].get("captions")  # tokens and attention mask (B, T), or None
             with common.autocast(device, args.amp):
@@ -327,7 +327,9 @@ def read_backtranslations(data, args):
     require(not missing, f"{missing} of {len(captions)} captions have no back-translation: {hint}")
     translations = []
     for by in ("fr", "de"):
-        translated = [[rows[c][by] or c for c in data.captions_of(i)] for i in range(len(data))]
+        translated = []
+        for i in range(len(data)):
+            translated.append([rows[c][by].strip() or c for c in data.captions_of(i)])
         translations.append(data.with_captions(translated))
     return translations
 
@@ -788,8 +790,7 @@ def encode_images(encoder, images, size, workers, device, amp):
 
 
 def central_square(images, size, index, rng):
-    crop = partial(common.centre_crop, 1.0)
-    [image] = common.read_crops(images[index], [crop], size)
+    [image] = common.read_crops(images[index], [common.centre_crop], size)
     return {"image": image, "index": index}
 
 

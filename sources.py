@@ -233,6 +233,7 @@ def initialize(init, model, backbone, prefix="", anew=()):
     """
     if "backbone" in init:
         backbone.load_state_dict(init["backbone"])
+        common.print_main("--init: the backbone is taken over")
         return
     state = model.state_dict()
     taken = {}

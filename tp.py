@@ -171,7 +171,7 @@ def main(args):
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
         for part, batch in enumerate(micro_batches, 1):
-            parallel.require_backward_grad_sync = part == args.accumulate  # one all-reduce a batch
+            parallel.require_backward_grad_sync = part == args.accumulate  # DDP: one all-reduce
             images = common.augment(batch["images"], batch["jitter"])  # (B, 3, h, w)
             targets = batch["targets"]  # (B, K)
             if args.labels == "rotation":

@@ -124,7 +124,7 @@ def main(args):
     if args.task == "multilabel_classification":
         train = with_tags(train)
         val = with_tags(val)
-    run = common.Run(args, "virtex", world, train)
+    run = common.Run(args, "virtex", world, train)  # reads the checkpoint or --init
     trained_on_tags = args.task == "multilabel_classification"
     probe = eval_linear and eval_linear.Probe(args, train, val, trained_on_tags)
     tokenizer = load_tokenizer(args, train, run)
@@ -168,7 +168,7 @@ def main(args):
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
         for part, batch in enumerate(micro_batches, 1):
-            parallel.require_backward_grad_sync = part == args.accumulate  # one all-reduce a batch
+            parallel.require_backward_grad_sync = part == args.accumulate  # DDP: one all-reduce
             images = common.augment(batch.pop("images"), batch.pop("jitter"))  # (B, 3, h, w)
             with common.autocast(device, args.amp):
                 losses = parallel(images, **batch)
@@ -297,7 +297,7 @@ def make_sample(data, tokenizer, args, index, rng):
 def mask_tokens(tokens, vocab_size, rng):
     """15% of tokens: 85% [MASK], 10% random, 5% kept; if one alone, [MASK] [official code]"""
     masked = list(tokens)
-    words = range(1, len(tokens) - (tokens[-1] == EOS))
+    words = range(1, len(tokens) - (tokens[-1] == EOS))  # a truncated caption has no [EOS]
     num_masked = math.ceil(0.15 * len(words))
     for t in rng.permutation(words)[:num_masked]:
         draw = rng.random() if num_masked > 1 else 0.0
@@ -347,7 +347,7 @@ def flat_indices(mask):
 class VirTex(nn.Module):
     """Backbone and textual heads; calling it returns the losses of the task [Sec. 3, 4.2].
 
-    visual["cnn"] is the backbone; textual and backward_textual are the two directions.
+    visual["cnn"] is the backbone; textual and backward_textual are the directions [official names].
     zero_residual: the residual blocks start as identities, their last batch norm at 0.
     """
 
@@ -537,7 +537,7 @@ def parameter_groups(model, lr, text_lr, weight_decay):
         else:
             group = "decay"
         groups[group]["params"].append(parameter)
-    return [group for group in groups.values() if group["params"]]
+    return [group for group in groups.values() if group["params"]]  # classification has fewer
 
 
 class LookAhead:

@@ -158,7 +158,7 @@ def shapes_objects(split, side=96):
         "annotations": rows,
         "categories": [{"id": k, "name": name} for k, name in enumerate(shapes.SHAPES)],
     }
-    return BoxData(content, np.array(scenes), "shapes")
+    return BoxData(content, np.array(scenes, object), "shapes")
 
 
 # --------------------------------------------------------------------------------------- samples

@@ -2,7 +2,6 @@
 
 import math
 import textwrap
-from functools import partial
 
 import numpy as np
 import torch.nn.functional as F
@@ -26,7 +25,6 @@ def draw_rows(texts, images, nearest, scores, path, framed=None, side=128):
     height = len(texts) * row_height + GAP
     sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
-    crop = partial(common.centre_crop, 1.0)
     for row, text in enumerate(texts):
         y = GAP + row * row_height
         draw.text((GAP, y), text, "black", font)
@@ -34,7 +32,7 @@ def draw_rows(texts, images, nearest, scores, path, framed=None, side=128):
         bottom = top + side
         for column, image in enumerate(nearest[row]):
             x = GAP + column * column_width
-            [pixels] = common.read_crops(images[image], [crop], side)
+            [pixels] = common.read_crops(images[image], [common.centre_crop], side)
             photo = Image.fromarray(pixels)
             sheet.paste(photo, (x, top))
             score = f"{scores[row][column]:.2f}"

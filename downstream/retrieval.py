@@ -33,7 +33,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
@@ -68,7 +67,7 @@ IN_WORDS = {**baselines.IN_WORDS, "chance": "by chance"}
 def get_args(argv=None):
     parser = eval_linear.flag_parser("retrieval", __doc__)
     add = parser.add_argument
-    add("--recipe", choices=common.RECIPES, help="demo (shapes), small (.jsonl) or paper")
+    add("--recipe", choices=common.RECIPE_NAMES, help="demo (shapes), small (.jsonl) or paper")
     add("--train-images", type=positive_int, help="maximum, drawn once; few for a quick look")
     add("--test-images", type=positive_int, default=1000, help="maximum, drawn once [Sec. 4.2]")
     add("--folds", type=positive_int, default=1, help="parts of the test images to average over")
@@ -130,24 +129,22 @@ def captioned_images(args, split, max_images):
     return data.select(order[:max_images].tolist())
 
 
-class RandomCrops:
-    """Instead of N images: a random crop of each, then another of each, flipped, and so on"""
+class RandomCrops(eval_linear.CentreCrops):
+    """A random crop of each of N images, then another of each, flipped, and so on"""
 
     def __init__(self, images, args):
-        self.images, self.args = images, args
+        super().__init__(images, args.image_size)
+        self.args = args
 
     def __len__(self):
         return self.args.crops * len(self.images)
 
     def __getitem__(self, i):
-        return self.images[i % len(self.images)]
-
-    def open(self, i):
         n, photo = divmod(i, len(self.images))
         rng = np.random.default_rng([self.args.seed, i])
-        crop = partial(common.random_crop, rng, self.args.crop_min)
-        [pixels] = common.read_crops(self.images[photo], [crop], self.args.image_size)
-        return Image.fromarray(pixels[:, ::-1] if n % 2 else pixels)
+        self.crop = partial(common.random_crop, rng, self.args.crop_min)
+        pixels, readable = super().__getitem__(photo)
+        return (pixels[:, ::-1].copy() if n % 2 else pixels), readable
 
 
 def image_features(backbone, data, args, world):
@@ -161,7 +158,7 @@ def image_features(backbone, data, args, world):
 def crop_features(backbone, data, args, world):
     """The same for RandomCrops, with features (crops, N, channels)"""
     crops = RandomCrops(data.images, args)
-    features, readable = eval_linear.extract_features(backbone, crops, args, world, 1.0)
+    features, readable = eval_linear.extract_features(backbone, crops, args, world)
     readable = readable[: len(readable) // args.crops]
     if world.is_main:
         features = features.reshape(args.crops, len(readable), -1)

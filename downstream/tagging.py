@@ -33,7 +33,6 @@ import json
 import math
 import textwrap
 from collections import Counter, defaultdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -314,11 +313,10 @@ def draw_tags(data, ranked, path, side=192):
     height = side + 200
     sheet = Image.new("RGB", (4 * width, 2 * height), "white")
     draw = ImageDraw.Draw(sheet)
-    crop = partial(common.centre_crop, 1.0)
     for n, nearest in enumerate(ranked[:8, : CUTS[0]]):
         x = 8 + n % 4 * width
         y = 8 + n // 4 * height
-        [pixels] = common.read_crops(data.images[n], [crop], side)
+        [pixels] = common.read_crops(data.images[n], [common.centre_crop], side)
         sheet.paste(Image.fromarray(pixels), (x, y))
         truth = data.labels[[n]].indices
         names = ", ".join(data.names[k] for k in sorted(truth))

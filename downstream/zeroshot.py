@@ -156,7 +156,7 @@ def shape_pairs():
         names.append(f"{colours[c]} {shapes.SHAPES[s]}")
         attributes.append([*shape[s], *colour[c]])
     attributes = np.array(attributes)
-    images = np.array(scenes)
+    images = np.array(scenes, object)
     return ZeroShotData(images, np.array(classes), np.array(parts), attributes, names)
 
 
@@ -294,7 +294,7 @@ def draw_predictions(path, data, predicted, side=128, columns=6, rows=4):
     font = ImageFont.load_default(13)
     sheet = Image.new("RGB", (columns * cell, rows * cell), "white")
     draw = ImageDraw.Draw(sheet)
-    crop = partial(common.centre_crop, 224 / 256)
+    crop = partial(common.centre_crop, side_fraction=224 / 256)
     for n, i in enumerate(unseen[: columns * rows]):
         x = n % columns * cell
         y = n // columns * cell

@@ -236,7 +236,7 @@ def test_random_crop(width, height):
     assert 0.2 - 1e-9 <= area.min() < 0.22 and 0.8 < area.max() <= 1 + 1e-9
     assert 3 / 4 - 1e-9 <= aspect.min() < 0.77 and 1.3 < aspect.max() <= 4 / 3 + 1e-9
     assert common.random_crop(rng, 0.2, 1000, 10) == (495, 0, 505, 10)  # none fits: the centre
-    assert common.centre_crop(224 / 256, 512, 256) == (144, 16, 368, 240)
+    assert common.centre_crop(512, 256, 224 / 256) == (144, 16, 368, 240)
 
 
 def test_flipped_photos_say_so():

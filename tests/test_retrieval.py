@@ -4,6 +4,7 @@ Its ranks and their shares are those of mmcontrastive.py: test_mmcontrastive.py.
 """
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -90,3 +91,17 @@ def test_script(coco_folder, tmp_path):
     assert start in printed and printed.endswith(f", {content['chance'][last]:.1f} by chance\n")
     assert "21 training, 3 validation and 12 test images, " in printed
     assert Image.open(tmp_path / "retrieval.png").size == (8 * 136 + 8, 5 * 176 + 8)
+
+
+def test_random_crops(coco_folder):
+    """A crop of each photo, then a flipped one of each; the seed draws them."""
+    data = common.caption_data("coco", str(coco_folder), "val2017")
+    args = retrieval.get_args(["--image-size", "32"])
+    args.crop_min = 0.2
+    crops = retrieval.RandomCrops(data.images[:3], args)
+    assert len(crops) == 3 * args.crops
+    for i in range(6):
+        crop = partial(common.random_crop, np.random.default_rng([args.seed, i]), 0.2)
+        [expected] = common.read_crops(data.images[i % 3], [crop], 32)
+        pixels, readable = crops[i]
+        assert readable and np.array_equal(pixels, expected[:, ::-1] if i >= 3 else expected)

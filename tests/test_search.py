@@ -2,7 +2,6 @@
 
 import dataclasses
 import shutil
-from functools import partial
 
 import numpy as np
 import pytest
@@ -33,8 +32,7 @@ def vectors_of(folder, paths, captions):
     encoders, tokenizer, flags = search.load_encoders(folder / "checkpoint.pth")
     photos, texts, images = [], [], common.image_files(paths)
     for n in range(len(images)):
-        crop = partial(common.centre_crop, 1.0)
-        [pixels] = common.read_crops(images[n], [crop], flags.image_size)
+        [pixels] = common.read_crops(images[n], [common.centre_crop], flags.image_size)
         image = common.augment(torch.tensor(pixels[None]))
         photos.append(encoders["image"](image)["image_inter"])
     for caption in captions:

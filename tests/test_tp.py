@@ -34,7 +34,7 @@ def labels_in(folder, train, val, flags=""):
 
 def centred(images, n, size):
     """The central square of photo n, as validation sees it -> (1, 3, size, size)"""
-    [pixels] = common.read_crops(images[n], [partial(common.centre_crop, 1.0)], size)
+    [pixels] = common.read_crops(images[n], [common.centre_crop], size)
     return common.augment(torch.from_numpy(pixels)[None])
 
 

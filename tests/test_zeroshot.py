@@ -27,7 +27,7 @@ def problem():
     parts[np.isin(classes, (2, 9))] = zeroshot.UNSEEN
     x = pairs[classes] @ rng.normal(size=(9, 20)) + 0.02 * rng.normal(size=(300, 20))
     attributes = rng.uniform(0.5, 2, (20, 1)) * pairs  # their length must not matter
-    images, names = np.arange(300), list("abcdefghijklmnopqrst")
+    images, names = np.array(range(300), object), list("abcdefghijklmnopqrst")
     data = zeroshot.ZeroShotData(images, classes, parts, attributes, names)
     return x.astype(np.float32), data
 
@@ -73,7 +73,7 @@ def test_accuracies():
     classes = np.sort(rng.integers(0, 6, 90) * rng.integers(0, 2, 90))  # class 0 is frequent
     parts = np.where(classes > 3, zeroshot.UNSEEN, rng.integers(0, 2, 90))
     predicted = np.where(rng.random(90) < 0.3 + 0.1 * classes, classes, 0)
-    images = np.arange(90)
+    images = np.array(range(90), object)
     data = zeroshot.ZeroShotData(images, classes, parts, np.eye(6), list("abcdef"))
     scores = zeroshot.accuracies(predicted, data)
 
