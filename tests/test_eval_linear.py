@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+import transformers
 from conftest import CPU, REAL, in_two_processes, result, run_here
 from PIL import Image
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 import common
 import eval_linear
 import shapes
+import sources
 import svm
 
 
@@ -355,3 +357,24 @@ def test_final_probe(captioned, coco_folder, tmp_path, capsys):
     line = f"{one:.1f} mAP trained, {other:.1f} mAP at random initialisation"
     name = "photos.jsonl (trained on the same tags)"
     assert f"linear probe on {name}: {line}\n" in capsys.readouterr().out
+
+
+def test_weights_of_others(tmp_path, monkeypatch):
+    """imagenet: torchvision's file, where its download would be; clip:FOLDER, normalised as CLIP"""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+    state = torchvision.models.resnet18().state_dict()
+    torch.save(state, tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth")
+    taken = sources.read_init("imagenet", "virtex", "resnet18")["backbone"]
+    assert taken.keys() < state.keys() and all(torch.equal(taken[k], state[k]) for k in taken)
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    sizes |= {"image_size": 32, "patch_size": 8, "intermediate_size": 16}
+    model = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes)).eval()
+    model.save_pretrained(tmp_path / "clip")
+    encoder = eval_linear.load_backbone(f"clip:{tmp_path}/clip", None, 0).eval()
+    photos = torch.randint(256, (2, 32, 32, 3), dtype=torch.uint8)
+    mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])  # OpenAI's preprocessor_config.json
+    std = torch.tensor([0.26862954, 0.26130258, 0.27577711])
+    expected = model(((photos / 255 - mean) / std).permute(0, 3, 1, 2)).pooler_output
+    found = encoder(common.augment(photos))
+    torch.testing.assert_close(found.flatten(1), expected, rtol=1e-3, atol=1e-3)

@@ -1,7 +1,6 @@
 """Everyday mistakes, each of which ends with one clear line (DESIGN Sec. 8).
 
-What a directory with another run refuses stands in test_contracts.py, what eval_linear.py and
-downstream/ refuse in their tests.
+What a directory with another run refuses stands in test_contracts.py.
 """
 
 import json
@@ -68,6 +67,12 @@ ONE_SCRIPT = {
         ("--caption-views backtranslation", "--caption-views sibling needs none"),
         ("--batch-size 512", "24 photos are fewer than a batch of 512: lower --batch-size"),
         ("--lm /no/model", LM),
+    ],
+    "eval_linear": [
+        ("--weights imagenet", "--weights imagenet needs --arch"),
+        ("--epochs 5", "--protocol svm-virtex takes no --epochs"),
+        ("--lr 1", "--protocol svm-virtex takes 0 values of --lr"),
+        ("--protocol sgd-mct", "--protocol sgd-mct needs one label per image: --data folder"),
     ],
 }
 ROWS = [(script, *row) for script in SCRIPTS for row in ALL_SCRIPTS]

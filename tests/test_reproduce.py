@@ -40,7 +40,7 @@ def test_commands(flags):
 
 def test_plan(tmp_path):
     """--dry-run names what is missing, marks what cannot be pasted, and says how long it takes."""
-    (tmp_path / "photos.jsonl").touch()
+    (tmp_path / "photos.jsonl").write_text(6400 * "{}\n")
     commands = [
         f"python tp.py --data {tmp_path}/photos.jsonl --init runs/papers/a/backbone.pth",
         "torchrun --nproc_per_node=8 virtex.py --data coco --root gone --iters 360000",
@@ -49,8 +49,7 @@ def test_plan(tmp_path):
     missing, weights, *lines = tables.plan(commands, "runs/papers", 256)
     assert missing == "# missing, for 2 commands: gone"
     assert weights == "# missing, for 1 commands: a/model_N.pth"
-    assert lines[0].endswith("photos.jsonl --init runs/papers/a/backbone.pth"
-                             "  # 25 epochs in batches of 32 images")  # fmt: skip
+    assert lines[0].endswith("/backbone.pth  # 5,000 iterations of 32 images, 0.2 hours")
     assert lines[1].endswith("--iters 360000  # 360,000 iterations of 256 images, 100.0 hours")
     assert lines[2].endswith("model_N.pth  # N: of the model that the validation selects")
 

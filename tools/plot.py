@@ -4,9 +4,10 @@
     python tools/plot.py runs/tp runs/tp-wide --output tp.png         # the terms that both have
     python tools/plot.py runs/* --tensorboard           # then: tensorboard --logdir runs
 
-The strong line is a running mean over a twentieth of the run. Scores on the validation split are
-dotted, in the panel of their term. The y axis is logarithmic where the start would hide the rest,
-the x axis counts iterations, or photos with --images. A run is named after its directory.
+The pale line has the values, the strong one a running mean over a twentieth of the run. Scores on
+the validation split are dotted, in the panel of their term. The y axis is logarithmic where the
+start would hide the rest, the x axis counts iterations, or photos with --images. A run is named
+after its directory.
 --tensorboard writes TensorBoard's files into the directories, also while the runs are in progress.
 """
 
@@ -84,7 +85,7 @@ def read_run(path, count_images):
     result = json.loads(file.read_text()) if file.exists() else {}
     for term, value in (result.get("validation_loss") or result.get("validation", {})).items():
         x, y = curves.setdefault(VALIDATION + term, ([], []))
-        x.append(batch_size * row["iteration"])
+        x.append(batch_size * row["iteration"])  # of the last line: the end is not logged
         y.append(value)
     return curves
 
@@ -105,14 +106,15 @@ def write_events(paths, runs):
 
 
 def shared_terms(runs):
-    """Terms that all runs have, in the order of the first run: the loss, then its parts"""
+    """Terms of which all runs have a curve, in the order of the first run: the loss, its parts"""
+    curves = [set() for _ in runs]
+    for terms, run in zip(curves, runs.values()):
+        for term, (x, _) in run.items():
+            if len(x) > 1 or not term.startswith(VALIDATION):
+                terms.add(term.removeprefix(VALIDATION))
     first = [term.removeprefix(VALIDATION) for term in next(iter(runs.values()))]
-    return [
-        term
-        for term in dict.fromkeys(first)
-        if term not in NO_TERMS
-        and all(term in curves or VALIDATION + term in curves for curves in runs.values())
-    ]
+    shared = set.intersection(*curves) - NO_TERMS
+    return [term for term in dict.fromkeys(first) if term in shared]
 
 
 def draw_term(panel, term, runs):
@@ -133,8 +135,8 @@ def draw_term(panel, term, runs):
 
 
 def running_mean(y):
-    """The mean of each value and its neighbours, a twentieth of all together"""
-    half = len(y) // 40
+    """The mean of each value and its neighbours, a twentieth of all together, three at least"""
+    half = max(1, len(y) // 40)
     return [np.mean(y[max(0, n - half) : n + half + 1]) for n in range(len(y))]
 
 

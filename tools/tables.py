@@ -235,11 +235,20 @@ def length(words, images_per_s):
     if script not in ("virtex", "tp", "icmlm", "mmcontrastive"):
         return []
     args = importlib.import_module(script).get_args(words[first + 1 :])
-    if not args.iters and args.data not in TRAINING_IMAGES:
-        return [f"{args.epochs:g} epochs in batches of {args.batch_size} images"]
-    epoch = TRAINING_IMAGES.get(args.data, 0) / args.batch_size * getattr(args, "fraction", 1)
+    if not args.iters and script == "icmlm":  # how many there are is known when they are found
+        return [f"{args.epochs:g} passes over the triplets in batches of {args.batch_size} images"]
+    epoch = training_images(args.data) / args.batch_size * getattr(args, "fraction", 1)
     iters = args.iters or args.epochs * epoch
+    if not iters:
+        return [f"{args.epochs:g} epochs in batches of {args.batch_size} images"]
     notes = [f"{iters:,.0f} iterations of {args.batch_size} images"]
     if images_per_s:
         notes.append(f"{iters * args.batch_size / images_per_s / 3600:.1f} hours")
     return notes
+
+
+def training_images(data):
+    """How many --data has, at most; 0 if that is not known"""
+    if data.endswith(".jsonl") and os.path.exists(data):
+        return sum(1 for line in open(data, "rb") if line.strip())
+    return TRAINING_IMAGES.get(data, 0)
