@@ -22,9 +22,9 @@ DOWNSTREAM = [name for name in FILES if name.startswith("downstream/")]
 OURS = {name.removesuffix(".py") for name in TOP} | {"downstream", "tools", "tests"}
 
 BUDGETS = {  # lines, tokens
-    "common.py": (1020, 6420),  # DESIGN: 800, 5600; what is over stands in the note of issue 34
+    "common.py": (992, 6220),  # DESIGN: 800, 5600; what is over stands in the note of issue 34
     "language.py": (360, 2500),
-    "sources.py": (272, 1850),
+    "sources.py": (270, 1850),
     "svm.py": (240, 1900),
     "shapes.py": (230, 1900),
     "virtex.py": (600, 4200),
