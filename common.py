@@ -4,7 +4,7 @@
     flags                    choose_recipe, flag_parser, parse
     processes, precision     World, init_distributed, gather, data_parallel, autocast
     captioned images         caption_data -> CaptionData: the built-in scenes, COCO, a .jsonl
-    from file to batch       Samples, load_image, read_crops, infinite_sampler, loader
+    from file to batch       Samples, open_image, load_image, read_crops, infinite_sampler, loader
     on the device            augment: colour jitter and normalisation
     backbones, optimisation  build_backbone, build_optimizer, lr_factor
     the output directory     Run, whose `steps` feed the training loop
@@ -221,7 +221,8 @@ def run_flags(parser, script):
         f"runs/{script}; runs/{script}-NAME for data that is not built in)")
     add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
     add("--seed", type=int, default=0, help="random seed")
-    add("--amp", choices=("bf16", "fp16", "off"), help="without a default: bf16 if supported")
+    add("--amp", choices=("bf16", "fp16", "off"),
+        help="precision; where no default is shown, bf16 if supported")
     add("--accumulate", type=positive_int, default=1,
         help="micro-batches per batch: their gradients are accumulated, which saves memory")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
@@ -329,6 +330,7 @@ def choose_amp(device, requested):
 
 
 STRINGS = np.dtypes.StringDType()  # variable-length, in one block that DataLoader workers share
+
 
 def image_files(paths):
     """Paths of images, all of which are there -> (N,) of STRINGS"""
