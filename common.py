@@ -851,19 +851,19 @@ class Run:
         self.iteration = 0
         self.metrics = []  # the lines of metrics.jsonl
         path = self.folder / "checkpoint.pth"
-        outdated = ["result.json"]
+        outdated = []
         if path.exists() and not args.fresh:
             self.checkpoint = read_checkpoint(path, script)
-            for name in self.settings.keys() - RESUME_CAN_CHANGE:
-                before, now = self.checkpoint["args"].get(name), self.settings[name]
-                if before != now:
+            for name, now in self.settings.items():  # in the order of --help
+                before = self.checkpoint["args"].get(name)
+                if before != now and name not in RESUME_CAN_CHANGE:
                     flag = name.replace("_", "-")
                     fail(f"{self.folder} holds a run with {flag} {before}, not {now}: choose "
                          "another --output, or give --fresh to start over")  # fmt: skip
             self.iteration = self.checkpoint["iteration"]
             self.metrics = self.checkpoint["metrics"]
         else:
-            outdated += ["checkpoint.pth", "backbone.pth", "model_[0-9]*.pth"]
+            outdated = ["result.json", "checkpoint.pth", "backbone.pth", "model_[0-9]*.pth"]
             if self.settings.get("init"):
                 import sources  # only here: a copied script works without it
 

@@ -75,7 +75,9 @@ def read_run(path, count_images):
     if count_images:
         batch_size = json.loads(Path(path, "args.json").read_text())["batch_size"]
     curves = {}
-    for line in file.read_text().splitlines():
+    lines = file.read_text().splitlines()
+    require(lines, f"{file} has no line yet: it gets one every --log-every iterations")
+    for line in lines:
         row = json.loads(line)
         for term, value in row.items():
             x, y = curves.setdefault(term, ([], []))
