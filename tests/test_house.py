@@ -218,6 +218,10 @@ def test_quoted_numbers():
     words = results["icmlm"]["masked_words"]
     kinds = "with the photo", "with another photo", "language model alone"
     assert " | ".join(f"{words[kind]['top1']:.1f}" for kind in kinds) in text["docs/icmlm.md"]
+    photo, other, _ = (results["icmlm-small"]["masked_words"][kind]["top1"] for kind in kinds)
+    words = f"top-1: {photo:.1f} with the\n  photo, {other:.1f} with another one"
+    top1 = results["tp-small"]["validation"]["top1"]
+    assert words in logs and f"a right label of {top1:.1f}% of the validation photos" in logs
     ways = results["mmcontrastive"]["retrieval"]["trained"].values()
     cells = [f"{s['R@1']:.1f} / {s['R@10']:.1f} / {s['median rank']}" for s in ways]
     assert " | ".join(cells) in text["docs/mmcontrastive.md"]

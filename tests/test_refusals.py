@@ -69,7 +69,6 @@ ONE_SCRIPT = {
         ("--lm /no/model", LM),
     ],
     "eval_linear": [
-        ("--weights imagenet", "--weights imagenet needs --arch"),
         ("--epochs 5", "--protocol svm-virtex takes no --epochs"),
         ("--lr 1", "--protocol svm-virtex takes 0 values of --lr"),
         ("--protocol sgd-mct", "--protocol sgd-mct needs one label per image: --data folder"),

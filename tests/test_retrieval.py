@@ -95,13 +95,11 @@ def test_script(coco_folder, tmp_path):
 
 def test_random_crops(coco_folder):
     """A crop of each photo, then a flipped one of each; the seed draws them."""
-    data = common.caption_data("coco", str(coco_folder), "val2017")
+    images = common.caption_data("coco", str(coco_folder), "val2017").images
     args = retrieval.get_args(["--image-size", "32"])
-    args.crop_min = 0.2
-    crops = retrieval.RandomCrops(data.images[:3], args)
-    assert len(crops) == 3 * args.crops
+    crops = retrieval.RandomCrops(images[:3], args)
     for i in range(6):
-        crop = partial(common.random_crop, np.random.default_rng([args.seed, i]), 0.2)
-        [expected] = common.read_crops(data.images[i % 3], [crop], 32)
+        crop = partial(common.random_crop, np.random.default_rng([args.seed, i]), args.crop_min)
+        [expected] = common.read_crops(images[i % 3], [crop], 32)
         pixels, readable = crops[i]
         assert readable and np.array_equal(pixels, expected[:, ::-1] if i >= 3 else expected)
