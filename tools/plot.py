@@ -109,14 +109,15 @@ def write_events(paths, runs):
 
 def shared_terms(runs):
     """Terms of which all runs have a curve, in the order of the first run: the loss, its parts"""
-    curves = [set() for _ in runs]
-    for terms, run in zip(curves, runs.values()):
-        for term, (x, _) in run.items():
-            if len(x) > 1 or not term.startswith(VALIDATION):
-                terms.add(term.removeprefix(VALIDATION))
-    first = [term.removeprefix(VALIDATION) for term in next(iter(runs.values()))]
-    shared = set.intersection(*curves) - NO_TERMS
-    return [term for term in dict.fromkeys(first) if term in shared]
+    first, *others = map(drawn_terms, runs.values())
+    return [term for term in first if all(term in other for other in others)]
+
+
+def drawn_terms(curves):
+    """Terms of a run that are logged, or validated more than once -> [term]"""
+    names = [name for name, (x, _) in curves.items() if len(x) > 1 or VALIDATION not in name]
+    terms = dict.fromkeys(name.removeprefix(VALIDATION) for name in names)
+    return [term for term in terms if term not in NO_TERMS]
 
 
 def draw_term(panel, term, runs):

@@ -250,5 +250,6 @@ def length(words, images_per_s):
 def training_images(data):
     """How many --data has, at most; 0 if that is not known"""
     if data.endswith(".jsonl") and os.path.exists(data):
-        return sum(1 for line in open(data, "rb") if line.strip())
+        with open(data, "rb") as file:
+            return sum(1 for line in file if line.strip())
     return TRAINING_IMAGES.get(data, 0)
