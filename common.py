@@ -24,7 +24,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,8 +48,8 @@ def run(main, get_args):
     except KeyboardInterrupt:
         sys.exit("interrupted: a training resumes from its last checkpoint, if it has saved one")
     except ModuleNotFoundError as error:
-        install = "pip install -r requirements.txt, or copy our file of that name beside the script"
-        fail(f"{error.name} is missing: {install}")
+        fail(f"{error.name} is missing: pip install -r requirements.txt, or copy our file of that "
+             "name beside the script")  # fmt: skip
     except (torch.OutOfMemoryError, MemoryError):
         fail("out of memory: try a smaller --batch-size, --image-size or --arch, or, in training, "
              "--accumulate 4")  # fmt: skip
@@ -112,9 +112,9 @@ DATA = "shapes (built in), coco, vg, a .jsonl file, or a folder made by tools/ma
 
 def positive(text, kind=float):
     value = kind(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
+    if value > 0:
+        return value
+    raise argparse.ArgumentTypeError(f"{text} is not above 0")
 
 
 def positive_int(text):
@@ -122,10 +122,9 @@ def positive_int(text):
 
 
 def fraction(text):
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a fraction between 0 and 1")
-    return value
+    if 0 <= float(text) <= 1:
+        return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a fraction between 0 and 1")
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -233,14 +232,12 @@ def run_flags(parser, script):
 
 def parse(parser, argv):
     args = parser.parse_args(argv)
-    if args.output is None:  # runs on other data do not collide
-        args.output = f"runs/{parser.script}"
-        if args.data != "shapes":
-            args.output += f"-{Path(args.data).stem}"
+    data = "" if args.data == "shapes" else f"-{Path(args.data).stem}"
+    args.output = args.output or f"runs/{parser.script}{data}"  # runs on other data do not collide
     parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
     if args.batch_size and args.batch_size % parts:
-        count = f"{parts} (processes times --accumulate)"
-        fail(f"--batch-size {args.batch_size} cannot be divided by {count}")
+        fail(f"--batch-size {args.batch_size} cannot be divided by {parts}, which is the number "
+             "of processes times --accumulate")  # fmt: skip
     return args
 
 
@@ -268,8 +265,8 @@ def init_distributed():
     if "RANK" not in os.environ:
         return World(0, 1, device)
     if cuda:
-        if local >= torch.cuda.device_count():
-            fail("there are fewer GPUs than processes: lower --nproc_per_node")
+        enough = local < torch.cuda.device_count()
+        require(enough, "there are fewer GPUs than processes: lower --nproc_per_node")
         torch.cuda.set_device(device)
     # CPU tensors go through gloo. Others may wait for hours while the first process makes labels.
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -279,8 +276,8 @@ def init_distributed():
 
 def end_distributed(world):
     """Leave the process group: the first process does the rest alone."""
-    barrier(world)
     if world.size > 1:
+        dist.barrier()
         dist.destroy_process_group()
 
 
@@ -316,14 +313,12 @@ def autocast(device, amp):
 
 def choose_amp(device, requested):
     """--amp if given, else bf16 if the device computes in it natively, else "off"."""
-    if requested:
-        return requested
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         mkldnn = torch.backends.mkldnn.is_available()
         native = mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return "bf16" if native else "off"
+    return requested or ("bf16" if native else "off")
 
 
 # ------------------------------------------------------------------------------ captioned images
@@ -351,25 +346,16 @@ class CaptionData:
     """
 
     images: np.ndarray  # (N,) of keys
-    captions: np.ndarray  # (N,) of STRINGS
-    num_captions: np.ndarray  # (N,)
-    tags: np.ndarray  # (N,), like captions
+    captions: np.ndarray  # (N,) of STRINGS, from join_lines
+    tags: np.ndarray  # (N,) likewise
     tag_names: list = None  # all that an image may have; None: the source knows no tags
-
-    @classmethod
-    def from_lists(cls, images, captions, tags, tag_names=None):
-        """captions, tags: a list of strings for each image"""
-        data = cls(images, captions=(), num_captions=(), tags=join_lines(tags), tag_names=tag_names)
-        return data.with_captions(captions)
-
-    def with_captions(self, captions):
-        """-> CaptionData with other captions: a list of strings for each image"""
-        lines = join_lines(captions)
-        num_captions = np.strings.count(lines, "\n") + (lines != "")
-        return replace(self, captions=lines, num_captions=num_captions)
 
     def __len__(self):
         return len(self.images)
+
+    @cached_property
+    def num_captions(self):
+        return np.array([len(text.splitlines()) for text in self.captions])
 
     def captions_of(self, i):
         return self.captions[i].splitlines()
@@ -388,14 +374,8 @@ class CaptionData:
 
     def select(self, keep):
         """-> CaptionData of the images with the indices `keep`"""
-        keep = np.array(keep, int)
-        return replace(
-            self,
-            images=self.images[keep],
-            captions=self.captions[keep],
-            num_captions=self.num_captions[keep],
-            tags=self.tags[keep],
-        )
+        images, captions, tags = self.images[keep], self.captions[keep], self.tags[keep]
+        return replace(self, images=images, captions=captions, tags=tags)
 
     def captioned(self):
         """-> CaptionData of the images that have a caption; prints how many have none"""
@@ -408,17 +388,13 @@ class CaptionData:
 
 
 def join_lines(lists):
-    """A list of strings for each image -> (N,) of STRINGS, cleaned"""
+    """A list of strings for each image -> (N,) of STRINGS, a line for each string"""
     return np.array(["\n".join(clean(strings)) for strings in lists], STRINGS)
 
 
 def clean(strings):
-    """Single spaces for all white space, also line breaks (see captions_of) -> list, without ""
-
-    Half an emoji, of a text that was cut, becomes a question mark.
-    """
-    words = (text.encode(errors="replace").decode().split() for text in strings)
-    return [" ".join(found) for found in words if found]
+    """Single spaces for all white space, line breaks too -> list, without empty strings"""
+    return [" ".join(words) for words in map(str.split, strings) if words]
 
 
 def caption_data(name, root=None, split="train"):
@@ -432,14 +408,12 @@ def caption_data(name, root=None, split="train"):
 
         scenes, captions, tags = shapes.captioned_scenes(split)
         images = np.array(scenes, object)  # of int
-        data = CaptionData.from_lists(images, captions, tags, list(shapes.SHAPES))
+        data = CaptionData(images, join_lines(captions), join_lines(tags), list(shapes.SHAPES))
     else:
         import sources  # only here: a copied script works without it
 
         data = sources.caption_data(name, root, split)
     require(len(data), f"--data {name} has no image of the split {split}")
-    if len(data) < 50:
-        print_main(f"the split {split} has {len(data)} images only: scores on so few mean little")
     return data
 
 
@@ -456,24 +430,24 @@ def coco_data(root, split):
     captions = defaultdict(list)
     tags = defaultdict(list)
     names = {}
-    path = Path(root, "annotations", f"captions_{split}.json")
+    folder = Path(root, "annotations")
     with error_context(COCO):
-        content = json.loads(path.read_bytes())
-        files = {image["id"]: image["file_name"] for image in content["images"]}
+        content = json.loads((folder / f"captions_{split}.json").read_bytes())
+        files = {image["id"]: f"{root}/{split}/{image['file_name']}" for image in content["images"]}
         for row in content["annotations"]:
             captions[row["image_id"]].append(row["caption"])
-        path = path.with_name(f"instances_{split}.json")
-        if path.exists():
-            content = json.loads(path.read_bytes())
+        instances = folder / f"instances_{split}.json"
+        if instances.exists():
+            content = json.loads(instances.read_bytes())
             names = {row["id"]: row["name"] for row in content["categories"]}
             for row in content["annotations"]:
                 tags[row["image_id"]].append(names[row["category_id"]])
-        return CaptionData.from_lists(
-            image_files([os.path.join(root, split, file) for file in files.values()]),
-            [captions[image] for image in files],
-            [tags[image] for image in files],
-            clean(names[category] for category in sorted(names)) or None,
-        )
+    return CaptionData(
+        image_files(list(files.values())),
+        join_lines(captions[image] for image in files),
+        join_lines(tags[image] for image in files),
+        clean(names[category] for category in sorted(names)) or None,
+    )
 
 
 JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} on each line'
@@ -497,18 +471,18 @@ def jsonl_data(path, root, split):
                 rows.append(row)
             except Exception as error:  # no JSON, no "image", wrong types
                 fail(f"{path}, line {number}: {error!r}. Expected: {JSONL}")
-    distinct = {row["image"] for row in rows}
-    require(len(distinct) == len(rows), f"{path} repeats an image: one line has all its captions")
+    images = [row["image"] for row in rows]
+    require(len(set(images)) == len(rows), f"{path} repeats an image: one line has all captions")
     tag_names = dict.fromkeys(tag for row in rows for tag in row["tags"])
     if not any(row.get("split") for row in rows):
         order = np.random.default_rng(0).permutation(len(rows))
         for n in order[: max(1, len(rows) // 20)]:
             rows[n]["split"] = "val"
     rows = [row for row in rows if (row.get("split") or "train") == split]
-    return CaptionData.from_lists(
+    return CaptionData(
         image_files([row["image"] for row in rows]),
-        [row["captions"] for row in rows],
-        [row["tags"] for row in rows],
+        join_lines(row["captions"] for row in rows),
+        join_lines(row["tags"] for row in rows),
         list(tag_names) or None,
     )
 
@@ -668,11 +642,9 @@ def infinite_sampler(size, batch_size, world, seed, start=0):
     The epochs' permutations, which depend only on the seed, are concatenated. Batch t is their
     t-th slice of `batch_size` (global), of which each process takes its part.
     """
-    per_rank_batch = batch_size // world.size
     order_of = lru_cache(1)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(size))
-    for batch in itertools.count(start):
-        first = batch * batch_size + world.rank * per_rank_batch
-        for position in range(first, first + per_rank_batch):
+    for position in itertools.count(start * batch_size):
+        if position % batch_size // (batch_size // world.size) == world.rank:
             epoch, place = divmod(position, size)
             yield epoch, int(order_of(epoch)[place])
 
@@ -702,18 +674,12 @@ def to_device(batch, device):
 
 # --------------------------------------------------------------------------------- on the device
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 GREY = np.array([0.299, 0.587, 0.114])
 YIQ = np.array([GREY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 # In RGB, a rotation by a in the plane of I and Q is GREY + cos(a) HUE[0] + sin(a) HUE[1].
-HUE = [np.eye(3) - GREY, np.linalg.inv(YIQ) @ [[0, 0, 0], [0, 0, -1], [0, 1, 0]] @ YIQ]
-
-
-@cache
-def colour_constants(device):
-    """Cached on the device: copying them from the host would synchronise it."""
-    constants = GREY, np.array(HUE), IMAGENET_MEAN, IMAGENET_STD
-    return [torch.tensor(value, dtype=torch.float32, device=device) for value in constants]
+HUE = np.eye(3) - GREY, np.linalg.inv(YIQ) @ [[0, 0, 0], [0, 0, -1], [0, 1, 0]] @ YIQ
+COLOURS = [torch.tensor(np.array(values)).float() for values in (GREY, HUE, MEAN, STD)]
 
 
 def augment(images, jitter=None):
@@ -723,7 +689,7 @@ def augment(images, jitter=None):
     in this order, are each linear in the colours. Combined they are one 3x3 matrix and one offset
     per image: a single pass over the pixels. [ours: the fixed order, one clamp at the end]
     """
-    grey, hue_plane, mean, std = colour_constants(images.device)
+    grey, hue_plane, mean, std = to_device(COLOURS, images.device)
     pixels = images.float() / 255
     if jitter is not None:
         brightness, contrast, saturation, hue = jitter.T[..., None, None]  # (B, 1, 1) each
@@ -816,7 +782,8 @@ def save_weights(path, module):
 
 def read_checkpoint(path, script=None):
     """Load a file onto the CPU without running code from it.  script: that must have written it"""
-    with error_context(f"python {script or 'virtex'}.py writes one"), open(path, "rb") as file:
+    note = f"a training such as python {script or 'virtex'}.py writes one"
+    with error_context(note), open(path, "rb") as file:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # from zipfile, pickle or torch
@@ -851,7 +818,6 @@ class Run:
         self.iteration = 0
         self.metrics = []  # the lines of metrics.jsonl
         path = self.folder / "checkpoint.pth"
-        outdated = []
         if path.exists() and not args.fresh:
             self.checkpoint = read_checkpoint(path, script)
             for name, now in self.settings.items():  # in the order of --help
@@ -862,16 +828,15 @@ class Run:
                          "another --output, or give --fresh to start over")  # fmt: skip
             self.iteration = self.checkpoint["iteration"]
             self.metrics = self.checkpoint["metrics"]
-        else:
-            outdated = ["result.json", "checkpoint.pth", "backbone.pth", "model_[0-9]*.pth"]
-            if self.settings.get("init"):
-                import sources  # only here: a copied script works without it
+        elif self.settings.get("init"):
+            import sources  # only here: a copied script works without it
 
-                self.init = sources.read_init(args.init, script, args.arch)
+            self.init = sources.read_init(args.init, script, args.arch)
         barrier(world)  # before the first process removes or writes anything
         if world.is_main:
-            for path in [path for name in outdated for path in self.folder.glob(name)]:
-                path.unlink()
+            for path in () if self.checkpoint else self.folder.iterdir():
+                if re.fullmatch(r"result\.json|(checkpoint|backbone|model_\d+)\.pth", path.name):
+                    path.unlink()
             (self.folder / "metrics.jsonl").write_text("".join(self.metrics))
             about = {"command": sys.argv, "torch": torch.__version__, "processes": world.size}
             write_json(self.folder / "args.json", self.settings | about)
@@ -957,9 +922,8 @@ class Run:
 
     def write_metrics(self):
         """Append a line to metrics.jsonl; reading the values synchronises the device -> the loss"""
-        means = [torch.stack(values).mean().item() for values in self.values.values()]
-        means = gather(torch.tensor([means]), self.world).mean(0).tolist()
-        row = dict(zip(self.values, means))
+        means = torch.tensor([[torch.stack(values).mean() for values in self.values.values()]])
+        row = dict(zip(self.values, gather(means, self.world).mean(0).tolist()))
         if not math.isfinite(row["loss"]):
             fail(f"the loss is not finite at iteration {self.iteration}: {DIVERGED}")
         row |= {f"validation_{name}": score for name, score in self.validation.items()}

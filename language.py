@@ -14,6 +14,7 @@ import os
 import re
 from array import array
 from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -23,7 +24,7 @@ from scipy import sparse
 from torch import nn
 
 import common
-from common import fail, print_main, progress, require
+from common import fail, join_lines, print_main, progress, require
 
 # -------------------------------------------------------------------------------------- concepts
 
@@ -90,9 +91,8 @@ def count_words(tagger, captions):
     counts = defaultdict(Counter)
     for words in tag_words(captions, tagger):
         for word, part in words:
-            if part == "verbs" and word in AUXILIARIES:
-                part = None
-            if len(word) < 2 or not word.replace("-", "").isalpha():
+            is_word = len(word) > 1 and word.replace("-", "").isalpha()
+            if not is_word or (part == "verbs" and word in AUXILIARIES):
                 part = None
             counts[word][part] += 1
     return counts
@@ -145,7 +145,7 @@ def filter_captions(data, tokenize):
         kept.append([caption for caption in length_of if 3 <= length_of[caption] <= 25])
     counts = f"{len(captions) - sum(map(len, kept))} of {len(captions)} captions"
     print_main(f"{counts} are left out: repeated for one image, or not of 3 to 25 tokens")
-    return data.with_captions(kept)
+    return replace(data, captions=join_lines(kept))
 
 
 # -------------------------------------------------------------------------------- tag prediction

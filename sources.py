@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import common
-from common import CaptionData, error_context, image_files, progress, require
+from common import CaptionData, error_context, image_files, join_lines, progress, require
 
 
 def caption_data(name, root, split):
@@ -54,7 +54,8 @@ def vg_data(root, split):
             if image["id"] in keep:
                 paths.append(os.path.join(root, *files[image["id"]]))
                 captions.append([region["phrase"] for region in image["regions"]])
-    return CaptionData.from_lists(image_files(paths), captions, [[]] * len(paths))
+    no_tags = [[]] * len(paths)
+    return CaptionData(image_files(paths), join_lines(captions), join_lines(no_tags))
 
 
 # ----------------------------------------------------------------------------------------- shards
@@ -75,13 +76,12 @@ def shard_data(folder, split):
         for name in ("image", "caption", "tag"):
             ends = arrays[f"{name}_ends"]
             columns[f"{name}s"] = MappedStrings(arrays[f"{name}_bytes"], ends[:-1], ends[1:])
-        num_captions = arrays["num_captions"]
-        return CaptionData(**columns, num_captions=num_captions, tag_names=tag_names)
+        return CaptionData(**columns, tag_names=tag_names)
 
 
 def save_index(folder, split, data):
     """Save CaptionData in one file.  data.images: see open_in_shard"""
-    arrays = {"num_captions": data.num_captions}
+    arrays = {}
     columns = {"image": data.images, "caption": data.captions, "tag": data.tags}
     for name, strings in columns.items():
         encoded = [string.encode() for string in strings]
@@ -260,7 +260,7 @@ class ClipEncoder(torch.nn.Module):
         with error_context(f"clip:{name} needs a CLIP model, from the hub or a folder"):
             self.encoder = CLIPVisionModel.from_pretrained(name)
         self.channels = self.encoder.config.hidden_size
-        ours = [common.IMAGENET_MEAN, common.IMAGENET_STD]
+        ours = [common.MEAN, common.STD]
         clips = [image_utils.OPENAI_CLIP_MEAN, image_utils.OPENAI_CLIP_STD]
         self.register_buffer("statistics", torch.tensor([*ours, *clips])[..., None, None])
 

@@ -37,6 +37,7 @@ import io
 import math
 import re
 import unicodedata
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -88,13 +89,8 @@ def get_args(argv=None):
     recipe = common.choose_recipe(RECIPES, argv)
     parser = common.flag_parser("virtex", __doc__, recipe)
     add = parser.add_argument_group("VirTex").add_argument
-    add(
-        "--task",
-        choices=TASKS,
-        default=TASKS[0],
-        metavar="TASK",
-        help=f"{', '.join(TASKS)}; all but the first are ablations [Tab. 1, Fig. 5]",
-    )
+    tasks = f"{', '.join(TASKS)}; all but the first are ablations [Tab. 1, Fig. 5]"
+    add("--task", choices=TASKS, default=TASKS[0], metavar="TASK", help=tasks)
     add("--layers", type=positive_int, default=1, help="L; 2 or 3 generally help [Sec. 4.2]")
     add("--hidden", type=positive_int, help="H; larger is better but slower; sets A = H/64, F = 4H")
     add("--dropout", type=fraction, help="in the heads; raise it if captions are few")
@@ -210,7 +206,7 @@ def subset(data, fraction, captions_per_image, seed):
         for i, strings in zip(chosen, captions):
             np.random.default_rng([seed, 0, i]).shuffle(strings)
         captions = [strings[:captions_per_image] for strings in captions]
-    return data.select(chosen).with_captions(captions)
+    return replace(data.select(chosen), captions=common.join_lines(captions))
 
 
 def with_tags(data):

@@ -104,7 +104,8 @@ def captioned(*captions, images=None, tags=None, tag_names=None):
     """CaptionData of images with these captions"""
     if images is None:
         images = photos_at(*(f"{n}.jpg" for n in range(len(captions))))
-    return common.CaptionData.from_lists(images, captions, tags or [[]] * len(captions), tag_names)
+    tags = tags or [[]] * len(captions)
+    return common.CaptionData(images, *map(common.join_lines, (captions, tags)), tag_names)
 
 
 class FeaturesAsGiven(torch.nn.Module):

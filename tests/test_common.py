@@ -109,16 +109,15 @@ def test_jsonl(tmp_path):
         {"image": absolute, "captions": ["five"], "tags": ["dog"], "text": "7", "split": "train"},
     ]
     path = write_jsonl(tmp_path / "data.jsonl", *rows)
-    lines = (tmp_path / "data.jsonl").read_text().splitlines()
-    (tmp_path / "data.jsonl").write_text("\n \n".join(lines) + "\n\n", encoding="utf-8-sig")
+    spaced = (tmp_path / "data.jsonl").read_text().replace("\n", "\n \n")
+    (tmp_path / "data.jsonl").write_text(spaced, encoding="utf-8-sig")
     train, val = (common.caption_data(path, split=split) for split in ("train", "val"))
     captions = [["one", "two"], [], ["four"], ["five"]]  # a line without a split is of train
     assert [train.captions_of(i) for i in range(4)] == captions
     assert [train.tags_of(i) for i in range(4)] == [[], [0, 1], [], [1]]
     assert val.captions_of(0) == ["three"] and val.tags_of(0) == [2] and len(val) == 1
     assert train.tag_names == val.tag_names == ["cat", "dog", "cow"]
-    (tmp_path / "to").mkdir()
-    moved = shutil.copy(path, tmp_path / "to")
+    moved = shutil.copy(path, f"{tmp_path}-moved.jsonl")
     assert list(common.caption_data(moved, str(tmp_path)).images) == list(train.images)
     assert train.images[0] == str(tmp_path / "0.jpg") and train.images[3] == absolute
 

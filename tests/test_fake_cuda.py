@@ -159,7 +159,6 @@ def train(watch, command):
     module = importlib.import_module(script.removesuffix(".py"))
     args = module.get_args(flags)
     watch.begin()
-    common.colour_constants.cache_clear()  # what it holds is of an earlier FakeTensorMode
     with FakeTensorMode(allow_non_fake_inputs=True), watch, pytest.raises(EnoughSteps):
         module.main(args)
 

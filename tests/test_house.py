@@ -22,7 +22,7 @@ DOWNSTREAM = [name for name in FILES if name.startswith("downstream/")]
 OURS = {name.removesuffix(".py") for name in TOP} | {"downstream", "tools", "tests"}
 
 BUDGETS = {  # lines, tokens
-    "common.py": (994, 6220),  # DESIGN: 800, 5600; what is over stands in the note of issue 34
+    "common.py": (958, 6060),  # DESIGN: 800, 5600; what is over stands in the note of issue 34
     "language.py": (360, 2500),
     "sources.py": (270, 1850),
     "svm.py": (240, 1900),
@@ -98,8 +98,7 @@ def test_size_of_the_rest():
     lines = {name: len(lines_of(name)) for name in FILES}
     assert lines["README.md"] <= 160
     assert [x for x in lines if x.startswith(("downstream/", "tools/")) and lines[x] > 350] == []
-    tests = sum(count for name, count in lines.items() if name.startswith("tests/"))
-    assert tests <= 5500
+    assert sum(count for name, count in lines.items() if name.startswith("tests/")) <= 5500
 
 
 def test_refusals():

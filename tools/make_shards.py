@@ -193,7 +193,8 @@ def write_index(folder, shards):
     for split, rows in photos.items():
         places, captions, tags = zip(*rows)
         images = np.array(places, common.STRINGS)
-        data = common.CaptionData.from_lists(images, captions, tags, list(names) or None)
+        captions, tags = common.join_lines(captions), common.join_lines(tags)
+        data = common.CaptionData(images, captions, tags, list(names) or None)
         sources.save_index(folder, split, data)
 
 

@@ -193,26 +193,44 @@ def papers_table(spec):
 
 # ----------------------------------------------------------------------------------- the plan
 
-TRAINING_IMAGES = {"coco": 118_287, "vg": 103_077}
+# Training images of the papers' data, by --data or the name of its folder; voc is VOC07+12.
+TRAINING_IMAGES = {
+    "coco": 118_287,
+    "vg": 103_077,
+    "imagenet": 1_281_167,
+    "VOCdevkit": 5_011,
+    "voc": 16_551,
+    "lvis": 100_170,
+    "inat": 437_513,
+}
 
 
 def plan(commands, output, images_per_s):
-    """-> lines: the inputs that are missing, then the commands, each with its length
+    """-> lines: the inputs that are missing, then the commands, each with its length, and a total
 
     images_per_s: for the hours; None: without.  What is in `output` is made by earlier commands.
     """
     missing = Counter()
     lines = []
+    total = 0
     for command in commands:
         words = shlex.split(command)
         for path in inputs(words):
             if not path.startswith(output) and not os.path.exists(path):
                 missing[path] += 1
-        notes = length(words, images_per_s)
+        text, images = length(words)
+        notes = [text] if text else []
+        if images and images_per_s:
+            notes.append(f"{images / images_per_s / 3600:.1f} hours")
         if "model_N.pth" in command:
             notes.append("N: of the model that the validation selects")
         lines.append(f"{command}  # {', '.join(notes)}" if notes else command)
-    return [f"# missing, for {n} commands: {path}" for path, n in missing.items()] + lines
+        total += images
+    first = [f"# missing, for {n} commands: {path}" for path, n in missing.items()]
+    if total and images_per_s:
+        hours = f"{total / images_per_s / 3600:.1f} hours of training at {images_per_s:g} images/s"
+        lines.append(f"# {len(lines)} commands, {hours}; those without hours are not counted")
+    return first + lines
 
 
 def inputs(words):
@@ -228,28 +246,33 @@ def inputs(words):
             yield given[flag]
 
 
-def length(words, images_per_s):
-    """-> ["500,000 iterations of 256 images", "8.9 hours"] of a method's training, else []"""
+def length(words):
+    """-> (text, images) of a command: ("500,000 iterations of 256 images", 128_000_000)
+
+    "" for what trains no network or layer; images 0: not known, or (detection) of another size.
+    """
     [first] = [n for n, word in enumerate(words) if re.search(r"\.py$|^(downstream|tools)\.", word)]
     script = words[first].removesuffix(".py")
-    if script not in ("virtex", "tp", "icmlm", "mmcontrastive"):
-        return []
-    args = importlib.import_module(script).get_args(words[first + 1 :])
-    if not args.iters and script == "icmlm":  # how many there are is known when they are found
-        return [f"{args.epochs:g} passes over the triplets in batches of {args.batch_size} images"]
-    epoch = training_images(args.data) / args.batch_size * getattr(args, "fraction", 1)
-    iters = args.iters or args.epochs * epoch
-    if not iters:
-        return [f"{args.epochs:g} epochs in batches of {args.batch_size} images"]
-    notes = [f"{iters:,.0f} iterations of {args.batch_size} images"]
-    if images_per_s:
-        notes.append(f"{iters * args.batch_size / images_per_s / 3600:.1f} hours")
-    return notes
+    if not re.fullmatch("virtex|tp|icmlm|mmcontrastive|eval_linear|.*(finetune|detection)", script):
+        return "", 0
+    module = importlib.import_module(script)
+    args = module.get_args(words[first + 1 :])
+    iters = getattr(args, "iters", None)
+    if script == "eval_linear" and module.PROTOCOLS[args.protocol].side_fraction:
+        return "features of all images, once", 0
+    if iters:
+        images = 0 if script.endswith("detection") else iters * args.batch_size
+        return f"{iters:,.0f} iterations of {args.batch_size} images", images
+    images = args.epochs * training_images(args.data, args.root) * getattr(args, "fraction", 1)
+    if not images or script == "icmlm":  # how many triplets there are is known when they are found
+        of = "triplets" if script == "icmlm" else "images"
+        return f"{args.epochs:g} passes over the {of} in batches of {args.batch_size}", 0
+    return f"{images / args.batch_size:,.0f} iterations of {args.batch_size} images", images
 
 
-def training_images(data):
-    """How many --data has, at most; 0 if that is not known"""
+def training_images(data, root):
+    """How many there are, at most; 0 if that is not known"""
     if data.endswith(".jsonl") and os.path.exists(data):
         with open(data, "rb") as file:
             return sum(1 for line in file if line.strip())
-    return TRAINING_IMAGES.get(data, 0)
+    return TRAINING_IMAGES.get(data) or TRAINING_IMAGES.get(os.path.basename(root or ""), 0)
