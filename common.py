@@ -331,8 +331,7 @@ def image_files(paths):
     """Paths of images, all of which are there -> (N,) of STRINGS"""
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing:
-        fail(f"{len(missing)} of {len(paths)} images are missing, the first is {missing[0]}: "
-             "relative paths start from --root, or else from the .jsonl's folder")  # fmt: skip
+        fail(f"{len(missing)} of {len(paths)} images are missing, the first is {missing[0]}")
     return np.array(paths, STRINGS)
 
 

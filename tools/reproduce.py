@@ -88,6 +88,7 @@ def main(args):
     else:
         counts = [f"{states.count(state)} {state}" for state in sorted(set(states))]
         print(f"rows: {', '.join(counts)}")
+        return int("failed" in states)
 
 
 def write_documents():
@@ -196,6 +197,8 @@ class Steps:
 
     def kept_models(self, name, seed):
         names = [path.name for path in self.train(name, seed).glob("model_[0-9]*.pth")]
+        if not names and not self.args.dry_run:
+            raise Failed("failed: no model_N.pth was kept, --keep-every is longer than the run")
         return sorted(names, key=lambda name: int(name[6:-4])) or ["model_N.pth"]
 
     def each_kept(self, name):
