@@ -151,8 +151,8 @@ def main(args):
     # Data: the frozen language model, and one triplet for each word that can be masked.
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    run = common.Run(args, "icmlm", world, train)
     probe = eval_linear and eval_linear.Probe(args, train, val)
+    run = common.Run(args, "icmlm", world, train)
     tokenizer, lm = load_language_model(args, train, run)
     concepts, train, val = load_triplets(args, train, val, tokenizer, run)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)

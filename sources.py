@@ -1,4 +1,4 @@
-"""What few runs need: Visual Genome, shards, checkpoints of other authors, --init.
+"""What only some runs need: Visual Genome, shards, checkpoints of other authors, --init.
 
 common.py imports this file only when it needs it.
 """
@@ -76,12 +76,14 @@ def shard_data(folder, split):
         for name in ("image", "caption", "tag"):
             ends = arrays[f"{name}_ends"]
             columns[f"{name}s"] = MappedStrings(arrays[f"{name}_bytes"], ends[:-1], ends[1:])
-        return CaptionData(**columns, tag_names=tag_names)
+        data = CaptionData(**columns, tag_names=tag_names)
+        data.num_captions = arrays["num_captions"]  # counting them would read all captions
+        return data
 
 
 def save_index(folder, split, data):
     """Save CaptionData in one file.  data.images: see open_in_shard"""
-    arrays = {}
+    arrays = {"num_captions": data.num_captions}
     columns = {"image": data.images, "caption": data.captions, "tag": data.tags}
     for name, strings in columns.items():
         encoded = [string.encode() for string in strings]

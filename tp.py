@@ -136,8 +136,8 @@ def main(args):
     # Data: photos, and labels from their captions. Photos without a label are left out.
     train = common.caption_data(args.data, args.root, args.train_split)
     val = common.caption_data(args.data, args.root, args.val_split)
-    run = common.Run(args, "tp", world, train)
     probe = eval_linear and eval_linear.Probe(args, train, val, args.labels == "instances")
+    run = common.Run(args, "tp", world, train)
     names, labels, val_labels = load_labels(args, train, val, run)  # K names; (N, K) sparse
     rows = labelled_rows(labels, args.train_split)
     val_rows = labelled_rows(val_labels, args.val_split)

@@ -13,23 +13,27 @@ do. A backbone whose features suffice to write them has learned to see. Only the
     eight GPUs    torchrun --nproc_per_node=8 virtex.py --data coco
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 virtex.py --data coco   (on both; shared --output)
-    captions      python -m downstream.captioning photo.jpg --weights runs/virtex/checkpoint.pth
+    captions      python -m downstream.captioning photo.jpg \\
+                      --weights runs/virtex-photos/checkpoint.pth
 
 Where the paper is:
 
     Eq. 1, log-likelihood of both directions   VirTex.caption_losses, token_loss
     Fig. 3, visual backbone, textual head      VirTex, TextualHead
     shared embeddings, tied output [Sec. 3]    TextualHead.__init__, TextualHead.share
+    crops, colours [Sec. 3]                    common.load_image, common.augment
     flip with left and right swapped [Sec. 3]  common.load_image (photo), make_sample (caption)
     tokenizer [Sec. 3]                         train_tokenizer
     SGD with look-ahead, two rates [Sec. 3]    parameter_groups, LookAhead
-    other pretraining tasks [Sec. 4.2]         VirTex.masked_loss, token_set_loss
+    warm-up and cosine [Sec. 3]                common.lr_factor
+    early stopping [Sec. 3]                    --keep-every, then docs/output.md
+    other tasks [Sec. 4.1, 4.2]                VirTex.masked_loss, token_set_loss
 
 What to expect: with the paper's head (H = 2048, 10K words) the loss starts near 12.5 in each
 direction, not at ln 10000 = 9.2: the output layer is the token embedding, so at first each
 position predicts the token it has just read. Then comes a plateau, near 3.2 per direction on
 Flickr8k (H = 512): the heads write plausible captions without looking at the photo. The loss falls
-again when the image features start to lower it. If training stalls there, train longer or raise
+again once the heads start to use the image. If training stalls there, train longer or raise
 --text-lr. A finished run is in docs/logs/virtex.
 """
 
@@ -62,7 +66,7 @@ RECIPES = {  #           demo        small       paper
     "colour_jitter":    (0.0,        1.0,        1.0),         # official code
     "hidden":           (256,        512,        2048),        # Sec. 4.1
     "init_std":         (0.06,       0.02,       0.02),        # official code; demo: ours
-    "zero_residual":    (False,      False,      True),        # official code: see VirTex
+    "zero_residual":    (False,      False,      True),        # official code: class VirTex
     "dropout":          (0.0,        0.1,        0.1),         # official code
     "vocab_size":       (10_000,     10_000,     10_000),      # Sec. 3; fewer for few captions
     "batch_size":       (32,         32,         256),         # Sec. 3
@@ -97,7 +101,7 @@ def get_args(argv=None):
     add("--text-lr", type=positive, help="peak rate of heads; 0.05 to 0.1 with SGD on little data")
     add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
     add("--tokenizer", help="a SentencePiece .model, instead of one trained on the captions")
-    add("--fraction", type=fraction, default=1.0, help="use this fraction of the photos [Fig. 4]")
+    add("--fraction", type=fraction, default=1.0, help="of photos; scale --iters yourself [Fig. 4]")
     add("--captions-per-image", type=positive_int, help="use at most this many captions [Fig. 4]")
     add("--validate-every", type=positive_int, help="iterations between validation losses")
     args = common.parse(parser, argv)
@@ -117,15 +121,15 @@ def main(args):
     train = common.caption_data(args.data, args.root, args.train_split)
     train = subset(train, args.fraction, args.captions_per_image, args.seed).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    if args.task == "multilabel_classification":
+    trained_on_tags = args.task == "multilabel_classification"
+    if trained_on_tags:
         train = with_tags(train)
         val = with_tags(val)
-    run = common.Run(args, "virtex", world, train)  # reads the checkpoint or --init
-    trained_on_tags = args.task == "multilabel_classification"
     probe = eval_linear and eval_linear.Probe(args, train, val, trained_on_tags)
+    run = common.Run(args, "virtex", world, train)  # reads the checkpoint or --init
     tokenizer = load_tokenizer(args, train, run)
     vocab_size = tokenizer.get_piece_size()
-    if args.task == "multilabel_classification":
+    if trained_on_tags:
         vocab_size = FIRST_TAG + len(train.tag_names)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
     sizes = f"{len(train)} photos ({len(val)} for validation), {sum(train.num_captions)} captions"
@@ -142,7 +146,7 @@ def main(args):
         dropout=args.dropout,
         task=args.task,
         init_std=args.init_std,
-        zero_residual=args.zero_residual and args.arch != "vgg16_bn",
+        zero_residual=args.zero_residual and args.arch != "vgg16_bn",  # which has none
     )
     backbone = model.visual["cnn"]
     run.initialize(model, backbone)
@@ -168,7 +172,7 @@ def main(args):
             images = common.augment(batch.pop("images"), batch.pop("jitter"))  # (B, 3, h, w)
             with common.autocast(device, args.amp):
                 losses = parallel(images, **batch)
-            loss = sum(losses.values())
+            loss = sum(losses.values())  # both directions [Eq. 1]
             scaler.scale(loss / args.accumulate).backward()
             run.log(loss=loss, **losses)
         scaler.unscale_(optimizer)
@@ -201,12 +205,13 @@ def subset(data, fraction, captions_per_image, seed):
         return data
     order = np.random.default_rng(seed).permutation(len(data))
     chosen = np.sort(order[: max(1, round(fraction * len(data)))])
-    captions = [data.captions_of(i) for i in chosen]
-    if captions_per_image:
-        for i, strings in zip(chosen, captions):
-            np.random.default_rng([seed, 0, i]).shuffle(strings)
-        captions = [strings[:captions_per_image] for strings in captions]
-    return replace(data.select(chosen), captions=common.join_lines(captions))
+    data = data.select(chosen)
+    if not captions_per_image:
+        return data
+    captions = [data.captions_of(i) for i in range(len(data))]
+    for i, strings in zip(chosen, captions):
+        np.random.default_rng([seed, 0, i]).shuffle(strings)  # of a photo alike for any fraction
+    return replace(data, captions=common.join_lines(c[:captions_per_image] for c in captions))
 
 
 def with_tags(data):
@@ -223,7 +228,7 @@ def clean(caption):
 
 
 def load_tokenizer(args, train, run):
-    """That of the checkpoint or of --init, else --tokenizer or one trained on the captions"""
+    """-> that of the checkpoint or --init, even beside --tokenizer, else one trained on captions"""
     path = run.folder / "tokenizer.model"
     saved = run.checkpoint or run.init
     if run.world.is_main:
@@ -263,7 +268,7 @@ def train_tokenizer(captions, vocab_size):
 
 
 def read_tokenizer(path):
-    with open(path, "rb") as file, error_context(f"{path} should be a SentencePiece model"):
+    with error_context(f"{path} should be a SentencePiece model"), open(path, "rb") as file:
         tokenizer = sentencepiece.SentencePieceProcessor(model_proto=file.read())
     ids = [tokenizer.piece_to_id(piece) for piece in ("[SOS]", "[EOS]", "[MASK]")]
     require(ids == [SOS, EOS, MASK], f"{path} must have [SOS], [EOS], [MASK] as ids 1, 2, 3")
@@ -291,7 +296,7 @@ def make_sample(data, tokenizer, args, index, rng):
 
 
 def mask_tokens(tokens, vocab_size, rng):
-    """15% of tokens: 85% [MASK], 10% random, 5% kept; if one alone, [MASK] [official code]"""
+    """15% of tokens: 85% [MASK], 10% a random one, 5% kept; a single one: [MASK] [official code]"""
     masked = list(tokens)
     words = range(1, len(tokens) - (tokens[-1] == EOS))  # a truncated caption has no [EOS]
     num_masked = math.ceil(0.15 * len(words))
@@ -312,8 +317,9 @@ def pad(sequences):
 def collate(samples):
     """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), and what the task needs
 
-    Target positions are flat indices of the tokens to predict: not padding, nor unknown tokens,
-    which share its id [official code]. Finding them on the GPU would synchronise it.
+    Target positions are flat indices of the tokens to predict, into tokens[:, 1:], for masked_lm
+    into tokens: not padding, nor unknown tokens, which share its id [official code]. Finding them
+    on the GPU would synchronise it.
     """
     batch = common.collate_images(samples)
     task = samples[0]["task"]
@@ -343,7 +349,7 @@ def flat_indices(mask):
 class VirTex(nn.Module):
     """Backbone and textual heads; calling it returns the losses of the task [Sec. 3, 4.2].
 
-    visual["cnn"] is the backbone; textual and backward_textual are the directions [official names].
+    Names of the official code; in Eq. 1 theta is visual, phi_f textual, phi_b backward_textual.
     zero_residual: the residual blocks start as identities, their last batch norm at 0.
     """
 
@@ -361,8 +367,8 @@ class VirTex(nn.Module):
     ):
         super().__init__()
         self.task = task
-        residual = {"zero_init_residual": True} if zero_residual else {}  # VGG-16 has none
-        self.visual = nn.ModuleDict({"cnn": common.build_backbone(arch, **residual)})
+        kwargs = {"zero_init_residual": True} if zero_residual else {}
+        self.visual = nn.ModuleDict({"cnn": common.build_backbone(arch, **kwargs)})
         channels = self.visual["cnn"].channels
         if task in CLASSIFICATION:
             self.textual = nn.ModuleDict({"output": nn.Linear(channels, vocab_size)})
@@ -380,7 +386,7 @@ class VirTex(nn.Module):
         if self.task in CLASSIFICATION:
             logits = self.textual["output"](features.mean((2, 3)))
             return {self.task: token_set_loss(logits, tokens)}
-        image_features = self.textual.project(features)  # (B, S, H)
+        image_features = self.textual.project(features)  # (B, S, H), S = h / 32 * w / 32: N_I
         if self.task == "masked_lm":
             return {"masked_lm": self.masked_loss(image_features, tokens, **batch)}
         return self.caption_losses(image_features, tokens, **batch)
@@ -430,7 +436,7 @@ def token_set_loss(logits, tokens):
 
 
 class TextualHead(nn.Module):
-    """A Transformer that reads tokens and an image [Sec. 3]. Module names of the official code."""
+    """One direction: a Transformer that reads tokens and an image [Sec. 3]. Official names."""
 
     def __init__(self, channels, vocab_size, hidden, layers, dropout, max_length, init_std):
         super().__init__()
@@ -497,7 +503,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.words = nn.Embedding(vocab_size, hidden, padding_idx=PAD)
         self.positions = nn.Embedding(max_length, hidden)
-        self.layer_norm = nn.LayerNorm(hidden, eps=1e-8)
+        self.layer_norm = nn.LayerNorm(hidden, eps=1e-8)  # official code
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens):
@@ -570,9 +576,7 @@ class LookAhead:
 
 @torch.no_grad()
 def validate(model, val, tokenizer, args, device):
-    """Mean loss per predicted token of the photos' first captions -> {name: loss}
-
-    Classification: per image."""
+    """-> {name: mean loss}: per token of the photos' first captions; classification: per photo"""
     model.eval()
     samples = common.Samples(partial(make_sample, val, tokenizer, args), len(val))
     totals = {}

@@ -1,6 +1,6 @@
 """Captions by a model of virtex.py, and where it looks for each word.  [VirTex Sec. 4.4, Fig. 6]
 
-    python -m downstream.captioning photo.jpg --weights runs/virtex/checkpoint.pth
+    python -m downstream.captioning photo.jpg --weights runs/virtex-photos/checkpoint.pth
     python -m downstream.captioning --evaluate --data coco \\
         --weights runs/virtex-coco/checkpoint.pth
 
