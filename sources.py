@@ -47,15 +47,14 @@ def vg_data(root, split):
     splits = {"train": set(ids[num_val:]), "val": set(ids[:num_val])}
     keep = splits.get(split, ())
 
-    paths = []
-    captions = []
+    captions = {}
     with error_context(VG), open(os.path.join(root, "region_descriptions.json"), "rb") as file:
         for image in progress(ijson.items(file, "item"), desc="captions", total=len(files)):
             if image["id"] in keep:
-                paths.append(os.path.join(root, *files[image["id"]]))
-                captions.append([region["phrase"] for region in image["regions"]])
-    no_tags = [[]] * len(paths)
-    return CaptionData(image_files(paths), join_lines(captions), join_lines(no_tags))
+                path = os.path.join(root, *files[image["id"]])
+                captions[path] = [region["phrase"] for region in image["regions"]]
+    no_tags = join_lines([] for _ in captions)
+    return CaptionData(image_files(list(captions)), join_lines(captions.values()), no_tags)
 
 
 # ----------------------------------------------------------------------------------------- shards
@@ -83,14 +82,14 @@ def shard_data(folder, split):
 
 def save_index(folder, split, data):
     """Save CaptionData in one file.  data.images: see open_in_shard"""
-    arrays = {"num_captions": data.num_captions}
+    index = {"tag_names": data.tag_names, "num_captions": torch.from_numpy(data.num_captions)}
     columns = {"image": data.images, "caption": data.captions, "tag": data.tags}
     for name, strings in columns.items():
         encoded = [string.encode() for string in strings]
-        arrays[f"{name}_bytes"] = np.frombuffer(bytearray().join(encoded), np.uint8)
-        arrays[f"{name}_ends"] = np.cumsum([0, *map(len, encoded)])
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    common.save(Path(folder, f"{split}.index"), {**tensors, "tag_names": data.tag_names})
+        content = np.frombuffer(bytearray().join(encoded), np.uint8)
+        index[f"{name}_bytes"] = torch.from_numpy(content)
+        index[f"{name}_ends"] = torch.tensor([0, *map(len, encoded)]).cumsum(0)
+    common.save(Path(folder, f"{split}.index"), index)
 
 
 def open_in_shard(place):
@@ -152,8 +151,7 @@ class MappedStrings:
     def __getitem__(self, key):
         if np.ndim(key):
             return MappedStrings(self.content, self.starts[key], self.ends[key])
-        content = self.content[self.starts[key] : self.ends[key]]
-        return bytes(content).decode()
+        return bytes(self.content[self.starts[key] : self.ends[key]]).decode()
 
 
 # ---------------------------------------------------------- checkpoints of other authors, --init
@@ -245,8 +243,8 @@ def initialize(init, model, backbone, prefix="", anew=()):
             taken[name] = saved
     model.load_state_dict(taken, strict=False)
     new = [name for name in state if name not in taken]
-    counts = f"{len(taken)} of {len(state)} tensors are taken over, {len(new)} are new {new[:3]}"
-    common.print_main(f"--init: {counts}")
+    taken_over = f"{len(taken)} of {len(state)} tensors are taken over"
+    common.print_main(f"--init: {taken_over}, {len(new)} are new {new[:3]}")
 
 
 class ClipEncoder(torch.nn.Module):
@@ -262,9 +260,9 @@ class ClipEncoder(torch.nn.Module):
         with error_context(f"clip:{name} needs a CLIP model, from the hub or a folder"):
             self.encoder = CLIPVisionModel.from_pretrained(name)
         self.channels = self.encoder.config.hidden_size
-        ours = [common.MEAN, common.STD]
         clips = [image_utils.OPENAI_CLIP_MEAN, image_utils.OPENAI_CLIP_STD]
-        self.register_buffer("statistics", torch.tensor([*ours, *clips])[..., None, None])
+        statistics = torch.tensor([common.MEAN, common.STD, *clips])
+        self.register_buffer("statistics", statistics[..., None, None])
 
     def forward(self, images):
         mean, std, clip_mean, clip_std = self.statistics
