@@ -89,8 +89,7 @@ def print_main(message):
         sys.stdout.flush()
 
 
-def progress(iterable=None, **kwargs):
-    return tqdm(iterable, disable=not IS_MAIN, dynamic_ncols=True, **kwargs)
+progress = partial(tqdm, disable=not IS_MAIN, dynamic_ncols=True)
 
 
 def format_scores(scores):
