@@ -13,7 +13,6 @@
 import argparse
 import contextlib
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -24,7 +23,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -640,11 +639,14 @@ def infinite_sampler(size, batch_size, world, seed, start=0):
     The epochs' permutations, which depend only on the seed, are concatenated. Batch t is their
     t-th slice of `batch_size` (global), of which each process takes its part.
     """
-    order_of = lru_cache(1)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(size))
-    for position in itertools.count(start * batch_size):
-        if position % batch_size // (batch_size // world.size) == world.rank:
-            epoch, place = divmod(position, size)
-            yield epoch, int(order_of(epoch)[place])
+    position = start * batch_size
+    while True:
+        epoch, done = divmod(position, size)
+        order = np.random.default_rng([seed, epoch]).permutation(size)
+        for index in order[done:]:
+            if position % batch_size // (batch_size // world.size) == world.rank:
+                yield epoch, int(index)
+            position += 1
 
 
 def loader(dataset, batch_size, workers, collate_fn=None, sampler=None):
