@@ -21,7 +21,7 @@ import sys
 import time
 import warnings
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -371,8 +371,7 @@ class CaptionData:
 
     def select(self, keep):
         """-> CaptionData of the images with the indices `keep`"""
-        images, captions, tags = self.images[keep], self.captions[keep], self.tags[keep]
-        return replace(self, images=images, captions=captions, tags=tags)
+        return CaptionData(self.images[keep], self.captions[keep], self.tags[keep], self.tag_names)
 
     def captioned(self):
         """-> CaptionData of the images that have a caption; prints how many have none"""
