@@ -256,18 +256,17 @@ class World(NamedTuple):
 
 def init_distributed():
     """Join the other processes if torchrun started this one (NCCL or gloo) -> World"""
-    cuda = torch.cuda.is_available()
+    gpus = torch.cuda.device_count()
     torch.backends.cudnn.benchmark = True
     local = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device(f"cuda:{local}" if cuda else "cpu")
+    device = torch.device(f"cuda:{local}" if gpus else "cpu")
     if "RANK" not in os.environ:
         return World(0, 1, device)
-    if cuda:
-        enough = local < torch.cuda.device_count()
-        require(enough, "there are fewer GPUs than processes: lower --nproc_per_node")
+    if gpus:
+        require(local < gpus, "there are fewer GPUs than processes: lower --nproc_per_node")
         torch.cuda.set_device(device)
     # CPU tensors go through gloo. Others may wait for hours while the first process makes labels.
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
     dist.init_process_group(backend, timeout=timedelta(hours=6))
     return World(dist.get_rank(), dist.get_world_size(), device)
 
