@@ -780,13 +780,13 @@ def save_weights(path, module):
 
 def read_checkpoint(path, script=None):
     """Load a file onto the CPU without running code from it.  script: that must have written it"""
-    note = f"a training such as python {script or 'virtex'}.py writes one"
-    with error_context(note), open(path, "rb") as file:
+    with error_context(f"python {script or 'virtex'}.py writes one"), open(path, "rb") as file:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # from zipfile, pickle or torch
+            found = content.get("script")
+        except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
             fail(f"{path} is not a checkpoint, or is truncated ({type(error).__name__})")
-    if not isinstance(content, dict) or script not in (None, content.get("script")):
+    if script not in (None, found):
         fail(f"{path} is not a checkpoint.pth or model_N.pth of {script}.py")
     return content
 
