@@ -900,8 +900,7 @@ class Run:
             if self.due("checkpoint") or self.iteration == total:
                 self.save("checkpoint.pth", self.parts, metrics=self.metrics, **extra_state)
             if self.due("keep"):
-                model = {"model": self.parts["model"]}
-                self.save(f"model_{self.iteration}.pth", model, **extra_state)
+                self.save(f"model_{self.iteration}.pth", ["model"], **extra_state)
         end_distributed(world)
 
     def due(self, what):
@@ -939,9 +938,9 @@ class Run:
         return row["loss"]
 
     def save(self, name, parts, **extra_state):
-        """Write a checkpoint, unless the last step has made a weight infinite or NaN."""
+        """Write the named parts, unless the last step has made a weight infinite or NaN."""
         if self.world.is_main:
-            state = {part: value.state_dict() for part, value in parts.items()}
+            state = {part: self.parts[part].state_dict() for part in parts}
             if not all(value.isfinite().all() for value in state["model"].values()):
                 fail(f"a weight is not finite at iteration {self.iteration}: {DIVERGED}")
             state |= {"script": self.script, "args": self.settings, "iteration": self.iteration}
