@@ -511,20 +511,20 @@ report_once = cache(tqdm.write)  # in each process
 class Samples(Dataset):
     """make_sample(index, rng) -> one sample, a dict.
 
-    In training a key is (epoch, index), and rng depends on the seed and the key alone. In
-    validation a key is an index, and rng is None. The next sample replaces an unreadable one.
+    In training a key is (seed, epoch, index), on which alone rng depends. In validation a key is
+    an index, and rng is None. The next sample replaces an unreadable one.
     """
 
     make_sample: object
     size: int
-    seed: int = 0
 
     def __len__(self):
         return self.size
 
     def __getitem__(self, key):
-        epoch, index = key if isinstance(key, tuple) else (None, key)
-        rng = None if epoch is None else np.random.default_rng([self.seed, epoch, index])
+        training = isinstance(key, tuple)
+        rng = np.random.default_rng(key) if training else None
+        index = key[-1] if training else key
         for candidate in range(index, index + 1000):  # in icmlm.py a photo has many samples
             try:
                 return self.make_sample(candidate % self.size, rng)
@@ -632,7 +632,7 @@ def collate_images(samples):
 
 
 def infinite_sampler(size, batch_size, world, seed, start=0):
-    """Yield (epoch, index) forever, beginning with batch number `start`, from 0
+    """Yield (seed, epoch, index) forever, beginning with batch number `start`, from 0
 
     The epochs' permutations, which depend only on the seed, are concatenated. Batch t is their
     t-th slice of `batch_size` (global), of which each process takes its part.
@@ -643,7 +643,7 @@ def infinite_sampler(size, batch_size, world, seed, start=0):
         order = np.random.default_rng([seed, epoch]).permutation(size)
         for index in order[done:]:
             if position % batch_size // (batch_size // world.size) == world.rank:
-                yield epoch, int(index)
+                yield seed, epoch, int(index)
             position += 1
 
 

@@ -740,7 +740,7 @@ def train_with_augmentation(
     epoch = math.ceil(count / args.batch_size)
     images_between = max(count, 5 * len(test.images))  # scoring is at most a sixth of the work
     eval_every = math.ceil(images_between / args.batch_size)
-    samples = common.Samples(partial(labelled_photo, train, args), count, seed)
+    samples = common.Samples(partial(labelled_photo, train, args), count)
     sampler = common.infinite_sampler(count, args.batch_size, world, seed, start)
     per_rank_batch = args.batch_size // world.size
     batches = common.loader(samples, per_rank_batch, args.workers, collate_labelled, sampler)

@@ -342,7 +342,7 @@ def triplet_samples(triplets, tokenizer, concepts, args):
     make = partial(make_sample, triplets, tokenizer.mask_token_id, other_side, args)
     permutation = language.flip_permutation(list(concepts))
     collate_fn = partial(collate, triplets.tags, permutation, tokenizer.pad_token_id)
-    return common.Samples(make, len(triplets), args.seed), collate_fn
+    return common.Samples(make, len(triplets)), collate_fn
 
 
 def left_right_tokens(tokenizer):

@@ -333,7 +333,7 @@ def scratch_language_model(folder, captions, iters, seed, device, amp, layers=4,
     bar = progress(range(iters), desc="language model", unit=" its")
     for iteration in bar:
         common.set_lr(optimizer, common.lr_factor(iteration, iters, warmup=0.1))
-        batch = [captions[i] for _, i in itertools.islice(order, batch_size)]
+        batch = [captions[i] for *_, i in itertools.islice(order, batch_size)]
         inputs = tokenizer(batch, padding=True, truncation=True, return_tensors="pt")
         tokens = inputs["input_ids"]  # (B, T)
         special = torch.isin(tokens, special_ids)

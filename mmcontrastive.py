@@ -206,7 +206,7 @@ def main(args):
         model.keys["image"].trunk.compile()
     parallel = common.data_parallel(model, world).train()
 
-    samples = common.Samples(partial(make_sample, train, translations, args), len(train), args.seed)
+    samples = common.Samples(partial(make_sample, train, translations, args), len(train))
     for iteration, micro_batches in run.steps(samples, partial(collate, tokenizer), iters):
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)

@@ -128,7 +128,7 @@ def block_sampler(size, batch_size, world, seed, start=0, block=512, window=64):
         samples = (first + chosen[:, None] * block + np.arange(block)) % size
         rng = np.random.default_rng([seed, epoch, world.rank, step])
         for index in rng.permutation(samples.ravel())[skipped:]:
-            yield epoch, int(index)
+            yield seed, epoch, int(index)
             position += 1
 
 

@@ -161,7 +161,7 @@ def main(args):
         model.compile()
     parallel = common.data_parallel(model, world).train()
 
-    samples = common.Samples(partial(make_sample, train.images, rows, args), len(rows), args.seed)
+    samples = common.Samples(partial(make_sample, train.images, rows, args), len(rows))
     val_samples = common.Samples(partial(make_sample, val.images, val_rows, args), len(val_rows))
     validation = partial(validate, model, val_samples, val_labels, args, device)
     flip_permutation = language.flip_permutation(names)

@@ -160,7 +160,7 @@ def main(args):
         compile_parts(model)
     parallel = common.data_parallel(model, world).train()
 
-    samples = common.Samples(partial(make_sample, train, tokenizer, args), len(train), args.seed)
+    samples = common.Samples(partial(make_sample, train, tokenizer, args), len(train))
     tokenizer_bytes = bytearray(tokenizer.serialized_model_proto())
     state = {"tokenizer": torch.frombuffer(tokenizer_bytes, dtype=torch.uint8)}
     for iteration, micro_batches in run.steps(samples, collate, iters, **state):

@@ -157,7 +157,7 @@ def fine_tune(train, val, args, world):
     parallel = common.data_parallel(model, world).train()
 
     rows = boxes.training_rows(train, args.seed)
-    samples = common.Samples(partial(boxes.make_sample, train, rows), len(rows), args.seed)
+    samples = common.Samples(partial(boxes.make_sample, train, rows), len(rows))
     for iteration, micro_batches in run.steps(samples, boxes.collate_fn, args.iters):
         lr_scale = common.lr_factor(iteration - 1, args.iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)

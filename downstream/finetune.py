@@ -141,7 +141,7 @@ def fine_tune(train, val, args, world):
     lines = math.ceil(max(num_images, 5 * len(val.images)) / images_per_line)
     validate_every = lines * args.log_every
     make_sample = partial(eval_linear.labelled_photo, train, args)
-    samples = common.Samples(make_sample, num_images, args.seed)
+    samples = common.Samples(make_sample, num_images)
     for iteration, micro_batches in run.steps(samples, eval_linear.collate_labelled, iters):
         lr_scale = common.lr_factor(iteration - 1, iters, steps=steps)
         common.set_lr(optimizer, lr_scale)

@@ -246,8 +246,8 @@ def test_flipped_photos_say_so():
     seen = set()
     args = argparse.Namespace(image_size=16, crop_min=1.0, colour_jitter=0)
     samples = common.Samples(lambda i, rng: common.load_image(i, rng, args), 5)
-    for key in [*range(5), *itertools.product(range(8), range(5))]:
-        sample, index = samples[key], key[1] if isinstance(key, tuple) else key
+    for key in [*range(5), *itertools.product([0], range(8), range(5))]:
+        sample, index = samples[key], key[-1] if isinstance(key, tuple) else key
         whole, flipped = resized(shapes.draw(index), 16), sample["flipped"]
         assert np.array_equal(sample["image"], whole[:, ::-1] if flipped else whole)
         assert sample["jitter"].tolist() == [1, 1, 1, 0]
@@ -273,14 +273,14 @@ def test_sampler(ranks):
     orders, keys = set(), list(itertools.chain(*take(30, 40, 4, ranks)))
     for epoch in range(3):
         order = keys[40 * epoch : 40 * epoch + 40]
-        assert sorted(order) == [(epoch, index) for index in range(40)]
-        orders.add(tuple(index for _, index in order))
+        assert sorted(order) == [(0, epoch, index) for index in range(40)]
+        orders.add(tuple(index for *_, index in order))
     assert len(orders) == 3
     assert take(20, 37, 8, ranks) == take(20, 37, 8)  # epochs end within a batch
     assert take(5, 37, 8, ranks, start=13) == take(18, 37, 8)[13:]
     assert take(3, 40, 8, ranks, seed=1) != take(3, 40, 8)
     few = list(itertools.chain(*take(3, 3, 8, ranks)))  # images repeat within a batch
-    assert [epoch for epoch, _ in few] == [n // 3 for n in range(24)]
+    assert [epoch for _, epoch, _ in few] == [n // 3 for n in range(24)]
 
 
 OUT_OF_MEMORY = "error: out of memory: try a smaller --batch-size"

@@ -302,13 +302,14 @@ def test_samples_and_batches(tokenizer, photos, triplets):
     the caption and in the tags. Rows of a batch are as long as the longest."""
     samples, collate_fn = icmlm.triplet_samples(triplets, tokenizer, CONCEPTS, WHOLE)
     numbers = range(len(triplets))
-    keys = [*numbers, *((epoch, n) for epoch in range(6) for n in numbers)]  # validation, training
+    training = [(0, epoch, n) for epoch in range(6) for n in numbers]
+    keys = [*numbers, *training]  # of validation, then of training
     rows = [samples[key] for key in keys]
     batch, seen = collate_fn(rows), set()
     longest = max(len(row["tokens"]) for row in rows)
     for i, (key, row) in enumerate(zip(keys, rows)):
         training = isinstance(key, tuple)
-        image_idx, tokens, position, concept = parts_of(triplets, key[1] if training else key)
+        image_idx, tokens, position, concept = parts_of(triplets, key[-1] if training else key)
         blue_left = bool(row["image"][8, 2, 2] > 100)
         assert row["flipped"] == blue_left and (training or not blue_left)
         assert row["image"].max() == 200 + 10 * image_idx
@@ -427,7 +428,7 @@ def test_the_first_step_written_out(head, tiny, tiny_lm, coco_folder, tmp_path, 
     assert not frozen & {id(parameter) for parameter in model.parameters()}
     samples, collate_fn = icmlm.triplet_samples(triplets, tokenizer, concepts, args)
     order = np.random.default_rng([3, 0]).permutation(len(triplets))[:8]
-    batch = collate_fn([samples[0, int(n)] for n in order])
+    batch = collate_fn([samples[3, 0, int(n)] for n in order])
     images, mask = common.augment(batch["images"], batch["jitter"]), batch["attention_mask"]
     with torch.no_grad():
         both = model(images, lm.encode(batch["tokens"], mask), mask, batch["mask_pos"])

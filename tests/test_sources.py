@@ -101,7 +101,7 @@ def test_sampler(size, processes):
     """An epoch holds nearly all samples, each once; processes have blocks of their own."""
     seen = {}
     for rank in range(processes):
-        for epoch, index in draw(3 * size, max(size, processes), rank, processes):
+        for _, epoch, index in draw(3 * size, max(size, processes), rank, processes):
             seen.setdefault(epoch, []).append(index)
     for epoch in range(2):
         indices = [index for index in seen[epoch]]

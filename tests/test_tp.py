@@ -176,7 +176,7 @@ def test_labels_go_with_their_photos(tmp_path):
     make = partial(tp.make_sample, images, rows, flags)
     samples = common.Samples(make, 3)
     for epoch, index in itertools.product((None, *range(8)), range(3)):
-        sample = samples[index if epoch is None else (epoch, index)]
+        sample = samples[index if epoch is None else (0, epoch, index)]
         batch = tp.collate(sparse.csr_array(labels), permutation, [sample])
         photo, flipped = (1, 3, 3)[index], sample["flipped"]
         dog, left, right = labels[photo].tolist()
