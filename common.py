@@ -667,7 +667,7 @@ def validation_batches(samples, workers, collate_fn, device, batch_size=64):
 
 def to_device(batch, device):
     """Move all tensors of a batch: dicts and lists of tensors."""
-    return tree_map(partial(torch.Tensor.to, device=device, non_blocking=True), batch)
+    return tree_map(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 # --------------------------------------------------------------------------------- on the device
@@ -802,7 +802,7 @@ class Run:
         self.args = args
         self.script = script
         self.world = world
-        self.data = data
+        self.sampler = getattr(data.images, "sampler", infinite_sampler)  # shards have one
         self.folder = Path(args.output)
         captions = int(sum(getattr(data, "num_captions", ())))  # labelled images have none
         self.settings = vars(args) | {"images": len(data.images), "captions": captions}
@@ -871,8 +871,7 @@ class Run:
                        "longer one needs --fresh or another --output")  # fmt: skip
         elif self.iteration:
             print_main(f"resuming from iteration {self.iteration}")
-        make_sampler = getattr(self.data.images, "sampler", infinite_sampler)  # shards have one
-        order = make_sampler(len(samples), args.batch_size, world, args.seed, self.iteration)
+        order = self.sampler(len(samples), args.batch_size, world, args.seed, self.iteration)
         part_size = args.batch_size // world.size // args.accumulate
         batches = iter(loader(samples, part_size, args.workers, collate_fn, order))
 
