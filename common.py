@@ -811,28 +811,27 @@ class Run:
             self.lock = filelock.FileLock(self.folder / ".lock")
             with error_context("another run trains into this directory: choose another --output"):
                 self.lock.acquire(timeout=8)  # DataLoader workers of the run before end by then
-        self.checkpoint = None
-        self.init = {}  # the content of --init
-        self.iteration = 0
+        self.saved = {}  # the content of checkpoint.pth, or else of --init
+        self.iteration = 0  # above it the run goes on from checkpoint.pth
         self.metrics = []  # the lines of metrics.jsonl
         path = self.folder / "checkpoint.pth"
         if path.exists() and not args.fresh:
-            self.checkpoint = read_checkpoint(path, script)
+            self.saved = read_checkpoint(path, script)
             for name, now in self.settings.items():  # in the order of --help
-                before = self.checkpoint["args"].get(name)
+                before = self.saved["args"].get(name)
                 if before != now and name not in RESUME_CAN_CHANGE:
                     flag = name.replace("_", "-")
                     fail(f"{self.folder} holds a run with {flag} {before}, not {now}: choose "
                          "another --output, or give --fresh to start over")  # fmt: skip
-            self.iteration = self.checkpoint["iteration"]
-            self.metrics = self.checkpoint["metrics"]
+            self.iteration = self.saved["iteration"]
+            self.metrics = self.saved["metrics"]
         elif self.settings.get("init"):
             import sources  # only here: a copied script works without it
 
-            self.init = sources.read_init(args.init, script, args.arch)
+            self.saved = sources.read_init(args.init, script, args.arch)
         barrier(world)  # before the first process removes or writes anything
         if world.is_main:
-            for path in () if self.checkpoint else self.folder.iterdir():
+            for path in () if self.iteration else self.folder.iterdir():
                 if re.fullmatch(r"result\.json|(checkpoint|backbone|model_\d+)\.pth", path.name):
                     path.unlink()
             (self.folder / "metrics.jsonl").write_text("".join(self.metrics))
@@ -843,20 +842,19 @@ class Run:
 
     def initialize(self, model, backbone, **kwargs):
         """Start from the weights of --init.  kwargs: of sources.initialize"""
-        if self.init:
+        if self.saved and not self.iteration:
             import sources
 
-            sources.initialize(self.init, model, backbone, **kwargs)
-        self.init = {}  # frees gigabytes at the papers' sizes
+            sources.initialize(self.saved, model, backbone, **kwargs)
 
     def resume(self, **parts):
         """Name what checkpoints hold (model, optimizer...) and restore it when a run resumes."""
         self.parts = parts
-        if self.checkpoint:
+        if self.iteration:
             for name, part in parts.items():
-                if self.checkpoint[name]:  # a scaler that was not in use has no state
-                    part.load_state_dict(self.checkpoint[name])
-        self.checkpoint = None  # frees gigabytes at the papers' sizes
+                if self.saved[name]:  # a scaler that was not in use has no state
+                    part.load_state_dict(self.saved[name])
+        self.saved = {}  # frees gigabytes at the papers' sizes
 
     def steps(self, samples, collate_fn, total, **extra_state):
         """Yield (iteration, its micro-batches on the device, --accumulate of them) up to `total`

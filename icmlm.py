@@ -164,7 +164,7 @@ def main(args):
     torch.manual_seed(args.seed)
     num_tags = len(concepts) if args.lambda_tp else 0
     model = ICMLM(args.arch, args.head, lm, num_tags, args.layers, args.heads)
-    same_tags = run.init.get("concepts") == concepts
+    same_tags = run.saved.get("concepts") == concepts
     run.initialize(model, model.backbone, anew=() if same_tags else "tags.")
     model.to(device, memory_format=torch.channels_last)
     weights = model.parameters()
@@ -253,7 +253,7 @@ def load_triplets(args, train, val, tokenizer, run):
 
     -> {concept: part of speech}, the most frequent first; Triplets of train; Triplets of val
     """
-    if run.world.is_main and run.checkpoint is None:
+    if run.world.is_main and not run.iteration:
         save_triplets(args, train, val, tokenizer, run.folder)
     common.barrier(run.world)
     path = run.folder / "labels.npz"
@@ -399,9 +399,10 @@ def load_language_model(args, train, run):
     if name == "scratch":
         name = str(run.folder / "language_model")
         initial = Path(args.init or "").parent / "language_model"
-        if run.world.is_main and "model" in run.init and initial.exists():
+        first = run.world.is_main and not run.iteration
+        if first and "model" in run.saved and initial.exists():
             shutil.copytree(initial, name, dirs_exist_ok=True)
-        elif run.world.is_main and run.checkpoint is None:
+        elif first:
             language.scratch_language_model(
                 name,
                 train.all_captions(),

@@ -524,9 +524,9 @@ def load_caption_model(args, train, run):
     pretrained = args.lm
     if args.lm == "scratch":
         pretrained = run.folder / "language_model" if args.lm_iters else None
-    if run.checkpoint is not None or "model" in run.init:
+    if "model" in run.saved:
         pretrained = None  # the checkpoint has the weights
-    if run.world.is_main and run.checkpoint is None:
+    if run.world.is_main and not run.iteration:
         captions = train.all_captions()
         if pretrained and args.lm == "scratch":
             language.scratch_language_model(
@@ -539,7 +539,7 @@ def load_caption_model(args, train, run):
                 layers=args.lm_layers or 12,
                 width=args.lm_width or 768,
             )
-        if "model" in run.init:
+        if "model" in run.saved:
             initial = Path(args.init).parent
             tokenizer, config = read_caption_model(initial / "caption_model")
         elif pretrained:

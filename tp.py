@@ -150,7 +150,7 @@ def main(args):
     # Model and optimizer, and where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = TagPredictor(args.arch, len(names), args.labels)
-    same_labels = run.init.get("names") == names
+    same_labels = run.saved.get("names") == names
     run.initialize(model, model.backbone, anew=() if same_labels else "head.")
     model.to(device, memory_format=torch.channels_last)
     parameters = model.parameters()
@@ -207,7 +207,7 @@ def load_labels(args, train, val, run):
     """
     world = run.world
     path = run.folder / "labels.npz"
-    if world.is_main and not run.checkpoint:
+    if world.is_main and not run.iteration:
         names, labels, val_labels = make_labels(args, train, val, run.folder, world.device)
         language.save_labels(path, names, labels, val_labels)
     common.barrier(world)

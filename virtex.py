@@ -230,10 +230,9 @@ def clean(caption):
 def load_tokenizer(args, train, run):
     """-> that of the checkpoint or --init, even beside --tokenizer, else one trained on captions"""
     path = run.folder / "tokenizer.model"
-    saved = run.checkpoint or run.init
     if run.world.is_main:
-        if "tokenizer" in saved:
-            content = saved["tokenizer"].numpy().tobytes()
+        if "tokenizer" in run.saved:
+            content = run.saved["tokenizer"].numpy().tobytes()
         elif args.tokenizer:
             content = read_tokenizer(args.tokenizer).serialized_model_proto()
         else:

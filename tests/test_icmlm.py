@@ -200,9 +200,9 @@ def test_heads_are_their_equations(head, heads, layers, monkeypatch):
         assert begun.sigma_h.tolist() == 4 * [0.25] and begun.b_h.tolist() == [0]
 
 
-def triplets_in(folder, train, val, tokenizer, flags="", checkpoint=None):
+def triplets_in(folder, train, val, tokenizer, flags="", iteration=0):
     """-> concepts, train, val of a run in `folder`"""
-    run = SimpleNamespace(checkpoint=checkpoint, folder=folder, world=ALONE)
+    run = SimpleNamespace(iteration=iteration, folder=folder, world=ALONE)
     return icmlm.load_triplets(icmlm.get_args(flags.split()), train, val, tokenizer, run)
 
 
@@ -239,8 +239,8 @@ def test_triplets_are_photo_caption_and_masked_word(tokenizer, tmp_path):
         [longest, f"{longest} a", "a red dog", pieces, f"{pieces} a"],
     )
     splits = data, captioned(["1 1 1"], ["the cat is red"])
-    for flags, checkpoint in (("--pos nn+adj", None), ("--num-concepts 3", {})):
-        concepts, train, val = triplets_in(tmp_path, *splits, tokenizer, flags, checkpoint)
+    for flags, iteration in (("--pos nn+adj", 0), ("--num-concepts 3", 1)):
+        concepts, train, val = triplets_in(tmp_path, *splits, tokenizer, flags, iteration)
         assert concepts["dog"] == concepts["cat"] == "nouns" and concepts["red"] == "adjectives"
         assert "the" not in concepts and train.images is data.images
         expected = [(0, "a <red> dog"), (0, "a red <dog>"), (2, longest.replace("dog", "<dog>"))]
@@ -420,7 +420,7 @@ def test_the_first_step_written_out(head, tiny, tiny_lm, coco_folder, tmp_path, 
     lm = icmlm.FrozenLanguageModel(pretrained, "off")
     root = str(coco_folder)
     data = [common.caption_data("coco", root, split) for split in ("train2017", "val2017")]
-    concepts, triplets, _ = triplets_in(tmp_path, *data, tokenizer, checkpoint={})
+    concepts, triplets, _ = triplets_in(tmp_path, *data, tokenizer, iteration=1)
     torch.manual_seed(3)
     model = icmlm.ICMLM(args.arch, head, lm, len(concepts), args.layers, args.heads)
     model.to(memory_format=torch.channels_last)
