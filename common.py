@@ -320,7 +320,6 @@ def choose_amp(device, requested):
 
 # ------------------------------------------------------------------------------ captioned images
 
-
 STRINGS = np.dtypes.StringDType()  # variable-length, in one block that DataLoader workers share
 
 
@@ -419,9 +418,7 @@ COCO = (
 
 
 def coco_data(root, split):
-    """annotations/captions_{split}.json, and, if it is there, instances_{split}.json: its
-    categories are the tags
-    """
+    """See COCO; the categories of instances_{split}.json, if it is there, are the tags"""
     captions = defaultdict(list)
     tags = defaultdict(list)
     names = {}
@@ -743,7 +740,7 @@ def lr_factor(iteration, total, warmup=0.0, steps=()):
         return iteration / start
     if steps:
         return 0.1 ** sum(iteration >= step * total for step in steps)
-    return 0.5 * (1 + math.cos(math.pi * (iteration - start) / max(1, total - start)))
+    return 0.5 * (1 + math.cos(math.pi * (iteration - start) / (total - start)))
 
 
 def set_lr(optimizer, factor):
@@ -923,8 +920,9 @@ class Run:
         row |= {f"validation_{name}": score for name, score in self.validation.items()}
         now = time.perf_counter()
         start, iteration = self.since
-        row["images_per_s"] = (self.iteration - iteration) * self.args.batch_size / (now - start)
-        row["data_wait"] = self.waited / (now - start)
+        seconds = now - start
+        row["images_per_s"] = (self.iteration - iteration) * self.args.batch_size / seconds
+        row["data_wait"] = self.waited / seconds
         self.since = now, self.iteration
         self.waited = 0.0
         rounded = {name: float(f"{value:.6g}") for name, value in row.items()}
