@@ -1,13 +1,13 @@
-"""What the methods share, in the order in which a script uses it:
+"""What the methods share:
 
     starting, messages       run, fail, require, error_context, print_main, progress
     flags                    choose_recipe, flag_parser, parse
-    processes, precision     World, init_distributed, gather, data_parallel, autocast
+    processes, precision     World, init_distributed, barrier, gather, data_parallel, autocast
     captioned images         caption_data -> CaptionData: the built-in scenes, COCO, a .jsonl
-    from file to batch       Samples, open_image, load_image, read_crops, infinite_sampler, loader
-    on the device            augment: colour jitter and normalisation
-    backbones, optimisation  build_backbone, build_optimizer, lr_factor
-    the output directory     Run, whose `steps` feed the training loop
+    from file to batch       Samples, load_image, read_crops, infinite_sampler, loader
+    on the device            augment: applies the colour jitter of load_image, normalises
+    backbones, optimisation  build_backbone, build_optimizer, lr_factor, set_lr
+    the output directory     Run, whose `steps` feed the training loop; read_checkpoint
 """
 
 import argparse
@@ -41,7 +41,9 @@ from tqdm import tqdm
 
 
 def run(main, get_args):
-    """Start a script. User errors exit with a one-line message; bugs keep their traceback."""
+    """Start a script. What is missing (a file, a package, memory) ends it with one line; other
+    errors keep their traceback and the notes of error_context.
+    """
     try:
         main(get_args())
     except KeyboardInterrupt:
@@ -57,7 +59,7 @@ def run(main, get_args):
 
 
 def fail(message):
-    """Exit with a one-line message. Other ranks wait, so that only the first prints its own."""
+    """Exit with a one-line message. Other ranks sleep: torchrun ends them when the first exits."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(3)
     sys.exit(f"error: {message}")
@@ -92,7 +94,7 @@ progress = partial(tqdm, disable=not IS_MAIN, dynamic_ncols=True)
 
 
 def format_scores(scores):
-    """{name: number} -> "top1 45.90, top5 84.10" """
+    """{name: number} -> "forward 3.03, backward 3.05" """
     return ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
 
 
@@ -297,7 +299,7 @@ def data_parallel(model, world):
     if world.size == 1:
         return model
     warnings.filterwarnings("ignore", category=FutureWarning)  # on broadcast_buffers in torch 2.15
-    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)  # queues are in sync
+    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)  # queues are equal
 
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -336,8 +338,8 @@ class CaptionData:
     """Images, each with captions and tags (either may be empty): every data source takes this form.
 
     An image is a key, see open_image. Its captions are one string, a line each, likewise its tags:
-    millions of Python lists would be copied into each DataLoader worker. Those of shards are
-    sources.MappedStrings, which bring an order of their own for Run.steps.
+    millions of Python lists would be copied into each DataLoader worker. For shards the columns are
+    sources.MappedStrings, whose `sampler` Run.steps uses instead of infinite_sampler.
     """
 
     images: np.ndarray  # (N,) of keys
@@ -374,7 +376,7 @@ class CaptionData:
     def captioned(self):
         """-> CaptionData of the images that have a caption; prints how many have none"""
         keep = np.flatnonzero(self.num_captions)
-        require(len(keep), f"no image has a caption. Expected: {JSONL}")
+        require(len(keep), f"no image has a caption. Expected in a .jsonl: {JSONL}")
         if len(keep) == len(self):
             return self
         print_main(f"{len(self) - len(keep)} of {len(self)} images have no caption: left out")
@@ -387,8 +389,12 @@ def join_lines(lists):
 
 
 def clean(strings):
-    """Single spaces for all white space, line breaks too -> list, without empty strings"""
-    return [" ".join(words) for words in map(str.split, strings) if words]
+    """Single spaces for all white space, line breaks too -> list, without empty strings
+
+    Half an emoji, of a text that was cut, becomes a question mark.
+    """
+    split = (text.encode(errors="replace").decode().split() for text in strings)
+    return [" ".join(words) for words in split if words]
 
 
 def caption_data(name, root=None, split="train"):
@@ -596,10 +602,10 @@ NO_JITTER = np.array([1, 1, 1, 0], np.float32)
 
 
 def load_image(key, rng, args):
-    """One photo, cropped, colour-jittered and flipped at random; the centre crop if rng is None
+    """One photo, cropped and flipped at random; the centre crop if rng is None
 
     key: see open_image.  args: image_size, crop_min, colour_jitter.
-    -> {"image": uint8 (size, size, 3), "jitter": (4,), "flipped": bool}
+    -> {"image": uint8 (size, size, 3), "jitter": (4,) for `augment`, "flipped": bool}
     """
     crop = partial(random_crop, rng, args.crop_min) if rng else centre_crop
     [image] = read_crops(key, [crop], args.image_size)
@@ -672,7 +678,8 @@ def to_device(batch, device):
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 GREY = np.array([0.299, 0.587, 0.114])
 YIQ = np.array([GREY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
-# In RGB, a rotation by a in the plane of I and Q is GREY + cos(a) HUE[0] + sin(a) HUE[1].
+# In RGB, a rotation by a in the plane of I and Q is the matrix GREY (in each row) + cos(a) HUE[0]
+# + sin(a) HUE[1].
 HUE = np.eye(3) - GREY, np.linalg.inv(YIQ) @ [[0, 0, 0], [0, 0, -1], [0, 1, 0]] @ YIQ
 COLOURS = [torch.tensor(np.array(values)).float() for values in (GREY, HUE, MEAN, STD)]
 
@@ -705,7 +712,7 @@ def augment(images, jitter=None):
 
 
 def build_backbone(arch, **kwargs):
-    """torchvision's network with its key names, without its classifier, randomly initialised
+    """torchvision's network with its key names, without its classifier, from random weights
 
     (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32).  kwargs: of torchvision
     """
@@ -751,7 +758,7 @@ def set_lr(optimizer, factor):
 
 # ------------------------------------------------------------------------- the output directory
 
-# Flags that may change on resuming: they affect where and how fast a run goes, not what it learns.
+# Flags that may change on resuming: where and how fast a run goes, and what is measured.
 RESUME_CAN_CHANGE = (
     "output root fresh workers amp compile log_every checkpoint_every keep_every validate_every "
     "probe_data probe_root probe_images"
@@ -777,7 +784,8 @@ def save_weights(path, module):
 
 def read_checkpoint(path, script=None):
     """Load a file onto the CPU without running code from it.  script: that must have written it"""
-    with error_context(f"python {script or 'virtex'}.py writes one"), open(path, "rb") as file:
+    note = f"for example, python {script or 'virtex'}.py writes one"
+    with error_context(note), open(path, "rb") as file:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
             found = content.get("script")
@@ -807,7 +815,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = filelock.FileLock(self.folder / ".lock")
             with error_context("another run trains into this directory: choose another --output"):
-                self.lock.acquire(timeout=8)  # DataLoader workers of the run before end by then
+                self.lock.acquire(timeout=8)  # by then workers of a run just killed have ended
         self.saved = {}  # the content of checkpoint.pth, or else of --init
         self.iteration = 0  # above it the run goes on from checkpoint.pth
         self.metrics = []  # the lines of metrics.jsonl
@@ -828,7 +836,7 @@ class Run:
             self.saved = sources.read_init(args.init, script, args.arch)
         barrier(world)  # before the first process removes or writes anything
         if world.is_main:
-            for path in () if self.iteration else self.folder.iterdir():
+            for path in self.folder.iterdir() if args.fresh else ():
                 if re.fullmatch(r"result\.json|(checkpoint|backbone|model_\d+)\.pth", path.name):
                     path.unlink()
             (self.folder / "metrics.jsonl").write_text("".join(self.metrics))

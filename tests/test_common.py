@@ -43,7 +43,7 @@ def test_numbering_of_captions(capsys):
     assert list(kept.images) == ["1.jpg", "2.jpg"]
     assert kept.image_of_caption().tolist() == [0, 0, 1, 1, 1, 1, 1]
     assert "1 of 3 images have no caption: left out" in capsys.readouterr().out
-    with fails('no image has a caption. Expected: {"image": "photo.jpg"'):
+    with fails('no image has a caption. Expected in a .jsonl: {"image": "photo.jpg"'):
         captioned([], []).captioned()
     assert captioned(["a\nb  ", "", "c"]).captions_of(0) == ["a b", "c"]
 
@@ -105,14 +105,14 @@ def test_jsonl(tmp_path):
         {"image": "0.jpg", "captions": [" one ", "", "two"], "split": "train"},
         {"image": "1.jpg", "tags": ["cat", "dog", "cat"], "split": "train"},
         {"image": "2.jpg", "captions": ["three"], "tags": ["cow"], "split": "val"},
-        {"image": "3.jpg", "captions": ["four"]},
+        {"image": "3.jpg", "captions": ["four \ud83d"]},  # half an emoji
         {"image": absolute, "captions": ["five"], "tags": ["dog"], "text": "7", "split": "train"},
     ]
     path = write_jsonl(tmp_path / "data.jsonl", *rows)
     spaced = (tmp_path / "data.jsonl").read_text().replace("\n", "\n \n")
     (tmp_path / "data.jsonl").write_text(spaced, encoding="utf-8-sig")
     train, val = (common.caption_data(path, split=split) for split in ("train", "val"))
-    captions = [["one", "two"], [], ["four"], ["five"]]  # a line without a split is of train
+    captions = [["one", "two"], [], ["four ?"], ["five"]]  # a line without a split is of train
     assert [train.captions_of(i) for i in range(4)] == captions
     assert [train.tags_of(i) for i in range(4)] == [[], [0, 1], [], [1]]
     assert val.captions_of(0) == ["three"] and val.tags_of(0) == [2] and len(val) == 1

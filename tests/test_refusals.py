@@ -42,7 +42,7 @@ ONE_SCRIPT = {
         ("--task tagging", "argument --task: invalid choice: 'tagging'"),
         ("--hidden 100", "--hidden 100 must be a multiple of 64"),
         ("--tokenizer none.model", "No such file or directory: 'none.model'"),
-        ("--data {tmp}/photos.jsonl", "no image has a caption. " + JSONL),
+        ("--data {tmp}/photos.jsonl", "no image has a caption. Expected in a .jsonl: {"),
         ("--data vg", "ijson is missing: pip install -r requirements.txt"),
     ],
     "tp": [
@@ -56,7 +56,7 @@ ONE_SCRIPT = {
     "icmlm": [
         *INIT,
         ("--lm /no/model", LM),
-        ("--data {tmp}/photos.jsonl", "no image has a caption. " + JSONL),
+        ("--data {tmp}/photos.jsonl", "no image has a caption. Expected in a .jsonl: {"),
     ],
     "mmcontrastive": [
         ("--batch-size 12", "12 cannot be split into --bn-splits 8 groups of two or more"),
