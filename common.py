@@ -258,7 +258,7 @@ class World(NamedTuple):
 
 def init_distributed():
     """Join the other processes if torchrun started this one (NCCL or gloo) -> World"""
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.is_available() and torch.cuda.device_count()
     torch.backends.cudnn.benchmark = True
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device(f"cuda:{local}" if gpus else "cpu")
@@ -352,7 +352,7 @@ class CaptionData:
 
     @cached_property
     def num_captions(self):
-        return np.array([len(text.splitlines()) for text in self.captions])
+        return np.array([len(text.splitlines()) for text in self.captions], int)
 
     def captions_of(self, i):
         return self.captions[i].splitlines()
@@ -371,7 +371,10 @@ class CaptionData:
 
     def select(self, keep):
         """-> CaptionData of the images with the indices `keep`"""
-        return CaptionData(self.images[keep], self.captions[keep], self.tags[keep], self.tag_names)
+        images, captions, tags = self.images[keep], self.captions[keep], self.tags[keep]
+        selected = CaptionData(images, captions, tags, self.tag_names)
+        selected.num_captions = self.num_captions[keep]  # counting those of shards takes long
+        return selected
 
     def captioned(self):
         """-> CaptionData of the images that have a caption; prints how many have none"""
@@ -431,7 +434,7 @@ def coco_data(root, split):
     folder = Path(root, "annotations")
     with error_context(COCO):
         content = json.loads((folder / f"captions_{split}.json").read_bytes())
-        files = {image["id"]: f"{root}/{split}/{image['file_name']}" for image in content["images"]}
+        files = {image["id"]: image["file_name"] for image in content["images"]}
         for row in content["annotations"]:
             captions[row["image_id"]].append(row["caption"])
         instances = folder / f"instances_{split}.json"
@@ -440,12 +443,12 @@ def coco_data(root, split):
             names = {row["id"]: row["name"] for row in content["categories"]}
             for row in content["annotations"]:
                 tags[row["image_id"]].append(names[row["category_id"]])
-    return CaptionData(
-        image_files(list(files.values())),
-        join_lines(captions[image] for image in files),
-        join_lines(tags[image] for image in files),
-        clean(names[category] for category in sorted(names)) or None,
-    )
+        return CaptionData(
+            image_files([os.path.join(root, split, file) for file in files.values()]),
+            join_lines(captions[image] for image in files),
+            join_lines(tags[image] for image in files),
+            clean(names[category] for category in sorted(names)) or None,
+        )
 
 
 JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} on each line'

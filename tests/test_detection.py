@@ -14,7 +14,6 @@ import shapes
 from downstream import boxes, detection
 
 RESNET18 = "--weights", "random", "--arch", "resnet18"
-# Pictures of 32 pixels: what runs is everything, what is learned is nothing.
 TINY = [
     *("--image-size", 32, "--batch-size", 2, "--workers", 0, "--log-every", 1, "--rois", 2),
     *("--train-split", "photos", "--val-split", "photos"),

@@ -15,7 +15,6 @@ from PIL import Image
 import common
 from downstream import retrieval
 
-# The flags of a run of a second or two.
 TINY = [
     *("--weights", "random", "--arch", "resnet18", "--image-size", 32, "--workers", 0),
     *("--epochs", 2, "--dim", 16, "--word-dim", 8),

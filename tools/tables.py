@@ -249,7 +249,8 @@ def inputs(words):
 def length(words):
     """-> (text, images) of a command: ("500,000 iterations of 256 images", 128_000_000)
 
-    "" for what trains no network or layer; images 0: not known, or (detection) of another size.
+    "" for what trains neither a network nor linear layers on photos; images 0: not known, or
+    (detection) of another size.
     """
     [first] = [n for n, word in enumerate(words) if re.search(r"\.py$|^(downstream|tools)\.", word)]
     script = words[first].removesuffix(".py")
@@ -264,6 +265,9 @@ def length(words):
         images = 0 if script.endswith("detection") else iters * args.batch_size
         return f"{iters:,.0f} iterations of {args.batch_size} images", images
     images = args.epochs * training_images(args.data, args.root) * getattr(args, "fraction", 1)
+    images *= getattr(args, "runs", 1)
+    if getattr(args, "shots", None):
+        return f"{args.epochs:g} passes over {args.shots} images of each class", 0
     if not images or script == "icmlm":  # how many triplets there are is known when they are found
         of = "triplets" if script == "icmlm" else "images"
         return f"{args.epochs:g} passes over the {of} in batches of {args.batch_size}", 0
