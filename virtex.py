@@ -33,7 +33,7 @@ What to expect: with the paper's head (H = 2048, 10K words) the loss starts near
 direction, not at ln 10000 = 9.2: the output layer is the token embedding, so at first each
 position predicts the token it has just read. Then comes a plateau, near 3.2 per direction on
 Flickr8k (H = 512): the heads write plausible captions without looking at the photo. The loss falls
-again once the heads start to use the image. If training stalls there, train longer or raise
+again when the image features start to lower it. If training stalls there, train longer or raise
 --text-lr. A finished run is in docs/logs/virtex.
 """
 
