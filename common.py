@@ -122,8 +122,9 @@ def positive_int(text):
 
 
 def fraction(text):
-    if 0 <= float(text) <= 1:
-        return float(text)
+    value = float(text)
+    if 0 <= value <= 1:
+        return value
     raise argparse.ArgumentTypeError(f"{text} is not a fraction between 0 and 1")
 
 
@@ -232,8 +233,8 @@ def run_flags(parser, script):
 
 def parse(parser, argv):
     args = parser.parse_args(argv)
-    data = "" if args.data == "shapes" else f"-{Path(args.data).stem}"
-    args.output = args.output or f"runs/{parser.script}{data}"  # runs on other data do not collide
+    suffix = "" if args.data == "shapes" else f"-{Path(args.data).stem}"
+    args.output = args.output or f"runs/{parser.script}{suffix}"  # other data: no collision
     parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
     if args.batch_size and args.batch_size % parts:
         fail(f"--batch-size {args.batch_size} cannot be divided by {parts}, which is the number "
@@ -312,12 +313,14 @@ def autocast(device, amp):
 
 def choose_amp(device, requested):
     """--amp if given, else bf16 if the device computes in it natively, else "off"."""
+    if requested:
+        return requested
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         mkldnn = torch.backends.mkldnn.is_available()
         native = mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return requested or ("bf16" if native else "off")
+    return "bf16" if native else "off"
 
 
 # ------------------------------------------------------------------------------ captioned images
@@ -375,6 +378,10 @@ class CaptionData:
         selected = CaptionData(images, captions, tags, self.tag_names)
         selected.num_captions = self.num_captions[keep]  # counting those of shards takes long
         return selected
+
+    def with_captions(self, captions):
+        """-> CaptionData with other captions: a list of strings for each image"""
+        return CaptionData(self.images, join_lines(captions), self.tags, self.tag_names)
 
     def captioned(self):
         """-> CaptionData of the images that have a caption; prints how many have none"""
@@ -472,8 +479,8 @@ def jsonl_data(path, root, split):
                 rows.append(row)
             except Exception as error:  # no JSON, no "image", wrong types
                 fail(f"{path}, line {number}: {error!r}. Expected: {JSONL}")
-    images = [row["image"] for row in rows]
-    require(len(set(images)) == len(rows), f"{path} repeats an image: one line has all captions")
+    distinct = {row["image"] for row in rows}
+    require(len(distinct) == len(rows), f"{path} repeats an image: one line has all its captions")
     tag_names = dict.fromkeys(tag for row in rows for tag in row["tags"])
     if not any(row.get("split") for row in rows):
         order = np.random.default_rng(0).permutation(len(rows))
@@ -684,7 +691,13 @@ YIQ = np.array([GREY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 # In RGB, a rotation by a in the plane of I and Q is the matrix GREY (in each row) + cos(a) HUE[0]
 # + sin(a) HUE[1].
 HUE = np.eye(3) - GREY, np.linalg.inv(YIQ) @ [[0, 0, 0], [0, 0, -1], [0, 1, 0]] @ YIQ
-COLOURS = [torch.tensor(np.array(values)).float() for values in (GREY, HUE, MEAN, STD)]
+
+
+@cache
+def colour_constants(device):
+    """Cached on the device: copying them from the host would synchronise it."""
+    constants = GREY, np.array(HUE), MEAN, STD
+    return [torch.tensor(value, dtype=torch.float32, device=device) for value in constants]
 
 
 def augment(images, jitter=None):
@@ -694,7 +707,7 @@ def augment(images, jitter=None):
     in this order, are each linear in the colours. Combined they are one 3x3 matrix and one offset
     per image: a single pass over the pixels. [ours: the fixed order, one clamp at the end]
     """
-    grey, hue_plane, mean, std = to_device(COLOURS, images.device)
+    grey, hue_plane, mean, std = colour_constants(images.device)
     pixels = images.float() / 255
     if jitter is not None:
         brightness, contrast, saturation, hue = jitter.T[..., None, None]  # (B, 1, 1) each
@@ -820,7 +833,7 @@ class Run:
             with error_context("another run trains into this directory: choose another --output"):
                 self.lock.acquire(timeout=8)  # by then workers of a run just killed have ended
         self.saved = {}  # the content of checkpoint.pth, or else of --init
-        self.iteration = 0  # above it the run goes on from checkpoint.pth
+        self.iteration = 0  # otherwise the run resumes from checkpoint.pth
         self.metrics = []  # the lines of metrics.jsonl
         path = self.folder / "checkpoint.pth"
         if path.exists() and not args.fresh:

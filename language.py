@@ -14,7 +14,6 @@ import os
 import re
 from array import array
 from collections import Counter, defaultdict
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -24,7 +23,7 @@ from scipy import sparse
 from torch import nn
 
 import common
-from common import fail, join_lines, print_main, progress, require
+from common import fail, print_main, progress, require
 
 # -------------------------------------------------------------------------------------- concepts
 
@@ -145,7 +144,7 @@ def filter_captions(data, tokenize):
         kept.append([caption for caption in length_of if 3 <= length_of[caption] <= 25])
     counts = f"{len(captions) - sum(map(len, kept))} of {len(captions)} captions"
     print_main(f"{counts} are left out: repeated for one image, or not of 3 to 25 tokens")
-    return replace(data, captions=join_lines(kept))
+    return data.with_captions(kept)
 
 
 # -------------------------------------------------------------------------------- tag prediction

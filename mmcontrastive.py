@@ -330,7 +330,7 @@ def read_backtranslations(data, args):
         translated = []
         for i in range(len(data)):
             translated.append([rows[c][by].strip() or c for c in data.captions_of(i)])
-        translations.append(replace(data, captions=common.join_lines(translated)))
+        translations.append(data.with_captions(translated))
     return translations
 
 

@@ -41,7 +41,6 @@ import io
 import math
 import re
 import unicodedata
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -211,7 +210,7 @@ def subset(data, fraction, captions_per_image, seed):
     captions = [data.captions_of(i) for i in range(len(data))]
     for i, strings in zip(chosen, captions):
         np.random.default_rng([seed, 0, i]).shuffle(strings)  # of a photo alike for any fraction
-    return replace(data, captions=common.join_lines(c[:captions_per_image] for c in captions))
+    return data.with_captions(strings[:captions_per_image] for strings in captions)
 
 
 def with_tags(data):

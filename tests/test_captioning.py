@@ -124,7 +124,6 @@ def test_caption_and_evaluate(tiny, no_probe, coco_folder, tmp_path, monkeypatch
     model, _, image_size = captioning.load_virtex(tmp_path / "model_20.pth")
     state = model.state_dict()
     assert image_size == 32 and all(torch.equal(state[key], trained[key]) for key in trained)
-
     output = tmp_path / "use"
     command = "downstream.captioning", "--weights", tmp_path / "model_10.pth", "--output", output
     photos, broken = sorted((coco_folder / "val2017").iterdir()), tmp_path / "broken.jpg"
@@ -132,7 +131,6 @@ def test_caption_and_evaluate(tiny, no_probe, coco_folder, tmp_path, monkeypatch
     lines = run_here([*command, photos[0], broken, photos[1]]).splitlines()
     pictures = [output / f"1_{photos[0].stem}.png", output / f"3_{photos[1].stem}.png"]
     assert sorted(output.iterdir()) == pictures
-
     evaluate = [*command, "--evaluate", "--data", "coco", "--root", coco_folder]
     fake = MagicMock()  # in place of CIDEr, SPICE and their tokenizer
     fake.tokenize = lambda all: {n: [row["caption"] for row in rows] for n, rows in all.items()}

@@ -114,7 +114,6 @@ def test_what_a_directory_refuses(script, tiny, tmp_path, monkeypatch):
     path.write_bytes(path.read_bytes()[:900])
     assert f"{path} is not a checkpoint" in refusal(command)
     assert {"model_1.pth", "backbone.pth"} <= files_in(tmp_path) and path.stat().st_size == 900
-
     acquire = common.filelock.FileLock.acquire
     impatient = lambda lock, timeout: acquire(lock, timeout=timeout / 100)
     with common.filelock.FileLock(tmp_path / ".lock"), monkeypatch.context() as patch:

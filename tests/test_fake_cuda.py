@@ -159,6 +159,7 @@ def train(watch, command):
     module = importlib.import_module(script.removesuffix(".py"))
     args = module.get_args(flags)
     watch.begin()
+    common.colour_constants.cache_clear()  # what it holds is of an earlier FakeTensorMode
     with FakeTensorMode(allow_non_fake_inputs=True), watch, pytest.raises(EnoughSteps):
         module.main(args)
 
@@ -195,8 +196,7 @@ def test_logging_waits(watch, tiny, tmp_path):
     assert "write_metrics" in [entry.name for entry in refused.traceback] and watch.steps == 3
 
 
-# Each command holds what no other does: a task, a loss, a head, an architecture, an optimizer. What
-# only chooses the labels (clusters, tags) or leaves a loss out makes no other operations.
+# Each command holds what no other does: a task, a loss, a head, an architecture, an optimizer.
 TRAININGS = {
     "virtex": [
         "--layers 2",

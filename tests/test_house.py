@@ -22,7 +22,7 @@ DOWNSTREAM = [name for name in FILES if name.startswith("downstream/")]
 OURS = {name.removesuffix(".py") for name in TOP} | {"downstream", "tools", "tests"}
 
 BUDGETS = {  # lines, tokens
-    "common.py": (961, 6030),  # DESIGN: 800, 5600; what is over stands in the note of issue 34
+    "common.py": (974, 6060),  # DESIGN: 800, 5600; what is over stands in the note of issue 34
     "language.py": (360, 2500),
     "sources.py": (270, 1850),
     "svm.py": (240, 1900),
@@ -48,11 +48,7 @@ ALLOWED = {
     "downstream": {*SCRIPTS, "eval_linear", "common", "language", "sources", "svm", "downstream"},
 }
 # Within functions: what only some runs need.
-LATER = {
-    "common": {"shapes", "sources"},
-    "eval_linear": {"sources"},
-    "downstream": {"shapes"},
-}
+LATER = {"common": {"shapes", "sources"}, "eval_linear": {"sources"}, "downstream": {"shapes"}}
 
 
 def lines_of(name):
@@ -99,6 +95,14 @@ def test_size_of_the_rest():
     assert lines["README.md"] <= 160
     assert [x for x in lines if x.startswith(("downstream/", "tools/")) and lines[x] > 350] == []
     assert sum(count for name, count in lines.items() if name.startswith("tests/")) <= 5500
+
+
+def test_refusals():
+    """At most 60 places where the scripts of the top level refuse something"""
+    nodes = [node for name in TOP for node in ast.walk(ast.parse(FILES[name].read_text()))]
+    calls = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
+    names = "fail", "require", "common.fail", "common.require", "parser.error"
+    assert sum(call in names for call in calls) <= 60
 
 
 @pytest.mark.parametrize("script", FLAGS)
@@ -202,7 +206,6 @@ def test_quoted_numbers():
         end = "" if name.endswith("-small") else f" {run['probe']['random']:.1f} |"
         assert re.search(rf"\| {name} \|[^|]*\|? {probe[name]} \|{re.escape(end)}", text[logs])
         assert end == "" or f"`{name}.py` | {probe[name]} |" in text["docs/class.md"]
-    assert f"on shapes: {probe['virtex']} mAP trained" in text["README.md"]
     kinds = "with the photo", "with another photo", "language model alone"
     words, small = ([f"{runs[name]['masked_words'][kind]['top1']:.1f}" for kind in kinds]
                     for name in ("icmlm", "icmlm-small"))
@@ -213,10 +216,12 @@ def test_quoted_numbers():
     cells = [f"{s['R@1']:.1f} / {s['R@10']:.1f} / {s['median rank']}" for s in ways]
     recall = sorted(way["R@10"] for way in ways)
     last = (ROOT / "docs/logs/mmcontrastive-small/metrics.jsonl").read_text().splitlines()[-1]
+    line = "linear probe on shapes: {trained:.1f} mAP trained, {random:.1f} mAP"
     for page, quote in (
+        ("README.md", line.format(**runs["virtex"]["probe"])),
         ("docs/icmlm.md", " | ".join(words)),
         ("docs/class.md", f"masked words {', '.join(words)} |"),
-        (logs, "{} with the photo, {} with another one, {} by the language".format(*small)),
+        (logs, "top-1: {} with the photo, {} with another one, {} by the language".format(*small)),
         (logs, "a right label of {:.1f}% of the validation photos, the label".format(*top1)),
         (logs, f"frequencies alone of {top1[1]:.1f}%"),
         (logs, f"{plateau['forward']:.2f} and {plateau['backward']:.2f} on the validation"),

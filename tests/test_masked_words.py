@@ -49,7 +49,6 @@ def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     weights = trained[head] / "checkpoint.pth"
     flags = photo, "--caption", caption, "--weights", weights, "--output", tmp_path
     masked, with_photo, without, path = run(*flags, "--word", word)
-
     model, lm, tokenizer, _, _ = masked_words.load_icmlm(weights, None, CPU)
     kept = checkpoint_in(trained[head])["model"]
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())

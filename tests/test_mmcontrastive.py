@@ -369,7 +369,6 @@ def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
     old = torch.load(run / "model_3.pth", weights_only=True)["model"]
     new, row = checkpoint_in(run)["model"], metrics(run)[-1]
     args = mmcontrastive.get_args(list(map(str, command[1:])))
-
     train = common.caption_data(args.data, None, "train")
     tokenizer, config = mmcontrastive.read_caption_model(run / "caption_model")
     encoders = mmcontrastive.build_encoders(args, config)
@@ -405,7 +404,6 @@ def test_a_step_written_out(coco_folder, tmp_path, monkeypatch):
     total = wanted["ii"] + 0.3 * wanted["tag"] + 0.7 * wanted["cc"]
     total += 0.1 * wanted["ic"] + 0.05 * wanted["ci"]  # Eq. 15
     assert row["loss"] == pytest.approx(total, rel=1e-3)
-
     # 24 photos were there before: the oldest give way.
     for name, key in {**keys, "tags": tags.float()}.items():
         close(new[f"queues.{name}.keys"][:8], key, 1e-4)

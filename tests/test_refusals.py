@@ -13,6 +13,7 @@ from conftest import SCRIPTS, refusal
 import common
 
 JSONL = 'Expected: {"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]}'
+IN_JSONL = JSONL.replace(":", " in a .jsonl:", 1)
 
 # Beside --data coco: flags, and words of the message.
 ALL_SCRIPTS = [
@@ -42,7 +43,7 @@ ONE_SCRIPT = {
         ("--task tagging", "argument --task: invalid choice: 'tagging'"),
         ("--hidden 100", "--hidden 100 must be a multiple of 64"),
         ("--tokenizer none.model", "No such file or directory: 'none.model'"),
-        ("--data {tmp}/photos.jsonl", "no image has a caption. Expected in a .jsonl: {"),
+        ("--data {tmp}/photos.jsonl", "no image has a caption. " + IN_JSONL),
         ("--data vg", "ijson is missing: pip install -r requirements.txt"),
     ],
     "tp": [
@@ -56,7 +57,7 @@ ONE_SCRIPT = {
     "icmlm": [
         *INIT,
         ("--lm /no/model", LM),
-        ("--data {tmp}/photos.jsonl", "no image has a caption. Expected in a .jsonl: {"),
+        ("--data {tmp}/photos.jsonl", "no image has a caption. " + IN_JSONL),
     ],
     "mmcontrastive": [
         ("--batch-size 12", "12 cannot be split into --bn-splits 8 groups of two or more"),
@@ -69,6 +70,7 @@ ONE_SCRIPT = {
         ("--lm /no/model", LM),
     ],
     "eval_linear": [
+        ("--weights imagenet", "--weights imagenet needs --arch"),
         ("--epochs 5", "--protocol svm-virtex takes no --epochs"),
         ("--lr 1", "--protocol svm-virtex takes 0 values of --lr"),
         ("--protocol sgd-mct", "--protocol sgd-mct needs one label per image: --data folder"),

@@ -48,10 +48,12 @@ def test_plan(tmp_path):
         "python -m downstream.detection --data coco --root gone",
     ]
     missing, weights, *lines = tables.plan(commands, "runs/papers", 256)
-    assert missing == "# missing, for 3 commands: gone" and "1 commands: a/model" in weights
+    assert missing == "# missing, for 3 commands: gone"
+    assert weights == "# missing, for 1 commands: a/model_N.pth"
     assert lines[0].endswith("/backbone.pth  # 5,000 iterations of 32 images, 0.2 hours")
     assert lines[1].endswith("--iters 360000  # 360,000 iterations of 256 images, 100.0 hours")
-    assert "  # 100 passes over the images in batches of 256, N: of the model" in lines[2]
+    selected = "N: of the model that the validation selects"
+    assert lines[2].endswith(f"N.pth  # 100 passes over the images in batches of 256, {selected}")
     assert lines[3].endswith("  # 180,000 iterations of 16 images")
     assert lines[4].startswith("# 4 commands, 100.2 hours of training at 256 images/s")
 

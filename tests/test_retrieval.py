@@ -97,6 +97,7 @@ def test_random_crops(coco_folder):
     images = common.caption_data("coco", str(coco_folder), "val2017").images
     args = retrieval.get_args(["--image-size", "32"])
     crops = retrieval.RandomCrops(images[:3], args)
+    assert len(crops) == 3 * args.crops
     for i in range(6):
         crop = partial(common.random_crop, np.random.default_rng([args.seed, i]), args.crop_min)
         [expected] = common.read_crops(images[i % 3], [crop], 32)

@@ -76,7 +76,6 @@ def test_search(trained, coco_folder, tmp_path):
     (folder / "notes.txt").write_text("no photo")
     checkpoint = trained / "checkpoint.pth"
     lines = run_here(command(checkpoint, tmp_path, *texts, "--root", folder)).splitlines()
-
     photos, captions = vectors_of(trained, paths, texts)
     order = (captions @ photos.T).argsort(1, descending=True)[:, :10].tolist()
     wanted = [f"cannot decode {folder / 'broken.jpg'}: the next photo is used"]
@@ -84,7 +83,6 @@ def test_search(trained, coco_folder, tmp_path):
         wanted.append(f"{text}: {', '.join(paths[n] for n in row[:3])}, ...")
     path = tmp_path / "search.png"
     assert lines == [*wanted, f"the ten nearest of 12 photos to each text are in {path}"]
-
     assert Image.open(path).size == (8 + 10 * 136, 8 + 2 * 176)
 
 

@@ -71,7 +71,6 @@ def test_clusters_are_equation_1(tiny_lm, captions, tmp_path):
     some = [rng.choice(captions, rng.integers(1, 4), replace=False).tolist() for _ in range(26)]
     train, val = captioned(*some[:20]), captioned(*some[20:])
     labels = labels_in(tmp_path, train, val, f"--labels cluster --lm {tiny_lm} --num-labels 5")
-
     vectors = literal_vectors(tiny_lm, train.all_captions()).astype(np.float16)
     centres = tp.train_kmeans(vectors, 5, seed=0)
     distances = torch.cdist(torch.from_numpy(literal_vectors(tiny_lm, captions)), centres)

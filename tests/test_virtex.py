@@ -22,8 +22,7 @@ from virtex import EOS, MASK, PAD, SOS, UNK
 
 ZERO_FLAGS = ROOT / "runs/virtex/result.json"
 
-# Captions of different length, so that a batch of them is padded; an unknown token in the first.
-# Another is truncated at one: forward it is no target, backward it is where reading begins.
+# Different lengths (a batch is padded); unknown tokens, at one of which the first is truncated.
 CAPTIONS = [[SOS, 5, UNK], [SOS, 5, UNK, 7, EOS], [SOS, 9, 4, 6, 4, 8, EOS], [SOS, 10, EOS]]
 MASKED = [[SOS, 5, MASK], [SOS, 5, UNK, MASK, EOS], [SOS, MASK, 4, 11, MASK, 8, EOS]]
 MASKED += [[SOS, MASK, EOS]]
