@@ -1,507 +1,203 @@
-"""What the methods share:
+"""What the four scripts share:
 
-    starting, messages       run, fail, require, error_context, print_main, progress
-    flags                    choose_recipe, flag_parser, parse
-    processes, precision     World, init_distributed, barrier, gather, data_parallel, autocast
-    captioned images         caption_data -> CaptionData: the built-in scenes, COCO, a .jsonl
-    from file to batch       Samples, load_image, read_crops, infinite_sampler, loader
-    on the device            augment: applies the colour jitter of load_image, normalises
-    backbones, optimisation  build_backbone, build_optimizer, lr_factor, set_lr
-    the output directory     Run, whose `steps` feed the training loop; read_checkpoint
+    captioned photos     caption_data -> CaptionData: COCO, a .jsonl, and others through extras/
+    photos to batches    Photos, read_crops, infinite_sampler, train_batches, validation_batches
+    on the device        augment: colour jitter and normalisation
+    backbones            build_backbone, read_init, load_init
+    optimisation         build_optimizer, lr_factor, set_lr
+    processes            init_distributed, is_main, gather, data_parallel, autocast
+    a training run       apply_recipe, start, once, restore, Metrics, save_checkpoint
 """
 
 import argparse
-import contextlib
-import importlib.util
+import importlib
 import json
 import math
 import os
 import re
 import sys
 import time
-import warnings
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
 
-import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import ExifTags, Image, ImageOps
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-# ---------------------------------------------------------------------------- starting, messages
-
-
-def run(main, get_args):
-    """Start a script. What is missing (a file, a package, memory) ends it with one line; other
-    errors keep their traceback and the notes of error_context.
-    """
-    try:
-        main(get_args())
-    except KeyboardInterrupt:
-        sys.exit("interrupted: a training resumes from its last checkpoint, if it has saved one")
-    except ModuleNotFoundError as error:
-        fail(f"{error.name} is missing: pip install -r requirements.txt, or copy our file of that "
-             "name beside the script")  # fmt: skip
-    except (torch.OutOfMemoryError, MemoryError):
-        fail("out of memory: try a smaller --batch-size, --image-size or --arch, or, in training, "
-             "--accumulate 4")  # fmt: skip
-    except OSError as error:  # a wrong path, no permission, a full disk, no such model on the hub
-        fail("; ".join([" ".join(str(error).split()), *getattr(error, "__notes__", [])]))
-
 
 def fail(message):
-    """Exit with a one-line message. Other ranks sleep: torchrun ends them when the first exits."""
+    """Exit with one line instead of a traceback: for what a user can mend."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(3)
+        time.sleep(3)  # if all fail alike, only the first speaks: torchrun then ends the others
     sys.exit(f"error: {message}")
 
 
-def require(condition, message):
-    if not condition:
-        fail(message)
-
-
-@contextlib.contextmanager
-def error_context(note):
-    """Add a note to any error in the block: which file was read, or what it should contain."""
+def extra(name):
+    """Import extras/{name}.py, which a copied script may lack."""
     try:
-        yield
-    except Exception as error:
-        error.add_note(note)
-        raise
+        return importlib.import_module(f"extras.{name}")
+    except ModuleNotFoundError as error:
+        fail(f"{error.name} is missing: copy our folder extras beside the script, or install the "
+             "packages of requirements.txt")  # fmt: skip
 
 
-IS_MAIN = os.environ.get("RANK", "0") == "0"  # as World.is_main, but known at once
+# ------------------------------------------------------------------------------ captioned photos
 
+STRINGS = np.dtypes.StringDType()  # of any length, in one block of memory
+JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} on each line'
 
-def print_main(message):
-    """Print a line from the first process only, without breaking the progress bar."""
-    if IS_MAIN:
-        tqdm.write(message)
-        sys.stdout.flush()
 
+class Lists:
+    """A list of lists in two arrays, which DataLoader workers share; they would copy objects."""
 
-progress = partial(tqdm, disable=not IS_MAIN, dynamic_ncols=True)
+    def __init__(self, rows, dtype):
+        self.ends = np.cumsum([0, *map(len, rows)])
+        self.values = np.array([value for row in rows for value in row], dtype)
 
+    def __len__(self):
+        return len(self.ends) - 1
 
-def format_scores(scores):
-    """{name: number} -> "forward 3.03, backward 3.05" """
-    return ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
+    def __getitem__(self, i):
+        return self.values[self.ends[i] : self.ends[i + 1]].tolist()
 
-
-def import_if_there(name):
-    """Import one of our modules; None if the script was copied without it."""
-    return importlib.import_module(name) if importlib.util.find_spec(name) else None
-
-
-# ----------------------------------------------------------------------------------------- flags
-
-RECIPE_NAMES = "demo", "small", "paper"
-BACKBONES = "resnet18", "resnet50", "resnet101", "wide_resnet50_2", "vgg16_bn"  # in torchvision
-DATA = "shapes (built in), coco, vg, a .jsonl file, or a folder made by tools/make_shards.py"
-
-
-def positive(text, kind=float):
-    value = kind(text)
-    if value > 0:
-        return value
-    raise argparse.ArgumentTypeError(f"{text} is not above 0")
-
-
-def positive_int(text):
-    return positive(text, int)
-
-
-def fraction(text):
-    value = float(text)
-    if 0 <= value <= 1:
-        return value
-    raise argparse.ArgumentTypeError(f"{text} is not a fraction between 0 and 1")
-
-
-class Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the layout of the docstring and shows each default."""
-
-    def _get_help_string(self, action):
-        silent = str(action.default) in ("None", "False", argparse.SUPPRESS)
-        return action.help if silent else f"{action.help} (default %(default)s)"
-
-
-def build_parser(description=None, **kwargs):
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=Help, allow_abbrev=False, **kwargs
-    )
-    parser.error = fail  # errors are one line
-    return parser
-
-
-def peek(argv, *flags):
-    """The command line's values of a few flags, on which defaults depend -> Namespace"""
-    parser = build_parser(add_help=False)
-    for flag in flags:
-        parser.add_argument(flag)
-    return parser.parse_known_args(argv)[0]
-
-
-def choose_recipe(table, argv, paper={}):
-    """The column of the table for --recipe, or else for --data -> {name: default}
-
-    table: {name: (demo, small, paper)}. A name without a flag is a constant: change it there.
-    paper: {name: value} that override the column `paper`.
-    """
-    given = peek(argv, "--data", "--recipe", "--iters", "--epochs")
-    data = given.data or "shapes"
-    name = "demo" if data == "shapes" else "small" if data.endswith(".jsonl") else "paper"
-    if given.recipe in RECIPE_NAMES:
-        name = given.recipe
-    recipe = {key: row[RECIPE_NAMES.index(name)] for key, row in table.items()}
-    if name == "paper":
-        recipe |= paper
-    if given.iters or given.epochs:
-        recipe |= {"iters": None, "epochs": None}
-    year = "2017" if data == "coco" else ""
-    return {**recipe, "recipe": name, "train_split": f"train{year}", "val_split": f"val{year}"}
-
-
-def flag_parser(script, description, recipe):
-    """The flags that mean the same in every training script -> parser
-
-    --lr and --text-lr have no default: get_args scales the recipe's, but not a given one.
-    """
-    # fmt: off
-    parser = build_parser(description)
-    add = parser.add_argument_group("data").add_argument
-    add("--data", default="shapes", help=DATA)
-    add("--recipe", choices=RECIPE_NAMES, help="default demo (shapes), small (.jsonl) or paper")
-    add("--root", help="folder of the data (default datasets/<name>; for a .jsonl, its folder)")
-    add("--train-split", help="name of the training split")
-    add("--val-split", help="name of the validation split")
-    add("--image-size", type=positive_int, help="crop side in pixels; cost grows with its square")
-    add("--crop-min", type=fraction, help="smallest fraction of a photo's area in a crop")
-    add("--colour-jitter", type=fraction, help="strength; lower it if captions name colours")
-    add("--workers", type=int, default=min(8, os.cpu_count() // 2),  # on 2 cores, 2 were slower
-        help="DataLoader workers per process; raise it if data_wait > 0.05")
-
-    group = parser.add_argument_group("backbone and optimisation")
-    add = group.add_argument
-    add("--arch", choices=BACKBONES, help="the backbone; resnet18 for small data or a CPU")
-    add("--batch-size", type=positive_int, help="images per iteration over all processes")
-    length = group.add_mutually_exclusive_group().add_argument
-    length("--iters", type=positive_int, help="training iterations; scale them with the data")
-    length("--epochs", type=positive, help="training length in passes over the data")
-    add("--lr", type=positive, help="peak learning rate; lower if the loss is not finite (default "
-        f"{recipe['lr']:g} for batches of {recipe['batch_size']}, scaled to --batch-size)")
-    add("--warmup", type=fraction, help="warm-up of the learning rate, as a fraction of training")
-    add("--weight-decay", type=float, help="raise it if photos are few")
-
-    run_flags(parser, script)
-
-    add = parser.add_argument_group("probe of the backbone (see eval_linear.py)").add_argument
-    add("--probe-data", help="shapes, coco, voc07, folder or a .jsonl (default: --data's tags)")
-    add("--probe-root", help="folder of --probe-data")
-    parser.set_defaults(**recipe | {"lr": None, "text_lr": None})
-    return parser
-
-
-def run_flags(parser, script):
-    """The flags of everything that trains into an output directory: see Run."""
-    # fmt: off
-    add = parser.add_argument_group("run").add_argument
-    parser.script = script
-    add("--output", help="output directory, from which the same command resumes (default "
-        f"runs/{script}; runs/{script}-NAME for data that is not built in)")
-    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
-    add("--seed", type=int, default=0, help="random seed")
-    add("--amp", choices=("bf16", "fp16", "off"),
-        help="precision; where no default is shown, bf16 if supported")
-    add("--accumulate", type=positive_int, default=1,
-        help="micro-batches per batch: their gradients are accumulated, which saves memory")
-    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=positive_int, help="iterations between lines of metrics.jsonl")
-    add("--checkpoint-every", type=positive_int, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=positive_int, help="iterations between model_N.pth (early stopping)")
-
-
-def parse(parser, argv):
-    args = parser.parse_args(argv)
-    suffix = "" if args.data == "shapes" else f"-{Path(args.data).stem}"
-    args.output = args.output or f"runs/{parser.script}{suffix}"  # other data: no collision
-    parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
-    if args.batch_size and args.batch_size % parts:
-        fail(f"--batch-size {args.batch_size} cannot be divided by {parts}, which is the number "
-             "of processes times --accumulate")  # fmt: skip
-    return args
-
-
-# ---------------------------------------------------------------------- processes and precision
-
-
-class World(NamedTuple):
-    """This process among all: its rank, in [0, size), and its device."""
-
-    rank: int
-    size: int
-    device: torch.device
-
-    @property
-    def is_main(self):
-        return self.rank == 0
-
-
-def init_distributed():
-    """Join the other processes if torchrun started this one (NCCL or gloo) -> World"""
-    gpus = torch.cuda.is_available() and torch.cuda.device_count()
-    torch.backends.cudnn.benchmark = True
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device(f"cuda:{local}" if gpus else "cpu")
-    if "RANK" not in os.environ:
-        return World(0, 1, device)
-    if gpus:
-        require(local < gpus, "there are fewer GPUs than processes: lower --nproc_per_node")
-        torch.cuda.set_device(device)
-    # CPU tensors go through gloo. Others may wait for hours while the first process makes labels.
-    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(hours=6))
-    return World(dist.get_rank(), dist.get_world_size(), device)
-
-
-def end_distributed(world):
-    """Leave the process group: the first process does the rest alone."""
-    if world.size > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def barrier(world):
-    if world.size > 1:
-        dist.barrier()
-
-
-def gather(x, world):
-    """(B, ...) of each process -> (size * B, ...) on all of them, in the order of the processes"""
-    if world.size == 1:
-        return x
-    gathered = x.new_empty(world.size * len(x), *x.shape[1:])
-    dist.all_gather_into_tensor(gathered, x.contiguous())
-    return gathered
-
-
-def data_parallel(model, world):
-    """DistributedDataParallel if there are several processes. BatchNorm stays per process."""
-    if world.size == 1:
-        return model
-    warnings.filterwarnings("ignore", category=FutureWarning)  # on broadcast_buffers in torch 2.15
-    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)  # queues are equal
-
-
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def autocast(device, amp):
-    """The context of mixed precision; amp: "bf16", "fp16" or "off"."""
-    return torch.autocast(device.type, HALF.get(amp), enabled=amp != "off")
-
-
-def choose_amp(device, requested):
-    """--amp if given, else bf16 if the device computes in it natively, else "off"."""
-    if requested:
-        return requested
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        mkldnn = torch.backends.mkldnn.is_available()
-        native = mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return "bf16" if native else "off"
-
-
-# ------------------------------------------------------------------------------ captioned images
-
-STRINGS = np.dtypes.StringDType()  # variable-length, in one block that DataLoader workers share
-
-
-def image_files(paths):
-    """Paths of images, all of which are there -> (N,) of STRINGS"""
-    missing = [path for path in paths if not os.path.isfile(path)]
-    if missing:
-        fail(f"{len(missing)} of {len(paths)} images are missing, the first is {missing[0]}")
-    return np.array(paths, STRINGS)
+    def select(self, keep):
+        return Lists([self[i] for i in keep], self.values.dtype)
 
 
 @dataclass
 class CaptionData:
-    """Images, each with captions and tags (either may be empty): every data source takes this form.
+    """Photos, each with captions and tags (either may be empty): every source takes this form."""
 
-    An image is a key, see open_image. Its captions are one string, a line each, likewise its tags:
-    millions of Python lists would be copied into each DataLoader worker. For shards the columns are
-    sources.MappedStrings, whose `sampler` Run.steps uses instead of infinite_sampler.
-    """
-
-    images: np.ndarray  # (N,) of keys
-    captions: np.ndarray  # (N,) of STRINGS, from join_lines
-    tags: np.ndarray  # (N,) likewise
-    tag_names: list = None  # all that an image may have; None: the source knows no tags
+    images: np.ndarray  # (N,) of paths, or of what `open` takes instead
+    captions: Lists  # captions[i]: a list of strings
+    tags: Lists  # tags[i]: indices into tag_names, in ascending order
+    tag_names: list = None  # of all splits; None: the source has no tags
+    open: callable = Image.open  # images[i] -> PIL image, not yet decoded
+    sampler: callable = None  # of the training batches; None: infinite_sampler
 
     def __len__(self):
         return len(self.images)
 
-    @cached_property
-    def num_captions(self):
-        return np.array([len(text.splitlines()) for text in self.captions], int)
-
-    def captions_of(self, i):
-        return self.captions[i].splitlines()
-
-    def tags_of(self, i):
-        """-> indices into tag_names, in ascending order"""
-        return sorted({self.tag_names.index(name) for name in self.tags[i].splitlines()})
-
     def all_captions(self):
-        """-> list of the captions of all images, in their order"""
-        return [caption for text in self.captions for caption in text.splitlines()]
-
-    def image_of_caption(self):
-        """(captions,) int64: the index of each caption's image"""
-        return np.repeat(np.arange(len(self)), self.num_captions)
+        return [caption for captions in self.captions for caption in captions]
 
     def select(self, keep):
-        """-> CaptionData of the images with the indices `keep`"""
-        images, captions, tags = self.images[keep], self.captions[keep], self.tags[keep]
-        selected = CaptionData(images, captions, tags, self.tag_names)
-        selected.num_captions = self.num_captions[keep]  # counting those of shards takes long
-        return selected
+        """-> CaptionData of the photos with the indices `keep`"""
+        captions, tags = self.captions.select(keep), self.tags.select(keep)
+        return replace(self, images=self.images[keep], captions=captions, tags=tags)
 
-    def with_captions(self, captions):
-        """-> CaptionData with other captions: a list of strings for each image"""
-        return CaptionData(self.images, join_lines(captions), self.tags, self.tag_names)
+    def with_captions(self, rows):
+        """-> CaptionData with other captions.  rows: a list of strings for each photo"""
+        return replace(self, captions=Lists(rows, STRINGS))
 
     def captioned(self):
-        """-> CaptionData of the images that have a caption; prints how many have none"""
-        keep = np.flatnonzero(self.num_captions)
-        require(len(keep), f"no image has a caption. Expected in a .jsonl: {JSONL}")
+        """-> CaptionData of the photos that have a caption"""
+        keep = np.flatnonzero(np.diff(self.captions.ends))
+        if len(keep) == 0:
+            fail(f"no photo has a caption. A .jsonl has {JSONL}")
         if len(keep) == len(self):
             return self
-        print_main(f"{len(self) - len(keep)} of {len(self)} images have no caption: left out")
+        print_main(f"{len(self) - len(keep)} of {len(self)} photos have no caption: left out")
         return self.select(keep)
-
-
-def join_lines(lists):
-    """A list of strings for each image -> (N,) of STRINGS, a line for each string"""
-    return np.array(["\n".join(clean(strings)) for strings in lists], STRINGS)
-
-
-def clean(strings):
-    """Single spaces for all white space, line breaks too -> list, without empty strings
-
-    Half an emoji, of a text that was cut, becomes a question mark.
-    """
-    split = (text.encode(errors="replace").decode().split() for text in strings)
-    return [" ".join(words) for words in split if words]
 
 
 def caption_data(name, root=None, split="train"):
     """One split of --data -> CaptionData.  root: --root"""
-    if name.endswith(".jsonl"):
-        data = jsonl_data(name, root or os.path.dirname(name), split)
-    elif name == "coco":
-        data = coco_data(root or "datasets/coco", split)
-    elif name == "shapes":
-        import shapes  # only here: a copied script works without it
-
-        scenes, captions, tags = shapes.captioned_scenes(split)
-        images = np.array(scenes, object)  # of int
-        data = CaptionData(images, join_lines(captions), join_lines(tags), list(shapes.SHAPES))
+    if name == "shapes":
+        return extra("shapes").caption_data(split)
+    if name == "coco":
+        photos, tag_names = coco_photos(root or "datasets/coco", split)
+    elif name == "vg":
+        photos, tag_names = extra("visual_genome").photos(root or "datasets/vg", split)
+    elif name.endswith(".jsonl"):
+        photos, tag_names = jsonl_photos(name, root or os.path.dirname(name), split)
+    elif os.path.isdir(name):
+        return extra("shards").caption_data(name, split)
     else:
-        import sources  # only here: a copied script works without it
-
-        data = sources.caption_data(name, root, split)
-    require(len(data), f"--data {name} has no image of the split {split}")
-    return data
-
-
-COCO = (
-    "expected: a folder --root with annotations/captions_{split}.json, instances_{split}.json for "
-    "labels, and the photos in {split}/; --train-split and --val-split name the splits"
-)
-
-
-def coco_data(root, split):
-    """See COCO; the categories of instances_{split}.json, if it is there, are the tags"""
-    captions = defaultdict(list)
-    tags = defaultdict(list)
-    names = {}
-    folder = Path(root, "annotations")
-    with error_context(COCO):
-        content = json.loads((folder / f"captions_{split}.json").read_bytes())
-        files = {image["id"]: image["file_name"] for image in content["images"]}
-        for row in content["annotations"]:
-            captions[row["image_id"]].append(row["caption"])
-        instances = folder / f"instances_{split}.json"
-        if instances.exists():
-            content = json.loads(instances.read_bytes())
-            names = {row["id"]: row["name"] for row in content["categories"]}
-            for row in content["annotations"]:
-                tags[row["image_id"]].append(names[row["category_id"]])
-        return CaptionData(
-            image_files([os.path.join(root, split, file) for file in files.values()]),
-            join_lines(captions[image] for image in files),
-            join_lines(tags[image] for image in files),
-            clean(names[category] for category in sorted(names)) or None,
-        )
+        fail(f"--data {name}: give shapes, coco, vg, a .jsonl or a folder of tools/make_shards.py")
+    if not photos:
+        fail(f"--data {name} has no photo of the split {split}")
+    paths, captions, tags = zip(*photos)
+    missing = [path for path in paths if not os.path.isfile(path)]
+    if missing:
+        fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
+    captions = [[caption for caption in row if caption] for row in captions]
+    index = {tag: k for k, tag in enumerate(tag_names)}
+    tags = [sorted({index[tag] for tag in row}) for row in tags]
+    images = np.array(paths, STRINGS)
+    return CaptionData(images, Lists(captions, STRINGS), Lists(tags, int), tag_names or None)
 
 
-JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} on each line'
+def read_json(path):
+    if not os.path.isfile(path):
+        fail(f"there is no {path}: see --root, --train-split and --val-split")
+    return json.loads(Path(path).read_bytes())
 
 
-def jsonl_data(path, root, split):
+def one_line(text):
+    """Single spaces for all white space; half an emoji, of a text that was cut, becomes "?" """
+    return " ".join(text.encode(errors="replace").decode().split())
+
+
+def coco_photos(root, split):
+    """annotations/captions_{split}.json; the photos are in {split}/. The categories of
+    instances_{split}.json, if it is there, are the tags.
+
+    -> (path, captions, tags) of each photo, the names of all tags
+    """
+    content = read_json(f"{root}/annotations/captions_{split}.json")
+    captions, tags, names = defaultdict(list), defaultdict(list), {}
+    for row in content["annotations"]:
+        captions[row["image_id"]].append(one_line(row["caption"]))
+    instances = f"{root}/annotations/instances_{split}.json"
+    if os.path.exists(instances):
+        annotated = read_json(instances)
+        names = {row["id"]: row["name"] for row in annotated["categories"]}
+        for row in annotated["annotations"]:
+            tags[row["image_id"]].append(names[row["category_id"]])
+    photos = []
+    for image in content["images"]:
+        path = os.path.join(root, split, image["file_name"])
+        photos.append((path, captions[image["id"]], tags[image["id"]]))
+    return photos, [names[category] for category in sorted(names)]
+
+
+def jsonl_photos(path, root, split):
     """One {"image", "captions", "tags", "split"} per line; all but "image" are optional.
 
     Relative paths start from `root`. A line without a split belongs to "train"; if no line has one,
-    a fixed random twentieth is "val".
+    a fixed random twentieth is "val". -> (path, captions, tags) of each photo, names of all tags
     """
-    rows = []
-    with open(path, "rb") as file:  # json detects the encoding of bytes
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                row["image"] = os.path.join(root, row["image"])
-                row["captions"], row["tags"] = captions_and_tags(row)
-                rows.append(row)
-            except Exception as error:  # no JSON, no "image", wrong types
-                fail(f"{path}, line {number}: {error!r}. Expected: {JSONL}")
-    distinct = {row["image"] for row in rows}
-    require(len(distinct) == len(rows), f"{path} repeats an image: one line has all its captions")
-    tag_names = dict.fromkeys(tag for row in rows for tag in row["tags"])
-    if not any(row.get("split") for row in rows):
-        order = np.random.default_rng(0).permutation(len(rows))
-        for n in order[: max(1, len(rows) // 20)]:
-            rows[n]["split"] = "val"
-    rows = [row for row in rows if (row.get("split") or "train") == split]
-    return CaptionData(
-        image_files([row["image"] for row in rows]),
-        join_lines(row["captions"] for row in rows),
-        join_lines(row["tags"] for row in rows),
-        list(tag_names) or None,
-    )
-
-
-def captions_and_tags(row):
-    """{"captions": [...], "tags": [...]}, both optional -> two lists of strings"""
-    captions = row.get("captions", [])
-    tags = row.get("tags", [])
-    if "caption" in row or {type(captions), type(tags)} != {list}:
-        raise ValueError('"captions" (not "caption") and "tags" are lists of strings')
-    return clean(captions), clean(map(str, tags))
+    photos, splits = [], []
+    for number, line in enumerate(open(path, "rb"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)  # detects the encoding of bytes
+            captions, tags = row.get("captions", []), row.get("tags", [])
+            if "caption" in row or not isinstance(captions, list) or not isinstance(tags, list):
+                raise ValueError('"captions" (not "caption") and "tags" are lists of strings')
+            captions = [one_line(caption) for caption in captions]
+            photos.append((os.path.join(root, row["image"]), captions, list(map(str, tags))))
+            splits.append(row.get("split"))
+        except Exception as error:  # no JSON, no "image", wrong types
+            fail(f"{path}, line {number}: {error!r}. Expected: {JSONL}")
+    if len({image for image, *_ in photos}) < len(photos):
+        fail(f"{path} repeats an image: one line should have all its captions")
+    if not any(splits):
+        order = np.random.default_rng(0).permutation(len(photos))
+        for n in order[: max(1, len(photos) // 20)]:
+            splits[n] = "val"
+    tag_names = dict.fromkeys(tag for *_, tags in photos for tag in tags)
+    photos = [photo for photo, found in zip(photos, splits) if (found or "train") == split]
+    return photos, list(tag_names)
 
 
 def swap_left_right(caption):
@@ -510,46 +206,87 @@ def swap_left_right(caption):
     return re.sub(r"\b(left|right)\b", lambda word: other[word[0].lower()], caption, flags=re.I)
 
 
-# ---------------------------------------------------------------------------- from file to batch
+# ----------------------------------------------------------------------------- photos to batches
 
 
 class Unreadable(Exception):
-    """An image that cannot be decoded; the message is its path."""
+    """A photo that cannot be decoded; the message is its path."""
+
+
+class Photos(Dataset):
+    """Photos, cropped and flipped at random: the scripts derive their data sets from it.
+
+    A subclass has sample(index, rng) -> dict. In training, a key is (seed, epoch, index), on which
+    alone rng depends; in validation, a key is an index, and rng is None.
+    """
+
+    def __init__(self, data, args):
+        """data: CaptionData or similar.  args: image_size, crop_min, colour_jitter"""
+        self.data = data
+        self.size = args.image_size
+        self.crop_min = args.crop_min
+        self.colour_jitter = args.colour_jitter
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, key):
+        """The sample, or the next one whose photo can be decoded"""
+        training = isinstance(key, tuple)
+        rng = np.random.default_rng(key) if training else None
+        index = key[-1] if training else key
+        unreadable = set()  # photos, of which icmlm.py has many samples each
+        for candidate in range(index, index + len(self)):
+            try:
+                return self.sample(candidate % len(self), rng)
+            except Unreadable as error:
+                report_once(f"cannot decode {error}: the next photo is used")
+                unreadable.add(str(error))
+            if len(unreadable) == 100:
+                break
+        raise Unreadable(f"{len(unreadable)} photos in a row cannot be decoded: see above")
+
+    def photo(self, index, rng):
+        """-> {"image": uint8 (size, size, 3), "jitter": (4,) for `augment`, "flipped": bool}"""
+        crop = partial(random_crop, rng, self.crop_min) if rng else centre_crop
+        [image] = read_crops(self.data, index, [crop], self.size)
+        jitter = colour_jitter(rng, self.colour_jitter) if rng else NO_JITTER
+        flipped = bool(rng) and rng.random() < 0.5
+        return {"image": image[:, ::-1] if flipped else image, "jitter": jitter, "flipped": flipped}
 
 
 report_once = cache(tqdm.write)  # in each process
 
 
-@dataclass
-class Samples(Dataset):
-    """make_sample(index, rng) -> one sample, a dict.
+def read_crops(data, index, crops, size):
+    """Decode a photo once and cut several crops from it -> list of (size, size, 3) uint8 arrays
 
-    In training a key is (seed, epoch, index), on which alone rng depends. In validation a key is
-    an index, and rng is None. The next sample replaces an unreadable one.
+    crops: functions (width, height) -> box. A large JPEG is decoded at a half, a quarter or an
+    eighth of its size if that has enough pixels. Raises Unreadable.
     """
+    try:
+        image = data.open(data.images[index])
+        if image.getexif().get(ExifTags.Base.Orientation, 1) > 1:
+            image = ImageOps.exif_transpose(image)  # only if needed: it decodes all pixels
+        full_size = np.array(image.size)
+        boxes = np.array([crop(*full_size) for crop in crops])  # left, top, right, bottom
+        if image.format == "JPEG":
+            smallest = (boxes[:, 2:] - boxes[:, :2]).min(0)  # crop's width and height, in pixels
+            image.draft("RGB", np.ceil(size * full_size / smallest).astype(int).tolist())
+        if image.mode.startswith("I"):  # 16 bits, which PIL would clip to white
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        image = image.convert("RGB")
+        boxes = boxes * np.tile(image.size / full_size, 2)  # draft may have shrunk it
+        boxes = np.minimum(boxes, np.tile(image.size, 2)).tolist()  # rounding errors may exceed it
+        return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes]
+    except Exception as error:  # PIL's decoders raise a dozen kinds
+        raise Unreadable(str(data.images[index])) from error
 
-    make_sample: object
-    size: int
 
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, key):
-        training = isinstance(key, tuple)
-        rng = np.random.default_rng(key) if training else None
-        index = key[-1] if training else key
-        for candidate in range(index, index + 1000):  # in icmlm.py a photo has many samples
-            try:
-                return self.make_sample(candidate % self.size, rng)
-            except Unreadable as error:
-                report_once(f"cannot decode {error}: the next photo is used")
-        raise Unreadable("1,000 samples in a row cannot be decoded: see above")
-
-
-def random_crop(rng, smallest, width, height):
-    """A box of random area (a fraction in [smallest, 1]) and aspect ratio, as for Inception"""
+def random_crop(rng, min_area, width, height):
+    """A box of random area (a fraction in [min_area, 1]) and aspect ratio, as for Inception"""
     for _ in range(10):
-        area = width * height * rng.uniform(smallest, 1.0)
+        area = width * height * rng.uniform(min_area, 1.0)
         aspect = (4 / 3) ** rng.uniform(-1, 1)
         w, h = math.sqrt(area * aspect), math.sqrt(area / aspect)
         if w <= width and h <= height:
@@ -565,63 +302,7 @@ def centre_crop(width, height, side_fraction=1.0):
     return x, y, x + side, y + side
 
 
-def open_image(key):
-    """key: a path, the number of a scene, or a place in a shard -> PIL image, not yet decoded"""
-    if isinstance(key, int):
-        import shapes
-
-        return shapes.draw(key)
-    if ".tar\t" in key:
-        import sources
-
-        return sources.open_in_shard(key)
-    return Image.open(key)
-
-
-def read_crops(key, crops, size):
-    """Decode an image once and cut several crops from it -> list of (size, size, 3) uint8 arrays
-
-    key: see open_image.  crops: functions (width, height) -> box. A large JPEG is decoded at a
-    half, a quarter or an eighth of its size if that has enough pixels. Raises Unreadable.
-    """
-    try:
-        image = open_image(key)
-        if image.getexif().get(ExifTags.Base.Orientation, 1) > 1:
-            ImageOps.exif_transpose(image, in_place=True)  # only if needed: it decodes all pixels
-        full_size = np.array(image.size)
-        boxes = np.array([crop(*full_size) for crop in crops])
-        if image.format == "JPEG":
-            smallest = (boxes[:, 2:] - boxes[:, :2]).min(0)
-            image.draft("RGB", np.ceil(size * full_size / smallest).astype(int).tolist())
-        image = to_rgb(image)
-        boxes = boxes * np.tile(image.size / full_size, 2)  # draft may have shrunk it
-        boxes = np.minimum(boxes, np.tile(image.size, 2)).tolist()  # rounding errors may exceed it
-        return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes]
-    except Exception as error:  # PIL's decoders raise a dozen kinds
-        raise Unreadable(str(key)) from error
-
-
-def to_rgb(image):
-    """A PIL image in RGB; 16-bit pixels, which PIL would clip to white, become 8-bit"""
-    if image.mode.startswith("I"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    return image.convert("RGB")
-
-
 NO_JITTER = np.array([1, 1, 1, 0], np.float32)
-
-
-def load_image(key, rng, args):
-    """One photo, cropped and flipped at random; the centre crop if rng is None
-
-    key: see open_image.  args: image_size, crop_min, colour_jitter.
-    -> {"image": uint8 (size, size, 3), "jitter": (4,) for `augment`, "flipped": bool}
-    """
-    crop = partial(random_crop, rng, args.crop_min) if rng else centre_crop
-    [image] = read_crops(key, [crop], args.image_size)
-    jitter = colour_jitter(rng, args.colour_jitter) if rng else NO_JITTER
-    flipped = bool(rng) and rng.random() < 0.5
-    return {"image": image[:, ::-1] if flipped else image, "jitter": jitter, "flipped": flipped}
 
 
 def colour_jitter(rng, strength):
@@ -639,12 +320,7 @@ def stack(samples, name):
     return torch.from_numpy(np.stack([sample[name] for sample in samples]))
 
 
-def collate_images(samples):
-    """-> images uint8 (B, size, size, 3), jitter (B, 4)"""
-    return {"images": stack(samples, "image"), "jitter": stack(samples, "jitter")}
-
-
-def infinite_sampler(size, batch_size, world, seed, start=0):
+def infinite_sampler(size, batch_size, seed, start=0):
     """Yield (seed, epoch, index) forever, beginning with batch number `start`, from 0
 
     The epochs' permutations, which depend only on the seed, are concatenated. Batch t is their
@@ -655,76 +331,79 @@ def infinite_sampler(size, batch_size, world, seed, start=0):
         epoch, done = divmod(position, size)
         order = np.random.default_rng([seed, epoch]).permutation(size)
         for index in order[done:]:
-            if position % batch_size // (batch_size // world.size) == world.rank:
+            if position % batch_size // (batch_size // world_size()) == rank():
                 yield seed, epoch, int(index)
             position += 1
 
 
-def loader(dataset, batch_size, workers, collate_fn=None, sampler=None):
-    return DataLoader(
+def train_batches(dataset, collate, args, device, start):
+    """Yield micro-batches on the device forever, --accumulate of them for each iteration
+
+    start: the iterations that are done. Torch is seeded for each micro-batch, so that dropout
+    depends on the micro-batch's number alone and a resumed run repeats it.
+    """
+    sampler = getattr(dataset.data, "sampler", None) or infinite_sampler  # shards have their own
+    loader = DataLoader(
         dataset,
-        batch_size,
-        sampler=sampler,
-        num_workers=workers,
-        collate_fn=collate_fn,
-        pin_memory=torch.cuda.is_available(),
+        args.batch_size // world_size() // args.accumulate,
+        sampler=sampler(len(dataset), args.batch_size, args.seed, start),
+        num_workers=args.workers,
+        collate_fn=collate,
+        pin_memory=device.type == "cuda",
     )
+    for number, batch in enumerate(loader, start * args.accumulate):
+        iteration, part = divmod(number, args.accumulate)
+        place = ((iteration + 1) * world_size() + rank()) * args.accumulate + part
+        torch.manual_seed((args.seed << 40) % 2**64 + place)  # 2^40 places for each seed
+        yield to_device(batch, device)
 
 
-def validation_batches(samples, workers, collate_fn, device, batch_size=64):
-    """One pass over Samples, in order -> batches on `device`"""
-    batches = loader(samples, batch_size, workers, collate_fn)
-    for batch in progress(batches, desc="validation", unit=" batches", leave=False):
+def validation_batches(dataset, collate, args, device, batch_size=64):
+    """One pass over the photos, in order -> batches on the device"""
+    loader = DataLoader(dataset, batch_size, num_workers=args.workers, collate_fn=collate)
+    for batch in progress(loader, desc="validation", unit=" batches", leave=False):
         yield to_device(batch, device)
 
 
 def to_device(batch, device):
-    """Move all tensors of a batch: dicts and lists of tensors."""
-    return tree_map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 # --------------------------------------------------------------------------------- on the device
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-GREY = np.array([0.299, 0.587, 0.114])
-YIQ = np.array([GREY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
-# In RGB, a rotation by a in the plane of I and Q is the matrix GREY (in each row) + cos(a) HUE[0]
-# + sin(a) HUE[1].
-HUE = np.eye(3) - GREY, np.linalg.inv(YIQ) @ [[0, 0, 0], [0, 0, -1], [0, 1, 0]] @ YIQ
+YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)
 
 
 @cache
 def colour_constants(device):
-    """Cached on the device: copying them from the host would synchronise it."""
-    constants = GREY, np.array(HUE), MEAN, STD
-    return [torch.tensor(value, dtype=torch.float32, device=device) for value in constants]
+    """RGB to YIQ, YIQ to RGB, mean and deviation; cached: each copy would synchronise a GPU."""
+    yiq, mean, std = (torch.tensor(value, device=device) for value in (YIQ, MEAN, STD))
+    return yiq.T, yiq.T.inverse(), mean, std
 
 
 def augment(images, jitter=None):
     """uint8 (B, size, size, 3) -> normalised float32 (B, 3, size, size), channels-last in memory
 
-    jitter: (B, 4) from colour_jitter. Brightness, contrast, saturation and hue (a rotation in YIQ),
-    in this order, are each linear in the colours. Combined they are one 3x3 matrix and one offset
-    per image: a single pass over the pixels. [ours: the fixed order, one clamp at the end]
+    jitter: (B, 4) from colour_jitter. Brightness, contrast, saturation and hue change in this
+    order, in the colour space YIQ: Y is grey, and hue rotates the plane of I and Q. [ours: the
+    fixed order, one clamp at the end]
     """
-    grey, hue_plane, mean, std = colour_constants(images.device)
+    to_yiq, to_rgb, mean, std = colour_constants(images.device)
     pixels = images.float() / 255
     if jitter is not None:
         brightness, contrast, saturation, hue = jitter.T[..., None, None]  # (B, 1, 1) each
-        hue_angle = 2 * math.pi * hue
-        rotate = grey + hue_angle.cos() * hue_plane[0] + hue_angle.sin() * hue_plane[1]
-        saturate = saturation * torch.eye(3, device=pixels.device) + (1 - saturation) * grey
-        matrix = contrast * brightness * rotate @ saturate
-        red, green, blue = matrix[:, None, None].unbind(-1)  # (B, 1, 1, 3) each
-        # Contrast blends with the mean grey, which saturation and hue do not change.
-        mean_grey = (pixels.mean((1, 2)) @ grey)[:, None, None]
-        offset = (1 - contrast) * brightness * mean_grey
-        pixels = pixels[..., :1] * red + pixels[..., 1:2] * green + pixels[..., 2:] * blue
-        pixels = (pixels + offset[..., None]).clamp_(0, 1)
+        y, i, q = (pixels @ to_yiq).unbind(-1)  # (B, size, size) each
+        y = contrast * y + (1 - contrast) * y.mean((1, 2), keepdim=True)
+        colour = torch.complex(i, q) * torch.polar(contrast * saturation, 2 * math.pi * hue)
+        yiq = torch.stack([y, colour.real, colour.imag], -1)
+        pixels = (brightness[..., None] * yiq @ to_rgb).clamp(0, 1)
     return ((pixels - mean) / std).permute(0, 3, 1, 2)
 
 
-# ----------------------------------------------------------------------- backbones, optimisation
+# ------------------------------------------------------------------------------------- backbones
+
+BACKBONES = "resnet18", "resnet50", "resnet101", "wide_resnet50_2", "vgg16_bn"  # in torchvision
 
 
 def build_backbone(arch, **kwargs):
@@ -740,6 +419,45 @@ def build_backbone(arch, **kwargs):
     backbone.arch = arch
     backbone.channels = 512 if arch == "vgg16_bn" else model.fc.in_features
     return backbone
+
+
+def read_init(args):
+    """--init -> {"backbone": state dict}, the content of a checkpoint of the same script, or {}"""
+    if not args.init:
+        return {}
+    if args.init == "imagenet":  # torchvision's, downloaded once
+        return {"backbone": build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()}
+    content = read_checkpoint(args.init)
+    if content.get("script") == args.script:
+        if content["args"]["arch"] != args.arch:
+            fail(f"--init {args.init} is a {content['args']['arch']}, not --arch {args.arch}")
+        return content
+    if content.keys() == build_backbone(args.arch).state_dict().keys():  # a backbone.pth
+        return {"backbone": content}
+    # Other scripts' checkpoints, files of other authors, and messages for what is neither
+    return {"backbone": extra("checkpoints").load_backbone(args.init, args.arch).state_dict()}
+
+
+def load_init(init, model, backbone, skip=()):
+    """Start from what read_init returned: the backbone, or all tensors of the model that fit
+
+    skip: prefix of tensors that stay random, since their classes or words are others
+    """
+    if "backbone" in init:
+        backbone.load_state_dict(init["backbone"])
+        print_main("--init: loaded the backbone")
+    elif init:
+        state = model.state_dict()
+        loaded = {}
+        for name, value in init["model"].items():
+            if name in state and value.shape == state[name].shape and not name.startswith(skip):
+                loaded[name] = value
+        model.load_state_dict(loaded, strict=False)
+        others = [name for name in state if name not in loaded]
+        print_main(f"--init: loaded {len(loaded)} of {len(state)} tensors; not {others[:3]}")
+
+
+# ---------------------------------------------------------------------------------- optimisation
 
 
 def build_optimizer(name, parameters, lr, weight_decay):
@@ -767,30 +485,149 @@ def lr_factor(iteration, total, warmup=0.0, steps=()):
 
 
 def set_lr(optimizer, factor):
-    """Set the learning rates to `factor` times those that the optimizer was built with."""
+    """Set the learning rates to `factor` times their peaks, those the optimizer was built with."""
     for group in optimizer.param_groups:
-        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
+        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])  # kept in checkpoints
 
 
-# ------------------------------------------------------------------------- the output directory
-
-# Flags that may change on resuming: where and how fast a run goes, and what is measured.
-RESUME_CAN_CHANGE = (
-    "output root fresh workers amp compile log_every checkpoint_every keep_every validate_every "
-    "probe_data probe_root probe_images"
-).split()
-
-DIVERGED = "the last checkpoint is kept. Try a lower --lr, a longer --warmup, or --amp off"
+# ---------------------------------------------------------------------- processes and precision
 
 
-def write_json(path, content):
-    Path(path).write_text(json.dumps(content, indent=2))
+def init_distributed():
+    """Join the other processes if torchrun started this one -> this process's device"""
+    torch.backends.cudnn.benchmark = True
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    gpu = torch.cuda.is_available()
+    device = torch.device(f"cuda:{local}" if gpu else "cpu")
+    if gpu:
+        if local >= torch.cuda.device_count():
+            fail("there are fewer GPUs than processes: lower --nproc_per_node")
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:  # set by torchrun
+        # CPU tensors go through gloo. Others may wait for hours while the first makes labels.
+        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=6))
+    return device
+
+
+def end_distributed():
+    """The last line of main: the processes leave together."""
+    barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main():
+    return rank() == 0
+
+
+def barrier():
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def gather(x):
+    """(B, ...) of each process -> (processes * B, ...) on all of them, in their order"""
+    if world_size() == 1:
+        return x
+    gathered = x.new_empty(world_size() * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(gathered, x.contiguous())
+    return gathered
+
+
+def data_parallel(model):
+    """DistributedDataParallel if there are several processes. Batch norm stays per process."""
+    if world_size() == 1:
+        return model
+    # Buffers are not broadcast: statistics of batch norm may differ, queues are equal anyway.
+    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device, amp):
+    """The context of mixed precision; amp: "bf16", "fp16" or "off"."""
+    return torch.autocast(device.type, HALF.get(amp), enabled=amp != "off")
+
+
+def choose_amp(device, requested):
+    """--amp if given, else bf16 if the device computes in it natively, else "off"."""
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        mkldnn = torch.backends.mkldnn.is_available()
+        native = mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return requested or ("bf16" if native else "off")
+
+
+def print_main(message):
+    """Print a line from the first process only, without breaking the progress bar."""
+    if is_main():
+        tqdm.write(message)
+        sys.stdout.flush()
+
+
+def progress(iterable, **kwargs):
+    return tqdm(iterable, disable=not is_main(), dynamic_ncols=True, **kwargs)
+
+
+# -------------------------------------------------------------------------------- a training run
+
+RECIPE_NAMES = "demo", "small", "paper"
+
+
+def recipe_table(table):
+    """For --help: the defaults of the three recipes"""
+    rows = {"defaults of --recipe": RECIPE_NAMES, **table}
+    return "\n".join(f"  {name:20}" + "".join(f"{x!s:>20}" for x in rows[name]) for name in rows)
+
+
+def apply_recipe(args, script, table, **paper):
+    """Give flags that were left out the value of the recipe's column; call it after parse_args.
+
+    table: {name: (demo, small, paper)}; a name without a flag is a constant.  paper: {name: value}
+    that override the column `paper`. Learning rates are scaled to --batch-size; a given one is not.
+    """
+    by_data = "small" if args.data.endswith(".jsonl") else "paper"
+    args.script = script
+    args.recipe = args.recipe or ("demo" if args.data == "shapes" else by_data)
+    recipe = {name: row[RECIPE_NAMES.index(args.recipe)] for name, row in table.items()}
+    recipe |= paper if args.recipe == "paper" else {}
+    if args.iters and args.epochs:
+        fail("--iters and --epochs both give the length of training: choose one")
+    if args.iters or args.epochs:
+        recipe |= {"iters": None, "epochs": None}
+    year = "2017" if args.data == "coco" else ""
+    recipe |= {"train_split": f"train{year}", "val_split": f"val{year}"}
+    suffix = "" if args.data == "shapes" else f"-{Path(args.data).stem}"
+    recipe["output"] = f"runs/{script}{suffix}"  # other data: no collision
+    batch_scale = (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]
+    for name, value in recipe.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, batch_scale * value if name in ("lr", "text_lr") else value)
+    parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
+    if args.batch_size < 1 or args.batch_size % parts:
+        fail(f"--batch-size {args.batch_size} cannot be divided by {parts}, which is the number of "
+             "processes times --accumulate")  # fmt: skip
 
 
 def save(path, content):
-    """torch.save through a temporary file: a crash or a full disk leaves the old file intact."""
-    torch.save(content, f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)
+    """A text, or what torch.save takes. A crash or a full disk leaves the old file intact."""
+    temporary = Path(f"{path}.tmp")
+    if isinstance(content, str):
+        temporary.write_text(content)
+    else:
+        torch.save(content, temporary)
+    temporary.replace(path)
 
 
 def save_weights(path, module):
@@ -800,175 +637,151 @@ def save_weights(path, module):
 
 def read_checkpoint(path, script=None):
     """Load a file onto the CPU without running code from it.  script: that must have written it"""
-    note = f"for example, python {script or 'virtex'}.py writes one"
-    with error_context(note), open(path, "rb") as file:
-        try:
-            content = torch.load(file, map_location="cpu", weights_only=True)
-            found = content.get("script")
-        except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
-            fail(f"{path} is not a checkpoint, or is truncated ({type(error).__name__})")
+    if not os.path.isfile(path):
+        fail(f"there is no {path}; for example, python {script or 'virtex'}.py writes one")
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's hold one
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        found = content.get("script")
+    except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
+        fail(f"{path} is not a checkpoint, or is truncated ({type(error).__name__})")
     if script not in (None, found):
         fail(f"{path} is not a checkpoint.pth or model_N.pth of {script}.py")
     return content
 
 
-class Run:
-    """The output directory (docs/output.md): args.json, metrics.jsonl, and checkpoint.pth, from
-    which the same command resumes. The result is bit-identical to that of an uninterrupted run
-    (one process on a CPU).
+# Flags that may change on resuming: where and how fast a run goes on, and what is measured.
+RESUME_CAN_CHANGE = (
+    "output root fresh workers amp compile accumulate log_every checkpoint_every keep_every "
+    "validate_every"
+).split()
+
+
+def start(args):
+    """The first line of main -> the content of checkpoint.pth in --output; {} for a new run
+
+    --fresh removes what an earlier run saved. Otherwise its flags must be the same.
     """
+    folder = Path(args.output)
+    if is_main():
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.iterdir() if args.fresh else ():
+            if re.fullmatch(r"result\.json|(checkpoint|backbone|model_\d+)\.pth", old.name):
+                old.unlink()
+    barrier()
+    if not (folder / "checkpoint.pth").exists():
+        return {}
+    saved = read_checkpoint(folder / "checkpoint.pth", args.script)
+    for name, now in vars(args).items():
+        before = saved["args"].get(name)
+        if before != now and name not in RESUME_CAN_CHANGE:
+            fail(f"{folder} holds a run with {name.replace('_', '-')} {before}, not {now}: choose "
+                 "another --output, or give --fresh to start over")  # fmt: skip
+    return saved
 
-    def __init__(self, args, script, world, data):
-        """data: the training data, CaptionData or similar; a resumed run needs the same size"""
-        self.args = args
-        self.script = script
-        self.world = world
-        self.sampler = getattr(data.images, "sampler", infinite_sampler)  # shards have one
-        self.folder = Path(args.output)
-        captions = int(sum(getattr(data, "num_captions", ())))  # labelled images have none
-        self.settings = vars(args) | {"images": len(data.images), "captions": captions}
-        if world.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = filelock.FileLock(self.folder / ".lock")
-            with error_context("another run trains into this directory: choose another --output"):
-                self.lock.acquire(timeout=8)  # by then workers of a run just killed have ended
-        self.saved = {}  # the content of checkpoint.pth, or else of --init
-        self.iteration = 0  # otherwise the run resumes from checkpoint.pth
-        self.metrics = []  # the lines of metrics.jsonl
-        path = self.folder / "checkpoint.pth"
-        if path.exists() and not args.fresh:
-            self.saved = read_checkpoint(path, script)
-            for name, now in self.settings.items():  # in the order of --help
-                before = self.saved["args"].get(name)
-                if before != now and name not in RESUME_CAN_CHANGE:
-                    flag = name.replace("_", "-")
-                    fail(f"{self.folder} holds a run with {flag} {before}, not {now}: choose "
-                         "another --output, or give --fresh to start over")  # fmt: skip
-            self.iteration = self.saved["iteration"]
-            self.metrics = self.saved["metrics"]
-        elif self.settings.get("init"):
-            import sources  # only here: a copied script works without it
 
-            self.saved = sources.read_init(args.init, script, args.arch)
-        barrier(world)  # before the first process removes or writes anything
-        if world.is_main:
-            for path in self.folder.iterdir() if args.fresh else ():
-                if re.fullmatch(r"result\.json|(checkpoint|backbone|model_\d+)\.pth", path.name):
-                    path.unlink()
-            (self.folder / "metrics.jsonl").write_text("".join(self.metrics))
-            about = {"command": sys.argv, "torch": torch.__version__, "processes": world.size}
-            write_json(self.folder / "args.json", self.settings | about)
-        print_main(f"{script}: {world.size} process(es), {args.batch_size} images per iteration, "
-                   f"device {world.device}, amp {args.amp}, into {args.output}")  # fmt: skip
+def once(args, name, make):
+    """make(path) a file of --output in the first process; all processes read it -> its path
 
-    def initialize(self, model, backbone, **kwargs):
-        """Start from the weights of --init.  kwargs: of sources.initialize"""
-        if self.saved and not self.iteration:
-            import sources
+    For what takes long or may differ between processes. A resumed run has it already.
+    """
+    path = Path(args.output, name)
+    if is_main() and not Path(args.output, "checkpoint.pth").exists():
+        make(path)
+    barrier()
+    return path
 
-            sources.initialize(self.saved, model, backbone, **kwargs)
 
-    def resume(self, **parts):
-        """Name what checkpoints hold (model, optimizer...) and restore it when a run resumes."""
-        self.parts = parts
-        if self.iteration:
-            for name, part in parts.items():
-                if self.saved[name]:  # a scaler that was not in use has no state
-                    part.load_state_dict(self.saved[name])
-        self.saved = {}  # frees gigabytes at the papers' sizes
+def restore(args, saved, data, iters, **parts):
+    """Write args.json; restore model, optimizer... of a resumed run -> the iterations it has done
 
-    def steps(self, samples, collate_fn, total, **extra_state):
-        """Yield (iteration, its micro-batches on the device, --accumulate of them) up to `total`
+    saved: from `start`.  data: of the same size as before.  iters: all that are to be done. The
+    result is bit-identical to that of an uninterrupted run (one process on a CPU).
+    """
+    args.photos = len(data)
+    about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
+    if is_main():
+        save(f"{args.output}/args.json", json.dumps(vars(args) | about, indent=2))
+    if not saved:
+        return 0
+    if saved["args"]["photos"] != len(data):
+        fail(f"{args.output} holds a run on {saved['args']['photos']} photos, not {len(data)}")
+    for name, part in parts.items():
+        if saved[name]:  # a scaler that was not in use has no state
+            part.load_state_dict(saved[name])
+    print_main(f"{args.output}: {saved['iteration']} of {iters} iterations are done")
+    return saved["iteration"]
 
-        `for iteration, batches in run.steps(...): ...; run.log(loss=loss)`: when the loop asks for
-        the next iteration, metrics and checkpoints are written. After the last one the process
-        group has ended: only the first process goes on.  extra_state: also in checkpoints
+
+DIVERGED = "the last checkpoint is kept. Try a lower --lr, a longer --warmup, or --amp off"
+
+
+def save_checkpoint(args, name, iteration, parts, **more):
+    """Write {name: what has a state_dict} and `more`, unless a weight is infinite or NaN."""
+    if is_main():
+        content = {part: module.state_dict() for part, module in parts.items()}
+        if not all(value.isfinite().all() for value in content["model"].values()):
+            fail(f"a weight is not finite at iteration {iteration}: {DIVERGED}")
+        content |= {"script": args.script, "args": vars(args), "iteration": iteration}
+        save(Path(args.output, name), content | more)
+
+
+class Metrics:
+    """metrics.jsonl: a line for each log interval, with means over it (docs/output.md)"""
+
+    def __init__(self, args, done):
+        self.batch_size = args.batch_size
+        self.path = Path(args.output, "metrics.jsonl")
+        self.losses = defaultdict(list)
+        self.waited = 0.0  # seconds for photos, since the time and iteration of the last line
+        self.time, self.iteration = time.perf_counter(), done
+        if is_main():  # lines after the checkpoint come again; half a line is of a killed run
+            text = self.path.read_text() if done and self.path.exists() else ""
+            lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+            save(self.path, "".join(x for x in lines if json.loads(x)["iteration"] <= done))
+
+    def wait_for(self, batches):
+        """-> the next batch; the time that it takes is counted for data_wait"""
+        asked = time.perf_counter()
+        batch = next(batches)
+        self.waited += time.perf_counter() - asked
+        return batch
+
+    def add(self, **losses):
+        """Scalar losses of a micro-batch: the next line has their means, also over processes."""
+        for name, loss in losses.items():
+            self.losses[name].append(loss.detach())
+
+    def means(self, iteration):
+        """-> {"loss": ..., "images_per_s", "data_wait"} since the last line, on all processes
+
+        Reading the losses synchronises the device, once.
         """
-        args, world = self.args, self.world
-        if self.iteration >= total:
-            print_main(f"the run in {self.folder} has finished and is only evaluated again: a "
-                       "longer one needs --fresh or another --output")  # fmt: skip
-        elif self.iteration:
-            print_main(f"resuming from iteration {self.iteration}")
-        order = self.sampler(len(samples), args.batch_size, world, args.seed, self.iteration)
-        part_size = args.batch_size // world.size // args.accumulate
-        batches = iter(loader(samples, part_size, args.workers, collate_fn, order))
-
-        def micro_batches():
-            for part in range(args.accumulate):
-                asked = time.perf_counter()
-                batch = to_device(next(batches), world.device)
-                self.waited += time.perf_counter() - asked
-                # Dropout depends only on seed, iteration, rank and part: a resumed run repeats it.
-                place = self.iteration * world.size + world.rank
-                torch.manual_seed((args.seed << 40) % 2**64 + place * args.accumulate + part)
-                yield batch
-
-        self.waited = 0.0  # seconds for data, since the time and iteration of the last line
-        self.since = time.perf_counter(), self.iteration
-        to_do = range(self.iteration + 1, total + 1)
-        bar = progress(to_do, initial=self.iteration, total=total, unit=" its")
-        for self.iteration in bar:
-            self.values = defaultdict(list)
-            self.validation = {}
-            yield self.iteration, micro_batches()
-
-            if self.due("log") or self.due("validate"):
-                bar.set_postfix(loss=f"{self.write_metrics():.3f}")
-            if self.due("checkpoint") or self.iteration == total:
-                self.save("checkpoint.pth", self.parts, metrics=self.metrics, **extra_state)
-            if self.due("keep"):
-                self.save(f"model_{self.iteration}.pth", ["model"], **extra_state)
-        end_distributed(world)
-
-    def due(self, what):
-        """Whether this iteration is a multiple of --log-every, --validate-every..."""
-        every = getattr(self.args, f"{what}_every", None)
-        return every and self.iteration % every == 0
-
-    def log(self, **values):
-        """Numbers or tensors for the next line of metrics.jsonl: means over the calls in this
-        iteration (one for each micro-batch) and over the processes
-
-        Scores from the first process alone go into run.validation: {name: score}.
-        """
-        for name, value in values.items():
-            self.values[name].append(torch.as_tensor(value).detach())
-
-    def write_metrics(self):
-        """Append a line to metrics.jsonl; reading the values synchronises the device -> the loss"""
-        means = torch.tensor([[torch.stack(values).mean() for values in self.values.values()]])
-        row = dict(zip(self.values, gather(means, self.world).mean(0).tolist()))
+        means = torch.stack([torch.stack(losses).mean() for losses in self.losses.values()])
+        row = dict(zip(self.losses, gather(means[None]).mean(0).tolist()))
         if not math.isfinite(row["loss"]):
-            fail(f"the loss is not finite at iteration {self.iteration}: {DIVERGED}")
-        row |= {f"validation_{name}": score for name, score in self.validation.items()}
-        now = time.perf_counter()
-        start, iteration = self.since
-        seconds = now - start
-        row["images_per_s"] = (self.iteration - iteration) * self.args.batch_size / seconds
-        row["data_wait"] = self.waited / seconds
-        self.since = now, self.iteration
+            fail(f"the loss is not finite at iteration {iteration}: {DIVERGED}")
+        seconds = time.perf_counter() - self.time
+        row["images_per_s"] = (iteration - self.iteration) * self.batch_size / seconds
+        row["data_wait"] = self.waited / seconds  # an upper bound on GPUs, which work meanwhile
+        return row
+
+    def write(self, iteration, row):
+        """Append a line. The time since `means`, that of a validation, counts for none."""
+        self.losses.clear()
         self.waited = 0.0
-        rounded = {name: float(f"{value:.6g}") for name, value in row.items()}
-        self.metrics.append(json.dumps({"iteration": self.iteration, **rounded}) + "\n")
-        if self.world.is_main:
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(self.metrics[-1])
-        return row["loss"]
+        self.time, self.iteration = time.perf_counter(), iteration
+        if is_main():
+            rounded = {name: float(f"{value:.6g}") for name, value in row.items()}
+            with open(self.path, "a") as file:
+                file.write(json.dumps({"iteration": iteration, **rounded}) + "\n")
 
-    def save(self, name, parts, **extra_state):
-        """Write the named parts, unless the last step has made a weight infinite or NaN."""
-        if self.world.is_main:
-            state = {part: self.parts[part].state_dict() for part in parts}
-            if not all(value.isfinite().all() for value in state["model"].values()):
-                fail(f"a weight is not finite at iteration {self.iteration}: {DIVERGED}")
-            state |= {"script": self.script, "args": self.settings, "iteration": self.iteration}
-            save(self.folder / name, state | extra_state)
 
-    def finish(self, probe, backbone, **result):
-        """Measure the backbone and write result.json.  probe: eval_linear.Probe, or None"""
-        if probe:
-            result |= probe.final(backbone, self.folder, self.world.device)
-        else:
-            print_main("eval_linear.py is not here: the backbone is not probed")
-        write_json(self.folder / "result.json", result)
+def write_result(args, data, **result):
+    """Write result.json, the scores of the method's own task; print how to measure the backbone."""
+    save(f"{args.output}/result.json", json.dumps(result, indent=2))
+    labels = f"{args.data} --root {args.root}" if args.root else args.data
+    if not data.tag_names:
+        labels = "folder --root LABELLED_PHOTOS"
+    print_main(f"measure it: python eval_linear.py --weights {args.output}/backbone.pth random "
+               f"--image-size {args.image_size} --data {labels}")  # fmt: skip

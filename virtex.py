@@ -21,12 +21,12 @@ Where the paper is:
     Eq. 1, log-likelihood of both directions   VirTex.caption_losses, token_loss
     Fig. 3, visual backbone, textual head      VirTex, TextualHead
     shared embeddings, tied output [Sec. 3]    TextualHead.__init__, TextualHead.share
-    crops, colours [Sec. 3]                    common.load_image, common.augment
-    flip with left and right swapped [Sec. 3]  common.load_image (photo), make_sample (caption)
-    tokenizer [Sec. 3]                         train_tokenizer
+    crops, colours [Sec. 3]                    common.Photos.photo, common.augment
+    flip with left and right swapped [Sec. 3]  CaptionedPhotos.sample
+    tokenizer [Sec. 3]                         clean, train_tokenizer
     SGD with look-ahead, two rates [Sec. 3]    parameter_groups, LookAhead
     warm-up and cosine [Sec. 3]                common.lr_factor
-    early stopping [Sec. 3]                    --keep-every, then docs/output.md
+    early stopping [Sec. 3]                    --keep-every, then eval_linear.py --hold-out
     other tasks [Sec. 4.1, 4.2]                VirTex.masked_loss, token_set_loss
 
 What to expect: with the paper's head (H = 2048, 10K words) the loss starts near 12.5 in each
@@ -37,11 +37,15 @@ again when the image features start to lower it. If training stalls there, train
 --text-lr. A finished run is in docs/logs/virtex.
 """
 
+import argparse
 import io
 import math
+import os
 import re
 import unicodedata
+from collections import defaultdict
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import sentencepiece
@@ -50,9 +54,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import common
-from common import error_context, fraction, positive, positive_int, print_main, progress, require
-
-eval_linear = common.import_if_there("eval_linear")  # the probe at the end
+from common import fail, print_main, progress
 
 CLASSIFICATION = "token_classification", "multilabel_classification"
 TASKS = "bicaptioning", "captioning", "masked_lm", *CLASSIFICATION
@@ -82,64 +84,91 @@ RECIPES = {  #           demo        small       paper
     "log_every":        (10,         20,         20),
     "validate_every":   (400,        2000,       5000),
     "checkpoint_every": (200,        500,        2000),
-    "probe_images":     (2000,       10_000,     10_000),
 }
 # fmt: on
 MAX_LENGTH = 30  # tokens per caption, [SOS] and [EOS] included [official code]
 
 
 def get_args(argv=None):
-    recipe = common.choose_recipe(RECIPES, argv)
-    parser = common.flag_parser("virtex", __doc__, recipe)
-    add = parser.add_argument_group("VirTex").add_argument
-    tasks = f"{', '.join(TASKS)}; all but the first are ablations [Tab. 1, Fig. 5]"
-    add("--task", choices=TASKS, default=TASKS[0], metavar="TASK", help=tasks)
-    add("--layers", type=positive_int, default=1, help="L; 2 or 3 generally help [Sec. 4.2]")
-    add("--hidden", type=positive_int, help="H; larger is better but slower; sets A = H/64, F = 4H")
-    add("--dropout", type=fraction, help="in the heads; raise it if captions are few")
-    add("--text-lr", type=positive, help="peak rate of heads; 0.05 to 0.1 with SGD on little data")
+    # fmt: off
+    parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument_group("data").add_argument
+    add("--data", default="shapes", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
+    add("--recipe", choices=common.RECIPE_NAMES, help="demo (shapes), small (.jsonl) or paper")
+    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
+    add("--train-split", help="default train2017 for coco, else train")
+    add("--val-split", help="default val2017 for coco, else val")
+    add("--fraction", type=float, default=1.0, help="of photos; scale --iters yourself [Fig. 4]")
+    add("--captions-per-image", type=int, help="use at most this many captions [Fig. 4]")
+    add("--image-size", type=int, help="crop side in pixels; cost grows with its square")
+    add("--crop-min", type=float, help="smallest fraction of a photo's area in a crop")
+    add("--colour-jitter", type=float, help="strength; lower it if captions name colours")
+    add("--workers", type=int, default=min(8, os.cpu_count() // 2), help="more if data_wait > 0.05")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
     add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
+    add("--task", choices=TASKS, default=TASKS[0], help="others: ablations [Tab. 1, Fig. 5]")
+    add("--layers", type=int, default=1, help="L; 2 or 3 generally help [Sec. 4.2]")
+    add("--hidden", type=int, help="H; larger is better but slower; sets A = H/64, F = 4H")
+    add("--dropout", type=float, help="in the heads; raise it if captions are few")
     add("--tokenizer", help="a SentencePiece .model, instead of one trained on the captions")
-    add("--fraction", type=fraction, default=1.0, help="of photos; scale --iters yourself [Fig. 4]")
-    add("--captions-per-image", type=positive_int, help="use at most this many captions [Fig. 4]")
-    add("--validate-every", type=positive_int, help="iterations between validation losses")
-    args = common.parse(parser, argv)
-    batch_scale = args.batch_size / recipe["batch_size"]  # rates grow with the batch
-    args.lr = args.lr or batch_scale * recipe["lr"]
-    args.text_lr = args.text_lr or batch_scale * recipe["text_lr"]
-    require(args.hidden % 64 == 0, f"--hidden {args.hidden} must be a multiple of 64 (head dim)")
+
+    add = parser.add_argument_group("optimisation").add_argument
+    add("--batch-size", type=int, help="photos per iteration over all processes")
+    add("--iters", type=int, help="training iterations; scale them with the data")
+    add("--epochs", type=float, help="instead of --iters: passes over the data")
+    add("--lr", type=float, help="peak rate of the backbone; lower if the loss is not finite")
+    add("--text-lr", type=float, help="peak rate of heads; 0.05 to 0.1 with SGD on little data")
+    add("--warmup", type=float, help="of the learning rate, as a fraction of training")
+    add("--weight-decay", type=float, help="raise it if photos are few")
+
+    add = parser.add_argument_group("run").add_argument
+    add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
+    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
+    add("--seed", type=int, default=0, help="random seed")
+    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
+    add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
+    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
+    add("--log-every", type=int, help="iterations between lines of metrics.jsonl")
+    add("--validate-every", type=int, help="iterations between validations")
+    add("--checkpoint-every", type=int, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
+    # fmt: on
+    args = parser.parse_args(argv)
+    common.apply_recipe(args, "virtex", RECIPES)
+    if args.hidden % 64:
+        parser.error(f"--hidden {args.hidden} must be a multiple of 64 (A = H / 64 heads)")
     return args
 
 
 def main(args):
-    world = common.init_distributed()
-    device = world.device
+    device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
+    saved = common.start(args)  # by an earlier run of the same command, which resumes
+    init = {} if saved else common.read_init(args)
 
     # Data: photos with at least one caption, and a tokenizer learned from the captions.
     train = common.caption_data(args.data, args.root, args.train_split)
     train = subset(train, args.fraction, args.captions_per_image, args.seed).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    trained_on_tags = args.task == "multilabel_classification"
-    if trained_on_tags:
-        train = with_tags(train)
-        val = with_tags(val)
-    probe = eval_linear and eval_linear.Probe(args, train, val, trained_on_tags)
-    run = common.Run(args, "virtex", world, train)  # reads the checkpoint or --init
-    tokenizer = load_tokenizer(args, train, run)
-    vocab_size = tokenizer.get_piece_size()
-    if trained_on_tags:
-        vocab_size = FIRST_TAG + len(train.tag_names)
+    if args.task == "multilabel_classification":
+        train, val = with_tags(train), with_tags(val)
+    tokenizer = load_tokenizer(args, train, init)
+    num_tokens = tokenizer.get_piece_size()
+    if args.task == "multilabel_classification":
+        num_tokens = FIRST_TAG + len(train.tag_names)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
-    sizes = f"{len(train)} photos ({len(val)} for validation), {sum(train.num_captions)} captions"
-    lrs = f"lr {args.lr:g}, text lr {args.text_lr:g}"
-    print_main(f"{sizes}, {vocab_size} outputs; {iters} iterations at {lrs}")
+    print_main(f"{len(train)} photos ({len(val)} for validation), {num_tokens} outputs, {iters} "
+               f"iterations at lr {args.lr:g}, text lr {args.text_lr:g}, on {device}, amp "
+               f"{args.amp}, into {args.output}")  # fmt: skip
 
-    # Model and optimizer, and where an earlier run stopped.
+    # Model and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = VirTex(
         args.arch,
-        vocab_size,
+        num_tokens,
         args.hidden,
         layers=args.layers,
         dropout=args.dropout,
@@ -148,46 +177,66 @@ def main(args):
         zero_residual=args.zero_residual and args.arch != "vgg16_bn",  # which has none
     )
     backbone = model.visual["cnn"]
-    run.initialize(model, backbone)
+    common.load_init(init, model, backbone)
     model.to(device, memory_format=torch.channels_last)
     groups = parameter_groups(model, args.lr, args.text_lr, args.weight_decay)
     optimizer = common.build_optimizer(args.optimizer, groups, args.lr, args.weight_decay)
     lookahead = LookAhead(optimizer, args.lookahead_k, args.lookahead_alpha)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    run.resume(model=model, optimizer=optimizer, lookahead=lookahead, scaler=scaler)
+    parts = {"model": model, "optimizer": optimizer, "lookahead": lookahead, "scaler": scaler}
+    start = common.restore(args, saved, train, iters, **parts)
     if args.compile:
         compile_parts(model)
-    parallel = common.data_parallel(model, world).train()
+    parallel = common.data_parallel(model).train()
 
-    samples = common.Samples(partial(make_sample, train, tokenizer, args), len(train))
-    tokenizer_bytes = bytearray(tokenizer.serialized_model_proto())
-    state = {"tokenizer": torch.frombuffer(tokenizer_bytes, dtype=torch.uint8)}
-    for iteration, micro_batches in run.steps(samples, collate, iters, **state):
+    photos = CaptionedPhotos(train, tokenizer, args)
+    val_photos = CaptionedPhotos(val, tokenizer, args)
+    batches = common.train_batches(photos, partial(collate, args.task), args, device, start)
+    metrics = common.Metrics(args, start)
+    words = {"tokenizer": tokenizer.serialized_model_proto()}  # part of each checkpoint
+    bar = progress(range(start + 1, iters + 1), initial=start, total=iters, unit=" its")
+    for iteration in bar:
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup)  # [Sec. 3]
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
-        for part, batch in enumerate(micro_batches, 1):
-            parallel.require_backward_grad_sync = part == args.accumulate  # DDP: one all-reduce
+        for part in range(args.accumulate):
+            batch = metrics.wait_for(batches)
+            # DDP averages the gradients of all processes, once: after the last micro-batch.
+            parallel.require_backward_grad_sync = part == args.accumulate - 1
             images = common.augment(batch.pop("images"), batch.pop("jitter"))  # (B, 3, h, w)
             with common.autocast(device, args.amp):
                 losses = parallel(images, **batch)
             loss = sum(losses.values())  # both directions [Eq. 1]
             scaler.scale(loss / args.accumulate).backward()
-            run.log(loss=loss, **losses)
+            metrics.add(loss=loss, **losses)
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         scaler.step(optimizer)
         scaler.update()
         lookahead.step()
-        if world.is_main and run.due("validate") and iteration < iters:
-            run.validation = validate(model, val, tokenizer, args, device)
-        run.log(lr=args.lr * lr_scale, text_lr=args.text_lr * lr_scale)
 
-    # The backbone is the result; the probe says what it is worth.
-    if world.is_main:
-        common.save_weights(run.folder / "backbone.pth", backbone)
-        validation = validate(model, val, tokenizer, args, device)
-        run.finish(probe, backbone, validation_loss=validation)
+        last = iteration == iters
+        if iteration % args.checkpoint_every == 0 or last:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, parts, **words)
+        if args.keep_every and iteration % args.keep_every == 0:
+            kept = {"model": model}
+            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, kept, **words)
+        validate_now = iteration % args.validate_every == 0 and not last
+        if iteration % args.log_every == 0 or validate_now:
+            row = metrics.means(iteration)
+            row |= {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
+            if validate_now and common.is_main():
+                scores = validate(model, val_photos, args, device)
+                row |= {f"validation_{name}": score for name, score in scores.items()}
+            metrics.write(iteration, row)
+            bar.set_postfix(loss=f"{row['loss']:.3f}")
+
+    # The backbone is the result; eval_linear.py says what it is worth.
+    if common.is_main():
+        common.save_weights(f"{args.output}/backbone.pth", backbone)
+        scores = validate(model, val_photos, args, device)
+        common.write_result(args, train, validation_loss=scores)
+    common.end_distributed()
 
 
 # ---------------------------------------------------------------------------- captions to tokens
@@ -199,7 +248,10 @@ MAX_CAPTIONS = 2_000_000  # at most, evenly spaced, to train the tokenizer [ours
 
 
 def subset(data, fraction, captions_per_image, seed):
-    """A random fraction of images, each with at most so many captions [Fig. 4] -> CaptionData"""
+    """A random fraction of the photos, each with at most so many captions [Fig. 4] -> CaptionData
+
+    A photo keeps the same captions, whatever the fraction.
+    """
     if fraction == 1 and not captions_per_image:
         return data
     order = np.random.default_rng(seed).permutation(len(data))
@@ -207,16 +259,17 @@ def subset(data, fraction, captions_per_image, seed):
     data = data.select(chosen)
     if not captions_per_image:
         return data
-    captions = [data.captions_of(i) for i in range(len(data))]
-    for i, strings in zip(chosen, captions):
-        np.random.default_rng([seed, 0, i]).shuffle(strings)  # of a photo alike for any fraction
-    return data.with_captions(strings[:captions_per_image] for strings in captions)
+    rows = list(data.captions)
+    for i, captions in zip(chosen, rows):
+        np.random.default_rng([seed, 0, i]).shuffle(captions)
+    return data.with_captions([captions[:captions_per_image] for captions in rows])
 
 
 def with_tags(data):
     """-> CaptionData of the images that have tags [official code]"""
     keep = [i for i in range(len(data)) if data.tags[i]]
-    require(keep, "--task multilabel_classification needs tags (for coco: instances_*.json)")
+    if not keep:
+        fail("--task multilabel_classification needs tags (for coco: instances_*.json)")
     return data.select(keep)
 
 
@@ -226,71 +279,80 @@ def clean(caption):
     return "".join(char for char in decomposed if not unicodedata.combining(char))
 
 
-def load_tokenizer(args, train, run):
-    """-> that of the checkpoint or --init, even beside --tokenizer, else one trained on captions"""
-    path = run.folder / "tokenizer.model"
-    if run.world.is_main:
-        if "tokenizer" in run.saved:
-            content = run.saved["tokenizer"].numpy().tobytes()
+def load_tokenizer(args, train, init):
+    """The tokenizer of --init's checkpoint, else --tokenizer, else one trained on the captions"""
+
+    def make(path):
+        if "tokenizer" in init:
+            content = init["tokenizer"]
         elif args.tokenizer:
             content = read_tokenizer(args.tokenizer).serialized_model_proto()
         else:
-            every = math.ceil(sum(train.num_captions) / MAX_CAPTIONS)
-            chosen = progress(train.all_captions()[::every], desc="tokenizer", unit=" captions")
+            captions = train.all_captions()
+            every = math.ceil(len(captions) / MAX_CAPTIONS)
+            chosen = progress(captions[::every], desc="tokenizer", unit=" captions")
             content = train_tokenizer(map(clean, chosen), args.vocab_size)
         path.write_bytes(content)
-    common.barrier(run.world)
-    return read_tokenizer(path)
+
+    return read_tokenizer(common.once(args, "tokenizer.model", make))
 
 
 def train_tokenizer(captions, vocab_size):
     """SentencePiece BPE [Sec. 3] -> the serialised model, of at most `vocab_size` tokens"""
     model = io.BytesIO()
-    with error_context("the tokenizer needs captions, and an alphabet smaller than vocab_size"):
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(captions),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            hard_vocab_limit=False,
-            split_by_unicode_script=True,  # no piece joins letters and punctuation [Sec. 3]
-            character_coverage=1.0,
-            unk_id=UNK,
-            bos_id=-1,
-            eos_id=-1,
-            pad_id=-1,
-            control_symbols="[SOS],[EOS],[MASK]",
-            minloglevel=3,
-        )
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(captions),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,
+        split_by_unicode_script=True,  # no piece joins letters and punctuation [Sec. 3]
+        character_coverage=1.0,
+        unk_id=UNK,
+        bos_id=-1,
+        eos_id=-1,
+        pad_id=-1,
+        control_symbols="[SOS],[EOS],[MASK]",
+        minloglevel=3,
+    )
     return model.getvalue()
 
 
 def read_tokenizer(path):
-    with error_context(f"{path} should be a SentencePiece model"), open(path, "rb") as file:
-        tokenizer = sentencepiece.SentencePieceProcessor(model_proto=file.read())
+    if not os.path.isfile(path):
+        fail(f"there is no {path}: --tokenizer is a SentencePiece .model file")
+    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
     ids = [tokenizer.piece_to_id(piece) for piece in ("[SOS]", "[EOS]", "[MASK]")]
-    require(ids == [SOS, EOS, MASK], f"{path} must have [SOS], [EOS], [MASK] as ids 1, 2, 3")
+    if ids != [SOS, EOS, MASK]:
+        fail(f"{path} must have [SOS], [EOS], [MASK] as ids 1, 2, 3")
     return tokenizer
 
 
 # --------------------------------------------------------------------------- samples and batches
 
 
-def make_sample(data, tokenizer, args, index, rng):
-    """A photo with one of its captions; if rng is None, the centre crop and the first caption."""
-    photo = common.load_image(data.images[index], rng, args)
-    captions = data.captions_of(index)
-    caption = captions[0] if rng is None else captions[rng.integers(len(captions))]
-    if photo["flipped"]:
-        caption = common.swap_left_right(caption)  # flipped with the photo [Sec. 3]
-    tokens = [SOS, *tokenizer.encode(clean(caption)), EOS][:MAX_LENGTH]
-    if args.task == "multilabel_classification":
-        tokens = [FIRST_TAG + tag for tag in data.tags_of(index)]
-    masked = None
-    if args.task == "masked_lm":
-        rng = rng or np.random.default_rng([args.seed, 0, index])
-        masked = mask_tokens(tokens, tokenizer.get_piece_size(), rng)
-    return {**photo, "tokens": tokens, "masked": masked, "task": args.task}
+class CaptionedPhotos(common.Photos):
+    """Photos with one of their captions; in validation the centre crop and the first caption"""
+
+    def __init__(self, data, tokenizer, args):
+        super().__init__(data, args)
+        self.tokenizer = tokenizer
+        self.task = args.task
+        self.seed = args.seed
+
+    def sample(self, index, rng):
+        sample = self.photo(index, rng)
+        captions = self.data.captions[index]
+        caption = captions[0] if rng is None else captions[rng.integers(len(captions))]
+        if sample["flipped"]:
+            caption = common.swap_left_right(caption)  # flipped with the photo [Sec. 3]
+        sample["tokens"] = tokens = [SOS, *self.tokenizer.encode(clean(caption)), EOS][:MAX_LENGTH]
+        if self.task == "multilabel_classification":
+            sample["tokens"] = [FIRST_TAG + tag for tag in self.data.tags[index]]
+        if self.task == "masked_lm":
+            rng = rng or np.random.default_rng([self.seed, 0, index])
+            sample["masked"] = mask_tokens(tokens, self.tokenizer.get_piece_size(), rng)
+        return sample
 
 
 def mask_tokens(tokens, vocab_size, rng):
@@ -312,16 +374,19 @@ def pad(sequences):
     return nn.utils.rnn.pad_sequence(list(map(torch.tensor, sequences)), batch_first=True)
 
 
-def collate(samples):
+def collate(task, samples):
     """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), and what the task needs
 
     Target positions are flat indices of the tokens to predict, into tokens[:, 1:], for masked_lm
     into tokens: not padding, nor unknown tokens, which share its id [official code]. Finding them
     on the GPU would synchronise it.
     """
-    batch = common.collate_images(samples)
-    task = samples[0]["task"]
-    batch["tokens"] = tokens = pad([sample["tokens"] for sample in samples])
+    tokens = pad([sample["tokens"] for sample in samples])
+    batch = {
+        "images": common.stack(samples, "image"),
+        "jitter": common.stack(samples, "jitter"),
+        "tokens": tokens,
+    }
     if task in ("bicaptioning", "captioning"):
         batch["target_positions"] = flat_indices(tokens[:, 1:] != PAD)
     if task == "bicaptioning":
@@ -440,18 +505,15 @@ class TextualHead(nn.Module):
         super().__init__()
         self.visual_projection = nn.Linear(channels, hidden)
         self.embedding = Embedding(vocab_size, hidden, dropout, max_length)
-        decoder = nn.ModuleList()
-        for _ in range(layers):
-            layer = nn.TransformerDecoderLayer(  # post-norm [Sec. 3]
-                d_model=hidden,
-                nhead=hidden // 64,  # A
-                dim_feedforward=4 * hidden,  # F
-                dropout=dropout,
-                activation="gelu",
-                batch_first=True,
-            )
-            decoder.append(layer)
-        self.transformer = nn.ModuleDict({"layers": decoder})
+        layer = nn.TransformerDecoderLayer(  # post-norm [Sec. 3]
+            d_model=hidden,
+            nhead=hidden // 64,  # A
+            dim_feedforward=4 * hidden,  # F
+            dropout=dropout,
+            activation="gelu",
+            batch_first=True,
+        )
+        self.transformer = nn.TransformerDecoder(layer, layers)
         self.output = nn.Linear(hidden, vocab_size)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -483,15 +545,13 @@ class TextualHead(nn.Module):
         future = None
         if causal:
             future = x.new_ones(x.size(1), x.size(1), dtype=torch.bool).triu(1)
-        for layer in self.transformer["layers"]:
-            x = layer(
-                x,
-                image_features,
-                tgt_mask=future,
-                tgt_is_causal=causal,
-                tgt_key_padding_mask=padding,
-            )
-        return x
+        return self.transformer(
+            x,
+            image_features,
+            tgt_mask=future,
+            tgt_is_causal=causal,
+            tgt_key_padding_mask=padding,
+        )
 
 
 class Embedding(nn.Module):
@@ -573,26 +633,25 @@ class LookAhead:
 
 
 @torch.no_grad()
-def validate(model, val, tokenizer, args, device):
+def validate(model, photos, args, device):
     """-> {name: mean loss}: per token of the photos' first captions; classification: per photo"""
     model.eval()
-    samples = common.Samples(partial(make_sample, val, tokenizer, args), len(val))
-    totals = {}
-    counts = {}
-    for batch in common.validation_batches(samples, args.workers, collate, device):
+    totals, counts = defaultdict(float), defaultdict(int)
+    for batch in common.validation_batches(photos, partial(collate, args.task), args, device):
         del batch["jitter"]
         with common.autocast(device, args.amp):
             losses = model(common.augment(batch.pop("images")), **batch)
         for name, loss in losses.items():
             positions = "backward_target_positions" if name == "backward" else "target_positions"
             count = len(batch.get(positions, batch["tokens"]))
-            totals[name] = totals.get(name, 0.0) + count * loss.item()
-            counts[name] = counts.get(name, 0) + count
+            totals[name] += count * loss.item()
+            counts[name] += count
     model.train()
-    means = {name: total / max(1, counts[name]) for name, total in totals.items()}
-    print_main(f"validation loss: {common.format_scores(means)}")
+    means = {name: totals[name] / max(1, counts[name]) for name in totals}
+    listed = ", ".join(f"{name} {loss:.2f}" for name, loss in means.items())
+    print_main(f"validation loss: {listed}")
     return means
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

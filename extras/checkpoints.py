@@ -1,0 +1,60 @@
+"""The backbone in a file of ours or of other authors: eval_linear.py --weights, --init."""
+
+import re
+
+import torch
+
+import common
+from common import fail
+
+PREFIXES = (  # of the backbone's keys: the first that fits counts
+    "visual.cnn.",  # virtex.py, official VirTex
+    "queries.image.trunk.0.",  # mmcontrastive.py
+    "module.encoder_q.",  # MoCo
+    "encoder_q.",
+    "module.backbone.",  # DINO
+    "backbone.",  # tp.py, icmlm.py
+    "module.",  # SwAV
+    "",  # backbone.pth, torchvision, VICReg
+)
+CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|projector)\b")
+
+
+def load_backbone(path, arch=None):
+    """A file of ours, VirTex, MoCo, SwAV, VICReg, DINO or torchvision -> backbone
+
+    The architecture is recognised by names and shapes, and must be `arch` if that is given. Under
+    the backbone's prefix no key may be missing, and only those of a classifier may be left over;
+    keys under other prefixes (text, queues) are ignored.
+    """
+    content = common.read_checkpoint(path)
+    for key in ("model", "state_dict", "teacher"):
+        if isinstance(content.get(key), dict):
+            content = content[key]
+    firsts = "conv1.weight", "features.0.weight"  # of ResNet and VGG
+    prefixes = [prefix for prefix in PREFIXES if any(prefix + key in content for key in firsts)]
+    if not prefixes:
+        fail(f"{path} holds no ResNet or VGG; its first keys are {list(content)[:5]}")
+    state = {}
+    for key, value in content.items():
+        name = str(key).removeprefix(prefixes[0])
+        if torch.is_tensor(value) and key == prefixes[0] + name and not CLASSIFIER.match(name):
+            state[name] = value
+    differing = {}  # names of each architecture
+    for candidate in common.BACKBONES:
+        with torch.device("meta"):  # shapes without memory
+            expected = common.build_backbone(candidate).state_dict()
+        differing[candidate] = sorted({name for name, _ in shapes(state) ^ shapes(expected)})
+    found = min(differing, key=lambda candidate: len(differing[candidate]))
+    if differing[found]:
+        fail(f"{path} is no {found} of torchvision, the closest: {differing[found][:5]} differ")
+    if arch not in (None, found):
+        fail(f"{path} is a {found}, not --arch {arch}")
+    backbone = common.build_backbone(found)
+    backbone.load_state_dict(state, strict=False)  # but for num_batches_tracked: see `shapes`
+    return backbone
+
+
+def shapes(state):
+    """-> {(name, shape)}; files from before PyTorch 0.4.1 have no num_batches_tracked"""
+    return {(name, x.shape) for name, x in state.items() if "num_batches_tracked" not in name}

@@ -1,0 +1,107 @@
+"""A small BERT, trained on the captions alone: --lm scratch of tp.py, icmlm.py, mmcontrastive.py.
+
+Masked language modelling as in BERT. In place of its next-sentence prediction, [CLS] learns to
+predict the tokens of its caption, since TP-Cluster needs its vector. [ours]
+"""
+
+import itertools
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from tokenizers import BertWordPieceTokenizer
+from torch import nn
+
+import common
+
+BATCH_SIZE = 64
+LR = 1e-3
+MAX_LENGTH = 64  # tokens per caption
+
+
+def train(folder, captions, iters, seed, device, amp, layers=4, width=256):
+    """Train on the captions and save tokenizer and model in `folder`, as transformers do."""
+    common.print_main(f"training a small BERT on {len(captions)} captions first: {iters} iterations")
+    tokenizer = train_tokenizer(captions)
+    masking = transformers.DataCollatorForLanguageModeling(tokenizer)  # 15%, split 80/10/10
+    special_ids = torch.tensor(tokenizer.all_special_ids)
+    torch.manual_seed(seed)
+    bert_config = config(tokenizer, layers, width, max_position_embeddings=MAX_LENGTH)
+    model = transformers.BertForMaskedLM(bert_config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=0.01)
+    order = shuffled_forever(captions, seed)
+    bar = common.progress(range(iters), desc="small BERT", unit=" its")
+    for iteration in bar:
+        common.set_lr(optimizer, common.lr_factor(iteration, iters, warmup=0.1))
+        batch = list(itertools.islice(order, BATCH_SIZE))
+        inputs = tokenizer(batch, padding=True, truncation=True, return_tensors="pt")
+        tokens = inputs["input_ids"]  # (B, T)
+        special = torch.isin(tokens, special_ids)
+        masked, targets = masking.torch_mask_tokens(tokens.clone(), special)
+        predicted = targets >= 0  # -100 elsewhere
+        bags = torch.zeros(len(tokens), len(tokenizer))  # (B, |V|)
+        bags.scatter_(1, tokens, 1.0)
+        bags[:, special_ids] = 0
+        bags /= bags.sum(1, keepdim=True).clamp(min=1)
+
+        with common.autocast(device, "off" if amp == "fp16" else amp):  # fp16 would need a scaler
+            output = model.bert(masked.to(device), inputs["attention_mask"].to(device))
+            hidden = output.last_hidden_state  # (B, T, width)
+            logits = model.cls(hidden[predicted.to(device)])
+            bag_logits = model.cls(hidden[:, 0])
+        loss = F.cross_entropy(logits.float(), targets[predicted].to(device))
+        loss = loss + F.cross_entropy(bag_logits.float(), bags.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if iteration % 10 == 0:
+            bar.set_postfix(loss=f"{loss.item():.2f}")
+    if not math.isfinite(loss.item()):
+        common.fail("the loss of the small BERT is not finite: try another --seed or --amp off")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def shuffled_forever(captions, seed):
+    for epoch in itertools.count():
+        for i in np.random.default_rng([seed, epoch]).permutation(len(captions)):
+            yield captions[i]
+
+
+def train_tokenizer(captions):
+    """A lower-case WordPiece tokenizer, as BERT's, with at most 10K tokens, from `captions`"""
+    pieces = BertWordPieceTokenizer(lowercase=True)
+    # The letters are given in order: otherwise each training numbers them differently.
+    letters = {letter for caption in captions for letter in pieces.normalize(caption)}
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    special += [f"##{letter}" for letter in sorted(letters) if not letter.isspace()]
+    pieces.train_from_iterator(
+        iter(captions), vocab_size=10_000, special_tokens=special, show_progress=False
+    )
+    # Rebuilt from its vocabulary: it then puts [CLS] and [SEP] around a caption.
+    pieces = BertWordPieceTokenizer(pieces.get_vocab(), lowercase=True)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=pieces._tokenizer,
+        model_max_length=MAX_LENGTH,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    )
+
+
+def config(tokenizer, layers, width, **kwargs):
+    """The configuration of a small BERT; the head dim is 64, as in BERT."""
+    return transformers.BertConfig(
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        **kwargs,
+    )
