@@ -378,8 +378,9 @@ YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.311
 @cache
 def colour_constants(device):
     """RGB to YIQ, YIQ to RGB, mean and deviation; cached: each copy would synchronise a GPU."""
-    yiq, mean, std = (torch.tensor(value, device=device) for value in (YIQ, MEAN, STD))
-    return yiq.T, yiq.T.inverse(), mean, std
+    to_yiq = torch.tensor(YIQ, dtype=torch.float64).T
+    constants = to_yiq, to_yiq.inverse(), torch.tensor(MEAN), torch.tensor(STD)
+    return [constant.float().to(device) for constant in constants]
 
 
 def augment(images, jitter=None):
