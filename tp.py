@@ -19,11 +19,11 @@ baselines: annotated tags, and rotations, which also pretrain its VGG-16 [App. F
 
 Where the paper is:
 
-    Eq. 1, clusters of caption vectors     cluster_labels: embed_captions, train_kmeans
-    Eq. 2, softmax over all labels         label_loss, language.tag_loss
-    TP-Postag [Sec. 3.1]                   postag_labels, language.count_concepts
+    Eq. 1, clusters of caption vectors     cluster_labels: embed_captions
+    Eq. 2, softmax over all labels         label_loss, tag_loss
+    TP-Postag [Sec. 3.1]                   count_concepts, top_concepts, concept_labels
     TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; instance_labels
-    heads of Fig. 2, module tp             language.tag_head
+    heads of Fig. 2, module tp             tag_head
     rotations, recipes [App. F.1]          four_rotations; RECIPES, VGG16, ROTATION
 
 What to expect (a finished run is in docs/logs/tp): the loss starts near ln K, K being the number of
@@ -32,21 +32,25 @@ photo. It never comes near zero: a photo with n labels costs at least ln n. If t
 stall near those of the frequencies, train longer, or predict fewer labels: --num-labels, --pos nn.
 """
 
+import argparse
+import json
 import math
-from functools import partial
+import os
+import re
+from collections import Counter, defaultdict
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy import sparse
+from sklearn.cluster import KMeans
+from sklearn.decomposition import LatentDirichletAllocation
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.metrics import average_precision_score
 from torch import nn
 
 import common
-import language
-from common import positive_int, print_main, progress, require
-from language import POS, TAGGERS
-
-eval_linear = common.import_if_there("eval_linear")  # the probe at the end
+from common import fail, print_main, progress
 
 LABELS = "postag", "cluster", "lda", "instances", "rotation"
 
@@ -70,7 +74,6 @@ RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1]
     "validate_every":   (400,        2000,       5000),
     "checkpoint_every": (200,        500,        2000),
     "val_images":       (5000,       5000,       5000),                 # at most; drawn once
-    "probe_images":     (2000,       10_000,     10_000),
 }
 # What the paper changes for VGG-16, and for its pretraining on rotations.
 VGG16 = {  # App. F.1
@@ -92,86 +95,116 @@ NUM_LABELS = {"postag": 5000, "cluster": 1000, "lda": 40}  # Sec. 4.3, Tab. 2, S
 
 
 def get_args(argv=None):
-    recipe = choose_recipe(argv)
-    parser = common.flag_parser("tp", __doc__, recipe)
-    add = parser.add_argument_group("TP").add_argument
+    # fmt: off
+    parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument_group("data").add_argument
+    add("--data", default="shapes", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
+    add("--recipe", choices=common.RECIPE_NAMES, help="demo (shapes), small (.jsonl) or paper")
+    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
+    add("--train-split", help="default train2017 for coco, else train")
+    add("--val-split", help="default val2017 for coco, else val")
+    add("--image-size", type=int, help="crop side in pixels; cost grows with its square")
+    add("--crop-min", type=float, help="smallest fraction of a photo's area in a crop")
+    add("--colour-jitter", type=float, help="strength; lower it if captions name colours")
+    add("--workers", type=int, default=min(8, os.cpu_count() // 2), help="more if data_wait > 0.05")
+
+    add = parser.add_argument_group("labels").add_argument
     add("--labels", choices=LABELS, default=LABELS[0], help="what to predict [Sec. 3.1, 4]")
-    add("--num-labels", type=positive_int, help="K, at most: words, clusters, topics [Tab. 2, 4]")
+    add("--num-labels", type=int, help="K, at most: words (default 5000; VGG-16: 1000), "
+        "clusters (1000; shapes: 200) or topics (40) [Tab. 2, 4]")
     add("--pos", choices=POS, default=POS[-1], help="postag: parts of speech to keep [Tab. 4]")
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="postag: the paper uses spacy")
     add("--lm", help="cluster: BERT, from the hub or a folder; scratch: train one on the captions")
-    add("--lm-iters", type=positive_int, help="iterations of --lm scratch; more for more captions")
-    add("--init", help="a backbone (VGG-16: of --labels rotation), a checkpoint.pth, or imagenet")
-    add("--validate-every", type=positive_int, help="iterations between validation scores")
-    args = common.parse(parser, argv)
+    add("--lm-iters", type=int, help="iterations of --lm scratch; more for more captions")
+
+    add = parser.add_argument_group("model and optimisation").add_argument
+    add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
+    add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
+    add("--batch-size", type=int, help="photos per iteration over all processes")
+    add("--iters", type=int, help="training iterations; scale them with the data")
+    add("--epochs", type=float, help="instead of --iters: passes over the data")
+    add("--lr", type=float, help="peak learning rate; lower it if the loss is not finite")
+    add("--warmup", type=float, help="of the learning rate, as a fraction of training")
+    add("--weight-decay", type=float, help="raise it if photos are few")
+
+    add = parser.add_argument_group("run").add_argument
+    add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
+    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
+    add("--seed", type=int, default=0, help="random seed")
+    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
+    add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
+    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
+    add("--log-every", type=int, help="iterations between lines of metrics.jsonl")
+    add("--validate-every", type=int, help="iterations between validations")
+    add("--checkpoint-every", type=int, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
+    # fmt: on
+    args = parser.parse_args(argv)
     if args.num_labels and args.labels not in NUM_LABELS:
-        names = ", ".join(NUM_LABELS)
-        parser.error(f"--num-labels goes with {names}: with {args.labels}, K is fixed")
-    batch_scale = args.batch_size / recipe["batch_size"]  # the rate grows with the batch
-    args.lr = args.lr or batch_scale * recipe["lr"]
+        parser.error(f"--num-labels: K is fixed by --labels {args.labels}")
+    paper = VGG16 if args.arch == "vgg16_bn" else {}
+    if args.labels == "rotation" and args.arch in (None, "vgg16_bn"):
+        paper = ROTATION
+    common.apply_recipe(args, "tp", RECIPES, **paper)
+    if args.num_labels is None:
+        args.num_labels = NUM_LABELS.get(args.labels)
+        if args.labels == "postag" and args.arch == "vgg16_bn":
+            args.num_labels = 1000  # Tab. 2
+        if args.labels == "cluster" and args.recipe == "demo":
+            args.num_labels = 200
     return args
 
 
-def choose_recipe(argv):
-    """The paper's recipe and K depend on --arch and --labels as well -> {name: default}"""
-    given = common.peek(argv, "--arch", "--labels")
-    labels = given.labels or LABELS[0]
-    paper = VGG16 if given.arch == "vgg16_bn" else {}
-    if labels == "rotation" and given.arch in (None, "vgg16_bn"):
-        paper = ROTATION
-    recipe = common.choose_recipe(RECIPES, argv, paper)
-    recipe["num_labels"] = NUM_LABELS.get(labels)
-    if labels == "postag" and given.arch == "vgg16_bn":
-        recipe["num_labels"] = 1000  # Tab. 2
-    if labels == "cluster" and recipe["recipe"] == "demo":
-        recipe["num_labels"] = 200
-    return recipe
-
-
 def main(args):
-    world = common.init_distributed()
-    device = world.device
+    device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
+    saved = common.start(args)  # by an earlier run of the same command, which resumes
+    init = {} if saved else common.read_init(args)
 
-    # Data: photos, and labels from their captions. Photos without a label are left out.
+    # Data: photos, and labels made from their captions. Photos without a label are left out.
     train = common.caption_data(args.data, args.root, args.train_split)
     val = common.caption_data(args.data, args.root, args.val_split)
-    probe = eval_linear and eval_linear.Probe(args, train, val, args.labels == "instances")
-    run = common.Run(args, "tp", world, train)
-    names, labels, val_labels = load_labels(args, train, val, run)  # K names; (N, K) sparse
-    rows = labelled_rows(labels, args.train_split)
-    val_rows = labelled_rows(val_labels, args.val_split)
-    shuffled = np.random.default_rng(args.seed).permutation(val_rows)
-    val_rows = np.sort(shuffled[: args.val_images])
-    iters = args.iters or math.ceil(args.epochs * len(rows) / args.batch_size)
-    print_main(f"{len(rows)} photos ({len(val_rows)} for validation), {len(names)} labels; "
-               f"{iters} iterations at lr {args.lr:g}")  # fmt: skip
+    path = common.once(args, "labels.npz", partial(make_labels, args, train, val, device))
+    names, labels, val_labels = load_labels(path, len(train))  # K names; (N, K) sparse
+    train, labels = labelled(train, labels)
+    val, val_labels = labelled(val, val_labels)
+    order = np.random.default_rng(args.seed).permutation(len(val))
+    chosen = np.sort(order[: args.val_images])
+    val, val_labels = val.select(chosen), val_labels[chosen]
+    iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
+    print_main(f"{len(train)} photos ({len(val)} for validation), {len(names)} labels, {iters} "
+               f"iterations at lr {args.lr:g}, on {device}, amp {args.amp}, "
+               f"into {args.output}")  # fmt: skip
 
-    # Model and optimizer, and where an earlier run stopped.
+    # Model and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = TagPredictor(args.arch, len(names), args.labels)
-    same_labels = run.saved.get("names") == names
-    run.initialize(model, model.backbone, anew=() if same_labels else "head.")
+    same_labels = init.get("names") == names
+    common.load_init(init, model, model.backbone, skip=() if same_labels else "head.")
     model.to(device, memory_format=torch.channels_last)
     parameters = model.parameters()
     optimizer = common.build_optimizer(args.optimizer, parameters, args.lr, args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    run.resume(model=model, optimizer=optimizer, scaler=scaler)
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    start = common.restore(args, saved, train, iters, **parts)
     if args.compile:
         model.compile()
-    parallel = common.data_parallel(model, world).train()
+    parallel = common.data_parallel(model).train()
 
-    samples = common.Samples(partial(make_sample, train.images, rows, args), len(rows))
-    val_samples = common.Samples(partial(make_sample, val.images, val_rows, args), len(val_rows))
-    validation = partial(validate, model, val_samples, val_labels, args, device)
-    flip_permutation = language.flip_permutation(names)
-    collate_fn = partial(collate, labels, flip_permutation)
-    for iteration, micro_batches in run.steps(samples, collate_fn, iters, names=names):
+    photos = LabelledPhotos(train, labels, names, args)
+    val_photos = LabelledPhotos(val, val_labels, names, args)
+    batches = common.train_batches(photos, collate, args, device, start)
+    metrics = common.Metrics(args, start)
+    bar = progress(range(start + 1, iters + 1), initial=start, total=iters, unit=" its")
+    for iteration in bar:
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)  # [App. F.1]
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
-        for part, batch in enumerate(micro_batches, 1):
-            parallel.require_backward_grad_sync = part == args.accumulate  # DDP: one all-reduce
+        for part in range(args.accumulate):
+            batch = metrics.wait_for(batches)
+            # DDP averages the gradients of all processes, once: after the last micro-batch.
+            parallel.require_backward_grad_sync = part == args.accumulate - 1
             images = common.augment(batch["images"], batch["jitter"])  # (B, 3, h, w)
             targets = batch["targets"]  # (B, K)
             if args.labels == "rotation":
@@ -180,270 +213,318 @@ def main(args):
                 logits = parallel(images)  # (B, K)
             loss = label_loss(logits, targets, args.labels)
             scaler.scale(loss / args.accumulate).backward()
-            run.log(loss=loss)
+            metrics.add(loss=loss)
         scaler.step(optimizer)
         scaler.update()
-        if world.is_main and run.due("validate") and iteration < iters:
-            run.validation = validation()
-        run.log(lr=args.lr * lr_scale)
 
-    # The backbone is the result; the probe says what it is worth.
-    if world.is_main:
-        common.save_weights(run.folder / "backbone.pth", model.backbone)
-        result = {"validation": validation()}
+        last = iteration == iters
+        if iteration % args.checkpoint_every == 0 or last:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, parts, names=names)
+        if args.keep_every and iteration % args.keep_every == 0:
+            kept = {"model": model}
+            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, kept, names=names)
+        validate_now = iteration % args.validate_every == 0 and not last
+        if iteration % args.log_every == 0 or validate_now:
+            row = metrics.means(iteration)
+            row |= {"lr": args.lr * lr_scale}
+            if validate_now and common.is_main():
+                scores = validate(model, val_photos, args, device)
+                row |= {f"validation_{name}": score for name, score in scores.items()}
+            metrics.write(iteration, row)
+            bar.set_postfix(loss=f"{row['loss']:.3f}")
+
+    # The backbone is the result; eval_linear.py says what it is worth.
+    if common.is_main():
+        common.save_weights(f"{args.output}/backbone.pth", model.backbone)
+        result = {"validation": validate(model, val_photos, args, device)}
         if args.labels != "rotation":
-            prior = prior_scores(labels[rows], val_labels[val_rows], args.labels)
-            result["label_frequencies"] = prior
-        run.finish(probe, model.backbone, **result)
+            result["label_frequencies"] = prior_scores(labels, val_labels, args.labels)
+        common.write_result(args, train, **result)
+    common.end_distributed()
+
+
+# --------------------------------------- captions to concepts: this section is copied in icmlm.py
+
+POS = "nn", "nn+adj", "nn+adj+vb"  # --pos [Tab. 4]
+TAGGERS = "textblob", "spacy"
+PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
+PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
+UNIVERSAL = {"NOUN": "nouns", "PROPN": "nouns", "ADJ": "adjectives", "VERB": "verbs"}  # spaCy's
+# Auxiliary verbs name nothing visible. spaCy has a tag for them; the Penn tags do not. [ours]
+AUXILIARIES = set(
+    "be am is are was were been being do does did have has had having can could may might must "
+    "shall should will would".split()
+)
+# t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none.
+WORD = re.compile(r"['’]s\b|(?<![^\W_])([^\W\d_]+(?:(?!['’]s\b)['’-][^\W\d_]+)*)", re.IGNORECASE)
+
+
+def words_of(caption):
+    """-> its words in lower case"""
+    return [match[1].lower() for match in WORD.finditer(caption) if match[1]]
+
+
+def filter_captions(data, tokenize):
+    """Keep each photo's distinct captions of 3 to 25 tokens [Sec. 4, Datasets] -> CaptionData
+
+    tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py.
+    """
+    kept = []
+    for captions in progress(data.captions, desc="caption lengths", unit=" photos", leave=False):
+        distinct = dict.fromkeys(captions)
+        kept.append([caption for caption in distinct if 3 <= len(tokenize(caption)) <= 25])
+    before, after = len(data.captions.values), sum(map(len, kept))
+    if not after:
+        fail("a split has no captions of 3 to 25 words")
+    print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
+               "not of 3 to 25 words")  # fmt: skip
+    return data.with_captions(kept)
+
+
+def tag_words(captions, tagger):
+    """Yield (word, "nouns" | "adjectives" | "verbs" | None) for each word of the captions."""
+    if tagger == "textblob":
+        from textblob.en.taggers import PatternTagger  # its lexicon is in the package
+
+        pattern = PatternTagger()
+        for caption in captions:
+            for word, tag in pattern.tag(" ".join(words_of(caption)), tokenize=False):
+                yield word, PENN.get(tag[:2])
+    else:
+        import spacy
+
+        if not spacy.util.is_package("en_core_web_sm"):
+            fail("--tagger spacy needs its model: python -m spacy download en_core_web_sm")
+        nlp = spacy.load("en_core_web_sm", disable=["parser", "ner", "lemmatizer"])
+        documents = (spacy.tokens.Doc(nlp.vocab, words_of(caption)) for caption in captions)
+        for document in nlp.pipe(documents):
+            for token in document:
+                yield token.text, UNIVERSAL.get(token.pos_)
+
+
+def count_concepts(captions, tagger):
+    """The words of the captions by part of speech, with their counts, the most frequent first
+
+    -> {"nouns": {word: count}, "adjectives": ..., "verbs": ...}. A word that is tagged in several
+    ways belongs to its most frequent part of speech; all its occurrences count. [Sec. 3.1]
+    """
+    counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
+    captions = progress(captions, desc="parts of speech", unit=" captions", leave=False)
+    for word, part in tag_words(captions, tagger):
+        is_word = len(word) > 1 and word.replace("-", "").isalpha()
+        if not is_word or (part == "verbs" and word in AUXILIARIES):
+            part = None
+        counts[word][part] += 1
+    concepts = {part: {} for part in PARTS_OF_SPEECH.values()}
+    for word, parts in sorted(counts.items(), key=lambda item: (-item[1].total(), item[0])):
+        part = parts.most_common(1)[0][0]
+        if part:
+            concepts[part][word] = parts.total()
+    return concepts
+
+
+def top_concepts(counts, pos, num_concepts):
+    """The most frequent words of the parts of speech `pos` -> {word: its part of speech}
+
+    counts: from count_concepts
+    """
+    chosen = []
+    for name in pos.split("+"):
+        part = PARTS_OF_SPEECH[name]
+        chosen += [(-count, word, part) for word, count in counts[part].items()]
+    concepts = {word: part for _, word, part in sorted(chosen)[:num_concepts]}
+    if ("left" in concepts) != ("right" in concepts):  # one alone would be wrong if flipped
+        concepts = {word: concepts[word] for word in concepts if word not in ("left", "right")}
+    if not concepts:
+        fail(f"no caption of 3 to 25 words has a word to predict (--pos {pos})")
+    return concepts
+
+
+def concept_labels(data, concepts):
+    """Which of K words occur in a photo's captions -> (N, K) sparse, of 1 and 0 [Sec. 3.1]"""
+    vectorizer = CountVectorizer(analyzer=words_of, vocabulary=list(concepts), binary=True)
+    texts = (" ".join(captions) for captions in data.captions)
+    return sparse.csr_array(vectorizer.transform(texts), dtype=np.float32)
+
+
+def save_labels(path, names, labels, val_labels):
+    """Write an .npz.  names: of the K labels.  labels, val_labels: (N, K) sparse"""
+    rows = sparse.vstack([labels, val_labels], format="csr")
+    np.savez(path, names=list(names), data=rows.data, indices=rows.indices, indptr=rows.indptr)
+
+
+def load_labels(path, num_train):
+    """-> names, labels, val_labels as given to save_labels.  num_train: the rows of labels"""
+    with np.load(path) as file:
+        names = file["names"].tolist()
+        csr = file["data"], file["indices"], file["indptr"]
+    labels = sparse.csr_array(csr, (len(csr[2]) - 1, len(names)))
+    return names, labels[:num_train], labels[num_train:]
+
+
+def flip_permutation(names):
+    """The labels left and right are swapped in a flipped photo [ours] -> (K,) indices"""
+    order = np.arange(len(names))
+    if "left" in names and "right" in names:
+        left, right = names.index("left"), names.index("right")
+        order[[left, right]] = right, left
+    return order
 
 
 # ---------------------------------------------------------------------------- captions to labels
 
 
-def load_labels(args, train, val, run):
-    """Load labels.npz from the output directory; the first process makes it, unless the run resumes
+def make_labels(args, train, val, device, path):
+    """Write names and labels of both splits: 1 where a photo has a label; lda: probabilities."""
+    if args.labels in NUM_LABELS:
+        train, val = filter_captions(train, words_of), filter_captions(val, words_of)
+    if args.labels == "postag":
+        counts = count_concepts(train.all_captions(), args.tagger)
+        common.save(f"{args.output}/concepts.json", json.dumps(counts, indent=2))
+        names = list(top_concepts(counts, args.pos, args.num_labels))
+        labels, val_labels = concept_labels(train, names), concept_labels(val, names)
+    elif args.labels == "cluster":
+        names, labels, val_labels = cluster_labels(args, train, val, device)
+    elif args.labels == "lda":
+        names, labels, val_labels = lda_labels(train, val, args.num_labels, args.seed)
+    elif args.labels == "instances":
+        if not train.tag_names:
+            fail('--labels instances needs instances_*.json, or "tags" in the .jsonl')
+        names = train.tag_names
+        labels, val_labels = [multi_hot(data.tags, len(names)) for data in (train, val)]
+    else:  # every photo has all four labels, for it is seen in each rotation (four_rotations)
+        names = ["0°", "90°", "180°", "270°"]
+        labels, val_labels = [np.ones((len(data), 4), np.float32) for data in (train, val)]
+    save_labels(path, names, labels, val_labels)
 
-    -> K names, and for each split (N, K) sparse: 1 where an image has a label; lda: probabilities
+
+def labelled(data, labels):
+    """The photos that have a label -> CaptionData, (N, K) sparse float32"""
+    labels = sparse.csr_array(labels, dtype=np.float32)
+    keep = np.flatnonzero(labels.sum(1))
+    if len(keep) == 0:
+        fail("no photo of a split has a label")
+    if len(keep) < len(data):
+        print_main(f"{len(data) - len(keep)} of {len(data)} photos have no label: left out")
+    return data.select(keep), labels[keep]
+
+
+def cluster_labels(args, train, val, device):
+    """TP-Cluster: the clusters of a photo's captions [Sec. 3.1, Eq. 1]
+
+    The first process finds them, since two might round differently.
     """
-    world = run.world
-    path = run.folder / "labels.npz"
-    if world.is_main and not run.iteration:
-        names, labels, val_labels = make_labels(args, train, val, run.folder, world.device)
-        language.save_labels(path, names, labels, val_labels)
-    common.barrier(world)
-    return language.load_labels(path, len(train))
+    path = Path(args.output, "clusters.npz")
+    if common.is_main() and not common.resumes(args):
+        clusters = find_clusters(args, train.all_captions(), val.all_captions(), device)
+        np.savez(path, **clusters)
+    common.barrier()
+    with np.load(path) as file:
+        names = file["names"].tolist()
+        labels = np.split(file["train"], train.captions.ends[1:-1])  # of each photo's captions
+        val_labels = np.split(file["val"], val.captions.ends[1:-1])
+    clusters = range(len(names))
+    return names, multi_hot(labels, clusters), multi_hot(val_labels, clusters)
 
 
-def make_labels(args, train, val, folder, device):
-    """Make the labels that --labels chooses -> names, train, val as load_labels returns them"""
-    if args.labels == "rotation":
-        return rotation_labels(train, val)
-    if args.labels == "instances":
-        return instance_labels(train, val)
-    train = language.filter_captions(train, language.words_of)
-    val = language.filter_captions(val, language.words_of)
-    enough = sum(train.num_captions) and sum(val.num_captions)
-    require(enough, f"--labels {args.labels} needs captions of 3 to 25 words in both splits")
-    if args.labels == "cluster":
-        return cluster_labels(args, train, val, folder, device)
-    if args.labels == "lda":
-        return lda_labels(train, val, args.num_labels, args.seed)
-    concepts = language.count_concepts(train.all_captions(), args.tagger)
-    common.write_json(folder / "concepts.json", concepts)
-    return postag_labels(train, val, concepts, args.pos, args.num_labels)
+def find_clusters(args, captions, val_captions, device):
+    """-> {"names": (K,), "train": the cluster of each caption, "val": likewise}
 
-
-def postag_labels(train, val, concepts, pos, num_labels):
-    """TP-Postag: of the K most frequent words, those in an image's captions [Sec. 3.1]"""
-    names = language.top_concepts(concepts, pos, num_labels)
-    return names, language.concept_labels(train, names), language.concept_labels(val, names)
-
-
-def cluster_labels(args, train, val, folder, device):
-    """TP-Cluster: the clusters of an image's captions [Sec. 3.1, Eq. 1]"""
-    captions = train.all_captions()
+    A cluster is called by the caption nearest to its centre. [ours]
+    """
     lm = args.lm
     if lm == "scratch":
-        lm = folder / "language_model"
-        language.scratch_language_model(
-            lm,
-            captions,
-            iters=args.lm_iters,
-            seed=args.seed,
-            device=device,
-            amp=args.amp,
-        )
-    tokenizer, model = language.language_model(lm, device, masked_words=False)
+        from extras import small_bert
 
-    # The vectors of both splits go to a file, not to memory: VG's captions need 8 GB.
-    size = len(captions)
-    captions += val.all_captions()
-    shape = (len(captions), model.config.hidden_size)
-    path = folder / "caption_vectors.npy"
-    vectors = np.lib.format.open_memmap(path, "w+", np.float16, shape)
-    embed_captions(tokenizer, model, captions, vectors, device, args.amp)
-
-    num_clusters = min(args.num_labels, size)
-    centres = train_kmeans(vectors[:size], num_clusters, args.seed, device)
-    clusters, distances = [], []
-    for _, cluster, distance in nearest_centres(vectors, centres):
-        clusters.append(cluster.cpu())
-        distances.append(distance.cpu())
-    cluster = torch.cat(clusters).numpy()
-    distance = torch.cat(distances).numpy()
-    path.unlink()
-    names = cluster_names(captions, cluster[:size], distance[:size], num_clusters)
-    labels = image_clusters(train, cluster[:size], num_clusters)
-    val_labels = image_clusters(val, cluster[size:], num_clusters)
-    return names, labels, val_labels
+        lm = f"{args.output}/language_model"
+        small_bert.train(lm, captions, args.lm_iters, args.seed, device, args.amp)
+    vectors = embed_captions(lm, captions, device, args.amp)
+    val_vectors = embed_captions(lm, val_captions, device, args.amp)
+    # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y: the nearest.
+    print_main(f"k-means of {len(vectors)} vectors")
+    k = min(args.num_labels, len(captions))
+    kmeans = KMeans(k, init="random", n_init=1, max_iter=20, random_state=args.seed)
+    clusters = kmeans.fit_predict(vectors)
+    nearest = pairwise_distances_argmin(kmeans.cluster_centers_, vectors)  # (K,)
+    names = [captions[n] for n in nearest]
+    return {"names": names, "train": clusters, "val": kmeans.predict(val_vectors)}
 
 
-def embed_captions(tokenizer, model, captions, vectors, device, amp, batch_size=256):
-    """psi(c)_[CLS] of Eq. 1, from the last layer, before the pooler -> into vectors (N, d_w)"""
-    first = range(0, len(captions), batch_size)
-    for n in progress(first, desc="caption vectors", unit=" batches"):
+@torch.no_grad()
+def embed_captions(lm, captions, device, amp, batch_size=256):
+    """psi(c)_[CLS] of Eq. 1: from the last layer, before the pooler -> (captions, d_w)"""
+    import transformers  # only here: it takes seconds, and most runs need no language model
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(lm)
+    bert = transformers.AutoModelForMaskedLM.from_pretrained(lm).base_model
+    bert.float().to(device).eval()  # transformers 5 keeps the file's precision
+    vectors = []
+    for n in progress(range(0, len(captions), batch_size), desc="caption vectors", leave=False):
         batch = captions[n : n + batch_size]
-        inputs = tokenizer(
-            batch,
-            padding=True,
-            truncation=True,
-            max_length=64,
-            return_tensors="pt",
-        ).to(device)
+        inputs = tokenizer(batch, padding=True, truncation=True, max_length=64, return_tensors="pt")
         with common.autocast(device, amp):
-            hidden = model.base_model(**inputs).last_hidden_state  # (B, T, d_w)
-        vectors[n : n + len(batch)] = hidden[:, 0].float().cpu().numpy()
+            hidden = bert(**inputs.to(device)).last_hidden_state  # (B, T, d_w)
+        vectors.append(hidden[:, 0].float().cpu())
+    return torch.cat(vectors).numpy()
 
 
-def train_kmeans(vectors, num_clusters, seed, device="cpu", passes=20):
-    """Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2 -> (K, d_w)
-
-    vectors: (N, d_w). Lloyd's algorithm from random vectors, until no centre moves, or for
-    `passes` passes. An empty cluster is re-seeded with the vector farthest from its centre. [ours]
-    """
-    chosen = np.random.default_rng(seed).permutation(len(vectors))[:num_clusters]
-    centres = torch.from_numpy(vectors[np.sort(chosen)]).to(device).float()
-    for _ in progress(range(passes), desc="k-means", unit=" passes"):
-        sums = torch.zeros_like(centres)
-        sizes = centres.new_zeros(num_clusters)
-        distances = []
-        for batch, cluster, distance in nearest_centres(vectors, centres):
-            sums.index_add_(0, cluster, batch)
-            sizes += cluster.bincount(minlength=num_clusters)
-            distances.append(distance)
-        previous = centres
-        centres = sums / sizes.clamp(min=1)[:, None]
-        empty = sizes == 0
-        farthest = torch.cat(distances).topk(int(empty.sum())).indices
-        seeds = vectors[farthest.sort().values.cpu()]
-        centres[empty] = torch.from_numpy(seeds).to(device).float()
-        if torch.equal(previous, centres):
-            break
-    return centres
-
-
-def nearest_centres(vectors, centres, batch_size=4096):
-    """y of Eq. 1: yield vectors (B, d_w), their nearest centres (B,) and distances (B,)
-
-    On the device of the centres, in batches that fit into memory.
-    """
-    first = range(0, len(vectors), batch_size)
-    for n in progress(first, desc="nearest centres", unit=" batches", leave=False):
-        batch = torch.from_numpy(vectors[n : n + batch_size]).to(centres.device).float()
-        distance, cluster = torch.cdist(batch, centres).min(1)
-        yield batch, cluster, distance
-
-
-def cluster_names(captions, cluster, distance, num_clusters):
-    """Name each cluster by the three captions nearest to its centre [ours] -> [name]"""
-    nearest = [[] for _ in range(num_clusters)]
-    for n in np.argsort(distance):
-        chosen = nearest[cluster[n]]
-        if len(chosen) < 3 and captions[n] not in chosen:
-            chosen.append(captions[n])
-    return [" | ".join(chosen) for chosen in nearest]
-
-
-def image_clusters(data, cluster, num_clusters):
-    """cluster: (captions,), that of each caption -> (images, clusters) sparse"""
-    per_image = np.split(cluster, data.num_captions.cumsum()[:-1])
-    return language.multi_hot((set(row.tolist()) for row in per_image), num_clusters)
-
-
-def lda_labels(train, val, num_labels, seed, passes=10):
-    """TP-LDA: topic probabilities; an image's captions form one document [Sec. 4]
+def lda_labels(train, val, num_labels, seed):
+    """TP-LDA: topic probabilities; a photo's captions form one document [Sec. 4]
 
     The vocabulary is the 10K most frequent words, without English stop words. Each topic is named
     by its five most probable words. [ours]
     """
-    from sklearn.decomposition import LatentDirichletAllocation
-    from sklearn.feature_extraction.text import CountVectorizer
-
     word = r"[^\W\d_]{2,}"
     vectorizer = CountVectorizer(stop_words="english", token_pattern=word, max_features=10_000)
-    counts = vectorizer.fit_transform(documents(train))
-    rng = np.random.default_rng(seed)
-    size = len(train)
-    lda = LatentDirichletAllocation(num_labels, total_samples=size, random_state=seed)
-    for _ in progress(range(passes), desc="topics", unit=" passes"):
-        for batch in np.array_split(rng.permutation(size), max(1, size // 1024)):
-            lda.partial_fit(counts[batch])
+    counts = vectorizer.fit_transform(" ".join(captions) for captions in train.captions)
+    val_counts = vectorizer.transform(" ".join(captions) for captions in val.captions)
+    print_main(f"topics of {len(train)} photos")
+    lda = LatentDirichletAllocation(
+        num_labels, learning_method="online", batch_size=1024, random_state=seed
+    )
+    labels = lda.fit_transform(counts)
+    val_labels = lda.transform(val_counts)
     words = vectorizer.get_feature_names_out()
-    names = []
-    for weights in lda.components_:
-        best = words[np.argsort(-weights)[:5]]
-        names.append(", ".join(best))
-    val_counts = vectorizer.transform(documents(val))
-    labels = topic_probabilities(lda, counts)
-    val_labels = topic_probabilities(lda, val_counts)
+    names = [", ".join(words[np.argsort(-weights)[:5]]) for weights in lda.components_]
     return names, labels, val_labels
-
-
-def documents(data):
-    for i in range(len(data)):
-        yield " ".join(data.captions_of(i))
-
-
-def topic_probabilities(lda, counts):
-    """counts: (N, words) sparse -> (N, topics) sparse; an image without words has no topic"""
-    rows = lda.transform(counts)
-    rows[np.diff(counts.indptr) == 0] = 0
-    return sparse.csr_array(rows.astype(np.float32))
 
 
 def instance_labels(train, val):
     """TP-Label: the annotated tags [Sec. 4]"""
-    where = 'annotations/instances_{split}.json for coco, "tags" in a .jsonl'
-    tagged = train.tag_names and val.tag_names
-    require(tagged, f"--labels instances needs tags in both splits: {where}")
-    names = train.tag_names  # the same in both
-    tags = map(train.tags_of, range(len(train)))
-    val_tags = map(val.tags_of, range(len(val)))
-    labels = language.multi_hot(tags, len(names))
-    val_labels = language.multi_hot(val_tags, len(names))
-    return names, labels, val_labels
+    if not (train.tag_names and val.tag_names):
+        fail('--labels instances needs tags: annotations/instances_*.json or "tags" in the .jsonl')
+    names = train.tag_names
+    labels = [[names[tag] for tag in tags] for tags in train.tags]
+    val_labels = [[val.tag_names[tag] for tag in tags] for tags in val.tags]
+    return names, multi_hot(labels, names), multi_hot(val_labels, names)
 
 
-def rotation_labels(train, val):
-    """Every photo has all four labels: the loss sees it in each rotation (four_rotations)."""
-    names = ["0°", "90°", "180°", "270°"]
-    labels = language.multi_hot([range(4)] * len(train), 4)
-    val_labels = language.multi_hot([range(4)] * len(val), 4)
-    return names, labels, val_labels
-
-
-def labelled_rows(labels, split):
-    """The images of a split that have a label; prints how many have none."""
-    labelled = labels.sum(1) > 0
-    require(labelled.any(), f"no image of the split {split} has a label")
-    missing = np.sum(~labelled)
-    if missing:
-        size = len(labelled)
-        print_main(f"{missing} of {size} images of the split {split} have no label: left out")
-    return np.flatnonzero(labelled)
+def multi_hot(rows, names):
+    """A list of labels for each of N photos -> (N, K) sparse, of 1 and 0.  names: all K labels"""
+    return MultiLabelBinarizer(classes=names, sparse_output=True).fit_transform(rows)
 
 
 # --------------------------------------------------------------------------- samples and batches
 
 
-def make_sample(images, rows, args, index, rng):
-    """The photo images[rows[index]] and its row in the labels; the centre crop if rng is None"""
-    row = int(rows[index])
-    sample = common.load_image(images[row], rng, args)
-    sample["row"] = row
-    return sample
+class LabelledPhotos(common.Photos):
+    """Photos and their rows in the labels; in validation the centre crop"""
+
+    def __init__(self, data, labels, names, args):
+        super().__init__(data, args)
+        self.labels = labels  # (N, K) sparse
+        self.flipped_labels = flip_labels(labels, names)
+
+    def sample(self, index, rng):
+        sample = self.photo(index, rng)
+        labels = self.flipped_labels if sample["flipped"] else self.labels
+        sample["targets"] = labels[[index]].toarray()[0]
+        return sample
 
 
-def collate(labels, flip_permutation, samples):
-    """-> images uint8 (B, size, size, 3), jitter (B, 4), targets (B, K)
-
-    flip_permutation: (K,), the label that replaces each one in a flipped photo.
-    """
-    rows = [sample["row"] for sample in samples]
-    flipped = [sample["flipped"] for sample in samples]
-    batch = common.collate_images(samples)
-    batch["targets"] = language.label_rows(labels, rows, flipped, flip_permutation)
-    return batch
+def collate(samples):
+    """-> image uint8 (B, size, size, 3), jitter (B, 4), targets (B, K)"""
+    return {name: common.stack(samples, name) for name in ("image", "jitter", "targets")}
 
 
 def four_rotations(images):
@@ -466,7 +547,7 @@ class TagPredictor(nn.Module):
     def __init__(self, arch, num_labels, kind="postag"):
         super().__init__()
         self.backbone = common.build_backbone(arch)
-        self.head = language.tag_head(arch, self.backbone.channels, num_labels)
+        self.head = tag_head(arch, self.backbone.channels, num_labels)
         if arch == "vgg16_bn" and kind == "rotation":
             from torchvision.models import VGG  # only here: it takes seconds
 
@@ -477,6 +558,38 @@ class TagPredictor(nn.Module):
         return self.head(self.backbone(images))
 
 
+# Copied in icmlm.py
+def tag_head(arch, channels, num_labels):
+    """Module tp of Fig. 2: (B, channels, h, w) -> logits (B, K). Widths and norms [ours].
+
+    ResNets: pooling and a 2-layer MLP [Sec. 4.3]. VGG-16: 4 convolutions, pooling and a linear
+    layer, in place of its fully connected layers [Sec. 4, Networks].
+    """
+    pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    if arch == "vgg16_bn":
+        layers = []
+        for _ in range(4):
+            layers.append(nn.Conv2d(channels, channels, 3, padding=1, bias=False))
+            layers.append(nn.BatchNorm2d(channels))
+            layers.append(nn.ReLU())
+        layers += pool
+    else:
+        layers = [*pool, nn.Linear(channels, channels), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(channels, num_labels))
+
+
+# Copied in icmlm.py
+def tag_loss(logits, labels):
+    """Eq. 2: softmax cross-entropy with multi-hot labels, normalised to sum to one
+
+    logits (B, K), labels (B, K) -> scalar, the mean over the rows that have a label
+    """
+    counts = labels.sum(1, keepdim=True)
+    targets = labels / counts.clamp(min=1)
+    total = F.cross_entropy(logits.float(), targets, reduction="sum")
+    return total / (counts > 0).sum().clamp(min=1)
+
+
 def label_loss(logits, targets, kind):
     """Eq. 2, or, for topics, binary cross-entropy [Sec. 4] summed over the topics [ours]
 
@@ -485,19 +598,18 @@ def label_loss(logits, targets, kind):
     if kind == "lda":
         total = F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="sum")
         return total / len(targets)
-    return language.tag_loss(logits, targets)  # Eq. 2
+    return tag_loss(logits, targets)  # Eq. 2
 
 
 # ------------------------------------------------------------------------------------ validation
 
 
 @torch.no_grad()
-def validate(model, samples, labels, args, device):
-    """Loss and tag_scores on centre crops of the validation split -> {name: score}"""
+def validate(model, photos, args, device):
+    """Loss and tag_scores on centre crops of the validation split -> {"validation_...": score}"""
     model.eval()
     all_logits, all_targets = [], []
-    collate_fn = partial(collate, labels, None)
-    for batch in common.validation_batches(samples, args.workers, collate_fn, device):
+    for batch in common.validation_batches(photos, collate, args, device):
         images = common.augment(batch["images"])
         targets = batch["targets"]
         if args.labels == "rotation":
@@ -510,41 +622,29 @@ def validate(model, samples, labels, args, device):
     model.train()
     logits = torch.cat(all_logits)
     targets = torch.cat(all_targets)
-    scores = {"loss": label_loss(logits, targets, args.labels).item()}
+    scores = {"loss": round(label_loss(logits, targets, args.labels).item(), 4)}
     scores |= tag_scores(logits.numpy(), targets.numpy(), args.labels)
-    print_main(f"validation: {common.format_scores(scores)}")
-    return scores
-
-
-def prior_scores(labels, val_labels, kind):
-    """tag_scores of always predicting the label frequencies of the training photos"""
-    prior = np.tile(labels.mean(0), (val_labels.shape[0], 1))
-    scores = tag_scores(prior, val_labels.toarray(), kind)
-    print_main(f"by label frequencies alone: {common.format_scores(scores)}")
-    return scores
+    print_main(f"validation: {scores}")
+    return {f"validation_{name}": score for name, score in scores.items()}
 
 
 def tag_scores(scores, targets, kind):
     """How well `scores` (N, K) rank the labels `targets` (N, K) -> {name: percent}
 
-    top1, top5: images for which one of the 1 or 5 highest-scored labels is right. mAP: average
+    top1, top5: photos for which one of the 1 or 5 highest-scored labels is right. mAP: average
     precision, averaged over the labels that occur. A topic is right if its probability is at least
     0.1 [ours]. Rotations have only top1.
     """
-    from sklearn.metrics import average_precision_score
-
     right = targets >= (0.1 if kind == "lda" else 0.5)
-    five = min(5, scores.shape[1])
-    best = torch.from_numpy(scores).topk(five).indices.numpy()
+    best = np.argsort(-scores, 1, kind="stable")[:, :5]
     best_right = np.take_along_axis(right, best, 1)  # (N, 5)
     result = {"top1": best_right[:, 0].mean()}
     if kind != "rotation":
+        occurs = right.any(0)
         result["top5"] = best_right.any(1).mean()
-    occurs = right.any(0)
-    if kind != "rotation" and occurs.any():
         result["mAP"] = average_precision_score(right[:, occurs], scores[:, occurs])
-    return {name: 100 * float(score) for name, score in result.items()}
+    return {name: round(100 * float(score), 2) for name, score in result.items()}
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

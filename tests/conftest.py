@@ -25,13 +25,11 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common
-import language
-import shapes
+from extras import shapes, small_bert
 
 torch.set_num_threads(1)  # pictures of 32 pixels are not worth a second thread
 CPU = torch.device("cpu")
 FORK = multiprocessing.get_context("fork")
-ALONE = common.World(0, 1, CPU)
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
 
 # The flags of a run of a second or two on 24 scenes, beside those that all scripts share.
@@ -96,16 +94,17 @@ torchvision.models.vgg16_bn = NarrowVGG
 
 
 def photos_at(*paths):
-    """Keys of these paths, whether or not they are there"""
+    """The images of CaptionData at these paths, whether or not they are there"""
     return np.array(list(map(str, paths)), common.STRINGS)
 
 
 def captioned(*captions, images=None, tags=None, tag_names=None):
-    """CaptionData of images with these captions"""
+    """CaptionData of photos with these captions.  tags: indices of each photo"""
     if images is None:
         images = photos_at(*(f"{n}.jpg" for n in range(len(captions))))
-    tags = tags or [[]] * len(captions)
-    return common.CaptionData(images, *map(common.join_lines, (captions, tags)), tag_names)
+    captions = common.Lists(captions, common.STRINGS)
+    tags = common.Lists(tags or [[]] * len(captions), int)
+    return common.CaptionData(images, captions, tags, tag_names)
 
 
 class FeaturesAsGiven(torch.nn.Module):
@@ -131,20 +130,23 @@ def tiny(coco_folder, tiny_lm):
     return command
 
 
-def run_here(command, run=lambda main, get_args: main(get_args())):
+def run_here(command):
     """Run a script in this process -> what it printed."""
     script, *flags = map(str, command)
     module = importlib.import_module(script.removesuffix(".py"))
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        run(module.main, lambda: module.get_args(flags))
+        module.main(module.get_args(flags))
     return output.getvalue()
 
 
 def refusal(command):
     """Run a script in this process: it must end with one line -> that line."""
-    with pytest.raises(SystemExit) as stopped:
-        run_here(command, common.run)
+    errors = io.StringIO()
+    with pytest.raises(SystemExit) as stopped, contextlib.redirect_stderr(errors):
+        run_here(command)
     message = str(stopped.value)
+    if message == "2":  # of parser.error, after the usage
+        message = errors.getvalue().splitlines()[-1].split(": ", 1)[1]
     del stopped  # its traceback holds the run, and this frame
     gc.collect()
     assert message.startswith("error: ") and "\n" not in message, message
@@ -191,16 +193,15 @@ def pytest_pyfunc_call(pyfuncitem):
 
 def kill_at(iteration, command):
     """Run a script in a process that SIGKILL ends as soon as it has logged this iteration."""
-    write_metrics = common.Run.write_metrics
+    write = common.Metrics.write
 
-    def write_and_die(run):
-        loss = write_metrics(run)
-        if run.iteration == iteration:
+    def write_and_die(metrics, now, row):
+        write(metrics, now, row)
+        if now == iteration:
             os.kill(os.getpid(), signal.SIGKILL)
-        return loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common.Run, "write_metrics", write_and_die)
+        patch.setattr(common.Metrics, "write", write_and_die)
         process = fork(run_here, command)
         process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -209,17 +210,17 @@ def kill_at(iteration, command):
 def in_two_processes(function, *given):
     """Call the function in two forks of this process, which gloo connects as those of torchrun
 
-    -> what it gives in each.  If it is a script with a Run, the weights must be equal at the end.
+    -> what it gives in each. If it is a training script, the weights must be equal at the end.
     """
-    models, resume, end, results = [], common.Run.resume, common.end_distributed, FORK.SimpleQueue()
+    models, restore, end, results = [], common.restore, common.end_distributed, FORK.SimpleQueue()
 
-    def kept(run, **parts):
+    def kept(*given, **parts):
         models.append(parts["model"])
-        resume(run, **parts)
+        return restore(*given, **parts)
 
-    def compared(world):
+    def compared():
         model = models.pop() if models else None
-        if model and world.size == 2:
+        if model and common.world_size() == 2:
             state = model.state_dict()
             names = [name for name, _ in model.named_parameters()]
             names += [name for name in state if name.startswith("queues")]
@@ -227,11 +228,11 @@ def in_two_processes(function, *given):
             both = [torch.empty_like(mine), torch.empty_like(mine)]
             torch.distributed.all_gather(both, mine)
             assert torch.equal(*both)
-        end(world)
+        end()
 
     def work(rank):
         os.environ.update(place, RANK=rank, LOCAL_RANK=rank)
-        common.Run.resume, common.end_distributed = kept, compared
+        common.restore, common.end_distributed = kept, compared
         results.put((rank, function(*given)))
         assert not models, "the weights were not compared"
 
@@ -258,7 +259,7 @@ def checkpoint_in(folder):
 
 
 def files_in(folder):
-    return {path.name for path in folder.iterdir()} - {".lock"}
+    return {path.name for path in folder.iterdir()}
 
 
 @pytest.fixture
@@ -344,5 +345,5 @@ def tiny_lm(coco_folder, tmp_path_factory):
     """The folder of a BERT of one layer and 64 dimensions that has read coco_folder's captions."""
     captions = common.caption_data("coco", str(coco_folder), "train2017").all_captions()
     folder = tmp_path_factory.mktemp("lm")
-    language.scratch_language_model(folder, captions, 40, 0, CPU, "off", layers=1, width=64)
+    small_bert.train(folder, captions, 40, 0, CPU, "off", layers=1, width=64)
     return folder

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import CPU, ROOT, TORCHRUN, captioned, run_script
+from conftest import ROOT, TORCHRUN, captioned, photos_at, run_script
 from PIL import Image
 from torch import nn
 
 import common
-import shapes
-import sources
+from extras import checkpoints, shapes
 
 
 @contextlib.contextmanager
@@ -33,19 +32,20 @@ def fails(*parts):
         assert str(part) in message
 
 
-def test_numbering_of_captions(capsys):
-    """On which clusters, triplets and back-translations rest: photos with 0, 2 and 5 captions."""
-    data = captioned([], ["a", "b"], ["c", "d", "e", "f", "g"])
-    assert data.all_captions() == list("abcdefg") and list(data.num_captions) == [0, 2, 5]
-    assert data.image_of_caption().tolist() == [1, 1, 2, 2, 2, 2, 2]
-    assert data.captions_of(0) == [] and data.captions_of(1) == ["a", "b"]
+def test_captioned(capsys):
+    """Photos with 0, 2 and 5 captions; tags stay with their photos."""
+    data = captioned([], ["a", "b"], ["c", "d", "e", "f", "g"], tags=[[0], [], [1, 2]])
+    assert data.all_captions() == list("abcdefg") and data.captions[0] == []
+    assert [*data.captions] == [[], ["a", "b"], ["c", "d", "e", "f", "g"]] and len(data.tags) == 3
     kept = data.captioned()
     assert list(kept.images) == ["1.jpg", "2.jpg"]
-    assert kept.image_of_caption().tolist() == [0, 0, 1, 1, 1, 1, 1]
-    assert "1 of 3 images have no caption: left out" in capsys.readouterr().out
-    with fails('no image has a caption. Expected in a .jsonl: {"image": "photo.jpg"'):
+    assert [*kept.captions] == [["a", "b"], ["c", "d", "e", "f", "g"]]
+    assert [*kept.tags] == [[], [1, 2]] and kept.captioned() is kept
+    assert "1 of 3 photos have no caption: left out" in capsys.readouterr().out
+    other = kept.with_captions([["x"], []])
+    assert [*other.captions] == [["x"], []] and other.tags is kept.tags
+    with fails('no photo has a caption. A .jsonl has {"image": "photo.jpg"'):
         captioned([], []).captioned()
-    assert captioned(["a\nb  ", "", "c"]).captions_of(0) == ["a b", "c"]
 
 
 def test_coco(coco_folder, tmp_path):
@@ -56,38 +56,15 @@ def test_coco(coco_folder, tmp_path):
     for i, scene in enumerate(range(1000, 1012)):
         objects = shapes.objects_of(scene)
         assert data.images[i] == f"{root}/val2017/{scene:012d}.jpg"
-        assert data.captions_of(i) == shapes.describe(objects)
-        assert data.tags_of(i) == sorted({shapes.SHAPES.index(o.shape) for o in objects})
+        assert data.captions[i] == shapes.describe(objects)
+        assert data.tags[i] == sorted({shapes.SHAPES.index(o.shape) for o in objects})
     path = root / "annotations" / "instances_val2017.json"
-    path.write_text(path.read_text().replace('"star"', '"star "'))  # as some tools export
-    assert common.caption_data("coco", str(root), "val2017").tag_names == data.tag_names
     selected = data.select([7, 2])
-    assert selected.tags_of(1) == data.tags_of(2) and selected.tag_names == data.tag_names
+    assert selected.tags[1] == data.tags[2] and selected.tag_names == data.tag_names
     path.unlink()
     untagged = common.caption_data("coco", str(root), "val2017")
-    assert untagged.tag_names is None and untagged.tags_of(0) == []
+    assert untagged.tag_names is None and untagged.tags[0] == []
     assert untagged.all_captions() == data.all_captions()
-
-
-def test_vg(tmp_path):
-    """Each phrase is a caption of its image, and a fixed part of the images is for validation."""
-    images, regions, seen = [], [], {"train": set(), "val": set()}
-    for k in range(1, 41):
-        path = tmp_path / f"VG_100K{'_2' if k % 2 else ''}/{k}.jpg"
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-        images.append({"image_id": k, "url": f"https://cs.stanford.edu{path}"})
-        phrases = [f' region {n} of [{k}], "é" ' for n in range(k % 3 + 1)] + [" "]
-        regions.append({"id": k, "regions": [{"phrase": phrase} for phrase in phrases]})
-    (tmp_path / "image_data.json").write_text(json.dumps(images))
-    (tmp_path / "region_descriptions.json").write_text(json.dumps(regions))
-    for split, ids in seen.items():
-        data = common.caption_data("vg", str(tmp_path), split)
-        for i, path in enumerate(data.images):  # caption_data has found the file
-            k = int(path.split("/")[-1].removesuffix(".jpg"))
-            assert data.captions_of(i) == [f'region {n} of [{k}], "é"' for n in range(k % 3 + 1)]
-            ids.add(k)
-    assert seen["val"] == {5, 12, 25, 28} and seen["train"] == set(range(1, 41)) - seen["val"]
 
 
 def write_jsonl(path, *rows):
@@ -113,9 +90,9 @@ def test_jsonl(tmp_path):
     (tmp_path / "data.jsonl").write_text(spaced, encoding="utf-8-sig")
     train, val = (common.caption_data(path, split=split) for split in ("train", "val"))
     captions = [["one", "two"], [], ["four ?"], ["five"]]  # a line without a split is of train
-    assert [train.captions_of(i) for i in range(4)] == captions
-    assert [train.tags_of(i) for i in range(4)] == [[], [0, 1], [], [1]]
-    assert val.captions_of(0) == ["three"] and val.tags_of(0) == [2] and len(val) == 1
+    assert [train.captions[i] for i in range(4)] == captions
+    assert [train.tags[i] for i in range(4)] == [[], [0, 1], [], [1]]
+    assert val.captions[0] == ["three"] and val.tags[0] == [2] and len(val) == 1
     assert train.tag_names == val.tag_names == ["cat", "dog", "cow"]
     moved = shutil.copy(path, f"{tmp_path}-moved.jsonl")
     assert list(common.caption_data(moved, str(tmp_path)).images) == list(train.images)
@@ -154,7 +131,7 @@ def everything(width, height):
 
 def read(path, crop=everything, size=32):
     """One readable file -> float pixels"""
-    [pixels] = common.read_crops(str(path), [crop], size)
+    [pixels] = common.read_crops(captioned([], images=photos_at(path)), 0, [crop], size)
     assert pixels.dtype == np.uint8 and pixels.shape == (size, size, 3)
     return pixels.astype(float)
 
@@ -167,14 +144,14 @@ def apart(one, other):
     return np.abs(one - other).mean()
 
 
-def test_large_jpegs_are_decoded_small(tmp_path, monkeypatch):
+def test_large_jpegs_are_decoded_small(tmp_path):
     """At a fraction of the size that the smallest crop needs; the crop is the right part of it."""
     picture = shapes.draw(33, 1200).crop((0, 0, 1200, 900))
     picture.save(tmp_path / "a.jpg", quality=95)
     opened, box = Image.open(tmp_path / "a.jpg"), (401.5, 300.25, 701.5, 600.25)
-    with monkeypatch.context() as patch:
-        patch.setattr(common, "open_image", lambda key: opened)
-        _, pixels = common.read_crops("a.jpg", [everything, lambda width, height: box], 64)
+    data = captioned([])
+    data.open = lambda path: opened
+    _, pixels = common.read_crops(data, 0, [everything, lambda width, height: box], 64)
     assert opened.size == (300, 225)  # a quarter: 300 / 4 is still more than 64
     error = apart(pixels, resized(picture, 64, box))
     assert error < 3
@@ -214,16 +191,37 @@ def test_colour_modes(tmp_path):
         assert apart(read(tmp_path / name), resized(seen)) < 4
 
 
-def test_a_thousand_unreadable_samples_end_the_run():
-    def make_sample(index, rng):
-        if index < 1001:
-            raise common.Unreadable(f"{index}.jpg")
+class Samples(common.Photos):
+    """As a script's data set, without photos: sample(index) is the function that was given"""
+
+    def __init__(self, size, function):
+        self.size, self.function = size, function
+
+    def __len__(self):
+        return self.size
+
+    def sample(self, index, rng):
+        return self.function(index)
+
+
+def test_a_hundred_unreadable_photos_end_the_run():
+    """The next readable one is used, also at the end, and however many samples a photo has."""
+
+    def sample(index):
+        if index < broken:
+            raise common.Unreadable(f"{index // per_photo}.jpg")
         return index
 
-    samples = common.Samples(make_sample, 1100)
-    assert samples[2] == 1001
-    with pytest.raises(common.Unreadable, match="1,000 samples in a row cannot be decoded"):
-        samples[0]
+    per_photo, broken = 1, 99
+    assert Samples(500, sample)[0] == 99 and Samples(500, sample)[(0, 0, 0)] == 99
+    broken = 100
+    with pytest.raises(common.Unreadable, match="100 photos in a row cannot be decoded"):
+        Samples(500, sample)[0]
+    per_photo, broken = 7, 693
+    assert Samples(700, sample)[0] == 693
+    per_photo = broken = 3
+    with pytest.raises(common.Unreadable, match="1 photos in a row cannot be decoded"):
+        Samples(3, sample)[1]
 
 
 @pytest.mark.parametrize("width, height", [(640, 480), (375, 500), (64, 64)])
@@ -245,9 +243,10 @@ def test_flipped_photos_say_so():
     """Uncropped and without jitter, a photo is as it is or flipped; never in validation."""
     seen = set()
     args = argparse.Namespace(image_size=16, crop_min=1.0, colour_jitter=0)
-    samples = common.Samples(lambda i, rng: common.load_image(i, rng, args), 5)
+    photos = common.Photos(common.caption_data("shapes", split="train"), args)
+    photos.sample = photos.photo
     for key in [*range(5), *itertools.product([0], range(8), range(5))]:
-        sample, index = samples[key], key[-1] if isinstance(key, tuple) else key
+        sample, index = photos[key], key[-1] if isinstance(key, tuple) else key
         whole, flipped = resized(shapes.draw(index), 16), sample["flipped"]
         assert np.array_equal(sample["image"], whole[:, ::-1] if flipped else whole)
         assert sample["jitter"].tolist() == [1, 1, 1, 0]
@@ -261,9 +260,11 @@ def take(batches, size, batch_size, ranks=1, seed=0, start=0):
     """The first batches of infinite_sampler, each put together from the parts of the ranks."""
     parts, per_rank = [], batch_size // ranks
     for rank in range(ranks):
-        world = common.World(rank, ranks, CPU)
-        sampler = iter(common.infinite_sampler(size, batch_size, world, seed, start))
-        parts.append([list(itertools.islice(sampler, per_rank)) for _ in range(batches)])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(common, "rank", lambda: rank)
+            patch.setattr(common, "world_size", lambda: ranks)
+            sampler = iter(common.infinite_sampler(size, batch_size, seed, start))
+            parts.append([list(itertools.islice(sampler, per_rank)) for _ in range(batches)])
     return [list(itertools.chain(*batch)) for batch in zip(*parts)]
 
 
@@ -283,41 +284,15 @@ def test_sampler(ranks):
     assert [epoch for _, epoch, _ in few] == [n // 3 for n in range(24)]
 
 
-OUT_OF_MEMORY = "error: out of memory: try a smaller --batch-size"
-
-
-@pytest.mark.parametrize(
-    "error, message",
-    [
-        (torch.OutOfMemoryError("2 GB\n"), OUT_OF_MEMORY),
-        (ModuleNotFoundError(name="nltk"), "error: nltk is missing: pip install -r"),
-        (OSError(28, "No space left", "a"), "error: [Errno 28] No space left: 'a'; it is a note"),
-        (KeyboardInterrupt(), "interrupted: a training resumes from its last checkpoint"),
-        (RuntimeError("a bug"), None),
-    ],
-)
-def test_user_errors_are_one_line(error, message):
-    """But a bug keeps its traceback, which ends with the note."""
-
-    def main(_):
-        with common.error_context("it is a note"):
-            raise error
-
-    with pytest.raises(SystemExit if message else RuntimeError) as ended:
-        common.run(main, lambda: None)
-    assert str(ended.value).startswith(message or "a bug") and "\n" not in str(ended.value)
-    assert message or ended.value.__notes__ == ["it is a note"]
-
-
 TWO_PROCESSES = """
 import common, time
 
 sleep = time.sleep
 common.time.sleep = lambda seconds: sleep(20 * seconds * {0})  # on a busy machine torchrun is slow
-world = common.init_distributed()
-if {0} or world.rank == 1:
+common.init_distributed()
+if {0} or common.rank() == 1:
     common.fail("no room")
-common.barrier(world)
+common.barrier()
 """
 
 
@@ -333,6 +308,7 @@ def test_errors_of_processes(tmp_path, all_alike):
 def test_host_tensors_beside_nccl(monkeypatch):
     """NCCL alone would refuse them: on several GPUs only, where no test would see it."""
     backends = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: bool(backends))
 
     def all_gather(gathered, x):
         assert x.is_cuda or "cpu:gloo" in backends[0].split(","), "NCCL knows CUDA tensors alone"
@@ -350,15 +326,16 @@ def test_host_tensors_beside_nccl(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    world = common.init_distributed()
-    assert world == (1, 2, torch.device("cuda", 1)) and "cuda:nccl" in backends[0].split(",")
-    assert common.gather(torch.arange(3), world).tolist() == [0, 1, 2, 0, 1, 2]
+    assert common.init_distributed() == torch.device("cuda", 1)
+    assert (common.rank(), common.world_size(), common.is_main()) == (1, 2, False)
+    assert "cuda:nccl" in backends[0].split(",")
+    assert common.gather(torch.arange(3)).tolist() == [0, 1, 2, 0, 1, 2]
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(common.time, "sleep", lambda _: None)
     with fails("fewer GPUs than processes: lower --nproc_per_node"):
         common.init_distributed()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the driver is too old
-    assert common.init_distributed().device.type == "cpu"
+    assert common.init_distributed().type == "cpu"
 
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
@@ -434,7 +411,7 @@ def on_meta(build, *arguments):
 
 @pytest.mark.parametrize("arch", common.BACKBONES)
 def test_backbones_have_torchvision_s_names(arch):
-    """Only the classifier is missing; the shapes fit; a torchvision file is recognised by them."""
+    """Only the classifier is missing; the shapes fit."""
     theirs = on_meta(getattr(torchvision.models, arch))
     ours = on_meta(common.build_backbone, arch)
     wrong = theirs.load_state_dict(ours.state_dict(), strict=False)
@@ -442,30 +419,6 @@ def test_backbones_have_torchvision_s_names(arch):
     assert not wrong.unexpected_keys
     last = [m for m in theirs.modules() if isinstance(m, (nn.Conv2d, nn.BatchNorm2d))][-1]
     assert ours.channels == last.weight.size(0)
-    assert sources.backbone_weights(theirs.state_dict(), "file")[0] == arch
-
-
-# Source: the key under which the weights are, the backbone's prefix, what stands beside it.
-FOREIGN = {
-    "torchvision": (None, "", "fc.weight fc.bias"),
-    "virtex": ("model", "visual.cnn.", "textual.output.weight backward_textual.output.bias"),
-    "tp": ("model", "backbone.", "head.2.weight"),
-    "mmcontrastive": ("model", "queries.image.trunk.0.", "keys.image.trunk.0.conv1.weight"),
-    "MoCo v2": ("state_dict", "module.encoder_q.", "module.encoder_q.fc.2.bias module.encoder_k.x"),
-    "DINO": ("teacher", "backbone.", "head.mlp.0.weight head.last_layer.weight_v"),
-}
-
-
-@pytest.mark.parametrize("wrapped, prefix, beside", FOREIGN.values(), ids=FOREIGN)
-def test_foreign_checkpoints(wrapped, prefix, beside):
-    """Whatever wraps it, the ResNet inside comes out: its tensors and none of the heads'."""
-    state = on_meta(common.build_backbone, "resnet18").state_dict()
-    content = {prefix + key: value for key, value in state.items()}
-    content |= {name: torch.zeros(2) for name in beside.split()}
-    content = {wrapped: content, "epoch": 1, "student": {}} if wrapped else content
-    arch, found = sources.backbone_weights(content, "some.pth")
-    assert arch == "resnet18" and found.keys() == state.keys()
-    assert all(found[key] is state[key] for key in state)
 
 
 class Touch:
@@ -499,15 +452,22 @@ TABLE = {
 }
 
 
-def parsed(flags, paper=None):
-    recipe = common.choose_recipe(TABLE, flags.split(), paper)
-    return common.parse(common.flag_parser("virtex", "words", recipe), flags.split())
+def parsed(flags, **paper):
+    parser = argparse.ArgumentParser()
+    for flag in "data recipe output iters epochs lr batch-size image-size val-split".split():
+        parser.add_argument(f"--{flag}", type=float if flag == "lr" else str)
+    parser.add_argument("--accumulate", type=int, default=1)
+    args = parser.parse_args(flags.split())
+    args.data = args.data or "shapes"
+    args.batch_size, args.image_size = (x and int(x) for x in (args.batch_size, args.image_size))
+    common.apply_recipe(args, "virtex", TABLE, **paper)
+    return args
 
 
 @pytest.mark.parametrize(
     "flags, recipe, expected",
     [
-        ("", "demo", {"image_size": 48, "iters": 900, "lr": None, "output": "runs/virtex"}),
+        ("", "demo", {"image_size": 48, "iters": 900, "lr": 0.01, "output": "runs/virtex"}),
         ("--data b/a.jsonl", "small", {"epochs": 20.0, "output": "runs/virtex-a"}),
         ("--data vg", "paper", {"image_size": 224, "val_split": "val", "margin": 1}),
         ("--data coco --val-split x", "paper", {"train_split": "train2017", "val_split": "x"}),
@@ -515,9 +475,11 @@ def parsed(flags, paper=None):
         ("--recipe small", "small", {"data": "shapes", "image_size": 112, "margin": 8}),
         ("--data coco --recipe=demo", "demo", {"image_size": 48, "val_split": "val2017"}),
         ("--image-size 32 --lr 3", "demo", {"image_size": 32, "lr": 3.0, "batch_size": 32}),
+        ("--data vg --batch-size 64", "paper", {"lr": 0.1, "iters": 5000, "epochs": None}),
+        ("--data my-shapes --epochs 3", "paper", {"epochs": "3", "iters": None}),
     ],
 )
 def test_recipes(flags, recipe, expected):
     """--data chooses one unless --recipe does; a flag given wins; rows without a flag, too."""
-    args = vars(parsed(flags, paper={"margin": 1}))
+    args = vars(parsed(flags, margin=1))
     assert {name: args[name] for name in ("recipe", *expected)} == {"recipe": recipe, **expected}

@@ -1,4 +1,4 @@
-"""What all four training scripts promise (DESIGN Secs. 3, 4, 8), as one table over them."""
+"""What all four training scripts promise, as one table over them: resuming, files, processes."""
 
 import gc
 import itertools
@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, SCRIPTS, TORCHRUN, checkpoint_in, environment, files_in, finished
+from conftest import REAL, ROOT, SCRIPTS, TORCHRUN, checkpoint_in, environment, files_in, finished
 from conftest import in_two_processes, kill_at, metrics, refusal, result, run_here
 from conftest import run_script
 
@@ -46,12 +46,9 @@ def test_output_directory(script, tiny, tmp_path):
     rows = metrics(tmp_path)
     assert [row["iteration"] for row in rows] == [1, 2, 3]
     assert all(row.keys() == ALWAYS | LOGGED[script] for row in rows)
-    probe = result(tmp_path)["probe"]
-    assert probe.keys() == {"data", "metric", "trained", "random"}
-    trained, random = probe["trained"], probe["random"]
-    expected = f"{trained:.1f} mAP trained, {random:.1f} mAP at random initialisation"
-    seen = " (trained on the same tags)" if script == "mmcontrastive" else ""  # by Eq. 5
-    assert output.splitlines()[-1] == f"linear probe on coco{seen}: {expected}"
+    assert result(tmp_path)
+    measure = f"python eval_linear.py --weights {tmp_path}/backbone.pth random --image-size "
+    assert output.splitlines()[-1].startswith(f"measure it: {measure}")
     state = torch.load(tmp_path / "backbone.pth", weights_only=True)
     wrong = torchvision.models.resnet18().load_state_dict(state, strict=False)
     assert wrong.missing_keys == ["fc.weight", "fc.bias"] and not wrong.unexpected_keys
@@ -61,7 +58,7 @@ def test_output_directory(script, tiny, tmp_path):
     checkpoint = checkpoint_in(tmp_path)
     model = torch.load(tmp_path / "model_2.pth", weights_only=True)
     more = checkpoint.keys() - model.keys() - {"lookahead"}
-    assert more == {"optimizer", "scaler", "metrics"}
+    assert more == {"optimizer", "scaler"}
     assert (model["script"], model["iteration"], model["args"]["lr"]) == (script, 2, 0.05)
     assert model["model"].keys() == checkpoint["model"].keys()
 
@@ -80,12 +77,12 @@ def test_killed_three_times_ends_with_the_same_bits(script, tiny, tmp_path, requ
         with open(killed / "metrics.jsonl", "a") as file:
             file.write('{"iteration": 2, "lo')
     output = finished(run_script(*command)).stdout if script == "tp" else run_here(command)
-    assert "resuming from iteration 6" in output
+    assert f"{killed}: 6 of 10 iterations are done" in output
     speed = {"images_per_s": 0, "data_wait": 0}
     for again in (False, True):
         if again:
             output = run_here(command)
-            assert "has finished" in output and "linear probe on coco" in output
+            assert "10 of 10 iterations are done" in output and "measure it: " in output
         for name in ("backbone.pth", "result.json"):
             assert (whole / name).read_bytes() == (killed / name).read_bytes()
         assert [row["iteration"] for row in metrics(killed)] == list(range(1, 11))
@@ -95,49 +92,54 @@ def test_killed_three_times_ends_with_the_same_bits(script, tiny, tmp_path, requ
         assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize("script", ["virtex"])  # the rest is the same Run
-def test_what_a_directory_refuses(script, tiny, tmp_path, monkeypatch):
-    """Other flags, data of another size, another script's run, a second process; but --fresh"""
-    command = tiny(script, tmp_path, "--iters", 2)
+def test_means_over_the_log_interval(tiny, tmp_path):
+    """A line of metrics.jsonl has the mean losses of its iterations, those of a validation, too."""
+    flags = "--iters", 7, "--validate-every", 5
+    run_here(tiny("virtex", tmp_path / "one", *flags))
+    run_here(tiny("virtex", tmp_path / "three", *flags, "--log-every", 3))
+    losses = [row["loss"] for row in metrics(tmp_path / "one")]
+    rows = {row["iteration"]: row for row in metrics(tmp_path / "three")}
+    assert rows.keys() == {3, 5, 6} and "validation_forward" in rows[5]
+    for now, of_line in ((3, losses[:3]), (5, losses[3:5]), (6, losses[5:6])):
+        assert rows[now]["loss"] == pytest.approx(sum(of_line) / len(of_line), rel=1e-5)
+
+
+def test_what_a_folder_refuses(tiny, tmp_path):
+    """Other flags, data of another size, another script's run; but not --fresh"""
+    command = tiny("virtex", tmp_path, "--iters", 2)
     run_here([*command, "--keep-every", 1])
-    args, path = checkpoint_in(tmp_path)["args"], tmp_path / "checkpoint.pth"
+    checkpoint, path = checkpoint_in(tmp_path), tmp_path / "checkpoint.pth"
     for name, other, message in (
-        ("lr", 0.2, "lr 0.2, not 0.05"),
-        ("images", 25, "images 25, not 24"),
-        ("captions", 7, f"captions 7, not {args['captions']}"),
+        ("lr", 0.2, "a run with lr 0.2, not 0.05"),
+        ("photos", 25, "a run on 25 photos, not 24"),
     ):
-        torch.save({"script": script, "args": {**args, name: other}}, path)
-        assert f"{tmp_path} holds a run with {message}" in refusal(command)
-    for other in set(SCRIPTS) - {script}:
-        torch.save({"script": other, "args": args}, path)
-        assert f"checkpoint.pth or model_N.pth of {script}.py" in refusal(command)
+        torch.save({**checkpoint, "args": {**checkpoint["args"], name: other}}, path)
+        assert f"{tmp_path} holds {message}" in refusal(command)
+    for other in set(SCRIPTS) - {"virtex"}:
+        torch.save({**checkpoint, "script": other}, path)
+        assert "checkpoint.pth or model_N.pth of virtex.py" in refusal(command)
     path.write_bytes(path.read_bytes()[:900])
     assert f"{path} is not a checkpoint" in refusal(command)
     assert {"model_1.pth", "backbone.pth"} <= files_in(tmp_path) and path.stat().st_size == 900
-    acquire = common.filelock.FileLock.acquire
-    impatient = lambda lock, timeout: acquire(lock, timeout=timeout / 100)
-    with common.filelock.FileLock(tmp_path / ".lock"), monkeypatch.context() as patch:
-        patch.setattr(common.filelock.FileLock, "acquire", impatient)
-        assert "another run trains into this directory" in refusal([*command, "--fresh"])
+    (tmp_path / "notes.txt").touch()
     kill_at(1, [*command, "--fresh"])
-    assert files_in(tmp_path) == {"args.json", "metrics.jsonl"} | FILES[script]
+    assert files_in(tmp_path) == {"args.json", "metrics.jsonl", "notes.txt"} | FILES["virtex"]
 
 
-@pytest.mark.parametrize("script", ["virtex"])  # the rest is the same Run
-def test_a_full_disk_and_another_amp(script, tiny, tmp_path):
-    """A checkpoint that cannot be written leaves the one before. --amp may change."""
+def test_a_full_disk_and_another_amp(tiny, tmp_path):
+    """A checkpoint that cannot be written leaves the one before. --amp, --accumulate may change."""
     flags = ["--iters", 3, "--lr", 0.01]
-    run_here(tiny(script, tmp_path, *flags))
+    run_here(tiny("virtex", tmp_path, *flags))
     path, unfinished = tmp_path / "checkpoint.pth", tmp_path / "checkpoint.pth.tmp"
     torch.save({**checkpoint_in(tmp_path), "iteration": 1}, path)  # as if it had been killed
     kept = path.read_bytes()
     unfinished.symlink_to("/dev/full")
     with pytest.raises((OSError, RuntimeError)):
-        run_here(tiny(script, tmp_path, *flags))
+        run_here(tiny("virtex", tmp_path, *flags))
     assert path.read_bytes() == kept
     unfinished.unlink()
     gc.collect()
-    run_here(tiny(script, tmp_path, *flags, "--amp", "fp16"))
+    run_here(tiny("virtex", tmp_path, *flags, "--amp", "fp16", "--accumulate", 2))
     checkpoint = checkpoint_in(tmp_path)
     assert checkpoint["iteration"] == 3 and checkpoint["scaler"]
     assert all(value.isfinite().all() for value in checkpoint["model"].values())
@@ -155,9 +157,10 @@ def test_two_processes(script, tiny, tmp_path, request):
     assert files_in(folder) == RUN_FILES | FILES[script]
     assert json.loads((folder / "args.json").read_text())["processes"] == 2
     assert not any(name.startswith("module.") for name in checkpoint_in(folder)["model"])
-    if script == "virtex":  # once is enough: in `Run`, both processes leave in peace
+    if script == "virtex":  # once is enough: both processes leave in peace
         ended = finished(run_script(*TORCHRUN, *command))
-        assert ended.stdout.count("has finished") == 1 and "Traceback" not in ended.stderr
+        assert ended.stdout.count("5 of 5 iterations are done") == 1
+        assert "Traceback" not in ended.stderr
     if script == "icmlm":  # with a frozen backbone two do what one does
         run_here(tiny(script, tmp_path / "one", "--iters", 5, *WARMUP))
         alone, shared = ([row["loss"] for row in metrics(tmp_path / x)] for x in ("one", "run"))
@@ -191,12 +194,10 @@ def test_micro_batches_are_processes(script, tiny, tmp_path):
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-4)  # a mean, not the last part
 
 
-@pytest.mark.parametrize("script", ["virtex"])  # the rest is the same Run
-def test_a_diverging_run(script, tiny, tmp_path):
+def test_a_diverging_run(tiny, tmp_path):
     """It stops, says what to try, and its checkpoint is finite."""
-    flags = ["--iters", 60, "--checkpoint-every", 1, "--warmup", 0.2, "--lr", 1e30]
-    flags += ["--text-lr", 1e30] * (script in ("virtex", "mmcontrastive"))
-    message = refusal(tiny(script, tmp_path, *flags))
+    flags = "--iters", 60, "--checkpoint-every", 1, "--warmup", 0.2, "--lr", 1e30, "--text-lr", 1e30
+    message = refusal(tiny("virtex", tmp_path, *flags))
     assert "is not finite at iteration" in message
     assert "the last checkpoint is kept. Try a lower --lr" in message
     model = checkpoint_in(tmp_path)["model"]
@@ -230,31 +231,37 @@ def test_photos_that_cannot_be_decoded_or_are_missing(script, tiny, coco_folder,
     assert output.count("the next photo is used") == 1 and str(bad) in output
     assert len(metrics(tmp_path / "run")) == 6
     bad.unlink()
-    assert "1 of 24 images are missing" in refusal([*command, "--fresh"])
+    assert "1 of 24 photos are missing" in refusal([*command, "--fresh"])
 
 
 @every_script
-def test_copied_into_an_empty_folder(script, coco_folder, tmp_path):
-    """With the fewest files it trains on a .jsonl, with no other flag but sizes."""
-    files = ["common.py", f"{script}.py"] + ["language.py"] * (script != "virtex")
-    for name in files:
+def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path):
+    """Two files train on a .jsonl, from a backbone, with no other flag but sizes and --lm."""
+    for name in ("common.py", f"{script}.py"):
         shutil.copy(ROOT / name, tmp_path)
     captions = ["a red circle on the left", "one small circle", "a circle and a blue square"]
     photos = sorted((coco_folder / "train2017").iterdir())
     rows = [{"image": str(path), "captions": captions} for path in photos]
     (tmp_path / "photos.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    flags = ["--data", "photos.jsonl", "--iters", "2", "--image-size", "32", "--workers", "0"]
-    flags += ["--batch-size", "16"] + ["--lm-iters", "2"] * (script != "virtex")
-    command = [sys.executable, f"{script}.py", *flags]
+    state = REAL["resnet18"]().state_dict()
+    state = {name: x for name, x in state.items() if not name.startswith("fc.")}
+    torch.save(state, tmp_path / "weights.pth")
+    flags = "--data photos.jsonl --iters 2 --image-size 32 --workers 0 --batch-size 16".split()
+    flags += ["--init", "weights.pth"]
+    if script in ("icmlm", "mmcontrastive"):
+        flags += ["--lm", str(tiny_lm)]
     options = {"cwd": tmp_path, "capture_output": True, "text": True, "env": environment()}
-    process = subprocess.run(command, **options)
-    assert "eval_linear.py is not here" in finished(process).stdout
+    process = subprocess.run([sys.executable, f"{script}.py", *flags], **options)
+    assert "--init: loaded the backbone" in finished(process).stdout
     assert (tmp_path / f"runs/{script}-photos/backbone.pth").exists()
+    if script == "virtex":
+        process = subprocess.run([sys.executable, "virtex.py"], **options)
+        assert process.stderr.startswith("error: extras is missing: copy our folder extras")
 
 
 @every_script
 def test_starts_from_a_whole_model(script, tiny, tmp_path):
-    """--init takes over backbone, heads and tokenizer of the script's own checkpoint.pth."""
+    """--init loads backbone, heads and tokenizer of the script's own checkpoint.pth."""
     still = ["--iters", 1, "--lr", 1e-12]
     if script in ("virtex", "mmcontrastive"):
         still += ["--text-lr", 1e-12]
@@ -264,7 +271,8 @@ def test_starts_from_a_whole_model(script, tiny, tmp_path):
     first = checkpoint_in(tmp_path / "first")["model"]
     init = "--init", tmp_path / "first" / "checkpoint.pth"
     output = run_here(tiny(script, tmp_path / "second", *still, *init))
-    assert "are taken over, 0 are new []" in output
+    loaded, total = re.search(r"loaded (\d+) of (\d+) tensors; not \[\]", output).groups()
+    assert loaded == total
     for name, value in checkpoint_in(tmp_path / "second")["model"].items():
         if not re.search("queues|running|num_batches", name):
             torch.testing.assert_close(value, first[name], rtol=0, atol=1e-6)
@@ -275,7 +283,7 @@ def test_starts_from_a_whole_model(script, tiny, tmp_path):
         "mmcontrastive": ("--inter-dim", 16),
     }
     output = run_here(tiny(script, tmp_path / "third", *still, *init, *other[script]))
-    assert "are taken over, " in output and ", 0 are new" not in output
+    assert re.search(r"loaded \d+ of \d+ tensors; not \['", output)
     assert "not --arch vgg16_bn" in refusal(
         tiny(script, tmp_path / "fourth", *still, *init, "--arch", "vgg16_bn")
     )
@@ -289,4 +297,4 @@ def test_flickr8k(script, tiny, real_data, tmp_path, monkeypatch):
     monkeypatch.setattr(common, "caption_data", few)
     flags = ["--root", real_data / "flickr8k", "--train-split", "train", "--val-split", "val"]
     run_here(tiny(script, tmp_path, *flags, "--iters", 3))
-    assert "probe" not in result(tmp_path) and len(metrics(tmp_path)) == 3
+    assert len(metrics(tmp_path)) == 3

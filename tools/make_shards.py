@@ -13,6 +13,7 @@ are unless --side makes them smaller; other formats become JPEG. The index holds
 shards: if you move them, make it again with --index-only.
 """
 
+import argparse
 import glob
 import io
 import itertools
@@ -26,14 +27,14 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import ImageOps
+from PIL import Image, ImageOps
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
-import sources
-from common import fail, print_main, progress, require
+from common import fail, print_main, progress
+from extras import shards
 
-SHARDS = (
+EXPECTED = (
     "uncompressed tar files with KEY.jpg and, beside it, KEY.txt with one caption or KEY.json: "
     '{"captions": ["...", ...], "tags": ["...", ...]}'
 )
@@ -42,34 +43,35 @@ HELD_OUT = 5  # shards at most: some 10,000 photos are enough for validation
 
 
 def get_args(argv=None):
-    parser = common.build_parser(__doc__)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
-    add("--data", default="shapes", help=common.DATA)
-    add("--root", help="folder of the data, as in the scripts")
+    add("--data", default="shapes", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
+    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--index-only", metavar="SHARDS", help="index existing shards: path with {00..99}, * or ?; "
         "without {split}, one shard in twenty (at most 5) becomes the split val")  # fmt: skip
     add("--splits", nargs="+", help="default train2017 val2017 for coco, else train val")
-    add("--side", type=common.positive_int, help="shrink photos to this shorter side, in pixels")
-    add("--per-shard", type=common.positive_int, default=5000, help="photos per shard")
+    add("--side", type=int, help="shrink photos to this shorter side, in pixels")
+    add("--per-shard", type=int, default=5000, help="photos per shard")
     add("--output", default="shards", help="folder for the shards and the index")
     args = parser.parse_args(argv)
-    usual = common.choose_recipe({}, ["--data", args.data])
-    args.splits = args.splits or [usual["train_split"], usual["val_split"]]
+    year = "2017" if args.data == "coco" else ""
+    args.splits = args.splits or [f"train{year}", f"val{year}"]
     return args
 
 
 def main(args):
     os.makedirs(args.output, exist_ok=True)
     if args.index_only:
-        shards = others_shards(args.index_only, args.splits)
+        paths = find_shards(args.index_only, args.splits)
     else:
         for split in args.splits:
             write_shards(args, split)
-        shards = {}
+        paths = {}
         for path in sorted(glob.glob(f"{args.output}/*-*.tar")):  # earlier splits, too
-            shards.setdefault(Path(path).name.rsplit("-", 1)[0], []).append(path)
-    write_index(args.output, shards)
-    print_main(f"use them with --data {args.output}; the splits are {', '.join(shards)}")
+            paths.setdefault(Path(path).name.rsplit("-", 1)[0], []).append(path)
+    write_index(args.output, paths)
+    print_main(f"use them with --data {args.output}; the splits are {', '.join(paths)}")
 
 
 # ----------------------------------------------------------------------------------------- shards
@@ -77,8 +79,8 @@ def main(args):
 
 def write_shards(args, split):
     """Decode the photos of a split on all cores, and write them in order."""
-    kept = glob.glob(f"{args.output}/{split}-*.tar")
-    require(not kept, f"{args.output} holds shards of {split}: delete them or change --output")
+    if glob.glob(f"{args.output}/{split}-*.tar"):
+        fail(f"{args.output} holds shards of {split}: delete them or change --output")
     data = common.caption_data(args.data, args.root, split)
     with multiprocessing.Pool() as pool:
         photos = readable_photos(data, args.side, split, pool)
@@ -88,47 +90,47 @@ def write_shards(args, split):
             others = itertools.islice(photos, args.per_shard - 1)
             write_shard(path, itertools.chain([first], others))
             count += 1
-    require(count, f"no photo of the split {split} can be decoded")
+    if not count:
+        fail(f"no photo of the split {split} can be decoded")
     print_main(f"{count} files {args.output}/{split}-*.tar of up to {args.per_shard} photos")
 
 
 def readable_photos(data, side, split, pool):
     """CaptionData -> (number, JPEG file, JSON file) of each photo that can be decoded, in order"""
-    single_photos = (data.select([i]) for i in range(len(data)))
-    encoded = pool.imap(partial(encode, side), single_photos, chunksize=20)
-    encoded = progress(encoded, desc=split, total=len(data), unit=" photos")
-    for number, (photo, text, error) in enumerate(encoded):
+    files = pool.imap(partial(jpeg, data.open, side), data.images, chunksize=20)
+    files = progress(files, desc=split, total=len(data), unit=" photos")
+    for number, (content, error) in enumerate(files):
         if error:
-            print_main(error)
+            print_main(f"cannot decode {data.images[number]} ({error}): left out")
         else:
-            yield number, photo, text.encode()
+            tags = [data.tag_names[tag] for tag in data.tags[number]]
+            text = json.dumps({"captions": data.captions[number], "tags": tags})
+            yield number, content, text.encode()
 
 
-def encode(side, data):
-    """CaptionData of one photo -> JPEG file, its JSON, None or why the photo cannot be decoded"""
-    tags = [data.tag_names[tag] for tag in data.tags_of(0)]
-    text = json.dumps({"captions": data.captions_of(0), "tags": tags})
+def jpeg(open_photo, side, place):
+    """-> the bytes of a JPEG file, a copy of the photo's own or re-encoded; None or an error"""
     try:
-        return jpeg(common.open_image(data.images[0]), side), text, None
+        image = open_photo(place)
+        small = not side or min(image.size) <= side
+        if image.format == "JPEG" and small:
+            image.fp.seek(0)
+            content = image.fp.read()
+            image.load()  # raises if the file is truncated
+            return content, None
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):  # 16 bits, which PIL would clip to white
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        image = image.convert("RGB")
+        if not small:
+            scale = side / min(image.size)
+            size = [round(scale * length) for length in image.size]
+            image = image.resize(size, reducing_gap=3.0)
+        content = io.BytesIO()
+        image.save(content, "JPEG", quality=90)
+        return content.getvalue(), None
     except Exception as error:  # PIL's decoders raise many kinds
-        return None, text, f"cannot decode {data.images[0]} ({error}): left out"
-
-
-def jpeg(image, side):
-    """The bytes of a JPEG file: a copy of the photo's own, or re-encoded"""
-    small = not side or min(image.size) <= side
-    if image.format == "JPEG" and small:
-        image.fp.seek(0)
-        content = image.fp.read()
-        image.load()  # raises if the file is truncated
-        return content
-    image = common.to_rgb(ImageOps.exif_transpose(image))
-    if not small:
-        scale = side / min(image.size)
-        image = image.resize([round(scale * length) for length in image.size], reducing_gap=3.0)
-    content = io.BytesIO()
-    image.save(content, "JPEG", quality=90)
-    return content.getvalue()
+        return None, repr(error)
 
 
 def write_shard(path, photos):
@@ -143,63 +145,65 @@ def write_shard(path, photos):
 # ------------------------------------------------------------------------------------------ index
 
 
-def others_shards(pattern, splits):
-    """-> {split: paths}"""
+def find_shards(pattern, splits):
+    """--index-only -> {split: paths}"""
     if "{split}" in pattern:
         return {split: shard_paths(pattern.replace("{split}", split)) for split in splits}
     paths = shard_paths(pattern)
-    require(len(paths) > 1, f"{pattern} is one shard, and validation needs another one")
+    if len(paths) == 1:
+        fail(f"{pattern} is one shard, and validation needs another one")
     order = np.random.default_rng(0).permutation(len(paths))
     num_val = min(HELD_OUT, max(1, len(paths) // 20))
-    shards = {
-        "train": [paths[n] for n in sorted(order[num_val:])],
-        "val": [paths[n] for n in sorted(order[:num_val])],
-    }
-    print_main(f"held out for validation: {', '.join(shards['val'])}")
-    return shards
+    train = [paths[n] for n in sorted(order[num_val:])]
+    val = [paths[n] for n in sorted(order[:num_val])]
+    print_main(f"held out for validation: {', '.join(val)}")
+    return {"train": train, "val": val}
 
 
 def shard_paths(pattern):
     """ "a/{08..11}.tar" or "a/*.tar" -> sorted paths; with braces all files must be there"""
+    paths = sorted(filter(os.path.isfile, glob.glob(pattern)))
     braces = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", pattern)
-    if not braces:
-        paths = sorted(filter(os.path.isfile, glob.glob(pattern)))
-        require(paths, f"--index-only {pattern}: no such file")
-        return paths
-    before, first, last, after = braces.groups()
-    numbers = range(int(first), int(last) + 1)
-    paths = [f"{before}{number:0{len(first)}}{after}" for number in numbers]
+    if braces:
+        before, first, last, after = braces.groups()
+        numbers = range(int(first), int(last) + 1)
+        paths = [f"{before}{number:0{len(first)}}{after}" for number in numbers]
     missing = [path for path in paths if not os.path.isfile(path)]
-    require(paths and not missing, f"{pattern}: {len(missing)} shards are missing {missing[:1]}")
+    if missing or not paths:
+        fail(f"--index-only {pattern}: there is no {missing[0] if missing else 'such file'}")
     return paths
 
 
-def write_index(folder, shards):
-    """Write the index of each split, for sources.shard_data.  shards: {split: paths}
-
-    All splits share one list of tag names.
-    """
+def write_index(folder, paths):
+    """Write the index of each split.  paths: {split: of its shards}"""
     photos = {}
     with multiprocessing.Pool() as pool:
-        for split, paths in shards.items():
-            photos[split] = []
-            indexed = pool.imap(index_shard, paths)
-            for path in progress(paths, desc=f"index of {split}", unit=" shards"):
-                try:
-                    photos[split] += next(indexed)
-                except (ValueError, tarfile.TarError) as error:
-                    fail(f"{path}: {error}. Expected: {SHARDS}")
-    names = dict.fromkeys(tag for rows in photos.values() for _, _, tags in rows for tag in tags)
+        for split in paths:
+            found = pool.imap(index_shard, paths[split])
+            found = progress(found, desc=split, total=len(paths[split]), unit=" shards")
+            try:
+                photos[split] = [photo for shard in found for photo in shard]
+            except ValueError as error:
+                fail(f"{error}. Expected: {EXPECTED}")
+    tags = dict.fromkeys(tag for rows in photos.values() for _, _, tags in rows for tag in tags)
+    index = {tag: k for k, tag in enumerate(tags)}  # of all splits alike
     for split, rows in photos.items():
         places, captions, tags = zip(*rows)
-        images = np.array(places, common.STRINGS)
-        captions, tags = common.join_lines(captions), common.join_lines(tags)
-        data = common.CaptionData(images, captions, tags, list(names) or None)
-        sources.save_index(folder, split, data)
+        tags = common.Lists([sorted({index[tag] for tag in row}) for row in tags], int)
+        captions = common.Lists(captions, common.STRINGS)
+        data = common.CaptionData(places, captions, tags, list(index) or None)
+        shards.save_index(folder, split, data)
 
 
 def index_shard(path):
-    """One shard -> [(position of the photo, see sources.open_in_shard; its captions; its tags)]"""
+    """One shard -> [(place of the photo, see shards.open_in_shard; its captions; its tags)]"""
+    try:
+        return read_shard(path)
+    except Exception as error:  # no tar file, no JSON, wrong types
+        raise ValueError(f"{path}: {error!r}") from error
+
+
+def read_shard(path):
     photos, keys = [], set()
     with tarfile.open(path, "r:") as tar:
         files = filter(tarfile.TarInfo.isfile, tar)
@@ -211,8 +215,7 @@ def index_shard(path):
             photo = next((by_suffix[suffix] for suffix in PHOTOS if suffix in by_suffix), None)
             if photo:
                 place = os.path.abspath(path), photo.name, photo.offset_data, photo.size
-                captions, tags = read_captions(tar, by_suffix)
-                photos.append(("\t".join(map(str, place)), captions, tags))
+                photos.append(("\t".join(map(str, place)), *read_captions(tar, by_suffix)))
     if not photos:
         raise ValueError("it holds no photo")
     return photos
@@ -230,15 +233,15 @@ def read_captions(tar, by_suffix):
     row = {}
     if "json" in by_suffix:
         row = json.loads(tar.extractfile(by_suffix["json"]).read())
-        if not isinstance(row, dict):
-            raise ValueError(f"{by_suffix['json'].name} holds no JSON object")
-    caption = row.pop("caption", None)  # img2dataset writes one, or null
+    caption = row.get("caption")  # img2dataset writes one, or null
+    captions, tags = row.get("captions", [caption] if caption else []), row.get("tags", [])
     if "txt" in by_suffix:
-        row["captions"] = [tar.extractfile(by_suffix["txt"]).read().decode()]
-    elif caption and "captions" not in row:
-        row["captions"] = [caption]
-    return common.captions_and_tags(row)
+        captions = [tar.extractfile(by_suffix["txt"]).read().decode()]
+    if not isinstance(captions, list) or not isinstance(tags, list):
+        raise ValueError(f"the captions or tags of {by_suffix['json'].name} are no list")
+    captions = [common.one_line(text) for text in captions]
+    return [text for text in captions if text], list(map(str, tags))
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

@@ -1,4 +1,4 @@
-"""Reproduce any row of the papers' tables: train, measure, print our score beside the paper's.
+"""Reproduce any row of the papers' tables: train, measure, print our score and the paper's.
 
     python tools/reproduce.py --list                                  # tables and figures
     python tools/reproduce.py "VirTex Tab. 1" --processes 8           # on eight GPUs
@@ -11,14 +11,15 @@
 tools/rows.toml defines the rows. A backbone that several rows share is trained once, into
 runs/papers/NAME; its measurements go into runs/papers/NAME/MEASURE. A step with a result is not
 repeated, an interrupted step resumes; if a step fails, its log is named and the other steps go on.
-Unknown flags, say --amp fp16, go to every training. runs/papers/tables gets each table as Markdown,
-JSON and a picture.
+Unknown flags, say --amp fp16, go to every training run. runs/papers/tables gets each table as
+Markdown, JSON and a picture.
 
 --quick checks every step with a few small iterations, before you spend a week of GPU time: on some
 built-in scenes, or with --root on photos in COCO's layout. Published weights are then random.
 """
 
 import argparse
+import glob
 import importlib
 import json
 import multiprocessing
@@ -112,7 +113,7 @@ class Failed(Exception):
 
 
 class Steps:
-    """Trainings and measurements, each once, by their names in rows.toml
+    """Training runs and measurements, each once, by their names in rows.toml
 
     kept: the name of a model_N.pth to measure instead of the backbone, or None
     """
@@ -153,20 +154,23 @@ class Steps:
         paths = MEASURES[name]["scores"]
         name = MEASURES[name].get("of", name)
         trained = self.folder(backbone, seed)
+        weights = None
         if name == "training":
             output = self.train(backbone, seed)
         else:
-            output = trained / (f"{name}-{kept[:-4]}" if kept else name)
+            command = MEASURES[name]["command"]
             weights = shlex.quote(str(trained / kept)) if kept else self.weights(backbone, seed)
+            one_of_many = kept and "{weights}" in command  # otherwise it measures all at once
+            output = trained / (f"{name}-{kept[:-4]}" if one_of_many else name)
             values = {"weights": weights, "folder": shlex.quote(str(trained))}
-            self.run(self.words(MEASURES[name]["command"], seed, **values), output, not paths)
+            self.run(self.words(command, seed, **values), output, not paths)
         if self.args.dry_run or not paths:
             return []
-        path = output / "result.json"
-        if not path.exists():
-            raise Failed(f"no result: {path} is missing")
-        result = json.loads(path.read_text())
-        return [look_up(result, name) for name in paths]
+        file = output / "result.json"
+        if not file.exists():
+            raise Failed(f"no result: {file} is missing")
+        result = json.loads(file.read_text())
+        return [look_up(result, path, weights) for path in paths]
 
     def train(self, name, seed):
         """Train a backbone, unless it is there -> its output folder"""
@@ -183,7 +187,7 @@ class Steps:
         return Path(self.args.output, f"{name}-{seed}" if seed else name)
 
     def weights(self, name, seed):
-        """The value of --weights: published weights, or the backbone of a training"""
+        """The value of --weights: published weights, or the backbone of a training run"""
         if name not in BACKBONES:
             arch = "vgg16_bn" if "vgg" in name else "resnet50"
             if self.args.quick:
@@ -202,7 +206,7 @@ class Steps:
         return sorted(names, key=lambda name: int(name[6:-4])) or ["model_N.pth"]
 
     def each_kept(self, name):
-        """The names of the kept models; [None] if the training failed, which the cells then say"""
+        """The names of the kept models; [None] if the run failed, which the cells then say"""
         try:
             return self.kept_models(name, 0)
         except Failed:
@@ -214,7 +218,7 @@ class Steps:
         names = re.findall(r"{([\w./-]+)}", command)
         for name in names:
             backbone, _, file = name.partition("/")
-            if backbone in BACKBONES and file:  # of its training: {own-tfm/language_model}
+            if backbone in BACKBONES and file:  # of its run: {own-tfm/language_model}
                 values[name] = shlex.quote(str(self.train(backbone, seed) / file))
             elif name in BACKBONES:
                 values[name] = self.weights(name, seed)
@@ -246,19 +250,20 @@ class Steps:
         if self.args.quick:
             words = quick_words(words, self.args)
         words = [*words, "--output", str(output)]
-        command = as_command(words, self.args.processes)
-        self.commands.append(shlex.join(command))
+        command = shlex.join(as_command(words, self.args.processes))
+        self.commands.append(re.sub(r"'([\w./-]+\*[\w.]+)'", r"\1", command))  # the shell finds *
         if self.args.dry_run:
             return None
         if self.args.quick and re.search(QUICK["skip"], self.commands[-1]):
             return "not in --quick"
         print(self.commands[-1], flush=True)
         output.parent.mkdir(parents=True, exist_ok=True)
+        words = find_files(words)
         with open(f"{output}.log", "a") as log:
             if self.args.quick:
                 failed = in_fork(words, log)
             else:
-                failed = in_subprocess(command, log)
+                failed = in_subprocess(as_command(words, self.args.processes), log)
         return f"failed: see {output}.log" if failed else None
 
 
@@ -273,9 +278,22 @@ def as_command(words, processes):
     return [*launcher, *words]
 
 
-def look_up(result, path):
-    """ "mean.mAP" of {"mean": {"mAP": 88.7}}. With random weights, "random" replaces "trained"."""
+def find_files(words):
+    """What the shell does with runs/papers/virtex/model_*.pth"""
+    found = [sorted(glob.glob(word)) if "*" in word else [word] for word in words]
+    return sum(found, [])
+
+
+def look_up(result, path, weights):
+    """ "backbones.{weights}.mean.mAP" of {"backbones": {"runs/b.pth": {"mean": {"mAP": 88.7}}}}
+
+    weights: the value of --weights; only its last name counts, since folders may be moved. With
+    random weights, "random" replaces "trained".
+    """
     for key in path.split("."):
+        if key == "{weights}":
+            names = {Path(name).name: name for name in result}
+            key = names.get(Path(shlex.split(weights)[0]).name, weights)
         key = "random" if key == "trained" and key not in result else key
         if key not in result:
             raise Failed(f"no result: result.json has no {path}")
@@ -297,7 +315,11 @@ def prepare_quick(args):
     """Make a few scenes and labelled pictures; import everything once for all steps"""
     args.processes = 1
     for name in QUICK["imports"]:
-        globals()[name] = importlib.import_module(name)
+        importlib.import_module(name)
+    import torch
+
+    from extras import shapes
+
     torch.set_num_threads(1)
     shapes.SPLITS = {"train": range(48), "val": range(10**7, 10**7 + 12)}
     args.captions = "--data shapes --train-split train --val-split val"
@@ -330,7 +352,7 @@ def in_fork(words, log):
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         module = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
-        common.run(module.main, lambda: module.get_args(words[1:]))
+        module.main(module.get_args(words[1:]))
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()

@@ -24,14 +24,14 @@ def write_table(name, rows, folder):
     """Print the table as Markdown; save that, JSON and a picture.  rows: from Steps.table"""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
-    lines = beside_the_paper(name, rows)
+    lines = with_the_paper(name, rows)
     print("", *lines, "", sep="\n", flush=True)
     path.write_text("\n".join(lines) + "\n")
     path.with_suffix(".json").write_text(json.dumps({"table": name, "rows": rows}, indent=2))
     draw(name, rows, path.with_suffix(".png"))
 
 
-def beside_the_paper(name, rows):
+def with_the_paper(name, rows):
     """-> lines of Markdown; without columns for the paper if these rows are in no paper"""
     heads = ["row"]
     for column in TABLES[name]["columns"]:
@@ -156,7 +156,7 @@ def table_of_tables():
 
 
 def commands(pattern, steps):
-    """A code block: trainings and measures whose names match, and the commands they depend on"""
+    """A code block: backbones and measures whose names match, and the commands they depend on"""
     for name, command in BACKBONES.items():
         if re.fullmatch(pattern, name) and "missing" not in command:
             steps.train(name, 0)
@@ -241,7 +241,7 @@ def inputs(words):
         yield data
     elif data != "shapes":
         yield given.get("--root", f"datasets/{data}")
-    for flag in ("--probe-root", "--weights", "--init", "--lm"):
+    for flag in ("--weights", "--init", "--lm"):
         if "/" in given.get(flag, "") and ":" not in given[flag]:
             yield given[flag]
 
@@ -259,7 +259,7 @@ def length(words):
     module = importlib.import_module(script)
     args = module.get_args(words[first + 1 :])
     iters = getattr(args, "iters", None)
-    if script == "eval_linear" and module.PROTOCOLS[args.protocol].side_fraction:
+    if script == "eval_linear" and args.protocol in module.ON_FEATURES:
         return "features of all images, once", 0
     if iters:
         images = 0 if script.endswith("detection") else iters * args.batch_size
