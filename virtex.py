@@ -20,7 +20,7 @@ Where the paper is:
 
     Eq. 1, log-likelihood of both directions   VirTex.caption_losses, token_loss
     Fig. 3, visual backbone, textual head      VirTex, TextualHead
-    shared embeddings, tied output [Sec. 3]    TextualHead.__init__, TextualHead.share
+    shared embeddings, tied output [Sec. 3]    VirTex.__init__, TextualHead.__init__
     crops, colours [Sec. 3]                    common.Photos.photo, common.augment
     flip with left and right swapped [Sec. 3]  CaptionedPhotos.sample
     tokenizer [Sec. 3]                         clean, train_tokenizer
@@ -38,6 +38,7 @@ again when the image features start to lower it. If training stalls there, train
 """
 
 import argparse
+import copy
 import io
 import math
 import os
@@ -436,12 +437,16 @@ class VirTex(nn.Module):
         if task in CLASSIFICATION:
             self.textual = nn.ModuleDict({"output": nn.Linear(channels, vocab_size)})
             return
-        build_head = partial(
-            TextualHead, channels, vocab_size, hidden, layers, dropout, max_length, init_std
+        self.textual = TextualHead(
+            channels, vocab_size, hidden, layers, dropout, max_length, init_std
         )
-        self.textual = build_head()
         if task == "bicaptioning":
-            self.backward_textual = build_head().share(self.textual)
+            # The Transformers start alike and are trained apart [official code]; the directions
+            # share embedding, output [Sec. 3] and projection [official code].
+            self.backward_textual = copy.deepcopy(self.textual)
+            self.backward_textual.visual_projection = self.textual.visual_projection
+            self.backward_textual.embedding = self.textual.embedding
+            self.backward_textual.output = self.textual.output
 
     def forward(self, images, tokens, **batch):
         """images (B, 3, h, w), the rest from `collate` -> {name: loss}"""
@@ -524,13 +529,6 @@ class TextualHead(nn.Module):
                 nn.init.normal_(module.in_proj_weight, std=init_std)
         nn.init.zeros_(self.embedding.words.weight[PAD])
         self.output.weight = self.embedding.words.weight  # weight tying [Sec. 3]
-
-    def share(self, other):
-        """Use the other direction's embedding, output [Sec. 3] and projection [official code]."""
-        self.visual_projection = other.visual_projection
-        self.embedding = other.embedding
-        self.output = other.output
-        return self
 
     def project(self, features):
         """(B, channels, h, w) -> the image's vectors (B, h * w, H)"""

@@ -124,7 +124,9 @@ def test_loss_is_equation_1():
 
 
 def test_weights_at_the_start():
-    """Sec. 3: the directions share all but their Transformers. N(0, 0.02), biases 0 [official]"""
+    """Sec. 3: the directions share all but their Transformers, which start alike [official code].
+    N(0, 0.02), biases 0 [official code]
+    """
     model = build_model(64, 200, hidden=64, layers=2)
     forward, backward = model.textual, model.backward_textual
     assert forward.output.weight is forward.embedding.words.weight
@@ -132,6 +134,8 @@ def test_weights_at_the_start():
     assert forward.visual_projection is backward.visual_projection
     own = set(forward.transformer.parameters())
     assert own and own.isdisjoint(backward.transformer.parameters())
+    pairs = zip(forward.transformer.parameters(), backward.transformer.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
     assert not forward.embedding.words.weight[PAD].any()
     for name, value in model.named_parameters():
         if "norm" in name:
