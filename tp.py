@@ -22,7 +22,7 @@ Where the paper is:
     Eq. 1, clusters of caption vectors     cluster_labels: embed_captions
     Eq. 2, softmax over all labels         label_loss, tag_loss
     TP-Postag [Sec. 3.1]                   count_concepts, top_concepts, concept_labels
-    TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; instance_labels
+    TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; make_labels
     heads of Fig. 2, module tp             tag_head
     rotations, recipes [App. F.1]          four_rotations; RECIPES, VGG16, ROTATION
 
@@ -38,6 +38,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
+from functools import partial
 
 import numpy as np
 import torch
@@ -46,13 +47,15 @@ from scipy import sparse
 from sklearn.cluster import KMeans
 from sklearn.decomposition import LatentDirichletAllocation
 from sklearn.feature_extraction.text import CountVectorizer
-from sklearn.metrics import average_precision_score
+from sklearn.metrics import average_precision_score, pairwise_distances_argmin
+from sklearn.preprocessing import MultiLabelBinarizer
 from torch import nn
 
 import common
 from common import fail, print_main, progress
 
-LABELS = "postag", "cluster", "lda", "instances", "rotation"
+FROM_CAPTIONS = "postag", "cluster", "lda"
+LABELS = *FROM_CAPTIONS, "instances", "rotation"
 
 # fmt: off
 RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1]
@@ -90,7 +93,6 @@ ROTATION = {  # App. F.1
     "weight_decay": 1e-5,
     "steps": [5 / 6, 11 / 12],
 }
-NUM_LABELS = {"postag": 5000, "cluster": 1000, "lda": 40}  # Sec. 4.3, Tab. 2, Sec. 4.2
 # fmt: on
 
 
@@ -141,18 +143,18 @@ def get_args(argv=None):
     add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
     # fmt: on
     args = parser.parse_args(argv)
-    if args.num_labels and args.labels not in NUM_LABELS:
+    if args.num_labels and args.labels not in FROM_CAPTIONS:
         parser.error(f"--num-labels: K is fixed by --labels {args.labels}")
     paper = VGG16 if args.arch == "vgg16_bn" else {}
     if args.labels == "rotation" and args.arch in (None, "vgg16_bn"):
         paper = ROTATION
     common.apply_recipe(args, "tp", RECIPES, **paper)
-    if args.num_labels is None:
-        args.num_labels = NUM_LABELS.get(args.labels)
-        if args.labels == "postag" and args.arch == "vgg16_bn":
-            args.num_labels = 1000  # Tab. 2
-        if args.labels == "cluster" and args.recipe == "demo":
-            args.num_labels = 200
+    num_labels = {
+        "postag": 1000 if args.arch == "vgg16_bn" else 5000,  # Tab. 2, Sec. 4.3
+        "cluster": 200 if args.recipe == "demo" else 1000,  # ours, Tab. 2
+        "lda": 40,  # Sec. 4.2
+    }
+    args.num_labels = args.num_labels or num_labels.get(args.labels)
     return args
 
 
@@ -165,7 +167,7 @@ def main(args):
     # Data: photos, and labels made from their captions. Photos without a label are left out.
     train = common.caption_data(args.data, args.root, args.train_split)
     val = common.caption_data(args.data, args.root, args.val_split)
-    path = common.once(args, "labels.npz", partial(make_labels, args, train, val, device))
+    path = common.once(args, "labels.npz", partial(make_labels, args, (train, val), device))
     names, labels, val_labels = load_labels(path, len(train))  # K names; (N, K) sparse
     train, labels = labelled(train, labels)
     val, val_labels = labelled(val, val_labels)
@@ -180,8 +182,8 @@ def main(args):
     # Model and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = TagPredictor(args.arch, len(names), args.labels)
-    same_labels = init.get("names") == names
-    common.load_init(init, model, model.backbone, skip=() if same_labels else "head.")
+    skip = () if init.get("names") == names else "head."  # other labels
+    common.load_init(init, model, model.backbone, skip)
     model.to(device, memory_format=torch.channels_last)
     parameters = model.parameters()
     optimizer = common.build_optimizer(args.optimizer, parameters, args.lr, args.weight_decay)
@@ -226,7 +228,7 @@ def main(args):
         validate_now = iteration % args.validate_every == 0 and not last
         if iteration % args.log_every == 0 or validate_now:
             row = metrics.means(iteration)
-            row |= {"lr": args.lr * lr_scale}
+            row["lr"] = args.lr * lr_scale
             if validate_now and common.is_main():
                 scores = validate(model, val_photos, args, device)
                 row |= {f"validation_{name}": score for name, score in scores.items()}
@@ -238,7 +240,10 @@ def main(args):
         common.save_weights(f"{args.output}/backbone.pth", model.backbone)
         result = {"validation": validate(model, val_photos, args, device)}
         if args.labels != "rotation":
-            result["label_frequencies"] = prior_scores(labels, val_labels, args.labels)
+            frequencies = np.tile(labels.mean(0), (len(val), 1))  # the same for each photo
+            scores = tag_scores(frequencies, val_labels.toarray(), args.labels)
+            print_main(f"by label frequencies alone: {scores}")
+            result["label_frequencies"] = scores
         common.write_result(args, train, **result)
     common.end_distributed()
 
@@ -291,10 +296,8 @@ def tag_words(captions, tagger):
             for word, tag in pattern.tag(" ".join(words_of(caption)), tokenize=False):
                 yield word, PENN.get(tag[:2])
     else:
-        import spacy
+        import spacy  # python -m spacy download en_core_web_sm
 
-        if not spacy.util.is_package("en_core_web_sm"):
-            fail("--tagger spacy needs its model: python -m spacy download en_core_web_sm")
         nlp = spacy.load("en_core_web_sm", disable=["parser", "ner", "lemmatizer"])
         documents = (spacy.tokens.Doc(nlp.vocab, words_of(caption)) for caption in captions)
         for document in nlp.pipe(documents):
@@ -340,26 +343,147 @@ def top_concepts(counts, pos, num_concepts):
     return concepts
 
 
-def concept_labels(data, concepts):
-    """Which of K words occur in a photo's captions -> (N, K) sparse, of 1 and 0 [Sec. 3.1]"""
-    vectorizer = CountVectorizer(analyzer=words_of, vocabulary=list(concepts), binary=True)
-    texts = (" ".join(captions) for captions in data.captions)
-    return sparse.csr_array(vectorizer.transform(texts), dtype=np.float32)
+# ---------------------------------------------------------------------------- captions to labels
 
 
-def save_labels(path, names, labels, val_labels):
-    """Write an .npz.  names: of the K labels.  labels, val_labels: (N, K) sparse"""
-    rows = sparse.vstack([labels, val_labels], format="csr")
+def make_labels(args, splits, device, path):
+    """Write names and labels of both splits: 1 where a photo has a label; lda: probabilities.
+
+    splits: CaptionData of train and val
+    """
+    if args.labels in FROM_CAPTIONS:
+        splits = [filter_captions(data, words_of) for data in splits]
+    if args.labels == "postag":
+        counts = count_concepts(splits[0].all_captions(), args.tagger)
+        common.save(f"{args.output}/concepts.json", json.dumps(counts, indent=2))
+        names = top_concepts(counts, args.pos, args.num_labels)
+        labels = concept_labels(splits, names)
+    elif args.labels == "cluster":
+        names, labels = cluster_labels(args, splits, device)
+    elif args.labels == "lda":
+        names, labels = lda_labels(splits, args.num_labels, args.seed)
+    elif args.labels == "instances":  # TP-Label [Sec. 4]
+        names = splits[0].tag_names
+        if not names:
+            fail('--labels instances needs tags: instances_*.json, or "tags" in the .jsonl')
+        labels = [multi_hot(data.tags, names) for data in splits]
+    else:  # every photo has all four labels, for it is seen in each rotation (four_rotations)
+        names = ["0°", "90°", "180°", "270°"]
+        labels = [np.ones((len(data), 4)) for data in splits]
+    rows = sparse.vstack(labels, "csr", np.float32)
     np.savez(path, names=list(names), data=rows.data, indices=rows.indices, indptr=rows.indptr)
 
 
 def load_labels(path, num_train):
-    """-> names, labels, val_labels as given to save_labels.  num_train: the rows of labels"""
+    """What make_labels wrote -> K names; (N, K) sparse of both splits.  num_train: N of train"""
     with np.load(path) as file:
         names = file["names"].tolist()
         csr = file["data"], file["indices"], file["indptr"]
-    labels = sparse.csr_array(csr, (len(csr[2]) - 1, len(names)))
-    return names, labels[:num_train], labels[num_train:]
+    rows = sparse.csr_array(csr, (len(csr[2]) - 1, len(names)))
+    return names, rows[:num_train], rows[num_train:]
+
+
+def concept_labels(splits, names):
+    """TP-Postag: which of K words occur in a photo's captions -> [(N, K) sparse] [Sec. 3.1]"""
+    vectorizer = CountVectorizer(analyzer=words_of, vocabulary=list(names), binary=True)
+    return [vectorizer.transform(map(" ".join, data.captions)) for data in splits]
+
+
+def cluster_labels(args, splits, device):
+    """TP-Cluster: the clusters of a photo's captions [Sec. 3.1, Eq. 1] -> names, [(N, K) sparse]
+
+    A cluster is called by the caption nearest to its centre. [ours]
+    """
+    captions = splits[0].all_captions()
+    lm = args.lm
+    if lm == "scratch":
+        lm = f"{args.output}/language_model"
+        small_bert = common.extra("small_bert")
+        small_bert.train(lm, captions, args.lm_iters, args.seed, device, args.amp)
+    vectors = [embed_captions(lm, data.all_captions(), device, args.amp) for data in splits]
+    # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y: the nearest.
+    # They start as random vectors. Under torchrun, which sets OMP_NUM_THREADS=1, it has one thread.
+    k = min(args.num_labels, len(captions))
+    print_main(f"k-means: {k} clusters of {len(captions)} captions")
+    kmeans = KMeans(k, init="random", n_init=1, max_iter=20, random_state=args.seed, copy_x=False)
+    kmeans.fit(vectors[0])
+    names = [captions[n] for n in pairwise_distances_argmin(kmeans.cluster_centers_, vectors[0])]
+    labels = []
+    for data, rows in zip(splits, vectors):
+        clusters = kmeans.predict(rows)  # of all captions
+        labels.append(multi_hot(np.split(clusters, data.captions.ends[1:-1]), names))
+    return names, labels
+
+
+@torch.no_grad()
+def embed_captions(lm, captions, device, amp, batch_size=256):
+    """psi(c)_[CLS] of Eq. 1: from the last layer, before the pooler -> (captions, d_w) float32
+
+    scikit-learn wants float32: VG's 5.4 million captions need 17 GB.
+    """
+    import transformers  # only here: it takes seconds, and most runs need no language model
+
+    transformers.logging.set_verbosity_error()  # no report of what is loaded, and no bars
+    transformers.logging.disable_progress_bar()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(lm)
+        bert, report = transformers.AutoModel.from_pretrained(lm, output_loading_info=True)
+    except (OSError, ValueError):
+        fail(f"--lm {lm}: give a BERT, on the hub or in a folder, or scratch")
+    missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
+    if missing:
+        fail(f"--lm {lm} lacks weights: {sorted(missing)[:3]}")
+    bert.float().to(device).eval()  # transformers 5 keeps the file's precision
+    vectors = np.empty((len(captions), bert.config.hidden_size), np.float32)
+    for n in progress(range(0, len(captions), batch_size), desc="caption vectors", leave=False):
+        batch = captions[n : n + batch_size]
+        inputs = tokenizer(batch, padding=True, truncation=True, max_length=64, return_tensors="pt")
+        with common.autocast(device, amp):
+            hidden = bert(**inputs.to(device)).last_hidden_state  # (B, T, d_w)
+        vectors[n : n + batch_size] = hidden[:, 0].float().cpu()
+    return vectors
+
+
+def lda_labels(splits, num_labels, seed):
+    """TP-LDA: topic probabilities; a photo's captions form one document [Sec. 4]
+
+    The vocabulary is the 10K most frequent words, without English stop words. Each topic is named
+    by its five most probable words. [ours]  -> names, [(N, K) sparse]
+    """
+    word = r"[^\W\d_]{2,}"
+    vectorizer = CountVectorizer(stop_words="english", token_pattern=word, max_features=10_000)
+    vectorizer.fit(map(" ".join, splits[0].captions))
+    counts = [vectorizer.transform(map(" ".join, data.captions)) for data in splits]
+    print_main(f"LDA: {num_labels} topics of {len(splits[0])} photos")
+    lda = LatentDirichletAllocation(
+        num_labels, learning_method="online", batch_size=1024, random_state=seed
+    )
+    lda.fit(counts[0])
+    labels = []
+    for rows in counts:
+        has_words = np.diff(rows.indptr)[:, None] > 0  # a photo without has no topic, not all
+        labels.append(has_words * lda.transform(rows))
+    words = vectorizer.get_feature_names_out()
+    names = [", ".join(words[np.argsort(-weights)[:5]]) for weights in lda.components_]
+    return names, labels
+
+
+def multi_hot(rows, names):
+    """A list of indices of names for each of N photos -> (N, K) sparse, of 1 and 0"""
+    return MultiLabelBinarizer(classes=range(len(names)), sparse_output=True).fit_transform(rows)
+
+
+def labelled(data, labels):
+    """The photos that have a label -> CaptionData, (N, K) sparse"""
+    keep = np.flatnonzero(labels.sum(1))
+    if not len(keep):
+        fail("no photo of a split has a label")
+    if len(keep) < len(data):
+        print_main(f"{len(data) - len(keep)} of {len(data)} photos have no label: left out")
+    return data.select(keep), labels[keep]
+
+
+# --------------------------------------------------------------------------- samples and batches
 
 
 def flip_permutation(names):
@@ -371,167 +495,34 @@ def flip_permutation(names):
     return order
 
 
-# ---------------------------------------------------------------------------- captions to labels
-
-
-def make_labels(args, train, val, device, path):
-    """Write names and labels of both splits: 1 where a photo has a label; lda: probabilities."""
-    if args.labels in NUM_LABELS:
-        train, val = filter_captions(train, words_of), filter_captions(val, words_of)
-    if args.labels == "postag":
-        counts = count_concepts(train.all_captions(), args.tagger)
-        common.save(f"{args.output}/concepts.json", json.dumps(counts, indent=2))
-        names = list(top_concepts(counts, args.pos, args.num_labels))
-        labels, val_labels = concept_labels(train, names), concept_labels(val, names)
-    elif args.labels == "cluster":
-        names, labels, val_labels = cluster_labels(args, train, val, device)
-    elif args.labels == "lda":
-        names, labels, val_labels = lda_labels(train, val, args.num_labels, args.seed)
-    elif args.labels == "instances":
-        if not train.tag_names:
-            fail('--labels instances needs instances_*.json, or "tags" in the .jsonl')
-        names = train.tag_names
-        labels, val_labels = [multi_hot(data.tags, len(names)) for data in (train, val)]
-    else:  # every photo has all four labels, for it is seen in each rotation (four_rotations)
-        names = ["0°", "90°", "180°", "270°"]
-        labels, val_labels = [np.ones((len(data), 4), np.float32) for data in (train, val)]
-    save_labels(path, names, labels, val_labels)
-
-
-def labelled(data, labels):
-    """The photos that have a label -> CaptionData, (N, K) sparse float32"""
-    labels = sparse.csr_array(labels, dtype=np.float32)
-    keep = np.flatnonzero(labels.sum(1))
-    if len(keep) == 0:
-        fail("no photo of a split has a label")
-    if len(keep) < len(data):
-        print_main(f"{len(data) - len(keep)} of {len(data)} photos have no label: left out")
-    return data.select(keep), labels[keep]
-
-
-def cluster_labels(args, train, val, device):
-    """TP-Cluster: the clusters of a photo's captions [Sec. 3.1, Eq. 1]
-
-    The first process finds them, since two might round differently.
-    """
-    path = Path(args.output, "clusters.npz")
-    if common.is_main() and not common.resumes(args):
-        clusters = find_clusters(args, train.all_captions(), val.all_captions(), device)
-        np.savez(path, **clusters)
-    common.barrier()
-    with np.load(path) as file:
-        names = file["names"].tolist()
-        labels = np.split(file["train"], train.captions.ends[1:-1])  # of each photo's captions
-        val_labels = np.split(file["val"], val.captions.ends[1:-1])
-    clusters = range(len(names))
-    return names, multi_hot(labels, clusters), multi_hot(val_labels, clusters)
-
-
-def find_clusters(args, captions, val_captions, device):
-    """-> {"names": (K,), "train": the cluster of each caption, "val": likewise}
-
-    A cluster is called by the caption nearest to its centre. [ours]
-    """
-    lm = args.lm
-    if lm == "scratch":
-        from extras import small_bert
-
-        lm = f"{args.output}/language_model"
-        small_bert.train(lm, captions, args.lm_iters, args.seed, device, args.amp)
-    vectors = embed_captions(lm, captions, device, args.amp)
-    val_vectors = embed_captions(lm, val_captions, device, args.amp)
-    # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y: the nearest.
-    print_main(f"k-means of {len(vectors)} vectors")
-    k = min(args.num_labels, len(captions))
-    kmeans = KMeans(k, init="random", n_init=1, max_iter=20, random_state=args.seed)
-    clusters = kmeans.fit_predict(vectors)
-    nearest = pairwise_distances_argmin(kmeans.cluster_centers_, vectors)  # (K,)
-    names = [captions[n] for n in nearest]
-    return {"names": names, "train": clusters, "val": kmeans.predict(val_vectors)}
-
-
-@torch.no_grad()
-def embed_captions(lm, captions, device, amp, batch_size=256):
-    """psi(c)_[CLS] of Eq. 1: from the last layer, before the pooler -> (captions, d_w)"""
-    import transformers  # only here: it takes seconds, and most runs need no language model
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(lm)
-    bert = transformers.AutoModelForMaskedLM.from_pretrained(lm).base_model
-    bert.float().to(device).eval()  # transformers 5 keeps the file's precision
-    vectors = []
-    for n in progress(range(0, len(captions), batch_size), desc="caption vectors", leave=False):
-        batch = captions[n : n + batch_size]
-        inputs = tokenizer(batch, padding=True, truncation=True, max_length=64, return_tensors="pt")
-        with common.autocast(device, amp):
-            hidden = bert(**inputs.to(device)).last_hidden_state  # (B, T, d_w)
-        vectors.append(hidden[:, 0].float().cpu())
-    return torch.cat(vectors).numpy()
-
-
-def lda_labels(train, val, num_labels, seed):
-    """TP-LDA: topic probabilities; a photo's captions form one document [Sec. 4]
-
-    The vocabulary is the 10K most frequent words, without English stop words. Each topic is named
-    by its five most probable words. [ours]
-    """
-    word = r"[^\W\d_]{2,}"
-    vectorizer = CountVectorizer(stop_words="english", token_pattern=word, max_features=10_000)
-    counts = vectorizer.fit_transform(" ".join(captions) for captions in train.captions)
-    val_counts = vectorizer.transform(" ".join(captions) for captions in val.captions)
-    print_main(f"topics of {len(train)} photos")
-    lda = LatentDirichletAllocation(
-        num_labels, learning_method="online", batch_size=1024, random_state=seed
-    )
-    labels = lda.fit_transform(counts)
-    val_labels = lda.transform(val_counts)
-    words = vectorizer.get_feature_names_out()
-    names = [", ".join(words[np.argsort(-weights)[:5]]) for weights in lda.components_]
-    return names, labels, val_labels
-
-
-def instance_labels(train, val):
-    """TP-Label: the annotated tags [Sec. 4]"""
-    if not (train.tag_names and val.tag_names):
-        fail('--labels instances needs tags: annotations/instances_*.json or "tags" in the .jsonl')
-    names = train.tag_names
-    labels = [[names[tag] for tag in tags] for tags in train.tags]
-    val_labels = [[val.tag_names[tag] for tag in tags] for tags in val.tags]
-    return names, multi_hot(labels, names), multi_hot(val_labels, names)
-
-
-def multi_hot(rows, names):
-    """A list of labels for each of N photos -> (N, K) sparse, of 1 and 0.  names: all K labels"""
-    return MultiLabelBinarizer(classes=names, sparse_output=True).fit_transform(rows)
-
-
-# --------------------------------------------------------------------------- samples and batches
-
-
 class LabelledPhotos(common.Photos):
     """Photos and their rows in the labels; in validation the centre crop"""
 
     def __init__(self, data, labels, names, args):
         super().__init__(data, args)
         self.labels = labels  # (N, K) sparse
-        self.flipped_labels = flip_labels(labels, names)
+        self.flip_permutation = flip_permutation(names)
 
     def sample(self, index, rng):
         sample = self.photo(index, rng)
-        labels = self.flipped_labels if sample["flipped"] else self.labels
-        sample["targets"] = labels[[index]].toarray()[0]
+        targets = self.labels[[index]].toarray()[0]
+        sample["targets"] = targets[self.flip_permutation] if sample["flipped"] else targets
         return sample
 
 
 def collate(samples):
-    """-> image uint8 (B, size, size, 3), jitter (B, 4), targets (B, K)"""
-    return {name: common.stack(samples, name) for name in ("image", "jitter", "targets")}
+    """-> images uint8 (B, size, size, 3), jitter (B, 4), targets (B, K)"""
+    return {
+        "images": common.stack(samples, "image"),
+        "jitter": common.stack(samples, "jitter"),
+        "targets": common.stack(samples, "targets"),
+    }
 
 
 def four_rotations(images):
     """RotNet (Gidaris et al. 2018): each image in 4 rotations -> (4B, 3, h, w), targets (4B, 4)"""
     rotated = [torch.rot90(images, k, (2, 3)) for k in range(4)]
-    targets = torch.eye(4, device=images.device)
-    targets = targets.repeat_interleave(len(images), 0)
+    targets = torch.eye(4, device=images.device).repeat_interleave(len(images), 0)
     return torch.cat(rotated).contiguous(memory_format=torch.channels_last), targets
 
 
@@ -606,26 +597,23 @@ def label_loss(logits, targets, kind):
 
 @torch.no_grad()
 def validate(model, photos, args, device):
-    """Loss and tag_scores on centre crops of the validation split -> {"validation_...": score}"""
+    """Loss and tag_scores on centre crops of the validation split -> {name: score}"""
     model.eval()
     all_logits, all_targets = [], []
     for batch in common.validation_batches(photos, collate, args, device):
-        images = common.augment(batch["images"])
-        targets = batch["targets"]
+        images, targets = common.augment(batch["images"]), batch["targets"]
         if args.labels == "rotation":
             images, targets = four_rotations(images)
         with common.autocast(device, args.amp):
             features = model.backbone(images)
-        logits = model.head(features.float())  # half precision would tie
-        all_logits.append(logits.cpu())
+        all_logits.append(model.head(features.float()).cpu())  # half precision would tie
         all_targets.append(targets.cpu())
     model.train()
-    logits = torch.cat(all_logits)
-    targets = torch.cat(all_targets)
+    logits, targets = torch.cat(all_logits), torch.cat(all_targets)
     scores = {"loss": round(label_loss(logits, targets, args.labels).item(), 4)}
     scores |= tag_scores(logits.numpy(), targets.numpy(), args.labels)
     print_main(f"validation: {scores}")
-    return {f"validation_{name}": score for name, score in scores.items()}
+    return scores
 
 
 def tag_scores(scores, targets, kind):
@@ -642,7 +630,8 @@ def tag_scores(scores, targets, kind):
     if kind != "rotation":
         occurs = right.any(0)
         result["top5"] = best_right.any(1).mean()
-        result["mAP"] = average_precision_score(right[:, occurs], scores[:, occurs])
+        columns = right.compress(occurs, 1), scores.compress(occurs, 1)
+        result["mAP"] = average_precision_score(*columns)
     return {name: round(100 * float(score), 2) for name, score in result.items()}
 
 
