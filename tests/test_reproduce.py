@@ -1,6 +1,8 @@
 """tools/reproduce.py: scripts accept each command of rows.toml; the documents are up to date."""
 
 import importlib
+import json
+import re
 import shlex
 
 import pytest
@@ -11,51 +13,49 @@ from tools.tables import BACKBONES, MEASURES, ROWS, TABLES
 KNOWN = {*BACKBONES, *ROWS["files"]}
 
 
-def planned(*flags):
-    """-> the commands of all tables, [(module, its flags)]"""
+@pytest.mark.parametrize("flags", [(), ("--quick",), ("--processes", "8", "--seeds", "2")])
+def test_commands(flags):
+    """Those of all tables are parsed by their scripts."""
     args = reproduce.get_args(["--dry-run", *flags, *TABLES])
-    if args.quick:
-        args.captions, args.processes = "--data shapes", 1
+    args.captions = "--data shapes"  # for --quick
     steps = reproduce.Steps(args)
     for name in TABLES:
         steps.table(name)
-    commands = []
-    for command in map(shlex.split, steps.commands):
-        script, *flags = command[2:] if command[1].startswith(("-m", "--nproc")) else command[1:]
-        if script == "-m":
-            script, *flags = flags
-        commands.append((script.removesuffix(".py").replace("/", "."), flags))
-    return commands
+    assert len({x.partition(" --output ")[2] for x in steps.commands}) == len(steps.commands) > 350
+    for command in steps.commands:
+        script, *own = shlex.split(re.sub(r"^(python|torchrun \S+) (-m )?", "", command))
+        importlib.import_module(script.removesuffix(".py").replace("/", ".")).get_args(own)
 
 
-@pytest.mark.parametrize("flags", [(), ("--quick",), ("--processes", "8", "--seeds", "2")])
-def test_commands(flags):
-    """All of them are parsed by their scripts."""
-    commands = planned(*flags)
-    outputs = [own[own.index("--output") + 1] for _, own in commands]
-    assert len(set(outputs)) == len(commands) > 350
-    for module, own in commands:
-        importlib.import_module(module).get_args(own)
+def test_selection(tmp_path):
+    """Early stopping takes the best kept model, also by the scores of a folder that has moved."""
+    (tmp_path / "virtex/voc07-val").mkdir(parents=True)
+    for name in ("result.json", "model_5.pth", "model_10.pth"):
+        (tmp_path / "virtex" / name).write_text("{}")
+    scores = {f"old/model_{n}.pth": {"mean": {"mAP": mAP}} for n, mAP in ((5, 70.0), (10, 60.0))}
+    (tmp_path / "virtex/voc07-val/result.json").write_text(json.dumps({"backbones": scores}))
+    steps = reproduce.Steps(reproduce.get_args(["--output", str(tmp_path)]))
+    assert steps.weights("virtex", 0) == f"{tmp_path}/virtex/model_5.pth"
 
 
 def test_plan(tmp_path):
     """--dry-run names what is missing, marks what cannot be pasted, and says how long it takes."""
     (tmp_path / "photos.jsonl").write_text(6400 * "{}\n")
-    commands = [
-        f"python tp.py --data {tmp_path}/photos.jsonl --init runs/papers/a/backbone.pth",
-        "torchrun --nproc_per_node=8 virtex.py --data coco --root gone --iters 360000",
-        "python -m downstream.finetune --data folder --root gone --weights a/model_N.pth",
-        "python -m downstream.detection --data coco --root gone",
-    ]
-    missing, weights, *lines = tables.plan(commands, "runs/papers", 256)
+    selected = "N: of the model that the validation selects"
+    commands = {
+        f"python tp.py --data {tmp_path}/photos.jsonl --init runs/papers/a/backbone.pth":
+            "5,000 iterations of 32 images, 0.2 hours",
+        "torchrun --nproc_per_node=8 virtex.py --data coco --root gone --iters 360000":
+            "360,000 iterations of 256 images, 100.0 hours",
+        "python -m downstream.finetune --data folder --root gone --weights a/model_N.pth":
+            f"100 passes over the images in batches of 256, {selected}",
+        "python -m downstream.detection --data coco --root gone": "180,000 iterations of 16 images",
+    }  # fmt: skip
+    missing, weights, *lines, total = tables.plan(list(commands), "runs/papers", 256)
     assert missing == "# missing, for 3 commands: gone"
     assert weights == "# missing, for 1 commands: a/model_N.pth"
-    assert lines[0].endswith("/backbone.pth  # 5,000 iterations of 32 images, 0.2 hours")
-    assert lines[1].endswith("--iters 360000  # 360,000 iterations of 256 images, 100.0 hours")
-    selected = "N: of the model that the validation selects"
-    assert lines[2].endswith(f"N.pth  # 100 passes over the images in batches of 256, {selected}")
-    assert lines[3].endswith("  # 180,000 iterations of 16 images")
-    assert lines[4].startswith("# 4 commands, 100.2 hours of training at 256 images/s")
+    assert lines == [f"{command}  # {note}" for command, note in commands.items()]
+    assert total.startswith("# 4 commands, 100.2 hours of training at 256 images/s")
 
 
 def test_rows():

@@ -8,6 +8,7 @@ MarianMT models of the hub translate each caption to French and back, and to Ger
 Writes lines {"caption", "fr", "de"}, batch by batch; interrupted, the same command resumes.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -16,32 +17,31 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
-import language
-from common import error_context, print_main, progress
+from common import print_main, progress
 
 BATCH_SIZE = 64
 MAX_TOKENS = 128  # per translation
 
 
 def get_args(argv=None):
-    parser = common.build_parser(__doc__)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
-    add("--data", default="coco", help=common.DATA)
-    add("--root", help="folder of the data (default datasets/<name>; for a .jsonl, its folder)")
+    add("--data", default="coco", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
+    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--train-split", help="split to translate (default train2017 for coco, else train)")
     add("--output", default="backtranslations.jsonl", help="file that mmcontrastive.py reads")
     add("--translator", default="Helsinki-NLP/opus-mt-{}-{}",
         help="models of the hub or folders; the two {} are languages, say en and fr")  # fmt: skip
-    add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
+    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
     args = parser.parse_args(argv)
-    usual = common.choose_recipe({}, ["--data", args.data])
-    args.train_split = args.train_split or usual["train_split"]
+    args.train_split = args.train_split or ("train2017" if args.data == "coco" else "train")
     return args
 
 
 @torch.no_grad()
 def main(args):
-    device = common.init_distributed().device
+    device = common.init_distributed()
     amp = common.choose_amp(device, args.amp)
     path = Path(args.output)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def main(args):
     models = [Translator(args.translator.format(*pair), device, amp) for pair in pairs]
     to_french, from_french, to_german, from_german = models
     starts = range(0, len(todo), BATCH_SIZE)
-    with open(path, "a", encoding="utf-8") as file:
+    with open(path, "a") as file:
         for start in progress(starts, desc="back-translation", unit=" batches"):
             batch = todo[start : start + BATCH_SIZE]
             french = from_french(to_french(batch))
@@ -70,23 +70,22 @@ def main(args):
 
 def keep_whole_lines(path):
     """Drop an incomplete last line, of an interrupted run -> set of the captions that are done"""
-    lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith("\n"):
         lines.pop()
-        path.write_text("".join(lines), "utf-8")
-    with error_context(f'{path} should have lines {{"caption", "fr", "de"}}'):
-        return {json.loads(line)["caption"] for line in lines}
+        common.save(path, "".join(lines))
+    return {json.loads(line)["caption"] for line in lines}
 
 
 class Translator:
     """A MarianMT model with greedy decoding: list of texts -> list of translations"""
 
     def __init__(self, name, device, amp):
-        transformers = language.quiet_transformers()
-        with error_context(f"--translator {name}: give MarianMT models of the hub or folders"):
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-            model = transformers.AutoModelForSeq2SeqLM.from_pretrained(name)
-        self.model = model.to(device).eval()
+        from transformers import AutoModelForSeq2SeqLM, AutoTokenizer  # only here: it takes seconds
+
+        self.tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForSeq2SeqLM.from_pretrained(name)
+        self.model = model.float().to(device).eval()  # transformers 5 keeps the file's precision
         self.device = device
         self.amp = amp
 
@@ -103,4 +102,4 @@ class Translator:
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

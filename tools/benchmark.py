@@ -4,13 +4,16 @@ backbone (for mmcontrastive.py two forward passes and one backward pass of the b
     python tools/benchmark.py                                     # ResNet-50, 224 px, batch 16
     python tools/benchmark.py --methods virtex --batch-size 64
     python tools/benchmark.py --data coco --root FOLDER           # also the whole loop, from files
-                                    (icmlm.py downloads BERT: to avoid it, name the other --methods)
+                   (icmlm.py and mmcontrastive.py download BERT: to avoid it, name other --methods)
 
 Floors and steps are measured in one run, in turns, in the same precision and memory format, on data
 that is already on the device. On a shared machine only the ratios are meaningful. With --data,
-unknown flags (say --workers) go to the scripts.
+unknown flags (say --workers) go to the scripts. To compare two versions, run both in turns:
+
+    for n in 1 2 3; do for tree in . ../before; do python $tree/tools/benchmark.py; done; done
 """
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -30,11 +33,10 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 import common
 import icmlm
-import language
 import mmcontrastive
 import tp
 import virtex
-from common import positive_int, progress, require
+from common import fail, progress
 
 BERT_BASE = BertConfig()
 STEPS = 5  # per turn of a method: VirTex's look-ahead updates its slow weights every 5 steps
@@ -42,24 +44,26 @@ DECODING = 5.0  # seconds of decoding to measure its speed
 
 
 def get_args(argv=None):
-    parser = common.build_parser(__doc__)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="methods to measure")
     add("--arch", choices=common.BACKBONES, default="resnet50", help="the backbone")
-    add("--hidden", type=positive_int, default=1024, help="H of VirTex's heads")
-    add("--image-size", type=positive_int, default=224, help="side of the images")
-    add("--batch-size", type=positive_int, default=16, help="images per step")
-    add("--rounds", type=positive_int, default=4, help=f"timed rounds of {STEPS} steps each")
-    add("--amp", choices=("bf16", "off"), help="default bf16 where the device has it")
-    add("--compile", action="store_true", help="torch.compile, as in the scripts")
+    add("--hidden", type=int, default=1024, help="H of VirTex's heads")
+    add("--image-size", type=int, default=224, help="side of the images")
+    add("--batch-size", type=int, default=16, help="images per step")
+    add("--rounds", type=int, default=4, help=f"timed rounds of {STEPS} steps each")
+    add("--amp", choices=("bf16", "off"), help="precision; default bf16 if supported")
+    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
     add("--data", help="coco, vg or a .jsonl: also measure the whole loop of the scripts")
     args, args.script_flags = parser.parse_known_args(argv)
-    require(args.data or not args.script_flags, f"{args.script_flags} go with --data")
+    if args.script_flags and not args.data:
+        parser.error(f"unknown flags {args.script_flags}: only with --data they go to the scripts")
     return args
 
 
 def main(args):
-    device = common.init_distributed().device
+    device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
@@ -135,21 +139,14 @@ def random_photos(args, device):
 
 
 def random_captions(args, device, length=16):
-    """-> tokens, attention mask (B, T). COCO's captions have about 12, and two special ones."""
+    """-> (2, B, T), tokens and attention mask. COCO's have about 12, and two special ones."""
     tokens = torch.randint(1000, 10_000, (args.batch_size, length))
     lengths = torch.randint(10, length + 1, (args.batch_size, 1))
-    mask = torch.arange(length) < lengths
-    return tokens.to(device), mask.to(device)
+    return torch.stack([tokens, torch.arange(length) < lengths]).to(device)
 
 
 def build_optimizer(parameters, args):
     return common.build_optimizer(args.optimizer, parameters, args.lr, args.weight_decay)
-
-
-def update(optimizer, loss):
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 def bare_backbone(args, device):
@@ -168,8 +165,7 @@ def bare_backbone(args, device):
 
 def virtex_step(args, device):
     """Bicaptioning, a vocabulary of 10,000 tokens"""
-    vocab_size = args.vocab_size
-    model = virtex.VirTex(args.arch, vocab_size, args.hidden, args.layers, args.dropout)
+    model = virtex.VirTex(args.arch, args.vocab_size, args.hidden, args.layers, args.dropout)
     model.to(device, memory_format=torch.channels_last)
     groups = virtex.parameter_groups(model, args.lr, args.text_lr, args.weight_decay)
     optimizer = build_optimizer(groups, args)
@@ -179,14 +175,14 @@ def virtex_step(args, device):
     photos, jitter = random_photos(args, device)
     tokens, mask = random_captions(args, device)
     tokens = tokens * mask  # 0 is padding; random tokens need not be reversed
-    batch = {"tokens": tokens, "backward_tokens": tokens}
-    batch["target_positions"] = virtex.flat_indices(mask[:, 1:])
-    batch["backward_target_positions"] = batch["target_positions"]
+    positions = virtex.flat_indices(mask[:, 1:])
+    batch = {"tokens": tokens, "target_positions": positions}
+    batch |= {f"backward_{name}": x for name, x in batch.items()}
     while True:
+        optimizer.zero_grad()
         images = common.augment(photos, jitter)
         with common.autocast(device, args.amp):
             losses = model(images, **batch)
-        optimizer.zero_grad()
         sum(losses.values()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
@@ -205,10 +201,12 @@ def tp_step(args, device):
     targets = torch.zeros(args.batch_size, args.num_labels, device=device)
     targets[:, :15] = 1
     while True:
+        optimizer.zero_grad()
         images = common.augment(photos, jitter)
         with common.autocast(device, args.amp):
             logits = model(images)
-        update(optimizer, tp.label_loss(logits, targets, args.labels))
+        tp.label_loss(logits, targets, args.labels).backward()
+        optimizer.step()
         yield
 
 
@@ -216,35 +214,37 @@ def icmlm_step(args, device):
     """ICMLM-tfm with a frozen BERT-base; its weights are random, which costs the same"""
     bert = BertForMaskedLM(BERT_BASE).to(device).eval().requires_grad_(False)
     lm = icmlm.FrozenLanguageModel(bert, args.amp)
-    num_tags = args.num_concepts
-    model = icmlm.ICMLM(args.arch, args.head, lm, num_tags, args.layers, args.heads)
+    model = icmlm.ICMLM(args.arch, args.head, lm, args.num_concepts, args.layers, args.heads)
     model.to(device, memory_format=torch.channels_last)
     optimizer = build_optimizer(model.parameters(), args)
     if args.compile:
         model.backbone.compile()
     photos, jitter = random_photos(args, device)
     tokens, mask = random_captions(args, device)
+    mask = mask.bool()
     mask_pos = torch.full((args.batch_size,), 5, device=device)
     target = tokens[:, 5].clone()
     tokens[:, 5] = 103  # [MASK]
     tags = torch.zeros(args.batch_size, args.num_concepts, device=device)
     tags[:, :15] = 1
     while True:
+        optimizer.zero_grad()
         images = common.augment(photos, jitter)
         token_features = lm.encode(tokens, mask)
         with common.autocast(device, args.amp):
             logits, tag_logits = model(images, token_features, mask, mask_pos)
         loss = F.cross_entropy(logits.float(), target)
-        loss = loss + args.lambda_tp * language.tag_loss(tag_logits, tags)  # Eq. 8
-        update(optimizer, loss)
+        loss = loss + args.lambda_tp * icmlm.tag_loss(tag_logits, tags)  # Eq. 8
+        loss.backward()
+        optimizer.step()
         yield
 
 
 def mmcontrastive_step(args, device):
     """BERT-base beside the backbone, full queues, no tags"""
     encoders = mmcontrastive.build_encoders(args, BERT_BASE)
-    group = args.batch_size // args.bn_splits
-    model = mmcontrastive.MultimodalContrastive(encoders, args.queue, 0, group)
+    bn_group = mmcontrastive.batchnorm_group(args)
+    model = mmcontrastive.MultimodalContrastive(encoders, args.queue, 0, bn_group)
     model.to(device, memory_format=torch.channels_last)
     for queue in model.queues.values():
         queue.valid.fill_(True)
@@ -252,28 +252,27 @@ def mmcontrastive_step(args, device):
     if args.compile:
         model.queries["image"].trunk.compile()
         model.keys["image"].trunk.compile()
-    views = []
-    for _ in range(2):
-        photos, jitter = random_photos(args, device)
-        sigma = torch.ones(args.batch_size, device=device)
-        views.append({"image": photos, "jitter": jitter, "sigma": sigma})
-    captions_q = random_captions(args, device)
-    captions_k = random_captions(args, device)
+    views = [random_photos(args, device) for _ in range(2)]
+    batch = {name: torch.stack(pair, 1) for name, pair in zip(("images", "jitter"), zip(*views))}
+    batch["sigma"] = torch.ones(args.batch_size, 2, device=device)
+    captions_q, captions_k = random_captions(args, device), random_captions(args, device)
     tags = torch.zeros(args.batch_size, 0, device=device)
     captioned = torch.ones(args.batch_size, dtype=torch.bool, device=device)
-    single_process = common.World(0, 1, device)
     while True:
-        images_q, images_k = [mmcontrastive.augment_view(view, args) for view in views]
+        optimizer.zero_grad()
         mmcontrastive.update_momentum(model.queries, model.keys, args.momentum)
+        images_k = mmcontrastive.augment_view(batch, 1, args)
+        images_q = mmcontrastive.augment_view(batch, 0, args)
         with common.autocast(device, args.amp):
+            keys = model.encode_keys(images_k, [captions_k], 0)
             queries = model(images_q, captions_q)
-            keys = model.encode_keys(images_k, [captions_k], 0, single_process)
         losses = mmcontrastive.contrastive_losses(
-            queries, keys, model.queues, tags, captioned, args.temperature, args.tag_threshold
+            queries, keys, model.queues, tags, captioned, args
         )
         loss = sum(getattr(args, f"lambda_{name}") * losses[name] for name in losses)  # Eq. 15
-        update(optimizer, loss)
-        model.enqueue(keys, tags, captioned, 1, single_process)
+        loss.backward()
+        optimizer.step()
+        model.enqueue(keys, tags, captioned, 1)
         yield
 
 
@@ -293,8 +292,8 @@ def contrastive_floor(args, device):
         with common.autocast(device, args.amp):
             with torch.no_grad():
                 key_backbone(images)
-                key_bert(*captions)
-            pooled = bert(*captions)
+                key_bert(captions)
+            pooled = bert(captions)
         pooled.backward(torch.ones_like(pooled))
         yield
 
@@ -312,12 +311,12 @@ METHODS = {
 
 def decoding_speed(args):
     """-> images per second that one core decodes, crops and resizes"""
-    images = common.caption_data(args.data, args.root, args.train_split).images
+    data = common.caption_data(args.data, args.root, args.train_split)
     crop = partial(common.random_crop, np.random.default_rng(0), 0.2)
     start = time.perf_counter()
     count = 0
     while time.perf_counter() - start < DECODING:
-        common.read_crops(images[count % len(images)], [crop], args.image_size)
+        common.read_crops(data, count % len(data), [crop], args.image_size)
         count += 1
     return count / (time.perf_counter() - start)
 
@@ -336,7 +335,8 @@ def whole_loop(method, args):
         try:
             while len(rows) < 3:  # the first two include the start-up
                 time.sleep(0.5)
-                require(process.poll() is None, f"{method}.py ended with an error, see above")
+                if process.poll() is not None:
+                    fail(f"{method}.py ended with an error, see above")
                 rows = metrics.read_text().splitlines() if metrics.exists() else []
         finally:
             process.kill()
@@ -347,4 +347,4 @@ def whole_loop(method, args):
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

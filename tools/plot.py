@@ -6,11 +6,10 @@
 
 The pale line has the values, the strong one a running mean over a twentieth of the run. Scores on
 the validation split are dotted, in the panel of their term. The y axis is logarithmic where the
-start would hide the rest, the x axis counts iterations, or photos with --images. A run is named
-after its directory.
---tensorboard writes TensorBoard's files into the directories, also while the runs are in progress.
+start would hide the rest. It also works while the runs are in progress.
 """
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -19,17 +18,17 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import common
-from common import print_main, require
+from common import fail
 
 NO_TERMS = {"iteration", "lr", "text_lr", "images_per_s", "data_wait"}
 VALIDATION = "validation_"
 
 
 def get_args(argv=None):
-    parser = common.build_parser(__doc__)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", help="output directory of a training run")
+    add("runs", nargs="+", metavar="RUN", help="--output of a training run, and its name")
     add("--terms", nargs="+", metavar="TERM", help="draw only these, say loss images_per_s")
     add("--images", action="store_true", help="count photos instead of iterations")
     add("--output", help=".png, .pdf or .svg to write (default curves.png in the last RUN)")
@@ -40,11 +39,14 @@ def get_args(argv=None):
 def main(args):
     from matplotlib.figure import Figure  # only here: it takes a second, which --help saves
 
-    runs = {name: read_run(path, args.images) for name, path in names_of(args.runs).items()}
+    short = [Path(path).resolve().name for path in args.runs]
+    names = short if len(set(short)) == len(short) else args.runs
+    runs = {name: read_run(path, args.images) for name, path in zip(names, args.runs)}
     if args.tensorboard:
         return write_events(args.runs, runs.values())
-    terms = args.terms or shared_terms(runs)
-    require(terms, "the runs have no term in common: see --terms")
+    terms = args.terms or shared_terms(runs.values())
+    if not terms:
+        fail("the runs have no term in common: see --terms")
     columns = min(3, len(terms))
     rows = -(-len(terms) // columns)
     figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
@@ -58,43 +60,38 @@ def main(args):
     figure.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)))
     output = args.output or Path(args.runs[-1], "curves.png")
     figure.savefig(output, dpi=150)
-    print_main(f"{', '.join(terms)} of {len(runs)} run(s): {output}")
-
-
-def names_of(paths):
-    """-> {name: path}; the name is the last part of the path if these are all different"""
-    short = [Path(path).resolve().name for path in paths]
-    return dict(zip(short if len(set(short)) == len(short) else paths, paths))
+    print(f"{', '.join(terms)} of {len(runs)} run(s): {output}")
 
 
 def read_run(path, count_images):
     """-> {term: (x, y)}; x counts iterations or photos"""
     file = Path(path, "metrics.jsonl")
-    require(file.exists(), f"{file} is missing: give the output directories of training runs")
-    batch_size = 1
+    lines = file.read_text().splitlines() if file.exists() else []
+    if not lines:
+        fail(f"{file} is missing or empty: it gets a line every --log-every iterations")
+    photos = 1
     if count_images:
-        batch_size = json.loads(Path(path, "args.json").read_text())["batch_size"]
+        photos = json.loads(Path(path, "args.json").read_text())["batch_size"]
+    rows = [json.loads(line) for line in lines]
+    file = Path(path, "result.json")  # the last validation, at the end of the run
+    if file.exists():
+        result = json.loads(file.read_text())
+        scores = result.get("validation_loss") or result.get("validation", {})
+        scores = {VALIDATION + term: score for term, score in scores.items()}
+        rows.append({"iteration": rows[-1]["iteration"], **scores})
     curves = {}
-    lines = file.read_text().splitlines()
-    require(lines, f"{file} has no line yet: it gets one every --log-every iterations")
-    for line in lines:
-        row = json.loads(line)
+    for row in rows:
         for term, value in row.items():
             x, y = curves.setdefault(term, ([], []))
-            x.append(batch_size * row["iteration"])
+            x.append(photos * row["iteration"])
             y.append(value)
-    file = Path(path, "result.json")  # the last validation
-    result = json.loads(file.read_text()) if file.exists() else {}
-    for term, value in (result.get("validation_loss") or result.get("validation", {})).items():
-        x, y = curves.setdefault(VALIDATION + term, ([], []))
-        x.append(batch_size * row["iteration"])  # of the last line: the end is not logged
-        y.append(value)
     return curves
 
 
 def write_events(paths, runs):
     """Write TensorBoard's event files; they replace those of an earlier call."""
-    require(importlib.util.find_spec("tensorboard"), "--tensorboard: pip install tensorboard first")
+    if not importlib.util.find_spec("tensorboard"):
+        fail("--tensorboard: pip install tensorboard first")
     from torch.utils.tensorboard import SummaryWriter
 
     for path, curves in zip(paths, runs):
@@ -104,12 +101,12 @@ def write_events(paths, runs):
             for term, (x, y) in curves.items():
                 for step, value in zip(x, y):
                     writer.add_scalar(term, value, step)
-    print_main(f"tensorboard --logdir {Path(paths[0]).parent}")
+    print(f"tensorboard --logdir {Path(paths[0]).parent}")
 
 
 def shared_terms(runs):
     """Terms of which all runs have a curve, in the order of the first run: the loss, its parts"""
-    first, *others = map(drawn_terms, runs.values())
+    first, *others = map(drawn_terms, runs)
     return [term for term in first if all(term in other for other in others)]
 
 
@@ -144,4 +141,4 @@ def running_mean(y):
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

@@ -74,7 +74,7 @@ def main(args):
     if args.list:
         return print(*tables.table_of_tables(), sep="\n")
     if args.docs:
-        return write_documents()
+        return tables.write_documents(lambda: Steps(get_args(["--dry-run"])))
     if args.quick:
         prepare_quick(args)
     steps = Steps(args)
@@ -90,12 +90,6 @@ def main(args):
         counts = [f"{states.count(state)} {state}" for state in sorted(set(states))]
         print(f"rows: {', '.join(counts)}")
         return int("failed" in states)
-
-
-def write_documents():
-    texts = tables.documents(lambda: Steps(get_args(["--dry-run"])))
-    for name, text in texts.items():
-        (tables.REPO / name).write_text(text)
 
 
 def tables_of(names):
@@ -153,15 +147,12 @@ class Steps:
         """Run a measure on a backbone -> its scores"""
         paths = MEASURES[name]["scores"]
         name = MEASURES[name].get("of", name)
-        trained = self.folder(backbone, seed)
-        weights = None
-        if name == "training":
-            output = self.train(backbone, seed)
-        else:
+        output = trained = self.folder(backbone, seed)
+        weights = shlex.quote(str(trained / kept)) if kept else self.weights(backbone, seed)
+        if name != "training":
             command = MEASURES[name]["command"]
-            weights = shlex.quote(str(trained / kept)) if kept else self.weights(backbone, seed)
-            one_of_many = kept and "{weights}" in command  # otherwise it measures all at once
-            output = trained / (f"{name}-{kept[:-4]}" if one_of_many else name)
+            alone = kept and "{weights}" in command  # else all kept models at once
+            output = trained / (f"{name}-{kept[:-4]}" if alone else name)
             values = {"weights": weights, "folder": shlex.quote(str(trained))}
             self.run(self.words(command, seed, **values), output, not paths)
         if self.args.dry_run or not paths:
@@ -258,7 +249,7 @@ class Steps:
             return "not in --quick"
         print(self.commands[-1], flush=True)
         output.parent.mkdir(parents=True, exist_ok=True)
-        words = find_files(words)
+        words = [path for word in words for path in sorted(glob.glob(word)) or [word]]
         with open(f"{output}.log", "a") as log:
             if self.args.quick:
                 failed = in_fork(words, log)
@@ -278,17 +269,11 @@ def as_command(words, processes):
     return [*launcher, *words]
 
 
-def find_files(words):
-    """What the shell does with runs/papers/virtex/model_*.pth"""
-    found = [sorted(glob.glob(word)) if "*" in word else [word] for word in words]
-    return sum(found, [])
-
-
 def look_up(result, path, weights):
     """ "backbones.{weights}.mean.mAP" of {"backbones": {"runs/b.pth": {"mean": {"mAP": 88.7}}}}
 
-    weights: the value of --weights; only its last name counts, since folders may be moved. With
-    random weights, "random" replaces "trained".
+    weights: the value of --weights, of which the file's name counts: the folder may have moved.
+    With random weights, "random" replaces "trained".
     """
     for key in path.split("."):
         if key == "{weights}":
@@ -314,13 +299,11 @@ def in_subprocess(command, log):
 def prepare_quick(args):
     """Make a few scenes and labelled pictures; import everything once for all steps"""
     args.processes = 1
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     for name in QUICK["imports"]:
         importlib.import_module(name)
-    import torch
-
     from extras import shapes
 
-    torch.set_num_threads(1)
     shapes.SPLITS = {"train": range(48), "val": range(10**7, 10**7 + 12)}
     args.captions = "--data shapes --train-split train --val-split val"
     if args.root:

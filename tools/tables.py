@@ -119,6 +119,11 @@ def draw(name, rows, path):
 # ------------------------------------------------------------------------------------- documents
 
 
+def write_documents(dry_run):
+    for name, text in documents(dry_run).items():
+        (REPO / name).write_text(text)
+
+
 def documents(dry_run):
     """-> {name: its text with the tables and commands of rows.toml between the markers}
 
@@ -259,7 +264,7 @@ def length(words):
     module = importlib.import_module(script)
     args = module.get_args(words[first + 1 :])
     iters = getattr(args, "iters", None)
-    if script == "eval_linear" and args.protocol in module.ON_FEATURES:
+    if script == "eval_linear" and module.PROTOCOLS[args.protocol].on_features:
         return "features of all images, once", 0
     if iters:
         images = 0 if script.endswith("detection") else iters * args.batch_size
