@@ -116,12 +116,12 @@ def caption_data(name, root=None, split="train"):
         photos, tag_names = coco_photos(root or "datasets/coco", split)
     elif name == "vg":
         photos, tag_names = extra("visual_genome").photos(root or "datasets/vg", split)
-    elif name.endswith(".jsonl"):
+    elif os.path.isfile(name):
         photos, tag_names = jsonl_photos(name, root or os.path.dirname(name), split)
     elif os.path.isdir(name):
         return extra("shards").caption_data(name, split)
     else:
-        fail(f"--data {name}: give shapes, coco, vg, a .jsonl or a folder of tools/make_shards.py")
+        fail(f"there is no {name}: --data is shapes, coco, vg, a .jsonl or a folder of shards")
     if not photos:
         fail(f"--data {name} has no photo of the split {split}")
     paths, captions, tags = zip(*photos)

@@ -1,575 +1,683 @@
-"""Linear classifiers on frozen features: how good a backbone is, by the protocols of the papers.
+"""Linear classifiers on frozen features: what a backbone is worth, by the protocols of the papers.
 
-    python eval_linear.py --weights runs/virtex/backbone.pth --data folder --root photos
-    python eval_linear.py --weights runs/virtex/backbone.pth --data voc07 --root VOCdevkit
-    python eval_linear.py --weights random --arch resnet50 --data voc07 --root VOCdevkit --runs 5
-    torchrun --nproc_per_node=8 eval_linear.py --weights runs/virtex/backbone.pth \\
+    python eval_linear.py                       what virtex.py has learned, and a random backbone
+    python eval_linear.py --weights runs/virtex/backbone.pth runs/tp/backbone.pth random imagenet \\
+        --data voc07 --root VOCdevkit
+    python eval_linear.py --weights runs/tp-photos/backbone.pth random \\
+        --data folder --root photos --shots 10 --runs 5
+    torchrun --nproc_per_node=8 eval_linear.py --weights runs/virtex-coco/backbone.pth \\
         --data folder --root imagenet --protocol sgd-virtex
 
---weights accepts our backbone.pth, checkpoint.pth or model_N.pth, an official VirTex checkpoint,
-files of MoCo, SwAV, VICReg, DINO or torchvision, "imagenet" (torchvision's, downloaded), "random",
-or clip:NAME for comparison. Early stopping [VirTex Sec. 3]: --keep-every, the best model_N.pth by
-
-    python eval_linear.py --weights runs/virtex/model_1000.pth --data photos.jsonl --hold-out 0.2
+--weights are measured one after the other, on the same photos: backbone.pth, checkpoint.pth or
+model_N.pth of ours, an official VirTex checkpoint, files of MoCo, SwAV, VICReg, DINO or
+torchvision; "imagenet" (torchvision's, downloaded), "random", or clip:NAME, to compare with. The
+result is one table, and in --output result.json: {"args", "backbones": {WEIGHTS: {"mean", "std",
+"runs"}}}, scores in percent.
 
     protocol       classifier on the frozen backbone, which is always in eval mode       score
     svm-virtex     one SVM per class on pooled features, cost by cross-validation        mAP
     svm-icmlm      one SVM per class on features pooled 2x2, 40 costs                    mAP
-    sgd-virtex     linear layer, trained with augmentation                               top-1
-    sgd-mct        linear layer on features extracted once                               top-1
+    sgd-mct        linear layer on pooled features                                       top-1
     logreg-icmlm   the same; learning rate and weight decay chosen from 25 trials        top-1
-    knn            votes of the 20 nearest training images: nothing is trained           either
+    knn            votes of the 20 nearest training photos: nothing is trained           either
+    sgd-virtex     linear layer, trained with augmentation                               top-1
     layers         linear layers on VGG-16's last 3 convolutions, with augmentation      either
 
-The table PROTOCOLS has their settings. Images have several labels, or one (folder), which top-1
-needs. sgd-virtex and layers resume from --output. Trainings end with svm-virtex: see Probe.
+Photos have several labels, or one (--data folder), which top-1 needs. Linear layers are kept in
+--output, from which sgd-virtex and layers resume. Early stopping [VirTex Sec. 3]: train with
+--keep-every, then choose by
+
+    python eval_linear.py --weights runs/virtex/model_*.pth --data photos.jsonl --hold-out 0.2
 """
 
+import argparse
+import json
 import math
 import os
-import tempfile
+import statistics
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import nn
-from torch.utils.data import Dataset
-from tqdm import tqdm
+from torch.utils.data import DataLoader, Dataset
 
 import common
-from common import STRINGS, image_files, print_main, progress, require
-from svm import average_precisions, l2_normalize, mean_of, scorable, svm_probe
-
-sources = common.import_if_there("sources")
-DATA = "shapes (built in), coco, voc07, folder, or a .jsonl file with tags"
-LABEL_SPLITS = {"coco": ("train2017", "val2017"), "voc07": ("trainval", "test")}
-
-# ----------------------------------------------------------------------------------------- flags
+from common import fail, print_main, progress
 
 
-def backbone_flags(parser, choices=None, data_help=common.DATA):
-    """Flags of all scripts that start from a backbone.  choices: for --data, the default first"""
-    add = parser.add_argument
-    add("--weights", default="runs/virtex/backbone.pth", help="a file, imagenet or random")
-    add("--arch", choices=common.BACKBONES, help="needed for imagenet and random")
-    default, *_ = choices or ["shapes"]
-    built_in = "shapes is built in"
-    add("--data", choices=choices, default=default, help=built_in if choices else data_help)
-    add("--root", help="folder of the data (default datasets/<name>; for a .jsonl, its folder)")
-    add("--train-split", help="usually trainval for voc07, train2017 for coco, else train")
-    add("--val-split", help="usually test for voc07, val2017 for coco, else val")
-    add("--workers", type=int, default=min(8, os.cpu_count()), help="DataLoader workers")
+class Protocol(NamedTuple):
+    """What a protocol does with the photos, and the defaults of its flags"""
+
+    on_features: bool = True  # of the central squares, extracted once; else trained on random crops
+    side_fraction: float = 224 / 256  # of the central square's side and the photo's shorter side
+    grid: int = 1  # features are average-pooled to grid x grid
+    l2_normalised: bool = False  # features are
+    one_label: bool = False  # each photo must have exactly one
+    epochs: int = None
+    batch_size: int = None
+    lr: list = None  # peak, one for each linear layer
+    colour_jitter: float = 0.0
+    crop_min: float = 0.08  # of the area: both public codes; VirTex App. A.1 still has 20%
 
 
-def flag_parser(script, description, choices=None, data_help=common.DATA):
-    """A parser with the flags common to all scripts that measure a frozen backbone"""
-    parser = common.build_parser(description)
-    backbone_flags(parser, choices, data_help)
-    add = parser.add_argument
-    add("--image-size", type=common.positive_int, help="default 48 for shapes, else 224 [VirTex]")
-    add("--runs", type=common.positive_int, default=1, help="number of seeds; reports mean and std")
-    add("--seed", type=int, default=0, help="seed of the first run")
-    add("--output", default=f"runs/{script}", help="directory for result.json and other files")
-    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off for numbers to report")
-    parser.set_defaults(batch_size=None, accumulate=1)
-    return parser
-
-
-def parse(parser, argv):
-    """Parse the command line; flags of flag_parser that are left out depend on the data set."""
-    args = common.parse(parser, argv)
-    if args.weights in ("random", "imagenet") and not args.arch:
-        parser.error(f"--weights {args.weights} needs --arch")
-    if args.weights.startswith("clip:") and getattr(args, "protocol", "layers") == "layers":
-        parser.error("clip:NAME is for eval_linear.py, and not for its --protocol layers")
-    train_split, val_split = LABEL_SPLITS.get(args.data, ("train", "val"))
-    args.train_split = args.train_split or train_split
-    args.val_split = args.val_split or val_split
-    args.image_size = args.image_size or (48 if args.data == "shapes" else 224)
-    return args
+# fmt: off
+PROTOCOLS = {
+    # [VirTex App. A.1] resize 256, crop 224; ResNet-50: 2048-d
+    "svm-virtex": Protocol(l2_normalised=True),
+    # [ICMLM App. F.2] smallest side 224, crop 224; 8192-d
+    "svm-icmlm": Protocol(side_fraction=1.0, grid=2, l2_normalised=True),
+    # [contrastive paper Sec. 4.2] 2048-d; 3 steps, no weight decay; the crop is ours
+    "sgd-mct": Protocol(one_label=True, epochs=60, batch_size=256, lr=[30.0]),
+    # [ICMLM App. F.2] 2048-d; cosine, lr is searched; epochs and l2 are ours
+    "logreg-icmlm": Protocol(side_fraction=1.0, l2_normalised=True, one_label=True,
+        epochs=100, batch_size=1024),
+    # as DINO reports it
+    "knn": Protocol(l2_normalised=True),
+    # [VirTex Sec. 4.1, App. A.1] cosine, no weight decay
+    "sgd-virtex": Protocol(on_features=False, one_label=True, epochs=100, batch_size=256, lr=[0.3]),
+    # [ICMLM Sec. 4] DeeperCluster's code, for ImageNet; for Places --lr 0.01 0.01 0.02. The jitter
+    # is ours: half of SimCLR's, which ICMLM App. F names
+    "layers": Protocol(on_features=False, epochs=100, batch_size=256, lr=[0.02, 0.02, 0.02],
+        colour_jitter=1.0),
+}
+# fmt: on
+SPLITS = {"coco": ("train2017", "val2017"), "voc07": ("trainval", "test")}
 
 
 def get_args(argv=None):
-    parser = flag_parser("eval_linear", __doc__, data_help=DATA)
-    add = parser.add_argument
+    # fmt: off
+    parser = argparse.ArgumentParser(description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument_group("what is measured").add_argument
+    add("--weights", nargs="+", default=["runs/virtex/backbone.pth", "random"], help="see above")
+    add("--arch", choices=common.BACKBONES,
+        help="of random and imagenet (default: the first file's, else resnet50; layers: vgg16_bn)")
     add("--protocol", choices=PROTOCOLS, default="svm-virtex", help="see above")
-    images = "at most this many, drawn with the run's seed; default 2000 for shapes, else all"
-    add("--train-images", type=common.positive_int, help=images)
-    shots = "this many training images for each class (their other labels count, too)"
-    add("--shots", type=common.positive_int, help=shots)
-    held_out = "hold out this fraction of the training split and score it instead of --val-split"
-    add("--hold-out", type=common.fraction, default=0.0, metavar="FRACTION", help=held_out)
-    add = parser.add_argument_group("linear layers (defaults depend on --protocol)").add_argument
-    add("--epochs", type=common.positive_int, help="passes over the training images")
-    add("--batch-size", type=common.positive_int, help="images per iteration over all processes")
-    add("--lr", type=common.positive, nargs="+", help="peak; three peaks for layers")
+    add("--runs", type=int, default=1, help="number of seeds; the table has mean and deviation")
+    add("--seed", type=int, default=0, help="of the first run: what is drawn depends on it")
+    add = parser.add_argument_group("data").add_argument
+    add("--data", default="shapes", help="shapes (built in), voc07, folder, or any with tags: "
+        "coco, a .jsonl, folder of shards")
+    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
+    add("--train-split", help="default trainval for voc07, train2017 for coco, else train")
+    add("--val-split", help="default test for voc07, val2017 for coco, else val")
+    add("--image-size", type=int, help="crop side in pixels (default 48 for shapes, else 224)")
+    add("--train-images", type=int, help="at most this many (default 2000 for shapes, else all)")
+    add("--shots", type=int, help="training photos of each class (their other labels count, too)")
+    add("--hold-out", type=float, default=0.0, metavar="FRACTION",
+        help="hold out this part of the training split, and score it instead of --val-split")
+    add("--workers", type=int, default=min(8, os.cpu_count()), help="DataLoader workers; 0: none")
+    add = parser.add_argument_group("linear layers (the defaults are the protocol's)").add_argument
+    add("--epochs", type=int, help="passes over the training photos")
+    add("--batch-size", type=int, help="photos per iteration over all processes")
+    add("--lr", type=float, nargs="+", help="peak; three peaks for layers")
+    add = parser.add_argument_group("run").add_argument
+    add("--output", default="runs/eval_linear", help="folder of result.json and the linear layers")
+    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off for numbers to report")
+    # fmt: on
+    args = parser.parse_args(argv)
 
-    # The defaults are the protocol's.
-    chosen = common.peek(argv, "--protocol", "--data")
-    protocol = PROTOCOLS.get(chosen.protocol, PROTOCOLS["svm-virtex"])
-    single_label = chosen.data == "folder"
-    layers = chosen.protocol == "layers"
-    if layers and not single_label:
-        protocol = protocol._replace(epochs=60, batch_size=128, lr=[0.01, 0.01, 0.02])
-    parser.set_defaults(epochs=protocol.epochs, batch_size=protocol.batch_size)
-    parser.set_defaults(arch="vgg16_bn" if layers else None)
-    args = parse(parser, argv)
-    if args.data == "shapes":
-        args.train_images = args.train_images or 2000
+    protocol = PROTOCOLS[args.protocol]
+    if args.protocol == "layers":
+        args.arch = args.arch or "vgg16_bn"
+        if args.arch != "vgg16_bn" or any(source.startswith("clip:") for source in args.weights):
+            parser.error("--protocol layers is for VGG-16: --arch vgg16_bn")
+        if args.data != "folder":  # likewise, for VOC; the first two rates are ours
+            protocol = protocol._replace(epochs=60, batch_size=128, lr=[0.01, 0.01, 0.02])
+    name = f"--protocol {args.protocol}"
+    for flag in ("epochs", "batch_size", "lr"):
+        if getattr(args, flag) and not getattr(protocol, flag):
+            parser.error(f"{name} takes no --{flag.replace('_', '-')}")
+    if args.lr and len(args.lr) != len(protocol.lr):
+        parser.error(f"{name} takes {len(protocol.lr)} values of --lr")
+    if protocol.one_label and args.data != "folder":
+        parser.error(f"{name} needs one label per photo: --data folder")
 
-    drawn = args.weights == "random" or args.train_images or args.hold_out or args.shots
-    num_rates = len(protocol.lr or ())
-    contradictions = {
-        "needs one label per image: --data folder": protocol.single_label and not single_label,
-        "is for VGG-16: --arch vgg16_bn": layers and args.arch != "vgg16_bn",
-        f"takes {num_rates} values of --lr": args.lr and len(args.lr) != num_rates,
-        "takes no --epochs": args.epochs and not protocol.epochs,
-        "gives all --runs the same score: draw images by --shots, --train-images or --hold-out": (
-            args.protocol in ("svm-virtex", "knn") and args.runs > 1 and not drawn
-        ),
-    }
-    for message, is_true in contradictions.items():
-        if is_true:
-            parser.error(f"--protocol {args.protocol} {message}")
-    if protocol.lr:
-        lr_scale = args.batch_size / protocol.batch_size
-        args.lr = args.lr or [lr_scale * lr for lr in protocol.lr]
-    args.crop_min = 0.08  # both public codes; VirTex App. A.1 still has the first version's 20%
-    args.colour_jitter = 1.0 if layers else 0.0  # ours: half of SimCLR's, which ICMLM App. F names
+    # What was left out has the protocol's value. Learning rates are scaled to --batch-size.
+    defaults = protocol._asdict()
+    if args.batch_size and protocol.lr:
+        batch_scale = args.batch_size / protocol.batch_size
+        defaults["lr"] = [batch_scale * lr for lr in protocol.lr]
+    defaults["train_split"], defaults["val_split"] = SPLITS.get(args.data, ("train", "val"))
+    defaults["image_size"] = 48 if args.data == "shapes" else 224
+    defaults["train_images"] = 2000 if args.data == "shapes" else None
+    for flag, value in defaults.items():
+        if getattr(args, flag, None) is None:
+            setattr(args, flag, value)
+    drawn = args.train_images or args.shots or args.hold_out or "random" in args.weights
+    if args.protocol in ("svm-virtex", "knn") and args.runs > 1 and not drawn:
+        parser.error(f"{name} gives all --runs the same score: draw photos by --shots, "
+                     "--train-images or --hold-out")  # fmt: skip
     return args
 
 
 def main(args):
-    world = common.init_distributed()
-    os.makedirs(args.output, exist_ok=True)
-    protocol = PROTOCOLS[args.protocol]
-
-    # The backbone and the labelled images.
-    backbone = load_backbone(args.weights, args.arch, args.seed)
+    device = common.init_distributed()
+    torch.backends.cudnn.allow_tf32 = False  # by default, convolutions on GPUs would be rounded
+    Path(args.output).mkdir(parents=True, exist_ok=True)
+    files = [source for source in args.weights if is_file(source)]
+    for path in files:
+        common.read_checkpoint(path)  # a wrong path ends it now, not when its turn comes
+    arch = args.arch or (load_backbone(files[0], None, 0).arch if files else "resnet50")
     data = label_data(args.data, args.root, args.train_split)
     val = data if args.hold_out else label_data(args.data, args.root, args.val_split)
     check_same_classes(data, val)
 
-    # Each run has its own seed for everything that is drawn: images, weights, costs.
-    runs = []
-    for seed in range(args.seed, args.seed + args.runs):
-        first = seed == args.seed
-        if args.weights == "random":
-            backbone = load_backbone("random", args.arch, seed)
-        backbone.to(world.device, memory_format=torch.channels_last)
-        backbone.eval().requires_grad_(False)
-        train, test = draw_images(data, val, args, seed)
-        if first:
-            sizes = f"{len(train.images)} training and {len(test.images)} test images"
-            classes = f"{len(data.names)} classes, at {args.image_size} px, into {args.output}"
-            print_main(f"{args.protocol}: {sizes} of {classes}")
-            warn_if_few(test)
-        if not protocol.side_fraction:
-            runs.append(protocol.score(backbone, train, test, args, world, seed))
-            continue
-
-        # Extract features once, and again only if a run has other images or another backbone.
-        new_test = first or args.weights == "random" or args.hold_out
-        if new_test or args.train_images or args.shots:
-            train_x, train_y = labelled_features(backbone, train, args, world, protocol)
-        if new_test:
-            test_x, test_y = labelled_features(backbone, test, args, world, protocol)
-        torch.manual_seed(seed)
-        if world.is_main:
-            scores = protocol.score(
-                train_x,
-                train_y,
-                test_x,
-                test_y,
-                data.names,
-                args,
-                world.device,
-                seed,
-            )
-            runs.append(scores)
-    common.end_distributed(world)
-    if world.is_main:
-        report(runs, data.names, args)
+    results = {}  # of each backbone: the scores of its runs
+    for source in args.weights:
+        results[source] = []
+        for seed in range(args.seed, args.seed + args.runs):
+            run = argparse.Namespace(**{**vars(args), "seed": seed})
+            new_backbone = seed == args.seed or source == "random"
+            if new_backbone:
+                backbone = load_backbone(source, args.arch if is_file(source) else arch, seed)
+                backbone.to(device, memory_format=torch.channels_last)
+                backbone.eval().requires_grad_(False)
+                train_features = test_features = None  # frees the memory of the last backbone's
+            train, test = draw_photos(data, val, run)
+            if args.on_features:
+                # Extracted once for each backbone; again only if this run has drawn other photos.
+                if new_backbone or args.train_images or args.shots or args.hold_out:
+                    train_features = extract_features(backbone, train, run, device)
+                if new_backbone or args.hold_out:
+                    test_features = extract_features(backbone, test, run, device)
+                path = layers_path(source, run)
+                pair = train_features, test_features
+                scores = score_features(*pair, data.names, path, run, device)
+            else:
+                scores = train_with_augmentation(source, backbone, train, test, run, device)
+            results[source].append(scores)
+            sizes = f"{len(train)} training and {len(test)} test photos"
+            print_main(f"{source}, seed {seed}, {sizes}: {format_scores(scores, data.names)}")
+    if len(test) < 50:
+        print_main(f"the scores are rough: they are of {len(test)} photos only")
+    if common.is_main():
+        report(results, data.names, args)
+    common.end_distributed()
 
 
-def report(runs, classes, args):
-    """Print mean and deviation of the runs, {name: percent} each; write result.json."""
-    content = {"args": vars(args), **over_runs(runs)}
-    mean = content["mean"]
-    width = max(map(len, mean))
-    for name in sorted(mean, key=lambda name: (name not in classes, name)):  # metrics come last
-        line = f"{name:{width}}  {mean[name]:6.2f}"
-        if len(runs) > 1:
-            line += f" ± {content['std'][name]:.2f}"
-        print_main(line)
-    common.write_json(f"{args.output}/result.json", content)
+def format_scores(scores, classes):
+    """Without those of single classes"""
+    return ", ".join(f"{name} {scores[name]:.2f}" for name in scores if name not in classes)
+
+
+def report(results, classes, args):
+    """Print a line for each backbone; write result.json.  results: {source: [scores of a run]}
+
+    The table has a column for each class, too, if there are at most ten.
+    """
+    results = {source: over_runs(runs) for source, runs in results.items()}
+    content = {"args": vars(args), "backbones": results}
+    common.save(f"{args.output}/result.json", json.dumps(content, indent=2))
+    scored = results[args.weights[0]]["mean"]
+    columns = [name for name in scored if len(classes) <= 10 or name not in classes]
+    width = max(map(len, results))
+    print(" " * width, *(f"{column:>13}" for column in columns))
+    for source, scores in results.items():
+        cells = [f"{scores['mean'][column]:.2f}" for column in columns]
+        if args.runs > 1:
+            cells = [f"{cell} ± {scores['std'][name]:.2f}" for cell, name in zip(cells, columns)]
+        print(f"{source:{width}}", *(f"{cell:>13}" for cell in cells))
 
 
 def over_runs(runs):
-    """[{name: percent} of each run] -> {"mean": {name: percent}, "std": likewise, "runs": runs}"""
-    mean, deviation = {}, {}
+    """[{name: percent} of each run] -> {"mean": {name: percent}, "std": likewise, "runs": runs}
+
+    std: the sample standard deviation, which is 0 for a single run
+    """
+    mean, std = {}, {}
     for name in dict.fromkeys(name for scores in runs for name in scores):
         values = [scores[name] for scores in runs if name in scores]
-        mean[name], deviation[name] = mean_and_deviation(values)
-    return {"mean": mean, "std": deviation, "runs": runs}
+        mean[name] = statistics.mean(values)
+        std[name] = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {"mean": mean, "std": std, "runs": runs}
 
 
-def mean_and_deviation(values):
-    """Mean and sample standard deviation, which is 0 for a single value"""
-    return float(np.mean(values)), float(np.std(values, ddof=min(1, len(values) - 1)))
+def layers_path(source, args):
+    """The file for the linear layers of one backbone and one seed"""
+    return Path(args.output, f"{args.protocol}_{quote(source, safe='')}_{args.seed}.pth")
 
 
-def load_backbone(weights, arch, seed):
-    """weights: "random", "imagenet", clip:NAME or a file -> backbone without classifier"""
+# ------------------------------------------------------------------------------------- backbones
+
+
+def is_file(source):
+    return source not in ("random", "imagenet") and not source.startswith("clip:")
+
+
+def load_backbone(source, arch, seed):
+    """source: "random", "imagenet", clip:NAME or a file -> backbone with `arch` and `channels`
+
+    arch: of the first two; that a file must have, or None
+    """
     torch.manual_seed(seed)
-    if weights == "random":
+    if source == "random":
         return common.build_backbone(arch)
-    if weights.startswith("clip:"):
-        return sources.ClipEncoder(weights.removeprefix("clip:"))
-    if sources:
-        return sources.load_backbone(weights, arch)
-    backbone = common.build_backbone(arch)
-    with common.error_context(f"without sources.py {weights} must be a backbone.pth of a {arch}"):
-        backbone.load_state_dict(common.read_checkpoint(weights))
-    return backbone
+    if source == "imagenet":
+        return common.build_backbone(arch, weights="IMAGENET1K_V1")
+    if source.startswith("clip:"):
+        return ClipEncoder(source.removeprefix("clip:"))
+    if arch:  # a copy of this script and common.py reads a backbone.pth, too
+        backbone = common.build_backbone(arch)
+        content = common.read_checkpoint(source)
+        if content.keys() == backbone.state_dict().keys():
+            backbone.load_state_dict(content)
+            return backbone
+    return common.extra("checkpoints").load_backbone(source, arch)
 
 
-# ------------------------------------------------------------------------------- labelled images
+class ClipEncoder(nn.Module):
+    """CLIP's image encoder from the hub or a folder, to compare with
+
+    (B, 3, h, w), normalised as by common.augment -> pooled features (B, channels, 1, 1)
+    """
+
+    arch = "clip"
+
+    def __init__(self, name):
+        super().__init__()
+        from transformers import CLIPVisionModel, image_utils
+
+        self.encoder = CLIPVisionModel.from_pretrained(name)
+        self.channels = self.encoder.config.hidden_size
+        clips = [image_utils.OPENAI_CLIP_MEAN, image_utils.OPENAI_CLIP_STD]
+        constants = torch.tensor([common.MEAN, common.STD, *clips])
+        self.register_buffer("constants", constants[..., None, None])
+
+    def forward(self, images):
+        mean, std, clip_mean, clip_std = self.constants
+        pixels = (images * std + mean - clip_mean) / clip_std
+        output = self.encoder(pixels, interpolate_pos_encoding=True)
+        return output.pooler_output[..., None, None]
 
 
-class LabelData(NamedTuple):
-    """Images with labels
+# ------------------------------------------------------------------------------- labelled photos
 
-    One label per image (folder): labels (N,) int64, the indices of the classes in `names`.
+
+@dataclass
+class LabelData:
+    """Photos with labels
+
+    One label per photo (folder): labels (N,) int64, the indices of the classes in `names`.
     Several (all other data): labels (N, classes) int8, 1 yes, 0 no, -1 "difficult" (VOC only).
     """
 
-    images: np.ndarray  # keys, see common.open_image
+    images: np.ndarray  # (N,) of paths, or of what `open` takes instead
     labels: np.ndarray
     names: list
+    open: callable = Image.open  # images[i] -> PIL image, not yet decoded
+
+    def __len__(self):
+        return len(self.images)
 
     def select(self, keep):
-        return LabelData(self.images[keep], self.labels[keep], self.names)
+        return LabelData(self.images[keep], self.labels[keep], self.names, self.open)
 
 
-def label_data(name, root=None, split="train"):
-    """One split of "folder", "voc07", "coco", or of anything with tags -> LabelData"""
+def label_data(name, root, split):
+    """One split of "folder", "voc07", or of captioned photos with tags -> LabelData"""
     if name == "folder":
         return folder_labels(root or "datasets/folder", split)
     if name == "voc07":
         return voc07_labels(root or "datasets/voc07", split)
     data = common.caption_data(name, root, split)
-    require(data.tag_names, f"--data {name} has no tags to score: choose from {DATA}")
-    return label_from_tags(data)
-
-
-def label_from_tags(data):
-    """The tags of CaptionData are the classes -> LabelData"""
+    if not data.tag_names:
+        fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
     labels = np.zeros((len(data), len(data.tag_names)), np.int8)
-    for i in range(len(data)):
-        labels[i, data.tags_of(i)] = 1
-    return LabelData(data.images, labels, data.tag_names)
-
-
-def voc07_labels(root, split):
-    """ImageSets/Main/<class>_{split}.txt, images in JPEGImages/ -> LabelData"""
-    folders = [Path(root, inside) for inside in ("", "VOC2007", "VOCdevkit/VOC2007")]
-    lists = [path for f in folders for path in sorted(f.glob(f"ImageSets/Main/*_{split}.txt"))]
-    if not lists:
-        missing = f"VOCdevkit/VOC2007/ImageSets/Main/<class>_{split}.txt: give VOCdevkit's folder"
-        raise FileNotFoundError(f"{root} holds no {missing}")
-    ours = {"1": 1, "-1": 0, "0": -1}  # their yes, no and difficult
-    columns = []
-    for path in lists:
-        with common.error_context(f"{path} should hold an image and 1, -1 or 0 in each line"):
-            ids, truth = np.loadtxt(path, str, ndmin=2).T
-            columns.append([ours[word] for word in truth])
-    names = [path.name.removesuffix(f"_{split}.txt") for path in lists]
-    photos = lists[0].parents[2] / "JPEGImages"
-    images = image_files([f"{photos}/{image}.jpg" for image in ids])
-    return LabelData(images, np.array(columns, np.int8).T, names)
+    for row, tags in zip(labels, data.tags):
+        row[tags] = 1
+    return LabelData(data.images, labels, data.tag_names, data.open)
 
 
 def folder_labels(root, split):
-    """{split}/<class>/<image>, as torchvision's ImageFolder reads it -> LabelData"""
+    """{split}/<class>/<photo>, as torchvision's ImageFolder reads it -> LabelData"""
     from torchvision.datasets import folder  # only here, for a quick --help
 
     path = os.path.join(root, split)
-    layout = f"an image folder holds {split}/<class>/<image>: see --root and --train-split"
-    with common.error_context(layout):
-        names, _ = folder.find_classes(path)
-        names = [name for name in names if not name.startswith(".")]  # .ipynb_checkpoints
-        index = {name: k for k, name in enumerate(names)}
-        samples = folder.make_dataset(path, index, folder.IMG_EXTENSIONS)
-    paths, labels = zip(*samples)
-    return LabelData(np.array(paths, STRINGS), np.array(labels), names)
+    names = sorted(found.name for found in Path(path).glob("[!.]*/"))  # no .ipynb_checkpoints
+    if not names:
+        fail(f"{path} holds no folders of classes, {split}/CLASS/PHOTO: see --root, --train-split")
+    index = {name: k for k, name in enumerate(names)}
+    photos = folder.make_dataset(path, index, folder.IMG_EXTENSIONS)
+    paths, labels = zip(*photos)
+    return LabelData(np.array(paths, common.STRINGS), np.array(labels), names)
+
+
+def voc07_labels(root, split):
+    """ImageSets/Main/<class>_{split}.txt, photos in JPEGImages/ -> LabelData"""
+    folders = [Path(root, inside) for inside in ("", "VOC2007", "VOCdevkit/VOC2007")]
+    lists = [path for f in folders for path in sorted(f.glob(f"ImageSets/Main/*_{split}.txt"))]
+    if not lists:
+        fail(f"{root} has no VOC2007/ImageSets/Main/<class>_{split}.txt: --root is VOCdevkit")
+    ours = {"1": 1, "-1": 0, "0": -1}  # their yes, no and difficult
+    columns = []
+    for path in lists:
+        ids, truth = np.loadtxt(path, str, ndmin=2).T
+        columns.append([ours[word] for word in truth])
+    names = [path.name.removesuffix(f"_{split}.txt") for path in lists]
+    photos = lists[0].parents[2] / "JPEGImages"
+    paths = [f"{photos}/{image}.jpg" for image in ids]
+    missing = [path for path in paths if not os.path.isfile(path)]
+    if missing:
+        fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
+    return LabelData(np.array(paths, common.STRINGS), np.array(columns, np.int8).T, names)
 
 
 def check_same_classes(train, test):
-    differing = sorted(set(train.names) ^ set(test.names))[:5]
-    require(train.names == test.names, f"the splits differ in their classes: {differing}")
+    if train.names != test.names:
+        fail(f"the splits differ in their classes: {sorted({*train.names} ^ {*test.names})[:5]}")
 
 
-def warn_if_few(test):
-    if len(test.images) < 50:
-        print_main(f"the score is rough: it is of {len(test.images)} images only")
-
-
-def class_of(labels):
-    """The class of images with one label each: labels (N,) or (N, classes) -> (N,)"""
-    return labels if labels.ndim == 1 else labels.argmax(1)
-
-
-def draw_images(data, val, args, seed):
-    """Training and test images of a run, drawn by its seed: --hold-out, --shots, --train-images"""
-    order = np.random.default_rng(seed).permutation(len(data.images))
-    held_out, rest = np.split(order, [round(args.hold_out * len(order))])
+def draw_photos(data, val, args):
+    """Training and test photos of a run, drawn by its seed: --hold-out, --shots, --train-images"""
+    order = np.random.default_rng(args.seed).permutation(len(data))
+    num_test = round(args.hold_out * len(order))
+    held_out, rest = order[:num_test], order[num_test:]
     test = data.select(np.sort(held_out)) if args.hold_out else val
     if args.shots:
-        labels = data.labels[rest]
-        if labels.ndim == 1:
-            labels = labels[:, None] == np.arange(len(data.names))
-        chosen = [np.flatnonzero(column == 1)[: args.shots] for column in labels.T]
+        columns = label_columns(data.labels[rest], len(data.names))
+        chosen = [np.flatnonzero(column == 1)[: args.shots] for column in columns.T]
         rest = rest[np.unique(np.concatenate(chosen))]
-    return data.select(np.sort(rest[: args.train_images])), test
+    train = data.select(np.sort(rest[: args.train_images]))
+    if not len(train) or not len(test):
+        fail(f"{len(train)} training and {len(test)} test photos: see --hold-out")
+    return train, test
 
 
-# --------------------------------------------------------------------------------------- features
+def label_columns(labels, num_classes):
+    """Labels as in LabelData -> (N, classes), 1, 0 or -1"""
+    if labels.ndim == 2:
+        return labels
+    return (labels[:, None] == np.arange(num_classes)).astype(np.int8)
 
 
-def pooled(backbone, images, device, amp="off", grid_size=1):
-    """uint8 (B, size, size, 3) -> average-pooled features, (B, channels * grid_size^2)
+# -------------------------------------------------------------------------------------- features
+
+
+def pooled(backbone, images, amp="off", grid=1):
+    """uint8 (B, size, size, 3) -> average-pooled features, (B, channels * grid^2)
 
     Windows overlap: on a 7x7 map the four windows are 6x6 [Goyal et al. 2019, ICMLM's 24].
     """
-    with torch.no_grad(), common.autocast(device, amp):
-        maps = backbone(common.augment(images.to(device, non_blocking=True)))
-    part = [max(1, side - grid_size + 1) for side in maps.shape[2:]]
-    return F.avg_pool2d(maps.float(), part, stride=1).flatten(1)
+    images = common.augment(images)
+    with torch.no_grad(), common.autocast(images.device, amp):
+        maps = backbone(images)
+    window = [max(1, side - grid + 1) for side in maps.shape[2:]]
+    return F.avg_pool2d(maps.float(), window, stride=1).flatten(1)
 
 
 # Where the last three convolutions of VGG-16 end, after batch norm and ReLU: indices in `features`.
 CONVOLUTIONS = {"C-11": 36, "C-12": 39, "C-13": 42}
 
 
-def convolution_features(backbone, images, device, amp="off", jitter=None):
+def convolution_features(backbone, images, amp="off", jitter=None):
     """uint8 (B, size, size, 3) -> for each of CONVOLUTIONS its maps, average-pooled 3x3
 
     At 224 pixels (B, 512 * 4 * 4): the "about 9K" of ICMLM Sec. 4. [DeeperCluster's code]
     """
     features = []
-    with torch.no_grad(), common.autocast(device, amp):
-        maps = common.augment(images.to(device, non_blocking=True), jitter)
+    maps = common.augment(images, jitter)
+    with torch.no_grad(), common.autocast(images.device, amp):
         for n, module in enumerate(backbone.features):
             maps = module(maps)
             if n in CONVOLUTIONS.values():
-                features.append(F.avg_pool2d(maps.float(), 3, stride=3).flatten(1))
+                pooled_maps = F.avg_pool2d(maps.float(), 3, stride=3)
+                features.append(pooled_maps.flatten(1))
     return features
 
 
-def extract_features(backbone, images, args, world, side_fraction=224 / 256, grid_size=1):
-    """Pooled features in eval mode -> see run_over_images"""
-    function = partial(pooled, backbone, device=world.device, amp=args.amp, grid_size=grid_size)
-    training = backbone.training
-    backbone.eval()
-    results = run_over_images(function, images, args, world, side_fraction)
-    backbone.train(training)
-    return results
+class CentralSquares(Dataset):
+    """The central square of each photo -> uint8 (size, size, 3), and whether it can be decoded"""
 
-
-def labelled_features(backbone, data, args, world, protocol):
-    """-> features (M, D), None on all processes but the first; labels (M,) or (M, classes)"""
-    features, readable = extract_features(
-        backbone, data.images, args, world, protocol.side_fraction, protocol.grid_size
-    )
-    require(features is None or np.isfinite(features.sum()), "features not finite: try --amp off")
-    return features, data.labels[readable]
-
-
-def run_over_images(function, images, args, world, side_fraction=224 / 256):
-    """function(uint8 (B, size, size, 3)) -> (B, D), on the central square of each image
-
-    images: keys, see common.open_image, or CentreCrops.  args: image_size, workers, output.
-    -> (M, D) float32 for the M images that can be decoded, in the order of `images`, and their
-    indices (M,). The features are None on all processes but the first, where they are mapped from
-    a temporary file in args.output: ImageNet's 10 GB need no memory.
-    """
-    count = len(images)
-    per_rank = math.ceil(count / world.size)
-    # All processes get equally many: the first images are repeated at the end.
-    indices = [i % count for i in range(world.rank, per_rank * world.size, world.size)]
-    crops = images
-    if not isinstance(images, CentreCrops):
-        crops = CentreCrops(images, args.image_size, side_fraction)
-    batches = common.loader(crops, 64, args.workers, sampler=indices)
-    readable = []
-    folder = args.output if world.is_main else None  # the others write nothing
-    with tempfile.TemporaryFile(dir=folder) as file:  # unnamed: vanishes when closed
-        for pixels, good in progress(batches, desc="images", unit=" batches", leave=False):
-            rows = gather_in_turns(function(pixels).float().cpu(), world)
-            good = gather_in_turns(good, world)[: count - len(readable)]
-            readable += good.tolist()
-            if world.is_main:
-                file.write(rows[: len(good)][good].numpy().tobytes())
-        if not any(readable):
-            raise common.Unreadable(f"none of the {count} images can be decoded")
-        file.flush()
-        features = None
-        if world.is_main:
-            values = np.memmap(file, np.float32, "c")
-            features = values.reshape(sum(readable), -1)
-    return features, np.flatnonzero(readable)
-
-
-class CentreCrops(Dataset):
-    """The central square of each image -> uint8 (size, size, 3), and whether it is readable"""
-
-    def __init__(self, images, size, side_fraction=224 / 256):
-        self.images = images
+    def __init__(self, data, size, side_fraction=224 / 256):
+        """data: LabelData, CaptionData or similar"""
+        self.data = data
         self.size = size
         self.crop = partial(common.centre_crop, side_fraction=side_fraction)
 
     def __len__(self):
-        return len(self.images)
+        return len(self.data)
 
     def __getitem__(self, i):
         try:
-            [pixels] = common.read_crops(self.images[i], [self.crop], self.size)
-            return pixels, True
-        except common.Unreadable:
-            tqdm.write(f"cannot decode {self.images[i]}: left out")
+            [image] = common.read_crops(self.data, i, [self.crop], self.size)
+            return image, True
+        except common.Unreadable as error:
+            common.report_once(f"cannot decode {error}: left out")
             return np.zeros((self.size, self.size, 3), np.uint8), False
 
 
-def gather_in_turns(x, world):
+def run_over_photos(function, photos, args, device):
+    """function(uint8 (B, size, size, 3)) -> (B, D), on all photos of a data set in batches of 64
+
+    photos: CentralSquares or similar.  args: workers.  Each of P processes reads every P-th photo.
+    -> (M, D) float32 on the CPU for the M photos that can be decoded, in their order, but None on
+    all processes but the first; and the indices of these photos (M,)
+    """
+    count, processes = len(photos), common.world_size()
+    # All processes get equally many: the first photos come again at the end.
+    end = math.ceil(count / processes) * processes
+    indices = np.arange(common.rank(), end, processes)
+    loader = DataLoader(
+        photos,
+        batch_size=64,
+        sampler=(indices % count).tolist(),
+        num_workers=args.workers,
+        pin_memory=device.type == "cuda",
+    )
+    outputs, readable, filled = None, [], 0
+    for images, good in progress(loader, desc="photos", unit=" batches", leave=False):
+        rows = function(images.to(device, non_blocking=True)).float().cpu()
+        rows = gather_in_turns(rows)
+        good = gather_in_turns(good)[: count - len(readable)]
+        readable += good.tolist()
+        if common.is_main():
+            rows = rows[: len(good)][good]
+            if outputs is None:  # filled in place: a list and its concatenation take twice as much
+                outputs = torch.empty(count, rows.shape[1])
+            outputs[filled : filled + len(rows)] = rows
+            filled += len(rows)
+    if not any(readable):
+        fail(f"none of the {count} photos can be decoded")
+    return None if outputs is None else outputs[:filled], np.flatnonzero(readable)
+
+
+def gather_in_turns(x):
     """The rows of all processes, interleaved: the first of each, the second of each ..."""
-    by_process = common.gather(x, world).unflatten(0, (world.size, -1))
+    by_process = common.gather(x).view(common.world_size(), *x.shape)
     return by_process.transpose(0, 1).flatten(0, 1)
 
 
-# -------------------------------------------------------------------------- SVMs on features
+class Features(NamedTuple):
+    """Of photos that can be decoded, on the CPU"""
+
+    x: torch.Tensor  # (N, D) float32
+    y: torch.Tensor  # labels as in LabelData
 
 
-def svm_virtex(train_x, train_y, test_x, test_y, names, args, device, seed):
-    """svm.py's four costs [VirTex App. A.1] -> {class: average precision, "mAP": their mean}"""
-    scores = svm_probe(train_x, train_y, test_x, test_y, names, device=device)
+def extract_features(backbone, data, args, device):
+    """-> Features of LabelData, as the protocol has them; None on all processes but the first"""
+
+    def features_of(images):
+        features = pooled(backbone, images, args.amp, args.grid)
+        return F.normalize(features) if args.l2_normalised else features
+
+    squares = CentralSquares(data, args.image_size, args.side_fraction)
+    x, readable = run_over_photos(features_of, squares, args, device)
+    if x is None:
+        return None
+    if not x.sum().isfinite():
+        fail("the features are not finite: try --amp off")
+    return Features(x, torch.from_numpy(data.labels[readable]))
+
+
+# ------------------------------------------------------------------------ protocols on features
+
+
+def score_features(train, test, names, path, args, device):
+    """The protocol -> {metric: percent}, {} on all processes but the first
+
+    train, test: Features.  names: of the classes.  path: where a linear layer is kept
+    """
+    if not common.is_main():
+        return {}
+    torch.manual_seed(args.seed)
+    if args.protocol == "svm-virtex":
+        return svm_virtex(train, test, names)
+    if args.protocol == "svm-icmlm":
+        return svm_icmlm(train, test, names, args.seed, device)
+    if args.protocol == "knn":
+        return knn(train, test, len(names), device)
+    fit = {"sgd-mct": sgd_mct, "logreg-icmlm": logreg_icmlm}[args.protocol]
+    layer = fit(train, args, device)
+    common.save_weights(path, layer)
+    return score(predict(layer, test.x), test.y)
+
+
+def score(decisions, labels):
+    """decisions (N, classes) -> {"top-1": percent}; {"mAP": percent} with several labels"""
+    if not decisions.isfinite().all():
+        fail("the linear layer has diverged: try a lower --lr")
+    if labels.ndim == 1:
+        correct = decisions.argmax(1) == labels
+        return {"top-1": 100 * correct.double().mean().item()}
+    areas = []
+    for decision, truth in zip(decisions.T, labels.T):
+        if (truth == 1).any():
+            areas.append(average_precision(decision.numpy(), truth.numpy()))
+    if not areas:
+        fail("no class has a positive test photo")
+    return {"mAP": statistics.mean(areas)}
+
+
+def average_precision(decision, truth):
+    """The area under the whole curve, not VOC07's mean over eleven recalls -> percent
+
+    decision (N,); truth (N,): 1, 0, or -1, "difficult", which does not count
+    """
+    from sklearn.metrics import average_precision_score
+
+    counted = truth >= 0
+    return 100 * float(average_precision_score(truth[counted], decision[counted]))
+
+
+def svm_virtex(train, test, names):
+    """One SVM per class [VirTex App. A.1] -> {"mAP": percent, class: average precision, ...}
+
+    Squared hinge loss, positives weighted 2, C by 3-fold cross-validation; "difficult" are
+    negatives in training, left out in testing [official code]. The primal problem has the same
+    solution as the paper's dual one, and is solved sooner [ours].
+    """
+    from sklearn.model_selection import GridSearchCV
+    from sklearn.svm import LinearSVC
+
+    svm = LinearSVC(dual=False, class_weight={True: 2}, max_iter=2000, tol=1e-5)
+    costs = {"C": [0.01, 0.1, 1.0, 10.0]}
+    jobs = -1 if len(train.x) > 5000 else 1  # processes take longer to start than small SVMs
+    search = GridSearchCV(svm, costs, scoring="average_precision", cv=3, n_jobs=jobs)
+    train_x, test_x = train.x.double().numpy(), test.x.double().numpy()
+    train_y = label_columns(train.y.numpy(), len(names)) == 1
+    test_y = label_columns(test.y.numpy(), len(names))
+    scores = {}
+    for k, name in enumerate(progress(names, desc="SVMs", leave=False)):
+        positive, truth = train_y[:, k], test_y[:, k]
+        rarer = min(positive.sum(), (~positive).sum())
+        if rarer == 0 or not (truth == 1).any():
+            continue
+        classifier = search if rarer >= 3 else svm  # one for each fold; otherwise C is 1
+        classifier.fit(train_x, positive)
+        scores[name] = average_precision(classifier.decision_function(test_x), truth)
     return with_mean(scores, names)
 
 
-def svm_icmlm(train_x, train_y, test_x, test_y, names, args, device, seed):
+def svm_icmlm(train, test, names, seed, device):
     """40 log-uniform costs [ICMLM App. F.2], all of them tried [ours; the paper uses Optuna];
-    interpolated precision, as in the code of Goyal et al."""
-    costs = sorted(10 ** np.random.default_rng(seed).uniform(-5, 5, 40))
-    scores = svm_probe(train_x, train_y, test_x, test_y, names, costs, device, interpolated=True)
+    interpolated precision, as in the code of Goyal et al.
+
+    On COCO that are 9,680 SVMs in 8192 dimensions, which extras/svm.py solves all at once.
+    """
+    costs = 10 ** np.random.default_rng(seed).uniform(-5, 5, 40)
+    data = [tensor.numpy() for tensor in (*train, *test)]
+    svm = common.extra("svm")
+    scores = svm.svm_probe(*data, names, sorted(costs), device, interpolated=True)
     return with_mean(scores, names)
 
 
 def with_mean(scores, names):
-    require(scores, "no class has positive and negative training images and a positive test image")
+    if not scores:
+        fail("no class has positive and negative training photos and a positive test photo")
     left_out = [name for name in names if name not in scores]
     if left_out:
-        print_main(f"without training or test examples, left out: {', '.join(left_out[:5])}...")
-    return {**scores, "mAP": mean_of(scores)}
+        common.report_once(f"{len(left_out)} classes are left out, which lack training or test "
+                           f"examples: {', '.join(left_out[:5])}")  # fmt: skip
+    return {"mAP": statistics.mean(scores.values()), **scores}
 
 
-# ---------------------------------------------------------------------- linear layers on features
-
-
-def sgd_mct(train_x, train_y, test_x, test_y, names, args, device, seed):
-    """lr / 5 after epochs 30, 40, 50 of 60 [contrastive paper Sec. 4.2] -> {"top-1": percent}"""
+def sgd_mct(train, args, device):
+    """lr / 5 after epochs 30, 40, 50 of 60 [contrastive paper Sec. 4.2] -> linear layer"""
 
     def lr_factor(fraction):
         return 0.2 ** sum(fraction >= epoch / 60 for epoch in (30, 40, 50))
 
-    rows = np.arange(len(train_x))
-    trials = [(args.lr[0], 0.0)]
-    [layer] = train_linear(
-        train_x, train_y, rows, trials, lr_factor, args.epochs, args.batch_size, device, seed
-    )
-    logits = predict(layer, test_x, device)
-    check_finite(logits)
-    common.save_weights(f"{args.output}/{args.protocol}_{seed}.pth", layer)
-    return {"top-1": top1(logits, test_y)}
+    x, y = train.x.to(device), train.y.to(device)
+    trials = [(args.lr[0], 0.0)]  # no weight decay
+    [layer] = train_linear(x, y, np.arange(len(x)), trials, lr_factor, args)
+    return layer
 
 
-def logreg_icmlm(train_x, train_y, test_x, test_y, names, args, device, seed):
-    """The best of 25 pairs of lr and weight decay on held-out images [ICMLM App. F.2]
+def logreg_icmlm(train, args, device):
+    """The best of 25 pairs of lr and weight decay on held-out photos [ICMLM App. F.2]
 
-    [ours: a fifth is held out, the trials are random where the paper uses Optuna, and features
-    are l2-normalised as for the SVMs] -> {"top-1": percent}
+    [ours: a fifth is held out, the trials are random where the paper uses Optuna] -> linear layer
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(args.seed)
     rates = 10 ** rng.uniform(-1, 2, 25)
     decays = rng.uniform(0, 1e-5, 25)
     trials = list(zip(rates.tolist(), decays.tolist()))
-    held_out, rest = np.split(rng.permutation(len(train_x)), [len(train_x) // 5])
+    order = rng.permutation(len(train.x))
+    held_out, rest = np.split(order, [len(order) // 5])
 
-    def train(rows, trials):
-        return train_linear(
-            train_x,
-            train_y,
-            rows,
-            trials,
-            partial(common.lr_factor, total=1),
-            args.epochs,
-            args.batch_size,
-            device,
-            seed,
-            normalize=True,
-        )
-
-    def score(layer, x, y):
-        return top1(predict(layer, l2_normalize(x), device), y)
-
-    layers = train(rest, trials)
-    scores = [score(layer, train_x[held_out], train_y[held_out]) for layer in layers]
-    best = trials[np.argmax(scores)]
+    x, y = train.x.to(device), train.y.to(device)
+    cosine = partial(common.lr_factor, total=1)
+    layers = train_linear(x, y, rest, trials, cosine, args)
+    accuracies = []
+    for layer in layers:
+        logits = predict(layer, train.x[held_out])
+        accuracies.append(score(logits, train.y[held_out])["top-1"])
+    best = trials[np.argmax(accuracies)]
     print_main(f"chosen: learning rate {best[0]:.3g}, weight decay {best[1]:.2g}")
-    [layer] = train(np.arange(len(train_x)), [best])
-    common.save_weights(f"{args.output}/{args.protocol}_{seed}.pth", layer)
-    return {"top-1": score(layer, test_x, test_y)}
+    [layer] = train_linear(x, y, np.arange(len(x)), [best], cosine, args)
+    return layer
 
 
-def train_linear(
-    x,
-    y,
-    rows,
-    trials,
-    lr_factor,
-    epochs,
-    batch_size,
-    device,
-    seed,
-    normalize=False,
-    width=None,
-    loss_fn=F.cross_entropy,
-):
-    """One linear layer per (learning rate, weight decay) in `trials`, on the same batches
+def train_linear(x, y, rows, trials, lr_factor, args, width=None, loss_fn=F.cross_entropy):
+    """One linear layer for each (learning rate, weight decay) in `trials`, on the same batches
 
-    x: (N, D) float32.  y: (N,), their classes.  rows: indices of those to train on: x may fill the
-    memory, so it is not copied.  lr_factor(fraction of training): multiplies the learning rates.
-    normalize: scale features to length 1.  width: outputs of a layer, by default one per class.
-    loss_fn(outputs (B, width), classes (B,))
+    x: features (N, D).  y: classes (N,).  rows: of those to train on; x may fill the memory, so it
+    is not copied.  lr_factor(fraction of training): of the learning rates.  width: outputs of a
+    layer, by default one per class.  loss_fn(outputs (B, width), classes (B,))
     """
-    x = torch.from_numpy(x).to(device)
-    y = torch.from_numpy(class_of(y)).to(device)
-    layers = LinearLayers(len(trials) * [x.shape[1]], width or int(y.max()) + 1).to(device)
+    layers = LinearLayers(len(trials), x.shape[1], width or int(y.max()) + 1).to(x.device)
     groups = []
     for layer, (lr, weight_decay) in zip(layers, trials):
         groups.append({"params": layer.parameters(), "lr": lr, "weight_decay": weight_decay})
     optimizer = torch.optim.SGD(groups, momentum=0.9)
-    rng = np.random.default_rng(seed)
-    for epoch in progress(range(epochs), desc="linear layers", unit=" epochs", leave=False):
-        batches = torch.from_numpy(rng.permutation(rows)).to(device).split(batch_size)
+    rng = np.random.default_rng(args.seed)
+    for epoch in progress(range(args.epochs), desc="linear layers", unit=" epochs", leave=False):
+        order = torch.from_numpy(rng.permutation(rows)).to(x.device)
+        batches = order.split(args.batch_size)
         for n, batch in enumerate(batches):
-            common.set_lr(optimizer, lr_factor((epoch + n / len(batches)) / epochs))
-            features = x[batch]
-            if normalize:
-                features = F.normalize(features)
-            losses = [loss_fn(layer(features), y[batch]) for layer in layers]
+            done = (epoch + n / len(batches)) / args.epochs
+            common.set_lr(optimizer, lr_factor(done))
+            features, classes = x[batch], y[batch]
+            losses = [loss_fn(layer(features), classes) for layer in layers]
             optimizer.zero_grad()
             sum(losses).backward()  # the layers share no parameters: each is trained on its own
             optimizer.step()
@@ -579,10 +687,10 @@ def train_linear(
 class LinearLayers(nn.ModuleList):
     """Linear layers side by side; weights N(0, 0.01), bias 0 [VirTex App. A.1; elsewhere ours]"""
 
-    def __init__(self, widths, classes):
+    def __init__(self, count, width, num_classes):
         super().__init__()
-        for width in widths:
-            layer = nn.Linear(width, classes)
+        for _ in range(count):
+            layer = nn.Linear(width, num_classes)
             nn.init.normal_(layer.weight, std=0.01)
             nn.init.zeros_(layer.bias)
             self.append(layer)
@@ -592,299 +700,156 @@ class LinearLayers(nn.ModuleList):
 
 
 @torch.no_grad()
-def predict(layer, x, device):
-    """(N, D) -> logits (N, classes) on the CPU, in parts that fit on a GPU"""
-    parts = torch.from_numpy(x).split(2**16)
-    return torch.cat([layer(part.to(device)).cpu() for part in parts]).numpy()
+def predict(layer, x):
+    """Features (N, D) -> logits (N, classes) on the CPU, in parts that fit on a GPU"""
+    device = layer.weight.device
+    logits = [layer(part.to(device)).cpu() for part in x.split(2**16)]
+    return torch.cat(logits)
 
 
-def top1(logits, labels):
-    """logits (N, classes), labels as in LabelData -> percent"""
-    return 100 * float((logits.argmax(1) == class_of(labels)).mean())
+def knn(train, test, num_classes, device):
+    """Votes of the 20 nearest training photos, weighted by exp(cosine / 0.07) [Wu et al. 2018]
 
-
-def check_finite(logits):
-    require(np.isfinite(logits).all(), "the linear layer has diverged: try a lower --lr")
-
-
-# ----------------------------------------------------------------------------- nearest neighbours
-
-
-def knn(train_x, train_y, test_x, test_y, names, args, device, seed):
-    """Votes of the 20 nearest training images, weighted by exp(cosine / 0.07) [Wu et al. 2018]
-
-    -> {"top-1": percent}; with several labels the votes rank each class's images: {"mAP": percent}
+    train, test: Features, l2-normalised -> {"top-1": percent}; with several labels the votes rank
+    each class's photos: {"mAP": percent}
     """
-    train_x = F.normalize(torch.from_numpy(train_x).to(device))
-    labels = torch.from_numpy(train_y).to(device)
+    train_x, train_y = train.x.to(device), train.y.to(device)
     votes = []
-    for part in torch.from_numpy(test_x).split(1024):
-        similarity = F.normalize(part.to(device)) @ train_x.T
-        cosine, nearest = similarity.topk(min(20, len(train_x)))
-        weights = (cosine / 0.07).exp()
-        classes = labels[nearest]  # (B, 20) or (B, 20, classes)
-        if labels.ndim == 1:
-            classes = F.one_hot(classes, len(names))
-        votes.append((weights[..., None] * (classes == 1)).sum(1).cpu())  # (B, classes)
-    votes = torch.cat(votes).numpy()
-    if train_y.ndim == 1:
-        return {"top-1": top1(votes, test_y)}
-    return {"mAP": mean_of(average_precisions(votes, test_y, names))}
+    for part in test.x.split(1024):
+        similarity = part.to(device) @ train_x.T
+        cosine, nearest = similarity.topk(min(20, len(train_x)))  # (B, 20) both
+        weights = (cosine / 0.07).exp()[..., None]
+        labels = train_y[nearest]  # (B, 20), or (B, 20, classes)
+        if labels.ndim == 2:
+            labels = F.one_hot(labels, num_classes)
+        part_votes = (weights * (labels == 1)).sum(1)  # (B, classes)
+        votes.append(part_votes.cpu())
+    return score(torch.cat(votes), test.y)
 
 
-# -------------------------------------------------------- linear layers, trained with augmentation
+# ------------------------------------------------------------------- protocols with augmentation
 
+RESUME_CAN_CHANGE = "weights", "root", "runs", "output", "workers"
 LAYERS_DECAY = 1e-5  # weight decay; the learning rate falls as lr / sqrt(1 + lr * decay * t)
 
 
-def sgd_virtex(backbone, train, test, args, world, seed):
-    """One linear layer, cosine schedule, no weight decay [VirTex App. A.1] -> {"top-1": percent}"""
+def train_with_augmentation(source, backbone, train, test, args, device):
+    """sgd-virtex: one linear layer [VirTex App. A.1] -> {"top-1": percent}
+    layers: one after each of CONVOLUTIONS [ICMLM Sec. 4] -> {"C-11 top-1": percent, ...}
 
-    def features_of(images, jitter=None):
-        return [pooled(backbone, images, world.device, args.amp)]
-
-    def set_lr(optimizer, iteration, iters):
-        common.set_lr(optimizer, common.lr_factor(iteration, iters))
-
-    heads = {"": (backbone.channels, args.lr[0])}
-    return train_with_augmentation(features_of, heads, 0.0, set_lr, train, test, args, world, seed)
-
-
-def vgg_layers(backbone, train, test, args, world, seed):
-    """A linear layer after each of CONVOLUTIONS [ICMLM Sec. 4, as in DeeperCluster's code]
-
-    -> {"C-11 top-1": percent, ...}; "C-11 mAP" with several labels per image
+    {} on all processes but the first. After each epoch the layers are saved in --output, from which
+    the same command resumes.
     """
+    if args.batch_size % common.world_size():
+        fail(f"--batch-size {args.batch_size} cannot be divided by the number of processes")
+    vgg_layers = args.protocol == "layers"
+    heads = [""]
+    width = backbone.channels
+    weight_decay = 0.0
+    if vgg_layers:
+        heads = list(CONVOLUTIONS)
+        width *= (args.image_size // 16 // 3) ** 2
+        weight_decay = LAYERS_DECAY
 
-    def features_of(images, jitter=None):
-        return convolution_features(backbone, images, world.device, args.amp, jitter)
+    def features_of(images, jitter=None):  # -> [(B, width)], one for each head
+        if vgg_layers:
+            return convolution_features(backbone, images, args.amp, jitter)
+        return [pooled(backbone, images, args.amp)]
 
-    def set_lr(optimizer, iteration, iters):
-        for group in optimizer.param_groups:
-            lr = group.setdefault("initial_lr", group["lr"])
-            group["lr"] = lr / math.sqrt(1 + lr * LAYERS_DECAY * iteration)
+    def logits_of(images):  # -> (B, heads * classes)
+        return torch.cat(model(features_of(images)), 1)
 
-    width = backbone.channels * (args.image_size // 16 // 3) ** 2
-    heads = {f"{name} ": (width, lr) for name, lr in zip(CONVOLUTIONS, args.lr)}
-    return train_with_augmentation(
-        features_of, heads, LAYERS_DECAY, set_lr, train, test, args, world, seed
-    )
+    # The layers, resumed where an earlier run stopped.
+    torch.manual_seed(args.seed)
+    model = LinearLayers(len(heads), width, len(train.names)).to(device)
+    groups = []
+    for layer, lr in zip(model, args.lr):
+        groups.append({"params": layer.parameters(), "lr": lr})
+    optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=weight_decay)
+    path = layers_path(source, args)
+    settings = {name: value for name, value in vars(args).items() if name not in RESUME_CAN_CHANGE}
+    settings["photos"] = len(train), len(test)
+    settings["weights_date"] = os.path.exists(source) and os.path.getmtime(source)
+    start = 0
+    if path.exists():
+        saved = common.read_checkpoint(path)
+        if saved["settings"] == settings:
+            start = saved["iteration"]
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            print_main(f"{path}: resuming from iteration {start}")
+    parallel = common.data_parallel(model)
+
+    iters = math.ceil(args.epochs * len(train) / args.batch_size)
+    epoch = math.ceil(len(train) / args.batch_size)
+    args.accumulate = 1
+    photos = LabelledPhotos(train, args)
+    batches = common.train_batches(photos, collate, args, device, start)
+    bar = progress(range(start + 1, iters + 1), initial=start, total=iters, desc=args.protocol)
+    for iteration in bar:
+        batch = next(batches)
+        done = iteration - 1
+        for group, lr in zip(optimizer.param_groups, args.lr):
+            if vgg_layers:
+                group["lr"] = lr / math.sqrt(1 + lr * LAYERS_DECAY * done)
+            else:
+                group["lr"] = lr * common.lr_factor(done, iters)
+        outputs = parallel(features_of(batch["images"], batch["jitter"]))
+        losses = [classification_loss(logits, batch["labels"]) for logits in outputs]
+        optimizer.zero_grad()
+        sum(losses).backward()
+        optimizer.step()
+        if common.is_main() and (iteration % epoch == 0 or iteration == iters):
+            parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            common.save(path, parts | {"settings": settings, "iteration": iteration})
+        if iteration % (10 * epoch) == 0 and iteration < iters:
+            scores = score_heads(heads, logits_of, test, args, device)
+            print_main(f"epoch {iteration // epoch}: {format_scores(scores, train.names)}")
+    return score_heads(heads, logits_of, test, args, device)
 
 
-def labelled_photo(data, args, index, rng):
-    """A sample (see common.Samples): that of load_image, and its labels"""
-    sample = common.load_image(data.images[index], rng, args)
-    return {**sample, "labels": data.labels[index]}
+class LabelledPhotos(common.Photos):
+    """Random crops with their labels"""
+
+    def sample(self, index, rng):
+        return {**self.photo(index, rng), "labels": self.data.labels[index]}
 
 
-def collate_labelled(samples):
-    return {**common.collate_images(samples), "labels": common.stack(samples, "labels")}
+def collate(samples):
+    """-> images uint8 (B, size, size, 3), jitter (B, 4), labels (B,) or (B, classes)"""
+    return {
+        "images": common.stack(samples, "image"),
+        "jitter": common.stack(samples, "jitter"),
+        "labels": common.stack(samples, "labels"),
+    }
 
 
-def classification_loss(logits, labels, multi_label):
-    """Softmax cross-entropy; with several labels per image, binary cross-entropy per class
+def classification_loss(logits, labels):
+    """Softmax cross-entropy; with several labels per photo, binary cross-entropy per class
 
     The latter is summed over classes, without "difficult" labels [ours].  logits: (B, classes).
     labels: as in LabelData -> scalar
     """
-    if not multi_label:
-        return F.cross_entropy(logits, class_of(labels))
+    if labels.ndim == 1:
+        return F.cross_entropy(logits, labels)
     targets = (labels == 1).float()
     losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
     return (losses * (labels >= 0)).sum(1).mean()
 
 
-def train_with_augmentation(
-    features_of, heads, weight_decay, set_lr, train, test, args, world, seed
-):
-    """Train linear layers side by side -> {metric: percent}, None on all processes but the first
-
-    features_of(images, jitter) -> [(B, width)], one for each of heads: {name: (width, lr)}.
-    set_lr(optimizer, iteration, iters).  After each epoch the layers are saved to PROTOCOL_SEED.pth
-    in --output, from which the same command resumes.
-    """
-    device = world.device
-    multi_label = train.labels.ndim == 2
-
-    # The layers, resumed where an earlier run stopped.
-    torch.manual_seed(seed)
-    widths = [width for width, _ in heads.values()]
-    model = LinearLayers(widths, len(train.names)).to(device)
-    groups = []
-    for layer, (_, lr) in zip(model, heads.values()):
-        groups.append({"params": layer.parameters(), "lr": lr})
-    optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=weight_decay)
-    path = Path(args.output, f"{args.protocol}_{seed}.pth")
-    settings = settings_of(args, train, test)
-    start = 0
-    if path.exists():
-        saved = common.read_checkpoint(path)
-        if saved["args"] == settings:
-            start = saved["iteration"]
-            model.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
-            print_main(f"{path}: resuming from iteration {start}")
-    parallel = common.data_parallel(model, world)
-
-    @torch.no_grad()
-    def score():
-        def logits_of(images):
-            return torch.cat(model(features_of(images)), 1)
-
-        logits, readable = run_over_images(logits_of, test.images, args, world)
-        if world.is_main:
-            return score_layers(heads, logits, test.labels[readable], train.names)
-
-    count = len(train.images)
-    iters = math.ceil(args.epochs * count / args.batch_size)
-    epoch = math.ceil(count / args.batch_size)
-    images_between = max(count, 5 * len(test.images))  # scoring is at most a sixth of the work
-    eval_every = math.ceil(images_between / args.batch_size)
-    samples = common.Samples(partial(labelled_photo, train, args), count)
-    sampler = common.infinite_sampler(count, args.batch_size, world, seed, start)
-    per_rank_batch = args.batch_size // world.size
-    batches = common.loader(samples, per_rank_batch, args.workers, collate_labelled, sampler)
-    steps = progress(range(start, iters), initial=start, total=iters, desc=args.protocol)
-    for iteration, batch in zip(steps, batches):
-        batch = common.to_device(batch, device)
-        set_lr(optimizer, iteration, iters)
-        features = features_of(batch["images"], batch["jitter"])
-        outputs = parallel(features)
-        losses = [classification_loss(logits, batch["labels"], multi_label) for logits in outputs]
-        optimizer.zero_grad()
-        sum(losses).backward()
-        optimizer.step()
-        done = iteration + 1
-        if done % eval_every == 0 and done < iters:
-            scores = score()
-            if world.is_main:
-                seen = done * args.batch_size / count
-                print_main(f"epoch {seen:.1f}: {common.format_scores(scores)}")
-        if world.is_main and (done % epoch == 0 or done == iters):
-            state = {
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "args": settings,
-                "iteration": done,
-            }
-            common.save(path, state)
-    return score()
-
-
-def settings_of(args, train, test):
-    """What must not change for the training of linear layers to resume"""
-    free = "workers", "runs", "seed", "output"
-    settings = {name: value for name, value in vars(args).items() if name not in free}
-    settings["images"] = len(train.images), len(test.images)
-    if os.path.exists(args.weights):
-        settings["weights_date"] = os.path.getmtime(args.weights)
-    return settings
-
-
-def score_layers(names, logits, labels, classes):
-    """logits (N, layers * classes) side by side -> {"C-11 top-1": percent, ...}"""
-    check_finite(logits)
+@torch.no_grad()
+def score_heads(heads, logits_of, test, args, device):
+    """logits_of(images) -> (B, heads * classes) -> {"C-11 top-1": percent, ...}"""
+    squares = CentralSquares(test, args.image_size)
+    logits, readable = run_over_photos(logits_of, squares, args, device)
     scores = {}
-    for name, part in zip(names, np.split(logits, len(names), 1)):
-        if labels.ndim == 2:
-            scores[f"{name}mAP"] = mean_of(average_precisions(part, labels, classes))
-        else:
-            scores[f"{name}top-1"] = top1(part, labels)
+    if common.is_main():
+        labels = torch.from_numpy(test.labels[readable])
+        for head, part in zip(heads, logits.chunk(len(heads), 1)):
+            for metric, percent in score(part, labels).items():
+                scores[f"{head} {metric}".strip()] = percent
     return scores
 
 
-# --------------------------------------------------------------------- the table of the protocols
-
-
-class Protocol(NamedTuple):
-    """A function -> {metric: percent}, what it needs, and the defaults of its flags"""
-
-    # With side_fraction: score(train_x, train_y, test_x, test_y, names, args, device, seed), on
-    # features that are extracted once. Without: score(backbone, train, test, args, world, seed).
-    score: object
-    single_label: bool = False  # whether it needs images with one label each
-    side_fraction: float = None  # centre crop's side / image's shorter side
-    grid_size: int = 1  # of average pooling
-    epochs: int = None
-    batch_size: int = None
-    lr: list = None  # peak, for each linear layer
-
-
-PROTOCOLS = {
-    # [VirTex App. A.1] resize 256, crop 224; ResNet-50: 2048-d
-    "svm-virtex": Protocol(svm_virtex, False, 224 / 256),
-    # [ICMLM App. F.2] smallest side 224, crop 224; 8192-d
-    "svm-icmlm": Protocol(svm_icmlm, False, 1.0, grid_size=2),
-    # [VirTex Sec. 4.1, App. A.1] cosine, no weight decay
-    "sgd-virtex": Protocol(sgd_virtex, True, epochs=100, batch_size=256, lr=[0.3]),
-    # [contrastive paper Sec. 4.2] 2048-d; 3 steps, no weight decay; the crop is ours
-    "sgd-mct": Protocol(sgd_mct, True, 224 / 256, epochs=60, batch_size=256, lr=[30.0]),
-    # [ICMLM App. F.2] 2048-d; cosine, lr is searched; the epochs are ours
-    "logreg-icmlm": Protocol(logreg_icmlm, True, 1.0, epochs=100, batch_size=1024),
-    "knn": Protocol(knn, False, 224 / 256),  # as DINO reports it
-    # [ICMLM Sec. 4] DeeperCluster's code, for ImageNet; for Places --lr 0.01 0.01 0.02
-    "layers": Protocol(vgg_layers, False, epochs=100, batch_size=256, lr=[0.02, 0.02, 0.02]),
-}
-
-
-# ---------------------------------------------------------------------- the probe in a training run
-
-
-class Probe:
-    """How a training script measures its backbone: svm-virtex on --probe-data or on its tags"""
-
-    def __init__(self, args, train, val, trained_on_tags=False):
-        """args: of common.flag_parser.  train, val: CaptionData.  trained_on_tags: said in final"""
-        self.args = args
-        self.labelled = None  # None, or LabelData for training and test
-        self.name = os.path.basename(args.probe_data or args.data)
-        self.same_tags = trained_on_tags and not args.probe_data
-        require(args.probe_data or not args.probe_root, "--probe-root needs --probe-data")
-        if args.probe_data:
-            train_split, val_split = LABEL_SPLITS.get(args.probe_data, ("train", "val"))
-            train = label_data(args.probe_data, args.probe_root, train_split)
-            val = label_data(args.probe_data, args.probe_root, val_split)
-            check_same_classes(train, val)
-        elif not train.tag_names:
-            return
-        order = np.random.default_rng(args.seed).permutation(len(train.images))
-        train = train.select(np.sort(order[: args.probe_images]))
-        if not args.probe_data:  # only now: few of perhaps millions of photos are left
-            train = label_from_tags(train)
-            val = label_from_tags(val)
-        if scorable(train.labels, val.labels, len(train.names)).any():
-            self.labelled = train, val
-        else:
-            print_main(f"no class of {self.name} has examples in both splits: nothing to probe on")
-
-    def score(self, backbone, device):
-        """-> mAP in percent. The first process probes alone: the others have ended."""
-        world = common.World(0, 1, device)
-        train, test = self.labelled
-        protocol = PROTOCOLS["svm-virtex"]
-        train_x, train_y = labelled_features(backbone, train, self.args, world, protocol)
-        test_x, test_y = labelled_features(backbone, test, self.args, world, protocol)
-        return mean_of(svm_probe(train_x, train_y, test_x, test_y, train.names, device=device))
-
-    def final(self, backbone, folder, device):
-        """Probe the trained backbone and a random one -> entry of result.json"""
-        args = self.args
-        if not self.labelled:
-            flags = f"--image-size {args.image_size} --data folder --root FOLDER"
-            command = f"python eval_linear.py --weights {folder}/backbone.pth {flags}"
-            print_main(f"no labels to probe on: measure with {command}")
-            return {}
-        other = load_backbone("random", args.arch, args.seed)
-        other.to(device, memory_format=torch.channels_last)
-        trained = round(self.score(backbone, device), 2)
-        random = round(self.score(other, device), 2)
-        scores = f"{trained:.1f} mAP trained, {random:.1f} mAP at random initialisation"
-        same = " (trained on the same tags)" if self.same_tags else ""
-        warn_if_few(self.labelled[1])
-        print_main(f"linear probe on {self.name}{same}: {scores}")
-        result = {"data": self.name, "metric": "mAP", "trained": trained, "random": random}
-        return {"probe": result}
-
-
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

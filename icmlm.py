@@ -24,12 +24,12 @@ predicted from the features there. Both variants also train tag prediction.
 
 Where the paper is:
 
-    Eq. 2, tag prediction                      language.tag_head, language.tag_loss
+    Eq. 2, tag prediction                      tag_head, tag_loss
     Eqs. 3, 4, match of location and caption   AttentionHead.forward
     Eqs. 5, 6, attention, scores of tokens     AttFc.attention, AttFc.forward
     Eqs. 7, 8, losses                          main
     Eqs. 13, 14, 15, Transformer encoder       EncoderLayer.forward, Tfm
-    triplets of photo, caption, word [Sec. 4]  find_words, make_sample
+    triplets of photo, caption, word [Sec. 4]  find_triplets, MaskedWords
     masked token prediction [Tab. 1]           validate
 
 What to expect: in tfm the loss `mlm` starts near that of the language model without a photo,
@@ -40,27 +40,25 @@ alike, the model ignores the photo: start from the backbone of tp.py (--init), u
 and train its attention first (--warmup-attention 0.25). A finished run is in docs/logs/icmlm.
 """
 
+import argparse
 import json
 import math
+import os
+import re
 import shutil
 from array import array
-from collections import defaultdict
-from dataclasses import dataclass, replace
-from functools import partial
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy import sparse
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Subset
 
 import common
-import language
-from common import fraction, positive_int, print_main, require
-
-eval_linear = common.import_if_there("eval_linear")  # the probe at the end
+from common import fail, print_main, progress
 
 HEADS = "tfm", "att-fc"
 
@@ -89,7 +87,6 @@ RECIPES = {  #           demo        small       paper: ResNet-50
     "validate_every":   (1000,       1000,       5000),
     "checkpoint_every": (200,        500,        2000),
     "proxy_triplets":   (2000,       5000,       None),                 # at the end; None: all
-    "probe_images":     (2000,       10_000,     10_000),
 }
 # fmt: on
 VGG16 = {  # what the paper does differently with VGG-16
@@ -108,84 +105,114 @@ DROPOUT = 0.1  # in tfm [BERT]
 
 
 def get_args(argv=None):
-    given = common.peek(argv, "--arch", "--head", "--init")
-    vgg = given.arch == "vgg16_bn"
-    recipe = common.choose_recipe(RECIPES, argv, paper=VGG16 if vgg else {})
-    if vgg:
-        recipe["heads"] = 12  # in every recipe [Sec. 4]; one head overfits [App. B]; App. E: 8
-    if given.head != "att-fc" or not given.init:  # attention needs trained features
-        recipe["warmup_attention"] = 0.0
-    parser = common.flag_parser("icmlm", __doc__, recipe)
+    # fmt: off
+    parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument_group("data").add_argument
+    add("--data", default="shapes", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
+    add("--recipe", choices=common.RECIPE_NAMES, help="demo (shapes), small (.jsonl) or paper")
+    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
+    add("--train-split", help="default train2017 for coco, else train")
+    add("--val-split", help="default val2017 for coco, else val")
+    add("--image-size", type=int, help="crop side in pixels; cost grows with its square")
+    add("--crop-min", type=float, help="smallest fraction of a photo's area in a crop")
+    add("--colour-jitter", type=float, help="strength; lower it if captions name colours")
+    add("--workers", type=int, default=min(8, os.cpu_count() // 2), help="more if data_wait > 0.05")
 
     add = parser.add_argument_group("language model and concepts").add_argument
     add("--lm", help="BERT or RoBERTa, from the hub or a folder; scratch: trained on the captions")
-    add("--lm-iters", type=positive_int, help="iterations for --lm scratch; more for many captions")
-    words = "words to mask and to predict as tags [Sec. 4.2]"
-    add("--pos", choices=language.POS, default="nn+adj+vb", help=words)
-    add("--num-concepts", type=positive_int, help="keep the N most frequent [Sec. 4.2, 4.3]")
-    add("--tagger", choices=language.TAGGERS, default="textblob", help="the paper uses spacy")
+    add("--lm-iters", type=int, help="iterations for --lm scratch; more for many captions")
+    add("--pos", choices=POS, default=POS[-1], help="words to mask, and predict as tags [Sec. 4.2]")
+    add("--num-concepts", type=int, help="keep the N most frequent [Sec. 4.2, 4.3]")
+    add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="the paper uses spacy")
 
     add = parser.add_argument_group("model").add_argument
-    add("--init", help="a backbone (of tp.py, for VGG-16 of rotations), a checkpoint.pth with its "
-        "head, or imagenet")
-    add("--head", choices=HEADS, default="tfm", help="att-fc: better on VOC [Sec. 4.1]")
-    layers = "of tfm, or of fc; 2 give a worse backbone, except att-fc's on IN-1K [Tab. 5]"
-    add("--layers", type=positive_int, default=1, help=layers)
-    add("--heads", type=positive_int, help="attention heads of tfm, or of att [Sec. 4, 4.3]")
+    add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
+    add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
+    add("--head", choices=HEADS, default=HEADS[0], help="att-fc: better on VOC [Sec. 4.1]")
+    add("--layers", type=int, default=1,
+        help="of tfm, or of fc; 2 give a worse backbone, except att-fc's on IN-1K [Tab. 5]")
+    add("--heads", type=int, help="attention heads of tfm, or of att [Sec. 4, 4.3]; VGG-16: 12")
 
-    add = parser.add_argument_group("training and validation").add_argument
+    add = parser.add_argument_group("optimisation").add_argument
+    add("--batch-size", type=int, help="triplets per iteration over all processes")
+    add("--iters", type=int, help="training iterations; scale them with the data")
+    add("--epochs", type=float, help="instead of --iters: passes over the triplets")
+    add("--lr", type=float, help="peak learning rate; lower if the loss is not finite")
+    add("--warmup", type=float, help="of the learning rate, as a fraction of training")
+    add("--weight-decay", type=float, help="raise it if photos are few")
     add("--lambda-tp", type=float, help="weight of tag prediction; 0 for none [Eq. 8]")
-    add("--warmup-attention", type=fraction, help="fraction of training with a frozen backbone")
-    add("--validate-every", type=positive_int, help="iterations between validation losses")
-    args = common.parse(parser, argv)
-    batch_scale = args.batch_size / recipe["batch_size"]
-    args.lr = args.lr or batch_scale * recipe["lr"]
+    add("--warmup-attention", type=float, help="fraction of training with a frozen backbone")
+
+    add = parser.add_argument_group("run").add_argument
+    add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
+    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
+    add("--seed", type=int, default=0, help="random seed")
+    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
+    add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
+    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
+    add("--log-every", type=int, help="iterations between lines of metrics.jsonl")
+    add("--validate-every", type=int, help="iterations between validations")
+    add("--checkpoint-every", type=int, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
+    # fmt: on
+    args = parser.parse_args(argv)
+    vgg = args.arch == "vgg16_bn"
+    if vgg and args.heads is None:
+        args.heads = 12  # in every recipe [Sec. 4]; one head overfits [App. B]; App. E: 8
+    if args.warmup_attention is None and not (args.init and args.head == "att-fc"):
+        args.warmup_attention = 0.0  # attention needs trained features
+    common.apply_recipe(args, "icmlm", RECIPES, **(VGG16 if vgg else {}))
     return args
 
 
 def main(args):
-    world = common.init_distributed()
-    device = world.device
+    device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
+    saved = common.start(args)  # by an earlier run of the same command, which resumes
+    init = {} if saved else common.read_init(args)
 
     # Data: the frozen language model, and one triplet for each word that can be masked.
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    probe = eval_linear and eval_linear.Probe(args, train, val)
-    run = common.Run(args, "icmlm", world, train)
-    tokenizer, lm = load_language_model(args, train, run)
-    concepts, train, val = load_triplets(args, train, val, tokenizer, run)
-    iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
-    print_main(f"{len(train.images)} photos ({len(val.images)} for validation), {len(train)} "
-               f"triplets, {len(concepts)} concepts, vocabulary of {len(lm.token_embeddings)}; "
-               f"{iters} iterations at lr {args.lr:g}")  # fmt: skip
+    lm_name = scratch_model(args, init, train, device) if args.lm == "scratch" else args.lm
+    tokenizer, lm = load_language_model(lm_name, device, args.amp)
+    concepts, triplets, val_triplets = load_triplets(args, [train, val], tokenizer)
+    iters = args.iters or math.ceil(args.epochs * len(triplets) / args.batch_size)
+    print_main(f"{len(train)} photos ({len(val)} for validation), {len(triplets)} triplets, "
+               f"{len(concepts)} concepts, vocabulary of {len(lm.token_embeddings)}; {iters} "
+               f"iterations at lr {args.lr:g}, on {device}, amp {args.amp}, "
+               f"into {args.output}")  # fmt: skip
 
-    # Model and optimizer, restored from a checkpoint if there is one.
+    # Model and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
     num_tags = len(concepts) if args.lambda_tp else 0
     model = ICMLM(args.arch, args.head, lm, num_tags, args.layers, args.heads)
-    same_tags = run.saved.get("concepts") == concepts
-    run.initialize(model, model.backbone, anew=() if same_tags else "tags.")
+    same_tags = list(init.get("concepts", ())) == list(concepts)
+    common.load_init(init, model, model.backbone, skip=() if same_tags else "tags.")
     model.to(device, memory_format=torch.channels_last)
     weights = model.parameters()
     optimizer = common.build_optimizer(args.optimizer, weights, args.lr, args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    run.resume(model=model, optimizer=optimizer, scaler=scaler)
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    start = common.restore(args, saved, train, iters, **parts)
     if args.compile:
         model.backbone.compile()
 
     frozen_iters = int(args.warmup_attention * iters)
-    parallel = None
-    validation = partial(validate, model, lm, val, concepts, tokenizer, args)
-    samples, collate_fn = triplet_samples(train, tokenizer, concepts, args)
-    for iteration, micro_batches in run.steps(samples, collate_fn, iters, concepts=concepts):
-        if parallel is None or iteration == frozen_iters + 1:
-            parallel = freeze_and_wrap(model, world, frozen=iteration <= frozen_iters)
+    batches = common.train_batches(triplets, collate, args, device, start)
+    metrics = common.Metrics(args, start)
+    bar = progress(range(start + 1, iters + 1), initial=start, total=iters, unit=" its")
+    for iteration in bar:
+        if iteration in (start + 1, frozen_iters + 1):  # at first, and to unfreeze the backbone
+            parallel = freeze_and_wrap(model, frozen=iteration <= frozen_iters)  # [App. F.1]
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
-        for part, batch in enumerate(micro_batches, 1):
-            parallel.require_backward_grad_sync = part == args.accumulate  # DDP: one all-reduce
+        for part in range(args.accumulate):
+            batch = metrics.wait_for(batches)
+            # DDP averages the gradients of all processes, once: after the last micro-batch.
+            parallel.require_backward_grad_sync = part == args.accumulate - 1
             images = common.augment(batch["images"], batch["jitter"])  # (B, 3, size, size)
             mask = batch["attention_mask"]  # (B, T)
             token_features = lm.encode(batch["tokens"], mask)  # W: (B, T, d_w)
@@ -195,226 +222,284 @@ def main(args):
             losses = {"mlm": F.cross_entropy(logits.float(), batch["target"])}
             loss = losses["mlm"]
             if args.lambda_tp:
-                losses["tp"] = language.tag_loss(tag_logits, batch["tags"])  # Eq. 2
+                losses["tp"] = tag_loss(tag_logits, batch["tags"])  # Eq. 2
                 loss = loss + args.lambda_tp * losses["tp"]  # Eq. 8
             scaler.scale(loss / args.accumulate).backward()
-            run.log(loss=loss, **losses)
+            metrics.add(loss=loss, **losses)
         scaler.step(optimizer)
         scaler.update()
-        if world.is_main and run.due("validate") and iteration < iters:
-            run.validation = validation()["validation_loss"]
-        run.log(lr=args.lr * lr_scale)
 
-    # The backbone is the result; the probe evaluates it.
-    if world.is_main:
-        common.save_weights(run.folder / "backbone.pth", model.backbone)
-        scores = validation(num_triplets=args.proxy_triplets)
-        run.finish(probe, model.backbone, **scores)
+        last = iteration == iters
+        if iteration % args.checkpoint_every == 0 or last:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, parts, concepts=concepts)
+        if args.keep_every and iteration % args.keep_every == 0:
+            name = f"model_{iteration}.pth"
+            common.save_checkpoint(args, name, iteration, {"model": model}, concepts=concepts)
+        validate_now = iteration % args.validate_every == 0 and not last
+        if iteration % args.log_every == 0 or validate_now:
+            row = metrics.means(iteration)
+            row["lr"] = args.lr * lr_scale
+            if validate_now and common.is_main():
+                scores = validate(model, lm, val_triplets, args, device)["validation_loss"]
+                row |= {f"validation_{name}": score for name, score in scores.items()}
+            metrics.write(iteration, row)
+            bar.set_postfix(loss=f"{row['loss']:.3f}")
+
+    # The backbone is the result; eval_linear.py says what it is worth.
+    if common.is_main():
+        common.save_weights(f"{args.output}/backbone.pth", model.backbone)
+        scores = validate(model, lm, val_triplets, args, device, args.proxy_triplets)
+        common.write_result(args, train, **scores)
+    common.end_distributed()
 
 
-def freeze_and_wrap(model, world, frozen):
+def freeze_and_wrap(model, frozen):
     """Freeze or unfreeze the backbone [App. F.1] and its batch statistics [ours]; wrap for DDP.
 
-    The model is wrapped again when the backbone is unfrozen: DistributedDataParallel only averages
-    gradients of parameters that required them when it was built.
+    To be called for both phases of training: DistributedDataParallel averages only the gradients
+    of parameters that required them when it was built.
     """
     model.train()
     model.backbone.train(not frozen).requires_grad_(not frozen)
-    return common.data_parallel(model, world)
+    return common.data_parallel(model)
 
 
-# ---------------------------------------------------------- triplets of photo, caption and token
+# ------------------------------------------ captions to concepts: this section is copied from tp.py
+
+POS = "nn", "nn+adj", "nn+adj+vb"  # --pos [Tab. 4]
+TAGGERS = "textblob", "spacy"
+PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
+PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
+UNIVERSAL = {"NOUN": "nouns", "PROPN": "nouns", "ADJ": "adjectives", "VERB": "verbs"}  # spaCy's
+# Auxiliary verbs name nothing visible. spaCy has a tag for them; the Penn tags do not. [ours]
+AUXILIARIES = set(
+    "be am is are was were been being do does did have has had having can could may might must "
+    "shall should will would".split()
+)
+# t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none.
+WORD = re.compile(r"['’]s\b|(?<![^\W_])([^\W\d_]+(?:(?!['’]s\b)['’-][^\W\d_]+)*)", re.IGNORECASE)
 
 
-@dataclass
-class Triplets:
-    """Photo, caption, masked word [Sec. 4, Datasets], as integers: up to 13 million [App. F.1].
+def words_of(caption):
+    """-> its words in lower case"""
+    return [match[1].lower() for match in WORD.finditer(caption) if match[1]]
 
-    The tokens of all captions are concatenated: those of caption c are
-    tokens[token_offsets[c] : token_offsets[c + 1]].
+
+def filter_captions(data, tokenize):
+    """Keep each photo's distinct captions of 3 to 25 tokens [Sec. 4, Datasets] -> CaptionData
+
+    tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py.
     """
+    kept = []
+    for captions in progress(data.captions, desc="caption lengths", unit=" photos", leave=False):
+        distinct = dict.fromkeys(captions)
+        kept.append([caption for caption in distinct if 3 <= len(tokenize(caption)) <= 25])
+    before, after = len(data.captions.values), sum(map(len, kept))
+    if not after:
+        fail("a split has no captions of 3 to 25 words")
+    print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
+               "not of 3 to 25 words")  # fmt: skip
+    return data.with_captions(kept)
 
-    images: np.ndarray  # keys, see common.open_image
-    tags: sparse.csr_array  # (images, concepts)
-    image_idx: np.ndarray  # (captions,): the image of each
-    tokens: np.ndarray
-    token_offsets: np.ndarray
-    masked: np.ndarray  # (N, 3): caption, position of the masked token in it, concept
+
+def tag_words(captions, tagger):
+    """Yield (word, "nouns" | "adjectives" | "verbs" | None) for each word of the captions."""
+    if tagger == "textblob":
+        from textblob.en.taggers import PatternTagger  # its lexicon is in the package
+
+        pattern = PatternTagger()
+        for caption in captions:
+            for word, tag in pattern.tag(" ".join(words_of(caption)), tokenize=False):
+                yield word, PENN.get(tag[:2])
+    else:
+        import spacy
+
+        if not spacy.util.is_package("en_core_web_sm"):
+            fail("--tagger spacy needs its model: python -m spacy download en_core_web_sm")
+        nlp = spacy.load("en_core_web_sm", disable=["parser", "ner", "lemmatizer"])
+        documents = (spacy.tokens.Doc(nlp.vocab, words_of(caption)) for caption in captions)
+        for document in nlp.pipe(documents):
+            for token in document:
+                yield token.text, UNIVERSAL.get(token.pos_)
+
+
+def count_concepts(captions, tagger):
+    """The words of the captions by part of speech, with their counts, the most frequent first
+
+    -> {"nouns": {word: count}, "adjectives": ..., "verbs": ...}. A word that is tagged in several
+    ways belongs to its most frequent part of speech; all its occurrences count. [Sec. 3.1]
+    """
+    counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
+    captions = progress(captions, desc="parts of speech", unit=" captions", leave=False)
+    for word, part in tag_words(captions, tagger):
+        is_word = len(word) > 1 and word.replace("-", "").isalpha()
+        if not is_word or (part == "verbs" and word in AUXILIARIES):
+            part = None
+        counts[word][part] += 1
+    concepts = {part: {} for part in PARTS_OF_SPEECH.values()}
+    for word, parts in sorted(counts.items(), key=lambda item: (-item[1].total(), item[0])):
+        part = parts.most_common(1)[0][0]
+        if part:
+            concepts[part][word] = parts.total()
+    return concepts
+
+
+def top_concepts(counts, pos, num_concepts):
+    """The most frequent words of the parts of speech `pos` -> {word: its part of speech}
+
+    counts: from count_concepts
+    """
+    chosen = []
+    for name in pos.split("+"):
+        part = PARTS_OF_SPEECH[name]
+        chosen += [(-count, word, part) for word, count in counts[part].items()]
+    concepts = {word: part for _, word, part in sorted(chosen)[:num_concepts]}
+    if ("left" in concepts) != ("right" in concepts):  # one alone would be wrong if flipped
+        concepts = {word: concepts[word] for word in concepts if word not in ("left", "right")}
+    if not concepts:
+        fail(f"no caption of 3 to 25 words has a word to predict (--pos {pos})")
+    return concepts
+
+
+# ----------------------------------------------------------- triplets of photo, caption and word
+
+
+def load_triplets(args, splits, tokenizer):
+    """What the first process finds in the captions, once, and writes into --output
+
+    splits: CaptionData of train and val
+    -> {concept: part of speech}, the most frequent first; MaskedWords of train; of val
+    """
+    concepts_path = Path(args.output, "concepts.json")
+    captions_path = Path(args.output, "captions.json")  # those that are kept
+
+    def make(path):
+        kept = [filter_captions(data, tokenizer.tokenize) for data in splits]
+        common.save(captions_path, json.dumps([list(data.captions) for data in kept]))
+        counts = count_concepts(kept[0].all_captions(), args.tagger)
+        common.save(concepts_path, json.dumps(counts, indent=2))
+        concepts = top_concepts(counts, args.pos, args.num_concepts)
+        np.savez(path, *[find_triplets(data, concepts, tokenizer) for data in kept])
+
+    path = common.once(args, "triplets.npz", make)
+    concepts = top_concepts(common.read_json(concepts_path), args.pos, args.num_concepts)
+    samples = []
+    with np.load(path) as arrays:
+        kept = common.read_json(captions_path)
+        for data, captions, triplets in zip(splits, kept, arrays.values(), strict=True):
+            data = data.with_captions(captions)
+            samples.append(MaskedWords(data, triplets, concepts, tokenizer, args))
+    return concepts, *samples
+
+
+def find_triplets(data, concepts, tokenizer):
+    """A triplet for each concept in each caption that is exactly one token -> (N, 4) int32
+
+    Photo, number of the caption, position of the token in it, concept. "shirt" cannot be masked in
+    "t-shirt", which is one word of several tokens.
+    """
+    index = {concept: k for k, concept in enumerate(concepts)}
+    triplets = array("i")
+    photos = progress(data.captions, desc="triplets", unit=" photos", leave=False)
+    for photo, captions in enumerate(photos):
+        for n, caption in enumerate(captions):
+            encoded = tokenizer(caption, return_offsets_mapping=True)
+            spans = encoded["offset_mapping"]  # of the tokens
+            for match in WORD.finditer(caption):
+                concept = index.get(match[0].lower())
+                if concept is not None and match.span() in spans:
+                    position = spans.index(match.span())
+                    if encoded["input_ids"][position] != tokenizer.unk_token_id:
+                        triplets.extend((photo, n, position, concept))
+    if not triplets:
+        fail("the captions of a split hold no word to mask: see --pos and --num-concepts")
+    return np.array(triplets).reshape(-1, 4)
+
+
+class MaskedWords(common.Photos):
+    """Photo, caption, masked word [Sec. 4, Datasets]: up to 13 million triplets [App. F.1]"""
+
+    def __init__(self, data, triplets, concepts, tokenizer, args):
+        super().__init__(data, args)
+        self.triplets = triplets  # (N, 4), see find_triplets
+        self.concepts = concepts  # {concept: part of speech}
+        self.index = {concept: k for k, concept in enumerate(concepts)}
+        self.tokenizer = tokenizer
+        # If they were several tokens, to swap them would move those behind them.
+        self.can_swap = {"left", "right"} <= tokenizer.get_vocab().keys()
 
     def __len__(self):
-        return len(self.masked)
+        return len(self.triplets)
+
+    def sample(self, index, rng):
+        photo, n, mask_pos, concept = self.triplets[index].tolist()
+        sample = self.photo(photo, rng)
+        captions = self.data.captions[photo]
+        if sample["flipped"] and self.can_swap:
+            captions = [common.swap_left_right(caption) for caption in captions]
+        tokens = torch.tensor(self.tokenizer(captions[n])["input_ids"])
+        target = int(tokens[mask_pos])
+        tokens[mask_pos] = self.tokenizer.mask_token_id
+        tags = np.zeros(len(self.index), np.float32)
+        for word in words_of(" ".join(captions)):
+            if word in self.index:
+                tags[self.index[word]] = 1
+        sample |= {"photo": photo, "tokens": tokens, "mask_pos": mask_pos, "target": target}
+        return sample | {"concept": concept, "tags": tags}
 
 
-ARRAYS = "image_idx", "tokens", "token_offsets", "masked"
-
-
-def load_triplets(args, train, val, tokenizer, run):
-    """The triplets of both splits: the first process finds them and writes them into --output
-
-    -> {concept: part of speech}, the most frequent first; Triplets of train; Triplets of val
-    """
-    if run.world.is_main and not run.iteration:
-        save_triplets(args, train, val, tokenizer, run.folder)
-    common.barrier(run.world)
-    path = run.folder / "labels.npz"
-    names, train_tags, val_tags = language.load_labels(path, len(train))
-    part_of = {}
-    for part, counts in json.loads((run.folder / "concepts.json").read_text()).items():
-        part_of |= dict.fromkeys(counts, part)
-    concepts = {name: part_of[name] for name in names}
-    with np.load(run.folder / "triplets.npz") as file:
-        train_arrays = {name: file[f"train_{name}"] for name in ARRAYS}
-        val_arrays = {name: file[f"val_{name}"] for name in ARRAYS}
-    train = Triplets(train.images, train_tags, **train_arrays)
-    val = Triplets(val.images, val_tags, **val_arrays)
-    return concepts, train, val
-
-
-def save_triplets(args, train, val, tokenizer, folder):
-    train = language.filter_captions(train, tokenizer.tokenize)
-    val = language.filter_captions(val, tokenizer.tokenize)
-    counts = language.count_concepts(train.all_captions(), args.tagger)
-    common.write_json(folder / "concepts.json", counts)
-    concepts = language.top_concepts(counts, args.pos, args.num_concepts)
-    train_tags = language.concept_labels(train, concepts)
-    val_tags = language.concept_labels(val, concepts)
-    language.save_labels(folder / "labels.npz", concepts, train_tags, val_tags)
-    arrays = {}
-    for split, data in (("train", train), ("val", val)):
-        triplets = find_triplets(data, tokenizer, concepts)
-        needed = f"{split} needs captions of 3 to 25 tokens with a concept to mask ({args.pos})"
-        found = len(triplets["masked"])
-        require(found, f"no caption of the split holds a word to mask: {needed}")
-        arrays |= {f"{split}_{name}": triplets[name] for name in ARRAYS}
-    np.savez(folder / "triplets.npz", **arrays)
-    num_maskable = len(np.unique(arrays["train_masked"][:, 2]))
-    print_main(f"{num_maskable} of {len(concepts)} concepts are single tokens and can be masked")
-
-
-def find_triplets(data, tokenizer, concepts):
-    """The tokens of all captions, and the words in them that can be masked -> {name: array}"""
-    tokens = array("i")
-    token_offsets = array("q", [0])
-    masked = array("i")
-    index_of = {concept: k for k, concept in enumerate(concepts)}
-    find = partial(find_words, tokenizer, index_of)
-    for chunk in language.map_captions(find, data.all_captions(), "triplets"):
-        for ids, words in chunk:
-            caption = len(token_offsets) - 1
-            for mask_pos, concept in words:
-                masked.extend((caption, mask_pos, concept))
-            tokens.extend(ids)
-            token_offsets.append(len(tokens))
-    return {
-        "image_idx": data.image_of_caption(),
-        "tokens": np.array(tokens),
-        "token_offsets": np.array(token_offsets),
-        "masked": np.array(masked).reshape(-1, 3),
-    }
-
-
-def find_words(tokenizer, index_of, captions):
-    """The concepts that can be masked: those that are exactly one token where they occur
-
-    "shirt" cannot be masked in "t-shirt", which is one word of several tokens.
-    index_of: {concept: its index} -> [(token ids, [(position of the token, index), ...]), ...]
-    """
-    encoded = tokenizer(captions)
-    found = []
-    for n, caption in enumerate(captions):
-        ids = encoded["input_ids"][n]
-        words = []
-        for word, first, last in language.word_spans(caption):
-            position = encoded.char_to_token(n, first)
-            if word not in index_of or position is None:
-                continue
-            start, end = encoded.token_to_chars(n, position)
-            token = caption[start:end].strip()  # RoBERTa's may include the space
-            if token == caption[first:last] and ids[position] != tokenizer.unk_token_id:
-                words.append((position, index_of[word]))
-        found.append((ids, words))
-    return found
-
-
-def triplet_samples(triplets, tokenizer, concepts, args):
-    """-> Samples, and the function that collates them into batches"""
-    other_side = left_right_tokens(tokenizer)
-    make = partial(make_sample, triplets, tokenizer.mask_token_id, other_side, args)
-    permutation = language.flip_permutation(list(concepts))
-    collate_fn = partial(collate, triplets.tags, permutation, tokenizer.pad_token_id)
-    return common.Samples(make, len(triplets)), collate_fn
-
-
-def left_right_tokens(tokenizer):
-    """{token: its opposite} for left and right, which change places in a flipped photo"""
-    other_side = {}
-    for word in ("left", "right", "Left", "Right"):
-        for form in (word, f" {word}"):  # different tokens in RoBERTa
-            pair = [form, common.swap_left_right(form)]
-            token, other = tokenizer(pair, add_special_tokens=False)["input_ids"]
-            if len(token) == len(other) == 1 and tokenizer.unk_token_id not in token + other:
-                other_side[token[0]] = other[0]
-    return other_side
-
-
-def make_sample(triplets, mask_token, other_side, args, index, rng):
-    """A photo and its caption with one word masked [Sec. 3.2]; rng None: centre crop."""
-    caption, mask_pos, concept = triplets.masked[index].tolist()
-    image_idx = int(triplets.image_idx[caption])
-    sample = common.load_image(triplets.images[image_idx], rng, args)
-    first, end = triplets.token_offsets[caption : caption + 2]
-    tokens = triplets.tokens[first:end].tolist()
-    if sample["flipped"]:
-        tokens = [other_side.get(token, token) for token in tokens]
-    sample["target"] = tokens[mask_pos]
-    tokens[mask_pos] = mask_token
-    sample["tokens"] = torch.tensor(tokens)
-    return sample | {"image_idx": image_idx, "mask_pos": mask_pos, "concept": concept}
-
-
-def collate(tags, permutation, pad_token, samples):
-    """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), tags (B, K), image_idx,
+def collate(samples):
+    """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), tags (B, K), photo,
     mask_pos, target, concept (B,), attention_mask (B, T): False at padding
     """
-    batch = common.collate_images(samples)
     tokens = [sample["tokens"] for sample in samples]
-    ones = [torch.ones(len(row), dtype=torch.bool) for row in tokens]
-    batch["tokens"] = pad_sequence(tokens, batch_first=True, padding_value=pad_token)
-    batch["attention_mask"] = pad_sequence(ones, batch_first=True)
-    for name in ("image_idx", "mask_pos", "target", "concept"):
+    lengths = torch.tensor([len(row) for row in tokens])
+    batch = {"images": common.stack(samples, "image")}
+    batch["tokens"] = pad_sequence(tokens, batch_first=True)
+    batch["attention_mask"] = torch.arange(lengths.max()) < lengths[:, None]
+    for name in ("jitter", "tags", "photo", "mask_pos", "target", "concept"):
         batch[name] = common.stack(samples, name)
-    flipped = [sample["flipped"] for sample in samples]
-    image_ids = batch["image_idx"].tolist()
-    batch["tags"] = language.label_rows(tags, image_ids, flipped, permutation)
     return batch
 
 
 # --------------------------------------------------------------------- the frozen language model
 
 
-def load_language_model(args, train, run):
-    """--lm, or a small BERT that the first process trains -> tokenizer, FrozenLanguageModel"""
-    name = args.lm
-    device = run.world.device
-    if name == "scratch":
-        name = str(run.folder / "language_model")
-        initial = Path(args.init or "").parent / "language_model"
-        first = run.world.is_main and not run.iteration
-        if first and "model" in run.saved and initial.exists():
-            shutil.copytree(initial, name, dirs_exist_ok=True)
-        elif first:
-            language.scratch_language_model(
-                name,
-                train.all_captions(),
-                iters=args.lm_iters,
-                seed=args.seed,
-                device=device,
-                amp=args.amp,
-                layers=args.lm_layers,
-            )
-        common.barrier(run.world)
-    tokenizer, model = language.language_model(name, device)
-    return tokenizer, FrozenLanguageModel(model, args.amp)
+def scratch_model(args, init, train, device):
+    """--lm scratch: a small BERT, or that of the run that --init continues -> its folder"""
+
+    def make(folder):
+        earlier = Path(args.init or "").parent / "language_model"
+        if "model" in init and earlier.exists():
+            shutil.copytree(earlier, folder, dirs_exist_ok=True)
+        else:
+            small_bert = common.extra("small_bert")
+            how = args.lm_iters, args.seed, device, args.amp, args.lm_layers
+            small_bert.train(folder, train.all_captions(), *how)
+
+    return common.once(args, "language_model", make)
+
+
+def load_language_model(name, device, amp):
+    """name: a BERT or RoBERTa, on the hub or in a folder -> tokenizer, FrozenLanguageModel"""
+    import transformers  # only here: it takes seconds, and --help needs none
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # DataLoader workers tokenise
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    kind = "a BERT or RoBERTa with its head for masked tokens"
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        model, report = transformers.AutoModelForMaskedLM.from_pretrained(
+            name, attn_implementation="sdpa", output_loading_info=True
+        )
+    except (OSError, ValueError):
+        fail(f"--lm {name}: give {kind}, on the hub or in a folder, or scratch")
+    missing = sorted(report["missing_keys"])
+    if missing or not (hasattr(model, "cls") or hasattr(model, "lm_head")):
+        fail(f"--lm {name} is not {kind}, but {type(model).__name__} without {missing[:3]}")
+    model.float().to(device).eval().requires_grad_(False)  # transformers 5 keeps half precision
+    return tokenizer, FrozenLanguageModel(model, amp)
 
 
 class FrozenLanguageModel:
@@ -425,14 +510,11 @@ class FrozenLanguageModel:
     """
 
     def __init__(self, model, amp):
-        name = "cls" if hasattr(model, "cls") else "lm_head"  # BERT's and RoBERTa's
-        kind = type(model).__name__
-        require(hasattr(model, name), f"--lm is a {kind}: give a BERT or a RoBERTa")
-        self.mlm_head = getattr(model, name)
         self.encoder = model.base_model
+        self.mlm_head = model.cls if hasattr(model, "cls") else model.lm_head  # RoBERTa's
+        self.token_embeddings = model.get_input_embeddings().weight.detach()
         self.width = model.config.hidden_size
         self.amp = amp
-        self.token_embeddings = model.get_input_embeddings().weight.detach()
         # The encoder is cast once, because autocast would cast frozen weights at each use. mlm_head
         # and V stay float32 for validation (see predict); autocast casts them in training.
         if amp in common.HALF:
@@ -443,7 +525,7 @@ class FrozenLanguageModel:
     @torch.no_grad()
     def encode(self, tokens, attention_mask):
         """tokens, attention_mask (B, T) -> W (B, T, d_w), float32"""
-        mask = language.attention_mask(self.encoder, attention_mask)
+        mask = attention_mask[:, None, None]  # (B, T) would make transformers wait for the GPU
         with common.autocast(tokens.device, self.amp):
             output = self.encoder(input_ids=tokens, attention_mask=mask)
         return output.last_hidden_state.float()
@@ -460,11 +542,9 @@ class ICMLM(nn.Module):
         super().__init__()
         self.backbone = common.build_backbone(arch)
         channels = self.backbone.channels
-        if head == "tfm":
-            self.head = Tfm(channels, lm, layers, heads)
-        else:
-            self.head = AttFc(channels, lm, layers, heads)
-        self.tags = language.tag_head(arch, channels, num_tags) if num_tags else None
+        kind = Tfm if head == "tfm" else AttFc
+        self.head = kind(channels, lm, layers, heads)
+        self.tags = tag_head(arch, channels, num_tags) if num_tags else None
 
     def forward(self, images, token_features, attention_mask, mask_pos):
         """images (B, 3, h, w); token_features: W (B, T, d_w); attention_mask (B, T); mask_pos (B,)
@@ -477,6 +557,38 @@ class ICMLM(nn.Module):
         return logits, tag_logits
 
 
+# Copied from tp.py
+def tag_head(arch, channels, num_labels):
+    """Module tp of Fig. 2: (B, channels, h, w) -> logits (B, K). Widths and norms [ours].
+
+    ResNets: pooling and a 2-layer MLP [Sec. 4.3]. VGG-16: 4 convolutions, pooling and a linear
+    layer, in place of its fully connected layers [Sec. 4, Networks].
+    """
+    pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    if arch == "vgg16_bn":
+        layers = []
+        for _ in range(4):
+            layers.append(nn.Conv2d(channels, channels, 3, padding=1, bias=False))
+            layers.append(nn.BatchNorm2d(channels))
+            layers.append(nn.ReLU())
+        layers += pool
+    else:
+        layers = [*pool, nn.Linear(channels, channels), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(channels, num_labels))
+
+
+# Copied from tp.py
+def tag_loss(logits, labels):
+    """Eq. 2: softmax cross-entropy with multi-hot labels, normalised to sum to one
+
+    logits (B, K), labels (B, K) -> scalar, the mean over the rows that have a label
+    """
+    counts = labels.sum(1, keepdim=True)
+    targets = labels / counts.clamp(min=1)
+    total = F.cross_entropy(logits.float(), targets, reduction="sum")
+    return total / (counts > 0).sum().clamp(min=1)
+
+
 class Tfm(nn.Module):
     """ICMLM-tfm: a Transformer encoder reads the projected X together with W [Sec. 3.2, App. E]."""
 
@@ -484,9 +596,7 @@ class Tfm(nn.Module):
         super().__init__()
         self.lm = lm  # frozen; not an nn.Module, so not registered here
         self.project = nn.Linear(channels, lm.width)
-        self.layers = nn.ModuleList()
-        for _ in range(layers):
-            self.layers.append(EncoderLayer(lm.width, heads))
+        self.layers = nn.ModuleList(EncoderLayer(lm.width, heads) for _ in range(layers))
 
     def forward(self, features, token_features, attention_mask, mask_pos):
         """As ICMLM.forward, of features (B, d_x, H, W) -> logits (B, |V|)"""
@@ -544,7 +654,7 @@ class EncoderLayer(nn.Module):
         K = self.per_head(self.key(z))  # Eq. 13
         Q = self.per_head(self.query(z))
         V = self.per_head(self.value(z))
-        # Eq. 14: softmax(K Q^T / sqrt(d_w)) V
+        # Eq. 14: softmax(K Q^T / sqrt(d_w)) V. What the paper calls K is the usual query.
         output = F.scaled_dot_product_attention(
             query=K, key=Q, value=V, attn_mask=mask[:, None, None]
         )
@@ -579,9 +689,7 @@ class AttFc(nn.Module):
 
     def __init__(self, channels, lm, layers, heads):
         super().__init__()
-        self.att = nn.ModuleList()
-        for _ in range(heads):
-            self.att.append(AttentionHead(channels, lm.width))
+        self.att = nn.ModuleList(AttentionHead(channels, lm.width) for _ in range(heads))
         self.sigma_h = nn.Parameter(torch.full((heads,), 1 / heads))  # initialised uniformly
         self.b_h = nn.Parameter(torch.zeros(1))
         self.fc = nn.Sequential()
@@ -618,52 +726,41 @@ class AttFc(nn.Module):
 
 
 @torch.no_grad()
-def validate(model, lm, val, concepts, tokenizer, args, num_triplets=5000):
-    """Losses and accuracies of masked token prediction [Tab. 1] -> entries of result.json
+def validate(model, lm, triplets, args, device, num_triplets=5000):
+    """Losses, and masked token prediction [Tab. 1] of random triplets -> entries of result.json
 
     "validation_loss": {"mlm": Eqs. 6, 7, "tp": Eq. 2; the paper chose lambda by it [App. B]};
     "masked_words": number of triplets; top1, top5... with the photo, another photo and no photo
     """
-    was_training = model.backbone.training
+    was_training = model.backbone.training  # not while it is frozen
     model.eval()
-    rng = np.random.default_rng(args.seed)
-    chosen = np.sort(rng.permutation(len(val))[:num_triplets])  # None: all
-    val = replace(val, masked=val.masked[chosen])
-    samples, collate_fn = triplet_samples(val, tokenizer, concepts, args)
-    part_of = list(concepts.values())
-    device = lm.token_embeddings.device
-    losses = defaultdict(list)
-    ranks = defaultdict(list)
-    parts = []
-    for batch in common.validation_batches(samples, args.workers, collate_fn, device):
-        with_image, shuffled, lm_only, tag_logits = predict(model, lm, batch, args.amp)
+    order = np.random.default_rng(args.seed).permutation(len(triplets))
+    chosen = Subset(triplets, np.sort(order[:num_triplets]).tolist())  # None: all
+    losses, ranks, concepts = defaultdict(list), defaultdict(list), []
+    for batch in common.validation_batches(chosen, collate, args, device):
+        logits, tag_logits = predict(model, lm, batch, args.amp)
         target = batch["target"]
-        ranks["with the photo"].append(target_ranks(with_image, target))
-        ranks["with another photo"].append(target_ranks(shuffled, target))
-        ranks["language model alone"].append(target_ranks(lm_only, target))
-        losses["mlm"].append(F.cross_entropy(with_image, target, reduction="none"))
+        losses["mlm"].append(F.cross_entropy(logits["with the photo"], target, reduction="none"))
         if args.lambda_tp:
-            tag_loss = language.tag_loss(tag_logits, batch["tags"])
-            losses["tp"].append(tag_loss.expand(len(target)))
-        parts += [part_of[k] for k in batch["concept"].tolist()]
+            losses["tp"].append(tag_loss(tag_logits, batch["tags"]).expand(len(target)))
+        for name in logits:
+            ranks[name].append(target_ranks(logits[name], target))
+        concepts += batch["concept"].tolist()
     model.train()
     model.backbone.train(was_training)
-    mean_loss = {name: float(concatenate(rows).mean()) for name, rows in losses.items()}
-    print_main(f"validation loss: {common.format_scores(mean_loss)}")
-    results = {"triplets": len(parts)}
+
+    loss = {name: round(torch.cat(rows).mean().item(), 4) for name, rows in losses.items()}
+    print_main(f"validation loss: {loss}")
+    parts = np.array(list(triplets.concepts.values()))[concepts]  # of speech
+    result = {"triplets": len(parts)}
     for name, rows in ranks.items():
-        results[name] = accuracies(concatenate(rows), np.array(parts))
-        scores = common.format_scores(results[name])
-        print_main(f"masked token prediction, {len(parts)} triplets, {name}: {scores}")
-    return {"validation_loss": mean_loss, "masked_words": results}
-
-
-def concatenate(batches):
-    return torch.cat(batches).cpu().numpy()
+        result[name] = accuracies(torch.cat(rows).cpu().numpy(), parts)
+        print_main(f"masked words, {name}: {result[name]}")
+    return {"validation_loss": loss, "masked_words": result}
 
 
 def predict(model, lm, batch, amp):
-    """-> logits (B, |V|) with the photo, with another one, of the language model alone; tag logits
+    """-> {name: logits (B, |V|)} with the photo, with another, without; tag logits (B, K)
 
     With another photo [ours]: what the head predicts without seeing the right one.
     """
@@ -672,35 +769,28 @@ def predict(model, lm, batch, amp):
     token_features = lm.encode(batch["tokens"], mask)
     with common.autocast(mask.device, amp):
         features = model.backbone(common.augment(batch["images"]))
-    # The rest in float32: in half precision many tokens tie for the best: a miss.
+    # The rest in float32: in half precision many tokens tie for the best.
     features = features.float()
-    other = mismatched_index(batch["image_idx"].tolist())
-    with_image = model.head(features, token_features, mask, mask_pos)
-    shuffled = model.head(features[other], token_features, mask, mask_pos)
-    lm_only = lm.mlm_head(at_mask(token_features, mask_pos))
-    tag_logits = model.tags(features) if model.tags else None
-    return with_image, shuffled, lm_only, tag_logits
+    other = features[another_photo(batch["photo"])]
+    logits = {
+        "with the photo": model.head(features, token_features, mask, mask_pos),
+        "with another photo": model.head(other, token_features, mask, mask_pos),
+        "language model alone": lm.mlm_head(at_mask(token_features, mask_pos)),
+    }
+    return logits, model.tags(features) if model.tags else None
 
 
-def mismatched_index(image_ids):
-    """image_ids (B,) -> for each, the next sample with another photo, or itself if none has"""
-    mismatched = []
-    for i, own in enumerate(image_ids):
-        others = [*range(i + 1, len(image_ids)), *range(i)]
-        mismatched.append(next((j for j in others if image_ids[j] != own), i))
-    return mismatched
+def another_photo(photos):
+    """photos (B,) -> for each sample, the number of the next one that has another photo"""
+    numbers = torch.arange(len(photos), device=photos.device)
+    nearness = (numbers[:, None] - numbers) % len(photos)  # (B, B): B - 1 for the next one
+    return (nearness * (photos != photos[:, None])).argmax(1)
 
 
 def target_ranks(logits, target):
-    """Rank of each target (B,) in its row of logits (B, |V|), counted from 0 -> (B,)
-
-    Equal logits share the mean of their ranks; a target whose logit is NaN comes last.
-    """
-    target_logit = logits.gather(1, target[:, None])
-    num_ties = (logits == target_logit).sum(1) - 1
-    ranks = (logits > target_logit).sum(1) + num_ties / 2
-    unknown = target_logit.isnan().squeeze(1)
-    return ranks.masked_fill(unknown, logits.size(1))
+    """Rank of each target (B,) in its row of logits (B, |V|), from 0; ties and NaN come last."""
+    lower = logits < logits.gather(1, target[:, None])
+    return (~lower).sum(1) - 1
 
 
 def accuracies(ranks, parts):
@@ -708,8 +798,8 @@ def accuracies(ranks, parts):
     correct = {"top1": ranks <= 0, "top5": ranks <= 4}
     for part in np.unique(parts):
         correct[f"{part} top1"] = ranks[parts == part] <= 0
-    return {name: 100 * float(hits.mean()) for name, hits in correct.items()}
+    return {name: round(100 * float(hits.mean()), 2) for name, hits in correct.items()}
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

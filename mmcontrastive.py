@@ -26,10 +26,11 @@ Where the paper is:
     Eqs. 1, 6, 9, 12, queries                MultimodalContrastive.forward
     Eqs. 2, 7, 10, 13, keys                  MultimodalContrastive.encode_keys
     momentum encoders, queues [Sec. 3.1]     update_momentum, Queue
-    Eqs. 3, 4, 5, 8, the losses              contrastive_losses, log_probabilities
+    Eqs. 3, 8, of two views                  contrastive_losses, log_probabilities
+    Eqs. 4, 5, of common tags                tag_loss; tagged_by_nouns
     Eqs. 11, 14, between the modalities      ranking_loss
     Eq. 15, their weighted sum               main
-    views of photos and captions [Sec. 4.1]  make_sample, caption_views
+    views of photos and captions [Sec. 4.1]  TwoViews
     retrieval without fine-tuning [Tab. 7]   validate
 
 What to expect: the losses start near 0 and rise while the queues fill, because empty slots do not
@@ -41,10 +42,13 @@ If training stalls on few photos, use a --queue of 8 to 16 batches, --lambda-ic 
 and a pretrained caption encoder (--lm, or --lm scratch --lm-iters N): docs/mmcontrastive.md.
 """
 
+import argparse
 import copy
 import json
 import math
 import os
+import re
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,10 +59,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import common
-import language
-from common import error_context, fraction, positive, positive_int, print_main, progress, require
-
-eval_linear = common.import_if_there("eval_linear")  # the probe at the end
+from common import fail, print_main, progress
 
 # fmt: off
 RECIPES = {  #           demo        small       paper
@@ -94,7 +95,6 @@ RECIPES = {  #           demo        small       paper
     "weight_decay":     (1e-2,       1e-2,       1e-4),                 # Sec. 4.1
     "log_every":        (10,         20,         20),
     "checkpoint_every": (200,        500,        2000),
-    "probe_images":     (2000,       10_000,     10_000),
 }
 # fmt: on
 MARGIN = 0.2  # alpha of Eqs. 11, 14 [Sec. 4.1]
@@ -106,261 +106,338 @@ CAPTION_VIEWS = "same", "sibling", "backtranslation"
 
 def get_args(argv=None):
     # fmt: off
-    recipe = common.choose_recipe(RECIPES, argv)
-    parser = common.flag_parser("mmcontrastive", __doc__, recipe)
+    parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument_group("data").add_argument
+    add("--data", default="shapes", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
+    add("--recipe", choices=common.RECIPE_NAMES, help="demo (shapes), small (.jsonl) or paper")
+    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
+    add("--train-split", help="default train2017 for coco, else train")
+    add("--val-split", help="default val2017 for coco, else val")
+    add("--tags", choices=("annotated", "nouns", "nouns-spacy"), help="of Eq. 5 [Sec. 4.1, 4.4]")
+    add("--workers", type=int, default=min(8, os.cpu_count() // 2), help="more if data_wait > 0.05")
 
     add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
+    add("--image-size", type=int, help="crop side in pixels; cost grows with its square")
+    add("--crop-min", type=float, help="smallest fraction of a photo's area in a crop")
+    add("--colour-jitter", type=float, help="strength; lower it if captions name colours")
     add("--moco-v1", action="store_true", help="MoCo v1's colour jitter on every photo, no blur")
-    add("--caption-views", choices=CAPTION_VIEWS,
-        help="one caption twice (dropout differs), two of a photo, or one and its back-translation")
+    add("--caption-views", choices=CAPTION_VIEWS, help="a caption twice, two, or a translated one")
     add("--backtranslations", help="file of tools/backtranslate.py (default: in --output)")
 
     add = parser.add_argument_group("model [Sec. 4.1]").add_argument
+    add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
     add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
     add("--lm", help="caption encoder: BERT from the hub or a folder; scratch: random weights")
-    add("--lm-iters", type=int,
-        help="iterations of masked language modelling that --lm scratch gets first; 0: none")
+    add("--lm-iters", type=int, help="of masked language modelling, which --lm scratch gets first")
     add("--mlp-hidden", type=int, help="hidden width of the MLPs; 0: linear, as in MoCo v1")
-    add("--intra-dim", type=int, default=128,
-        help="width of the intra-modal spaces; 0: one MLP for both, of --inter-dim [Sec. 4.4]")
-    add("--inter-dim", type=positive_int, default=1024, help="width of the common space [Sec. 4.4]")
-    add("--queue", type=positive_int, help="K, keys to compare with; lower it for few photos")
-    add("--momentum", type=fraction, help="m of the momentum encoders; lower for short runs")
-    add("--bn-splits", type=positive_int,
-        help="groups of shuffled batch norm; with 1, batch statistics give the key away [MoCo]")
+    add("--intra-dim", type=int, default=128, help="of these spaces; 0: one MLP for all [Sec. 4.4]")
+    add("--inter-dim", type=int, default=1024, help="width of the common space [Sec. 4.4]")
+    add("--queue", type=int, help="K, keys to compare with; lower it for few photos")
+    add("--momentum", type=float, help="m of the momentum encoders; lower for short runs")
+    add("--bn-splits", type=int, help="groups of shuffled batch norm; 1 gives keys away [MoCo]")
 
     add = parser.add_argument_group("losses and their weights [Sec. 4.1]").add_argument
     add("--lambda-ii", type=float, help="Eq. 3, photo to photo")
-    add("--lambda-tag", type=float,
-        help="Eq. 5, photos with common tags; without a default: 1 if there are tags, else 0")
+    add("--lambda-tag", type=float, help="Eq. 5, common tags; default 1 if there are tags, else 0")
     add("--lambda-cc", type=float, default=1.0, help="Eq. 8, caption to caption")
     add("--lambda-ic", type=float, help="Eq. 11, photo to captions; raise it for short queues")
     add("--lambda-ci", type=float, help="Eq. 14, caption to photos; raise it for short queues")
-    add("--temperature", type=positive, default=0.07, help="tau of Eqs. 3, 5, 8")
-    add("--tags", choices=("annotated", "nouns", "nouns-spacy"),
-        help="for Eq. 5: from --data, or the captions' nouns found by TextBlob or spaCy [Sec. 4.4]")
+    add("--temperature", type=float, default=0.07, help="tau of Eqs. 3, 5, 8")
     add("--tag-threshold", type=float, help="epsilon of Eq. 4; 0 if photos have few tags")
-    add("--steps", type=fraction, nargs="+",
-        help="divide lr by 10 after these fractions of training, no cosine; MoCo v1: 0.6 0.8")
-    add("--text-lr", type=positive, help="learning rate of the caption encoder (default "
-        f"{recipe['text_lr']:g}, scaled as --lr); 4e-5 suits a pretrained BERT")
-    # fmt: on
 
-    args = common.parse(parser, argv)
-    batch_scale = args.batch_size / recipe["batch_size"]  # linear scaling with the batch
-    args.lr = args.lr or batch_scale * recipe["lr"]
-    args.text_lr = args.text_lr or batch_scale * recipe["text_lr"]
-    if bool(args.lambda_ic) != bool(args.lambda_ci):  # one alone leaves its keys untrained
-        parser.error("--lambda-ic and --lambda-ci go together: give both, or 0 for both")
+    add = parser.add_argument_group("optimisation").add_argument
+    add("--batch-size", type=int, help="photos per iteration over all processes")
+    add("--iters", type=int, help="training iterations; scale them with the data")
+    add("--epochs", type=float, help="instead of --iters: passes over the data")
+    add("--lr", type=float, help="peak rate of the backbone; lower if the loss is not finite")
+    add("--text-lr", type=float, help="of the caption encoder; 4e-5 suits a pretrained BERT")
+    add("--warmup", type=float, help="of the learning rate, as a fraction of training")
+    add("--steps", type=float, nargs="+", help="lr / 10 after these fractions; MoCo v1: 0.6 0.8")
+    add("--weight-decay", type=float, help="raise it if photos are few")
+
+    add = parser.add_argument_group("run").add_argument
+    add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
+    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
+    add("--seed", type=int, default=0, help="random seed")
+    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
+    add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
+    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
+    add("--log-every", type=int, help="iterations between lines of metrics.jsonl")
+    add("--checkpoint-every", type=int, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
+    # fmt: on
+    args = parser.parse_args(argv)
+    common.apply_recipe(args, "mmcontrastive", RECIPES)
     if args.moco_v1:
         args.blur = 0.0
-    parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
-    groups = max(args.bn_splits, parts)
-    if groups % parts or args.batch_size % groups or args.batch_size < 2 * groups:
-        parser.error(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} "
-                     f"groups of two or more in {parts} parts (processes, accumulate)")  # fmt: skip
+    if bool(args.lambda_ic) != bool(args.lambda_ci):  # one alone leaves its keys untrained
+        parser.error("--lambda-ic and --lambda-ci go together: give both, or 0 for both")
     return args
 
 
 def main(args):
-    world = common.init_distributed()
-    device = world.device
+    device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
+    saved = common.start(args)  # by an earlier run of the same command, which resumes
+    init = {} if saved else common.read_init(args)
 
     # Data: some photos may have no captions or no tags [Sec. 3.2, end].
-    train = common.caption_data(args.data, args.root, args.train_split)
-    val = common.caption_data(args.data, args.root, args.val_split)
-    same_tags = args.tags == "annotated" and args.lambda_tag != 0
-    probe = eval_linear and eval_linear.Probe(args, train, val, same_tags)
-    if args.tags != "annotated" and args.lambda_tag != 0:
-        train = tagged_by_nouns(train, "spacy" if args.tags == "nouns-spacy" else "textblob")
-    args.lambda_tag = tag_weight(train, args.lambda_tag)
-    train = usable_photos(train, args)
-    translations = read_backtranslations(train, args)
-    queue_size = fit_queue(args.queue, len(train), args.batch_size)
-    run = common.Run(args, "mmcontrastive", world, train)
-    tokenizer, bert_config, pretrained = load_caption_model(args, train, run)
+    bn_group = batchnorm_group(args)
+    annotated = common.caption_data(args.data, args.root, args.train_split)
+    train, lambda_tag = usable_photos(args, annotated)
+    num_tags = len(train.tag_names) if lambda_tag else 0
+    translations = read_backtranslations(args, train)
+    if args.lambda_ic:  # retrieval is measured at the end
+        val = common.caption_data(args.data, args.root, args.val_split)
+    queue_size = fit_queue(args, len(train))
+    tokenizer, bert_config, pretrained = load_caption_model(args, init, train, device)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
-    sizes = f"{len(train)} photos ({len(val)} for validation), {sum(train.num_captions)} captions"
-    lrs = f"lr {args.lr:g}, text lr {args.text_lr:g}"
-    print_main(f"{sizes}, {len(train.tag_names or ())} tags; {iters} iterations at {lrs}")
+    print_main(f"{len(train)} photos, {num_tags} tags, queues of {queue_size} keys, {iters} "
+               f"iterations at lr {args.lr:g}, text lr {args.text_lr:g}, on {device}, amp "
+               f"{args.amp}, into {args.output}")  # fmt: skip
 
-    # Encoders, momentum encoders, queues, optimizer: restored from a checkpoint if there is one.
+    # Encoders, momentum encoders, queues and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
     encoders = build_encoders(args, bert_config)
-    if pretrained:
+    backbone = encoders["image"].trunk[0]
+    if pretrained and not saved:
         load_pretrained(encoders["caption"].trunk.bert, pretrained)
-    run.initialize(encoders, encoders["image"].trunk[0], prefix="queries.")
-    num_tags = len(train.tag_names) if args.lambda_tag else 0
-    bn_group = args.batch_size // max(args.bn_splits, args.accumulate * world.size)
+    common.load_init(init, nn.ModuleDict({"queries": encoders}), backbone)
     model = MultimodalContrastive(encoders, queue_size, num_tags, bn_group)
     model.to(device, memory_format=torch.channels_last)
-    backbone = model.queries["image"].trunk[0]
     rates = {"image": args.lr, "caption": args.text_lr}
     groups = [{"params": encoders[name].parameters(), "lr": rates[name]} for name in encoders]
     optimizer = common.build_optimizer(args.optimizer, groups, args.lr, args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    run.resume(model=model, optimizer=optimizer, scaler=scaler)
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    start = common.restore(args, saved, train, iters, **parts)
     if args.compile:
         model.queries["image"].trunk.compile()
         model.keys["image"].trunk.compile()
-    parallel = common.data_parallel(model, world).train()
+    parallel = common.data_parallel(model).train()
 
-    samples = common.Samples(partial(make_sample, train, translations, args), len(train))
-    for iteration, micro_batches in run.steps(samples, partial(collate, tokenizer), iters):
-        lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
+    photos = TwoViews(train, translations, args)
+    batches = common.train_batches(photos, partial(collate, tokenizer), args, device, start)
+    metrics = common.Metrics(args, start)
+    bar = progress(range(start + 1, iters + 1), initial=start, total=iters, unit=" its")
+    for iteration in bar:
+        lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)  # [Sec. 4.1]
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
         update_momentum(model.queries, model.keys, args.momentum)
 
         # The keys of all micro-batches at once: they need no gradient, and shuffled batch norm sees
         # the whole batch. (From here on dropout continues from the last micro-batch's seed.)
-        batches = list(micro_batches)
-        tags = torch.cat([batch["tags"] for batch in batches])  # (B, num_tags) of 0 and 1
-        captioned = torch.cat([batch["captioned"] for batch in batches])  # (B,)
-        images_k = torch.cat([augment_view(batch["k"], args) for batch in batches])  # (B, 3, h, w)
-        captions_k = [batch["k"].get("captions") for batch in batches]
+        micro_batches = [metrics.wait_for(batches) for _ in range(args.accumulate)]
+        images_k = torch.cat([augment_view(batch, 1, args) for batch in micro_batches])
+        captions_k = [batch.get("captions_k") for batch in micro_batches]
         with common.autocast(device, args.amp):  # {"image_intra": (B, 128), ...}
-            keys = model.encode_keys(images_k, captions_k, (args.seed, iteration), world)
+            keys = model.encode_keys(images_k, captions_k, (args.seed, iteration))
 
-        for n, batch in enumerate(batches):
-            parallel.require_backward_grad_sync = n + 1 == args.accumulate  # DDP: one all-reduce
-            images_q = augment_view(batch["q"], args)
-            captions_q = batch["q"].get("captions")  # tokens and attention mask (B, T), or None
+        for part, batch in enumerate(micro_batches):
+            # DDP averages the gradients of all processes, once: after the last micro-batch.
+            parallel.require_backward_grad_sync = part == args.accumulate - 1
+            images_q = augment_view(batch, 0, args)  # (B, 3, h, w)
             with common.autocast(device, args.amp):
-                queries = parallel(images_q, captions_q)
-            own_keys = {}
-            for name, key in keys.items():
-                own_keys[name] = key.chunk(args.accumulate)[n]
-            losses = contrastive_losses(
-                queries,
-                own_keys,
-                model.queues,
-                batch["tags"],
-                batch["captioned"],
-                temperature=args.temperature,
-                threshold=args.tag_threshold,
+                queries = parallel(images_q, batch.get("captions_q"))
+            own_keys = {name: key.chunk(args.accumulate)[part] for name, key in keys.items()}
+            tags, captioned = batch["tags"], batch["captioned"]  # (B, num_tags) of 0 and 1, (B,)
+            losses = contrastive_losses(queries, own_keys, model.queues, tags, captioned, args)
+            loss = (  # Eq. 15; losses that are not in use count 0
+                args.lambda_ii * losses.get("ii", 0)
+                + lambda_tag * losses.get("tag", 0)
+                + args.lambda_cc * losses.get("cc", 0)
+                + args.lambda_ic * losses.get("ic", 0)
+                + args.lambda_ci * losses.get("ci", 0)
             )
-            # Eq. 15: lambda_ii J_ii + lambda_tag J_tag + ...
-            loss = sum(getattr(args, f"lambda_{name}") * losses[name] for name in losses)
             scaler.scale(loss / args.accumulate).backward()
-            run.log(loss=loss, **losses)
+            metrics.add(loss=loss, **losses)
         scaler.step(optimizer)
         scaler.update()
-        model.enqueue(keys, tags, captioned, iteration, world)
-        run.log(lr=args.lr * lr_scale, text_lr=args.text_lr * lr_scale)
+        tags = torch.cat([batch["tags"] for batch in micro_batches])
+        captioned = torch.cat([batch["captioned"] for batch in micro_batches])
+        model.enqueue(keys, tags, captioned, iteration)
 
-    # The backbone is the result; the probe evaluates it.
-    if world.is_main:
-        common.save_weights(run.folder / "backbone.pth", backbone)
-        result = validate(model.queries, val, tokenizer, args, device) if args.lambda_ic else {}
-        run.finish(probe, backbone, **result)
+        if iteration % args.checkpoint_every == 0 or iteration == iters:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, parts)
+        if args.keep_every and iteration % args.keep_every == 0:
+            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
+        if iteration % args.log_every == 0:
+            row = metrics.means(iteration)
+            row |= {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
+            metrics.write(iteration, row)
+            bar.set_postfix(loss=f"{row['loss']:.3f}")
+
+    # The backbone is the result; eval_linear.py says what it is worth.
+    if common.is_main():
+        common.save_weights(f"{args.output}/backbone.pth", backbone)
+        scores = validate(model.queries, val, tokenizer, args, device) if args.lambda_ic else {}
+        common.write_result(args, annotated, **scores)
+    common.end_distributed()
 
 
 # -------------------------------------------------- photos, tags, captions that the losses can use
 
 
-def tagged_by_nouns(data, tagger):
-    """-> CaptionData whose tags are the most frequent nouns of its captions [Sec. 4.4]"""
-    concepts = language.count_concepts(data.all_captions(), tagger)
-    nouns = language.top_concepts(concepts, "nn", NUM_NOUNS)
-    sides = "left", "right"  # wrong in a flipped photo
-    nouns = [noun for noun in nouns if noun not in sides]
-    labels = language.concept_labels(data, nouns)
-    tags = [[nouns[k] for k in row] for row in np.split(labels.indices, labels.indptr[1:-1])]
-    return replace(data, tags=common.join_lines(tags), tag_names=nouns)
+def usable_photos(args, data):
+    """-> CaptionData of photos that a loss can use; lambda_tag, by default 1 if there are tags
 
-
-def tag_weight(data, requested):
-    """lambda_tag as requested; by default 1 if photos have tags, otherwise 0 [Sec. 4.1]"""
+    Only Eqs. 3 and 5 can use photos without a caption [Sec. 3.2, end].
+    """
+    lambda_tag = args.lambda_tag
+    if args.tags != "annotated" and lambda_tag != 0:
+        data = tagged_by_nouns(args, data)
     tagged = any(data.tags)
-    if requested is None and not tagged:
-        print_main("no photo has tags: the loss of Eq. 5 is left out (see --tags nouns)")
-        return 0.0
-    source = 'annotations/instances_{split}.json for coco, "tags" in a .jsonl, or --tags nouns'
-    require(tagged or not requested, f"--lambda-tag needs tags and no photo has any: {source}")
-    return 1.0 if requested is None else requested
+    if lambda_tag is None:
+        lambda_tag = float(tagged)  # [Sec. 4.1]
+    if lambda_tag and not tagged:
+        fail("--lambda-tag needs tags and no photo has any: annotations/instances_{split}.json for "
+             'coco, "tags" in a .jsonl, or --tags nouns')  # fmt: skip
+    if not (args.lambda_ii or lambda_tag or args.lambda_ic):
+        fail("--lambda-ii, --lambda-tag, --lambda-ic are 0: nothing trains the backbone")
+    if (args.lambda_cc or args.lambda_ic) and not any(data.captions):
+        fail("no photo has a caption: with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are "
+             "enough (MoCo-v2)")  # fmt: skip
+    if not (args.lambda_ii or lambda_tag):
+        data = data.captioned()
+    return data, lambda_tag
 
 
-def uses_captions(args):
-    return args.lambda_cc > 0 or args.lambda_ic > 0
+WORD = re.compile(r"[^\W\d_]+(?:-[^\W\d_]+)*")  # t-shirt is one
 
 
-def usable_photos(data, args):
-    """-> CaptionData; only Eqs. 3 and 5 can use photos without a caption [Sec. 3.2, end]"""
-    trained = args.lambda_ii or args.lambda_tag or args.lambda_ic
-    require(trained, "--lambda-ii, --lambda-tag, --lambda-ic are 0: nothing trains the backbone")
-    possible = any(data.num_captions) or not uses_captions(args)
-    hint = "with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are enough (MoCo-v2)"
-    require(possible, f"no photo has a caption: {hint}")
-    return data if args.lambda_ii or args.lambda_tag else data.captioned()
+def tagged_by_nouns(args, data):
+    """-> CaptionData whose tags are the most frequent nouns of its captions [Sec. 4.4]"""
+    find = partial(find_nouns, data.all_captions(), args.tags)
+    nouns = json.loads(common.once(args, "nouns.json", find).read_text())
+    tags = []
+    for captions in data.captions:
+        words = set(WORD.findall(" ".join(captions).lower()))
+        tags.append([k for k, noun in enumerate(nouns) if noun in words])
+    return replace(data, tags=common.Lists(tags, int), tag_names=nouns)
 
 
-def fit_queue(requested, num_photos, batch_size):
-    """K: a multiple of the batch, at most one key per photo
+def find_nouns(captions, tagger, path):
+    """Write the words that are nouns more often than not, the most frequent first, as JSON."""
+    captions = progress(captions, desc="nouns", unit=" captions", leave=False)
+    words = (WORD.findall(caption.lower()) for caption in captions)
+    if tagger == "nouns":
+        from textblob.en.taggers import PatternTagger  # its lexicon is in the package
 
-    With K close to the number of photos N, many queries have an older key of their own photo among
-    the negatives: a fraction (K / N)^2 / 2 of them, 4% on COCO, half at K = N.
-    """
-    size = min(requested, num_photos) // batch_size * batch_size
-    require(size, f"--queue {requested} or {num_photos} photos are fewer than a batch of "
-                  f"{batch_size}: lower --batch-size")  # fmt: skip
-    if size != requested:
-        print_main(f"queues of {size} keys instead of {requested}: a multiple of the batch, at "
-                   "most one per photo; raise --lambda-ic, --lambda-ci as 1 / K")  # fmt: skip
-    return size
+        pattern = PatternTagger()
+        tagged = (pair for row in words for pair in pattern.tag(" ".join(row), tokenize=False))
+    else:
+        try:
+            import spacy
+
+            nlp = spacy.load("en_core_web_sm", disable=["parser", "ner", "lemmatizer"])
+        except (ImportError, OSError):
+            fail("--tags nouns-spacy needs its English model: python -m pip install spacy && "
+                 "python -m spacy download en_core_web_sm")  # fmt: skip
+        documents = nlp.pipe(spacy.tokens.Doc(nlp.vocab, row) for row in words)
+        tagged = ((token.text, token.pos_) for document in documents for token in document)
+    counts, as_noun = Counter(), Counter()
+    for word, tag in tagged:
+        counts[word] += 1
+        as_noun[word] += tag.startswith(("NN", "NOUN", "PROPN"))  # TextBlob's tags and spaCy's
+    nouns = [word for word in counts if len(word) > 1 and as_noun[word] > counts[word] / 2]
+    nouns.sort(key=lambda word: (-counts[word], word))
+    sides = "left", "right"  # wrong in a flipped photo
+    common.save(path, json.dumps([noun for noun in nouns[:NUM_NOUNS] if noun not in sides]))
 
 
-def read_backtranslations(data, args):
-    """CaptionData with back-translations as its captions: [via French, via German]
-
-    [] if they are not used.
-    """
-    if args.caption_views != "backtranslation" or not uses_captions(args):
+def read_backtranslations(args, data):
+    """-> captions via French and via German, each like data.captions; [] if they are not used"""
+    if args.caption_views != "backtranslation" or not (args.lambda_cc or args.lambda_ic):
         return []
-    path = args.backtranslations or Path(args.output, "backtranslations.jsonl")
-    hint = f"tools/backtranslate.py writes {path}; --caption-views sibling needs none"
-    with error_context(hint), open(path, encoding="utf-8") as file:
+    path = Path(args.backtranslations or f"{args.output}/backtranslations.jsonl")
+    hint = "tools/backtranslate.py writes them; --caption-views sibling needs none"
+    if not path.is_file():
+        fail(f"there are no back-translations in {path}: {hint}")
+    with open(path, encoding="utf-8") as file:
         rows = {row["caption"]: row for row in map(json.loads, file)}
-    captions = data.all_captions()
-    missing = sum(caption not in rows for caption in captions)
-    require(not missing, f"{missing} of {len(captions)} captions have no back-translation: {hint}")
+    missing = set(data.all_captions()) - rows.keys()
+    if missing:
+        fail(f"{len(missing)} captions have no back-translation: {hint}")
     translations = []
     for by in ("fr", "de"):
-        translated = []
-        for i in range(len(data)):
-            translated.append([rows[c][by].strip() or c for c in data.captions_of(i)])
-        translations.append(data.with_captions(translated))
+        lists = [[rows[caption][by].strip() or caption for caption in row] for row in data.captions]
+        translations.append(common.Lists(lists, common.STRINGS))
     return translations
+
+
+def fit_queue(args, num_photos):
+    """K: a multiple of the batch, at most one key per photo
+
+    A fraction (K / N)^2 / 2 of the queries, with N photos, have an older key of their own photo
+    among the negatives: 4% on COCO, half at K = N.
+    """
+    size = min(args.queue, num_photos) // args.batch_size * args.batch_size
+    if not size:
+        fail(f"--queue {args.queue} or {num_photos} photos are fewer than a batch of "
+             f"{args.batch_size}: lower --batch-size")  # fmt: skip
+    if size != args.queue:
+        print_main(f"queues of {size} keys instead of {args.queue}: a multiple of the batch, at "
+                   "most one per photo; raise --lambda-ic, --lambda-ci as 1 / K")  # fmt: skip
+    return size
 
 
 # ------------------------------------------------------------------------------------- two views
 
 
-def make_sample(data, translations, args, index, rng):
-    """Two views of a photo and of one of its captions: "q" for the queries and "k" for the keys"""
-    crop = partial(common.random_crop, rng, args.crop_min)
-    images = common.read_crops(data.images[index], [crop, crop], args.image_size)
-    draw = moco_v1_jitter if args.moco_v1 else common.colour_jitter
-    jitter = np.stack([draw(rng, args.colour_jitter) for _ in images])
-    jitter[rng.random(2) < args.greyscale, 2:] = 0  # grey: saturation 0, so no hue to rotate
-    blurred = rng.random(2) < args.blur
-    sigma = np.where(blurred, rng.uniform(0.1, 2.0, 2), 0)  # MoCo-v2's, at 224 pixels
-    sigma = (sigma * args.image_size / 224).astype(np.float32)
-    flipped = rng.random(2) < 0.5
+class TwoViews(common.Photos):
+    """Two views of a photo and of one of its captions: 0 for the queries, 1 for the keys
 
-    # Caption n is compared with photo 1 - n (Eqs. 9 to 13), so its left and right are swapped if
-    # that photo is flipped. [ours: the captions of Eq. 8 then disagree in half of the samples]
-    captions = caption_views(data, index, args.caption_views, translations, rng)
-    views = []
-    for n in (0, 1):
-        image = images[n][:, ::-1] if flipped[n] else images[n]
-        caption = common.swap_left_right(captions[n]) if flipped[1 - n] else captions[n]
-        views.append({"image": image, "jitter": jitter[n], "sigma": sigma[n], "caption": caption})
-    tags = np.zeros(len(data.tag_names or ()), bool)
-    tags[data.tags_of(index)] = True
-    captioned = data.num_captions[index] > 0
-    return {"q": views[0], "k": views[1], "tags": tags, "captioned": captioned}
+    In validation the central square and the index of the photo
+    """
+
+    def __init__(self, data, translations, args):
+        super().__init__(data, args)
+        self.translations = translations
+        self.args = args
+
+    def sample(self, index, rng):
+        if rng is None:
+            return {"image": self.photo(index, rng)["image"], "index": index}
+        args = self.args
+        crop = partial(common.random_crop, rng, args.crop_min)
+        images = common.read_crops(self.data, index, [crop, crop], args.image_size)
+        draw_jitter = moco_v1_jitter if args.moco_v1 else common.colour_jitter
+        jitter = np.stack([draw_jitter(rng, args.colour_jitter) for _ in images])  # (2, 4)
+        grey = rng.random(2) < args.greyscale
+        jitter[grey, 2:] = 0  # saturation 0, so that there is no hue to rotate
+        blurred = rng.random(2) < args.blur
+        sigma = blurred * rng.uniform(0.1, 2.0, 2) * args.image_size / 224  # MoCo-v2's, in pixels
+        flipped = rng.random(2) < 0.5
+        captions = self.two_captions(index, rng)
+        for n in (0, 1):
+            if flipped[n]:
+                images[n] = images[n][:, ::-1]
+                # Caption 1 - n is compared with photo n (Eqs. 9 to 13): left and right are swapped.
+                # [ours: the captions of Eq. 8 then disagree in half of the samples]
+                captions[1 - n] = common.swap_left_right(captions[1 - n])
+        tags = np.zeros(len(self.data.tag_names or ()), bool)
+        tags[self.data.tags[index]] = True
+        sample = {"images": np.stack(images), "jitter": jitter, "sigma": sigma.astype(np.float32)}
+        return sample | {"captions": captions, "captioned": any(captions), "tags": tags}
+
+    def two_captions(self, index, rng):
+        """Two views of one of the photo's captions [Sec. 3.1]; two empty strings if it has none
+
+        With back-translation, the first view is the caption itself. [ours]
+        """
+        captions = self.data.captions[index]
+        if not captions:
+            return ["", ""]
+        n = rng.integers(len(captions))
+        if self.args.caption_views == "sibling" and len(captions) > 1:
+            siblings = captions[:n] + captions[n + 1 :]
+            return [captions[n], siblings[rng.integers(len(siblings))]]
+        if self.translations:
+            translated = self.translations[rng.integers(len(self.translations))]
+            return [captions[n], translated[index][n]]
+        return [captions[n], captions[n]]
 
 
 def moco_v1_jitter(rng, strength):
@@ -369,65 +446,39 @@ def moco_v1_jitter(rng, strength):
     return rng.uniform(common.NO_JITTER - limits, common.NO_JITTER + limits).astype(np.float32)
 
 
-def caption_views(data, index, kind, translations, rng):
-    """Two views of one of the photo's captions [Sec. 3.1]; two empty strings if it has none
-
-    kind: --caption-views. With back-translation, the first view is the caption itself. [ours]
-    """
-    captions = data.captions_of(index)
-    if not captions:
-        return "", ""
-    n = rng.integers(len(captions))
-    caption = captions[n]
-    siblings = captions[:n] + captions[n + 1 :]
-    if kind == "sibling" and siblings:
-        return caption, siblings[rng.integers(len(siblings))]
-    if translations:
-        translated = translations[rng.integers(len(translations))]
-        return caption, translated.captions_of(index)[n]
-    return caption, caption
-
-
 def collate(tokenizer, samples):
-    """-> tags (B, num_tags), captioned (B,), and the views "q" and "k": image uint8
-    (B, size, size, 3), jitter (B, 4), sigma (B,) in pixels
-
-    With a tokenizer each view also has captions: tokens and attention mask (B, T).
+    """-> images uint8 (B, 2, size, size, 3), jitter (B, 2, 4), sigma (B, 2), tags (B, num_tags),
+    captioned (B,); with a tokenizer also captions_q and captions_k: see `tokenize`
     """
-    batch = {name: common.stack(samples, name) for name in ("tags", "captioned")}
-    for name in ("q", "k"):
-        views = [sample[name] for sample in samples]
-        batch[name] = {part: common.stack(views, part) for part in ("image", "jitter", "sigma")}
-        if tokenizer:
-            batch[name]["captions"] = tokenize(tokenizer, [view["caption"] for view in views])
+    names = "images", "jitter", "sigma", "tags", "captioned"
+    batch = {name: common.stack(samples, name) for name in names}
+    if tokenizer:
+        batch["captions_q"] = tokenize(tokenizer, [sample["captions"][0] for sample in samples])
+        batch["captions_k"] = tokenize(tokenizer, [sample["captions"][1] for sample in samples])
     return batch
 
 
 def tokenize(tokenizer, captions):
-    """-> tokens (B, T), attention mask (B, T): False at padding"""
+    """-> (2, B, T): the tokens, and their attention mask, 0 at padding"""
     encoded = tokenizer(
-        captions, return_tensors="pt", padding=True, truncation=True, max_length=MAX_TOKENS
+        captions, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
     )
-    return [encoded["input_ids"], encoded["attention_mask"].bool()]
+    return torch.stack([encoded["input_ids"], encoded["attention_mask"]])
 
 
-def augment_view(view, args):
-    """-> images (B, 3, size, size)
-
-    The blur runs in the precision of --amp: the first convolution would round its output anyway.
-    """
-    images = common.augment(view["image"], view["jitter"])
+def augment_view(batch, n, args):
+    """View 0 (of queries) or 1 (of keys) of the photos -> (B, 3, size, size)"""
+    images = common.augment(batch["images"][:, n], batch["jitter"][:, n])
     if args.blur == 0:
         return images
-    with common.autocast(images.device, args.amp):
-        return blur(images, view["sigma"])
+    with common.autocast(images.device, args.amp):  # the first convolution would round it anyway
+        return blur(images, batch["sigma"][:, n])
 
 
 def blur(images, sigma):
-    """Gaussian blur of each image (B, 3, size, size) by its sigma (B,) in pixels; 0 for none
+    """Gaussian blur of each image (B, 3, size, size) by its sigma (B,) in pixels; 0: none [MoCo-v2]
 
-    Two matrix products, over rows and columns. The weights sum to one, so pixels may already be
-    normalised. [MoCo-v2]
+    Two matrix products, over rows and columns, whose weights sum to one.
     """
     pixels = torch.arange(images.size(-1), device=images.device, dtype=torch.float32)
     distance = pixels[:, None] - pixels
@@ -446,46 +497,42 @@ def build_encoders(args, bert_config=None):
     Spaces that no loss uses have no MLP. The paper writes Phi_ik in both Eq. 7 and Eq. 10 for two
     MLPs that it calls distinct: caption_intra and caption_inter of the momentum encoder.
     """
-    unified = not args.intra_dim
     intra_dim = args.intra_dim or args.inter_dim
-    image_dims = {}
-    caption_dims = {}
-    if args.lambda_ii or args.lambda_tag:
+    image_dims, caption_dims = {}, {}
+    if args.lambda_ii or args.lambda_tag != 0:  # None: 1 or 0, see usable_photos
         image_dims["image_intra"] = intra_dim  # Eqs. 1, 2
     if args.lambda_cc:
         caption_dims["caption_intra"] = intra_dim  # Eqs. 6, 7
     if args.lambda_ic:
         image_dims["image_inter"] = args.inter_dim  # Eqs. 9, 13
         caption_dims["caption_inter"] = args.inter_dim  # Eqs. 12, 10
-    encoders = nn.ModuleDict()
     backbone = common.build_backbone(args.arch)
     trunk = nn.Sequential(backbone, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    width = backbone.channels
-    encoders["image"] = Encoder(trunk, width, image_dims, args.mlp_hidden, unified)
+    encoders = nn.ModuleDict()
+    encoders["image"] = Encoder(trunk, backbone.channels, image_dims, args)
     if bert_config:
         trunk = CaptionTrunk(bert_config)
-        width = bert_config.hidden_size
-        encoders["caption"] = Encoder(trunk, width, caption_dims, args.mlp_hidden, unified)
+        encoders["caption"] = Encoder(trunk, bert_config.hidden_size, caption_dims, args)
     return encoders
 
 
 class Encoder(nn.Module):
     """A trunk, and a 2-layer MLP for each space -> {name: (B, dim), of unit length} [Sec. 4.1]
 
-    dims: {name: dim} of the spaces.  unified: all spaces share one MLP [Sec. 4.4]
+    dims: {name: dim} of the spaces.  args: intra_dim (0: they share one MLP [Sec. 4.4]), mlp_hidden
     """
 
-    def __init__(self, trunk, width, dims, hidden, unified=False):
+    def __init__(self, trunk, width, dims, args):
         super().__init__()
         self.trunk = trunk
-        if unified:
-            mlps = dict.fromkeys(dims, build_mlp(width, hidden, max(dims.values())))
-        else:
-            mlps = {name: build_mlp(width, hidden, dim) for name, dim in dims.items()}
+        if args.intra_dim:
+            mlps = {name: build_mlp(width, args.mlp_hidden, dim) for name, dim in dims.items()}
+        else:  # one for all spaces
+            mlps = dict.fromkeys(dims, build_mlp(width, args.mlp_hidden, args.inter_dim))
         self.mlps = nn.ModuleDict(mlps)
 
-    def forward(self, *inputs):
-        features = self.trunk(*inputs)  # (B, width)
+    def forward(self, inputs):
+        features = self.trunk(inputs)  # (B, width)
         return {name: F.normalize(mlp(features).float(), dim=1) for name, mlp in self.mlps.items()}
 
 
@@ -498,91 +545,92 @@ def build_mlp(width, hidden, dim):
 class CaptionTrunk(nn.Module):
     """The pooled output of a BERT-like model, or its first token's if it has no pooler
 
-    tokens, attention mask (B, T) -> (B, d)
+    (2, B, T), tokens and attention mask, from `tokenize` -> (B, d) [Sec. 4.1]
     """
 
     def __init__(self, config):
         super().__init__()
-        bert = language.quiet_transformers().AutoModel.from_config(config)
-        self.bert = bert.float()  # some are published in half precision
+        from transformers import AutoModel
 
-    def forward(self, tokens, attention_mask):
-        mask = language.attention_mask(self.bert, attention_mask)
+        self.bert = AutoModel.from_config(config).float()  # some are published in half precision
+
+    def forward(self, captions):
+        tokens, mask = captions
+        if self.bert.config._attn_implementation == "sdpa":
+            mask = mask.bool()[:, None, None]  # (B, T) would make transformers wait for the GPU
         output = self.bert(input_ids=tokens, attention_mask=mask)
         pooled = output.get("pooler_output")
         return output.last_hidden_state[:, 0] if pooled is None else pooled
 
 
-def load_caption_model(args, train, run):
-    """-> tokenizer, configuration of BERT, source of its initial weights (None: random)
+def load_caption_model(args, init, train, device):
+    """-> tokenizer, configuration of BERT, source of pretrained weights (None: there are none)
 
-    Tokenizer and configuration are kept in --output/caption_model.
+    Tokenizer and configuration are kept in caption_model/ of --output.
     """
-    if not uses_captions(args):
+    if not (args.lambda_cc or args.lambda_ic):
         return None, None, None
-    folder = run.folder / "caption_model"
-    pretrained = args.lm
-    if args.lm == "scratch":
-        pretrained = run.folder / "language_model" if args.lm_iters else None
-    if "model" in run.saved:
-        pretrained = None  # the checkpoint has the weights
-    if run.world.is_main and not run.iteration:
-        captions = train.all_captions()
-        if pretrained and args.lm == "scratch":
-            language.scratch_language_model(
-                pretrained,
-                captions,
-                args.lm_iters,
-                args.seed,
-                run.world.device,
-                args.amp,
-                layers=args.lm_layers or 12,
-                width=args.lm_width or 768,
-            )
-        if "model" in run.saved:
-            initial = Path(args.init).parent
-            tokenizer, config = read_caption_model(initial / "caption_model")
-        elif pretrained:
-            tokenizer, config = read_caption_model(pretrained)
+    folder = Path(args.output, "caption_model")
+    if any(name.startswith("queries.caption.") for name in init.get("model", ())):
+        source, pretrained = Path(args.init).parent / "caption_model", None  # --init has weights
+    elif args.lm != "scratch":
+        source, pretrained = args.lm, args.lm
+    elif args.lm_iters:  # a small BERT, trained on the captions
+        source, pretrained = None, folder
+    elif args.lm_layers:  # a small BERT with random weights
+        source, pretrained = None, None
+    else:  # "Ours (scratch)" of Tab. 1
+        source, pretrained = "bert-base-uncased", None
+
+    def make(folder):
+        if source:
+            parts = read_caption_model(source)
         else:
-            tokenizer, config = small_bert(args, captions)
-        tokenizer.save_pretrained(folder)
-        config.save_pretrained(folder)
-    common.barrier(run.world)
+            parts = make_small_bert(args, train.all_captions(), folder, device)
+        for part in parts:
+            part.save_pretrained(folder)
+
+    common.once(args, folder.name, make)
     tokenizer, config = read_caption_model(folder)
     if args.lm == "scratch":
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
     return tokenizer, config, pretrained
 
 
-def small_bert(args, captions):
-    """--lm scratch --lm-iters 0 -> tokenizer, configuration"""
-    if not args.lm_layers:  # "Ours (scratch)" of Tab. 1
-        return read_caption_model("bert-base-uncased")
-    tokenizer = language.train_wordpiece(captions)
+def read_caption_model(source):
+    """source: a name on the hub, or a folder -> tokenizer, configuration"""
+    import transformers  # only here: it takes seconds, and MoCo-v2 needs none
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # DataLoader workers tokenise
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        return tokenizer, transformers.AutoConfig.from_pretrained(source)
+    except (OSError, ValueError):
+        fail(f"--lm {source}: give a BERT on the hub, a folder of one, or scratch")
+
+
+def make_small_bert(args, captions, folder, device):
+    """-> tokenizer, configuration; with --lm-iters it is trained and saved in `folder`"""
+    small_bert = common.extra("small_bert")
+    size = args.lm_layers or 12, args.lm_width or 768
+    if args.lm_iters:
+        small_bert.train(folder, captions, args.lm_iters, args.seed, device, args.amp, *size)
+        return read_caption_model(folder)
+    tokenizer = small_bert.train_tokenizer(captions)
     # With BERT's 0.02, all captions start with nearly the same vector. [ours]
-    std = args.lm_width**-0.5
-    config = language.bert_config(tokenizer, args.lm_layers, args.lm_width, initializer_range=std)
-    return tokenizer, config
+    return tokenizer, small_bert.config(tokenizer, *size, initializer_range=args.lm_width**-0.5)
 
 
-def read_caption_model(name):
-    """name: on the hub, or a folder -> tokenizer, configuration"""
-    transformers = language.quiet_transformers()
-    with error_context(f"--lm {name}: give a BERT of the hub, its folder, or scratch"):
-        config = transformers.AutoConfig.from_pretrained(name)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    return tokenizer, config
+def load_pretrained(bert, source):
+    """Start from the weights of `source`. A missing pooler is randomly initialised."""
+    from transformers import AutoModel
 
-
-def load_pretrained(bert, name):
-    """Start from the weights of `name`. A missing pooler is randomly initialised."""
-    load = language.quiet_transformers().AutoModel.from_pretrained
-    with error_context(f"--lm {name}: give a BERT of the hub, its folder, or scratch"):
-        pretrained, report = load(name, output_loading_info=True)
-    missing = sorted(report["missing_keys"])
-    if missing:
-        print_main(f"{name} lacks {', '.join(missing[:3])}: randomly initialised")
+    pretrained, report = AutoModel.from_pretrained(source, output_loading_info=True)
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        print_main(f"{source} lacks {missing}: randomly initialised")
     bert.load_state_dict(pretrained.state_dict())
 
 
@@ -600,14 +648,16 @@ class MultimodalContrastive(nn.Module):
         image_inter      Eq. 9     Eq. 13
         caption_inter    Eq. 12    Eq. 10
 
-    encoders: of build_encoders.  queue_size: K.  num_tags: 0 without Eq. 5.  bn_group: number of
-    images normalised together (None: all of a process)
+    encoders: of build_encoders.  queue_size: K.  num_tags: 0 without Eq. 5.  bn_group: how many
+    photos share the statistics of batch norm
     """
 
-    def __init__(self, encoders, queue_size, num_tags, bn_group=None):
+    def __init__(self, encoders, queue_size, num_tags, bn_group=math.inf):
         super().__init__()
-        if bn_group:
-            convert_split_batchnorm(encoders, bn_group)
+        for module in encoders.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.__class__ = SplitBatchNorm  # with its weights and statistics
+                module.group = bn_group
         self.queries = encoders
         self.keys = copy.deepcopy(encoders).requires_grad_(False)
         self.queues = nn.ModuleDict()
@@ -618,48 +668,44 @@ class MultimodalContrastive(nn.Module):
             self.queues["tags"] = Queue(queue_size, num_tags)
 
     def forward(self, images, captions):
-        """-> queries {name: (B, dim)}
-
-        images (B, 3, h, w).  captions: tokens, attention mask (B, T), or None
-        """
+        """images (B, 3, h, w), captions (2, B, T) or None -> queries {name: (B, dim)}"""
         queries = self.queries["image"](images)
-        if captions:
-            queries |= self.queries["caption"](*captions)
+        if captions is not None:
+            queries |= self.queries["caption"](captions)
         return queries
 
     @torch.no_grad()
-    def encode_keys(self, images, captions, seed, world):
+    def encode_keys(self, images, captions, seed):
         """-> keys {name: (B, dim)} of the photos and captions of this process
 
         Shuffled batch norm [MoCo]: keys are normalised in other groups than their queries. In the
         same group, its statistics would give the key away.  seed: of the order, shared by all
-        processes.  captions: for each micro-batch, tokens and attention mask (B, T), or None
+        processes.  captions: (2, B, T) or None for each micro-batch
         """
-        images = common.gather(images, world)
+        images = common.gather(images)
         order = torch.from_numpy(np.random.default_rng(seed).permutation(len(images)))
         order = order.to(images.device, non_blocking=True)
-        shuffled = images[order.chunk(world.size)[world.rank]]
+        shuffled = images[order.chunk(common.world_size())[common.rank()]]
         keys = self.keys["image"](shuffled.contiguous(memory_format=torch.channels_last))
-        unshuffle = order.argsort().chunk(world.size)[world.rank]
-        keys = {name: common.gather(key, world)[unshuffle] for name, key in keys.items()}
-        if captions[0]:
-            encoded = [self.keys["caption"](*inputs) for inputs in captions]
+        unshuffle = order.argsort().chunk(common.world_size())[common.rank()]
+        keys = {name: common.gather(key)[unshuffle] for name, key in keys.items()}
+        if captions[0] is not None:
+            encoded = [self.keys["caption"](part) for part in captions]
             keys |= {name: torch.cat([key[name] for key in encoded]) for name in encoded[0]}
         return keys
 
     @torch.no_grad()
-    def enqueue(self, keys, tags, captioned, iteration, world):
+    def enqueue(self, keys, tags, captioned, iteration):
         """Put the keys of all processes over the oldest ones.  keys: {name: (B, dim)}, tags (B, T)
 
-        A photo without a caption (captioned (B,) is False) leaves an invalid caption key: dropping
-        it would synchronise the device.
+        The caption key of a photo without captions (captioned (B,) is False) is invalid.
         """
         rows = {**keys, "tags": tags}
-        captioned = common.gather(captioned, world)
-        always = torch.ones_like(captioned)
+        captioned = common.gather(captioned)
         for name, queue in self.queues.items():
-            valid = captioned if name.startswith("caption") else always
-            queue.enqueue(common.gather(rows[name], world), valid, iteration)
+            of_captions = name in ("caption_intra", "caption_inter")
+            valid = captioned if of_captions else torch.ones_like(captioned)
+            queue.enqueue(common.gather(rows[name]), valid, iteration)
 
 
 class Queue(nn.Module):
@@ -684,30 +730,25 @@ class SplitBatchNorm(nn.BatchNorm2d):
     As if each group were on its own GPU [MoCo]; other layers run once for the whole batch.
     """
 
-    def __init__(self, channels, group):
-        super().__init__(channels)
-        self.group = group
-
     def forward(self, x):
         norm = super().forward
         if not self.training or len(x) <= self.group:
             return norm(x)
-        groups = x.split(self.group)
-        if torch.is_grad_enabled():
-            return torch.cat([norm(group) for group in groups])
-        for group in groups:  # of keys: in place is faster, and nothing else needs x
-            group.copy_(norm(group))
-        return x
+        return torch.cat([norm(images) for images in x.split(self.group)])
 
 
-def convert_split_batchnorm(model, group):
-    """Replace each batch norm of a model by a SplitBatchNorm with its weights and statistics."""
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, nn.BatchNorm2d):
-                split = SplitBatchNorm(child.num_features, group)
-                split.load_state_dict(child.state_dict())
-                setattr(parent, name, split)
+def batchnorm_group(args):
+    """How many images share the statistics of batch norm
+
+    A batch is already divided over processes and micro-batches; --bn-splits may divide it further.
+    """
+    parts = args.accumulate * common.world_size()
+    groups = max(args.bn_splits, parts)
+    size = args.batch_size // groups
+    if groups % parts or size * groups != args.batch_size or size < 2:
+        fail(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} groups of "
+             f"two or more in {parts} parts (processes, accumulate)")  # fmt: skip
+    return size
 
 
 @torch.no_grad()
@@ -719,90 +760,92 @@ def update_momentum(queries, keys, m):
 # ---------------------------------------------------------------------------------------- losses
 
 
-def contrastive_losses(queries, keys, queues, tags, captioned, temperature, threshold):
+def contrastive_losses(q, k, queues, tags, captioned, args):
     """Means over the batch -> {"ii", "tag", "cc", "ic", "ci": scalar}, for spaces in use
 
-    queries, keys: {name: (B, dim)}, row i from the same photo and caption.  queues: {name:
-    Queue}.  tags (B, T), captioned (B,).  A photo without tags adds 0 to Eq. 5, one without a
-    caption to Eqs. 8, 11 and 14 [Sec. 3.2, end].
+    q, k: {name: (B, dim)}, row i from the same photo and caption.  queues: {name: Queue}.  tags
+    (B, T), captioned (B,).  args: temperature, tag_threshold.  A photo without tags adds 0 to
+    Eq. 5, one without a caption to Eqs. 8, 11 and 14 [Sec. 3.2, end].
     """
     losses = {}
-    if "image_intra" in queries:
-        query = queries["image_intra"]
-        log_p = log_probabilities(query, "image_intra", keys, queues, temperature)
+    if "image_intra" in q:
+        queue = queues["image_intra"]
+        log_p = log_probabilities(q["image_intra"], k["image_intra"], queue, args.temperature)
         losses["ii"] = -log_p[:, 0].mean()  # Eq. 3
         if "tags" in queues:
-            common_tags = tags.float() @ queues["tags"].keys.T  # (B, K): t_p . t_j
-            others = (common_tags > threshold) & queues["tags"].valid
-            own = torch.ones_like(others[:, :1])
-            positives = torch.cat([own, others], 1)  # Eq. 4
-            loss = -log_p.masked_fill(~positives, 0).sum(1) / positives.sum(1)  # Eq. 5
-            losses["tag"] = (loss * tags.any(1)).mean()
-    if "caption_intra" in queries:
-        query = queries["caption_intra"]
-        log_p = log_probabilities(query, "caption_intra", keys, queues, temperature)
+            loss = tag_loss(log_p, tags, queues["tags"], args.tag_threshold)
+            losses["tag"] = (loss * tags.any(1)).mean()  # Eq. 5
+    if "caption_intra" in q:
+        queue = queues["caption_intra"]
+        log_p = log_probabilities(q["caption_intra"], k["caption_intra"], queue, args.temperature)
         losses["cc"] = (-log_p[:, 0] * captioned).mean()  # Eq. 8
-    if "image_inter" in queries:
-        loss = ranking_loss(queries["image_inter"], "caption_inter", keys, queues)  # Eq. 11
-        losses["ic"] = (loss * captioned).mean()
-        loss = ranking_loss(queries["caption_inter"], "image_inter", keys, queues)  # Eq. 14
-        losses["ci"] = (loss * captioned).mean()
+    if "image_inter" in q:
+        loss = ranking_loss(q["image_inter"], k["caption_inter"], queues["caption_inter"])
+        losses["ic"] = (loss * captioned).mean()  # Eq. 11
+        loss = ranking_loss(q["caption_inter"], k["image_inter"], queues["image_inter"])
+        losses["ci"] = (loss * captioned).mean()  # Eq. 14
     return losses
 
 
-def log_probabilities(query, key_space, keys, queues, temperature):
+def log_probabilities(q, k, queue, tau):
     """The logarithms in Eqs. 3, 5 and 8 -> (B, 1 + K): of the own key, then of the queue's keys"""
-    positive, negatives = similarities(query, keys[key_space], queues[key_space])
-    logits = torch.cat([positive, negatives], 1) / temperature
+    l_pos, l_neg = similarities(q, k, queue)
+    logits = torch.cat([l_pos, l_neg], 1) / tau
     return logits.log_softmax(1)
 
 
-def ranking_loss(query, key_space, keys, queues):
+def tag_loss(log_p, tags, queue, threshold):
+    """Eq. 5, with the positives of Eq. 4: the own key, and those of photos with common tags
+
+    log_p: (B, 1 + K).  tags: (B, T) of 0 and 1.  queue: of the keys' tags (K, T) -> (B,)
+    """
+    common_tags = tags.float() @ queue.keys.T  # (B, K): t_p . t_j
+    others = (common_tags > threshold) & queue.valid
+    own = torch.ones_like(others[:, :1])
+    positives = torch.cat([own, others], 1)  # Eq. 4
+    return -log_p.masked_fill(~positives, 0).sum(1) / positives.sum(1)  # Eq. 5
+
+
+def ranking_loss(q, k, queue):
     """Eq. 11, Eq. 14: the sum over the queue of [alpha - q . k+ + q . k]_+ -> (B,)"""
-    positive, negatives = similarities(query, keys[key_space], queues[key_space])
-    return (MARGIN - positive + negatives).clamp(min=0).sum(1)
+    l_pos, l_neg = similarities(q, k, queue)
+    return (MARGIN - l_pos + l_neg).clamp(min=0).sum(1)
 
 
-def similarities(query, key, queue):
+def similarities(q, k, queue):
     """q . k+ with the own key -> (B, 1); q . k with the queue's -> (B, K), -inf where invalid"""
-    # On CPUs (keys query^T)^T takes two thirds of the time of query keys^T.
-    positive = (query * key).sum(1, keepdim=True)
-    negatives = (queue.keys @ query.T).T
-    return positive, negatives.masked_fill(~queue.valid, -math.inf)
+    l_pos = (q * k).sum(1, keepdim=True)
+    l_neg = q @ queue.keys.T
+    return l_pos, l_neg.masked_fill(~queue.valid, -math.inf)
 
 
 # ------------------------------------------------------------------------------------- retrieval
 
 
 @torch.no_grad()
-def encode_images(encoder, images, size, workers, device, amp):
-    """Central squares embedded in the common space -> (M, inter_dim) on the CPU, and the indices
-    of the M images that can be decoded"""
-    make_sample = partial(central_square, images, size)
-    samples = common.Samples(make_sample, len(images))  # replace unreadable photos by the next
+def encode_images(encoder, data, args, device):
+    """Centres of photos embedded in the common space -> (N, inter_dim) on the CPU, and the indices
+    of the N photos that can be decoded
+
+    data: CaptionData or similar.  args: of the training run
+    """
     vectors = {}
-    for batch in common.validation_batches(samples, workers, None, device):
-        with common.autocast(device, amp):
+    for batch in common.validation_batches(TwoViews(data, [], args), None, args, device):
+        with common.autocast(device, args.amp):
             output = encoder(common.augment(batch["image"]))
         vectors |= zip(batch["index"].tolist(), output["image_inter"].cpu())
     readable = sorted(vectors)
     return torch.stack([vectors[i] for i in readable]), readable
 
 
-def central_square(images, size, index, rng):
-    [image] = common.read_crops(images[index], [common.centre_crop], size)
-    return {"image": image, "index": index}
-
-
 @torch.no_grad()
-def encode_captions(encoder, tokenizer, captions, device, amp, batch_size=256):
-    """Captions embedded in the common space -> (N, inter_dim) on the CPU"""
+def encode_captions(encoder, tokenizer, captions, args, device, batch_size=256):
+    """M captions embedded in the common space -> (M, inter_dim) on the CPU"""
     vectors = []
-    starts = range(0, len(captions), batch_size)
-    for start in progress(starts, desc="captions", unit=" batches", leave=False):
-        tokens, mask = tokenize(tokenizer, captions[start : start + batch_size])
-        with common.autocast(device, amp):
-            output = encoder(tokens.to(device), mask.to(device))
+    for start in range(0, len(captions), batch_size):
+        tokens = tokenize(tokenizer, captions[start : start + batch_size])
+        with common.autocast(device, args.amp):
+            output = encoder(tokens.to(device))
         vectors.append(output["caption_inter"].cpu())
     return torch.cat(vectors)
 
@@ -813,77 +856,46 @@ def validate(encoders, val, tokenizer, args, device):
     -> {"retrieval": {"images": N, "captions": M, "trained": scores, "random": scores of random
     similarities}}
     """
-    captioned = np.flatnonzero(val.num_captions)
-    if not len(captioned):
+    if not any(val.captions):
+        print_main("no validation photo has a caption: retrieval is not measured")
         return {}
-    chosen = np.random.default_rng(args.seed).permutation(captioned)[:RETRIEVAL_IMAGES]
+    val = val.captioned()
+    chosen = np.random.default_rng(args.seed).permutation(len(val))[:RETRIEVAL_IMAGES]
     val = val.select(np.sort(chosen))
     encoders.eval()
-    images, readable = encode_images(
-        encoders["image"],
-        val.images,
-        args.image_size,
-        args.workers,
-        device,
-        args.amp,
-    )
+    images, readable = encode_images(encoders["image"], val, args, device)
     val = val.select(readable)
-    captions = val.all_captions()
-    captions = encode_captions(encoders["caption"], tokenizer, captions, device, args.amp)
-    generator = torch.Generator().manual_seed(args.seed)
-    chance = torch.rand(len(images), len(captions), generator=generator)
+    captions = encode_captions(encoders["caption"], tokenizer, val.all_captions(), args, device)
+    encoders.train()
+    image_of_caption = torch.tensor([i for i in range(len(val)) for _ in val.captions[i]])
+    chance = torch.rand(len(images), len(captions), generator=torch.manual_seed(args.seed))
     result = {"images": len(images), "captions": len(captions)}
-    for name, similarity in (("trained", images @ captions.T), ("random", chance)):
-        scores = retrieval_scores(similarity, torch.from_numpy(val.image_of_caption()))
-        ways = [f"{way} {common.format_scores(scores[way])}" for way in scores]
-        print_main(f"retrieval among {len(images)} photos, {name}: {'; '.join(ways)}")
-        result[name] = scores
+    for name, similarity in {"trained": images @ captions.T, "random": chance}.items():
+        result[name] = retrieval_scores(similarity, image_of_caption)
+        for way, scores in result[name].items():
+            listed = ", ".join(f"{score} {value:.3g}" for score, value in scores.items())
+            print_main(f"retrieval among {len(images)} photos, {name}, {way}: {listed}")
     return {"retrieval": result}
 
 
 def retrieval_scores(similarity, image_of_caption):
     """-> {"image to text", "text to image": {"R@1", "R@5", "R@10": percent, "median rank"}}
 
-    similarity: (N images, M captions).  image_of_caption: (M,).  [Sec. 4.2, Cross-modal Retrieval]
-    """
-    i2t, t2i = retrieval_ranks(similarity, image_of_caption)
-    return {"image to text": rank_scores(i2t), "text to image": rank_scores(t2i)}
-
-
-def rank_scores(ranks):
-    return {**recall(ranks), "median rank": median_rank(ranks)}
-
-
-def retrieval_ranks(similarity, image_of_caption):
-    """Ranks of each image's best caption (N,) and of each caption's image (M,), counted from 0
-
-    similarity: (N images, M captions).  image_of_caption: (M,).  Equal similarities share the mean
-    of their ranks: a model that embeds everything alike gets no credit.
+    similarity: (N images, M captions).  image_of_caption: (M,).  An image's rank is that of its
+    best caption. Equal similarities share the mean of their ranks: a model that embeds everything
+    alike gets no credit.
     """
     similarity = similarity.nan_to_num(-math.inf)  # NaN embeddings come last
-    image = torch.arange(len(similarity), device=similarity.device)
-    own = image_of_caption == image[:, None]
-    best = similarity.masked_fill(~own, -math.inf).amax(1, keepdim=True)
-    ties = (similarity == best) & ~own
-    i2t = (similarity > best).sum(1) + ties.sum(1) / 2
-    target = similarity.gather(0, image_of_caption[None])
-    ties = (similarity == target).sum(0) - 1  # without the target itself
-    t2i = (similarity > target).sum(0) + ties / 2
-    return i2t, t2i
-
-
-def recall(ranks):
-    """Ranks counted from 0 -> {"R@1", "R@5", "R@10": percent of them within the first K}"""
-    recalls = {}
-    for k in (1, 5, 10):
-        recalls[f"R@{k}"] = 100 * (ranks <= k - 1).float().mean().item()
-    return recalls
-
-
-def median_rank(ranks):
-    """Ranks counted from 0 -> floor(median) + 1 [VSE++ code]"""
-    return math.floor(np.median(ranks.numpy())) + 1
+    own = image_of_caption == torch.arange(len(similarity))[:, None]  # (N, M)
+    scores = {}
+    for way, dim in {"image to text": 1, "text to image": 0}.items():
+        best = similarity.masked_fill(~own, -math.inf).amax(dim, keepdim=True)
+        ties = (similarity == best) & ~own
+        ranks = (similarity > best).sum(dim) + ties.sum(dim) / 2  # counted from 0
+        scores[way] = {f"R@{k}": 100 * (ranks <= k - 1).float().mean().item() for k in (1, 5, 10)}
+        scores[way]["median rank"] = math.floor(np.median(ranks)) + 1  # [VSE++ code]
+    return scores
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

@@ -1,16 +1,67 @@
-"""What the downstream tasks compare a backbone with: the same one, randomly initialised."""
+"""What the tasks share: flags, and the same backbone randomly initialised, to compare with."""
 
 import argparse
+import json
 import os
+from functools import partial
+
+import torch
 
 import common
 import eval_linear
+from common import fail, print_main
 
 IN_WORDS = {"trained": "trained", "random": "at random initialisation"}  # in the last line printed
 
 
-def backbones(args):
-    """Yield ("trained" or "random", seed of the run, backbone) for --runs of each
+# ----------------------------------------------------------------------------------------- flags
+
+
+def add_flags(parser, data=None):
+    """Which backbone, on which data.  data: the choices of --data, if not any captioned photos"""
+    # fmt: off
+    add = parser.add_argument_group("backbone and data").add_argument
+    add("--weights", default="runs/virtex/backbone.pth",
+        help="a file as for eval_linear.py, imagenet or random")
+    add("--arch", choices=common.BACKBONES, help="needed for imagenet and random")
+    add("--data", default="shapes", choices=data, help="shapes is built in" if data else
+        "shapes (built in), coco, vg, a .jsonl, folder of shards")
+    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
+    add("--train-split", help="default train2017 for coco, else train")
+    add("--val-split", help="default val2017 for coco, else val")
+    add("--image-size", type=int, help="crop side in pixels (default 48 for shapes, else 224)")
+    add("--workers", type=int, default=min(8, os.cpu_count()), help="DataLoader workers; 0: none")
+    # fmt: on
+
+
+def add_run_flags(parser, script):
+    """Of the tasks that freeze the backbone"""
+    add = parser.add_argument_group("run").add_argument
+    add("--runs", type=int, default=1, help="number of seeds; the result has mean and deviation")
+    add("--seed", type=int, default=0, help="of the first run: what is drawn depends on it")
+    add("--output", default=f"runs/{script}", help="folder of result.json and pictures")
+    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off for numbers to report")
+
+
+def fill_defaults(parser, args, **defaults):
+    """Give flags that were left out these defaults, or those that depend on --data"""
+    if args.weights in ("random", "imagenet") and not args.arch:
+        parser.error(f"--weights {args.weights} needs --arch")
+    if args.weights.startswith("clip:"):
+        parser.error("--weights clip:NAME is for eval_linear.py only")
+    year = "2017" if args.data == "coco" else ""
+    size = 48 if args.data == "shapes" else 224
+    usual = {"train_split": f"train{year}", "val_split": f"val{year}", "image_size": size}
+    for name, value in (usual | defaults).items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+
+
+# ------------------------------------------------------------------------------ frozen backbones
+
+
+def backbones(args, device):
+    """Yield ("trained" or "random", seed of the run, frozen backbone) for --runs of each
 
     The backbone is None where the previous run's is used again: trained weights are the same for
     all runs, random ones are drawn anew for each.
@@ -23,25 +74,65 @@ def backbones(args):
             backbone = None
             if name == "random" or seed == args.seed:
                 backbone = eval_linear.load_backbone(weights, arch, seed)
+                backbone.to(device, memory_format=torch.channels_last)
+                backbone.eval().requires_grad_(False)
             yield name, seed, backbone
 
 
-def with_random_baseline(args, world, train):
-    """Run train(args, world) from --weights; on shapes (minutes) also from random weights
+def extract_features(backbone, photos, args, device, function=eval_linear.pooled):
+    """function(backbone, uint8 (B, size, size, 3), amp) -> (B, D), on all photos
 
-    -> {"trained" or "random": its results}, written to result.json, too. None on all processes but
-    the first, which does the second training alone: a process group cannot be joined again.
+    photos: eval_linear.CentralSquares or similar -> (M, D) of the M photos that can be decoded,
+    None on all processes but the first; the indices of these photos (M,)
     """
-    if os.path.exists(args.weights):  # Run refuses to go on from other weights of the same name
+    features_of = partial(function, backbone, amp=args.amp)
+    x, readable = eval_linear.run_over_photos(features_of, photos, args, device)
+    if x is not None and not x.sum().isfinite():
+        fail("the features are not finite: try --amp off")
+    return x, readable
+
+
+def central_features(backbone, data, args, device, function=eval_linear.pooled):
+    """The same of the central squares -> `data` of the photos that can be decoded; features"""
+    squares = eval_linear.CentralSquares(data, args.image_size)
+    x, readable = extract_features(backbone, squares, args, device, function)
+    return data.select(readable), x
+
+
+def report(runs, args, task, metric, in_words):
+    """Print all scores, write result.json; the last line has `metric` of all
+
+    runs: {name: [{metric: percent} of each run]}.  in_words: {name: how the last line calls it}
+    """
+    content = {"args": vars(args), "std": {}, "runs": runs}
+    for name, scores in runs.items():
+        results = eval_linear.over_runs(scores)
+        content[name], content["std"][name] = results["mean"], results["std"]
+        print_main(f"{name:18} {eval_linear.format_scores(results['mean'], ())}")
+        if len(scores) > 1:
+            print_main(f"{'':16} ± {eval_linear.format_scores(results['std'], ())}")
+    common.save(f"{args.output}/result.json", json.dumps(content, indent=2))
+    scores = [f"{content[name][metric]:.1f} {in_words[name]}" for name in runs]
+    print_main(f"{task} {metric} {', '.join(scores)}")
+
+
+# -------------------------------------------------------------------------- fine-tuned backbones
+
+
+def with_random_baseline(args, train):
+    """Run train(args) from --weights; on shapes (minutes) also from random weights
+
+    -> {"trained" or "random": its scores}, written to result.json, too. All processes take part.
+    """
+    if os.path.exists(args.weights):  # common.start: no resuming from other weights of this name
         args.weights_date = os.path.getmtime(args.weights)
     name = "random" if args.weights == "random" else "trained"
-    scores = {name: train(args, world)}
-    if not world.is_main:
-        return None
+    scores = {name: train(args)}
     if name == "trained" and args.data == "shapes":
         arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
         changed = {"weights": "random", "arch": arch, "output": f"{args.output}/random"}
-        baseline = argparse.Namespace(**{**vars(args), **changed})
-        scores["random"] = train(baseline, common.World(0, 1, world.device))
-    common.write_json(f"{args.output}/result.json", {"args": vars(args), **scores})
+        scores["random"] = train(argparse.Namespace(**{**vars(args), **changed}))
+    if common.is_main():
+        content = {"args": vars(args), **scores}
+        common.save(f"{args.output}/result.json", json.dumps(content, indent=2))
     return scores

@@ -1,4 +1,4 @@
-"""Images with boxes: VOC, COCO, LVIS and the built-in scenes in one form, and their scores.
+"""Photos with boxes: VOC, COCO, LVIS and the built-in scenes in one form, and their scores.
 
 For detection.py. The form is COCO's JSON format, which pycocotools scores.
 """
@@ -7,34 +7,37 @@ import contextlib
 import io
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import torch
+from PIL import Image
 
 import common
-from common import image_files, require
+from common import fail
+from extras import shapes
 
 SCORES = "AP", "AP50", "AP75"
 
 
 class BoxData:
-    """Images with boxes in COCO's JSON format, to which every source is converted.
+    """Photos with boxes in COCO's JSON format, to which every source is converted.
 
-    content: {"images", "annotations", "categories"}.  images: keys for common.open_image, in order.
-    source, path: where they are from.  names: {category id: name}.  masks: whether there are
-    polygons.  objects: JSON for each image, [[class from 1, x, y, w, h, polygons], ...], without
-    COCO's crowds and without empty boxes.
+    content: {"images", "annotations", "categories"}.  images: (N,) of paths, or of what `open`
+    takes instead.  source, path: where they are from.  names: {category id: name}.  masks: whether
+    there are polygons.  objects: JSON for each photo, [[class from 1, x, y, w, h, polygons], ...],
+    without COCO's crowds and without empty boxes.
     """
 
-    def __init__(self, content, images, source, path=None):
+    def __init__(self, content, images, source, path=None, open=Image.open):
         self.content = content
         self.images = images
         self.source = source
         self.path = path
+        self.open = open
         self.ids = [image["id"] for image in content["images"]]
         categories = sorted(content["categories"], key=lambda category: category["id"])
         self.names = {category["id"]: category["name"] for category in categories}
@@ -68,55 +71,53 @@ def load(name, root, split):
     if name == "shapes":
         return shapes_objects(split)
     root = root or f"datasets/{name}"
-    data = voc_objects(root, split) if name == "voc" else coco_objects(name, root, split)
-    require(len(data), f"--data {name}: the split {split} holds no image")
-    return data
-
-
-def coco_objects(name, root, split):
-    """annotations/instances_{split}.json or lvis_{split}.json, images in folders beside it"""
     kind = "lvis" if name == "lvis" else "instances"
-    path = Path(root, "annotations", f"{kind}_{split}.json")
-    paths = []
-    with common.error_context(f"{path} should be COCO's or LVIS's JSON file of boxes"):
-        content = json.loads(path.read_bytes())
-        for image in content["images"]:
-            if name == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
-                folder, file = image["coco_url"].split("/")[-2:]
-            else:
-                folder, file = split, image["file_name"]
-            paths.append(os.path.join(root, folder, file))
-        return BoxData(content, image_files(paths), name, str(path))
+    path = f"{root}/annotations/{kind}_{split}.json"
+    if name == "voc":
+        content, paths = voc_objects(root, split)
+    else:
+        content = common.read_json(path)
+        paths = coco_paths(content["images"], name, root, split)
+    missing = [photo for photo in paths if not os.path.isfile(photo)]
+    if missing or not paths:
+        fail(f"{len(missing)} of {len(paths)} photos are missing: {missing[:1]}")
+    return BoxData(content, np.array(paths, common.STRINGS), name, path)
+
+
+def coco_paths(images, name, root, split):
+    """LVIS has photos of both folders of COCO: coco_url is .../train2017/000000391895.jpg"""
+    if name == "lvis":
+        return [os.path.join(root, *image["coco_url"].split("/")[-2:]) for image in images]
+    return [os.path.join(root, split, image["file_name"]) for image in images]
 
 
 def voc_objects(root, split):
-    """Annotations/*.xml of the images in ImageSets/Main/{list}.txt, of one year or several
+    """Annotations/*.xml of the photos in ImageSets/Main/{list}.txt, of one year or several
 
     A difficult object becomes a crowd, which pycocotools ignores: see plain_iou.
+    -> {"images", "annotations", "categories"}, paths
     """
-    photos = []
-    rows = []
+    paths, rows = [], []
     for part in split.split("+"):
         year, _, image_set = part.partition("_")
         folder = Path(root, f"VOC{year}")
-        path = folder / "ImageSets" / "Main" / f"{image_set}.txt"
-        with common.error_context("splits are named like 2007_test or 2007_trainval+2012_trainval"):
-            names = path.read_text().split()
-        for name in common.progress(names, desc=part, unit=" files", leave=False):
-            photos.append(str(folder / "JPEGImages" / f"{name}.jpg"))
-            path = folder / "Annotations" / f"{name}.xml"
-            with common.error_context(f"{path} should be VOC's annotation of a photo"):
-                for element in ElementTree.parse(path).getroot().findall("object"):
-                    # Counted from 1: to pycocotools annotation id 0 means no match.
-                    ids = {"id": len(rows) + 1, "image_id": len(photos)}
-                    rows.append({**ids, **voc_object(element)})
+        photo_list = folder / "ImageSets" / "Main" / f"{image_set}.txt"
+        if not photo_list.is_file():
+            fail(f"there is no {photo_list}: a split is 2007_test or 2007_trainval+2012_trainval")
+        for name in photo_list.read_text().split():
+            paths.append(str(folder / "JPEGImages" / f"{name}.jpg"))
+            tree = ElementTree.parse(folder / "Annotations" / f"{name}.xml")
+            for element in tree.getroot().findall("object"):
+                # Counted from 1: to pycocotools annotation id 0 means no match.
+                ids = {"id": len(rows) + 1, "image_id": len(paths)}
+                rows.append({**ids, **voc_object(element)})
     classes = sorted({row["category_id"] for row in rows})
     content = {
-        "images": [{"id": n + 1} for n in range(len(photos))],
+        "images": [{"id": n + 1} for n in range(len(paths))],
         "annotations": rows,
         "categories": [{"id": name, "name": name} for name in classes],
     }
-    return BoxData(content, image_files(photos), "voc")
+    return content, paths
 
 
 def voc_object(element):
@@ -136,9 +137,8 @@ def voc_object(element):
 
 def shapes_objects(split, side=96):
     """The built-in scenes, drawn at 96 px; only the first 500 of the validation split"""
-    import shapes
-
-    require(split in shapes.SPLITS, "--data shapes has the splits train and val")
+    if split not in shapes.SPLITS:
+        fail(f"--data shapes has no split {split}")
     scenes = shapes.SPLITS[split][: 500 if split == "val" else None]
     rows = []
     for scene in scenes:
@@ -158,23 +158,25 @@ def shapes_objects(split, side=96):
         "annotations": rows,
         "categories": [{"id": k, "name": name} for k, name in enumerate(shapes.SHAPES)],
     }
-    return BoxData(content, np.array(scenes, object), "shapes")
+    images = np.array(scenes, object)  # of int
+    return BoxData(content, images, "shapes", open=partial(shapes.draw, side=side))
 
 
 # --------------------------------------------------------------------------------------- samples
 
 
 def training_rows(data, seed):
-    """The images with objects, on LVIS some of them repeated -> list of indices"""
+    """The photos with objects, on LVIS some of them repeated -> list of indices"""
     rows = [i for i in range(len(data)) if data.objects_of(i)]
-    require(rows, "the training split holds no image with objects: check --train-split")
+    if not rows:
+        fail("the training split holds no photo with objects: see --train-split")
     return repeat_rare(rows, data, seed) if data.source == "lvis" else rows
 
 
 def repeat_rare(rows, data, seed, threshold=0.001):
-    """LVIS's class resampling [VirTex App. A.3]: an image appears max(1, sqrt(threshold / f)) times
+    """LVIS's class resampling [VirTex App. A.3]: a photo appears max(1, sqrt(threshold / f)) times
 
-    f: the fraction of images with its rarest class. Fractions are rounded at random, once [ours].
+    f: the fraction of photos with its rarest class. Fractions are rounded at random, once [ours].
     """
     labels_of = [{found[0] for found in data.objects_of(i)} for i in rows]
     num_images = Counter(label for labels in labels_of for label in labels)
@@ -184,32 +186,43 @@ def repeat_rare(rows, data, seed, threshold=0.001):
     return np.repeat(rows, repeats.astype(int)).tolist()
 
 
-def read_photo(images, i):
+class BoxPhotos(common.Photos):
+    """Whole photos, in training with their objects and flipped at random
+
+    A sample is {"image": uint8 (3, H, W), "image_id": index into data}, and as torchvision has
+    them, boxes, labels and masks.
+    """
+
+    def __init__(self, data, rows):
+        """rows: indices into data"""
+        self.data = data
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def sample(self, index, rng):
+        i = self.rows[index]
+        image = torch.from_numpy(np.array(read_photo(self.data, i)))
+        image = image.permute(2, 0, 1).contiguous()
+        sample = {"image": image, "image_id": torch.tensor(i)}
+        if rng is not None:
+            flipped = bool(rng.integers(2))
+            sample |= make_target(self.data, i, image, flipped)
+            sample["image"] = image.flip(2) if flipped else image
+        return sample
+
+
+def read_photo(data, i):
     """-> PIL image, EXIF rotation ignored: boxes refer to the pixels as stored"""
     try:
-        return common.open_image(images[i]).convert("RGB")
+        return data.open(data.images[i]).convert("RGB")
     except Exception as error:  # PIL's decoders raise a dozen kinds
-        raise common.Unreadable(str(images[i])) from error
-
-
-def make_sample(data, rows, index, rng):
-    """One image with its objects, flipped at random; the image alone, not flipped, if rng is None
-
-    -> {"image": uint8 (3, H, W), "target": as torchvision's; image_id is an index into data}
-    """
-    i = rows[index]
-    pixels = np.array(read_photo(data.images, i))
-    image = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
-    target = {"image_id": torch.tensor(i)}
-    if rng is not None:
-        flipped = bool(rng.integers(2))
-        target |= make_target(data, i, image, flipped)
-        image = image.flip(2) if flipped else image
-    return {"image": image, "target": target}
+        raise common.Unreadable(str(data.images[i])) from error
 
 
 def make_target(data, i, image, flipped):
-    """The objects of an image -> boxes (N, 4) as corners, labels (N,), masks (N, H, W) if any"""
+    """The objects of a photo -> boxes (N, 4) as corners, labels (N,), masks (N, H, W) if any"""
     from pycocotools import mask
 
     _, height, width = image.shape
@@ -227,18 +240,24 @@ def make_target(data, i, image, flipped):
     return target
 
 
-def collate_fn(samples):
-    """-> lists, because images differ in size"""
-    images = [sample["image"] for sample in samples]
-    targets = [sample["target"] for sample in samples]
-    return {"images": images, "targets": targets}
+def collate(samples):
+    """-> {(n, name): tensor of the n-th sample}: flat, because photos differ in size"""
+    return {(n, name): x for n, sample in enumerate(samples) for name, x in sample.items()}
+
+
+def separate(batch):
+    """The inverse of `collate` -> list of samples"""
+    samples = defaultdict(dict)
+    for (n, name), tensor in batch.items():
+        samples[n][name] = tensor
+    return list(samples.values())
 
 
 # ---------------------------------------------------------------------------------------- scores
 
 
 def result_rows(val, i, output):
-    """The detections of one image (see detection.Detector) -> rows of COCO's results format"""
+    """The detections of one photo (see detection.Detector) -> rows of COCO's results format"""
     from pycocotools import mask
 
     category_ids = list(val.names)

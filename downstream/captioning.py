@@ -11,6 +11,8 @@ checkpoint, which has no tokenizer: add --tokenizer coco_10k.model. Photos are c
 official evaluation: resize 256, centre crop 224, or in proportion for other image sizes.
 """
 
+import argparse
+import json
 import math
 import re
 import shutil
@@ -21,55 +23,56 @@ import sentencepiece
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torch.utils.data import DataLoader
 
 import common
-import sources
 import virtex
-from common import error_context, fail, positive_int, print_main, progress, require
-from downstream.pictures import draw_attention
-from eval_linear import CentreCrops
+from common import fail, print_main, progress
+from downstream.pictures import draw_attention, photo_files
+from eval_linear import CentralSquares
+from extras import checkpoints
 from virtex import EOS, MASK, PAD, SOS
 
 
 def get_args(argv=None):
-    parser = common.build_parser(__doc__)
+    # fmt: off
+    parser = argparse.ArgumentParser(description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("photos", nargs="*", metavar="PHOTO", help="photos to caption")
-    add("--weights", default="runs/virtex/checkpoint.pth", help="of virtex.py, or official")
+    add("--weights", default="runs/virtex/checkpoint.pth", help="default %(default)s")
     add("--tokenizer", help="a SentencePiece .model, for official weights")
-    add("--output", default="runs/captioning", help="folder for pictures and captions")
-    add("--beams", type=positive_int, default=5, help="width of beam search [Sec. 4.4]")
+    add("--output", default="runs/captioning", help="folder for pictures or captions")
+    add("--beams", type=int, default=5, help="width of beam search [Sec. 4.4]")
     add("--evaluate", action="store_true", help="CIDEr and SPICE on the validation split [Fig. 6]")
-    add("--data", default="coco", help=f"for --evaluate: {common.DATA}")
-    add("--root", help="folder of --data")
-    add("--val-split", help="split of --data (default val2017 for coco, else val)")
+    add("--data", default="coco", help="for --evaluate, as of virtex.py (default coco)")
+    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
+    add("--val-split", help="default val2017 for coco, else val")
     add("--workers", type=int, default=0, help="DataLoader workers")
     args = parser.parse_args(argv)
     if args.evaluate == bool(args.photos):
         parser.error("give either photos or --evaluate")
-    if not args.val_split:
-        args.val_split = "val2017" if args.data == "coco" else "val"
+    args.val_split = args.val_split or ("val2017" if args.data == "coco" else "val")
     return args
 
 
 def main(args):
-    device = common.init_distributed().device
+    device = common.init_distributed()
     model, tokenizer, image_size = load_virtex(args.weights, args.tokenizer)
     model.to(device)
     folder = Path(args.output)
     folder.mkdir(parents=True, exist_ok=True)
     if args.evaluate:
         return evaluate(model, tokenizer, image_size, device, args)
-    photos = common.image_files(args.photos)
-    captions = caption_images(model, photos, image_size, device, args)
+    captions = caption_images(model, photo_files(args.photos), image_size, device, args)
     for n, tokens, image_features, pixels in captions:
         caption = detokenize(tokenizer, tokens)
         pieces = [tokenizer.id_to_piece(token) for token in tokens[1:].tolist()]
         words = word_attention(model.textual, image_features, tokens, pieces)
-        picture = folder / f"{n + 1}_{Path(photos[n]).stem}.png"
-        image = Image.fromarray(pixels.numpy())
-        draw_attention(image, caption, words, picture)
-        print_main(f"{photos[n]}: {caption}  ({picture})")
+        photo = args.photos[n]
+        picture = folder / f"{n + 1}_{Path(photo).stem}.png"
+        draw_attention(Image.fromarray(pixels.numpy()), caption, words, picture)
+        print_main(f"{photo}: {caption}  ({picture})")
 
 
 def load_virtex(path, tokenizer_path=None):
@@ -80,24 +83,23 @@ def load_virtex(path, tokenizer_path=None):
     content = common.read_checkpoint(path)
     state = content.get("model", {})
     args = content.get("args", {})
-    can_caption = "textual.embedding.words.weight" in state and args.get("task") != "masked_lm"
-    hint = "give a checkpoint.pth of --task bicaptioning or captioning"
-    require(can_caption, f"{path} holds no captioning model: {hint}")
+    if "textual.embedding.words.weight" not in state or args.get("task") == "masked_lm":
+        fail(f"{path} holds no captioning model: give a checkpoint.pth of --task bicaptioning or "
+             "captioning")  # fmt: skip
     if tokenizer_path:
         tokenizer = virtex.read_tokenizer(tokenizer_path)
+    elif "tokenizer" in content:
+        tokenizer = sentencepiece.SentencePieceProcessor(model_proto=content["tokenizer"])
     else:
-        require("tokenizer" in content, f"{path} has no tokenizer: add --tokenizer coco_10k.model")
-        proto = content["tokenizer"].numpy().tobytes()
-        tokenizer = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        fail(f"{path} has no tokenizer: add --tokenizer coco_10k.model")
     vocab_size, hidden = state["textual.embedding.words.weight"].shape
-    pieces = tokenizer.get_piece_size()
-    require(pieces == vocab_size, f"the tokenizer has {pieces} tokens, {path} has {vocab_size}")
+    if tokenizer.get_piece_size() != vocab_size:
+        fail(f"the tokenizer has {tokenizer.get_piece_size()} tokens, {path} has {vocab_size}")
 
-    arch, _ = sources.backbone_weights(content, path)
     layers = [name for name in state if re.match(r"textual\..*\.linear1\.bias", name)]
     bidirectional = any(name.startswith("backward_textual.") for name in state)
     model = virtex.VirTex(
-        arch,
+        args.get("arch") or checkpoints.load_backbone(path).arch,
         vocab_size,
         hidden,
         layers=len(layers),
@@ -106,8 +108,7 @@ def load_virtex(path, tokenizer_path=None):
     )
     for name in ("visual.cnn.fc.weight", "visual.cnn.fc.bias"):  # official: ImageNet's classifier
         state.pop(name, None)
-    with error_context(f"{path} is not a complete model of virtex.py"):
-        model.load_state_dict(state)
+    model.load_state_dict(state)
     return model.eval(), tokenizer, args.get("image_size", 224)
 
 
@@ -116,13 +117,12 @@ def detokenize(tokenizer, tokens):
 
 
 @torch.no_grad()
-def caption_images(model, images, image_size, device, args):
-    """Yield (n, tokens (T,), image features (1, S, H), pixels) for each readable image
+def caption_images(model, data, image_size, device, args):
+    """Yield (n, tokens (T,), image features (1, S, H), pixels) for each photo that can be decoded
 
-    tokens: from [SOS] on, without [EOS].
+    data: CaptionData.  tokens: from [SOS] on, without [EOS].
     """
-    crops = CentreCrops(images, image_size)
-    batches = common.loader(crops, 16, args.workers)
+    batches = DataLoader(CentralSquares(data, image_size), 16, num_workers=args.workers)
     first = 0
     for pixels, readable in progress(batches, desc="captions", unit=" batches", leave=False):
         batch = common.augment(pixels.to(device))
@@ -153,20 +153,14 @@ def attend(attention, x, keys, values):
     return attention.out_proj(output.transpose(1, 2).flatten(2))
 
 
-def image_keys_values(head, image_features):
-    """Keys and values of the image, for each layer"""
-    attentions = [layer.multihead_attn for layer in head.transformer["layers"]]
-    return [[project(each, part, image_features) for part in (1, 2)] for each in attentions]
-
-
 def next_vector(head, tokens, image_memory, past):
-    """The output vector (B, H) at the last of the tokens (B, T)
+    """-> the output vector (B, H) at the last of the tokens (B, T), and `past` with this token
 
-    past: each layer's keys and values of the tokens before it -> vector, past with the last token
+    image_memory, past: for each layer the keys and values of the image, of the tokens before
     """
     x = head.embedding(tokens)[:, -1:]
     present = []
-    for n, layer in enumerate(head.transformer["layers"]):
+    for n, layer in enumerate(head.transformer.layers):
         keys = project(layer.self_attn, 1, x)
         values = project(layer.self_attn, 2, x)
         if past:
@@ -193,7 +187,10 @@ def beam_search(head, image_features, beams=5):
     vocab_size = head.output.out_features
     max_length = head.embedding.positions.num_embeddings
     device = image_features.device
-    image_memory = image_keys_values(head, image_features.repeat_interleave(beams, 0))
+    image_memory = []  # keys and values of the image, for each layer
+    for layer in head.transformer.layers:
+        keys, values = (project(layer.multihead_attn, part, image_features) for part in (1, 2))
+        image_memory.append((keys.repeat_interleave(beams, 0), values.repeat_interleave(beams, 0)))
     first_row = beams * torch.arange(batch, device=device)[:, None]
     tokens = torch.full((batch, beams, 1), SOS, device=device)
     scores = torch.zeros(batch, beams, device=device)
@@ -235,7 +232,7 @@ def word_attention(head, image_features, tokens, pieces):
     which is predicted at the position before it; it sums to one.
     """
     x = head.embedding(tokens[None])
-    *earlier, last = head.transformer["layers"]
+    *earlier, last = head.transformer.layers
     future = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=x.device).triu(1)
     for layer in earlier:
         x = layer(x, image_features, tgt_mask=future, tgt_is_causal=True)
@@ -243,16 +240,14 @@ def word_attention(head, image_features, tokens, pieces):
     query = last.norm1(x + self_out)
     _, weights = last.multihead_attn(query, image_features, image_features)  # mean over the heads
     side = math.isqrt(image_features.size(1))
-    words = []
-    maps = []
+    words, maps = [], []
     for piece, attention in zip(pieces, weights[0]):  # (S,): row t predicts token t + 1
         if piece.startswith("▁") or not words:
             words.append("")
             maps.append([])
         words[-1] += piece.lstrip("▁")
         maps[-1].append(attention.view(side, side))
-    means = [torch.stack(of_word).mean(0) for of_word in maps]
-    return list(zip(words, means))
+    return [(word, torch.stack(of_word).mean(0)) for word, of_word in zip(words, maps)]
 
 
 # ------------------------------------------------------------------------------------ evaluation
@@ -266,20 +261,19 @@ def evaluate(model, tokenizer, image_size, device, args):
         from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
     except ModuleNotFoundError:
         fail("--evaluate needs the captioning metrics: python -m pip install pycocoevalcap")
-    require(shutil.which("java"), "--evaluate needs Java for the metrics: apt install default-jre")
+    if not shutil.which("java"):
+        fail("--evaluate needs Java for the metrics: apt install default-jre")
 
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    rows = []
-    written = {}
-    truth = {}
-    captions = caption_images(model, val.images, image_size, device, args)
+    rows, written, truth = [], {}, {}
+    captions = caption_images(model, val, image_size, device, args)
     for n, tokens, _, _ in captions:
         caption = detokenize(tokenizer, tokens)
-        rows.append({"image": val.images[n], "caption": caption})
+        rows.append({"image": str(val.images[n]), "caption": caption})
         written[n] = [{"caption": caption}]
-        truth[n] = [{"caption": reference} for reference in val.captions_of(n)]
+        truth[n] = [{"caption": reference} for reference in val.captions[n]]
     path = Path(args.output, f"captions_{args.val_split}.json")
-    common.write_json(path, rows)
+    common.save(path, json.dumps(rows, indent=2))
     print_main(f"the captions are in {path}")
     truth = PTBTokenizer().tokenize(truth)
     written = PTBTokenizer().tokenize(written)
@@ -291,8 +285,9 @@ def evaluate(model, tokenizer, image_size, device, args):
         except (OSError, subprocess.CalledProcessError) as error:  # SPICE: needs CoreNLP, Java 8
             print_main(f"{name} was not measured: {error}")
     if len(scores) == 2:
-        common.write_json(Path(args.output, "result.json"), {"args": vars(args), **scores})
+        content = json.dumps({"args": vars(args), **scores}, indent=2)
+        common.save(Path(args.output, "result.json"), content)
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

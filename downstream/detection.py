@@ -24,7 +24,10 @@ beta 1/9, not L1; RoIAlign has no half-pixel shift; anchors are rounded to whole
 resized without antialiasing; masks are bitmaps, not polygons; batches mix tall and wide photos.
 """
 
+import argparse
 import importlib.util
+import json
+import os
 from functools import partial
 from itertools import islice
 
@@ -34,7 +37,7 @@ from torch import nn
 
 import common
 import eval_linear
-from common import print_main, require
+from common import fail, print_main, progress
 from downstream import baselines, boxes
 
 # fmt: off
@@ -56,6 +59,7 @@ DEFAULTS = {  #          shapes        voc [Tab. 6]                   coco [Tab.
     "rois":             (32,           512,                           512),   # Detectron2
     "min_score":        (0.05,         0.05,                          0.05),  # Detectron2
     "detections":       (100,          100,                           100),   # Detectron2
+    "log_every":        (10,           20,                            20),
     "checkpoint_every": (100,          1000,                          2000),
 }
 PROPOSALS = {  # (fpn, c4): Detectron2's for 512 RoIs, scaled with --rois
@@ -82,107 +86,137 @@ INITIAL_STD = {  # Detectron2
 
 
 def get_args(argv=None):
-    given = common.peek(argv, "--data", "--schedule")
-    column = {None: 0, "shapes": 0, "voc": 1}.get(given.data, 2)
-    recipe = {name: row[column] for name, row in DEFAULTS.items()}
-    if given.data == "lvis":
-        recipe |= LVIS
-    if given.schedule == "9x":
-        recipe |= NINE_TIMES
-
-    parser = common.build_parser(__doc__)
-    eval_linear.backbone_flags(parser, DATA)
+    # fmt: off
+    parser = argparse.ArgumentParser(description=__doc__, conflict_handler="resolve",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    baselines.add_flags(parser, DATA)
     add = parser.add_argument_group("model and optimisation").add_argument
-    add("--image-size", type=common.positive_int, help="shorter side; training draws smaller ones")
+    add("--image-size", type=int, help="shorter side; training draws smaller ones, too")
     add("--model", choices=("fpn", "c4"), help="feature pyramid, or layer3 alone [Sec. 4.3]")
     add("--frozen-bn", action="store_true", help="freeze batch norm [Sec. 4.3, LVIS]")
     add("--schedule", choices=["9x"], help="from scratch: longer, batch norm in the heads [Tab. 1]")
-    add("--batch-size", type=common.positive_int, help="images per iteration over all processes")
-    add("--iters", type=common.positive_int, help="iterations of training")
-    add("--lr", type=common.positive, help="peak; the default scales with the batch size")
-    add("--rois", type=common.positive_int, help="RoIs per training image; fewer save memory")
-    add("--min-score", type=common.fraction, help="lowest score of a detection [Tabs. 7, 8]")
-    add("--bn-batches", type=common.positive_int, help="batches for precise BN; fewer are faster")
-    common.run_flags(parser, "detection")
-    parser.set_defaults(**{**recipe, "lr": None, "amp": "off"})  # off: as Detectron2
-    args = eval_linear.parse(parser, argv)
-    lr_scale = args.batch_size / recipe["batch_size"]
-    args.lr = args.lr or lr_scale * recipe["lr"]
+    add("--batch-size", type=int, help="photos per iteration over all processes")
+    add("--iters", type=int, help="training iterations")
+    add("--lr", type=float, help="peak learning rate; lower it if the loss is not finite")
+    add("--rois", type=int, help="RoIs per training photo; fewer save memory")
+    add("--min-score", type=float, help="lowest score of a detection [Tabs. 7, 8]")
+    add("--bn-batches", type=int, help="batches for precise BN; fewer are faster")
+
+    add = parser.add_argument_group("run").add_argument
+    add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
+    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
+    add("--seed", type=int, default=0, help="random seed")
+    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off, as in Detectron2")
+    add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
+    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
+    add("--log-every", type=int, help="iterations between lines of metrics.jsonl")
+    add("--checkpoint-every", type=int, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
+    # fmt: on
+    args = parser.parse_args(argv)
+    args.script = "detection"
+    column = {"shapes": 0, "voc": 1}.get(args.data, 2)
+    recipe = {name: row[column] for name, row in DEFAULTS.items()}
+    recipe |= LVIS if args.data == "lvis" else {}
+    recipe |= NINE_TIMES if args.schedule == "9x" else {}
+    recipe["lr"] *= (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]
+    suffix = "" if args.data == "shapes" else f"-{args.data}"
+    baselines.fill_defaults(parser, args, output=f"runs/detection{suffix}", **recipe)
+    parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
+    if args.batch_size < 1 or args.batch_size % parts:
+        fail(f"--batch-size {args.batch_size} cannot be divided by {parts}, which is the number of "
+             "processes times --accumulate")  # fmt: skip
     return args
 
 
 def main(args):
-    world = common.init_distributed()
-    if args.data == "lvis":  # check now, not after 180K iterations
-        there = importlib.util.find_spec("lvis")
-        require(there, "LVIS is scored by its own package: pip install lvis")
+    device = common.init_distributed()
+    if args.data == "lvis" and not importlib.util.find_spec("lvis"):  # not after 180K iterations
+        fail("LVIS is scored by its own package: pip install lvis")
     train = boxes.load(args.data, args.root, args.train_split)
     val = boxes.load(args.data, args.root, args.val_split)
     eval_linear.check_same_classes(train, val)
-    require(train.masks == val.masks, "only one of the splits has masks")
+    if train.masks != val.masks:
+        fail("only one of the splits has masks")
     train.content = None  # gigabytes that only scoring needs
-    num_classes = len(train.names)
-    print_main(f"{len(train)} training and {len(val)} validation images, {num_classes} classes")
+    counts = f"{len(train)} training and {len(val)} validation photos"
+    print_main(f"{counts}, {len(train.names)} classes, on {device}, amp {args.amp}")
 
-    scores = baselines.with_random_baseline(args, world, partial(fine_tune, train, val))
-    if scores:
+    scores = baselines.with_random_baseline(args, lambda run: fine_tune(train, val, run, device))
+    if common.is_main():
         origins = {"trained": f"from {args.weights}", "random": "from random initialisation"}
-        parts = [f"{common.format_scores(scores[name])} {origins[name]}" for name in scores]
+        parts = [f"{eval_linear.format_scores(scores[name], ())} {origins[name]}" for name in scores]
         print_main(f"{args.data}, {args.iters} iterations: {'; '.join(parts)}")
+    common.end_distributed()
 
 
-def fine_tune(train, val, args, world):
-    """Train into args.output (see Run) -> {score: percent}, None on all processes but the first"""
+def fine_tune(train, val, args, device):
+    """Train into args.output -> {score: percent}, {} on all processes but the first"""
     from torchvision.ops._utils import split_normalization_params
 
-    device = world.device
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
-    require(hasattr(backbone, "layer4"), f"{backbone.arch} has no layer1 to layer4: give a ResNet")
-    run = common.Run(args, "detection", world, train)
+    if not hasattr(backbone, "layer4"):
+        fail(f"{backbone.arch} has no layer1 to layer4: give a ResNet")
+    saved = common.start(args)  # by an earlier run of the same command, which resumes
+    print_main(f"{args.weights}: {args.iters} iterations at lr {args.lr:g}, into {args.output}")
 
-    # Model and optimizer, resumed where an earlier run stopped.
+    # Model and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
     if args.frozen_bn:
         freeze_batch_norm(backbone)
-    elif device.type == "cuda" and world.size > 1:  # SyncBatchNorm needs GPUs
+    elif device.type == "cuda" and common.world_size() > 1:  # SyncBatchNorm needs GPUs
         backbone = nn.SyncBatchNorm.convert_sync_batchnorm(backbone)
     model = Detector(backbone, 1 + len(train.names), train.masks, args).to(device)
     norms, others = split_normalization_params(model)
     groups = [{"params": others}, {"params": norms, "weight_decay": 0.0}]  # Detectron2's default
     optimizer = common.build_optimizer("sgd", groups, args.lr, 1e-4)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    run.resume(model=model, optimizer=optimizer, scaler=scaler)
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    start = common.restore(args, saved, train, args.iters, **parts)
     if args.compile:
         model.rcnn.backbone.compile(dynamic=True)  # the rest depends on the number of boxes
-    parallel = common.data_parallel(model, world).train()
+    parallel = common.data_parallel(model).train()
 
-    rows = boxes.training_rows(train, args.seed)
-    samples = common.Samples(partial(boxes.make_sample, train, rows), len(rows))
-    for iteration, micro_batches in run.steps(samples, boxes.collate_fn, args.iters):
+    photos = boxes.BoxPhotos(train, boxes.training_rows(train, args.seed))
+    batches = common.train_batches(photos, boxes.collate, args, device, start)
+    metrics = common.Metrics(args, start)
+    bar = progress(range(start + 1, args.iters + 1), initial=start, total=args.iters, unit=" its")
+    for iteration in bar:
         lr_scale = common.lr_factor(iteration - 1, args.iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
-        for part, batch in enumerate(micro_batches, 1):
-            parallel.require_backward_grad_sync = part == args.accumulate  # one all-reduce a batch
+        for part in range(args.accumulate):
+            batch = metrics.wait_for(batches)
+            # DDP averages the gradients of all processes, once: after the last micro-batch.
+            parallel.require_backward_grad_sync = part == args.accumulate - 1
             with common.autocast(device, args.amp):
                 losses = parallel(batch)  # {name: scalar}
             loss = sum(losses.values())
             scaler.scale(loss / args.accumulate).backward()
-            run.log(loss=loss, **losses)
+            metrics.add(loss=loss, **losses)
         scaler.step(optimizer)
         scaler.update()
-        run.log(lr=args.lr * lr_scale)
-        if iteration == args.iters:  # before the last checkpoint, by all processes
-            precise_bn(model, samples, args, world)
-    if not world.is_main:
-        return None  # the first process goes on alone
 
-    common.save_weights(run.folder / "backbone.pth", backbone)
+        last = iteration == args.iters
+        if last:  # before the last checkpoint, by all processes
+            precise_bn(model, photos, args, device)
+        if iteration % args.checkpoint_every == 0 or last:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, parts)
+        if args.keep_every and iteration % args.keep_every == 0:
+            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
+        if iteration % args.log_every == 0:
+            row = metrics.means(iteration)
+            row["lr"] = args.lr * lr_scale
+            metrics.write(iteration, row)
+            bar.set_postfix(loss=f"{row['loss']:.3f}")
+    if not common.is_main():
+        return {}
+
+    common.save_weights(f"{args.output}/backbone.pth", backbone)
     results = detect(model, val, args, device)
-    common.write_json(f"{args.output}/detections.json", results)
-    scores = boxes.score(val, results)
+    common.save(f"{args.output}/detections.json", json.dumps(results))
     draw_detections(val, results, f"{args.output}/detections.png")
-    return scores
+    return boxes.score(val, results)
 
 
 # ------------------------------------------------------------------------------------- the model
@@ -206,8 +240,8 @@ class Detector(nn.Module):
 
     Layers are initialised as in Detectron2, see `initialize`.
 
-    A batch of images, uint8 (3, H, W) of any size -> {loss: scalar} in training, otherwise for each
-    image {"boxes" (N, 4), "labels" (N,), "scores" (N,), "masks" (N, 1, H, W)}.
+    A batch of boxes.collate -> {loss: scalar} in training, otherwise for each photo
+    {"boxes" (N, 4), "labels" (N,), "scores" (N,), "masks" (N, 1, H, W)}.
     """
 
     def __init__(self, backbone, num_classes, masks, args):
@@ -265,8 +299,9 @@ class Detector(nn.Module):
         initialize(self.rcnn.roi_heads)
 
     def forward(self, batch):
-        images = [image.float() / 255 for image in batch["images"]]
-        return self.rcnn(images, batch["targets"] if self.training else None)
+        samples = boxes.separate(batch)
+        images = [sample["image"].float() / 255 for sample in samples]
+        return self.rcnn(images, samples if self.training else None)
 
 
 def initialize(roi_heads):
@@ -283,41 +318,36 @@ def initialize(roi_heads):
 # ------------------------------------------------------------------------------- after training
 
 
-def precise_bn(model, samples, args, world):
+def precise_bn(model, photos, args, device):
     """Replace batch norm's moving averages by plain means over --bn-batches training batches
 
     [VirTex App. A.3: Detectron2's PRECISE_BN, with 200 batches]. Each process has its part of a
     batch, as in training.
     """
-    device = world.device
-    order = common.infinite_sampler(len(samples), args.batch_size, world, args.seed)
-    per_rank_batch = args.batch_size // world.size
-    collate_fn = boxes.collate_fn
-    batches = common.loader(samples, per_rank_batch, args.workers, collate_fn, order)
-    first = islice(batches, args.bn_batches)
-    first = common.progress(first, desc="precise BN", total=args.bn_batches, leave=False)
-    torch.optim.swa_utils.update_bn((common.to_device(batch, device) for batch in first), model)
+    batches = common.train_batches(photos, boxes.collate, args, device, 0)
+    count = args.bn_batches * args.accumulate
+    first = progress(islice(batches, count), desc="precise BN", total=count, leave=False)
+    torch.optim.swa_utils.update_bn(first, model)
 
 
 @torch.no_grad()
 def detect(model, val, args, device):
     """-> rows of COCO's results: image_id, category_id, bbox, score, segmentation (as RLE)"""
-    samples = common.Samples(partial(boxes.make_sample, val, range(len(val))), len(val))
+    photos = boxes.BoxPhotos(val, range(len(val)))
     batch_size = 4  # 300 masks of one photo are 0.4 GB
-    batches = common.validation_batches(samples, args.workers, boxes.collate_fn, device, batch_size)
     model.eval()
-    rows_of = {}  # each image once, even if it replaces an unreadable one
-    for batch in batches:
+    rows_of = {}  # each photo once, even if it replaces an unreadable one
+    for batch in common.validation_batches(photos, boxes.collate, args, device, batch_size):
         with common.autocast(device, args.amp):
             outputs = model(batch)
-        for target, output in zip(batch["targets"], outputs):
-            i = target["image_id"].item()
+        for sample, output in zip(boxes.separate(batch), outputs):
+            i = sample["image_id"].item()
             rows_of[i] = boxes.result_rows(val, i, output)
     return [row for rows in rows_of.values() for row in rows]
 
 
 def draw_detections(val, results, path, side=320):
-    """Draw eight validation images, resized to squares, with the detections that score above 0.5"""
+    """Draw eight validation photos, resized to squares, with the detections that score above 0.5"""
     from pycocotools import mask
     from torchvision.transforms.functional import pil_to_tensor, resize
     from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks, save_image
@@ -326,7 +356,7 @@ def draw_detections(val, results, path, side=320):
     for i in range(min(8, len(val))):
         rows = [row for row in results if row["image_id"] == val.ids[i] and row["score"] > 0.5]
         try:
-            photo = pil_to_tensor(boxes.read_photo(val.images, i))
+            photo = pil_to_tensor(boxes.read_photo(val, i))
         except common.Unreadable:
             continue
         _, height, width = photo.shape
@@ -346,4 +376,4 @@ def draw_detections(val, results, path, side=320):
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

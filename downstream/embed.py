@@ -8,6 +8,8 @@ files.txt, the path of each row's photo. In NumPy: `features = np.load("runs/emb
 with each row divided by its norm, `features @ features.T` are cosine similarities.
 """
 
+import argparse
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,32 +22,37 @@ from downstream.search import images_in
 
 
 def get_args(argv=None):
-    parser = common.build_parser(__doc__)
+    # fmt: off
+    parser = argparse.ArgumentParser(description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="folder of photos, with its subfolders")
     add("--weights", required=True, help="a backbone.pth, or others as in eval_linear.py")
-    add("--arch", choices=common.BACKBONES, help="needed for imagenet and random")
-    add("--image-size", type=common.positive_int, default=224, help="use that of training")
-    add("--output", default="runs/embed", help="directory for features.npy and files.txt")
+    add("--arch", choices=common.BACKBONES, help="of imagenet and random (default resnet50)")
+    add("--image-size", type=int, default=224, help="use that of training (default 224)")
+    add("--output", default="runs/embed", help="folder for features.npy and files.txt")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision")
     add("--workers", type=int, default=2, help="DataLoader workers; 0: none")
     return parser.parse_args(argv)
 
 
 def main(args):
-    world = common.init_distributed()
-    images = images_in(args.folder)
+    device = common.init_distributed()
+    photos = images_in(args.folder)
     Path(args.output).mkdir(parents=True, exist_ok=True)
-    backbone = eval_linear.load_backbone(args.weights, args.arch, seed=0)
-    backbone.to(world.device, memory_format=torch.channels_last)
-    features, readable = eval_linear.extract_features(backbone, images, args, world)
-    common.end_distributed(world)
-    if world.is_main:
+    default = None if eval_linear.is_file(args.weights) else "resnet50"
+    backbone = eval_linear.load_backbone(args.weights, args.arch or default, seed=0)
+    backbone.to(device, memory_format=torch.channels_last).eval()
+    features_of = partial(eval_linear.pooled, backbone, amp=args.amp)
+    squares = eval_linear.CentralSquares(photos, args.image_size)
+    features, readable = eval_linear.run_over_photos(features_of, squares, args, device)
+    if common.is_main():
         np.save(Path(args.output, "features.npy"), features)
-        Path(args.output, "files.txt").write_text("".join(f"{images[i]}\n" for i in readable))
+        Path(args.output, "files.txt").write_text("\n".join(photos.images[readable]) + "\n")
         width = features.shape[1]
         print_main(f"{len(features)} photos, {width} features each: {args.output}/features.npy")
+    common.end_distributed()
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

@@ -1,4 +1,4 @@
-"""Fine-tuning: a backbone and a linear layer, trained end to end on labelled images.
+"""Fine-tuning: a backbone and a linear layer, trained end to end on labelled photos.
 
 Desai, Johnson. VirTex: Learning Visual Representations from Textual Annotations. CVPR 2021,
 Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3; App. A.1, Fig. 4 (IN-sup).
@@ -18,18 +18,16 @@ per process, as in the paper's code.
                         --root datasets/imagenet --weights random --arch resnet50 \\
                         --fraction 0.1 --epochs 90 --steps 30 60 --output runs/insup_10
 
-An image folder holds train/<class>/<image> and val/<class>/<image>. What to expect: the loss starts
+An image folder holds train/<class>/<photo> and val/<class>/<photo>. What to expect: the loss starts
 at ln(number of classes) and drops when the learning rate falls to a tenth (at 70% of the run).
 On shapes a second backbone, randomly initialised, is trained into OUTPUT/random, and the last line
 compares the two; on other data run it as a command of its own, as above. --output holds the
 same files as in training (docs/output.md): rerunning the command resumes from its checkpoint.
 """
 
-import json
+import argparse
 import math
 import os
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,10 +36,11 @@ from torch import nn
 
 import common
 import eval_linear
-from common import image_files, print_main
+from common import fail, print_main, progress
 from downstream import baselines
 
 # fmt: off
+DATA = "shapes", "folder", "inat"
 DEFAULTS = {  #          shapes    folder    inat
     "train_split":      ("train",  "train",  "train2018"),  # Sec. 4.3
     "val_split":        ("val",    "val",    "val2018"),    # Sec. 4.3
@@ -57,156 +56,184 @@ DEFAULTS = {  #          shapes    folder    inat
 # fmt: on
 # crop_min: App. A.1 says "20-100%", which the authors' list of changes corrects to 8-100% for
 # ImageNet; their iNaturalist configuration has 8-100%, and so has torchvision's training (IN-sup).
-DATA = "shapes", "folder", "inat"
 LR, RANDOM_LR, BATCH = 0.025, 0.1, 256  # pretrained, randomly initialised [Sec. 4.3]
-STEPS = (0.7, 0.9)  # of the run: where the learning rate falls to a tenth [Sec. 4.3]
+STEPS = 0.7, 0.9  # of the run: where the learning rate falls to a tenth [Sec. 4.3]
 
 
 def get_args(argv=None):
-    parser = common.build_parser(__doc__)
-    eval_linear.backbone_flags(parser, DATA)
-    add = parser.add_argument_group("data and optimisation").add_argument
-    add("--fraction", type=common.fraction, help="train on this fraction of each class")
-    add("--shots", type=common.positive_int, help="train on this many images of each class")
-    add("--image-size", type=common.positive_int, help="side of the crops")
-    add("--epochs", type=common.positive, help="passes over the images; more for few images")
-    steps = "epochs after which the learning rate falls to a tenth (default: after 70%% and 90%%)"
-    add("--steps", type=common.positive, nargs="+", help=steps)
-    add("--batch-size", type=common.positive_int, help="images per iteration over all processes")
-    rates = f"{LR} at batch {BATCH}, {RANDOM_LR} for random weights; scales with the batch"
-    add("--lr", type=common.positive, help=f"initial; on shapes for both starts (default {rates})")
+    # fmt: off
+    parser = argparse.ArgumentParser(description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    baselines.add_flags(parser, DATA)
+    add = parser.add_argument_group("labels and optimisation").add_argument
+    add("--fraction", type=float, help="of the training photos of each class (shapes: 0.02)")
+    add("--shots", type=int, help="training photos of each class")
+    add("--batch-size", type=int, help="photos per iteration over all processes")
+    add("--epochs", type=float, help="passes over the photos (default 100; shapes: 40)")
+    add("--lr", type=float, help=f"peak; on shapes for both starts (default {LR} for batches of "
+        f"{BATCH}, {RANDOM_LR} for random weights, scaled to --batch-size)")
+    add("--steps", type=float, nargs="+",
+        help="epochs after which the rate falls to a tenth (default: after 70%% and 90%%)")
     add("--weight-decay", type=float, default=1e-4, help="of all weights [Sec. 4.3]")
-    common.run_flags(parser, "finetune")
 
-    data = common.peek(argv, "--data").data
-    column = DATA.index(data) if data in DATA else 0
-    parser.set_defaults(**{name: row[column] for name, row in DEFAULTS.items()})
-    args = eval_linear.parse(parser, argv)
+    add = parser.add_argument_group("run").add_argument
+    add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
+    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
+    add("--seed", type=int, default=0, help="random seed")
+    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
+    add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
+    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
+    add("--log-every", type=int, help="iterations between lines of metrics.jsonl")
+    add("--checkpoint-every", type=int, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
+    # fmt: on
+    args = parser.parse_args(argv)
+    args.script = "finetune"
+    suffix = "" if args.data == "shapes" else f"-{args.data}"
+    defaults = {name: row[DATA.index(args.data)] for name, row in DEFAULTS.items()}
+    baselines.fill_defaults(parser, args, output=f"runs/finetune{suffix}", **defaults)
+    parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
+    if args.batch_size < 1 or args.batch_size % parts:
+        fail(f"--batch-size {args.batch_size} cannot be divided by {parts}, which is the number of "
+             "processes times --accumulate")  # fmt: skip
     return args
 
 
 def main(args):
-    world = common.init_distributed()
-    args.amp = common.choose_amp(world.device, args.amp)
+    device = common.init_distributed()
+    args.amp = common.choose_amp(device, args.amp)
 
     # Refuse a wrong file before reading data.
     args.arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
 
-    # Data: images with one label each; --fraction or --shots of those for training.
+    # Data: photos with one label each; --fraction or --shots of those for training.
     train = labelled_split(args.data, args.root, args.train_split)
     val = labelled_split(args.data, args.root, args.val_split)
     eval_linear.check_same_classes(train, val)
     if args.fraction < 1 or args.shots:
         train = part_of_classes(train, args.fraction, args.seed, args.shots)
-    num_images, num_classes = len(train.images), len(train.names)
-    counts = f"{num_images} training and {len(val.images)} validation images"
-    print_main(f"{counts}, {num_classes} classes")
+    counts = f"{len(train)} training and {len(val)} validation photos"
+    print_main(f"{counts}, {len(train.names)} classes, on {device}, amp {args.amp}")
 
-    scores = baselines.with_random_baseline(args, world, partial(fine_tune, train, val))
-    if scores:
+    scores = baselines.with_random_baseline(args, lambda run: fine_tune(train, val, run, device))
+    if common.is_main():
         origins = {"trained": args.weights, "random": "random initialisation"}
         parts = [f"{scores[name]['top-1']} from {origins[name]}" for name in scores]
-        labels = f"top-1 on {args.data} after fine-tuning on {num_images} labels"
+        labels = f"top-1 on {args.data} after fine-tuning on {len(train)} labels"
         print_main(f"{labels}: {', '.join(parts)}")
+    common.end_distributed()
 
 
-def fine_tune(train, val, args, world):
-    """Train on `train` into args.output (see common.Run) -> {"top-1": percent on `val`}
+def fine_tune(train, val, args, device):
+    """Train on `train` into args.output -> {"top-1": percent on `val`}
 
-    None on all processes but the first.
+    {} on all processes but the first.
     """
-    device = world.device
-    num_images = len(train.images)
-    run = common.Run(args, "finetune", world, train)
+    saved = common.start(args)  # by an earlier run of the same command, which resumes
     usual = RANDOM_LR if args.weights == "random" else LR
     lr = args.lr or usual * args.batch_size / BATCH
-    iters = math.ceil(args.epochs * num_images / args.batch_size)
+    iters = math.ceil(args.epochs * len(train) / args.batch_size)
     steps = [epoch / args.epochs for epoch in args.steps or ()] or STEPS
-    print_main(f"{args.weights}: learning rate {lr:.3g}, {iters} iterations")
+    print_main(f"{args.weights}: {iters} iterations at lr {lr:.3g}, into {args.output}")
 
-    # Model and optimizer, resumed where an earlier run stopped.
+    # Model and optimizer, restored where an earlier run stopped.
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     model = Classifier(backbone, len(train.names))
     model.to(device, memory_format=torch.channels_last)
     optimizer = common.build_optimizer("sgd", model.parameters(), lr, args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    run.resume(model=model, optimizer=optimizer, scaler=scaler)
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    start = common.restore(args, saved, train, iters, **parts)
     if args.compile:
         model.compile()
-    parallel = common.data_parallel(model, world).train()
+    parallel = common.data_parallel(model).train()
 
-    # Validate at most once an epoch, after at least five times as many training images as
-    # there are validation images, and with a line of metrics.jsonl.
-    images_per_line = args.batch_size * args.log_every
-    lines = math.ceil(max(num_images, 5 * len(val.images)) / images_per_line)
+    # Validate at most once an epoch, after at least five times as many training photos as
+    # there are validation photos, and with a line of metrics.jsonl.
+    photos_per_line = args.batch_size * args.log_every
+    lines = math.ceil(max(len(train), 5 * len(val)) / photos_per_line)
     validate_every = lines * args.log_every
-    make_sample = partial(eval_linear.labelled_photo, train, args)
-    samples = common.Samples(make_sample, num_images)
-    for iteration, micro_batches in run.steps(samples, eval_linear.collate_labelled, iters):
+    photos = eval_linear.LabelledPhotos(train, args)
+    batches = common.train_batches(photos, eval_linear.collate, args, device, start)
+    metrics = common.Metrics(args, start)
+    bar = progress(range(start + 1, iters + 1), initial=start, total=iters, unit=" its")
+    for iteration in bar:
         lr_scale = common.lr_factor(iteration - 1, iters, steps=steps)
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
-        for part, batch in enumerate(micro_batches, 1):
-            parallel.require_backward_grad_sync = part == args.accumulate  # one all-reduce a batch
-            labels = batch["labels"]
+        for part in range(args.accumulate):
+            batch = metrics.wait_for(batches)
+            # DDP averages the gradients of all processes, once: after the last micro-batch.
+            parallel.require_backward_grad_sync = part == args.accumulate - 1
+            images = common.augment(batch["images"])  # (B, 3, h, w)
             with common.autocast(device, args.amp):
-                logits = parallel(common.augment(batch["images"]))  # (B, classes)
-            loss = eval_linear.classification_loss(logits.float(), labels, multi_label=False)
+                logits = parallel(images)  # (B, classes)
+            loss = eval_linear.classification_loss(logits.float(), batch["labels"])
             scaler.scale(loss / args.accumulate).backward()
-            run.log(loss=loss)
+            metrics.add(loss=loss)
         scaler.step(optimizer)
         scaler.update()
-        if iteration % validate_every == 0 and iteration < iters:
-            run.validation = validate(model, val, args, world) or {}
-        run.log(lr=lr * lr_scale)
 
-    # The other processes end: the first one scores the result alone.
-    if world.is_main:
-        common.save_weights(run.folder / "backbone.pth", model.backbone)
-        scores = validate(model, val, args, common.World(0, 1, device))
-        return {"top-1": round(scores["top1"], 2)}
+        last = iteration == iters
+        if iteration % args.checkpoint_every == 0 or last:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, parts)
+        if args.keep_every and iteration % args.keep_every == 0:
+            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
+        if iteration % args.log_every == 0:
+            row = metrics.means(iteration)
+            row["lr"] = lr * lr_scale
+            if iteration % validate_every == 0 and not last:
+                scores = validate(model, val, args, device)
+                if common.is_main():
+                    row["validation_top1"] = scores["top-1"]
+            metrics.write(iteration, row)
+            bar.set_postfix(loss=f"{row['loss']:.3f}")
+
+    if common.is_main():
+        common.save_weights(f"{args.output}/backbone.pth", backbone)
+    scores = validate(model, val, args, device)
+    return {name: round(score, 2) for name, score in scores.items()}
 
 
-# --------------------------------------------------------------------------------- labelled images
+# --------------------------------------------------------------------------------- labelled photos
 
 
 def labelled_split(name, root, split):
-    """One split of "shapes", "folder" or "inat", one label per image -> eval_linear.LabelData"""
+    """One split of "shapes", "folder" or "inat" -> eval_linear.LabelData, one label per photo"""
     if name == "inat":
         return inat_labels(root or "datasets/inat", split)
     data = eval_linear.label_data(name, root, split)
     if name == "shapes":  # only scenes with one shape, which is the class
         data = data.select(np.flatnonzero(data.labels.sum(1) == 1))
+        data.labels = data.labels.argmax(1)
     return data
 
 
 def inat_labels(root, split):
-    """{split}.json of iNaturalist 2018, images below `root` -> eval_linear.LabelData"""
-    path = Path(root, f"{split}.json")
-    with common.error_context(f"{path} should hold iNaturalist's images and categories"):
-        content = json.loads(path.read_bytes())
-        category_ids = sorted(category["id"] for category in content["categories"])
-        class_of_category = {category: k for k, category in enumerate(category_ids)}
-        category_of = {row["image_id"]: row["category_id"] for row in content["annotations"]}
-        paths, labels = [], []
-        for image in content["images"]:
-            paths.append(os.path.join(root, image["file_name"]))
-            labels.append(class_of_category[category_of[image["id"]]])
+    """{split}.json of iNaturalist 2018, photos below `root` -> eval_linear.LabelData"""
+    content = common.read_json(f"{root}/{split}.json")
+    category_ids = sorted(category["id"] for category in content["categories"])
+    class_of_category = {category: k for k, category in enumerate(category_ids)}
+    category_of = {row["image_id"]: row["category_id"] for row in content["annotations"]}
+    paths = [os.path.join(root, image["file_name"]) for image in content["images"]]
+    labels = [class_of_category[category_of[image["id"]]] for image in content["images"]]
+    missing = [path for path in paths if not os.path.isfile(path)]
+    if missing:
+        fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
     names = list(map(str, category_ids))
-    return eval_linear.LabelData(image_files(paths), np.array(labels), names)
+    return eval_linear.LabelData(np.array(paths, common.STRINGS), np.array(labels), names)
 
 
 def part_of_classes(data, fraction, seed, shots=None):
-    """This fraction of each class, at least one image, or `shots` images -> eval_linear.LabelData
+    """This fraction of each class, at least one photo, or `shots` photos -> eval_linear.LabelData
 
     The class frequencies are those of the whole, as in VirTex's subsets of ImageNet [App. A.1].
     A smaller fraction with the same seed is a subset of a larger one.
     """
-    classes = eval_linear.class_of(data.labels)
-    shuffled = np.random.default_rng(seed).permutation(len(classes))
+    shuffled = np.random.default_rng(seed).permutation(len(data))
     keep = []
-    for k in np.unique(classes):
-        members = shuffled[classes[shuffled] == k]
+    for k in np.unique(data.labels):
+        members = shuffled[data.labels[shuffled] == k]
         keep.extend(members[: shots or max(1, round(fraction * len(members)))])
     return data.select(np.sort(keep))
 
@@ -223,36 +250,36 @@ class Classifier(nn.Module):
     def __init__(self, backbone, num_classes):
         super().__init__()
         self.backbone = backbone
-        [self.linear] = eval_linear.LinearLayers([backbone.channels], num_classes)
+        [self.linear] = eval_linear.LinearLayers(1, backbone.channels, num_classes)
 
     def forward(self, images):
         return self.linear(self.backbone(images).mean((2, 3)))
 
 
 @torch.no_grad()
-def validate(model, val, args, world):
-    """Top-1 on the centres of the images ("resize 256, crop 224" [App. A.1]) -> {"top1": percent}
+def validate(model, val, args, device):
+    """Top-1 on the centres of the photos ("resize 256, crop 224" [App. A.1]) -> {"top-1": percent}
 
-    Each process scores a part. None on all processes but the first.
+    Each process scores a part. {} on all processes but the first.
     """
-    if world.size > 1:  # use the first process's batch norm statistics
+    if common.world_size() > 1:  # use the first process's batch norm statistics
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
     def logits_of(images):
-        images = images.to(world.device, non_blocking=True)
-        with common.autocast(world.device, args.amp):
+        with common.autocast(device, args.amp):
             return model(common.augment(images))
 
     model.eval()
-    logits, readable = eval_linear.run_over_images(logits_of, val.images, args, world)
+    squares = eval_linear.CentralSquares(val, args.image_size)
+    logits, readable = eval_linear.run_over_photos(logits_of, squares, args, device)
     model.train()
-    if world.is_main:
-        eval_linear.check_finite(logits)
-        top1 = eval_linear.top1(logits, val.labels[readable])
-        print_main(f"validation: top1 {top1:.2f}")
-        return {"top1": top1}
+    if not common.is_main():
+        return {}
+    scores = eval_linear.score(logits, torch.from_numpy(val.labels[readable]))
+    print_main(f"validation: top-1 {scores['top-1']:.2f}")
+    return scores
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

@@ -1,41 +1,44 @@
 """The ten most likely labels of each photo, by a model of tp.py.  [ICMLM Sec. 3.1]
 
-    python -m downstream.labels photo.jpg
-    python -m downstream.labels photo.jpg --weights runs/tp/checkpoint.pth
+    python -m downstream.labels photo.jpg --weights runs/tp-photos/checkpoint.pth
 
 --weights is a checkpoint.pth or model_N.pth. Words, clusters and rotations share one softmax, as
 in training; topics are independent, each with its own probability. The model sees the
 central square of a photo, as in validation.
 """
 
+import argparse
+
 import torch
 
 import common
 import tp
 from common import print_main
-from eval_linear import CentreCrops
+from downstream.pictures import photo_files
+from eval_linear import CentralSquares
 
 
 def get_args(argv=None):
-    parser = common.build_parser(__doc__)
+    # fmt: off
+    parser = argparse.ArgumentParser(description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("photos", nargs="+", metavar="PHOTO", help="photos to label")
-    add("--weights", default="runs/tp/checkpoint.pth", help="checkpoint of tp.py")
+    add("--weights", default="runs/tp/checkpoint.pth", help="default %(default)s")
     return parser.parse_args(argv)
 
 
 @torch.no_grad()
 def main(args):
-    device = common.init_distributed().device
-    photos = common.image_files(args.photos)
+    device = common.init_distributed()
+    photos = photo_files(args.photos)
     checkpoint = common.read_checkpoint(args.weights, "tp")
-    names = checkpoint["names"]
-    trained = checkpoint["args"]
+    names, trained = checkpoint["names"], checkpoint["args"]
     model = tp.TagPredictor(trained["arch"], len(names), trained["labels"])
     model.load_state_dict(checkpoint["model"])
     model.to(device).eval()
-    crops = CentreCrops(photos, trained["image_size"], side_fraction=1.0)
-    for photo, (pixels, readable) in zip(photos, crops):
+    squares = CentralSquares(photos, trained["image_size"], side_fraction=1.0)
+    for photo, (pixels, readable) in zip(args.photos, squares):
         if not readable:
             continue
         images = common.augment(torch.from_numpy(pixels)[None].to(device))  # (1, 3, h, w)
@@ -48,4 +51,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

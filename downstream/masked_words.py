@@ -11,6 +11,7 @@ last line is the fraction of the attention inside the box of the object that a w
 --weights is a checkpoint.pth or model_N.pth of icmlm.py.
 """
 
+import argparse
 import math
 from pathlib import Path
 
@@ -20,23 +21,25 @@ from PIL import Image
 
 import common
 import icmlm
-import language
-from common import positive_int, print_main, require
-from downstream.pictures import draw_attention
-from eval_linear import CentreCrops
+from common import fail, print_main
+from downstream.pictures import draw_attention, photo_files
+from eval_linear import CentralSquares
+from extras import shapes
 
 
 def get_args(argv=None):
-    parser = common.build_parser(__doc__)
+    # fmt: off
+    parser = argparse.ArgumentParser(description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("photo", nargs="?", help="a photo, given with --caption and --word")
     add("--caption", help="what the photo shows")
-    add("--word", nargs="+", help="words of the caption, masked one at a time")
-    add("--photos", type=positive_int, metavar="N", help="N photos of the validation split")
-    add("--weights", default="runs/icmlm/checkpoint.pth", help="checkpoint of icmlm.py")
+    add("--word", type=str.lower, nargs="+", help="words of the caption, masked one at a time")
+    add("--photos", type=int, metavar="N", help="N photos of the validation split")
+    add("--weights", default="runs/icmlm/checkpoint.pth", help="default %(default)s")
     add("--lm", help="language model (default: that of the training run)")
     add("--root", help="folder of the data (default: that of the training run)")
-    add("--output", default="runs/masked_words", help="folder for pictures")
+    add("--output", default="runs/masked_words", help="folder for pictures (default %(default)s)")
     args = parser.parse_args(argv)
     own_photo = [args.photo, args.caption, args.word]
     if any(own_photo) != all(own_photo) or bool(args.photo) == bool(args.photos):
@@ -45,34 +48,32 @@ def get_args(argv=None):
 
 
 def main(args):
-    device = common.init_distributed().device
+    device = common.init_distributed()
     model, lm, tokenizer, concepts, trained = load_icmlm(args.weights, args.lm, device)
     if args.photo:
-        photos = common.image_files([args.photo])
-        captions = [args.caption]
+        data = photo_files([args.photo]).with_captions([[args.caption]])
+        [positions] = maskable_words(data, tokenizer, concepts)
+        maskable = [given_words(positions, args.word)]
     else:
-        photos, captions = validation_photos(args, trained, tokenizer)
+        data = validation_photos(args, trained, tokenizer)
+        maskable = maskable_words(data, tokenizer, concepts)
     folder = Path(args.output)
     folder.mkdir(parents=True, exist_ok=True)
 
-    looked = []  # (photo, word, attention)
-    crops = CentreCrops(photos, trained["image_size"], side_fraction=1.0)
-    for n, caption in enumerate(captions):
-        ids, positions = maskable_words(tokenizer, concepts, caption)
-        if args.photo:
-            positions = given_words(positions, args.word)
-            limit = tokenizer.model_max_length
-            require(len(ids) <= limit, f"the caption has {len(ids)} tokens, --lm reads {limit}")
-        pixels, readable = crops[n]
+    looked = []  # (what `data` calls the photo, word, attention)
+    squares = CentralSquares(data, trained["image_size"], side_fraction=1.0)
+    for n, positions in enumerate(maskable):
+        pixels, readable = squares[n]
         if not readable or not positions:
             continue
-        maps = explain(model, lm, tokenizer, pixels, ids, positions)
+        [caption] = data.captions[n]
         words = list(positions)
-        name = "_".join([str(n + 1), Path(str(photos[n])).stem, *words])[:200]
+        maps = explain(model, lm, tokenizer, pixels, caption, positions)
+        name = "_".join([str(n + 1), Path(str(data.images[n])).stem, *words])[:200]
         picture = folder / f"{name}.png"
         draw_attention(Image.fromarray(pixels), caption, list(zip(words, maps)), picture)
         print_main(f"the attention is in {picture}")
-        looked += [(photos[n], word, attention) for word, attention in zip(words, maps)]
+        looked += [(data.images[n], word, attention) for word, attention in zip(words, maps)]
 
     if args.photos and trained["data"] == "shapes":
         inside, area = attention_inside_boxes(looked)
@@ -88,8 +89,7 @@ def load_icmlm(path, lm_name, device):
     lm_name = lm_name or trained["lm"]
     if lm_name == "scratch":
         lm_name = str(Path(path).parent / "language_model")
-    tokenizer, pretrained = language.language_model(lm_name, device)
-    lm = icmlm.FrozenLanguageModel(pretrained, amp="off")
+    tokenizer, lm = icmlm.load_language_model(lm_name, device, amp="off")
     model = icmlm.ICMLM(
         trained["arch"],
         trained["head"],
@@ -98,48 +98,46 @@ def load_icmlm(path, lm_name, device):
         layers=trained["layers"],
         heads=trained["heads"],
     )
-    with common.error_context(f"{path} needs the --lm that it was trained with"):
-        model.load_state_dict(checkpoint["model"])
+    model.load_state_dict(checkpoint["model"])
     return model.to(device).eval(), lm, tokenizer, concepts, trained
 
 
 def validation_photos(args, trained, tokenizer):
-    """--photos random photos of the validation split, and a caption of each"""
+    """-> CaptionData of --photos random photos of the validation split, with a caption of each"""
     root = args.root or trained["root"]
     data = common.caption_data(trained["data"], root, trained["val_split"]).captioned()
     order = np.random.default_rng(0).permutation(len(data))
     data = data.select(np.sort(order[: args.photos]))
-    data = language.filter_captions(data, tokenizer.tokenize).captioned()
-    return data.images, [data.captions_of(n)[0] for n in range(len(data))]
+    data = icmlm.filter_captions(data, tokenizer.tokenize).captioned()
+    return data.with_captions([captions[:1] for captions in data.captions])
 
 
-def maskable_words(tokenizer, concepts, caption):
-    """-> the caption's token ids, {word that can be masked: position where it occurs first}"""
-    names = list(concepts)
-    index_of = {word: k for k, word in enumerate(names)}
-    [(ids, words)] = icmlm.find_words(tokenizer, index_of, [caption])
-    positions = {}
-    for position, k in words:
-        positions.setdefault(names[k], position)
-    return ids, positions
+def maskable_words(data, tokenizer, concepts):
+    """-> for each photo {word of its caption that can be masked: position where it occurs first}"""
+    names, maskable = list(concepts), [{} for _ in range(len(data))]
+    for photo, _, position, concept in icmlm.find_triplets(data, concepts, tokenizer).tolist():
+        maskable[photo].setdefault(names[concept], position)
+    return maskable
 
 
 def given_words(positions, words):
     """The entries of {word: position} for the words of --word"""
-    words = [word.lower() for word in words]
-    needed = "it must be one token of --lm and among the concepts that were trained"
-    possible = f"these words of the caption can be masked: {', '.join(positions) or 'none'}"
     for word in words:
-        require(word in positions, f'"{word}": {needed}; {possible}')
+        if word not in positions:
+            fail(f'"{word}" cannot be masked: it must be one token of --lm and a concept of the '
+                 f"training run, as are {', '.join(positions)}")  # fmt: skip
     return {word: positions[word] for word in words}
 
 
 @torch.no_grad()
-def explain(model, lm, tokenizer, pixels, ids, positions):
+def explain(model, lm, tokenizer, pixels, caption, positions):
     """Print the best predictions for each word -> attention (words, h, w)
 
-    pixels: uint8 (size, size, 3).  ids: the caption's tokens.  positions: {word: its token's index}
+    pixels: uint8 (size, size, 3).  positions: {word: index of its token in the caption}
     """
+    ids = tokenizer(caption)["input_ids"]
+    if len(ids) > tokenizer.model_max_length:
+        fail(f"the caption has {len(ids)} tokens, --lm reads {tokenizer.model_max_length}")
     device = lm.token_embeddings.device
     mask_pos = torch.tensor(list(positions.values()), device=device)
     tokens = torch.tensor(ids, device=device).repeat(len(mask_pos), 1)  # (words, T)
@@ -161,12 +159,9 @@ def explain(model, lm, tokenizer, pixels, ids, positions):
 
 def best_words(tokenizer, logits, number=5):
     """logits (|V|,) -> "dog 71.0%, cat 12.5%, ..." """
-    best = []
     probabilities, tokens = logits.softmax(0).topk(number)
-    for p, token in zip(probabilities.tolist(), tokens.tolist()):
-        word = tokenizer.decode([token]).strip()
-        best.append(f"{word} {100 * p:.1f}%")
-    return ", ".join(best)
+    words = [tokenizer.decode([token]).strip() for token in tokens.tolist()]
+    return ", ".join(f"{word} {100 * p:.1f}%" for word, p in zip(words, probabilities.tolist()))
 
 
 # ------------------------------------------------------------------------------------- attention
@@ -201,14 +196,11 @@ def attention_maps(head, features, token_features, attention_mask, mask_pos):
 def attention_inside_boxes(looked):
     """How much attention is inside the box of the object that the masked word names
 
-    looked: [(scene of shapes.py, word, attention (h, w), which sums to one), ...]
+    looked: [(scene of extras/shapes.py, word, attention (h, w), which sums to one), ...]
     -> for each word that names exactly one object, by shape or colour: the attention inside, the
     area of the box (the share of a uniform map), both in [0, 1]
     """
-    import shapes  # only here: for the built-in scenes
-
-    inside = []
-    area = []
+    inside, area = [], []
     for scene, word, attention in looked:
         named = [o for o in shapes.objects_of(scene) if word in (o.shape, o.colour)]
         if len(named) == 1:
@@ -229,4 +221,4 @@ def covered(low, high, grid_size):
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

@@ -1,6 +1,7 @@
-"""Pictures to look at: photos found by a text, and where a model looks in a photo."""
+"""Photos of one's own, and pictures to look at: photos found by a text, and attention maps."""
 
 import math
+import os
 import textwrap
 
 import numpy as np
@@ -8,15 +9,26 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
 import common
+from common import fail
 
 FONT_SIZE = 15
 GAP = 8  # pixels between photos
 
 
-def draw_rows(texts, images, nearest, scores, path, framed=None, side=128):
-    """One picture: for each text a row of the images `nearest`, with their scores below them
+def photo_files(paths):
+    """-> CaptionData of the photos at these paths, without captions"""
+    missing = [path for path in paths if not os.path.isfile(path)]
+    if missing:
+        fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
+    none = common.Lists([[] for _ in paths], common.STRINGS)
+    return common.CaptionData(np.array(paths, common.STRINGS), captions=none, tags=none)
 
-    framed: for each text the image to frame; None for no frames.
+
+def draw_rows(texts, data, nearest, scores, path, framed=None, side=128):
+    """One picture: for each text a row of the photos `nearest`, with their scores below them
+
+    data: CaptionData or similar.  nearest: indices into it.  framed: the index of the photo to
+    frame, for each text; None for no frames
     """
     font = ImageFont.load_default(FONT_SIZE)
     column_width = side + GAP
@@ -30,15 +42,14 @@ def draw_rows(texts, images, nearest, scores, path, framed=None, side=128):
         draw.text((GAP, y), text, "black", font)
         top = y + 22
         bottom = top + side
-        for column, image in enumerate(nearest[row]):
+        for column, index in enumerate(nearest[row]):
             x = GAP + column * column_width
-            [pixels] = common.read_crops(images[image], [common.centre_crop], side)
-            photo = Image.fromarray(pixels)
-            sheet.paste(photo, (x, top))
+            [pixels] = common.read_crops(data, index, [common.centre_crop], side)
+            sheet.paste(Image.fromarray(pixels), (x, top))
             score = f"{scores[row][column]:.2f}"
             below = x + side / 2, bottom
             draw.text(below, score, "grey", font, anchor="ma")
-            if framed and image == framed[row]:
+            if framed and index == framed[row]:
                 frame = x - 3, top - 3, x + side + 2, bottom + 2
                 draw.rectangle(frame, outline="green", width=3)
     sheet.save(path)
@@ -51,23 +62,20 @@ def draw_attention(image, caption, words, path, side=192):
     a uniform map looks uniform. [VirTex Sec. 4.4]
     """
     font = ImageFont.load_default(FONT_SIZE)
-    photo = image.resize((side, side), Image.BICUBIC)
-    photo = np.asarray(photo, np.float32)
-    columns = min(6, len(words) + 1)
-    rows = math.ceil((len(words) + 1) / columns)
+    photo = np.asarray(image.resize((side, side), Image.BICUBIC), np.float32)
+    tiles = [("", photo)]
+    for word, attention in words:
+        tiles.append((word, highlight(photo, attention)))
+    columns = min(6, len(tiles))
     column_width = side + GAP
     row_height = side + 28
     width = columns * column_width + GAP
     lines = textwrap.wrap(caption, width // 8)
     top = 16 + 18 * len(lines)
-    height = rows * row_height + top
+    height = top + math.ceil(len(tiles) / columns) * row_height
     sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
-    caption = "\n".join(lines)
-    draw.multiline_text((GAP, GAP), caption, "black", font)
-    tiles = [("", photo)]
-    for word, attention in words:
-        tiles.append((word, highlight(photo, attention)))
+    draw.multiline_text((GAP, GAP), "\n".join(lines), "black", font)
     for n, (word, tile) in enumerate(tiles):
         row, column = divmod(n, columns)
         x = GAP + column * column_width

@@ -7,7 +7,7 @@ Features of random crops and flips of each training photo are extracted once. A 
 these features and a GRU that reads the captions are trained from scratch to give a photo and its
 captions similar vectors, by the protocol of VSE++ (Faghri et al., BMVC 2018). A tenth of the
 training photos, at most 5,000, is held out to choose the best epoch: on COCO this leaves the
-paper's 113K to train on. The test images are those of --val-split.
+paper's 113K to train on. The test photos are those of --val-split.
 
     laptop        python virtex.py, then python -m downstream.retrieval
     own photos    python -m downstream.retrieval --data photos.jsonl --weights FILE
@@ -23,6 +23,7 @@ with --negatives mean. With the paper's hardest negatives it must fall below 0.4
 they are too hard for this backbone. On shapes, in four minutes, R@10 reaches 96 (random: 40).
 """
 
+import argparse
 import copy
 import math
 import re
@@ -38,9 +39,9 @@ from torch.nn.utils.rnn import pack_sequence
 
 import common
 import eval_linear
-from common import positive_int, print_main, progress, require
+import mmcontrastive
+from common import fail, print_main, progress
 from downstream import baselines, pictures
-from mmcontrastive import median_rank, recall, retrieval_ranks
 
 # fmt: off
 RECIPES = {  #        demo    small   paper: Sec. 4.2, after VSE++
@@ -65,104 +66,112 @@ IN_WORDS = {**baselines.IN_WORDS, "chance": "by chance"}
 
 
 def get_args(argv=None):
-    parser = eval_linear.flag_parser("retrieval", __doc__)
-    add = parser.add_argument
+    # fmt: off
+    parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    baselines.add_flags(parser)
+    add = parser.add_argument_group("retrieval").add_argument
     add("--recipe", choices=common.RECIPE_NAMES, help="demo (shapes), small (.jsonl) or paper")
-    add("--train-images", type=positive_int, help="maximum, drawn once; few for a quick look")
-    add("--test-images", type=positive_int, default=1000, help="maximum, drawn once [Sec. 4.2]")
-    add("--folds", type=positive_int, default=1, help="parts of the test images to average over")
-    add("--epochs", type=positive_int, help="epochs at --lr, and as many at a tenth of it")
+    add("--train-images", type=int, help="at most this many, drawn once; few for a quick look")
+    add("--test-images", type=int, default=1000, help="at most this many, drawn once [Sec. 4.2]")
+    add("--folds", type=int, default=1, help="parts of the test photos to average over")
+    add("--epochs", type=int, help="epochs at --lr, and as many at a tenth of it")
     add("--negatives", choices=("hardest", "mean"), help="use mean if the loss stays at 0.4")
-    add("--lr", type=common.positive, help="learning rate of Adam")
-    add("--dim", type=positive_int, help="dimension of the common space")
-    add("--word-dim", type=positive_int, help="dimension of the word embeddings")
-    parser.set_defaults(**common.choose_recipe(RECIPES, argv))
-    return eval_linear.parse(parser, argv)
+    add("--lr", type=float, help="learning rate of Adam")
+    add("--dim", type=int, help="dimension of the common space")
+    add("--word-dim", type=int, help="dimension of the word embeddings")
+    # fmt: on
+    baselines.add_run_flags(parser, "retrieval")
+    args = parser.parse_args(argv)
+    by_data = "small" if args.data.endswith(".jsonl") else "paper"
+    args.recipe = args.recipe or ("demo" if args.data == "shapes" else by_data)
+    column = common.RECIPE_NAMES.index(args.recipe)
+    recipe = {name: row[column] for name, row in RECIPES.items()}
+    baselines.fill_defaults(parser, args, **recipe)
+    return args
 
 
 def main(args):
-    world = common.init_distributed()
+    device = common.init_distributed()
     Path(args.output).mkdir(parents=True, exist_ok=True)
-    train = captioned_images(args, args.train_split, args.train_images)
+    train = captioned_photos(args, args.train_split, args.train_images)
     held_out = min(HELD_OUT, math.ceil(len(train) / 10))
-    val = train.select(range(held_out))
-    train = train.select(range(held_out, len(train)))
-    test = captioned_images(args, args.val_split, args.test_images)
-    require(args.folds <= len(test), f"--folds {args.folds}: there are {len(test)} test images")
+    val = train.select(np.arange(held_out))
+    train = train.select(np.arange(held_out, len(train)))
+    test = captioned_photos(args, args.val_split, args.test_images)
+    if args.folds > len(test):
+        fail(f"--folds {args.folds}: there are {len(test)} test photos")
     vocabulary = count_words(train.all_captions())
-    counts = f"{len(train)} training, {len(val)} validation and {len(test)} test images"
+    counts = f"{len(train)} training, {len(val)} validation and {len(test)} test photos"
     print_main(f"{counts}, {len(vocabulary)} words")
 
     runs = defaultdict(list)
-    for name, seed, backbone in baselines.backbones(args):
+    for name, seed, backbone in baselines.backbones(args, device):
         if backbone:
-            backbone.to(world.device, memory_format=torch.channels_last)
-            train_x = None  # or the disk holds two backbones' features: 9 GB each on COCO
-            train_data, train_x = crop_features(backbone, train, args, world)
-            val_data, val_x = image_features(backbone, val, args, world)
-            test_data, test_x = image_features(backbone, test, args, world)
-        if not world.is_main:
+            train_x = None  # or the memory holds two backbones' features: 9 GB each on COCO
+            train_data, train_x = crop_features(backbone, train, args, device)
+            val_data, val_x = baselines.central_features(backbone, val, args, device)
+            test_data, test_x = baselines.central_features(backbone, test, args, device)
+        if not common.is_main():
             continue
-        model = train_encoders(
-            train_data, train_x, val_data, val_x, vocabulary, args, world.device, seed
-        )
-        similarity = compare(model, test_data, test_x)  # (N images, M captions)
-        image_of_caption = test_data.image_of_caption()
+        model = train_encoders(train_data, train_x, val_data, val_x, vocabulary, args, device, seed)
+        similarity = compare(model, test_data, test_x)  # (N photos, M captions)
+        owners = image_of_caption(test_data)
         if not runs:
             draw_retrieved(test_data, similarity, f"{args.output}/retrieval.png")
-        runs[name].append(fold_scores(similarity, image_of_caption, args.folds))
-    common.end_distributed(world)
-    if world.is_main:
+        runs[name].append(fold_scores(similarity, owners, args.folds))
+    if common.is_main():
         for _ in runs["random"]:
             chance = torch.rand_like(similarity)
-            runs["chance"].append(fold_scores(chance, image_of_caption, args.folds))
-        report(runs, args)
+            runs["chance"].append(fold_scores(chance, owners, args.folds))
+        task = f"retrieval on {args.data}:"
+        baselines.report(runs, args, task, "text to image R@10", IN_WORDS)
+    common.end_distributed()
 
 
 # ------------------------------------------------------------------------------ photos, captions
 
 
-def captioned_images(args, split, max_images):
-    """At most `max_images` random captioned images of a split -> CaptionData"""
+def captioned_photos(args, split, max_photos):
+    """At most `max_photos` random captioned photos of a split -> CaptionData"""
     data = common.caption_data(args.data, args.root, split).captioned()
     order = np.random.default_rng(args.seed).permutation(len(data))
-    return data.select(order[:max_images].tolist())
+    return data.select(order[:max_photos])
 
 
-class RandomCrops(eval_linear.CentreCrops):
-    """A random crop of each of N images, then another of each, flipped, and so on"""
+def image_of_caption(data):
+    """-> (M,), the photo's index of each of M captions"""
+    return np.repeat(np.arange(len(data)), np.diff(data.captions.ends))
 
-    def __init__(self, images, args):
-        super().__init__(images, args.image_size)
+
+class RandomCrops(eval_linear.CentralSquares):
+    """A random crop of each of N photos, then another of each, flipped, and so on"""
+
+    def __init__(self, data, args):
+        super().__init__(data, args.image_size)
         self.args = args
 
     def __len__(self):
-        return self.args.crops * len(self.images)
+        return self.args.crops * len(self.data)
 
     def __getitem__(self, i):
-        n, photo = divmod(i, len(self.images))
+        n, photo = divmod(i, len(self.data))
         rng = np.random.default_rng([self.args.seed, i])
         self.crop = partial(common.random_crop, rng, self.args.crop_min)
-        pixels, readable = super().__getitem__(photo)
-        return (pixels[:, ::-1].copy() if n % 2 else pixels), readable
+        image, readable = super().__getitem__(photo)
+        return (image[:, ::-1].copy() if n % 2 else image), readable
 
 
-def image_features(backbone, data, args, world):
-    """-> CaptionData of the images that can be decoded; features (N, channels) of their central
-    squares. The features are None on all processes but the first.
+def crop_features(backbone, data, args, device):
+    """-> CaptionData of the photos that can be decoded; features (crops, N, channels) of their
+    RandomCrops. The features are None on all processes but the first.
     """
-    features, readable = eval_linear.extract_features(backbone, data.images, args, world)
-    return data.select(readable.tolist()), features
-
-
-def crop_features(backbone, data, args, world):
-    """The same for RandomCrops, with features (crops, N, channels)"""
-    crops = RandomCrops(data.images, args)
-    features, readable = eval_linear.extract_features(backbone, crops, args, world)
+    crops = RandomCrops(data, args)
+    features, readable = baselines.extract_features(backbone, crops, args, device)
     readable = readable[: len(readable) // args.crops]
-    if world.is_main:
-        features = features.reshape(args.crops, len(readable), -1)
-    return data.select(readable.tolist()), features
+    if common.is_main():
+        features = features.view(args.crops, len(readable), -1)
+    return data.select(readable), features
 
 
 def count_words(captions):
@@ -171,7 +180,8 @@ def count_words(captions):
     for caption in progress(captions, desc="words", unit=" captions", leave=False):
         counts.update(WORD.findall(caption.lower()))
     words = [word for word, count in counts.most_common() if count >= MIN_COUNT]
-    require(words, f"no word occurs {MIN_COUNT} times in the training captions: give more of them")
+    if not words:
+        fail(f"no word occurs {MIN_COUNT} times in the training captions: give more of them")
     return {word: i for i, word in enumerate(words, UNKNOWN + 1)}
 
 
@@ -244,32 +254,31 @@ def train_encoders(data, features, val_data, val_features, vocabulary, args, dev
     model = CommonSpace(features.shape[2], vocabulary, args.word_dim, args.dim)
     model.to(device)
     optimizer = torch.optim.Adam(model.parameters(), args.lr)
-    all_captions = data.all_captions()
-    image_of_caption = data.image_of_caption()
+    all_captions, owners = data.all_captions(), image_of_caption(data)
+    val_owners = image_of_caption(val_data)
     best_recalls = -1.0
     bar = progress(range(2 * args.epochs), desc="retrieval", unit=" epochs")
     for epoch in bar:
         common.set_lr(optimizer, 1.0 if epoch < args.epochs else 0.1)
         rng = np.random.default_rng([seed, epoch])
-        order = rng.permutation(len(image_of_caption))
+        order = rng.permutation(len(owners))
         for batch in np.split(order, range(BATCH_SIZE, len(order), BATCH_SIZE)):
             crop = rng.integers(len(features), size=len(batch))
-            image_idx = image_of_caption[batch]
-            x = torch.from_numpy(features[crop, image_idx])
-            image_idx = torch.from_numpy(image_idx).to(device)
-            images = model.encode_images(x.to(device))
+            images = model.encode_images(features[crop, owners[batch]].to(device))
             captions = [all_captions[i] for i in batch]
             for n in np.flatnonzero(crop % 2):
                 captions[n] = common.swap_left_right(captions[n])
             captions = model.encode_captions(captions)
+            image_idx = torch.from_numpy(owners[batch]).to(device)
             loss = vse_loss(images, captions, image_idx, args.negatives)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
-        require(loss.isfinite(), f"the loss is not finite in epoch {epoch + 1}: try a lower --lr")
+        if not loss.isfinite():
+            fail(f"the loss is not finite in epoch {epoch + 1}: try a lower --lr")
         similarity = compare(model, val_data, val_features)
-        scores = fold_scores(similarity, val_data.image_of_caption())
+        scores = fold_scores(similarity, val_owners)
         recalls = sum(scores[name] for name in scores if "R@" in name)
         bar.set_postfix(loss=f"{loss.item() / len(batch):.3f}", recalls=f"{recalls:.1f}")
         if recalls > best_recalls:
@@ -285,8 +294,7 @@ def train_encoders(data, features, val_data, val_features, vocabulary, args, dev
 @torch.no_grad()
 def compare(model, data, features):
     """The similarity of each image with each caption -> (N, M) on the CPU"""
-    features = torch.from_numpy(features).to(model.image.weight.device)
-    images = model.encode_images(features)
+    images = model.encode_images(features.to(model.image.weight.device))
     columns = []
     captions = data.all_captions()
     parts = [captions[n : n + 256] for n in range(0, len(captions), 256)]
@@ -296,52 +304,33 @@ def compare(model, data, features):
 
 
 def fold_scores(similarity, image_of_caption, folds=1):
-    """The images, in their order, in folds of equal size -> {"image to text R@1": mean, ...}
+    """The photos, in their order, in folds of equal size -> {"image to text R@1": mean, ...}
 
-    R@K in percent, Med r: see mmcontrastive.py.  similarity: (N, M).  image_of_caption: (M,).
+    R@K in percent, Med r: mmcontrastive.retrieval_scores.  similarity: (N, M).
+    image_of_caption: (M,).
     """
-    image_of_caption = torch.from_numpy(image_of_caption)
     size = len(similarity) // folds
     scores_of_folds = []
     for first in range(0, folds * size, size):
         inside = (image_of_caption >= first) & (image_of_caption < first + size)
+        owners = torch.from_numpy(image_of_caption[inside] - first)
         fold = similarity[first : first + size, inside]
-        i2t, t2i = retrieval_ranks(fold, image_of_caption[inside] - first)
         scores = {}
-        for direction, ranks in ("image to text", i2t), ("text to image", t2i):
-            for name, score in recall(ranks).items():
-                scores[f"{direction} {name}"] = score
-            scores[f"{direction} Med r"] = median_rank(ranks)
+        for way, found in mmcontrastive.retrieval_scores(fold, owners).items():
+            found["Med r"] = found.pop("median rank")
+            scores |= {f"{way} {name}": score for name, score in found.items()}
         scores_of_folds.append(scores)
     return eval_linear.over_runs(scores_of_folds)["mean"]
 
 
 def draw_retrieved(data, similarity, path):
-    """For a caption of each of five images, draw the eight nearest photos, its own in a frame"""
-    images = range(min(5, len(data)))
-    captions = np.searchsorted(data.image_of_caption(), images)  # the first of each
-    texts = [data.captions_of(i)[0] for i in images]
-    similarity = similarity[:, captions].T
-    scores, nearest = similarity.topk(min(8, len(data)))
-    scores, nearest = scores.tolist(), nearest.tolist()
-    pictures.draw_rows(texts, data.images, nearest, scores, path, framed=images)
+    """For a caption of each of five photos, draw the eight nearest photos, its own in a frame"""
+    photos = range(min(5, len(data)))
+    texts = [data.captions[i][0] for i in photos]
+    scores, nearest = similarity[:, data.captions.ends[photos]].T.topk(min(8, len(data)))
+    pictures.draw_rows(texts, data, nearest.tolist(), scores.tolist(), path, framed=photos)
     print_main(f"the photos nearest to some captions are in {path}")
 
 
-def report(runs, args):
-    """runs: {"trained", "random", "chance": [fold_scores, ...]}: print them, write result.json"""
-    content = {"args": vars(args), "std": {}, "runs": runs}
-    for name, scores in runs.items():
-        results = eval_linear.over_runs(scores)
-        content[name] = results["mean"]
-        content["std"][name] = results["std"]
-        print_main(f"{name:8} {common.format_scores(results['mean'])}")
-        if args.runs > 1:
-            print_main(f"{'':8} deviation: {common.format_scores(results['std'])}")
-    common.write_json(f"{args.output}/result.json", content)
-    scores = [f"{content[name]['text to image R@10']:.1f} {IN_WORDS[name]}" for name in runs]
-    print_main(f"retrieval on {args.data}, text to image R@10: {', '.join(scores)}")
-
-
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

@@ -7,7 +7,7 @@ Draws a row of ten photos for each text, the nearest first, into search.png in -
 --root it searches the validation split of the training run.
 """
 
-from argparse import Namespace
+import argparse
 from pathlib import Path
 
 import torch
@@ -15,75 +15,76 @@ from PIL import Image
 
 import common
 import mmcontrastive
-from common import print_main, require
-from downstream.pictures import draw_rows
+from common import fail, print_main
+from downstream.pictures import draw_rows, photo_files
 
 
 def get_args(argv=None):
-    parser = common.build_parser(__doc__)
+    # fmt: off
+    parser = argparse.ArgumentParser(description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("texts", nargs="+", metavar="TEXT", help="what to look for, worded like a caption")
     add("--root", help="folder of photos, with its subfolders (default: the validation split)")
     add("--weights", default="runs/mmcontrastive/checkpoint.pth", help="or a model_N.pth beside it")
-    add("--output", default="runs/search", help="folder for the picture")
-    add("--amp", choices=("bf16", "fp16", "off"), help="default bf16 where the device has it")
+    add("--output", default="runs/search", help="folder for the picture (default %(default)s)")
+    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
     add("--workers", type=int, default=2, help="DataLoader workers; 0: none")
     return parser.parse_args(argv)
 
 
 def main(args):
-    device = common.init_distributed().device
-    amp = common.choose_amp(device, args.amp)
-    encoders, tokenizer, flags = load_encoders(args.weights)
+    device = common.init_distributed()
+    encoders, tokenizer, trained = load_encoders(args.weights)
     encoders.to(device, memory_format=torch.channels_last)
+    trained.amp, trained.workers = common.choose_amp(device, args.amp), args.workers
     if args.root:
-        images = images_in(args.root)
+        data = images_in(args.root)
     else:
-        images = common.caption_data(flags.data, flags.root, flags.val_split).images
+        data = common.caption_data(trained.data, trained.root, trained.val_split)
 
-    vectors, readable = mmcontrastive.encode_images(
-        encoders["image"], images, flags.image_size, args.workers, device, amp
+    vectors, readable = mmcontrastive.encode_images(encoders["image"], data, trained, device)
+    texts = mmcontrastive.encode_captions(
+        encoders["caption"], tokenizer, args.texts, trained, device
     )
-    texts = mmcontrastive.encode_captions(encoders["caption"], tokenizer, args.texts, device, amp)
     scores, order = (texts @ vectors.T).topk(min(10, len(vectors)))  # (texts, 10)
     nearest = [[readable[n] for n in row] for row in order.tolist()]
 
     path = Path(args.output, "search.png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    draw_rows(args.texts, images, nearest, scores.tolist(), path)
+    draw_rows(args.texts, data, nearest, scores.tolist(), path)
     if args.root:
         for text, row in zip(args.texts, nearest):
-            print_main(f"{text}: " + ", ".join(images[n] for n in row[:3]) + ", ...")
+            print_main(f"{text}: " + ", ".join(data.images[n] for n in row[:3]) + ", ...")
     print_main(f"the ten nearest of {len(readable)} photos to each text are in {path}")
 
 
 def images_in(folder):
-    """-> the paths of all photos in a folder and its subfolders"""
+    """-> CaptionData, without captions, of all photos in a folder and its subfolders"""
     formats = Image.registered_extensions()
-    paths = sorted(Path(folder).rglob("*"))
-    paths = [str(path) for path in paths if path.suffix.lower() in formats]
-    require(paths, f"{folder} holds no photo")
-    return common.image_files(paths)
+    paths = sorted(str(p) for p in Path(folder).rglob("*") if p.suffix.lower() in formats)
+    if not paths:
+        fail(f"{folder} holds no photo")
+    return photo_files(paths)
 
 
 def load_encoders(path):
     """A checkpoint.pth or model_N.pth of mmcontrastive.py -> its query encoders in eval mode, the
     tokenizer, and the flags of that run"""
     content = common.read_checkpoint(path, "mmcontrastive")
-    flags = Namespace(**content["args"])
-    problem = "was trained without --lambda-ic: photos and captions share no space in it"
-    require(flags.lambda_ic, f"{path} {problem}")
+    trained = argparse.Namespace(**content["args"])
+    if not trained.lambda_ic:
+        fail(f"{path} was trained without --lambda-ic: photos and captions share no space in it")
     folder = Path(path).parent / "caption_model"
     tokenizer, bert_config = mmcontrastive.read_caption_model(folder)
-    encoders = mmcontrastive.build_encoders(flags, bert_config)
-    state = {
-        name.removeprefix("queries."): value
-        for name, value in content["model"].items()
-        if name.startswith("queries.")
-    }
+    encoders = mmcontrastive.build_encoders(trained, bert_config)
+    prefix, state = "queries.", {}
+    for name, value in content["model"].items():
+        if name.startswith(prefix):
+            state[name.removeprefix(prefix)] = value
     encoders.load_state_dict(state)
-    return encoders.eval(), tokenizer, flags
+    return encoders.eval(), tokenizer, trained
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

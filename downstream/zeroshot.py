@@ -29,11 +29,13 @@ or a mean over classes. "seen" and "unseen" are means over the classes of each k
 harmonic mean is of these two [Xian et al.]. unseen.png shows predictions for unseen classes.
 """
 
+import argparse
 import itertools
+import json
 from collections import defaultdict
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,70 +44,76 @@ from PIL import Image, ImageDraw, ImageFont
 
 import common
 import eval_linear
-from common import print_main, require
+from common import fail, print_main
 from downstream import baselines
+from extras import shapes
 
-DEFAULTS = {"runs": 5, "epochs": 100, "batch_size": 256}  # runs: Tab. 6; others as `layers` [ours]
 RATES = 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0  # learning rates [ours; the range is App. F.2's]
 LAYOUTS = {  # the folders of the splits and of the photos
     "cub": ("xlsa17/data/CUB", "CUB_200_2011/images"),
     "awa2": ("xlsa17/data/AWA2", "Animals_with_Attributes2/JPEGImages"),
 }
 SCENES = {"train": 2700, "val": 1000}  # shapes: of this many scenes, those with one object
-TRAIN, SEEN, UNSEEN = range(3)  # parts of the data: training images, and test images of both kinds
+TRAIN, SEEN, UNSEEN = range(3)  # parts of the data: training photos, and test photos of both kinds
 LOCATIONS = "trainval_loc", "test_seen_loc", "test_unseen_loc"  # their names in att_splits.mat
 
 
 def get_args(argv=None):
-    parser = eval_linear.flag_parser("zeroshot", __doc__, ("shapes", *LAYOUTS))
-    add = parser.add_argument
-    add("--epochs", type=common.positive_int, help="passes over the training images")
-    add("--batch-size", type=common.positive_int, help="images per iteration")
-    parser.set_defaults(**DEFAULTS)
-    args = eval_linear.parse(parser, argv)
-    if (args.train_split, args.val_split) != ("train", "val"):
+    # fmt: off
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    baselines.add_flags(parser, ("shapes", *LAYOUTS))
+    add = parser.add_argument_group("bilinear function").add_argument
+    add("--epochs", type=int, default=100, help="passes over the training photos [ours]")
+    add("--batch-size", type=int, default=256, help="photos per iteration [ours]")
+    # fmt: on
+    baselines.add_run_flags(parser, "zeroshot")
+    parser.set_defaults(runs=5)  # Tab. 6
+    args = parser.parse_args(argv)
+    if args.train_split or args.val_split:
         parser.error("zeroshot has splits of its own: leave out --train-split and --val-split")
+    baselines.fill_defaults(parser, args)
     return args
 
 
 def main(args):
-    world = common.init_distributed()
+    device = common.init_distributed()
     Path(args.output).mkdir(parents=True, exist_ok=True)
     data = shape_pairs() if args.data == "shapes" else published_data(args.data, args.root)
     train, seen, unseen = np.bincount(data.parts)
     test = f"{seen} of seen and {unseen} of unseen classes"
-    print_main(f"{train} training images; test images: {test}")
+    print_main(f"{train} training photos; test photos: {test}")
 
     runs = defaultdict(list)
-    for name, seed, backbone in baselines.backbones(args):
+    for name, seed, backbone in baselines.backbones(args, device):
         if backbone:
-            layers, readable = layer_features(backbone, data, args, world)
-        if not world.is_main:
+            layers, readable = layer_features(backbone, data, args, device)
+        if not common.is_main():
             continue
+        run = argparse.Namespace(**{**vars(args), "seed": seed})
         scores = {}
         for layer, x in layers.items():
-            predicted = predict_classes(x, readable, args, world.device, seed)
+            predicted = predict_classes(x, readable, run, device)
             for metric, score in accuracies(predicted, readable).items():
                 scores[f"{layer} {metric}".strip()] = score
         if not runs:  # of the last layer
             draw_predictions(f"{args.output}/unseen.png", readable, predicted)
         runs[name].append(scores)
-    common.end_distributed(world)
-    if world.is_main:
+    if common.is_main():
         report(runs, args, len(data.names))
+    common.end_distributed()
 
 
 def report(runs, args, num_classes):
     """runs: {"trained" or "random": [{metric: percent} of each run]}; writes result.json"""
-    results = {}
-    for name in runs:
-        results[name] = eval_linear.over_runs(runs[name])
-        std = results[name]["std"]
-        for metric, mean in results[name]["mean"].items():
-            print_main(f"{name:8} {metric:18} {mean:6.2f} ± {std[metric]:.2f}")
+    results = {name: eval_linear.over_runs(scores) for name, scores in runs.items()}
+    for name, result in results.items():
+        for metric, mean in result["mean"].items():
+            print_main(f"{name:8} {metric:18} {mean:6.2f} ± {result['std'][metric]:.2f}")
     guess = 100 / num_classes
-    common.write_json(f"{args.output}/result.json", {"args": vars(args), "guess": guess, **results})
-    metric = [name for name in std if "top-1" in name][-1]  # of the last layer
+    content = {"args": vars(args), "guess": guess, **results}
+    common.save(f"{args.output}/result.json", json.dumps(content, indent=2))
+    metric = [name for name in result["mean"] if "top-1" in name][-1]  # of the last layer
     words = baselines.IN_WORDS
     scores = [f"{results[name]['mean'][metric]:.1f} {words[name]}" for name in runs]
     by_guessing = f"{guess:.1f} by guessing among {num_classes} classes"
@@ -115,26 +123,28 @@ def report(runs, args, num_classes):
 # ------------------------------------------------------------------------------------------ data
 
 
-class ZeroShotData(NamedTuple):
-    """Images of seen and unseen classes, and the attributes of all classes."""
+@dataclass
+class ZeroShotData:
+    """Photos of seen and unseen classes, and the attributes of all classes"""
 
-    images: np.ndarray  # keys, see common.open_image
+    images: np.ndarray  # (N,) of paths, or of what `open` takes instead
     classes: np.ndarray  # (N,) from 0
     parts: np.ndarray  # (N,) TRAIN, SEEN or UNSEEN
     attributes: np.ndarray  # (classes, n)
     names: list
+    open: callable = Image.open  # images[i] -> PIL image, not yet decoded
+
+    def __len__(self):
+        return len(self.images)
 
     def select(self, keep):
-        """The images with these indices."""
-        images = self.images[keep]
-        classes = self.classes[keep]
-        return self._replace(images=images, classes=classes, parts=self.parts[keep])
+        """-> ZeroShotData of the photos with the indices `keep`"""
+        photos = {"images": self.images[keep], "classes": self.classes[keep]}
+        return replace(self, **photos, parts=self.parts[keep])
 
 
 def shape_pairs():
     """The built-in scenes with one object: its shape and colour are the attributes [ours]"""
-    import shapes
-
     colours = list(shapes.COLOURS)
     pairs = list(itertools.product(range(len(shapes.SHAPES)), range(len(colours))))
     scenes, classes, parts = [], [], []
@@ -156,28 +166,30 @@ def shape_pairs():
         names.append(f"{colours[c]} {shapes.SHAPES[s]}")
         attributes.append([*shape[s], *colour[c]])
     attributes = np.array(attributes)
-    images = np.array(scenes, object)
-    return ZeroShotData(images, np.array(classes), np.array(parts), attributes, names)
+    photos = np.array(scenes, object), np.array(classes), np.array(parts)
+    return ZeroShotData(*photos, attributes, names, shapes.draw)
 
 
 def published_data(name, root=None):
     """ "cub" or "awa2", with the proposed splits of Xian et al. -> ZeroShotData"""
     root = Path(root or f"datasets/{name}")
     splits, photos = LAYOUTS[name]
-    with common.error_context(f"{root} should hold xlsa17.zip of Xian et al., unpacked"):
-        res101 = read_mat(root / splits / "res101.mat")
-        att_splits = read_mat(root / splits / "att_splits.mat")
-        paths = []
-        for file in res101["image_files"]:  # a path on its authors' machine: .../<class>/<photo>
-            folder, photo = file.split("/")[-2:]
-            paths.append(str(root / photos / folder / photo))
-        images = common.image_files(paths)
-        classes = res101["labels"].astype(int) - 1  # MATLAB counts from 1
-        parts = np.full(len(images), -1)
-        for part, location in enumerate(LOCATIONS):
-            parts[att_splits[location].astype(int) - 1] = part
-        names = att_splits["allclasses_names"].tolist()
-        data = ZeroShotData(images, classes, parts, att_splits["att"].T, names)
+    res101 = read_mat(root / splits / "res101.mat")
+    att_splits = read_mat(root / splits / "att_splits.mat")
+    paths = []
+    for file in res101["image_files"]:  # a path on its authors' machine: .../<class>/<photo>
+        folder, photo = file.split("/")[-2:]
+        paths.append(root / photos / folder / photo)
+    missing = [path for path in paths if not path.is_file()]
+    if missing:
+        fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
+    images = np.array(list(map(str, paths)), common.STRINGS)
+    classes = res101["labels"].astype(int) - 1  # MATLAB counts from 1
+    parts = np.full(len(images), -1)
+    for part, location in enumerate(LOCATIONS):
+        parts[att_splits[location].astype(int) - 1] = part
+    names = att_splits["allclasses_names"].tolist()
+    data = ZeroShotData(images, classes, parts, att_splits["att"].T, names)
     return data.select(np.flatnonzero(parts >= 0))
 
 
@@ -185,6 +197,8 @@ def read_mat(path):
     """A MATLAB file -> {variable: array}; columns and cell arrays of strings become (N,)"""
     from scipy.io import loadmat
 
+    if not path.is_file():
+        fail(f"there is no {path}: --root should hold xlsa17.zip of Xian et al., unpacked")
     variables = "image_files", "labels", "allclasses_names", "att", *LOCATIONS
     content = loadmat(str(path), squeeze_me=True, variable_names=variables)
     return {name: np.atleast_1d(value) for name, value in content.items()}
@@ -193,31 +207,24 @@ def read_mat(path):
 # ------------------------------------------------------------------------------ the bilinear score
 
 
-def layer_features(backbone, data, args, world):
-    """-> {name: (M, D) float32, l2-normalised [ours]}, and `data` of the M readable images
+def layer_features(backbone, data, args, device):
+    """-> {name: (M, D), l2-normalised [ours]}, and `data` of the M photos that can be decoded
 
     After C-11, C-12 and C-13 of VGG-16, each pooled to about 9K numbers [App. C]; of a ResNet
-    after the last convolution, named "". (None, None) on all processes but the first.
+    after the last convolution, named "". {} on all processes but the first.
     """
-    backbone.to(world.device, memory_format=torch.channels_last).eval()
+
+    def all_convolutions(backbone, images, amp):
+        return torch.cat(eval_linear.convolution_features(backbone, images, amp), 1)
+
     vgg = backbone.arch == "vgg16_bn"
-
-    def features_of(images):
-        if not vgg:
-            return eval_linear.pooled(backbone, images, world.device, args.amp)
-        maps = eval_linear.convolution_features(backbone, images, world.device, args.amp)
-        return torch.cat(maps, 1)
-
-    features, readable = eval_linear.run_over_images(features_of, data.images, args, world)
-    if not world.is_main:
-        return None, None
-    require(np.isfinite(features).all(), "the features are not finite: try another --amp than fp16")
+    function = all_convolutions if vgg else eval_linear.pooled
+    data, features = baselines.central_features(backbone, data, args, device, function)
+    if features is None:
+        return {}, data
     names = eval_linear.CONVOLUTIONS if vgg else [""]
-    parts = np.split(features, len(names), axis=1)
-    layers = {}
-    for name, part in zip(names, parts):
-        layers[name] = eval_linear.l2_normalize(part)
-    return layers, data.select(readable)
+    parts = features.chunk(len(names), 1)
+    return {name: F.normalize(part) for name, part in zip(names, parts)}, data
 
 
 def compatibility(mapped, attributes):
@@ -225,42 +232,34 @@ def compatibility(mapped, attributes):
     return mapped @ attributes.T
 
 
-def predict_classes(x, data, args, device, seed):
-    """Learn Σ and b from the training images [Eq. 11] -> a class (N,) for every image [Eq. 10]
+def predict_classes(x, data, args, device):
+    """Learn Σ and b from the training photos [Eq. 11] -> a class (N,) for every photo [Eq. 10]
 
-    x: (N, D), the features of the images of `data`. SGD with momentum 0.9 and a cosine schedule [as
-    App. F.2]; the learning rate is the best of RATES on a fifth of the training images [ours].
+    x: (N, D), the features of the photos of `data`. SGD with momentum 0.9 and a cosine schedule [as
+    App. F.2]; the learning rate is the best of RATES on a fifth of the training photos [ours].
     """
-    torch.manual_seed(seed)
-    rng = np.random.default_rng(seed)
+    torch.manual_seed(args.seed)
+    rng = np.random.default_rng(args.seed)
     train = rng.permutation(np.flatnonzero(data.parts == TRAIN))
     seen = np.unique(data.classes[data.parts != UNSEEN])
     labels = np.searchsorted(seen, data.classes)  # (N,), valid where the class is seen
-    attributes = eval_linear.l2_normalize(data.attributes.astype(np.float32))  # [Xian et al.]
-    seen_attributes = torch.from_numpy(attributes[seen]).to(device)
+    attributes = F.normalize(torch.from_numpy(data.attributes).float())  # [Xian et al.]
+    seen_attributes = attributes[seen].to(device)
+    device_x, device_y = x.to(device), torch.from_numpy(labels).to(device)
 
     def loss_fn(mapped, targets):
         # Eq. 12 is a softmax, [ours] over the seen classes; Eq. 11 its negative logarithm.
         return F.cross_entropy(compatibility(mapped, seen_attributes), targets)
 
     def learn(rows, rates):
-        return eval_linear.train_linear(
-            x,
-            labels,
-            rows,
-            [(rate, eval_linear.LAYERS_DECAY) for rate in rates],
-            partial(common.lr_factor, total=1),
-            args.epochs,
-            args.batch_size,
-            device,
-            seed,
-            width=attributes.shape[1],
-            loss_fn=loss_fn,
-        )
+        trials = [(rate, eval_linear.LAYERS_DECAY) for rate in rates]
+        cosine = partial(common.lr_factor, total=1)
+        given = {"width": attributes.shape[1], "loss_fn": loss_fn}
+        return eval_linear.train_linear(device_x, device_y, rows, trials, cosine, args, **given)
 
     def predict(layer, rows):
-        mapped = eval_linear.predict(layer, x[rows], device)
-        return compatibility(mapped, attributes).argmax(1)  # Eq. 10, among all classes
+        mapped = eval_linear.predict(layer, x[rows])
+        return compatibility(mapped, attributes).argmax(1).numpy()  # Eq. 10, among all classes
 
     held_out, rest = np.split(train, [len(train) // 5])
     targets = data.classes[held_out]
@@ -271,7 +270,7 @@ def predict_classes(x, data, args, device, seed):
 
 
 def accuracies(predicted, data):
-    """-> {"top-1": of the test images, "seen", "unseen": means over classes, "harmonic mean"}
+    """-> {"top-1": of the test photos, "seen", "unseen": means over classes, "harmonic mean"}
 
     predicted: (N,) classes.  In percent.
     """
@@ -288,7 +287,7 @@ def accuracies(predicted, data):
 
 
 def draw_predictions(path, data, predicted, side=128, columns=6, rows=4):
-    """Some test images of unseen classes, with the predicted class and below it the true one"""
+    """Some test photos of unseen classes, with the predicted class and below it the true one"""
     unseen = np.random.default_rng(0).permutation(np.flatnonzero(data.parts == UNSEEN))
     cell = side + 48
     font = ImageFont.load_default(13)
@@ -298,7 +297,7 @@ def draw_predictions(path, data, predicted, side=128, columns=6, rows=4):
     for n, i in enumerate(unseen[: columns * rows]):
         x = n % columns * cell
         y = n // columns * cell
-        [pixels] = common.read_crops(data.images[i], [crop], side)
+        [pixels] = common.read_crops(data, i, [crop], side)
         sheet.paste(Image.fromarray(pixels), (x + 24, y))
         guess, truth = data.names[predicted[i]], data.names[data.classes[i]]
         text = f"{guess[:22]}\nis {truth[:22]}"
@@ -308,4 +307,4 @@ def draw_predictions(path, data, predicted, side=128, columns=6, rows=4):
 
 
 if __name__ == "__main__":
-    common.run(main, get_args)
+    main(get_args())

@@ -15,15 +15,19 @@ from tokenizers import BertWordPieceTokenizer
 from torch import nn
 
 import common
+from common import fail, print_main, progress
 
 BATCH_SIZE = 64
 LR = 1e-3
 MAX_LENGTH = 64  # tokens per caption
 
+transformers.logging.set_verbosity_error()  # no reports on what it loads and saves
+transformers.logging.disable_progress_bar()
+
 
 def train(folder, captions, iters, seed, device, amp, layers=4, width=256):
     """Train on the captions and save tokenizer and model in `folder`, as transformers do."""
-    common.print_main(f"training a small BERT on {len(captions)} captions first: {iters} iterations")
+    print_main(f"first, training a small BERT on the captions: {iters} iterations (--lm-iters)")
     tokenizer = train_tokenizer(captions)
     masking = transformers.DataCollatorForLanguageModeling(tokenizer)  # 15%, split 80/10/10
     special_ids = torch.tensor(tokenizer.all_special_ids)
@@ -32,7 +36,7 @@ def train(folder, captions, iters, seed, device, amp, layers=4, width=256):
     model = transformers.BertForMaskedLM(bert_config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=0.01)
     order = shuffled_forever(captions, seed)
-    bar = common.progress(range(iters), desc="small BERT", unit=" its")
+    bar = progress(range(iters), desc="small BERT", unit=" its")
     for iteration in bar:
         common.set_lr(optimizer, common.lr_factor(iteration, iters, warmup=0.1))
         batch = list(itertools.islice(order, BATCH_SIZE))
@@ -44,7 +48,8 @@ def train(folder, captions, iters, seed, device, amp, layers=4, width=256):
         bags = torch.zeros(len(tokens), len(tokenizer))  # (B, |V|)
         bags.scatter_(1, tokens, 1.0)
         bags[:, special_ids] = 0
-        bags /= bags.sum(1, keepdim=True).clamp(min=1)
+        counts = bags.sum(1, keepdim=True)
+        bags /= counts.clamp(min=1)
 
         with common.autocast(device, "off" if amp == "fp16" else amp):  # fp16 would need a scaler
             output = model.bert(masked.to(device), inputs["attention_mask"].to(device))
@@ -52,7 +57,8 @@ def train(folder, captions, iters, seed, device, amp, layers=4, width=256):
             logits = model.cls(hidden[predicted.to(device)])
             bag_logits = model.cls(hidden[:, 0])
         loss = F.cross_entropy(logits.float(), targets[predicted].to(device))
-        loss = loss + F.cross_entropy(bag_logits.float(), bags.to(device))
+        bag_loss = F.cross_entropy(bag_logits.float(), bags.to(device), reduction="sum")
+        loss = loss + bag_loss / (counts > 0).sum().clamp(min=1)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -60,7 +66,7 @@ def train(folder, captions, iters, seed, device, amp, layers=4, width=256):
         if iteration % 10 == 0:
             bar.set_postfix(loss=f"{loss.item():.2f}")
     if not math.isfinite(loss.item()):
-        common.fail("the loss of the small BERT is not finite: try another --seed or --amp off")
+        fail("the loss of the small BERT is not finite: try another --seed or --amp off")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -1,29 +1,33 @@
-"""eval_linear.py: labelled images, each protocol on small images, and the probe."""
+"""eval_linear.py: labelled photos, each protocol on small ones, several backbones, mistakes."""
 
 import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 
+import conftest
 import numpy as np
 import pytest
 import torch
 import torchvision
 import transformers
-from conftest import CPU, REAL, in_two_processes, result, run_here
+from conftest import CPU, in_two_processes, refusal, result, run_here
 from PIL import Image
 from torch import nn
 
 import common
 import eval_linear
-import shapes
-import sources
-import svm
+from extras import shapes, svm
 
 
 @pytest.fixture(scope="module", autouse=True)
 def real_resnet():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torchvision.models, "resnet18", REAL["resnet18"])
+        patch.setattr(torchvision.models, "resnet18", conftest.REAL["resnet18"])
         yield
 
 
@@ -36,9 +40,10 @@ def command(output, root, flags="", data="folder"):
 
 
 def evaluate(output, *given, **kwargs):
-    """Run the command -> {class or metric: mean score}"""
+    """Run the command with one backbone -> {class or metric: mean score}"""
     run_here(command(output, *given, **kwargs))
-    return result(output)["mean"]
+    [scores] = result(output)["backbones"].values()
+    return scores["mean"]
 
 
 VOC = "VOCdevkit/VOC2007"
@@ -119,6 +124,12 @@ def test_what_is_separable_is_learned(flags, metrics, folder, tmp_path, real_mod
     assert all(torch.equal(before[key], value) for key, value in backbone.state_dict().items())
 
 
+def features(x, y):
+    """Features of unit length, as extract_features makes them"""
+    x = x / np.linalg.norm(x, axis=1, keepdims=True)
+    return eval_linear.Features(torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y))
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_nearest_neighbours_written_out(several):
     """The 20 nearest by cosine vote with exp(cosine / 0.07) for each of their labels."""
@@ -133,7 +144,8 @@ def test_nearest_neighbours_written_out(several):
             for c in range(3):
                 has = y[n, c] == 1 if several else y[n] == c
                 votes[i, c] += math.exp(cosines[n] / 0.07) * has
-    scores = eval_linear.knn(x, y, test_x, test_y, list("abc"), None, CPU, 0)
+    train, test = features(x, y), features(test_x, test_y)
+    scores = eval_linear.knn(train, test, 3, CPU)
     if several:
         literal = svm.average_precisions(votes, test_y, list("abc"))
         assert scores["mAP"] == pytest.approx(np.mean(list(literal.values())))
@@ -182,14 +194,13 @@ def test_schedules(flags, rates, weight_decay, jitter, folder, tmp_path, monkeyp
 
 
 def test_costs(folder, tmp_path, monkeypatch):
-    """svm-virtex: four. svm-icmlm: 40, drawn by the seed, log-uniform between 1e-5 and 1e5."""
+    """svm-icmlm: 40, drawn by the seed, log-uniform between 1e-5 and 1e5. (svm-virtex: test_svm)"""
     asked = []
     recorded = lambda x, y, costs: asked.append(costs) or np.zeros((len(costs), y.shape[1]))
     monkeypatch.setattr(svm, "cross_validate", recorded)
-    evaluate(tmp_path, folder)
     evaluate(tmp_path, folder, "--protocol svm-icmlm --runs 2")
-    four, first, second = asked
-    assert four == (0.01, 0.1, 1.0, 10.0) and not set(first) & set(second)  # [VirTex App. A.1]
+    first, second = asked
+    assert not set(first) & set(second)
     for costs in (first, second):
         powers = np.log10(costs)
         assert len(costs) == 40 and (np.diff(powers) > 0).all() and abs(powers).max() <= 5
@@ -197,47 +208,43 @@ def test_costs(folder, tmp_path, monkeypatch):
 
 
 def test_linear_layers_are_trained_apart():
-    """Beside another that diverges a layer is what it is alone; each has its own weight decay."""
-    rng, some = np.random.default_rng(0), np.arange(30)
-    x, y = rng.normal(size=(40, 6)).astype(np.float32), rng.integers(0, 3, 40)
+    """Next to one that diverges a layer is what it is alone; each has its own weight decay."""
+    rng, args = np.random.default_rng(0), SimpleNamespace(epochs=4, batch_size=16, seed=0)
+    x, y = torch.from_numpy(rng.normal(size=(40, 6)).astype("f")), torch.arange(40) % 3
 
-    def train(trials, x=x, rows=np.arange(40), **kwargs):
+    def train(trials, x=x, rows=range(40), **kwargs):
         torch.manual_seed(0)
-        given = x, y, rows, trials, lambda fraction: 1 - fraction, 4, 16, CPU, 0
+        given = x, y, np.array(rows), trials, lambda fraction: 1 - fraction, args
         return eval_linear.train_linear(*given, **kwargs)[0].weight
 
     trial, decaying = (0.5, 0.0), (0.5, 0.1)
     assert torch.equal(train([trial]), train([trial, (1e30, 1e-5)]))
     assert not torch.allclose(train([trial]), train([decaying]))
-    normalized = train([trial], eval_linear.l2_normalize(x[:30]), some)
-    torch.testing.assert_close(train([trial], x, some, normalize=True), normalized)
-    [layer] = eval_linear.LinearLayers([400], 50)  # N(0, 0.01) and bias 0 [VirTex App. A.1]
+    torch.testing.assert_close(train([trial], x, range(30)), train([trial], x[:30], range(30)))
+    assert train([trial], width=5, loss_fn=lambda out, y: out.square().sum()).shape == (5, 6)
+    [layer] = eval_linear.LinearLayers(1, 400, 50)  # N(0, 0.01) and bias 0 [VirTex App. A.1]
     assert layer.weight.std().item() == pytest.approx(0.01, rel=0.05)
     assert abs(layer.weight.mean()) < 1e-3 and not layer.bias.any()
 
 
-def test_logreg_searches_on_held_out_images(monkeypatch):
+def test_logreg_searches_on_held_out_photos(monkeypatch):
     """25 trials on four fifths, batches of 1024; the best for the other fifth is trained on all."""
     rng, calls = np.random.default_rng(0), []
     y = rng.integers(0, 2, 50)
-    x = (7 * np.eye(2)[y] + rng.normal(size=(50, 2))).astype(np.float32)
+    train = features(7 * np.eye(2)[y] + rng.normal(size=(50, 2)), y)
 
-    def trained(x, y, rows, trials, factor, epochs, batch_size, device, seed, normalize):
+    def trained(x, y, rows, trials, factor, args):
         calls.append((rows, trials, [factor(fraction) for fraction in (0, 0.5, 1)]))
-        assert normalize and (epochs, batch_size) == (100, 1024)
-        signs = [-1] * len(trials)
-        signs[17 % len(trials)] = 1  # only trial 17 knows the classes, and the one of the end
-        return [partial(predicted, sign) for sign in signs]
-
-    def predicted(sign, x):
-        assert np.linalg.norm(x, axis=1) == pytest.approx(1, abs=1e-5)
-        return sign * x
+        assert x is train.x and (args.epochs, args.batch_size) == (100, 1024)
+        layers = [nn.Linear(2, 2, bias=False) for _ in trials]
+        for n, layer in enumerate(layers):  # only trial 17 knows the classes, and that of the end
+            layer.weight.data = torch.eye(2) * (1 if n == 17 % len(trials) else -1)
+        return layers
 
     monkeypatch.setattr(eval_linear, "train_linear", trained)
-    monkeypatch.setattr(common, "save_weights", lambda path, layer: None)
-    flags = command("out", "photos", "--protocol logreg-icmlm")[1:]
-    args = eval_linear.get_args(list(map(str, flags)))
-    assert eval_linear.logreg_icmlm(x, y, x, y, "ab", args, CPU, 3) == {"top-1": 100}
+    flags = command("out", "photos", "--protocol logreg-icmlm --seed 3")[1:]
+    layer = eval_linear.logreg_icmlm(train, eval_linear.get_args(list(map(str, flags))), CPU)
+    assert torch.equal(layer.weight, torch.eye(2))
     (fit, trials, factors), (everything, final, _) = calls
     assert len(trials) == 25 and final == [trials[17]] and factors == pytest.approx([1, 0.5, 0])
     assert len(set(fit)) == 40 and len(set(everything)) == 50
@@ -255,7 +262,7 @@ def test_layers_are_the_last_three_convolutions():
     convolutions = [n for n, module in enumerate(theirs) if isinstance(module, nn.Conv2d)]
     images = torch.randint(0, 256, (2, 128, 128, 3), dtype=torch.uint8)
     jitter = torch.tensor([[1.3, 0.7, 1.2, 0.05], [0.8, 1.1, 0.9, -0.1]])
-    features = eval_linear.convolution_features(backbone, images, CPU, jitter=jitter)
+    features = eval_linear.convolution_features(backbone, images, jitter=jitter)
     for found, n in zip(features, convolutions[-3:], strict=True):
         with torch.no_grad():
             maps = theirs[: n + 3](common.augment(images, jitter))  # and batch norm and ReLU
@@ -270,7 +277,7 @@ def test_classification_loss():
     p = 1 / (1 + np.exp(-logits))
     expected = -(np.log(p[labels == 1]).sum() + np.log(1 - p[labels == 0]).sum()) / 4
     given = torch.from_numpy(logits), torch.from_numpy(labels)
-    assert eval_linear.classification_loss(*given, True).item() == pytest.approx(expected)
+    assert eval_linear.classification_loss(*given).item() == pytest.approx(expected)
 
 
 def test_pooling_in_2x2_parts():
@@ -280,7 +287,7 @@ def test_pooling_in_2x2_parts():
     for channel in common.augment(images)[0]:
         for rows in (channel[:6], channel[1:]):
             expected += [rows[:, :6].mean(), rows[:, 1:].mean()]
-    found = eval_linear.pooled(nn.Identity(), images, CPU, grid_size=2)
+    found = eval_linear.pooled(nn.Identity(), images, grid=2)
     torch.testing.assert_close(found[0], torch.stack(expected))
 
 
@@ -288,75 +295,125 @@ def test_what_cannot_be_decoded_and_two_processes(tmp_path):
     """A broken photo and a broken link are left out, by name."""
 
     def extract():
-        world = common.init_distributed()
+        device = common.init_distributed()
         torch.manual_seed(0)
-        backbone = common.build_backbone("resnet18")
-        images = eval_linear.label_data("folder", tmp_path, "train").images
-        args = SimpleNamespace(image_size=32, workers=0, output=tmp_path, amp="off")
-        features, readable = eval_linear.extract_features(backbone, images, args, world)
-        common.end_distributed(world)
-        return None if features is None else np.array(features), readable
+        function = partial(eval_linear.pooled, common.build_backbone("resnet18").eval())
+        data = eval_linear.label_data("folder", tmp_path, "train")
+        photos, args = eval_linear.CentralSquares(data, 32), SimpleNamespace(workers=0)
+        outputs, readable = eval_linear.run_over_photos(function, photos, args, device)
+        common.end_distributed()
+        return None if outputs is None else outputs.numpy(), readable
 
     blue = tmp_path / "train" / "blue"
     write_folder(tmp_path, 9)
     (blue / "3.png").write_text("no picture")
     (blue / "link.png").symlink_to(tmp_path / "nowhere.png")
+    (tmp_path / "train" / ".ipynb_checkpoints").mkdir()  # no class
     output = run_here(command(tmp_path, tmp_path))
     for name in ("3.png", "link.png"):
         assert f"cannot decode {blue}/{name}: left out" in output
-    features, readable = extract()
-    assert len(features) == 17 and readable.tolist() == [0, 1, 2, *range(4, 9), *range(10, 19)]
+    assert "the scores are rough: they are of 18 photos only" in output
+    outputs, readable = extract()
+    assert len(outputs) == 17 and readable.tolist() == [0, 1, 2, *range(4, 9), *range(10, 19)]
     (first, rows), (second, same_rows) = in_two_processes(extract)
     assert second is None and np.array_equal(rows, readable) and np.array_equal(rows, same_rows)
-    np.testing.assert_allclose(first, features, rtol=1e-4, atol=1e-5)
-    flags = "--protocol sgd-virtex --batch-size 16 --epochs 9"
+    np.testing.assert_allclose(first, outputs, rtol=1e-4, atol=1e-5)
+    flags = "--protocol sgd-virtex --batch-size 16 --epochs 24"
     output, _ = in_two_processes(run_here, command(tmp_path, tmp_path, flags))
-    assert output.count("epoch 5.1: top-1") == 1 and result(tmp_path)["mean"]["top-1"] > 95
+    assert output.count("epoch 10: top-1") == 1
+    assert result(tmp_path)["backbones"]["random"]["mean"]["top-1"] > 95
     for image in (tmp_path / "train").rglob("*.png"):
         image.write_text("no picture")
-    with pytest.raises(common.Unreadable, match="none of the 19 images can be decoded"):
-        extract()
+    assert "none of the 19 photos can be decoded" in refusal(command(tmp_path, tmp_path))
 
 
-@pytest.fixture
-def captioned(coco_folder):
-    """Training and validation CaptionData, with tags"""
-    return [common.caption_data("coco", coco_folder, split) for split in ("train2017", "val2017")]
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Two backbones -> their paths"""
+    folder = tmp_path_factory.mktemp("backbones")
+    for name in "AB":
+        common.save_weights(folder / f"{name}.pth", common.build_backbone("resnet18"))
+    return f"{folder}/A.pth", f"{folder}/B.pth"
 
 
-def build_probe(data, output=None, trained_on_tags=False, **flags):
-    args = {"probe_data": None, "probe_root": None, "probe_images": None, "output": output}
-    args |= {"data": "own/photos.jsonl", "seed": 3, "arch": "resnet18"}
-    args |= {"image_size": 32, "amp": "off", "workers": 0}
-    return eval_linear.Probe(SimpleNamespace(**args | flags), *data, trained_on_tags)
+@pytest.mark.parametrize(
+    "protocol", ["svm-virtex", "logreg-icmlm --epochs 2", "sgd-virtex --batch-size 16 --epochs 2"]
+)
+def test_several_backbones(protocol, files, folder, tmp_path):
+    """--weights A B random equals three single calls; each has its line, and files for its layers."""
+    flags, sources = f"--protocol {protocol} --shots 5 --runs 2 --weights", [*files, "random"]
+    output = run_here(command(tmp_path / "all", folder, f"{flags} {' '.join(sources)}"))
+    together = result(tmp_path / "all")["backbones"]
+    assert list(together) == sources
+    for source in sources:
+        run_here(command(tmp_path / "one", folder, f"{flags} {source} --arch resnet18"))
+        assert result(tmp_path / "one")["backbones"] == {source: together[source]}
+        mean, std = together[source]["mean"], together[source]["std"]
+        cells = " ".join(f"{mean[name]:.2f} ± {std[name]:.2f}" for name in mean)
+        assert [source, *cells.split()] in map(str.split, output.splitlines())
+    assert len(list((tmp_path / "all").glob("*.pth"))) == (0 if "svm" in protocol else 6)
 
 
-def test_nothing_to_probe_on(captioned, tmp_path, capsys):
-    """That is said, with the command that measures."""
-    train, val = captioned
-    assert build_probe([train.select([0]), val]).final(None, tmp_path, CPU) == {}
-    output = capsys.readouterr().out
-    assert f"python eval_linear.py --weights {tmp_path}/backbone.pth --image-size 32" in output
-    assert "no class of photos.jsonl has examples in both splits" in output
+def test_a_killed_training_of_layers_resumes(files, folder, tmp_path, monkeypatch):
+    """It ends with the same bits; with other flags it starts over."""
+    flags = f"--protocol sgd-virtex --batch-size 16 --epochs 3 --weights {files[0]}"
+    whole, killed = [command(tmp_path / name, folder, flags) for name in ("whole", "killed")]
+    run_here(whole)
+    with monkeypatch.context() as patch:
+        save, die = common.save, lambda: os.kill(os.getpid(), signal.SIGKILL)
+        patch.setattr(common, "save", lambda *given: save(*given) or die())
+        process = conftest.fork(run_here, killed)
+        process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert "resuming from iteration 2" in run_here(killed)
+    first, second = [torch.load(path, weights_only=True) for path in tmp_path.rglob("*.pth")]
+    assert first["iteration"] == second["iteration"] == 6
+    assert all(torch.equal(first["model"][name], second["model"][name]) for name in first["model"])
+    assert "resuming" not in run_here([*killed, "--lr", 1])
 
 
-def test_final_probe(captioned, coco_folder, tmp_path, capsys):
-    """What svm-virtex measures, of the trained backbone and of a random one"""
-    trained = common.build_backbone("resnet18")
-    common.save_weights(tmp_path / "backbone.pth", trained)
-    flags = "--arch resnet18 --seed 3"
-    one, other = [
-        round(evaluate(tmp_path, coco_folder, f"--weights {file} {flags}", "coco")["mAP"], 2)
-        for file in (tmp_path / "backbone.pth", "random")
-    ]
-    assert one != other
-    expected = {"data": "photos.jsonl", "metric": "mAP", "trained": one, "random": other}
-    probe = build_probe(captioned, tmp_path, trained_on_tags=True)
-    assert probe.final(trained, tmp_path, CPU) == {"probe": expected}
-    assert trained.training and not trained.bn1.num_batches_tracked
-    line = f"{one:.1f} mAP trained, {other:.1f} mAP at random initialisation"
-    name = "photos.jsonl (trained on the same tags)"
-    assert f"linear probe on {name}: {line}\n" in capsys.readouterr().out
+def test_in_a_copy(files, folder, tmp_path):
+    """eval_linear.py and common.py alone: svm-virtex of a backbone.pth"""
+    for name in ("eval_linear.py", "common.py"):
+        shutil.copy(conftest.ROOT / name, tmp_path)
+    words = command(tmp_path, folder, f"--weights {files[0]} --arch resnet18")
+    words = [sys.executable, *map(str, words)]
+    subprocess.run(words, cwd=tmp_path, env=conftest.environment(), check=True)
+    scores = result(tmp_path)["backbones"]
+    run_here(command(tmp_path, folder, f"--weights {files[0]}"))
+    assert result(tmp_path)["backbones"] == scores
+
+
+def test_classes_without_examples(voc, tmp_path):
+    """They are left out, by name: no test photo shows a cow."""
+    output = run_here(command(tmp_path, voc[0], data="voc07"))
+    assert "1 classes are left out, which lack training or test examples: cow" in output
+    mean = result(tmp_path)["backbones"]["random"]["mean"]
+    assert mean == {
+        "mAP": (mean["bird"] + mean["cat"]) / 2,
+        "bird": mean["bird"],
+        "cat": mean["cat"],
+    }
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--root /no", "/no/train holds no folders of classes"),
+        ("--root /no --data voc07", "/no has no VOC2007/ImageSets/Main/<class>_trainval.txt"),
+        ("--data {tmp}/photos.jsonl --train-split val", "has no tags to score"),
+        ("--protocol knn --runs 2 --weights {A}", "gives all --runs the same score: draw photos"),
+        ("--protocol layers --weights {A}", "A.pth is a resnet18, not --arch vgg16_bn"),
+        ("--protocol layers --weights clip:x", "--protocol layers is for VGG-16"),
+        ("--protocol layers --lr 1 2", "--protocol layers takes 3 values of --lr"),
+        ("--weights {A} none.pth", "there is no none.pth"),
+        ("--hold-out 0.999", "0 training and 32 test photos"),
+        ("--protocol sgd-mct --lr 1e38", "the linear layer has diverged: try a lower --lr"),
+    ],
+)
+def test_mistakes(flags, words, files, folder, tmp_path):
+    (tmp_path / "photos.jsonl").write_text(f'{{"image": "{folder}/train/red/0.png"}}')
+    assert words in refusal(command(tmp_path, folder, flags.format(A=files[0], tmp=tmp_path)))
 
 
 def test_weights_of_others(tmp_path, monkeypatch):
@@ -365,7 +422,7 @@ def test_weights_of_others(tmp_path, monkeypatch):
     (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
     state = torchvision.models.resnet18().state_dict()
     torch.save(state, tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth")
-    taken = sources.read_init("imagenet", "virtex", "resnet18")["backbone"]
+    taken = eval_linear.load_backbone("imagenet", "resnet18", 0).state_dict()
     assert taken.keys() < state.keys() and all(torch.equal(taken[k], state[k]) for k in taken)
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
     sizes |= {"image_size": 32, "patch_size": 8, "intermediate_size": 16}

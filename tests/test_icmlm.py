@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ALONE, CPU, FeaturesAsGiven, captioned, metrics, photos_at, result, run_here
+from conftest import CPU, FeaturesAsGiven, captioned, metrics, photos_at, result, run_here
 from PIL import Image
 from tokenizers import BertWordPieceTokenizer
 from torch import nn
 
 import common
 import icmlm
-import language
 from downstream.masked_words import attention_maps
+from extras import small_bert
 
 both_heads = pytest.mark.parametrize("head", icmlm.HEADS)
 KINDS = "Bert", "Roberta"
@@ -36,6 +36,7 @@ def random_weights(module, scale):
 WORDS = "a the dog cat red blue surf left right on of is runs grass t shirt - , . 1".split()
 PIECES = "##board ##s ##dog ##cat ##red ##c ##a ##t".split()
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *PIECES]
+SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 SENTENCES = ["the red dog runs on grass", "a cat is on the left of a surfboard", "a red shirt"]
 
 SIZES = {"vocab_size": len(VOCABULARY), "hidden_size": 16, "num_hidden_layers": 2}
@@ -46,8 +47,7 @@ SIZES |= {"num_attention_heads": 2, "intermediate_size": 24, "max_position_embed
 def lms(tmp_path_factory):
     """{kind: the folder of a language model of this kind with random weights}"""
     pieces = BertWordPieceTokenizer({word: n for n, word in enumerate(VOCABULARY)})
-    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, **names)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, **SPECIAL)
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
     for kind, folder in folders.items():
         torch.manual_seed(0)
@@ -58,14 +58,13 @@ def lms(tmp_path_factory):
     return folders
 
 
-def load(name):
-    """-> tokenizer, model as icmlm.py gets them"""
-    return language.language_model(str(name), CPU)
+def pretrained(folder):
+    return transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
 
 
 @pytest.fixture(scope="module")
 def tokenizer(lms):
-    return load(lms["Bert"])[0]
+    return transformers.AutoTokenizer.from_pretrained(lms["Bert"])
 
 
 @pytest.mark.parametrize("amp", ("off", "bf16", "fp16"))
@@ -73,7 +72,8 @@ def tokenizer(lms):
 def test_frozen_language_model(kind, amp, lms):
     """Sec. 3.2: W is the last layer before any head, without the padding; given it, the pretrained
     token classification layer says what the model says. V are the input embeddings."""
-    tokenizer, model = load(lms[kind])
+    model = pretrained(lms[kind])
+    tokenizer, lm = icmlm.load_language_model(str(lms[kind]), CPU, amp)
     inputs = tokenizer(SENTENCES, padding=True, return_tensors="pt")
     inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     tokens, mask = inputs["input_ids"], inputs["attention_mask"].bool()
@@ -84,7 +84,6 @@ def test_frozen_language_model(kind, amp, lms):
         torch.testing.assert_close(encoded[visible], alone, rtol=0, atol=1e-5)
     with torch.no_grad(), common.autocast(CPU, amp):
         expected = model.base_model(**inputs).last_hidden_state.float()
-    lm = icmlm.FrozenLanguageModel(model.requires_grad_(True), amp)
     features = lm.encode(tokens, mask)
     assert torch.equal(features, expected) and lm.width == features.size(2) == 16
     assert not features.requires_grad and not features.is_inference()  # it can be trained on
@@ -92,10 +91,25 @@ def test_frozen_language_model(kind, amp, lms):
     assert bool(half) == (amp != "off")
     for position in range(tokens.size(1)):
         given = lm.mlm_head(exact[:, position])
+        assert not given.requires_grad or exact.requires_grad
         torch.testing.assert_close(given, logits[:, position], rtol=0, atol=2e-5)
     assert logits.std(-1).min() > 0.05  # they differ, so that equal ones say something
     [table] = [v for name, v in model.state_dict().items() if "word_embeddings.weight" in name]
     assert torch.equal(lm.token_embeddings, table) and table.dtype == torch.float32
+
+
+def test_no_language_model(lms, tokenizer, tmp_path):
+    """Weights that are missing would be random, and frozen; other models have other heads."""
+    state = pretrained(lms["Bert"]).bert
+    config = transformers.DistilBertConfig(vocab_size=len(VOCABULARY), n_layers=1, n_heads=2, dim=16)
+    others = {"headless": state, "distil": transformers.DistilBertForMaskedLM(config)}
+    for name, lacks in (("headless", r"without \['cls"), ("distil", "DistilBertForMaskedLM")):
+        others[name].save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        with pytest.raises(SystemExit, match=f"is not a BERT or RoBERTa with its head.*{lacks}"):
+            icmlm.load_language_model(str(tmp_path / name), CPU, "off")
+    with pytest.raises(SystemExit, match="--lm /no/model: give a BERT"):
+        icmlm.load_language_model("/no/model", CPU, "off")
 
 
 ATTENTION_WIDTH = 7
@@ -200,33 +214,19 @@ def test_heads_are_their_equations(head, heads, layers, monkeypatch):
         assert begun.sigma_h.tolist() == 4 * [0.25] and begun.b_h.tolist() == [0]
 
 
-def triplets_in(folder, train, val, tokenizer, flags="", iteration=0):
-    """-> concepts, train, val of a run in `folder`"""
-    run = SimpleNamespace(iteration=iteration, folder=folder, world=ALONE)
-    return icmlm.load_triplets(icmlm.get_args(flags.split()), train, val, tokenizer, run)
+def triplets_in(folder, splits, tokenizer, flags=""):
+    """-> concepts, MaskedWords of train, of val of a run in `folder`"""
+    args = icmlm.get_args([*flags.split(), "--output", str(folder)])
+    return icmlm.load_triplets(args, splits, tokenizer)
 
 
-def triplets_of(data, tokenizer, words, tags=None):
-    """The triplets of data without looking for concepts"""
-    return icmlm.Triplets(data.images, tags, **icmlm.find_triplets(data, tokenizer, words))
-
-
-def parts_of(triplets, n):
-    """-> index of the photo, the caption's tokens, mask position and concept of a triplet"""
-    caption, mask_pos, concept = triplets.masked[n].tolist()
-    first, end = triplets.token_offsets[caption : caption + 2]
-    image_idx = int(triplets.image_idx[caption])
-    return image_idx, triplets.tokens[first:end].tolist(), mask_pos, concept
-
-
-def written_out(triplets, tokenizer):
-    """(image, caption with the masked word in brackets) of each triplet"""
+def written_out(captions, triplets, tokenizer):
+    """(photo, caption with the masked word in brackets) of each triplet"""
     rows = []
-    for n in range(len(triplets)):
-        image, tokens, position, _ = parts_of(triplets, n)
-        names = tokenizer.convert_ids_to_tokens(tokens)
-        names[position] = f"<{names[position]}>"
-        rows.append((image, " ".join(names[1:-1])))
+    for photo, n, mask_pos, _ in triplets.tolist():
+        names = tokenizer.convert_ids_to_tokens(tokenizer(captions[photo][n])["input_ids"])
+        names[mask_pos] = f"<{names[mask_pos]}>"
+        rows.append((photo, " ".join(names[1:-1])))
     return rows
 
 
@@ -239,21 +239,24 @@ def test_triplets_are_photo_caption_and_masked_word(tokenizer, tmp_path):
         [longest, f"{longest} a", "a red dog", pieces, f"{pieces} a"],
     )
     splits = data, captioned(["1 1 1"], ["the cat is red"])
-    for flags, iteration in (("--pos nn+adj", 0), ("--num-concepts 3", 1)):
-        concepts, train, val = triplets_in(tmp_path, *splits, tokenizer, flags, iteration)
+    for flags in ("--pos nn+adj", "--pos nn+adj"):  # found; read again
+        concepts, train, val = triplets_in(tmp_path, splits, tokenizer, flags)
         assert concepts["dog"] == concepts["cat"] == "nouns" and concepts["red"] == "adjectives"
-        assert "the" not in concepts and train.images is data.images
+        assert "the" not in concepts and train.data.images is data.images
         expected = [(0, "a <red> dog"), (0, "a red <dog>"), (2, longest.replace("dog", "<dog>"))]
         expected += [(2, "a <red> dog"), (2, "a red <dog>")]
         expected += [(2, "<cat>" + 8 * " surf ##board ##s")]
-        assert written_out(train, tokenizer) == expected
-        assert train.masked.itemsize == train.tokens.itemsize == 4  # up to 13 million
-        assert written_out(val, tokenizer) == [(1, "the <cat> is red"), (1, "the cat is <red>")]
-        for row, words in zip(train.tags.toarray(), ("red dog", "", "red dog cat surfboards")):
-            assert {list(concepts)[k] for k in np.flatnonzero(row)} == set(words.split())
-    assert len(concepts) == 4 and len(triplets_in(tmp_path, *splits, tokenizer, flags)[0]) == 3
-    with pytest.raises(SystemExit, match="the split holds a word to mask: val needs captions of 3"):
-        triplets_in(tmp_path, data, captioned(["1 1 1 1"]), tokenizer)
+        assert written_out(train.data.captions, train.triplets, tokenizer) == expected
+        assert train.triplets.itemsize == 4  # up to 13 million
+        expected = [(1, "the <cat> is red"), (1, "the cat is <red>")]
+        assert written_out(val.data.captions, val.triplets, tokenizer) == expected
+        (tmp_path / "checkpoint.pth").touch()
+        splits = data, splits[1].with_captions([["1 1 1"], ["a cat a cat"]])
+    (tmp_path / "checkpoint.pth").unlink()
+    assert len(concepts) == 4
+    assert len(triplets_in(tmp_path, splits, tokenizer, "--num-concepts 3")[0]) == 3
+    with pytest.raises(SystemExit, match="the captions of a split hold no word to mask"):
+        triplets_in(tmp_path, [data, captioned(["1 1 1 1"])], tokenizer)
 
 
 def test_only_whole_words_of_one_token_are_masked(tokenizer):
@@ -261,17 +264,20 @@ def test_only_whole_words_of_one_token_are_masked(tokenizer):
     tag is the whole word; punctuation beside it does not matter."""
     words = "dog surfboard surf shirt t cat zebra red surfdog".split()
     data = captioned(["surf surfboard surfdog dogs dog"], ["zebra t-shirt, Cat.", "red-dog shirt-"])
-    assert written_out(triplets_of(data, tokenizer, words), tokenizer) == [
+    triplets = icmlm.find_triplets(data, words, tokenizer)
+    assert written_out(data.captions, triplets, tokenizer) == [
         (0, "<surf> surf ##board surf ##dog dog ##s dog"),
         (0, "surf surf ##board surf ##dog dog ##s <dog>"),
         (1, "[UNK] t - shirt , <cat> ."),
         (1, "red - dog <shirt> -"),
     ]
+    assert triplets[:, 3].tolist() == [2, 0, 5, 3]
     # Words that share a token are each their own concept: the rarer does not rename the other.
-    tokenizer = language.train_wordpiece(2 * ["a cafe and a café"])
-    triplets = triplets_of(captioned(["a café"], ["a cafe"]), tokenizer, ["cafe", "café"])
-    one, two = parts_of(triplets, 0), parts_of(triplets, 1)
-    assert one[1] == two[1] and (one[3], two[3]) == (1, 0)
+    tokenizer = small_bert.train_tokenizer(2 * ["a cafe and a café"])
+    data = captioned(["a café"], ["a cafe"])
+    assert tokenizer("a café")["input_ids"] == tokenizer("a cafe")["input_ids"]
+    triplets = icmlm.find_triplets(data, ["cafe", "café"], tokenizer)
+    assert triplets.tolist() == [[0, 0, 2, 1], [1, 0, 2, 0]]
 
 
 LEFT_RIGHT = ["a dog left of the cat", "a cat right of the dog", "the red dog"]
@@ -294,56 +300,70 @@ def photos(tmp_path):
 
 @pytest.fixture
 def triplets(photos, tokenizer):
-    return triplets_of(photos, tokenizer, CONCEPTS, language.concept_labels(photos, CONCEPTS))
+    parts = ["nouns", "nouns", "adjectives", "adjectives", "adjectives"]
+    found = icmlm.find_triplets(photos, CONCEPTS, tokenizer)
+    return icmlm.MaskedWords(photos, found, dict(zip(CONCEPTS, parts)), tokenizer, WHOLE)
 
 
 def test_samples_and_batches(tokenizer, photos, triplets):
     """[MASK] takes the place of the target; in a flipped photo left and right change places, in
     the caption and in the tags. Rows of a batch are as long as the longest."""
-    samples, collate_fn = icmlm.triplet_samples(triplets, tokenizer, CONCEPTS, WHOLE)
     numbers = range(len(triplets))
     training = [(0, epoch, n) for epoch in range(6) for n in numbers]
     keys = [*numbers, *training]  # of validation, then of training
-    rows = [samples[key] for key in keys]
-    batch, seen = collate_fn(rows), set()
+    rows = [triplets[key] for key in keys]
+    batch, seen = icmlm.collate(rows), set()
     longest = max(len(row["tokens"]) for row in rows)
     for i, (key, row) in enumerate(zip(keys, rows)):
         training = isinstance(key, tuple)
-        image_idx, tokens, position, concept = parts_of(triplets, key[-1] if training else key)
+        photo, n, position, concept = triplets.triplets[key[-1] if training else key].tolist()
         blue_left = bool(row["image"][8, 2, 2] > 100)
         assert row["flipped"] == blue_left and (training or not blue_left)
-        assert row["image"].max() == 200 + 10 * image_idx
+        assert row["image"].max() == 200 + 10 * photo
         flip = FLIP if blue_left else {}
-        words = [flip.get(word, word) for word in tokenizer.convert_ids_to_tokens(tokens)]
+        words = ["[CLS]", *photos.captions[photo][n].split(), "[SEP]"]
+        words = [flip.get(word, word) for word in words]
         target, words[position] = words[position], "[MASK]"
         assert target == flip.get(CONCEPTS[concept], CONCEPTS[concept])
         seen.add((blue_left, target))
-        expected = {"image_idx": image_idx, "mask_pos": position, "concept": concept}
+        expected = {"photo": photo, "mask_pos": position, "concept": concept}
         expected["target"] = tokenizer.convert_tokens_to_ids(target)
         assert {name: batch[name][i].item() for name in expected} == expected
         padding = longest - len(words)
         tokens = tokenizer.convert_ids_to_tokens(batch["tokens"][i].tolist())
         assert tokens == words + padding * ["[PAD]"]
         assert batch["attention_mask"][i].tolist() == len(words) * [True] + padding * [False]
-        of_photo = " ".join(photos.captions_of(image_idx)).split()
+        of_photo = " ".join(photos.captions[photo]).split()
         tags = {CONCEPTS[k] for k in batch["tags"][i].nonzero().flatten().tolist()}
         assert tags == {flip.get(word, word) for word in of_photo} & set(CONCEPTS)
     assert seen == {(flipped, word) for flipped in (False, True) for word in CONCEPTS}
+
+
+def test_no_swap_by_pieces(photos):
+    """If "right" is several tokens, the target in a flipped photo is still a word."""
+    few = [word for word in VOCABULARY if word != "right"]
+    few += ["r", "##i", "##g", "##h"]
+    pieces = BertWordPieceTokenizer({word: n for n, word in enumerate(few)})._tokenizer
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces, **SPECIAL)
+    concepts = dict.fromkeys(CONCEPTS, "nouns")
+    found = icmlm.find_triplets(photos, concepts, tokenizer)
+    words = icmlm.MaskedWords(photos, found, concepts, tokenizer, WHOLE)
+    for n, (*_, concept) in enumerate(found.tolist()):
+        targets = {words[0, epoch, n]["target"] for epoch in range(6)}
+        assert targets == {tokenizer.convert_tokens_to_ids(CONCEPTS[concept])}
 
 
 @torch.no_grad()
 def test_accuracies_written_out(lms, tokenizer, triplets):
     """Tab. 1: top-1 and top-5, by part of speech, counted triplet by triplet; each caption also
     beside the photo of another one: what the head knows without seeing."""
-    model = load(lms["Bert"])[1]
+    lm = icmlm.load_language_model(str(lms["Bert"]), CPU, "off")[1]
     for n, word in enumerate("red on of cat a dog".split()):  # it knows how often some words are
-        model.cls.predictions.bias[tokenizer.convert_tokens_to_ids(word)] += 4 + n
-    lm = icmlm.FrozenLanguageModel(model, "off")
+        lm.mlm_head.predictions.bias[tokenizer.convert_tokens_to_ids(word)] += 4 + n
     ranks, losses = {"all": [], "nouns": [], "adjectives": []}, []
     for n in range(len(triplets)):
-        _, tokens, position, _ = parts_of(triplets, n)
-        target, tokens[position] = tokens[position], tokenizer.mask_token_id
-        row = torch.tensor([tokens])
+        position, target = triplets[n]["mask_pos"], triplets[n]["target"]
+        row = triplets[n]["tokens"][None]
         logits = lm.mlm_head(lm.encode(row, row > 0)[:, position])[0].tolist()
         rank = sum(value > logits[target] for value in logits)
         losses.append(math.log(sum(map(math.exp, logits))) - logits[target])  # Eqs. 6, 7
@@ -360,19 +380,29 @@ def test_accuracies_written_out(lms, tokenizer, triplets):
         seen.append(features.mean((1, 2, 3)))
         return lm.mlm_head(token_features[torch.arange(len(features)), mask_pos])
 
-    args = icmlm.get_args("--data x.jsonl --image-size 32 --workers 0 --amp off".split())
-    concepts = dict(zip(CONCEPTS, ["nouns", "nouns", "adjectives", "adjectives", "adjectives"]))
+    args = icmlm.get_args("--data x.jsonl --workers 0 --amp off".split())
     model = nn.Module()
     model.backbone, model.head = FeaturesAsGiven(3), head
     model.tags = lambda features: features.new_zeros(len(features), len(CONCEPTS))
-    results = icmlm.validate(model, lm, triplets, concepts, tokenizer, args)
-    evenly = {"tp": pytest.approx(math.log(len(CONCEPTS)))}  # Eq. 2 with equal logits
-    assert results["validation_loss"] == {"mlm": pytest.approx(np.mean(losses)), **evenly}
+    results = icmlm.validate(model, lm, triplets, args, CPU)
+    evenly = {"tp": pytest.approx(math.log(len(CONCEPTS)), abs=1e-4)}  # Eq. 2 with equal logits
+    assert results["validation_loss"] == {"mlm": pytest.approx(np.mean(losses), abs=1e-4), **evenly}
     names = "with the photo", "with another photo", "language model alone"
-    expected = dict.fromkeys(names, pytest.approx(expected))
+    expected = dict.fromkeys(names, pytest.approx(expected, abs=0.01))
     assert results["masked_words"] == {"triplets": len(triplets), **expected}
     own, other = seen
     assert len(own) == len(triplets) and len(own.unique()) == 3 and (own != other).all()
+
+
+def test_ties_and_nan():
+    """A constant predictor gets no credit, and one that has diverged neither."""
+    target = torch.tensor([3, 3, 3, 3])
+    logits = torch.zeros(4, 101)
+    logits[1] = torch.arange(101)
+    logits[2], logits[3, 3] = math.nan, math.nan
+    assert icmlm.target_ranks(logits, target).tolist() == [100, 97, 100, 100]
+    photos = torch.tensor([7, 7, 2, 7, 5, 7])
+    assert icmlm.another_photo(photos).tolist() == [2, 2, 3, 4, 5, 2]
 
 
 COSINE = {0: 3e-2, 125_000: 1.5e-2 * (1 + math.sqrt(0.5)), 250_000: 1.5e-2, 500_000: 0}
@@ -412,23 +442,22 @@ def test_appendix_f1(flags, optimizer, rates, warmup):
 def test_the_first_step_written_out(head, tiny, tiny_lm, coco_folder, tmp_path, monkeypatch):
     """Eqs. 2, 7 and 8 in loops over the batch, from the weights that the seed gives"""
     monkeypatch.setattr(icmlm, "DROPOUT", 0.0)
-    for name in ("proxy_triplets", "probe_images"):
-        monkeypatch.setitem(icmlm.RECIPES, name, (8, 8, 8))
+    monkeypatch.setitem(icmlm.RECIPES, "proxy_triplets", (8, 8, 8))
     command = tiny("icmlm", tmp_path, *f"--head {head} --lambda-tp 0.3 --iters 1 --seed 3".split())
     run_here(command)
-    args, (tokenizer, pretrained) = icmlm.get_args(command[1:]), load(tiny_lm)
-    lm = icmlm.FrozenLanguageModel(pretrained, "off")
+    args = icmlm.get_args(command[1:])
+    tokenizer, lm = icmlm.load_language_model(str(tiny_lm), CPU, "off")
     root = str(coco_folder)
     data = [common.caption_data("coco", root, split) for split in ("train2017", "val2017")]
-    concepts, triplets, _ = triplets_in(tmp_path, *data, tokenizer, iteration=1)
+    concepts, triplets, _ = icmlm.load_triplets(args, data, tokenizer)  # those of the run
     torch.manual_seed(3)
-    model = icmlm.ICMLM(args.arch, head, lm, len(concepts), args.layers, args.heads)
+    model = icmlm.ICMLM(args.arch, args.head, lm, len(concepts), args.layers, args.heads)
     model.to(memory_format=torch.channels_last)
-    frozen = {id(parameter) for parameter in pretrained.parameters()}
-    assert not frozen & {id(parameter) for parameter in model.parameters()}
-    samples, collate_fn = icmlm.triplet_samples(triplets, tokenizer, concepts, args)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    frozen = [*lm.encoder.parameters(), *lm.mlm_head.parameters()]
+    assert not any(parameter.requires_grad for parameter in frozen)
     order = np.random.default_rng([3, 0]).permutation(len(triplets))[:8]
-    batch = collate_fn([samples[3, 0, int(n)] for n in order])
+    batch = icmlm.collate([triplets[3, 0, int(n)] for n in order])
     images, mask = common.augment(batch["images"], batch["jitter"]), batch["attention_mask"]
     with torch.no_grad():
         both = model(images, lm.encode(batch["tokens"], mask), mask, batch["mask_pos"])
@@ -446,7 +475,7 @@ def test_the_first_step_written_out(head, tiny, tiny_lm, coco_folder, tmp_path, 
 
 def test_warm_up_of_the_attention(tiny, tmp_path, monkeypatch):
     """As long as it lasts, the backbone is that of --init, with its batch statistics."""
-    for name, value in (("steps", [0.5, 0.75]), ("proxy_triplets", 8), ("probe_images", 8)):
+    for name, value in (("steps", [0.5, 0.75]), ("proxy_triplets", 8)):
         monkeypatch.setitem(icmlm.RECIPES, name, 3 * (value,))
     init = tmp_path / "init.pth"
     common.save_weights(init, common.build_backbone("resnet18"))
@@ -466,7 +495,6 @@ def test_warm_up_of_the_attention(tiny, tmp_path, monkeypatch):
 
 def test_learns(easy_scenes, tmp_path, monkeypatch):
     """An eighth of the demo, on easier scenes: the photo tells words that the text does not"""
-    monkeypatch.setitem(icmlm.RECIPES, "probe_images", 3 * (500,))
     monkeypatch.setitem(icmlm.RECIPES, "proxy_triplets", 3 * (500,))
     flags = ["--iters", 80, "--lm-iters", 40, "--image-size", 32]
     run_here(["icmlm.py", *flags, "--output", tmp_path])
@@ -475,4 +503,3 @@ def test_learns(easy_scenes, tmp_path, monkeypatch):
     top1 = words["with the photo"]["top1"]
     assert top1 > words["with another photo"]["top1"] + 3
     assert top1 > words["language model alone"]["top1"] + 6
-    assert scores["probe"]["trained"] > scores["probe"]["random"] + 5

@@ -1,11 +1,11 @@
-"""shapes.py: the scenes are what their captions and tags say."""
+"""extras/shapes.py: the scenes are what their captions and tags say."""
 
 import re
 
 import numpy as np
 import pytest
 
-import shapes
+from extras import shapes
 
 SCENES = range(300)
 ADJECTIVES = {

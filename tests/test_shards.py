@@ -1,5 +1,6 @@
-"""COCO, Visual Genome, shards and their index, checkpoints of others. (.jsonl: test_common.py)"""
+"""extras/: shards and their index, Visual Genome, checkpoints of other authors"""
 
+import argparse
 import io
 import itertools
 import json
@@ -8,11 +9,11 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, kill_at, run_here
+from conftest import in_two_processes, kill_at, refusal, run_here
 from PIL import Image
 
 import common
-import sources
+from extras import checkpoints, shards
 
 
 def encoded(image, kind):
@@ -41,21 +42,29 @@ def row(*captions, **more):
     return json.dumps({"captions": captions, **more}).encode()
 
 
+def rows(lists):
+    return [lists[i] for i in range(len(lists))]
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Three shards of two photos"""
     for n in range(3):
         files = {f"{n}a.png": grey(40 * n), f"{n}b.png": grey(40 * n + 20), f"{n}b.json": row()}
-        files[f"{n}a.json"] = row(f"photo {n}", "ä", tags=["dog", f"t{n}"])
+        files[f"{n}a.json"] = row(f"photo {n}", " ä  b\n", "", tags=["dog", f"t{n}", "dog"])
         write_tar(tmp_path / f"{n:02d}.tar", dict(sorted(files.items())))
     return tmp_path
 
 
-def index(folder, pattern="{00..02}.tar", splits=("train", "val")):
-    """tools/make_shards.py --index-only -> CaptionData of each split"""
+def index_command(folder, pattern="{00..02}.tar", splits=("train", "val")):
     command = ["tools.make_shards", "--index-only", f"{folder}/{pattern}", "--output", folder]
-    run_here([*command, "--splits", *splits])
-    return [common.caption_data(str(folder), split=split) for split in splits]
+    return [*command, "--splits", *splits]
+
+
+def index(folder, *more):
+    """tools/make_shards.py --index-only -> CaptionData of train and val"""
+    run_here(index_command(folder, *more))
+    return [common.caption_data(str(folder), split=split) for split in ("train", "val")]
 
 
 def test_what_shards_hold(folder):
@@ -64,11 +73,36 @@ def test_what_shards_hold(folder):
     assert (len(train), len(val)) == (4, 2)
     for data in (train, val):
         for i in range(len(data)):
-            n, rest = divmod(int(np.asarray(common.open_image(data.images[i]))[0, 0]), 40)
-            tags = {data.tag_names[tag] for tag in data.tags_of(i)}
-            expected = ([], set()) if rest else ([f"photo {n}", "ä"], {"dog", f"t{n}"})
-            assert (data.captions_of(i), tags) == expected
+            n, rest = divmod(int(np.asarray(data.open(data.images[i]))[0, 0]), 40)
+            tags = {data.tag_names[tag] for tag in data.tags[i]}
+            expected = ([], set()) if rest else ([f"photo {n}", "ä b"], {"dog", f"t{n}"})
+            assert (data.captions[i], tags) == expected
+            assert data.tags[i] == sorted(set(data.tags[i]))
     assert train.tag_names == val.tag_names and set(val.tag_names) == {"dog", "t0", "t1", "t2"}
+
+
+def test_shards_are_caption_data_like_others(folder):
+    """All that CaptionData does with lists in memory, it does with those of the mapped index."""
+    train, _ = index(folder)
+    plain = common.CaptionData(
+        np.array(rows(train.images), common.STRINGS),
+        common.Lists(rows(train.captions), common.STRINGS),
+        common.Lists(rows(train.tags), int),
+    )
+    others = [["one"], [], ["two", "three"], []]
+    for do in (
+        lambda data: data,
+        lambda data: data.select([3, 0]),
+        common.CaptionData.captioned,
+        lambda data: data.with_captions(others).captioned(),
+        lambda data: data.captioned().select([1]),
+    ):
+        mapped, expected = do(train), do(plain)
+        assert mapped.all_captions() == expected.all_captions()
+        assert mapped.captions.ends.tolist() == expected.captions.ends.tolist()
+        for name in ("images", "captions", "tags"):
+            assert rows(getattr(mapped, name)) == rows(getattr(expected, name))
+        assert mapped.sampler is shards.block_sampler and mapped.open is shards.open_in_shard
 
 
 def test_layouts_of_others(tmp_path):
@@ -84,44 +118,171 @@ def test_layouts_of_others(tmp_path):
     write_tar(folder / "a at 3: b.tar", files)
     write_tar(folder / "b.tar", files)
     for data in index(folder, "*.tar"):
-        assert [data.captions_of(i) for i in range(len(data))] == [["a dog"], [], ["a cat"], []]
-        assert {common.open_image(data.images[i]).size for i in range(4)} == {(16, 12)}
+        assert rows(data.captions) == [["a dog"], [], ["a cat"], []]
+        assert {data.open(data.images[i]).size for i in range(4)} == {(16, 12)}
         assert data.tag_names is None
 
 
-def draw(number, size, rank=0, processes=1, batch=4, seed=0, start=0):
-    world = common.World(rank, processes, CPU)
-    order = sources.block_sampler(size, batch, world, seed, start, block=5, window=3)
+def test_wrong_shards(folder):
+    """One line each: no such shard, two keys mixed, no JSON, no such split, moved, an old index"""
+    assert "03.tar" in refusal(index_command(folder, "{00..03}.tar"))
+    wrong = {
+        "side by side": {"a.jpg": RED, "b.jpg": RED, "a.txt": b"late"},
+        "JSONDecodeError": {"a.jpg": RED, "a.json": b"{"},
+        "no list": {"a.jpg": RED, "a.json": b'{"captions": "a dog"}'},
+        "no photo": {"a.txt": b"a dog"},
+    }
+    for message, files in wrong.items():
+        write_tar(folder / "03.tar", files)
+        line = refusal(index_command(folder, "*.tar"))
+        assert message in line and "03.tar" in line and "KEY.jpg" in line
+    index(folder)
+    train = ["virtex.py", "--data", folder, "--train-split"]
+    assert "The folder's splits: train, val" in refusal([*train, "train2017"])
+    for file in folder.glob("*.tar"):
+        file.rename(file.with_suffix(".moved"))
+    assert "Was it moved?" in refusal([*train, "train"])
+    torch.save({"image_bytes": torch.zeros(1), "tag_names": None}, folder / "old.index")
+    assert "earlier version" in refusal([*train, "old"])
+
+
+def draw(number, size, batch=4, start=0):
+    order = shards.block_sampler(size, batch, 0, start, block=5, window=3)
     return list(itertools.islice(order, number))
 
 
 @pytest.mark.parametrize("processes", (1, 2))
-@pytest.mark.parametrize("size", (1, 7, 100, 103))
-def test_sampler(size, processes):
-    """An epoch holds nearly all samples, each once; processes have blocks of their own."""
+@pytest.mark.parametrize("size", (2, 7, 100, 103))
+def test_sampler(size, processes, monkeypatch):
+    """An epoch holds nearly all samples, each once; processes have blocks of their own; a later
+    start continues the order.
+    """
+    monkeypatch.setattr(common, "world_size", lambda: processes)
     seen = {}
     for rank in range(processes):
-        for _, epoch, index in draw(3 * size, max(size, processes), rank, processes):
+        monkeypatch.setattr(common, "rank", lambda rank=rank: rank)
+        drawn = draw(3 * size, size)
+        assert draw(size, size, start=1) == drawn[4 // processes :][:size]
+        for _, epoch, index in drawn:
             seen.setdefault(epoch, []).append(index)
     for epoch in range(2):
-        indices = [index for index in seen[epoch]]
-        assert len(set(indices)) == len(indices) and max(indices) < max(size, processes)
-        assert len(indices) > size - (processes + 1) * 5
+        assert len(set(seen[epoch])) == len(seen[epoch]) and max(seen[epoch]) < size
+        assert len(seen[epoch]) > size - (processes + 1) * 5
 
 
 FLAGS = ["--recipe", "small", "--image-size", 32, "--batch-size", 4, "--workers", 0, "--hidden", 64]
 FLAGS += ["--log-every", 1, "--checkpoint-every", 2, "--iters", 6]
 
 
-def test_a_training_on_shards(few_scenes, tmp_path):
-    """Of tools/make_shards.py; killed and started again it ends with the same bits."""
+def test_training_on_shards(few_scenes, tmp_path):
+    """Made by tools/make_shards.py: killed and started again, a run ends with the same bits."""
     few_scenes(60, 12)
     data = tmp_path / "shards"
     output = run_here(["tools.make_shards", "--output", data, "--per-shard", 25])
     assert f"3 files {data}/train-*.tar of up to 25 photos" in output
-    run_here(["virtex.py", "--data", data, *FLAGS, "--output", tmp_path / "whole"])
-    stopped = ["virtex.py", "--data", data, *FLAGS, "--output", tmp_path / "stopped"]
+    made, scenes = common.caption_data(str(data)), common.caption_data("shapes")
+    assert rows(made.captions) == rows(scenes.captions)
+    [one], [other] = (common.read_crops(d, 7, [common.centre_crop], 64) for d in (made, scenes))
+    assert np.abs(one.astype(int) - other).mean() < 5  # JPEG
+    whole = ["virtex.py", "--data", data, *FLAGS, "--output", tmp_path / "whole"]
+    run_here(whole)
+    stopped = [*whole[:-1], tmp_path / "stopped"]
     kill_at(5, stopped)
-    assert "resuming from iteration 4" in run_here(stopped)
+    assert "4 of 6 iterations are done" in run_here(stopped)
     one, other = (torch.load(tmp_path / name / "backbone.pth") for name in ("whole", "stopped"))
     assert all(torch.equal(one[key], other[key]) for key in one)
+    in_two_processes(run_here, [*whole[:-1], tmp_path / "two"])
+
+
+def test_smaller_photos(tmp_path):
+    """--side shrinks; photos are turned by EXIF, 16 bits become 8; a broken one is left out."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotated by 90 degrees
+    photo = Image.new("RGB", (200, 100), "red")
+    photo.save(tmp_path / "a.jpg", exif=exif)
+    Image.fromarray(np.full((100, 100), 20_000, np.uint16)).save(tmp_path / "b.png")
+    (tmp_path / "c.jpg").write_bytes(RED[:300])
+    photo.save(tmp_path / "d.jpg")
+    lines = [json.dumps({"image": f"{name}", "split": "train"}) for name in ("a.jpg", "b.png")]
+    lines += [json.dumps({"image": name, "split": "val"}) for name in ("c.jpg", "d.jpg")]
+    (tmp_path / "photos.jsonl").write_text("\n".join(lines))
+    flags = "--data", tmp_path / "photos.jsonl", "--output", tmp_path / "shards", "--side", 50
+    assert f"cannot decode {tmp_path}/c.jpg" in run_here(["tools.make_shards", *flags])
+    data = common.caption_data(str(tmp_path / "shards"))
+    assert data.open(data.images[0]).size == (50, 100)
+    assert abs(np.asarray(data.open(data.images[1])).mean() - 20_000 / 256) < 2
+    assert len(common.caption_data(str(tmp_path / "shards"), split="val")) == 1
+
+
+# ------------------------------------------------------------------------------------ visual genome
+
+
+def test_visual_genome(tmp_path):
+    """Each phrase is a caption of its photo; the splits are fixed; others are refused."""
+    images, regions = [], []
+    for k in range(1, 41):
+        path = tmp_path / f"VG_100K{'_2' if k % 2 else ''}/{k}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        images.append({"image_id": k, "url": f"https://cs.stanford.edu{path}"})
+        phrases = [f' region {n} of\n[{k}], "é" ' for n in range(k % 3 + 1)] + [" "]
+        regions.append({"id": k, "regions": [{"phrase": phrase} for phrase in phrases]})
+    (tmp_path / "image_data.json").write_text(json.dumps(images))
+    (tmp_path / "region_descriptions.json").write_text(json.dumps(regions))
+    seen = {}
+    for split in "train", "val":
+        data = common.caption_data("vg", str(tmp_path), split)
+        seen[split] = [int(path.split("/")[-1].removesuffix(".jpg")) for path in data.images]
+        assert data.tag_names is None
+        for k, captions in zip(seen[split], data.captions):
+            assert captions == [f'region {n} of [{k}], "é"' for n in range(k % 3 + 1)]
+    assert sorted(seen["train"] + seen["val"]) == list(range(1, 41))
+    assert seen["val"] == [5, 12, 25, 28]  # since the first version
+    vg = ["virtex.py", "--data", "vg", "--root", tmp_path, "--val-split"]
+    assert "splits train and val" in refusal([*vg, "validation"])
+    (tmp_path / "image_data.json").unlink()
+    assert "image_data.json" in refusal([*vg, "val"])
+
+
+# -------------------------------------------------------------------------------------- checkpoints
+
+# Source: the key under which the weights are, the backbone's prefix, what else is there.
+OTHERS = {
+    "torchvision": (None, "", "fc.weight fc.bias"),
+    "virtex": ("model", "visual.cnn.", "textual.output.weight backward_textual.output.bias"),
+    "tp": ("model", "backbone.", "head.2.weight"),
+    "mmcontrastive": ("model", "queries.image.trunk.0.", "keys.image.trunk.0.conv1.weight"),
+    "MoCo v2": ("state_dict", "module.encoder_q.", "module.encoder_q.fc.2.bias module.encoder_k.x"),
+    "SwAV": (None, "module.", "module.projection_head.0.weight module.prototypes.weight"),
+    "DINO": ("teacher", "backbone.", "head.mlp.0.weight head.last_layer.weight_v"),
+}
+
+
+@pytest.mark.parametrize("key, prefix, more", OTHERS.values(), ids=OTHERS)
+def test_checkpoints_of_others(key, prefix, more, tmp_path):
+    """The backbone in them is found: its tensors and none of the heads'."""
+    state = common.build_backbone("resnet18").state_dict()
+    content = {prefix + name: x for name, x in state.items()}
+    if prefix == "module.":  # files from before PyTorch 0.4.1
+        content = {name: x for name, x in content.items() if "num_batches" not in name}
+    content |= {name: torch.zeros(2) for name in more.split()} | {"a number": 1}
+    if key:
+        content = {key: content, "epoch": 1, "args": argparse.Namespace(lr=0.1), "student": {}}
+    torch.save(content, tmp_path / "x.pth")
+    loaded = checkpoints.load_backbone(tmp_path / "x.pth")
+    assert loaded.arch == "resnet18"
+    assert all(torch.equal(x, state[name]) for name, x in loaded.state_dict().items())
+
+
+def test_what_is_no_backbone(tmp_path):
+    """One line: no network, one that is none of ours, another than --arch"""
+    state = common.build_backbone("resnet18").state_dict()
+    wrong = {
+        "holds no ResNet or VGG": {"weight": torch.zeros(2)},
+        "layer4.9.conv1.weight": state | {"layer4.9.conv1.weight": torch.zeros(2)},
+        "is a resnet18, not --arch resnet50": state,
+    }
+    for message, content in wrong.items():
+        torch.save(content, tmp_path / "x.pth")
+        with pytest.raises(SystemExit, match=message):
+            checkpoints.load_backbone(tmp_path / "x.pth", "resnet50")

@@ -1,4 +1,4 @@
-"""svm.py: the same costs and scores as scikit-learn, the minimum of the loss."""
+"""The SVMs of svm-virtex and extras/svm.py: costs, scores, the minimum of the loss."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,8 @@ from sklearn.metrics import average_precision_score
 from sklearn.model_selection import cross_val_score
 from sklearn.svm import LinearSVC
 
-import svm
+import eval_linear
+from extras import svm
 
 
 def literal_svms(train_x, train_y, test_x, test_y, k):
@@ -52,6 +53,12 @@ def test_svms_are_those_of_scikit_learn(monkeypatch):
     monkeypatch.setattr(svm, "GROUP", 1)
     monkeypatch.setattr(svm, "BLOCK", 7)
     assert svm.svm_probe(*features, "abcdef") == pytest.approx(results, abs=1e-9)
+    unit = torch.nn.functional.normalize(torch.from_numpy(x))
+    train = eval_linear.Features(unit[:90], torch.from_numpy(train_y))
+    test = eval_linear.Features(unit[90:], torch.from_numpy(test_y))
+    scores = eval_linear.svm_virtex(train, test, "abcdef")
+    assert scores.pop("mAP") == pytest.approx(np.mean(list(results.values())))
+    assert scores == pytest.approx(results, abs=1e-9)
 
 
 @pytest.mark.parametrize("width", (12, 150))  # fewer features than images, and more

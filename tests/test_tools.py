@@ -5,13 +5,14 @@ import re
 
 import pytest
 import transformers
-from conftest import finished, run_script
+from conftest import finished, refusal, run_here, run_script
 from PIL import Image
 
-from tools import benchmark, plot
+import common
+from tools import benchmark
 
-TINY = ["--arch", "resnet18", "--image-size", "32", "--batch-size", "8", "--hidden", "64"]
-TINY += ["--rounds", "1", "--amp", "off"]
+TINY = ["--arch", "resnet18", "--image-size", 32, "--batch-size", 8, "--hidden", 64]
+TINY += ["--rounds", 1, "--amp", "off"]
 
 
 def printed_speeds(output):
@@ -24,14 +25,13 @@ def printed_speeds(output):
     return speeds
 
 
-def test_benchmark_runs(monkeypatch, capsys):
+def test_benchmark_runs(monkeypatch):
     """Each method's step beside its floor, with a small BERT."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
     bert = transformers.BertConfig(vocab_size=10_000, intermediate_size=64, **sizes)
     monkeypatch.setattr(benchmark, "BERT_BASE", bert)
     monkeypatch.setattr(benchmark, "STEPS", 1)
-    benchmark.main(benchmark.get_args(TINY))
-    speeds = printed_speeds(capsys.readouterr().out)
+    speeds = printed_speeds(run_here(["tools.benchmark", *TINY]))
     assert speeds.keys() == {*benchmark.METHODS, "bare backbone", "contrastive floor"}
     for method in benchmark.METHODS:
         name = "contrastive floor" if method == "mmcontrastive" else "bare backbone"
@@ -40,21 +40,44 @@ def test_benchmark_runs(monkeypatch, capsys):
         assert text == name and float(share) == pytest.approx(100 * speed / floor, rel=0.05)
 
 
-def test_plot(tmp_path, capsys):
+def test_plot(tmp_path):
     """One panel per term that all runs have, also of validation alone; or those asked for."""
     rows = {"a": {"loss": 2.0, "ii": 1.0, "top1": 5}, "b": {"loss": 3.0, "validation_top1": 7}}
     for name, row in rows.items():
         (tmp_path / name).mkdir()
         line = json.dumps({"iteration": 10, "lr": 0.1, **row})
         (tmp_path / name / "metrics.jsonl").write_text(f"{line}\n{line}\n")
-    picture, other = tmp_path / "b" / "curves.png", str(tmp_path / "ii.png")
-    flags = [str(tmp_path / "a"), str(tmp_path / "b")]
+    (tmp_path / "a" / "result.json").write_text('{"validation": {"top1": 6, "mAP": 7}}')
+    picture, other = tmp_path / "b" / "curves.png", tmp_path / "ii.png"
+    plot = ["tools.plot", tmp_path / "a", tmp_path / "b"]
     for more, terms in ([], "loss, top1 of 2"), (["--terms", "ii", "--output", other], "ii of 2"):
-        plot.main(plot.get_args(flags + more))
-        assert capsys.readouterr().out.startswith(terms)
+        assert run_here([*plot, *more]).startswith(terms)
         assert Image.open(more[-1] if more else picture).width == 675 * (1 + terms.count(","))
-    with pytest.raises(SystemExit, match="metrics.jsonl is missing"):
-        plot.main(plot.get_args([str(tmp_path)]))
+    assert "metrics.jsonl is missing" in refusal(["tools.plot", tmp_path])
+
+
+def test_crops_and_their_list(tmp_path):
+    """crop_coco.py makes an image folder of COCO's objects, of which label_list.py draws some."""
+    root, crops, lines = tmp_path / "coco", tmp_path / "crops", tmp_path / "list.jsonl"
+    categories = [{"id": 3, "name": "dog"}, {"id": 5, "name": "cat"}]
+    for split in ("train", "val"):
+        objects = []
+        for n, (category, crowd) in enumerate([(3, 0), (3, 0), (5, 0), (5, 1)]):
+            row = {"id": n, "image_id": 7, "category_id": category, "iscrowd": crowd}
+            objects.append({**row, "bbox": [10 + n, 20, 30, 15]})
+        image = {"id": 7, "file_name": "7.jpg"}
+        content = {"images": [image], "annotations": objects, "categories": categories}
+        (root / f"{split}2017").mkdir(parents=True)
+        (root / "annotations").mkdir(exist_ok=True)
+        (root / f"annotations/instances_{split}2017.json").write_text(json.dumps(content))
+        Image.new("RGB", (90, 60)).save(root / f"{split}2017/7.jpg")
+    run_here(["tools.crop_coco", "--root", root, "--output", crops, "--margin", 5])
+    assert sorted(path.name for path in crops.glob("train/*/*")) == ["0.jpg", "1.jpg", "2.jpg"]
+    width, height = Image.open(crops / "val/dog/1.jpg").size
+    assert 30 <= width <= 41 and 15 <= height <= 26
+    run_here(["tools.label_list", "--root", crops, "--per-class", 1, "--output", lines])
+    train = common.caption_data(str(lines))
+    assert train.tag_names == ["cat", "dog"] and list(train.tags) == [[0], [1]]
 
 
 def test_bad_input():
