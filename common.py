@@ -1,8 +1,7 @@
 """What the four scripts share:
 
     captioned photos     caption_data -> CaptionData: COCO, a .jsonl, and others through extras/
-    photos to batches    Photos, read_crops, infinite_sampler, train_batches, validation_batches
-    on the device        augment: colour jitter and normalisation
+    photos to batches    Photos, read_crops, infinite_sampler, train_batches; augment, on the device
     backbones            build_backbone, read_init, load_init
     optimisation         build_optimizer, lr_factor, set_lr
     processes            init_distributed, is_main, gather, data_parallel, autocast
@@ -60,9 +59,6 @@ class Lists:
     def __init__(self, rows, dtype):
         self.ends = np.cumsum([0, *map(len, rows)])
         self.values = np.array([value for row in rows for value in row], dtype)
-
-    def __len__(self):
-        return len(self.ends) - 1
 
     def __getitem__(self, i):
         return self.values[self.ends[i] : self.ends[i + 1]].tolist()
@@ -223,9 +219,7 @@ class Photos(Dataset):
     def __init__(self, data, args):
         """data: CaptionData or similar.  args: image_size, crop_min, colour_jitter"""
         self.data = data
-        self.size = args.image_size
-        self.crop_min = args.crop_min
-        self.colour_jitter = args.colour_jitter
+        self.args = args
 
     def __len__(self):
         return len(self.data)
@@ -248,9 +242,9 @@ class Photos(Dataset):
 
     def photo(self, index, rng):
         """-> {"image": uint8 (size, size, 3), "jitter": (4,) for `augment`, "flipped": bool}"""
-        crop = partial(random_crop, rng, self.crop_min) if rng else centre_crop
-        [image] = read_crops(self.data, index, [crop], self.size)
-        jitter = colour_jitter(rng, self.colour_jitter) if rng else NO_JITTER
+        crop = partial(random_crop, rng, self.args.crop_min) if rng else centre_crop
+        [image] = read_crops(self.data, index, [crop], self.args.image_size)
+        jitter = colour_jitter(rng, self.args.colour_jitter) if rng else NO_JITTER
         flipped = bool(rng) and rng.random() < 0.5
         return {"image": image[:, ::-1] if flipped else image, "jitter": jitter, "flipped": flipped}
 
@@ -308,7 +302,7 @@ NO_JITTER = np.array([1, 1, 1, 0], np.float32)
 def colour_jitter(rng, strength):
     """(4,) float32: factors of brightness, contrast and saturation, and a hue rotation in turns
 
-    At strength 1, factors within 1 +- 0.4 and +- 0.1 turns. With probability 0.2, no change.
+    At strength 1, within 1 +- 0.4 and +- 0.1 turns. With probability 0.2, no change.
     """
     limits = strength * np.array([0.4, 0.4, 0.4, 0.1])
     factors = rng.uniform(NO_JITTER - limits, NO_JITTER + limits)
@@ -355,18 +349,14 @@ def train_batches(dataset, collate, args, device, start):
         iteration, part = divmod(number, args.accumulate)
         place = ((iteration + 1) * world_size() + rank()) * args.accumulate + part
         torch.manual_seed((args.seed << 40) % 2**64 + place)  # 2^40 places for each seed
-        yield to_device(batch, device)
+        yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
 
 
 def validation_batches(dataset, collate, args, device, batch_size=64):
     """One pass over the photos, in order -> batches on the device"""
     loader = DataLoader(dataset, batch_size, num_workers=args.workers, collate_fn=collate)
     for batch in progress(loader, desc="validation", unit=" batches", leave=False):
-        yield to_device(batch, device)
-
-
-def to_device(batch, device):
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
 
 
 # --------------------------------------------------------------------------------- on the device
@@ -562,11 +552,9 @@ def autocast(device, amp):
 
 def choose_amp(device, requested):
     """--amp if given, else bf16 if the device computes in it natively, else "off"."""
+    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        mkldnn = torch.backends.mkldnn.is_available()
-        native = mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return requested or ("bf16" if native else "off")
 
 
@@ -661,7 +649,7 @@ RESUME_CAN_CHANGE = (
 def start(args):
     """The first line of main -> the content of checkpoint.pth in --output; {} for a new run
 
-    --fresh removes what an earlier run saved. Otherwise its flags must be the same.
+    --fresh removes what an earlier run saved; otherwise its flags must be the same.
     """
     folder = Path(args.output)
     if is_main():
@@ -682,9 +670,9 @@ def start(args):
 
 
 def once(args, name, make):
-    """make(path) a file of --output in the first process; all processes read it -> its path
+    """make(path) a file of --output, in the first process and unless the run resumes -> its path
 
-    For what takes long or may differ between processes. A resumed run has it already.
+    For what takes long, or may differ between processes, all of which read it.
     """
     path = Path(args.output, name)
     if is_main() and not Path(args.output, "checkpoint.pth").exists():

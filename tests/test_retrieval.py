@@ -1,6 +1,6 @@
 """downstream/retrieval.py: VSE++ loss, captions' vectors, crops, epochs, folds, the whole script.
 
-Its ranks and their shares are those of mmcontrastive.py: test_mmcontrastive.py.
+Its ranks are those of mmcontrastive.retrieval_scores: test_mmcontrastive.py.
 """
 
 import math
@@ -86,20 +86,20 @@ def test_script(coco_folder, tmp_path):
             values = [scores[score] for scores in runs]
             assert mean == pytest.approx(np.mean(values))
             assert content["std"][name][score] == pytest.approx(np.std(values, ddof=1))
-    start = f"\nretrieval on coco, {last}: {content['trained'][last]:.1f} trained, "
+    start = f"\nretrieval on coco: {last} {content['trained'][last]:.1f} trained, "
     assert start in printed and printed.endswith(f", {content['chance'][last]:.1f} by chance\n")
-    assert "21 training, 3 validation and 12 test images, " in printed
+    assert "21 training, 3 validation and 12 test photos, " in printed
     assert Image.open(tmp_path / "retrieval.png").size == (8 * 136 + 8, 5 * 176 + 8)
 
 
 def test_random_crops(coco_folder):
     """A crop of each photo, then a flipped one of each; the seed draws them."""
-    images = common.caption_data("coco", str(coco_folder), "val2017").images
+    photos = common.caption_data("coco", str(coco_folder), "val2017").select(np.arange(3))
     args = retrieval.get_args(["--image-size", "32"])
-    crops = retrieval.RandomCrops(images[:3], args)
+    crops = retrieval.RandomCrops(photos, args)
     assert len(crops) == 3 * args.crops
     for i in range(6):
         crop = partial(common.random_crop, np.random.default_rng([args.seed, i]), args.crop_min)
-        [expected] = common.read_crops(images[i % 3], [crop], 32)
+        [expected] = common.read_crops(photos, i % 3, [crop], 32)
         pixels, readable = crops[i]
         assert readable and np.array_equal(pixels, expected[:, ::-1] if i >= 3 else expected)

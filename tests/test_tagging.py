@@ -12,8 +12,8 @@ from sklearn.metrics import jaccard_score
 from sklearn.metrics.pairwise import paired_cosine_distances
 
 import common
-import shapes
 from downstream import tagging
+from extras import shapes
 
 TINY = "--image-size", 32, "--workers", 0, "--hidden", 64, "--epochs", 2
 
@@ -106,4 +106,4 @@ def test_script(coco_folder, tmp_path):
     assert content["args"]["tags"] == str(concepts) and content["std"]["random"]["mIOU@5"] > 0
     last = printed.splitlines()[-1]
     assert last.startswith("tagging of coco: mIOU@5 ") and "at random initialisation" in last
-    assert "24 training and 12 validation images" in printed
+    assert "24 training and 12 validation photos" in printed
