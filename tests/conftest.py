@@ -102,8 +102,8 @@ def captioned(*captions, images=None, tags=None, tag_names=None):
     """CaptionData of photos with these captions.  tags: indices of each photo"""
     if images is None:
         images = photos_at(*(f"{n}.jpg" for n in range(len(captions))))
-    captions = common.Lists(captions, common.STRINGS)
     tags = common.Lists(tags or [[]] * len(captions), int)
+    captions = common.Lists(captions, common.STRINGS)
     return common.CaptionData(images, captions, tags, tag_names)
 
 

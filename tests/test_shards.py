@@ -42,10 +42,6 @@ def row(*captions, **more):
     return json.dumps({"captions": captions, **more}).encode()
 
 
-def rows(lists):
-    return [lists[i] for i in range(len(lists))]
-
-
 @pytest.fixture
 def folder(tmp_path):
     """Three shards of two photos"""
@@ -85,9 +81,9 @@ def test_shards_are_caption_data_like_others(folder):
     """All that CaptionData does with lists in memory, it does with those of the mapped index."""
     train, _ = index(folder)
     plain = common.CaptionData(
-        np.array(rows(train.images), common.STRINGS),
-        common.Lists(rows(train.captions), common.STRINGS),
-        common.Lists(rows(train.tags), int),
+        np.array(list(train.images), common.STRINGS),
+        common.Lists(list(train.captions), common.STRINGS),
+        common.Lists(list(train.tags), int),
     )
     others = [["one"], [], ["two", "three"], []]
     for do in (
@@ -101,7 +97,7 @@ def test_shards_are_caption_data_like_others(folder):
         assert mapped.all_captions() == expected.all_captions()
         assert mapped.captions.ends.tolist() == expected.captions.ends.tolist()
         for name in ("images", "captions", "tags"):
-            assert rows(getattr(mapped, name)) == rows(getattr(expected, name))
+            assert list(getattr(mapped, name)) == list(getattr(expected, name))
         assert mapped.sampler is shards.block_sampler and mapped.open is shards.open_in_shard
 
 
@@ -118,7 +114,7 @@ def test_layouts_of_others(tmp_path):
     write_tar(folder / "a at 3: b.tar", files)
     write_tar(folder / "b.tar", files)
     for data in index(folder, "*.tar"):
-        assert rows(data.captions) == [["a dog"], [], ["a cat"], []]
+        assert list(data.captions) == [["a dog"], [], ["a cat"], []]
         assert {data.open(data.images[i]).size for i in range(4)} == {(16, 12)}
         assert data.tag_names is None
 
@@ -137,7 +133,7 @@ def test_wrong_shards(folder):
         line = refusal(index_command(folder, "*.tar"))
         assert message in line and "03.tar" in line and "KEY.jpg" in line
     index(folder)
-    train = ["virtex.py", "--data", folder, "--train-split"]
+    train = ["virtex.py", "--data", folder, "--output", folder / "run", "--train-split"]
     assert "The folder's splits: train, val" in refusal([*train, "train2017"])
     for file in folder.glob("*.tar"):
         file.rename(file.with_suffix(".moved"))
@@ -181,7 +177,7 @@ def test_training_on_shards(few_scenes, tmp_path):
     output = run_here(["tools.make_shards", "--output", data, "--per-shard", 25])
     assert f"3 files {data}/train-*.tar of up to 25 photos" in output
     made, scenes = common.caption_data(str(data)), common.caption_data("shapes")
-    assert rows(made.captions) == rows(scenes.captions)
+    assert list(made.captions) == list(scenes.captions)
     [one], [other] = (common.read_crops(d, 7, [common.centre_crop], 64) for d in (made, scenes))
     assert np.abs(one.astype(int) - other).mean() < 5  # JPEG
     whole = ["virtex.py", "--data", data, *FLAGS, "--output", tmp_path / "whole"]
@@ -238,7 +234,7 @@ def test_visual_genome(tmp_path):
             assert captions == [f'region {n} of [{k}], "é"' for n in range(k % 3 + 1)]
     assert sorted(seen["train"] + seen["val"]) == list(range(1, 41))
     assert seen["val"] == [5, 12, 25, 28]  # since the first version
-    vg = ["virtex.py", "--data", "vg", "--root", tmp_path, "--val-split"]
+    vg = ["virtex.py", "--data", "vg", "--root", tmp_path, "--output", tmp_path, "--val-split"]
     assert "splits train and val" in refusal([*vg, "validation"])
     (tmp_path / "image_data.json").unlink()
     assert "image_data.json" in refusal([*vg, "val"])
