@@ -294,7 +294,7 @@ def filter_captions(data, tokenize):
     for captions in progress(data.captions, desc="caption lengths", unit=" photos", leave=False):
         distinct = dict.fromkeys(captions)
         kept.append([caption for caption in distinct if 3 <= len(tokenize(caption)) <= 25])
-    before, after = len(data.captions.values), sum(map(len, kept))
+    before, after = data.captions.ends[-1], sum(map(len, kept))
     if not after:
         fail("a split has no captions of 3 to 25 words")
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "

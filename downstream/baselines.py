@@ -113,7 +113,7 @@ def report(runs, args, task, metric, in_words):
             print_main(f"{'':16} ± {eval_linear.format_scores(results['std'], ())}")
     common.save(f"{args.output}/result.json", json.dumps(content, indent=2))
     scores = [f"{content[name][metric]:.1f} {in_words[name]}" for name in runs]
-    print_main(f"{task} {metric} {', '.join(scores)}")
+    print_main(f"{task} {args.data}: {metric} {', '.join(scores)}")
 
 
 # -------------------------------------------------------------------------- fine-tuned backbones

@@ -1,4 +1,4 @@
-"""Photos with boxes: VOC, COCO, LVIS and the built-in scenes in one form, and their scores.
+"""Photos with boxes: VOC, COCO, LVIS and the built-in scenes in one form; scores and pictures.
 
 For detection.py. The form is COCO's JSON format, which pycocotools scores.
 """
@@ -6,18 +6,18 @@ For detection.py. The form is COCO's JSON format, which pycocotools scores.
 import contextlib
 import io
 import json
-import os
-from collections import Counter, defaultdict
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 
 import common
 from common import fail
+from downstream.pictures import photo_files
 from extras import shapes
 
 SCORES = "AP", "AP50", "AP75"
@@ -71,24 +71,19 @@ def load(name, root, split):
     if name == "shapes":
         return shapes_objects(split)
     root = root or f"datasets/{name}"
-    kind = "lvis" if name == "lvis" else "instances"
-    path = f"{root}/annotations/{kind}_{split}.json"
     if name == "voc":
         content, paths = voc_objects(root, split)
-    else:
-        content = common.read_json(path)
-        paths = coco_paths(content["images"], name, root, split)
-    missing = [photo for photo in paths if not os.path.isfile(photo)]
-    if missing or not paths:
-        fail(f"{len(missing)} of {len(paths)} photos are missing: {missing[:1]}")
-    return BoxData(content, np.array(paths, common.STRINGS), name, path)
-
-
-def coco_paths(images, name, root, split):
-    """LVIS has photos of both folders of COCO: coco_url is .../train2017/000000391895.jpg"""
-    if name == "lvis":
-        return [os.path.join(root, *image["coco_url"].split("/")[-2:]) for image in images]
-    return [os.path.join(root, split, image["file_name"]) for image in images]
+        return BoxData(content, photo_files(paths).images, name)
+    kind = "lvis" if name == "lvis" else "instances"
+    path = f"{root}/annotations/{kind}_{split}.json"
+    content = common.read_json(path)
+    paths = []
+    for image in content["images"]:
+        file = f"{split}/{image.get('file_name')}"
+        if name == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
+            file = "/".join(image["coco_url"].split("/")[-2:])
+        paths.append(f"{root}/{file}")
+    return BoxData(content, photo_files(paths).images, name, path)
 
 
 def voc_objects(root, split):
@@ -137,21 +132,16 @@ def voc_object(element):
 
 def shapes_objects(split, side=96):
     """The built-in scenes, drawn at 96 px; only the first 500 of the validation split"""
-    if split not in shapes.SPLITS:
-        fail(f"--data shapes has no split {split}")
-    scenes = shapes.SPLITS[split][: 500 if split == "val" else None]
+    scenes = shapes.SPLITS.get(split) or fail(f"--data shapes has no split {split}")
+    scenes = scenes[:500] if split == "val" else scenes
     rows = []
     for scene in scenes:
         for o in shapes.objects_of(scene):
             left, top, _, _ = o.box
             width = 2 * side * o.radius
-            row = {
-                "id": len(rows) + 1,
-                "image_id": scene,
-                "category_id": shapes.SHAPES.index(o.shape),
-                "bbox": [side * left, side * top, width, width],
-                "area": width**2,
-            }
+            row = {"id": len(rows) + 1, "image_id": scene, "area": width**2}
+            row["category_id"] = shapes.SHAPES.index(o.shape)
+            row["bbox"] = [side * left, side * top, width, width]
             rows.append(row)
     content = {
         "images": [{"id": scene} for scene in scenes],
@@ -203,22 +193,17 @@ class BoxPhotos(common.Photos):
 
     def sample(self, index, rng):
         i = self.rows[index]
-        image = torch.from_numpy(np.array(read_photo(self.data, i)))
-        image = image.permute(2, 0, 1).contiguous()
+        try:  # EXIF rotation is ignored: boxes refer to the pixels as stored
+            photo = self.data.open(self.data.images[i]).convert("RGB")
+        except Exception as error:  # PIL's decoders raise a dozen kinds
+            raise common.Unreadable(str(self.data.images[i])) from error
+        image = torch.from_numpy(np.array(photo)).permute(2, 0, 1).contiguous()
         sample = {"image": image, "image_id": torch.tensor(i)}
         if rng is not None:
             flipped = bool(rng.integers(2))
             sample |= make_target(self.data, i, image, flipped)
             sample["image"] = image.flip(2) if flipped else image
         return sample
-
-
-def read_photo(data, i):
-    """-> PIL image, EXIF rotation ignored: boxes refer to the pixels as stored"""
-    try:
-        return data.open(data.images[i]).convert("RGB")
-    except Exception as error:  # PIL's decoders raise a dozen kinds
-        raise common.Unreadable(str(data.images[i])) from error
 
 
 def make_target(data, i, image, flipped):
@@ -240,17 +225,15 @@ def make_target(data, i, image, flipped):
     return target
 
 
+class Samples(list):
+    """The samples of a batch, which cannot be stacked, because photos differ in size"""
+
+    def to(self, device, **kwargs):
+        return [{name: x.to(device, **kwargs) for name, x in sample.items()} for sample in self]
+
+
 def collate(samples):
-    """-> {(n, name): tensor of the n-th sample}: flat, because photos differ in size"""
-    return {(n, name): x for n, sample in enumerate(samples) for name, x in sample.items()}
-
-
-def separate(batch):
-    """The inverse of `collate` -> list of samples"""
-    samples = defaultdict(dict)
-    for (n, name), tensor in batch.items():
-        samples[n][name] = tensor
-    return list(samples.values())
+    return {"samples": Samples(samples)}
 
 
 # ---------------------------------------------------------------------------------------- scores
@@ -329,3 +312,33 @@ def plain_iou(evaluation, image, category):
     detections = [row["bbox"] for row in rows[: evaluation.params.maxDets[-1]]]
     objects = [row["bbox"] for row in evaluation._gts[image, category]]
     return mask.iou(detections, objects, [0] * len(objects))
+
+
+# -------------------------------------------------------------------------------------- pictures
+
+
+def draw(val, results, path, side=320):
+    """Draw eight validation photos, resized to squares, with the detections that score above 0.5"""
+    from pycocotools import mask
+
+    photos = BoxPhotos(val, range(len(val)))
+    sheet = Image.new("RGB", (4 * side, 2 * side))
+    for n in range(min(8, len(val))):
+        sample = photos[n]
+        photo = Image.fromarray(sample["image"].permute(1, 2, 0).numpy())
+        scale = side / np.array(photo.size)
+        photo = photo.resize((side, side))
+        canvas = ImageDraw.Draw(photo)
+        image_id = val.ids[sample["image_id"]]
+        for row in results:
+            if row["image_id"] != image_id or row["score"] <= 0.5:
+                continue
+            if val.masks:
+                half = Image.fromarray(128 * mask.decode(row["segmentation"]))
+                photo.paste("red", mask=half.resize((side, side)))
+            x, y, w, h = row["bbox"] * np.tile(scale, 2)
+            canvas.rectangle((x, y, x + w, y + h), outline="yellow", width=2)
+            label = f"{val.names[row['category_id']]} {row['score']:.2f}"
+            canvas.text((x + 4, y + 4), label, "yellow", stroke_width=2, stroke_fill="black")
+        sheet.paste(photo, (n % 4 * side, n // 4 * side))
+    sheet.save(path)

@@ -69,10 +69,9 @@ def main(args):
         caption = detokenize(tokenizer, tokens)
         pieces = [tokenizer.id_to_piece(token) for token in tokens[1:].tolist()]
         words = word_attention(model.textual, image_features, tokens, pieces)
-        photo = args.photos[n]
-        picture = folder / f"{n + 1}_{Path(photo).stem}.png"
+        picture = folder / f"{n + 1}_{Path(args.photos[n]).stem}.png"
         draw_attention(Image.fromarray(pixels.numpy()), caption, words, picture)
-        print_main(f"{photo}: {caption}  ({picture})")
+        print_main(f"{args.photos[n]}: {caption}  ({picture})")
 
 
 def load_virtex(path, tokenizer_path=None):
@@ -266,8 +265,7 @@ def evaluate(model, tokenizer, image_size, device, args):
 
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
     rows, written, truth = [], {}, {}
-    captions = caption_images(model, val, image_size, device, args)
-    for n, tokens, _, _ in captions:
+    for n, tokens, *_ in caption_images(model, val, image_size, device, args):
         caption = detokenize(tokenizer, tokens)
         rows.append({"image": str(val.images[n]), "caption": caption})
         written[n] = [{"caption": caption}]
@@ -285,8 +283,8 @@ def evaluate(model, tokenizer, image_size, device, args):
         except (OSError, subprocess.CalledProcessError) as error:  # SPICE: needs CoreNLP, Java 8
             print_main(f"{name} was not measured: {error}")
     if len(scores) == 2:
-        content = json.dumps({"args": vars(args), **scores}, indent=2)
-        common.save(Path(args.output, "result.json"), content)
+        scores["args"] = vars(args)
+        common.save(f"{args.output}/result.json", json.dumps(scores, indent=2))
 
 
 if __name__ == "__main__":

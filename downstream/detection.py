@@ -27,18 +27,16 @@ resized without antialiasing; masks are bitmaps, not polygons; batches mix tall 
 import argparse
 import importlib.util
 import json
-import os
 from functools import partial
 from itertools import islice
 
-import numpy as np
 import torch
 from torch import nn
 
 import common
 import eval_linear
 from common import fail, print_main, progress
-from downstream import baselines, boxes
+from downstream import baselines, boxes, finetune
 
 # fmt: off
 DATA = "shapes", "voc", "coco", "lvis"
@@ -101,31 +99,16 @@ def get_args(argv=None):
     add("--rois", type=int, help="RoIs per training photo; fewer save memory")
     add("--min-score", type=float, help="lowest score of a detection [Tabs. 7, 8]")
     add("--bn-batches", type=int, help="batches for precise BN; fewer are faster")
-
-    add = parser.add_argument_group("run").add_argument
-    add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
-    add("--seed", type=int, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off, as in Detectron2")
-    add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
-    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=int, help="iterations between lines of metrics.jsonl")
-    add("--checkpoint-every", type=int, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
     # fmt: on
+    finetune.add_run_flags(parser)
     args = parser.parse_args(argv)
-    args.script = "detection"
     column = {"shapes": 0, "voc": 1}.get(args.data, 2)
     recipe = {name: row[column] for name, row in DEFAULTS.items()}
     recipe |= LVIS if args.data == "lvis" else {}
     recipe |= NINE_TIMES if args.schedule == "9x" else {}
     recipe["lr"] *= (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]
-    suffix = "" if args.data == "shapes" else f"-{args.data}"
-    baselines.fill_defaults(parser, args, output=f"runs/detection{suffix}", **recipe)
-    parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
-    if args.batch_size < 1 or args.batch_size % parts:
-        fail(f"--batch-size {args.batch_size} cannot be divided by {parts}, which is the number of "
-             "processes times --accumulate")  # fmt: skip
+    finetune.fill_defaults(parser, args, "detection", **recipe)
     return args
 
 
@@ -144,8 +127,8 @@ def main(args):
 
     scores = baselines.with_random_baseline(args, lambda run: fine_tune(train, val, run, device))
     if common.is_main():
-        origins = {"trained": f"from {args.weights}", "random": "from random initialisation"}
-        parts = [f"{eval_linear.format_scores(scores[name], ())} {origins[name]}" for name in scores]
+        origin = {"trained": f"from {args.weights}", "random": "from random initialisation"}
+        parts = [f"{eval_linear.format_scores(x, ())} {origin[name]}" for name, x in scores.items()]
         print_main(f"{args.data}, {args.iters} iterations: {'; '.join(parts)}")
     common.end_distributed()
 
@@ -215,7 +198,7 @@ def fine_tune(train, val, args, device):
     common.save_weights(f"{args.output}/backbone.pth", backbone)
     results = detect(model, val, args, device)
     common.save(f"{args.output}/detections.json", json.dumps(results))
-    draw_detections(val, results, f"{args.output}/detections.png")
+    boxes.draw(val, results, f"{args.output}/detections.png")
     return boxes.score(val, results)
 
 
@@ -299,9 +282,8 @@ class Detector(nn.Module):
         initialize(self.rcnn.roi_heads)
 
     def forward(self, batch):
-        samples = boxes.separate(batch)
-        images = [sample["image"].float() / 255 for sample in samples]
-        return self.rcnn(images, samples if self.training else None)
+        images = [sample["image"].float() / 255 for sample in batch["samples"]]
+        return self.rcnn(images, batch["samples"] if self.training else None)
 
 
 def initialize(roi_heads):
@@ -319,10 +301,8 @@ def initialize(roi_heads):
 
 
 def precise_bn(model, photos, args, device):
-    """Replace batch norm's moving averages by plain means over --bn-batches training batches
-
-    [VirTex App. A.3: Detectron2's PRECISE_BN, with 200 batches]. Each process has its part of a
-    batch, as in training.
+    """Replace batch norm's moving averages by plain means over --bn-batches training batches, of
+    which each process has its part [VirTex App. A.3: Detectron2's PRECISE_BN, with 200 batches].
     """
     batches = common.train_batches(photos, boxes.collate, args, device, 0)
     count = args.bn_batches * args.accumulate
@@ -340,39 +320,10 @@ def detect(model, val, args, device):
     for batch in common.validation_batches(photos, boxes.collate, args, device, batch_size):
         with common.autocast(device, args.amp):
             outputs = model(batch)
-        for sample, output in zip(boxes.separate(batch), outputs):
+        for sample, output in zip(batch["samples"], outputs):
             i = sample["image_id"].item()
             rows_of[i] = boxes.result_rows(val, i, output)
     return [row for rows in rows_of.values() for row in rows]
-
-
-def draw_detections(val, results, path, side=320):
-    """Draw eight validation photos, resized to squares, with the detections that score above 0.5"""
-    from pycocotools import mask
-    from torchvision.transforms.functional import pil_to_tensor, resize
-    from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks, save_image
-
-    tiles = []
-    for i in range(min(8, len(val))):
-        rows = [row for row in results if row["image_id"] == val.ids[i] and row["score"] > 0.5]
-        try:
-            photo = pil_to_tensor(boxes.read_photo(val, i))
-        except common.Unreadable:
-            continue
-        _, height, width = photo.shape
-        if rows and val.masks:
-            masks = np.stack([mask.decode(row["segmentation"]) for row in rows])
-            photo = draw_segmentation_masks(photo, torch.tensor(masks) > 0, colors="red")
-        photo = resize(photo, [side, side])
-        if rows:
-            corners = torch.tensor([row["bbox"] for row in rows])
-            corners[:, 2:] += corners[:, :2]
-            corners *= side / torch.tensor([width, height, width, height])
-            labels = [f"{val.names[row['category_id']]} {row['score']:.2f}" for row in rows]
-            style = {"colors": "yellow", "width": 2, "label_colors": "black", "fill_labels": True}
-            photo = draw_bounding_boxes(photo, corners, labels, **style)
-        tiles.append(photo / 255)
-    save_image(tiles, path, nrow=4)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ import common
 import eval_linear
 from common import fail, print_main, progress
 from downstream import baselines
+from downstream.pictures import photo_files
 
 # fmt: off
 DATA = "shapes", "folder", "inat"
@@ -76,27 +77,39 @@ def get_args(argv=None):
         help="epochs after which the rate falls to a tenth (default: after 70%% and 90%%)")
     add("--weight-decay", type=float, default=1e-4, help="of all weights [Sec. 4.3]")
 
+    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
+    # fmt: on
+    add_run_flags(parser)
+    args = parser.parse_args(argv)
+    defaults = {name: row[DATA.index(args.data)] for name, row in DEFAULTS.items()}
+    fill_defaults(parser, args, "finetune", **defaults)
+    return args
+
+
+def add_run_flags(parser):
+    """Those of virtex.py, but for --amp; also of detection.py"""
+    # fmt: off
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
     add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
     add("--seed", type=int, default=0, help="random seed")
-    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
     add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
     add("--log-every", type=int, help="iterations between lines of metrics.jsonl")
     add("--checkpoint-every", type=int, help="iterations between saves of checkpoint.pth")
     add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
     # fmt: on
-    args = parser.parse_args(argv)
-    args.script = "finetune"
-    suffix = "" if args.data == "shapes" else f"-{args.data}"
-    defaults = {name: row[DATA.index(args.data)] for name, row in DEFAULTS.items()}
-    baselines.fill_defaults(parser, args, output=f"runs/finetune{suffix}", **defaults)
+
+
+def fill_defaults(parser, args, script, **defaults):
+    """Give flags that were left out these defaults; check that processes can share a batch."""
+    args.script = script
+    suffix = "" if args.data == "shapes" else f"-{args.data}"  # other data: no collision
+    baselines.fill_defaults(parser, args, output=f"runs/{script}{suffix}", **defaults)
     parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
     if args.batch_size < 1 or args.batch_size % parts:
         fail(f"--batch-size {args.batch_size} cannot be divided by {parts}, which is the number of "
              "processes times --accumulate")  # fmt: skip
-    return args
 
 
 def main(args):
@@ -217,11 +230,8 @@ def inat_labels(root, split):
     category_of = {row["image_id"]: row["category_id"] for row in content["annotations"]}
     paths = [os.path.join(root, image["file_name"]) for image in content["images"]]
     labels = [class_of_category[category_of[image["id"]]] for image in content["images"]]
-    missing = [path for path in paths if not os.path.isfile(path)]
-    if missing:
-        fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
     names = list(map(str, category_ids))
-    return eval_linear.LabelData(np.array(paths, common.STRINGS), np.array(labels), names)
+    return eval_linear.LabelData(photo_files(paths).images, np.array(labels), names)
 
 
 def part_of_classes(data, fraction, seed, shots=None):

@@ -62,11 +62,10 @@ def main(args):
 
     looked = []  # (what `data` calls the photo, word, attention)
     squares = CentralSquares(data, trained["image_size"], side_fraction=1.0)
-    for n, positions in enumerate(maskable):
+    for n, (positions, [caption]) in enumerate(zip(maskable, data.captions)):
         pixels, readable = squares[n]
         if not readable or not positions:
             continue
-        [caption] = data.captions[n]
         words = list(positions)
         maps = explain(model, lm, tokenizer, pixels, caption, positions)
         name = "_".join([str(n + 1), Path(str(data.images[n])).stem, *words])[:200]

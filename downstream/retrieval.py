@@ -124,8 +124,7 @@ def main(args):
         for _ in runs["random"]:
             chance = torch.rand_like(similarity)
             runs["chance"].append(fold_scores(chance, owners, args.folds))
-        task = f"retrieval on {args.data}:"
-        baselines.report(runs, args, task, "text to image R@10", IN_WORDS)
+        baselines.report(runs, args, "retrieval on", "text to image R@10", IN_WORDS)
     common.end_distributed()
 
 
@@ -226,7 +225,7 @@ def vse_loss(images, captions, image_idx, negatives="hardest"):
         sum over pairs (i, c) of  max_c' [MARGIN - s(i, c) + s(i, c')]+
                                 + max_i' [MARGIN - s(i, c) + s(i', c)]+
 
-    images, captions: (B, dim) unit vectors, s their product.  image_idx: (B,), the image of each
+    images, captions: (B, dim) unit vectors, s their product.  image_idx: (B,), the photo of each
     pair: its other captions are not negatives [ours: on COCO a batch rarely has any].
     negatives: "mean" takes the mean over c' and i' instead of the maximum.
     """
@@ -255,7 +254,6 @@ def train_encoders(data, features, val_data, val_features, vocabulary, args, dev
     model.to(device)
     optimizer = torch.optim.Adam(model.parameters(), args.lr)
     all_captions, owners = data.all_captions(), image_of_caption(data)
-    val_owners = image_of_caption(val_data)
     best_recalls = -1.0
     bar = progress(range(2 * args.epochs), desc="retrieval", unit=" epochs")
     for epoch in bar:
@@ -278,7 +276,7 @@ def train_encoders(data, features, val_data, val_features, vocabulary, args, dev
         if not loss.isfinite():
             fail(f"the loss is not finite in epoch {epoch + 1}: try a lower --lr")
         similarity = compare(model, val_data, val_features)
-        scores = fold_scores(similarity, val_owners)
+        scores = fold_scores(similarity, image_of_caption(val_data))
         recalls = sum(scores[name] for name in scores if "R@" in name)
         bar.set_postfix(loss=f"{loss.item() / len(batch):.3f}", recalls=f"{recalls:.1f}")
         if recalls > best_recalls:
@@ -293,7 +291,7 @@ def train_encoders(data, features, val_data, val_features, vocabulary, args, dev
 
 @torch.no_grad()
 def compare(model, data, features):
-    """The similarity of each image with each caption -> (N, M) on the CPU"""
+    """The similarity of each photo with each caption -> (N, M) on the CPU"""
     images = model.encode_images(features.to(model.image.weight.device))
     columns = []
     captions = data.all_captions()

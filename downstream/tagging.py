@@ -98,7 +98,7 @@ def main(args):
         runs[name].append(miou_at_cuts(ranked, val_data.labels))
     if common.is_main():
         runs |= without_photos(val_data.labels)
-        baselines.report(runs, args, f"tagging of {args.data}:", "mIOU@5", IN_WORDS)
+        baselines.report(runs, args, "tagging of", "mIOU@5", IN_WORDS)
     common.end_distributed()
 
 
@@ -166,7 +166,7 @@ def with_tags(data, tags, names):
     return eval_linear.LabelData(data.images, labels, names, data.open).select(keep)
 
 
-# ---------------------------------------------------------------------- vectors, MLP
+# ---------------------------------------------------------------------------------- vectors, MLP
 
 
 def tag_vectors(tags, dim, device):
@@ -175,11 +175,10 @@ def tag_vectors(tags, dim, device):
     PMI(a, b) = log P(a, b) / (P(a) P(b)) [Church & Hanks 1990, the paper's reference], where P are
     fractions of the N photos. A tag on all photos has PMI 0 with every tag and the vector 0.
     """
-    num_photos, _ = tags.shape
     both = (tags.T @ tags).toarray()  # the number of photos with both tags
     both = torch.from_numpy(both).to(device)
     each = both.diagonal()
-    pmi = torch.log(both * num_photos / torch.outer(each, each))  # -inf if no photo has both
+    pmi = torch.log(both * tags.shape[0] / torch.outer(each, each))  # -inf if no photo has both
     # A symmetric matrix has as singular values its eigenvalues without their signs.
     values, axes = torch.linalg.eigh(pmi.clamp(min=0))
     values = values.abs()
@@ -236,7 +235,7 @@ def mean_vectors(tags, vectors):
     return F.embedding_bag(indices, vectors, offsets, mode="mean")
 
 
-# ------------------------------------------------------------------------- predictions, scores
+# --------------------------------------------------------------------------- predictions, scores
 
 
 @torch.no_grad()
@@ -286,8 +285,7 @@ def draw_tags(data, ranked, path, side=192):
     data: LabelData.  ranked: the output of nearest_tags.
     """
     font = ImageFont.load_default(13)
-    width = side + 16
-    height = side + 200
+    width, height = side + 16, side + 200
     sheet = Image.new("RGB", (4 * width, 2 * height), "white")
     draw = ImageDraw.Draw(sheet)
     for n, nearest in enumerate(ranked[:8, : CUTS[0]]):

@@ -45,7 +45,7 @@ from PIL import Image, ImageDraw, ImageFont
 import common
 import eval_linear
 from common import fail, print_main
-from downstream import baselines
+from downstream import baselines, pictures
 from extras import shapes
 
 RATES = 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0  # learning rates [ours; the range is App. F.2's]
@@ -146,26 +146,21 @@ class ZeroShotData:
 def shape_pairs():
     """The built-in scenes with one object: its shape and colour are the attributes [ours]"""
     colours = list(shapes.COLOURS)
-    pairs = list(itertools.product(range(len(shapes.SHAPES)), range(len(colours))))
+    pairs = list(itertools.product(shapes.SHAPES, colours))
     scenes, classes, parts = [], [], []
     for split, num_scenes in SCENES.items():
         for scene in shapes.SPLITS[split][:num_scenes]:
             first, *others = shapes.objects_of(scene)
-            pair = shapes.SHAPES.index(first.shape), colours.index(first.colour)
-            part = TRAIN if split == "train" else SEEN
-            if sum(pair) % 4 == 0:  # two pairs of each shape, and of each colour
-                part = UNSEEN
-            if not others and (split == "val" or part == TRAIN):
-                scenes.append(scene)
-                classes.append(pairs.index(pair))
-                parts.append(part)
-    shape = np.eye(len(shapes.SHAPES))
-    colour = np.eye(len(colours))
-    names, attributes = [], []
-    for s, c in pairs:
-        names.append(f"{colours[c]} {shapes.SHAPES[s]}")
-        attributes.append([*shape[s], *colour[c]])
-    attributes = np.array(attributes)
+            place = shapes.SHAPES.index(first.shape) + colours.index(first.colour)
+            unseen = place % 4 == 0  # two pairs of each shape, and of each colour
+            if others or (unseen and split == "train"):
+                continue
+            scenes.append(scene)
+            classes.append(pairs.index((first.shape, first.colour)))
+            parts.append(UNSEEN if unseen else TRAIN if split == "train" else SEEN)
+    words = [*shapes.SHAPES, *colours]
+    attributes = np.array([[float(word in pair) for word in words] for pair in pairs])
+    names = [f"{colour} {shape}" for shape, colour in pairs]
     photos = np.array(scenes, object), np.array(classes), np.array(parts)
     return ZeroShotData(*photos, attributes, names, shapes.draw)
 
@@ -179,11 +174,8 @@ def published_data(name, root=None):
     paths = []
     for file in res101["image_files"]:  # a path on its authors' machine: .../<class>/<photo>
         folder, photo = file.split("/")[-2:]
-        paths.append(root / photos / folder / photo)
-    missing = [path for path in paths if not path.is_file()]
-    if missing:
-        fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
-    images = np.array(list(map(str, paths)), common.STRINGS)
+        paths.append(str(root / photos / folder / photo))
+    images = pictures.photo_files(paths).images
     classes = res101["labels"].astype(int) - 1  # MATLAB counts from 1
     parts = np.full(len(images), -1)
     for part, location in enumerate(LOCATIONS):
@@ -245,7 +237,7 @@ def predict_classes(x, data, args, device):
     labels = np.searchsorted(seen, data.classes)  # (N,), valid where the class is seen
     attributes = F.normalize(torch.from_numpy(data.attributes).float())  # [Xian et al.]
     seen_attributes = attributes[seen].to(device)
-    device_x, device_y = x.to(device), torch.from_numpy(labels).to(device)
+    train_x, train_y = x.to(device), torch.from_numpy(labels).to(device)
 
     def loss_fn(mapped, targets):
         # Eq. 12 is a softmax, [ours] over the seen classes; Eq. 11 its negative logarithm.
@@ -254,8 +246,8 @@ def predict_classes(x, data, args, device):
     def learn(rows, rates):
         trials = [(rate, eval_linear.LAYERS_DECAY) for rate in rates]
         cosine = partial(common.lr_factor, total=1)
-        given = {"width": attributes.shape[1], "loss_fn": loss_fn}
-        return eval_linear.train_linear(device_x, device_y, rows, trials, cosine, args, **given)
+        given = train_x, train_y, rows, trials, cosine, args
+        return eval_linear.train_linear(*given, width=attributes.shape[1], loss_fn=loss_fn)
 
     def predict(layer, rows):
         mapped = eval_linear.predict(layer, x[rows])
@@ -295,8 +287,7 @@ def draw_predictions(path, data, predicted, side=128, columns=6, rows=4):
     draw = ImageDraw.Draw(sheet)
     crop = partial(common.centre_crop, side_fraction=224 / 256)
     for n, i in enumerate(unseen[: columns * rows]):
-        x = n % columns * cell
-        y = n // columns * cell
+        x, y = n % columns * cell, n // columns * cell
         [pixels] = common.read_crops(data, i, [crop], side)
         sheet.paste(Image.fromarray(pixels), (x + 24, y))
         guess, truth = data.names[predicted[i]], data.names[data.classes[i]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchvision
 from conftest import WIDTH, checkpoint_in, refusal, result, run_here
-from test_virtex import no_probe, tokenizer, tokenizer_path  # noqa: F401, fixtures
+from test_virtex import tokenizer_path  # noqa: F401, a fixture
 from test_virtex import batch_of, logits_of, random_features, tiny_model, torch_layer  # isort: skip
 from torch import nn
 
@@ -117,7 +117,7 @@ def test_official_checkpoint_gives_the_official_logits(tokenizer_path, tmp_path)
         state = {k: v for k, v in state.items() if not k.startswith("backward_")}
 
 
-def test_caption_and_evaluate(tiny, no_probe, coco_folder, tmp_path, monkeypatch):
+def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
     """By a model_N.pth of --keep-every: a line and a picture for each photo, or the metrics."""
     run_here(tiny("virtex", tmp_path, "--iters", 20, "--keep-every", 10, "--crop-min", 0.9))
     trained = checkpoint_in(tmp_path)["model"]
@@ -146,7 +146,7 @@ def test_caption_and_evaluate(tiny, no_probe, coco_folder, tmp_path, monkeypatch
     assert [row["image"] for row in written] == list(map(str, photos))
     captions = [row["caption"] for row in written]
     data = common.caption_data("coco", str(coco_folder), "val2017")
-    truth = {n: data.captions_of(n) for n in range(12)}
+    truth = dict(enumerate(data.captions))
     fake.compute_score.assert_called_with(truth, {n: [text] for n, text in enumerate(captions)})
     assert lines == [
         f"cannot decode {broken}: left out",

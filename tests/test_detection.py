@@ -10,8 +10,8 @@ from conftest import CPU, checkpoint_in, result, run_here
 from PIL import Image
 
 import common
-import shapes
 from downstream import boxes, detection
+from extras import shapes
 
 RESNET18 = "--weights", "random", "--arch", "resnet18"
 TINY = [
@@ -54,8 +54,8 @@ def test_coco_objects(coco):
     photo = np.asarray(Image.open(coco / "photos" / "2.png"))
     seen = set()
     for seed in range(4):
-        sample = boxes.make_sample(data, [2], 0, np.random.default_rng(seed))
-        target, pixels = sample["target"], sample["image"].permute(1, 2, 0).numpy()
+        target = boxes.BoxPhotos(data, [2]).sample(0, np.random.default_rng(seed))
+        pixels = target["image"].permute(1, 2, 0).numpy()
         flipped = not (pixels == photo).all()
         assert (pixels == (photo[:, ::-1] if flipped else photo)).all()
         for (x, y, right, bottom), mask in zip(target["boxes"].int().tolist(), target["masks"]):
@@ -64,7 +64,7 @@ def test_coco_objects(coco):
         assert target["boxes"][0].tolist() == first and target["labels"].tolist() == [2, 2]
         seen.add(flipped)
     assert seen == {True, False}
-    assert boxes.make_sample(data, [2], 0, None)["target"].keys() == {"image_id"}
+    assert boxes.BoxPhotos(data, [2])[0].keys() == {"image", "image_id"}
 
 
 VOC = """<annotation><size><width>60</width></size>{}</annotation>"""
@@ -137,20 +137,21 @@ def test_voc07_score():
     assert 30 < scores["AP50"] < 90
 
 
-def test_precise_bn(coco):
+def test_precise_bn(coco, monkeypatch):
     """The first batch norm's statistics are plain means over literal ones, of a process's share."""
     args = detection.get_args([*RESNET18, "--batch-size", "4", "--bn-batches", "3"])
     args.workers = 0
     data = boxes.load("coco", str(coco), "photos")
     backbone = common.build_backbone("resnet18")
     model = detection.Detector(backbone, 3, True, args)
-    samples = common.Samples(lambda i, rng: boxes.make_sample(data, range(6), i, rng), 6)
-    second = common.World(1, 2, CPU)
-    detection.precise_bn(model, samples, args, second)
+    photos = boxes.BoxPhotos(data, range(6))
+    monkeypatch.setattr(common, "rank", lambda: 1)
+    monkeypatch.setattr(common, "world_size", lambda: 2)
+    detection.precise_bn(model, photos, args, CPU)
 
-    order, moments = common.infinite_sampler(6, 4, second, args.seed), []
+    order, moments = common.infinite_sampler(6, 4, args.seed), []
     for _ in range(3):
-        images = [samples[next(order)]["image"].float() / 255 for _ in range(2)]
+        images = [photos[next(order)]["image"].float() / 255 for _ in range(2)]
         resized, _ = model.rcnn.transform(images)
         values = backbone.conv1(resized.tensors).double().detach()
         moments.append(torch.stack(torch.var_mean(values, (0, 2, 3))))
@@ -171,6 +172,7 @@ def test_pyramid(coco, tmp_path):
 def detector(*flags, backbone=None):
     """For five classes with masks -> torchvision's model"""
     args = detection.get_args([*RESNET18, "--data", *flags])
+    torch.manual_seed(0)
     return detection.Detector(backbone or common.build_backbone("resnet18"), 6, True, args).rcnn
 
 

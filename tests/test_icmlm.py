@@ -3,6 +3,7 @@
 In many tests the backbone is `FeaturesAsGiven`: images are the features that the heads see.
 """
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -43,11 +44,15 @@ SIZES = {"vocab_size": len(VOCABULARY), "hidden_size": 16, "num_hidden_layers": 
 SIZES |= {"num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 64}
 
 
+def wordpiece(words):
+    pieces = BertWordPieceTokenizer({word: n for n, word in enumerate(words)})._tokenizer
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=pieces, **SPECIAL)
+
+
 @pytest.fixture(scope="module")
 def lms(tmp_path_factory):
     """{kind: the folder of a language model of this kind with random weights}"""
-    pieces = BertWordPieceTokenizer({word: n for n, word in enumerate(VOCABULARY)})
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, **SPECIAL)
+    tokenizer = wordpiece(VOCABULARY)
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
     for kind, folder in folders.items():
         torch.manual_seed(0)
@@ -91,7 +96,6 @@ def test_frozen_language_model(kind, amp, lms):
     assert bool(half) == (amp != "off")
     for position in range(tokens.size(1)):
         given = lm.mlm_head(exact[:, position])
-        assert not given.requires_grad or exact.requires_grad
         torch.testing.assert_close(given, logits[:, position], rtol=0, atol=2e-5)
     assert logits.std(-1).min() > 0.05  # they differ, so that equal ones say something
     [table] = [v for name, v in model.state_dict().items() if "word_embeddings.weight" in name]
@@ -100,16 +104,31 @@ def test_frozen_language_model(kind, amp, lms):
 
 def test_no_language_model(lms, tokenizer, tmp_path):
     """Weights that are missing would be random, and frozen; other models have other heads."""
-    state = pretrained(lms["Bert"]).bert
-    config = transformers.DistilBertConfig(vocab_size=len(VOCABULARY), n_layers=1, n_heads=2, dim=16)
-    others = {"headless": state, "distil": transformers.DistilBertForMaskedLM(config)}
-    for name, lacks in (("headless", r"without \['cls"), ("distil", "DistilBertForMaskedLM")):
-        others[name].save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
+    config = transformers.DistilBertConfig(vocab_size=99, n_layers=1, n_heads=2, dim=16)
+    others = {
+        r"without \['cls": pretrained(lms["Bert"]).bert,
+        "DistilBertForMaskedLM": transformers.DistilBertForMaskedLM(config),
+    }
+    for n, (lacks, model) in enumerate(others.items()):
+        folder = str(tmp_path / str(n))
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         with pytest.raises(SystemExit, match=f"is not a BERT or RoBERTa with its head.*{lacks}"):
-            icmlm.load_language_model(str(tmp_path / name), CPU, "off")
+            icmlm.load_language_model(folder, CPU, "off")
     with pytest.raises(SystemExit, match="--lm /no/model: give a BERT"):
         icmlm.load_language_model("/no/model", CPU, "off")
+
+
+def test_small_bert(tmp_path, monkeypatch):
+    """It reads the captions in the order of training runs, and is not kept if it diverges."""
+    captions = [f"a {word} on the grass" for word in "dog cat cow hen fox".split()]
+    shuffled = itertools.islice(small_bert.shuffled_forever(captions, 3), 12)
+    keys = itertools.islice(common.infinite_sampler(len(captions), 4, 3), 12)
+    assert list(shuffled) == [captions[i] for *_, i in keys]
+    monkeypatch.setattr(small_bert, "LR", math.inf)
+    with pytest.raises(SystemExit, match="the small BERT is not finite: try another --seed"):
+        small_bert.train(tmp_path / "lm", captions, 3, 0, CPU, "off", layers=1, width=64)
+    assert not (tmp_path / "lm").exists()
 
 
 ATTENTION_WIDTH = 7
@@ -214,12 +233,6 @@ def test_heads_are_their_equations(head, heads, layers, monkeypatch):
         assert begun.sigma_h.tolist() == 4 * [0.25] and begun.b_h.tolist() == [0]
 
 
-def triplets_in(folder, splits, tokenizer, flags=""):
-    """-> concepts, MaskedWords of train, of val of a run in `folder`"""
-    args = icmlm.get_args([*flags.split(), "--output", str(folder)])
-    return icmlm.load_triplets(args, splits, tokenizer)
-
-
 def written_out(captions, triplets, tokenizer):
     """(photo, caption with the masked word in brackets) of each triplet"""
     rows = []
@@ -231,32 +244,29 @@ def written_out(captions, triplets, tokenizer):
 
 
 def test_triplets_are_photo_caption_and_masked_word(tokenizer, tmp_path):
-    """Sec. 4, Datasets: each concept of each caption of 3 to 25 tokens that is not repeated."""
+    """Sec. 4, Datasets: each concept of each caption of 3 to 25 tokens that is not repeated. A run
+    that goes on reads what was found."""
     longest, pieces = "the dog is on" + 21 * " the", "cat" + 8 * " surfboards"  # 25 tokens
-    data = captioned(
-        ["a red dog", "a red dog", "the cat"],  # repeated; of two tokens
-        [],
-        [longest, f"{longest} a", "a red dog", pieces, f"{pieces} a"],
-    )
-    splits = data, captioned(["1 1 1"], ["the cat is red"])
-    for flags in ("--pos nn+adj", "--pos nn+adj"):  # found; read again
-        concepts, train, val = triplets_in(tmp_path, splits, tokenizer, flags)
+    of_third = longest, f"{longest} a", "a red dog", pieces, f"{pieces} a"
+    data = captioned(["a red dog", "a red dog", "the cat"], [], of_third)  # the first is repeated
+    val, none = captioned(["1 1 1"], ["the cat is red"]), captioned(["1 1 1 1"], ["1 1 1"])
+    expected = [(0, "a <red> dog"), (0, "a red <dog>"), (2, longest.replace("dog", "<dog>"))]
+    expected += [(2, "a <red> dog"), (2, "a red <dog>"), (2, "<cat>" + 8 * " surf ##board ##s")]
+    args = icmlm.get_args(["--pos", "nn+adj", "--output", str(tmp_path)])
+    for second in (val, none):
+        concepts, *found = icmlm.load_triplets(args, [data, second], tokenizer)
         assert concepts["dog"] == concepts["cat"] == "nouns" and concepts["red"] == "adjectives"
-        assert "the" not in concepts and train.data.images is data.images
-        expected = [(0, "a <red> dog"), (0, "a red <dog>"), (2, longest.replace("dog", "<dog>"))]
-        expected += [(2, "a <red> dog"), (2, "a red <dog>")]
-        expected += [(2, "<cat>" + 8 * " surf ##board ##s")]
-        assert written_out(train.data.captions, train.triplets, tokenizer) == expected
-        assert train.triplets.itemsize == 4  # up to 13 million
-        expected = [(1, "the <cat> is red"), (1, "the cat is <red>")]
-        assert written_out(val.data.captions, val.triplets, tokenizer) == expected
+        assert "the" not in concepts and len(concepts) == 4
+        assert found[0].data.images is data.images
+        assert found[0].triplets.itemsize == 4  # up to 13 million
+        rows = [written_out(x.data.captions, x.triplets, tokenizer) for x in found]
+        assert rows == [expected, [(1, "the <cat> is red"), (1, "the cat is <red>")]]
         (tmp_path / "checkpoint.pth").touch()
-        splits = data, splits[1].with_captions([["1 1 1"], ["a cat a cat"]])
     (tmp_path / "checkpoint.pth").unlink()
-    assert len(concepts) == 4
-    assert len(triplets_in(tmp_path, splits, tokenizer, "--num-concepts 3")[0]) == 3
+    args.num_concepts = 3
+    assert len(icmlm.load_triplets(args, [data, data], tokenizer)[0]) == 3
     with pytest.raises(SystemExit, match="the captions of a split hold no word to mask"):
-        triplets_in(tmp_path, [data, captioned(["1 1 1 1"])], tokenizer)
+        icmlm.load_triplets(args, [data, none], tokenizer)
 
 
 def test_only_whole_words_of_one_token_are_masked(tokenizer):
@@ -341,10 +351,8 @@ def test_samples_and_batches(tokenizer, photos, triplets):
 
 def test_no_swap_by_pieces(photos):
     """If "right" is several tokens, the target in a flipped photo is still a word."""
-    few = [word for word in VOCABULARY if word != "right"]
-    few += ["r", "##i", "##g", "##h"]
-    pieces = BertWordPieceTokenizer({word: n for n, word in enumerate(few)})._tokenizer
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces, **SPECIAL)
+    pieces = [word for word in VOCABULARY if word != "right"] + ["r", "##i", "##g", "##h"]
+    tokenizer = wordpiece(pieces)
     concepts = dict.fromkeys(CONCEPTS, "nouns")
     found = icmlm.find_triplets(photos, concepts, tokenizer)
     words = icmlm.MaskedWords(photos, found, concepts, tokenizer, WHOLE)

@@ -2,15 +2,16 @@
 
 import pytest
 import torch
+import transformers
 from conftest import CPU, TINY, checkpoint_in, run_here
 from PIL import Image
 
 import common
 import eval_linear
 import icmlm
-import language
-import shapes
 from downstream import masked_words
+from downstream.pictures import photo_files
+from extras import shapes
 
 
 def run(*flags):
@@ -34,7 +35,7 @@ def example(trained, coco_folder):
     """-> the first photo, a caption of it, the words of that one that can be masked"""
     concepts = checkpoint_in(trained["tfm"])["concepts"]
     for caption in shapes.describe(shapes.objects_of(0)):
-        words = [word for word in dict.fromkeys(language.words_of(caption)) if word in concepts]
+        words = [word for word in dict.fromkeys(icmlm.words_of(caption)) if word in concepts]
         if len(words) > 1:
             return coco_folder / "train2017" / f"{0:012d}.jpg", caption, words
 
@@ -55,7 +56,7 @@ def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     inputs = tokenizer(caption.replace(word, "[MASK]", 1), return_tensors="pt")
     tokens, mask = inputs["input_ids"], inputs["attention_mask"].bool()
     mask_pos = (tokens == tokenizer.mask_token_id).nonzero()[0, 1:]
-    pixels, _ = eval_linear.CentreCrops(common.image_files([str(photo)]), 64, side_fraction=1.0)[0]
+    pixels, _ = eval_linear.CentralSquares(photo_files([str(photo)]), 64, side_fraction=1.0)[0]
     images = common.augment(torch.from_numpy(pixels)[None])
     text = lm.encode(tokens, mask), mask, mask_pos
     logits, _ = model(images, *text)
@@ -68,7 +69,7 @@ def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
 
     assert masked == f"{tokenizer.decode(tokens[0])}  ({word})"
     assert with_photo == f"with the photo: {five_best(logits[0])}"
-    _, pretrained = language.language_model(str(tiny_lm), CPU)
+    pretrained = transformers.AutoModelForMaskedLM.from_pretrained(tiny_lm).eval()
     by_text = pretrained(**inputs).logits[0, int(mask_pos)]
     assert without == f"without it: {five_best(by_text)}"
     assert with_photo.split(": ")[1] != without.split(": ")[1]

@@ -13,8 +13,8 @@ from test_mmcontrastive import assert_same_scores, literal_scores
 import common
 import eval_linear
 import mmcontrastive
-import svm
-from downstream import search
+from downstream import pictures, search
+from extras import svm
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +27,17 @@ def trained(coco_folder, tiny_lm, tmp_path_factory):
 
 
 @torch.no_grad()
-def vectors_of(folder, paths, captions):
+def vectors_of(folder, data, captions):
     """Photos and captions in their common space, one at a time"""
     encoders, tokenizer, flags = search.load_encoders(folder / "checkpoint.pth")
-    photos, texts, images = [], [], common.image_files(paths)
-    for n in range(len(images)):
-        [pixels] = common.read_crops(images[n], [common.centre_crop], flags.image_size)
+    photos, texts = [], []
+    for n in range(len(data)):
+        [pixels] = common.read_crops(data, n, [common.centre_crop], flags.image_size)
         image = common.augment(torch.tensor(pixels[None]))
         photos.append(encoders["image"](image)["image_inter"])
     for caption in captions:
         tokens = torch.tensor([tokenizer(caption)["input_ids"]])
-        visible = torch.ones_like(tokens).bool()
-        texts.append(encoders["caption"](tokens, visible)["caption_inter"])
+        texts.append(encoders["caption"]((tokens, torch.ones_like(tokens)))["caption_inter"])
     return torch.cat(photos), torch.cat(texts)
 
 
@@ -53,7 +52,7 @@ def test_retrieval_of_the_validation_split(trained, coco_folder):
     without = mmcontrastive.validate(encoders, broken, tokenizer, flags, CPU)["retrieval"]
     for data, scores in ((val, found), (rest, without)):
         assert (scores["images"], scores["captions"]) == (len(data), 5 * len(data))
-        photos, captions = vectors_of(trained, data.images, data.all_captions())
+        photos, captions = vectors_of(trained, data, data.all_captions())
         owners = np.repeat(range(len(data)), 5)
         wanted = literal_scores((photos @ captions.T).tolist(), owners)
         assert_same_scores(scores["trained"], wanted)
@@ -76,7 +75,7 @@ def test_search(trained, coco_folder, tmp_path):
     (folder / "notes.txt").write_text("no photo")
     checkpoint = trained / "checkpoint.pth"
     lines = run_here(command(checkpoint, tmp_path, *texts, "--root", folder)).splitlines()
-    photos, captions = vectors_of(trained, paths, texts)
+    photos, captions = vectors_of(trained, pictures.photo_files(paths), texts)
     order = (captions @ photos.T).argsort(1, descending=True)[:, :10].tolist()
     wanted = [f"cannot decode {folder / 'broken.jpg'}: the next photo is used"]
     for text, row in zip(texts, order):
@@ -92,7 +91,7 @@ def test_classification_by_names(trained, coco_folder, tmp_path):
     flags = "--prompt", "one {}", "--amp", "off", "--output", tmp_path
     run_here(["downstream.classify", "--weights", weights, *photos, *flags])
     data = eval_linear.label_data("coco", str(coco_folder), "val2017")
-    photos, texts = vectors_of(trained, data.images, [f"one {name}" for name in data.names])
+    photos, texts = vectors_of(trained, data, [f"one {name}" for name in data.names])
     precisions = svm.average_precisions((photos @ texts.T).numpy(), data.labels, data.names)
     scores = result(tmp_path)
     assert scores["zero-shot"] == pytest.approx(np.mean(list(precisions.values())), abs=1e-3)
