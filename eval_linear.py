@@ -263,7 +263,7 @@ def load_backbone(source, arch, seed):
     if source == "imagenet":
         return common.build_backbone(arch, weights="IMAGENET1K_V1")
     if source.startswith("clip:"):
-        return ClipEncoder(source.removeprefix("clip:"))
+        return common.extra("checkpoints").ClipEncoder(source.removeprefix("clip:"))
     if arch:  # a copy of this script and common.py reads a backbone.pth, too
         backbone = common.build_backbone(arch)
         content = common.read_checkpoint(source)
@@ -271,31 +271,6 @@ def load_backbone(source, arch, seed):
             backbone.load_state_dict(content)
             return backbone
     return common.extra("checkpoints").load_backbone(source, arch)
-
-
-class ClipEncoder(nn.Module):
-    """CLIP's image encoder from the hub or a folder, to compare with
-
-    (B, 3, h, w), normalised as by common.augment -> pooled features (B, channels, 1, 1)
-    """
-
-    arch = "clip"
-
-    def __init__(self, name):
-        super().__init__()
-        from transformers import CLIPVisionModel, image_utils
-
-        self.encoder = CLIPVisionModel.from_pretrained(name)
-        self.channels = self.encoder.config.hidden_size
-        clips = [image_utils.OPENAI_CLIP_MEAN, image_utils.OPENAI_CLIP_STD]
-        constants = torch.tensor([common.MEAN, common.STD, *clips])
-        self.register_buffer("constants", constants[..., None, None])
-
-    def forward(self, images):
-        mean, std, clip_mean, clip_std = self.constants
-        pixels = (images * std + mean - clip_mean) / clip_std
-        output = self.encoder(pixels, interpolate_pos_encoding=True)
-        return output.pooler_output[..., None, None]
 
 
 # ------------------------------------------------------------------------------- labelled photos

@@ -312,10 +312,8 @@ def tag_words(captions, tagger):
             for word, tag in pattern.tag(" ".join(words_of(caption)), tokenize=False):
                 yield word, PENN.get(tag[:2])
     else:
-        import spacy
+        import spacy  # python -m spacy download en_core_web_sm
 
-        if not spacy.util.is_package("en_core_web_sm"):
-            fail("--tagger spacy needs its model: python -m spacy download en_core_web_sm")
         nlp = spacy.load("en_core_web_sm", disable=["parser", "ner", "lemmatizer"])
         documents = (spacy.tokens.Doc(nlp.vocab, words_of(caption)) for caption in captions)
         for document in nlp.pipe(documents):
@@ -400,9 +398,8 @@ def find_triplets(data, concepts, tokenizer):
     """
     index = {concept: k for k, concept in enumerate(concepts)}
     triplets = array("i")
-    photos = progress(data.captions, desc="triplets", unit=" photos", leave=False)
-    for photo, captions in enumerate(photos):
-        for n, caption in enumerate(captions):
+    for photo in progress(range(len(data)), desc="triplets", unit=" photos", leave=False):
+        for n, caption in enumerate(data.captions[photo]):
             encoded = tokenizer(caption, return_offsets_mapping=True)
             spans = encoded["offset_mapping"]  # of the tokens
             for match in WORD.finditer(caption):
@@ -435,9 +432,11 @@ class MaskedWords(common.Photos):
         photo, n, mask_pos, concept = self.triplets[index].tolist()
         sample = self.photo(photo, rng)
         captions = self.data.captions[photo]
-        if sample["flipped"] and self.can_swap:
+        caption = captions[n]
+        if sample["flipped"]:
             captions = [common.swap_left_right(caption) for caption in captions]
-        tokens = torch.tensor(self.tokenizer(captions[n])["input_ids"])
+            caption = captions[n] if self.can_swap else caption
+        tokens = torch.tensor(self.tokenizer(caption)["input_ids"])
         target = int(tokens[mask_pos])
         tokens[mask_pos] = self.tokenizer.mask_token_id
         tags = np.zeros(len(self.index), np.float32)

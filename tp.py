@@ -115,8 +115,8 @@ def get_args(argv=None):
     add("--labels", choices=LABELS, default=LABELS[0], help="what to predict [Sec. 3.1, 4]")
     add("--num-labels", type=int, help="K, at most: words (default 5000; VGG-16: 1000), "
         "clusters (1000; shapes: 200) or topics (40) [Tab. 2, 4]")
-    add("--pos", choices=POS, default=POS[-1], help="postag: parts of speech to keep [Tab. 4]")
-    add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="postag: the paper uses spacy")
+    add("--pos", choices=POS, default=POS[-1], help="parts of speech to keep [Sec. 4.2, Tab. 4]")
+    add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="the paper uses spacy")
     add("--lm", help="cluster: BERT, from the hub or a folder; scratch: train one on the captions")
     add("--lm-iters", type=int, help="iterations of --lm scratch; more for more captions")
 

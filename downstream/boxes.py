@@ -139,9 +139,13 @@ def shapes_objects(split, side=96):
         for o in shapes.objects_of(scene):
             left, top, _, _ = o.box
             width = 2 * side * o.radius
-            row = {"id": len(rows) + 1, "image_id": scene, "area": width**2}
-            row["category_id"] = shapes.SHAPES.index(o.shape)
-            row["bbox"] = [side * left, side * top, width, width]
+            row = {
+                "id": len(rows) + 1,
+                "image_id": scene,
+                "category_id": shapes.SHAPES.index(o.shape),
+                "bbox": [side * left, side * top, width, width],
+                "area": width**2,
+            }
             rows.append(row)
     content = {
         "images": [{"id": scene} for scene in scenes],
@@ -339,6 +343,7 @@ def draw(val, results, path, side=320):
             x, y, w, h = row["bbox"] * np.tile(scale, 2)
             canvas.rectangle((x, y, x + w, y + h), outline="yellow", width=2)
             label = f"{val.names[row['category_id']]} {row['score']:.2f}"
-            canvas.text((x + 4, y + 4), label, "yellow", stroke_width=2, stroke_fill="black")
+            style = {"fill": "yellow", "font_size": 15, "stroke_width": 2, "stroke_fill": "black"}
+            canvas.text((x + 4, y + 4), label, **style)
         sheet.paste(photo, (n % 4 * side, n // 4 * side))
     sheet.save(path)

@@ -76,7 +76,6 @@ def get_args(argv=None):
     add("--steps", type=float, nargs="+",
         help="epochs after which the rate falls to a tenth (default: after 70%% and 90%%)")
     add("--weight-decay", type=float, default=1e-4, help="of all weights [Sec. 4.3]")
-
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
     # fmt: on
     add_run_flags(parser)

@@ -1,8 +1,11 @@
-"""The backbone in a file of ours or of other authors: eval_linear.py --weights, --init."""
+"""Backbones of others, for --init and eval_linear.py --weights: files of ours and of other authors,
+and CLIP from the hub.
+"""
 
 import re
 
 import torch
+from torch import nn
 
 import common
 from common import fail
@@ -58,3 +61,28 @@ def load_backbone(path, arch=None):
 def shapes(state):
     """-> {(name, shape)}; files from before PyTorch 0.4.1 have no num_batches_tracked"""
     return {(name, x.shape) for name, x in state.items() if "num_batches_tracked" not in name}
+
+
+class ClipEncoder(nn.Module):
+    """CLIP's image encoder from the hub or a folder, to compare with
+
+    (B, 3, h, w), normalised as by common.augment -> pooled features (B, channels, 1, 1)
+    """
+
+    arch = "clip"
+
+    def __init__(self, name):
+        super().__init__()
+        from transformers import CLIPVisionModel, image_utils
+
+        self.encoder = CLIPVisionModel.from_pretrained(name)
+        self.channels = self.encoder.config.hidden_size
+        clips = [image_utils.OPENAI_CLIP_MEAN, image_utils.OPENAI_CLIP_STD]
+        constants = torch.tensor([common.MEAN, common.STD, *clips])
+        self.register_buffer("constants", constants[..., None, None])
+
+    def forward(self, images):
+        mean, std, clip_mean, clip_std = self.constants
+        pixels = (images * std + mean - clip_mean) / clip_std
+        output = self.encoder(pixels, interpolate_pos_encoding=True)
+        return output.pooler_output[..., None, None]

@@ -139,8 +139,7 @@ def test_voc07_score():
 
 def test_precise_bn(coco, monkeypatch):
     """The first batch norm's statistics are plain means over literal ones, of a process's share."""
-    args = detection.get_args([*RESNET18, "--batch-size", "4", "--bn-batches", "3"])
-    args.workers = 0
+    args = detection.get_args([*RESNET18, *"--batch-size 4 --bn-batches 3 --workers 0".split()])
     data = boxes.load("coco", str(coco), "photos")
     backbone = common.build_backbone("resnet18")
     model = detection.Detector(backbone, 3, True, args)
@@ -155,9 +154,8 @@ def test_precise_bn(coco, monkeypatch):
         resized, _ = model.rcnn.transform(images)
         values = backbone.conv1(resized.tensors).double().detach()
         moments.append(torch.stack(torch.var_mean(values, (0, 2, 3))))
-    expected = (sum(moments) / 3).float()
     found = torch.stack([backbone.bn1.running_var, backbone.bn1.running_mean])
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, (sum(moments) / 3).float(), rtol=1e-4, atol=1e-6)
 
 
 def test_pyramid(coco, tmp_path):

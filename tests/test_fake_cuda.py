@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import common
-#import mmcontrastive
+import icmlm
+import mmcontrastive
 import virtex
 
 GPU = torch.device("cuda", 0)
@@ -226,11 +227,11 @@ def test_trainings(watch, tiny, tiny_lm, tmp_path, monkeypatch, script):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_lm)
     config = transformers.BertConfig.from_pretrained(tiny_lm)
 
-    def language_model(name, device, masked_words=True):
-        model = transformers.BertForMaskedLM(config)
-        return tokenizer, model.to(device).eval().requires_grad_(False)
+    def language_model(name, device, amp):
+        model = transformers.BertForMaskedLM(config).to(device).eval().requires_grad_(False)
+        return tokenizer, icmlm.FrozenLanguageModel(model, amp)
 
-    monkeypatch.setattr(language, "language_model", language_model)
+    monkeypatch.setattr(icmlm, "load_language_model", language_model)
     monkeypatch.setitem(virtex.RECIPES, "lookahead_k", (2, 2, 2))
     for name, value in (("greyscale", 0.5), ("blur", 0.5), ("lm_layers", 1), ("lm_width", 64)):
         monkeypatch.setitem(mmcontrastive.RECIPES, name, (value, value, value))

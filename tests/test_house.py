@@ -163,7 +163,7 @@ for name in sys.argv[1:]:
     try:
         runpy.run_module(name, run_name="__main__")
     except SystemExit as ended:
-        slow = {"transformers", "sklearn", "torchvision", "pycocotools"} & set(sys.modules)
+        slow = {"transformers", "torchvision", "pycocotools"} & set(sys.modules)
         print(name, ended.code, sorted(slow), file=sys.stderr)
 """
 
