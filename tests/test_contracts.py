@@ -28,7 +28,7 @@ LOGGED = {
 FILES = {
     "virtex": {"tokenizer.model"},
     "tp": {"concepts.json", "labels.npz"},
-    "icmlm": {"concepts.json", "labels.npz", "triplets.npz"},
+    "icmlm": {"concepts.json", "captions.json", "triplets.npz"},
     "mmcontrastive": {"caption_model"},
 }
 RUN_FILES = {"args.json", "metrics.jsonl", "checkpoint.pth", "backbone.pth", "result.json"}

@@ -44,7 +44,6 @@ ONE_SCRIPT = {
     ],
     "tp": [
         *INIT,
-        ("--tagger spacy", "--tagger spacy needs its English model: python -m pip install spacy"),
         ("--lm /no/model --labels cluster", "--lm /no/model"),
         ("--labels instances --num-labels 5", "--num-labels"),
         ("--data {tmp}/photos.jsonl", "captions"),
