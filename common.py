@@ -1,9 +1,8 @@
 """What the four scripts share:
 
     captioned photos     caption_data -> CaptionData: COCO, a .jsonl, and others through extras/
-    photos to batches    Photos, read_crops, infinite_sampler, train_batches; augment, on the device
-    backbones            build_backbone, read_init, load_init
-    optimisation         build_optimizer, lr_factor, set_lr
+    photos to batches    Photos, read_crops, infinite_sampler, train_batches; on the device: augment
+    training             build_backbone, read_init, load_init, build_optimizer, lr_factor, set_lr
     processes            init_distributed, is_main, gather, data_parallel, autocast
     a training run       apply_recipe, start, once, restore, Metrics, save_checkpoint
 """
@@ -168,8 +167,8 @@ def coco_photos(root, split):
 def jsonl_photos(path, root, split):
     """One {"image", "captions", "tags", "split"} per line; all but "image" are optional.
 
-    Relative paths start from `root`. A line without a split belongs to "train"; if no line has one,
-    a fixed random twentieth is "val". -> (path, captions, tags) of each photo, names of all tags
+    Paths start from `root`. A line without a split belongs to "train"; if no line has one, a fixed
+    random twentieth is "val". -> (path, captions, tags) of each photo, the names of all tags
     """
     photos, splits = [], []
     for number, line in enumerate(open(path, "rb"), 1):
@@ -210,10 +209,10 @@ class Unreadable(Exception):
 
 
 class Photos(Dataset):
-    """Photos, cropped and flipped at random: the scripts derive their data sets from it.
+    """The scripts derive their data sets from it, with sample(index, rng) -> dict.
 
-    A subclass has sample(index, rng) -> dict. In training, a key is (seed, epoch, index), on which
-    alone rng depends; in validation, a key is an index, and rng is None.
+    In training, a key is (seed, epoch, index), on which alone rng depends; in validation, a key is
+    an index, and rng is None.
     """
 
     def __init__(self, data, args):
@@ -300,7 +299,7 @@ NO_JITTER = np.array([1, 1, 1, 0], np.float32)
 
 
 def colour_jitter(rng, strength):
-    """(4,) float32: factors of brightness, contrast and saturation, and a hue rotation in turns
+    """-> factors of brightness, contrast and saturation, and a hue rotation in turns, (4,) float32
 
     At strength 1, within 1 +- 0.4 and +- 0.1 turns. With probability 0.2, no change.
     """
@@ -333,8 +332,8 @@ def infinite_sampler(size, batch_size, seed, start=0):
 def train_batches(dataset, collate, args, device, start):
     """Yield micro-batches on the device forever, --accumulate of them for each iteration
 
-    start: the iterations that are done. Torch is seeded for each micro-batch, so that dropout
-    depends on the micro-batch's number alone and a resumed run repeats it.
+    start: the iterations that are done. Torch is seeded for each micro-batch: a resumed run
+    repeats its dropout.
     """
     sampler = getattr(dataset.data, "sampler", None) or infinite_sampler  # shards have their own
     loader = DataLoader(
@@ -376,9 +375,8 @@ def colour_constants(device):
 def augment(images, jitter=None):
     """uint8 (B, size, size, 3) -> normalised float32 (B, 3, size, size), channels-last in memory
 
-    jitter: (B, 4) from colour_jitter. Brightness, contrast, saturation and hue change in this
-    order, in the colour space YIQ: Y is grey, and hue rotates the plane of I and Q. [ours: the
-    fixed order, one clamp at the end]
+    jitter: (B, 4) from colour_jitter, applied in its order in the colour space YIQ: Y is grey, and
+    hue rotates the plane of I and Q. [ours: the fixed order, one clamp at the end]
     """
     to_yiq, to_rgb, mean, std = colour_constants(images.device)
     pixels = images.float() / 255
@@ -444,8 +442,7 @@ def load_init(init, model, backbone, skip=()):
             if name in state and value.shape == state[name].shape and not name.startswith(skip):
                 loaded[name] = value
         model.load_state_dict(loaded, strict=False)
-        others = [name for name in state if name not in loaded]
-        print_main(f"--init: loaded {len(loaded)} of {len(state)} tensors; not {others[:3]}")
+        print_main(f"--init: loaded {len(loaded)} of {len(state)} tensors")
 
 
 # ---------------------------------------------------------------------------------- optimisation
@@ -488,15 +485,14 @@ def init_distributed():
     """Join the other processes if torchrun started this one -> this process's device"""
     torch.backends.cudnn.benchmark = True
     local = int(os.environ.get("LOCAL_RANK", 0))
-    gpu = torch.cuda.is_available()
-    device = torch.device(f"cuda:{local}" if gpu else "cpu")
-    if gpu:
+    device = torch.device(f"cuda:{local}" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
         if local >= torch.cuda.device_count():
             fail("there are fewer GPUs than processes: lower --nproc_per_node")
         torch.cuda.set_device(device)
     if "RANK" in os.environ:  # set by torchrun
         # CPU tensors go through gloo. Others may wait for hours while the first makes labels.
-        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=6))
     return device
 
@@ -640,10 +636,8 @@ def read_checkpoint(path, script=None):
 
 
 # Flags that may change on resuming: where and how fast a run goes on, and what is measured.
-RESUME_CAN_CHANGE = (
-    "output root fresh workers amp compile accumulate log_every checkpoint_every keep_every "
-    "validate_every"
-).split()
+RESUME_CAN_CHANGE = """output root fresh workers amp compile accumulate log_every checkpoint_every
+keep_every validate_every""".split()
 
 
 def start(args):
@@ -684,8 +678,8 @@ def once(args, name, make):
 def restore(args, saved, data, iters, **parts):
     """Write args.json; restore model, optimizer... of a resumed run -> the iterations it has done
 
-    saved: from `start`.  data: of the same size as before.  iters: all that are to be done. The
-    result is bit-identical to that of an uninterrupted run (one process on a CPU).
+    saved: from `start`.  data: of the same size as before.  iters: the whole length. The result
+    has the same bits as an uninterrupted run (one process on a CPU).
     """
     args.photos = len(data)
     about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
@@ -742,10 +736,7 @@ class Metrics:
             self.losses[name].append(loss.detach())
 
     def means(self, iteration):
-        """-> {"loss": ..., "images_per_s", "data_wait"} since the last line, on all processes
-
-        Reading the losses synchronises the device, once.
-        """
+        """-> {"loss": ..., "images_per_s", "data_wait"} since the last line; synchronises once"""
         means = torch.stack([torch.stack(losses).mean() for losses in self.losses.values()])
         row = dict(zip(self.losses, gather(means[None]).mean(0).tolist()))
         if not math.isfinite(row["loss"]):

@@ -435,7 +435,7 @@ def embed_captions(lm, captions, device, amp, batch_size=256):
         fail(f"--lm {lm} lacks weights: {sorted(missing)[:3]}")
     bert.float().to(device).eval()  # transformers 5 keeps the file's precision
     vectors = np.empty((len(captions), bert.config.hidden_size), np.float32)
-    for n in progress(range(0, len(captions), batch_size), desc="caption vectors", leave=False):
+    for n in progress(range(0, len(captions), batch_size), desc="caption vectors"):
         batch = captions[n : n + batch_size]
         inputs = tokenizer(batch, padding=True, truncation=True, max_length=64, return_tensors="pt")
         with common.autocast(device, amp):

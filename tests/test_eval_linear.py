@@ -340,7 +340,7 @@ def files(tmp_path_factory):
     "protocol", ["svm-virtex", "logreg-icmlm --epochs 2", "sgd-virtex --batch-size 16 --epochs 2"]
 )
 def test_several_backbones(protocol, files, folder, tmp_path):
-    """--weights A B random equals three single calls; each has its line, and files for its layers."""
+    """--weights A B random equals three single calls; each has its line and files of its layers."""
     flags, sources = f"--protocol {protocol} --shots 5 --runs 2 --weights", [*files, "random"]
     output = run_here(command(tmp_path / "all", folder, f"{flags} {' '.join(sources)}"))
     together = result(tmp_path / "all")["backbones"]

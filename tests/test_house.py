@@ -21,13 +21,13 @@ TOP = [name for name in FILES if name.endswith(".py") and "/" not in name]
 ROOMS = [name for name in FILES if name.startswith(("extras/", "downstream/"))]
 OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "tools", "tests"}
 
-BUDGETS = {  # lines, tokens
-    "common.py": (766, 5197),  # 5% more than 730 and 4,950: what people do wrong is said
+BUDGETS = {  # lines, tokens: 5% more than was planned, but for virtex.py
+    "common.py": (767, 5197),
     "virtex.py": (660, 4600),
-    "tp.py": (610, 4450),
-    "icmlm.py": (750, 5550),
-    "mmcontrastive.py": (800, 6050),
-    "eval_linear.py": (800, 5750),
+    "tp.py": (640, 4672),
+    "icmlm.py": (787, 5827),
+    "mmcontrastive.py": (840, 6352),
+    "eval_linear.py": (840, 6037),
 }
 FLAGS = {"virtex": 37, "tp": 36, "icmlm": 40, "mmcontrastive": 49}  # beside --help
 
@@ -113,7 +113,8 @@ def flags_of(script):
     """{flag: what argparse knows of it} of a script, without --help"""
     parsers = []
     with pytest.MonkeyPatch.context() as patch, pytest.raises(AttributeError):  # there are no args
-        patch.setattr(argparse.ArgumentParser, "parse_args", lambda parser, _: parsers.append(parser))
+        keep = lambda parser, _: parsers.append(parser)
+        patch.setattr(argparse.ArgumentParser, "parse_args", keep)
         importlib.import_module(script).get_args([])
     return {action.option_strings[0]: action for action in parsers[0]._actions[1:]}
 
@@ -125,7 +126,7 @@ def test_flags(script):
 
 
 # Flags that are not the same thing in every script that has them
-DIFFERENT = set("--arch --init --lm --lm-iters --layers --batch-size --epochs --lr --text-lr".split())
+DIFFERENT = "--arch --init --lm --lm-iters --layers --batch-size --epochs --lr --text-lr".split()
 
 
 def test_shared_flags():

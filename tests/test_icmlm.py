@@ -356,9 +356,11 @@ def test_no_swap_by_pieces(photos):
     concepts = dict.fromkeys(CONCEPTS, "nouns")
     found = icmlm.find_triplets(photos, concepts, tokenizer)
     words = icmlm.MaskedWords(photos, found, concepts, tokenizer, WHOLE)
-    for n, (*_, concept) in enumerate(found.tolist()):
-        targets = {words[0, epoch, n]["target"] for epoch in range(6)}
-        assert targets == {tokenizer.convert_tokens_to_ids(CONCEPTS[concept])}
+    for n, (photo, *_, concept) in enumerate(found.tolist()):
+        for sample in (words[0, epoch, n] for epoch in range(6)):
+            assert sample["target"] == tokenizer.convert_tokens_to_ids(CONCEPTS[concept])
+            if photo == 3:  # of the left alone; its tags are swapped nevertheless
+                assert sample["tags"][2:4].tolist() == ([0, 1] if sample["flipped"] else [1, 0])
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ Floors and steps are measured in one run, in turns, in the same precision and me
 that is already on the device. On a shared machine only the ratios are meaningful. With --data,
 unknown flags (say --workers) go to the scripts. To compare two versions, run both in turns:
 
-    for n in 1 2 3; do for tree in . ../before; do python $tree/tools/benchmark.py; done; done
+    for n in 1 2 3; do python tools/benchmark.py; (cd ../before; python tools/benchmark.py); done
 """
 
 import argparse
