@@ -291,14 +291,14 @@ def filter_captions(data, tokenize):
     tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py.
     """
     kept = []
-    for captions in progress(data.captions, desc="caption lengths", unit=" photos", leave=False):
+    for captions in progress(data.captions, desc="caption lengths", total=len(data), leave=False):
         distinct = dict.fromkeys(captions)
         kept.append([caption for caption in distinct if 3 <= len(tokenize(caption)) <= 25])
     before, after = data.captions.ends[-1], sum(map(len, kept))
     if not after:
         fail("a split has no captions of 3 to 25 words")
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
-               "not of 3 to 25 words")  # fmt: skip
+               "not of 3 to 25 words or tokens")  # fmt: skip
     return data.with_captions(kept)
 
 
@@ -398,7 +398,7 @@ def find_triplets(data, concepts, tokenizer):
     """
     index = {concept: k for k, concept in enumerate(concepts)}
     triplets = array("i")
-    for photo in progress(range(len(data)), desc="triplets", unit=" photos", leave=False):
+    for photo in progress(range(len(data)), desc="triplets", total=len(data), leave=False):
         for n, caption in enumerate(data.captions[photo]):
             encoded = tokenizer(caption, return_offsets_mapping=True)
             spans = encoded["offset_mapping"]  # of the tokens
@@ -409,7 +409,7 @@ def find_triplets(data, concepts, tokenizer):
                     if encoded["input_ids"][position] != tokenizer.unk_token_id:
                         triplets.extend((photo, n, position, concept))
     if not triplets:
-        fail("the captions of a split hold no word to mask: see --pos and --num-concepts")
+        fail("no caption holds a word to mask: see --pos and --num-concepts of icmlm.py")
     return np.array(triplets).reshape(-1, 4)
 
 

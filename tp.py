@@ -275,14 +275,14 @@ def filter_captions(data, tokenize):
     tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py.
     """
     kept = []
-    for captions in progress(data.captions, desc="caption lengths", unit=" photos", leave=False):
+    for captions in progress(data.captions, desc="caption lengths", total=len(data), leave=False):
         distinct = dict.fromkeys(captions)
         kept.append([caption for caption in distinct if 3 <= len(tokenize(caption)) <= 25])
     before, after = data.captions.ends[-1], sum(map(len, kept))
     if not after:
         fail("a split has no captions of 3 to 25 words")
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
-               "not of 3 to 25 words")  # fmt: skip
+               "not of 3 to 25 words or tokens")  # fmt: skip
     return data.with_captions(kept)
 
 
