@@ -27,7 +27,7 @@ Where the paper is:
     Eqs. 2, 7, 10, 13, keys                  MultimodalContrastive.encode_keys
     momentum encoders, queues [Sec. 3.1]     update_momentum, Queue
     Eqs. 3, 8, of two views                  contrastive_losses, log_probabilities
-    Eqs. 4, 5, of common tags                tag_loss; tagged_by_nouns
+    Eqs. 4, 5, of common tags                tag_loss; extras/nouns.py
     Eqs. 11, 14, between the modalities      ranking_loss
     Eq. 15, their weighted sum               main
     views of photos and captions [Sec. 4.1]  TwoViews
@@ -47,9 +47,6 @@ import copy
 import json
 import math
 import os
-import re
-from collections import Counter
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -100,7 +97,6 @@ RECIPES = {  #           demo        small       paper
 MARGIN = 0.2  # alpha of Eqs. 11, 14 [Sec. 4.1]
 RETRIEVAL_IMAGES = 1000  # of the validation split [Tab. 7]
 MAX_TOKENS = 64  # longer captions are truncated [ours]
-NUM_NOUNS = 1000  # used as tags with --tags nouns [ours]
 CAPTION_VIEWS = "same", "sibling", "backtranslation"
 
 
@@ -287,7 +283,7 @@ def usable_photos(args, data):
     """
     lambda_tag = args.lambda_tag
     if args.tags != "annotated" and lambda_tag != 0:
-        data = tagged_by_nouns(args, data)
+        data = common.extra("nouns").tagged(args, data)
     tagged = any(data.tags)
     if lambda_tag is None:
         lambda_tag = float(tagged)  # [Sec. 4.1]
@@ -302,49 +298,6 @@ def usable_photos(args, data):
     if not (args.lambda_ii or lambda_tag):
         data = data.captioned()
     return data, lambda_tag
-
-
-WORD = re.compile(r"[^\W\d_]+(?:-[^\W\d_]+)*")  # t-shirt is one
-
-
-def tagged_by_nouns(args, data):
-    """-> CaptionData whose tags are the most frequent nouns of its captions [Sec. 4.4]"""
-    find = partial(find_nouns, data.all_captions(), args.tags)
-    nouns = json.loads(common.once(args, "nouns.json", find).read_text())
-    tags = []
-    for captions in data.captions:
-        words = set(WORD.findall(" ".join(captions).lower()))
-        tags.append([k for k, noun in enumerate(nouns) if noun in words])
-    return replace(data, tags=common.Lists(tags, int), tag_names=nouns)
-
-
-def find_nouns(captions, tagger, path):
-    """Write the words that are nouns more often than not, the most frequent first, as JSON."""
-    captions = progress(captions, desc="nouns", unit=" captions", leave=False)
-    words = (WORD.findall(caption.lower()) for caption in captions)
-    if tagger == "nouns":
-        from textblob.en.taggers import PatternTagger  # its lexicon is in the package
-
-        pattern = PatternTagger()
-        tagged = (pair for row in words for pair in pattern.tag(" ".join(row), tokenize=False))
-    else:
-        try:
-            import spacy
-
-            nlp = spacy.load("en_core_web_sm", disable=["parser", "ner", "lemmatizer"])
-        except (ImportError, OSError):
-            fail("--tags nouns-spacy needs its English model: python -m pip install spacy && "
-                 "python -m spacy download en_core_web_sm")  # fmt: skip
-        documents = nlp.pipe(spacy.tokens.Doc(nlp.vocab, row) for row in words)
-        tagged = ((token.text, token.pos_) for document in documents for token in document)
-    counts, as_noun = Counter(), Counter()
-    for word, tag in tagged:
-        counts[word] += 1
-        as_noun[word] += tag.startswith(("NN", "NOUN", "PROPN"))  # TextBlob's tags and spaCy's
-    nouns = [word for word in counts if len(word) > 1 and as_noun[word] > counts[word] / 2]
-    nouns.sort(key=lambda word: (-counts[word], word))
-    sides = "left", "right"  # wrong in a flipped photo
-    common.save(path, json.dumps([noun for noun in nouns[:NUM_NOUNS] if noun not in sides]))
 
 
 def read_backtranslations(args, data):
@@ -395,7 +348,6 @@ class TwoViews(common.Photos):
     def __init__(self, data, translations, args):
         super().__init__(data, args)
         self.translations = translations
-        self.args = args
 
     def sample(self, index, rng):
         if rng is None:
@@ -586,7 +538,8 @@ def load_caption_model(args, init, train, device):
         if source:
             parts = read_caption_model(source)
         else:
-            parts = make_small_bert(args, train.all_captions(), folder, device)
+            small_bert = common.extra("small_bert")
+            parts = small_bert.of_flags(args, train.all_captions(), folder, device)
         for part in parts:
             part.save_pretrained(folder)
 
@@ -609,18 +562,6 @@ def read_caption_model(source):
         return tokenizer, transformers.AutoConfig.from_pretrained(source)
     except (OSError, ValueError):
         fail(f"--lm {source}: give a BERT on the hub, a folder of one, or scratch")
-
-
-def make_small_bert(args, captions, folder, device):
-    """-> tokenizer, configuration; with --lm-iters it is trained and saved in `folder`"""
-    small_bert = common.extra("small_bert")
-    size = args.lm_layers or 12, args.lm_width or 768
-    if args.lm_iters:
-        small_bert.train(folder, captions, args.lm_iters, args.seed, device, args.amp, *size)
-        return read_caption_model(folder)
-    tokenizer = small_bert.train_tokenizer(captions)
-    # With BERT's 0.02, all captions start with nearly the same vector. [ours]
-    return tokenizer, small_bert.config(tokenizer, *size, initializer_range=args.lm_width**-0.5)
 
 
 def load_pretrained(bert, source):
@@ -738,10 +679,7 @@ class SplitBatchNorm(nn.BatchNorm2d):
 
 
 def batchnorm_group(args):
-    """How many images share the statistics of batch norm
-
-    A batch is already divided over processes and micro-batches; --bn-splits may divide it further.
-    """
+    """How many photos share batch norm's statistics; --bn-splits may divide micro-batches further"""
     parts = args.accumulate * common.world_size()
     groups = max(args.bn_splits, parts)
     size = args.batch_size // groups
@@ -763,9 +701,8 @@ def update_momentum(queries, keys, m):
 def contrastive_losses(q, k, queues, tags, captioned, args):
     """Means over the batch -> {"ii", "tag", "cc", "ic", "ci": scalar}, for spaces in use
 
-    q, k: {name: (B, dim)}, row i from the same photo and caption.  queues: {name: Queue}.  tags
-    (B, T), captioned (B,).  args: temperature, tag_threshold.  A photo without tags adds 0 to
-    Eq. 5, one without a caption to Eqs. 8, 11 and 14 [Sec. 3.2, end].
+    q, k: {name: (B, dim)}, of the same photos and captions.  queues: {name: Queue}.  tags (B, T),
+    captioned (B,).  A photo without tags adds 0 to Eq. 5, one without a caption to Eqs. 8, 11, 14.
     """
     losses = {}
     if "image_intra" in q:

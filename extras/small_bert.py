@@ -26,7 +26,10 @@ transformers.logging.disable_progress_bar()
 
 
 def train(folder, captions, iters, seed, device, amp, layers=4, width=256):
-    """Train on the captions and save tokenizer and model in `folder`, as transformers do."""
+    """Train on the captions and save the model in `folder`, as transformers do.
+
+    -> tokenizer, configuration
+    """
     print_main(f"first, training a small BERT on the captions: {iters} iterations (--lm-iters)")
     tokenizer = train_tokenizer(captions)
     masking = transformers.DataCollatorForLanguageModeling(tokenizer)  # 15%, split 80/10/10
@@ -69,6 +72,20 @@ def train(folder, captions, iters, seed, device, amp, layers=4, width=256):
         fail("the loss of the small BERT is not finite: try another --seed or --amp off")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return tokenizer, model.config
+
+
+def of_flags(args, captions, folder, device):
+    """The caption encoder of mmcontrastive.py --lm scratch -> tokenizer, configuration
+
+    With --lm-iters it is trained and saved in `folder`, else its weights are to be random.
+    """
+    size = args.lm_layers or 12, args.lm_width or 768
+    if args.lm_iters:
+        return train(folder, captions, args.lm_iters, args.seed, device, args.amp, *size)
+    tokenizer = train_tokenizer(captions)
+    # With BERT's 0.02, all captions start with nearly the same vector. [ours]
+    return tokenizer, config(tokenizer, *size, initializer_range=args.lm_width**-0.5)
 
 
 def shuffled_forever(captions, seed):

@@ -19,6 +19,7 @@ from torch import nn
 
 import common
 import mmcontrastive
+from extras import nouns
 from tools import backtranslate
 
 
@@ -502,12 +503,12 @@ def test_nouns_as_tags(tmp_path):
         ["the dog runs left of a tree", "a dog's tree, dogs run"], ["a dog leaves"], []
     )
     args = SimpleNamespace(output=tmp_path, tags="nouns")
-    tagged = mmcontrastive.tagged_by_nouns(args, data)
+    tagged = nouns.tagged(args, data)
     assert tagged.tag_names == ["dog", "tree", "dogs"]
     assert list(tagged.tags) == [[0, 1, 2], [0], []]
     (tmp_path / "checkpoint.pth").touch()
     (tmp_path / "nouns.json").write_text('["runs"]')
-    assert list(mmcontrastive.tagged_by_nouns(args, data).tags) == [[0], [], []]
+    assert list(nouns.tagged(args, data).tags) == [[0], [], []]
 
 
 def test_photos_without_captions(tiny, coco_folder, tmp_path):

@@ -1,0 +1,49 @@
+"""Nouns of the captions as tags: --tags nouns of mmcontrastive.py [contrastive paper, Sec. 4.4]."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import common
+from common import progress
+
+NUM_NOUNS = 1000  # at most [ours]
+WORD = re.compile(r"[^\W\d_]+(?:-[^\W\d_]+)*")  # t-shirt is one
+
+
+def tagged(args, data):
+    """-> CaptionData whose tags are the most frequent nouns of its captions [Sec. 4.4]"""
+    find = partial(find_nouns, data.all_captions(), args.tags)
+    nouns = json.loads(common.once(args, "nouns.json", find).read_text())
+    tags = []
+    for captions in data.captions:
+        words = set(WORD.findall(" ".join(captions).lower()))
+        tags.append([k for k, noun in enumerate(nouns) if noun in words])
+    return replace(data, tags=common.Lists(tags, int), tag_names=nouns)
+
+
+def find_nouns(captions, tagger, path):
+    """Write the words that are nouns more often than not, the most frequent first, as JSON."""
+    captions = progress(captions, desc="nouns", unit=" captions", leave=False)
+    words = (WORD.findall(caption.lower()) for caption in captions)
+    if tagger == "nouns":
+        from textblob.en.taggers import PatternTagger  # its lexicon is in the package
+
+        pattern = PatternTagger()
+        tagged = (pair for row in words for pair in pattern.tag(" ".join(row), tokenize=False))
+    else:
+        import spacy  # python -m spacy download en_core_web_sm
+
+        nlp = spacy.load("en_core_web_sm", disable=["parser", "ner", "lemmatizer"])
+        documents = nlp.pipe(spacy.tokens.Doc(nlp.vocab, row) for row in words)
+        tagged = ((token.text, token.pos_) for document in documents for token in document)
+    counts, as_noun = Counter(), Counter()
+    for word, tag in tagged:
+        counts[word] += 1
+        as_noun[word] += tag.startswith(("NN", "NOUN", "PROPN"))  # TextBlob's tags and spaCy's
+    nouns = [word for word in counts if len(word) > 1 and as_noun[word] > counts[word] / 2]
+    nouns.sort(key=lambda word: (-counts[word], word))
+    sides = "left", "right"  # wrong in a flipped photo
+    common.save(path, json.dumps([noun for noun in nouns[:NUM_NOUNS] if noun not in sides]))
