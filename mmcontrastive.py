@@ -679,7 +679,7 @@ class SplitBatchNorm(nn.BatchNorm2d):
 
 
 def batchnorm_group(args):
-    """How many photos share batch norm's statistics; --bn-splits may divide micro-batches further"""
+    """How many photos share batch norm's statistics: a micro-batch, or parts of it, --bn-splits"""
     parts = args.accumulate * common.world_size()
     groups = max(args.bn_splits, parts)
     size = args.batch_size // groups
