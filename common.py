@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -494,6 +495,7 @@ def init_distributed():
         # CPU tensors go through gloo. Others may wait for hours while the first makes labels.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=6))
+        warnings.filterwarnings("ignore", ".*(broadcast_buffers|all_gather_into)", FutureWarning)
     return device
 
 
