@@ -1,4 +1,4 @@
-"""What the four scripts share:
+"""What the scripts share:
 
     captioned photos     caption_data -> CaptionData: COCO, a .jsonl, and others through extras/
     photos to batches    Photos, read_crops, infinite_sampler, train_batches; on the device: augment
@@ -345,9 +345,9 @@ def train_batches(dataset, collate, args, device, start):
         collate_fn=collate,
         pin_memory=device.type == "cuda",
     )
-    for number, batch in enumerate(loader, start * args.accumulate):
-        iteration, part = divmod(number, args.accumulate)
-        place = ((iteration + 1) * world_size() + rank()) * args.accumulate + part
+    for number, batch in enumerate(loader, (start + 1) * args.accumulate):
+        iteration, part = divmod(number, args.accumulate)  # from 1, as in main
+        place = (iteration * world_size() + rank()) * args.accumulate + part
         torch.manual_seed((args.seed << 40) % 2**64 + place)  # 2^40 places for each seed
         yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
 

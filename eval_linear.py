@@ -129,7 +129,7 @@ def get_args(argv=None):
         args.arch = args.arch or "vgg16_bn"
         if args.arch != "vgg16_bn" or any(source.startswith("clip:") for source in args.weights):
             parser.error("--protocol layers is for VGG-16: --arch vgg16_bn")
-        if args.data != "folder":  # likewise, for VOC; the first two rates are ours
+        if args.data != "folder":  # as DeeperCluster's code for VOC; the first two rates are ours
             protocol = protocol._replace(epochs=60, batch_size=128, lr=[0.01, 0.01, 0.02])
     name = f"--protocol {args.protocol}"
     for flag in ("epochs", "batch_size", "lr"):

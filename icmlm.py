@@ -24,7 +24,7 @@ predicted from the features there. Both variants also train tag prediction.
 
 Where the paper is:
 
-    Eq. 2, tag prediction                      tag_head, tag_loss
+    Eqs. 1, 2, labels, tag prediction          tp.py; tag_head, tag_loss
     Eqs. 3, 4, match of location and caption   AttentionHead.forward
     Eqs. 5, 6, attention, scores of tokens     AttFc.attention, AttFc.forward
     Eqs. 7, 8, losses                          main
@@ -93,7 +93,7 @@ VGG16 = {  # what the paper does differently with VGG-16
     "num_concepts": 1000,  # Sec. 4.2
     "lambda_tp": 1.0,  # App. B
     "warmup_attention": 0.25,  # App. F.1: 50K of 200K iterations, only for att-fc
-    "optimizer": "radam",  # App. F.1, as all below
+    "optimizer": "radam",  # App. F.1, of TP: optimizer, lr, steps, decay
     "batch_size": 896,
     "iters": 200_000,
     "lr": 1e-4,

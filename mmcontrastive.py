@@ -446,15 +446,14 @@ def blur(images, sigma):
 def build_encoders(args, bert_config=None):
     """-> {"image": Encoder, "caption": Encoder (if there is a bert_config)}
 
-    Spaces that no loss uses have no MLP. The paper writes Phi_ik in both Eq. 7 and Eq. 10 for two
-    MLPs that it calls distinct: caption_intra and caption_inter of the momentum encoder.
+    Spaces that no loss may use have no MLP. The paper writes Phi_ik in both Eq. 7 and Eq. 10 for
+    two MLPs that it calls distinct: caption_intra and caption_inter of the momentum encoder.
     """
-    intra_dim = args.intra_dim or args.inter_dim
     image_dims, caption_dims = {}, {}
     if args.lambda_ii or args.lambda_tag != 0:  # None: 1 or 0, see usable_photos
-        image_dims["image_intra"] = intra_dim  # Eqs. 1, 2
+        image_dims["image_intra"] = args.intra_dim  # Eqs. 1, 2
     if args.lambda_cc:
-        caption_dims["caption_intra"] = intra_dim  # Eqs. 6, 7
+        caption_dims["caption_intra"] = args.intra_dim  # Eqs. 6, 7
     if args.lambda_ic:
         image_dims["image_inter"] = args.inter_dim  # Eqs. 9, 13
         caption_dims["caption_inter"] = args.inter_dim  # Eqs. 12, 10
@@ -610,9 +609,9 @@ class MultimodalContrastive(nn.Module):
 
     def forward(self, images, captions):
         """images (B, 3, h, w), captions (2, B, T) or None -> queries {name: (B, dim)}"""
-        queries = self.queries["image"](images)
+        queries = self.queries["image"](images)  # Eqs. 1, 9
         if captions is not None:
-            queries |= self.queries["caption"](captions)
+            queries |= self.queries["caption"](captions)  # Eqs. 6, 12
         return queries
 
     @torch.no_grad()
@@ -629,9 +628,9 @@ class MultimodalContrastive(nn.Module):
         shuffled = images[order.chunk(common.world_size())[common.rank()]]
         keys = self.keys["image"](shuffled.contiguous(memory_format=torch.channels_last))
         unshuffle = order.argsort().chunk(common.world_size())[common.rank()]
-        keys = {name: common.gather(key)[unshuffle] for name, key in keys.items()}
+        keys = {name: common.gather(key)[unshuffle] for name, key in keys.items()}  # Eqs. 2, 13
         if captions[0] is not None:
-            encoded = [self.keys["caption"](part) for part in captions]
+            encoded = [self.keys["caption"](part) for part in captions]  # Eqs. 7, 10
             keys |= {name: torch.cat([key[name] for key in encoded]) for name in encoded[0]}
         return keys
 

@@ -19,7 +19,7 @@ baselines: annotated tags, and rotations, which also pretrain its VGG-16 [App. F
 
 Where the paper is:
 
-    Eq. 1, clusters of caption vectors     cluster_labels: embed_captions
+    Eq. 1, clusters of caption vectors     cluster_labels, embed_captions
     Eq. 2, softmax over all labels         label_loss, tag_loss
     TP-Postag [Sec. 3.1]                   count_concepts, top_concepts, concept_labels
     TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; make_labels
@@ -370,7 +370,7 @@ def make_labels(args, splits, device, path):
     else:  # every photo has all four labels, for it is seen in each rotation (four_rotations)
         names = ["0°", "90°", "180°", "270°"]
         labels = [np.ones((len(data), 4)) for data in splits]
-    rows = sparse.vstack(labels, "csr", np.float32)
+    rows = sparse.vstack(list(map(sparse.csr_array, labels)), "csr", np.float32)
     np.savez(path, names=list(names), data=rows.data, indices=rows.indices, indptr=rows.indptr)
 
 

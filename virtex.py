@@ -157,11 +157,11 @@ def main(args):
     if args.task == "multilabel_classification":
         train, val = with_tags(train), with_tags(val)
     tokenizer = load_tokenizer(args, train, init)
-    num_tokens = tokenizer.get_piece_size()
+    num_outputs = tokenizer.get_piece_size()
     if args.task == "multilabel_classification":
-        num_tokens = FIRST_TAG + len(train.tag_names)
+        num_outputs = FIRST_TAG + len(train.tag_names)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
-    print_main(f"{len(train)} photos ({len(val)} for validation), {num_tokens} outputs, {iters} "
+    print_main(f"{len(train)} photos ({len(val)} for validation), {num_outputs} outputs, {iters} "
                f"iterations at lr {args.lr:g}, text lr {args.text_lr:g}, on {device}, amp "
                f"{args.amp}, into {args.output}")  # fmt: skip
 
@@ -169,7 +169,7 @@ def main(args):
     torch.manual_seed(args.seed)
     model = VirTex(
         args.arch,
-        num_tokens,
+        num_outputs,
         args.hidden,
         layers=args.layers,
         dropout=args.dropout,
@@ -467,8 +467,8 @@ class VirTex(nn.Module):
         backward_tokens=None,
         backward_target_positions=None,
     ):
-        """Minus Eq. 1, averaged over the tokens of each direction: each token is predicted from
-        the image and from the tokens before it in the direction of reading.
+        """Minus Eq. 1, averaged over the tokens of each direction [official code]: each token is
+        predicted from the image and from the tokens before it in the direction of reading.
         """
         directions = {"forward": (self.textual, tokens, target_positions)}
         if self.task == "bicaptioning":

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import conftest
@@ -18,6 +17,7 @@ import transformers
 from conftest import CPU, in_two_processes, refusal, result, run_here
 from PIL import Image
 from torch import nn
+from torch.nn import functional as F
 
 import common
 import eval_linear
@@ -39,11 +39,10 @@ def command(output, root, flags="", data="folder"):
     return [*words, "--image-size", 32, "--workers", 0, *weights, *flags.split()]
 
 
-def evaluate(output, *given, **kwargs):
-    """Run the command with one backbone -> {class or metric: mean score}"""
-    run_here(command(output, *given, **kwargs))
-    [scores] = result(output)["backbones"].values()
-    return scores["mean"]
+def evaluate(*given, **kwargs):
+    """Run the command -> {backbone: its "mean", "std" and "runs"}"""
+    run_here(command(*given, **kwargs))
+    return result(given[0])["backbones"]
 
 
 VOC = "VOCdevkit/VOC2007"
@@ -117,7 +116,7 @@ def test_what_is_separable_is_learned(flags, metrics, folder, tmp_path, real_mod
     backbone = common.build_backbone("vgg16_bn" if "layers" in flags else "resnet18")
     before = {key: value.clone() for key, value in backbone.state_dict().items()}
     monkeypatch.setattr(eval_linear, "load_backbone", lambda *_: backbone)
-    mean = evaluate(tmp_path, folder, f"--protocol {flags}")
+    mean = evaluate(tmp_path, folder, f"--protocol {flags}")["random"]["mean"]
     assert mean.keys() == set(metrics.split(",")) and min(mean.values()) > 80
     assert "layers" in flags or min(mean.values()) > 95
     assert not backbone.training
@@ -126,17 +125,15 @@ def test_what_is_separable_is_learned(flags, metrics, folder, tmp_path, real_mod
 
 def features(x, y):
     """Features of unit length, as extract_features makes them"""
-    x = x / np.linalg.norm(x, axis=1, keepdims=True)
-    return eval_linear.Features(torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y))
+    return eval_linear.Features(F.normalize(torch.from_numpy(x).float()), torch.from_numpy(y))
 
 
 @pytest.mark.parametrize("several", [False, True])
 def test_nearest_neighbours_written_out(several):
     """The 20 nearest by cosine vote with exp(cosine / 0.07) for each of their labels."""
     rng = np.random.default_rng(0)
-    x, test_x = rng.normal(size=(40, 5)).astype("f"), rng.normal(size=(9, 5)).astype("f")
+    x, test_x = rng.normal(size=(40, 5)), rng.normal(size=(9, 5))
     y = rng.integers(3, size=40) if not several else rng.integers(-1, 2, (40, 3)).astype(np.int8)
-    test_y = y[:9]
     votes = np.zeros((9, 3))
     for i, query in enumerate(test_x):
         cosines = x @ query / np.linalg.norm(x, axis=1) / np.linalg.norm(query)
@@ -144,13 +141,12 @@ def test_nearest_neighbours_written_out(several):
             for c in range(3):
                 has = y[n, c] == 1 if several else y[n] == c
                 votes[i, c] += math.exp(cosines[n] / 0.07) * has
-    train, test = features(x, y), features(test_x, test_y)
-    scores = eval_linear.knn(train, test, 3, CPU)
+    scores = eval_linear.knn(features(x, y), features(test_x, y[:9]), 3, CPU)
     if several:
-        literal = svm.average_precisions(votes, test_y, list("abc"))
-        assert scores["mAP"] == pytest.approx(np.mean(list(literal.values())))
+        literal = svm.average_precisions(votes, y[:9], list("abc"))
+        assert scores == {"mAP": pytest.approx(np.mean(list(literal.values())))}
     else:
-        assert scores["top-1"] == pytest.approx(100 * np.mean(votes.argmax(1) == test_y))
+        assert scores == {"top-1": pytest.approx(100 * np.mean(votes.argmax(1) == y[:9]))}
 
 
 def cosine(lr, steps):
@@ -199,12 +195,10 @@ def test_costs(folder, tmp_path, monkeypatch):
     recorded = lambda x, y, costs: asked.append(costs) or np.zeros((len(costs), y.shape[1]))
     monkeypatch.setattr(svm, "cross_validate", recorded)
     evaluate(tmp_path, folder, "--protocol svm-icmlm --runs 2")
-    first, second = asked
-    assert not set(first) & set(second)
-    for costs in (first, second):
-        powers = np.log10(costs)
-        assert len(costs) == 40 and (np.diff(powers) > 0).all() and abs(powers).max() <= 5
-        assert np.histogram(powers, 5, (-5, 5))[0].min() >= 3
+    assert len(asked) == 2 and not set(asked[0]) & set(asked[1])
+    for costs in asked:
+        assert len(costs) == 40 and list(costs) == sorted(costs)
+        assert np.histogram(np.log10(costs), 5, (-5, 5))[0].min() >= 3
 
 
 def test_linear_layers_are_trained_apart():
@@ -212,16 +206,15 @@ def test_linear_layers_are_trained_apart():
     rng, args = np.random.default_rng(0), SimpleNamespace(epochs=4, batch_size=16, seed=0)
     x, y = torch.from_numpy(rng.normal(size=(40, 6)).astype("f")), torch.arange(40) % 3
 
-    def train(trials, x=x, rows=range(40), **kwargs):
+    def train(*trials, x=x, rows=range(40)):
         torch.manual_seed(0)
         given = x, y, np.array(rows), trials, lambda fraction: 1 - fraction, args
-        return eval_linear.train_linear(*given, **kwargs)[0].weight
+        return eval_linear.train_linear(*given)[0].weight
 
-    trial, decaying = (0.5, 0.0), (0.5, 0.1)
-    assert torch.equal(train([trial]), train([trial, (1e30, 1e-5)]))
-    assert not torch.allclose(train([trial]), train([decaying]))
-    torch.testing.assert_close(train([trial], x, range(30)), train([trial], x[:30], range(30)))
-    assert train([trial], width=5, loss_fn=lambda out, y: out.square().sum()).shape == (5, 6)
+    assert torch.equal(train((0.5, 0.0)), train((0.5, 0.0), (1e30, 1e-5)))
+    assert not torch.allclose(train((0.5, 0.0)), train((0.5, 0.1)))
+    half = {"rows": range(30)}  # the others are not trained on
+    torch.testing.assert_close(train((0.5, 0.0), **half), train((0.5, 0.0), x=x[:30], **half))
     [layer] = eval_linear.LinearLayers(1, 400, 50)  # N(0, 0.01) and bias 0 [VirTex App. A.1]
     assert layer.weight.std().item() == pytest.approx(0.01, rel=0.05)
     assert abs(layer.weight.mean()) < 1e-3 and not layer.bias.any()
@@ -234,7 +227,8 @@ def test_logreg_searches_on_held_out_photos(monkeypatch):
     train = features(7 * np.eye(2)[y] + rng.normal(size=(50, 2)), y)
 
     def trained(x, y, rows, trials, factor, args):
-        calls.append((rows, trials, [factor(fraction) for fraction in (0, 0.5, 1)]))
+        calls.append((rows, trials))
+        assert [factor(done) for done in (0, 0.5, 1)] == pytest.approx([1, 0.5, 0])
         assert x is train.x and (args.epochs, args.batch_size) == (100, 1024)
         layers = [nn.Linear(2, 2, bias=False) for _ in trials]
         for n, layer in enumerate(layers):  # only trial 17 knows the classes, and that of the end
@@ -244,10 +238,9 @@ def test_logreg_searches_on_held_out_photos(monkeypatch):
     monkeypatch.setattr(eval_linear, "train_linear", trained)
     flags = command("out", "photos", "--protocol logreg-icmlm --seed 3")[1:]
     layer = eval_linear.logreg_icmlm(train, eval_linear.get_args(list(map(str, flags))), CPU)
-    assert torch.equal(layer.weight, torch.eye(2))
-    (fit, trials, factors), (everything, final, _) = calls
-    assert len(trials) == 25 and final == [trials[17]] and factors == pytest.approx([1, 0.5, 0])
-    assert len(set(fit)) == 40 and len(set(everything)) == 50
+    (fit, trials), (everything, final) = calls
+    assert torch.equal(layer.weight, torch.eye(2)) and final == [trials[17]]
+    assert (len(trials), len(set(fit)), len(set(everything))) == (25, 40, 50)
     rates, decays = np.array(trials).T  # log-uniform and uniform [ICMLM App. F.2]
     assert 0.1 <= rates.min() < 1 and 10 < rates.max() <= 100
     assert 0 <= decays.min() < 3e-6 and 7e-6 < decays.max() <= 1e-5
@@ -296,13 +289,12 @@ def test_what_cannot_be_decoded_and_two_processes(tmp_path):
 
     def extract():
         device = common.init_distributed()
-        torch.manual_seed(0)
-        function = partial(eval_linear.pooled, common.build_backbone("resnet18").eval())
+        args = eval_linear.get_args(list(map(str, command(tmp_path, tmp_path)[1:])))
+        backbone = eval_linear.load_backbone("random", "resnet18", 0).eval()
         data = eval_linear.label_data("folder", tmp_path, "train")
-        photos, args = eval_linear.CentralSquares(data, 32), SimpleNamespace(workers=0)
-        outputs, readable = eval_linear.run_over_photos(function, photos, args, device)
+        found = eval_linear.extract_features(backbone, data, args, device)
         common.end_distributed()
-        return None if outputs is None else outputs.numpy(), readable
+        return found and (found.x.numpy(), found.y.tolist())
 
     blue = tmp_path / "train" / "blue"
     write_folder(tmp_path, 9)
@@ -313,11 +305,9 @@ def test_what_cannot_be_decoded_and_two_processes(tmp_path):
     for name in ("3.png", "link.png"):
         assert f"cannot decode {blue}/{name}: left out" in output
     assert "the scores are rough: they are of 18 photos only" in output
-    outputs, readable = extract()
-    assert len(outputs) == 17 and readable.tolist() == [0, 1, 2, *range(4, 9), *range(10, 19)]
-    (first, rows), (second, same_rows) = in_two_processes(extract)
-    assert second is None and np.array_equal(rows, readable) and np.array_equal(rows, same_rows)
-    np.testing.assert_allclose(first, outputs, rtol=1e-4, atol=1e-5)
+    alone, (first, second) = extract(), in_two_processes(extract)
+    assert alone[1] == first[1] == 8 * [0] + 9 * [1] and second is None
+    np.testing.assert_allclose(first[0], alone[0], rtol=1e-4, atol=1e-5)
     flags = "--protocol sgd-virtex --batch-size 16 --epochs 24"
     output, _ = in_two_processes(run_here, command(tmp_path, tmp_path, flags))
     assert output.count("epoch 10: top-1") == 1
@@ -346,8 +336,8 @@ def test_several_backbones(protocol, files, folder, tmp_path):
     together = result(tmp_path / "all")["backbones"]
     assert list(together) == sources
     for source in sources:
-        run_here(command(tmp_path / "one", folder, f"{flags} {source} --arch resnet18"))
-        assert result(tmp_path / "one")["backbones"] == {source: together[source]}
+        one = evaluate(tmp_path / "one", folder, f"{flags} {source} --arch resnet18")
+        assert one == {source: together[source]}
         mean, std = together[source]["mean"], together[source]["std"]
         cells = " ".join(f"{mean[name]:.2f} ± {std[name]:.2f}" for name in mean)
         assert [source, *cells.split()] in map(str.split, output.splitlines())
@@ -376,24 +366,18 @@ def test_in_a_copy(files, folder, tmp_path):
     """eval_linear.py and common.py alone: svm-virtex of a backbone.pth"""
     for name in ("eval_linear.py", "common.py"):
         shutil.copy(conftest.ROOT / name, tmp_path)
-    words = command(tmp_path, folder, f"--weights {files[0]} --arch resnet18")
-    words = [sys.executable, *map(str, words)]
+    flags = f"--weights {files[0]} --arch resnet18"
+    words = [sys.executable, *map(str, command(tmp_path, folder, flags))]
     subprocess.run(words, cwd=tmp_path, env=conftest.environment(), check=True)
-    scores = result(tmp_path)["backbones"]
-    run_here(command(tmp_path, folder, f"--weights {files[0]}"))
-    assert result(tmp_path)["backbones"] == scores
+    assert result(tmp_path)["backbones"] == evaluate(tmp_path / "here", folder, flags)
 
 
 def test_classes_without_examples(voc, tmp_path):
     """They are left out, by name: no test photo shows a cow."""
     output = run_here(command(tmp_path, voc[0], data="voc07"))
     assert "1 classes are left out, which lack training or test examples: cow" in output
-    mean = result(tmp_path)["backbones"]["random"]["mean"]
-    assert mean == {
-        "mAP": (mean["bird"] + mean["cat"]) / 2,
-        "bird": mean["bird"],
-        "cat": mean["cat"],
-    }
+    scores = result(tmp_path)["backbones"]["random"]["mean"]
+    assert scores == {**scores, "mAP": (scores["bird"] + scores["cat"]) / 2} and len(scores) == 3
 
 
 @pytest.mark.parametrize(
@@ -424,9 +408,9 @@ def test_weights_of_others(tmp_path, monkeypatch):
     torch.save(state, tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth")
     taken = eval_linear.load_backbone("imagenet", "resnet18", 0).state_dict()
     assert taken.keys() < state.keys() and all(torch.equal(taken[k], state[k]) for k in taken)
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
-    sizes |= {"image_size": 32, "patch_size": 8, "intermediate_size": 16}
-    model = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes)).eval()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "image_size": 32, "patch_size": 8}
+    config = transformers.CLIPVisionConfig(**sizes, num_attention_heads=2, intermediate_size=16)
+    model = transformers.CLIPVisionModel(config).eval()
     model.save_pretrained(tmp_path / "clip")
     encoder = eval_linear.load_backbone(f"clip:{tmp_path}/clip", None, 0).eval()
     photos = torch.randint(256, (2, 32, 32, 3), dtype=torch.uint8)

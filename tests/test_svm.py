@@ -6,6 +6,7 @@ import torch
 from conftest import CPU
 from sklearn.metrics import average_precision_score
 from sklearn.model_selection import cross_val_score
+from sklearn.preprocessing import normalize
 from sklearn.svm import LinearSVC
 
 import eval_linear
@@ -16,14 +17,13 @@ def literal_svms(train_x, train_y, test_x, test_y, k):
     """Class k by scikit-learn, as VirTex App. A.1 has it -> its best cost, {cost: score}"""
     positive = (train_y[:, k] == 1).astype(int)  # difficult images are negatives in training
     easy = test_y[:, k] != -1  # and do not count in testing
-    train_x = train_x / np.linalg.norm(train_x.astype(float), axis=1, keepdims=True)
-    test_x = test_x[easy] / np.linalg.norm(test_x[easy].astype(float), axis=1, keepdims=True)
+    train_x, test_x = normalize(train_x), normalize(test_x[easy])
     validated, scores = {1.0: 0}, {}
     for cost in (0.01, 0.1, 1.0, 10.0):
         svc = LinearSVC(C=cost, class_weight={1: 2, 0: 1}, max_iter=2000, random_state=0)
         if positive.sum() >= 3:
-            folds = cross_val_score(svc, train_x, positive, cv=3, scoring="average_precision")
-            validated[cost] = folds.mean()
+            precisions = cross_val_score(svc, train_x, positive, scoring="average_precision", cv=3)
+            validated[cost] = precisions.mean()
         decisions = svc.fit(train_x, positive).decision_function(test_x)
         scores[cost] = 100 * average_precision_score(test_y[easy, k], decisions)
     return max(sorted(validated), key=validated.get), scores
@@ -33,8 +33,7 @@ def literal_svms(train_x, train_y, test_x, test_y, k):
 def test_svms_are_those_of_scikit_learn(monkeypatch):
     """The same cost and average precision; a tenth of the labels is difficult."""
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(140, 12)).astype(np.float32)
-    directions = rng.normal(size=(12, 6))
+    x, directions = rng.normal(size=(140, 12)), rng.normal(size=(12, 6))
     y = (x @ directions + 4 * rng.normal(size=(140, 6)) > 2).astype(np.int8)
     y[rng.random(y.shape) < 0.1] = -1
     train_y, test_y = y[:90], y[90:]
@@ -53,12 +52,11 @@ def test_svms_are_those_of_scikit_learn(monkeypatch):
     monkeypatch.setattr(svm, "GROUP", 1)
     monkeypatch.setattr(svm, "BLOCK", 7)
     assert svm.svm_probe(*features, "abcdef") == pytest.approx(results, abs=1e-9)
-    unit = torch.nn.functional.normalize(torch.from_numpy(x))
+    unit = torch.from_numpy(normalize(x))
     train = eval_linear.Features(unit[:90], torch.from_numpy(train_y))
     test = eval_linear.Features(unit[90:], torch.from_numpy(test_y))
-    scores = eval_linear.svm_virtex(train, test, "abcdef")
-    assert scores.pop("mAP") == pytest.approx(np.mean(list(results.values())))
-    assert scores == pytest.approx(results, abs=1e-9)
+    results["mAP"] = np.mean(list(results.values()))
+    assert eval_linear.svm_virtex(train, test, "abcdef") == pytest.approx(results, abs=1e-9)
 
 
 @pytest.mark.parametrize("width", (12, 150))  # fewer features than images, and more
@@ -78,9 +76,9 @@ def test_solve_svms_finds_the_minimum(start, cost, width):
     def gradient_norms(w):
         w.requires_grad_()
         sign = torch.from_numpy(np.where(positive, 1, -1))
-        doubled = torch.from_numpy(np.where(positive, 2, 1))  # the weight of positives
         hinge = (1 - sign * (x @ w)).clamp(min=0)
-        loss = w.square().sum() / 2 + (doubled * costs * hinge**2).sum()
+        weights = costs * torch.from_numpy(np.where(positive, 2, 1))
+        loss = w.square().sum() / 2 + (weights * hinge**2).sum()
         return torch.autograd.grad(loss, w)[0].norm(dim=0)
 
     at_zero = gradient_norms(torch.zeros_like(solved))
@@ -96,6 +94,7 @@ def test_interpolated_average_precision():
     precisions = (above * truth).sum(1) / above.sum(1)
     gains = np.diff((above * truth).sum(1) / truth.sum(), prepend=0)  # of recall
     expected = sum(gain * precisions[n:].max() for n, gain in enumerate(gains))
-    [score] = svm.average_precisions(decision[:, None], truth[:, None], "a", True).values()
-    [plain] = svm.average_precisions(decision[:, None], truth[:, None], "a").values()
-    assert score == pytest.approx(100 * expected) and score > plain + 0.1
+    given = decision[:, None], truth[:, None], "a"
+    [score] = svm.average_precisions(*given, interpolated=True).values()
+    assert score == pytest.approx(100 * expected)
+    assert score > svm.average_precisions(*given)["a"] + 0.1
