@@ -209,15 +209,14 @@ def format_scores(scores, classes):
 
 
 def report(results, classes, args):
-    """Print a line for each backbone; write result.json.  results: {source: [scores of a run]}
+    """Print a line for each backbone; write result.json, which has the classes' scores, too.
 
-    The table has a column for each class, too, if there are at most ten.
+    results: {source: [scores of a run]}
     """
     results = {source: over_runs(runs) for source, runs in results.items()}
     content = {"args": vars(args), "backbones": results}
     common.save(f"{args.output}/result.json", json.dumps(content, indent=2))
-    scored = results[args.weights[0]]["mean"]
-    columns = [name for name in scored if len(classes) <= 10 or name not in classes]
+    columns = [name for name in results[args.weights[0]]["mean"] if name not in classes]
     width = max(map(len, results))
     print(" " * width, *(f"{column:>13}" for column in columns))
     for source, scores in results.items():

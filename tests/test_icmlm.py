@@ -63,7 +63,6 @@ def test_frozen_language_model(kind, amp, tmp_path):
     sentences = ["the red dog runs on grass", "a cat is left of a surfboard", "a red shirt"]
     inputs = tokenizer(sentences, padding=True, return_tensors="pt")
     tokens, mask = inputs["input_ids"], inputs["attention_mask"].bool()
-    assert not mask.all()
     exact, logits = model.base_model(**inputs).last_hidden_state, model(**inputs).logits
     for row, visible, encoded in zip(tokens, mask, exact):
         alone = model(row[visible][None], output_hidden_states=True).hidden_states[-1][0]
@@ -80,8 +79,7 @@ def test_frozen_language_model(kind, amp, tmp_path):
 
 
 def test_no_language_model(tmp_path, monkeypatch):
-    """Weights that are missing would be random, and frozen; other models have other heads. A small
-    BERT that diverges is not kept."""
+    """Some weights are missing, and would be random; other heads; a small BERT that diverges"""
     bert = language_model("Bert", tmp_path).bert
     config = transformers.DistilBertConfig(vocab_size=99, n_layers=1, n_heads=2, dim=16)
     distil = transformers.DistilBertForMaskedLM(config)
@@ -95,13 +93,12 @@ def test_no_language_model(tmp_path, monkeypatch):
     assert not (tmp_path / "lm").exists()
 
 
-ATTENTION_WIDTH = 7
 TABLE = torch.randn(9, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 STUB = SimpleNamespace(width=6, token_embeddings=TABLE, mlm_head=lambda states: 2 * states)
 
 
 def linear(x, w, name):
-    return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+    return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
 
 
 def layer_norm(x, w, name):
@@ -113,9 +110,9 @@ def written_att_fc(w, x, words, position, heads, layers):
     s = w["head.b_h"]
     for h in range(heads):
         name = f"head.att.{h}"
-        seen = layer_norm(linear(x, w, f"{name}.sigma_x"), w, f"{name}.norm_x").relu()
-        read = layer_norm(linear(words, w, f"{name}.sigma_w"), w, f"{name}.norm_w").relu()
-        scores = seen @ read.T / math.sqrt(ATTENTION_WIDTH)  # Eq. 3
+        seen = layer_norm(x @ w[f"{name}.sigma_x.weight"].T, w, f"{name}.norm_x").relu()
+        read = layer_norm(words @ w[f"{name}.sigma_w.weight"].T, w, f"{name}.norm_w").relu()
+        scores = seen @ read.T / math.sqrt(7)  # Eq. 3
         s = s + w["head.sigma_h"][h] * scores.exp().sum(1).log()  # Eq. 4
     p = s.softmax(0)
     x = p @ x  # Eq. 5
@@ -125,10 +122,7 @@ def written_att_fc(w, x, words, position, heads, layers):
 
 
 def written_tfm(w, x, words, position, heads, layers):
-    """-> what the masked place gives; how it looks at the photo, as a fraction of all places
-
-    The weights of a place are the means over the heads of softmax(K Q^T / sqrt(D)).
-    """
+    """-> what the masked place gives; how it looks at the photo, as a fraction of all places"""
     z = torch.cat([linear(x, w, "head.project"), words])
     width = z.size(1)  # a head is as wide as the model
     for name in (f"head.layers.{n}" for n in range(layers)):
@@ -153,15 +147,13 @@ def test_heads_are_their_equations(head, written, heads, layers, monkeypatch):
     """att-fc: Eqs. 3-6, tfm: Eqs. 13-15, where padding is cut off; the maps are their weights."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # against half precision
     monkeypatch.setattr(common, "build_backbone", lambda arch: FeaturesAsGiven(5))
-    monkeypatch.setattr(icmlm, "ATTENTION_WIDTH", ATTENTION_WIDTH)
-    torch.manual_seed(0)
+    monkeypatch.setattr(icmlm, "ATTENTION_WIDTH", 7)
+    torch.manual_seed(1)
     model = icmlm.ICMLM("stub", head, STUB, 0, layers, heads).double()
     if head == "att-fc":  # Sec. 3.2: it begins as the mean of its heads
         assert model.head.sigma_h.tolist() == pytest.approx(heads * [1 / heads])
         assert model.head.b_h.tolist() == [0]
     w = random_weights(model, 0.5).eval().state_dict()
-    assert "head.att.0.sigma_x.bias" not in w and "head.att.0.sigma_w.bias" not in w
-    torch.manual_seed(1)
     mask, mask_pos = torch.arange(5) < torch.tensor([[5], [2], [4]]), torch.tensor([3, 0, 2])
     token_features = torch.randn(3, 5, 6, dtype=torch.float64)
     token_features[~mask] = 30  # what pads them is not zero
@@ -197,17 +189,16 @@ def test_triplets_are_photo_caption_and_masked_word(tmp_path):
     expected = [(0, "a <red> dog"), (0, "a red <dog>"), (2, longest.replace("dog", "<dog>"))]
     expected += [(2, "a <red> dog"), (2, "a red <dog>"), (2, "<cat>" + 8 * " surf ##board ##s")]
     args = icmlm.get_args(["--pos", "nn+adj", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit, match="no caption holds a word to mask"):
+        icmlm.load_triplets(args, [data, none], TOKENIZER)
     for second in (val, none):
         concepts, *found = icmlm.load_triplets(args, [data, second], TOKENIZER)
-        assert concepts == {**dict.fromkeys(("dog", "cat", "surfboards"), "nouns"), "red": "adjectives"}
         rows = [written_out(x.data.captions, x.triplets) for x in found]
         assert rows == [expected, [(1, "the <cat> is red"), (1, "the cat is <red>")]]
         (tmp_path / "checkpoint.pth").touch()
-    (tmp_path / "checkpoint.pth").unlink()
+    assert concepts == {"surfboards": "nouns", "dog": "nouns", "cat": "nouns", "red": "adjectives"}
     args.num_concepts = 3
-    assert len(icmlm.load_triplets(args, [data, data], TOKENIZER)[0]) == 3
-    with pytest.raises(SystemExit, match="no caption holds a word to mask"):
-        icmlm.load_triplets(args, [data, none], TOKENIZER)
+    assert len(icmlm.load_triplets(args, [data, val], TOKENIZER)[0]) == 3
 
 
 def test_only_whole_words_of_one_token_are_masked():
@@ -243,8 +234,7 @@ def samples_of(tokenizer, folder):
         pixels[:, :20, 0] = pixels[:, 20:, 2] = 200 + 10 * n
         Image.fromarray(pixels).save(path)
     left, right, red = "a dog left of the cat", "a cat right of the dog", "the red dog"
-    captions = [left, right], [], [right, red], [left, red]
-    data = captioned(*captions, images=photos_at(*paths))
+    data = captioned([left, right], [], [right, red], [left, red], images=photos_at(*paths))
     found = icmlm.find_triplets(data, CONCEPTS, tokenizer)
     args = SimpleNamespace(image_size=16, crop_min=1.0, colour_jitter=0.0, seed=0)
     return icmlm.MaskedWords(data, found, PARTS, tokenizer, args)
@@ -264,8 +254,7 @@ def test_samples_and_batches(tmp_path):
         assert row["flipped"] == blue_left and (i >= len(samples) or not blue_left)
         assert row["image"].max() == 200 + 10 * photo
         flip = {"left": "right", "right": "left"} if blue_left else {}
-        words = ["[CLS]", *captions[n].split(), "[SEP]"]
-        words = [flip.get(word, word) for word in words]
+        words = [flip.get(word, word) for word in f"[CLS] {captions[n]} [SEP]".split()]
         target, words[position] = words[position], "[MASK]"
         assert target == flip.get(CONCEPTS[concept], CONCEPTS[concept])
         seen.add((blue_left, target))
@@ -273,9 +262,8 @@ def test_samples_and_batches(tmp_path):
         expected["target"] = TOKENIZER.convert_tokens_to_ids(target)
         assert {name: batch[name][i].item() for name in expected} == expected
         tokens = TOKENIZER.convert_ids_to_tokens(batch["tokens"][i].tolist())
-        padding = len(tokens) - len(words)
-        assert tokens == words + padding * ["[PAD]"]
-        assert batch["attention_mask"][i].tolist() == len(words) * [True] + padding * [False]
+        assert tokens == words + (len(tokens) - len(words)) * ["[PAD]"]
+        assert batch["attention_mask"][i].tolist() == [token != "[PAD]" for token in tokens]
         tags = {CONCEPTS[k] for k in batch["tags"][i].nonzero().flatten().tolist()}
         assert tags == {flip.get(word, word) for word in " ".join(captions).split()} & set(CONCEPTS)
     assert batch["attention_mask"].any(0).all()
@@ -284,8 +272,8 @@ def test_samples_and_batches(tmp_path):
 
 def test_no_swap_by_pieces(tmp_path):
     """If "right" is several tokens, the target in a flipped photo is still a word."""
-    pieces = [word for word in VOCABULARY if word != "right"] + ["r", "##i", "##g", "##h"]
-    tokenizer = wordpiece(pieces)
+    words = [word for word in VOCABULARY if word != "right"]
+    tokenizer = wordpiece([*words, "r", "##i", "##g", "##h"])
     samples = samples_of(tokenizer, tmp_path)
     for n, (photo, *_, concept) in enumerate(samples.triplets.tolist()):
         for sample in (samples[0, epoch, n] for epoch in range(6)):
@@ -398,9 +386,8 @@ def test_warm_up_of_the_attention(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(icmlm.RECIPES, "steps", 3 * ([0.5, 0.75],))
     init = tmp_path / "init.pth"
     common.save_weights(init, common.build_backbone("resnet18"))
-    flags = "--head att-fc --heads 2 --warmup-attention 0.5 --iters 8 --image-size 32"
-    flags = [*flags.split(), "--init", init, "--keep-every", 4, "--validate-every", 6]
-    run_here(tiny("icmlm", tmp_path, *flags))
+    flags = "--head att-fc --heads 2 --warmup-attention 0.5 --iters 8 --keep-every 4".split()
+    run_here(tiny("icmlm", tmp_path, *flags, "--validate-every", 6, "--init", init))
     given, ended = (torch.load(x, weights_only=True) for x in (init, tmp_path / "backbone.pth"))
     model = torch.load(tmp_path / "model_4.pth", weights_only=True)["model"]
     assert (model["head.att.1.norm_w.weight"] != 1).any()  # the attention is trained

