@@ -112,12 +112,12 @@ def caption_data(name, root=None, split="train"):
         photos, tag_names = coco_photos(root or "datasets/coco", split)
     elif name == "vg":
         photos, tag_names = extra("visual_genome").photos(root or "datasets/vg", split)
-    elif os.path.isfile(name):
+    elif os.path.isfile(name) and name.endswith(".jsonl"):
         photos, tag_names = jsonl_photos(name, root or os.path.dirname(name), split)
     elif os.path.isdir(name):
         return extra("shards").caption_data(name, split)
     else:
-        fail(f"there is no {name}: --data is shapes, coco, vg, a .jsonl or a folder of shards")
+        fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of shards")
     if not photos:
         fail(f"--data {name} has no photo of the split {split}")
     paths, captions, tags = zip(*photos)
@@ -589,9 +589,10 @@ def apply_recipe(args, script, table, **paper):
     args.recipe = args.recipe or ("demo" if args.data == "shapes" else by_data)
     recipe = {name: row[RECIPE_NAMES.index(args.recipe)] for name, row in table.items()}
     recipe |= paper if args.recipe == "paper" else {}
-    if args.iters and args.epochs:
-        fail("--iters and --epochs both give the length of training: choose one")
-    if args.iters or args.epochs:
+    lengths = [length for length in (args.iters, args.epochs) if length is not None]
+    if len(lengths) > 1 or min(lengths, default=1) <= 0:
+        fail("give --iters or --epochs, one of them and above 0")
+    if lengths:
         recipe |= {"iters": None, "epochs": None}
     year = "2017" if args.data == "coco" else ""
     recipe |= {"train_split": f"train{year}", "val_split": f"val{year}"}
@@ -601,6 +602,8 @@ def apply_recipe(args, script, table, **paper):
     for name, value in recipe.items():
         if getattr(args, name, None) is None:
             setattr(args, name, batch_scale * value if name in ("lr", "text_lr") else value)
+    if args.fresh and Path(args.init or "").parent == Path(args.output):
+        fail(f"--fresh would delete --init {args.init}: choose another --output")
     parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
     if args.batch_size < 1 or args.batch_size % parts:
         fail(f"--batch-size {args.batch_size} cannot be divided by {parts}, which is the number of "
@@ -658,7 +661,7 @@ def start(args):
         return {}
     saved = read_checkpoint(folder / "checkpoint.pth", args.script)
     for name, now in vars(args).items():
-        before = saved["args"].get(name)
+        before = saved["args"].get(name, now)  # a flag may be new
         if before != now and name not in RESUME_CAN_CHANGE:
             fail(f"{folder} holds a run with {name.replace('_', '-')} {before}, not {now}: choose "
                  "another --output, or give --fresh to start over")  # fmt: skip

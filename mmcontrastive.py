@@ -684,7 +684,7 @@ def batchnorm_group(args):
     size = args.batch_size // groups
     if groups % parts or size * groups != args.batch_size or size < 2:
         fail(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} groups of "
-             f"two or more in {parts} parts (processes, accumulate)")  # fmt: skip
+             f"two or more in {parts} parts (processes, accumulate): try fewer")  # fmt: skip
     return size
 
 

@@ -22,7 +22,7 @@ ROOMS = [name for name in FILES if name.startswith(("extras/", "downstream/"))]
 OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "tools", "tests"}
 
 BUDGETS = {  # lines, tokens: 5% more than was planned, but for virtex.py
-    "common.py": (769, 5197),
+    "common.py": (772, 5197),
     "virtex.py": (660, 4600),
     "tp.py": (640, 4685),
     "icmlm.py": (804, 6040),  # 2% more: with the concepts of tp.py, of which it has a copy

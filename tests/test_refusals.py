@@ -16,8 +16,8 @@ JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} 
 
 # After --data coco: flags, and words of the message.
 ALL_SCRIPTS = [
-    ("--data nonsense", "there is no nonsense: --data is shapes, coco, vg, a .jsonl"),
-    ("--data missing.jsonl", "there is no missing.jsonl"),
+    ("--data nonsense", "no data set nonsense: --data is shapes, coco, vg, a .jsonl"),
+    ("--data missing.jsonl", "no data set missing.jsonl"),
     ("--val-split val2014", "captions_val2014.json: see --root, --train-split and --val-split"),
     ("--data shapes --train-split test", "--data shapes has no split test"),
     ("--data {tmp}/bad.jsonl", "bad.jsonl, line 2: KeyError('image'). Expected: " + JSONL),
@@ -25,7 +25,9 @@ ALL_SCRIPTS = [
     ("--data", "argument --data: expected one argument"),
     ("--batch 8", "unrecognized arguments: --batch 8"),
     ("--batch-size 0", "--batch-size 0 cannot be divided by 1"),
-    ("--iters 5 --epochs 1", "--iters and --epochs both give the length of training"),
+    ("--iters 5 --epochs 1", "give --iters or --epochs, one of them and above 0"),
+    ("--iters 0", "give --iters or --epochs, one of them and above 0"),
+    ("--fresh --output runs --init runs/x.pth", "--fresh would delete --init runs/x.pth"),
 ]
 INIT = [
     ("--init none.pth", "there is no none.pth"),

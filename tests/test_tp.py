@@ -20,13 +20,9 @@ import tp
 from extras import shapes
 
 
-def arguments(flags=""):
-    return tp.get_args(["--amp", "off", *flags.split()])
-
-
 def labels_in(folder, train, val, flags=""):
     """What tp.py makes of these captions and tags -> .names, .train, .val"""
-    args = arguments(f"--output {folder} {flags}")
+    args = tp.get_args(f"--output {folder} --amp off {flags}".split())
     tp.make_labels(args, (train, val), CPU, folder / "labels.npz")
     names, labels, val_labels = tp.load_labels(folder / "labels.npz", len(train))
     assert labels.dtype == np.float32 and labels.shape == (len(train), len(names))
@@ -91,7 +87,6 @@ def test_tag_heads():
     first, last = [module for module in head if isinstance(module, nn.Linear)]
     hidden = (features.mean((2, 3)) @ first.weight.T + first.bias).clamp(min=0)
     torch.testing.assert_close(head(features), hidden @ last.weight.T + last.bias)
-
     head, x = tp.tag_head("vgg16_bn", 6, 4).eval(), features
     convolutions = [module for module in head if isinstance(module, nn.Conv2d)]
     norms = [module for module in head if isinstance(module, nn.BatchNorm2d)]
@@ -103,18 +98,6 @@ def test_tag_heads():
 
 
 @torch.no_grad()
-def literal_vectors(folder, captions):
-    """psi(c)_[CLS]: each caption alone through BERT, the last layer, before the pooler"""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model, vectors = transformers.BertForMaskedLM.from_pretrained(folder).eval(), []
-    for caption in captions:
-        inputs = tokenizer(caption, return_tensors="pt")
-        assert inputs["input_ids"][0, 0] == tokenizer.cls_token_id
-        hidden = model(**inputs, output_hidden_states=True).hidden_states[-1]
-        vectors.append(hidden[0, 0].numpy())
-    return np.stack(vectors)
-
-
 def test_clusters_are_equation_1(tiny_lm, coco_folder, tmp_path):
     """A caption's label is the centre nearest to its [CLS] vector, the mean of its cluster.
     A photo has the labels of all its captions; a cluster is called by the nearest of them.
@@ -125,7 +108,14 @@ def test_clusters_are_equation_1(tiny_lm, coco_folder, tmp_path):
     some = [rng.choice(captions, rng.integers(1, 4), replace=False).tolist() for _ in range(26)]
     train, val = captioned(*some[:20]), captioned(*some[20:])
     labels = labels_in(tmp_path, train, val, f"--labels cluster --lm {tiny_lm} --num-labels 5")
-    vectors = dict(zip(captions, literal_vectors(tiny_lm, captions)))
+    # psi(c)_[CLS]: each caption alone through BERT, the last layer, before the pooler
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_lm)
+    model, vectors = transformers.BertForMaskedLM.from_pretrained(tiny_lm).eval(), {}
+    for caption in captions:
+        inputs = tokenizer(caption, return_tensors="pt")
+        assert inputs["input_ids"][0, 0] == tokenizer.cls_token_id
+        hidden = model(**inputs, output_hidden_states=True).hidden_states[-1]
+        vectors[caption] = hidden[0, 0].numpy()
     # The centres: K-means has converged, so that each is the mean of those that it is nearest to.
     kmeans = KMeans(5, init="random", n_init=1, max_iter=20, random_state=0)
     centres = kmeans.fit(np.stack([vectors[c] for c in train.all_captions()])).cluster_centers_
@@ -179,18 +169,14 @@ def test_postag_labels(tmp_path, capsys):
     concepts = json.loads((tmp_path / "concepts.json").read_text())
     assert concepts["nouns"]["dog"] == 3 and concepts["adjectives"]["red"] == 2
     assert "2 of 6 captions are left out" in capsys.readouterr().out
-
     fewer = labels_in(tmp_path, train, val, "--num-labels 2")
     assert words(fewer, fewer.train) == [{"dog", "red"}, {"dog", "red"}, set()]
 
 
-ANIMAL, STREET = ["the dog runs over grass", "brown dog"], ["a bus on the street", "cars of blue"]
-
-
 def test_topics_are_probabilities(tmp_path):
     """Sec. 4: a document is all captions of an image, without stop words; targets sum to one."""
-    captions = [ANIMAL if n % 2 else STREET for n in range(40)]
-    train = captioned(*captions, ["this is the one and only"])
+    animal, street = ["the dog runs over grass", "brown dog"], ["a bus on the street", "blue cars"]
+    train = captioned(*[street, animal] * 20, ["this is the one and only"])
     val = captioned(["dog on the grass"], ["a purple zebra yawns"], ["bus in the street"])
     labels = labels_in(tmp_path, train, val, "--labels lda --num-labels 2")
     rows, val_rows = labels.train.toarray(), labels.val.toarray()
@@ -257,7 +243,6 @@ def test_scores():
 COSINE = {0: 3e-2, 25_000: 1.5e-2 * (1 + math.sqrt(0.5)), 50_000: 1.5e-2, 100_000: 0}
 TP_VGG = {0: 1e-4, 79_999: 1e-4, 80_000: 1e-5, 89_999: 1e-5, 90_000: 1e-6, 100_000: 1e-6}
 ROTNET = {0: 1e-3, 99_999: 1e-3, 100_000: 1e-4, 109_999: 1e-4, 110_000: 1e-5, 120_000: 1e-5}
-VGG = "--arch vgg16_bn"
 
 
 @pytest.mark.parametrize(
@@ -265,16 +250,16 @@ VGG = "--arch vgg16_bn"
     [
         ("", "resnet50", torch.optim.SGD, 1e-4, COSINE),
         ("--arch resnet50 --labels rotation", "resnet50", torch.optim.SGD, 1e-4, COSINE),
-        (VGG, "vgg16_bn", torch.optim.RAdam, 1e-3, TP_VGG),
-        (f"{VGG} --labels=instances", "vgg16_bn", torch.optim.RAdam, 1e-3, TP_VGG),
-        (f"{VGG} --labels rotation", "vgg16_bn", torch.optim.RAdam, 1e-5, ROTNET),
+        ("--arch vgg16_bn", "vgg16_bn", torch.optim.RAdam, 1e-3, TP_VGG),
+        ("--arch vgg16_bn --labels=instances", "vgg16_bn", torch.optim.RAdam, 1e-3, TP_VGG),
+        ("--arch vgg16_bn --labels rotation", "vgg16_bn", torch.optim.RAdam, 1e-5, ROTNET),
         ("--labels rotation", "vgg16_bn", torch.optim.RAdam, 1e-5, ROTNET),
     ],
 )
 def test_appendix_f1(flags, arch, optimizer, decay, rates):
     """The learning rates by iteration of runs on coco and vg, in batches of 128"""
     for data in ("coco", "vg"):
-        args = arguments(f"--data {data} {flags}")
+        args = tp.get_args(f"--data {data} {flags}".split())
         assert (args.arch, args.batch_size, args.iters) == (arch, 128, max(rates))
         parameter = nn.Parameter(torch.zeros(1))
         built = common.build_optimizer(args.optimizer, [parameter], args.lr, args.weight_decay)
