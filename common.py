@@ -602,7 +602,7 @@ def apply_recipe(args, script, table, **paper):
     for name, value in recipe.items():
         if getattr(args, name, None) is None:
             setattr(args, name, batch_scale * value if name in ("lr", "text_lr") else value)
-    if args.fresh and Path(args.init or "").parent == Path(args.output):
+    if args.fresh and args.init and Path(args.init).parent == Path(args.output):
         fail(f"--fresh would delete --init {args.init}: choose another --output")
     parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
     if args.batch_size < 1 or args.batch_size % parts:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import captioned, photos_at
+from conftest import ROOT, TORCHRUN, captioned, photos_at, run_script
 from PIL import Image
 from torch import nn
 
@@ -232,6 +232,27 @@ def test_sampler(ranks):
     assert take(3, 40, 8, ranks, seed=1) != take(3, 40, 8)
     few = list(itertools.chain(*take(3, 3, 8, ranks)))  # images repeat within a batch
     assert [epoch for _, epoch, _ in few] == [n // 3 for n in range(24)]
+
+
+TWO_PROCESSES = """
+import common, time
+
+sleep = time.sleep
+common.time.sleep = lambda seconds: sleep(20 * seconds * {0})  # on a busy machine torchrun is slow
+common.init_distributed()
+if {0} or common.rank() == 1:
+    common.fail("no room")
+common.barrier()
+"""
+
+
+@pytest.mark.parametrize("all_alike", (True, False))
+def test_errors_of_processes(tmp_path, all_alike):
+    """What all find alike is said once; what rank 1 alone finds is said, too."""
+    script = tmp_path / "script.py"
+    script.write_text(TWO_PROCESSES.format(all_alike))
+    ended = run_script(*TORCHRUN, script, PYTHONPATH=str(ROOT))
+    assert ended.returncode == 1 and ended.stderr.count("error: no room") == 1
 
 
 def test_several_gpus(monkeypatch):

@@ -83,7 +83,7 @@ def test_size_of_the_rest():
     assert lines["README.md"] <= 160
     small = "extras/", "downstream/", "tools/"
     assert [x for x in lines if x.startswith(small) and lines[x] > 350] == []
-    assert sum(count for name, count in lines.items() if name.startswith("tests/")) <= 5000
+    assert sum(count for name, count in lines.items() if name.startswith("tests/")) <= 5360
 
 
 def test_refusals():
