@@ -87,10 +87,10 @@ def test_size_of_the_rest():
 
 
 def test_refusals():
-    """At most 61 places where the scripts of the top level refuse something"""
+    """At most 62 places where the scripts of the top level refuse something"""
     nodes = [node for name in TOP for node in ast.walk(ast.parse(FILES[name].read_text()))]
     calls = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
-    assert sum(call in ("fail", "common.fail", "parser.error") for call in calls) <= 61
+    assert sum(call in ("fail", "common.fail", "parser.error") for call in calls) <= 62
 
 
 def copies(name):

@@ -222,7 +222,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("key, prefix, more", OTHERS.values(), ids=OTHERS)
 def test_checkpoints_of_others(key, prefix, more, tmp_path):
-    """The backbone in them is found: its tensors and none of the heads'. A message names the rest."""
+    """The backbone in them is found: its tensors, none of the heads. A message names the rest."""
     state = common.build_backbone("resnet18").state_dict()
     content = {prefix + name: x for name, x in state.items()}
     if prefix == "module.":  # files from before PyTorch 0.4.1
