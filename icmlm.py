@@ -270,7 +270,6 @@ POS = "nn", "nn+adj", "nn+adj+vb"  # --pos [Tab. 4]
 TAGGERS = "textblob", "spacy"
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
-UNIVERSAL = {"NOUN": "nouns", "PROPN": "nouns", "ADJ": "adjectives", "VERB": "verbs"}  # spaCy's
 # Auxiliary verbs name nothing visible. spaCy has a tag for them; the Penn tags do not. [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
@@ -304,21 +303,16 @@ def filter_captions(data, tokenize):
 
 def tag_words(captions, tagger):
     """Yield (word, "nouns" | "adjectives" | "verbs" | None) for each word of the captions."""
-    if tagger == "textblob":
-        from textblob.en.taggers import PatternTagger  # its lexicon is in the package
+    rows = map(words_of, captions)
+    if tagger == "spacy":
+        yield from common.extra("spacy_tagger").tag_words(rows)
+        return
+    from textblob.en.taggers import PatternTagger  # its lexicon is in the package
 
-        pattern = PatternTagger()
-        for caption in captions:
-            for word, tag in pattern.tag(" ".join(words_of(caption)), tokenize=False):
-                yield word, PENN.get(tag[:2])
-    else:
-        import spacy  # python -m spacy download en_core_web_sm
-
-        nlp = spacy.load("en_core_web_sm", disable=["parser", "ner", "lemmatizer"])
-        documents = (spacy.tokens.Doc(nlp.vocab, words_of(caption)) for caption in captions)
-        for document in nlp.pipe(documents):
-            for token in document:
-                yield token.text, UNIVERSAL.get(token.pos_)
+    pattern = PatternTagger()
+    for words in rows:
+        for word, tag in pattern.tag(" ".join(words), tokenize=False):
+            yield word, PENN.get(tag[:2])
 
 
 def count_concepts(captions, tagger):
