@@ -45,7 +45,6 @@ import json
 import math
 import os
 import re
-import shutil
 from array import array
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -175,7 +174,9 @@ def main(args):
     # Data: the frozen language model, and one triplet for each word that can be masked.
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    lm_name = scratch_model(args, init, train, device) if args.lm == "scratch" else args.lm
+    lm_name = args.lm
+    if lm_name == "scratch":
+        lm_name = common.extra("small_bert").made_once(args, init, train, device)
     tokenizer, lm = load_language_model(lm_name, device, args.amp)
     concepts, triplets, val_triplets = load_triplets(args, [train, val], tokenizer)
     iters = args.iters or math.ceil(args.epochs * len(triplets) / args.batch_size)
@@ -456,21 +457,6 @@ def collate(samples):
 
 
 # --------------------------------------------------------------------- the frozen language model
-
-
-def scratch_model(args, init, train, device):
-    """--lm scratch: a small BERT, or that of the run that --init continues -> its folder"""
-
-    def make(folder):
-        earlier = Path(args.init or "").parent / "language_model"
-        if "model" in init and earlier.exists():
-            shutil.copytree(earlier, folder, dirs_exist_ok=True)
-        else:
-            small_bert = common.extra("small_bert")
-            how = args.lm_iters, args.seed, device, args.amp, args.lm_layers
-            small_bert.train(folder, train.all_captions(), *how)
-
-    return common.once(args, "language_model", make)
 
 
 def load_language_model(name, device, amp):

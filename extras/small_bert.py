@@ -6,6 +6,8 @@ predict the tokens of its caption, since TP-Cluster needs its vector. [ours]
 
 import itertools
 import math
+import shutil
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -73,6 +75,23 @@ def train(folder, captions, iters, seed, device, amp, layers=4, width=256):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return tokenizer, model.config
+
+
+def made_once(args, init, data, device):
+    """--lm scratch of icmlm.py: a small BERT, or that of the run that --init continues
+
+    init: from common.read_init.  data: CaptionData -> its folder
+    """
+
+    def make(folder):
+        earlier = Path(args.init or "").parent / "language_model"
+        if "model" in init and earlier.exists():
+            shutil.copytree(earlier, folder, dirs_exist_ok=True)
+        else:
+            how = args.lm_iters, args.seed, device, args.amp, args.lm_layers
+            train(folder, data.all_captions(), *how)
+
+    return common.once(args, "language_model", make)
 
 
 def of_flags(args, captions, folder, device):

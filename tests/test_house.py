@@ -24,8 +24,8 @@ OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "to
 BUDGETS = {  # lines, tokens: 5% more than was planned, but for virtex.py
     "common.py": (772, 5197),
     "virtex.py": (660, 4600),
-    "tp.py": (640, 4685),
-    "icmlm.py": (804, 6040),  # 2% more: with the concepts of tp.py, of which it has a copy
+    "tp.py": (640, 4672),
+    "icmlm.py": (787, 5860),
     "mmcontrastive.py": (840, 6352),
     "eval_linear.py": (840, 6037),
 }
