@@ -16,7 +16,7 @@ WORD = re.compile(r"[^\W\d_]+(?:-[^\W\d_]+)*")  # t-shirt is one
 def tagged(args, data):
     """-> CaptionData whose tags are the most frequent nouns of its captions [Sec. 4.4]"""
     find = partial(find_nouns, data.all_captions(), args.tags)
-    nouns = json.loads(common.once(args, "nouns.json", find).read_text())
+    nouns = common.read_json(common.once(args, "nouns.json", find))
     tags = []
     for captions in data.captions:
         words = set(WORD.findall(" ".join(captions).lower()))
@@ -34,15 +34,11 @@ def find_nouns(captions, tagger, path):
         pattern = PatternTagger()
         tagged = (pair for row in words for pair in pattern.tag(" ".join(row), tokenize=False))
     else:
-        import spacy  # python -m spacy download en_core_web_sm
-
-        nlp = spacy.load("en_core_web_sm", disable=["parser", "ner", "lemmatizer"])
-        documents = nlp.pipe(spacy.tokens.Doc(nlp.vocab, row) for row in words)
-        tagged = ((token.text, token.pos_) for document in documents for token in document)
+        tagged = common.extra("spacy_tagger").tag_words(words)
     counts, as_noun = Counter(), Counter()
     for word, tag in tagged:
         counts[word] += 1
-        as_noun[word] += tag.startswith(("NN", "NOUN", "PROPN"))  # TextBlob's tags and spaCy's
+        as_noun[word] += (tag or "").startswith(("NN", "nouns"))  # TextBlob's, ours of spaCy's
     nouns = [word for word in counts if len(word) > 1 and as_noun[word] > counts[word] / 2]
     nouns.sort(key=lambda word: (-counts[word], word))
     sides = "left", "right"  # wrong in a flipped photo

@@ -1,4 +1,4 @@
-"""The paper's tagger: --tagger spacy of tp.py and icmlm.py [ICMLM Sec. 3.1].
+"""spaCy: --tagger spacy of tp.py and icmlm.py [ICMLM Sec. 3.1], --tags nouns-spacy.
 
     pip install spacy && python -m spacy download en_core_web_sm
 """
