@@ -8,14 +8,19 @@
 """
 
 import argparse
+import html
 import importlib
 import json
 import math
+import mmap
 import os
-import re
+import shlex
+import shutil
 import sys
 import time
+import unicodedata
 import warnings
+import zlib
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,9 +28,10 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+import regex
 import torch
 import torch.distributed as dist
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
@@ -117,9 +123,8 @@ def caption_data(name, root=None, split="train"):
     elif os.path.isdir(name):
         return extra("shards").caption_data(name, split)
     else:
-        fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of shards")
-    if not photos:
-        fail(f"--data {name} has no photo of the split {split}")
+        fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of shards; "
+             "python tools/to_jsonl.py FILE converts other files")  # fmt: skip
     paths, captions, tags = zip(*photos)
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing:
@@ -128,7 +133,9 @@ def caption_data(name, root=None, split="train"):
     index = {tag: k for k, tag in enumerate(tag_names)}
     tags = [sorted({index[tag] for tag in row}) for row in tags]
     images = np.array(paths, STRINGS)
-    return CaptionData(images, Lists(captions, STRINGS), Lists(tags, int), tag_names or None)
+    data = CaptionData(images, Lists(captions, STRINGS), Lists(tags, int), tag_names or None)
+    require_decodable(data)
+    return data
 
 
 def read_json(path):
@@ -138,8 +145,13 @@ def read_json(path):
 
 
 def one_line(text):
-    """Single spaces for all white space; half an emoji, of a text that was cut, becomes "?" """
-    return " ".join(text.encode(errors="replace").decode().split())
+    """Composed characters (NFC), without HTML's entities, and with single spaces
+
+    Half an emoji, of a text that was cut, becomes "?".
+    """
+    text = regex.sub(r"&#?\w+;", lambda entity: html.unescape(entity[0]), text)
+    text = unicodedata.normalize("NFC", text.encode(errors="replace").decode())
+    return " ".join(text.split())
 
 
 def coco_photos(root, split):
@@ -149,19 +161,20 @@ def coco_photos(root, split):
     -> (path, captions, tags) of each photo, the names of all tags
     """
     content = read_json(f"{root}/annotations/captions_{split}.json")
-    captions, tags, names = defaultdict(list), defaultdict(list), {}
-    for row in content["annotations"]:
-        captions[row["image_id"]].append(one_line(row["caption"]))
     instances = f"{root}/annotations/instances_{split}.json"
-    if os.path.exists(instances):
-        annotated = read_json(instances)
-        names = {row["id"]: row["name"] for row in annotated["categories"]}
-        for row in annotated["annotations"]:
+    annotated = read_json(instances) if os.path.exists(instances) else {}
+    names = {row["id"]: one_line(row["name"]) for row in annotated.get("categories", [])}
+    captions, tags, photos = defaultdict(list), defaultdict(list), []
+    try:
+        for row in content["annotations"]:
+            captions[row["image_id"]].append(one_line(row["caption"]))
+        for row in annotated.get("annotations", []):
             tags[row["image_id"]].append(names[row["category_id"]])
-    photos = []
-    for image in content["images"]:
-        path = os.path.join(root, split, image["file_name"])
-        photos.append((path, captions[image["id"]], tags[image["id"]]))
+        for row in content["images"]:
+            path = os.path.join(root, split, row["file_name"])
+            photos.append((path, captions[row["id"]], tags[row["id"]]))
+    except (KeyError, AttributeError) as error:
+        fail(f"{root}, split {split}: {error!r} in {str(row)[:200]}")
     return photos, [names[category] for category in sorted(names)]
 
 
@@ -176,37 +189,54 @@ def jsonl_photos(path, root, split):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)  # detects the encoding of bytes
+            row = json.loads(line)
             captions, tags = row.get("captions", []), row.get("tags", [])
-            if "caption" in row or not isinstance(captions, list) or not isinstance(tags, list):
-                raise ValueError('"captions" (not "caption") and "tags" are lists of strings')
+            others = row.keys() & {"caption", "text", "title", "file_name", "filepath"}
+            if others and "captions" not in row or not isinstance(captions, list):
+                raise ValueError(f"there is {', '.join(row)}, but no list of captions")
             captions = [one_line(caption) for caption in captions]
-            photos.append((os.path.join(root, row["image"]), captions, list(map(str, tags))))
+            tags = [one_line(str(tag)) for tag in tags]
+            photos.append((os.path.join(root, row["image"]), captions, tags))
             splits.append(row.get("split"))
-        except Exception as error:  # no JSON, no "image", wrong types
-            fail(f"{path}, line {number}: {error!r}. Expected: {JSONL}")
+        except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
+            fail(f"{path}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
+                 f"{JSONL}. tools/to_jsonl.py converts other files")  # fmt: skip
     if len({image for image, *_ in photos}) < len(photos):
         fail(f"{path} repeats an image: one line should have all its captions")
     if not any(splits):
         order = np.random.default_rng(0).permutation(len(photos))
         for n in order[: max(1, len(photos) // 20)]:
             splits[n] = "val"
+    splits = [found or "train" for found in splits]
+    if split not in splits:
+        found = ", ".join(sorted({*splits}))
+        fail(f"{path} has no split {split}, but {found}: see --train-split, --val-split")
     tag_names = dict.fromkeys(tag for *_, tags in photos for tag in tags)
-    photos = [photo for photo, found in zip(photos, splits) if (found or "train") == split]
+    photos = [photo for photo, found in zip(photos, splits) if found == split]
     return photos, list(tag_names)
+
+
+UNSPACED = regex.compile(r"\p{Han}|\p{Hiragana}|\p{Katakana}|\p{Thai}|\p{Lao}|\p{Khmer}")
+
+
+def require_spaces(captions):
+    """For what needs words: these scripts (Chinese, Japanese, Thai...) write no spaces between."""
+    if sum(map(bool, map(UNSPACED.search, captions))) > len(captions) / 2:
+        fail("captions are split into words at spaces, and most of these have none: use virtex.py, "
+             "mmcontrastive.py or tp.py --labels cluster")  # fmt: skip
 
 
 def swap_left_right(caption):
     """The caption of the flipped photo: the whole words left and right are swapped."""
     other = {"left": "right", "right": "left"}
-    return re.sub(r"\b(left|right)\b", lambda word: other[word[0].lower()], caption, flags=re.I)
+    return regex.sub(r"(?i)\b(left|right)\b", lambda word: other[word[0].lower()], caption)
 
 
 # ----------------------------------------------------------------------------- photos to batches
 
 
 class Unreadable(Exception):
-    """A photo that cannot be decoded; the message is its path."""
+    """A photo that cannot be decoded; the message is its path and the reason."""
 
 
 class Photos(Dataset):
@@ -234,7 +264,7 @@ class Photos(Dataset):
             try:
                 return self.sample(candidate % len(self), rng)
             except Unreadable as error:
-                report_once(f"cannot decode {error}: the next photo is used")
+                report_once(f"cannot decode {error}", ": the next photo is used")
                 unreadable.add(str(error))
             if len(unreadable) == 100:
                 break
@@ -249,7 +279,60 @@ class Photos(Dataset):
         return {"image": image[:, ::-1] if flipped else image, "jitter": jitter, "flipped": flipped}
 
 
-report_once = cache(tqdm.write)  # in each process
+reported = mmap.mmap(-1, 2**16)  # by this process or its DataLoaders' workers, which share it
+
+
+def report_once(what, more=""):
+    place = zlib.crc32(what.encode()) % len(reported)
+    if not reported[place]:
+        reported[place] = 1
+        tqdm.write(what + more)
+
+
+def require_decodable(data):
+    """End at once, not after hours, if none of the first hundred photos can be decoded."""
+    for index in range(min(100, len(data))):
+        try:
+            return read_crops(data, index, [centre_crop], size=1)
+        except Unreadable as error:
+            unreadable = error
+    fail(f"none of the first {index + 1} photos can be decoded, for example {unreadable}")
+
+
+# What turns a photo upright whose EXIF orientation is 2 to 8; from 5 on, its sides are swapped.
+TURNS = """FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE
+ROTATE_90""".split()
+
+
+def orientation(image):
+    """EXIF's, from 2 to 8; 1, upright, if there is none or the metadata are broken"""
+    if image.format == "TIFF":
+        return 1  # PIL turns these itself
+    try:
+        found = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # a dozen kinds: metadata are no reason to refuse pixels
+        return 1
+    return next((n for n in range(2, 9) if found in (n, f"{n}", f"{n}".encode(), bytes([n]))), 1)
+
+
+def to_rgb(image):
+    """A PIL image as people see it: turned as EXIF says, and on white where it is transparent
+
+    What has more than 8 bits (X-rays, thermal images) is scaled from its own range to 0..255.
+    """
+    turn = orientation(image)
+    if image.mode[0] in "IF":
+        values = np.asarray(image, float)
+        finite = values[np.isfinite(values)]
+        low, high = finite.min(), finite.max()
+        with np.errstate(invalid="ignore"):  # 0 / 0 of a constant image becomes grey
+            grey = np.nan_to_num((values - low) / (high - low), nan=0.5, posinf=1, neginf=0)
+        image = Image.fromarray((255 * grey).round().astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    image = image.convert("RGB")
+    return image.transpose(Image.Transpose[TURNS[turn - 2]]) if turn > 1 else image
 
 
 def read_crops(data, index, crops, size):
@@ -260,21 +343,20 @@ def read_crops(data, index, crops, size):
     """
     try:
         image = data.open(data.images[index])
-        if image.getexif().get(ExifTags.Base.Orientation, 1) > 1:
-            image = ImageOps.exif_transpose(image)  # only if needed: it decodes all pixels
-        full_size = np.array(image.size)
+        order = -1 if orientation(image) > 4 else 1  # of width and height: they are to be swapped
+        full_size = np.array(image.size[::order])
         boxes = np.array([crop(*full_size) for crop in crops])  # left, top, right, bottom
-        if image.format == "JPEG":
+        if image.format in ("JPEG", "MPO"):  # MPO: several JPEGs, of phones
             smallest = (boxes[:, 2:] - boxes[:, :2]).min(0)  # crop's width and height, in pixels
-            image.draft("RGB", np.ceil(size * full_size / smallest).astype(int).tolist())
-        if image.mode.startswith("I"):  # 16 bits, which PIL would clip to white
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        image = image.convert("RGB")
+            needed = np.ceil(size * full_size / smallest).astype(int).tolist()
+            image.draft("RGB", needed[::order])
+        image = to_rgb(image)
         boxes = boxes * np.tile(image.size / full_size, 2)  # draft may have shrunk it
         boxes = np.minimum(boxes, np.tile(image.size, 2)).tolist()  # rounding errors may exceed it
         return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes]
     except Exception as error:  # PIL's decoders raise a dozen kinds
-        raise Unreadable(str(data.images[index])) from error
+        reason = str(error).replace(f" {str(data.images[index])!r}", "")
+        raise Unreadable(f"{data.images[index]} ({reason or type(error).__name__})") from error
 
 
 def random_crop(rng, min_area, width, height):
@@ -611,12 +693,19 @@ def apply_recipe(args, script, table, **paper):
 
 
 def save(path, content):
-    """A text, or what torch.save takes. A crash or a full disk leaves the old file intact."""
+    """A text, JSON or what torch.save takes. A crash or a full disk leaves the old file intact."""
     temporary = Path(f"{path}.tmp")
-    if isinstance(content, str):
-        temporary.write_text(content)
-    else:
-        torch.save(content, temporary)
+    if f"{path}".endswith(".json"):
+        content = json.dumps(content, indent=2, ensure_ascii=False)
+    try:
+        if isinstance(content, str):
+            temporary.write_text(content, "utf-8")
+        else:
+            torch.save(content, temporary)
+    except (OSError, RuntimeError) as error:  # the latter is torch's, which names no reason
+        free = shutil.disk_usage(temporary.parent).free >> 20
+        temporary.unlink(missing_ok=True)
+        fail(f"cannot write {path}, where {free} MB are free: {error}")
     temporary.replace(path)
 
 
@@ -634,15 +723,18 @@ def read_checkpoint(path, script=None):
             content = torch.load(path, map_location="cpu", weights_only=True)
         found = content.get("script")
     except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
-        fail(f"{path} is not a checkpoint, or is truncated ({type(error).__name__})")
+        code = regex.search(r"GLOBAL \S+", str(error))  # what torch does not load
+        reason = f"it holds {code[0]}: save tensors alone" if code else type(error).__name__
+        fail(f"{path} is not a checkpoint, or is truncated ({reason})")
     if script not in (None, found):
         fail(f"{path} is not a checkpoint.pth or model_N.pth of {script}.py")
     return content
 
 
-# Flags that may change on resuming: where and how fast a run goes on, and what is measured.
-RESUME_CAN_CHANGE = """output root fresh workers amp compile accumulate log_every checkpoint_every
-keep_every validate_every""".split()
+# Flags that may change on resuming: where things are, how fast it goes, and what is measured. Of
+# --data, which may be spelled otherwise, `restore` compares the size.
+RESUME_CAN_CHANGE = """output data root fresh workers amp compile accumulate log_every
+checkpoint_every keep_every validate_every""".split()
 
 
 def start(args):
@@ -654,7 +746,7 @@ def start(args):
     if is_main():
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.iterdir() if args.fresh else ():
-            if re.fullmatch(r"result\.json|(checkpoint|backbone|model_\d+)\.pth", old.name):
+            if regex.fullmatch(r"result\.json|(checkpoint|backbone|model_\d+)\.pth", old.name):
                 old.unlink()
     barrier()
     if not (folder / "checkpoint.pth").exists():
@@ -686,14 +778,16 @@ def restore(args, saved, data, iters, **parts):
     saved: from `start`.  data: of the same size as before.  iters: the whole length. The result
     has the same bits as an uninterrupted run (one process on a CPU).
     """
-    args.photos = len(data)
+    args.photos, args.captions = len(data), int(data.captions.ends[-1])
     about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
     if is_main():
-        save(f"{args.output}/args.json", json.dumps(vars(args) | about, indent=2))
+        save(f"{args.output}/args.json", vars(args) | about)
     if not saved:
         return 0
-    if saved["args"]["photos"] != len(data):
-        fail(f"{args.output} holds a run on {saved['args']['photos']} photos, not {len(data)}")
+    for what in "photos", "captions":
+        before, now = saved["args"].get(what), getattr(args, what)
+        if before not in (None, now):
+            fail(f"{args.output} holds a run on {before} {what}, not {now}")
     for name, part in parts.items():
         if saved[name]:  # a scaler that was not in use has no state
             part.load_state_dict(saved[name])
@@ -764,9 +858,10 @@ class Metrics:
 
 def write_result(args, data, **result):
     """Write result.json, the scores of the method's own task; print how to measure the backbone."""
-    save(f"{args.output}/result.json", json.dumps(result, indent=2))
-    labels = f"{args.data} --root {args.root}" if args.root else args.data
+    save(f"{args.output}/result.json", result)
+    labels = ["--data", args.data, *(["--root", args.root] if args.root else [])]
     if not data.tag_names:
-        labels = "folder --root LABELLED_PHOTOS"
-    print_main(f"measure it: python eval_linear.py --weights {args.output}/backbone.pth random "
-               f"--image-size {args.image_size} --data {labels}")  # fmt: skip
+        labels = "--data", "folder", "--root", "LABELLED_PHOTOS"
+    size = "--image-size", str(args.image_size)
+    command = "--weights", f"{args.output}/backbone.pth", "random", *size, *labels
+    print_main(f"measure it: python eval_linear.py {shlex.join(command)}")

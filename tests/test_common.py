@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import shutil
+import struct
 
 import numpy as np
 import pytest
@@ -52,9 +53,9 @@ def test_coco(coco_folder, tmp_path):
 
 
 def write_jsonl(path, *rows):
-    """One JSON object per line, and an empty file for each image."""
+    """One JSON object per line, and its image"""
     for row in rows:
-        (path.parent / row["image"]).touch()
+        Image.new("L", (8, 8)).save(path.parent / row["image"])
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -93,11 +94,12 @@ def test_bad_lines(tmp_path):
     for line, words in (
         (b"{broken", "Expecting property name"),
         (b"\xe9", "UnicodeDecodeError"),
-        (b'{"image": "a.jpg", "caption": "x"}', '"tags" are lists of strings'),
-        (b'{"image": "a.jpg", "captions": "x"}', '"tags" are lists of strings'),
+        (b'{"image": "a.jpg", "caption": "x"}', "there is image, caption, but no list of captions"),
+        (b'{"image": "a.jpg", "text": "x"}', "there is image, text, but no list of captions"),
+        (b'{"image": "a.jpg", "captions": "x"}', "no list of captions"),
     ):
         (tmp_path / "data.jsonl").write_bytes(b'{"image": "a.jpg"}\n\n' + line)
-        expected = f'^error: .*/data.jsonl, line 3: .*{words}.* Expected: {{"image": "photo.jpg"'
+        expected = f'^error: .*/data.jsonl, line 3: .*{words}.* Expected.*: {{"image": "photo.jpg"'
         with pytest.raises(SystemExit, match=expected):
             common.caption_data(f"{tmp_path}/data.jsonl")
 
@@ -117,15 +119,28 @@ def apart(one, other):
     return np.abs(one - other).mean()
 
 
-def test_large_jpegs_are_decoded_small(tmp_path):
+def exif(*entries):
+    """(tag, type, count, four bytes) of each entry -> EXIF data, right or wrong"""
+    rows = [struct.pack(">HHI4s", *entry) for entry in sorted(entries)]
+    return b"Exif\0\0MM\0*\0\0\0\x08" + struct.pack(">H", len(rows)) + b"".join(rows) + bytes(4)
+
+
+ORIENTATION, COPYRIGHT = 0x112, 0x8298
+SIDEWAYS = exif((ORIENTATION, 3, 1, b"\0\6\0\0"))  # 6: to be turned by 270 degrees
+
+
+@pytest.mark.parametrize("kind", ("JPEG", "MPO"))
+@pytest.mark.parametrize("turned", (False, True))
+def test_large_jpegs_are_decoded_small(tmp_path, kind, turned):
     """At a fraction of the size that the smallest crop needs; the crop is the right part of it."""
     picture = shapes.draw(33, 1200).crop((0, 0, 1200, 900))
-    picture.save(tmp_path / "a.jpg", quality=95)
+    stored = picture.transpose(Image.Transpose.ROTATE_90) if turned else picture
+    stored.save(tmp_path / "a.jpg", kind, quality=95, exif=SIDEWAYS if turned else b"")
     opened, box = Image.open(tmp_path / "a.jpg"), (401.5, 300.25, 701.5, 600.25)
     data = captioned([])
     data.open = lambda path: opened
     _, pixels = common.read_crops(data, 0, [lambda *size: (0, 0, *size), lambda *size: box], 64)
-    assert opened.size == (300, 225)  # a quarter: 300 / 4 is still more than 64
+    assert sorted(opened.size) == [225, 300]  # a quarter: 300 / 4 is still more than 64
     error = apart(pixels, resized(picture, 64, box))
     assert error < 3
     for x, y in ((6, 0), (-6, 0), (0, 6), (0, -6)):
@@ -136,32 +151,46 @@ def test_large_jpegs_are_decoded_small(tmp_path):
     assert np.array_equal(read(tmp_path / "a.jpg", size=64), whole)
 
 
-@pytest.mark.parametrize("suffix", ("jpg", "png"))
-def test_exif_rotation(tmp_path, suffix):
-    """The crop is cut from the upright photo."""
-    upright, exif = shapes.draw(3, 160).crop((0, 0, 160, 100)), Image.Exif()
-    exif[0x0112] = 6
-    upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / f"a.{suffix}", exif=exif)
-    boxes = {(160, 100): (10, 20, 90, 100)}
-    seen = read(tmp_path / f"a.{suffix}", lambda *size: boxes[size])
-    assert apart(seen, resized(upright.crop(boxes[160, 100]))) < 4
+RAMP = np.clip(np.add.outer(3 * np.arange(80), np.arange(120)) - 30, 0, 255) / 255
+PICTURE = Image.fromarray((255 * RAMP).round().astype(np.uint8))
+STORED = PICTURE.transpose(Image.Transpose.ROTATE_90)
+INK = Image.new("L", PICTURE.size)  # black, and more transparent where it is brighter
+ALPHA = PICTURE.point(lambda value: 255 - value)
+BROKEN = exif((ORIENTATION, 3, 1, b"\0\6\0\0"), (COPYRIGHT, 2, 99, b"\0\0\x0f\0"))  # points nowhere
 
 
-@pytest.mark.filterwarnings("ignore:Palette images")
-def test_colour_modes(tmp_path):
-    """16 bits per pixel, as in X-rays, do not become white."""
-    picture = shapes.draw(8, 64)
-    grey, palette = picture.convert("L"), picture.quantize(64)
-    deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 256 + 99)
-    for name, image, seen, settings in (
-        ("grey.png", picture.convert("LA"), grey, {}),
-        ("16-bit.png", deep, grey, {}),
-        ("cmyk.jpg", picture.convert("CMYK"), picture, {"quality": 95}),
-        ("alphas.png", palette, palette, {"transparency": bytes(range(0, 256, 4))}),
-        ("alpha.png", picture.convert("RGBA"), picture, {}),
-    ):
-        image.save(tmp_path / name, **settings)
-        assert apart(read(tmp_path / name), resized(seen)) < 4
+@pytest.mark.parametrize(
+    "name, image, settings",
+    [
+        ("8-bit.png", PICTURE, {}),
+        ("12-bit.png", Image.fromarray((4095 * RAMP).astype(np.uint16)), {}),
+        ("16-bit.tif", Image.fromarray((65535 * RAMP).astype(np.uint16)), {}),
+        ("hounsfield.tif", Image.fromarray((3000 * RAMP - 1000).astype(np.int32)), {}),
+        ("32-bit.tif", Image.fromarray((255 * RAMP).astype(np.int32)), {}),
+        ("float.tif", Image.fromarray(RAMP.astype(np.float32)), {}),
+        ("cmyk.jpg", PICTURE.convert("CMYK"), {"quality": 95}),
+        ("alpha.png", Image.merge("LA", (INK, ALPHA)), {}),
+        ("alpha.webp", Image.merge("RGBA", (INK, INK, INK, ALPHA)), {"lossless": True}),
+        ("palette.gif", PICTURE.point(lambda v: v % 255), {"transparency": 0}),
+        ("turned.jpg", STORED, {"exif": SIDEWAYS}),
+        ("turned.tif", STORED, {"exif": SIDEWAYS, "compression": "tiff_lzw"}),
+        ("turned.mpo", STORED, {"exif": SIDEWAYS, "save_all": True, "append_images": [PICTURE]}),
+        ("text.jpg", STORED, {"exif": exif((ORIENTATION, 2, 2, b"6\0\0\0"))}),
+        ("bytes.jpg", STORED, {"exif": exif((ORIENTATION, 7, 1, b"\6\0\0\0"))}),
+        ("broken.jpg", STORED, {"exif": BROKEN}),
+    ],
+)
+def test_one_picture_in_many_files(tmp_path, name, image, settings):
+    """The same grey picture, whatever its depth, transparency and rotation"""
+    image.save(tmp_path / name, **settings)
+    cut = {PICTURE.size: (10, 20, 70, 80)}
+    seen = read(tmp_path / name, lambda *size: cut[size])
+    assert apart(seen, resized(PICTURE, box=cut[PICTURE.size])) < 1.5
+
+
+def test_constant_depth(tmp_path):
+    Image.fromarray(np.full((8, 8), 777, np.uint16)).save(tmp_path / "a.png")
+    assert (read(tmp_path / "a.png") == 128).all()
 
 
 def test_a_hundred_unreadable_photos_end_the_run():
