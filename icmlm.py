@@ -41,15 +41,14 @@ and train its attention first (--warmup-attention 0.25). A finished run is in do
 """
 
 import argparse
-import json
 import math
 import os
-import re
 from array import array
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
+import regex
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -174,6 +173,7 @@ def main(args):
     # Data: the frozen language model, and one triplet for each word that can be masked.
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
+    common.require_spaces(train.all_captions())
     lm_name = args.lm
     if lm_name == "scratch":
         lm_name = common.extra("small_bert").made_once(args, init, train, device)
@@ -277,7 +277,8 @@ AUXILIARIES = set(
     "shall should will would".split()
 )
 # t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none.
-WORD = re.compile(r"['’]s\b|(?<![^\W_])([^\W\d_]+(?:(?!['’]s\b)['’-][^\W\d_]+)*)", re.IGNORECASE)
+LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with the marks and joiners of other scripts
+WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
 
 
 def words_of(caption):
@@ -296,7 +297,7 @@ def filter_captions(data, tokenize):
         kept.append([caption for caption in distinct if 3 <= len(tokenize(caption)) <= 25])
     before, after = data.captions.ends[-1], sum(map(len, kept))
     if not after:
-        fail("a split has no captions of 3 to 25 words")
+        fail("a split has no captions of 3 to 25 words or tokens")
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
                "not of 3 to 25 words or tokens")  # fmt: skip
     return data.with_captions(kept)
@@ -325,7 +326,7 @@ def count_concepts(captions, tagger):
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
     captions = progress(captions, desc="parts of speech", unit=" captions", leave=False)
     for word, part in tag_words(captions, tagger):
-        is_word = len(word) > 1 and word.replace("-", "").isalpha()
+        is_word = len(word) > 1 and not {"'", "’"} & set(word)
         if not is_word or (part == "verbs" and word in AUXILIARIES):
             part = None
         counts[word][part] += 1
@@ -368,9 +369,9 @@ def load_triplets(args, splits, tokenizer):
 
     def make(path):
         kept = [filter_captions(data, tokenizer.tokenize) for data in splits]
-        common.save(captions_path, json.dumps([list(data.captions) for data in kept]))
+        common.save(captions_path, [list(data.captions) for data in kept])
         counts = count_concepts(kept[0].all_captions(), args.tagger)
-        common.save(concepts_path, json.dumps(counts, indent=2))
+        common.save(concepts_path, counts)
         concepts = top_concepts(counts, args.pos, args.num_concepts)
         np.savez(path, *[find_triplets(data, concepts, tokenizer) for data in kept])
 

@@ -33,14 +33,13 @@ stall near those of the frequencies, train longer, or predict fewer labels: --nu
 """
 
 import argparse
-import json
 import math
 import os
-import re
 from collections import Counter, defaultdict
 from functools import partial
 
 import numpy as np
+import regex
 import torch
 import torch.nn.functional as F
 from scipy import sparse
@@ -260,7 +259,8 @@ AUXILIARIES = set(
     "shall should will would".split()
 )
 # t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none.
-WORD = re.compile(r"['’]s\b|(?<![^\W_])([^\W\d_]+(?:(?!['’]s\b)['’-][^\W\d_]+)*)", re.IGNORECASE)
+LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with the marks and joiners of other scripts
+WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
 
 
 def words_of(caption):
@@ -279,7 +279,7 @@ def filter_captions(data, tokenize):
         kept.append([caption for caption in distinct if 3 <= len(tokenize(caption)) <= 25])
     before, after = data.captions.ends[-1], sum(map(len, kept))
     if not after:
-        fail("a split has no captions of 3 to 25 words")
+        fail("a split has no captions of 3 to 25 words or tokens")
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
                "not of 3 to 25 words or tokens")  # fmt: skip
     return data.with_captions(kept)
@@ -308,7 +308,7 @@ def count_concepts(captions, tagger):
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
     captions = progress(captions, desc="parts of speech", unit=" captions", leave=False)
     for word, part in tag_words(captions, tagger):
-        is_word = len(word) > 1 and word.replace("-", "").isalpha()
+        is_word = len(word) > 1 and not {"'", "’"} & set(word)
         if not is_word or (part == "verbs" and word in AUXILIARIES):
             part = None
         counts[word][part] += 1
@@ -345,11 +345,12 @@ def make_labels(args, splits, device, path):
 
     splits: CaptionData of train and val
     """
-    if args.labels in FROM_CAPTIONS:
+    if args.labels in ("postag", "lda"):
+        common.require_spaces(splits[0].all_captions())
         splits = [filter_captions(data, words_of) for data in splits]
     if args.labels == "postag":
         counts = count_concepts(splits[0].all_captions(), args.tagger)
-        common.save(f"{args.output}/concepts.json", json.dumps(counts, indent=2))
+        common.save(f"{args.output}/concepts.json", counts)
         names = top_concepts(counts, args.pos, args.num_labels)
         labels = concept_labels(splits, names)
     elif args.labels == "cluster":
@@ -388,13 +389,17 @@ def cluster_labels(args, splits, device):
 
     A cluster is called by the caption nearest to its centre. [ours]
     """
-    captions = splits[0].all_captions()
     lm = args.lm
     if lm == "scratch":
         lm = f"{args.output}/language_model"
-        small_bert = common.extra("small_bert")
-        small_bert.train(lm, captions, args.lm_iters, args.seed, device, args.amp)
-    vectors = [embed_captions(lm, data.all_captions(), device, args.amp) for data in splits]
+        how = args.lm_iters, args.seed, device, args.amp
+        common.extra("small_bert").train(lm, splits[0].all_captions(), *how)
+    tokenizer, bert = load_bert(lm, device)
+    splits = [filter_captions(data, tokenizer.tokenize) for data in splits]
+    vectors = []
+    for data in splits:
+        vectors.append(embed_captions(tokenizer, bert, data.all_captions(), args.amp))
+    captions = splits[0].all_captions()
     # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y: the nearest.
     # They start as random vectors. Under torchrun, which sets OMP_NUM_THREADS=1, it has one thread.
     k = min(args.num_labels, len(captions))
@@ -409,12 +414,8 @@ def cluster_labels(args, splits, device):
     return names, labels
 
 
-@torch.no_grad()
-def embed_captions(lm, captions, device, amp, batch_size=256):
-    """psi(c)_[CLS] of Eq. 1: from the last layer, before the pooler -> (captions, d_w) float32
-
-    scikit-learn wants float32: VG's 5.4 million captions need 17 GB.
-    """
+def load_bert(lm, device):
+    """lm: on the hub or in a folder -> tokenizer, BERT without its pooler and head"""
     import transformers  # only here: it takes seconds, and most runs need no language model
 
     transformers.logging.set_verbosity_error()  # no report of what is loaded, and no bars
@@ -427,13 +428,21 @@ def embed_captions(lm, captions, device, amp, batch_size=256):
     missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
     if missing:
         fail(f"--lm {lm} lacks weights: {sorted(missing)[:3]}")
-    bert.float().to(device).eval()  # transformers 5 keeps the file's precision
+    return tokenizer, bert.float().to(device).eval()  # transformers 5 keeps the file's precision
+
+
+@torch.no_grad()
+def embed_captions(tokenizer, bert, captions, amp, batch_size=256):
+    """psi(c)_[CLS] of Eq. 1: from the last layer, before the pooler -> (captions, d_w) float32
+
+    scikit-learn wants float32: VG's 5.4 million captions need 17 GB.
+    """
     vectors = np.empty((len(captions), bert.config.hidden_size), np.float32)
     for n in progress(range(0, len(captions), batch_size), desc="caption vectors"):
         batch = captions[n : n + batch_size]
         inputs = tokenizer(batch, padding=True, truncation=True, max_length=64, return_tensors="pt")
-        with common.autocast(device, amp):
-            hidden = bert(**inputs.to(device)).last_hidden_state  # (B, T, d_w)
+        with common.autocast(bert.device, amp):
+            hidden = bert(**inputs.to(bert.device)).last_hidden_state  # (B, T, d_w)
         vectors[n : n + batch_size] = hidden[:, 0].float().cpu()
     return vectors
 
@@ -444,8 +453,10 @@ def lda_labels(splits, num_labels, seed):
     The vocabulary is the 10K most frequent words, without English stop words. Each topic is named
     by its five most probable words. [ours]  -> names, [(N, K) sparse]
     """
-    word = r"[^\W\d_]{2,}"
-    vectorizer = CountVectorizer(stop_words="english", token_pattern=word, max_features=10_000)
+    words = regex.compile(r"[\p{L}\p{M}]{2,}").findall
+    vectorizer = CountVectorizer(
+        tokenizer=words, token_pattern=None, stop_words="english", max_features=10_000
+    )
     vectorizer.fit(map(" ".join, splits[0].captions))
     counts = [vectorizer.transform(map(" ".join, data.captions)) for data in splits]
     print_main(f"LDA: {num_labels} topics of {len(splits[0])} photos")

@@ -245,6 +245,7 @@ def main(args):
 PAD = UNK = 0  # padding and unknown tokens share an id, as in the official model
 SOS, EOS, MASK = 1, 2, 3
 FIRST_TAG = 4  # in multi-label classification, ids of tags replace those of words
+ACCENTS = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # behind Latin letters: other scripts need their marks
 MAX_CAPTIONS = 2_000_000  # at most, evenly spaced, to train the tokenizer [ours]
 
 
@@ -275,9 +276,9 @@ def with_tags(data):
 
 
 def clean(caption):
-    """Lower-case without accents [Sec. 3]; NFKD comes first, as it can produce capitals"""
+    """Lower-case, and Latin letters without accents [Sec. 3]; NFKD first: it can make capitals"""
     decomposed = unicodedata.normalize("NFKD", caption).lower()
-    return "".join(char for char in decomposed if not unicodedata.combining(char))
+    return unicodedata.normalize("NFC", re.sub(ACCENTS, "", decomposed))
 
 
 def load_tokenizer(args, train, init):

@@ -1,16 +1,17 @@
 """Nouns of the captions as tags: --tags nouns of mmcontrastive.py [contrastive paper, Sec. 4.4]."""
 
-import json
-import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+
+import regex
 
 import common
 from common import progress
 
 NUM_NOUNS = 1000  # at most [ours]
-WORD = re.compile(r"[^\W\d_]+(?:-[^\W\d_]+)*")  # t-shirt is one
+LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with the marks and joiners of other scripts
+WORD = regex.compile(rf"{LETTERS}(?:-{LETTERS})*")  # t-shirt is one
 
 
 def tagged(args, data):
@@ -26,6 +27,7 @@ def tagged(args, data):
 
 def find_nouns(captions, tagger, path):
     """Write the words that are nouns more often than not, the most frequent first, as JSON."""
+    common.require_spaces(captions)
     captions = progress(captions, desc="nouns", unit=" captions", leave=False)
     words = (WORD.findall(caption.lower()) for caption in captions)
     if tagger == "nouns":
@@ -42,4 +44,4 @@ def find_nouns(captions, tagger, path):
     nouns = [word for word in counts if len(word) > 1 and as_noun[word] > counts[word] / 2]
     nouns.sort(key=lambda word: (-counts[word], word))
     sides = "left", "right"  # wrong in a flipped photo
-    common.save(path, json.dumps([noun for noun in nouns[:NUM_NOUNS] if noun not in sides]))
+    common.save(path, [noun for noun in nouns[:NUM_NOUNS] if noun not in sides])

@@ -13,7 +13,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from tokenizers import BertWordPieceTokenizer
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from torch import nn
 
 import common
@@ -114,19 +123,36 @@ def shuffled_forever(captions, seed):
 
 
 def train_tokenizer(captions):
-    """A lower-case WordPiece tokenizer, as BERT's, with at most 10K tokens, from `captions`"""
-    pieces = BertWordPieceTokenizer(lowercase=True)
-    # The letters are given in order: otherwise each training numbers them differently.
-    letters = {letter for caption in captions for letter in pieces.normalize(caption)}
+    """A lower-case WordPiece tokenizer, as BERT's, with 10K tokens or all characters of `captions`
+
+    Accents are taken off Latin letters only: BERT's loses the vowels of Hindi, too. [ours]
+    """
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    special += [f"##{letter}" for letter in sorted(letters) if not letter.isspace()]
-    pieces.train_from_iterator(
-        iter(captions), vocab_size=10_000, special_tokens=special, show_progress=False
+    accents = normalizers.Replace(Regex("(?<=[a-zß-ɏ])[\u0300-\u036f]+"), "")
+    lower = normalizers.BertNormalizer(lowercase=True, strip_accents=False)
+    normalizer = normalizers.Sequence([lower, normalizers.NFD(), accents, normalizers.NFC()])
+    # The letters are given in order: otherwise each training numbers them differently.
+    letters = {letter for caption in captions for letter in normalizer.normalize_str(caption)}
+    letters = sorted(letter for letter in letters if not letter.isspace())
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=10_000,
+        min_frequency=2,
+        limit_alphabet=len(letters),
+        special_tokens=special + [f"##{letter}" for letter in letters],
+        show_progress=False,
     )
-    # Rebuilt from its vocabulary: it then puts [CLS] and [SEP] around a caption.
-    pieces = BertWordPieceTokenizer(pieces.get_vocab(), lowercase=True)
+    pieces = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    pieces.normalizer = normalizer
+    pieces.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    pieces.train_from_iterator(iter(captions), trainer)
+    # In Thai a whole sentence is a word.
+    whole = {"unk_token": "[UNK]", "max_input_chars_per_word": 1000}
+    pieces.model = models.WordPiece(pieces.get_vocab(), **whole)
+    ends = [(token, pieces.token_to_id(token)) for token in ("[SEP]", "[CLS]")]
+    pieces.decoder = decoders.WordPiece()
+    pieces.post_processor = processors.BertProcessing(*ends)
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=pieces._tokenizer,
+        tokenizer_object=pieces,
         model_max_length=MAX_LENGTH,
         pad_token="[PAD]",
         unk_token="[UNK]",
