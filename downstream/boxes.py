@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 
 import common
 from common import fail
-from downstream.pictures import photo_files
+from downstream.pictures import photo_files, write
 from extras import shapes
 
 SCORES = "AP", "AP50", "AP75"
@@ -28,32 +28,27 @@ class BoxData:
 
     content: {"images", "annotations", "categories"}.  images: (N,) of paths, or of what `open`
     takes instead.  source, path: where they are from.  names: {category id: name}.  masks: whether
-    there are polygons.  objects: JSON for each photo, [[class from 1, x, y, w, h, polygons], ...],
+    there are any.  objects: JSON for each photo, [[class from 1, x, y, w, h, segmentation], ...],
     without COCO's crowds and without empty boxes.
     """
 
     def __init__(self, content, images, source, path=None, open=Image.open):
+        self.masks = complete(content, path)
         self.content = content
         self.images = images
         self.source = source
-        self.path = path
         self.open = open
         self.ids = [image["id"] for image in content["images"]]
+        self.sizes = [(image.get("width"), image.get("height")) for image in content["images"]]
         categories = sorted(content["categories"], key=lambda category: category["id"])
         self.names = {category["id"]: category["name"] for category in categories}
-        self.masks = any(row.get("segmentation") for row in content["annotations"])
         class_of = {category: k for k, category in enumerate(self.names, 1)}
         objects = {image: [] for image in self.ids}
         for row in content["annotations"]:
-            crowd = row.setdefault("iscrowd", 0)
-            if crowd and not row.get("difficult"):
-                continue  # difficult objects of VOC are trained on [Detectron2]
-            x, y, w, h = map(float, row["bbox"])
-            polygons = row["segmentation"] if self.masks else []
-            polygons = [p for p in polygons if len(p) >= 6 and len(p) % 2 == 0]
-            if min(w, h) > 0.01 and bool(polygons) == self.masks:
-                label = class_of[row["category_id"]]
-                objects[row["image_id"]].append([label, x, y, w, h, polygons])
+            crowd = row["iscrowd"] and source != "voc"  # those are only difficult [Detectron2]
+            if not crowd and min(row["bbox"][2:]) > 0.01:
+                found = [class_of[row["category_id"]], *row["bbox"], row["segmentation"]]
+                objects[row["image_id"]].append(found)
         self.objects = np.array(list(map(json.dumps, objects.values())), common.STRINGS)
 
     def __len__(self):
@@ -83,7 +78,48 @@ def load(name, root, split):
         if name == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
             file = "/".join(image["coco_url"].split("/")[-2:])
         paths.append(f"{root}/{file}")
-    return BoxData(content, photo_files(paths).images, name, path)
+    images = photo_files(paths).images
+    for image, photo in zip(content["images"], paths):
+        if not (image.get("height") and image.get("width")):
+            with Image.open(photo) as opened:
+                order = -1 if common.orientation(opened) > 4 else 1
+                image["width"], image["height"] = opened.size[::order]
+    return BoxData(content, images, name, path)
+
+
+def complete(content, path):
+    """Check COCO's JSON, and add what people's own files may lack -> whether there are masks"""
+    from pycocotools.coco import COCO
+
+    rows = content["annotations"]
+    categories = {category["id"] for category in content["categories"]}
+    coco = COCO()
+    coco.imgs = {image["id"]: image for image in content["images"]}
+    for n, row in enumerate(rows, 1):  # as their ids: pycocotools takes 0 for no match
+        image = coco.imgs.get(row.get("image_id"), {})
+        found = row.get("segmentation") or []
+        rle = isinstance(found, dict)  # run lengths; otherwise polygons
+        fields = {
+            "image_id": image,
+            "category_id": row.get("category_id") in categories,
+            "bbox": len(row.get("bbox") or ()) == 4,
+            "segmentation": not rle or found["size"] == [image.get("height"), image.get("width")],
+        }
+        for field, valid in fields.items():
+            if not valid:
+                fail(f"{path}: annotation {row.get('id', n)}: wrong {field} {row.get(field)!s:.50}")
+        *_, w, h = row["bbox"] = list(map(float, row["bbox"]))
+        if not rle:  # at least three points [Detectron2]
+            found = [p for p in found if len(p) >= 6 and len(p) % 2 == 0]
+        row |= {"id": n, "iscrowd": row.get("iscrowd") or 0, "segmentation": found}
+        if row.get("area") is None:
+            row["area"] = int(coco.annToMask(row).sum()) if found else w * h
+
+    masks = any(row["segmentation"] and not row["iscrowd"] for row in rows)
+    content["annotations"] = [row for row in rows if row["segmentation"] or not masks]
+    if left_out := len(rows) - len(content["annotations"]):
+        common.print_main(f"{path}: {left_out} annotations without a mask are left out")
+    return masks
 
 
 def voc_objects(root, split):
@@ -103,9 +139,15 @@ def voc_objects(root, split):
             paths.append(str(folder / "JPEGImages" / f"{name}.jpg"))
             tree = ElementTree.parse(folder / "Annotations" / f"{name}.xml")
             for element in tree.getroot().findall("object"):
-                # Counted from 1: to pycocotools annotation id 0 means no match.
-                ids = {"id": len(rows) + 1, "image_id": len(paths)}
-                rows.append({**ids, **voc_object(element)})
+                box = {edge.tag: float(edge.text) for edge in element.find("bndbox")}
+                left, top = box["xmin"] - 1, box["ymin"] - 1  # VOC counts pixels from 1
+                row = {
+                    "image_id": len(paths),
+                    "category_id": element.find("name").text,
+                    "bbox": [left, top, box["xmax"] - left, box["ymax"] - top],
+                    "iscrowd": int(element.findtext("difficult", "0")),
+                }
+                rows.append(row)
     classes = sorted({row["category_id"] for row in rows})
     content = {
         "images": [{"id": n + 1} for n in range(len(paths))],
@@ -113,21 +155,6 @@ def voc_objects(root, split):
         "categories": [{"id": name, "name": name} for name in classes],
     }
     return content, paths
-
-
-def voc_object(element):
-    """An <object> of VOC -> its row in COCO's JSON format, without ids"""
-    edges = "xmin", "ymin", "xmax", "ymax"
-    left, top, right, bottom = (float(element.find(f"bndbox/{edge}").text) for edge in edges)
-    width, height = right - left + 1, bottom - top + 1
-    difficult = int(element.findtext("difficult", "0"))
-    return {
-        "category_id": element.find("name").text,
-        "bbox": [left - 1, top - 1, width, height],  # VOC counts pixels from 1
-        "area": width * height,
-        "iscrowd": difficult,
-        "difficult": difficult,
-    }
 
 
 def shapes_objects(split, side=96):
@@ -139,21 +166,16 @@ def shapes_objects(split, side=96):
         for o in shapes.objects_of(scene):
             left, top, _, _ = o.box
             width = 2 * side * o.radius
-            row = {
-                "id": len(rows) + 1,
-                "image_id": scene,
-                "category_id": shapes.SHAPES.index(o.shape),
-                "bbox": [side * left, side * top, width, width],
-                "area": width**2,
-            }
-            rows.append(row)
+            box = [side * left, side * top, width, width]
+            label = shapes.SHAPES.index(o.shape)
+            rows.append({"image_id": scene, "category_id": label, "bbox": box})
     content = {
         "images": [{"id": scene} for scene in scenes],
         "annotations": rows,
         "categories": [{"id": k, "name": name} for k, name in enumerate(shapes.SHAPES)],
     }
-    images = np.array(scenes, object)  # of int
-    return BoxData(content, images, "shapes", open=partial(shapes.draw, side=side))
+    draw_scene = partial(shapes.draw, side=side)
+    return BoxData(content, np.array(scenes, object), "shapes", open=draw_scene)
 
 
 # --------------------------------------------------------------------------------------- samples
@@ -184,11 +206,10 @@ class BoxPhotos(common.Photos):
     """Whole photos, in training with their objects and flipped at random
 
     A sample is {"image": uint8 (3, H, W), "image_id": index into data}, and as torchvision has
-    them, boxes, labels and masks.
+    them, boxes, labels and masks.  rows: indices into data.
     """
 
     def __init__(self, data, rows):
-        """rows: indices into data"""
         self.data = data
         self.rows = rows
 
@@ -197,10 +218,12 @@ class BoxPhotos(common.Photos):
 
     def sample(self, index, rng):
         i = self.rows[index]
-        try:  # EXIF rotation is ignored: boxes refer to the pixels as stored
-            photo = self.data.open(self.data.images[i]).convert("RGB")
+        try:  # boxes refer to the photo turned upright, and its size must fit, as in Detectron2
+            photo = common.to_rgb(self.data.open(self.data.images[i]))
+            if self.data.sizes[i] not in (photo.size, (None, None)):
+                raise ValueError(f"{photo.size} upright, {self.data.sizes[i]} in the annotations")
         except Exception as error:  # PIL's decoders raise a dozen kinds
-            raise common.Unreadable(str(self.data.images[i])) from error
+            raise common.Unreadable(f"{self.data.images[i]} ({error})") from error
         image = torch.from_numpy(np.array(photo)).permute(2, 0, 1).contiguous()
         sample = {"image": image, "image_id": torch.tensor(i)}
         if rng is not None:
@@ -212,7 +235,7 @@ class BoxPhotos(common.Photos):
 
 def make_target(data, i, image, flipped):
     """The objects of a photo -> boxes (N, 4) as corners, labels (N,), masks (N, H, W) if any"""
-    from pycocotools import mask
+    from pycocotools.coco import COCO
 
     _, height, width = image.shape
     objects = data.objects_of(i)
@@ -223,8 +246,10 @@ def make_target(data, i, image, flipped):
         boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
     target = {"boxes": boxes, "labels": labels}
     if data.masks:
-        parts = [mask.frPyObjects(found[5], height, width) for found in objects]
-        masks = torch.tensor(np.stack([mask.decode(mask.merge(part)) for part in parts]))
+        coco = COCO()
+        coco.imgs[i] = {"height": height, "width": width}
+        masks = [coco.annToMask({"image_id": i, "segmentation": found[5]}) for found in objects]
+        masks = torch.tensor(np.stack(masks))
         target["masks"] = masks.flip(2) if flipped else masks
     return target
 
@@ -240,28 +265,7 @@ def collate(samples):
     return {"samples": Samples(samples)}
 
 
-# ---------------------------------------------------------------------------------------- scores
-
-
-def result_rows(val, i, output):
-    """The detections of one photo (see detection.Detector) -> rows of COCO's results format"""
-    from pycocotools import mask
-
-    category_ids = list(val.names)
-    output = {name: values.float().cpu().numpy() for name, values in output.items()}
-    rows = []
-    for n, (left, top, right, bottom) in enumerate(output["boxes"].tolist()):
-        row = {
-            "image_id": val.ids[i],
-            "category_id": category_ids[int(output["labels"][n]) - 1],
-            "bbox": [left, top, right - left, bottom - top],
-            "score": float(output["scores"][n]),
-        }
-        if val.masks:
-            rle = mask.encode(np.asfortranarray(output["masks"][n, 0] > 0.5))
-            row["segmentation"] = {**rle, "counts": rle["counts"].decode()}
-        rows.append(row)
-    return rows
+# --------------------------------------------------------------------------- scores and pictures
 
 
 def score(val, results):
@@ -282,7 +286,8 @@ def average_precision(val, results, kind):
         from lvis import LVIS, LVISEval, LVISResults
 
         np.float = float  # for lvis 0.5.3: numpy 1.24 dropped it
-        truth = LVIS(val.path)
+        LVIS._load_json = lambda self, content: content  # completed, not as in the file
+        truth = LVIS(val.content)
         evaluation = LVISEval(truth, LVISResults(truth, results, max_dets=300), kind)
         evaluation.run()
         return [100 * float(evaluation.get_results()[name]) for name in SCORES]
@@ -318,9 +323,6 @@ def plain_iou(evaluation, image, category):
     return mask.iou(detections, objects, [0] * len(objects))
 
 
-# -------------------------------------------------------------------------------------- pictures
-
-
 def draw(val, results, path, side=320):
     """Draw eight validation photos, resized to squares, with the detections that score above 0.5"""
     from pycocotools import mask
@@ -334,16 +336,15 @@ def draw(val, results, path, side=320):
         photo = photo.resize((side, side))
         canvas = ImageDraw.Draw(photo)
         image_id = val.ids[sample["image_id"]]
-        for row in results:
-            if row["image_id"] != image_id or row["score"] <= 0.5:
-                continue
+        shown = [row for row in results if row["image_id"] == image_id and row["score"] > 0.5]
+        for row in shown:
             if val.masks:
                 half = Image.fromarray(128 * mask.decode(row["segmentation"]))
                 photo.paste("red", mask=half.resize((side, side)))
             x, y, w, h = row["bbox"] * np.tile(scale, 2)
             canvas.rectangle((x, y, x + w, y + h), outline="yellow", width=2)
             label = f"{val.names[row['category_id']]} {row['score']:.2f}"
-            style = {"fill": "yellow", "font_size": 15, "stroke_width": 2, "stroke_fill": "black"}
-            canvas.text((x + 4, y + 4), label, **style)
+            style = {"stroke_width": 2, "stroke_fill": "black"}
+            write(canvas, x + 4, y + 4, label, 15, "yellow", side - x - 4, **style)
         sheet.paste(photo, (n % 4 * side, n // 4 * side))
     sheet.save(path)

@@ -26,10 +26,10 @@ resized without antialiasing; masks are bitmaps, not polygons; batches mix tall 
 
 import argparse
 import importlib.util
-import json
 from functools import partial
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -188,8 +188,7 @@ def fine_tune(train, val, args, device):
         if args.keep_every and iteration % args.keep_every == 0:
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
         if iteration % args.log_every == 0:
-            row = metrics.means(iteration)
-            row["lr"] = args.lr * lr_scale
+            row = metrics.means(iteration) | {"lr": args.lr * lr_scale}
             metrics.write(iteration, row)
             bar.set_postfix(loss=f"{row['loss']:.3f}")
     if not common.is_main():
@@ -197,7 +196,7 @@ def fine_tune(train, val, args, device):
 
     common.save_weights(f"{args.output}/backbone.pth", backbone)
     results = detect(model, val, args, device)
-    common.save(f"{args.output}/detections.json", json.dumps(results))
+    common.save(f"{args.output}/detections.json", results)
     boxes.draw(val, results, f"{args.output}/detections.png")
     return boxes.score(val, results)
 
@@ -220,8 +219,6 @@ def freeze_batch_norm(module):
 
 class Detector(nn.Module):
     """torchvision's Faster R-CNN (with masks: Mask R-CNN) on our ResNet; class 0 is background.
-
-    Layers are initialised as in Detectron2, see `initialize`.
 
     A batch of boxes.collate -> {loss: scalar} in training, otherwise for each photo
     {"boxes" (N, 4), "labels" (N,), "scores" (N,), "masks" (N, 1, H, W)}.
@@ -322,8 +319,29 @@ def detect(model, val, args, device):
             outputs = model(batch)
         for sample, output in zip(batch["samples"], outputs):
             i = sample["image_id"].item()
-            rows_of[i] = boxes.result_rows(val, i, output)
+            rows_of[i] = result_rows(val, i, output)
     return [row for rows in rows_of.values() for row in rows]
+
+
+def result_rows(val, i, output):
+    """The detections of one photo -> rows of COCO's results format"""
+    from pycocotools import mask
+
+    category_ids = list(val.names)
+    output = {name: values.float().cpu().numpy() for name, values in output.items()}
+    rows = []
+    for n, (left, top, right, bottom) in enumerate(output["boxes"].tolist()):
+        row = {
+            "image_id": val.ids[i],
+            "category_id": category_ids[int(output["labels"][n]) - 1],
+            "bbox": [left, top, right - left, bottom - top],
+            "score": float(output["scores"][n]),
+        }
+        if val.masks:
+            rle = mask.encode(np.asfortranarray(output["masks"][n, 0] > 0.5))
+            row["segmentation"] = {**rle, "counts": rle["counts"].decode()}
+        rows.append(row)
+    return rows
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import CPU, checkpoint_in, result, run_here
 from PIL import Image
+from pycocotools.mask import frPyObjects
 
 import common
 from downstream import boxes, detection
@@ -65,6 +66,35 @@ def test_coco_objects(coco):
         seen.add(flipped)
     assert seen == {True, False}
     assert boxes.BoxPhotos(data, [2])[0].keys() == {"image", "image_id"}
+
+
+@pytest.mark.parametrize("form", ["polygons", "string", "list"])
+def test_own_coco_file(coco, form):
+    """Any form of mask, ids from 0, no areas or sizes: ground truth as detections scores 100."""
+    file, areas, results = coco / "annotations" / "instances_photos.json", [], []
+    content = json.loads(file.read_text())
+    content["images"] = [{"id": 10 + n, "file_name": f"{n}.png"} for n in range(6)]
+    content["annotations"] = [row for row in content["annotations"] if row["bbox"][2]]
+    for n, row in enumerate(content["annotations"]):
+        x, y, w, h = row["bbox"]
+        runs = [56 * x + y, h] + (w - 1) * [56 - h, h]  # down each column
+        rle = {"size": [56, 64], "counts": [*runs, 56 * 64 - sum(runs)]}
+        string = {**rle, "counts": frPyObjects(rle, 56, 64)["counts"].decode()}
+        row["id"], area = n, row.pop("area")
+        areas.append(56 * 64 if row["iscrowd"] else area)
+        if not row["iscrowd"]:
+            results.append({**row, "segmentation": string, "score": 0.9})
+            row["segmentation"] = {"string": string, "list": rle}.get(form, row["segmentation"])
+    file.write_text(json.dumps(content))
+    data = boxes.load("coco", str(coco), "photos")
+    assert [row["area"] for row in data.content["annotations"]] == areas
+    masks = boxes.make_target(data, 3, torch.zeros(3, 56, 64), False)["masks"]
+    assert masks.sum() == masks[0, 10:33, 5:28].sum() + masks[1, 10:40, 9:39].sum() == 23**2 + 30**2
+    assert list(boxes.score(data, results).values()) == 6 * [100.0]
+    content["annotations"][4]["category_id"] = 99
+    file.write_text(json.dumps(content))
+    with pytest.raises(SystemExit, match="annotation 4: wrong category_id 99"):
+        boxes.load("coco", str(coco), "photos")
 
 
 VOC = """<annotation><size><width>60</width></size>{}</annotation>"""
