@@ -1,7 +1,6 @@
 """What the tasks share: flags, and the same backbone randomly initialised, to compare with."""
 
 import argparse
-import json
 import os
 from functools import partial
 
@@ -111,7 +110,7 @@ def report(runs, args, task, metric, in_words):
         print_main(f"{name:18} {eval_linear.format_scores(results['mean'], ())}")
         if len(scores) > 1:
             print_main(f"{'':16} ± {eval_linear.format_scores(results['std'], ())}")
-    common.save(f"{args.output}/result.json", json.dumps(content, indent=2))
+    common.save(f"{args.output}/result.json", content)
     scores = [f"{content[name][metric]:.1f} {in_words[name]}" for name in runs]
     print_main(f"{task} {args.data}: {metric} {', '.join(scores)}")
 
@@ -134,5 +133,5 @@ def with_random_baseline(args, train):
         scores["random"] = train(argparse.Namespace(**{**vars(args), **changed}))
     if common.is_main():
         content = {"args": vars(args), **scores}
-        common.save(f"{args.output}/result.json", json.dumps(content, indent=2))
+        common.save(f"{args.output}/result.json", content)
     return scores

@@ -12,7 +12,6 @@ official evaluation: resize 256, centre crop 224, or in proportion for other ima
 """
 
 import argparse
-import json
 import math
 import re
 import shutil
@@ -271,7 +270,7 @@ def evaluate(model, tokenizer, image_size, device, args):
         written[n] = [{"caption": caption}]
         truth[n] = [{"caption": reference} for reference in val.captions[n]]
     path = Path(args.output, f"captions_{args.val_split}.json")
-    common.save(path, json.dumps(rows, indent=2))
+    common.save(path, rows)
     print_main(f"the captions are in {path}")
     truth = PTBTokenizer().tokenize(truth)
     written = PTBTokenizer().tokenize(written)
@@ -284,7 +283,7 @@ def evaluate(model, tokenizer, image_size, device, args):
             print_main(f"{name} was not measured: {error}")
     if len(scores) == 2:
         scores["args"] = vars(args)
-        common.save(f"{args.output}/result.json", json.dumps(scores, indent=2))
+        common.save(f"{args.output}/result.json", scores)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ classify.png of --output.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -49,6 +48,7 @@ def main(args):
     encoders.to(device, memory_format=torch.channels_last)
     trained.amp, trained.workers = common.choose_amp(device, args.amp), args.workers
     data = eval_linear.label_data(args.data, args.root, args.val_split)
+    common.require_decodable(data)
     images, readable = mmcontrastive.encode_images(encoders["image"], data, trained, device)
     prompts = [args.prompt.format(name) for name in data.names]
     texts = mmcontrastive.encode_captions(encoders["caption"], tokenizer, prompts, trained, device)
@@ -62,7 +62,7 @@ def main(args):
     path = Path(args.output)
     path.mkdir(parents=True, exist_ok=True)
     result = {"metric": metric, "zero-shot": score, "guessing": guess, "images": len(images)}
-    common.save(path / "result.json", json.dumps({"args": vars(args), **result}, indent=2))
+    common.save(path / "result.json", {"args": vars(args), **result})
     scores, order = (texts @ images.T).topk(min(10, len(images)))  # (classes, 10)
     nearest = [[readable[n] for n in row] for row in order.tolist()]
     draw_rows(prompts, data, nearest, scores.tolist(), path / "classify.png")

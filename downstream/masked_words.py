@@ -68,7 +68,8 @@ def main(args):
             continue
         words = list(positions)
         maps = explain(model, lm, tokenizer, pixels, caption, positions)
-        name = "_".join([str(n + 1), Path(str(data.images[n])).stem, *words])[:200]
+        name = "_".join([str(n + 1), Path(str(data.images[n])).stem, *words])
+        name = name.encode(errors="replace")[:200].decode(errors="ignore")  # at most 255 bytes
         picture = folder / f"{name}.png"
         draw_attention(Image.fromarray(pixels), caption, list(zip(words, maps)), picture)
         print_main(f"the attention is in {picture}")

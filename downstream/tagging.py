@@ -31,21 +31,20 @@ initialisation and the most frequent tags, predicted for all photos. tagging.png
 
 import argparse
 import math
-import textwrap
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from scipy import sparse
 from torch import nn
 
 import common
 import eval_linear
 from common import fail, print_main, progress
-from downstream import baselines
+from downstream import baselines, pictures
 from extras import shapes
 
 CUTS = 5, 10, 15, 20  # the K of mIOU@K [Tab. 5]
@@ -284,7 +283,6 @@ def draw_tags(data, ranked, path, side=192):
 
     data: LabelData.  ranked: the output of nearest_tags.
     """
-    font = ImageFont.load_default(13)
     width, height = side + 16, side + 200
     sheet = Image.new("RGB", (4 * width, 2 * height), "white")
     draw = ImageDraw.Draw(sheet)
@@ -295,12 +293,11 @@ def draw_tags(data, ranked, path, side=192):
         sheet.paste(Image.fromarray(pixels), (x, y))
         truth = data.labels[[n]].indices
         names = ", ".join(data.names[k] for k in sorted(truth))
-        lines = textwrap.wrap(f"tags: {names}", side // 7, max_lines=5)
-        draw.multiline_text((x, y + side + 95), "\n".join(lines), "black", font)
+        pictures.write(draw, x, y + side + 95, f"tags: {names}", 13, "black", side, most=5)
         for line, k in enumerate(nearest):
             colour = "green" if k in truth else "firebrick"
             line_y = y + side + 4 + 17 * line
-            draw.text((x, line_y), data.names[k], colour, font)
+            pictures.write(draw, x, line_y, data.names[k], 13, colour, side)
     sheet.save(path)
 
 

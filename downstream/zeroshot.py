@@ -31,7 +31,6 @@ harmonic mean is of these two [Xian et al.]. unseen.png shows predictions for un
 
 import argparse
 import itertools
-import json
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,7 +39,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 import common
 import eval_linear
@@ -112,7 +111,7 @@ def report(runs, args, num_classes):
             print_main(f"{name:8} {metric:18} {mean:6.2f} ± {result['std'][metric]:.2f}")
     guess = 100 / num_classes
     content = {"args": vars(args), "guess": guess, **results}
-    common.save(f"{args.output}/result.json", json.dumps(content, indent=2))
+    common.save(f"{args.output}/result.json", content)
     metric = [name for name in result["mean"] if "top-1" in name][-1]  # of the last layer
     words = baselines.IN_WORDS
     scores = [f"{results[name]['mean'][metric]:.1f} {words[name]}" for name in runs]
@@ -282,7 +281,6 @@ def draw_predictions(path, data, predicted, side=128, columns=6, rows=4):
     """Some test photos of unseen classes, with the predicted class and below it the true one"""
     unseen = np.random.default_rng(0).permutation(np.flatnonzero(data.parts == UNSEEN))
     cell = side + 48
-    font = ImageFont.load_default(13)
     sheet = Image.new("RGB", (columns * cell, rows * cell), "white")
     draw = ImageDraw.Draw(sheet)
     crop = partial(common.centre_crop, side_fraction=224 / 256)
@@ -291,9 +289,10 @@ def draw_predictions(path, data, predicted, side=128, columns=6, rows=4):
         [pixels] = common.read_crops(data, i, [crop], side)
         sheet.paste(Image.fromarray(pixels), (x + 24, y))
         guess, truth = data.names[predicted[i]], data.names[data.classes[i]]
-        text = f"{guess[:22]}\nis {truth[:22]}"
         colour = "green" if guess == truth else "red"
-        draw.text((x + cell / 2, y + side + 3), text, colour, font, "ma", align="center")
+        for text, top in (guess, 3), (f"is {truth}", 20):
+            place = x + cell / 2, y + side + top
+            pictures.write(draw, *place, text, 13, colour, cell, centred=True)
     sheet.save(path)
 
 

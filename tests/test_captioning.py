@@ -149,7 +149,7 @@ def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
     truth = dict(enumerate(data.captions))
     fake.compute_score.assert_called_with(truth, {n: [text] for n, text in enumerate(captions)})
     assert lines == [
-        f"cannot decode {broken}: left out",
+        f"cannot decode {broken} (cannot identify image file): left out",
         f"{photos[0]}: {captions[0]}  ({pictures[0]})",
         f"{photos[1]}: {captions[1]}  ({pictures[1]})",
     ]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CPU, OWN, TINY, photos_at, result, run_here
-from PIL import Image
+from PIL import Image, ImageDraw
 from test_mmcontrastive import assert_same_scores, literal_scores
 
 import common
@@ -77,7 +77,7 @@ def test_search(trained, coco_folder, tmp_path):
     lines = run_here(command(checkpoint, tmp_path, *texts, "--root", folder)).splitlines()
     photos, captions = vectors_of(trained, pictures.photo_files(paths), texts)
     order = (captions @ photos.T).argsort(1, descending=True)[:, :10].tolist()
-    wanted = [f"cannot decode {folder / 'broken.jpg'}: the next photo is used"]
+    wanted = [f"cannot decode {folder / 'broken.jpg'} (cannot identify image file): the next photo is used"]
     for text, row in zip(texts, order):
         wanted.append(f"{text}: {', '.join(paths[n] for n in row[:3])}, ...")
     path = tmp_path / "search.png"
@@ -97,3 +97,20 @@ def test_classification_by_names(trained, coco_folder, tmp_path):
     assert scores["zero-shot"] == pytest.approx(np.mean(list(precisions.values())), abs=1e-3)
     assert scores["guessing"] == pytest.approx(100 * (data.labels == 1).mean())
     assert (tmp_path / "classify.png").stat().st_size > 10_000
+
+
+def test_letters_of_other_languages(monkeypatch):
+    """They come from a font that has them, inside the width; it is said once if none has them."""
+    monkeypatch.setattr("matplotlib.font_manager.findSystemFonts", list)  # matplotlib's own is left
+    monkeypatch.setattr(pictures, "system_fonts", pictures.system_fonts.__wrapped__)
+    monkeypatch.setattr(common, "report_once", (said := set()).add)
+
+    def drawn(text):
+        image = Image.new("1", (200, 20))
+        pictures.write(ImageDraw.Draw(image), 0, 0, text, 15, "white", width=100)
+        return image.getbbox(), image.tobytes()
+
+    boxes = {drawn("猫猫猫"), drawn("犬犬犬")}
+    assert len(boxes) == 1 and len({drawn("кот"), drawn("вот"), drawn("قطة"), *boxes}) == 4
+    assert all(50 < drawn(9 * text)[0][2] <= 100 for text in ("кот", "a cat ", "猫"))
+    assert said == {pictures.NO_FONT}

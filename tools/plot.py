@@ -19,6 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import fail
+from downstream.pictures import fonts_for
 
 NO_TERMS = {"iteration", "lr", "text_lr", "images_per_s", "data_wait"}
 VALIDATION = "validation_"
@@ -37,7 +38,8 @@ def get_args(argv=None):
 
 
 def main(args):
-    from matplotlib.figure import Figure  # only here: it takes a second, which --help saves
+    import matplotlib  # only here: it takes a second, which --help saves
+    from matplotlib.figure import Figure
 
     short = [Path(path).resolve().name for path in args.runs]
     names = short if len(set(short)) == len(short) else args.runs
@@ -47,6 +49,9 @@ def main(args):
     terms = args.terms or shared_terms(runs.values())
     if not terms:
         fail("the runs have no term in common: see --terms")
+    for font, _ in fonts_for("".join(names), 10)[:-1]:  # for what its own font lacks
+        matplotlib.font_manager.fontManager.addfont(font.path)
+        matplotlib.rcParams["font.family"] += [font.getname()[0]]
     columns = min(3, len(terms))
     rows = -(-len(terms) // columns)
     figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
