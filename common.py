@@ -173,7 +173,7 @@ def coco_photos(root, split):
         for row in content["images"]:
             path = os.path.join(root, split, row["file_name"])
             photos.append((path, captions[row["id"]], tags[row["id"]]))
-    except (KeyError, AttributeError) as error:
+    except (KeyError, TypeError) as error:
         fail(f"{root}, split {split}: {error!r} in {str(row)[:200]}")
     return photos, [names[category] for category in sorted(names)]
 
@@ -191,9 +191,10 @@ def jsonl_photos(path, root, split):
         try:
             row = json.loads(line)
             captions, tags = row.get("captions", []), row.get("tags", [])
-            others = row.keys() & {"caption", "text", "title", "file_name", "filepath"}
-            if others and "captions" not in row or not isinstance(captions, list):
-                raise ValueError(f"there is {', '.join(row)}, but no list of captions")
+            if "captions" not in row and row.keys() & {"caption", "text", "title"}:
+                raise ValueError(f"it has {', '.join(row)}")
+            if not isinstance(captions, list) or not isinstance(tags, list):
+                raise ValueError("captions and tags are lists")
             captions = [one_line(caption) for caption in captions]
             tags = [one_line(str(tag)) for tag in tags]
             photos.append((os.path.join(root, row["image"]), captions, tags))
@@ -778,7 +779,8 @@ def restore(args, saved, data, iters, **parts):
     saved: from `start`.  data: of the same size as before.  iters: the whole length. The result
     has the same bits as an uninterrupted run (one process on a CPU).
     """
-    args.photos, args.captions = len(data), int(data.captions.ends[-1])
+    args.photos = len(data)
+    args.captions = int(data.captions.ends[-1]) if hasattr(data, "captions") else 0
     about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
     if is_main():
         save(f"{args.output}/args.json", vars(args) | about)

@@ -310,6 +310,7 @@ def train_tokenizer(captions, vocab_size):
         hard_vocab_limit=False,
         split_by_unicode_script=True,  # no piece joins letters and punctuation [Sec. 3]
         character_coverage=1.0,
+        max_sentence_length=1 << 20,  # bytes; what is longer would be ignored
         unk_id=UNK,
         bos_id=-1,
         eos_id=-1,

@@ -94,9 +94,10 @@ def test_bad_lines(tmp_path):
     for line, words in (
         (b"{broken", "Expecting property name"),
         (b"\xe9", "UnicodeDecodeError"),
-        (b'{"image": "a.jpg", "caption": "x"}', "there is image, caption, but no list of captions"),
-        (b'{"image": "a.jpg", "text": "x"}', "there is image, text, but no list of captions"),
-        (b'{"image": "a.jpg", "captions": "x"}', "no list of captions"),
+        (b'{"image": "a.jpg", "caption": "x"}', "it has image, caption"),
+        (b'{"image": "a.jpg", "text": "x"}', "it has image, text"),
+        (b'{"image": "a.jpg", "captions": "x"}', "captions and tags are lists"),
+        (b'{"image": "a.jpg", "tags": "x"}', "captions and tags are lists"),
     ):
         (tmp_path / "data.jsonl").write_bytes(b'{"image": "a.jpg"}\n\n' + line)
         expected = f'^error: .*/data.jsonl, line 3: .*{words}.* Expected.*: {{"image": "photo.jpg"'

@@ -1,0 +1,98 @@
+"""Captions in other languages than English, and as they come from the web"""
+
+import json
+import unicodedata
+
+import numpy as np
+import pytest
+import torch
+from conftest import captioned
+from PIL import Image
+
+import common
+import icmlm
+import tp
+import virtex
+from extras import nouns, small_bert
+
+HINDI = "एक कुत्ता पार्क में दौड़ रहा है"
+JAPANESE = "犬が公園でパンを食べている"
+THAI = "หมาวิ่งในสวนสาธารณะกับเด็ก"
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "read, expected",
+    [
+        ("gar\u0327con  qui la\u0308uft", "garçon qui läuft".replace("rç", "ŗc")),
+        ("Tom &amp; &quot;Jerry&#39;s&quot;\ncat", 'Tom & "Jerry\'s" cat'),
+        ("AT&T &copy &unknown; R&D;", "AT&T &copy &unknown; R&D;"),
+        ("か\u3099", "が"),
+    ],
+)
+def test_captions_are_composed_and_unescaped(read, expected):
+    assert common.one_line(read) == expected
+
+
+@pytest.mark.parametrize(
+    "caption, cleaned",
+    [
+        ("Crème BRÛLÉE İstanbul ǿ Ǟ ﬁ Ｆ", "creme brulee istanbul ø a fi f"),
+        ("Tiếng Việt", "tieng viet"),
+        ("パン が ﾊﾟﾝ й Ё ά 한국어", "パン が パン й ё ά 한국어"),
+        (HINDI, HINDI),
+        (THAI, THAI),
+        ("שָׁלוֹם مُحَمَّد", "שָׁלוֹם مُحَمَّد"),
+    ],
+)
+def test_accents_are_taken_off_latin_letters_only(caption, cleaned):
+    """By VirTex and by the tokenizer of the small BERT, from composed and decomposed text alike"""
+    for form in "NFC", "NFD":
+        text = unicodedata.normalize(form, caption)
+        assert virtex.clean(text) == unicodedata.normalize("NFC", cleaned)
+        if "ﬁ" not in caption and "ﾊ" not in caption:  # compatible forms: VirTex only
+            tokenizer = small_bert.train_tokenizer([cleaned, cleaned])
+            tokens = tokenizer(text)["input_ids"]
+            assert tokens == tokenizer(cleaned)["input_ids"]
+            assert tokenizer.decode(tokens, skip_special_tokens=True) == cleaned
+
+
+def test_a_word_keeps_its_marks():
+    joined = "می\u200cخواهم کتاب"
+    assert tp.words_of(HINDI) == HINDI.split() and tp.words_of(joined) == joined.split()
+    assert tp.words_of("Une fille qui s’arrête, l'Été.") == ["une", "fille", "qui", "s’arrête", "l'été"]
+    assert nouns.WORD.findall(HINDI) == HINDI.split()
+    assert [*tp.count_concepts([HINDI], "textblob")["nouns"]] == sorted(HINDI.split())
+    data, tokenizer = captioned([HINDI]), small_bert.train_tokenizer(2 * [HINDI])
+    [row] = icmlm.find_triplets(data, ["कुत्ता"], tokenizer)
+    assert tokenizer.convert_ids_to_tokens(tokenizer(HINDI)["input_ids"])[row[2]] == "कुत्ता"
+
+
+def test_the_small_bert_knows_all_characters():
+    captions = [f"{chr(0x4E00 + n)}{chr(0x4E00 + 7 * n % 3000)}" for n in range(3000)]
+    tokenizer = small_bert.train_tokenizer([*captions, 20 * THAI])
+    tokens = np.concatenate(tokenizer([*captions, 20 * THAI])["input_ids"])
+    assert not np.isin(tokenizer.unk_token_id, tokens)
+
+
+def test_long_captions_train_the_tokenizer():
+    """SentencePiece ignores what is longer than 4,192 bytes, unless it is told not to."""
+    tokenizer = virtex.train_tokenizer(["a red dog " * 500], 40)
+    assert b"dog" in tokenizer
+
+
+def test_words_need_spaces(tmp_path):
+    """Words of Japanese captions are refused before a language model is trained on them."""
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    row = json.dumps({"image": "a.png", "captions": [JAPANESE, THAI]})
+    (tmp_path / "a.jsonl").write_text(f'{row}\n{row.replace("a.png", "./a.png")}\n')
+    flags = ["--data", f"{tmp_path}/a.jsonl", "--output", f"{tmp_path}/run"]
+    for script, more in (icmlm, []), (tp, []), (tp, ["--labels", "lda"]):
+        with pytest.raises(SystemExit, match="split into words at spaces"):
+            script.main(script.get_args([*flags, *more]))
+    assert not (tmp_path / "run/language_model").exists()
+    args = tp.get_args([*flags, "--labels", "cluster", "--lm-iters", "2", "--num-labels", "2"])
+    args.amp = "off"
+    data = captioned([JAPANESE, THAI, "犬"])
+    names, [labels] = tp.cluster_labels(args, [data], CPU)
+    assert sorted(names) == sorted([JAPANESE, THAI]) and labels.sum() == 2
