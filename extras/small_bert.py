@@ -145,9 +145,11 @@ def train_tokenizer(captions):
     pieces.normalizer = normalizer
     pieces.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     pieces.train_from_iterator(iter(captions), trainer)
-    # In Thai a whole sentence is a word.
-    whole = {"unk_token": "[UNK]", "max_input_chars_per_word": 1000}
-    pieces.model = models.WordPiece(pieces.get_vocab(), **whole)
+    # Without spaces (Thai, Japanese) a sentence is one word, which must not become one token.
+    tokens = sorted(pieces.get_vocab(), key=pieces.token_to_id)
+    tokens = [token for token in tokens if len(token) <= 8 or not common.UNSPACED.search(token)]
+    vocabulary = {token: n for n, token in enumerate(tokens)}
+    pieces.model = models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=1000)
     ends = [(token, pieces.token_to_id(token)) for token in ("[SEP]", "[CLS]")]
     pieces.decoder = decoders.WordPiece()
     pieces.post_processor = processors.BertProcessing(*ends)

@@ -54,7 +54,7 @@ def test_accents_are_taken_off_latin_letters_only(caption, cleaned):
             tokenizer = small_bert.train_tokenizer([cleaned, cleaned])
             tokens = tokenizer(text)["input_ids"]
             assert tokens == tokenizer(cleaned)["input_ids"]
-            assert tokenizer.decode(tokens, skip_special_tokens=True) == cleaned
+            assert "".join(tokenizer.tokenize(text)).replace("##", "") == cleaned.replace(" ", "")
 
 
 def test_a_word_keeps_its_marks():
