@@ -123,8 +123,8 @@ def caption_data(name, root=None, split="train"):
     elif os.path.isdir(name):
         return extra("shards").caption_data(name, split)
     else:
-        fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of shards; "
-             "python tools/to_jsonl.py FILE converts other files")  # fmt: skip
+        fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of "
+             "shards; python tools/to_jsonl.py FILE converts other files")  # fmt: skip
     paths, captions, tags = zip(*photos)
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing:
@@ -284,6 +284,7 @@ reported = mmap.mmap(-1, 2**16)  # by this process or its DataLoaders' workers, 
 
 
 def report_once(what, more=""):
+    """Print it, if it was not yet said in this training run."""
     place = zlib.crc32(what.encode()) % len(reported)
     if not reported[place]:
         reported[place] = 1
@@ -724,9 +725,10 @@ def read_checkpoint(path, script=None):
             content = torch.load(path, map_location="cpu", weights_only=True)
         found = content.get("script")
     except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
-        code = regex.search(r"GLOBAL \S+", str(error))  # what torch does not load
-        reason = f"it holds {code[0]}: save tensors alone" if code else type(error).__name__
-        fail(f"{path} is not a checkpoint, or is truncated ({reason})")
+        code = regex.search(r"GLOBAL (\S+)", str(error))  # what torch does not load
+        what = f"holds a {code[1]}, but may hold tensors and numbers only" if code else (
+            f"is not a checkpoint, or is truncated ({type(error).__name__})")  # fmt: skip
+        fail(f"{path} {what}")
     if script not in (None, found):
         fail(f"{path} is not a checkpoint.pth or model_N.pth of {script}.py")
     return content

@@ -31,7 +31,6 @@ Photos have several labels, or one (--data folder), which top-1 needs. Linear la
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -169,6 +168,8 @@ def main(args):
     data = label_data(args.data, args.root, args.train_split)
     val = data if args.hold_out else label_data(args.data, args.root, args.val_split)
     check_same_classes(data, val)
+    common.require_decodable(data)
+    common.require_decodable(val)
 
     results = {}  # of each backbone: the scores of its runs
     for source in args.weights:
@@ -215,7 +216,7 @@ def report(results, classes, args):
     """
     results = {source: over_runs(runs) for source, runs in results.items()}
     content = {"args": vars(args), "backbones": results}
-    common.save(f"{args.output}/result.json", json.dumps(content, indent=2))
+    common.save(f"{args.output}/result.json", content)
     columns = [name for name in results[args.weights[0]]["mean"] if name not in classes]
     width = max(map(len, results))
     print(" " * width, *(f"{column:>13}" for column in columns))
@@ -300,7 +301,7 @@ def label_data(name, root, split):
     if name == "folder":
         return folder_labels(root or "datasets/folder", split)
     if name == "voc07":
-        return voc07_labels(root or "datasets/voc07", split)
+        return LabelData(*common.extra("voc07").labels(root or "datasets/voc07", split))
     data = common.caption_data(name, root, split)
     if not data.tag_names:
         fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
@@ -311,37 +312,46 @@ def label_data(name, root, split):
 
 
 def folder_labels(root, split):
-    """{split}/<class>/<photo>, as torchvision's ImageFolder reads it -> LabelData"""
-    from torchvision.datasets import folder  # only here, for a quick --help
+    """{split}/<class>/<photo>, in the order of torchvision's ImageFolder -> LabelData"""
+    path = Path(root, split)
+    folders = sorted(path.glob("[!.]*/"))
+    names = [folder.name for folder in folders]
+    photos = photos_in(*folders)
+    empty = [name for name, found in zip(names, photos) if not found]
+    if empty or not names:
+        lacking = f"no photo of the classes {empty[:5]}" if names else "no folders of classes"
+        fail(f"{path} holds {lacking}, {split}/CLASS/PHOTO: see --root, --train-split")
+    paths = [photo for found in photos for photo in found]
+    labels = np.repeat(np.arange(len(names)), list(map(len, photos)))
+    return LabelData(np.array(paths, common.STRINGS), labels, names)
 
-    path = os.path.join(root, split)
-    names = sorted(found.name for found in Path(path).glob("[!.]*/"))  # no .ipynb_checkpoints
-    if not names:
-        fail(f"{path} holds no folders of classes, {split}/CLASS/PHOTO: see --root, --train-split")
-    index = {name: k for k, name in enumerate(names)}
-    photos = folder.make_dataset(path, index, folder.IMG_EXTENSIONS)
-    paths, labels = zip(*photos)
-    return LabelData(np.array(paths, common.STRINGS), np.array(labels), names)
+
+# Of what PIL knows: no photos, or formats that it can only write
+NO_PHOTOS = "BUFR", "EPS", "GRIB", "HDF5", "MPEG", "PALM", "PDF", "WMF"
 
 
-def voc07_labels(root, split):
-    """ImageSets/Main/<class>_{split}.txt, photos in JPEGImages/ -> LabelData"""
-    folders = [Path(root, inside) for inside in ("", "VOC2007", "VOCdevkit/VOC2007")]
-    lists = [path for f in folders for path in sorted(f.glob(f"ImageSets/Main/*_{split}.txt"))]
-    if not lists:
-        fail(f"{root} has no VOC2007/ImageSets/Main/<class>_{split}.txt: --root is VOCdevkit")
-    ours = {"1": 1, "-1": 0, "0": -1}  # their yes, no and difficult
-    columns = []
-    for path in lists:
-        ids, truth = np.loadtxt(path, str, ndmin=2).T
-        columns.append([ours[word] for word in truth])
-    names = [path.name.removesuffix(f"_{split}.txt") for path in lists]
-    photos = lists[0].parents[2] / "JPEGImages"
-    paths = [f"{photos}/{image}.jpg" for image in ids]
-    missing = [path for path in paths if not os.path.isfile(path)]
-    if missing:
-        fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
-    return LabelData(np.array(paths, common.STRINGS), np.array(columns, np.int8).T, names)
+def photos_in(*folders):
+    """-> for each folder (a Path) a list of the paths of all photos in it and its subfolders
+
+    The order is torchvision's. Links are followed, but no folder is read twice, nor one around
+    these: links may form a loop. Names that begin with a dot are left out: .ipynb_checkpoints
+    """
+    kinds = Image.registered_extensions()
+    seen = {outer for folder in folders for outer in folder.resolve().parents}
+    photos = [[] for _ in folders]
+    queue = list(zip(photos, folders))
+    for found, folder in queue:  # it grows: of two ways to a folder, the shorter one comes first
+        if folder.resolve() in seen:
+            continue
+        seen.add(folder.resolve())
+        for path in sorted(folder.glob("[!.]*")):
+            if path.is_dir():
+                queue.append((found, path))
+            elif kinds.get(path.suffix.lower(), "PDF") not in NO_PHOTOS:
+                if "\\udc" in ascii(path):  # for Python, a byte that is not UTF-8
+                    fail(f"the name {path.name!a} in {folder} is not UTF-8: rename it")
+                found.append(str(path))
+    return [sorted(found, key=os.path.split) for found in photos]
 
 
 def check_same_classes(train, test):
@@ -352,16 +362,17 @@ def check_same_classes(train, test):
 def draw_photos(data, val, args):
     """Training and test photos of a run, drawn by its seed: --hold-out, --shots, --train-images"""
     order = np.random.default_rng(args.seed).permutation(len(data))
-    num_test = round(args.hold_out * len(order))
-    held_out, rest = order[:num_test], order[num_test:]
+    held_out, rest = np.split(order, [round(args.hold_out * len(order))])
     test = data.select(np.sort(held_out)) if args.hold_out else val
     if args.shots:
         columns = label_columns(data.labels[rest], len(data.names))
         chosen = [np.flatnonzero(column == 1)[: args.shots] for column in columns.T]
         rest = rest[np.unique(np.concatenate(chosen))]
     train = data.select(np.sort(rest[: args.train_images]))
-    if not len(train) or not len(test):
-        fail(f"{len(train)} training and {len(test)} test photos: see --hold-out")
+    fewest = 5 if args.protocol == "logreg-icmlm" else 1  # it chooses by a fifth of them
+    if len(train) < fewest or not len(test):
+        counts = f"{len(train)} training and {len(test)} test photos"
+        fail(f"{counts}, {args.protocol} needs at least {fewest} and 1: see --hold-out")
     return train, test
 
 
@@ -402,8 +413,7 @@ def convolution_features(backbone, images, amp="off", jitter=None):
         for n, module in enumerate(backbone.features):
             maps = module(maps)
             if n in CONVOLUTIONS.values():
-                pooled_maps = F.avg_pool2d(maps.float(), 3, stride=3)
-                features.append(pooled_maps.flatten(1))
+                features.append(F.avg_pool2d(maps.float(), 3, stride=3).flatten(1))
     return features
 
 
@@ -424,7 +434,7 @@ class CentralSquares(Dataset):
             [image] = common.read_crops(self.data, i, [self.crop], self.size)
             return image, True
         except common.Unreadable as error:
-            common.report_once(f"cannot decode {error}: left out")
+            common.report_once(f"cannot decode {error}", ": left out")
             return np.zeros((self.size, self.size, 3), np.uint8), False
 
 
@@ -522,10 +532,8 @@ def score(decisions, labels):
     if labels.ndim == 1:
         correct = decisions.argmax(1) == labels
         return {"top-1": 100 * correct.double().mean().item()}
-    areas = []
-    for decision, truth in zip(decisions.T, labels.T):
-        if (truth == 1).any():
-            areas.append(average_precision(decision.numpy(), truth.numpy()))
+    both = zip(decisions.T.numpy(), labels.T.numpy())
+    areas = [average_precision(decision, truth) for decision, truth in both if 1 in truth]
     if not areas:
         fail("no class has a positive test photo")
     return {"mAP": statistics.mean(areas)}
@@ -617,15 +625,13 @@ def logreg_icmlm(train, args, device):
     decays = rng.uniform(0, 1e-5, 25)
     trials = list(zip(rates.tolist(), decays.tolist()))
     order = rng.permutation(len(train.x))
-    held_out, rest = np.split(order, [len(order) // 5])
+    held_out, rest = np.split(order, [len(order) // 5 or 1])
 
     x, y = train.x.to(device), train.y.to(device)
     cosine = partial(common.lr_factor, total=1)
     layers = train_linear(x, y, rest, trials, cosine, args)
-    accuracies = []
-    for layer in layers:
-        logits = predict(layer, train.x[held_out])
-        accuracies.append(score(logits, train.y[held_out])["top-1"])
+    logits = [predict(layer, train.x[held_out]) for layer in layers]
+    accuracies = [score(part, train.y[held_out])["top-1"] for part in logits]
     best = trials[np.argmax(accuracies)]
     print_main(f"chosen: learning rate {best[0]:.3g}, weight decay {best[1]:.2g}")
     [layer] = train_linear(x, y, np.arange(len(x)), [best], cosine, args)
@@ -640,9 +646,10 @@ def train_linear(x, y, rows, trials, lr_factor, args, width=None, loss_fn=F.cros
     layer, by default one per class.  loss_fn(outputs (B, width), classes (B,))
     """
     layers = LinearLayers(len(trials), x.shape[1], width or int(y.max()) + 1).to(x.device)
-    groups = []
-    for layer, (lr, weight_decay) in zip(layers, trials):
-        groups.append({"params": layer.parameters(), "lr": lr, "weight_decay": weight_decay})
+    groups = [
+        {"params": layer.parameters(), "lr": lr, "weight_decay": weight_decay}
+        for layer, (lr, weight_decay) in zip(layers, trials)
+    ]
     optimizer = torch.optim.SGD(groups, momentum=0.9)
     rng = np.random.default_rng(args.seed)
     for epoch in progress(range(args.epochs), desc="linear layers", unit=" epochs", leave=False):
@@ -697,8 +704,7 @@ def knn(train, test, num_classes, device):
         labels = train_y[nearest]  # (B, 20), or (B, 20, classes)
         if labels.ndim == 2:
             labels = F.one_hot(labels, num_classes)
-        part_votes = (weights * (labels == 1)).sum(1)  # (B, classes)
-        votes.append(part_votes.cpu())
+        votes.append((weights * (labels == 1)).sum(1).cpu())  # (B, classes)
     return score(torch.cat(votes), test.y)
 
 
@@ -737,9 +743,7 @@ def train_with_augmentation(source, backbone, train, test, args, device):
     # The layers, resumed where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = LinearLayers(len(heads), width, len(train.names)).to(device)
-    groups = []
-    for layer, lr in zip(model, args.lr):
-        groups.append({"params": layer.parameters(), "lr": lr})
+    groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in zip(model, args.lr)]
     optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=weight_decay)
     path = layers_path(source, args)
     settings = {name: value for name, value in vars(args).items() if name not in RESUME_CAN_CHANGE}

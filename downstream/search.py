@@ -11,9 +11,9 @@ import argparse
 from pathlib import Path
 
 import torch
-from PIL import Image
 
 import common
+import eval_linear
 import mmcontrastive
 from common import fail, print_main
 from downstream.pictures import draw_rows, photo_files
@@ -61,11 +61,10 @@ def main(args):
 
 def images_in(folder):
     """-> CaptionData, without captions, of all photos in a folder and its subfolders"""
-    formats = Image.registered_extensions()
-    paths = sorted(str(p) for p in Path(folder).rglob("*") if p.suffix.lower() in formats)
+    [paths] = eval_linear.photos_in(Path(folder))
     if not paths:
         fail(f"{folder} holds no photo")
-    return photo_files(paths)
+    return photo_files(sorted(paths))
 
 
 def load_encoders(path):

@@ -118,6 +118,14 @@ class FeaturesAsGiven(torch.nn.Module):
         return images
 
 
+def random_weights(module, scale):
+    """Every parameter random, the gains of norms around 1: whatever is forgotten shows."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += scale * torch.randn_like(parameter)
+    return module
+
+
 @pytest.fixture
 def tiny(coco_folder, tiny_lm):
     """-> function (script, output, *flags) -> the command of a tiny run on 24 scenes"""
@@ -157,10 +165,10 @@ def environment(**more):
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
-def run_script(*command, **more):
+def run_script(*command, cwd=ROOT, **more):
     """Run a script as a user would -> the finished process, its output as text."""
     words = [sys.executable, *map(str, command)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment(**more))
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, env=environment(**more))
 
 
 def finished(process):
@@ -327,15 +335,13 @@ def coco_folder(tmp_path_factory):
             name, objects = f"{scene:012d}.jpg", shapes.objects_of(scene)
             shapes.draw(scene).save(root / split / name)
             images.append({"id": scene, "file_name": name, "height": 96, "width": 96})
-            for caption in shapes.describe(objects):
-                captions.append({"id": len(captions), "image_id": scene, "caption": caption})
-            for o in objects:
-                category = 10 * shapes.SHAPES.index(o.shape)
-                row = {"id": len(instances), "image_id": scene, "category_id": category}
-                instances.append(row)
+            of = {"image_id": scene}
+            captions += [{**of, "caption": caption} for caption in shapes.describe(objects)]
+            numbers = [shapes.SHAPES.index(o.shape) for o in objects]
+            instances += [{**of, "category_id": 10 * k} for k in numbers]
         for kind, rows in (("captions", captions), ("instances", instances)):
-            content = {"images": images, "annotations": rows}
-            content |= {"categories": categories} if kind == "instances" else {}
+            rows = [{"id": n, **row} for n, row in enumerate(rows)]
+            content = {"images": images, "annotations": rows, "categories": categories}
             (root / "annotations" / f"{kind}_{split}.json").write_text(json.dumps(content))
     return root
 

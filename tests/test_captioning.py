@@ -4,13 +4,12 @@ import json
 import sys
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import WIDTH, checkpoint_in, refusal, result, run_here
+from conftest import WIDTH, checkpoint_in, random_weights, refusal, result, run_here
 from test_virtex import tokenizer_path  # noqa: F401, a fixture
-from test_virtex import batch_of, logits_of, random_features, tiny_model, torch_layer  # isort: skip
+from test_virtex import OfficialHead, logits_of, random_features, tiny_model  # isort: skip
 from torch import nn
 
 import common
@@ -35,20 +34,12 @@ def slow_beam_search(head, image_features, beams, max_length):
     return hypotheses[0]
 
 
+@torch.no_grad()
 def test_beam_search_written_out():
     """What ended keeps its score, log p of Eq. 1, and its place. One beam is greedy decoding."""
-    # A captioner that half knows two captions of each of eight photos: what it says differs.
-    model, features = tiny_model(task="captioning", max_length=9), random_features(8, 5, 2, 2)
-    rng, words, captions = np.random.default_rng(0), [0, 1, *range(3, 12)], []
-    for length in rng.integers(2, 9, 16):  # some are truncated before their [EOS]
-        captions.append([SOS, *rng.choice(words, length).tolist(), EOS][:9])
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    for _ in range(20):
-        optimizer.zero_grad()
-        batch = batch_of(captions, "captioning")
-        model(features.repeat(2, 1, 1, 1), **batch)["forward"].backward()
-        optimizer.step()
-    head, image_features = model.textual, model.textual.project(features).detach()
+    head, features = tiny_model("captioning", max_length=9).textual, random_features(20, 5, 2, 2)
+    random_weights(head, 0.3)  # what it says differs
+    image_features = head.project(3 * features)
     for beams in (1, 2, 4):
         tokens, scores = captioning.beam_search(head, image_features, beams)
         lengths = set()
@@ -60,34 +51,12 @@ def test_beam_search_written_out():
     assert len(lengths) > 2, "too easy to mean anything"
 
 
-class OfficialHead(nn.Module):
-    """torch's own decoder under the names of github.com/kdexd/virtex"""
-
-    def __init__(self):
-        super().__init__()
-        self.visual_projection = nn.Linear(WIDTH, 128)
-        self.embedding = nn.Module()
-        self.embedding.words = nn.Embedding(150, 128, padding_idx=0)
-        self.embedding.positions = nn.Embedding(12, 128)
-        self.embedding.layer_norm = nn.LayerNorm(128, eps=1e-8)
-        self.transformer = nn.TransformerDecoder(torch_layer().float(), num_layers=2)
-        self.output = nn.Linear(128, 150)
-        self.output.weight = self.embedding.words.weight
-
-    def forward(self, features, tokens):
-        image = self.visual_projection(features.flatten(2).permute(0, 2, 1))
-        positions = self.embedding.positions(torch.arange(tokens.size(1)))
-        x = self.embedding.layer_norm(self.embedding.words(tokens) + positions)
-        x = x * (tokens != 0).unsqueeze(-1)
-        future = torch.ones(tokens.size(1), tokens.size(1)).triu(1).bool()
-        return self.output(self.transformer(x, image, tgt_mask=future))
-
-
 @torch.no_grad()
 def test_official_checkpoint_gives_the_official_logits(tokenizer_path, tmp_path):
     """To 1e-5, in both directions; without the backward one it is a model of forward captioning."""
     torch.manual_seed(0)
-    resnet, textual, backward = torchvision.models.resnet18(), OfficialHead(), OfficialHead()
+    resnet, sizes = torchvision.models.resnet18(), (WIDTH, 150, 12)
+    textual, backward = OfficialHead(*sizes), OfficialHead(*sizes)
     for module in ("visual_projection", "embedding", "output"):
         setattr(backward, module, getattr(textual, module))
     heads = {"textual": textual, "backward_textual": backward}
@@ -149,7 +118,7 @@ def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
     truth = dict(enumerate(data.captions))
     fake.compute_score.assert_called_with(truth, {n: [text] for n, text in enumerate(captions)})
     assert lines == [
-        f"cannot decode {broken} (cannot identify image file): left out",
+        f"cannot decode {broken} (Truncated File Read): left out",
         f"{photos[0]}: {captions[0]}  ({pictures[0]})",
         f"{photos[1]}: {captions[1]}  ({pictures[1]})",
     ]

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +22,7 @@ from torch.nn import functional as F
 
 import common
 import eval_linear
+from downstream import search
 from extras import shapes, svm
 
 
@@ -47,7 +50,8 @@ def evaluate(*given, **kwargs):
 
 def test_voc07(tmp_path):
     """Its genuine layout. --root may be any of three folders; 1, -1 and 0 become 1, 0 and -1.
-    Classes without examples are left out, by name: no test photo shows a cow.
+    Classes without examples are left out, by name: no test photo shows a cow. The lists' orders may
+    differ, their photos may not.
     """
     rng, classes, root = np.random.default_rng(0), ("bird", "cat", "cow"), "VOCdevkit/VOC2007"
     photos, lists = tmp_path / root / "JPEGImages", tmp_path / root / "ImageSets" / "Main"
@@ -59,6 +63,7 @@ def test_voc07(tmp_path):
             shapes.draw(n, 48).save(photos / f"{n:06d}.jpg")
         for name, column in zip(classes, labels.T):
             lines = [f"{n:06d} {label:2d}\n" for n, label in zip(numbers, column)]
+            lines = lines[:: -1 if name == "cat" else 1]
             (lists / f"{name}_{split}.txt").write_text("".join(lines))
         for inside in ("", "VOCdevkit", root):
             data = eval_linear.label_data("voc07", tmp_path / inside, split)
@@ -69,6 +74,34 @@ def test_voc07(tmp_path):
     assert "1 classes are left out, which lack training or test examples: cow" in output
     scores = result(tmp_path)["backbones"]["random"]["mean"]
     assert scores == {**scores, "mAP": (scores["bird"] + scores["cat"]) / 2} and len(scores) == 3
+    (lists / "cow_test.txt").write_text("000048 1\n")
+    wrong = refusal(command(tmp_path, tmp_path, data="voc07"))
+    assert "cow_test.txt does not list the same photos as bird_test.txt" in wrong
+
+
+def test_photos_in_folders(tmp_path, real_data):
+    """Torchvision's order; what PIL can read; links, but no photo twice; nothing hidden."""
+    for split, count in ("train", 1500), ("val", 500):
+        theirs = torchvision.datasets.ImageFolder(real_data / "flowers" / split)
+        ours = eval_linear.label_data("folder", real_data / "flowers", split)
+        assert list(zip(ours.images, ours.labels)) == theirs.samples and len(ours) == count
+    train, names = tmp_path / "train", "a/1.JFIF a/x/2.tga a/x-y/3.gif b/4.mpo far/5.jp2".split()
+    others = "a/no.pdf b/README.txt a/.ipynb_checkpoints/6.jpg a/._1.jpg .git/7.jpg 8.jpg".split()
+    for name in [*names, *others]:
+        (train / name).parent.mkdir(parents=True, exist_ok=True)
+        (train / name).touch()
+    (train / "far").rename(tmp_path / "far")
+    for link, to in {"b/far": "far", "a/loop": "train/a", "a/up": "", "a/b": "train/b"}.items():
+        (train / link).symlink_to(tmp_path / to)
+    data = eval_linear.label_data("folder", tmp_path, "train")
+    assert list(data.images) == [str(train / name) for name in [*names[:4], "b/far/5.jp2"]]
+    assert data.labels.tolist() == [0, 0, 0, 1, 1] and data.names == ["a", "b"]
+    assert {*search.images_in(train).images} == {*data.images, str(train / "8.jpg")}
+    (train / "c").mkdir()
+    wrong = refusal(command(tmp_path, tmp_path))
+    assert f"{train} holds no photo of the classes ['c'], train/CLASS/PHOTO" in wrong
+    open(os.fsencode(train) + b"/c/caf\xe9.jpg", "w").close()
+    assert "the name 'caf\\udce9.jpg' in" in refusal(command(tmp_path, tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +299,7 @@ def test_pooling_in_2x2_parts():
     torch.testing.assert_close(found[0], torch.stack(expected))
 
 
-def test_what_cannot_be_decoded_and_two_processes(folder, tmp_path):
+def test_what_cannot_be_decoded_and_two_processes(folder, tmp_path, monkeypatch):
     """A broken photo and a broken link are left out, by name."""
 
     def extract():
@@ -285,7 +318,7 @@ def test_what_cannot_be_decoded_and_two_processes(folder, tmp_path):
     (tmp_path / "train" / ".ipynb_checkpoints").mkdir()  # no class
     output = run_here(command(tmp_path, tmp_path))
     for name in ("3.png", "link.png"):
-        assert f"cannot decode {blue}/{name}: left out" in output
+        assert re.search(f"cannot decode {blue}/{name} .*: left out", output)
     assert "the scores are rough: they are of 32 photos only" in output
     alone, (first, second) = extract(), in_two_processes(extract)
     assert alone[1] == first[1] == 15 * [0] + 16 * [1] and second is None
@@ -294,9 +327,10 @@ def test_what_cannot_be_decoded_and_two_processes(folder, tmp_path):
     output, _ = in_two_processes(run_here, command(tmp_path, tmp_path, flags))
     assert output.count("epoch 10: top-1") == 1
     assert result(tmp_path)["backbones"]["random"]["mean"]["top-1"] > 95
-    for image in (tmp_path / "train").rglob("*.png"):
+    for image in (tmp_path / "val").rglob("*.png"):
         image.write_text("no picture")
-    assert "none of the 33 photos can be decoded" in refusal(command(tmp_path, tmp_path))
+    monkeypatch.setattr(eval_linear, "extract_features", None)  # so soon is it noticed
+    assert "none of the first 32 photos can be decoded" in refusal(command(tmp_path, tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -367,6 +401,7 @@ def test_in_a_copy(files, folder, tmp_path):
         ("--protocol layers --lr 1 2", "--protocol layers takes 3 values of --lr"),
         ("--weights {A} none.pth", "there is no none.pth"),
         ("--hold-out 0.999", "0 training and 32 test photos"),
+        ("--protocol logreg-icmlm --train-images 4", "4 training and 32 test photos, logreg-icmlm"),
         ("--protocol sgd-mct --lr 1e38", "the linear layer has diverged: try a lower --lr"),
     ],
 )

@@ -189,13 +189,6 @@ def test_what_is_refused(watch):
         assert accepted.device == GPU
 
 
-def test_logging_waits(watch, tiny, tmp_path):
-    """Losses are read when a line of metrics.jsonl is due, and not before."""
-    with pytest.raises(RuntimeError) as refused:
-        train(watch, tiny("tp", tmp_path, *LONG, "--log-every", 3))
-    assert "means" in [entry.name for entry in refused.traceback] and watch.steps == 3
-
-
 # Each command holds what no other does: a task, a loss, a head, an architecture, an optimizer.
 TRAININGS = {
     "virtex": [

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import CPU, FeaturesAsGiven, captioned, metrics, photos_at, result, run_here
+from conftest import CPU, FeaturesAsGiven, captioned, metrics, photos_at, random_weights, result
+from conftest import run_here
 from PIL import Image
 from tokenizers import BertWordPieceTokenizer
 from torch import nn
@@ -17,14 +18,6 @@ import common
 import icmlm
 from downstream.masked_words import attention_maps
 from extras import small_bert
-
-
-def random_weights(module, scale):
-    """Every parameter random, the gains of norms around 1: whatever is forgotten shows."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter += scale * torch.randn_like(parameter)
-    return module
 
 
 WORDS = "a the dog cat red blue surf left right on of is runs grass t shirt - , . 1".split()
@@ -332,24 +325,12 @@ def test_ties_and_nan():
     assert icmlm.another_photo(photos).tolist() == [2, 2, 3, 4, 5, 2]
 
 
-COSINE = {0: 3e-2, 125_000: 1.5e-2 * (1 + math.sqrt(0.5)), 250_000: 1.5e-2, 500_000: 0}
-STEPS = {0: 1e-4, 159_999: 1e-4, 160_000: 1e-5, 179_999: 1e-5, 180_000: 1e-6, 200_000: 1e-6}
-VGG = "--arch vgg16_bn"
-WARMUPS = {"": 0, VGG: 0, f"{VGG} --head att-fc --init x.pth": 50_000}
-# In tfm, or in a backbone that sees nothing yet, there is nothing to warm up.
-WARMUPS |= {f"{VGG} --init x.pth": 0, f"{VGG} --head att-fc": 0}
-
-
-@pytest.mark.parametrize("flags", WARMUPS)
-def test_appendix_f1(flags):
-    """The learning rates by iteration, and for how many the backbone is frozen"""
-    args = icmlm.get_args(["--data", "coco", *flags.split()])
-    optimizer, rates = ("radam", STEPS) if flags else ("sgd", COSINE)
-    assert args.optimizer == optimizer and args.iters == max(rates)
-    assert args.warmup_attention * args.iters == WARMUPS[flags]
-    for iteration, rate in rates.items():
-        factor = common.lr_factor(iteration, args.iters, args.warmup, args.steps)
-        assert args.lr * factor == pytest.approx(rate, rel=1e-9, abs=1e-15)
+@pytest.mark.parametrize("init, head, frozen", ((1, 1, 50_000), (0, 1, 0), (1, 0, 0)))
+def test_how_long_the_backbone_is_frozen(init, head, frozen):
+    """App. F.1. In tfm, or in a backbone that sees nothing yet, there is nothing to warm up."""
+    flags = init * ["--init", "x.pth"] + head * ["--head", "att-fc"]
+    args = icmlm.get_args(["--data", "coco", "--arch", "vgg16_bn", *flags])
+    assert args.warmup_attention * args.iters == frozen
 
 
 @pytest.mark.parametrize("head", icmlm.HEADS)

@@ -15,6 +15,7 @@ from PIL import Image
 
 import common
 from extras import checkpoints, shards
+from tools import make_shards
 
 
 def encoded(colour, mode="RGB", kind="JPEG"):
@@ -80,11 +81,12 @@ def test_what_shards_hold(folder):
 
 
 def test_layouts_of_others(tmp_path):
-    """img2dataset: one caption in KEY.txt or KEY.json; other files, folders, odd names"""
+    """img2dataset: one caption in KEY.txt or KEY.json; other files, folders, odd names, macOS"""
     folder = tmp_path / "photos in May, 1 + 2"
     folder.mkdir()
     files = {
-        "0.jpg": RED, "0.txt": b" a dog ", "0.json": b'{"caption": "a dog", "width": 16}',
+        "0.jpg": RED, "0.txt": b" a&amp;b cafe\xcc\x81 ", "0.json": b'{"caption": "b"}',
+        "._0.jpg": b"\0\5\x16\7", "._b": b"AppleDouble", "caf\udce9\t.jpg": RED,
         "b/1.seg.png": b"no photo of ours", "b/1.JPEG": RED, "b/1.cls": b"7", "2.txt": b"lost",
         "3.jpg": RED, "3.json": b'{"caption": "a cat"}',
         "./x/ä b: 4.jpg": RED, "./x/ä b: 4.json": b'{"caption": null}',
@@ -92,24 +94,41 @@ def test_layouts_of_others(tmp_path):
     write_tar(folder / "a at 3: b.tar", files)
     write_tar(folder / "b.tar", files)
     for data in index(folder, "*.tar"):
-        assert list(data.captions) == [["a dog"], [], ["a cat"], []]
-        assert {data.open(data.images[i]).size for i in range(4)} == {(16, 12)}
+        assert list(data.captions) == [["a&b caf\xe9"], [], [], ["a cat"], []]
+        assert {data.open(data.images[i]).size for i in range(5)} == {(16, 12)}
         assert data.tag_names is None
 
 
+# What is wrong, the photos that are kept, the files of the shard
+FAULTS = [
+    ("ValueError: the files of a are not adjacent", 0, {"a.jpg": RED, "b.jpg": RED, "a.txt": b""}),
+    ("b: JSONDecodeError: Expecting ", 1, {"a.jpg": RED, "b.jpg": RED, "b.json": b"{"}),
+    ("b: ValueError: its captions", 1, {"a.jpg": RED, "b.jpg": RED, "b.json": b'{"captions": ""}'}),
+    ("b: UnicodeDecodeError: ", 1, {"b.jpg": RED, "b.txt": b"caf\xe9" * 999, "c.jpg": RED}),
+    ("it holds no photo", 0, {"a.txt": b"a dog"}),
+]
+
+
 def test_wrong_shards(folder):
-    """One line each: no such shard, two keys mixed, no JSON, no such split, moved, an old index"""
+    """What is broken is named and left out. In one line each: no such shard, all shards broken, no
+    such split, moved, an old index
+    """
     assert "03.tar" in refusal(index_command(folder, "{00..03}.tar"))
-    wrong = {
-        "side by side": {"a.jpg": RED, "b.jpg": RED, "a.txt": b"late"},
-        "JSONDecodeError": {"a.jpg": RED, "a.json": b"{"},
-        "no list": {"a.jpg": RED, "a.json": b'{"captions": "a dog"}'},
-        "no photo": {"a.txt": b"a dog"},
-    }
-    for message, files in wrong.items():
+    for message, kept, files in FAULTS:
         write_tar(folder / "03.tar", files)
-        line = refusal(index_command(folder, "*.tar"))
-        assert message in line and "03.tar" in line and "KEY.jpg" in line
+        photos, [(_, fault)] = make_shards.read_shard(folder / "03.tar")
+        assert fault.startswith(message) and len(fault) < 120 and len(photos) == kept
+    write_tar(folder / "03.tar", {"a.jpg": RED, "b.jpg": RED})
+    content = (folder / "03.tar").read_bytes()
+    start = content.index(b"b.jpg")
+    (folder / "03.tar").write_bytes(content[:start] + b"x" * 512 + content[start + 512 :])
+    output = run_here(index_command(folder, "*.tar"))
+    assert f"03.tar: ValueError: it breaks off at byte {start}" in output
+    (folder / "03.tar").write_bytes(content[: start + 600])
+    output = run_here(index_command(folder, "*.tar"))
+    assert "03.tar: ReadError: unexpected end of data" in output
+    assert "train: 5 photos, 4 captions, 4 tags" in output
+    assert "train: 1 shards are broken, see above" in output
     index(folder)
     train = ["virtex.py", "--data", folder, "--output", folder / "run", "--train-split"]
     assert "The folder's splits: train, val" in refusal([*train, "train2017"])
@@ -163,13 +182,17 @@ def test_training_on_shards(few_scenes, tmp_path):
 
 
 def test_smaller_photos(tmp_path):
-    """--side shrinks; photos are turned by EXIF, 16 bits become 8; a broken one is left out."""
+    """--side shrinks; photos are turned by EXIF, 16 bits become 8; a broken one is left out. An MPO
+    of a phone, small enough, is copied.
+    """
     exif = Image.Exif()
     exif[0x0112] = 6  # rotated by 90 degrees
     Image.new("RGB", (200, 100), "red").save(tmp_path / "a.jpg", exif=exif)
-    Image.fromarray(np.full((100, 100), 20_000, np.uint16)).save(tmp_path / "b.png")
+    pixels = np.linspace(20_000, 30_000, 10_000).astype(np.uint16).reshape(100, 100)
+    Image.fromarray(pixels).save(tmp_path / "b.png")
     (tmp_path / "c.jpg").write_bytes(RED[:300])
-    (tmp_path / "d.jpg").write_bytes(RED)
+    frames = [Image.new("RGB", (16, 12), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "d.jpg", "MPO", save_all=True, append_images=frames[1:])
     splits = {"a.jpg": "train", "b.png": "train", "c.jpg": "val", "d.jpg": "val"}
     lines = [json.dumps({"image": name, "split": split}) for name, split in splits.items()]
     (tmp_path / "photos.jsonl").write_text("\n".join(lines))
@@ -177,8 +200,9 @@ def test_smaller_photos(tmp_path):
     assert f"cannot decode {tmp_path}/c.jpg" in run_here(["tools.make_shards", *flags])
     data = common.caption_data(str(tmp_path / "shards"))
     assert data.open(data.images[0]).size == (50, 100)
-    assert abs(np.asarray(data.open(data.images[1])).mean() - 20_000 / 256) < 2
-    assert len(common.caption_data(str(tmp_path / "shards"), split="val")) == 1
+    assert abs(np.asarray(data.open(data.images[1])).mean() - 127.5) < 2
+    [copied] = (val := common.caption_data(str(tmp_path / "shards"), split="val")).images
+    assert val.open(copied).fp.getvalue() == (tmp_path / "d.jpg").read_bytes()
 
 
 def test_visual_genome(tmp_path):
@@ -187,7 +211,7 @@ def test_visual_genome(tmp_path):
     for k in range(1, 41):
         path = tmp_path / f"VG_100K{'_2' if k % 2 else ''}/{k}.jpg"
         path.parent.mkdir(exist_ok=True)
-        path.touch()
+        path.write_bytes(RED)
         images.append({"image_id": k, "url": f"https://cs.stanford.edu{path}"})
         phrases = [{"phrase": f' region {n} of\n[{k}], "é" '} for n in range(k % 3 + 1)]
         regions.append({"id": k, "regions": [*phrases, {"phrase": " "}]})

@@ -60,7 +60,7 @@ def test_accents_are_taken_off_latin_letters_only(caption, cleaned):
 def test_a_word_keeps_its_marks():
     joined = "می\u200cخواهم کتاب"
     assert tp.words_of(HINDI) == HINDI.split() and tp.words_of(joined) == joined.split()
-    assert tp.words_of("Une fille qui s’arrête, l'Été.") == ["une", "fille", "qui", "s’arrête", "l'été"]
+    assert tp.words_of("Elle s’arrête, l'Été.") == ["elle", "s’arrête", "l'été"]
     assert nouns.WORD.findall(HINDI) == HINDI.split()
     assert [*tp.count_concepts([HINDI], "textblob")["nouns"]] == sorted(HINDI.split())
     data, tokenizer = captioned([HINDI]), small_bert.train_tokenizer(2 * [HINDI])

@@ -240,58 +240,18 @@ def test_scores():
     assert tp.tag_scores(np.eye(4)[[0, 1, 2, 2]], np.eye(4), "rotation") == {"top1": 75.0}
 
 
-COSINE = {0: 3e-2, 25_000: 1.5e-2 * (1 + math.sqrt(0.5)), 50_000: 1.5e-2, 100_000: 0}
-TP_VGG = {0: 1e-4, 79_999: 1e-4, 80_000: 1e-5, 89_999: 1e-5, 90_000: 1e-6, 100_000: 1e-6}
-ROTNET = {0: 1e-3, 99_999: 1e-3, 100_000: 1e-4, 109_999: 1e-4, 110_000: 1e-5, 120_000: 1e-5}
-
-
-@pytest.mark.parametrize(
-    "flags, arch, optimizer, decay, rates",
-    [
-        ("", "resnet50", torch.optim.SGD, 1e-4, COSINE),
-        ("--arch resnet50 --labels rotation", "resnet50", torch.optim.SGD, 1e-4, COSINE),
-        ("--arch vgg16_bn", "vgg16_bn", torch.optim.RAdam, 1e-3, TP_VGG),
-        ("--arch vgg16_bn --labels=instances", "vgg16_bn", torch.optim.RAdam, 1e-3, TP_VGG),
-        ("--arch vgg16_bn --labels rotation", "vgg16_bn", torch.optim.RAdam, 1e-5, ROTNET),
-        ("--labels rotation", "vgg16_bn", torch.optim.RAdam, 1e-5, ROTNET),
-    ],
-)
-def test_appendix_f1(flags, arch, optimizer, decay, rates):
-    """The learning rates by iteration of runs on coco and vg, in batches of 128"""
-    for data in ("coco", "vg"):
-        args = tp.get_args(f"--data {data} {flags}".split())
-        assert (args.arch, args.batch_size, args.iters) == (arch, 128, max(rates))
-        parameter = nn.Parameter(torch.zeros(1))
-        built = common.build_optimizer(args.optimizer, [parameter], args.lr, args.weight_decay)
-        [group] = built.param_groups
-        assert isinstance(built, optimizer) and group["weight_decay"] == decay
-        for iteration, rate in rates.items():
-            factor = common.lr_factor(iteration, args.iters, args.warmup, args.steps)
-            common.set_lr(built, factor)
-            assert group["lr"] == pytest.approx(rate, rel=1e-9, abs=1e-15)
-
-
 @pytest.mark.parametrize("labels", tp.LABELS)
 def test_every_label_set_learns(labels, tiny, coco_folder, tmp_path):
-    """24 pictures by heart: the loss falls (rotations are slow); lr is that of each iteration.
+    """24 pictures by heart: the loss falls (rotations are slow), and validation knows its scores.
     downstream.labels prints the ten most likely labels, of a model_N.pth alone.
     """
-    flags = ["--labels", labels, "--iters", 50, "--log-every", 2, "--validate-every", 19]
-    flags += ["--keep-every", 50, "--crop-min", 0.9, "--colour-jitter", 0]
-    flags += ["--num-labels", 12] * (labels in ("cluster", "lda"))
+    flags = ["--labels", labels, "--iters", 50, "--keep-every", 50, "--crop-min", 0.9]
+    flags += ["--colour-jitter", 0, "--num-labels", 12 if labels in ("cluster", "lda") else 0]
     output = run_here(tiny("tp", tmp_path, *flags, "--lm", "scratch", "--lm-iters", 3))
-    rows, rotation = metrics(tmp_path), labels == "rotation"
-    losses = [row["loss"] for row in rows]
-    assert np.mean(losses[-3:]) < np.mean(losses[:3]) - (0.05 if rotation else 0.2)
-    scores = ["loss", "top1"] if rotation else ["loss", "top1", "top5", "mAP"]
-    for row in rows:
-        cosine = math.cos(math.pi * (row["iteration"] - 1) / 50)
-        assert row["lr"] == pytest.approx(0.05 * (1 + cosine) / 2, rel=1e-5)
-        due = row["iteration"] in (19, 38)
-        found = [name for name in row if name.startswith("validation_")]
-        assert found == [f"validation_{name}" for name in scores if due]
-    content = result(tmp_path)
-    assert list(content["validation"]) == scores and output.count("validation: {'loss'") == 3
+    losses, rotation = [row["loss"] for row in metrics(tmp_path)], labels == "rotation"
+    assert np.mean(losses[-6:]) < np.mean(losses[:6]) - (0.05 if rotation else 0.2)
+    content, scores = result(tmp_path), ["loss", "top1", "top5", "mAP"]
+    assert list(content["validation"]) == scores[: 2 if rotation else 4]
     assert f"\nvalidation: {content['validation']}" in output
     assert ("label_frequencies" in content) != rotation
 
@@ -305,14 +265,3 @@ def test_learns(easy_scenes, tmp_path):
     run_here(["tp.py", "--iters", 60, "--image-size", 32, "--output", tmp_path])
     scores = result(tmp_path)
     assert scores["validation"]["mAP"] > scores["label_frequencies"]["mAP"] + 15
-
-
-def test_init_with_other_labels(tiny, tmp_path):
-    """Then no layer of the head is loaded. (With the same labels: test_contracts.py)"""
-    still = "--iters", 1, "--lr", 1e-9
-    run_here(tiny("tp", tmp_path / "first", *still, "--seed", 1))
-    init = "--init", tmp_path / "first/checkpoint.pth"
-    run_here(tiny("tp", tmp_path / "nouns", *still, *init, "--pos", "nn"))
-    first, nouns = (checkpoint_in(tmp_path / name)["model"] for name in ("first", "nouns"))
-    torch.testing.assert_close(nouns["backbone.conv1.weight"], first["backbone.conv1.weight"])
-    assert not torch.allclose(nouns["head.2.weight"], first["head.2.weight"], atol=1e-5)

@@ -17,25 +17,19 @@ from downstream import zeroshot
 from extras import shapes
 
 
-@pytest.fixture
-def problem():
-    """20 classes, each with two of 9 attributes, 2 of them unseen; features of 20 numbers"""
+def test_equations(monkeypatch):
+    """Every loss that is minimised is Eq. 11 over the seen classes, every prediction is Eq. 10:
+    20 classes, each with two of 9 attributes, 2 of them unseen; features of 20 numbers
+    """
     rng = np.random.default_rng(0)
     pairs = np.array([[*np.eye(4)[k // 5], *np.eye(5)[k % 5]] for k in range(20)])
     classes = np.repeat(np.arange(20), 15)
     parts = np.tile([zeroshot.TRAIN] * 10 + [zeroshot.SEEN] * 5, 20)
     parts[np.isin(classes, (2, 9))] = zeroshot.UNSEEN
     x = pairs[classes] @ rng.normal(size=(9, 20)) + 0.02 * rng.normal(size=(300, 20))
-    attributes = rng.uniform(0.5, 2, (20, 1)) * pairs  # their length must not matter
-    images, names = np.array(range(300), object), list("abcdefghijklmnopqrst")
-    data = zeroshot.ZeroShotData(images, classes, parts, attributes, names)
-    return torch.from_numpy(x.astype(np.float32)), data
-
-
-def test_equations(problem, monkeypatch):
-    """Every loss that is minimised is Eq. 11 over the seen classes, every prediction is Eq. 10"""
-    x, data = problem
-    attributes = data.attributes / np.linalg.norm(data.attributes, axis=1, keepdims=True)
+    x, attributes = torch.from_numpy(x).float(), rng.uniform(0.5, 2, (20, 1)) * pairs
+    data = zeroshot.ZeroShotData(np.arange(300), classes, parts, attributes, list(range(20)))
+    attributes = attributes / np.linalg.norm(attributes, axis=1, keepdims=True)  # cosines count
     of_seen, calls = np.delete(attributes, (2, 9), 0), []
     train_linear = eval_linear.train_linear
 
@@ -73,8 +67,7 @@ def test_accuracies():
     classes = np.sort(rng.integers(0, 6, 90) * rng.integers(0, 2, 90))  # class 0 is frequent
     parts = np.where(classes > 3, zeroshot.UNSEEN, rng.integers(0, 2, 90))
     predicted = np.where(rng.random(90) < 0.3 + 0.1 * classes, classes, 0)
-    images = np.array(range(90), object)
-    data = zeroshot.ZeroShotData(images, classes, parts, np.eye(6), list("abcdef"))
+    data = zeroshot.ZeroShotData(np.arange(90), classes, parts, np.eye(6), list("abcdef"))
     scores = zeroshot.accuracies(predicted, data)
 
     tested = parts != zeroshot.TRAIN
@@ -144,19 +137,15 @@ def test_published_layout(name, tmp_path):
     assert list(data.parts) == parts
 
 
-START = "downstream.zeroshot", "--weights", "random", "--arch", "resnet18"
-START += "--image-size", 32, "--workers", 0
-
-
 def test_script(tmp_path):
     """The command on a tiny CUB, in two processes; a photo that cannot be decoded is left out."""
     publish(tmp_path, "cub")
     (tmp_path / PHOTOS["cub"] / CLASSES[3] / "47_a.jpg").write_bytes(b"in no split, never read")
     (tmp_path / PHOTOS["cub"] / CLASSES[0] / "0_a.jpg").write_bytes(b"no photo")
     torch.save(common.build_backbone("resnet18").state_dict(), tmp_path / "backbone.pth")
-    command = *START, "--data", "cub", "--root", tmp_path, "--runs", 2, "--epochs", 4
-    command += "--weights", tmp_path / "backbone.pth", "--output", tmp_path / "out"
-    lines = in_two_processes(run_here, command)[0].splitlines()
+    flags = "--data", "cub", "--root", tmp_path, "--image-size", 32, "--workers", 0, "--runs", 2
+    flags += "--epochs", 4, "--weights", tmp_path / "backbone.pth", "--output", tmp_path / "out"
+    lines = in_two_processes(run_here, ["downstream.zeroshot", *flags])[0].splitlines()
     content = result(tmp_path / "out")
     start = f"zero-shot on cub: top-1 {content['trained']['mean']['top-1']:.1f} trained, "
     assert lines[-1].startswith(start)

@@ -14,6 +14,7 @@ shards: if you move them, make it again with --index-only.
 """
 
 import argparse
+import collections
 import glob
 import io
 import itertools
@@ -27,7 +28,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
@@ -113,15 +113,12 @@ def jpeg(open_photo, side, place):
     try:
         image = open_photo(place)
         small = not side or min(image.size) <= side
-        if image.format == "JPEG" and small:
+        if image.format in ("JPEG", "MPO") and small:  # MPO: several JPEGs, by phones
             image.fp.seek(0)
             content = image.fp.read()
             image.load()  # raises if the file is truncated
             return content, None
-        image = ImageOps.exif_transpose(image)
-        if image.mode.startswith("I"):  # 16 bits, which PIL would clip to white
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        image = image.convert("RGB")
+        image = common.to_rgb(image)
         if not small:
             scale = side / min(image.size)
             size = [round(scale * length) for length in image.size]
@@ -130,7 +127,12 @@ def jpeg(open_photo, side, place):
         image.save(content, "JPEG", quality=90)
         return content.getvalue(), None
     except Exception as error:  # PIL's decoders raise many kinds
-        return None, repr(error)
+        return None, described(error)
+
+
+def described(error):
+    """In one line: the repr of a UnicodeDecodeError would hold the whole file"""
+    return common.one_line(f"{type(error).__name__}: {error}")
 
 
 def write_shard(path, photos):
@@ -179,12 +181,9 @@ def write_index(folder, paths):
     photos = {}
     with multiprocessing.Pool() as pool:
         for split in paths:
-            found = pool.imap(index_shard, paths[split])
+            found = pool.imap(read_shard, paths[split])
             found = progress(found, desc=split, total=len(paths[split]), unit=" shards")
-            try:
-                photos[split] = [photo for shard in found for photo in shard]
-            except ValueError as error:
-                fail(f"{error}. Expected: {EXPECTED}")
+            photos[split] = readable_rows(split, zip(paths[split], found))
     tags = dict.fromkeys(tag for rows in photos.values() for _, _, tags in rows for tag in tags)
     index = {tag: k for k, tag in enumerate(tags)}  # of all splits alike
     for split, rows in photos.items():
@@ -193,32 +192,75 @@ def write_index(folder, paths):
         captions = common.Lists(captions, common.STRINGS)
         data = common.CaptionData(places, captions, tags, list(index) or None)
         shards.save_index(folder, split, data)
+        counts = f"{len(captions.values)} captions, {len(tags.values)} tags"
+        print_main(f"{split}: {len(rows)} photos, {counts}")
+        if not len(captions.values):
+            print_main(f"{split} has no captions: they are in KEY.txt or KEY.json beside KEY.jpg")
 
 
-def index_shard(path):
-    """One shard -> [(place of the photo, see shards.open_in_shard; its captions; its tags)]"""
-    try:
-        return read_shard(path)
-    except Exception as error:  # no tar file, no JSON, wrong types
-        raise ValueError(f"{path}: {error!r}") from error
+def readable_rows(split, found):
+    """Report the faults.  found: (path, what read_shard gives) of each shard -> rows of all"""
+    rows, lost, report = [], collections.Counter(), ""
+    for path, (photos, faults) in found:
+        rows += photos
+        lost.update(kind for kind, _ in faults)
+        if faults:  # one line for each shard
+            more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+            report = common.one_line(f"{path}: {faults[0][1]}{more}")
+            print_main(report)
+    if not rows:
+        fail(f"no photo of the split {split} can be read. {report}. Expected: {EXPECTED}")
+    if lost:
+        counts = " and ".join(f"{count} {kind}" for kind, count in lost.items())
+        print_main(f"{split}: {counts} are broken, see above: what is readable of them is kept")
+    return rows
 
 
 def read_shard(path):
-    photos, keys = [], set()
-    with tarfile.open(path, "r:") as tar:
-        files = filter(tarfile.TarInfo.isfile, tar)
-        for key, group in itertools.groupby(files, lambda file: split_name(file.name)[0]):
-            if key in keys:
-                raise ValueError(f"the files of {key} are not side by side: use tar --sort=name")
-            keys.add(key)
-            by_suffix = {split_name(file.name)[1]: file for file in group}
-            photo = next((by_suffix[suffix] for suffix in PHOTOS if suffix in by_suffix), None)
-            if photo:
-                place = os.path.abspath(path), photo.name, photo.offset_data, photo.size
-                photos.append(("\t".join(map(str, place)), *read_captions(tar, by_suffix)))
-    if not photos:
-        raise ValueError("it holds no photo")
-    return photos
+    """One shard -> what can be read of it, and its faults
+
+    [(place of a photo, see shards.open_in_shard; its captions; its tags)], and ("shards", message)
+    or ("photos", message), for a photo with a broken text, which is left out
+    """
+    photos, faults, keys = [], [], set()
+    try:
+        with tarfile.open(path, "r:") as tar:
+            files = filter(is_ours, tar)
+            for key, group in itertools.groupby(files, lambda file: split_name(file.name)[0]):
+                if key in keys:
+                    photos = []  # without the texts that come later
+                    raise ValueError(f"the files of {key} are not adjacent: use tar --sort=name")
+                keys.add(key)
+                by_suffix = {split_name(file.name)[1]: file for file in group}
+                photo = next((by_suffix[suffix] for suffix in PHOTOS if suffix in by_suffix), None)
+                if not photo:
+                    continue
+                try:
+                    texts = read_captions(tar, by_suffix)
+                except Exception as error:  # no UTF-8, no JSON, wrong types
+                    faults.append(("photos", f"{key}: {described(error)}"))
+                    continue
+                name = common.one_line(photo.name)  # to look at; without tabs
+                place = os.path.abspath(path), name, photo.offset_data, photo.size
+                photos.append(("\t".join(map(str, place)), *texts))
+            check_end(tar)
+    except Exception as error:  # no tar file, or it breaks off: what came before is kept
+        faults.append(("shards", described(error)))
+    if not photos and not faults:
+        faults.append(("shards", "it holds no photo"))
+    return photos, faults
+
+
+def is_ours(file):
+    """A file that is not hidden: macOS writes ._KEY.jpg beside KEY.jpg"""
+    return file.isfile() and not os.path.basename(file.name).startswith(".")
+
+
+def check_end(tar):
+    """tarfile takes a broken header for the end, which has zeros."""
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(512) != bytes(512):
+        raise ValueError(f"it breaks off at byte {tar.offset}")
 
 
 def split_name(name):
@@ -236,11 +278,12 @@ def read_captions(tar, by_suffix):
     caption = row.get("caption")  # img2dataset writes one, or null
     captions, tags = row.get("captions", [caption] if caption else []), row.get("tags", [])
     if "txt" in by_suffix:
-        captions = [tar.extractfile(by_suffix["txt"]).read().decode()]
+        captions = [tar.extractfile(by_suffix["txt"]).read().decode("utf-8-sig")]
     if not isinstance(captions, list) or not isinstance(tags, list):
-        raise ValueError(f"the captions or tags of {by_suffix['json'].name} are no list")
+        raise ValueError("its captions or tags are no list")
     captions = [common.one_line(text) for text in captions]
-    return [text for text in captions if text], list(map(str, tags))
+    tags = [common.one_line(str(tag)) for tag in tags]
+    return list(filter(None, captions)), list(filter(None, tags))
 
 
 if __name__ == "__main__":
