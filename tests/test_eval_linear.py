@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -50,8 +49,7 @@ def evaluate(*given, **kwargs):
 
 def test_voc07(tmp_path):
     """Its genuine layout. --root may be any of three folders; 1, -1 and 0 become 1, 0 and -1.
-    Classes without examples are left out, by name: no test photo shows a cow. The lists' orders may
-    differ, their photos may not.
+    Classes without examples are left out, by name: no test photo shows a cow. Lists are aligned.
     """
     rng, classes, root = np.random.default_rng(0), ("bird", "cat", "cow"), "VOCdevkit/VOC2007"
     photos, lists = tmp_path / root / "JPEGImages", tmp_path / root / "ImageSets" / "Main"
@@ -79,27 +77,24 @@ def test_voc07(tmp_path):
     assert "cow_test.txt does not list the same photos as bird_test.txt" in wrong
 
 
-def test_photos_in_folders(tmp_path, real_data):
+def test_photos_in_folders(tmp_path):
     """Torchvision's order; what PIL can read; links, but no photo twice; nothing hidden."""
-    for split, count in ("train", 1500), ("val", 500):
-        theirs = torchvision.datasets.ImageFolder(real_data / "flowers" / split)
-        ours = eval_linear.label_data("folder", real_data / "flowers", split)
-        assert list(zip(ours.images, ours.labels)) == theirs.samples and len(ours) == count
-    train, names = tmp_path / "train", "a/1.JFIF a/x/2.tga a/x-y/3.gif b/4.mpo far/5.jp2".split()
-    others = "a/no.pdf b/README.txt a/.ipynb_checkpoints/6.jpg a/._1.jpg .git/7.jpg 8.jpg".split()
+    train, names = tmp_path / "train", "a/1.PNG a/x/2.tif a/x-y/3.jpg b/4.webp b/far/5.jp2".split()
+    others = "a/6.pdf b/README.txt a/.ipynb_checkpoints/7.jpg a/._1.jpg .git/8.jpg 9.MPO".split()
     for name in [*names, *others]:
         (train / name).parent.mkdir(parents=True, exist_ok=True)
         (train / name).touch()
-    (train / "far").rename(tmp_path / "far")
+    theirs = torchvision.datasets.folder.make_dataset(
+        train, {"a": 0, "b": 1}, is_valid_file=lambda path: os.path.relpath(path, train) in names
+    )
+    (train / "b/far").rename(tmp_path / "far")
     for link, to in {"b/far": "far", "a/loop": "train/a", "a/up": "", "a/b": "train/b"}.items():
         (train / link).symlink_to(tmp_path / to)
     data = eval_linear.label_data("folder", tmp_path, "train")
-    assert list(data.images) == [str(train / name) for name in [*names[:4], "b/far/5.jp2"]]
-    assert data.labels.tolist() == [0, 0, 0, 1, 1] and data.names == ["a", "b"]
-    assert {*search.images_in(train).images} == {*data.images, str(train / "8.jpg")}
+    assert list(zip(data.images, data.labels)) == theirs and len(data) == 5
+    assert {*search.images_in(train).images} == {*data.images, str(train / "9.MPO")}
     (train / "c").mkdir()
-    wrong = refusal(command(tmp_path, tmp_path))
-    assert f"{train} holds no photo of the classes ['c'], train/CLASS/PHOTO" in wrong
+    assert f"{train} holds no photo of the classes ['c']" in refusal(command(tmp_path, tmp_path))
     open(os.fsencode(train) + b"/c/caf\xe9.jpg", "w").close()
     assert "the name 'caf\\udce9.jpg' in" in refusal(command(tmp_path, tmp_path))
 
@@ -317,8 +312,8 @@ def test_what_cannot_be_decoded_and_two_processes(folder, tmp_path, monkeypatch)
     (blue / "link.png").symlink_to(tmp_path / "nowhere.png")
     (tmp_path / "train" / ".ipynb_checkpoints").mkdir()  # no class
     output = run_here(command(tmp_path, tmp_path))
-    for name in ("3.png", "link.png"):
-        assert re.search(f"cannot decode {blue}/{name} .*: left out", output)
+    assert f"cannot decode {blue}/3.png (cannot identify image file): left out" in output
+    assert f"cannot decode {blue}/link.png ([Errno 2] No such file" in output
     assert "the scores are rough: they are of 32 photos only" in output
     alone, (first, second) = extract(), in_two_processes(extract)
     assert alone[1] == first[1] == 15 * [0] + 16 * [1] and second is None

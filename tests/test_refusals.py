@@ -20,7 +20,7 @@ ALL_SCRIPTS = [
     ("--data missing.jsonl", "no data set missing.jsonl"),
     ("--val-split val2014", "captions_val2014.json: see --root, --train-split and --val-split"),
     ("--data shapes --train-split test", "--data shapes has no split test"),
-    ("--data {tmp}/bad.jsonl", "bad.jsonl, line 2: KeyError: 'image'. Expected, in UTF-8: " + JSONL),
+    ("--data {tmp}/bad.jsonl", "bad.jsonl, line 2: KeyError: 'image'. Expected, in UTF-8: {"),
     ("--data {tmp}/gone.jsonl", "24 of 24 photos are missing, the first is "),
     ("--data", "argument --data: expected one argument"),
     ("--batch 8", "unrecognized arguments: --batch 8"),

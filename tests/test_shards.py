@@ -99,36 +99,30 @@ def test_layouts_of_others(tmp_path):
         assert data.tag_names is None
 
 
-# What is wrong, the photos that are kept, the files of the shard
-FAULTS = [
-    ("ValueError: the files of a are not adjacent", 0, {"a.jpg": RED, "b.jpg": RED, "a.txt": b""}),
-    ("b: JSONDecodeError: Expecting ", 1, {"a.jpg": RED, "b.jpg": RED, "b.json": b"{"}),
-    ("b: ValueError: its captions", 1, {"a.jpg": RED, "b.jpg": RED, "b.json": b'{"captions": ""}'}),
-    ("b: UnicodeDecodeError: ", 1, {"b.jpg": RED, "b.txt": b"caf\xe9" * 999, "c.jpg": RED}),
-    ("it holds no photo", 0, {"a.txt": b"a dog"}),
-]
-
-
 def test_wrong_shards(folder):
-    """What is broken is named and left out. In one line each: no such shard, all shards broken, no
-    such split, moved, an old index
-    """
+    """What is broken is named, the rest is kept. One line: nothing to keep, moved, an old index"""
     assert "03.tar" in refusal(index_command(folder, "{00..03}.tar"))
-    for message, kept, files in FAULTS:
-        write_tar(folder / "03.tar", files)
+    for message, kept, text in (
+        ("ValueError: the files of a are not adjacent", 0, {"a.txt": b"late"}),
+        ("b: JSONDecodeError: Expecting ", 1, {"b.json": b"{"}),
+        ("b: ValueError: its captions or tags are no list", 1, {"b.json": b'{"captions": "dog"}'}),
+        ("b: UnicodeDecodeError: 'utf-8' codec can't", 1, {"b.txt": b"caf\xe9" * 999}),
+    ):
+        write_tar(folder / "03.tar", {"a.jpg": RED, "b.jpg": RED, **text})
         photos, [(_, fault)] = make_shards.read_shard(folder / "03.tar")
         assert fault.startswith(message) and len(fault) < 120 and len(photos) == kept
-    write_tar(folder / "03.tar", {"a.jpg": RED, "b.jpg": RED})
     content = (folder / "03.tar").read_bytes()
     start = content.index(b"b.jpg")
-    (folder / "03.tar").write_bytes(content[:start] + b"x" * 512 + content[start + 512 :])
-    output = run_here(index_command(folder, "*.tar"))
-    assert f"03.tar: ValueError: it breaks off at byte {start}" in output
-    (folder / "03.tar").write_bytes(content[: start + 600])
-    output = run_here(index_command(folder, "*.tar"))
-    assert "03.tar: ReadError: unexpected end of data" in output
-    assert "train: 5 photos, 4 captions, 4 tags" in output
-    assert "train: 1 shards are broken, see above" in output
+    cut = content[: start + 600], "ReadError: unexpected end of data"
+    damaged = content[:start] + b"x" * 2048, f"ValueError: it breaks off at byte {start}"
+    for content, message in cut, damaged:
+        (folder / "03.tar").write_bytes(content)
+        lines = run_here(index_command(folder, "*.tar")).splitlines()
+        assert f"{folder}/03.tar: {message}" in lines and "train: 5 photos, 4 captions, 4 tags" in lines
+    write_tar(folder / "04.tar", {"a.txt": b"a dog"})
+    (folder / "03.tar").write_bytes(b"nothing")
+    line = refusal(index_command(folder, "{03..04}.tar"))
+    assert "KEY.jpg" in line and ("it holds no photo" in line or "03.tar: ReadError" in line)
     index(folder)
     train = ["virtex.py", "--data", folder, "--output", folder / "run", "--train-split"]
     assert "The folder's splits: train, val" in refusal([*train, "train2017"])
@@ -182,9 +176,7 @@ def test_training_on_shards(few_scenes, tmp_path):
 
 
 def test_smaller_photos(tmp_path):
-    """--side shrinks; photos are turned by EXIF, 16 bits become 8; a broken one is left out. An MPO
-    of a phone, small enough, is copied.
-    """
+    """--side shrinks; photos are turned, 16 bits become 8; an MPO is copied, a broken one is not."""
     exif = Image.Exif()
     exif[0x0112] = 6  # rotated by 90 degrees
     Image.new("RGB", (200, 100), "red").save(tmp_path / "a.jpg", exif=exif)

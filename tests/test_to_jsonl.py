@@ -68,7 +68,8 @@ def test_data_refusals_and_missing_photos(convert, tmp_path):
     train = common.caption_data(str(tmp_path / "photos.jsonl"))
     assert list(train.captions) == [[A, 'cats "play"']]  # without HTML's entities
     flags = "--image-column", "where", "--caption-column", "what"
-    assert f"{' and '.join(flags[::2])}: what, where" in convert("where,what\n" + CSV, how=refusal)[0]
+    wanted = f"{' and '.join(flags[::2])}: what, where"
+    assert wanted in convert("where,what\n" + CSV, how=refusal)[0]
     assert convert("where,what\n" + CSV, *flags)[1] == LINES
     assert "iconv" in convert(TOKEN, encoding="latin-1", how=refusal)[0]
     assert "input" in convert(TOKEN, "--output", tmp_path / "file", how=refusal)[0]
