@@ -118,7 +118,8 @@ def test_wrong_shards(folder):
     for content, message in cut, damaged:
         (folder / "03.tar").write_bytes(content)
         lines = run_here(index_command(folder, "*.tar")).splitlines()
-        assert f"{folder}/03.tar: {message}" in lines and "train: 5 photos, 4 captions, 4 tags" in lines
+        assert f"{folder}/03.tar: {message}" in lines
+        assert "train: 5 photos, 4 captions, 4 tags" in lines
     write_tar(folder / "04.tar", {"a.txt": b"a dog"})
     (folder / "03.tar").write_bytes(b"nothing")
     line = refusal(index_command(folder, "{03..04}.tar"))
@@ -176,7 +177,7 @@ def test_training_on_shards(few_scenes, tmp_path):
 
 
 def test_smaller_photos(tmp_path):
-    """--side shrinks; photos are turned, 16 bits become 8; an MPO is copied, a broken one is not."""
+    """--side shrinks; photos are turned, 16 bits become 8; an MPO is copied, unless broken."""
     exif = Image.Exif()
     exif[0x0112] = 6  # rotated by 90 degrees
     Image.new("RGB", (200, 100), "red").save(tmp_path / "a.jpg", exif=exif)
