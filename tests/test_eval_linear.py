@@ -84,9 +84,8 @@ def test_photos_in_folders(tmp_path):
     for name in [*names, *others]:
         (train / name).parent.mkdir(parents=True, exist_ok=True)
         (train / name).touch()
-    theirs = torchvision.datasets.folder.make_dataset(
-        train, {"a": 0, "b": 1}, is_valid_file=lambda path: os.path.relpath(path, train) in names
-    )
+    ours = lambda path: os.path.relpath(path, train) in names
+    theirs = torchvision.datasets.folder.make_dataset(train, {"a": 0, "b": 1}, is_valid_file=ours)
     (train / "b/far").rename(tmp_path / "far")
     for link, to in {"b/far": "far", "a/loop": "train/a", "a/up": "", "a/b": "train/b"}.items():
         (train / link).symlink_to(tmp_path / to)
@@ -304,13 +303,12 @@ def test_what_cannot_be_decoded_and_two_processes(folder, tmp_path, monkeypatch)
         data = eval_linear.label_data("folder", tmp_path, "train")
         found = eval_linear.extract_features(backbone, data, args, device)
         common.end_distributed()
-        return found and (found.x.numpy(), found.y.tolist())
+        return found and (found.x[:, ::4].numpy(), found.y.tolist())  # all would fill the pipe
 
     blue = tmp_path / "train" / "blue"
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (blue / "3.png").write_text("no picture")
     (blue / "link.png").symlink_to(tmp_path / "nowhere.png")
-    (tmp_path / "train" / ".ipynb_checkpoints").mkdir()  # no class
     output = run_here(command(tmp_path, tmp_path))
     assert f"cannot decode {blue}/3.png (cannot identify image file): left out" in output
     assert f"cannot decode {blue}/link.png ([Errno 2] No such file" in output

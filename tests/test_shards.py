@@ -111,19 +111,17 @@ def test_wrong_shards(folder):
         write_tar(folder / "03.tar", {"a.jpg": RED, "b.jpg": RED, **text})
         photos, [(_, fault)] = make_shards.read_shard(folder / "03.tar")
         assert fault.startswith(message) and len(fault) < 120 and len(photos) == kept
-    content = (folder / "03.tar").read_bytes()
-    start = content.index(b"b.jpg")
+    start = (content := (folder / "03.tar").read_bytes()).index(b"b.jpg")
     cut = content[: start + 600], "ReadError: unexpected end of data"
     damaged = content[:start] + b"x" * 2048, f"ValueError: it breaks off at byte {start}"
     for content, message in cut, damaged:
         (folder / "03.tar").write_bytes(content)
         lines = run_here(index_command(folder, "*.tar")).splitlines()
-        assert f"{folder}/03.tar: {message}" in lines
-        assert "train: 5 photos, 4 captions, 4 tags" in lines
-    write_tar(folder / "04.tar", {"a.txt": b"a dog"})
-    (folder / "03.tar").write_bytes(b"nothing")
+        assert {f"{folder}/03.tar: {message}", "train: 5 photos, 4 captions, 4 tags"} <= {*lines}
+    for name in ("03.tar", "04.tar"):
+        write_tar(folder / name, {"a.txt": b"a dog"})
     line = refusal(index_command(folder, "{03..04}.tar"))
-    assert "KEY.jpg" in line and ("it holds no photo" in line or "03.tar: ReadError" in line)
+    assert "tar: it holds no photo. Expected: uncompressed tar files with KEY.jpg" in line
     index(folder)
     train = ["virtex.py", "--data", folder, "--output", folder / "run", "--train-split"]
     assert "The folder's splits: train, val" in refusal([*train, "train2017"])

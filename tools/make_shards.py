@@ -212,7 +212,7 @@ def readable_rows(split, found):
         fail(f"no photo of the split {split} can be read. {report}. Expected: {EXPECTED}")
     if lost:
         counts = " and ".join(f"{count} {kind}" for kind, count in lost.items())
-        print_main(f"{split}: {counts} are broken, see above: what is readable of them is kept")
+        print_main(f"{split}: {counts} are broken, see above: left out, shards from there on")
     return rows
 
 
