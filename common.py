@@ -191,10 +191,9 @@ def jsonl_photos(path, root, split):
         try:
             row = json.loads(line)
             captions, tags = row.get("captions", []), row.get("tags", [])
-            if "captions" not in row and row.keys() & {"caption", "text", "title"}:
-                raise ValueError(f"it has {', '.join(row)}")
-            if not isinstance(captions, list) or not isinstance(tags, list):
-                raise ValueError("captions and tags are lists")
+            wrong = "caption" in row or "captions" not in row and row.keys() & {"text", "title"}
+            if wrong or not isinstance(captions, list) or not isinstance(tags, list):
+                raise ValueError(f"it has {', '.join(row)}; captions and tags are lists")
             captions = [one_line(caption) for caption in captions]
             tags = [one_line(str(tag)) for tag in tags]
             photos.append((os.path.join(root, row["image"]), captions, tags))
@@ -217,6 +216,8 @@ def jsonl_photos(path, root, split):
     return photos, list(tag_names)
 
 
+LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
+ACCENTS = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # of decomposed, lower-case Latin letters
 UNSPACED = regex.compile(r"\p{Han}|\p{Hiragana}|\p{Katakana}|\p{Thai}|\p{Lao}|\p{Khmer}")
 
 
@@ -295,7 +296,7 @@ def require_decodable(data):
     """End at once, not after hours, if none of the first hundred photos can be decoded."""
     for index in range(min(100, len(data))):
         try:
-            return read_crops(data, index, [centre_crop], size=1)
+            return read_crops(data, index, [centre_crop], 1)
         except Unreadable as error:
             unreadable = error
     fail(f"none of the first {index + 1} photos can be decoded, for example {unreadable}")
@@ -697,8 +698,9 @@ def apply_recipe(args, script, table, **paper):
 def save(path, content):
     """A text, JSON or what torch.save takes. A crash or a full disk leaves the old file intact."""
     temporary = Path(f"{path}.tmp")
-    if f"{path}".endswith(".json"):
-        content = json.dumps(content, indent=2, ensure_ascii=False)
+    if f"{path}".endswith(".json") and not isinstance(content, str):
+        indent = 2 if isinstance(content, dict) else None  # long lists stay compact, and fast
+        content = json.dumps(content, indent=indent, ensure_ascii=False)
     try:
         if isinstance(content, str):
             temporary.write_text(content, "utf-8")
@@ -725,9 +727,9 @@ def read_checkpoint(path, script=None):
             content = torch.load(path, map_location="cpu", weights_only=True)
         found = content.get("script")
     except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
-        code = regex.search(r"GLOBAL (\S+)", str(error))  # what torch does not load
-        what = f"holds a {code[1]}, but may hold tensors and numbers only" if code else (
-            f"is not a checkpoint, or is truncated ({type(error).__name__})")  # fmt: skip
+        what = f"is not a checkpoint, or is truncated ({type(error).__name__})"
+        if code := regex.search(r"GLOBAL (\S+)", str(error)):  # what torch does not load
+            what = f"holds a {code[1]}, but may hold tensors and numbers only"
         fail(f"{path} {what}")
     if script not in (None, found):
         fail(f"{path} is not a checkpoint.pth or model_N.pth of {script}.py")

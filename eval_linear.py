@@ -168,8 +168,6 @@ def main(args):
     data = label_data(args.data, args.root, args.train_split)
     val = data if args.hold_out else label_data(args.data, args.root, args.val_split)
     check_same_classes(data, val)
-    common.require_decodable(data)
-    common.require_decodable(val)
 
     results = {}  # of each backbone: the scores of its runs
     for source in args.weights:
@@ -299,16 +297,19 @@ class LabelData:
 def label_data(name, root, split):
     """One split of "folder", "voc07", or of captioned photos with tags -> LabelData"""
     if name == "folder":
-        return folder_labels(root or "datasets/folder", split)
-    if name == "voc07":
-        return LabelData(*common.extra("voc07").labels(root or "datasets/voc07", split))
-    data = common.caption_data(name, root, split)
-    if not data.tag_names:
-        fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
-    labels = np.zeros((len(data), len(data.tag_names)), np.int8)
-    for row, tags in zip(labels, data.tags):
-        row[tags] = 1
-    return LabelData(data.images, labels, data.tag_names, data.open)
+        data = folder_labels(root or "datasets/folder", split)
+    elif name == "voc07":
+        data = LabelData(*common.extra("voc07").labels(root or "datasets/voc07", split))
+    else:
+        captioned = common.caption_data(name, root, split)
+        if not captioned.tag_names:
+            fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
+        labels = np.zeros((len(captioned), len(captioned.tag_names)), np.int8)
+        for row, tags in zip(labels, captioned.tags):
+            row[tags] = 1
+        data = LabelData(captioned.images, labels, captioned.tag_names, captioned.open)
+    common.require_decodable(data)
+    return data
 
 
 def folder_labels(root, split):

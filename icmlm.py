@@ -56,7 +56,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Subset
 
 import common
-from common import fail, print_main, progress
+from common import LETTERS, fail, print_main, progress
 
 HEADS = "tfm", "att-fc"
 
@@ -173,7 +173,8 @@ def main(args):
     # Data: the frozen language model, and one triplet for each word that can be masked.
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    common.require_spaces(train.all_captions())
+    if not saved:
+        common.require_spaces(train.all_captions())
     lm_name = args.lm
     if lm_name == "scratch":
         lm_name = common.extra("small_bert").made_once(args, init, train, device)
@@ -277,7 +278,6 @@ AUXILIARIES = set(
     "shall should will would".split()
 )
 # t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none.
-LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with the marks and joiners of other scripts
 WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
 
 

@@ -51,7 +51,7 @@ from sklearn.preprocessing import MultiLabelBinarizer
 from torch import nn
 
 import common
-from common import fail, print_main, progress
+from common import LETTERS, fail, print_main, progress
 
 FROM_CAPTIONS = "postag", "cluster", "lda"
 LABELS = *FROM_CAPTIONS, "instances", "rotation"
@@ -259,7 +259,6 @@ AUXILIARIES = set(
     "shall should will would".split()
 )
 # t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none.
-LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with the marks and joiners of other scripts
 WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
 
 

@@ -245,7 +245,6 @@ def main(args):
 PAD = UNK = 0  # padding and unknown tokens share an id, as in the official model
 SOS, EOS, MASK = 1, 2, 3
 FIRST_TAG = 4  # in multi-label classification, ids of tags replace those of words
-ACCENTS = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # behind Latin letters: other scripts need their marks
 MAX_CAPTIONS = 2_000_000  # at most, evenly spaced, to train the tokenizer [ours]
 
 
@@ -278,7 +277,7 @@ def with_tags(data):
 def clean(caption):
     """Lower-case, and Latin letters without accents [Sec. 3]; NFKD first: it can make capitals"""
     decomposed = unicodedata.normalize("NFKD", caption).lower()
-    return unicodedata.normalize("NFC", re.sub(ACCENTS, "", decomposed))
+    return unicodedata.normalize("NFC", re.sub(common.ACCENTS, "", decomposed))
 
 
 def load_tokenizer(args, train, init):

@@ -12,6 +12,7 @@ official evaluation: resize 256, centre crop 224, or in proportion for other ima
 """
 
 import argparse
+import json
 import math
 import re
 import shutil
@@ -270,7 +271,7 @@ def evaluate(model, tokenizer, image_size, device, args):
         written[n] = [{"caption": caption}]
         truth[n] = [{"caption": reference} for reference in val.captions[n]]
     path = Path(args.output, f"captions_{args.val_split}.json")
-    common.save(path, rows)
+    common.save(path, json.dumps(rows, indent=2, ensure_ascii=False))
     print_main(f"the captions are in {path}")
     truth = PTBTokenizer().tokenize(truth)
     written = PTBTokenizer().tokenize(written)

@@ -48,7 +48,6 @@ def main(args):
     encoders.to(device, memory_format=torch.channels_last)
     trained.amp, trained.workers = common.choose_amp(device, args.amp), args.workers
     data = eval_linear.label_data(args.data, args.root, args.val_split)
-    common.require_decodable(data)
     images, readable = mmcontrastive.encode_images(encoders["image"], data, trained, device)
     prompts = [args.prompt.format(name) for name in data.names]
     texts = mmcontrastive.encode_captions(encoders["caption"], tokenizer, prompts, trained, device)

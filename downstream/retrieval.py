@@ -26,12 +26,12 @@ they are too hard for this backbone. On shapes, in four minutes, R@10 reaches 96
 import argparse
 import copy
 import math
-import re
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import regex
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -60,7 +60,7 @@ HELD_OUT = 5000  # photos at most: 113K of COCO's 118K are trained on, as in the
 MARGIN = 0.2  # of the loss [VSE++ code]
 MAX_NORM = 2.0  # of the gradient [VSE++ code]
 MIN_COUNT = 4  # how often a word must occur in the training captions to be kept [VSE++ code]
-WORD = re.compile(r"\w+(?:['’-]\w+)*")  # t-shirt and can't are single words [ours]
+WORD = regex.compile(r"[\w\p{M}]+(?:['’-][\w\p{M}]+)*")  # t-shirt and can't are single words [ours]
 START, END, UNKNOWN = range(3)  # before and after each caption, and for words that are not kept
 IN_WORDS = {**baselines.IN_WORDS, "chance": "by chance"}
 

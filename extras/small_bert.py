@@ -128,7 +128,7 @@ def train_tokenizer(captions):
     Accents are taken off Latin letters only: BERT's loses the vowels of Hindi, too. [ours]
     """
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    accents = normalizers.Replace(Regex("(?<=[a-zß-ɏ])[\u0300-\u036f]+"), "")
+    accents = normalizers.Replace(Regex(common.ACCENTS), "")
     lower = normalizers.BertNormalizer(lowercase=True, strip_accents=False)
     normalizer = normalizers.Sequence([lower, normalizers.NFD(), accents, normalizers.NFC()])
     # The letters are given in order: otherwise each training numbers them differently.

@@ -89,7 +89,7 @@ def test_photos_in_folders(tmp_path):
     (train / "b/far").rename(tmp_path / "far")
     for link, to in {"b/far": "far", "a/loop": "train/a", "a/up": "", "a/b": "train/b"}.items():
         (train / link).symlink_to(tmp_path / to)
-    data = eval_linear.label_data("folder", tmp_path, "train")
+    data = eval_linear.folder_labels(tmp_path, "train")
     assert list(zip(data.images, data.labels)) == theirs and len(data) == 5
     assert {*search.images_in(train).images} == {*data.images, str(train / "9.MPO")}
     (train / "c").mkdir()

@@ -22,9 +22,9 @@ ROOMS = [name for name in FILES if name.startswith(("extras/", "downstream/"))]
 OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "tools", "tests"}
 
 BUDGETS = {  # lines, tokens: 5% more than was planned, but for virtex.py
-    "common.py": (875, 5880),
+    "common.py": (873, 5879),
     "virtex.py": (660, 4600),
-    "tp.py": (645, 4690),
+    "tp.py": (644, 4684),
     "icmlm.py": (787, 5860),
     "mmcontrastive.py": (840, 6352),
     "eval_linear.py": (840, 6037),
@@ -83,7 +83,7 @@ def test_size_of_the_rest():
     assert lines["README.md"] <= 160
     small = "extras/", "downstream/", "tools/"
     assert [x for x in lines if x.startswith(small) and lines[x] > 350] == []
-    assert sum(count for name, count in lines.items() if name.startswith("tests/")) <= 5560
+    assert sum(count for name, count in lines.items() if name.startswith("tests/")) <= 5490
 
 
 def test_refusals():

@@ -13,6 +13,7 @@ from conftest import SCRIPTS, refusal
 import common
 
 JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} on each line'
+WRONG_LINE = "bad.jsonl, line 2: KeyError: 'image'. "
 
 # After --data coco: flags, and words of the message.
 ALL_SCRIPTS = [
@@ -20,7 +21,7 @@ ALL_SCRIPTS = [
     ("--data missing.jsonl", "no data set missing.jsonl"),
     ("--val-split val2014", "captions_val2014.json: see --root, --train-split and --val-split"),
     ("--data shapes --train-split test", "--data shapes has no split test"),
-    ("--data {tmp}/bad.jsonl", "bad.jsonl, line 2: KeyError: 'image'. Expected, in UTF-8: {"),
+    ("--data {tmp}/bad.jsonl", WRONG_LINE + "Expected, in UTF-8: " + JSONL),
     ("--data {tmp}/gone.jsonl", "24 of 24 photos are missing, the first is "),
     ("--data", "argument --data: expected one argument"),
     ("--batch 8", "unrecognized arguments: --batch 8"),
