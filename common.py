@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from PIL import ExifTags, Image
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -114,14 +115,22 @@ def caption_data(name, root=None, split="train"):
     """One split of --data -> CaptionData.  root: --root"""
     if name == "shapes":
         return extra("shapes").caption_data(split)
+    if name not in ("coco", "vg") and os.path.isdir(name):
+        return extra("shards").caption_data(name, split)
+    data = [read_captions(name, root, split) if is_main() else None]
+    if world_size() > 1:  # one process reads: the annotations of COCO take 3 GB meanwhile
+        dist.broadcast_object_list(data, device=torch.device("cpu"))
+    return data[0]
+
+
+def read_captions(name, root, split):
+    """COCO, Visual Genome or a .jsonl -> CaptionData"""
     if name == "coco":
         photos, tag_names = coco_photos(root or "datasets/coco", split)
     elif name == "vg":
         photos, tag_names = extra("visual_genome").photos(root or "datasets/vg", split)
     elif os.path.isfile(name) and name.endswith(".jsonl"):
         photos, tag_names = jsonl_photos(name, root or os.path.dirname(name), split)
-    elif os.path.isdir(name):
-        return extra("shards").caption_data(name, split)
     else:
         fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of "
              "shards; python tools/to_jsonl.py FILE converts other files")  # fmt: skip
@@ -145,12 +154,10 @@ def read_json(path):
 
 
 def one_line(text):
-    """Composed characters (NFC), without HTML's entities, and with single spaces
-
-    Half an emoji, of a text that was cut, becomes "?".
-    """
+    """Composed characters (NFC), without HTML's entities, and with single spaces"""
     text = regex.sub(r"&#?\w+;", lambda entity: html.unescape(entity[0]), text)
-    text = unicodedata.normalize("NFC", text.encode(errors="replace").decode())
+    text = text.encode(errors="replace").decode()  # half an emoji, of a text that was cut, is "?"
+    text = unicodedata.normalize("NFC", text)
     return " ".join(text.split())
 
 
@@ -534,14 +541,15 @@ def load_init(init, model, backbone, skip=()):
 # ---------------------------------------------------------------------------------- optimisation
 
 
-def build_optimizer(name, parameters, lr, weight_decay):
+def build_optimizer(args, parameters):
     """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW"""
-    kinds = {
-        "sgd": partial(torch.optim.SGD, momentum=0.9),
-        "adamw": partial(torch.optim.AdamW, fused=True),
-        "radam": partial(torch.optim.RAdam, decoupled_weight_decay=True),  # as in its authors' code
-    }
-    return kinds[name](parameters, lr=lr, weight_decay=weight_decay)
+    rates = {"lr": args.lr, "weight_decay": args.weight_decay}
+    if args.optimizer == "sgd":
+        fused = args.amp != "fp16"  # whose first overflow would leave garbage as momentum
+        return torch.optim.SGD(parameters, momentum=0.9, fused=fused, **rates)
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, fused=True, **rates)
+    return torch.optim.RAdam(parameters, decoupled_weight_decay=True, **rates)  # authors' code
 
 
 def lr_factor(iteration, total, warmup=0.0, steps=()):
@@ -570,6 +578,8 @@ def set_lr(optimizer, factor):
 def init_distributed():
     """Join the other processes if torchrun started this one -> this process's device"""
     torch.backends.cudnn.benchmark = True
+    if sys.platform == "linux":  # Python 3.14 would pickle the data for each worker
+        torch.multiprocessing.set_start_method("fork", force=True)
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device(f"cuda:{local}" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
@@ -622,7 +632,7 @@ def data_parallel(model):
     if world_size() == 1:
         return model
     # Buffers are not broadcast: statistics of batch norm may differ, queues are equal anyway.
-    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

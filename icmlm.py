@@ -82,8 +82,8 @@ RECIPES = {  #           demo        small       paper: ResNet-50
     "steps":            ([],         [],         []),                   # App. F.1
     "weight_decay":     (1e-2,       1e-2,       1e-4),                 # App. F.1
     "log_every":        (10,         20,         20),
-    "validate_every":   (1000,       1000,       5000),
-    "checkpoint_every": (200,        500,        2000),
+    "validate_every":   (1000,       1000,       10_000),
+    "checkpoint_every": (200,        500,        5000),
     "proxy_triplets":   (2000,       5000,       None),                 # at the end; None: all
 }
 # fmt: on
@@ -167,6 +167,7 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
+    torch.set_float32_matmul_precision("high")  # TF32, which --amp off needs on GPUs
     saved = common.start(args)  # by an earlier run of the same command, which resumes
     init = {} if saved else common.read_init(args)
 
@@ -193,8 +194,9 @@ def main(args):
     same_tags = list(init.get("concepts", ())) == list(concepts)
     common.load_init(init, model, model.backbone, skip=() if same_tags else "tags.")
     model.to(device, memory_format=torch.channels_last)
-    weights = model.parameters()
-    optimizer = common.build_optimizer(args.optimizer, weights, args.lr, args.weight_decay)
+    # A frozen backbone has no momentum yet: fused SGD wants it in a group of its own.
+    groups = [{"params": part.parameters()} for part in model.children()]
+    optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     start = common.restore(args, saved, train, iters, **parts)
@@ -658,8 +660,11 @@ class AttentionHead(nn.Module):
         """X (B, H * W, d_x), W (B, T, d_w), attention_mask (B, T) -> s (B, H * W)"""
         x = F.relu(self.norm_x(self.sigma_x(x)))  # Eq. 3: (B, H * W, d_z)
         w = F.relu(self.norm_w(self.sigma_w(w)))  # (B, T, d_z)
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")  # not TF32
         with common.autocast(x.device, "off"):  # float32: long sums, then exponentials
             scores = x.float() @ w.float().mT / math.sqrt(x.size(-1))  # S (B, H * W, T)
+        torch.set_float32_matmul_precision(precision)
         scores = scores.masked_fill(~attention_mask[:, None], -math.inf)
         return scores.logsumexp(2)  # Eq. 4
 
@@ -676,12 +681,7 @@ class AttFc(nn.Module):
         d_in = channels
         d_out = lm.token_embeddings.size(1)
         for _ in range(layers):
-            layer = nn.Sequential(
-                nn.Linear(d_in, d_out),
-                nn.LayerNorm(d_out),
-                nn.ReLU(),
-            )
-            self.fc.append(layer)
+            self.fc.append(nn.Sequential(nn.Linear(d_in, d_out), nn.LayerNorm(d_out), nn.ReLU()))
             d_in = d_out
         self.register_buffer("token_embeddings", lm.token_embeddings, persistent=False)  # V, frozen
 

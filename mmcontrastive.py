@@ -175,6 +175,7 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
+    torch.set_float32_matmul_precision("high")  # TF32, which --amp off needs on GPUs
     saved = common.start(args)  # by an earlier run of the same command, which resumes
     init = {} if saved else common.read_init(args)
 
@@ -204,7 +205,7 @@ def main(args):
     model.to(device, memory_format=torch.channels_last)
     rates = {"image": args.lr, "caption": args.text_lr}
     groups = [{"params": encoders[name].parameters(), "lr": rates[name]} for name in encoders]
-    optimizer = common.build_optimizer(args.optimizer, groups, args.lr, args.weight_decay)
+    optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     start = common.restore(args, saved, train, iters, **parts)

@@ -74,7 +74,7 @@ RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1]
     "weight_decay":     (1e-2,       1e-4,       1e-4),                 # App. F.1
     "log_every":        (10,         20,         20),
     "validate_every":   (400,        2000,       5000),
-    "checkpoint_every": (200,        500,        2000),
+    "checkpoint_every": (200,        500,        5000),
     "val_images":       (5000,       5000,       5000),                 # at most; drawn once
 }
 # What the paper changes for VGG-16, and for its pretraining on rotations.
@@ -160,6 +160,7 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
+    torch.set_float32_matmul_precision("high")  # TF32, which --amp off needs on GPUs
     saved = common.start(args)  # by an earlier run of the same command, which resumes
     init = {} if saved else common.read_init(args)
 
@@ -184,8 +185,7 @@ def main(args):
     skip = () if init.get("names") == names else "head."  # other labels
     common.load_init(init, model, model.backbone, skip)
     model.to(device, memory_format=torch.channels_last)
-    parameters = model.parameters()
-    optimizer = common.build_optimizer(args.optimizer, parameters, args.lr, args.weight_decay)
+    optimizer = common.build_optimizer(args, model.parameters())
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     start = common.restore(args, saved, train, iters, **parts)

@@ -83,8 +83,8 @@ RECIPES = {  #           demo        small       paper
     "lookahead_alpha":  (1.0,        0.5,        0.5),         # Sec. 3; 1: no look-ahead
     "max_norm":         (10.0,       10.0,       10.0),        # of the gradient: official code
     "log_every":        (10,         20,         20),
-    "validate_every":   (400,        2000,       5000),
-    "checkpoint_every": (200,        500,        2000),
+    "validate_every":   (400,        2000,       10_000),
+    "checkpoint_every": (200,        500,        10_000),
 }
 # fmt: on
 MAX_LENGTH = 30  # tokens per caption, [SOS] and [EOS] included [official code]
@@ -147,6 +147,7 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
+    torch.set_float32_matmul_precision("high")  # TF32, which --amp off needs on GPUs
     saved = common.start(args)  # by an earlier run of the same command, which resumes
     init = {} if saved else common.read_init(args)
 
@@ -181,7 +182,7 @@ def main(args):
     common.load_init(init, model, backbone)
     model.to(device, memory_format=torch.channels_last)
     groups = parameter_groups(model, args.lr, args.text_lr, args.weight_decay)
-    optimizer = common.build_optimizer(args.optimizer, groups, args.lr, args.weight_decay)
+    optimizer = common.build_optimizer(args, groups)
     lookahead = LookAhead(optimizer, args.lookahead_k, args.lookahead_alpha)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "lookahead": lookahead, "scaler": scaler}

@@ -152,7 +152,8 @@ def fine_tune(train, val, args, device):
     model = Detector(backbone, 1 + len(train.names), train.masks, args).to(device)
     norms, others = split_normalization_params(model)
     groups = [{"params": others}, {"params": norms, "weight_decay": 0.0}]  # Detectron2's default
-    optimizer = common.build_optimizer("sgd", groups, args.lr, 1e-4)
+    fused = args.amp != "fp16"
+    optimizer = torch.optim.SGD(groups, args.lr, momentum=0.9, weight_decay=1e-4, fused=fused)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     start = common.restore(args, saved, train, args.iters, **parts)

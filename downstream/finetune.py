@@ -52,7 +52,7 @@ DEFAULTS = {  #          shapes    folder    inat
     "crop_min":         (0.2,      0.08,     0.08),         # see below
     "colour_jitter":    (0.0,      0.0,      0.0),          # App. A.1
     "log_every":        (10,       20,       20),
-    "checkpoint_every": (100,      1000,     1000),
+    "checkpoint_every": (100,      1000,     5000),
 }
 # fmt: on
 # crop_min: App. A.1 says "20-100%", which the authors' list of changes corrects to 8-100% for
@@ -152,7 +152,8 @@ def fine_tune(train, val, args, device):
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     model = Classifier(backbone, len(train.names))
     model.to(device, memory_format=torch.channels_last)
-    optimizer = common.build_optimizer("sgd", model.parameters(), lr, args.weight_decay)
+    decay, fused = args.weight_decay, args.amp != "fp16"
+    optimizer = torch.optim.SGD(model.parameters(), lr, 0.9, weight_decay=decay, fused=fused)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     start = common.restore(args, saved, train, iters, **parts)

@@ -203,7 +203,7 @@ def train_mlp(features, tags, vectors, args, seed):
         nn.Linear(args.hidden, vectors.shape[1]),
     )
     mlp.to(device)
-    optimizer = common.build_optimizer("adamw", mlp.parameters(), args.lr, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(mlp.parameters(), args.lr, weight_decay=0.01, fused=True)
     num_batches = math.ceil(len(features) / args.batch_size)
     bar = progress(range(args.epochs), desc="MLP", unit=" epochs", leave=False)
     for epoch in bar:

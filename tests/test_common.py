@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -292,6 +293,7 @@ def test_several_gpus(monkeypatch):
     An error that all find alike is said once: torchrun ends the others while they wait.
     """
     backends, waited = [], []
+    multiprocessing.set_start_method("spawn", force=True)
     for name, value in (("is_available", True), ("device_count", 2), ("set_device", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     joined = lambda backend, **_: backends.append(backend)
@@ -301,10 +303,30 @@ def test_several_gpus(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert common.init_distributed() == torch.device("cuda", 1)
     assert backends == ["cpu:gloo,cuda:nccl"]
+    assert multiprocessing.get_start_method() == "fork"  # also where Python's default is another
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(SystemExit, match="fewer GPUs than processes: lower --nproc_per_node"):
         common.init_distributed()
     assert waited == [3]
+
+
+@pytest.mark.parametrize("amp", ("bf16", "fp16"))
+def test_sgd_of_a_backbone_that_is_frozen_at_first(amp):
+    """The literal update of each group from when it has gradients; fused, except in fp16"""
+    frozen, head = weights = [torch.nn.Parameter(torch.ones(3)) for _ in "ab"]
+    groups = [{"params": [weight]} for weight in weights]
+    args = argparse.Namespace(optimizer="sgd", lr=0.1, weight_decay=0.5, amp=amp)
+    optimizer = common.build_optimizer(args, groups)
+    assert all(group["fused"] == (amp == "bf16") for group in optimizer.param_groups)
+    literal, momentum = [1.0, 1.0], [0.0, 0.0]
+    for step in range(4):
+        for n, weight in enumerate(weights):
+            if weight is head or step > 1:
+                weight.grad = torch.full((3,), 1.0 + n)
+                momentum[n] = 0.9 * momentum[n] + (1 + n) + 0.5 * literal[n]
+                literal[n] -= 0.1 * momentum[n]
+        optimizer.step()
+        assert torch.allclose(torch.stack([frozen[0], head[0]]), torch.tensor(literal))
 
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's

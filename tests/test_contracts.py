@@ -114,7 +114,7 @@ def test_learning_rates_of_the_papers(command):
     kind, decay, rates = RATES[command]
     text_lr = getattr(args, "text_lr", args.lr / 200)  # VirTex Sec. 3: 1e-3 beside 0.2
     groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (args.lr, text_lr)]
-    optimizer = common.build_optimizer(args.optimizer, groups, args.lr, args.weight_decay)
+    optimizer = common.build_optimizer(args, groups)
     assert type(optimizer).__name__ == kind and args.iters == max(rates)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [decay, decay]
     for iteration, rate in rates.items():

@@ -7,21 +7,22 @@ import shlex
 
 import pytest
 
-from tools import reproduce, tables
+from tools import reproduce, sizes, tables
 from tools.tables import BACKBONES, MEASURES, ROWS, TABLES
 
-KNOWN = {*BACKBONES, *ROWS["files"]}
+NO_TAGS = "--small --photos docs/logs/tp/metrics.jsonl"  # any lines without "tags"
 
 
-@pytest.mark.parametrize("flags", [(), ("--quick",), ("--processes", "8", "--seeds", "2")])
+@pytest.mark.parametrize("flags", ["", "--quick", "--processes 8 --seeds 2", "--small", NO_TAGS])
 def test_commands(flags):
     """Those of all tables are parsed by their scripts."""
-    args = reproduce.get_args(["--dry-run", *flags, *TABLES])
+    args = reproduce.get_args(["--dry-run", *flags.split(), *TABLES])
     args.captions = "--data shapes"  # for --quick
     steps = reproduce.Steps(args)
     for name in TABLES:
         steps.table(name)
-    assert len({x.partition(" --output ")[2] for x in steps.commands}) == len(steps.commands) > 350
+    outputs = {command.partition(" --output ")[2] for command in steps.commands}
+    assert len(outputs) == len(steps.commands) > (150 if args.small else 350)
     for command in steps.commands:
         script, *own = shlex.split(re.sub(r"^(python|torchrun \S+) (-m )?", "", command))
         importlib.import_module(script.removesuffix(".py").replace("/", ".")).get_args(own)
@@ -60,23 +61,24 @@ def test_plan(tmp_path):
 
 def test_rows():
     """A number or a reason for each cell, names that exist, nothing that no table uses"""
-    used = {ROWS["select"]}
+    used, known = {ROWS["select"]}, {*BACKBONES, *ROWS["files"]}
     for name, table in TABLES.items():
         assert table.get("rows") or table["note"]
         for label, backbone, *cells in table.get("rows", []):
-            assert backbone in KNOWN and len(cells) in (0, len(table["columns"])), (name, label)
-            used.add(backbone)
+            assert backbone in known and len(cells) in (0, len(table["columns"])), (name, label)
+            used |= {backbone, *table["columns"]}
             for column, cell in zip(table["columns"], cells):
                 paper, _, other = str(cell).partition(" by ")
-                used |= {column, other or column}
+                used.add(other or column)
                 if paper not in ("", "-", "figure"):
                     numbers = [float(number) for number in paper.split(" / ")]
                     assert len(numbers) == len(MEASURES[other or column]["scores"]), (name, label)
-        used |= set(table.get("columns", []))
     used |= {measure.get("of") for measure in MEASURES.values()}
     started = " ".join(str(command) for command in BACKBONES.values())
-    unused = {name for name in (KNOWN | MEASURES.keys()) - used if f"{{{name}}}" not in started}
+    unused = {name for name in (known | MEASURES.keys()) - used if f"{{{name}}}" not in started}
     assert not unused and ROWS["draws"].keys() <= BACKBONES.keys()
+    small = sizes.at_small_size(reproduce.get_args(["--small"]))["tables"]["VirTex Tab. 2"]["rows"]
+    assert ["VirTex", "virtex", "88.7 by scenes-probe"] in small
 
 
 def test_documents():

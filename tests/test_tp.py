@@ -98,7 +98,7 @@ def test_tag_heads():
 
 
 @torch.no_grad()
-def test_clusters_are_equation_1(tiny_lm, coco_folder, tmp_path):
+def test_clusters_are_equation_1(tiny_lm, coco_folder, tmp_path, monkeypatch):
     """A caption's label is the centre nearest to its [CLS] vector, the mean of its cluster.
     A photo has the labels of all its captions; a cluster is called by the nearest of them.
     """
@@ -107,7 +107,6 @@ def test_clusters_are_equation_1(tiny_lm, coco_folder, tmp_path):
     rng = np.random.default_rng(0)
     some = [rng.choice(captions, rng.integers(1, 4), replace=False).tolist() for _ in range(26)]
     train, val = captioned(*some[:20]), captioned(*some[20:])
-    labels = labels_in(tmp_path, train, val, f"--labels cluster --lm {tiny_lm} --num-labels 5")
     # psi(c)_[CLS]: each caption alone through BERT, the last layer, before the pooler
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_lm)
     model, vectors = transformers.BertForMaskedLM.from_pretrained(tiny_lm).eval(), {}
@@ -116,6 +115,17 @@ def test_clusters_are_equation_1(tiny_lm, coco_folder, tmp_path):
         assert inputs["input_ids"][0, 0] == tokenizer.cls_token_id
         hidden = model(**inputs, output_hidden_states=True).hidden_states[-1]
         vectors[caption] = hidden[0, 0].numpy()
+    embed, mean = tp.embed_captions, np.mean(list(vectors.values()), 0)
+
+    def spread(*given):
+        """Those of random weights lie too close together for k-means in float32."""
+        found, expected = embed(*given), np.stack([vectors[caption] for caption in given[2]])
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        return 50 * (expected - mean)
+
+    monkeypatch.setattr(tp, "embed_captions", spread)
+    labels = labels_in(tmp_path, train, val, f"--labels cluster --lm {tiny_lm} --num-labels 5")
+    vectors = {caption: 50 * (vector - mean) for caption, vector in vectors.items()}
     # The centres: K-means has converged, so that each is the mean of those that it is nearest to.
     kmeans = KMeans(5, init="random", n_init=1, max_iter=20, random_state=0)
     centres = kmeans.fit(np.stack([vectors[c] for c in train.all_captions()])).cluster_centers_
@@ -129,7 +139,7 @@ def test_clusters_are_equation_1(tiny_lm, coco_folder, tmp_path):
         assert set(rows.data) == {1} and max(map(len, expected)) > 1
     for k, name in enumerate(labels.names):
         nearest = min(found[c][1] for c in train.all_captions() if found[c][0] == k)
-        assert found[name] == (k, pytest.approx(nearest, abs=1e-4))
+        assert found[name] == (k, pytest.approx(nearest, abs=1e-3))
 
 
 def test_loss_of_topics():

@@ -145,10 +145,6 @@ def random_captions(args, device, length=16):
     return torch.stack([tokens, torch.arange(length) < lengths]).to(device)
 
 
-def build_optimizer(parameters, args):
-    return common.build_optimizer(args.optimizer, parameters, args.lr, args.weight_decay)
-
-
 def bare_backbone(args, device):
     """Forward and backward pass of the backbone; gradients are reset in each step"""
     backbone = common.build_backbone(args.arch).to(device, memory_format=torch.channels_last)
@@ -168,7 +164,7 @@ def virtex_step(args, device):
     model = virtex.VirTex(args.arch, args.vocab_size, args.hidden, args.layers, args.dropout)
     model.to(device, memory_format=torch.channels_last)
     groups = virtex.parameter_groups(model, args.lr, args.text_lr, args.weight_decay)
-    optimizer = build_optimizer(groups, args)
+    optimizer = common.build_optimizer(args, groups)
     lookahead = virtex.LookAhead(optimizer, args.lookahead_k, args.lookahead_alpha)
     if args.compile:
         virtex.compile_parts(model)
@@ -194,7 +190,7 @@ def tp_step(args, device):
     """TP-Postag, 5,000 labels"""
     model = tp.TagPredictor(args.arch, args.num_labels)
     model.to(device, memory_format=torch.channels_last)
-    optimizer = build_optimizer(model.parameters(), args)
+    optimizer = common.build_optimizer(args, model.parameters())
     if args.compile:
         model.compile()
     photos, jitter = random_photos(args, device)
@@ -216,7 +212,7 @@ def icmlm_step(args, device):
     lm = icmlm.FrozenLanguageModel(bert, args.amp)
     model = icmlm.ICMLM(args.arch, args.head, lm, args.num_concepts, args.layers, args.heads)
     model.to(device, memory_format=torch.channels_last)
-    optimizer = build_optimizer(model.parameters(), args)
+    optimizer = common.build_optimizer(args, model.parameters())
     if args.compile:
         model.backbone.compile()
     photos, jitter = random_photos(args, device)
@@ -248,7 +244,7 @@ def mmcontrastive_step(args, device):
     model.to(device, memory_format=torch.channels_last)
     for queue in model.queues.values():
         queue.valid.fill_(True)
-    optimizer = build_optimizer(model.queries.parameters(), args)
+    optimizer = common.build_optimizer(args, model.queries.parameters())
     if args.compile:
         model.queries["image"].trunk.compile()
         model.keys["image"].trunk.compile()

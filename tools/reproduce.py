@@ -7,6 +7,7 @@
     python tools/reproduce.py --quick                                 # all tables in minutes
     python tools/reproduce.py scenes --seeds 3                        # our own comparisons
     python tools/reproduce.py "own photos" --photos photos.jsonl --labelled labelled
+    python tools/reproduce.py "VirTex Fig. 5" --small --photos photos.jsonl --labelled labelled
 
 tools/rows.toml defines the rows. A backbone that several rows share is trained once, into
 runs/papers/NAME; its measurements go into runs/papers/NAME/MEASURE. A step with a result is not
@@ -14,25 +15,28 @@ repeated, an interrupted step resumes; if a step fails, its log is named and the
 Unknown flags, say --amp fp16, go to every training run. runs/papers/tables gets each table as
 Markdown, JSON and a picture.
 
+--small trains the papers' rows with the recipe `small` on --photos, or without them with `demo` on
+the built-in scenes, and measures all backbones alike, on --labelled or the scenes. The section
+[small] of rows.toml says what becomes of each row.
+
 --quick checks every step with a few small iterations, before you spend a week of GPU time: on some
 built-in scenes, or with --root on photos in COCO's layout. Published weights are then random.
 """
 
 import argparse
 import glob
-import importlib
 import json
-import multiprocessing
 import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools import tables
-from tools.tables import BACKBONES, MEASURES, ROWS, TABLES
+from tools import sizes, tables
+from tools.tables import ROWS, TABLES
 
 FILES, LISTS, DRAWS, QUICK = ROWS["files"], ROWS["lists"], ROWS["draws"], ROWS["quick"]
 
@@ -51,11 +55,14 @@ def get_args(argv=None):
     add("--processes", type=int, default=1, help="torchrun processes, one per GPU")
     seeds = "train each backbone N times: mean and deviation (default as the paper, mostly once)"
     add("--seeds", type=int, help=seeds)
-    add("--output", default="runs/papers", help="folder for all runs; --quick uses OUTPUT/quick")
+    add("--output", default="runs/papers",
+        help="folder for all runs; in it quick/, small/ or demo/ for those sizes")  # fmt: skip
     add("--quick", action="store_true", help="a few small iterations of every step, one process")
     add("--root", help="for --quick: a folder in COCO's layout")
-    add("--photos", default="photos.jsonl", help='for "own photos": with captions')
-    add("--labelled", default="labelled", help='for "own photos": train/<class>/, val/<class>/')
+    small = "the papers' rows on --photos, recipe small, or on the built-in scenes, recipe demo"
+    add("--small", action="store_true", help=small)
+    add("--photos", help='for "own photos" (default photos.jsonl) and --small: with captions')
+    add("--labelled", default="labelled", help="for both: train/<class>/, val/<class>/")
     clip = "for the row CLIP: from the hub, or a folder"
     add("--clip", default="openai/clip-vit-base-patch32", help=clip)
     add("--photo", default="photo.jpg", help="photo to caption [VirTex Figs. 6, 9, 10]")
@@ -67,6 +74,9 @@ def get_args(argv=None):
     if args.quick:
         args.output += "/quick"
         args.seeds = args.seeds or 1
+    args.photos = args.photos or ("shapes" if args.small else "photos.jsonl")
+    if args.small:
+        args.output += "/demo" if args.photos == "shapes" else "/small"
     return args
 
 
@@ -76,14 +86,18 @@ def main(args):
     if args.docs:
         return tables.write_documents(lambda: Steps(get_args(["--dry-run"])))
     if args.quick:
-        prepare_quick(args)
+        sizes.prepare_quick(args)
+    elif args.small and not args.dry_run:
+        sizes.check_photos(args)
     steps = Steps(args)
     states = []
     for name in tables_of(args.tables):
         rows = steps.table(name)
         states += [tables.state_of(row) for row in rows]
         if rows and not args.dry_run:
-            tables.write_table(name, rows, Path(args.output, "tables"))
+            tables.write_table(name, steps.tables[name], rows, Path(args.output, "tables"))
+        elif args.small and "rows" not in steps.tables[name]:
+            print(f"# {name}: {steps.tables[name]['note']}")
     if args.dry_run:
         print(*tables.plan(steps.commands, args.output, args.images_per_s), sep="\n")
     else:
@@ -114,21 +128,28 @@ class Steps:
 
     def __init__(self, args):
         self.args = args
+        rows = sizes.at_small_size(args) if args.small else ROWS
+        self.backbones, self.measures, self.tables = map(rows.get, tables.SECTIONS)
         self.commands = []
         self.outcomes = {}  # {output of a step: None, or why it has no result}
 
     def table(self, name):
-        """-> [{"row", "backbone", "cells": {column: {"paper", "by", "ours", "state"}}}]"""
-        rows = []
-        columns = TABLES[name].get("columns", [])
-        for label, backbone, *cells in TABLES[name].get("rows", []):
+        """-> [{"row", "backbone", "seconds", "cells": {column: {"paper", "by", "ours", "state"}}}]
+
+        seconds: of the training run of each seed
+        """
+        rows, table = [], self.tables[name]
+        columns = table.get("columns", [])
+        for label, backbone, *cells in table.get("rows", []):
             if not any(text in label for text in self.args.rows):
                 continue
             texts = dict(zip(columns, cells or len(columns) * ["-"]))
-            for kept in self.each_kept(backbone) if "each_kept" in TABLES[name] else [None]:
+            for kept in self.each_kept(backbone) if "each_kept" in table else [None]:
                 results = {c: self.cell(c, str(texts[c]), backbone, kept) for c in columns}
                 text = f"{label}, {kept}" if kept else label
-                rows.append({"row": text, "backbone": backbone, "cells": results})
+                seconds = self.seconds(backbone, max(len(c["ours"]) for c in results.values()))
+                row = {"row": text, "backbone": backbone, "seconds": seconds}
+                rows.append({**row, "cells": results})
         return rows
 
     def cell(self, column, text, backbone, kept):
@@ -136,7 +157,7 @@ class Steps:
         cell = {"paper": paper, "by": other, "ours": [], "state": "measured"}
         try:
             # Published weights and random backbones (of files in rows.toml) have one seed.
-            seeds = (self.args.seeds or DRAWS.get(backbone, 1)) if backbone in BACKBONES else 1
+            seeds = (self.args.seeds or DRAWS.get(backbone, 1)) if backbone in self.backbones else 1
             for seed in range(seeds) if text else ():
                 cell["ours"].append(self.scores(other or column, backbone, seed, kept))
         except Failed as error:
@@ -145,12 +166,12 @@ class Steps:
 
     def scores(self, name, backbone, seed, kept=None):
         """Run a measure on a backbone -> its scores"""
-        paths = MEASURES[name]["scores"]
-        name = MEASURES[name].get("of", name)
+        paths = self.measures[name]["scores"]
+        name = self.measures[name].get("of", name)
         output = trained = self.folder(backbone, seed)
         weights = shlex.quote(str(trained / kept)) if kept else self.weights(backbone, seed)
         if name != "training":
-            command = MEASURES[name]["command"]
+            command = self.measures[name]["command"]
             alone = kept and "{weights}" in command  # else all kept models at once
             output = trained / (f"{name}-{kept[:-4]}" if alone else name)
             values = {"weights": weights, "folder": shlex.quote(str(trained))}
@@ -165,10 +186,12 @@ class Steps:
 
     def train(self, name, seed):
         """Train a backbone, unless it is there -> its output folder"""
-        if "missing" in BACKBONES[name]:
-            raise Failed(f"not available: {BACKBONES[name]['missing']}")
+        command = self.backbones[name]
+        if "missing" in command:
+            why = "left out" if self.args.small else "not available"
+            raise Failed(f"{why}: {command['missing']}")
         output = self.folder(name, seed)
-        words = self.words(BACKBONES[name], seed) + self.args.flags
+        words = self.words(command, seed) + self.args.flags
         if seed:
             words += ["--seed", str(seed)]
         self.run(words, output)
@@ -177,15 +200,21 @@ class Steps:
     def folder(self, name, seed):
         return Path(self.args.output, f"{name}-{seed}" if seed else name)
 
+    def seconds(self, name, seeds):
+        """By their logs, which `start` writes"""
+        logs = [Path(f"{self.folder(name, seed)}.log") for seed in range(seeds)]
+        texts = [log.read_text(errors="replace") for log in logs if log.exists()]
+        return [sum(map(int, re.findall(r"^# (\d+) seconds$", text, re.M))) for text in texts]
+
     def weights(self, name, seed):
         """The value of --weights: published weights, or the backbone of a training run"""
-        if name not in BACKBONES:
+        if name not in self.backbones:
             arch = "vgg16_bn" if "vgg" in name else "resnet50"
             if self.args.quick:
                 return f"random --arch {arch}"
             return FILES.get(name, "FILE").format(**vars(self.args))
         file = "backbone.pth"
-        if "--keep-every" in BACKBONES[name]:
+        if "--keep-every" in self.backbones[name]:
             kept = self.kept_models(name, seed)
             file = max(kept, key=lambda kept: self.scores(ROWS["select"], name, seed, kept))
         return shlex.quote(str(self.train(name, seed) / file))
@@ -209,9 +238,9 @@ class Steps:
         names = re.findall(r"{([\w./-]+)}", command)
         for name in names:
             backbone, _, file = name.partition("/")
-            if backbone in BACKBONES and file:  # of its run: {own-tfm/language_model}
+            if backbone in self.backbones and file:  # of its run: {own-tfm/language_model}
                 values[name] = shlex.quote(str(self.train(backbone, seed) / file))
-            elif name in BACKBONES:
+            elif name in self.backbones:
                 values[name] = self.weights(name, seed)
             elif name in LISTS:
                 values[name] = shlex.quote(str(self.make_list(name, seed)))
@@ -239,7 +268,7 @@ class Steps:
     def start(self, words, output):
         """-> None, or why there is no result"""
         if self.args.quick:
-            words = quick_words(words, self.args)
+            words = sizes.quick_words(words, self.args)
         words = [*words, "--output", str(output)]
         command = shlex.join(as_command(words, self.args.processes))
         self.commands.append(re.sub(r"'([\w./-]+\*[\w.]+)'", r"\1", command))  # the shell finds *
@@ -250,11 +279,15 @@ class Steps:
         print(self.commands[-1], flush=True)
         output.parent.mkdir(parents=True, exist_ok=True)
         words = [path for word in words for path in sorted(glob.glob(word)) or [word]]
+        began = time.time()
         with open(f"{output}.log", "a") as log:
-            if self.args.quick:
-                failed = in_fork(words, log)
-            else:
-                failed = in_subprocess(as_command(words, self.args.processes), log)
+            try:
+                if self.args.quick:
+                    failed = sizes.in_fork(words, log)
+                else:
+                    failed = in_subprocess(as_command(words, self.args.processes), log)
+            finally:  # also if it is interrupted
+                log.write(f"\n# {time.time() - began:.0f} seconds\n")
         return f"failed: see {output}.log" if failed else None
 
 
@@ -291,56 +324,6 @@ def in_subprocess(command, log):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path}
     return subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
-
-
-# ----------------------------------------------------------------------------------------- quick
-
-
-def prepare_quick(args):
-    """Make a few scenes and labelled pictures; import everything once for all steps"""
-    args.processes = 1
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
-    for name in QUICK["imports"]:
-        importlib.import_module(name)
-    from extras import shapes
-
-    shapes.SPLITS = {"train": range(48), "val": range(10**7, 10**7 + 12)}
-    args.captions = "--data shapes --train-split train --val-split val"
-    if args.root:
-        splits = "--train-split train2017 --val-split val2017"
-        args.captions = f"--data coco --root {shlex.quote(args.root)} {splits}"
-    args.photos = "shapes"
-    args.labelled = f"{args.output}/labelled"
-    for scene in range(60):
-        shape = shapes.objects_of(scene)[0].shape
-        folder = Path(args.labelled, "train" if scene % 3 else "val", shape)
-        folder.mkdir(parents=True, exist_ok=True)
-        args.photo = f"{folder}/{scene}.png"
-        shapes.draw(scene).save(args.photo)
-
-
-def quick_words(words, args):
-    """Append the flags of [quick] in rows.toml: the last value of a flag counts"""
-    command = " ".join(words)
-    for pattern, flags in QUICK["flags"].items():
-        if re.search(pattern, command):
-            words = [*words, *shlex.split(flags.format(**vars(args)))]
-    return words
-
-
-def in_fork(words, log):
-    """Run in a fork of this process, which has all imports already -> its exit code"""
-
-    def work():
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        module = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
-        module.main(module.get_args(words[1:]))
-
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join()
-    return process.exitcode
 
 
 if __name__ == "__main__":

@@ -13,41 +13,49 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 ROWS = tomllib.loads((REPO / "tools/rows.toml").read_text())
-BACKBONES, MEASURES, TABLES = ROWS["backbones"], ROWS["measures"], ROWS["tables"]
+SECTIONS = "backbones", "measures", "tables"
+BACKBONES, MEASURES, TABLES = map(ROWS.get, SECTIONS)
 DOCUMENTS = [str(path.relative_to(REPO)) for path in sorted(REPO.glob("docs/*.md"))]
 
 
 # ----------------------------------------------------------------------------------- our numbers
 
 
-def write_table(name, rows, folder):
+def write_table(name, table, rows, folder):
     """Print the table as Markdown; save that, JSON and a picture.  rows: from Steps.table"""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
-    lines = with_the_paper(name, rows)
+    lines = with_the_paper(name, table, rows)
     print("", *lines, "", sep="\n", flush=True)
     path.write_text("\n".join(lines) + "\n")
     path.with_suffix(".json").write_text(json.dumps({"table": name, "rows": rows}, indent=2))
-    draw(name, rows, path.with_suffix(".png"))
+    draw(name, table["columns"], rows, path.with_suffix(".png"))
 
 
-def with_the_paper(name, rows):
+def with_the_paper(name, table, rows):
     """-> lines of Markdown; without columns for the paper if these rows are in no paper"""
     heads = ["row"]
-    for column in TABLES[name]["columns"]:
-        heads += [MEASURES[column]["name"]] + ["ours"] * of_a_paper(rows)
-    lines = [f"**{name}.** {TABLES[name]['title']}", "", *heading(heads)]
+    for column in table["columns"]:
+        heads += [MEASURES[column]["name"]] + [ours(column, rows)] * of_a_paper(rows)
+    lines = [f"**{name}.** {table['title']}", "", *heading(heads)]
     for row in rows:
         texts = [row["row"]]
         for cell in row["cells"].values():
             texts += [cell["paper"], in_words(cell)] if of_a_paper(rows) else [in_words(cell)]
         lines.append(line_of(texts))
-    return lines + below_table(name)
+    return lines + below_table(table)
 
 
-def below_table(name, *remarks):
-    """-> a list in Markdown: the table's note and other remarks"""
-    note = [TABLES[name]["note"]] if "note" in TABLES[name] else []
+def ours(column, rows):
+    """The heading of our numbers, with the measure's if all rows use another than the paper"""
+    used = {row["cells"][column]["by"] for row in rows if row["cells"][column]["paper"]}
+    other = used.pop() if len(used) == 1 else ""
+    return f"ours: {MEASURES[other]['name']}" if other else "ours"
+
+
+def below_table(table, *remarks):
+    """-> a list in Markdown: the table's notes and other remarks"""
+    note = [table[key] for key in ("note", "ours") if key in table]
     lines = [""] if note or remarks else []
     for text in [*note, *remarks]:
         lines += textwrap.wrap(f"* {text}", 98, subsequent_indent="  ", break_on_hyphens=False)
@@ -91,16 +99,17 @@ def state_of(row):
     return "measured"
 
 
-def draw(name, rows, path):
+def draw(name, columns, rows, path):
     """The first number of each cell: ours as a bar, the paper's as a line"""
     from matplotlib.figure import Figure
 
-    columns = TABLES[name]["columns"]
     size = 4 + 3 * len(columns), 1.5 + 0.3 * len(rows)
     figure = Figure(size, layout="constrained")
     [all_axes] = figure.subplots(1, len(columns), sharey=True, squeeze=False)
     for axes, column in zip(all_axes, columns):
-        axes.set_title(MEASURES[column]["name"].split(" / ")[0], fontsize=10)
+        heads = MEASURES[column]["name"], ours(column, rows)
+        firsts = [head.split(" / ")[0] for head in heads if head != "ours"]
+        axes.set_title("\n".join(firsts), fontsize=10)
         axes.set_yticks(range(len(rows)), [row["row"] for row in rows])
         for y, row in enumerate(rows):
             cell = row["cells"][column]
@@ -193,7 +202,7 @@ def papers_table(spec):
                 others.setdefault(other, []).append(label)
         lines.append(line_of(texts))
     remarks = [f"By `{other}`: {'; '.join(labels)}." for other, labels in others.items()]
-    return lines + below_table(name, *remarks)
+    return lines + below_table(TABLES[name], *remarks)
 
 
 # ----------------------------------------------------------------------------------- the plan
