@@ -118,6 +118,11 @@ class FeaturesAsGiven(torch.nn.Module):
         return images
 
 
+class Touch:
+    def __reduce__(self):  # when it is unpickled, a file is created
+        return os.mknod, ("ran",)
+
+
 def random_weights(module, scale):
     """Every parameter random, the gains of norms around 1: whatever is forgotten shows."""
     with torch.no_grad():
@@ -126,7 +131,7 @@ def random_weights(module, scale):
     return module
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny(coco_folder, tiny_lm):
     """-> function (script, output, *flags) -> the command of a tiny run on 24 scenes"""
 
@@ -162,14 +167,11 @@ def refusal(command):
     return message
 
 
-def environment(**more):
-    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
-
-
 def run_script(*command, cwd=ROOT, **more):
     """Run a script as a user would -> the finished process, its output as text."""
     words = [sys.executable, *map(str, command)]
-    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, env=environment(**more))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **more}
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, env=env)
 
 
 def finished(process):
@@ -200,17 +202,20 @@ def pytest_pyfunc_call(pyfuncitem):
     return True
 
 
-def kill_at(iteration, command):
-    """Run a script in a process that SIGKILL ends as soon as it has logged this iteration."""
-    write = common.Metrics.write
+def kill_at(iteration, command, owner=common.Metrics, name="write"):
+    """Run a script in a process that SIGKILL ends as soon as it has logged this iteration.
 
-    def write_and_die(metrics, now, row):
-        write(metrics, now, row)
-        if now == iteration:
+    None: after the first call of another function, owner.name
+    """
+    write = getattr(owner, name)
+
+    def write_and_die(*given):
+        write(*given)
+        if iteration in (None, given[1]):
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common.Metrics, "write", write_and_die)
+        patch.setattr(owner, name, write_and_die)
         process = fork(run_here, command)
         process.join()
     assert process.exitcode == -signal.SIGKILL

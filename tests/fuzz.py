@@ -1,4 +1,4 @@
-"""Feed the scripts bad input: nothing may be lost, hang, or run code from a file 
+"""Feed the scripts bad input: nothing may be lost, hang, or run code from a file
 
     python tests/fuzz.py --minutes 20 --seed 1 --scripts tp icmlm
     python tests/fuzz.py --seed 1 --case 17       # repeat one case, with its output
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from conftest import fork, kill_at
+from conftest import Touch, fork, kill_at
 
 import common
 from extras import shapes
@@ -165,11 +165,6 @@ def same_weights(name):
     expected = torch.load(f"../{name}.whole/backbone.pth")
     run = torch.load("run/backbone.pth")
     return all(torch.equal(run[key], expected[key]) for key in expected)
-
-
-class Touch:
-    def __reduce__(self):  # when it is unpickled, a file is created
-        return open, ("ran", "w")
 
 
 def damage(rng, path):

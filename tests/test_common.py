@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import multiprocessing
-import os
 import pickle
 import shutil
 import struct
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, TORCHRUN, captioned, photos_at, run_script
+from conftest import ROOT, TORCHRUN, Touch, captioned, photos_at, run_script
 from PIL import Image
 from torch import nn
 
@@ -381,11 +380,6 @@ def test_backbones_have_torchvision_s_names(arch):
     assert not wrong.unexpected_keys
     last = [m for m in theirs.modules() if isinstance(m, (nn.Conv2d, nn.BatchNorm2d))][-1]
     assert ours.channels == last.weight.size(0)
-
-
-class Touch:
-    def __reduce__(self):
-        return os.mknod, ("ran",)
 
 
 def test_checkpoints_that_run_code_are_refused(tmp_path, monkeypatch):

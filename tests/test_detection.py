@@ -15,14 +15,6 @@ from downstream import boxes, detection
 from extras import shapes
 
 RESNET18 = "--weights", "random", "--arch", "resnet18"
-TINY = [
-    *("--image-size", 32, "--batch-size", 2, "--workers", 0, "--log-every", 1, "--rois", 2),
-    *("--train-split", "photos", "--val-split", "photos"),
-]
-
-
-def command(data, root, *flags):
-    return ["downstream.detection", *RESNET18, *TINY, "--data", data, "--root", root, *flags]
 
 
 @pytest.fixture
@@ -189,7 +181,10 @@ def test_precise_bn(coco, monkeypatch):
 
 
 def test_pyramid(coco, tmp_path):
-    run_here(command("coco", coco, "--bn-batches", 1, "--iters", 1, "--output", tmp_path / "out"))
+    flags = "--data coco --train-split photos --val-split photos --image-size 32 --batch-size 2"
+    flags += " --workers 0 --log-every 1 --rois 2 --bn-batches 1 --iters 1 --root"
+    command = "downstream.detection", *RESNET18, *flags.split(), coco, "--output", tmp_path / "out"
+    run_here(command)
     backbone = torch.load(tmp_path / "out" / "backbone.pth", weights_only=True)
     for name, value in checkpoint_in(tmp_path / "out")["model"].items():
         if "body" in name:

@@ -4,9 +4,6 @@ import itertools
 import math
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +11,8 @@ import pytest
 import torch
 import torchvision
 import transformers
-from conftest import CPU, REAL, ROOT, environment, fork, in_two_processes, refusal, result, run_here
+from conftest import CPU, REAL, ROOT, finished, in_two_processes, kill_at, refusal, result
+from conftest import run_here, run_script
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
@@ -354,17 +352,12 @@ def test_several_backbones(protocol, files, folder, tmp_path):
     assert len(list((tmp_path / "all").glob("*.pth"))) == (0 if "svm" in protocol else 6)
 
 
-def test_a_killed_training_of_layers_resumes(files, folder, tmp_path, monkeypatch):
+def test_a_killed_training_of_layers_resumes(files, folder, tmp_path):
     """It ends with the same bits; with other flags it starts over."""
     flags = f"--protocol sgd-virtex --batch-size 16 --epochs 3 --weights {files[0]}"
     whole, killed = [command(tmp_path / name, folder, flags) for name in ("whole", "killed")]
     run_here(whole)
-    with monkeypatch.context() as patch:
-        save, die = common.save, lambda: signal.raise_signal(signal.SIGKILL)
-        patch.setattr(common, "save", lambda *given: save(*given) or die())
-        process = fork(run_here, killed)
-        process.join()
-    assert process.exitcode == -signal.SIGKILL
+    kill_at(None, killed, common, "save")
     assert "resuming from iteration 2" in run_here(killed)
     first, second = [torch.load(path, weights_only=True) for path in tmp_path.rglob("*.pth")]
     assert first["iteration"] == second["iteration"] == 6
@@ -377,8 +370,7 @@ def test_in_a_copy(files, folder, tmp_path):
     for name in ("eval_linear.py", "common.py"):
         shutil.copy(ROOT / name, tmp_path)
     flags = f"--weights {files[0]} --arch resnet18"
-    words = [sys.executable, *command(tmp_path, folder, flags)]
-    subprocess.run(words, cwd=tmp_path, env=environment(), check=True)
+    finished(run_script(*command(tmp_path, folder, flags), cwd=tmp_path))
     assert result(tmp_path)["backbones"] == evaluate(tmp_path / "here", folder, flags)
 
 

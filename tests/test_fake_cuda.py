@@ -10,11 +10,10 @@ several processes, and what transformers asks the GPU about masks (it knows fake
 not ask them). Validation, checkpoints and the lines of metrics.jsonl may wait.
 """
 
-import importlib
-
 import pytest
 import torch
 import transformers
+from conftest import run_here
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -156,13 +155,10 @@ def watch(monkeypatch):
 
 def train(watch, command):
     """Run the script's main until it has made enough steps; its models are made of fake tensors."""
-    script, *flags = map(str, command)
-    module = importlib.import_module(script.removesuffix(".py"))
-    args = module.get_args(flags)
     watch.begin()
     common.colour_constants.cache_clear()  # what it holds is of an earlier FakeTensorMode
     with FakeTensorMode(allow_non_fake_inputs=True), watch, pytest.raises(EnoughSteps):
-        module.main(args)
+        run_here(command)
 
 
 LONG = "--iters", 100, "--log-every", 100, "--amp", "bf16"

@@ -12,27 +12,8 @@ import common
 import eval_linear
 from downstream import finetune
 
-SCRIPT = "downstream.finetune.py"  # as run_here and refusal want it
 FILES = {"args.json", "metrics.jsonl", "checkpoint.pth", "backbone.pth", "result.json"}
 TINY = "--image-size 32 --batch-size 6 --workers 0 --log-every 1 --amp off".split()
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    """train: 12 red and 6 blue noisy photos, val: 6 and 6"""
-    root, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
-    for folder, channel, count in (
-        ("train/red", 0, 12),
-        ("train/blue", 2, 6),
-        ("val/red", 0, 6),
-        ("val/blue", 2, 6),
-    ):
-        (root / folder).mkdir(parents=True)
-        for n in range(count):
-            pixels = rng.integers(0, 120, (40, 40, 3), np.uint8)
-            pixels[..., channel] += 100
-            common.Image.fromarray(pixels).save(root / folder / f"{n}.jpg")
-    return root
 
 
 def test_two_processes_compare_with_random(few_scenes, tmp_path):
@@ -41,7 +22,8 @@ def test_two_processes_compare_with_random(few_scenes, tmp_path):
     folder, weights = tmp_path / "run", tmp_path / "backbone.pth"
     torch.save(common.build_backbone("resnet18").state_dict(), weights)
     flags = "--fraction", 0.5, "--epochs", 2, "--weights", weights, "--output", folder
-    output, _ = in_two_processes(run_here, [SCRIPT, *TINY, *flags])
+    command = ["downstream.finetune", *TINY, *flags]
+    output, _ = in_two_processes(run_here, command)
     content, random = result(folder), folder / "random"
     scores = {name: content[name]["top-1"] for name in ("trained", "random")}
     words = f"{scores['trained']} from {weights}, {scores['random']} from random initialisation"
@@ -58,7 +40,7 @@ def test_two_processes_compare_with_random(few_scenes, tmp_path):
     # As if it had been killed while the second one was trained.
     trained = (folder / "checkpoint.pth").stat().st_mtime_ns
     (random / "checkpoint.pth").unlink()
-    run_here([SCRIPT, *TINY, *flags])
+    run_here(command)
     assert result(folder) == content
     assert (folder / "checkpoint.pth").stat().st_mtime_ns == trained
 

@@ -19,7 +19,6 @@ import icmlm
 from downstream.masked_words import attention_maps
 from extras import small_bert
 
-
 WORDS = "a the dog cat red blue surf left right on of is runs grass t shirt - , . 1".split()
 PIECES = "##board ##s ##dog ##cat ##red ##c ##a ##t".split()
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *PIECES]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from conftest import CPU, TINY, checkpoint_in, run_here
+from conftest import CPU, checkpoint_in, run_here
 from PIL import Image
 
 import common
@@ -14,19 +14,13 @@ from downstream.pictures import photo_files
 from extras import shapes
 
 
-def run(*flags):
-    """-> the lines that it prints"""
-    return run_here(["downstream.masked_words", *flags]).splitlines()
-
-
 @pytest.fixture(scope="module")
-def trained(coco_folder, tiny_lm, tmp_path_factory):
+def trained(tiny, tmp_path_factory):
     """{head: the folder of a run of two iterations on 24 scenes}"""
     folders = {head: tmp_path_factory.mktemp(head) for head in icmlm.HEADS}
     for head, folder in folders.items():
-        flags = ["--data", "coco", "--root", coco_folder, "--lm", tiny_lm, "--head", head, *TINY]
-        flags += ["--image-size", 64, "--layers", 2, "--heads", 3, "--iters", 2]
-        run_here(["icmlm.py", *flags, "--output", folder])
+        flags = "--head", head, "--layers", 2, "--heads", 3, "--iters", 2
+        run_here(tiny("icmlm", folder, *flags))
     return folders
 
 
@@ -48,8 +42,9 @@ def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     word, draw = several[0], masked_words.draw_attention
     monkeypatch.setattr(masked_words, "draw_attention", lambda *a: drawn.append(a) or draw(*a))
     weights = trained[head] / "checkpoint.pth"
-    flags = photo, "--caption", caption, "--weights", weights, "--output", tmp_path
-    masked, with_photo, without, path = run(*flags, "--word", word)
+    flags = photo, "--caption", caption, "--weights", weights, "--output", tmp_path, "--word", word
+    printed = run_here(["downstream.masked_words", *flags])
+    masked, with_photo, without, path = printed.splitlines()
     model, lm, tokenizer, _, _ = masked_words.load_icmlm(weights, None, CPU)
     kept = checkpoint_in(trained[head])["model"]
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())

@@ -15,11 +15,6 @@ from PIL import Image
 import common
 from downstream import retrieval
 
-TINY = [
-    *("--weights", "random", "--arch", "resnet18", "--image-size", 32, "--workers", 0),
-    *("--epochs", 2, "--dim", 16, "--word-dim", 8),
-]
-
 
 def literal_loss(images, captions, image_idx, negatives):
     """VSE++ in loops; pairs of the same image are no negatives."""
@@ -69,16 +64,14 @@ def test_unit_vectors():
     assert model.words.weight.abs().max() <= 0.1
 
 
-def command(coco_folder, *flags):
-    return ["downstream.retrieval", *TINY, "--data", "coco", "--root", coco_folder, *flags]
-
-
 def test_script(coco_folder, tmp_path):
     """Two seeds: what two processes print and write."""
     weights = tmp_path / "backbone.pth"
     torch.save(common.build_backbone("resnet18").state_dict(), weights)
-    flags = "--weights", weights, "--runs", 2, "--output", tmp_path
-    printed, _ = in_two_processes(run_here, command(coco_folder, *flags))
+    flags = "--data coco --arch resnet18 --image-size 32 --workers 0 --epochs 2 --dim 16".split()
+    flags += "--word-dim", 8, "--runs", 2, "--root", coco_folder, "--output", tmp_path
+    command = ["downstream.retrieval", *flags, "--weights", weights]
+    printed, _ = in_two_processes(run_here, command)
     content, last = result(tmp_path), "text to image R@10"
     for name, runs in content["runs"].items():
         assert len(runs) == 2 and len(content[name]) == 8

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, OWN, TINY, photos_at, result, run_here
+from conftest import CPU, photos_at, result, run_here
 from PIL import Image, ImageDraw
 from test_mmcontrastive import assert_same_scores, literal_scores
 
@@ -18,11 +18,10 @@ from extras import svm
 
 
 @pytest.fixture(scope="module")
-def trained(coco_folder, tiny_lm, tmp_path_factory):
+def trained(tiny, tmp_path_factory):
     """The folder of a short run on 24 scenes"""
     folder = tmp_path_factory.mktemp("trained")
-    data = "--data", "coco", "--root", coco_folder, "--output", folder, "--iters", 5
-    run_here(["mmcontrastive.py", *data, *TINY, *OWN["mmcontrastive"], "--lm", tiny_lm])
+    run_here(tiny("mmcontrastive", folder, "--iters", 5))
     return folder
 
 
@@ -60,12 +59,6 @@ def test_retrieval_of_the_validation_split(trained, coco_folder):
     assert chance == pytest.approx(100 * 5 / 12, abs=20) and found["trained"] != found["random"]
 
 
-def command(weights, output, *texts):
-    """Flags may follow the texts"""
-    files = "--weights", weights, "--output", output, "--amp", "off", "--workers", 0
-    return ["downstream.search", *texts, *files]
-
-
 def test_search(trained, coco_folder, tmp_path):
     """The nearest photos of a folder to each text; others' files and broken photos do not count."""
     texts, folder = ["a red circle", "two blue squares left of a star"], tmp_path / "photos"
@@ -73,8 +66,9 @@ def test_search(trained, coco_folder, tmp_path):
     paths = sorted(map(str, folder.rglob("*.jpg")))
     (folder / "broken.jpg").write_bytes(b"\xff\xd8\xff nothing")
     (folder / "notes.txt").write_text("no photo")
-    checkpoint = trained / "checkpoint.pth"
-    lines = run_here(command(checkpoint, tmp_path, *texts, "--root", folder)).splitlines()
+    flags = "--weights", trained / "checkpoint.pth", "--output", tmp_path, "--amp", "off"
+    command = ["downstream.search", *texts, "--root", folder, *flags, "--workers", 0]
+    lines = run_here(command).splitlines()
     photos, captions = vectors_of(trained, pictures.photo_files(paths), texts)
     order = (captions @ photos.T).argsort(1, descending=True)[:, :10].tolist()
     broken = f"{folder / 'broken.jpg'} (cannot identify image file)"

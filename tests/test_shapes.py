@@ -19,10 +19,6 @@ def captions_of(scene):
     return shapes.describe(shapes.objects_of(scene))
 
 
-def words(caption):
-    return re.findall(r"[a-z]+", caption)
-
-
 def test_pictures_show_the_scene():
     """In the middle of a solid circle, square or heart is its colour, and not the background's."""
     for scene in range(40):
@@ -40,7 +36,7 @@ def test_captions_name_what_is_there_and_nothing_else(kind):
     vocabulary = {word for word, other in ADJECTIVES.items() if other == kind} or shapes.SHAPES
     for scene in SCENES:
         captions, present = captions_of(scene), {getattr(o, kind) for o in shapes.objects_of(scene)}
-        said = {word for caption in captions for word in words(caption)} & set(vocabulary)
+        said = set(re.findall("[a-z]+", " ".join(captions))) & set(vocabulary)
         assert said <= present and (kind != "shape" or said == present)
         assert len(set(captions)) == 5
 

@@ -5,8 +5,7 @@ import unicodedata
 
 import numpy as np
 import pytest
-import torch
-from conftest import captioned
+from conftest import CPU, captioned
 from PIL import Image
 
 import common
@@ -18,7 +17,6 @@ from extras import nouns, small_bert
 HINDI = "एक कुत्ता पार्क में दौड़ रहा है"
 JAPANESE = "犬が公園でパンを食べている"
 THAI = "หมาวิ่งในสวนสาธารณะกับเด็ก"
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +83,7 @@ def test_words_need_spaces(tmp_path):
     """Words of Japanese captions are refused before a language model is trained on them."""
     Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
     row = json.dumps({"image": "a.png", "captions": [JAPANESE, THAI]})
-    (tmp_path / "a.jsonl").write_text(f'{row}\n{row.replace("a.png", "./a.png")}\n')
+    (tmp_path / "a.jsonl").write_text(f"{row}\n{row.replace('a.png', './a.png')}\n")
     flags = ["--data", f"{tmp_path}/a.jsonl", "--output", f"{tmp_path}/run"]
     for script, more in (icmlm, []), (tp, []), (tp, ["--labels", "lda"]):
         with pytest.raises(SystemExit, match="split into words at spaces"):

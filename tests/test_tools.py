@@ -11,19 +11,6 @@ from PIL import Image
 import common
 from tools import benchmark
 
-TINY = ["--arch", "resnet18", "--image-size", 32, "--batch-size", 8, "--hidden", 64]
-TINY += ["--rounds", 1, "--amp", "off"]
-
-
-def printed_speeds(output):
-    """{name: (images per second, comment)}"""
-    speeds = {}
-    for line in output.splitlines():
-        if "images/s" in line:
-            speed, comment = line[20:].split("images/s")
-            speeds[line[:20].strip()] = float(speed), comment.strip()
-    return speeds
-
 
 def test_benchmark_runs(monkeypatch):
     """Each method's step beside its floor, with a small BERT."""
@@ -31,7 +18,10 @@ def test_benchmark_runs(monkeypatch):
     bert = transformers.BertConfig(vocab_size=10_000, intermediate_size=64, **sizes)
     monkeypatch.setattr(benchmark, "BERT_BASE", bert)
     monkeypatch.setattr(benchmark, "STEPS", 1)
-    speeds = printed_speeds(run_here(["tools.benchmark", *TINY]))
+    flags = "--arch resnet18 --image-size 32 --batch-size 8 --hidden 64 --rounds 1 --amp off"
+    printed = run_here(["tools.benchmark", *flags.split()])
+    found = re.findall("^(.{20}) +([0-9.]+) images/s *(.*)$", printed, re.M)
+    speeds = {name.strip(): (float(speed), comment) for name, speed, comment in found}
     assert speeds.keys() == {*benchmark.METHODS, "bare backbone", "contrastive floor"}
     for method in benchmark.METHODS:
         name = "contrastive floor" if method == "mmcontrastive" else "bare backbone"

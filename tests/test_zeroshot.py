@@ -85,13 +85,6 @@ PHOTOS = {"cub": "CUB_200_2011/images", "awa2": "Animals_with_Attributes2/JPEGIm
 CLASSES = "001.Red_cap", "killer+whale", "003.Moon", "ox"  # trained, unseen, trained, trained
 
 
-def column(strings):
-    """A MATLAB cell array of strings, (N, 1)"""
-    cells = np.empty((len(strings), 1), object)
-    cells[:, 0] = strings
-    return cells
-
-
 def publish(root, name):
     """12 photos of each of four classes in the published layout, as MATLAB would save them"""
     folder, photos = root / "xlsa17" / "data" / name.upper(), root / PHOTOS[name]
@@ -101,15 +94,15 @@ def publish(root, name):
         k = n % 4
         (photos / CLASSES[k]).mkdir(parents=True, exist_ok=True)
         shapes.draw(n, 48).save(photos / CLASSES[k] / f"{n}_a.jpg")
-        files.append(f"/home/someone/my images//{PHOTOS[name]}/{CLASSES[k]}/{n}_a.jpg")
+        files.append([f"/home/someone/my images//{PHOTOS[name]}/{CLASSES[k]}/{n}_a.jpg"])
         labels.append([k + 1])
-    of_images = {"image_files": column(files), "labels": np.array(labels, np.uint8)}
+    of_images = {"image_files": np.array(files, object), "labels": np.array(labels, np.uint8)}
     scipy.io.savemat(folder / "res101.mat", {**of_images, "features": np.zeros((2048, 3))})
     one = [n + 1 for n in range(48)]
     att = np.array([[1, 0, 1, 0], [1, 1, 0, 0], [0, 1, 1, 1.0]])
     of_train, of_test = ([i for i in part if i % 4 != 2] for part in (one[:32], one[32:46]))
     content = {
-        "allclasses_names": column(CLASSES),
+        "allclasses_names": np.array([CLASSES], object).T,  # a cell array
         "att": att / np.linalg.norm(att, axis=0),
         "original_att": att,
         "trainval_loc": np.array([of_train], np.uint16).T,
