@@ -598,6 +598,7 @@ def end_distributed():
     """The last line of main: the processes leave together."""
     barrier()
     if dist.is_initialized():
+        end_distributed.group = dist.group.WORLD  # if DDP outlived it, torch 2.5 could hang
         dist.destroy_process_group()
 
 
