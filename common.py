@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 
 def fail(message):
-    """Exit with one line instead of a traceback: for what a user can mend."""
+    """Exit with one line instead of a traceback: for what a user can fix."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(3)  # if all fail alike, only the first speaks: torchrun then ends the others
     sys.exit(f"error: {message}")
@@ -236,7 +236,7 @@ def require_spaces(captions):
 
 
 def swap_left_right(caption):
-    """The caption of the flipped photo: the whole words left and right are swapped."""
+    """The caption of the flipped photo: the whole words [ours] left and right are swapped."""
     other = {"left": "right", "right": "left"}
     return regex.sub(r"(?i)\b(left|right)\b", lambda word: other[word[0].lower()], caption)
 
@@ -292,7 +292,7 @@ reported = mmap.mmap(-1, 2**16)  # by this process or its DataLoaders' workers, 
 
 
 def report_once(what, more=""):
-    """Print it, if it was not yet said in this training run."""
+    """Print it, unless it was printed before in this training run."""
     place = zlib.crc32(what.encode()) % len(reported)
     if not reported[place]:
         reported[place] = 1
@@ -349,7 +349,7 @@ def read_crops(data, index, crops, size):
     """Decode a photo once and cut several crops from it -> list of (size, size, 3) uint8 arrays
 
     crops: functions (width, height) -> box. A large JPEG is decoded at a half, a quarter or an
-    eighth of its size if that has enough pixels. Raises Unreadable.
+    eighth of its size if that has enough pixels [ours]. Raises Unreadable.
     """
     try:
         image = data.open(data.images[index])
@@ -469,7 +469,7 @@ def augment(images, jitter=None):
     """uint8 (B, size, size, 3) -> normalised float32 (B, 3, size, size), channels-last in memory
 
     jitter: (B, 4) from colour_jitter, applied in its order in the colour space YIQ: Y is grey, and
-    hue rotates the plane of I and Q. [ours: the fixed order, one clamp at the end]
+    hue rotates the plane of I and Q. [ours: YIQ, the fixed order, one clamp at the end]
     """
     to_yiq, to_rgb, mean, std = colour_constants(images.device)
     pixels = images.float() / 255
@@ -555,8 +555,8 @@ def build_optimizer(args, parameters):
 def lr_factor(iteration, total, warmup=0.0, steps=()):
     """Factor of the learning rate at an iteration, counted from 0
 
-    Linear warm-up over the fraction `warmup` of training, then cosine decay to 0. With `steps`, it
-    is divided by 10 after each of these fractions instead [ICMLM App. F.1].
+    Linear warm-up over the fraction `warmup` of training [ours], then cosine decay to 0. With
+    `steps`, it is divided by 10 after each of these fractions instead [ICMLM App. F.1].
     """
     start = warmup * total
     if iteration < start:
@@ -645,7 +645,7 @@ def autocast(device, amp):
 
 
 def choose_amp(device, requested):
-    """--amp if given, else bf16 if the device computes in it natively, else "off"."""
+    """--amp if given, else bf16 [ours] if the device computes in it natively, else "off"."""
     native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -694,7 +694,7 @@ def apply_recipe(args, script, table, **paper):
     recipe |= {"train_split": f"train{year}", "val_split": f"val{year}"}
     suffix = "" if args.data == "shapes" else f"-{Path(args.data).stem}"
     recipe["output"] = f"runs/{script}{suffix}"  # other data: no collision
-    batch_scale = (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]
+    batch_scale = (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]  # [ours]
     for name, value in recipe.items():
         if getattr(args, name, None) is None:
             setattr(args, name, batch_scale * value if name in ("lr", "text_lr") else value)
@@ -863,7 +863,7 @@ class Metrics:
         return row
 
     def write(self, iteration, row):
-        """Append a line. The time since `means`, that of a validation, counts for none."""
+        """Append a line. The time since `means`, spent on validation, is not counted."""
         self.losses.clear()
         self.waited = 0.0
         self.time, self.iteration = time.perf_counter(), iteration

@@ -72,9 +72,9 @@ PROTOCOLS = {
     "svm-virtex": Protocol(l2_normalised=True),
     # [ICMLM App. F.2] smallest side 224, crop 224; 8192-d
     "svm-icmlm": Protocol(side_fraction=1.0, grid=2, l2_normalised=True),
-    # [contrastive paper Sec. 4.2] 2048-d; 3 steps, no weight decay; the crop is ours
+    # [contrastive paper Sec. 4.2] 2048-d; 3 steps, no weight decay; the crop [ours]
     "sgd-mct": Protocol(one_label=True, epochs=60, batch_size=256, lr=[30.0]),
-    # [ICMLM App. F.2] 2048-d; cosine, lr is searched; epochs and l2 are ours
+    # [ICMLM App. F.2] 2048-d; cosine, lr is searched; epochs and l2 [ours]
     "logreg-icmlm": Protocol(side_fraction=1.0, l2_normalised=True, one_label=True,
         epochs=100, batch_size=1024),
     # as DINO reports it
@@ -82,7 +82,7 @@ PROTOCOLS = {
     # [VirTex Sec. 4.1, App. A.1] cosine, no weight decay
     "sgd-virtex": Protocol(on_features=False, one_label=True, epochs=100, batch_size=256, lr=[0.3]),
     # [ICMLM Sec. 4] DeeperCluster's code, for ImageNet; for Places --lr 0.01 0.01 0.02. The jitter
-    # is ours: half of SimCLR's, which ICMLM App. F names
+    # [ours]: half of SimCLR's, which ICMLM App. F names
     "layers": Protocol(on_features=False, epochs=100, batch_size=256, lr=[0.02, 0.02, 0.02],
         colour_jitter=1.0),
 }
@@ -128,7 +128,7 @@ def get_args(argv=None):
         args.arch = args.arch or "vgg16_bn"
         if args.arch != "vgg16_bn" or any(source.startswith("clip:") for source in args.weights):
             parser.error("--protocol layers is for VGG-16: --arch vgg16_bn")
-        if args.data != "folder":  # as DeeperCluster's code for VOC; the first two rates are ours
+        if args.data != "folder":  # as DeeperCluster's code for VOC; the first two rates [ours]
             protocol = protocol._replace(epochs=60, batch_size=128, lr=[0.01, 0.01, 0.02])
     name = f"--protocol {args.protocol}"
     for flag in ("epochs", "batch_size", "lr"):
@@ -668,7 +668,7 @@ def train_linear(x, y, rows, trials, lr_factor, args, width=None, loss_fn=F.cros
 
 
 class LinearLayers(nn.ModuleList):
-    """Linear layers side by side; weights N(0, 0.01), bias 0 [VirTex App. A.1; elsewhere ours]"""
+    """Linear layers side by side; weights N(0, 0.01), bias 0 [VirTex App. A.1], elsewhere [ours]"""
 
     def __init__(self, count, width, num_classes):
         super().__init__()

@@ -32,7 +32,7 @@ Where the paper is:
     triplets of photo, caption, word [Sec. 4]  find_triplets, MaskedWords
     masked token prediction [Tab. 1]           validate
 
-What to expect: in tfm the loss `mlm` starts near that of the language model without a photo,
+What to expect: in tfm the loss `mlm` starts near the loss of the language model alone,
 because the residual path of the new encoder layer carries its vectors; in att-fc it starts near
 ln |V|, |V| being the vocabulary size. Every run ends with the accuracy of masked token prediction
 [Tab. 1] with the photo, with another photo, and by the language model alone. If the first two are
@@ -61,14 +61,14 @@ from common import LETTERS, fail, print_main, progress
 HEADS = "tfm", "att-fc"
 
 # fmt: off
-RECIPES = {  #           demo        small       paper: ResNet-50
+RECIPES = {  #           demo        small       paper: ResNet-50           (demo, small [ours])
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
-    "image_size":       (48,         112,        224),                  # App. F.2, for evaluation
-    "crop_min":         (1.0,        0.2,        0.2),                  # ours
-    "colour_jitter":    (0.0,        1.0,        1.0),                  # ours
+    "image_size":       (48,         112,        224),                  # [ours], as in App. F.2
+    "crop_min":         (1.0,        0.2,        0.2),                  # [ours]
+    "colour_jitter":    (0.0,        1.0,        1.0),                  # [ours]
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.2
-    "lm_iters":         (200,        2000,       20_000),               # ours
-    "lm_layers":        (2,          4,          4),                    # of scratch: ours
+    "lm_iters":         (200,        2000,       20_000),               # [ours]
+    "lm_layers":        (2,          4,          4),                    # of scratch [ours]
     "num_concepts":     (5000,       5000,       5000),                 # Sec. 4.3
     "heads":            (1,          1,          1),                    # Sec. 4.3
     "lambda_tp":        (4.0,        1.0,        0.1),                  # App. B
@@ -91,7 +91,7 @@ VGG16 = {  # what the paper does differently with VGG-16
     "num_concepts": 1000,  # Sec. 4.2
     "lambda_tp": 1.0,  # App. B
     "warmup_attention": 0.25,  # App. F.1: 50K of 200K iterations, only for att-fc
-    "optimizer": "radam",  # App. F.1, of TP: optimizer, lr, steps, decay
+    "optimizer": "radam",  # App. F.1, of TP: optimizer, lr, steps, decay [ours here]
     "batch_size": 896,
     "iters": 200_000,
     "lr": 1e-4,
@@ -271,7 +271,7 @@ def freeze_and_wrap(model, frozen):
 # ------------------------------------------ captions to concepts: this section is copied from tp.py
 
 POS = "nn", "nn+adj", "nn+adj+vb"  # --pos [Tab. 4]
-TAGGERS = "textblob", "spacy"
+TAGGERS = "textblob", "spacy"  # the first is the default [ours]
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
 # Auxiliary verbs name nothing visible. spaCy has a tag for them; the Penn tags do not. [ours]
@@ -279,7 +279,7 @@ AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
 )
-# t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none.
+# t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none. [ours]
 WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
 
 
@@ -291,7 +291,7 @@ def words_of(caption):
 def filter_captions(data, tokenize):
     """Keep each photo's distinct captions of 3 to 25 tokens [Sec. 4, Datasets] -> CaptionData
 
-    tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py.
+    tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py. [ours]
     """
     kept = []
     for captions in progress(data.captions, desc="caption lengths", total=len(data), leave=False):
@@ -323,12 +323,12 @@ def count_concepts(captions, tagger):
     """The words of the captions by part of speech, with their counts, the most frequent first
 
     -> {"nouns": {word: count}, "adjectives": ..., "verbs": ...}. A word that is tagged in several
-    ways belongs to its most frequent part of speech; all its occurrences count. [Sec. 3.1]
+    ways belongs to its most frequent part of speech; all its occurrences count [ours]. [Sec. 3.1]
     """
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
     captions = progress(captions, desc="parts of speech", unit=" captions", leave=False)
     for word, part in tag_words(captions, tagger):
-        is_word = len(word) > 1 and not {"'", "’"} & set(word)
+        is_word = len(word) > 1 and not {"'", "’"} & set(word)  # [ours]
         if not is_word or (part == "verbs" and word in AUXILIARIES):
             part = None
         counts[word][part] += 1
@@ -350,7 +350,7 @@ def top_concepts(counts, pos, num_concepts):
         part = PARTS_OF_SPEECH[name]
         chosen += [(-count, word, part) for word, count in counts[part].items()]
     concepts = {word: part for _, word, part in sorted(chosen)[:num_concepts]}
-    if ("left" in concepts) != ("right" in concepts):  # one alone would be wrong if flipped
+    if ("left" in concepts) != ("right" in concepts):  # one alone would be wrong if flipped [ours]
         concepts = {word: concepts[word] for word in concepts if word not in ("left", "right")}
     if not concepts:
         fail(f"no caption of 3 to 25 words has a word to predict (--pos {pos})")
@@ -389,7 +389,7 @@ def load_triplets(args, splits, tokenizer):
 
 
 def find_triplets(data, concepts, tokenizer):
-    """A triplet for each concept in each caption that is exactly one token -> (N, 4) int32
+    """A triplet for each concept in each caption that is exactly one token [ours] -> (N, 4) int32
 
     Photo, number of the caption, position of the token in it, concept. "shirt" cannot be masked in
     "t-shirt", which is one word of several tokens.
@@ -420,7 +420,7 @@ class MaskedWords(common.Photos):
         self.concepts = concepts  # {concept: part of speech}
         self.index = {concept: k for k, concept in enumerate(concepts)}
         self.tokenizer = tokenizer
-        # If they were several tokens, to swap them would move those behind them.
+        # If they were several tokens, to swap them would move those behind them. [ours]
         self.can_swap = {"left", "right"} <= tokenizer.get_vocab().keys()
 
     def __len__(self):
@@ -675,7 +675,7 @@ class AttFc(nn.Module):
     def __init__(self, channels, lm, layers, heads):
         super().__init__()
         self.att = nn.ModuleList(AttentionHead(channels, lm.width) for _ in range(heads))
-        self.sigma_h = nn.Parameter(torch.full((heads,), 1 / heads))  # initialised uniformly
+        self.sigma_h = nn.Parameter(torch.full((heads,), 1 / heads))  # initialised uniformly [ours]
         self.b_h = nn.Parameter(torch.zeros(1))
         self.fc = nn.Sequential()
         d_in = channels

@@ -59,7 +59,7 @@ import common
 from common import fail, print_main, progress
 
 # fmt: off
-RECIPES = {  #           demo        small       paper
+RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.1
     "image_size":       (48,         112,        224),                  # Sec. 4.1
     "crop_min":         (1.0,        0.2,        0.2),                  # Sec. 4.1: MoCo-v2
@@ -68,7 +68,7 @@ RECIPES = {  #           demo        small       paper
     "blur":             (0.0,        0.0,        0.5),                  # Sec. 4.1: MoCo-v2
     "caption_views":    ("sibling",  "sibling",  "backtranslation"),    # Sec. 4.1
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 4.1
-    "lm_iters":         (0,          2000,       0),                    # ours
+    "lm_iters":         (0,          2000,       0),                    # [ours]
     "lm_layers":        (2,          4,          None),                 # of scratch; None: as
     "lm_width":         (128,        256,        None),                 # bert-base-uncased
     "dropout":          (0.0,        0.1,        0.1),                  # of scratch; BERT: 0.1
@@ -95,9 +95,9 @@ RECIPES = {  #           demo        small       paper
 }
 # fmt: on
 MARGIN = 0.2  # alpha of Eqs. 11, 14 [Sec. 4.1]
-RETRIEVAL_IMAGES = 1000  # of the validation split [Tab. 7]
+RETRIEVAL_IMAGES = 1000  # of the validation split [Tab. 7], drawn at random [ours]
 MAX_TOKENS = 64  # longer captions are truncated [ours]
-CAPTION_VIEWS = "same", "sibling", "backtranslation"
+CAPTION_VIEWS = "same", "sibling", "backtranslation"  # sibling: another caption [ours]
 
 
 def get_args(argv=None):
@@ -322,7 +322,7 @@ def read_backtranslations(args, data):
 
 
 def fit_queue(args, num_photos):
-    """K: a multiple of the batch, at most one key per photo
+    """K: a multiple of the batch, at most one key per photo [ours]
 
     A fraction (K / N)^2 / 2 of the queries, with N photos, have an older key of their own photo
     among the negatives: 4% on COCO, half at K = N.
@@ -361,7 +361,7 @@ class TwoViews(common.Photos):
         grey = rng.random(2) < args.greyscale
         jitter[grey, 2:] = 0  # saturation 0, so that there is no hue to rotate
         blurred = rng.random(2) < args.blur
-        sigma = blurred * rng.uniform(0.1, 2.0, 2) * args.image_size / 224  # MoCo-v2's, in pixels
+        sigma = blurred * rng.uniform(0.1, 2.0, 2) * args.image_size / 224  # MoCo-v2; scale [ours]
         flipped = rng.random(2) < 0.5
         captions = self.two_captions(index, rng)
         for n in (0, 1):
@@ -621,7 +621,7 @@ class MultimodalContrastive(nn.Module):
 
         Shuffled batch norm [MoCo]: keys are normalised in other groups than their queries. In the
         same group, its statistics would give the key away.  seed: of the order, shared by all
-        processes.  captions: (2, B, T) or None for each micro-batch
+        processes.  captions: (2, B, T) or None for each micro-batch; dropout is on [ours]
         """
         images = common.gather(images)
         order = torch.from_numpy(np.random.default_rng(seed).permutation(len(images)))
@@ -650,7 +650,7 @@ class MultimodalContrastive(nn.Module):
 
 
 class Queue(nn.Module):
-    """The last K keys, first in, first out. Invalid keys and empty slots do not count."""
+    """The last K keys, first in, first out. Invalid keys and empty slots do not count [ours]."""
 
     def __init__(self, size, dim):
         super().__init__()
@@ -699,7 +699,7 @@ def update_momentum(queries, keys, m):
 
 
 def contrastive_losses(q, k, queues, tags, captioned, args):
-    """Means over the batch -> {"ii", "tag", "cc", "ic", "ci": scalar}, for spaces in use
+    """Means over the batch [ours] -> {"ii", "tag", "cc", "ic", "ci": scalar}, for spaces in use
 
     q, k: {name: (B, dim)}, of the same photos and captions.  queues: {name: Queue}.  tags (B, T),
     captioned (B,).  A photo without tags adds 0 to Eq. 5, one without a caption to Eqs. 8, 11, 14.
@@ -818,9 +818,9 @@ def validate(encoders, val, tokenizer, args, device):
 def retrieval_scores(similarity, image_of_caption):
     """-> {"image to text", "text to image": {"R@1", "R@5", "R@10": percent, "median rank"}}
 
-    similarity: (N images, M captions).  image_of_caption: (M,).  An image's rank is that of its
-    best caption. Equal similarities share the mean of their ranks: a model that embeds everything
-    alike gets no credit.
+    similarity: (N images, M captions).  image_of_caption: (M,).  An image's rank is its best
+    caption's. Equal similarities share the mean of their ranks: a model that embeds everything
+    alike gets no credit. [ours]
     """
     similarity = similarity.nan_to_num(-math.inf)  # NaN embeddings come last
     own = image_of_caption == torch.arange(len(similarity))[:, None]  # (N, M)

@@ -27,9 +27,9 @@ Where the paper is:
     rotations, recipes [App. F.1]          four_rotations; RECIPES, VGG16, ROTATION
 
 What to expect (a finished run is in docs/logs/tp): the loss starts near ln K, K being the number of
-labels (topics: near 0.7 K), and falls at once to that of predicting the label frequencies for every
-photo. It never comes near zero: a photo with n labels costs at least ln n. If the validation scores
-stall near those of the frequencies, train longer, or predict fewer labels: --num-labels, --pos nn.
+labels (topics: near 0.7 K), and falls at once to the loss of predicting label frequencies. It never
+comes near zero: a photo with n labels costs at least ln n. If the validation scores stall near the
+scores of the frequencies, train longer, or predict fewer labels: --num-labels, --pos nn.
 """
 
 import argparse
@@ -57,13 +57,13 @@ FROM_CAPTIONS = "postag", "cluster", "lda"
 LABELS = *FROM_CAPTIONS, "instances", "rotation"
 
 # fmt: off
-RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1]
+RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (demo, small [ours])
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
-    "image_size":       (48,         112,        224),
-    "crop_min":         (1.0,        0.2,        0.2),                  # ours
-    "colour_jitter":    (0.0,        1.0,        1.0),                  # ours
+    "image_size":       (48,         112,        224),                  # [ours], as in App. F.2
+    "crop_min":         (1.0,        0.2,        0.2),                  # [ours]
+    "colour_jitter":    (0.0,        1.0,        1.0),                  # [ours]
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.1
-    "lm_iters":         (400,        2000,       20_000),               # ours
+    "lm_iters":         (400,        2000,       20_000),               # [ours]
     "optimizer":        ("adamw",    "sgd",      "sgd"),                # App. F.1
     "batch_size":       (32,         32,         128),                  # App. F.1
     "iters":            (560,        None,       100_000),              # App. F.1
@@ -84,8 +84,8 @@ VGG16 = {  # App. F.1
     "weight_decay": 1e-3,
     "steps": [0.8, 0.9],
 }
-ROTATION = {  # App. F.1
-    "arch": "vgg16_bn",
+ROTATION = {  # App. F.1; a batch of 128 photos has 512 rotated images [ours]
+    "arch": "vgg16_bn",  # with batch norm [ours]
     "optimizer": "radam",
     "iters": 120_000,
     "lr": 1e-3,
@@ -150,7 +150,7 @@ def get_args(argv=None):
     common.apply_recipe(args, "tp", RECIPES, **paper)
     num_labels = {
         "postag": 1000 if args.arch == "vgg16_bn" else 5000,  # Tab. 2, Sec. 4.3
-        "cluster": 200 if args.recipe == "demo" else 1000,  # ours, Tab. 2
+        "cluster": 200 if args.recipe == "demo" else 1000,  # [ours], Tab. 2
         "lda": 40,  # Sec. 4.2
     }
     args.num_labels = args.num_labels or num_labels.get(args.labels)
@@ -250,7 +250,7 @@ def main(args):
 # --------------------------------------- captions to concepts: this section is copied in icmlm.py
 
 POS = "nn", "nn+adj", "nn+adj+vb"  # --pos [Tab. 4]
-TAGGERS = "textblob", "spacy"
+TAGGERS = "textblob", "spacy"  # the first is the default [ours]
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
 # Auxiliary verbs name nothing visible. spaCy has a tag for them; the Penn tags do not. [ours]
@@ -258,7 +258,7 @@ AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
 )
-# t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none.
+# t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none. [ours]
 WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
 
 
@@ -270,7 +270,7 @@ def words_of(caption):
 def filter_captions(data, tokenize):
     """Keep each photo's distinct captions of 3 to 25 tokens [Sec. 4, Datasets] -> CaptionData
 
-    tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py.
+    tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py. [ours]
     """
     kept = []
     for captions in progress(data.captions, desc="caption lengths", total=len(data), leave=False):
@@ -302,12 +302,12 @@ def count_concepts(captions, tagger):
     """The words of the captions by part of speech, with their counts, the most frequent first
 
     -> {"nouns": {word: count}, "adjectives": ..., "verbs": ...}. A word that is tagged in several
-    ways belongs to its most frequent part of speech; all its occurrences count. [Sec. 3.1]
+    ways belongs to its most frequent part of speech; all its occurrences count [ours]. [Sec. 3.1]
     """
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
     captions = progress(captions, desc="parts of speech", unit=" captions", leave=False)
     for word, part in tag_words(captions, tagger):
-        is_word = len(word) > 1 and not {"'", "’"} & set(word)
+        is_word = len(word) > 1 and not {"'", "’"} & set(word)  # [ours]
         if not is_word or (part == "verbs" and word in AUXILIARIES):
             part = None
         counts[word][part] += 1
@@ -329,7 +329,7 @@ def top_concepts(counts, pos, num_concepts):
         part = PARTS_OF_SPEECH[name]
         chosen += [(-count, word, part) for word, count in counts[part].items()]
     concepts = {word: part for _, word, part in sorted(chosen)[:num_concepts]}
-    if ("left" in concepts) != ("right" in concepts):  # one alone would be wrong if flipped
+    if ("left" in concepts) != ("right" in concepts):  # one alone would be wrong if flipped [ours]
         concepts = {word: concepts[word] for word in concepts if word not in ("left", "right")}
     if not concepts:
         fail(f"no caption of 3 to 25 words has a word to predict (--pos {pos})")
@@ -400,7 +400,7 @@ def cluster_labels(args, splits, device):
         vectors.append(embed_captions(tokenizer, bert, data.all_captions(), args.amp))
     captions = splits[0].all_captions()
     # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y: the nearest.
-    # They start as random vectors. Under torchrun, which sets OMP_NUM_THREADS=1, it has one thread.
+    # [ours: a random start, 20 passes] Under torchrun (OMP_NUM_THREADS=1) it has one thread.
     k = min(args.num_labels, len(captions))
     print_main(f"k-means: {k} clusters of {len(captions)} captions")
     kmeans = KMeans(k, init="random", n_init=1, max_iter=20, random_state=args.seed, copy_x=False)
@@ -478,7 +478,7 @@ def multi_hot(rows, names):
 
 
 def labelled(data, labels):
-    """The photos that have a label -> CaptionData, (N, K) sparse"""
+    """The photos that have a label [ours] -> CaptionData, (N, K) sparse"""
     keep = np.flatnonzero(labels.sum(1))
     if not len(keep):
         fail("no photo of a split has a label")

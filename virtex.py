@@ -61,14 +61,14 @@ CLASSIFICATION = "token_classification", "multilabel_classification"
 TASKS = "bicaptioning", "captioning", "masked_lm", *CLASSIFICATION
 
 # fmt: off
-RECIPES = {  #           demo        small       paper
+RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "arch":             ("resnet18", "resnet18", "resnet50"),  # Sec. 3
     "image_size":       (48,         112,        224),         # Sec. 3
     "crop_min":         (1.0,        0.2,        0.2),         # Sec. 3
     "colour_jitter":    (0.0,        1.0,        1.0),         # official code
     "hidden":           (256,        512,        2048),        # Sec. 4.1
-    "init_std":         (0.06,       0.02,       0.02),        # official code; demo: ours
-    "zero_residual":    (False,      False,      True),        # official code: class VirTex
+    "init_std":         (0.06,       0.02,       0.02),        # official code; demo [ours]
+    "zero_residual":    (False,      False,      True),        # official code; others [ours]
     "dropout":          (0.0,        0.1,        0.1),         # official code
     "vocab_size":       (10_000,     10_000,     10_000),      # Sec. 3; fewer for few captions
     "batch_size":       (32,         32,         256),         # Sec. 3
@@ -278,7 +278,7 @@ def with_tags(data):
 def clean(caption):
     """Lower-case, and Latin letters without accents [Sec. 3]; NFKD first: it can make capitals"""
     decomposed = unicodedata.normalize("NFKD", caption).lower()
-    return unicodedata.normalize("NFC", re.sub(common.ACCENTS, "", decomposed))
+    return unicodedata.normalize("NFC", re.sub(common.ACCENTS, "", decomposed))  # Latin [ours]
 
 
 def load_tokenizer(args, train, init):
@@ -368,7 +368,7 @@ def mask_tokens(tokens, vocab_size, rng):
         if draw < 0.85:
             masked[t] = MASK
         elif draw < 0.95:
-            masked[t] = int(rng.integers(MASK + 1, vocab_size))
+            masked[t] = int(rng.integers(MASK + 1, vocab_size))  # not a special one [ours]
     return masked
 
 
@@ -526,7 +526,7 @@ class TextualHead(nn.Module):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=init_std)
             if isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)
+                nn.init.zeros_(module.bias)  # [ours]
             if isinstance(module, nn.MultiheadAttention):
                 nn.init.normal_(module.in_proj_weight, std=init_std)
         nn.init.zeros_(self.embedding.words.weight[PAD])

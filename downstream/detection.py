@@ -19,9 +19,10 @@ two (measured: AP50 73 against 39). Rerunning the command resumes from its check
 metrics.jsonl logs four loss terms, with masks five. backbone.pth is the fine-tuned backbone.
 
 Scores are COCO's AP (IoU 0.50 to 0.95), AP50 and AP75, on VOC with VOC07's 11 recalls. The papers
-use Detectron2; here the parts are torchvision's. Known differences: box losses are smooth L1 with
-beta 1/9, not L1; RoIAlign has no half-pixel shift; anchors are rounded to whole pixels; photos are
-resized without antialiasing; masks are bitmaps, not polygons; batches mix tall and wide photos.
+use Detectron2; here the parts are torchvision's [ours]. Known differences: box losses are smooth
+L1 with beta 1/9, not L1; RoIAlign has no half-pixel shift; anchors are rounded to whole pixels;
+photos are resized without antialiasing; masks are bitmaps, not polygons; batches mix tall and wide
+photos.
 """
 
 import argparse

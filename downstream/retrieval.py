@@ -49,7 +49,7 @@ RECIPES = {  #        demo    small   paper: Sec. 4.2, after VSE++
     "negatives":     ("mean", "mean", "hardest"),  # see "What to expect"
     "epochs":        (8,      3,      15),         # at each of the two learning rates
     "lr":            (1e-3,   1e-3,   2e-4),       # in the second half a tenth of it
-    "crops":         (2,      4,      10),         # per training photo [VSE++: new ones each epoch]
+    "crops":         (2,      4,      10),         # a photo; VSE++: new ones each epoch [ours]
     "crop_min":      (0.8,    0.2,    0.08),       # smallest part of the photo's area [VSE++ code]
     "dim":           (256,    256,    1024),
     "word_dim":      (128,    128,    300),

@@ -243,7 +243,7 @@ def predict_classes(x, data, args, device):
         return F.cross_entropy(compatibility(mapped, seen_attributes), targets)
 
     def learn(rows, rates):
-        trials = [(rate, eval_linear.LAYERS_DECAY) for rate in rates]
+        trials = [(rate, eval_linear.LAYERS_DECAY) for rate in rates]  # the decay [ours]
         cosine = partial(common.lr_factor, total=1)
         given = train_x, train_y, rows, trials, cosine, args
         return eval_linear.train_linear(*given, width=attributes.shape[1], loss_fn=loss_fn)

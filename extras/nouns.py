@@ -25,7 +25,7 @@ def tagged(args, data):
 
 
 def find_nouns(captions, tagger, path):
-    """Write the words that are nouns more often than not, the most frequent first, as JSON."""
+    """Write as JSON the words that are mostly nouns [ours], the most frequent first."""
     common.require_spaces(captions)
     captions = progress(captions, desc="nouns", unit=" captions", leave=False)
     words = (WORD.findall(caption.lower()) for caption in captions)
@@ -42,5 +42,5 @@ def find_nouns(captions, tagger, path):
         as_noun[word] += (tag or "").startswith(("NN", "nouns"))  # TextBlob's, ours of spaCy's
     nouns = [word for word in counts if len(word) > 1 and as_noun[word] > counts[word] / 2]
     nouns.sort(key=lambda word: (-counts[word], word))
-    sides = "left", "right"  # wrong in a flipped photo
+    sides = "left", "right"  # wrong in a flipped photo [ours]
     common.save(path, [noun for noun in nouns[:NUM_NOUNS] if noun not in sides])

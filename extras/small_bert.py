@@ -28,7 +28,7 @@ from torch import nn
 import common
 from common import fail, print_main, progress
 
-BATCH_SIZE = 64
+BATCH_SIZE = 64  # this, the rate and its schedule, size and length: [ours]
 LR = 1e-3
 MAX_LENGTH = 64  # tokens per caption
 
@@ -145,7 +145,7 @@ def train_tokenizer(captions):
     pieces.normalizer = normalizer
     pieces.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     pieces.train_from_iterator(iter(captions), trainer)
-    # Without spaces (Thai, Japanese) a sentence is one word, which must not become one token.
+    # Without spaces (Thai, Japanese) a sentence is one word: it must not become one token. [ours]
     tokens = sorted(pieces.get_vocab(), key=pieces.token_to_id)
     tokens = [token for token in tokens if len(token) <= 8 or not common.UNSPACED.search(token)]
     vocabulary = {token: n for n, token in enumerate(tokens)}

@@ -195,7 +195,7 @@ def commands(name):
     found = set()
     for command in re.findall(r"\b(?:python|torchrun) [^#|;&()`\n]*", "\n".join(passages)):
         command = re.sub(r"\$n\b|(?<= )[A-Z](?= |$)", "1", command.split("  ")[0])  # any number
-        words = [word for word in shlex.split(command) if word not in ("FLAGS", "...")]
+        words = [word for word in shlex.split(command) if word not in ("FLAGS", "...", "$@")]
         at = [n for n, word in enumerate(words) if word.endswith(".py") or words[n - 1] == "-m"]
         if at and words[at[0]] not in FOREIGN:
             module = words[at[0]].removesuffix(".py").replace("/", ".")
@@ -214,7 +214,7 @@ def test_quoted_numbers():
     """What README and the pages quote of docs/logs is in its files."""
     runs = {p.parent.name: json.loads(p.read_text()) for p in ROOT.glob("docs/logs/*/result.json")}
     text = {name: " ".join(FILES[name].read_text().split()) for name in FILES}
-    logs = "docs/logs/README.md"
+    logs = "docs/results.md"
     measured = json.loads((ROOT / "docs/logs/eval_linear.json").read_text())["backbones"]
     random = measured["random"]["mean"]["mAP"]
     for name in SCRIPTS:

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shlex
+import subprocess
 
 import pytest
 
@@ -82,7 +83,16 @@ def test_rows():
 
 
 def test_documents():
-    """Written by python tools/reproduce.py --docs"""
-    texts = tables.documents(lambda: reproduce.Steps(reproduce.get_args(["--dry-run"])))
+    """Written by reproduce.py --docs; the shell makes of recipes.md each row's training command."""
+    dry_run = lambda: reproduce.Steps(reproduce.get_args(["--dry-run"]))
+    texts = tables.documents(dry_run)
     for name, text in texts.items():
         assert (tables.REPO / name).read_text() == text, "run python tools/reproduce.py --docs"
+    page = texts["docs/recipes.md"].partition("## VirTex")[2]
+    blocks = "".join(re.findall(r"^```sh\n(.*?)^```", page, re.S | re.M))
+    shell = ["bash", "-c", f'python() {{ echo python "$@"; }}\n{blocks}']
+    printed = subprocess.check_output(shell, text=True).splitlines()
+    steps = dry_run()
+    paper = [name for name in BACKBONES if not re.match("scenes|own|deepercluster", name)]
+    assert len([steps.train(name, 0) for name in paper]) > 80
+    assert set(steps.commands) == {line for line in printed if "/NAME" not in line}

@@ -4,7 +4,7 @@
         --output runs/mmcontrastive-coco/backtranslations.jsonl
     python mmcontrastive.py --data coco
 
-MarianMT models of the hub translate each caption to French and back, and to German and back.
+MarianMT models of the hub [ours] translate each caption to French and back, and to German and back.
 Writes lines {"caption", "fr", "de"}, batch by batch; interrupted, the same command resumes.
 """
 
@@ -78,7 +78,7 @@ def keep_whole_lines(path):
 
 
 class Translator:
-    """A MarianMT model with greedy decoding: list of texts -> list of translations"""
+    """A MarianMT model with greedy decoding [ours]: list of texts -> list of translations"""
 
     def __init__(self, name, device, amp):
         from transformers import AutoModelForSeq2SeqLM, AutoTokenizer  # only here: it takes seconds

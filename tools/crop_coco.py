@@ -4,7 +4,7 @@
     python -m downstream.finetune --data folder --root datasets/coco-crops --weights random \\
         --arch resnet50 --epochs 90 --steps 30 60
 
-Each edge of a box moves outwards by 0 to 30 pixels, at random. Crowds are left out. Writes
+Each edge of a box moves outwards by 0 to 30 pixels, at random. Crowds are left out [ours]. Writes
 train/<category>/<annotation>.jpg and val/... into --output; existing crops are kept.
 """
 

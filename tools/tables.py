@@ -53,11 +53,12 @@ def ours(column, rows):
     return f"ours: {MEASURES[other]['name']}" if other else "ours"
 
 
-def below_table(table, *remarks):
-    """-> a list in Markdown: the table's notes and other remarks"""
-    note = [table[key] for key in ("note", "ours") if key in table]
-    lines = [""] if note or remarks else []
-    for text in [*note, *remarks]:
+def below_table(table):
+    """-> a list in Markdown: the table's notes"""
+    notes = [table[key] for key in ("note", "ours") if key in table]
+    notes = [text for note in notes for text in ([note] if isinstance(note, str) else note)]
+    lines = [""] if notes else []
+    for text in notes:
         lines += textwrap.wrap(f"* {text}", 98, subsequent_indent="  ", break_on_hyphens=False)
     return lines
 
@@ -141,12 +142,7 @@ def documents(dry_run):
 
     def fill(match):
         start, kind, what, end = match.groups()
-        if kind == "tables":
-            lines = table_of_tables()
-        elif kind == "table":
-            lines = papers_table(what)
-        else:
-            lines = commands(what, dry_run())
+        lines = commands(what, dry_run()) if kind == "commands" else papers_tables(what, dry_run)
         return "\n".join([start, *lines, "", end])
 
     pattern = r"(<!-- rows: (\w+) ?(.*?) -->\n).*?(<!-- end -->)"
@@ -170,39 +166,96 @@ def table_of_tables():
 
 
 def commands(pattern, steps):
-    """A code block: backbones and measures whose names match, and the commands they depend on"""
-    for name, command in BACKBONES.items():
-        if re.fullmatch(pattern, name) and "missing" not in command:
-            steps.train(name, 0)
+    """A code block: the measures whose names match"""
     for name, measure in MEASURES.items():
         if re.fullmatch(pattern, name) and "command" in measure:
             steps.scores(name, "NAME", 0)
-    lines = ["```sh"]
-    for command in steps.commands:
-        whole = re.sub(" (?!--)", "\0", command)  # do not wrap between a flag and its values
-        parts = textwrap.wrap(whole, 96, subsequent_indent="    ", break_on_hyphens=False)
-        lines.append(" \\\n".join(parts).replace("\0", " "))
-    return [*lines, "```"]
+    return ["```sh", *(line for command in steps.commands for line in wrapped(command)), "```"]
 
 
-def papers_table(spec):
-    """The paper's numbers and the backbone of each row.  spec: "TABLE" or "TABLE: column, ..." """
-    name, _, chosen = spec.partition(": ")
-    columns = TABLES[name]["columns"]
-    shown = chosen.split(", ") if chosen else columns
-    lines = [f"**{name}.** {TABLES[name]['title']}", ""]
-    lines += heading(["row", "backbone", *(MEASURES[column]["name"] for column in shown)])
-    others = {}  # {other measure: labels of the rows that use it}
-    for label, backbone, *cells in TABLES[name]["rows"]:
-        texts = [label, f"`{backbone}`"]
-        for column in shown:
-            paper, _, other = str(cells[columns.index(column)]).partition(" by ")
-            texts.append(paper.replace(" / ", "/"))
-            if other:
-                others.setdefault(other, []).append(label)
-        lines.append(line_of(texts))
-    remarks = [f"By `{other}`: {'; '.join(labels)}." for other, labels in others.items()]
-    return lines + below_table(TABLES[name], *remarks)
+def wrapped(command):
+    """-> its lines, with a backslash at the end of all but the last"""
+    whole = re.sub(" (?!--)", "\0", command)  # do not wrap between a flag and its values
+    parts = textwrap.wrap(whole, 96, subsequent_indent="    ", break_on_hyphens=False)
+    return " \\\n".join(parts).replace("\0", " ").split("\n")
+
+
+def papers_tables(paper, dry_run):
+    """A section for each table of a paper, then what has no rows"""
+    lines, others, homes = [], [], {}  # {command: the first table that has it}
+    for name, table in TABLES.items():
+        if name.startswith(f"{paper} ") and "rows" in table:
+            lines += [*papers_table(name, dry_run(), homes), ""]
+        elif name.startswith(f"{paper} "):
+            others.append(f"{name} ({table['note']})")
+    return [*lines, *textwrap.wrap(f"Without rows: {', '.join(others)}.", 100)]
+
+
+def papers_table(name, steps, homes):
+    """A section: per row a comment with the paper's numbers, and the command that trains it"""
+    table = TABLES[name]
+    blocks, measures = {}, dict.fromkeys(table["columns"])  # {command: comments above it}
+    names = [MEASURES[column]["name"] for column in table["columns"]]
+    texts = [[str(cell).partition(" by ")[0].replace(" / ", "/") for cell in cells]
+             for _, _, *cells in table["rows"]]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(names, *texts)]
+    if sum(widths) > 40:
+        widths = [max(map(len, column)) for column in zip(*texts)]
+    for (label, backbone, *cells), numbers in zip(table["rows"], texts):
+        others = dict.fromkeys(str(cell).partition(" by ")[2] for cell in cells)
+        others.pop("", None)
+        measures |= others
+        label += f" (by {', '.join(others)})" if others else ""
+        key = label  # for what is not trained here
+        if backbone not in BACKBONES:
+            label += f": {steps.weights(backbone, 0)}"
+        elif "missing" in BACKBONES[backbone]:
+            label += f": no command, {BACKBONES[backbone]['missing']}"
+        else:
+            output = steps.train(backbone, 0)
+            [command] = [c for c in steps.commands if c.endswith(f" --output {output}")]
+            new = [c for c in steps.commands if homes.setdefault(c, name) == name]
+            blocks |= {c: blocks.get(c, []) for c in new}
+            key = command if command in new else label
+            if key == label:
+                label += f": {output.name}, see {homes[command].split(' ', 1)[1]}"
+        blocks.setdefault(key, []).append(comment(numbers, widths, label))
+    short, functions = shorten([command for command in steps.commands if command in blocks])
+    lines = [*functions, comment(names, widths, "row")]
+    for key, comments in blocks.items():
+        lines += [*comments, *short.get(key, [])]
+    steps.commands = []
+    for measure in measures:
+        steps.scores(measure, "NAME", 0)
+    lines += [""] * bool(steps.commands) + [x for c in steps.commands for x in wrapped(c)]
+    return [f"### {name}: {table['title']}", "", "```sh", *lines, "```", *below_table(table)]
+
+
+def comment(texts, widths, label):
+    line = " | ".join([*(f"{text:>{width}}" for text, width in zip(texts, widths)), label])
+    return textwrap.fill(f"# {line}", 100, subsequent_indent="#     ", break_on_hyphens=False)
+
+
+def shorten(commands):
+    """-> ({command: its lines}, lines of shell functions for what several commands start with)"""
+    short, functions = {command: wrapped(command) for command in commands}, {}
+    while True:
+        best = 0, "", [], {}  # lines saved, name, definition, {command: its lines}
+        left = [c for c in commands if short[c] == wrapped(c)]
+        for start in sorted({c[: m.start()] for c in left for m in re.finditer(" --", c)}):
+            name = re.search(r"(\w+)(\.py)?( --|$)", start)[1]
+            if name in functions:
+                name += "_" + (re.search(r"--data (\w+)|$", start)[1] or "2")
+            lines = wrapped(f'{name}() {{ {start} "$@"; }}')
+            mine = [c for c in left if c.startswith(f"{start} --")]
+            new = {c: wrapped(name + c.removeprefix(start)) for c in mine}
+            saved = sum(len(short[c]) - len(new[c]) for c in new) - len(lines)
+            if saved >= best[0] and name not in functions:  # of several the longest
+                best = saved, name, lines, new
+        if best[0] < 2:
+            return short, [line for lines in functions.values() for line in lines]
+        functions[best[1]] = best[2]
+        short |= best[3]
 
 
 # ----------------------------------------------------------------------------------- the plan
