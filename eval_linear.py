@@ -27,7 +27,7 @@ Photos have several labels, or one (--data folder), which top-1 needs. Linear la
 --output, from which sgd-virtex and layers resume. Early stopping [VirTex Sec. 3]: train with
 --keep-every, then choose by
 
-    python eval_linear.py --weights runs/virtex/model_*.pth --data photos.jsonl --hold-out 0.2
+    python eval_linear.py --weights runs/virtex-coco/model_*.pth --data coco --hold-out 0.2
 """
 
 import argparse
