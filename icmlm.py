@@ -157,7 +157,7 @@ def get_args(argv=None):
     args = parser.parse_args(argv)
     vgg = args.arch == "vgg16_bn"
     if vgg and args.heads is None:
-        args.heads = 12  # in every recipe [Sec. 4]; one head overfits [App. B]; App. E: 8
+        args.heads = 12  # in every recipe [Sec. 4]; one head is worse [App. B]; App. E: 8
     if args.warmup_attention is None and not (args.init and args.head == "att-fc"):
         args.warmup_attention = 0.0  # attention needs trained features
     common.apply_recipe(args, "icmlm", RECIPES, **(VGG16 if vgg else {}))
