@@ -154,10 +154,9 @@ def read_json(path):
 
 
 def one_line(text):
-    """Composed characters (NFC), without HTML's entities, and with single spaces"""
+    """Composed characters (NFC), no HTML entities, single spaces; half an emoji becomes "?"."""
     text = regex.sub(r"&#?\w+;", lambda entity: html.unescape(entity[0]), text)
-    text = text.encode(errors="replace").decode()  # half an emoji, of a text that was cut, is "?"
-    text = unicodedata.normalize("NFC", text)
+    text = unicodedata.normalize("NFC", text.encode(errors="replace").decode())
     return " ".join(text.split())
 
 
@@ -541,12 +540,11 @@ def load_init(init, model, backbone, skip=()):
 # ---------------------------------------------------------------------------------- optimisation
 
 
-def build_optimizer(args, parameters):
-    """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW"""
-    rates = {"lr": args.lr, "weight_decay": args.weight_decay}
-    if args.optimizer == "sgd":
-        fused = args.amp != "fp16"  # whose first overflow would leave garbage as momentum
-        return torch.optim.SGD(parameters, momentum=0.9, fused=fused, **rates)
+def build_optimizer(args, parameters, lr=None):
+    """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW.  lr: or args.lr"""
+    rates = {"lr": lr or args.lr, "weight_decay": args.weight_decay}
+    if args.optimizer == "sgd":  # in fp16 a first overflow would leave garbage as fused momentum
+        return torch.optim.SGD(parameters, momentum=0.9, fused=args.amp != "fp16", **rates)
     if args.optimizer == "adamw":
         return torch.optim.AdamW(parameters, fused=True, **rates)
     return torch.optim.RAdam(parameters, decoupled_weight_decay=True, **rates)  # authors' code

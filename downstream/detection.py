@@ -19,10 +19,9 @@ two (measured: AP50 73 against 39). Rerunning the command resumes from its check
 metrics.jsonl logs four loss terms, with masks five. backbone.pth is the fine-tuned backbone.
 
 Scores are COCO's AP (IoU 0.50 to 0.95), AP50 and AP75, on VOC with VOC07's 11 recalls. The papers
-use Detectron2; here the parts are torchvision's [ours]. Known differences: box losses are smooth
-L1 with beta 1/9, not L1; RoIAlign has no half-pixel shift; anchors are rounded to whole pixels;
-photos are resized without antialiasing; masks are bitmaps, not polygons; batches mix tall and wide
-photos.
+use Detectron2, we torchvision's parts [ours]. Known differences: box losses are smooth L1 with beta
+1/9, not L1; RoIAlign has no half-pixel shift; anchors are rounded to whole pixels; photos are
+resized without antialiasing; masks are bitmaps, not polygons; batches mix tall and wide photos.
 """
 
 import argparse
@@ -48,7 +47,9 @@ DEFAULTS = {  #          shapes        voc [Tab. 6]                   coco [Tab.
     "image_size":       (64,           800,                           800),   # Detectron2
     "smallest":         (1.0,          0.6,                           0.8),   # of it, in training
     "batch_size":       (8,            16,                            16),
+    "optimizer":        ("sgd",        "sgd",                         "sgd"),
     "lr":               (0.05,         0.02,                          0.02),
+    "weight_decay":     (1e-4,         1e-4,                          1e-4),
     "iters":            (400,          24_000,                        180_000),
     "warmup":           (0.1,          100 / 24_000,                  1 / 180),
     "steps":            ([3/4, 11/12], [3/4, 11/12],                  [2/3, 8/9]),
@@ -153,8 +154,7 @@ def fine_tune(train, val, args, device):
     model = Detector(backbone, 1 + len(train.names), train.masks, args).to(device)
     norms, others = split_normalization_params(model)
     groups = [{"params": others}, {"params": norms, "weight_decay": 0.0}]  # Detectron2's default
-    fused = args.amp != "fp16"
-    optimizer = torch.optim.SGD(groups, args.lr, momentum=0.9, weight_decay=1e-4, fused=fused)
+    optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     start = common.restore(args, saved, train, args.iters, **parts)

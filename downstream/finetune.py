@@ -49,6 +49,7 @@ DEFAULTS = {  #          shapes    folder    inat
     "image_size":       (48,       224,      224),          # App. A.1
     "epochs":           (40.0,     100.0,    100.0),        # Sec. 4.3
     "batch_size":       (32,       256,      256),          # Sec. 4.3
+    "optimizer":        ("sgd",    "sgd",    "sgd"),        # Sec. 4.3
     "crop_min":         (0.2,      0.08,     0.08),         # see below
     "colour_jitter":    (0.0,      0.0,      0.0),          # App. A.1
     "log_every":        (10,       20,       20),
@@ -152,8 +153,7 @@ def fine_tune(train, val, args, device):
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     model = Classifier(backbone, len(train.names))
     model.to(device, memory_format=torch.channels_last)
-    decay, fused = args.weight_decay, args.amp != "fp16"
-    optimizer = torch.optim.SGD(model.parameters(), lr, 0.9, weight_decay=decay, fused=fused)
+    optimizer = common.build_optimizer(args, model.parameters(), lr=lr)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     start = common.restore(args, saved, train, iters, **parts)

@@ -19,7 +19,7 @@ ROOMS = [name for name in FILES if name.startswith(("extras/", "downstream/"))]
 OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "tools", "tests"}
 
 BUDGETS = {  # lines, tokens: 5% more than was planned, but for virtex.py
-    "common.py": (884, 6003),
+    "common.py": (882, 6001),
     "virtex.py": (660, 4600),
     "tp.py": (644, 4684),
     "icmlm.py": (785, 5884),
