@@ -197,7 +197,7 @@ def commands(name):
     found = set()
     for command in re.findall(r"\b(?:python|torchrun) [^#|;&()`\n]*", "\n".join(passages)):
         command = re.sub(r"\$n\b|(?<= )[A-Z](?= |$)", "1", command.split("  ")[0])  # any number
-        words = [word for word in shlex.split(command) if word not in ("FLAGS", "...", "$@")]
+        words = [word for word in shlex.split(command) if word not in ("FLAGS", "...")]
         at = [n for n, word in enumerate(words) if word.endswith(".py") or words[n - 1] == "-m"]
         if at and words[at[0]] not in FOREIGN:
             module = words[at[0]].removesuffix(".py").replace("/", ".")

@@ -36,7 +36,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import sizes, tables
-from tools.tables import ROWS, TABLES
+from tools.tables import BACKBONES, MEASURES, ROWS, TABLES
 
 FILES, LISTS, DRAWS, QUICK = ROWS["files"], ROWS["lists"], ROWS["draws"], ROWS["quick"]
 
@@ -128,8 +128,8 @@ class Steps:
 
     def __init__(self, args):
         self.args = args
-        rows = sizes.at_small_size(args) if args.small else ROWS
-        self.backbones, self.measures, self.tables = map(rows.get, tables.SECTIONS)
+        rows = sizes.at_small_size(args) if args.small else (BACKBONES, MEASURES, TABLES)
+        self.backbones, self.measures, self.tables = rows
         self.commands = []
         self.outcomes = {}  # {output of a step: None, or why it has no result}
 

@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from tools.tables import ROWS, SECTIONS
+from tools.tables import ROWS
 
 QUICK, SMALL = ROWS["quick"], ROWS["small"]
 
@@ -36,7 +36,7 @@ def choice(value, args):
 
 
 def at_small_size(args):
-    """rows.toml as its section [small] changes it -> {"backbones", "measures", "tables"}"""
+    """rows.toml as its section [small] changes it -> backbones, measures, tables"""
     backbones = {name: {"missing": "published weights"} for name in ROWS["files"]}
     for name, command in ROWS["backbones"].items():
         reason = why_not(command, args)
@@ -44,17 +44,18 @@ def at_small_size(args):
     measures = {name: dict(measure) for name, measure in ROWS["measures"].items()}
     for measure in measures.values():
         measure["command"] = change(measure.get("command", ""), args)
-    kept = {name: small_table(table, args) for name, table in ROWS["tables"].items()}
-    return dict(zip(SECTIONS, (backbones, measures, kept)))
+    tables = {name: small_table(table, args) for name, table in ROWS["tables"].items()}
+    return backbones, measures, tables
 
 
 def why_not(command, args):
     """-> why there is no row of this size, or None"""
     if "missing" in command:
         return command["missing"]
+    command = one_line(command)
     skip = SMALL["skip"] | ({} if has_tags(args.photos) else SMALL["untagged"])
-    reasons = (why for pattern, why in skip.items() if re.search(pattern, one_line(command)))
-    return next((choice(why, args) for why in reasons if choice(why, args)), None)
+    reasons = [choice(why, args) for pattern, why in skip.items() if re.search(pattern, command)]
+    return next(filter(None, reasons), None)
 
 
 def change(command, args):

@@ -13,8 +13,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 ROWS = tomllib.loads((REPO / "tools/rows.toml").read_text())
-SECTIONS = "backbones", "measures", "tables"
-BACKBONES, MEASURES, TABLES = map(ROWS.get, SECTIONS)
+BACKBONES, MEASURES, TABLES = ROWS["backbones"], ROWS["measures"], ROWS["tables"]
 DOCUMENTS = [str(path.relative_to(REPO)) for path in sorted(REPO.glob("docs/*.md"))]
 
 
@@ -220,10 +219,9 @@ def papers_table(name, steps, homes):
             if key == label:
                 label += f": {output.name}, see {homes[command].split(' ', 1)[1]}"
         blocks.setdefault(key, []).append(comment(numbers, widths, label))
-    short, functions = shorten([command for command in steps.commands if command in blocks])
-    lines = [*functions, comment(names, widths, "row")]
+    lines = [comment(names, widths, "row")]
     for key, comments in blocks.items():
-        lines += [*comments, *short.get(key, [])]
+        lines += [*comments, *(wrapped(key) if key in steps.commands else [])]
     steps.commands = []
     for measure in measures:
         steps.scores(measure, "NAME", 0)
@@ -234,28 +232,6 @@ def papers_table(name, steps, homes):
 def comment(texts, widths, label):
     line = " | ".join([*(f"{text:>{width}}" for text, width in zip(texts, widths)), label])
     return textwrap.fill(f"# {line}", 100, subsequent_indent="#     ", break_on_hyphens=False)
-
-
-def shorten(commands):
-    """-> ({command: its lines}, lines of shell functions for what several commands start with)"""
-    short, functions = {command: wrapped(command) for command in commands}, {}
-    while True:
-        best = 0, "", [], {}  # lines saved, name, definition, {command: its lines}
-        left = [c for c in commands if short[c] == wrapped(c)]
-        for start in sorted({c[: m.start()] for c in left for m in re.finditer(" --", c)}):
-            name = re.search(r"(\w+)(\.py)?( --|$)", start)[1]
-            if name in functions:
-                name += "_" + (re.search(r"--data (\w+)|$", start)[1] or "2")
-            lines = wrapped(f'{name}() {{ {start} "$@"; }}')
-            mine = [c for c in left if c.startswith(f"{start} --")]
-            new = {c: wrapped(name + c.removeprefix(start)) for c in mine}
-            saved = sum(len(short[c]) - len(new[c]) for c in new) - len(lines)
-            if saved >= best[0] and name not in functions:  # of several the longest
-                best = saved, name, lines, new
-        if best[0] < 2:
-            return short, [line for lines in functions.values() for line in lines]
-        functions[best[1]] = best[2]
-        short |= best[3]
 
 
 # ----------------------------------------------------------------------------------- the plan
