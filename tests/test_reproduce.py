@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from tools import reproduce, sizes, tables
+from tools import documents, reproduce, sizes, tables
 from tools.tables import BACKBONES, MEASURES, ROWS, TABLES
 
 NO_TAGS = "--small --photos docs/logs/tp/metrics.jsonl"  # any lines without "tags"
@@ -85,7 +85,7 @@ def test_rows():
 def test_documents():
     """Written by reproduce.py --docs; the shell makes of recipes.md each row's training command."""
     dry_run = lambda: reproduce.Steps(reproduce.get_args(["--dry-run"]))
-    texts = tables.documents(dry_run)
+    texts = documents.documents(dry_run)
     for name, text in texts.items():
         assert (tables.REPO / name).read_text() == text, "run python tools/reproduce.py --docs"
     page = texts["docs/recipes.md"].partition("## VirTex")[2]

@@ -35,7 +35,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools import sizes, tables
+from tools import documents, sizes, tables
 from tools.tables import BACKBONES, MEASURES, ROWS, TABLES
 
 FILES, LISTS, DRAWS, QUICK = ROWS["files"], ROWS["lists"], ROWS["draws"], ROWS["quick"]
@@ -84,7 +84,7 @@ def main(args):
     if args.list:
         return print(*tables.table_of_tables(), sep="\n")
     if args.docs:
-        return tables.write_documents(lambda: Steps(get_args(["--dry-run"])))
+        return documents.write_documents(lambda: Steps(get_args(["--dry-run"])))
     if args.quick:
         sizes.prepare_quick(args)
     elif args.small and not args.dry_run:

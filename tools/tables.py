@@ -1,4 +1,4 @@
-"""The output of tools/reproduce.py: the tables of tools/rows.toml as text, pictures, documents."""
+"""The output of tools/reproduce.py: the tables of tools/rows.toml as text, pictures; the plan."""
 
 import importlib
 import json
@@ -14,7 +14,6 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 ROWS = tomllib.loads((REPO / "tools/rows.toml").read_text())
 BACKBONES, MEASURES, TABLES = ROWS["backbones"], ROWS["measures"], ROWS["tables"]
-DOCUMENTS = [str(path.relative_to(REPO)) for path in sorted(REPO.glob("docs/*.md"))]
 
 
 # ----------------------------------------------------------------------------------- our numbers
@@ -125,30 +124,6 @@ def draw(name, columns, rows, path):
     figure.savefig(path)
 
 
-# ------------------------------------------------------------------------------------- documents
-
-
-def write_documents(dry_run):
-    for name, text in documents(dry_run).items():
-        (REPO / name).write_text(text)
-
-
-def documents(dry_run):
-    """-> {name: its text with the tables and commands of rows.toml between the markers}
-
-    dry_run() returns a reproduce.Steps that only collects commands.
-    """
-
-    def fill(match):
-        start, kind, what, end = match.groups()
-        lines = commands(what, dry_run()) if kind == "commands" else papers_tables(what, dry_run)
-        return "\n".join([start, *lines, "", end])
-
-    pattern = r"(<!-- rows: (\w+) ?(.*?) -->\n).*?(<!-- end -->)"
-    texts = {name: (REPO / name).read_text() for name in DOCUMENTS}
-    return {name: re.sub(pattern, fill, text, flags=re.S) for name, text in texts.items()}
-
-
 def table_of_tables():
     """A line for each table or figure, with the numbers of its rows and of those with a command"""
     lines = heading(["table or figure", "content", "rows", "with a command"])
@@ -162,76 +137,6 @@ def table_of_tables():
                 count -= 1
         lines.append(line_of([name, "; ".join(content), str(len(rows)), str(count)]))
     return lines
-
-
-def commands(pattern, steps):
-    """A code block: the measures whose names match"""
-    for name, measure in MEASURES.items():
-        if re.fullmatch(pattern, name) and "command" in measure:
-            steps.scores(name, "NAME", 0)
-    return ["```sh", *(line for command in steps.commands for line in wrapped(command)), "```"]
-
-
-def wrapped(command):
-    """-> its lines, with a backslash at the end of all but the last"""
-    whole = re.sub(" (?!--)", "\0", command)  # do not wrap between a flag and its values
-    parts = textwrap.wrap(whole, 96, subsequent_indent="    ", break_on_hyphens=False)
-    return " \\\n".join(parts).replace("\0", " ").split("\n")
-
-
-def papers_tables(paper, dry_run):
-    """A section for each table of a paper, then what has no rows"""
-    lines, others, homes = [], [], {}  # {command: the first table that has it}
-    for name, table in TABLES.items():
-        if name.startswith(f"{paper} ") and "rows" in table:
-            lines += [*papers_table(name, dry_run(), homes), ""]
-        elif name.startswith(f"{paper} "):
-            others.append(f"{name} ({table['note']})")
-    return [*lines, *textwrap.wrap(f"Without rows: {', '.join(others)}.", 100)]
-
-
-def papers_table(name, steps, homes):
-    """A section: per row a comment with the paper's numbers, and the command that trains it"""
-    table = TABLES[name]
-    blocks, measures = {}, dict.fromkeys(table["columns"])  # {command: comments above it}
-    names = [MEASURES[column]["name"] for column in table["columns"]]
-    texts = [[str(cell).partition(" by ")[0].replace(" / ", "/") for cell in cells]
-             for _, _, *cells in table["rows"]]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(names, *texts)]
-    if sum(widths) > 40:
-        widths = [max(map(len, column)) for column in zip(*texts)]
-    for (label, backbone, *cells), numbers in zip(table["rows"], texts):
-        others = dict.fromkeys(str(cell).partition(" by ")[2] for cell in cells)
-        others.pop("", None)
-        measures |= others
-        label += f" (by {', '.join(others)})" if others else ""
-        key = label  # for what is not trained here
-        if backbone not in BACKBONES:
-            label += f": {steps.weights(backbone, 0)}"
-        elif "missing" in BACKBONES[backbone]:
-            label += f": no command, {BACKBONES[backbone]['missing']}"
-        else:
-            output = steps.train(backbone, 0)
-            [command] = [c for c in steps.commands if c.endswith(f" --output {output}")]
-            new = [c for c in steps.commands if homes.setdefault(c, name) == name]
-            blocks |= {c: blocks.get(c, []) for c in new}
-            key = command if command in new else label
-            if key == label:
-                label += f": {output.name}, see {homes[command].split(' ', 1)[1]}"
-        blocks.setdefault(key, []).append(comment(numbers, widths, label))
-    lines = [comment(names, widths, "row")]
-    for key, comments in blocks.items():
-        lines += [*comments, *(wrapped(key) if key in steps.commands else [])]
-    steps.commands = []
-    for measure in measures:
-        steps.scores(measure, "NAME", 0)
-    lines += [""] * bool(steps.commands) + [x for c in steps.commands for x in wrapped(c)]
-    return [f"### {name}: {table['title']}", "", "```sh", *lines, "```", *below_table(table)]
-
-
-def comment(texts, widths, label):
-    line = " | ".join([*(f"{text:>{width}}" for text, width in zip(texts, widths)), label])
-    return textwrap.fill(f"# {line}", 100, subsequent_indent="#     ", break_on_hyphens=False)
 
 
 # ----------------------------------------------------------------------------------- the plan

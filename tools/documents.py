@@ -1,0 +1,234 @@
+"""What `python tools/reproduce.py --docs` writes: parts of the pages in docs/, and pictures
+
+recipes.md: the commands of tools/rows.toml.  claims.md: the papers' numbers beside ours, which are
+in docs/logs/tables, a folder per size, as `tools/reproduce.py --small` wrote them.
+"""
+
+import json
+import re
+import statistics
+import textwrap
+
+from tools.tables import (
+    BACKBONES,
+    MEASURES,
+    REPO,
+    ROWS,
+    TABLES,
+    below_table,
+    heading,
+    line_of,
+)
+
+DOCUMENTS = [str(path.relative_to(REPO)) for path in sorted(REPO.glob("docs/*.md"))]
+LOGS = REPO / "docs/logs/tables"
+SIZES = {  # folder: name
+    "scenes": "scenes",
+    "scenes-x4": "scenes, 4x",
+    "flickr8k": "Flickr8k to flowers",
+}
+PICTURES = {  # docs/claims-NAME.png: tables
+    "virtex": ["VirTex Fig. 5 (a)", "VirTex Tab. 1", "VirTex Fig. 5 (c)"],
+    "icmlm": ["ICMLM Tab. 3", "ICMLM Tab. 4", "ICMLM Tab. 2"],
+    "mmcontrastive": ["Contrastive Sec. 4.4", "Contrastive Tab. 1"],
+}
+
+
+def write_documents(dry_run):
+    for name, text in documents(dry_run).items():
+        (REPO / name).write_text(text)
+    for name, tables in PICTURES.items():
+        draw(name, tables)
+
+
+def documents(dry_run):
+    """-> {name: its text with the tables and commands of rows.toml between the markers}
+
+    dry_run() returns a reproduce.Steps that only collects commands.
+    """
+    make = {
+        "commands": lambda pattern: commands(pattern, dry_run()),
+        "tables": lambda paper: papers_tables(paper, dry_run),
+        "claims": claims_table,
+    }
+
+    def fill(match):
+        start, kind, what, end = match.groups()
+        lines = make[kind](what)
+        return "\n".join([start, *lines, "", end])
+
+    pattern = r"(<!-- rows: (\w+) ?(.*?) -->\n).*?(<!-- end -->)"
+    texts = {name: (REPO / name).read_text() for name in DOCUMENTS}
+    return {name: re.sub(pattern, fill, text, flags=re.S) for name, text in texts.items()}
+
+
+def commands(pattern, steps):
+    """A code block: the measures whose names match"""
+    for name, measure in MEASURES.items():
+        if re.fullmatch(pattern, name) and "command" in measure:
+            steps.scores(name, "NAME", 0)
+    return ["```sh", *(line for command in steps.commands for line in wrapped(command)), "```"]
+
+
+def wrapped(command):
+    """-> its lines, with a backslash at the end of all but the last"""
+    whole = re.sub(" (?!--)", "\0", command)  # do not wrap between a flag and its values
+    parts = textwrap.wrap(whole, 96, subsequent_indent="    ", break_on_hyphens=False)
+    return " \\\n".join(parts).replace("\0", " ").split("\n")
+
+
+def papers_tables(paper, dry_run):
+    """A section for each table of a paper, then what has no rows"""
+    lines, others, homes = [], [], {}  # {command: the first table that has it}
+    for name, table in TABLES.items():
+        if name.startswith(f"{paper} ") and "rows" in table:
+            lines += [*papers_table(name, dry_run(), homes), ""]
+        elif name.startswith(f"{paper} "):
+            others.append(f"{name} ({table['note']})")
+    return [*lines, *textwrap.wrap(f"Without rows: {', '.join(others)}.", 100)]
+
+
+def papers_table(name, steps, homes):
+    """A section: per row a comment with the paper's numbers, and the command that trains it"""
+    table = TABLES[name]
+    blocks, measures = {}, dict.fromkeys(table["columns"])  # {command: comments above it}
+    names = [MEASURES[column]["name"] for column in table["columns"]]
+    texts = [[str(cell).partition(" by ")[0].replace(" / ", "/") for cell in cells]
+             for _, _, *cells in table["rows"]]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(names, *texts)]
+    if sum(widths) > 40:
+        widths = [max(map(len, column)) for column in zip(*texts)]
+    for (label, backbone, *cells), numbers in zip(table["rows"], texts):
+        others = dict.fromkeys(str(cell).partition(" by ")[2] for cell in cells)
+        others.pop("", None)
+        measures |= others
+        label += f" (by {', '.join(others)})" if others else ""
+        key = label  # for what is not trained here
+        if backbone not in BACKBONES:
+            label += f": {steps.weights(backbone, 0)}"
+        elif "missing" in BACKBONES[backbone]:
+            label += f": no command, {BACKBONES[backbone]['missing']}"
+        else:
+            output = steps.train(backbone, 0)
+            [command] = [c for c in steps.commands if c.endswith(f" --output {output}")]
+            new = [c for c in steps.commands if homes.setdefault(c, name) == name]
+            blocks |= {c: blocks.get(c, []) for c in new}
+            key = command if command in new else label
+            if key == label:
+                label += f": {output.name}, see {homes[command].split(' ', 1)[1]}"
+        blocks.setdefault(key, []).append(comment(numbers, widths, label))
+    lines = [comment(names, widths, "row")]
+    for key, comments in blocks.items():
+        lines += [*comments, *(wrapped(key) if key in steps.commands else [])]
+    steps.commands = []
+    for measure in measures:
+        steps.scores(measure, "NAME", 0)
+    lines += [""] * bool(steps.commands) + [x for c in steps.commands for x in wrapped(c)]
+    return [f"### {name}: {table['title']}", "", "```sh", *lines, "```", *below_table(table)]
+
+
+def comment(texts, widths, label):
+    line = " | ".join([*(f"{text:>{width}}" for text, width in zip(texts, widths)), label])
+    return textwrap.fill(f"# {line}", 100, subsequent_indent="#     ", break_on_hyphens=False)
+
+
+# ------------------------------------------------------------------------------------- claims.md
+
+
+def measured(table):
+    """-> {size: {backbone: {column: (name of the measure, scores of each seed)}}}
+
+    Of a probe the first score, which is the trained backbone's.
+    """
+    sizes = {}
+    for size in SIZES:
+        for path in sorted(LOGS.glob(f"{size}/*.json")):
+            run = json.loads(path.read_text())
+            if run["table"] != table:
+                continue
+            for row in run["rows"]:
+                for column, cell in row["cells"].items():
+                    probe = cell["by"].endswith("-probe")
+                    scores = [values[:1] if probe else values for values in cell["ours"]]
+                    name = "" if probe else MEASURES[column]["name"]
+                    if scores:
+                        of_row = sizes.setdefault(size, {}).setdefault(row["row"], {})
+                        of_row[column] = name, scores
+    return sizes
+
+
+def papers_columns(table, ours):
+    """Those that are measured here, by whatever protocol, and other linear probes"""
+    kept = {column for rows in ours.values() for cells in rows.values() for column in cells}
+    columns = TABLES[table]["columns"]
+    return [c for c in columns if c in kept or re.fullmatch(ROWS["small"]["probed"], c)
+            or c == "in1k-virtex"]  # fmt: skip
+
+
+def claims_table(table):
+    """-> lines of Markdown: the rows that we have measured"""
+    ours = measured(table)
+    papers = papers_columns(table, ours)
+    own = [(size, column) for size, rows in ours.items() for column in papers
+           if any(column in cells for cells in rows.values())]  # fmt: skip
+    names = [MEASURES[column]["name"] for column in papers]
+    heads = [SIZES[size] + next(f": {cells[column][0]}" if cells[column][0] else ""
+                                for cells in ours[size].values() if column in cells)
+             for size, column in own]  # fmt: skip
+    lines = heading(["row", *(f"paper: {name}" for name in names), *heads])
+    for label, _, *cells in TABLES[table]["rows"]:
+        if any(label in rows for rows in ours.values()):
+            texts = dict(zip(TABLES[table]["columns"], map(str, cells)))
+            numbers = [texts[column].partition(" by ")[0] for column in papers]
+            scores = [ours[size].get(label, {}).get(column) for size, column in own]
+            lines.append(line_of([label, *numbers, *map(in_words, scores)]))
+    return lines
+
+
+def in_words(cell):
+    """ "55.2 ± 3.1" of three seeds"""
+    if cell is None:
+        return ""
+    parts = [f"{statistics.mean(x):.1f}" + (f" ± {statistics.stdev(x):.1f}" if x[1:] else "")
+             for x in zip(*cell[1])]  # fmt: skip
+    return " / ".join(parts)
+
+
+def draw(name, tables):
+    """docs/claims-NAME.png: a line of panels per table; dots are means, lines deviations"""
+    from matplotlib.figure import Figure
+
+    ours = {table: measured(table) for table in tables}
+    sizes = [size for size in SIZES if any(size in rows for rows in ours.values())]
+    labels = {table: [row[0] for row in TABLES[table]["rows"]
+                      if any(row[0] in rows for rows in ours[table].values())]
+              for table in tables}  # fmt: skip
+    heights = [1.5 + len(labels[table]) for table in tables]
+    figure = Figure((3 + 2.2 * (1 + len(sizes)), 0.24 * sum(heights)), layout="constrained")
+    grid = figure.subplots(len(tables), 1 + len(sizes), squeeze=False, sharey="row",
+                           gridspec_kw={"height_ratios": heights})  # fmt: skip
+    for panels, table in zip(grid, tables):
+        [column, *_] = papers_columns(table, ours[table])
+        at = TABLES[table]["columns"].index(column) + 2
+        papers = {row[0]: str(row[at]).split(" ")[0] for row in TABLES[table]["rows"]}
+        panels[0].set_title(f"{table}: {MEASURES[column]['name'].split(' / ')[0]}", fontsize=8)
+        panels[0].set_yticks(range(len(labels[table])), labels[table], fontsize=8)
+        for y, label in enumerate(labels[table]):
+            if papers[label][:1].isdigit():
+                panels[0].plot(float(papers[label]), y, "ko", markersize=5)
+            for panel, size in zip(panels[1:], sizes):
+                _, seeds = ours[table].get(size, {}).get(label, {}).get(column, ("", []))
+                scores = [values[0] for values in seeds]
+                panel.plot(scores, [y] * len(scores), "|", color="C0", alpha=0.5)
+                if scores:
+                    deviation = statistics.stdev(scores) if scores[1:] else None
+                    panel.errorbar(statistics.mean(scores), y, xerr=deviation, fmt="o", color="C0")
+        for panel, size in zip(panels[1:], sizes):
+            panel.set_title(f"ours: {SIZES[size]}", fontsize=8)
+            panel.set_visible(size in ours[table])
+        for panel in panels:
+            panel.grid(axis="x", alpha=0.3)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.tick_params(labelsize=8)
+        panels[0].set_ylim(len(labels[table]) - 0.5, -0.5)
+    figure.savefig(REPO / f"docs/claims-{name}.png", dpi=110)
