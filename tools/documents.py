@@ -9,24 +9,18 @@ import re
 import statistics
 import textwrap
 
-from tools.tables import (
-    BACKBONES,
-    MEASURES,
-    REPO,
-    ROWS,
-    TABLES,
-    below_table,
-    heading,
-    line_of,
-)
+from tools import tables
+from tools.tables import BACKBONES, MEASURES, REPO, ROWS, TABLES, heading, line_of
 
 DOCUMENTS = [str(path.relative_to(REPO)) for path in sorted(REPO.glob("docs/*.md"))]
 LOGS = REPO / "docs/logs/tables"
 SIZES = {  # folder: name
     "scenes": "scenes",
+    "scenes-x2": "scenes, 2x",
     "scenes-x4": "scenes, 4x",
     "flickr8k": "Flickr8k to flowers",
 }
+LENGTHS = {"scenes": 1, "scenes-x2": 2, "scenes-x4": 4}  # of training
 PICTURES = {  # docs/claims-NAME.png: tables
     "virtex": ["VirTex Fig. 5 (a)", "VirTex Tab. 1", "VirTex Fig. 5 (c)"],
     "icmlm": ["ICMLM Tab. 3", "ICMLM Tab. 4", "ICMLM Tab. 2"],
@@ -37,8 +31,9 @@ PICTURES = {  # docs/claims-NAME.png: tables
 def write_documents(dry_run):
     for name, text in documents(dry_run).items():
         (REPO / name).write_text(text)
-    for name, tables in PICTURES.items():
-        draw(name, tables)
+    for name, shown in PICTURES.items():
+        draw(name, shown)
+    draw_lengths(["VirTex Fig. 5 (a)", "ICMLM Tab. 4", "Contrastive Sec. 4.4"])
 
 
 def documents(dry_run):
@@ -124,7 +119,7 @@ def papers_table(name, steps, homes):
     for measure in measures:
         steps.scores(measure, "NAME", 0)
     lines += [""] * bool(steps.commands) + [x for c in steps.commands for x in wrapped(c)]
-    return [f"### {name}: {table['title']}", "", "```sh", *lines, "```", *below_table(table)]
+    return [f"### {name}: {table['title']}", "", "```sh", *lines, "```", *tables.below_table(table)]
 
 
 def comment(texts, widths, label):
@@ -136,9 +131,9 @@ def comment(texts, widths, label):
 
 
 def measured(table):
-    """-> {size: {backbone: {column: (name of the measure, scores of each seed)}}}
+    """-> {size: {row: {column: (name of the measure, or "" for a probe, scores of each seed)}}}
 
-    Of a probe the first score, which is the trained backbone's.
+    The scores of a probe are the trained and the random backbone's.
     """
     sizes = {}
     for size in SIZES:
@@ -148,12 +143,10 @@ def measured(table):
                 continue
             for row in run["rows"]:
                 for column, cell in row["cells"].items():
-                    probe = cell["by"].endswith("-probe")
-                    scores = [values[:1] if probe else values for values in cell["ours"]]
-                    name = "" if probe else MEASURES[column]["name"]
-                    if scores:
+                    name = "" if cell["by"].endswith("-probe") else MEASURES[column]["name"]
+                    if cell["ours"]:
                         of_row = sizes.setdefault(size, {}).setdefault(row["row"], {})
-                        of_row[column] = name, scores
+                        of_row[column] = name, cell["ours"]
     return sizes
 
 
@@ -186,49 +179,79 @@ def claims_table(table):
 
 
 def in_words(cell):
-    """ "55.2 ± 3.1" of three seeds"""
+    """ "55.2 ± 3.1" of three seeds; of a probe only the trained backbone's score"""
     if cell is None:
         return ""
-    parts = [f"{statistics.mean(x):.1f}" + (f" ± {statistics.stdev(x):.1f}" if x[1:] else "")
-             for x in zip(*cell[1])]  # fmt: skip
-    return " / ".join(parts)
+    name, scores = cell
+    scores = scores if name else [seed[:1] for seed in scores]
+    return tables.in_words({"state": "measured", "ours": scores})
 
 
-def draw(name, tables):
-    """docs/claims-NAME.png: a line of panels per table; dots are means, lines deviations"""
+def draw(name, shown):
+    """docs/claims-NAME.png: panels side by side for each table, the paper's order beside ours
+
+    Dots are means, strokes seeds, lines deviations; dashed: random initialisation.
+    """
     from matplotlib.figure import Figure
 
-    ours = {table: measured(table) for table in tables}
+    ours = {table: measured(table) for table in shown}
     sizes = [size for size in SIZES if any(size in rows for rows in ours.values())]
-    labels = {table: [row[0] for row in TABLES[table]["rows"]
-                      if any(row[0] in rows for rows in ours[table].values())]
-              for table in tables}  # fmt: skip
-    heights = [1.5 + len(labels[table]) for table in tables]
+    labels = [[row[0] for row in TABLES[table]["rows"]
+               if any(row[0] in rows for rows in ours[table].values())]
+              for table in shown]  # fmt: skip
+    heights = [1.5 + len(names) for names in labels]
     figure = Figure((3 + 2.2 * (1 + len(sizes)), 0.24 * sum(heights)), layout="constrained")
-    grid = figure.subplots(len(tables), 1 + len(sizes), squeeze=False, sharey="row",
+    grid = figure.subplots(len(shown), 1 + len(sizes), squeeze=False, sharey="row",
                            gridspec_kw={"height_ratios": heights})  # fmt: skip
-    for panels, table in zip(grid, tables):
+    for (papers, *panels), table, names in zip(grid, shown, labels):
         [column, *_] = papers_columns(table, ours[table])
-        at = TABLES[table]["columns"].index(column) + 2
-        papers = {row[0]: str(row[at]).split(" ")[0] for row in TABLES[table]["rows"]}
-        panels[0].set_title(f"{table}: {MEASURES[column]['name'].split(' / ')[0]}", fontsize=8)
-        panels[0].set_yticks(range(len(labels[table])), labels[table], fontsize=8)
-        for y, label in enumerate(labels[table]):
-            if papers[label][:1].isdigit():
-                panels[0].plot(float(papers[label]), y, "ko", markersize=5)
-            for panel, size in zip(panels[1:], sizes):
-                _, seeds = ours[table].get(size, {}).get(label, {}).get(column, ("", []))
-                scores = [values[0] for values in seeds]
-                panel.plot(scores, [y] * len(scores), "|", color="C0", alpha=0.5)
-                if scores:
-                    deviation = statistics.stdev(scores) if scores[1:] else None
-                    panel.errorbar(statistics.mean(scores), y, xerr=deviation, fmt="o", color="C0")
-        for panel, size in zip(panels[1:], sizes):
+        at = 2 + TABLES[table]["columns"].index(column)
+        firsts = {row[0]: str(row[at]).partition(" ")[0] for row in TABLES[table]["rows"]}
+        known = [label for label in names if firsts[label][:1].isdigit()]
+        papers.plot([float(firsts[x]) for x in known], [names.index(x) for x in known], "ko")
+        papers.set_title(f"{table}: {MEASURES[column]['name'].partition(' / ')[0]}", fontsize=8)
+        papers.set_yticks(range(len(names)), names)
+        papers.set_ylim(len(names) - 0.5, -0.5)
+        for panel, size in zip(panels, sizes):
             panel.set_title(f"ours: {SIZES[size]}", fontsize=8)
             panel.set_visible(size in ours[table])
-        for panel in panels:
+            for label, cells in ours[table].get(size, {}).items():
+                draw_scores(panel, names.index(label), cells[column][1])
+        for panel in (papers, *panels):
             panel.grid(axis="x", alpha=0.3)
             panel.spines[["top", "right"]].set_visible(False)
             panel.tick_params(labelsize=8)
-        panels[0].set_ylim(len(labels[table]) - 0.5, -0.5)
     figure.savefig(REPO / f"docs/claims-{name}.png", dpi=110)
+
+
+def draw_scores(panel, y, seeds):
+    """seeds: [[score, that of random initialisation]]"""
+    scores, random = zip(*seeds)
+    deviation = statistics.stdev(scores) if len(scores) > 1 else None
+    panel.plot(scores, [y] * len(scores), "|", color="C0", alpha=0.5)
+    panel.errorbar(statistics.mean(scores), y, xerr=deviation, fmt="o", color="C0")
+    panel.axvline(statistics.mean(random), color="grey", linestyle="--", linewidth=0.8)
+
+
+def draw_lengths(shown):
+    """docs/claims-lengths.png: a panel per table, a line per row that was also trained longer"""
+    from matplotlib.figure import Figure
+
+    figure = Figure((3.6 * len(shown), 3.2), layout="constrained")
+    for panel, table in zip(figure.subplots(1, len(shown), sharey=True), shown):
+        ours = measured(table)
+        for label, *_ in TABLES[table]["rows"]:
+            cells = {size: next(iter(ours[size][label].values()))[1]
+                     for size in LENGTHS if label in ours.get(size, {})}  # fmt: skip
+            if len(cells) > 1:
+                means = [statistics.mean(scores[0] for scores in seeds) for seeds in cells.values()]
+                panel.plot([LENGTHS[size] for size in cells], means, "o-", label=label)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(list(LENGTHS.values()), [f"{times}x" for times in LENGTHS.values()])
+        panel.set_title(table, fontsize=9)
+        panel.set_xlabel("length of training")
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(fontsize=7)
+    figure.axes[0].set_ylabel("mAP on the scenes")
+    figure.savefig(REPO / "docs/claims-lengths.png", dpi=110)
