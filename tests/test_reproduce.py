@@ -96,3 +96,14 @@ def test_documents():
     paper = [name for name in BACKBONES if not re.match("scenes|own|deepercluster", name)]
     assert len([steps.train(name, 0) for name in paper]) > 80
     assert set(steps.commands) == {line for line in printed if "/NAME" not in line}
+
+
+def test_claims():
+    """Each of our numbers in the tables of claims.md is one that tools/reproduce.py has written."""
+    rows = [line.split("|") for line in (tables.REPO / "docs/claims.md").read_text().splitlines()]
+    for column, size in (3, "scenes"), (4, "scenes-x[24]"):
+        runs = [json.loads(p.read_text()) for p in documents.LOGS.glob(f"{size}/*.json")]
+        cells = [cell for run in runs for row in run["rows"] for cell in row["cells"].values()]
+        known = set(" ".join(tables.in_words(cell) for cell in cells).split())
+        quoted = re.findall(r"\d+\.\d", " ".join(row[column] for row in rows if len(row) == 8))
+        assert len(quoted) > 5 and set(quoted) <= known

@@ -1,7 +1,7 @@
 """What `python tools/reproduce.py --docs` writes: parts of the pages in docs/, and pictures
 
-recipes.md: the commands of tools/rows.toml.  claims.md: the papers' numbers beside ours, which are
-in docs/logs/tables, a folder per size, as `tools/reproduce.py --small` wrote them.
+Commands and tables come from tools/rows.toml. The pictures of claims.md have the papers' numbers
+beside ours, which are in docs/logs/tables, a folder per size, as `--small` wrote them.
 """
 
 import json
@@ -10,7 +10,7 @@ import statistics
 import textwrap
 
 from tools import tables
-from tools.tables import BACKBONES, MEASURES, REPO, ROWS, TABLES, heading, line_of
+from tools.tables import BACKBONES, MEASURES, REPO, ROWS, TABLES
 
 DOCUMENTS = [str(path.relative_to(REPO)) for path in sorted(REPO.glob("docs/*.md"))]
 LOGS = REPO / "docs/logs/tables"
@@ -41,15 +41,10 @@ def documents(dry_run):
 
     dry_run() returns a reproduce.Steps that only collects commands.
     """
-    make = {
-        "commands": lambda pattern: commands(pattern, dry_run()),
-        "tables": lambda paper: papers_tables(paper, dry_run),
-        "claims": claims_table,
-    }
 
     def fill(match):
         start, kind, what, end = match.groups()
-        lines = make[kind](what)
+        lines = commands(what, dry_run()) if kind == "commands" else papers_tables(what, dry_run)
         return "\n".join([start, *lines, "", end])
 
     pattern = r"(<!-- rows: (\w+) ?(.*?) -->\n).*?(<!-- end -->)"
@@ -131,10 +126,7 @@ def comment(texts, widths, label):
 
 
 def measured(table):
-    """-> {size: {row: {column: (name of the measure, or "" for a probe, scores of each seed)}}}
-
-    The scores of a probe are the trained and the random backbone's.
-    """
+    """-> {size: {row: scores of each seed}}, of the probe: the trained and the random backbone's"""
     sizes = {}
     for size in SIZES:
         for path in sorted(LOGS.glob(f"{size}/*.json")):
@@ -142,49 +134,10 @@ def measured(table):
             if run["table"] != table:
                 continue
             for row in run["rows"]:
-                for column, cell in row["cells"].items():
-                    name = "" if cell["by"].endswith("-probe") else MEASURES[column]["name"]
-                    if cell["ours"]:
-                        of_row = sizes.setdefault(size, {}).setdefault(row["row"], {})
-                        of_row[column] = name, cell["ours"]
+                for cell in row["cells"].values():
+                    if cell["by"].endswith("-probe") and cell["ours"]:
+                        sizes.setdefault(size, {})[row["row"]] = cell["ours"]
     return sizes
-
-
-def papers_columns(table, ours):
-    """Those that are measured here, by whatever protocol, and other linear probes"""
-    kept = {column for rows in ours.values() for cells in rows.values() for column in cells}
-    columns = TABLES[table]["columns"]
-    return [c for c in columns if c in kept or re.fullmatch(ROWS["small"]["probed"], c)
-            or c == "in1k-virtex"]  # fmt: skip
-
-
-def claims_table(table):
-    """-> lines of Markdown: the rows that we have measured"""
-    ours = measured(table)
-    papers = papers_columns(table, ours)
-    own = [(size, column) for size, rows in ours.items() for column in papers
-           if any(column in cells for cells in rows.values())]  # fmt: skip
-    names = [MEASURES[column]["name"] for column in papers]
-    heads = [SIZES[size] + next(f": {cells[column][0]}" if cells[column][0] else ""
-                                for cells in ours[size].values() if column in cells)
-             for size, column in own]  # fmt: skip
-    lines = heading(["row", *(f"paper: {name}" for name in names), *heads])
-    for label, _, *cells in TABLES[table]["rows"]:
-        if any(label in rows for rows in ours.values()):
-            texts = dict(zip(TABLES[table]["columns"], map(str, cells)))
-            numbers = [texts[column].partition(" by ")[0] for column in papers]
-            scores = [ours[size].get(label, {}).get(column) for size, column in own]
-            lines.append(line_of([label, *numbers, *map(in_words, scores)]))
-    return lines
-
-
-def in_words(cell):
-    """ "55.2 ± 3.1" of three seeds; of a probe only the trained backbone's score"""
-    if cell is None:
-        return ""
-    name, scores = cell
-    scores = scores if name else [seed[:1] for seed in scores]
-    return tables.in_words({"state": "measured", "ours": scores})
 
 
 def draw(name, shown):
@@ -204,8 +157,9 @@ def draw(name, shown):
     grid = figure.subplots(len(shown), 1 + len(sizes), squeeze=False, sharey="row",
                            gridspec_kw={"height_ratios": heights})  # fmt: skip
     for (papers, *panels), table, names in zip(grid, shown, labels):
-        [column, *_] = papers_columns(table, ours[table])
-        at = 2 + TABLES[table]["columns"].index(column)
+        columns = TABLES[table]["columns"]
+        [column] = [c for c in columns if re.fullmatch(ROWS["small"]["probed"], c)][:1]
+        at = 2 + columns.index(column)
         firsts = {row[0]: str(row[at]).partition(" ")[0] for row in TABLES[table]["rows"]}
         known = [label for label in names if firsts[label][:1].isdigit()]
         papers.plot([float(firsts[x]) for x in known], [names.index(x) for x in known], "ko")
@@ -215,8 +169,8 @@ def draw(name, shown):
         for panel, size in zip(panels, sizes):
             panel.set_title(f"ours: {SIZES[size]}", fontsize=8)
             panel.set_visible(size in ours[table])
-            for label, cells in ours[table].get(size, {}).items():
-                draw_scores(panel, names.index(label), cells[column][1])
+            for label, seeds in ours[table].get(size, {}).items():
+                draw_scores(panel, names.index(label), seeds)
         for panel in (papers, *panels):
             panel.grid(axis="x", alpha=0.3)
             panel.spines[["top", "right"]].set_visible(False)
@@ -241,11 +195,10 @@ def draw_lengths(shown):
     for panel, table in zip(figure.subplots(1, len(shown), sharey=True), shown):
         ours = measured(table)
         for label, *_ in TABLES[table]["rows"]:
-            cells = {size: next(iter(ours[size][label].values()))[1]
-                     for size in LENGTHS if label in ours.get(size, {})}  # fmt: skip
-            if len(cells) > 1:
-                means = [statistics.mean(scores[0] for scores in seeds) for seeds in cells.values()]
-                panel.plot([LENGTHS[size] for size in cells], means, "o-", label=label)
+            seeds = {size: ours[size][label] for size in LENGTHS if label in ours.get(size, {})}
+            if len(seeds) > 1:
+                means = [statistics.mean(scores[0] for scores in x) for x in seeds.values()]
+                panel.plot([LENGTHS[size] for size in seeds], means, "o-", label=label)
         panel.set_xscale("log", base=2)
         panel.set_xticks(list(LENGTHS.values()), [f"{times}x" for times in LENGTHS.values()])
         panel.set_title(table, fontsize=9)
