@@ -16,11 +16,10 @@ DOCUMENTS = [str(path.relative_to(REPO)) for path in sorted(REPO.glob("docs/*.md
 LOGS = REPO / "docs/logs/tables"
 SIZES = {  # folder: name
     "scenes": "scenes",
-    "scenes-x2": "scenes, 2x",
     "scenes-x4": "scenes, 4x",
     "flickr8k": "Flickr8k to flowers",
 }
-LENGTHS = {"scenes": 1, "scenes-x2": 2, "scenes-x4": 4}  # of training
+LENGTHS = {"scenes": 1, "scenes-x4": 4}  # of training
 PICTURES = {  # docs/claims-NAME.png: tables
     "virtex": ["VirTex Fig. 5 (a)", "VirTex Tab. 1", "VirTex Fig. 5 (c)"],
     "icmlm": ["ICMLM Tab. 3", "ICMLM Tab. 4", "ICMLM Tab. 2"],
