@@ -79,7 +79,7 @@ def test_size_of_the_rest():
     lines = {name: len(lines_of(name)) for name in FILES}
     assert lines["README.md"] <= 120
     pages = {name for name in lines if name.startswith("docs/") and name != "docs/recipes.md"}
-    assert len(pages) <= 10 and sum(lines[page] for page in pages) <= 1600
+    assert len(pages) <= 11 and sum(lines[page] for page in pages) <= 1600
     small = "extras/", "downstream/", "tools/"
     assert [x for x in lines if x.startswith(small) and lines[x] > 350] == []
     assert sum(count for name, count in lines.items() if name.startswith("tests/")) <= 5460
