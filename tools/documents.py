@@ -204,6 +204,6 @@ def draw_lengths(shown):
         panel.set_xlabel("length of training")
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(fontsize=7, loc="lower right")
+        panel.legend(fontsize=7)
     figure.axes[0].set_ylabel("mAP on the scenes")
     figure.savefig(REPO / "docs/claims-lengths.png", dpi=110)
