@@ -10,15 +10,10 @@ import statistics
 import textwrap
 
 from tools import tables
-from tools.tables import BACKBONES, MEASURES, REPO, ROWS, TABLES
+from tools.tables import BACKBONES, MEASURES, REPO, TABLES
 
 DOCUMENTS = [str(path.relative_to(REPO)) for path in sorted(REPO.glob("docs/*.md"))]
 LOGS = REPO / "docs/logs/tables"
-SIZES = {  # folder: name
-    "scenes": "scenes",
-    "scenes-x4": "scenes, 4x",
-    "flickr8k": "Flickr8k to flowers",
-}
 LENGTHS = {"scenes-half": 0.5, "scenes": 1, "scenes-x2": 2, "scenes-x4": 4}  # of training
 PICTURES = {  # docs/claims-NAME.png: tables
     "virtex": ["VirTex Fig. 5 (a)", "VirTex Tab. 1", "VirTex Fig. 5 (c)"],
@@ -124,53 +119,43 @@ def comment(texts, widths, label):
 # ------------------------------------------------------------------------------------- claims.md
 
 
-def measured(table):
-    """-> {size: {row: scores of each seed}}, of the probe: the trained and the random backbone's"""
-    sizes = {}
-    for size in {**LENGTHS, **SIZES}:
-        for path in sorted(LOGS.glob(f"{size}/*.json")):
-            run = json.loads(path.read_text())
-            if run["table"] != table:
-                continue
-            for row in run["rows"]:
-                for cell in row["cells"].values():
-                    if cell["by"].endswith("-probe") and cell["ours"]:
-                        sizes.setdefault(size, {})[row["row"]] = cell["ours"]
-    return sizes
+def measured(table, size):
+    """-> {row: its cell of the probe, as reproduce.Steps.table makes it, with its column}"""
+    cells = {}
+    for path in sorted(LOGS.glob(f"{size}/*.json")):
+        run = json.loads(path.read_text())
+        for row in run["rows"] if run["table"] == table else ():
+            for column, cell in row["cells"].items():
+                if cell["by"].endswith("-probe") and cell["ours"]:
+                    cells[row["row"]] = {"column": column, **cell}
+    return {label: cells[label] for label, *_ in TABLES[table]["rows"] if label in cells}
 
 
 def draw(name, shown):
-    """docs/claims-NAME.png: panels side by side for each table, the paper's order beside ours
+    """docs/claims-NAME.png: for each table the paper's order, beside it ours on the scenes
 
     Dots are means, strokes seeds, lines deviations; dashed: random initialisation.
     """
     from matplotlib.figure import Figure
 
-    ours = {table: measured(table) for table in shown}
-    sizes = [size for size in SIZES if any(size in rows for rows in ours.values())]
-    labels = [[row[0] for row in TABLES[table]["rows"]
-               if any(row[0] in rows for rows in ours[table].values())]
-              for table in shown]  # fmt: skip
-    heights = [1.5 + len(names) for names in labels]
-    figure = Figure((3 + 2.2 * (1 + len(sizes)), 0.24 * sum(heights)), layout="constrained")
-    grid = figure.subplots(len(shown), 1 + len(sizes), squeeze=False, sharey="row",
+    ours = [measured(table, "scenes") for table in shown]
+    heights = [1.5 + len(cells) for cells in ours]
+    figure = Figure((7.4, 0.24 * sum(heights)), layout="constrained")
+    grid = figure.subplots(len(shown), 2, squeeze=False, sharey="row",
                            gridspec_kw={"height_ratios": heights})  # fmt: skip
-    for (papers, *panels), table, names in zip(grid, shown, labels):
-        columns = TABLES[table]["columns"]
-        [column] = [c for c in columns if re.fullmatch(ROWS["small"]["probed"], c)][:1]
-        at = 2 + columns.index(column)
-        firsts = {row[0]: str(row[at]).partition(" ")[0] for row in TABLES[table]["rows"]}
-        known = [label for label in names if firsts[label][:1].isdigit()]
-        papers.plot([float(firsts[x]) for x in known], [names.index(x) for x in known], "ko")
-        papers.set_title(f"{table}: {MEASURES[column]['name'].partition(' / ')[0]}", fontsize=8)
-        papers.set_yticks(range(len(names)), names)
-        papers.set_ylim(len(names) - 0.5, -0.5)
-        for panel, size in zip(panels, sizes):
-            panel.set_title(f"ours: {SIZES[size]}", fontsize=8)
-            panel.set_visible(size in ours[table])
-            for label, seeds in ours[table].get(size, {}).items():
-                draw_scores(panel, names.index(label), seeds)
-        for panel in (papers, *panels):
+    for panels, table, cells in zip(grid, shown, ours):
+        paper, own = panels
+        for y, cell in enumerate(cells.values()):
+            number = cell["paper"].partition(" ")[0]
+            if number[:1].isdigit():
+                paper.plot(float(number), y, "ko")
+            draw_scores(own, y, cell["ours"])
+        measure = MEASURES[cell["column"]]["name"].partition(" / ")[0]
+        paper.set_title(f"{table}: {measure}", fontsize=8)
+        own.set_title("ours: scenes", fontsize=8)
+        paper.set_yticks(range(len(cells)), list(cells))
+        paper.set_ylim(len(cells) - 0.5, -0.5)
+        for panel in panels:
             panel.grid(axis="x", alpha=0.3)
             panel.spines[["top", "right"]].set_visible(False)
             panel.tick_params(labelsize=8)
@@ -192,12 +177,12 @@ def draw_lengths(shown):
 
     figure = Figure((3.6 * len(shown), 3.2), layout="constrained")
     for panel, table in zip(figure.subplots(1, len(shown), sharey=True), shown):
-        ours = measured(table)
+        ours = {times: measured(table, size) for size, times in LENGTHS.items()}
         for label, *_ in TABLES[table]["rows"]:
-            seeds = {size: ours[size][label] for size in LENGTHS if label in ours.get(size, {})}
-            if len(seeds) > 1:
-                means = [statistics.mean(scores[0] for scores in x) for x in seeds.values()]
-                panel.plot([LENGTHS[size] for size in seeds], means, "o-", label=label)
+            means = {times: statistics.mean(scores[0] for scores in cells[label]["ours"])
+                     for times, cells in ours.items() if label in cells}  # fmt: skip
+            if len(means) > 1:
+                panel.plot(list(means), list(means.values()), "o-", label=label)
         panel.set_xscale("log", base=2)
         panel.set_xticks(list(LENGTHS.values()), [f"{times:g}x" for times in LENGTHS.values()])
         panel.set_title(table, fontsize=9)
