@@ -15,8 +15,9 @@ from tools.tables import BACKBONES, MEASURES, REPO, TABLES
 DOCUMENTS = [str(path.relative_to(REPO)) for path in sorted(REPO.glob("docs/*.md"))]
 LOGS = REPO / "docs/logs/tables"
 LENGTHS = {"scenes-half": 0.5, "scenes": 1, "scenes-x2": 2, "scenes-x4": 4}  # of training
+SIZES = {"scenes": "scenes", "flickr8k": "photos"}  # folders in LOGS, of the scripts' demo length
 PICTURES = {  # docs/claims-NAME.png: tables
-    "virtex": ["VirTex Fig. 5 (a)", "VirTex Tab. 1", "VirTex Fig. 5 (c)"],
+    "virtex": ["VirTex Fig. 5 (a)", "VirTex Fig. 4", "VirTex Tab. 1", "VirTex Fig. 5 (c)"],
     "icmlm": ["ICMLM Tab. 3", "ICMLM Tab. 4", "ICMLM Tab. 2"],
     "mmcontrastive": ["Contrastive Sec. 4.4"],
 }
@@ -132,30 +133,33 @@ def measured(table, size):
 
 
 def draw(name, shown):
-    """docs/claims-NAME.png: for each table the paper's order, beside it ours on the scenes
+    """docs/claims-NAME.png: for each table the paper's order, beside it ours on scenes and photos
 
     Dots are means, strokes seeds, lines deviations; dashed: random initialisation.
     """
     from matplotlib.figure import Figure
 
-    ours = [measured(table, "scenes") for table in shown]
-    heights = [1.5 + len(cells) for cells in ours]
-    figure = Figure((7.4, 0.24 * sum(heights)), layout="constrained")
-    grid = figure.subplots(len(shown), 2, squeeze=False, sharey="row",
+    ours = [{size: measured(table, size) for size in SIZES} for table in shown]
+    known = [set().union(*cells.values()) for cells in ours]
+    heights = [1.5 + len(labels) for labels in known]
+    figure = Figure((9.6, 0.24 * sum(heights)), layout="constrained")
+    grid = figure.subplots(len(shown), 1 + len(SIZES), squeeze=False, sharey="row",
                            gridspec_kw={"height_ratios": heights})  # fmt: skip
-    for panels, table, cells in zip(grid, shown, ours):
-        paper, own = panels
-        for y, cell in enumerate(cells.values()):
-            number = cell["paper"].partition(" ")[0]
-            if number[:1].isdigit():
-                paper.plot(float(number), y, "ko")
-            draw_scores(own, y, cell["ours"])
-        measure = MEASURES[cell["column"]]["name"].partition(" / ")[0]
-        paper.set_title(f"{table}: {measure}", fontsize=8)
-        own.set_title("ours: scenes", fontsize=8)
-        paper.set_yticks(range(len(cells)), list(cells))
-        paper.set_ylim(len(cells) - 0.5, -0.5)
+    for panels, table, labels, cells in zip(grid, shown, known, ours):
+        rows = [label for label, *_ in TABLES[table]["rows"] if label in labels]
+        panels[0].set_yticks(range(len(rows)), rows)
+        panels[0].set_ylim(len(rows) - 0.5, -0.5)
+        for panel, size in zip(panels[1:], SIZES):
+            panel.set_title(f"ours: {SIZES[size]}", fontsize=8)
+            for label, cell in cells[size].items():
+                draw_scores(panel, rows.index(label), cell["ours"])
+                number = cell["paper"].partition(" ")[0]
+                if number[:1].isdigit():
+                    panels[0].plot(float(number), rows.index(label), "ko")
+                measure = MEASURES[cell["column"]]["name"].partition(" / ")[0]
+        panels[0].set_title(f"{table}: {measure}", fontsize=8)
         for panel in panels:
+            panel.set_visible(panel.has_data())
             panel.grid(axis="x", alpha=0.3)
             panel.spines[["top", "right"]].set_visible(False)
             panel.tick_params(labelsize=8)

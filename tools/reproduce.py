@@ -15,9 +15,9 @@ repeated, an interrupted step resumes; if a step fails, its log is named and the
 Unknown flags, say --amp fp16, go to every training run. runs/papers/tables gets each table as
 Markdown, JSON and a picture.
 
---small trains the papers' rows with the recipe `small` on --photos, or without them with `demo` on
-the built-in scenes, and measures all backbones alike, on --labelled or the scenes. The section
-[small] of rows.toml says what becomes of each row.
+--small trains the papers' rows with the recipe `demo`, on --photos or without them on the built-in
+scenes, and measures all backbones alike, on --labelled or the scenes. The section [small] of
+rows.toml says what becomes of each row.
 
 --quick checks every step with a few small iterations, before you spend a week of GPU time: on some
 built-in scenes, or with --root on photos in COCO's layout. Published weights are then random.
@@ -56,10 +56,10 @@ def get_args(argv=None):
     seeds = "train each backbone N times: mean and deviation (default as the paper, mostly once)"
     add("--seeds", type=int, help=seeds)
     add("--output", default="runs/papers",
-        help="folder for all runs; in it quick/, small/ or demo/ for those sizes")  # fmt: skip
+        help="folder for all runs; in it quick/, or photos/ and scenes/ of --small")  # fmt: skip
     add("--quick", action="store_true", help="a few small iterations of every step, one process")
     add("--root", help="for --quick: a folder in COCO's layout")
-    small = "the papers' rows on --photos, recipe small, or on the built-in scenes, recipe demo"
+    small = "the papers' rows with the recipe demo, on --photos or the built-in scenes"
     add("--small", action="store_true", help=small)
     add("--photos", help='for "own photos" (default photos.jsonl) and --small: with captions')
     add("--labelled", default="labelled", help="for both: train/<class>/, val/<class>/")
@@ -71,12 +71,14 @@ def get_args(argv=None):
     for name in args.tables:
         if not tables_of([name]):
             parser.error(f"there is no table {name}: see --list")
+    for name in set(args.rows) & set(TABLES):
+        parser.error(f"put the table {name} before --rows")
     if args.quick:
         args.output += "/quick"
         args.seeds = args.seeds or 1
     args.photos = args.photos or ("shapes" if args.small else "photos.jsonl")
     if args.small:
-        args.output += "/demo" if args.photos == "shapes" else "/small"
+        args.output += "/scenes" if args.photos == "shapes" else "/photos"
     return args
 
 
