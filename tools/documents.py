@@ -1,7 +1,7 @@
 """What `python tools/reproduce.py --docs` writes: parts of the pages in docs/, and pictures
 
 Commands and tables come from tools/rows.toml. The pictures of claims.md have the papers' numbers
-beside ours, which are in docs/logs/tables, a folder per size, as `--small` wrote them.
+beside ours, which are in docs/logs/tables, a folder per size, as tools/reproduce.py wrote them.
 """
 
 import json
@@ -14,8 +14,9 @@ from tools.tables import BACKBONES, MEASURES, REPO, TABLES
 
 DOCUMENTS = [str(path.relative_to(REPO)) for path in sorted(REPO.glob("docs/*.md"))]
 LOGS = REPO / "docs/logs/tables"
-LENGTHS = {"scenes-half": 0.5, "scenes": 1, "scenes-x2": 2, "scenes-x4": 4}  # of training
-SIZES = {"scenes": "scenes", "flickr8k": "photos"}  # folders in LOGS, of the scripts' demo length
+# Folders in LOGS: by how many times the demo's length
+SCENES = {"scenes-half": 0.5, "scenes": 1, "scenes-x2": 2, "scenes-x4": 4}
+PHOTOS = {"flickr8k": 1, "flickr8k-x4": 4}
 PICTURES = {  # docs/claims-NAME.png: tables
     "virtex": ["VirTex Fig. 5 (a)", "VirTex Fig. 4", "VirTex Tab. 1", "VirTex Fig. 5 (c)"],
     "icmlm": ["ICMLM Tab. 3", "ICMLM Tab. 4", "ICMLM Tab. 2"],
@@ -139,27 +140,28 @@ def draw(name, shown):
     """
     from matplotlib.figure import Figure
 
-    ours = [{size: measured(table, size) for size in SIZES} for table in shown]
-    known = [set().union(*cells.values()) for cells in ours]
-    heights = [1.5 + len(labels) for labels in known]
+    ours = [[measured(table, size) for size in ("scenes", "flickr8k")] for table in shown]
+    known = [{**scenes, **photos} for scenes, photos in ours]
+    heights = [1.5 + len(cells) for cells in known]
     figure = Figure((9.6, 0.24 * sum(heights)), layout="constrained")
-    grid = figure.subplots(len(shown), 1 + len(SIZES), squeeze=False, sharey="row",
+    grid = figure.subplots(len(shown), 3, squeeze=False, sharey="row",
                            gridspec_kw={"height_ratios": heights})  # fmt: skip
-    for panels, table, labels, cells in zip(grid, shown, known, ours):
-        rows = [label for label, *_ in TABLES[table]["rows"] if label in labels]
-        panels[0].set_yticks(range(len(rows)), rows)
-        panels[0].set_ylim(len(rows) - 0.5, -0.5)
-        for panel, size in zip(panels[1:], SIZES):
-            panel.set_title(f"ours: {SIZES[size]}", fontsize=8)
-            for label, cell in cells[size].items():
-                draw_scores(panel, rows.index(label), cell["ours"])
-                number = cell["paper"].partition(" ")[0]
-                if number[:1].isdigit():
-                    panels[0].plot(float(number), rows.index(label), "ko")
-                measure = MEASURES[cell["column"]]["name"].partition(" / ")[0]
-        panels[0].set_title(f"{table}: {measure}", fontsize=8)
-        for panel in panels:
+    for panels, table, sizes, cells in zip(grid, shown, ours, known):
+        labels = [label for label, *_ in TABLES[table]["rows"] if label in cells]
+        for y, label in enumerate(labels):
+            number = cells[label]["paper"].partition(" ")[0]
+            if number[:1].isdigit():
+                panels[0].plot(float(number), y, "ko")
+            for panel, own in zip(panels[1:], sizes):
+                if label in own:
+                    draw_scores(panel, y, own[label]["ours"])
+        measure = MEASURES[cells[labels[0]]["column"]]["name"].partition(" / ")[0]
+        titles = f"{table}: {measure}", "ours: scenes", "ours: photos"
+        panels[0].set_yticks(range(len(labels)), labels)
+        panels[0].set_ylim(len(labels) - 0.5, -0.5)
+        for panel, title in zip(panels, titles):
             panel.set_visible(panel.has_data())
+            panel.set_title(title, fontsize=8)
             panel.grid(axis="x", alpha=0.3)
             panel.spines[["top", "right"]].set_visible(False)
             panel.tick_params(labelsize=8)
@@ -176,23 +178,27 @@ def draw_scores(panel, y, seeds):
 
 
 def draw_lengths(shown):
-    """docs/claims-lengths.png: a panel per table, a line per row that was also trained longer"""
+    """docs/claims-lengths.png: a panel per table and place, a line per row also trained longer"""
     from matplotlib.figure import Figure
 
-    figure = Figure((3.6 * len(shown), 3.2), layout="constrained")
-    for panel, table in zip(figure.subplots(1, len(shown), sharey=True), shown):
-        ours = {times: measured(table, size) for size, times in LENGTHS.items()}
-        for label, *_ in TABLES[table]["rows"]:
-            means = {times: statistics.mean(scores[0] for scores in cells[label]["ours"])
-                     for times, cells in ours.items() if label in cells}  # fmt: skip
-            if len(means) > 1:
-                panel.plot(list(means), list(means.values()), "o-", label=label)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(list(LENGTHS.values()), [f"{times:g}x" for times in LENGTHS.values()])
-        panel.set_title(table, fontsize=9)
-        panel.set_xlabel("length of training")
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(fontsize=7)
-    figure.axes[0].set_ylabel("mAP on the scenes")
+    figure = Figure((3.6 * len(shown), 6.4), layout="constrained")
+    grid = figure.subplots(2, len(shown), sharey="row")
+    for panels, place, lengths in zip(grid, ("scenes", "photos"), (SCENES, PHOTOS)):
+        panels[0].set_ylabel(f"mAP on {place}")
+        for panel, table in zip(panels, shown):
+            ours = {times: measured(table, size) for size, times in lengths.items()}
+            for label, *_ in TABLES[table]["rows"]:
+                means = {times: statistics.mean(scores[0] for scores in cells[label]["ours"])
+                         for times, cells in ours.items() if label in cells}  # fmt: skip
+                if len(means) > 1:
+                    panel.plot(list(means), list(means.values()), "o-", label=label)
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(list(lengths.values()), [f"{times:g}x" for times in lengths.values()])
+            panel.set_title(table, fontsize=9)
+            panel.set_xlabel("length of training")
+            panel.grid(alpha=0.3)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.set_visible(panel.has_data())
+            if panel.has_data():
+                panel.legend(fontsize=7)
     figure.savefig(REPO / "docs/claims-lengths.png", dpi=110)

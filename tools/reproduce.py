@@ -71,8 +71,10 @@ def get_args(argv=None):
     for name in args.tables:
         if not tables_of([name]):
             parser.error(f"there is no table {name}: see --list")
-    for name in set(args.rows) & set(TABLES):
-        parser.error(f"put the table {name} before --rows")
+    labels = [row[0] for name in tables_of(args.tables) for row in TABLES[name].get("rows", ())]
+    for text in args.rows:
+        if not any(text in label for label in labels):
+            parser.error(f"no row has {text} in its name (put tables before --rows)")
     if args.quick:
         args.output += "/quick"
         args.seeds = args.seeds or 1
