@@ -192,13 +192,14 @@ def draw_lengths(shown):
                          for times, cells in ours.items() if label in cells}  # fmt: skip
                 if len(means) > 1:
                     panel.plot(list(means), list(means.values()), "o-", label=label)
+            if not panel.has_data():
+                panel.set_visible(False)
+                continue
             panel.set_xscale("log", base=2)
             panel.set_xticks(list(lengths.values()), [f"{times:g}x" for times in lengths.values()])
             panel.set_title(table, fontsize=9)
             panel.set_xlabel("length of training")
             panel.grid(alpha=0.3)
             panel.spines[["top", "right"]].set_visible(False)
-            panel.set_visible(panel.has_data())
-            if panel.has_data():
-                panel.legend(fontsize=7)
+            panel.legend(fontsize=7)
     figure.savefig(REPO / "docs/claims-lengths.png", dpi=110)
