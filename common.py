@@ -666,6 +666,27 @@ def progress(iterable, **kwargs):
 RECIPE_NAMES = "demo", "small", "paper"
 
 
+def number(convert, what, accepts):
+    """-> the `type` of a flag, which ends in one line that names the unit if a value is no `what`"""
+
+    def parse(text):
+        value = convert(text)
+        if not accepts(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        return value
+
+    parse.__name__ = what  # "invalid ... value" of what is no number at all
+    return parse
+
+
+whole = number(int, "a whole number from 0 on", lambda n: n >= 0)
+count = number(int, "a whole number from 1 on", lambda n: n >= 1)
+positive = number(float, "a number above 0", lambda x: 0 < x < math.inf)
+weight = number(float, "a number from 0 on", lambda x: 0 <= x < math.inf)
+fraction = number(float, "a fraction, from 0 to below 1", lambda x: 0 <= x < 1)
+share = number(float, "a fraction, above 0 and at most 1", lambda x: 0 < x <= 1)
+
+
 def recipe_table(table):
     """For --help: the defaults of the three recipes"""
     rows = {"defaults of --recipe": RECIPE_NAMES, **table}
