@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from tools import documents, reproduce, sizes, tables
+from tools.steps import Steps
 from tools.tables import BACKBONES, MEASURES, ROWS, TABLES
 
 NO_TAGS = "--small --photos docs/logs/tp/metrics.jsonl"  # any lines without "tags"
@@ -19,7 +20,7 @@ def test_commands(flags):
     """Those of all tables are parsed by their scripts."""
     args = reproduce.get_args(["--dry-run", *flags.split(), *TABLES])
     args.captions = "--data shapes"  # for --quick
-    steps = reproduce.Steps(args)
+    steps = Steps(args)
     for name in TABLES:
         steps.table(name)
     outputs = {command.partition(" --output ")[2] for command in steps.commands}
@@ -29,6 +30,25 @@ def test_commands(flags):
         importlib.import_module(script.removesuffix(".py").replace("/", ".")).get_args(own)
 
 
+def test_race():
+    """Each row of "own photos" sees as many photos, on which its backbone is measured per folder."""
+    flags = "--dry-run --seeds 2 --minilm bert --imagenet --clip c --labelled a b".split()
+    steps = Steps(reproduce.get_args(["own photos", *flags]))
+    rows = steps.table("own photos")
+    seen, start = {}, {}
+    for command in steps.commands:
+        script, *own = shlex.split(command.removeprefix("python "))
+        given = dict(zip(own, own[1:]))
+        if "--iters" in own:
+            _, seen[given["--output"]] = tables.length([script, *own])
+            start[given["--output"]] = given.get("--init", "").removesuffix("/backbone.pth")
+    assert all(n + seen.get(start[run], 0) == 150_016 for run, n in seen.items() if "half" not in run)
+    assert "runs/papers/own-supervised-b-1" in seen and "runs/papers/own-virtex-in-1" not in seen
+    columns = ["own-map-a", "own-map-b", "own-mean", "own-knn-a", "own-knn-b"]
+    assert all([*row["cells"]][:5] == columns for row in rows)
+    assert all(len(row["steps"]) > 5 for row in rows)
+
+
 def test_selection(tmp_path):
     """Early stopping takes the best kept model, also by the scores of a folder that has moved."""
     (tmp_path / "virtex/voc07-val").mkdir(parents=True)
@@ -36,7 +56,7 @@ def test_selection(tmp_path):
         (tmp_path / "virtex" / name).write_text("{}")
     scores = {f"old/model_{n}.pth": {"mean": {"mAP": mAP}} for n, mAP in ((5, 70.0), (10, 60.0))}
     (tmp_path / "virtex/voc07-val/result.json").write_text(json.dumps({"backbones": scores}))
-    steps = reproduce.Steps(reproduce.get_args(["--output", str(tmp_path)]))
+    steps = Steps(reproduce.get_args(["--output", str(tmp_path)]))
     assert steps.weights("virtex", 0) == f"{tmp_path}/virtex/model_5.pth"
 
 
@@ -74,7 +94,8 @@ def test_rows():
                 if paper not in ("", "-", "figure"):
                     numbers = [float(number) for number in paper.split(" / ")]
                     assert len(numbers) == len(MEASURES[other or column]["scores"]), (name, label)
-    used |= {measure.get("of") for measure in MEASURES.values()}
+    used |= {measure.get(key) for measure in MEASURES.values() for key in ("of", "mean")}
+    used |= {*ROWS["small"]["probe"]}
     started = " ".join(str(command) for command in BACKBONES.values())
     unused = {name for name in (known | MEASURES.keys()) - used if f"{{{name}}}" not in started}
     assert not unused and ROWS["draws"].keys() <= BACKBONES.keys()
@@ -84,7 +105,7 @@ def test_rows():
 
 def test_documents():
     """Written by reproduce.py --docs; the shell makes of recipes.md each row's training command."""
-    dry_run = lambda: reproduce.Steps(reproduce.get_args(["--dry-run"]))
+    dry_run = lambda: Steps(reproduce.get_args(["--dry-run"]))
     texts = documents.documents(dry_run)
     for name, text in texts.items():
         assert (tables.REPO / name).read_text() == text, "run python tools/reproduce.py --docs"

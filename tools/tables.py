@@ -19,36 +19,38 @@ BACKBONES, MEASURES, TABLES = ROWS["backbones"], ROWS["measures"], ROWS["tables"
 # ----------------------------------------------------------------------------------- our numbers
 
 
-def write_table(name, table, rows, folder):
+def write_table(name, steps, rows, folder):
     """Print the table as Markdown; save that, JSON and a picture.  rows: from Steps.table"""
+    table, measures = steps.tables[name], steps.measures
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
-    lines = with_the_paper(name, table, rows)
+    lines = with_the_paper(name, table, measures, rows)
     print("", *lines, "", sep="\n", flush=True)
     path.write_text("\n".join(lines) + "\n")
     path.with_suffix(".json").write_text(json.dumps({"table": name, "rows": rows}, indent=2))
-    draw(name, table["columns"], rows, path.with_suffix(".png"))
+    draw(name, table["columns"], measures, rows, path.with_suffix(".png"))
 
 
-def with_the_paper(name, table, rows):
-    """-> lines of Markdown; without columns for the paper if these rows are in no paper"""
+def with_the_paper(name, table, measures, rows):
+    """-> lines of Markdown; the paper's numbers beside ours in columns where it has some"""
     heads = ["row"]
     for column in table["columns"]:
-        heads += [MEASURES[column]["name"]] + [ours(column, rows)] * of_a_paper(rows)
+        heads += [measures[column]["name"]]
+        heads += [ours(column, measures, rows)] * of_a_paper(rows, column)
     lines = [f"**{name}.** {table['title']}", "", *heading(heads)]
     for row in rows:
         texts = [row["row"]]
-        for cell in row["cells"].values():
-            texts += [cell["paper"], in_words(cell)] if of_a_paper(rows) else [in_words(cell)]
+        for column, cell in row["cells"].items():
+            texts += [cell["paper"]] * of_a_paper(rows, column) + [in_words(cell)]
         lines.append(line_of(texts))
     return lines + below_table(table)
 
 
-def ours(column, rows):
+def ours(column, measures, rows):
     """The heading of our numbers, with the measure's if all rows use another than the paper"""
     used = {row["cells"][column]["by"] for row in rows if row["cells"][column]["paper"]}
     other = used.pop() if len(used) == 1 else ""
-    return f"ours: {MEASURES[other]['name']}" if other else "ours"
+    return f"ours: {measures[other]['name']}" if other else "ours"
 
 
 def below_table(table):
@@ -61,8 +63,8 @@ def below_table(table):
     return lines
 
 
-def of_a_paper(rows):
-    return any(cell["paper"] not in ("", "-") for row in rows for cell in row["cells"].values())
+def of_a_paper(rows, column):
+    return any(row["cells"][column]["paper"] not in ("", "-") for row in rows)
 
 
 def line_of(texts):
@@ -79,7 +81,7 @@ def in_words(cell):
     For a measure that only draws pictures: "done".
     """
     if cell["state"] != "measured":
-        return cell["state"]
+        return "left out" if cell["state"].startswith("left out: no --") else cell["state"]
     parts = []
     for values in zip(*cell["ours"]):
         part = f"{statistics.mean(values):.1f}"
@@ -90,15 +92,12 @@ def in_words(cell):
     return " / ".join(parts) or done
 
 
-def state_of(row):
-    """ "measured", or the first reason why not, up to its colon"""
-    for cell in row["cells"].values():
-        if cell["state"] != "measured":
-            return cell["state"].partition(":")[0]
-    return "measured"
+def state_of(cells):
+    """ "measured", or the first reason why not"""
+    return next((cell["state"] for cell in cells if cell["state"] != "measured"), "measured")
 
 
-def draw(name, columns, rows, path):
+def draw(name, columns, measures, rows, path):
     """The first number of each cell: ours as a bar, the paper's as a line"""
     from matplotlib.figure import Figure
 
@@ -106,7 +105,7 @@ def draw(name, columns, rows, path):
     figure = Figure(size, layout="constrained")
     [all_axes] = figure.subplots(1, len(columns), sharey=True, squeeze=False)
     for axes, column in zip(all_axes, columns):
-        heads = MEASURES[column]["name"], ours(column, rows)
+        heads = measures[column]["name"], ours(column, measures, rows)
         firsts = [head.split(" / ")[0] for head in heads if head != "ours"]
         axes.set_title("\n".join(firsts), fontsize=10)
         axes.set_yticks(range(len(rows)), [row["row"] for row in rows])
@@ -120,7 +119,8 @@ def draw(name, columns, rows, path):
             if paper[:1].isdigit():
                 axes.vlines(float(paper), y - 0.4, y + 0.4, "black")
     all_axes[0].invert_yaxis()
-    figure.suptitle(f"{name}: ours (bars), the paper (lines)" if of_a_paper(rows) else name)
+    paper = any(of_a_paper(rows, column) for column in columns)
+    figure.suptitle(f"{name}: ours (bars), the paper (lines)" if paper else name)
     figure.savefig(path)
 
 
