@@ -1,6 +1,7 @@
 """Reproduce any row of the papers' tables: train, measure, print our score and the paper's.
 
     python tools/reproduce.py --list                                  # tables and figures
+    python tools/reproduce.py "VirTex Tab. 1" --list                  # its rows
     python tools/reproduce.py "VirTex Tab. 1" --processes 8           # on eight GPUs
     python tools/reproduce.py "VirTex Tab. 1" --dry-run               # the remaining commands
     python tools/reproduce.py "ICMLM Tab. 3" --rows ICMLM --seeds 3
@@ -46,7 +47,7 @@ def get_args(argv=None):
     add("tables", nargs="*", metavar="TABLE", help='say "ICMLM Tab. 2" (default all of the papers)')
     add("--rows", nargs="+", metavar="TEXT", default=[""],
         help="only rows whose name contains TEXT")  # fmt: skip
-    add("--list", action="store_true", help="list the tables")
+    add("--list", action="store_true", help="list the tables, or the rows of those named")
     add("--dry-run", action="store_true", help="only print what is missing, and the commands")
     speed = "for --dry-run: a speed, to estimate hours"
     add("--images-per-s", type=common.positive, help=speed)
@@ -92,9 +93,12 @@ def get_args(argv=None):
 
 def main(args):
     if args.list:
-        return print(*tables.table_of_tables(), sep="\n")
+        lists = [tables.list_rows(name) for name in tables_of(args.tables)]
+        for lines in lists if args.tables else [tables.list_all()]:
+            print(*lines, sep="\n")
+        return
     if args.docs:
-        return documents.write_documents(lambda: Steps(get_args(["--dry-run"])))
+        return documents.write_documents()
     if args.quick:
         sizes.prepare_quick(args)
     elif args.small and not args.dry_run:

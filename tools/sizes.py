@@ -35,8 +35,9 @@ def for_each_folder(backbones, measures, tables, lists, args):
             if name != key:
                 folder = name.removeprefix(f"{key}-")
                 new[name] |= {"name": f"{measure['name']}, {folder}", "folder": folder}
-    spread = {key: spread_table(table, measures.keys() - new, names) for key, table in tables.items()}
-    return repeated(backbones, folders), new, spread, repeated(lists, folders)
+    spread = measures.keys() - new
+    tables = {key: spread_table(table, spread, names) for key, table in tables.items()}
+    return repeated(backbones, folders), new, tables, repeated(lists, folders)
 
 
 def repeated(commands, folders):

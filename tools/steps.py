@@ -53,7 +53,8 @@ class Steps:
                 results = {c: self.cell(c, str(texts[c]), backbone, kept) for c in columns}
                 text = f"{label}, {kept}" if kept else label
                 steps = [self.step(*used) for used in self.used.items()]
-                rows.append({"row": text, "backbone": backbone, "cells": results, "steps": steps})
+                row = {"row": text, "backbone": backbone, "cells": results}
+                rows.append({**row, "steps": steps})
         return rows
 
     def cell(self, column, text, backbone, kept):
@@ -66,8 +67,9 @@ class Steps:
             for seeds in zip(*(each["ours"] for each in cells)):
                 cell["ours"].append([statistics.mean(scores) for scores in zip(*seeds)])
             return cell
-        if f"{backbone}-{measure.get('folder')}" in self.backbones:  # trained on the folder's labels
-            backbone += f"-{measure['folder']}"
+        for_folder = f"{backbone}-{measure.get('folder')}"
+        if for_folder in self.backbones:  # trained on the folder's labels
+            backbone = for_folder
         try:
             for seed in range(self.seeds(backbone)) if text else ():
                 cell["ours"].append(self.scores(other or column, backbone, seed, kept))
@@ -119,9 +121,9 @@ class Steps:
         return Path(self.args.output, f"{name}-{seed}" if seed else name)
 
     def step(self, output, command):
-        """-> {"command", "seconds"}, by the log that `start` writes: as it was run, if that is known
+        """-> {"command", "seconds"}, by the log that `start` writes
 
-        It is said if the result is another command's, say with other photos.
+        It is said if the result is another command's, say with other photos; that is then named.
         """
         log = Path(f"{output}.log")
         text = log.read_text(errors="replace") if log.exists() else ""

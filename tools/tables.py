@@ -27,7 +27,9 @@ def write_table(name, steps, rows, folder):
     lines = with_the_paper(name, table, measures, rows)
     print("", *lines, "", sep="\n", flush=True)
     path.write_text("\n".join(lines) + "\n")
-    path.with_suffix(".json").write_text(json.dumps({"table": name, "rows": rows}, indent=2))
+    columns = {column: measures[column]["name"] for column in table["columns"]}
+    content = {"table": name, "columns": columns, "rows": rows}
+    path.with_suffix(".json").write_text(json.dumps(content, indent=2))
     draw(name, table["columns"], measures, rows, path.with_suffix(".png"))
 
 
@@ -124,7 +126,21 @@ def draw(name, columns, measures, rows, path):
     figure.savefig(path)
 
 
-def table_of_tables():
+def list_rows(name):
+    """-> lines: each row's numbers in the paper, below them the command that trains its backbone"""
+    table = TABLES[name]
+    lines = [f"{name}: {table.get('title', 'no rows')}", *below_table(table), ""]
+    if "rows" in table:
+        lines.append(line_of(["row", *(MEASURES[column]["name"] for column in table["columns"])]))
+    for label, backbone, *cells in table.get("rows", []):
+        command = BACKBONES.get(backbone) or f"--weights {ROWS['files'][backbone]}"
+        if "missing" in command:
+            command = f"no command: {command['missing']}"
+        lines += [line_of([label, *map(str, cells)]), f"    {backbone}: {' '.join(command.split())}"]
+    return lines
+
+
+def list_all():
     """A line for each table or figure, with the numbers of its rows and of those with a command"""
     lines = heading(["table or figure", "content", "rows", "with a command"])
     for name, table in TABLES.items():
