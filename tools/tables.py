@@ -136,7 +136,8 @@ def list_rows(name):
         command = BACKBONES.get(backbone) or f"--weights {ROWS['files'][backbone]}"
         if "missing" in command:
             command = f"no command: {command['missing']}"
-        lines += [line_of([label, *map(str, cells)]), f"    {backbone}: {' '.join(command.split())}"]
+        lines.append(line_of([label, *map(str, cells)]))
+        lines.append(f"    {backbone}: {' '.join(command.split())}")
     return lines
 
 
