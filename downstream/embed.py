@@ -29,10 +29,10 @@ def get_args(argv=None):
     add("folder", metavar="FOLDER", help="folder of photos, with its subfolders")
     add("--weights", required=True, help="a backbone.pth, or others as in eval_linear.py")
     add("--arch", choices=common.BACKBONES, help="of imagenet and random (default resnet50)")
-    add("--image-size", type=int, default=224, help="use that of training (default 224)")
+    add("--image-size", type=common.count, default=224, help="use that of training (default 224)")
     add("--output", default="runs/embed", help="folder for features.npy and files.txt")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision")
-    add("--workers", type=int, default=2, help="DataLoader workers; 0: none")
+    add("--workers", type=common.whole, default=2, help="DataLoader workers; 0: none")
     return parser.parse_args(argv)
 
 

@@ -72,7 +72,8 @@ def test_search(trained, coco_folder, tmp_path):
     photos, captions = vectors_of(trained, pictures.photo_files(paths), texts)
     order = (captions @ photos.T).argsort(1, descending=True)[:, :10].tolist()
     broken = f"{folder / 'broken.jpg'} (cannot identify image file)"
-    wanted = [f"cannot decode {broken}: the next photo is used"]
+    wanted = [f"{trained / 'checkpoint.pth'} was trained on coco"]
+    wanted.append(f"cannot decode {broken}: the next photo is used")
     for text, row in zip(texts, order):
         wanted.append(f"{text}: {', '.join(paths[n] for n in row[:3])}, ...")
     path = tmp_path / "search.png"
