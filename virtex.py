@@ -43,6 +43,7 @@ import io
 import math
 import os
 import re
+import time
 import unicodedata
 from collections import defaultdict
 from functools import partial
@@ -129,7 +130,6 @@ def get_args(argv=None):
 
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
     add("--seed", type=int, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
     add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
@@ -150,16 +150,17 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    torch.set_float32_matmul_precision("high")  # TF32, which --amp off needs on GPUs
-    saved = common.start(args)  # by an earlier run of the same command, which resumes
-    init = {} if saved else common.read_init(args)
+    checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
+    init = {} if checkpoint else common.read_init(args)
 
     # Data: photos with at least one caption, and a tokenizer learned from the captions.
-    train = common.caption_data(args.data, args.root, args.train_split)
+    tags = args.task == "multilabel_classification"
+    train = common.caption_data(args.data, args.root, args.train_split, tags)
     train = subset(train, args.fraction, args.captions_per_image, args.seed).captioned()
-    val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    if args.task == "multilabel_classification":
+    val = common.caption_data(args.data, args.root, args.val_split, tags).captioned()
+    if tags:
         train, val = with_tags(train), with_tags(val)
+    common.check_data(args, checkpoint, train.images, train.captions, train.tags)
     tokenizer = load_tokenizer(args, train, init)
     num_outputs = tokenizer.get_piece_size()
     if args.task == "multilabel_classification":
@@ -184,7 +185,7 @@ def main(args):
     backbone = model.visual["cnn"]
     common.load_init(init, model, backbone)
     model.to(device, memory_format=torch.channels_last)
-    if args.text_iters and not (saved or init.get("model") or args.task in CLASSIFICATION):
+    if args.text_iters and not (checkpoint or init.get("model") or args.task in CLASSIFICATION):
         make = partial(language_first, model, train.all_captions(), tokenizer, args, device)
         heads = torch.load(common.once(args, "heads.pth", make), device, weights_only=True)
         model.load_state_dict(heads, strict=False)
@@ -193,31 +194,33 @@ def main(args):
     lookahead = LookAhead(optimizer, args.lookahead_k, args.lookahead_alpha)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "lookahead": lookahead, "scaler": scaler}
-    start = common.restore(args, saved, train, iters, **parts)
+    done = common.restore(args, checkpoint, iters, parts)
     if args.compile:
         compile_parts(model)
-    parallel = common.data_parallel(model).train()
+    ddp = common.data_parallel(model).train()
 
     photos = CaptionedPhotos(train, tokenizer, args)
     val_photos = CaptionedPhotos(val, tokenizer, args)
-    batches = common.train_batches(photos, partial(collate, args.task), args, device, start)
-    metrics = common.Metrics(args, start)
+    batches = common.train_batches(photos, partial(collate, args.task), args, device, done)
+    log = common.Log(args, checkpoint)
     words = {"tokenizer": tokenizer.serialized_model_proto()}  # part of each checkpoint
-    bar = progress(range(start + 1, iters + 1), initial=start, total=iters, unit=" its")
+    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup)  # [Sec. 3]
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
         for part in range(args.accumulate):
-            batch = metrics.wait_for(batches)
+            asked = time.perf_counter()
+            batch = next(batches)
+            log.waited += time.perf_counter() - asked
             # DDP averages the gradients of all processes, once: after the last micro-batch.
-            parallel.require_backward_grad_sync = part == args.accumulate - 1
+            ddp.require_backward_grad_sync = part == args.accumulate - 1
             images = common.augment(batch.pop("images"), batch.pop("jitter"))  # (B, 3, h, w)
             with common.autocast(device, args.amp):
-                losses = parallel(images, **batch)
+                losses = ddp(images, **batch)
             loss = sum(losses.values())  # both directions [Eq. 1]
             scaler.scale(loss / args.accumulate).backward()
-            metrics.add(loss=loss, **losses)
+            log.add(loss=loss, **losses)
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         scaler.step(optimizer)
@@ -225,27 +228,24 @@ def main(args):
         lookahead.step()
 
         last = iteration == iters
+        validate_now = iteration % args.validate_every == 0 or last
+        if iteration % args.log_every == 0 or validate_now:
+            row = log.means(iteration)
+            row |= {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
+            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            if validate_now and common.is_main():
+                scores = validate(model, val_photos, args, device)
+                row |= {f"validation_{name}": score for name, score in scores.items()}
+                if last:
+                    common.save(f"{args.output}/result.json", {"validation_loss": scores})
+            log.write(iteration, row)
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, **words)
         if args.keep_every and iteration % args.keep_every == 0:
             kept = {"model": model}
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, kept, **words)
-        validate_now = iteration % args.validate_every == 0 and not last
-        if iteration % args.log_every == 0 or validate_now:
-            row = metrics.means(iteration)
-            row |= {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
-            if validate_now and common.is_main():
-                scores = validate(model, val_photos, args, device)
-                row |= {f"validation_{name}": score for name, score in scores.items()}
-            metrics.write(iteration, row)
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
 
-    # The backbone is the result; eval_linear.py says what it is worth.
-    if common.is_main():
-        common.save_weights(f"{args.output}/backbone.pth", backbone)
-        scores = validate(model, val_photos, args, device)
-        common.write_result(args, train, validation_loss=scores)
-    common.end_distributed()
+    common.end_run(args, backbone, train)  # eval_linear.py says what the backbone is worth
 
 
 # ---------------------------------------------------------------------------- captions to tokens
