@@ -71,7 +71,8 @@ def test_search(trained, coco_folder, tmp_path):
     lines = run_here(command).splitlines()
     photos, captions = vectors_of(trained, pictures.photo_files(paths), texts)
     order = (captions @ photos.T).argsort(1, descending=True)[:, :10].tolist()
-    broken = f"{folder / 'broken.jpg'} (cannot identify image file)"
+    broken = folder / "broken.jpg"
+    broken = f"{broken} (cannot identify image file {str(broken)!r})"
     wanted = [f"{trained / 'checkpoint.pth'} was trained on coco"]
     wanted.append(f"cannot decode {broken}: the next photo is used")
     for text, row in zip(texts, order):
