@@ -82,15 +82,16 @@ def spread_table(table, spread, folders):
 
 
 def check_photos(args):
-    """End with one line if --photos or --labelled is not there"""
+    """End with one line, before anything is trained, if --photos or --labelled is not there"""
     if args.photos == "shapes":
         return
     if not (args.photos.endswith(".jsonl") and os.path.exists(args.photos)):
-        sys.exit(f"--photos {args.photos}: there is no such .jsonl (docs/data.md); left out, it is "
-                 "the built-in scenes")  # fmt: skip
+        scenes = "; left out, it is the built-in scenes" if args.small else ""
+        sys.exit(f"--photos {args.photos}: there is no such .jsonl (docs/data.md){scenes}")
     for folder in args.labelled:
         if not all(Path(folder, split).is_dir() for split in ("train", "val")):
-            sys.exit(f"--labelled {folder}: it needs train/<class>/ and val/<class>/ with photos")
+            sys.exit(f"--labelled {folder}: it needs train/<class>/ and val/<class>/ with photos "
+                     "(a TABLE stands before --labelled)")  # fmt: skip
 
 
 def choice(value, args):

@@ -61,6 +61,7 @@ class Steps:
         paper, _, other = text.partition(" by ")
         cell = {"paper": paper, "by": other, "ours": [], "state": "measured"}
         measure = self.measures[other or column]
+        cell |= {"digits": measure["digits"]} if "digits" in measure else {}
         if "mean" in measure:
             cells = [self.cell(name, text, backbone, kept) for name in measure["mean"]]
             cell["state"] = tables.state_of(cells)
@@ -164,7 +165,7 @@ class Steps:
     def check_given(self, command):
         for flag in OPTIONAL:
             if f"{{{flag}}}" in command and not getattr(self.args, flag):
-                raise Failed(f"left out: no --{flag}")
+                raise Failed(tables.NO_FLAG + flag)
 
     def words(self, command, seed, **values):
         """Make everything that a command of rows.toml depends on -> the words of the command"""
