@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, photos_at, result, run_here
+from conftest import CPU, photos_at, refusal, result, run_here
 from PIL import Image, ImageDraw
 from test_mmcontrastive import assert_same_scores, literal_scores
 
@@ -94,6 +94,15 @@ def test_classification_by_names(trained, coco_folder, tmp_path):
     assert scores["zero-shot"] == pytest.approx(np.mean(list(precisions.values())), abs=1e-3)
     assert scores["guessing"] == pytest.approx(100 * (data.labels == 1).mean())
     assert (tmp_path / "classify.png").stat().st_size > 10_000
+
+
+def test_default_weights(tmp_path, monkeypatch):
+    """If only photos were trained on, the message names their run."""
+    monkeypatch.chdir(tmp_path)
+    weights = tmp_path / "runs/mmcontrastive-photos/checkpoint.pth"
+    weights.parent.mkdir(parents=True)
+    weights.touch()
+    assert f"--weights one of {weights.relative_to(tmp_path)}" in refusal(["downstream.search", "a"])
 
 
 def test_letters_of_other_languages(monkeypatch):
