@@ -22,7 +22,7 @@ def for_each_folder(backbones, measures, tables, lists, args):
 
     -> backbones, measures, tables, lists. Such a measure has its "folder" by name.
     """
-    names = [Path(folder).resolve().name for folder in args.labelled]
+    names = [re.sub(r"[^\w-]+", "-", Path(folder).resolve().name) for folder in args.labelled]
     if len({*names}) < len(names):
         sys.exit(f"--labelled: the table cannot tell folders of one name apart: {names}")
     folders = dict(zip(names, args.labelled))
@@ -182,7 +182,7 @@ def prepare_quick(args):
         splits = "--train-split train2017 --val-split val2017"
         args.captions = f"--data coco --root {shlex.quote(args.root)} {splits}"
     args.photos = "shapes"
-    args.labelled, args.imagenet = [f"{args.output}/labelled"], "''"
+    args.labelled, args.imagenet = [f"{args.output}/labelled"], "imagenet"
     for scene in range(60):
         shape = shapes.objects_of(scene)[0].shape
         folder = Path(args.labelled[0], "train" if scene % 3 else "val", shape)
