@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,13 +97,27 @@ def test_classification_by_names(trained, coco_folder, tmp_path):
     assert (tmp_path / "classify.png").stat().st_size > 10_000
 
 
+def test_embed(tiny, coco_folder, tmp_path):
+    """Features of each photo in a folder, at the size of training, in the order of files.txt"""
+    run_here(tiny("tp", tmp_path, "--iters", 1, "--image-size", 40))
+    command = "downstream.embed", coco_folder / "val2017", "--workers", 0, "--output", tmp_path
+    run_here([*command, "--weights", tmp_path / "backbone.pth"])
+    features = np.load(tmp_path / "features.npy")
+    files = (tmp_path / "files.txt").read_text().splitlines()
+    backbone = eval_linear.load_backbone(str(tmp_path / "backbone.pth"), None, 0).eval()
+    squares = eval_linear.CentralSquares(pictures.photo_files(files), 40)
+    two = torch.tensor(np.stack([squares[n][0] for n in (5, 7)]))
+    wanted = eval_linear.pooled(backbone, two).detach().numpy()
+    assert len(files) == 12 and features[[5, 7]] == pytest.approx(wanted, abs=1e-4)
+
+
 def test_default_weights(tmp_path, monkeypatch):
     """If only photos were trained on, the message names their run."""
     monkeypatch.chdir(tmp_path)
-    weights = tmp_path / "runs/mmcontrastive-photos/checkpoint.pth"
+    weights = Path("runs/mmcontrastive-photos/checkpoint.pth")
     weights.parent.mkdir(parents=True)
     weights.touch()
-    assert f"--weights one of {weights.relative_to(tmp_path)}" in refusal(["downstream.search", "a"])
+    assert f"give --weights one of {weights}" in refusal(["downstream.search", "a dog"])
 
 
 def test_letters_of_other_languages(monkeypatch):
