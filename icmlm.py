@@ -15,8 +15,7 @@ predicted from the features there. Both variants also train tag prediction.
                       --init runs/tp-coco/backbone.pth
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 icmlm.py --data coco   (on both; shared --output)
-    VG, VGG-16    torchrun --nproc_per_node=4 tp.py --data vg --arch vgg16_bn --labels rotation \\
-                      --output runs/rotation-vg
+    VG, VGG-16    python tp.py --data vg --labels rotation --output runs/rotation-vg   (one GPU)
                   torchrun --nproc_per_node=4 icmlm.py --data vg --arch vgg16_bn --head att-fc \\
                       --init runs/rotation-vg/backbone.pth
     attention     python -m downstream.masked_words photo.jpg --caption "a dog on a surfboard" \\
@@ -26,8 +25,8 @@ Where the paper is:
 
     Eqs. 1, 2, labels, tag prediction          tp.py; tag_head, tag_loss
     Eqs. 3, 4, match of location and caption   AttentionHead.forward
-    Eqs. 5, 6, attention, scores of tokens     AttFc.attention, AttFc.forward
-    Eqs. 7, 8, losses                          main
+    Eq. 5, attention, pooling                  AttFc.attention, AttFc.forward
+    Eqs. 6, 7, 8, scores of tokens, losses     main
     Eqs. 13, 14, 15, Transformer encoder       EncoderLayer.forward, Tfm
     triplets of photo, caption, word [Sec. 4]  find_triplets, MaskedWords
     masked token prediction [Tab. 1]           validate
@@ -69,6 +68,7 @@ RECIPES = {  #           demo        small       paper: ResNet-50           (dem
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.2
     "lm_iters":         (200,        2000,       20_000),               # [ours]
     "lm_layers":        (2,          4,          4),                    # of scratch [ours]
+    "max_words":        (25,         25,         25),                   # Sec. 4, Datasets
     "num_concepts":     (5000,       5000,       5000),                 # Sec. 4.3
     "heads":            (1,          1,          1),                    # Sec. 4.3
     "lambda_tp":        (4.0,        1.0,        0.1),                  # App. B
@@ -123,6 +123,7 @@ def get_args(argv=None):
     add("--pos", choices=POS, default=POS[-1], help="words to mask, and predict as tags [Sec. 4.2]")
     add("--num-concepts", type=int, help="keep the N most frequent [Sec. 4.2, 4.3]")
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="the paper uses spacy")
+    add("--max-words", type=common.count, help="leave out longer captions; raise it for reports")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
@@ -176,25 +177,26 @@ def main(args):
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
     if not saved:
         common.require_spaces(train.all_captions())
+        require_short_captions([train, val], args.max_words)
     lm_name = args.lm
     if lm_name == "scratch":
         lm_name = common.extra("small_bert").made_once(args, init, train, device)
     tokenizer, lm = load_language_model(lm_name, device, args.amp)
     concepts, triplets, val_triplets = load_triplets(args, [train, val], tokenizer)
     iters = args.iters or math.ceil(args.epochs * len(triplets) / args.batch_size)
+    V = lm.token_embeddings  # (|V|, d_w)
     print_main(f"{len(train)} photos ({len(val)} for validation), {len(triplets)} triplets, "
-               f"{len(concepts)} concepts, vocabulary of {len(lm.token_embeddings)}; {iters} "
+               f"{len(concepts)} concepts, vocabulary of {len(V)}; {iters} "
                f"iterations at lr {args.lr:g}, on {device}, amp {args.amp}, "
                f"into {args.output}")  # fmt: skip
 
     # Model and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
-    num_tags = len(concepts) if args.lambda_tp else 0
-    model = ICMLM(args.arch, args.head, lm, num_tags, args.layers, args.heads)
+    model = ICMLM(args, lm.width, len(concepts))
     same_tags = list(init.get("concepts", ())) == list(concepts)
     common.load_init(init, model, model.backbone, skip=() if same_tags else "tags.")
     model.to(device, memory_format=torch.channels_last)
-    # A frozen backbone has no momentum yet: fused SGD wants it in a group of its own.
+    # A group each: fused SGD wants momentum for all of a group, and a frozen backbone has none.
     groups = [{"params": part.parameters()} for part in model.children()]
     optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
@@ -208,7 +210,8 @@ def main(args):
     metrics = common.Metrics(args, start)
     bar = progress(range(start + 1, iters + 1), initial=start, total=iters, unit=" its")
     for iteration in bar:
-        if iteration in (start + 1, frozen_iters + 1):  # at first, and to unfreeze the backbone
+        # At first, and once more where a warm-up ends; without one, both may be iteration 1.
+        if iteration in (start + 1, frozen_iters + 1):
             parallel = freeze_and_wrap(model, frozen=iteration <= frozen_iters)  # [App. F.1]
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
@@ -219,17 +222,19 @@ def main(args):
             parallel.require_backward_grad_sync = part == args.accumulate - 1
             images = common.augment(batch["images"], batch["jitter"])  # (B, 3, size, size)
             mask = batch["attention_mask"]  # (B, T)
-            token_features = lm.encode(batch["tokens"], mask)  # W: (B, T, d_w)
-            with common.autocast(device, args.amp):  # logits (B, |V|), tag logits (B, K)
-                logits, tag_logits = parallel(images, token_features, mask, batch["mask_pos"])
+            with common.autocast(device, args.amp):
+                W = lm(batch["tokens"], mask)  # (B, T, d_w)
+                vector, tag_logits = parallel(images, W, mask, batch["mask_pos"])
+                # Its own layer, or Eq. 6: v_k = fc(x^)^T V_k  -> (B, |V|)
+                logits = lm.mlm_head(vector) if args.head == "tfm" else vector @ V.T
             # Eqs. 6, 7: softmax over the vocabulary, mean over the batch's triplets [App. F.1].
-            losses = {"mlm": F.cross_entropy(logits.float(), batch["target"])}
-            loss = losses["mlm"]
-            if args.lambda_tp:
-                losses["tp"] = tag_loss(tag_logits, batch["tags"])  # Eq. 2
-                loss = loss + args.lambda_tp * losses["tp"]  # Eq. 8
-            scaler.scale(loss / args.accumulate).backward()
-            metrics.add(loss=loss, **losses)
+            mlm = F.cross_entropy(logits.float(), batch["target"])
+            tp = tag_loss(tag_logits, batch["tags"])  # Eq. 2
+            loss = mlm + args.lambda_tp * tp  # Eq. 8
+            # With lambda = 0 the tag head still learns, of detached features: App. B compares tp.
+            total = loss if args.lambda_tp else loss + tp
+            scaler.scale(total / args.accumulate).backward()
+            metrics.add(loss=loss, mlm=mlm, tp=tp)
         scaler.step(optimizer)
         scaler.update()
 
@@ -279,8 +284,10 @@ AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
 )
-# t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none. [ours]
-WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
+POSSESSIVE = r"['’]s\b"  # of "the dog's"; it belongs to no word [ours]
+# Letters that no letter or digit precedes (2x has none), joined by ' or - (can't, black-and-white).
+WORD = rf"(?<![^\W_])({LETTERS}(?:(?!{POSSESSIVE})['’-]{LETTERS})*)"
+WORD = regex.compile(f"{POSSESSIVE}|{WORD}", regex.I)  # match[1]: the word
 
 
 def words_of(caption):
@@ -288,20 +295,29 @@ def words_of(caption):
     return [match[1].lower() for match in WORD.finditer(caption) if match[1]]
 
 
-def filter_captions(data, tokenize):
+def require_short_captions(splits, max_words):
+    """End before a language model is trained on captions none of which would be kept."""
+    for data in splits:
+        if not any(len(words_of(caption)) <= max_words for caption in data.all_captions()):
+            fail(f"all captions of a split have more than {max_words} words: raise --max-words")
+
+
+def filter_captions(data, tokenize, max_words):
     """Keep each photo's distinct captions of 3 to 25 tokens [Sec. 4, Datasets] -> CaptionData
 
     tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py. [ours]
+    max_words: instead of 25
     """
     kept = []
     for captions in progress(data.captions, desc="caption lengths", total=len(data), leave=False):
         distinct = dict.fromkeys(captions)
-        kept.append([caption for caption in distinct if 3 <= len(tokenize(caption)) <= 25])
+        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = data.captions.ends[-1], sum(map(len, kept))
+    limits = f"of 3 to {max_words} words or tokens (--max-words)"
     if not after:
-        fail("a split has no captions of 3 to 25 words or tokens")
+        fail(f"a split has no caption {limits}")
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
-               "not of 3 to 25 words or tokens")  # fmt: skip
+               f"not {limits}")  # fmt: skip
     return data.with_captions(kept)
 
 
@@ -353,7 +369,7 @@ def top_concepts(counts, pos, num_concepts):
     if ("left" in concepts) != ("right" in concepts):  # one alone would be wrong if flipped [ours]
         concepts = {word: concepts[word] for word in concepts if word not in ("left", "right")}
     if not concepts:
-        fail(f"no caption of 3 to 25 words has a word to predict (--pos {pos})")
+        fail(f"no caption that is kept has a word to predict (--pos {pos})")
     return concepts
 
 
@@ -370,7 +386,8 @@ def load_triplets(args, splits, tokenizer):
     captions_path = Path(args.output, "captions.json")  # those that are kept
 
     def make(path):
-        kept = [filter_captions(data, tokenizer.tokenize) for data in splits]
+        longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
+        kept = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
         common.save(captions_path, [list(data.captions) for data in kept])
         counts = count_concepts(kept[0].all_captions(), args.tagger)
         common.save(concepts_path, counts)
@@ -463,80 +480,82 @@ def collate(samples):
 
 
 def load_language_model(name, device, amp):
-    """name: a BERT or RoBERTa, on the hub or in a folder -> tokenizer, FrozenLanguageModel"""
-    import transformers  # only here: it takes seconds, and --help needs none
+    """name: a BERT or RoBERTa, on the hub or in a folder -> tokenizer, LanguageModel"""
+    import huggingface_hub  # only here: they take seconds, and --help needs none
+    import transformers
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # DataLoader workers tokenise
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     kind = "a BERT or RoBERTa with its head for masked tokens"
     try:
+        if not os.path.isdir(name):  # asks once; transformers would ask for a minute
+            huggingface_hub.snapshot_download(name, allow_patterns="config.json")
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         model, report = transformers.AutoModelForMaskedLM.from_pretrained(
             name, attn_implementation="sdpa", output_loading_info=True
         )
+    except huggingface_hub.errors.LocalEntryNotFoundError:
+        fail(f"--lm {name} is no folder here, and the hub (huggingface.co) cannot be reached")
     except (OSError, ValueError):
         fail(f"--lm {name}: give {kind}, on the hub or in a folder, or scratch")
     missing = sorted(report["missing_keys"])
     if missing or not (hasattr(model, "cls") or hasattr(model, "lm_head")):
         fail(f"--lm {name} is not {kind}, but {type(model).__name__} without {missing[:3]}")
-    model.float().to(device).eval().requires_grad_(False)  # transformers 5 keeps half precision
-    return tokenizer, FrozenLanguageModel(model, amp)
+    model.float().to(device)  # transformers 5 keeps half precision
+    return tokenizer, LanguageModel(model, amp)
 
 
-class FrozenLanguageModel:
-    """psi of the paper, module 2 of Fig. 2. Not an nn.Module: neither trained nor checkpointed.
+class LanguageModel(nn.Module):
+    """psi of the paper, module 2 of Fig. 2, frozen: tokens and their mask (B, T) -> W (B, T, d_w)
 
     width: d_w.  token_embeddings: V (|V|, d_w), its input embeddings.
     mlm_head: its token classification layer, (B, d_w) -> (B, |V|).
     """
 
     def __init__(self, model, amp):
+        super().__init__()
         self.encoder = model.base_model
         self.mlm_head = model.cls if hasattr(model, "cls") else model.lm_head  # RoBERTa's
-        self.token_embeddings = model.get_input_embeddings().weight.detach()
+        self.token_embeddings = model.get_input_embeddings().weight
         self.width = model.config.hidden_size
-        self.amp = amp
+        self.eval().requires_grad_(False)
         # The encoder is cast once, because autocast would cast frozen weights at each use. mlm_head
         # and V stay float32 for validation (see predict); autocast casts them in training.
-        if amp in common.HALF:
-            for module in self.encoder.modules():
-                if isinstance(module, nn.Linear):
-                    module.to(common.HALF[amp])
+        for module in self.encoder.modules():
+            if isinstance(module, nn.Linear) and amp in common.HALF:
+                module.to(common.HALF[amp])
 
     @torch.no_grad()
-    def encode(self, tokens, attention_mask):
-        """tokens, attention_mask (B, T) -> W (B, T, d_w), float32"""
+    def forward(self, tokens, attention_mask):
         mask = attention_mask[:, None, None]  # (B, T) would make transformers wait for the GPU
-        with common.autocast(tokens.device, self.amp):
-            output = self.encoder(input_ids=tokens, attention_mask=mask)
-        return output.last_hidden_state.float()
+        return self.encoder(input_ids=tokens, attention_mask=mask).last_hidden_state.float()
 
 
 # ----------------------------------------------------------------------------------------- model
 
 
 class ICMLM(nn.Module):
-    """Backbone, a head that predicts the masked token, tag head: modules 1, 3 or 4, 5 of Fig. 2."""
+    """Backbone, a head for the masked token, a tag head: modules 1, 3 or 4, 5 of Fig. 2."""
 
-    def __init__(self, arch, head, lm, num_tags, layers, heads):
-        """num_tags: K, 0 for no tag prediction.  layers: of tfm or fc.  heads: of tfm or att"""
+    def __init__(self, args, width, num_tags):
+        """args: arch, head, layers, heads, lambda_tp.  width: d_w of the language model"""
         super().__init__()
-        self.backbone = common.build_backbone(arch)
+        self.backbone = common.build_backbone(args.arch)
         channels = self.backbone.channels
-        kind = Tfm if head == "tfm" else AttFc
-        self.head = kind(channels, lm, layers, heads)
-        self.tags = tag_head(arch, channels, num_tags) if num_tags else None
+        kind = Tfm if args.head == "tfm" else AttFc
+        self.head = kind(channels, width, args.layers, args.heads)
+        self.tags = tag_head(args.arch, channels, num_tags)
+        self.tags_train_backbone = args.lambda_tp > 0
 
     def forward(self, images, token_features, attention_mask, mask_pos):
         """images (B, 3, h, w); token_features: W (B, T, d_w); attention_mask (B, T); mask_pos (B,)
 
-        -> logits of the masked token (B, |V|); tag logits (B, K) or None
+        -> a vector that stands for the masked token (B, d_w); tag logits (B, K)
         """
         features = self.backbone(images)  # X: (B, d_x, H, W)
-        logits = self.head(features, token_features, attention_mask, mask_pos)
-        tag_logits = self.tags(features) if self.tags else None
-        return logits, tag_logits
+        vector = self.head(features, token_features, attention_mask, mask_pos)
+        return vector, self.tags(features if self.tags_train_backbone else features.detach())
 
 
 # Copied from tp.py
@@ -574,19 +593,18 @@ def tag_loss(logits, labels):
 class Tfm(nn.Module):
     """ICMLM-tfm: a Transformer encoder reads the projected X together with W [Sec. 3.2, App. E]."""
 
-    def __init__(self, channels, lm, layers, heads):
+    def __init__(self, channels, width, layers, heads):
         super().__init__()
-        self.lm = lm  # frozen; not an nn.Module, so not registered here
-        self.project = nn.Linear(channels, lm.width)
-        self.layers = nn.ModuleList(EncoderLayer(lm.width, heads) for _ in range(layers))
+        self.project = nn.Linear(channels, width)
+        self.layers = nn.ModuleList(EncoderLayer(width, heads) for _ in range(layers))
 
     def forward(self, features, token_features, attention_mask, mask_pos):
-        """As ICMLM.forward, of features (B, d_x, H, W) -> logits (B, |V|)"""
+        """As ICMLM.forward, of features (B, d_x, H, W) -> (B, d_w)"""
         z, mask = self.join(features, token_features, attention_mask)
         for layer in self.layers:
             z = layer(z, mask)
         text = z[:, -token_features.size(1) :]  # (B, T, d_w), after the H * W locations
-        return self.lm.mlm_head(at_mask(text, mask_pos))
+        return at_mask(text, mask_pos)
 
     def join(self, features, token_features, attention_mask):
         """-> Z = [X; W] (B, S, d_w), S = H * W + T; its attention mask (B, S)"""
@@ -604,9 +622,10 @@ def at_mask(states, mask_pos):
 
 
 class EncoderLayer(nn.Module):
-    """Multi-head attention and feed-forward, each with dropout, residual and layer norm [App. E]
+    """Multi-head attention, then a feed-forward layer [App. E]; a head is as wide as the model
 
-    As in the paper, each head is as wide as the model.
+    App. E names one residual connection, dropout and layer norm. Both parts have them, as in BERT,
+    and the hidden layer is 4 times as wide. [ours]
     """
 
     def __init__(self, width, heads):
@@ -636,7 +655,8 @@ class EncoderLayer(nn.Module):
         K = self.per_head(self.key(z))  # Eq. 13
         Q = self.per_head(self.query(z))
         V = self.per_head(self.value(z))
-        # Eq. 14: softmax(K Q^T / sqrt(d_w)) V. What the paper calls K is the usual query.
+        # Eq. 14: softmax(K Q^T / sqrt(d_w)) V. What the paper calls K is the usual query: row K_i
+        # attends to all Q_j.
         output = F.scaled_dot_product_attention(
             query=K, key=Q, value=V, attn_mask=mask[:, None, None]
         )
@@ -660,30 +680,25 @@ class AttentionHead(nn.Module):
         """X (B, H * W, d_x), W (B, T, d_w), attention_mask (B, T) -> s (B, H * W)"""
         x = F.relu(self.norm_x(self.sigma_x(x)))  # Eq. 3: (B, H * W, d_z)
         w = F.relu(self.norm_w(self.sigma_w(w)))  # (B, T, d_z)
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")  # not TF32
         with common.autocast(x.device, "off"):  # float32: long sums, then exponentials
             scores = x.float() @ w.float().mT / math.sqrt(x.size(-1))  # S (B, H * W, T)
-        torch.set_float32_matmul_precision(precision)
         scores = scores.masked_fill(~attention_mask[:, None], -math.inf)
-        return scores.logsumexp(2)  # Eq. 4
+        return scores.logsumexp(2)  # Eq. 4; [CLS] and [SEP] are among its tokens [ours]
 
 
 class AttFc(nn.Module):
     """ICMLM-att-fc: the text says where to look, the features there name the word [Sec. 3.2]."""
 
-    def __init__(self, channels, lm, layers, heads):
+    def __init__(self, channels, width, layers, heads):
         super().__init__()
-        self.att = nn.ModuleList(AttentionHead(channels, lm.width) for _ in range(heads))
+        self.att = nn.ModuleList(AttentionHead(channels, width) for _ in range(heads))
         self.sigma_h = nn.Parameter(torch.full((heads,), 1 / heads))  # initialised uniformly [ours]
         self.b_h = nn.Parameter(torch.zeros(1))
         self.fc = nn.Sequential()
-        d_in = channels
-        d_out = lm.token_embeddings.size(1)
         for _ in range(layers):
-            self.fc.append(nn.Sequential(nn.Linear(d_in, d_out), nn.LayerNorm(d_out), nn.ReLU()))
-            d_in = d_out
-        self.register_buffer("token_embeddings", lm.token_embeddings, persistent=False)  # V, frozen
+            linear = nn.Linear(channels, width)
+            self.fc.append(nn.Sequential(linear, nn.LayerNorm(width), nn.ReLU()))
+            channels = width
 
     def attention(self, x, token_features, attention_mask):
         """X (B, H * W, d_x), W (B, T, d_w), attention_mask (B, T) -> p (B, H * W)"""
@@ -694,12 +709,11 @@ class AttFc(nn.Module):
         return s.softmax(1)  # Eq. 5: p_att
 
     def forward(self, features, token_features, attention_mask, mask_pos):
-        """As ICMLM.forward, of features (B, d_x, H, W) -> logits (B, |V|)"""
+        """As ICMLM.forward, of features (B, d_x, H, W) -> fc(x^) (B, d_w)"""
         x = features.flatten(2).mT  # X: (B, H * W, d_x)
         p = self.attention(x, token_features, attention_mask)
         pooled = p[:, None].to(x.dtype) @ x  # Eq. 5: x^ = X^T p, (B, 1, d_x)
-        prediction = self.fc(pooled.squeeze(1))
-        return F.linear(prediction, self.token_embeddings)  # v_k of Eq. 6: fc(x^)^T V_k
+        return self.fc(pooled.squeeze(1))
 
 
 # ----------------------------------------------------------------------- masked token prediction
@@ -714,15 +728,14 @@ def validate(model, lm, triplets, args, device, num_triplets=5000):
     """
     was_training = model.backbone.training  # not while it is frozen
     model.eval()
-    order = np.random.default_rng(args.seed).permutation(len(triplets))
-    chosen = Subset(triplets, np.sort(order[:num_triplets]).tolist())  # None: all
+    order = np.random.default_rng(args.seed).permutation(len(triplets))  # see predict
+    chosen = Subset(triplets, order[:num_triplets].tolist())  # None: all
     losses, ranks, concepts = defaultdict(list), defaultdict(list), []
     for batch in common.validation_batches(chosen, collate, args, device):
-        logits, tag_logits = predict(model, lm, batch, args.amp)
+        logits, tag_logits = predict(model, lm, batch, args)
         target = batch["target"]
         losses["mlm"].append(F.cross_entropy(logits["with the photo"], target, reduction="none"))
-        if args.lambda_tp:
-            losses["tp"].append(tag_loss(tag_logits, batch["tags"]).expand(len(target)))
+        losses["tp"].append(tag_loss(tag_logits, batch["tags"]).expand(len(target)))
         for name in logits:
             ranks[name].append(target_ranks(logits[name], target))
         concepts += batch["concept"].tolist()
@@ -739,32 +752,24 @@ def validate(model, lm, triplets, args, device, num_triplets=5000):
     return {"validation_loss": loss, "masked_words": result}
 
 
-def predict(model, lm, batch, amp):
+def predict(model, lm, batch, args):
     """-> {name: logits (B, |V|)} with the photo, with another, without; tag logits (B, K)
 
     With another photo [ours]: what the head predicts without seeing the right one.
     """
-    mask = batch["attention_mask"]
-    mask_pos = batch["mask_pos"]
-    token_features = lm.encode(batch["tokens"], mask)
-    with common.autocast(mask.device, amp):
+    mask, mask_pos = batch["attention_mask"], batch["mask_pos"]
+    with common.autocast(mask.device, args.amp):
+        token_features = lm(batch["tokens"], mask)
         features = model.backbone(common.augment(batch["images"]))
     # The rest in float32: in half precision many tokens tie for the best.
     features = features.float()
-    other = features[another_photo(batch["photo"])]
-    logits = {
-        "with the photo": model.head(features, token_features, mask, mask_pos),
-        "with another photo": model.head(other, token_features, mask, mask_pos),
-        "language model alone": lm.mlm_head(at_mask(token_features, mask_pos)),
-    }
-    return logits, model.tags(features) if model.tags else None
-
-
-def another_photo(photos):
-    """photos (B,) -> for each sample, the number of the next one that has another photo"""
-    numbers = torch.arange(len(photos), device=photos.device)
-    nearness = (numbers[:, None] - numbers) % len(photos)  # (B, B): B - 1 for the next one
-    return (nearness * (photos != photos[:, None])).argmax(1)
+    another_photo = features.roll(1, 0)  # the triplet's before, in random order
+    logits = {}
+    for name, x in (("with the photo", features), ("with another photo", another_photo)):
+        vector = model.head(x, token_features, mask, mask_pos)
+        logits[name] = lm.mlm_head(vector) if args.head == "tfm" else vector @ lm.token_embeddings.T
+    logits["language model alone"] = lm.mlm_head(at_mask(token_features, mask_pos))
+    return logits, model.tags(features)
 
 
 def target_ranks(logits, target):

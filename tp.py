@@ -10,7 +10,8 @@ baselines: annotated tags, and rotations, which also pretrain its VGG-16 [App. F
     laptop        python tp.py
     own photos    python tp.py --data photos.jsonl
     one GPU       python tp.py --data coco
-    eight GPUs    torchrun --nproc_per_node=8 tp.py --data coco   (batch norm then sees 16, not 128)
+    eight GPUs    torchrun --nproc_per_node=8 tp.py --data coco   (faster, but batch norm sees 16
+                      photos, not the paper's 128)
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 tp.py --data coco   (on both; shared --output)
     VGG-16        python tp.py --data coco --labels rotation --output runs/rotation
@@ -36,7 +37,6 @@ import argparse
 import math
 import os
 from collections import Counter, defaultdict
-from functools import partial
 
 import numpy as np
 import regex
@@ -64,6 +64,7 @@ RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (de
     "colour_jitter":    (0.0,        1.0,        1.0),                  # [ours]
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.1
     "lm_iters":         (400,        2000,       20_000),               # [ours]
+    "max_words":        (25,         25,         25),                   # Sec. 4, Datasets
     "optimizer":        ("adamw",    "sgd",      "sgd"),                # App. F.1
     "batch_size":       (32,         32,         128),                  # App. F.1
     "iters":            (560,        None,       100_000),              # App. F.1
@@ -116,6 +117,7 @@ def get_args(argv=None):
         "clusters (1000; shapes: 200) or topics (40) [Tab. 2, 4]")
     add("--pos", choices=POS, default=POS[-1], help="parts of speech to keep [Sec. 4.2, Tab. 4]")
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="the paper uses spacy")
+    add("--max-words", type=common.count, help="leave out longer captions; raise it for reports")
     add("--lm", help="cluster: BERT, from the hub or a folder; scratch: train one on the captions")
     add("--lm-iters", type=int, help="iterations of --lm scratch; more for more captions")
 
@@ -167,8 +169,12 @@ def main(args):
     # Data: photos, and labels made from their captions. Photos without a label are left out.
     train = common.caption_data(args.data, args.root, args.train_split)
     val = common.caption_data(args.data, args.root, args.val_split)
-    path = common.once(args, "labels.npz", partial(make_labels, args, (train, val), device))
-    names, labels, val_labels = load_labels(path, len(train))  # K names; (N, K) sparse
+    if common.is_main() and not saved:
+        make_labels(args, (train, val), device)  # once: it takes long
+    common.barrier()
+    names = common.read_json(f"{args.output}/labels.json")  # K
+    labels = sparse.load_npz(f"{args.output}/labels.npz")  # (N, K), see make_labels
+    val_labels = sparse.load_npz(f"{args.output}/val_labels.npz")
     train, labels = labelled(train, labels)
     val, val_labels = labelled(val, val_labels)
     order = np.random.default_rng(args.seed).permutation(len(val))
@@ -229,7 +235,7 @@ def main(args):
             row = metrics.means(iteration)
             row["lr"] = args.lr * lr_scale
             if validate_now and common.is_main():
-                scores = validate(model, val_photos, args, device)
+                scores = validate(model, val_photos, labels.mean(0), args, device)["validation"]
                 row |= {f"validation_{name}": score for name, score in scores.items()}
             metrics.write(iteration, row)
             bar.set_postfix(loss=f"{row['loss']:.3f}")
@@ -237,12 +243,7 @@ def main(args):
     # The backbone is the result; eval_linear.py says what it is worth.
     if common.is_main():
         common.save_weights(f"{args.output}/backbone.pth", model.backbone)
-        result = {"validation": validate(model, val_photos, args, device)}
-        if args.labels != "rotation":
-            frequencies = np.tile(labels.mean(0), (len(val), 1))  # the same for each photo
-            scores = tag_scores(frequencies, val_labels.toarray(), args.labels)
-            print_main(f"by label frequencies alone: {scores}")
-            result["label_frequencies"] = scores
+        result = validate(model, val_photos, labels.mean(0), args, device)
         common.write_result(args, train, **result)
     common.end_distributed()
 
@@ -258,8 +259,10 @@ AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
 )
-# t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none. [ours]
-WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
+POSSESSIVE = r"['’]s\b"  # of "the dog's"; it belongs to no word [ours]
+# Letters that no letter or digit precedes (2x has none), joined by ' or - (can't, black-and-white).
+WORD = rf"(?<![^\W_])({LETTERS}(?:(?!{POSSESSIVE})['’-]{LETTERS})*)"
+WORD = regex.compile(f"{POSSESSIVE}|{WORD}", regex.I)  # match[1]: the word
 
 
 def words_of(caption):
@@ -267,20 +270,29 @@ def words_of(caption):
     return [match[1].lower() for match in WORD.finditer(caption) if match[1]]
 
 
-def filter_captions(data, tokenize):
+def require_short_captions(splits, max_words):
+    """End before a language model is trained on captions none of which would be kept."""
+    for data in splits:
+        if not any(len(words_of(caption)) <= max_words for caption in data.all_captions()):
+            fail(f"all captions of a split have more than {max_words} words: raise --max-words")
+
+
+def filter_captions(data, tokenize, max_words):
     """Keep each photo's distinct captions of 3 to 25 tokens [Sec. 4, Datasets] -> CaptionData
 
     tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py. [ours]
+    max_words: instead of 25
     """
     kept = []
     for captions in progress(data.captions, desc="caption lengths", total=len(data), leave=False):
         distinct = dict.fromkeys(captions)
-        kept.append([caption for caption in distinct if 3 <= len(tokenize(caption)) <= 25])
+        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = data.captions.ends[-1], sum(map(len, kept))
+    limits = f"of 3 to {max_words} words or tokens (--max-words)"
     if not after:
-        fail("a split has no captions of 3 to 25 words or tokens")
+        fail(f"a split has no caption {limits}")
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
-               "not of 3 to 25 words or tokens")  # fmt: skip
+               f"not {limits}")  # fmt: skip
     return data.with_captions(kept)
 
 
@@ -332,21 +344,21 @@ def top_concepts(counts, pos, num_concepts):
     if ("left" in concepts) != ("right" in concepts):  # one alone would be wrong if flipped [ours]
         concepts = {word: concepts[word] for word in concepts if word not in ("left", "right")}
     if not concepts:
-        fail(f"no caption of 3 to 25 words has a word to predict (--pos {pos})")
+        fail(f"no caption that is kept has a word to predict (--pos {pos})")
     return concepts
 
 
 # ---------------------------------------------------------------------------- captions to labels
 
 
-def make_labels(args, splits, device, path):
-    """Write names and labels of both splits: 1 where a photo has a label; lda: probabilities.
+def make_labels(args, splits, device):
+    """Write K names and labels (N, K): 1 where a photo has a label, else 0; lda: probabilities.
 
     splits: CaptionData of train and val
     """
     if args.labels in ("postag", "lda"):
         common.require_spaces(splits[0].all_captions())
-        splits = [filter_captions(data, words_of) for data in splits]
+        splits = [filter_captions(data, words_of, args.max_words) for data in splits]
     if args.labels == "postag":
         counts = count_concepts(splits[0].all_captions(), args.tagger)
         common.save(f"{args.output}/concepts.json", counts)
@@ -364,17 +376,9 @@ def make_labels(args, splits, device, path):
     else:  # every photo has all four labels, for it is seen in each rotation (four_rotations)
         names = ["0°", "90°", "180°", "270°"]
         labels = [np.ones((len(data), 4)) for data in splits]
-    rows = sparse.vstack(list(map(sparse.csr_array, labels)), "csr", np.float32)
-    np.savez(path, names=list(names), data=rows.data, indices=rows.indices, indptr=rows.indptr)
-
-
-def load_labels(path, num_train):
-    """What make_labels wrote -> K names; (N, K) sparse of both splits.  num_train: N of train"""
-    with np.load(path) as file:
-        names = file["names"].tolist()
-        csr = file["data"], file["indices"], file["indptr"]
-    rows = sparse.csr_array(csr, (len(csr[2]) - 1, len(names)))
-    return names, rows[:num_train], rows[num_train:]
+    common.save(f"{args.output}/labels.json", list(names))
+    for file, rows in zip(("labels.npz", "val_labels.npz"), labels):
+        sparse.save_npz(f"{args.output}/{file}", sparse.csr_array(rows, dtype=np.float32))
 
 
 def concept_labels(splits, names):
@@ -389,12 +393,15 @@ def cluster_labels(args, splits, device):
     A cluster is called by the caption nearest to its centre. [ours]
     """
     lm = args.lm
+    require_short_captions(splits, args.max_words)
     if lm == "scratch":
         lm = f"{args.output}/language_model"
         how = args.lm_iters, args.seed, device, args.amp
-        common.extra("small_bert").train(lm, splits[0].all_captions(), *how)
+        small_bert = common.extra("small_bert")
+        small_bert.train(lm, splits[0].all_captions(), *how, max_words=args.max_words)
     tokenizer, bert = load_bert(lm, device)
-    splits = [filter_captions(data, tokenizer.tokenize) for data in splits]
+    longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
+    splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     vectors = []
     for data in splits:
         vectors.append(embed_captions(tokenizer, bert, data.all_captions(), args.amp))
@@ -415,13 +422,18 @@ def cluster_labels(args, splits, device):
 
 def load_bert(lm, device):
     """lm: on the hub or in a folder -> tokenizer, BERT without its pooler and head"""
-    import transformers  # only here: it takes seconds, and most runs need no language model
+    import huggingface_hub  # only here: they take seconds, and most runs need no language model
+    import transformers
 
     transformers.logging.set_verbosity_error()  # no report of what is loaded, and no bars
     transformers.logging.disable_progress_bar()
     try:
+        if not os.path.isdir(lm):  # asks once; transformers would ask for a minute
+            huggingface_hub.snapshot_download(lm, allow_patterns="config.json")
         tokenizer = transformers.AutoTokenizer.from_pretrained(lm)
         bert, report = transformers.AutoModel.from_pretrained(lm, output_loading_info=True)
+    except huggingface_hub.errors.LocalEntryNotFoundError:
+        fail(f"--lm {lm} is no folder here, and the hub (huggingface.co) cannot be reached")
     except (OSError, ValueError):
         fail(f"--lm {lm}: give a BERT, on the hub or in a folder, or scratch")
     missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
@@ -439,7 +451,7 @@ def embed_captions(tokenizer, bert, captions, amp, batch_size=256):
     vectors = np.empty((len(captions), bert.config.hidden_size), np.float32)
     for n in progress(range(0, len(captions), batch_size), desc="caption vectors"):
         batch = captions[n : n + batch_size]
-        inputs = tokenizer(batch, padding=True, truncation=True, max_length=64, return_tensors="pt")
+        inputs = tokenizer(batch, padding=True, return_tensors="pt")
         with common.autocast(bert.device, amp):
             hidden = bert(**inputs.to(bert.device)).last_hidden_state  # (B, T, d_w)
         vectors[n : n + batch_size] = hidden[:, 0].float().cpu()
@@ -447,10 +459,10 @@ def embed_captions(tokenizer, bert, captions, amp, batch_size=256):
 
 
 def lda_labels(splits, num_labels, seed):
-    """TP-LDA: topic probabilities; a photo's captions form one document [Sec. 4]
+    """TP-LDA [Sec. 4]: topic probabilities -> names, [(N, K) sparse]
 
-    The vocabulary is the 10K most frequent words, without English stop words. Each topic is named
-    by its five most probable words. [ours]  -> names, [(N, K) sparse]
+    A photo's captions form one document, the vocabulary is the 10K most frequent words without
+    English stop words, and each topic is named by its five most probable words. [ours]
     """
     words = regex.compile(r"[\p{L}\p{M}]{2,}").findall
     vectorizer = CountVectorizer(
@@ -600,8 +612,11 @@ def label_loss(logits, targets, kind):
 
 
 @torch.no_grad()
-def validate(model, photos, args, device):
-    """Loss and tag_scores on centre crops of the validation split -> {name: score}"""
+def validate(model, photos, frequencies, args, device):
+    """Loss and tag_scores on centre crops of the validation split -> entries of result.json
+
+    frequencies: of the K labels in training, whose scores for every photo come beside them
+    """
     model.eval()
     all_logits, all_targets = [], []
     for batch in common.validation_batches(photos, collate, args, device):
@@ -617,7 +632,11 @@ def validate(model, photos, args, device):
     scores = {"loss": round(label_loss(logits, targets, args.labels).item(), 4)}
     scores |= tag_scores(logits.numpy(), targets.numpy(), args.labels)
     print_main(f"validation: {scores}")
-    return scores
+    if args.labels == "rotation":  # all four are equally frequent
+        return {"validation": scores}
+    alone = tag_scores(np.tile(frequencies, (len(targets), 1)), targets.numpy(), args.labels)
+    print_main(f"by label frequencies alone: {alone}")
+    return {"validation": scores, "label_frequencies": alone}
 
 
 def tag_scores(scores, targets, kind):

@@ -23,10 +23,12 @@ from extras import shapes
 def labels_in(folder, train, val, flags=""):
     """What tp.py makes of these captions and tags -> .names, .train, .val"""
     args = tp.get_args(f"--output {folder} --amp off {flags}".split())
-    tp.make_labels(args, (train, val), CPU, folder / "labels.npz")
-    names, labels, val_labels = tp.load_labels(folder / "labels.npz", len(train))
-    assert labels.dtype == np.float32 and labels.shape == (len(train), len(names))
-    return SimpleNamespace(names=names, train=labels, val=val_labels)
+    tp.make_labels(args, (train, val), CPU)
+    names = json.loads((folder / "labels.json").read_text())
+    rows = [sparse.load_npz(folder / name) for name in ("labels.npz", "val_labels.npz")]
+    for data, labels in zip((train, val), rows):
+        assert labels.dtype == np.float32 and labels.shape == (len(data), len(names))
+    return SimpleNamespace(names=names, train=rows[0], val=rows[1])
 
 
 def words(labels, rows):
