@@ -42,8 +42,10 @@ and train its attention first (--warmup-attention 0.25). A finished run is in do
 import argparse
 import math
 import os
+import time
 from array import array
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +57,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Subset
 
 import common
-from common import LETTERS, fail, print_main, progress
+from common import LETTERS, STRINGS, Lists, fail, print_main, progress
 
 HEADS = "tfm", "att-fc"
 
@@ -112,16 +114,17 @@ def get_args(argv=None):
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--train-split", help="default train2017 for coco, else train")
     add("--val-split", help="default val2017 for coco, else val")
-    add("--image-size", type=int, help="crop side in pixels; cost grows with its square")
-    add("--crop-min", type=float, help="smallest fraction of a photo's area in a crop")
-    add("--colour-jitter", type=float, help="strength; lower it if captions name colours")
-    add("--workers", type=int, default=min(8, os.cpu_count() // 2), help="more if data_wait > 0.05")
+    add("--image-size", type=common.count, help="crop side in pixels; cost grows with its square")
+    add("--crop-min", type=common.share, help="smallest fraction of a photo's area in a crop")
+    add("--colour-jitter", type=common.weight, help="strength; lower it if captions name colours")
+    add("--workers", type=common.whole, default=min(8, os.cpu_count() // 2),
+        help="more if data_wait > 0.05")
 
     add = parser.add_argument_group("language model and concepts").add_argument
     add("--lm", help="BERT or RoBERTa, from the hub or a folder; scratch: trained on the captions")
-    add("--lm-iters", type=int, help="iterations for --lm scratch; more for many captions")
+    add("--lm-iters", type=common.count, help="iterations for --lm scratch; more for many captions")
     add("--pos", choices=POS, default=POS[-1], help="words to mask, and predict as tags [Sec. 4.2]")
-    add("--num-concepts", type=int, help="keep the N most frequent [Sec. 4.2, 4.3]")
+    add("--num-concepts", type=common.count, help="keep the N most frequent [Sec. 4.2, 4.3]")
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="the paper uses spacy")
     add("--max-words", type=common.count, help="leave out longer captions; raise it for reports")
 
@@ -129,31 +132,32 @@ def get_args(argv=None):
     add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
     add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
     add("--head", choices=HEADS, default=HEADS[0], help="att-fc: better on VOC [Sec. 4.1]")
-    add("--layers", type=int, default=1,
+    add("--layers", type=common.count, default=1,
         help="of tfm, or of fc; 2 give a worse backbone, except att-fc's on IN-1K [Tab. 5]")
-    add("--heads", type=int, help="attention heads of tfm, or of att [Sec. 4, 4.3]; VGG-16: 12")
+    add("--heads", type=common.count, help="of attention, in tfm or att [Sec. 4, 4.3]; VGG-16: 12")
 
     add = parser.add_argument_group("optimisation").add_argument
-    add("--batch-size", type=int, help="triplets per iteration over all processes")
-    add("--iters", type=int, help="training iterations; scale them with the data")
-    add("--epochs", type=float, help="instead of --iters: passes over the triplets")
-    add("--lr", type=float, help="peak learning rate; lower if the loss is not finite")
-    add("--warmup", type=float, help="of the learning rate, as a fraction of training")
-    add("--weight-decay", type=float, help="raise it if photos are few")
-    add("--lambda-tp", type=float, help="weight of tag prediction; 0 for none [Eq. 8]")
-    add("--warmup-attention", type=float, help="fraction of training with a frozen backbone")
+    add("--batch-size", type=common.count, help="triplets per iteration over all processes")
+    add("--iters", type=common.count, help="training iterations; scale them with the data")
+    add("--epochs", type=common.positive, help="instead of --iters: passes over the triplets")
+    add("--lr", type=common.positive, help="peak learning rate; lower if the loss is not finite")
+    add("--warmup", type=common.fraction, help="of the learning rate, as a fraction of training")
+    add("--weight-decay", type=common.weight, help="raise it if photos are few")
+    add("--lambda-tp", type=common.weight, help="weight of tag prediction; 0 for none [Eq. 8]")
+    add("--warmup-attention", type=common.fraction,
+        help="fraction of training with a frozen backbone")
 
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
-    add("--seed", type=int, default=0, help="random seed")
+    add("--seed", type=common.whole, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
-    add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
+    add("--accumulate", type=common.count, default=1,
+        help="micro-batches per batch, if memory is short")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=int, help="iterations between lines of metrics.jsonl")
-    add("--validate-every", type=int, help="iterations between validations")
-    add("--checkpoint-every", type=int, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
+    add("--log-every", type=common.count, help="iterations between lines of metrics.jsonl")
+    add("--validate-every", type=common.count, help="iterations between validations")
+    add("--checkpoint-every", type=common.count, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=common.count, help="iterations between model_N.pth (early stopping)")
     # fmt: on
     args = parser.parse_args(argv)
     vgg = args.arch == "vgg16_bn"
@@ -168,20 +172,19 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    torch.set_float32_matmul_precision("high")  # TF32, which --amp off needs on GPUs
-    saved = common.start(args)  # by an earlier run of the same command, which resumes
-    init = {} if saved else common.read_init(args)
+    checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
+    init = {} if checkpoint else common.read_init(args)
 
     # Data: the frozen language model, and one triplet for each word that can be masked.
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    if not saved:
+    common.check_data(args, checkpoint, train.images, train.captions, train.tags)
+    if not checkpoint:
         common.require_spaces(train.all_captions())
-        require_short_captions([train, val], args.max_words)
-    lm_name = args.lm
-    if lm_name == "scratch":
-        lm_name = common.extra("small_bert").made_once(args, init, train, device)
-    tokenizer, lm = load_language_model(lm_name, device, args.amp)
+    folder = args.lm
+    if args.lm == "scratch":
+        folder = common.extra("small_bert").made_once(args, init, train, device)
+    tokenizer, lm = load_language_model(folder, device, args.amp)
     concepts, triplets, val_triplets = load_triplets(args, [train, val], tokenizer)
     iters = args.iters or math.ceil(args.epochs * len(triplets) / args.batch_size)
     V = lm.token_embeddings  # (|V|, d_w)
@@ -192,7 +195,7 @@ def main(args):
 
     # Model and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
-    model = ICMLM(args, lm.width, len(concepts))
+    model = ICMLM(args, V.size(1), len(concepts))
     same_tags = list(init.get("concepts", ())) == list(concepts)
     common.load_init(init, model, model.backbone, skip=() if same_tags else "tags.")
     model.to(device, memory_format=torch.channels_last)
@@ -201,30 +204,33 @@ def main(args):
     optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    start = common.restore(args, saved, train, iters, **parts)
+    done = common.restore(args, checkpoint, iters, parts)
     if args.compile:
         model.backbone.compile()
 
     frozen_iters = int(args.warmup_attention * iters)
-    batches = common.train_batches(triplets, collate, args, device, start)
-    metrics = common.Metrics(args, start)
-    bar = progress(range(start + 1, iters + 1), initial=start, total=iters, unit=" its")
+    batches = common.train_batches(triplets, collate, args, device, done)
+    log = common.Log(args, checkpoint)
+    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
-        # At first, and once more where a warm-up ends; without one, both may be iteration 1.
-        if iteration in (start + 1, frozen_iters + 1):
-            parallel = freeze_and_wrap(model, frozen=iteration <= frozen_iters)  # [App. F.1]
+        if iteration in (done + 1, frozen_iters + 1):  # at first, and after a warm-up
+            frozen = iteration <= frozen_iters  # [App. F.1], its batch statistics, too [ours]
+            model.train().backbone.train(not frozen).requires_grad_(not frozen)
+            ddp = common.data_parallel(model)  # once more: it averages what has a gradient now
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
         for part in range(args.accumulate):
-            batch = metrics.wait_for(batches)
+            asked = time.perf_counter()
+            batch = next(batches)
+            log.waited += time.perf_counter() - asked
             # DDP averages the gradients of all processes, once: after the last micro-batch.
-            parallel.require_backward_grad_sync = part == args.accumulate - 1
+            ddp.require_backward_grad_sync = part == args.accumulate - 1
             images = common.augment(batch["images"], batch["jitter"])  # (B, 3, size, size)
             mask = batch["attention_mask"]  # (B, T)
             with common.autocast(device, args.amp):
                 W = lm(batch["tokens"], mask)  # (B, T, d_w)
-                vector, tag_logits = parallel(images, W, mask, batch["mask_pos"])
+                vector, tag_logits = ddp(images, W, mask, batch["mask_pos"])
                 # Its own layer, or Eq. 6: v_k = fc(x^)^T V_k  -> (B, |V|)
                 logits = lm.mlm_head(vector) if args.head == "tfm" else vector @ V.T
             # Eqs. 6, 7: softmax over the vocabulary, mean over the batch's triplets [App. F.1].
@@ -234,43 +240,29 @@ def main(args):
             # With lambda = 0 the tag head still learns, of detached features: App. B compares tp.
             total = loss if args.lambda_tp else loss + tp
             scaler.scale(total / args.accumulate).backward()
-            metrics.add(loss=loss, mlm=mlm, tp=tp)
+            log.add(loss=loss, mlm=mlm, tp=tp)
         scaler.step(optimizer)
         scaler.update()
 
         last = iteration == iters
+        validate_now = iteration % args.validate_every == 0 or last
+        if iteration % args.log_every == 0 or validate_now:
+            row = log.means(iteration) | {"lr": args.lr * lr_scale}
+            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            if validate_now and common.is_main():
+                size = args.proxy_triplets if last else 5000
+                result = validate(model, lm, val_triplets, args, device, size)
+                row |= {f"validation_{name}": x for name, x in result["validation_loss"].items()}
+                if last:
+                    common.save(f"{args.output}/result.json", result)
+            log.write(iteration, row)
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, concepts=concepts)
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, concepts=concepts)
-        validate_now = iteration % args.validate_every == 0 and not last
-        if iteration % args.log_every == 0 or validate_now:
-            row = metrics.means(iteration)
-            row["lr"] = args.lr * lr_scale
-            if validate_now and common.is_main():
-                scores = validate(model, lm, val_triplets, args, device)["validation_loss"]
-                row |= {f"validation_{name}": score for name, score in scores.items()}
-            metrics.write(iteration, row)
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
 
-    # The backbone is the result; eval_linear.py says what it is worth.
-    if common.is_main():
-        common.save_weights(f"{args.output}/backbone.pth", model.backbone)
-        scores = validate(model, lm, val_triplets, args, device, args.proxy_triplets)
-        common.write_result(args, train, **scores)
-    common.end_distributed()
-
-
-def freeze_and_wrap(model, frozen):
-    """Freeze or unfreeze the backbone [App. F.1] and its batch statistics [ours]; wrap for DDP.
-
-    To be called for both phases of training: DistributedDataParallel averages only the gradients
-    of parameters that required them when it was built.
-    """
-    model.train()
-    model.backbone.train(not frozen).requires_grad_(not frozen)
-    return common.data_parallel(model)
+    common.end_run(args, model.backbone, train)  # eval_linear.py says what the backbone is worth
 
 
 # ------------------------------------------ captions to concepts: this section is copied from tp.py
@@ -284,10 +276,9 @@ AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
 )
-POSSESSIVE = r"['’]s\b"  # of "the dog's"; it belongs to no word [ours]
-# Letters that no letter or digit precedes (2x has none), joined by ' or - (can't, black-and-white).
-WORD = rf"(?<![^\W_])({LETTERS}(?:(?!{POSSESSIVE})['’-]{LETTERS})*)"
-WORD = regex.compile(f"{POSSESSIVE}|{WORD}", regex.I)  # match[1]: the word
+# A possessive 's, which is skipped; or letters that follow no letter or digit ("2x" has none), and
+# more of them after ' or - ("can't", "t-shirt"), but for a possessive. match[1]: the word. [ours]
+WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
 
 
 def words_of(caption):
@@ -295,30 +286,21 @@ def words_of(caption):
     return [match[1].lower() for match in WORD.finditer(caption) if match[1]]
 
 
-def require_short_captions(splits, max_words):
-    """End before a language model is trained on captions none of which would be kept."""
-    for data in splits:
-        if not any(len(words_of(caption)) <= max_words for caption in data.all_captions()):
-            fail(f"all captions of a split have more than {max_words} words: raise --max-words")
-
-
 def filter_captions(data, tokenize, max_words):
     """Keep each photo's distinct captions of 3 to 25 tokens [Sec. 4, Datasets] -> CaptionData
 
-    tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py. [ours]
-    max_words: instead of 25
+    tokenize: caption -> its tokens: words, or the language model's. [ours]  max_words: the 25
     """
     kept = []
     for captions in progress(data.captions, desc="caption lengths", total=len(data), leave=False):
         distinct = dict.fromkeys(captions)
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = data.captions.ends[-1], sum(map(len, kept))
-    limits = f"of 3 to {max_words} words or tokens (--max-words)"
-    if not after:
-        fail(f"a split has no caption {limits}")
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
-               f"not {limits}")  # fmt: skip
-    return data.with_captions(kept)
+               f"not of 3 to {max_words} words or tokens")  # fmt: skip
+    if not after:
+        fail("no caption of a split is left: raise --max-words if they are long")
+    return replace(data, captions=Lists(kept, STRINGS))
 
 
 def tag_words(captions, tagger):
@@ -361,13 +343,12 @@ def top_concepts(counts, pos, num_concepts):
 
     counts: from count_concepts
     """
-    chosen = []
-    for name in pos.split("+"):
-        part = PARTS_OF_SPEECH[name]
-        chosen += [(-count, word, part) for word, count in counts[part].items()]
-    concepts = {word: part for _, word, part in sorted(chosen)[:num_concepts]}
+    parts = [PARTS_OF_SPEECH[name] for name in pos.split("+")]
+    chosen = sorted((-count, word, part) for part in parts for word, count in counts[part].items())
+    concepts = {word: part for _, word, part in chosen[:num_concepts]}
     if ("left" in concepts) != ("right" in concepts):  # one alone would be wrong if flipped [ours]
-        concepts = {word: concepts[word] for word in concepts if word not in ("left", "right")}
+        concepts.pop("left", None)
+        concepts.pop("right", None)
     if not concepts:
         fail(f"no caption that is kept has a word to predict (--pos {pos})")
     return concepts
@@ -382,8 +363,7 @@ def load_triplets(args, splits, tokenizer):
     splits: CaptionData of train and val
     -> {concept: part of speech}, the most frequent first; MaskedWords of train; of val
     """
-    concepts_path = Path(args.output, "concepts.json")
-    captions_path = Path(args.output, "captions.json")  # those that are kept
+    captions_path, concepts_path = (f"{args.output}/{x}.json" for x in ("captions", "concepts"))
 
     def make(path):
         longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
@@ -396,11 +376,10 @@ def load_triplets(args, splits, tokenizer):
 
     path = common.once(args, "triplets.npz", make)
     concepts = top_concepts(common.read_json(concepts_path), args.pos, args.num_concepts)
-    samples = []
+    samples, kept = [], common.read_json(captions_path)
     with np.load(path) as arrays:
-        kept = common.read_json(captions_path)
         for data, captions, triplets in zip(splits, kept, arrays.values(), strict=True):
-            data = data.with_captions(captions)
+            data = replace(data, captions=Lists(captions, STRINGS))
             samples.append(MaskedWords(data, triplets, concepts, tokenizer, args))
     return concepts, *samples
 
@@ -413,16 +392,14 @@ def find_triplets(data, concepts, tokenizer):
     """
     index = {concept: k for k, concept in enumerate(concepts)}
     triplets = array("i")
-    for photo in progress(range(len(data)), desc="triplets", total=len(data), leave=False):
+    for photo in progress(range(len(data)), desc="triplets", leave=False):
         for n, caption in enumerate(data.captions[photo]):
             encoded = tokenizer(caption, return_offsets_mapping=True)
-            spans = encoded["offset_mapping"]  # of the tokens
+            positions = {span: t for t, span in enumerate(encoded["offset_mapping"])}
             for match in WORD.finditer(caption):
-                concept = index.get(match[0].lower())
-                if concept is not None and match.span() in spans:
-                    position = spans.index(match.span())
-                    if encoded["input_ids"][position] != tokenizer.unk_token_id:
-                        triplets.extend((photo, n, position, concept))
+                concept, t = index.get(match[0].lower()), positions.get(match.span())
+                if None not in (concept, t) and encoded["input_ids"][t] != tokenizer.unk_token_id:
+                    triplets.extend((photo, n, t, concept))
     if not triplets:
         fail("no caption holds a word to mask: see --pos and --num-concepts of icmlm.py")
     return np.array(triplets).reshape(-1, 4)
@@ -455,23 +432,22 @@ class MaskedWords(common.Photos):
         target = int(tokens[mask_pos])
         tokens[mask_pos] = self.tokenizer.mask_token_id
         tags = np.zeros(len(self.index), np.float32)
-        for word in words_of(" ".join(captions)):
-            if word in self.index:
-                tags[self.index[word]] = 1
-        sample |= {"photo": photo, "tokens": tokens, "mask_pos": mask_pos, "target": target}
+        found = self.index.keys() & words_of(" ".join(captions))
+        tags[[self.index[word] for word in found]] = 1
+        sample |= {"tokens": tokens, "mask_pos": mask_pos, "target": target}
         return sample | {"concept": concept, "tags": tags}
 
 
 def collate(samples):
-    """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), tags (B, K), photo,
-    mask_pos, target, concept (B,), attention_mask (B, T): False at padding
+    """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), tags (B, K), mask_pos,
+    target, concept (B,), attention_mask (B, T): False at padding
     """
     tokens = [sample["tokens"] for sample in samples]
     lengths = torch.tensor([len(row) for row in tokens])
     batch = {"images": common.stack(samples, "image")}
     batch["tokens"] = pad_sequence(tokens, batch_first=True)
     batch["attention_mask"] = torch.arange(lengths.max()) < lengths[:, None]
-    for name in ("jitter", "tags", "photo", "mask_pos", "target", "concept"):
+    for name in ("jitter", "tags", "mask_pos", "target", "concept"):
         batch[name] = common.stack(samples, name)
     return batch
 
@@ -509,7 +485,7 @@ def load_language_model(name, device, amp):
 class LanguageModel(nn.Module):
     """psi of the paper, module 2 of Fig. 2, frozen: tokens and their mask (B, T) -> W (B, T, d_w)
 
-    width: d_w.  token_embeddings: V (|V|, d_w), its input embeddings.
+    token_embeddings: V (|V|, d_w), its input embeddings.
     mlm_head: its token classification layer, (B, d_w) -> (B, |V|).
     """
 
@@ -518,10 +494,9 @@ class LanguageModel(nn.Module):
         self.encoder = model.base_model
         self.mlm_head = model.cls if hasattr(model, "cls") else model.lm_head  # RoBERTa's
         self.token_embeddings = model.get_input_embeddings().weight
-        self.width = model.config.hidden_size
         self.eval().requires_grad_(False)
         # The encoder is cast once, because autocast would cast frozen weights at each use. mlm_head
-        # and V stay float32 for validation (see predict); autocast casts them in training.
+        # and V stay float32 for validation; autocast casts them in training.
         for module in self.encoder.modules():
             if isinstance(module, nn.Linear) and amp in common.HALF:
                 module.to(common.HALF[amp])
@@ -569,9 +544,8 @@ def tag_head(arch, channels, num_labels):
     if arch == "vgg16_bn":
         layers = []
         for _ in range(4):
-            layers.append(nn.Conv2d(channels, channels, 3, padding=1, bias=False))
-            layers.append(nn.BatchNorm2d(channels))
-            layers.append(nn.ReLU())
+            convolution = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+            layers += [convolution, nn.BatchNorm2d(channels), nn.ReLU()]
         layers += pool
     else:
         layers = [*pool, nn.Linear(channels, channels), nn.ReLU()]
@@ -610,15 +584,12 @@ class Tfm(nn.Module):
         """-> Z = [X; W] (B, S, d_w), S = H * W + T; its attention mask (B, S)"""
         x = self.project(features.flatten(2).mT)  # (B, H * W, d_w)
         z = torch.cat([x, token_features.to(x.dtype)], 1)
-        image_mask = attention_mask.new_ones(x.shape[:2])
-        mask = torch.cat([image_mask, attention_mask], 1)
-        return z, mask
+        return z, F.pad(attention_mask, (x.size(1), 0), value=True)
 
 
 def at_mask(states, mask_pos):
     """states (B, T, d), mask_pos (B,) -> (B, d), at the masked tokens"""
-    batch_idx = torch.arange(len(states), device=states.device)
-    return states[batch_idx, mask_pos]
+    return states.take_along_dim(mask_pos[:, None, None], 1).squeeze(1)
 
 
 class EncoderLayer(nn.Module):
@@ -647,8 +618,7 @@ class EncoderLayer(nn.Module):
 
     def per_head(self, x):
         """(B, S, heads * d_w) -> (B, heads, S, d_w)"""
-        x = x.unflatten(-1, (self.heads, -1))
-        return x.transpose(1, 2)
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def forward(self, z, mask):
         """z (B, S, d_w), mask (B, S) -> z"""
@@ -695,10 +665,8 @@ class AttFc(nn.Module):
         self.sigma_h = nn.Parameter(torch.full((heads,), 1 / heads))  # initialised uniformly [ours]
         self.b_h = nn.Parameter(torch.zeros(1))
         self.fc = nn.Sequential()
-        for _ in range(layers):
-            linear = nn.Linear(channels, width)
-            self.fc.append(nn.Sequential(linear, nn.LayerNorm(width), nn.ReLU()))
-            channels = width
+        for d_in in (channels, *(layers - 1) * [width]):
+            self.fc.extend([nn.Linear(d_in, width), nn.LayerNorm(width), nn.ReLU()])
 
     def attention(self, x, token_features, attention_mask):
         """X (B, H * W, d_x), W (B, T, d_w), attention_mask (B, T) -> p (B, H * W)"""
@@ -720,22 +688,34 @@ class AttFc(nn.Module):
 
 
 @torch.no_grad()
-def validate(model, lm, triplets, args, device, num_triplets=5000):
+def validate(model, lm, triplets, args, device, num_triplets):
     """Losses, and masked token prediction [Tab. 1] of random triplets -> entries of result.json
 
     "validation_loss": {"mlm": Eqs. 6, 7, "tp": Eq. 2; the paper chose lambda by it [App. B]};
-    "masked_words": number of triplets; top1, top5... with the photo, another photo and no photo
+    "masked_words": number of triplets; top1, top5... with the photo; with another triplet's, which
+    is what the head predicts without seeing the right one [ours]; by the language model alone
     """
+    V = lm.token_embeddings
     was_training = model.backbone.training  # not while it is frozen
     model.eval()
-    order = np.random.default_rng(args.seed).permutation(len(triplets))  # see predict
+    order = np.random.default_rng(args.seed).permutation(len(triplets))
     chosen = Subset(triplets, order[:num_triplets].tolist())  # None: all
     losses, ranks, concepts = defaultdict(list), defaultdict(list), []
     for batch in common.validation_batches(chosen, collate, args, device):
-        logits, tag_logits = predict(model, lm, batch, args)
-        target = batch["target"]
-        losses["mlm"].append(F.cross_entropy(logits["with the photo"], target, reduction="none"))
-        losses["tp"].append(tag_loss(tag_logits, batch["tags"]).expand(len(target)))
+        mask, mask_pos, target = batch["attention_mask"], batch["mask_pos"], batch["target"]
+        with common.autocast(device, args.amp):
+            W = lm(batch["tokens"], mask)
+            features = model.backbone(common.augment(batch["images"]))
+        features = features.float()  # and all that follows: in half precision many tokens tie
+        another_photo = features.roll(1, 0)  # of the triplet before; they are in random order
+        logits = {}
+        for name, x in (("with the photo", features), ("with another photo", another_photo)):
+            vector = model.head(x, W, mask, mask_pos)
+            logits[name] = lm.mlm_head(vector) if args.head == "tfm" else vector @ V.T
+        logits["language model alone"] = lm.mlm_head(at_mask(W, mask_pos))
+        mlm = F.cross_entropy(logits["with the photo"], target, reduction="none")
+        losses["mlm"].append(mlm)
+        losses["tp"].append(tag_loss(model.tags(features), batch["tags"]).expand(len(target)))
         for name in logits:
             ranks[name].append(target_ranks(logits[name], target))
         concepts += batch["concept"].tolist()
@@ -750,26 +730,6 @@ def validate(model, lm, triplets, args, device, num_triplets=5000):
         result[name] = accuracies(torch.cat(rows).cpu().numpy(), parts)
         print_main(f"masked words, {name}: {result[name]}")
     return {"validation_loss": loss, "masked_words": result}
-
-
-def predict(model, lm, batch, args):
-    """-> {name: logits (B, |V|)} with the photo, with another, without; tag logits (B, K)
-
-    With another photo [ours]: what the head predicts without seeing the right one.
-    """
-    mask, mask_pos = batch["attention_mask"], batch["mask_pos"]
-    with common.autocast(mask.device, args.amp):
-        token_features = lm(batch["tokens"], mask)
-        features = model.backbone(common.augment(batch["images"]))
-    # The rest in float32: in half precision many tokens tie for the best.
-    features = features.float()
-    another_photo = features.roll(1, 0)  # the triplet's before, in random order
-    logits = {}
-    for name, x in (("with the photo", features), ("with another photo", another_photo)):
-        vector = model.head(x, token_features, mask, mask_pos)
-        logits[name] = lm.mlm_head(vector) if args.head == "tfm" else vector @ lm.token_embeddings.T
-    logits["language model alone"] = lm.mlm_head(at_mask(token_features, mask_pos))
-    return logits, model.tags(features)
 
 
 def target_ranks(logits, target):

@@ -10,8 +10,7 @@ baselines: annotated tags, and rotations, which also pretrain its VGG-16 [App. F
     laptop        python tp.py
     own photos    python tp.py --data photos.jsonl
     one GPU       python tp.py --data coco
-    eight GPUs    torchrun --nproc_per_node=8 tp.py --data coco   (faster, but batch norm sees 16
-                      photos, not the paper's 128)
+    eight GPUs    torchrun --nproc_per_node=8 tp.py --data coco   (batch norm then sees 16, not 128)
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 tp.py --data coco   (on both; shared --output)
     VGG-16        python tp.py --data coco --labels rotation --output runs/rotation
@@ -22,7 +21,7 @@ Where the paper is:
 
     Eq. 1, clusters of caption vectors     cluster_labels, embed_captions
     Eq. 2, softmax over all labels         label_loss, tag_loss
-    TP-Postag [Sec. 3.1]                   count_concepts, top_concepts, concept_labels
+    TP-Postag [Sec. 3.1]                   count_concepts, top_concepts, make_labels
     TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; make_labels
     heads of Fig. 2, module tp             tag_head
     rotations, recipes [App. F.1]          four_rotations; RECIPES, VGG16, ROTATION
@@ -36,7 +35,9 @@ scores of the frequencies, train longer, or predict fewer labels: --num-labels, 
 import argparse
 import math
 import os
+import time
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import numpy as np
 import regex
@@ -51,7 +52,7 @@ from sklearn.preprocessing import MultiLabelBinarizer
 from torch import nn
 
 import common
-from common import LETTERS, fail, print_main, progress
+from common import LETTERS, STRINGS, Lists, fail, print_main, progress
 
 FROM_CAPTIONS = "postag", "cluster", "lda"
 LABELS = *FROM_CAPTIONS, "instances", "rotation"
@@ -106,42 +107,43 @@ def get_args(argv=None):
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--train-split", help="default train2017 for coco, else train")
     add("--val-split", help="default val2017 for coco, else val")
-    add("--image-size", type=int, help="crop side in pixels; cost grows with its square")
-    add("--crop-min", type=float, help="smallest fraction of a photo's area in a crop")
-    add("--colour-jitter", type=float, help="strength; lower it if captions name colours")
-    add("--workers", type=int, default=min(8, os.cpu_count() // 2), help="more if data_wait > 0.05")
+    add("--image-size", type=common.count, help="crop side in pixels; cost grows with its square")
+    add("--crop-min", type=common.share, help="smallest fraction of a photo's area in a crop")
+    add("--colour-jitter", type=common.weight, help="strength; lower it if captions name colours")
+    add("--workers", type=common.whole, default=min(8, os.cpu_count() // 2),
+        help="more if data_wait > 0.05")
 
     add = parser.add_argument_group("labels").add_argument
     add("--labels", choices=LABELS, default=LABELS[0], help="what to predict [Sec. 3.1, 4]")
-    add("--num-labels", type=int, help="K, at most: words (default 5000; VGG-16: 1000), "
+    add("--num-labels", type=common.count, help="K, at most: words (default 5000; VGG-16: 1000), "
         "clusters (1000; shapes: 200) or topics (40) [Tab. 2, 4]")
     add("--pos", choices=POS, default=POS[-1], help="parts of speech to keep [Sec. 4.2, Tab. 4]")
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="the paper uses spacy")
     add("--max-words", type=common.count, help="leave out longer captions; raise it for reports")
     add("--lm", help="cluster: BERT, from the hub or a folder; scratch: train one on the captions")
-    add("--lm-iters", type=int, help="iterations of --lm scratch; more for more captions")
+    add("--lm-iters", type=common.count, help="iterations of --lm scratch; more for more captions")
 
     add = parser.add_argument_group("model and optimisation").add_argument
     add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
     add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
-    add("--batch-size", type=int, help="photos per iteration over all processes")
-    add("--iters", type=int, help="training iterations; scale them with the data")
-    add("--epochs", type=float, help="instead of --iters: passes over the data")
-    add("--lr", type=float, help="peak learning rate; lower it if the loss is not finite")
-    add("--warmup", type=float, help="of the learning rate, as a fraction of training")
-    add("--weight-decay", type=float, help="raise it if photos are few")
+    add("--batch-size", type=common.count, help="photos per iteration over all processes")
+    add("--iters", type=common.count, help="training iterations; scale them with the data")
+    add("--epochs", type=common.positive, help="instead of --iters: passes over the data")
+    add("--lr", type=common.positive, help="peak learning rate; lower it if the loss is not finite")
+    add("--warmup", type=common.fraction, help="of the learning rate, as a fraction of training")
+    add("--weight-decay", type=common.weight, help="raise it if photos are few")
 
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
-    add("--seed", type=int, default=0, help="random seed")
+    add("--seed", type=common.whole, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
-    add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
+    add("--accumulate", type=common.count, default=1,
+        help="micro-batches per batch, if memory is short")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=int, help="iterations between lines of metrics.jsonl")
-    add("--validate-every", type=int, help="iterations between validations")
-    add("--checkpoint-every", type=int, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
+    add("--log-every", type=common.count, help="iterations between lines of metrics.jsonl")
+    add("--validate-every", type=common.count, help="iterations between validations")
+    add("--checkpoint-every", type=common.count, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=common.count, help="iterations between model_N.pth (early stopping)")
     # fmt: on
     args = parser.parse_args(argv)
     if args.num_labels and args.labels not in FROM_CAPTIONS:
@@ -162,14 +164,15 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    torch.set_float32_matmul_precision("high")  # TF32, which --amp off needs on GPUs
-    saved = common.start(args)  # by an earlier run of the same command, which resumes
-    init = {} if saved else common.read_init(args)
+    checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
+    init = {} if checkpoint else common.read_init(args)
 
     # Data: photos, and labels made from their captions. Photos without a label are left out.
-    train = common.caption_data(args.data, args.root, args.train_split)
-    val = common.caption_data(args.data, args.root, args.val_split)
-    if common.is_main() and not saved:
+    tags = args.labels == "instances"  # TP-Label [Sec. 4]
+    train = common.caption_data(args.data, args.root, args.train_split, tags)
+    val = common.caption_data(args.data, args.root, args.val_split, tags)
+    common.check_data(args, checkpoint, train.images, train.captions, train.tags)
+    if common.is_main() and not checkpoint:
         make_labels(args, (train, val), device)  # once: it takes long
     common.barrier()
     names = common.read_json(f"{args.output}/labels.json")  # K
@@ -194,58 +197,56 @@ def main(args):
     optimizer = common.build_optimizer(args, model.parameters())
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    start = common.restore(args, saved, train, iters, **parts)
+    done = common.restore(args, checkpoint, iters, parts)
     if args.compile:
         model.compile()
-    parallel = common.data_parallel(model).train()
+    ddp = common.data_parallel(model).train()
 
     photos = LabelledPhotos(train, labels, names, args)
     val_photos = LabelledPhotos(val, val_labels, names, args)
-    batches = common.train_batches(photos, collate, args, device, start)
-    metrics = common.Metrics(args, start)
-    bar = progress(range(start + 1, iters + 1), initial=start, total=iters, unit=" its")
+    batches = common.train_batches(photos, collate, args, device, done)
+    log = common.Log(args, checkpoint)
+    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)  # [App. F.1]
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
         for part in range(args.accumulate):
-            batch = metrics.wait_for(batches)
+            asked = time.perf_counter()
+            batch = next(batches)
+            log.waited += time.perf_counter() - asked
             # DDP averages the gradients of all processes, once: after the last micro-batch.
-            parallel.require_backward_grad_sync = part == args.accumulate - 1
+            ddp.require_backward_grad_sync = part == args.accumulate - 1
             images = common.augment(batch["images"], batch["jitter"])  # (B, 3, h, w)
             targets = batch["targets"]  # (B, K)
             if args.labels == "rotation":
                 images, targets = four_rotations(images)  # (4B, 3, h, w), (4B, 4)
             with common.autocast(device, args.amp):
-                logits = parallel(images)  # (B, K)
+                logits = ddp(images)  # (B, K)
             loss = label_loss(logits, targets, args.labels)
             scaler.scale(loss / args.accumulate).backward()
-            metrics.add(loss=loss)
+            log.add(loss=loss)
         scaler.step(optimizer)
         scaler.update()
 
         last = iteration == iters
+        validate_now = iteration % args.validate_every == 0 or last
+        if iteration % args.log_every == 0 or validate_now:
+            row = log.means(iteration) | {"lr": args.lr * lr_scale}
+            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            if validate_now and common.is_main():
+                result = validate(model, val_photos, labels.mean(0), args, device)
+                row |= {f"validation_{name}": x for name, x in result["validation"].items()}
+                if last:
+                    common.save(f"{args.output}/result.json", result)
+            log.write(iteration, row)
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, names=names)
         if args.keep_every and iteration % args.keep_every == 0:
             kept = {"model": model}
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, kept, names=names)
-        validate_now = iteration % args.validate_every == 0 and not last
-        if iteration % args.log_every == 0 or validate_now:
-            row = metrics.means(iteration)
-            row["lr"] = args.lr * lr_scale
-            if validate_now and common.is_main():
-                scores = validate(model, val_photos, labels.mean(0), args, device)["validation"]
-                row |= {f"validation_{name}": score for name, score in scores.items()}
-            metrics.write(iteration, row)
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
 
-    # The backbone is the result; eval_linear.py says what it is worth.
-    if common.is_main():
-        common.save_weights(f"{args.output}/backbone.pth", model.backbone)
-        result = validate(model, val_photos, labels.mean(0), args, device)
-        common.write_result(args, train, **result)
-    common.end_distributed()
+    common.end_run(args, model.backbone, train)  # eval_linear.py says what the backbone is worth
 
 
 # --------------------------------------- captions to concepts: this section is copied in icmlm.py
@@ -259,10 +260,9 @@ AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
 )
-POSSESSIVE = r"['’]s\b"  # of "the dog's"; it belongs to no word [ours]
-# Letters that no letter or digit precedes (2x has none), joined by ' or - (can't, black-and-white).
-WORD = rf"(?<![^\W_])({LETTERS}(?:(?!{POSSESSIVE})['’-]{LETTERS})*)"
-WORD = regex.compile(f"{POSSESSIVE}|{WORD}", regex.I)  # match[1]: the word
+# A possessive 's, which is skipped; or letters that follow no letter or digit ("2x" has none), and
+# more of them after ' or - ("can't", "t-shirt"), but for a possessive. match[1]: the word. [ours]
+WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
 
 
 def words_of(caption):
@@ -270,30 +270,21 @@ def words_of(caption):
     return [match[1].lower() for match in WORD.finditer(caption) if match[1]]
 
 
-def require_short_captions(splits, max_words):
-    """End before a language model is trained on captions none of which would be kept."""
-    for data in splits:
-        if not any(len(words_of(caption)) <= max_words for caption in data.all_captions()):
-            fail(f"all captions of a split have more than {max_words} words: raise --max-words")
-
-
 def filter_captions(data, tokenize, max_words):
     """Keep each photo's distinct captions of 3 to 25 tokens [Sec. 4, Datasets] -> CaptionData
 
-    tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py. [ours]
-    max_words: instead of 25
+    tokenize: caption -> its tokens: words, or the language model's. [ours]  max_words: the 25
     """
     kept = []
     for captions in progress(data.captions, desc="caption lengths", total=len(data), leave=False):
         distinct = dict.fromkeys(captions)
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = data.captions.ends[-1], sum(map(len, kept))
-    limits = f"of 3 to {max_words} words or tokens (--max-words)"
-    if not after:
-        fail(f"a split has no caption {limits}")
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
-               f"not {limits}")  # fmt: skip
-    return data.with_captions(kept)
+               f"not of 3 to {max_words} words or tokens")  # fmt: skip
+    if not after:
+        fail("no caption of a split is left: raise --max-words if they are long")
+    return replace(data, captions=Lists(kept, STRINGS))
 
 
 def tag_words(captions, tagger):
@@ -336,13 +327,12 @@ def top_concepts(counts, pos, num_concepts):
 
     counts: from count_concepts
     """
-    chosen = []
-    for name in pos.split("+"):
-        part = PARTS_OF_SPEECH[name]
-        chosen += [(-count, word, part) for word, count in counts[part].items()]
-    concepts = {word: part for _, word, part in sorted(chosen)[:num_concepts]}
+    parts = [PARTS_OF_SPEECH[name] for name in pos.split("+")]
+    chosen = sorted((-count, word, part) for part in parts for word, count in counts[part].items())
+    concepts = {word: part for _, word, part in chosen[:num_concepts]}
     if ("left" in concepts) != ("right" in concepts):  # one alone would be wrong if flipped [ours]
-        concepts = {word: concepts[word] for word in concepts if word not in ("left", "right")}
+        concepts.pop("left", None)
+        concepts.pop("right", None)
     if not concepts:
         fail(f"no caption that is kept has a word to predict (--pos {pos})")
     return concepts
@@ -359,11 +349,12 @@ def make_labels(args, splits, device):
     if args.labels in ("postag", "lda"):
         common.require_spaces(splits[0].all_captions())
         splits = [filter_captions(data, words_of, args.max_words) for data in splits]
-    if args.labels == "postag":
+    if args.labels == "postag":  # TP-Postag: which words a photo's captions have [Sec. 3.1]
         counts = count_concepts(splits[0].all_captions(), args.tagger)
         common.save(f"{args.output}/concepts.json", counts)
         names = top_concepts(counts, args.pos, args.num_labels)
-        labels = concept_labels(splits, names)
+        vectorizer = CountVectorizer(analyzer=words_of, vocabulary=list(names), binary=True)
+        labels = [vectorizer.transform(map(" ".join, data.captions)) for data in splits]
     elif args.labels == "cluster":
         names, labels = cluster_labels(args, splits, device)
     elif args.labels == "lda":
@@ -381,19 +372,12 @@ def make_labels(args, splits, device):
         sparse.save_npz(f"{args.output}/{file}", sparse.csr_array(rows, dtype=np.float32))
 
 
-def concept_labels(splits, names):
-    """TP-Postag: which of K words occur in a photo's captions -> [(N, K) sparse] [Sec. 3.1]"""
-    vectorizer = CountVectorizer(analyzer=words_of, vocabulary=list(names), binary=True)
-    return [vectorizer.transform(map(" ".join, data.captions)) for data in splits]
-
-
 def cluster_labels(args, splits, device):
     """TP-Cluster: the clusters of a photo's captions [Sec. 3.1, Eq. 1] -> names, [(N, K) sparse]
 
     A cluster is called by the caption nearest to its centre. [ours]
     """
     lm = args.lm
-    require_short_captions(splits, args.max_words)
     if lm == "scratch":
         lm = f"{args.output}/language_model"
         how = args.lm_iters, args.seed, device, args.amp
@@ -402,9 +386,7 @@ def cluster_labels(args, splits, device):
     tokenizer, bert = load_bert(lm, device)
     longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
-    vectors = []
-    for data in splits:
-        vectors.append(embed_captions(tokenizer, bert, data.all_captions(), args.amp))
+    vectors = [embed_captions(tokenizer, bert, data.all_captions(), args.amp) for data in splits]
     captions = splits[0].all_captions()
     # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y: the nearest.
     # [ours: a random start, 20 passes] Under torchrun (OMP_NUM_THREADS=1) it has one thread.
@@ -475,10 +457,8 @@ def lda_labels(splits, num_labels, seed):
         num_labels, learning_method="online", batch_size=1024, random_state=seed
     )
     lda.fit(counts[0])
-    labels = []
-    for rows in counts:
-        has_words = np.diff(rows.indptr)[:, None] > 0  # a photo without has no topic, not all
-        labels.append(has_words * lda.transform(rows))
+    # A photo without any of the words has no topic, not all.
+    labels = [(np.diff(rows.indptr)[:, None] > 0) * lda.transform(rows) for rows in counts]
     words = vectorizer.get_feature_names_out()
     names = [", ".join(words[np.argsort(-weights)[:5]]) for weights in lda.components_]
     return names, labels
@@ -502,27 +482,20 @@ def labelled(data, labels):
 # --------------------------------------------------------------------------- samples and batches
 
 
-def flip_permutation(names):
-    """The labels left and right are swapped in a flipped photo [ours] -> (K,) indices"""
-    order = np.arange(len(names))
-    if "left" in names and "right" in names:
-        left, right = names.index("left"), names.index("right")
-        order[[left, right]] = right, left
-    return order
-
-
 class LabelledPhotos(common.Photos):
     """Photos and their rows in the labels; in validation the centre crop"""
 
     def __init__(self, data, labels, names, args):
         super().__init__(data, args)
         self.labels = labels  # (N, K) sparse
-        self.flip_permutation = flip_permutation(names)
+        other = {"left": "right", "right": "left"}  # their labels change places in a mirror [ours]
+        index = {name: k for k, name in enumerate(names)}
+        self.if_flipped = [index.get(other.get(name), k) for k, name in enumerate(names)]
 
     def sample(self, index, rng):
         sample = self.photo(index, rng)
         targets = self.labels[[index]].toarray()[0]
-        sample["targets"] = targets[self.flip_permutation] if sample["flipped"] else targets
+        sample["targets"] = targets[self.if_flipped] if sample["flipped"] else targets
         return sample
 
 
@@ -576,9 +549,8 @@ def tag_head(arch, channels, num_labels):
     if arch == "vgg16_bn":
         layers = []
         for _ in range(4):
-            layers.append(nn.Conv2d(channels, channels, 3, padding=1, bias=False))
-            layers.append(nn.BatchNorm2d(channels))
-            layers.append(nn.ReLU())
+            convolution = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+            layers += [convolution, nn.BatchNorm2d(channels), nn.ReLU()]
         layers += pool
     else:
         layers = [*pool, nn.Linear(channels, channels), nn.ReLU()]
@@ -632,8 +604,6 @@ def validate(model, photos, frequencies, args, device):
     scores = {"loss": round(label_loss(logits, targets, args.labels).item(), 4)}
     scores |= tag_scores(logits.numpy(), targets.numpy(), args.labels)
     print_main(f"validation: {scores}")
-    if args.labels == "rotation":  # all four are equally frequent
-        return {"validation": scores}
     alone = tag_scores(np.tile(frequencies, (len(targets), 1)), targets.numpy(), args.labels)
     print_main(f"by label frequencies alone: {alone}")
     return {"validation": scores, "label_frequencies": alone}
@@ -653,8 +623,7 @@ def tag_scores(scores, targets, kind):
     if kind != "rotation":
         occurs = right.any(0)
         result["top5"] = best_right.any(1).mean()
-        columns = right.compress(occurs, 1), scores.compress(occurs, 1)
-        result["mAP"] = average_precision_score(*columns)
+        result["mAP"] = average_precision_score(right[:, occurs], scores[:, occurs])
     return {name: round(100 * float(score), 2) for name, score in result.items()}
 
 

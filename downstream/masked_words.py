@@ -90,7 +90,7 @@ def load_icmlm(path, lm_name, device):
     if lm_name == "scratch":
         lm_name = str(Path(path).parent / "language_model")
     tokenizer, lm = icmlm.load_language_model(lm_name, device, amp="off")
-    model = icmlm.ICMLM(argparse.Namespace(**trained), lm.width, len(concepts))
+    model = icmlm.ICMLM(argparse.Namespace(**trained), lm.token_embeddings.size(1), len(concepts))
     model.load_state_dict(checkpoint["model"])
     return model.to(device).eval(), lm, tokenizer, concepts, trained
 

@@ -39,8 +39,11 @@ transformers.logging.disable_progress_bar()
 def train(folder, captions, iters, seed, device, amp, layers=4, width=256, max_words=0):
     """Train on the captions and save the model in `folder`, as transformers do.
 
-    max_words: tokens that it has to read beside [CLS] and [SEP].  -> tokenizer, configuration
+    max_words: tokens that it has to read beside [CLS] and [SEP]; longer captions teach it words,
+    but will not be kept.  -> tokenizer, configuration
     """
+    if max_words and min(len(caption.split()) for caption in captions) > max_words:
+        fail(f"all captions have more than {max_words} words: raise --max-words")
     print_main(f"first, training a small BERT on the captions: {iters} iterations (--lm-iters)")
     max_length = max(MAX_LENGTH, max_words + 2)
     tokenizer = train_tokenizer(captions, max_length)
