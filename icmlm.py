@@ -45,7 +45,6 @@ import os
 import time
 from array import array
 from collections import Counter, defaultdict
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +56,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Subset
 
 import common
-from common import LETTERS, STRINGS, Lists, fail, print_main, progress
+from common import LETTERS, fail, print_main, progress
 
 HEADS = "tfm", "att-fc"
 
@@ -70,7 +69,6 @@ RECIPES = {  #           demo        small       paper: ResNet-50           (dem
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.2
     "lm_iters":         (200,        2000,       20_000),               # [ours]
     "lm_layers":        (2,          4,          4),                    # of scratch [ours]
-    "max_words":        (25,         25,         25),                   # Sec. 4, Datasets
     "num_concepts":     (5000,       5000,       5000),                 # Sec. 4.3
     "heads":            (1,          1,          1),                    # Sec. 4.3
     "lambda_tp":        (4.0,        1.0,        0.1),                  # App. B
@@ -126,7 +124,8 @@ def get_args(argv=None):
     add("--pos", choices=POS, default=POS[-1], help="words to mask, and predict as tags [Sec. 4.2]")
     add("--num-concepts", type=common.count, help="keep the N most frequent [Sec. 4.2, 4.3]")
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="the paper uses spacy")
-    add("--max-words", type=common.count, help="leave out longer captions; raise it for reports")
+    add("--max-words", type=common.count, default=25,
+        help="leave out longer captions [Sec. 4]; raise it for reports")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
@@ -196,8 +195,8 @@ def main(args):
     # Model and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
     model = ICMLM(args, V.size(1), len(concepts))
-    same_tags = list(init.get("concepts", ())) == list(concepts)
-    common.load_init(init, model, model.backbone, skip=() if same_tags else "tags.")
+    skip = () if list(init.get("concepts", ())) == list(concepts) else "tags."  # other words
+    common.load_init(init, model, model.backbone, skip)
     model.to(device, memory_format=torch.channels_last)
     # A group each: fused SGD wants momentum for all of a group, and a frozen backbone has none.
     groups = [{"params": part.parameters()} for part in model.children()]
@@ -277,13 +276,13 @@ AUXILIARIES = set(
     "shall should will would".split()
 )
 # A possessive 's, which is skipped; or letters that follow no letter or digit ("2x" has none), and
-# more of them after ' or - ("can't", "t-shirt"), but for a possessive. match[1]: the word. [ours]
+# more of them after ' or - ("can't", "t-shirt"), but for a possessive. The group: a word. [ours]
 WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
 
 
 def words_of(caption):
     """-> its words in lower case"""
-    return [match[1].lower() for match in WORD.finditer(caption) if match[1]]
+    return [word.lower() for word in WORD.findall(caption) if word]
 
 
 def filter_captions(data, tokenize, max_words):
@@ -300,7 +299,7 @@ def filter_captions(data, tokenize, max_words):
                f"not of 3 to {max_words} words or tokens")  # fmt: skip
     if not after:
         fail("no caption of a split is left: raise --max-words if they are long")
-    return replace(data, captions=Lists(kept, STRINGS))
+    return data.with_captions(kept)
 
 
 def tag_words(captions, tagger):
@@ -326,15 +325,15 @@ def count_concepts(captions, tagger):
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
     captions = progress(captions, desc="parts of speech", unit=" captions", leave=False)
     for word, part in tag_words(captions, tagger):
-        is_word = len(word) > 1 and not {"'", "’"} & set(word)  # [ours]
-        if not is_word or (part == "verbs" and word in AUXILIARIES):
+        if part == "verbs" and word in AUXILIARIES:
             part = None
-        counts[word][part] += 1
+        if len(word) > 1 and not regex.search("['’]", word):  # [ours]
+            counts[word][part] += 1
     concepts = {part: {} for part in PARTS_OF_SPEECH.values()}
-    for word, parts in sorted(counts.items(), key=lambda item: (-item[1].total(), item[0])):
-        part = parts.most_common(1)[0][0]
+    for word in sorted(counts, key=lambda word: (-counts[word].total(), word)):
+        part = max(counts[word], key=counts[word].get)
         if part:
-            concepts[part][word] = parts.total()
+            concepts[part][word] = counts[word].total()
     return concepts
 
 
@@ -363,23 +362,23 @@ def load_triplets(args, splits, tokenizer):
     splits: CaptionData of train and val
     -> {concept: part of speech}, the most frequent first; MaskedWords of train; of val
     """
-    captions_path, concepts_path = (f"{args.output}/{x}.json" for x in ("captions", "concepts"))
 
     def make(path):
         longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
         kept = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
-        common.save(captions_path, [list(data.captions) for data in kept])
+        common.save(f"{args.output}/captions.json", [list(data.captions) for data in kept])
         counts = count_concepts(kept[0].all_captions(), args.tagger)
-        common.save(concepts_path, counts)
+        common.save(f"{args.output}/concepts.json", counts)
         concepts = top_concepts(counts, args.pos, args.num_concepts)
         np.savez(path, *[find_triplets(data, concepts, tokenizer) for data in kept])
 
     path = common.once(args, "triplets.npz", make)
-    concepts = top_concepts(common.read_json(concepts_path), args.pos, args.num_concepts)
-    samples, kept = [], common.read_json(captions_path)
+    counts = common.read_json(f"{args.output}/concepts.json")
+    concepts = top_concepts(counts, args.pos, args.num_concepts)
+    samples, kept = [], common.read_json(f"{args.output}/captions.json")
     with np.load(path) as arrays:
-        for data, captions, triplets in zip(splits, kept, arrays.values(), strict=True):
-            data = replace(data, captions=Lists(captions, STRINGS))
+        for data, captions, triplets in zip(splits, kept, arrays.values()):
+            data = data.with_captions(captions)
             samples.append(MaskedWords(data, triplets, concepts, tokenizer, args))
     return concepts, *samples
 
@@ -443,10 +442,10 @@ def collate(samples):
     target, concept (B,), attention_mask (B, T): False at padding
     """
     tokens = [sample["tokens"] for sample in samples]
-    lengths = torch.tensor([len(row) for row in tokens])
+    tokens = pad_sequence(tokens, batch_first=True, padding_value=-1)
     batch = {"images": common.stack(samples, "image")}
-    batch["tokens"] = pad_sequence(tokens, batch_first=True)
-    batch["attention_mask"] = torch.arange(lengths.max()) < lengths[:, None]
+    batch["tokens"] = tokens.clamp(min=0)
+    batch["attention_mask"] = tokens >= 0
     for name in ("jitter", "tags", "mask_pos", "target", "concept"):
         batch[name] = common.stack(samples, name)
     return batch
@@ -492,14 +491,14 @@ class LanguageModel(nn.Module):
     def __init__(self, model, amp):
         super().__init__()
         self.encoder = model.base_model
-        self.mlm_head = model.cls if hasattr(model, "cls") else model.lm_head  # RoBERTa's
+        self.mlm_head = getattr(model, "cls", None) or model.lm_head  # RoBERTa's
         self.token_embeddings = model.get_input_embeddings().weight
         self.eval().requires_grad_(False)
         # The encoder is cast once, because autocast would cast frozen weights at each use. mlm_head
         # and V stay float32 for validation; autocast casts them in training.
         for module in self.encoder.modules():
-            if isinstance(module, nn.Linear) and amp in common.HALF:
-                module.to(common.HALF[amp])
+            if isinstance(module, nn.Linear):
+                module.to(common.HALF.get(amp, torch.float32))
 
     @torch.no_grad()
     def forward(self, tokens, attention_mask):
@@ -521,7 +520,7 @@ class ICMLM(nn.Module):
         kind = Tfm if args.head == "tfm" else AttFc
         self.head = kind(channels, width, args.layers, args.heads)
         self.tags = tag_head(args.arch, channels, num_tags)
-        self.tags_train_backbone = args.lambda_tp > 0
+        self.lambda_tp = args.lambda_tp
 
     def forward(self, images, token_features, attention_mask, mask_pos):
         """images (B, 3, h, w); token_features: W (B, T, d_w); attention_mask (B, T); mask_pos (B,)
@@ -530,7 +529,7 @@ class ICMLM(nn.Module):
         """
         features = self.backbone(images)  # X: (B, d_x, H, W)
         vector = self.head(features, token_features, attention_mask, mask_pos)
-        return vector, self.tags(features if self.tags_train_backbone else features.detach())
+        return vector, self.tags(features if self.lambda_tp else features.detach())
 
 
 # Copied from tp.py
@@ -700,29 +699,29 @@ def validate(model, lm, triplets, args, device, num_triplets):
     model.eval()
     order = np.random.default_rng(args.seed).permutation(len(triplets))
     chosen = Subset(triplets, order[:num_triplets].tolist())  # None: all
-    losses, ranks, concepts = defaultdict(list), defaultdict(list), []
+    mlm, tp, ranks, concepts = 0, 0, defaultdict(list), []
     for batch in common.validation_batches(chosen, collate, args, device):
         mask, mask_pos, target = batch["attention_mask"], batch["mask_pos"], batch["target"]
         with common.autocast(device, args.amp):
             W = lm(batch["tokens"], mask)
-            features = model.backbone(common.augment(batch["images"]))
-        features = features.float()  # and all that follows: in half precision many tokens tie
+            features = model.backbone(common.augment(batch["images"])).float()
+        # From here on in float32: in half precision many tokens tie for the best.
         another_photo = features.roll(1, 0)  # of the triplet before; they are in random order
         logits = {}
         for name, x in (("with the photo", features), ("with another photo", another_photo)):
             vector = model.head(x, W, mask, mask_pos)
             logits[name] = lm.mlm_head(vector) if args.head == "tfm" else vector @ V.T
         logits["language model alone"] = lm.mlm_head(at_mask(W, mask_pos))
-        mlm = F.cross_entropy(logits["with the photo"], target, reduction="none")
-        losses["mlm"].append(mlm)
-        losses["tp"].append(tag_loss(model.tags(features), batch["tags"]).expand(len(target)))
+        share = len(target) / len(chosen)
+        mlm += share * F.cross_entropy(logits["with the photo"], target).item()
+        tp += share * tag_loss(model.tags(features), batch["tags"]).item()
         for name in logits:
             ranks[name].append(target_ranks(logits[name], target))
         concepts += batch["concept"].tolist()
     model.train()
     model.backbone.train(was_training)
 
-    loss = {name: round(torch.cat(rows).mean().item(), 4) for name, rows in losses.items()}
+    loss = {"mlm": round(mlm, 4), "tp": round(tp, 4)}
     print_main(f"validation loss: {loss}")
     parts = np.array(list(triplets.concepts.values()))[concepts]  # of speech
     result = {"triplets": len(parts)}

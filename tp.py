@@ -37,7 +37,6 @@ import math
 import os
 import time
 from collections import Counter, defaultdict
-from dataclasses import replace
 
 import numpy as np
 import regex
@@ -52,10 +51,9 @@ from sklearn.preprocessing import MultiLabelBinarizer
 from torch import nn
 
 import common
-from common import LETTERS, STRINGS, Lists, fail, print_main, progress
+from common import LETTERS, fail, print_main, progress
 
-FROM_CAPTIONS = "postag", "cluster", "lda"
-LABELS = *FROM_CAPTIONS, "instances", "rotation"
+LABELS = "postag", "cluster", "lda", "instances", "rotation"
 
 # fmt: off
 RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (demo, small [ours])
@@ -65,7 +63,6 @@ RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (de
     "colour_jitter":    (0.0,        1.0,        1.0),                  # [ours]
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.1
     "lm_iters":         (400,        2000,       20_000),               # [ours]
-    "max_words":        (25,         25,         25),                   # Sec. 4, Datasets
     "optimizer":        ("adamw",    "sgd",      "sgd"),                # App. F.1
     "batch_size":       (32,         32,         128),                  # App. F.1
     "iters":            (560,        None,       100_000),              # App. F.1
@@ -119,7 +116,8 @@ def get_args(argv=None):
         "clusters (1000; shapes: 200) or topics (40) [Tab. 2, 4]")
     add("--pos", choices=POS, default=POS[-1], help="parts of speech to keep [Sec. 4.2, Tab. 4]")
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="the paper uses spacy")
-    add("--max-words", type=common.count, help="leave out longer captions; raise it for reports")
+    add("--max-words", type=common.count, default=25,
+        help="leave out longer captions [Sec. 4]; raise it for reports")
     add("--lm", help="cluster: BERT, from the hub or a folder; scratch: train one on the captions")
     add("--lm-iters", type=common.count, help="iterations of --lm scratch; more for more captions")
 
@@ -146,8 +144,6 @@ def get_args(argv=None):
     add("--keep-every", type=common.count, help="iterations between model_N.pth (early stopping)")
     # fmt: on
     args = parser.parse_args(argv)
-    if args.num_labels and args.labels not in FROM_CAPTIONS:
-        parser.error(f"--num-labels: K is fixed by --labels {args.labels}")
     paper = VGG16 if args.arch == "vgg16_bn" else {}
     if args.labels == "rotation" and args.arch in (None, "vgg16_bn"):
         paper = ROTATION
@@ -157,6 +153,8 @@ def get_args(argv=None):
         "cluster": 200 if args.recipe == "demo" else 1000,  # [ours], Tab. 2
         "lda": 40,  # Sec. 4.2
     }
+    if args.num_labels and args.labels not in num_labels:
+        parser.error(f"--num-labels: K is fixed by --labels {args.labels}")
     args.num_labels = args.num_labels or num_labels.get(args.labels)
     return args
 
@@ -261,13 +259,13 @@ AUXILIARIES = set(
     "shall should will would".split()
 )
 # A possessive 's, which is skipped; or letters that follow no letter or digit ("2x" has none), and
-# more of them after ' or - ("can't", "t-shirt"), but for a possessive. match[1]: the word. [ours]
+# more of them after ' or - ("can't", "t-shirt"), but for a possessive. The group: a word. [ours]
 WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
 
 
 def words_of(caption):
     """-> its words in lower case"""
-    return [match[1].lower() for match in WORD.finditer(caption) if match[1]]
+    return [word.lower() for word in WORD.findall(caption) if word]
 
 
 def filter_captions(data, tokenize, max_words):
@@ -284,7 +282,7 @@ def filter_captions(data, tokenize, max_words):
                f"not of 3 to {max_words} words or tokens")  # fmt: skip
     if not after:
         fail("no caption of a split is left: raise --max-words if they are long")
-    return replace(data, captions=Lists(kept, STRINGS))
+    return data.with_captions(kept)
 
 
 def tag_words(captions, tagger):
@@ -310,15 +308,15 @@ def count_concepts(captions, tagger):
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
     captions = progress(captions, desc="parts of speech", unit=" captions", leave=False)
     for word, part in tag_words(captions, tagger):
-        is_word = len(word) > 1 and not {"'", "’"} & set(word)  # [ours]
-        if not is_word or (part == "verbs" and word in AUXILIARIES):
+        if part == "verbs" and word in AUXILIARIES:
             part = None
-        counts[word][part] += 1
+        if len(word) > 1 and not regex.search("['’]", word):  # [ours]
+            counts[word][part] += 1
     concepts = {part: {} for part in PARTS_OF_SPEECH.values()}
-    for word, parts in sorted(counts.items(), key=lambda item: (-item[1].total(), item[0])):
-        part = parts.most_common(1)[0][0]
+    for word in sorted(counts, key=lambda word: (-counts[word].total(), word)):
+        part = max(counts[word], key=counts[word].get)
         if part:
-            concepts[part][word] = parts.total()
+            concepts[part][word] = counts[word].total()
     return concepts
 
 

@@ -427,7 +427,7 @@ def test_warm_up_of_the_attention(tiny, tmp_path, monkeypatch):
         assert torch.equal(value, model[f"backbone.{name}"])
         assert "num_batches" in name or not torch.equal(value, ended[name])
     rows = metrics(tmp_path)
-    assert [row["iteration"] for row in rows if "validation_mlm" in row] == [6]
+    assert [row["iteration"] for row in rows if "validation_mlm" in row] == [6, 8]
     assert [row["lr"] for row in rows] == pytest.approx(4 * [5e-2] + 2 * [5e-3] + 2 * [5e-4])
 
 
