@@ -208,9 +208,8 @@ def tp_step(args, device):
 
 def icmlm_step(args, device):
     """ICMLM-tfm with a frozen BERT-base; its weights are random, which costs the same"""
-    bert = BertForMaskedLM(BERT_BASE).to(device).eval().requires_grad_(False)
-    lm = icmlm.FrozenLanguageModel(bert, args.amp)
-    model = icmlm.ICMLM(args.arch, args.head, lm, args.num_concepts, args.layers, args.heads)
+    lm = icmlm.LanguageModel(BertForMaskedLM(BERT_BASE).to(device), args.amp)
+    model = icmlm.ICMLM(args, BERT_BASE.hidden_size, args.num_concepts)
     model.to(device, memory_format=torch.channels_last)
     optimizer = common.build_optimizer(args, model.parameters())
     if args.compile:
@@ -226,9 +225,9 @@ def icmlm_step(args, device):
     while True:
         optimizer.zero_grad()
         images = common.augment(photos, jitter)
-        token_features = lm.encode(tokens, mask)
         with common.autocast(device, args.amp):
-            logits, tag_logits = model(images, token_features, mask, mask_pos)
+            vector, tag_logits = model(images, lm(tokens, mask), mask, mask_pos)
+            logits = lm.mlm_head(vector)  # tfm's
         loss = F.cross_entropy(logits.float(), target)
         loss = loss + args.lambda_tp * icmlm.tag_loss(tag_logits, tags)  # Eq. 8
         loss.backward()
