@@ -292,8 +292,8 @@ def test_starts_from_a_whole_model(script, tiny, tmp_path):
     assert some < total
     if script == "tp":  # words are others: no layer of the head is loaded
         assert some == len(torch.load(tmp_path / "third/backbone.pth"))
-    with pytest.raises(SystemExit, match="not --arch vgg16_bn"):
-        loaded("fourth", "checkpoint.pth", "--arch vgg16_bn")
+    with pytest.raises(SystemExit, match="not --arch resnet50"):
+        loaded("fourth", "checkpoint.pth", "--arch resnet50")
 
 
 @every_script

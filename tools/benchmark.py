@@ -237,9 +237,9 @@ def icmlm_step(args, device):
 
 def mmcontrastive_step(args, device):
     """BERT-base beside the backbone, full queues, no tags"""
-    encoders = mmcontrastive.build_encoders(args, BERT_BASE)
     bn_group = mmcontrastive.batchnorm_group(args)
-    model = mmcontrastive.MultimodalContrastive(encoders, args.queue, 0, bn_group)
+    encoders = mmcontrastive.build_encoders(args, BERT_BASE, bn_group)
+    model = mmcontrastive.MultimodalContrastive(encoders, args.queue, 0)
     model.to(device, memory_format=torch.channels_last)
     for queue in model.queues.values():
         queue.valid.fill_(True)
