@@ -129,11 +129,13 @@ def draw(name, shown):
     """
     from matplotlib.figure import Figure
 
-    ours = [[measured(table, size) for size in ("scenes", "flickr8k")] for table in shown]
-    known = [{**scenes, **photos} for scenes, photos in ours]
+    places = {"scenes": "scenes", "flickr8k": "photos"}
+    places = {size: place for size, place in places.items() if (LOGS / size).exists()}
+    ours = [[measured(table, size) for size in places] for table in shown]
+    known = [dict(pair for cells in sizes for pair in cells.items()) for sizes in ours]
     heights = [1.5 + len(cells) for cells in known]
-    figure = Figure((9.6, 0.24 * sum(heights)), layout="constrained")
-    grid = figure.subplots(len(shown), 3, squeeze=False, sharey="row",
+    figure = Figure((3.2 * (1 + len(places)), 0.24 * sum(heights)), layout="constrained")
+    grid = figure.subplots(len(shown), 1 + len(places), squeeze=False, sharey="row",
                            gridspec_kw={"height_ratios": heights})  # fmt: skip
     for panels, table, sizes, cells in zip(grid, shown, ours, known):
         labels = [label for label, *_ in TABLES[table]["rows"] if label in cells]
@@ -145,7 +147,7 @@ def draw(name, shown):
                 if label in own:
                     draw_scores(panel, y, own[label]["ours"])
         measure = MEASURES[cells[labels[0]]["column"]]["name"].partition(" / ")[0]
-        titles = f"{table}: {measure}", "ours: scenes", "ours: photos"
+        titles = [f"{table}: {measure}", *(f"ours: {place}" for place in places.values())]
         panels[0].set_yticks(range(len(labels)), labels)
         panels[0].set_ylim(len(labels) - 0.5, -0.5)
         for panel, title in zip(panels, titles):
@@ -170,9 +172,11 @@ def draw_lengths(shown):
     """docs/claims-lengths.png: a panel per table and place, a line per row also trained longer"""
     from matplotlib.figure import Figure
 
-    figure = Figure((3.6 * len(shown), 6.4), layout="constrained")
-    grid = figure.subplots(2, len(shown), sharey="row")
-    for panels, place, lengths in zip(grid, ("scenes", "photos"), (SCENES, PHOTOS)):
+    places = {"scenes": SCENES, "photos": PHOTOS}
+    places = {place: sizes for place, sizes in places.items() if (LOGS / [*sizes][-1]).exists()}
+    figure = Figure((3.6 * len(shown), 3.2 * len(places)), layout="constrained")
+    grid = figure.subplots(len(places), len(shown), sharey="row", squeeze=False)
+    for panels, (place, lengths) in zip(grid, places.items()):
         panels[0].set_ylabel(f"mAP on {place}")
         for panel, table in zip(panels, shown):
             ours = {times: measured(table, size) for size, times in lengths.items()}

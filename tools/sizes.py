@@ -22,7 +22,7 @@ def for_each_folder(backbones, measures, tables, lists, args):
 
     -> backbones, measures, tables, lists. Such a measure has its "folder" by name.
     """
-    names = [Path(folder).resolve().name for folder in args.labelled]
+    names = [re.sub(r"[^\w-]+", "-", Path(folder).resolve().name) for folder in args.labelled]
     if len({*names}) < len(names):
         sys.exit(f"--labelled: the table cannot tell folders of one name apart: {names}")
     folders = dict(zip(names, args.labelled))
@@ -82,15 +82,16 @@ def spread_table(table, spread, folders):
 
 
 def check_photos(args):
-    """End with one line if --photos or --labelled is not there"""
+    """End with one line, before anything is trained, if --photos or --labelled is not there"""
     if args.photos == "shapes":
         return
     if not (args.photos.endswith(".jsonl") and os.path.exists(args.photos)):
-        sys.exit(f"--photos {args.photos}: there is no such .jsonl (docs/data.md); left out, it is "
-                 "the built-in scenes")  # fmt: skip
+        scenes = "; left out, it is the built-in scenes" if args.small else ""
+        sys.exit(f"--photos {args.photos}: there is no such .jsonl (docs/data.md){scenes}")
     for folder in args.labelled:
         if not all(Path(folder, split).is_dir() for split in ("train", "val")):
-            sys.exit(f"--labelled {folder}: it needs train/<class>/ and val/<class>/ with photos")
+            sys.exit(f"--labelled {folder}: it needs train/<class>/ and val/<class>/ with photos "
+                     "(a TABLE stands before --labelled)")  # fmt: skip
 
 
 def choice(value, args):
@@ -181,7 +182,7 @@ def prepare_quick(args):
         splits = "--train-split train2017 --val-split val2017"
         args.captions = f"--data coco --root {shlex.quote(args.root)} {splits}"
     args.photos = "shapes"
-    args.labelled, args.imagenet = [f"{args.output}/labelled"], "''"
+    args.labelled, args.imagenet = [f"{args.output}/labelled"], "imagenet"
     for scene in range(60):
         shape = shapes.objects_of(scene)[0].shape
         folder = Path(args.labelled[0], "train" if scene % 3 else "val", shape)

@@ -61,15 +61,15 @@ class Steps:
         paper, _, other = text.partition(" by ")
         cell = {"paper": paper, "by": other, "ours": [], "state": "measured"}
         measure = self.measures[other or column]
+        cell |= {"digits": measure["digits"]} if "digits" in measure else {}
         if "mean" in measure:
             cells = [self.cell(name, text, backbone, kept) for name in measure["mean"]]
             cell["state"] = tables.state_of(cells)
             for seeds in zip(*(each["ours"] for each in cells)):
                 cell["ours"].append([statistics.mean(scores) for scores in zip(*seeds)])
             return cell
-        for_folder = f"{backbone}-{measure.get('folder')}"
-        if for_folder in self.backbones:  # trained on the folder's labels
-            backbone = for_folder
+        if f"{backbone}-{measure.get('folder')}" in self.backbones.keys() - ROWS["backbones"]:
+            backbone += f"-{measure['folder']}"  # trained on this folder's labels
         try:
             for seed in range(self.seeds(backbone)) if text else ():
                 cell["ours"].append(self.scores(other or column, backbone, seed, kept))
@@ -164,13 +164,14 @@ class Steps:
     def check_given(self, command):
         for flag in OPTIONAL:
             if f"{{{flag}}}" in command and not getattr(self.args, flag):
-                raise Failed(f"left out: no --{flag}")
+                raise Failed(tables.NO_FLAG + flag)
 
     def words(self, command, seed, **values):
         """Make everything that a command of rows.toml depends on -> the words of the command"""
         self.check_given(command)
         command = re.sub(r"{seen/(\d+)}", lambda by: str(self.args.seen // int(by[1])), command)
-        values = {**vars(self.args), "seed": seed, **values}
+        given = {name: shlex.quote(str(value)) for name, value in vars(self.args).items()}
+        values = {**given, "seed": seed, **values}
         names = re.findall(r"{([\w./-]+)}", command)
         for name in names:
             backbone, _, file = name.partition("/")

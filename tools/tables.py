@@ -14,6 +14,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 ROWS = tomllib.loads((REPO / "tools/rows.toml").read_text())
 BACKBONES, MEASURES, TABLES = ROWS["backbones"], ROWS["measures"], ROWS["tables"]
+NO_FLAG = "left out: no --"
 
 
 # ----------------------------------------------------------------------------------- our numbers
@@ -40,12 +41,17 @@ def with_the_paper(name, table, measures, rows):
         heads += [measures[column]["name"]]
         heads += [ours(column, measures, rows)] * of_a_paper(rows, column)
     lines = [f"**{name}.** {table['title']}", "", *heading(heads)]
+    left_out = []
     for row in rows:
         texts = [row["row"]]
         for column, cell in row["cells"].items():
             texts += [cell["paper"]] * of_a_paper(rows, column) + [in_words(cell)]
-        lines.append(line_of(texts))
-    return lines + below_table(table)
+        if state_of(row["cells"].values()).startswith(NO_FLAG):
+            left_out.append(row["row"])
+        else:
+            lines.append(line_of(texts))
+    lines += below_table(table)
+    return lines + (wrapped(f"Left out: {'; '.join(left_out)}.") if left_out else [])
 
 
 def ours(column, measures, rows):
@@ -60,9 +66,12 @@ def below_table(table):
     notes = [table[key] for key in ("note", "ours") if key in table]
     notes = [text for note in notes for text in ([note] if isinstance(note, str) else note)]
     lines = [""] if notes else []
-    for text in notes:
-        lines += textwrap.wrap(f"* {text}", 98, subsequent_indent="  ", break_on_hyphens=False)
-    return lines
+    return lines + [line for text in notes for line in wrapped(text)]
+
+
+def wrapped(text):
+    """-> lines of an item of a list in Markdown"""
+    return textwrap.wrap(f"* {text}", 98, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def of_a_paper(rows, column):
@@ -83,12 +92,13 @@ def in_words(cell):
     For a measure that only draws pictures: "done".
     """
     if cell["state"] != "measured":
-        return "left out" if cell["state"].startswith("left out: no --") else cell["state"]
+        return cell["state"]
     parts = []
     for values in zip(*cell["ours"]):
-        part = f"{statistics.mean(values):.1f}"
+        digits = cell.get("digits", 1)
+        part = f"{statistics.mean(values):.{digits}f}"
         if len(values) > 1:
-            part += f" ± {statistics.stdev(values):.1f}"
+            part += f" ± {statistics.stdev(values):.{digits}f}"
         parts.append(part)
     done = "done" if cell["ours"] else ""
     return " / ".join(parts) or done
