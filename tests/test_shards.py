@@ -81,11 +81,11 @@ def test_what_shards_hold(folder):
 
 
 def test_layouts_of_others(tmp_path):
-    """img2dataset: one caption in KEY.txt or KEY.json; other files, folders, odd names, macOS"""
+    """img2dataset: captions in KEY.txt or KEY.json; other files, folders, odd names, macOS"""
     folder = tmp_path / "photos in May, 1 + 2"
     folder.mkdir()
     files = {
-        "0.jpg": RED, "0.txt": b" a&amp;b cafe\xcc\x81 ", "0.json": b'{"caption": "b"}',
+        "0.jpg": RED, "0.txt": b" a&amp;b cafe\xcc\x81 \n\nb\n", "0.json": b'{"caption": "b"}',
         "._0.jpg": b"\0\5\x16\7", "._b": b"AppleDouble", "caf\udce9\t.jpg": RED,
         "b/1.seg.png": b"no photo of ours", "b/1.JPEG": RED, "b/1.cls": b"7", "2.txt": b"lost",
         "3.jpg": RED, "3.json": b'{"caption": "a cat"}',
@@ -94,7 +94,7 @@ def test_layouts_of_others(tmp_path):
     write_tar(folder / "a at 3: b.tar", files)
     write_tar(folder / "b.tar", files)
     for data in index(folder, "*.tar"):
-        assert list(data.captions) == [["a&b caf\xe9"], [], [], ["a cat"], []]
+        assert list(data.captions) == [["a&b caf\xe9", "b"], [], [], ["a cat"], []]
         assert {data.open(data.images[i]).size for i in range(5)} == {(16, 12)}
         assert data.tag_names is None
 

@@ -33,10 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import fail, print_main, progress
 from extras import shards
+from extras.caption_files import clean
 
 EXPECTED = (
-    "uncompressed tar files with KEY.jpg and, beside it, KEY.txt with one caption or KEY.json: "
-    '{"captions": ["...", ...], "tags": ["...", ...]}'
+    "uncompressed tar files with KEY.jpg and, beside it, KEY.txt, with a caption on each line, or "
+    'KEY.json: {"captions": ["...", ...], "tags": ["...", ...]}'
 )
 PHOTOS = "jpg", "jpeg", "png", "webp"
 HELD_OUT = 5  # shards at most: some 10,000 photos are enough for validation
@@ -278,11 +279,11 @@ def read_captions(tar, by_suffix):
     caption = row.get("caption")  # img2dataset writes one, or null
     captions, tags = row.get("captions", [caption] if caption else []), row.get("tags", [])
     if "txt" in by_suffix:
-        captions = [tar.extractfile(by_suffix["txt"]).read().decode("utf-8-sig")]
+        captions = tar.extractfile(by_suffix["txt"]).read().decode("utf-8-sig").splitlines()
     if not isinstance(captions, list) or not isinstance(tags, list):
         raise ValueError("its captions or tags are no list")
-    captions = [common.one_line(text) for text in captions]
-    tags = [common.one_line(str(tag)) for tag in tags]
+    captions = [clean(text) for text in captions]
+    tags = [clean(str(tag)) for tag in tags]
     return list(filter(None, captions)), list(filter(None, tags))
 
 
