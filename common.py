@@ -4,23 +4,20 @@
     photos to batches    Photos, read_crops, infinite_sampler, train_batches; on the device: augment
     training             build_backbone, read_init, load_init, build_optimizer, lr_factor, set_lr
     processes            init_distributed, is_main, gather, data_parallel, autocast
-    a training run       apply_recipe, start, once, restore, Metrics, save_checkpoint
+    a training run       apply_recipe, load_checkpoint, check_data, once, restore, Log, end_run
 """
 
 import argparse
-import html
+import hashlib
 import importlib
 import json
 import math
-import mmap
 import os
 import shlex
-import shutil
 import sys
+import threading
 import time
 import unicodedata
-import warnings
-import zlib
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,7 +28,7 @@ import numpy as np
 import regex
 import torch
 import torch.distributed as dist
-from PIL import ExifTags, Image
+from PIL import Image, ImageOps, PngImagePlugin
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -50,8 +47,8 @@ def extra(name):
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as error:
-        fail(f"{error.name} is missing: copy our folder extras beside the script, or install the "
-             "packages of requirements.txt")  # fmt: skip
+        fail(f"{error.name} is missing: install it with pip, or, if it is extras, copy that folder "
+             "of ours beside the script")  # fmt: skip
 
 
 # ------------------------------------------------------------------------------ captioned photos
@@ -81,7 +78,7 @@ class CaptionData:
     images: np.ndarray  # (N,) of paths, or of what `open` takes instead
     captions: Lists  # captions[i]: a list of strings
     tags: Lists  # tags[i]: indices into tag_names, in ascending order
-    tag_names: list = None  # of all splits; None: the source has no tags
+    tag_names: list = None  # of all splits; None: there are no tags, or they were not asked for
     open: callable = Image.open  # images[i] -> PIL image, not yet decoded
     sampler: callable = None  # of the training batches; None: infinite_sampler
 
@@ -111,22 +108,25 @@ class CaptionData:
         return self.select(keep)
 
 
-def caption_data(name, root=None, split="train"):
-    """One split of --data -> CaptionData.  root: --root"""
+def caption_data(name, root=None, split="train", tags=False):
+    """One split of --data -> CaptionData
+
+    root: --root.  tags: whether COCO's file of instances is read, too; the others' always are
+    """
     if name == "shapes":
         return extra("shapes").caption_data(split)
     if name not in ("coco", "vg") and os.path.isdir(name):
         return extra("shards").caption_data(name, split)
-    data = [read_captions(name, root, split) if is_main() else None]
+    data = [read_captions(name, root, split, tags) if is_main() else None]
     if world_size() > 1:  # one process reads: the annotations of COCO take 3 GB meanwhile
         dist.broadcast_object_list(data, device=torch.device("cpu"))
     return data[0]
 
 
-def read_captions(name, root, split):
+def read_captions(name, root, split, tags):
     """COCO, Visual Genome or a .jsonl -> CaptionData"""
     if name == "coco":
-        photos, tag_names = coco_photos(root or "datasets/coco", split)
+        photos, tag_names = coco_photos(root or "datasets/coco", split, tags)
     elif name == "vg":
         photos, tag_names = extra("visual_genome").photos(root or "datasets/vg", split)
     elif os.path.isfile(name) and name.endswith(".jsonl"):
@@ -134,6 +134,8 @@ def read_captions(name, root, split):
     else:
         fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of "
              "shards; python tools/to_jsonl.py FILE converts other files")  # fmt: skip
+    if not photos:
+        fail(f"--data {name} has no photos in the split {split}")
     paths, captions, tags = zip(*photos)
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing:
@@ -142,25 +144,27 @@ def read_captions(name, root, split):
     index = {tag: k for k, tag in enumerate(tag_names)}
     tags = [sorted({index[tag] for tag in row}) for row in tags]
     images = np.array(paths, STRINGS)
-    data = CaptionData(images, Lists(captions, STRINGS), Lists(tags, int), tag_names or None)
-    require_decodable(data)
-    return data
+    return CaptionData(images, Lists(captions, STRINGS), Lists(tags, int), tag_names or None)
 
 
 def read_json(path):
     if not os.path.isfile(path):
         fail(f"there is no {path}: see --root, --train-split and --val-split")
-    return json.loads(Path(path).read_bytes())
+    try:
+        return json.loads(Path(path).read_bytes())
+    except ValueError as error:
+        fail(f"{path} is no JSON, or is cut off: {error}")
 
 
 def one_line(text):
-    """Composed characters (NFC), no HTML entities, single spaces; half an emoji becomes "?"."""
-    text = regex.sub(r"&#?\w+;", lambda entity: html.unescape(entity[0]), text)
-    text = unicodedata.normalize("NFC", text.encode(errors="replace").decode())
-    return " ".join(text.split())
+    """Composed characters (NFC), nothing invisible, single spaces; half an emoji becomes "?"."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", text.encode(errors="replace").decode())
+        text = regex.sub("(?![\u200c\u200d])\\p{Cf}", "", text)  # but joiners: soft hyphens, marks
+    return " ".join(text.split()).strip("\u200c\u200d")
 
 
-def coco_photos(root, split):
+def coco_photos(root, split, with_tags):
     """annotations/captions_{split}.json; the photos are in {split}/. The categories of
     instances_{split}.json, if it is there, are the tags.
 
@@ -168,19 +172,29 @@ def coco_photos(root, split):
     """
     content = read_json(f"{root}/annotations/captions_{split}.json")
     instances = f"{root}/annotations/instances_{split}.json"
-    annotated = read_json(instances) if os.path.exists(instances) else {}
-    names = {row["id"]: one_line(row["name"]) for row in annotated.get("categories", [])}
-    captions, tags, photos = defaultdict(list), defaultdict(list), []
+    annotated = {"categories": [], "annotations": []}
+    if with_tags and os.path.exists(instances):
+        annotated = read_json(instances)
     try:
-        for row in content["annotations"]:
-            captions[row["image_id"]].append(one_line(row["caption"]))
-        for row in annotated.get("annotations", []):
-            tags[row["image_id"]].append(names[row["category_id"]])
-        for row in content["images"]:
-            path = os.path.join(root, split, row["file_name"])
-            photos.append((path, captions[row["id"]], tags[row["id"]]))
-    except (KeyError, TypeError) as error:
-        fail(f"{root}, split {split}: {error!r} in {str(row)[:200]}")
+        names = {row["id"]: one_line(row["name"]) for row in annotated["categories"]}
+        photos = {row["id"]: (row["file_name"], [], []) for row in content["images"]}
+        rows = content["annotations"] + annotated["annotations"]
+        for row in rows:
+            _, captions, tags = photos.get(row["image_id"], 3 * [[]])
+            if "caption" in row:
+                captions.append(one_line(row["caption"]))
+            else:
+                tags.append(names[row["category_id"]])
+    except (KeyError, TypeError, AttributeError) as error:
+        fail(f"{root}, split {split}, is not in the layout of COCO: {error!r}")
+    lost = [row["image_id"] for row in rows if row["image_id"] not in photos]
+    if lost:
+        print_main(f"{root}: left out {len(lost)} of {len(rows)} annotations, of images that are "
+                   f"not in {split}: the first is {lost[0]!r}")  # fmt: skip
+    repeated = len(content["images"]) - len(photos)
+    if repeated:
+        print_main(f"{root}: left out {repeated} images of {split}, which are listed again")
+    photos = [(os.path.join(root, split, name), *row) for name, *row in photos.values()]
     return photos, [names[category] for category in sorted(names)]
 
 
@@ -190,25 +204,24 @@ def jsonl_photos(path, root, split):
     Paths start from `root`. A line without a split belongs to "train"; if no line has one, a fixed
     random twentieth is "val". -> (path, captions, tags) of each photo, the names of all tags
     """
-    photos, splits = [], []
+    photos, splits = {}, []
     for number, line in enumerate(open(path, "rb"), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            captions, tags = row.get("captions", []), row.get("tags", [])
-            wrong = "caption" in row or "captions" not in row and row.keys() & {"text", "title"}
-            if wrong or not isinstance(captions, list) or not isinstance(tags, list):
-                raise ValueError(f"it has {', '.join(row)}; captions and tags are lists")
-            captions = [one_line(caption) for caption in captions]
-            tags = [one_line(str(tag)) for tag in tags]
-            photos.append((os.path.join(root, row["image"]), captions, tags))
-            splits.append(row.get("split"))
+            row = {"captions": [], "tags": [], "split": "", **json.loads(line)}
+            texts = [] + row["captions"] + row["tags"] + [row["split"] or ""]
+            if "caption" in row or not {*map(type, texts)} <= {str, int}:
+                raise ValueError(f"captions and tags are lists of texts; it has {', '.join(row)}")
+            *texts, found = [one_line(f"{text}") for text in texts]
+            image = os.path.abspath(os.path.join(root, row["image"]))
+            if image in photos:
+                raise ValueError(f"{image} has a line already, which should have all its captions")
+            photos[image] = texts[: len(row["captions"])], texts[len(row["captions"]) :]
+            splits.append(found)
         except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
             fail(f"{path}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
                  f"{JSONL}. tools/to_jsonl.py converts other files")  # fmt: skip
-    if len({image for image, *_ in photos}) < len(photos):
-        fail(f"{path} repeats an image: one line should have all its captions")
     if not any(splits):
         order = np.random.default_rng(0).permutation(len(photos))
         for n in order[: max(1, len(photos) // 20)]:
@@ -217,9 +230,23 @@ def jsonl_photos(path, root, split):
     if split not in splits:
         found = ", ".join(sorted({*splits}))
         fail(f"{path} has no split {split}, but {found}: see --train-split, --val-split")
-    tag_names = dict.fromkeys(tag for *_, tags in photos for tag in tags)
-    photos = [photo for photo, found in zip(photos, splits) if found == split]
+    tag_names = dict.fromkeys(tag for _, tags in photos.values() for tag in tags)
+    photos = [(image, *photos[image]) for image, found in zip(photos, splits) if found == split]
     return photos, list(tag_names)
+
+
+def fingerprint(names, *columns):
+    """A hash of a data set: of the photos' file names and what belongs to them, not of pixels
+
+    columns: captions, tags, labels..., each with an entry for each photo: a list, a tuple, a Lists.
+    What all names begin with does not count: the folder may have moved. Of more than 400,000 photos
+    evenly spaced ones count.
+    """
+    chosen = range(0, len(names), max(1, len(names) // 200_000))
+    paths = [f"{names[n]}" for n in chosen]
+    folder = len(os.path.dirname(os.path.commonprefix([min(paths), max(paths)])))
+    content = [path[folder:] for path in paths], [[column[n] for n in chosen] for column in columns]
+    return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
 
 
 LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
@@ -264,19 +291,14 @@ class Photos(Dataset):
 
     def __getitem__(self, key):
         """The sample, or the next one whose photo can be decoded"""
-        training = isinstance(key, tuple)
-        rng = np.random.default_rng(key) if training else None
-        index = key[-1] if training else key
-        unreadable = set()  # photos, of which icmlm.py has many samples each
-        for candidate in range(index, index + len(self)):
+        rng = np.random.default_rng(key) if isinstance(key, tuple) else None
+        index = key[-1] if isinstance(key, tuple) else key
+        for candidate in range(index, index + 1000):  # icmlm.py has many samples of a photo
             try:
                 return self.sample(candidate % len(self), rng)
             except Unreadable as error:
-                report_once(f"cannot decode {error}", ": the next photo is used")
-                unreadable.add(str(error))
-            if len(unreadable) == 100:
-                break
-        raise Unreadable(f"{len(unreadable)} photos in a row cannot be decoded: see above")
+                report_once(f"cannot decode {error}: the next photo is used")
+        raise Unreadable("a thousand samples in a row cannot be decoded: see above")
 
     def photo(self, index, rng):
         """-> {"image": uint8 (size, size, 3), "jitter": (4,) for `augment`, "flipped": bool}"""
@@ -287,61 +309,28 @@ class Photos(Dataset):
         return {"image": image[:, ::-1] if flipped else image, "jitter": jitter, "flipped": flipped}
 
 
-reported = mmap.mmap(-1, 2**16)  # by this process or its DataLoaders' workers, which share it
+@cache
+def report_once(message):
+    """Print it, unless this process has: the workers of a DataLoader have memories of their own."""
+    tqdm.write(message)
 
 
-def report_once(what, more=""):
-    """Print it, unless it was printed before in this training run."""
-    place = zlib.crc32(what.encode()) % len(reported)
-    if not reported[place]:
-        reported[place] = 1
-        tqdm.write(what + more)
-
-
-def require_decodable(data):
-    """End at once, not after hours, if none of the first hundred photos can be decoded."""
-    for index in range(min(100, len(data))):
-        try:
-            return read_crops(data, index, [centre_crop], 1)
-        except Unreadable as error:
-            unreadable = error
-    fail(f"none of the first {index + 1} photos can be decoded, for example {unreadable}")
-
-
-# What turns a photo upright whose EXIF orientation is 2 to 8; from 5 on, its sides are swapped.
-TURNS = """FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE
-ROTATE_90""".split()
-
-
-def orientation(image):
-    """EXIF's, from 2 to 8; 1, upright, if there is none or the metadata are broken"""
-    if image.format == "TIFF":
-        return 1  # PIL turns these itself
-    try:
-        found = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # a dozen kinds: metadata are no reason to refuse pixels
-        return 1
-    return next((n for n in range(2, 9) if found in (n, f"{n}", f"{n}".encode(), bytes([n]))), 1)
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2**28  # PIL refuses 1 MB of it
 
 
 def to_rgb(image):
-    """A PIL image as people see it: turned as EXIF says, and on white where it is transparent
-
-    What has more than 8 bits (X-rays, thermal images) is scaled from its own range to 0..255.
-    """
-    turn = orientation(image)
+    """More than 8 bits (X-rays) are scaled from their range to 0..255; transparent is on white."""
+    info = image.info  # with EXIF's orientation
     if image.mode[0] in "IF":
-        values = np.asarray(image, float)
-        finite = values[np.isfinite(values)]
-        low, high = finite.min(), finite.max()
-        with np.errstate(invalid="ignore"):  # 0 / 0 of a constant image becomes grey
-            grey = np.nan_to_num((values - low) / (high - low), nan=0.5, posinf=1, neginf=0)
-        image = Image.fromarray((255 * grey).round().astype(np.uint8))
+        values = np.nan_to_num(np.asarray(image, float), nan=0.0, posinf=0.0, neginf=0.0)
+        span = max(np.ptp(values), 1e-9)
+        image = Image.fromarray((255 * (values - values.min()) / span).round().astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     image = image.convert("RGB")
-    return image.transpose(Image.Transpose[TURNS[turn - 2]]) if turn > 1 else image
+    image.info = info
+    return image
 
 
 def read_crops(data, index, crops, size):
@@ -352,20 +341,17 @@ def read_crops(data, index, crops, size):
     """
     try:
         image = data.open(data.images[index])
-        order = -1 if orientation(image) > 4 else 1  # of width and height: they are to be swapped
-        full_size = np.array(image.size[::order])
-        boxes = np.array([crop(*full_size) for crop in crops])  # left, top, right, bottom
-        if image.format in ("JPEG", "MPO"):  # MPO: several JPEGs, of phones
-            smallest = (boxes[:, 2:] - boxes[:, :2]).min(0)  # crop's width and height, in pixels
-            needed = np.ceil(size * full_size / smallest).astype(int).tolist()
-            image.draft("RGB", needed[::order])
+        full_size = np.array(image.size)
+        boxes = np.array([crop(*image.size) for crop in crops])  # left, top, right, bottom
+        smallest = (boxes[:, 2:] - boxes[:, :2]).min(0)  # crop's width and height, in pixels
+        image.draft("RGB", np.ceil(size * full_size / smallest).astype(int).tolist())
         image = to_rgb(image)
         boxes = boxes * np.tile(image.size / full_size, 2)  # draft may have shrunk it
         boxes = np.minimum(boxes, np.tile(image.size, 2)).tolist()  # rounding errors may exceed it
-        return [np.array(image.resize((size, size), Image.BILINEAR, box)) for box in boxes]
+        cut = [image.resize((size, size), Image.BILINEAR, box) for box in boxes]
+        return [np.array(ImageOps.exif_transpose(crop)) for crop in cut]  # as people see them
     except Exception as error:  # PIL's decoders raise a dozen kinds
-        reason = str(error).replace(f" {str(data.images[index])!r}", "")
-        raise Unreadable(f"{data.images[index]} ({reason or type(error).__name__})") from error
+        raise Unreadable(f"{data.images[index]} ({error or type(error).__name__})") from error
 
 
 def random_crop(rng, min_area, width, height):
@@ -411,33 +397,35 @@ def infinite_sampler(size, batch_size, seed, start=0):
     The epochs' permutations, which depend only on the seed, are concatenated. Batch t is their
     t-th slice of `batch_size` (global), of which each process takes its part.
     """
-    position = start * batch_size
+    position, share = start * batch_size, batch_size // world_size()
     while True:
         epoch, done = divmod(position, size)
         order = np.random.default_rng([seed, epoch]).permutation(size)
         for index in order[done:]:
-            if position % batch_size // (batch_size // world_size()) == rank():
+            place = position % batch_size  # within the batch
+            if place // share == rank():
                 yield seed, epoch, int(index)
             position += 1
 
 
-def train_batches(dataset, collate, args, device, start):
+def train_batches(dataset, collate, args, device, done):
     """Yield micro-batches on the device forever, --accumulate of them for each iteration
 
-    start: the iterations that are done. Torch is seeded for each micro-batch: a resumed run
-    repeats its dropout.
+    done: the iterations before. Torch is seeded for each micro-batch: a resumed run repeats its
+    dropout. `number` counts micro-batches, so that number // accumulate is main's iteration; `place`
+    is another integer for each micro-batch of each process.
     """
     sampler = getattr(dataset.data, "sampler", None) or infinite_sampler  # shards have their own
     loader = DataLoader(
         dataset,
         args.batch_size // world_size() // args.accumulate,
-        sampler=sampler(len(dataset), args.batch_size, args.seed, start),
+        sampler=sampler(len(dataset), args.batch_size, args.seed, done),
         num_workers=args.workers,
         collate_fn=collate,
         pin_memory=device.type == "cuda",
     )
-    for number, batch in enumerate(loader, (start + 1) * args.accumulate):
-        iteration, part = divmod(number, args.accumulate)  # from 1, as in main
+    for number, batch in enumerate(loader, (done + 1) * args.accumulate):
+        iteration, part = divmod(number, args.accumulate)
         place = (iteration * world_size() + rank()) * args.accumulate + part
         torch.manual_seed((args.seed << 40) % 2**64 + place)  # 2^40 places for each seed
         yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
@@ -468,7 +456,9 @@ def augment(images, jitter=None):
     """uint8 (B, size, size, 3) -> normalised float32 (B, 3, size, size), channels-last in memory
 
     jitter: (B, 4) from colour_jitter, applied in its order in the colour space YIQ: Y is grey, and
-    hue rotates the plane of I and Q. [ours: YIQ, the fixed order, one clamp at the end]
+    hue rotates the plane of I and Q. [ours: YIQ, the fixed order, one clamp at the end] All four
+    are linear there: contrast mixes Y with its mean and scales I and Q, saturation scales I and Q,
+    hue turns them, brightness scales everything.
     """
     to_yiq, to_rgb, mean, std = colour_constants(images.device)
     pixels = images.float() / 255
@@ -476,8 +466,9 @@ def augment(images, jitter=None):
         brightness, contrast, saturation, hue = jitter.T[..., None, None]  # (B, 1, 1) each
         y, i, q = (pixels @ to_yiq).unbind(-1)  # (B, size, size) each
         y = contrast * y + (1 - contrast) * y.mean((1, 2), keepdim=True)
-        colour = torch.complex(i, q) * torch.polar(contrast * saturation, 2 * math.pi * hue)
-        yiq = torch.stack([y, colour.real, colour.imag], -1)
+        cos = contrast * saturation * torch.cos(2 * math.pi * hue)
+        sin = contrast * saturation * torch.sin(2 * math.pi * hue)
+        yiq = torch.stack([y, cos * i - sin * q, sin * i + cos * q], -1)
         pixels = (brightness[..., None] * yiq @ to_rgb).clamp(0, 1)
     return ((pixels - mean) / std).permute(0, 3, 1, 2)
 
@@ -494,7 +485,10 @@ def build_backbone(arch, **kwargs):
     """
     from torchvision import models  # only here: it takes seconds, and --help needs none
 
-    model = getattr(models, arch)(**kwargs)
+    try:
+        model = getattr(models, arch)(**kwargs)
+    except OSError as error:  # from urllib
+        fail(f"the weights of {arch} cannot be downloaded ({error}): is there a network?")
     *children, _, _ = model.named_children()  # the last two are average pooling and classifier
     backbone = nn.Sequential(OrderedDict(children))
     backbone.arch = arch
@@ -547,7 +541,9 @@ def build_optimizer(args, parameters, lr=None):
         return torch.optim.SGD(parameters, momentum=0.9, fused=args.amp != "fp16", **rates)
     if args.optimizer == "adamw":
         return torch.optim.AdamW(parameters, fused=True, **rates)
-    return torch.optim.RAdam(parameters, decoupled_weight_decay=True, **rates)  # authors' code
+    # Decoupled decay: authors' code, which makes no updates in the first five steps, where torch
+    # makes steps of plain momentum. [ours]
+    return torch.optim.RAdam(parameters, decoupled_weight_decay=True, **rates)
 
 
 def lr_factor(iteration, total, warmup=0.0, steps=()):
@@ -576,6 +572,9 @@ def set_lr(optimizer, factor):
 def init_distributed():
     """Join the other processes if torchrun started this one -> this process's device"""
     torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")  # TF32, which --amp off needs on GPUs
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # of letters that a terminal does not know
     if sys.platform == "linux":  # Python 3.14 would pickle the data for each worker
         torch.multiprocessing.set_start_method("fork", force=True)
     local = int(os.environ.get("LOCAL_RANK", 0))
@@ -587,8 +586,12 @@ def init_distributed():
     if "RANK" in os.environ:  # set by torchrun
         # CPU tensors go through gloo. Others may wait for hours while the first makes labels.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        alone = threading.Timer(60, print, ["RANK and WORLD_SIZE are set, and the other processes "
+            "do not come. Without torchrun: unset RANK WORLD_SIZE"])  # fmt: skip
+        alone.daemon = True
+        alone.start()
         dist.init_process_group(backend, timeout=timedelta(hours=6))
-        warnings.filterwarnings("ignore", ".*(broadcast_buffers|all_gather_into)", FutureWarning)
+        alone.cancel()
     return device
 
 
@@ -693,21 +696,21 @@ def recipe_table(table):
     return "\n".join(f"  {name:20}" + "".join(f"{x!s:>20}" for x in rows[name]) for name in rows)
 
 
-def apply_recipe(args, script, table, **paper):
+def apply_recipe(args, script, table, **changes):
     """Give flags that were left out the value of the recipe's column; call it after parse_args.
 
-    table: {name: (demo, small, paper)}; a name without a flag is a constant.  paper: {name: value}
-    that override the column `paper`. Learning rates are scaled to --batch-size; a given one is not.
+    table: {name: (demo, small, paper)}; a name without a flag is a constant.  changes: {name: value}
+    instead of the column `paper`, for example what a paper changes for VGG-16. Learning rates are
+    scaled to --batch-size; a given one is not.
     """
     by_data = "small" if args.data.endswith(".jsonl") else "paper"
     args.script = script
     args.recipe = args.recipe or ("demo" if args.data == "shapes" else by_data)
     recipe = {name: row[RECIPE_NAMES.index(args.recipe)] for name, row in table.items()}
-    recipe |= paper if args.recipe == "paper" else {}
-    lengths = [length for length in (args.iters, args.epochs) if length is not None]
-    if len(lengths) > 1 or min(lengths, default=1) <= 0:
-        fail("give --iters or --epochs, one of them and above 0")
-    if lengths:
+    recipe |= changes if args.recipe == "paper" else {}
+    if args.iters and args.epochs:
+        fail("give --iters or --epochs, not both")
+    if args.iters or args.epochs:
         recipe |= {"iters": None, "epochs": None}
     year = "2017" if args.data == "coco" else ""
     recipe |= {"train_split": f"train{year}", "val_split": f"val{year}"}
@@ -717,30 +720,27 @@ def apply_recipe(args, script, table, **paper):
     for name, value in recipe.items():
         if getattr(args, name, None) is None:
             setattr(args, name, batch_scale * value if name in ("lr", "text_lr") else value)
-    if args.fresh and args.init and Path(args.init).parent == Path(args.output):
-        fail(f"--fresh would delete --init {args.init}: choose another --output")
     parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
-    if args.batch_size < 1 or args.batch_size % parts:
+    if args.batch_size % parts:
         fail(f"--batch-size {args.batch_size} cannot be divided by {parts}, which is the number of "
              "processes times --accumulate")  # fmt: skip
 
 
 def save(path, content):
     """A text, JSON or what torch.save takes. A crash or a full disk leaves the old file intact."""
-    temporary = Path(f"{path}.tmp")
-    if f"{path}".endswith(".json") and not isinstance(content, str):
+    temporary = Path(f"{path}.{os.getpid()}.tmp")
+    if f"{path}".endswith(".json"):
         indent = 2 if isinstance(content, dict) else None  # long lists stay compact, and fast
         content = json.dumps(content, indent=indent, ensure_ascii=False)
     try:
-        if isinstance(content, str):
-            temporary.write_text(content, "utf-8")
-        else:
-            torch.save(content, temporary)
-    except (OSError, RuntimeError) as error:  # the latter is torch's, which names no reason
-        free = shutil.disk_usage(temporary.parent).free >> 20
+        with open(temporary, "wb") as file:
+            if isinstance(content, str):
+                file.write(content.encode())
+            else:
+                torch.save(content, file)
+        temporary.replace(path)
+    finally:
         temporary.unlink(missing_ok=True)
-        fail(f"cannot write {path}, where {free} MB are free: {error}")
-    temporary.replace(path)
 
 
 def save_weights(path, module):
@@ -757,42 +757,47 @@ def read_checkpoint(path, script=None):
             content = torch.load(path, map_location="cpu", weights_only=True)
         found = content.get("script")
     except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
-        what = f"is not a checkpoint, or is truncated ({type(error).__name__})"
-        if code := regex.search(r"GLOBAL (\S+)", str(error)):  # what torch does not load
-            what = f"holds a {code[1]}, but may hold tensors and numbers only"
-        fail(f"{path} {what}")
+        fail(f"{path} is not a checkpoint, is truncated, or holds more than tensors and numbers "
+             f"({type(error).__name__})")  # fmt: skip
     if script not in (None, found):
         fail(f"{path} is not a checkpoint.pth or model_N.pth of {script}.py")
     return content
 
 
 # Flags that may change on resuming: where things are, how fast it goes, and what is measured. Of
-# --data, which may be spelled otherwise, `restore` compares the size.
-RESUME_CAN_CHANGE = """output data root fresh workers amp compile accumulate log_every
+# --data, which may be spelled otherwise, `check_data` compares the content.
+RESUME_CAN_CHANGE = """output data root workers amp compile accumulate log_every
 checkpoint_every keep_every validate_every""".split()
 
 
-def start(args):
-    """The first line of main -> the content of checkpoint.pth in --output; {} for a new run
-
-    --fresh removes what an earlier run saved; otherwise its flags must be the same.
+def load_checkpoint(args):
+    """Where a run begins: write args.json -> the content of --output's checkpoint.pth, which the
+    same command wrote; {} for a new run.
     """
-    folder = Path(args.output)
-    if is_main():
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.iterdir() if args.fresh else ():
-            if regex.fullmatch(r"result\.json|(checkpoint|backbone|model_\d+)\.pth", old.name):
-                old.unlink()
-    barrier()
-    if not (folder / "checkpoint.pth").exists():
-        return {}
-    saved = read_checkpoint(folder / "checkpoint.pth", args.script)
-    for name, now in vars(args).items():
-        before = saved["args"].get(name, now)  # a flag may be new
+    path = Path(args.output, "checkpoint.pth")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--output {args.output} cannot be a folder: {error.strerror}")
+    checkpoint = read_checkpoint(path, args.script) if path.exists() else {}
+    for name, before in checkpoint.get("args", {}).items():
+        now = getattr(args, name, before)  # a flag may be gone; fingerprint is none
         if before != now and name not in RESUME_CAN_CHANGE:
-            fail(f"{folder} holds a run with {name.replace('_', '-')} {before}, not {now}: choose "
-                 "another --output, or give --fresh to start over")  # fmt: skip
-    return saved
+            differ = f"--{name.replace('_', '-')} {before}, not {now}".replace("None", "left out")
+            fail(f"{args.output} holds a run with {differ}: choose another --output, or delete the "
+                 "folder to start over")  # fmt: skip
+    if is_main():
+        about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
+        save(path.with_name("args.json"), vars(args) | about)
+    return checkpoint
+
+
+def check_data(args, checkpoint, names, *columns):
+    """Refuse to resume with data of another `fingerprint`, which args keep for the checkpoints."""
+    args.fingerprint = fingerprint(names, *columns)
+    if checkpoint and checkpoint["args"].get("fingerprint") not in (None, args.fingerprint):
+        fail(f"{args.output} holds a run on other photos, captions or labels: choose another "
+             "--output, or delete the folder to start over")  # fmt: skip
 
 
 def once(args, name, make):
@@ -807,63 +812,52 @@ def once(args, name, make):
     return path
 
 
-def restore(args, saved, data, iters, **parts):
-    """Write args.json; restore model, optimizer... of a resumed run -> the iterations it has done
+def restore(args, checkpoint, iters, parts):
+    """Give the parts, which `save_checkpoint` got, their states -> the iterations that are done
 
-    saved: from `start`.  data: of the same size as before.  iters: the whole length. The result
-    has the same bits as an uninterrupted run (one process on a CPU).
+    The result has the same bits as an uninterrupted run (one process on a CPU).
     """
-    args.photos = len(data)
-    args.captions = int(data.captions.ends[-1]) if hasattr(data, "captions") else 0
-    about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
-    if is_main():
-        save(f"{args.output}/args.json", vars(args) | about)
-    if not saved:
+    if not checkpoint:
         return 0
-    for what in "photos", "captions":
-        before, now = saved["args"].get(what), getattr(args, what)
-        if before not in (None, now):
-            fail(f"{args.output} holds a run on {before} {what}, not {now}")
     for name, part in parts.items():
-        if saved[name]:  # a scaler that was not in use has no state
-            part.load_state_dict(saved[name])
-    print_main(f"{args.output}: {saved['iteration']} of {iters} iterations are done")
-    return saved["iteration"]
-
-
-DIVERGED = "the last checkpoint is kept. Try a lower --lr, a longer --warmup, or --amp off"
+        if checkpoint[name]:  # a scaler that was not in use has no state
+            part.load_state_dict(checkpoint[name])
+    print_main(f"{args.output}: {checkpoint['iteration']} of {iters} iterations are done")
+    return checkpoint["iteration"]
 
 
 def save_checkpoint(args, name, iteration, parts, **more):
     """Write {name: what has a state_dict} and `more`, unless a weight is infinite or NaN."""
     if is_main():
         content = {part: module.state_dict() for part, module in parts.items()}
-        if not all(value.isfinite().all() for value in content["model"].values()):
-            fail(f"a weight is not finite at iteration {iteration}: {DIVERGED}")
+        check_finite(args, iteration, *content["model"].values())
         content |= {"script": args.script, "args": vars(args), "iteration": iteration}
+        content["logged"] = os.path.getsize(f"{args.output}/metrics.jsonl")
         save(Path(args.output, name), content | more)
 
 
-class Metrics:
+def check_finite(args, iteration, *values):
+    """Of weights, or of the loss"""
+    if not all(value.isfinite().all() for value in values):
+        amp = "" if args.amp == "off" else ", or --amp off"
+        fail(f"the loss or a weight is not finite at iteration {iteration}: the last checkpoint is "
+             f"kept. Try a lower --lr, a longer --warmup{amp}")  # fmt: skip
+
+
+class Log:
     """metrics.jsonl: a line for each log interval, with means over it (docs/output.md)"""
 
-    def __init__(self, args, done):
-        self.batch_size = args.batch_size
-        self.path = Path(args.output, "metrics.jsonl")
-        self.losses = defaultdict(list)
-        self.waited = 0.0  # seconds for photos, since the time and iteration of the last line
-        self.time, self.iteration = time.perf_counter(), done
-        if is_main():  # lines after the checkpoint come again; half a line is of a killed run
-            text = self.path.read_text() if done and self.path.exists() else ""
-            lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-            save(self.path, "".join(x for x in lines if json.loads(x)["iteration"] <= done))
+    def __init__(self, args, checkpoint):
+        self.args = args
+        self.begin(checkpoint.get("iteration", 0))
+        if is_main():
+            with open(f"{args.output}/metrics.jsonl", "a") as file:  # later lines will come again
+                file.truncate(min(file.tell(), checkpoint.get("logged", 0)))
 
-    def wait_for(self, batches):
-        """-> the next batch; the time that it takes is counted for data_wait"""
-        asked = time.perf_counter()
-        batch = next(batches)
-        self.waited += time.perf_counter() - asked
-        return batch
+    def begin(self, iteration):
+        self.losses = defaultdict(list)
+        self.waited = 0.0  # seconds for batches, counted in main
+        self.time, self.iteration = time.perf_counter(), iteration
 
     def add(self, **losses):
         """Scalar losses of a micro-batch: the next line has their means, also over processes."""
@@ -873,31 +867,35 @@ class Metrics:
     def means(self, iteration):
         """-> {"loss": ..., "images_per_s", "data_wait"} since the last line; synchronises once"""
         means = torch.stack([torch.stack(losses).mean() for losses in self.losses.values()])
-        row = dict(zip(self.losses, gather(means[None]).mean(0).tolist()))
-        if not math.isfinite(row["loss"]):
-            fail(f"the loss is not finite at iteration {iteration}: {DIVERGED}")
+        means = gather(means[None]).mean(0).cpu()
+        check_finite(self.args, iteration, means)
+        row = dict(zip(self.losses, means.tolist()))
         seconds = time.perf_counter() - self.time
-        row["images_per_s"] = (iteration - self.iteration) * self.batch_size / seconds
+        row["images_per_s"] = (iteration - self.iteration) * self.args.batch_size / seconds
         row["data_wait"] = self.waited / seconds  # an upper bound on GPUs, which work meanwhile
         return row
 
     def write(self, iteration, row):
         """Append a line. The time since `means`, spent on validation, is not counted."""
-        self.losses.clear()
-        self.waited = 0.0
-        self.time, self.iteration = time.perf_counter(), iteration
+        self.begin(iteration)
         if is_main():
             rounded = {name: float(f"{value:.6g}") for name, value in row.items()}
-            with open(self.path, "a") as file:
+            with open(f"{self.args.output}/metrics.jsonl", "a") as file:
                 file.write(json.dumps({"iteration": iteration, **rounded}) + "\n")
 
 
-def write_result(args, data, **result):
-    """Write result.json, the scores of the method's own task; print how to measure the backbone."""
-    save(f"{args.output}/result.json", result)
-    labels = ["--data", args.data, *(["--root", args.root] if args.root else [])]
-    if not data.tag_names:
-        labels = "--data", "folder", "--root", "LABELLED_PHOTOS"
-    size = "--image-size", str(args.image_size)
-    command = "--weights", f"{args.output}/backbone.pth", "random", *size, *labels
-    print_main(f"measure it: python eval_linear.py {shlex.join(command)}")
+def end_run(args, backbone, data):
+    """The last line of main: write backbone.pth, say how to measure it, and leave together
+
+    data: CaptionData, whose tags can be measured on
+    """
+    if is_main():
+        weights = f"{args.output}/backbone.pth"
+        save_weights(weights, backbone)
+        root = ["--root", args.root] if args.root else []
+        labels = "folder", "--root", "LABELLED_PHOTOS"
+        if data.tag_names or args.data == "coco":
+            labels = args.data, *root
+        command = "--weights", weights, "random", "--data", *labels
+        print_main(f"measure it: python eval_linear.py {shlex.join(command)}")
+    end_distributed()

@@ -301,14 +301,13 @@ def label_data(name, root, split):
     elif name == "voc07":
         data = LabelData(*common.extra("voc07").labels(root or "datasets/voc07", split))
     else:
-        captioned = common.caption_data(name, root, split)
+        captioned = common.caption_data(name, root, split, tags=True)
         if not captioned.tag_names:
             fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
         labels = np.zeros((len(captioned), len(captioned.tag_names)), np.int8)
         for row, tags in zip(labels, captioned.tags):
             row[tags] = 1
         data = LabelData(captioned.images, labels, captioned.tag_names, captioned.open)
-    common.require_decodable(data)
     return data
 
 
@@ -435,7 +434,7 @@ class CentralSquares(Dataset):
             [image] = common.read_crops(self.data, i, [self.crop], self.size)
             return image, True
         except common.Unreadable as error:
-            common.report_once(f"cannot decode {error}", ": left out")
+            common.report_once(f"cannot decode {error}: left out")
             return np.zeros((self.size, self.size, 3), np.uint8), False
 
 

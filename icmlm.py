@@ -43,6 +43,7 @@ and train its attention first (--warmup-attention 0.25). A finished run is in do
 import argparse
 import math
 import os
+import time
 from array import array
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -144,7 +145,6 @@ def get_args(argv=None):
 
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
     add("--seed", type=int, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
     add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
@@ -167,14 +167,14 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    torch.set_float32_matmul_precision("high")  # TF32, which --amp off needs on GPUs
-    saved = common.start(args)  # by an earlier run of the same command, which resumes
-    init = {} if saved else common.read_init(args)
+    checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
+    init = {} if checkpoint else common.read_init(args)
 
     # Data: the frozen language model, and one triplet for each word that can be masked.
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    if not saved:
+    common.check_data(args, checkpoint, train.images, train.captions, train.tags)
+    if not checkpoint:
         common.require_spaces(train.all_captions())
     lm_name = args.lm
     if lm_name == "scratch":
@@ -199,29 +199,31 @@ def main(args):
     optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    start = common.restore(args, saved, train, iters, **parts)
+    done = common.restore(args, checkpoint, iters, parts)
     if args.compile:
         model.backbone.compile()
 
     frozen_iters = int(args.warmup_attention * iters)
-    batches = common.train_batches(triplets, collate, args, device, start)
-    metrics = common.Metrics(args, start)
-    bar = progress(range(start + 1, iters + 1), initial=start, total=iters, unit=" its")
+    batches = common.train_batches(triplets, collate, args, device, done)
+    log = common.Log(args, checkpoint)
+    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
-        if iteration in (start + 1, frozen_iters + 1):  # at first, and to unfreeze the backbone
-            parallel = freeze_and_wrap(model, frozen=iteration <= frozen_iters)  # [App. F.1]
+        if iteration in (done + 1, frozen_iters + 1):  # at first, and to unfreeze the backbone
+            ddp = freeze_and_wrap(model, frozen=iteration <= frozen_iters)  # [App. F.1]
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
         for part in range(args.accumulate):
-            batch = metrics.wait_for(batches)
+            asked = time.perf_counter()
+            batch = next(batches)
+            log.waited += time.perf_counter() - asked
             # DDP averages the gradients of all processes, once: after the last micro-batch.
-            parallel.require_backward_grad_sync = part == args.accumulate - 1
+            ddp.require_backward_grad_sync = part == args.accumulate - 1
             images = common.augment(batch["images"], batch["jitter"])  # (B, 3, size, size)
             mask = batch["attention_mask"]  # (B, T)
             token_features = lm.encode(batch["tokens"], mask)  # W: (B, T, d_w)
             with common.autocast(device, args.amp):  # logits (B, |V|), tag logits (B, K)
-                logits, tag_logits = parallel(images, token_features, mask, batch["mask_pos"])
+                logits, tag_logits = ddp(images, token_features, mask, batch["mask_pos"])
             # Eqs. 6, 7: softmax over the vocabulary, mean over the batch's triplets [App. F.1].
             losses = {"mlm": F.cross_entropy(logits.float(), batch["target"])}
             loss = losses["mlm"]
@@ -229,32 +231,31 @@ def main(args):
                 losses["tp"] = tag_loss(tag_logits, batch["tags"])  # Eq. 2
                 loss = loss + args.lambda_tp * losses["tp"]  # Eq. 8
             scaler.scale(loss / args.accumulate).backward()
-            metrics.add(loss=loss, **losses)
+            log.add(loss=loss, **losses)
         scaler.step(optimizer)
         scaler.update()
 
         last = iteration == iters
+        validate_now = iteration % args.validate_every == 0 or last
+        if iteration % args.log_every == 0 or validate_now:
+            row = log.means(iteration)
+            row["lr"] = args.lr * lr_scale
+            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            if validate_now and common.is_main():
+                more = [args.proxy_triplets] if last else []
+                scores = validate(model, lm, val_triplets, args, device, *more)
+                losses = scores["validation_loss"]
+                row |= {f"validation_{name}": loss for name, loss in losses.items()}
+                if last:
+                    common.save(f"{args.output}/result.json", scores)
+            log.write(iteration, row)
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, concepts=concepts)
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, concepts=concepts)
-        validate_now = iteration % args.validate_every == 0 and not last
-        if iteration % args.log_every == 0 or validate_now:
-            row = metrics.means(iteration)
-            row["lr"] = args.lr * lr_scale
-            if validate_now and common.is_main():
-                scores = validate(model, lm, val_triplets, args, device)["validation_loss"]
-                row |= {f"validation_{name}": score for name, score in scores.items()}
-            metrics.write(iteration, row)
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
 
-    # The backbone is the result; eval_linear.py says what it is worth.
-    if common.is_main():
-        common.save_weights(f"{args.output}/backbone.pth", model.backbone)
-        scores = validate(model, lm, val_triplets, args, device, args.proxy_triplets)
-        common.write_result(args, train, **scores)
-    common.end_distributed()
+    common.end_run(args, model.backbone, train)  # eval_linear.py says what the backbone is worth
 
 
 def freeze_and_wrap(model, frozen):

@@ -47,6 +47,7 @@ import copy
 import json
 import math
 import os
+import time
 from functools import partial
 from pathlib import Path
 
@@ -154,7 +155,6 @@ def get_args(argv=None):
 
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
     add("--seed", type=int, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
     add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
@@ -175,13 +175,13 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    torch.set_float32_matmul_precision("high")  # TF32, which --amp off needs on GPUs
-    saved = common.start(args)  # by an earlier run of the same command, which resumes
-    init = {} if saved else common.read_init(args)
+    checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
+    init = {} if checkpoint else common.read_init(args)
 
     # Data: some photos may have no captions or no tags [Sec. 3.2, end].
     bn_group = batchnorm_group(args)
-    annotated = common.caption_data(args.data, args.root, args.train_split)
+    annotated = common.caption_data(args.data, args.root, args.train_split, tags=True)
+    common.check_data(args, checkpoint, annotated.images, annotated.captions, annotated.tags)
     train, lambda_tag = usable_photos(args, annotated)
     num_tags = len(train.tag_names) if lambda_tag else 0
     translations = read_backtranslations(args, train)
@@ -198,7 +198,7 @@ def main(args):
     torch.manual_seed(args.seed)
     encoders = build_encoders(args, bert_config)
     backbone = encoders["image"].trunk[0]
-    if pretrained and not saved:
+    if pretrained and not checkpoint:
         load_pretrained(encoders["caption"].trunk.bert, pretrained)
     common.load_init(init, nn.ModuleDict({"queries": encoders}), backbone)
     model = MultimodalContrastive(encoders, queue_size, num_tags, bn_group)
@@ -208,16 +208,16 @@ def main(args):
     optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    start = common.restore(args, saved, train, iters, **parts)
+    done = common.restore(args, checkpoint, iters, parts)
     if args.compile:
         model.queries["image"].trunk.compile()
         model.keys["image"].trunk.compile()
-    parallel = common.data_parallel(model).train()
+    ddp = common.data_parallel(model).train()
 
     photos = TwoViews(train, translations, args)
-    batches = common.train_batches(photos, partial(collate, tokenizer), args, device, start)
-    metrics = common.Metrics(args, start)
-    bar = progress(range(start + 1, iters + 1), initial=start, total=iters, unit=" its")
+    batches = common.train_batches(photos, partial(collate, tokenizer), args, device, done)
+    log = common.Log(args, checkpoint)
+    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)  # [Sec. 4.1]
         common.set_lr(optimizer, lr_scale)
@@ -226,7 +226,9 @@ def main(args):
 
         # The keys of all micro-batches at once: they need no gradient, and shuffled batch norm sees
         # the whole batch. (From here on dropout continues from the last micro-batch's seed.)
-        micro_batches = [metrics.wait_for(batches) for _ in range(args.accumulate)]
+        asked = time.perf_counter()
+        micro_batches = [next(batches) for _ in range(args.accumulate)]
+        log.waited += time.perf_counter() - asked
         images_k = torch.cat([augment_view(batch, 1, args) for batch in micro_batches])
         captions_k = [batch.get("captions_k") for batch in micro_batches]
         with common.autocast(device, args.amp):  # {"image_intra": (B, 128), ...}
@@ -234,10 +236,10 @@ def main(args):
 
         for part, batch in enumerate(micro_batches):
             # DDP averages the gradients of all processes, once: after the last micro-batch.
-            parallel.require_backward_grad_sync = part == args.accumulate - 1
+            ddp.require_backward_grad_sync = part == args.accumulate - 1
             images_q = augment_view(batch, 0, args)  # (B, 3, h, w)
             with common.autocast(device, args.amp):
-                queries = parallel(images_q, batch.get("captions_q"))
+                queries = ddp(images_q, batch.get("captions_q"))
             own_keys = {name: key.chunk(args.accumulate)[part] for name, key in keys.items()}
             tags, captioned = batch["tags"], batch["captioned"]  # (B, num_tags) of 0 and 1, (B,)
             losses = contrastive_losses(queries, own_keys, model.queues, tags, captioned, args)
@@ -249,29 +251,27 @@ def main(args):
                 + args.lambda_ci * losses.get("ci", 0)
             )
             scaler.scale(loss / args.accumulate).backward()
-            metrics.add(loss=loss, **losses)
+            log.add(loss=loss, **losses)
         scaler.step(optimizer)
         scaler.update()
         tags = torch.cat([batch["tags"] for batch in micro_batches])
         captioned = torch.cat([batch["captioned"] for batch in micro_batches])
         model.enqueue(keys, tags, captioned, iteration)
 
+        if iteration % args.log_every == 0:
+            row = log.means(iteration)
+            row |= {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
+            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            log.write(iteration, row)
+        if iteration == iters and common.is_main():
+            scores = validate(model.queries, val, tokenizer, args, device) if args.lambda_ic else {}
+            common.save(f"{args.output}/result.json", scores)
         if iteration % args.checkpoint_every == 0 or iteration == iters:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts)
         if args.keep_every and iteration % args.keep_every == 0:
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
-        if iteration % args.log_every == 0:
-            row = metrics.means(iteration)
-            row |= {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
-            metrics.write(iteration, row)
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
 
-    # The backbone is the result; eval_linear.py says what it is worth.
-    if common.is_main():
-        common.save_weights(f"{args.output}/backbone.pth", backbone)
-        scores = validate(model.queries, val, tokenizer, args, device) if args.lambda_ic else {}
-        common.write_result(args, annotated, **scores)
-    common.end_distributed()
+    common.end_run(args, backbone, annotated)  # eval_linear.py says what the backbone is worth
 
 
 # -------------------------------------------------- photos, tags, captions that the losses can use

@@ -35,6 +35,7 @@ scores of the frequencies, train longer, or predict fewer labels: --num-labels, 
 import argparse
 import math
 import os
+import time
 from collections import Counter, defaultdict
 from functools import partial
 
@@ -131,7 +132,6 @@ def get_args(argv=None):
 
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
     add("--seed", type=int, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
     add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
@@ -160,13 +160,14 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    torch.set_float32_matmul_precision("high")  # TF32, which --amp off needs on GPUs
-    saved = common.start(args)  # by an earlier run of the same command, which resumes
-    init = {} if saved else common.read_init(args)
+    checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
+    init = {} if checkpoint else common.read_init(args)
 
     # Data: photos, and labels made from their captions. Photos without a label are left out.
-    train = common.caption_data(args.data, args.root, args.train_split)
-    val = common.caption_data(args.data, args.root, args.val_split)
+    tags = args.labels == "instances"
+    train = common.caption_data(args.data, args.root, args.train_split, tags)
+    val = common.caption_data(args.data, args.root, args.val_split, tags)
+    common.check_data(args, checkpoint, train.images, train.captions, train.tags)
     path = common.once(args, "labels.npz", partial(make_labels, args, (train, val), device))
     names, labels, val_labels = load_labels(path, len(train))  # K names; (N, K) sparse
     train, labels = labelled(train, labels)
@@ -188,63 +189,63 @@ def main(args):
     optimizer = common.build_optimizer(args, model.parameters())
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    start = common.restore(args, saved, train, iters, **parts)
+    done = common.restore(args, checkpoint, iters, parts)
     if args.compile:
         model.compile()
-    parallel = common.data_parallel(model).train()
+    ddp = common.data_parallel(model).train()
 
     photos = LabelledPhotos(train, labels, names, args)
     val_photos = LabelledPhotos(val, val_labels, names, args)
-    batches = common.train_batches(photos, collate, args, device, start)
-    metrics = common.Metrics(args, start)
-    bar = progress(range(start + 1, iters + 1), initial=start, total=iters, unit=" its")
+    batches = common.train_batches(photos, collate, args, device, done)
+    log = common.Log(args, checkpoint)
+    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)  # [App. F.1]
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
         for part in range(args.accumulate):
-            batch = metrics.wait_for(batches)
+            asked = time.perf_counter()
+            batch = next(batches)
+            log.waited += time.perf_counter() - asked
             # DDP averages the gradients of all processes, once: after the last micro-batch.
-            parallel.require_backward_grad_sync = part == args.accumulate - 1
+            ddp.require_backward_grad_sync = part == args.accumulate - 1
             images = common.augment(batch["images"], batch["jitter"])  # (B, 3, h, w)
             targets = batch["targets"]  # (B, K)
             if args.labels == "rotation":
                 images, targets = four_rotations(images)  # (4B, 3, h, w), (4B, 4)
             with common.autocast(device, args.amp):
-                logits = parallel(images)  # (B, K)
+                logits = ddp(images)  # (B, K)
             loss = label_loss(logits, targets, args.labels)
             scaler.scale(loss / args.accumulate).backward()
-            metrics.add(loss=loss)
+            log.add(loss=loss)
         scaler.step(optimizer)
         scaler.update()
 
         last = iteration == iters
+        validate_now = iteration % args.validate_every == 0 or last
+        if iteration % args.log_every == 0 or validate_now:
+            row = log.means(iteration)
+            row["lr"] = args.lr * lr_scale
+            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            if validate_now and common.is_main():
+                scores = validate(model, val_photos, args, device)
+                row |= {f"validation_{name}": score for name, score in scores.items()}
+                result = {"validation": scores}
+                if last and args.labels != "rotation":
+                    frequencies = np.tile(labels.mean(0), (len(val), 1))  # the same for each photo
+                    alone = tag_scores(frequencies, val_labels.toarray(), args.labels)
+                    print_main(f"by label frequencies alone: {alone}")
+                    result["label_frequencies"] = alone
+                if last:
+                    common.save(f"{args.output}/result.json", result)
+            log.write(iteration, row)
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, names=names)
         if args.keep_every and iteration % args.keep_every == 0:
             kept = {"model": model}
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, kept, names=names)
-        validate_now = iteration % args.validate_every == 0 and not last
-        if iteration % args.log_every == 0 or validate_now:
-            row = metrics.means(iteration)
-            row["lr"] = args.lr * lr_scale
-            if validate_now and common.is_main():
-                scores = validate(model, val_photos, args, device)
-                row |= {f"validation_{name}": score for name, score in scores.items()}
-            metrics.write(iteration, row)
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
 
-    # The backbone is the result; eval_linear.py says what it is worth.
-    if common.is_main():
-        common.save_weights(f"{args.output}/backbone.pth", model.backbone)
-        result = {"validation": validate(model, val_photos, args, device)}
-        if args.labels != "rotation":
-            frequencies = np.tile(labels.mean(0), (len(val), 1))  # the same for each photo
-            scores = tag_scores(frequencies, val_labels.toarray(), args.labels)
-            print_main(f"by label frequencies alone: {scores}")
-            result["label_frequencies"] = scores
-        common.write_result(args, train, **result)
-    common.end_distributed()
+    common.end_run(args, model.backbone, train)  # eval_linear.py says what the backbone is worth
 
 
 # --------------------------------------- captions to concepts: this section is copied in icmlm.py

@@ -43,6 +43,7 @@ import io
 import math
 import os
 import re
+import time
 import unicodedata
 from collections import defaultdict
 from functools import partial
@@ -67,7 +68,7 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "crop_min":         (1.0,        0.2,        0.2),         # Sec. 3
     "colour_jitter":    (0.0,        1.0,        1.0),         # official code
     "hidden":           (256,        512,        2048),        # Sec. 4.1
-    "init_std":         (0.06,       0.02,       0.02),        # official code; demo [ours]
+    "init_std":         (None,       None,       0.02),        # official code; None: H^-0.5
     "zero_residual":    (False,      False,      True),        # official code; others [ours]
     "dropout":          (0.0,        0.1,        0.1),         # official code
     "vocab_size":       (10_000,     10_000,     10_000),      # Sec. 3; fewer for few captions
@@ -77,6 +78,7 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "optimizer":        ("adamw",    "sgd",      "sgd"),       # Sec. 3
     "lr":               (2e-3,       0.1,        0.2),         # Sec. 3
     "text_lr":          (5e-4,       0.1,        1e-3),        # Sec. 3
+    "text_iters":       (0,          600,        0),           # small [ours]
     "warmup":           (0.05,       0.02,       0.02),        # Sec. 3: 10K of 500K iterations
     "weight_decay":     (1e-2,       1e-4,       1e-4),        # Sec. 3
     "lookahead_k":      (5,          5,          5),           # Sec. 3
@@ -122,12 +124,12 @@ def get_args(argv=None):
     add("--epochs", type=float, help="instead of --iters: passes over the data")
     add("--lr", type=float, help="peak rate of the backbone; lower if the loss is not finite")
     add("--text-lr", type=float, help="peak rate of heads; 0.05 to 0.1 with SGD on little data")
+    add("--text-iters", type=common.whole, help="in which the heads first read captions alone")
     add("--warmup", type=float, help="of the learning rate, as a fraction of training")
     add("--weight-decay", type=float, help="raise it if photos are few")
 
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
     add("--seed", type=int, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
     add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
@@ -141,22 +143,24 @@ def get_args(argv=None):
     common.apply_recipe(args, "virtex", RECIPES)
     if args.hidden % 64:
         parser.error(f"--hidden {args.hidden} must be a multiple of 64 (A = H / 64 heads)")
+    args.init_std = args.init_std or args.hidden**-0.5  # less, and heads are deaf to the photo
     return args
 
 
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    torch.set_float32_matmul_precision("high")  # TF32, which --amp off needs on GPUs
-    saved = common.start(args)  # by an earlier run of the same command, which resumes
-    init = {} if saved else common.read_init(args)
+    checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
+    init = {} if checkpoint else common.read_init(args)
 
     # Data: photos with at least one caption, and a tokenizer learned from the captions.
-    train = common.caption_data(args.data, args.root, args.train_split)
+    tags = args.task == "multilabel_classification"
+    train = common.caption_data(args.data, args.root, args.train_split, tags)
     train = subset(train, args.fraction, args.captions_per_image, args.seed).captioned()
-    val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    if args.task == "multilabel_classification":
+    val = common.caption_data(args.data, args.root, args.val_split, tags).captioned()
+    if tags:
         train, val = with_tags(train), with_tags(val)
+    common.check_data(args, checkpoint, train.images, train.captions, train.tags)
     tokenizer = load_tokenizer(args, train, init)
     num_outputs = tokenizer.get_piece_size()
     if args.task == "multilabel_classification":
@@ -181,36 +185,42 @@ def main(args):
     backbone = model.visual["cnn"]
     common.load_init(init, model, backbone)
     model.to(device, memory_format=torch.channels_last)
+    if args.text_iters and not (checkpoint or init.get("model") or args.task in CLASSIFICATION):
+        make = partial(language_first, model, train.all_captions(), tokenizer, args, device)
+        heads = torch.load(common.once(args, "heads.pth", make), device, weights_only=True)
+        model.load_state_dict(heads, strict=False)
     groups = parameter_groups(model, args.lr, args.text_lr, args.weight_decay)
     optimizer = common.build_optimizer(args, groups)
     lookahead = LookAhead(optimizer, args.lookahead_k, args.lookahead_alpha)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "lookahead": lookahead, "scaler": scaler}
-    start = common.restore(args, saved, train, iters, **parts)
+    done = common.restore(args, checkpoint, iters, parts)
     if args.compile:
         compile_parts(model)
-    parallel = common.data_parallel(model).train()
+    ddp = common.data_parallel(model).train()
 
     photos = CaptionedPhotos(train, tokenizer, args)
     val_photos = CaptionedPhotos(val, tokenizer, args)
-    batches = common.train_batches(photos, partial(collate, args.task), args, device, start)
-    metrics = common.Metrics(args, start)
+    batches = common.train_batches(photos, partial(collate, args.task), args, device, done)
+    log = common.Log(args, checkpoint)
     words = {"tokenizer": tokenizer.serialized_model_proto()}  # part of each checkpoint
-    bar = progress(range(start + 1, iters + 1), initial=start, total=iters, unit=" its")
+    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup)  # [Sec. 3]
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
         for part in range(args.accumulate):
-            batch = metrics.wait_for(batches)
+            asked = time.perf_counter()
+            batch = next(batches)
+            log.waited += time.perf_counter() - asked
             # DDP averages the gradients of all processes, once: after the last micro-batch.
-            parallel.require_backward_grad_sync = part == args.accumulate - 1
+            ddp.require_backward_grad_sync = part == args.accumulate - 1
             images = common.augment(batch.pop("images"), batch.pop("jitter"))  # (B, 3, h, w)
             with common.autocast(device, args.amp):
-                losses = parallel(images, **batch)
+                losses = ddp(images, **batch)
             loss = sum(losses.values())  # both directions [Eq. 1]
             scaler.scale(loss / args.accumulate).backward()
-            metrics.add(loss=loss, **losses)
+            log.add(loss=loss, **losses)
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         scaler.step(optimizer)
@@ -218,27 +228,24 @@ def main(args):
         lookahead.step()
 
         last = iteration == iters
+        validate_now = iteration % args.validate_every == 0 or last
+        if iteration % args.log_every == 0 or validate_now:
+            row = log.means(iteration)
+            row |= {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
+            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            if validate_now and common.is_main():
+                scores = validate(model, val_photos, args, device)
+                row |= {f"validation_{name}": score for name, score in scores.items()}
+                if last:
+                    common.save(f"{args.output}/result.json", {"validation_loss": scores})
+            log.write(iteration, row)
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, **words)
         if args.keep_every and iteration % args.keep_every == 0:
             kept = {"model": model}
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, kept, **words)
-        validate_now = iteration % args.validate_every == 0 and not last
-        if iteration % args.log_every == 0 or validate_now:
-            row = metrics.means(iteration)
-            row |= {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
-            if validate_now and common.is_main():
-                scores = validate(model, val_photos, args, device)
-                row |= {f"validation_{name}": score for name, score in scores.items()}
-            metrics.write(iteration, row)
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
 
-    # The backbone is the result; eval_linear.py says what it is worth.
-    if common.is_main():
-        common.save_weights(f"{args.output}/backbone.pth", backbone)
-        scores = validate(model, val_photos, args, device)
-        common.write_result(args, train, validation_loss=scores)
-    common.end_distributed()
+    common.end_run(args, backbone, train)  # eval_linear.py says what the backbone is worth
 
 
 # ---------------------------------------------------------------------------- captions to tokens
@@ -331,6 +338,30 @@ def read_tokenizer(path):
     return tokenizer
 
 
+def language_first(model, captions, tokenizer, args, device, path):
+    """Train the heads on captions alone, the image features being zero, and save them in `path`
+
+    Few photos are not to be spent on learning English: from here on, what lowers the loss is what
+    the photo shows. [ours; the other scripts' language models read the captions first, too]
+    """
+    heads = {name: p for name, p in model.named_parameters() if not name.startswith("visual.")}
+    optimizer = torch.optim.AdamW(heads.values(), 1e-3, weight_decay=1e-2)
+    rng = np.random.default_rng(args.seed)
+    no_photo = torch.zeros(64, 1, args.hidden, device=device)  # (B, S, H)
+    for iteration in progress(range(args.text_iters), desc="captions alone", unit=" its"):
+        common.set_lr(optimizer, common.lr_factor(iteration, args.text_iters, warmup=0.1))
+        chosen = [captions[n] for n in rng.integers(len(captions), size=len(no_photo))]
+        samples = [text_sample(caption, tokenizer, args.task, rng) for caption in chosen]
+        batch = {name: x.to(device) for name, x in collate_text(args.task, samples).items()}
+        with common.autocast(device, args.amp):
+            losses = model.text_losses(no_photo, **batch)
+        optimizer.zero_grad()
+        sum(losses.values()).backward()
+        nn.utils.clip_grad_norm_(heads.values(), 1.0)
+        optimizer.step()
+    common.save(path, {name: parameter.detach().cpu() for name, parameter in heads.items()})
+
+
 # --------------------------------------------------------------------------- samples and batches
 
 
@@ -349,13 +380,19 @@ class CaptionedPhotos(common.Photos):
         caption = captions[0] if rng is None else captions[rng.integers(len(captions))]
         if sample["flipped"]:
             caption = common.swap_left_right(caption)  # flipped with the photo [Sec. 3]
-        sample["tokens"] = tokens = [SOS, *self.tokenizer.encode(clean(caption)), EOS][:MAX_LENGTH]
+        rng = rng or np.random.default_rng([self.seed, 0, index])
+        sample |= text_sample(caption, self.tokenizer, self.task, rng)
         if self.task == "multilabel_classification":
             sample["tokens"] = [FIRST_TAG + tag for tag in self.data.tags[index]]
-        if self.task == "masked_lm":
-            rng = rng or np.random.default_rng([self.seed, 0, index])
-            sample["masked"] = mask_tokens(tokens, self.tokenizer.get_piece_size(), rng)
         return sample
+
+
+def text_sample(caption, tokenizer, task, rng):
+    """-> {"tokens": [SOS] caption [EOS]}, for masked_lm also "masked": the same with [MASK]s"""
+    tokens = [SOS, *tokenizer.encode(clean(caption)), EOS][:MAX_LENGTH]
+    if task != "masked_lm":
+        return {"tokens": tokens}
+    return {"tokens": tokens, "masked": mask_tokens(tokens, tokenizer.get_piece_size(), rng)}
 
 
 def mask_tokens(tokens, vocab_size, rng):
@@ -378,18 +415,20 @@ def pad(sequences):
 
 
 def collate(task, samples):
-    """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), and what the task needs
+    """-> images uint8 (B, size, size, 3), jitter (B, 4), and what collate_text returns"""
+    images, jitter = common.stack(samples, "image"), common.stack(samples, "jitter")
+    return {"images": images, "jitter": jitter, **collate_text(task, samples)}
+
+
+def collate_text(task, samples):
+    """-> tokens (B, T), and what the task needs
 
     Target positions are flat indices of the tokens to predict, into tokens[:, 1:], for masked_lm
     into tokens: not padding, nor unknown tokens, which share its id [official code]. Finding them
     on the GPU would synchronise it.
     """
     tokens = pad([sample["tokens"] for sample in samples])
-    batch = {
-        "images": common.stack(samples, "image"),
-        "jitter": common.stack(samples, "jitter"),
-        "tokens": tokens,
-    }
+    batch = {"tokens": tokens}
     if task in ("bicaptioning", "captioning"):
         batch["target_positions"] = flat_indices(tokens[:, 1:] != PAD)
     if task == "bicaptioning":
@@ -457,6 +496,9 @@ class VirTex(nn.Module):
             logits = self.textual["output"](features.mean((2, 3)))
             return {self.task: token_set_loss(logits, tokens)}
         image_features = self.textual.project(features)  # (B, S, H), S = h / 32 * w / 32: N_I
+        return self.text_losses(image_features, tokens, **batch)
+
+    def text_losses(self, image_features, tokens, **batch):
         if self.task == "masked_lm":
             return {"masked_lm": self.masked_loss(image_features, tokens, **batch)}
         return self.caption_losses(image_features, tokens, **batch)

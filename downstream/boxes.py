@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 
 import common
 from common import fail
@@ -82,7 +82,7 @@ def load(name, root, split):
     for image, photo in zip(content["images"], paths):
         if not (image.get("height") and image.get("width")):
             with Image.open(photo) as opened:
-                order = -1 if common.orientation(opened) > 4 else 1
+                order = -1 if opened.getexif().get(0x112, 1) > 4 else 1  # EXIF's orientation
                 image["width"], image["height"] = opened.size[::order]
     return BoxData(content, images, name, path)
 
@@ -220,6 +220,7 @@ class BoxPhotos(common.Photos):
         i = self.rows[index]
         try:  # boxes refer to the photo turned upright, and its size must fit, as in Detectron2
             photo = common.to_rgb(self.data.open(self.data.images[i]))
+            photo = ImageOps.exif_transpose(photo)
             if self.data.sizes[i] not in (photo.size, (None, None)):
                 raise ValueError(f"{photo.size} upright, {self.data.sizes[i]} in the annotations")
         except Exception as error:  # PIL's decoders raise a dozen kinds

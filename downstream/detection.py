@@ -26,6 +26,7 @@ resized without antialiasing; masks are bitmaps, not polygons; batches mix tall 
 
 import argparse
 import importlib.util
+import time
 from functools import partial
 from itertools import islice
 
@@ -142,7 +143,8 @@ def fine_tune(train, val, args, device):
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     if not hasattr(backbone, "layer4"):
         fail(f"{backbone.arch} has no layer1 to layer4: give a ResNet")
-    saved = common.start(args)  # by an earlier run of the same command, which resumes
+    checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
+    common.check_data(args, checkpoint, train.images)
     print_main(f"{args.weights}: {args.iters} iterations at lr {args.lr:g}, into {args.output}")
 
     # Model and optimizer, restored where an earlier run stopped.
@@ -157,28 +159,30 @@ def fine_tune(train, val, args, device):
     optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    start = common.restore(args, saved, train, args.iters, **parts)
+    done = common.restore(args, checkpoint, args.iters, parts)
     if args.compile:
         model.rcnn.backbone.compile(dynamic=True)  # the rest depends on the number of boxes
-    parallel = common.data_parallel(model).train()
+    ddp = common.data_parallel(model).train()
 
     photos = boxes.BoxPhotos(train, boxes.training_rows(train, args.seed))
-    batches = common.train_batches(photos, boxes.collate, args, device, start)
-    metrics = common.Metrics(args, start)
-    bar = progress(range(start + 1, args.iters + 1), initial=start, total=args.iters, unit=" its")
+    batches = common.train_batches(photos, boxes.collate, args, device, done)
+    log = common.Log(args, checkpoint)
+    bar = progress(range(done + 1, args.iters + 1), initial=done, total=args.iters, unit=" its")
     for iteration in bar:
         lr_scale = common.lr_factor(iteration - 1, args.iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
         for part in range(args.accumulate):
-            batch = metrics.wait_for(batches)
+            asked = time.perf_counter()
+            batch = next(batches)
+            log.waited += time.perf_counter() - asked
             # DDP averages the gradients of all processes, once: after the last micro-batch.
-            parallel.require_backward_grad_sync = part == args.accumulate - 1
+            ddp.require_backward_grad_sync = part == args.accumulate - 1
             with common.autocast(device, args.amp):
-                losses = parallel(batch)  # {name: scalar}
+                losses = ddp(batch)  # {name: scalar}
             loss = sum(losses.values())
             scaler.scale(loss / args.accumulate).backward()
-            metrics.add(loss=loss, **losses)
+            log.add(loss=loss, **losses)
         scaler.step(optimizer)
         scaler.update()
 
@@ -190,8 +194,8 @@ def fine_tune(train, val, args, device):
         if args.keep_every and iteration % args.keep_every == 0:
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
         if iteration % args.log_every == 0:
-            row = metrics.means(iteration) | {"lr": args.lr * lr_scale}
-            metrics.write(iteration, row)
+            row = log.means(iteration) | {"lr": args.lr * lr_scale}
+            log.write(iteration, row)
             bar.set_postfix(loss=f"{row['loss']:.3f}")
     if not common.is_main():
         return {}

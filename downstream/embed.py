@@ -39,7 +39,6 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     photos = images_in(args.folder)
-    common.require_decodable(photos)
     Path(args.output).mkdir(parents=True, exist_ok=True)
     default = None if eval_linear.is_file(args.weights) else "resnet50"
     backbone = eval_linear.load_backbone(args.weights, args.arch or default, seed=0)

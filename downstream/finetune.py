@@ -28,6 +28,7 @@ same files as in training (docs/output.md): rerunning the command resumes from i
 import argparse
 import math
 import os
+import time
 
 import numpy as np
 import torch
@@ -91,7 +92,6 @@ def add_run_flags(parser):
     # fmt: off
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--fresh", action="store_true", help="delete the earlier run in --output and start over")
     add("--seed", type=int, default=0, help="random seed")
     add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
@@ -142,7 +142,8 @@ def fine_tune(train, val, args, device):
 
     {} on all processes but the first.
     """
-    saved = common.start(args)  # by an earlier run of the same command, which resumes
+    checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
+    common.check_data(args, checkpoint, train.images, train.labels.tolist())
     usual = RANDOM_LR if args.weights == "random" else LR
     lr = args.lr or usual * args.batch_size / BATCH
     iters = math.ceil(args.epochs * len(train) / args.batch_size)
@@ -156,10 +157,10 @@ def fine_tune(train, val, args, device):
     optimizer = common.build_optimizer(args, model.parameters(), lr=lr)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    start = common.restore(args, saved, train, iters, **parts)
+    done = common.restore(args, checkpoint, iters, parts)
     if args.compile:
         model.compile()
-    parallel = common.data_parallel(model).train()
+    ddp = common.data_parallel(model).train()
 
     # Validate at most once an epoch, after at least five times as many training photos as
     # there are validation photos, and with a line of metrics.jsonl.
@@ -167,23 +168,25 @@ def fine_tune(train, val, args, device):
     lines = math.ceil(max(len(train), 5 * len(val)) / photos_per_line)
     validate_every = lines * args.log_every
     photos = eval_linear.LabelledPhotos(train, args)
-    batches = common.train_batches(photos, eval_linear.collate, args, device, start)
-    metrics = common.Metrics(args, start)
-    bar = progress(range(start + 1, iters + 1), initial=start, total=iters, unit=" its")
+    batches = common.train_batches(photos, eval_linear.collate, args, device, done)
+    log = common.Log(args, checkpoint)
+    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
         lr_scale = common.lr_factor(iteration - 1, iters, steps=steps)
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
         for part in range(args.accumulate):
-            batch = metrics.wait_for(batches)
+            asked = time.perf_counter()
+            batch = next(batches)
+            log.waited += time.perf_counter() - asked
             # DDP averages the gradients of all processes, once: after the last micro-batch.
-            parallel.require_backward_grad_sync = part == args.accumulate - 1
+            ddp.require_backward_grad_sync = part == args.accumulate - 1
             images = common.augment(batch["images"])  # (B, 3, h, w)
             with common.autocast(device, args.amp):
-                logits = parallel(images)  # (B, classes)
+                logits = ddp(images)  # (B, classes)
             loss = eval_linear.classification_loss(logits.float(), batch["labels"])
             scaler.scale(loss / args.accumulate).backward()
-            metrics.add(loss=loss)
+            log.add(loss=loss)
         scaler.step(optimizer)
         scaler.update()
 
@@ -193,13 +196,13 @@ def fine_tune(train, val, args, device):
         if args.keep_every and iteration % args.keep_every == 0:
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
         if iteration % args.log_every == 0:
-            row = metrics.means(iteration)
+            row = log.means(iteration)
             row["lr"] = lr * lr_scale
             if iteration % validate_every == 0 and not last:
                 scores = validate(model, val, args, device)
                 if common.is_main():
                     row["validation_top1"] = scores["top-1"]
-            metrics.write(iteration, row)
+            log.write(iteration, row)
             bar.set_postfix(loss=f"{row['loss']:.3f}")
 
     if common.is_main():

@@ -109,8 +109,8 @@ def tagged_photos(args):
 
     Names are the --num-tags most frequent tags of the training photos, most frequent first.
     """
-    train = common.caption_data(args.data, args.root, args.train_split)
-    val = common.caption_data(args.data, args.root, args.val_split)
+    train = common.caption_data(args.data, args.root, args.train_split, tags=True)
+    val = common.caption_data(args.data, args.root, args.val_split, tags=True)
     if args.fraction < 1:
         order = np.random.default_rng(args.seed).permutation(len(train))
         count = max(1, round(args.fraction * len(train)))

@@ -147,7 +147,7 @@ def run_here(command):
     """Run a script in this process -> what it printed."""
     script, *flags = map(str, command)
     module = importlib.import_module(script.removesuffix(".py"))
-    common.reported[:] = bytes(len(common.reported))  # as in a process of its own
+    common.report_once.cache_clear()  # as in a process of its own
     with contextlib.redirect_stdout(io.StringIO()) as output:
         module.main(module.get_args(flags))
     return output.getvalue()
@@ -202,7 +202,7 @@ def pytest_pyfunc_call(pyfuncitem):
     return True
 
 
-def kill_at(iteration, command, owner=common.Metrics, name="write"):
+def kill_at(iteration, command, owner=common.Log, name="write"):
     """Run a script in a process that SIGKILL ends as soon as it has logged this iteration.
 
     None: after the first call of another function, owner.name
@@ -228,9 +228,9 @@ def in_two_processes(function, *given):
     """
     models, restore, end, results = [], common.restore, common.end_distributed, FORK.SimpleQueue()
 
-    def kept(*given, **parts):
+    def kept(args, checkpoint, iters, parts):
         models.append(parts["model"])
-        return restore(*given, **parts)
+        return restore(args, checkpoint, iters, parts)
 
     def compared():
         for model in models if common.world_size() == 2 else ():

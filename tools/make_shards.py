@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from PIL import ImageOps
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
@@ -82,7 +83,7 @@ def write_shards(args, split):
     """Decode the photos of a split on all cores, and write them in order."""
     if glob.glob(f"{args.output}/{split}-*.tar"):
         fail(f"{args.output} holds shards of {split}: delete them or change --output")
-    data = common.caption_data(args.data, args.root, split)
+    data = common.caption_data(args.data, args.root, split, tags=True)
     with multiprocessing.Pool() as pool:
         photos = readable_photos(data, args.side, split, pool)
         count = 0
@@ -119,7 +120,7 @@ def jpeg(open_photo, side, place):
             content = image.fp.read()
             image.load()  # raises if the file is truncated
             return content, None
-        image = common.to_rgb(image)
+        image = ImageOps.exif_transpose(common.to_rgb(image))
         if not small:
             scale = side / min(image.size)
             size = [round(scale * length) for length in image.size]
