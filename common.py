@@ -758,7 +758,7 @@ def read_checkpoint(path, script=None):
         found = content.get("script")
     except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
         fail(f"{path} is not a checkpoint, is truncated, or holds more than tensors and numbers "
-             f"({type(error).__name__})")  # fmt: skip
+             f"({type(error).__name__}): torch.save(model.state_dict(), FILE) saves only these")
     if script not in (None, found):
         fail(f"{path} is not a checkpoint.pth or model_N.pth of {script}.py")
     return content

@@ -30,7 +30,7 @@ SPLITS = {
 }
 ENDING = re.compile(r"(?i)\.(jpe?g|png|webp|gif|bmp|tiff?)$")
 ENTITY = re.compile(r"&#?\w+;")
-INVISIBLE = regex.compile(r"(?V1)[\p{Cf}\p{Cs}\u115f\u1160\u2800\u3164\uffa0--[\u200c\u200d]]")
+INVISIBLE = regex.compile(r"[\p{Cs}\u115f\u1160\u2800\u3164\uffa0]")  # \p{Cs}: half emojis
 LIGATURE = re.compile("[\ufb00-\ufb06]")
 LINE = re.compile(r"(?i)(\S.*\.(jpe?g|png)(#\d+)?|ROCO\w*)\t")  # of token.txt: it has no header
 
@@ -65,9 +65,7 @@ def short(value):
 
 
 def clean(text):
-    """Without HTML's entities, ligatures, and what is invisible or half an emoji; composed, with
-    single spaces. Joiners stay: Persian, Hindi and emojis need them.
-    """
+    """Without HTML's entities, ligatures, what is invisible (see also one_line) or half an emoji"""
     text = ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
     text = LIGATURE.sub(lambda letters: unicodedata.normalize("NFKC", letters[0]), text)
     return common.one_line(INVISIBLE.sub("", text))

@@ -232,6 +232,9 @@ OTHERS = {
     "MoCo v2": ("state_dict", "module.encoder_q.", "module.encoder_q.fc.2.bias module.encoder_k.x"),
     "SwAV": (None, "module.", "module.projection_head.0.weight module.prototypes.weight"),
     "DINO": ("teacher", "backbone.", "head.mlp.0.weight head.last_layer.weight_v"),
+    "Lightning": ("state_dict", "model.backbone.", "model.head.weight"),
+    "compiled": ("model_state_dict", "_orig_mod.net.", "_orig_mod.head.weight"),
+    "open_clip": ("state_dict", "module.visual.trunk.", "module.text.ln_final.weight"),
 }
 
 
@@ -251,4 +254,13 @@ def test_checkpoints_of_others(key, prefix, more, tmp_path):
     assert all(torch.equal(x, state[name]) for name, x in loaded.state_dict().items())
     torch.save(state | {"layer4.9.conv1.weight": torch.zeros(2)}, tmp_path / "x.pth")
     with pytest.raises(SystemExit, match=r"is no resnet18 .*\['layer4.9.conv1.weight'\] differ"):
+        checkpoints.load_backbone(tmp_path / "x.pth")
+
+
+@pytest.mark.parametrize("save", (torch.save, torch.jit.save))
+def test_what_is_no_state_dict(save, tmp_path):
+    """A whole module and TorchScript: how to save them instead"""
+    module = torch.nn.Linear(2, 2)
+    save(module if save is torch.save else torch.jit.script(module), str(tmp_path / "x.pth"))
+    with pytest.raises(SystemExit, match=r"torch.save\(model.state_dict\(\), FILE\)"):
         checkpoints.load_backbone(tmp_path / "x.pth")

@@ -28,7 +28,6 @@ from pathlib import Path
 import regex
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import common
 from common import fail, print_main
 from extras.caption_files import (
     ENDING,
@@ -190,7 +189,7 @@ def captions_of(row, columns, notes):
         if is_empty(cleaned) or not regex.search(r"[\p{L}\p{So}]", cleaned):
             notes["captions without a letter"].append(repr(text))
             continue
-        if cleaned != common.one_line(text):
+        if cleaned != " ".join(text.split()):
             notes["captions cleaned, and kept"].append(repr(text))
         captions.append(cleaned)
     return captions
