@@ -92,16 +92,16 @@ def get_args(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     baselines.add_flags(parser, DATA)
     add = parser.add_argument_group("model and optimisation").add_argument
-    add("--image-size", type=int, help="shorter side; training draws smaller ones, too")
+    add("--image-size", type=common.count, help="shorter side; training draws smaller ones, too")
     add("--model", choices=("fpn", "c4"), help="feature pyramid, or layer3 alone [Sec. 4.3]")
     add("--frozen-bn", action="store_true", help="freeze batch norm [Sec. 4.3, LVIS]")
     add("--schedule", choices=["9x"], help="from scratch: longer, batch norm in the heads [Tab. 1]")
-    add("--batch-size", type=int, help="photos per iteration over all processes")
-    add("--iters", type=int, help="training iterations")
-    add("--lr", type=float, help="peak learning rate; lower it if the loss is not finite")
-    add("--rois", type=int, help="RoIs per training photo; fewer save memory")
-    add("--min-score", type=float, help="lowest score of a detection [Tabs. 7, 8]")
-    add("--bn-batches", type=int, help="batches for precise BN; fewer are faster")
+    add("--batch-size", type=common.count, help="photos per iteration over all processes")
+    add("--iters", type=common.count, help="training iterations")
+    add("--lr", type=common.positive, help="peak learning rate; lower it if the loss is not finite")
+    add("--rois", type=common.count, help="RoIs per training photo; fewer save memory")
+    add("--min-score", type=common.fraction, help="lowest score of a detection [Tabs. 7, 8]")
+    add("--bn-batches", type=common.count, help="batches for precise BN; fewer are faster")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off, as in Detectron2")
     # fmt: on
     finetune.add_run_flags(parser)
@@ -144,7 +144,7 @@ def fine_tune(train, val, args, device):
     if not hasattr(backbone, "layer4"):
         fail(f"{backbone.arch} has no layer1 to layer4: give a ResNet")
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    common.check_data(args, checkpoint, train.images)
+    common.check_data(args, checkpoint, train.images, train.objects)
     print_main(f"{args.weights}: {args.iters} iterations at lr {args.lr:g}, into {args.output}")
 
     # Model and optimizer, restored where an earlier run stopped.

@@ -139,6 +139,7 @@ def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
     truth = dict(enumerate(data.captions))
     fake.compute_score.assert_called_with(truth, {n: [text] for n, text in enumerate(captions)})
     assert lines == [
+        f"{tmp_path / 'model_10.pth'}: trained on coco",
         f"cannot decode {broken} (Truncated File Read): left out",
         f"{photos[0]}: {captions[0]}  ({pictures[0]})",
         f"{photos[1]}: {captions[1]}  ({pictures[1]})",

@@ -4,8 +4,10 @@ import argparse
 import io
 import itertools
 import json
+import sys
 import tarfile
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from conftest import OWN, TINY, in_two_processes, kill_at, refusal, run_here
 from PIL import Image
 
 import common
-from extras import checkpoints, shards
+from extras import checkpoints, shards, spacy_tagger
 from tools import make_shards
 
 
@@ -264,3 +266,18 @@ def test_what_is_no_state_dict(save, tmp_path):
     save(module if save is torch.save else torch.jit.script(module), str(tmp_path / "x.pth"))
     with pytest.raises(SystemExit, match=r"torch.save\(model.state_dict\(\), FILE\)"):
         checkpoints.load_backbone(tmp_path / "x.pth")
+
+
+@pytest.mark.parametrize("spacy", (None, MagicMock(load=MagicMock(side_effect=OSError("E050")))))
+def test_spacy_or_its_model_is_missing(spacy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "spacy", spacy)
+    with pytest.raises(SystemExit, match="python -m spacy download en_core_web_sm"):
+        next(spacy_tagger.tag_words([["a", "dog"]]))
+
+
+def test_a_folder_without_an_index(tmp_path):
+    """--data FOLDER says which tool makes what it needs."""
+    (tmp_path / "1.jpg").write_bytes(RED)
+    line = refusal(["virtex.py", "--data", tmp_path, "--output", tmp_path / "run"])
+    assert f"KEY.jpg with captions in KEY.txt: python tools/to_jsonl.py {tmp_path}. " in line
+    assert f"python tools/make_shards.py --index-only '{tmp_path}/*.tar'" in line

@@ -53,8 +53,8 @@ def get_args(argv=None):
     add("--index-only", metavar="SHARDS", help="index existing shards: path with {00..99}, * or ?; "
         "without {split}, one shard in twenty (at most 5) becomes the split val")  # fmt: skip
     add("--splits", nargs="+", help="default train2017 val2017 for coco, else train val")
-    add("--side", type=int, help="shrink photos to this shorter side, in pixels")
-    add("--per-shard", type=int, default=5000, help="photos per shard")
+    add("--side", type=common.count, help="shrink photos to this shorter side, in pixels")
+    add("--per-shard", type=common.count, default=5000, help="photos per shard")
     add("--output", default="shards", help="folder for the shards and the index")
     args = parser.parse_args(argv)
     year = "2017" if args.data == "coco" else ""
