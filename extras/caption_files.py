@@ -116,8 +116,12 @@ def parquet_rows(path, photo_folder):
         from pyarrow import parquet
     except ModuleNotFoundError:
         fail(f"{path}: this format needs a package: python -m pip install pyarrow")
+    try:
+        content = parquet.ParquetFile(path)
+    except ValueError as error:  # of pyarrow, say for what Git LFS leaves in place of a file
+        fail(f"{path} is not in this format: {error}")
     rows = []
-    for batch in parquet.ParquetFile(path).iter_batches(100):
+    for batch in content.iter_batches(100):
         for row in batch.to_pylist():
             for key, value in row.items():
                 content = value.get("bytes") if isinstance(value, dict) else value
@@ -157,10 +161,15 @@ def json_rows(content):
     if {*map(str.lower, content)} <= {*SPLITS}:  # R2Gen
         parts = [(split, json_rows(part)) for split, part in content.items()]
         return [{"split": split, **row} for split, rows in parts for row in rows]
-    if any(map(ENDING.search, content)):
-        return [{"image": name, "captions": captions} for name, captions in content.items()]
-    lists = [part for part in content.values() if isinstance(part, list)]
+    if any(map(ENDING.search, content)) or all(map(str.isdigit, content)):
+        named = {name: part if isinstance(part, dict) else {"captions": part}
+                 for name, part in content.items()}  # fmt: skip
+        return [{"image": name, **row} for name, row in named.items()]
+    parts = [list(part.values()) if isinstance(part, dict) else part for part in content.values()]
+    lists = [part for part in parts if isinstance(part, list)]
     tables = [part for part in lists if part and isinstance(part[0], dict)]
+    if lists and lists == parts and not tables and len({*map(len, parts)}) == 1:  # of pandas
+        return [dict(zip(content, cells)) for cells in zip(*parts)]
     return max(tables, key=len, default=[content])
 
 
@@ -168,7 +177,7 @@ def table_rows(path, text):
     """csv, or another delimiter, as the header tells, which holds no captions"""
     header = text.split("\n", 1)[0]
     delimiter = max(",\t|;", key=header.count)
-    if any(map(ENDING.search, header.replace('"', "").split(delimiter))):
+    if any(map(ENDING.search, re.split(rf"[{delimiter}\s\"]", header))):
         fail(f"{path} has no header, it begins with {short(header)}: add a first line that names "
              f"its columns, such as image{delimiter}caption")  # fmt: skip
     lines = io.StringIO(text, newline="")  # captions may have several lines

@@ -93,6 +93,16 @@ MEANT = {
         },
         "photo: image_path; captions: report; split: split; not used: id",
     ),
+    "a list for each column": (
+        {"a.json": {"image": {"0": "1.jpg", "1": "2.jpg"}, "caption": {"0": "a", "1": "b"}}},
+        {"img/1.jpg": {"captions": ["a"]}, "img/2.jpg": {"captions": ["b"]}},
+        "photo: image; captions: caption\n",
+    ),
+    "numbers of photos as keys": (
+        {"a.json": {"1": ["a", "aa"], "2": {"caption": "b"}}},
+        {"img/1.jpg": {"captions": ["a", "aa"]}, "img/2.jpg": {"captions": ["b"]}},
+        "photo: image; captions: captions, caption\n",
+    ),
     "a file for each split": (
         {"val2014.csv": "image,caption\n2.jpg,b", "train2014.csv": "image,caption\n1.jpg,a"},
         {
@@ -145,6 +155,7 @@ REFUSED = [
     (TOKEN, "--output {root}/file", "must not be the input file"),
     (TOKEN, "--root {root}/none", "{root}/none and its subfolders hold no photo of {root}/file"),
     (CSV, "", "file has no header, it begins with img/1.jpg,"),
+    ("1.jpg a dog\n2.jpg a cat", "", "file has no header, it begins with 1.jpg a dog: add a"),
     (b"PK\3\4\0\0", "", "is no text: give .json, .jsonl, .csv, .tsv, .txt or .parquet"),
     ("[", "", "is not valid JSON: Expecting value"),
     ("{}", "", "needs rows with a name for each cell"),
@@ -222,9 +233,11 @@ def test_parquet_of_hugging_face(convert, tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist(rows), file := io.BytesIO())
     printed, [line] = convert({"train.parquet": file.getvalue()})
     assert "photo: image; captions: caption\n" in printed and line["captions"] == ["a", "b"]
-    assert line["image"].startswith("photos/") and line["image"].endswith("train_000000_image.png")
+    assert line["image"].startswith("photos_photos/") and line["image"].endswith("train_000000_image.png")
     with Image.open(tmp_path / line["image"]) as image:
         assert image.size == (8, 8)
+    message, _ = convert({"train.parquet": "version https://git-lfs.github.com"}, how=refusal)
+    assert "train.parquet is not in this format: Parquet magic bytes" in message
 
 
 def test_parquet_without_its_package(convert, monkeypatch):

@@ -74,7 +74,7 @@ def main(args):
     photos = {}  # path: {"captions", "tags", "split"}
     notes = defaultdict(list)  # what was left out or changed: all examples of it
     for file in files:
-        rows = read_rows(file, output.with_suffix(""))
+        rows = read_rows(file, output.with_name(f"{output.stem}_photos"))
         if len(files) > 1:
             words = re.findall("[a-z]+", file.stem.lower())
             rows = [{"split": split_in([*words, file.parent.name]), **row} for row in rows]
@@ -267,7 +267,8 @@ def write(output, photos, notes):
     output.write_bytes("\n".join([*lines, ""]).encode(errors="replace"))
     counts = {f"photos ({split})": splits[split] for split in splits}
     counts["captions"] = sum(len(row["captions"]) for row in rows)
-    counts["tags"] = sum(len(row.get("tags", [])) for row in rows)
+    tags = sum(len(row.get("tags", [])) for row in rows)
+    counts |= {"tags": tags} if tags else {}
     notes["photos without a caption"] = [row["image"] for row in rows if not row["captions"]]
     for what, examples in notes.items():
         if examples:
