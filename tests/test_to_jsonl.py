@@ -233,7 +233,7 @@ def test_parquet_of_hugging_face(convert, tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist(rows), file := io.BytesIO())
     printed, [line] = convert({"train.parquet": file.getvalue()})
     assert "photo: image; captions: caption\n" in printed and line["captions"] == ["a", "b"]
-    assert line["image"].startswith("photos_photos/") and line["image"].endswith("train_000000_image.png")
+    assert line["image"].startswith("photos_photos/") and line["image"].endswith("_image.png")
     with Image.open(tmp_path / line["image"]) as image:
         assert image.size == (8, 8)
     message, _ = convert({"train.parquet": "version https://git-lfs.github.com"}, how=refusal)
