@@ -15,8 +15,7 @@ statistics are re-estimated after the last iteration (precise BN).
 --root holds VOC2007/ and VOC2012/; or annotations/instances_{split}.json (LVIS: lvis_{split}.json)
 beside train2017/ and val2017/. A VOC split is YEAR_LIST, or several joined by +. On shapes a second
 detector is trained from random initialisation into OUTPUT/random, and the last line compares the
-two (measured: AP50 73 against 39). Rerunning the command resumes from its checkpoint.
-metrics.jsonl logs four loss terms, with masks five. backbone.pth is the fine-tuned backbone.
+two. The same command resumes from its checkpoint. backbone.pth is the fine-tuned backbone.
 
 Scores are COCO's AP (IoU 0.50 to 0.95), AP50 and AP75, on VOC with VOC07's 11 recalls. The papers
 use Detectron2, we torchvision's parts [ours]. Known differences: box losses are smooth L1 with beta
@@ -125,8 +124,7 @@ def main(args):
     if train.masks != val.masks:
         fail("only one of the splits has masks")
     train.content = None  # gigabytes that only scoring needs
-    counts = f"{len(train)} training and {len(val)} validation photos"
-    print_main(f"{counts}, {len(train.names)} classes, on {device}, amp {args.amp}")
+    print_main(f"{len(train)} photos, {len(val)} for validation, {len(train.names)} classes, {device}")
 
     scores = baselines.with_random_baseline(args, lambda run: fine_tune(train, val, run, device))
     if common.is_main():
@@ -167,8 +165,8 @@ def fine_tune(train, val, args, device):
     photos = boxes.BoxPhotos(train, boxes.training_rows(train, args.seed))
     batches = common.train_batches(photos, boxes.collate, args, device, done)
     log = common.Log(args, checkpoint)
-    bar = progress(range(done + 1, args.iters + 1), initial=done, total=args.iters, unit=" its")
-    for iteration in bar:
+    todo = range(done + 1, args.iters + 1)
+    for iteration in progress(todo, initial=done, total=args.iters, unit=" its"):
         lr_scale = common.lr_factor(iteration - 1, args.iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
@@ -194,9 +192,7 @@ def fine_tune(train, val, args, device):
         if args.keep_every and iteration % args.keep_every == 0:
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
         if iteration % args.log_every == 0:
-            row = log.means(iteration) | {"lr": args.lr * lr_scale}
-            log.write(iteration, row)
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            log.write(iteration, log.means(iteration) | {"lr": args.lr * lr_scale})
     if not common.is_main():
         return {}
 
