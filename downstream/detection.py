@@ -124,7 +124,7 @@ def main(args):
     if train.masks != val.masks:
         fail("only one of the splits has masks")
     train.content = None  # gigabytes that only scoring needs
-    print_main(f"{len(train)} photos, {len(val)} for validation, {len(train.names)} classes, {device}")
+    print_main(f"{len(train)} + {len(val)} photos, {len(train.names)} classes, on {device}")
 
     scores = baselines.with_random_baseline(args, lambda run: fine_tune(train, val, run, device))
     if common.is_main():
