@@ -66,7 +66,8 @@ def short(value):
 
 def clean(text):
     """Without HTML's entities, ligatures, what is invisible (see also one_line) or half an emoji"""
-    text = ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
+    for _ in range(2):  # the web's are often escaped twice
+        text = ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
     text = LIGATURE.sub(lambda letters: unicodedata.normalize("NFKC", letters[0]), text)
     return common.one_line(INVISIBLE.sub("", text))
 

@@ -99,6 +99,8 @@ def test_layouts_of_others(tmp_path):
         assert list(data.captions) == [["a&b caf\xe9", "b"], [], [], ["a cat"], []]
         assert {data.open(data.images[i]).size for i in range(5)} == {(16, 12)}
         assert data.tag_names is None
+    printed = run_here(index_command(folder, "*.tar"))
+    assert "a at 3: b.tar: 2 has no photo\n" in printed and "left out 1 texts" in printed
 
 
 def test_wrong_shards(folder):

@@ -10,7 +10,7 @@ from PIL import Image
 
 import common
 
-A, B, C = 'two "red" kites, flying', "cats &quot;play&quot;", "ein Bär im Grünen"
+A, B, C = 'two "red" kites, flying', "cats &amp;quot;play&quot;", "ein Bär im Grünen"
 PAIRS = ("1.jpg", A), ("1.jpg", B), ("2.jpg", C)
 CSV = f'img/1.jpg,"two ""red"" kites, flying"\r\nimg/1.jpg,{B}\r\nimg/2.jpg,{C}\r\n'
 TOKEN = "".join(f"{name}#0\t{text}\n" for name, text in (*PAIRS, ("2.jpg.1", "of no photo")))
@@ -72,6 +72,10 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
     "labels": (
         {"a.csv": SEVERAL}, {"2": ["a cat", "a dog"], "1": ["a bear"]}, '"tags": ["x", "y"]',
     ),
+    "labels that are no words": (
+        {"a.json": [{"image": "1.jpg", "text": "a", "labels": [0, 1, 0]}]}, {"1": ["a"]},
+        "1 lists of numbers, which are no tags, the first: [0, 1, 0]",
+    ),
     "a photo spelled three ways": (
         {"a.csv": THRICE}, {"1": ["a", "b", "c"]},
         "1 rows in another split than their photo's first",
@@ -125,7 +129,7 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
 # The first file, flags, words of the message
 REFUSED = [
     ("where,what\n" + CSV, "", "Name them with --image-column and --caption-column: where, what. "),
-    (TOKEN.encode("latin-1"), "", "is not UTF-8 (byte 75). Convert it"),
+    (TOKEN.encode("latin-1"), "", "is not UTF-8 (byte 79). Convert it"),
     (TOKEN, "--output {root}/file", "must not be the input file"),
     (TOKEN, "--root {root}/none", "{root}/none and its subfolders hold no photo of {root}/file"),
     (CSV, "", "file has no header, it begins with img/1.jpg,"),

@@ -214,17 +214,17 @@ def readable_rows(split, found):
         fail(f"no photo of the split {split} can be read. {report}. Expected: {EXPECTED}")
     if lost:
         counts = " and ".join(f"{count} {kind}" for kind, count in lost.items())
-        print_main(f"{split}: {counts} are broken, see above: left out, shards from there on")
+        print_main(f"{split}: left out {counts}, see above; of shards what comes after the fault")
     return rows
 
 
 def read_shard(path):
     """One shard -> what can be read of it, and its faults
 
-    [(place of a photo, see shards.open_in_shard; its captions; its tags)], and ("shards", message)
-    or ("photos", message), for a photo with a broken text, which is left out
+    [(place of a photo, see shards.open_in_shard; its captions; its tags)], and what is left out:
+    ("shards", message), ("photos", message) of those with a broken text, ("texts", message)
     """
-    photos, faults, keys = [], [], set()
+    photos, faults, keys, alone = [], [], set(), []
     try:
         with tarfile.open(path, "r:") as tar:
             files = filter(is_ours, tar)
@@ -236,6 +236,7 @@ def read_shard(path):
                 by_suffix = {split_name(file.name)[1]: file for file in group}
                 photo = next((by_suffix[suffix] for suffix in PHOTOS if suffix in by_suffix), None)
                 if not photo:
+                    alone += [key] if {"txt", "json"} & by_suffix.keys() else []
                     continue
                 try:
                     texts = read_captions(tar, by_suffix)
@@ -250,6 +251,8 @@ def read_shard(path):
         faults.append(("shards", described(error)))
     if not photos and not faults:
         faults.append(("shards", "it holds no photo"))
+    elif photos:
+        faults += [("texts", f"{key} has no photo") for key in alone]
     return photos, faults
 
 

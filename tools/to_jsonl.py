@@ -45,7 +45,7 @@ from extras.caption_files import (
 PHOTOS = """image image_path img_path image_name image_file file_name filename filepath path file
 img photo picture jpg image_id img_id""".split()
 VAGUE = "name", "id", "key"  # only if no other column has the photo's name
-CAPTIONS = """caption conversation raw sentence text title comment description report finding
+CAPTIONS = """caption conversation raw sentence text description title comment report finding
 prompt txt""".split()
 TAGS = "tag label keyword categorie category classe class finding_label".split()
 SPLIT = "split", "subset", "partition"
@@ -160,7 +160,7 @@ def gather(rows, root, columns, photos, notes):
         if not names:
             notes["rows without a photo"].append(row)
         captions = captions_of(row, columns["captions"], notes)
-        tags = tags_of(row, columns["tags"])
+        tags = tags_of(row, columns["tags"], notes)
         split = split_of(row, columns["split"])
         for path in sum((places[name] for name in names if len(places[name]) == 1), []):
             photo = photos.setdefault(path, {"captions": []})
@@ -206,9 +206,12 @@ def texts(items):
             yield item
 
 
-def tags_of(row, columns):
+def tags_of(row, columns, notes):
     """-> a list of strings; None if the row says nothing about them"""
-    values = list(cells(row, columns))
+    values = [tag.get("name") if isinstance(tag, dict) else tag for tag in cells(row, columns)]
+    if len(values) > 1 and not any(isinstance(value, str) for value in values):
+        notes["lists of numbers, which are no tags"].append(values)
+        return None
     if not columns or values and all(map(is_empty, values)):
         return None
     texts = [text for value in values for text in re.split(r"[|;,]", str(value))]
@@ -226,8 +229,8 @@ def is_empty(cell):
 
 # ------------------------------------------------------------------------------ names to paths
 
-# Which photo has a name: the second way counts where the first finds none, the others if no photo
-# of the file is found otherwise.
+# When a path below the root is the photo of a name. The third and the fourth way count only if the
+# first two find no photo for any name: a missing photo is not to be replaced by its mask.
 WAYS = (
     lambda path, name: path == name,
     lambda path, name: path.endswith(f"/{name}"),
@@ -274,6 +277,8 @@ def write(output, photos, notes):
         if examples:
             counts[f"{what}, the first: {short(examples[0])}"] = len(examples)
     print_main("\n".join(f"{count:7d} {what}" for what, count in counts.items()))
+    if not lines:
+        fail("no photo is left")
     print_main(f"the first line: {lines[0]}")
     print_main(f"python virtex.py --data {shlex.quote(str(output))}")
 
