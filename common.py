@@ -735,9 +735,7 @@ def save_weights(path, module):
 def read_checkpoint(path, script=None):
     """Load a file onto the CPU without running code from it.  script: that must have written it"""
     if not os.path.isfile(path):
-        fail(f"there is no {path}: --weights or --init names another file, and for example python "
-             f"{script or 'virtex'}.py writes one")  # fmt: skip
-    torch.serialization.add_safe_globals([argparse.Namespace])  # DINO's files hold one
+        fail(f"there is no {path}: see --weights and --init; {script or 'virtex'}.py writes one")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         found = content.get("script")
