@@ -92,10 +92,11 @@ def choose_columns(file, rows, root, args):
     keys = list(dict.fromkeys(key for row in rows for key in row))
     some = rows[:1000]
     like_photos = [key for key in keys if any(ENDING.search(str(row.get(key))) for row in some)]
-    kinds = [args.image_column] if args.image_column else [*PHOTOS, *like_photos, *VAGUE]
-    candidates = [found for kind in kinds if (found := columns_of([kind], keys))]
+    named = [columns_of([kind], keys) for kind in (*PHOTOS, *like_photos, *VAGUE)]
+    candidates = [[args.image_column]] if args.image_column else list(filter(None, named))
     captions = args.caption_column or columns_of(CAPTIONS, keys)
-    if not candidates or not captions or not {*captions} <= {*keys}:
+    tags = args.tag_column or columns_of(TAGS, keys)
+    if not candidates or not captions or not {*candidates[0], *captions, *tags} <= {*keys}:
         fail(f"{file}: which columns hold the photo and its caption? Name them with --image-column "
              f"and --caption-column: {', '.join(keys)}. The first row is {short(rows[0])}")
     for photo in candidates:  # the first that leads to a photo
@@ -105,7 +106,6 @@ def choose_columns(file, rows, root, args):
     else:
         fail(f"{root} and its subfolders hold no photo of {file}: see --root and --image-column. "
              f"Tried {', '.join(sum(candidates, []))}, for example {short(names[:1])}")
-    tags = args.tag_column or columns_of(TAGS, keys)
     columns = {"photo": photo, "captions": captions, "tags": tags, "split": columns_of(SPLIT, keys)}
     unused = {"not used": sorted({*keys}.difference(*columns.values()))}
     taken = [f"{what}: {', '.join(names)}" for what, names in (columns | unused).items() if names]
