@@ -129,7 +129,7 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
 # The first file, flags, words of the message
 REFUSED = [
     ("where,what\n" + CSV, "", "Name them with --image-column and --caption-column: where, what. "),
-    (TOKEN, "--tag-column kind", "image, caption. The first row is {{'image': '1.jpg', 'caption': "),
+    (TOKEN, "--tag-column kind", "image, caption. The first row is {{"),
     (TOKEN.encode("latin-1"), "", "is not UTF-8 (byte 79). Convert it"),
     (TOKEN, "--output {root}/file", "must not be the input file"),
     (TOKEN, "--root {root}/none", "{root}/none and its subfolders hold no photo of {root}/file"),
