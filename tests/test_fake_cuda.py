@@ -204,7 +204,7 @@ TRAININGS = {
     ],
     "mmcontrastive": [
         "--lm scratch --bn-splits 4",
-        "--lm scratch --bn-splits 1 --arch vgg16_bn --lambda-tag 0",
+        "--lm scratch --bn-splits 1 --lambda-tag 0",
         "--lambda-tag 0 --lambda-cc 0 --lambda-ic 0 --lambda-ci 0",  # no captions
     ],
 }
@@ -218,7 +218,7 @@ def test_trainings(watch, tiny, tiny_lm, tmp_path, monkeypatch, script):
 
     def language_model(name, device, amp):
         model = transformers.BertForMaskedLM(config).to(device).eval().requires_grad_(False)
-        return tokenizer, icmlm.FrozenLanguageModel(model, amp)
+        return tokenizer, icmlm.LanguageModel(model, amp)
 
     monkeypatch.setattr(icmlm, "load_language_model", language_model)
     monkeypatch.setitem(virtex.RECIPES, "lookahead_k", (2, 2, 2))
