@@ -52,7 +52,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import common
-from common import fail, print_main, progress
+from common import count, fail, fraction, positive, print_main, progress, share, weight, whole
 
 # fmt: off
 RECIPES = {  #           demo        small       paper      (demo, small [ours])
@@ -109,12 +109,13 @@ def get_args(argv=None):
     add("--train-split", help="default train2017 for coco, else train")
     add("--val-split", help="default val2017 for coco, else val")
     add("--tags", choices=TAGS, help="those of --data, or nouns of the captions [Sec. 4.1, 4.4]")
-    add("--workers", type=int, default=min(8, os.cpu_count() // 2), help="more if data_wait > 0.05")
+    add("--workers", type=whole, default=min(8, os.cpu_count() // 2),
+        help="more if data_wait > 0.05")
 
     add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
-    add("--image-size", type=int, help="crop side in pixels; cost grows with its square")
-    add("--crop-min", type=float, help="smallest fraction of a photo's area in a crop")
-    add("--colour-jitter", type=float, help="strength; lower it if captions name colours")
+    add("--image-size", type=count, help="crop side in pixels; cost grows with its square")
+    add("--crop-min", type=share, help="smallest fraction of a photo's area in a crop")
+    add("--colour-jitter", type=weight, help="strength; lower it if captions name colours")
     add("--moco-v1", action="store_true", help="use MoCo v1's colour jitter, and no blur")
     add("--caption-views", choices=CAPTION_VIEWS, help="the second view of the caption: see source")
     add("--backtranslations", help="file that tools/backtranslate.py wrote (default: in --output)")
@@ -123,42 +124,42 @@ def get_args(argv=None):
     add("--arch", choices=ARCHS, help="backbone; take resnet18 for small data or a CPU")
     add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
     add("--lm", help="caption encoder: BERT from the hub or a folder; scratch: random weights")
-    add("--lm-iters", type=common.whole, help="iterations in which --lm scratch first learns words")
-    add("--mlp-hidden", type=common.whole, help="hidden width of the MLPs; 0: linear, as MoCo v1")
-    add("--intra-dim", type=common.whole, default=128, help="width of the space of one modality")
-    add("--inter-dim", type=common.count, default=1024, help="width of the common space")
-    add("--queue", type=common.count, help="K, the keys in a queue; lower it for few photos")
-    add("--momentum", type=common.fraction, help="m, from 0 to below 1; lower it for short runs")
-    add("--bn-splits", type=common.count, help="groups of shuffled batch norm; 1 gives keys away")
+    add("--lm-iters", type=whole, help="iterations in which --lm scratch first learns words")
+    add("--mlp-hidden", type=whole, help="hidden width of the MLPs; 0: linear, as MoCo v1")
+    add("--intra-dim", type=whole, default=128, help="width of the space of one modality")
+    add("--inter-dim", type=count, default=1024, help="width of the common space")
+    add("--queue", type=count, help="K, the keys in a queue; lower it for few photos")
+    add("--momentum", type=fraction, help="m, from 0 to below 1; lower it for short runs")
+    add("--bn-splits", type=count, help="groups of shuffled batch norm; 1 gives keys away")
 
     add = parser.add_argument_group("losses and their weights [Sec. 4.1]").add_argument
-    add("--lambda-ii", type=common.weight, help="weight of Eq. 3, photo to photo")
-    add("--lambda-tag", type=common.weight, help="weight of Eq. 5, photos with common tags")
-    add("--lambda-cc", type=common.weight, default=1.0, help="weight of Eq. 8, caption to caption")
-    add("--lambda-ic", type=common.weight, help="weight of Eq. 11; raise it for short queues")
-    add("--lambda-ci", type=common.weight, help="weight of Eq. 14; raise it for short queues")
-    add("--temperature", type=common.positive, default=0.07, help="tau of Eqs. 3, 5, 8")
-    add("--tag-threshold", type=common.weight, help="epsilon of Eq. 4; 0 if photos have few tags")
+    add("--lambda-ii", type=weight, help="weight of Eq. 3, photo to photo")
+    add("--lambda-tag", type=weight, help="weight of Eq. 5, photos with common tags")
+    add("--lambda-cc", type=weight, default=1.0, help="weight of Eq. 8, caption to caption")
+    add("--lambda-ic", type=weight, help="weight of Eq. 11; raise it for short queues")
+    add("--lambda-ci", type=weight, help="weight of Eq. 14; raise it for short queues")
+    add("--temperature", type=positive, default=0.07, help="tau of Eqs. 3, 5, 8")
+    add("--tag-threshold", type=weight, help="epsilon of Eq. 4; 0 if photos have few tags")
 
     add = parser.add_argument_group("optimisation").add_argument
-    add("--batch-size", type=int, help="photos per iteration over all processes")
-    add("--iters", type=int, help="training iterations; scale them with the data")
-    add("--epochs", type=float, help="instead of --iters: passes over the data")
-    add("--lr", type=float, help="peak rate of the backbone; lower if the loss is not finite")
-    add("--text-lr", type=float, help="of the caption encoder; 4e-5 suits a pretrained BERT")
-    add("--warmup", type=float, help="of the learning rate, as a fraction of training")
-    add("--steps", type=float, nargs="+", help="lr / 10 after these fractions; MoCo v1: 0.6 0.8")
-    add("--weight-decay", type=float, help="raise it if photos are few")
+    add("--batch-size", type=count, help="photos per iteration over all processes")
+    add("--iters", type=count, help="training iterations; scale them with the data")
+    add("--epochs", type=positive, help="instead of --iters: passes over the data")
+    add("--lr", type=positive, help="peak rate of the backbone; lower if the loss is not finite")
+    add("--text-lr", type=weight, help="rate of the caption encoder; 4e-5 suits a pretrained BERT")
+    add("--warmup", type=fraction, help="of the learning rate, as a fraction of training")
+    add("--steps", type=fraction, nargs="+", help="lr / 10 after these fractions; MoCo v1: 0.6 0.8")
+    add("--weight-decay", type=weight, help="raise it if photos are few")
 
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--seed", type=int, default=0, help="random seed")
+    add("--seed", type=whole, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
-    add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
+    add("--accumulate", type=count, default=1, help="micro-batches per batch, if memory is short")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=int, help="iterations between lines of metrics.jsonl")
-    add("--checkpoint-every", type=int, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
+    add("--log-every", type=count, help="iterations between lines of metrics.jsonl")
+    add("--checkpoint-every", type=count, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=count, help="iterations between model_N.pth (early stopping)")
     # fmt: on
     args = parser.parse_args(argv)
     common.apply_recipe(args, "mmcontrastive", RECIPES)
