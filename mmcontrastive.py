@@ -181,8 +181,7 @@ def main(args):
     tagged = args.lambda_tag and args.tags == "annotated"
     annotated = common.caption_data(args.data, args.root, args.train_split, tagged)
     common.check_data(args, checkpoint, annotated.images, annotated.captions, annotated.tags)
-    train = usable_photos(args, annotated)
-    num_tags = len(train.tag_names) if args.lambda_tag and any(train.tags) else 0
+    train, num_tags = usable_photos(args, annotated)
     translations = read_backtranslations(args, train)
     if args.lambda_ic:  # retrieval is measured at the end
         val = common.caption_data(args.data, args.root, args.val_split)
@@ -272,24 +271,25 @@ def main(args):
 
 
 def usable_photos(args, data):
-    """-> CaptionData of the photos that a loss can use
-
-    Only Eqs. 3 and 5 can use photos without a caption [Sec. 3.2, end].
+    """-> CaptionData of photos that a loss can use, of which only Eqs. 3 and 5 take those without
+    a caption [Sec. 3.2, end]; the number of tags in Eq. 5
     """
     if args.tags != "annotated" and args.lambda_tag:
         data = common.extra("nouns").tagged(args, data)
-    tagged = args.lambda_tag and any(data.tags)
-    if args.lambda_tag and not tagged:
+    num_tags = len(data.tag_names) if args.lambda_tag and any(data.tags) else 0
+    if args.lambda_tag and not num_tags:
         if args.recipe != "small":  # the photos of a .jsonl may have none
             fail("--lambda-tag needs tags and no photo has any: annotations/instances_{split}.json "
                  'for coco, "tags" in a .jsonl, --tags nouns, or --lambda-tag 0')  # fmt: skip
         print_main("no photo has tags: Eq. 5 is left out (--tags nouns takes them from captions)")
-    if not (args.lambda_ii or tagged or args.lambda_ic):
+    if not (args.lambda_ii or num_tags or args.lambda_ic):
         fail("--lambda-ii, --lambda-tag, --lambda-ic are 0: nothing trains the backbone")
     if (args.lambda_cc or args.lambda_ic) and not any(data.captions):
         fail("no photo has a caption: with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are "
              "enough (MoCo-v2)")  # fmt: skip
-    return data if args.lambda_ii or tagged else data.captioned()
+    if not (args.lambda_ii or num_tags):
+        data = data.captioned()
+    return data, num_tags
 
 
 def read_backtranslations(args, data):
@@ -416,10 +416,9 @@ def augment_view(batch, n, args):
 
 def blur(images, sigma):
     """Gaussian blur of images (B, 3, size, size), by sigma (B,) pixels each; 0: none [MoCo-v2]"""
-    pixels = torch.arange(images.size(-1), device=images.device, dtype=torch.float32)
-    distance = pixels[:, None] - pixels
+    x = torch.arange(images.size(-1), device=images.device, dtype=torch.float32)
     sigma = sigma.clamp(min=1e-3)[:, None, None]
-    weights = (-0.5 * (distance / sigma) ** 2).softmax(-1)[:, None]  # (B, 1, size, size)
+    weights = (-0.5 * ((x[:, None] - x) / sigma) ** 2).softmax(-1)[:, None]  # (B, 1, size, size)
     blurred = weights @ images.contiguous() @ weights.mT  # over rows and columns
     return blurred.contiguous(memory_format=torch.channels_last)
 
@@ -456,7 +455,7 @@ def build_encoders(args, bert_config=None, bn_group=math.inf):
 class Encoder(nn.Module):
     """A trunk, and a 2-layer MLP for each space -> {name: (B, dim), of unit length} [Sec. 4.1]
 
-    dims: {name: dim} of the spaces.  args: intra_dim (0: they share one MLP [Sec. 4.4]), mlp_hidden
+    dims: {name: dim} of the spaces, which share one MLP if args.intra_dim is 0 [Sec. 4.4]
     """
 
     def __init__(self, trunk, width, dims, args):
@@ -480,10 +479,7 @@ def build_mlp(width, hidden, dim):
 
 
 class CaptionTrunk(nn.Module):
-    """The pooled output of a BERT-like model, or its first token's if it has no pooler
-
-    (2, B, T), tokens and attention mask, from `tokenize` -> (B, d) [Sec. 4.1]
-    """
+    """The pooled output of BERT [Sec. 4.1], of others the first token's: `tokenize` -> (B, d)"""
 
     def __init__(self, config):
         super().__init__()
@@ -501,13 +497,11 @@ class CaptionTrunk(nn.Module):
 
 
 def load_caption_model(args, init, train, device):
-    """-> tokenizer, configuration of BERT, where its weights are (None: random, or in --init)
-
-    Tokenizer and configuration are kept in caption_model/ of --output.
-    """
+    """-> tokenizer, configuration of BERT, where its weights are (None: random, or in --init)"""
     if not (args.lambda_cc or args.lambda_ic):
         return None, None, None
-    folder, weights = Path(args.output, "caption_model"), None
+    folder = Path(args.output, "caption_model")  # keeps tokenizer and configuration
+    weights = None
     if any(name.startswith("queries.caption.") for name in init.get("model", ())):
         source = Path(args.init).parent / "caption_model"
     elif args.lm != "scratch":
@@ -713,19 +707,15 @@ def contrastive_losses(q, k, queues, tags, captioned, args):
 
 def log_probabilities(q, k, queue, tau):
     """The logarithms in Eqs. 3, 5 and 8 -> (B, 1 + K): of the own key, then of the queue's keys"""
-    l_pos, l_neg = similarities(q, k, queue)
-    logits = torch.cat([l_pos, l_neg], 1) / tau
+    logits = torch.cat(similarities(q, k, queue), 1) / tau
     return logits.log_softmax(1)
 
 
 def tag_loss(log_p, tags, queue, threshold):
-    """Eq. 5, with the positives of Eq. 4: the own key, and those of photos with common tags
-
-    log_p: (B, 1 + K).  tags: (B, T) of 0 and 1.  queue: of the keys' tags (K, T) -> (B,)
-    """
+    """Eq. 5.  log_p: (B, 1 + K).  tags: (B, T) of 0 and 1.  queue: of tags (K, T) -> (B,)"""
     common_tags = tags.float() @ queue.keys.T  # (B, K): t_p . t_j
     others = (common_tags > threshold) & queue.valid
-    positives = F.pad(others, (1, 0), value=True)  # Eq. 4: with the own key
+    positives = F.pad(others, (1, 0), value=True)  # Eq. 4: the own key is one
     return -log_p.masked_fill(~positives, 0).sum(1) / positives.sum(1)  # Eq. 5
 
 
@@ -772,10 +762,8 @@ def encode_captions(encoder, tokenizer, captions, args, device, batch_size=256):
 
 
 def validate(encoders, val, tokenizer, args, device):
-    """Retrieval among validation photos [Tab. 7]; {} if none has a caption
-
-    -> {"retrieval": {"images": N, "captions": M, "trained": scores, "random": scores of random
-    similarities}}
+    """Retrieval among validation photos [Tab. 7] -> {"retrieval": {"images": N, "captions": M,
+    "trained": scores, "random": those of random similarities}}; {} if none has a caption
     """
     if not any(val.captions):
         print_main("no validation photo has a caption: retrieval is not measured")
@@ -803,8 +791,7 @@ def retrieval_scores(similarity, image_of_caption):
     """-> {"image to text", "text to image": {"R@1", "R@5", "R@10": percent, "median rank"}}
 
     similarity: (N images, M captions).  image_of_caption: (M,).  An image's rank is its best
-    caption's. Equal similarities share the mean of their ranks: a model that embeds everything
-    alike gets no credit. [ours]
+    caption's. Equal similarities share their mean rank: embedding all alike gets no credit [ours].
     """
     similarity = similarity.nan_to_num(-math.inf)  # NaN embeddings come last
     own = image_of_caption == torch.arange(len(similarity))[:, None]  # (N, M)
