@@ -218,7 +218,7 @@ def test_trainings(watch, tiny, tiny_lm, tmp_path, monkeypatch, script):
 
     def language_model(name, device, amp):
         model = transformers.BertForMaskedLM(config).to(device).eval().requires_grad_(False)
-        return tokenizer, icmlm.FrozenLanguageModel(model, amp)
+        return tokenizer, icmlm.LanguageModel(model, amp)
 
     monkeypatch.setattr(icmlm, "load_language_model", language_model)
     monkeypatch.setitem(virtex.RECIPES, "lookahead_k", (2, 2, 2))

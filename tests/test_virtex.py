@@ -19,7 +19,7 @@ import virtex
 from extras import shapes
 from virtex import EOS, MASK, PAD, SOS, UNK
 
-ZERO_FLAGS = ROOT / "runs/eval_linear/result.json"
+ZERO_FLAGS = ROOT / "runs/eval_linear/shapes-svm-virtex/result.json"
 
 # Different lengths (a batch is padded); unknown tokens, at one of which the first is truncated.
 CAPTIONS = [[SOS, 5, UNK], [SOS, 5, UNK, 7, EOS], [SOS, 9, 4, 6, 4, 8, EOS], [SOS, 10, EOS]]
