@@ -533,21 +533,21 @@ def load_caption_model(args, init, train, device):
 
 def read_caption_model(source):
     """source: a name on the hub, or a folder -> tokenizer, configuration"""
-    import huggingface_hub
-    import transformers  # only here: it takes seconds, and MoCo-v2 needs none
+    import huggingface_hub  # only here: they take seconds, and MoCo-v2 needs none
+    import transformers
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # DataLoader workers tokenise
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        downloaded = huggingface_hub.try_to_load_from_cache
-        if not (os.path.isdir(source) or downloaded(source, "config.json")):
-            huggingface_hub.model_info(source, timeout=10)  # from_pretrained would try for a minute
+        if not os.path.isdir(source):  # asks once; transformers would ask for a minute
+            huggingface_hub.snapshot_download(source, allow_patterns="config.json")
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         return tokenizer, transformers.AutoConfig.from_pretrained(source)
-    except Exception as error:  # of several libraries
-        fail(f"--lm {source} is no folder of a BERT, and the hub has none of this name, or cannot "
-             f"be reached: {error!r:.160}")  # fmt: skip
+    except huggingface_hub.errors.LocalEntryNotFoundError:
+        fail(f"--lm {source} is no folder here, and the hub (huggingface.co) cannot be reached")
+    except (OSError, ValueError):
+        fail(f"--lm {source}: give a BERT, on the hub or in a folder, or scratch")
 
 
 def load_pretrained(bert, source):
