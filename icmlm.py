@@ -291,7 +291,7 @@ def filter_captions(data, tokenize, max_words):
     tokenize: caption -> its tokens: words, or the language model's. [ours]  max_words: the 25
     """
     kept = []
-    for captions in progress(data.captions, desc="caption lengths", total=len(data), leave=False):
+    for captions in progress(list(data.captions), desc="caption lengths", leave=False):
         distinct = dict.fromkeys(captions)
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = data.captions.ends[-1], sum(map(len, kept))
@@ -323,7 +323,7 @@ def count_concepts(captions, tagger):
     ways belongs to its most frequent part of speech; all its occurrences count [ours]. [Sec. 3.1]
     """
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
-    captions = progress(captions, desc="parts of speech", unit=" captions", leave=False)
+    captions = progress(captions, desc="parts of speech", leave=False)
     for word, part in tag_words(captions, tagger):
         if part == "verbs" and word in AUXILIARIES:
             part = None
