@@ -156,7 +156,6 @@ def watch(monkeypatch):
 def train(watch, command):
     """Run the script's main until it has made enough steps; its models are made of fake tensors."""
     watch.begin()
-    common.colour_constants.cache_clear()  # what it holds is of an earlier FakeTensorMode
     with FakeTensorMode(allow_non_fake_inputs=True), watch, pytest.raises(EnoughSteps):
         run_here(command)
 
