@@ -137,7 +137,8 @@ def read_captions(name, root, split, tags):
              "shards; python tools/to_jsonl.py FILE converts other files")  # fmt: skip
     missing = [path for path, *_ in photos if not os.path.isfile(path)]
     if missing or not photos:
-        fail(f"{len(missing)} of {len(photos)} photos of {split} are missing: {missing[:1]}")
+        fail(f"{len(missing)} of {len(photos)} photos of {split} are missing, the first is "
+             f"{next(iter(missing), None)}")  # fmt: skip
     paths, captions, tags = zip(*photos)
     index = {tag: k for k, tag in enumerate(tag_names)}
     captions = Lists([list(filter(None, row)) for row in captions], STRINGS)
@@ -445,15 +446,14 @@ def augment(images, jitter=None):
     hue rotates the plane of I and Q. All are linear: contrast mixes Y with its mean, contrast and
     saturation scale I and Q, brightness scales all. [ours: YIQ, the order, one clamp at the end]
     """
-    place = {"device": images.device, "non_blocking": True}
-    to_yiq, to_rgb, mean, std = (constant.to(**place) for constant in CONSTANTS)
+    to_yiq, to_rgb, mean, std = (x.to(images.device, non_blocking=True) for x in CONSTANTS)
     pixels = images.float() / 255
     if jitter is not None:
         brightness, contrast, saturation, hue = jitter.T[..., None, None]  # (B, 1, 1) each
         y, i, q = (pixels @ to_yiq).unbind(-1)  # (B, size, size) each
         y = contrast * y + (1 - contrast) * y.mean((1, 2), keepdim=True)
-        cos = contrast * saturation * torch.cos(2 * math.pi * hue)
-        sin = contrast * saturation * torch.sin(2 * math.pi * hue)
+        turn = torch.polar(contrast * saturation, 2 * math.pi * hue)
+        cos, sin = turn.real, turn.imag
         yiq = torch.stack([y, cos * i - sin * q, sin * i + cos * q], -1)
         pixels = (brightness[..., None] * yiq @ to_rgb).clamp(0, 1)
     return ((pixels - mean) / std).permute(0, 3, 1, 2)

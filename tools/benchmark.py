@@ -171,15 +171,13 @@ def virtex_step(args, device):
     photos, jitter = random_photos(args, device)
     tokens, mask = random_captions(args, device)
     tokens = tokens * mask  # 0 is padding; random tokens need not be reversed
-    positions = virtex.flat_indices(mask[:, 1:])
-    batch = {"tokens": tokens, "target_positions": positions}
-    batch |= {f"backward_{name}": x for name, x in batch.items()}
+    positions = mask[:, 1:].flatten().nonzero().squeeze(1)
     while True:
         optimizer.zero_grad()
         images = common.augment(photos, jitter)
         with common.autocast(device, args.amp):
-            losses = model(images, **batch)
-        sum(losses.values()).backward()
+            losses = model(images, tokens, tokens, positions)
+        sum(total / number for total, number in losses.values()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         lookahead.step()
