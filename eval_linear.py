@@ -212,14 +212,10 @@ def main(args):
                     test_x = extract_features(backbone, test, run, device)
                 scores = score_features(train_x, test_x, data.names, path, run, device)
             else:
-                torch.manual_seed(seed)
-                layers = common.extra("layers")
-                probe = layers.Probe(backbone, len(data.names), linear_layer, run).to(device)
-                test_scores = partial(score_probe, probe, test, run, device)
-                layers.train(probe, train, path, run, device, test_scores)
+                probe = train_probe(backbone, train, test, path, run, device)
                 if not common.is_main():
                     continue
-                scores = test_scores()
+                scores = score_probe(probe, test, run, device)
             if any("top-1" in name for name in scores):
                 scores["commonest class"] = commonest_class(test)
             results[source].append(scores)
@@ -285,9 +281,12 @@ def is_file(source):
 
 
 def trained_with(source, flag):
-    """What args.json beside a file says of a flag of its training; None if it is not there"""
+    """What args.json beside a file says of a flag of its training; None if it does not"""
     path = Path(source).parent / "args.json"
-    return json.loads(path.read_text()).get(flag) if is_file(source) and path.exists() else None
+    content = json.loads(path.read_text()) if is_file(source) and path.exists() else {}
+    if flag == "image_size" and content.get("script") == "detection":
+        return None  # it trains on whole photos
+    return content.get(flag)
 
 
 def load_backbone(source, arch, seed):
@@ -703,6 +702,19 @@ def knn(train, test, num_classes, device):
             labels = F.one_hot(labels, num_classes)
         votes.append((weights * (labels == 1)).sum(1).cpu())  # (B, classes)
     return score(torch.cat(votes), test.y)
+
+
+# ------------------------------------------------------------------------------ trained on crops
+
+
+def train_probe(backbone, train, test, path, args, device):
+    """sgd-virtex, layers -> extras.layers.Probe, trained by all processes"""
+    torch.manual_seed(args.seed)
+    layers = common.extra("layers")
+    probe = layers.Probe(backbone, len(train.names), linear_layer, args).to(device)
+    test_scores = partial(score_probe, probe, test, args, device)
+    layers.train(probe, train, path, args, device, test_scores)
+    return probe
 
 
 @torch.no_grad()

@@ -221,8 +221,8 @@ SCHEDULES = [  # learning rates per iteration, weight decay, strength of colour 
     # VirTex App. A.1: batch 256, lr 0.3, 100 epochs: 8 images make 4 iterations.
     ("sgd-virtex --train-images 8", [0.3, 0.256066017, 0.15, 0.043933983], 0, 0),
     ("sgd-virtex --batch-size 16 --epochs 1", [0.3 / 16, 0.15 / 16], 0, 0),
-    # MoCo's own: lr 30, divided by 10 at 60% and 80%
-    ("sgd-virtex --batch-size 32 --epochs 5 --lr 30 --steps 0.6 0.8", [30.0, 30.0, 30.0, 3.0, 0.3], 0, 0),
+    # MoCo's own: divided by 10 at 60% and 80%
+    ("sgd-virtex --batch-size 32 --epochs 5 --lr 3 --steps 0.6 0.8", [3, 3, 3, 0.3, 0.03], 0, 0),
     # Contrastive paper Sec. 4.2: lr 30, divided by 5 at epochs 30, 40 and 50 of 60.
     ("sgd-mct", [30.0] * 30 + [6.0] * 10 + [1.2] * 10 + [0.24] * 10, 0, 0),
     ("sgd-mct --epochs 6 --lr 2", [2.0] * 3 + [0.4, 0.08, 0.016], 0, 0),
@@ -410,7 +410,7 @@ def test_several_backbones(protocol, files, folder, tmp_path):
 
 
 def test_a_killed_training_of_layers_resumes(files, folder, tmp_path):
-    """It ends with the same bits; with other flags, weights or photos it starts over, and says so."""
+    """It ends with the same bits; with other flags, weights or photos it begins anew and says so."""
     flags = f"--protocol sgd-virtex --batch-size 16 --epochs 3 --weights {files[0]}"
     whole, killed = [command(tmp_path / name, folder, flags) for name in ("whole", "killed")]
     run_here(whole)
