@@ -34,6 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+torch.serialization.add_safe_globals([argparse.Namespace])  # DINO's checkpoints hold one
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2**28  # PIL refuses 1 MB of it
 
 def fail(message):
     """Exit with one line instead of a traceback: for what a user can fix."""
@@ -47,8 +49,7 @@ def extra(name):
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as error:
-        fail(f"{error.name} is missing: install it with pip, or, if it is extras, copy that folder "
-             "of ours beside the script")  # fmt: skip
+        fail(f"{error.name} is missing: pip install it, or copy our folder extras to the script")
 
 
 # ------------------------------------------------------------------------------ captioned photos
@@ -100,19 +101,16 @@ class CaptionData:
     def captioned(self):
         """-> CaptionData of the photos that have a caption"""
         keep = np.flatnonzero(np.diff(self.captions.ends))
-        if len(keep) == 0:
+        lacking = len(self) - len(keep)
+        if lacking == len(self):
             fail(f"no photo has a caption. A .jsonl has {JSONL}")
-        if len(keep) == len(self):
-            return self
-        print_main(f"{len(self) - len(keep)} of {len(self)} photos have no caption: left out")
-        return self.select(keep)
+        if lacking:
+            print_main(f"{lacking} of {len(self)} photos have no caption: left out")
+        return self.select(keep) if lacking else self
 
 
 def caption_data(name, root=None, split="train", tags=False):
-    """One split of --data -> CaptionData
-
-    root: --root.  tags: whether COCO's file of instances is read, too; the others' always are
-    """
+    """One split of --data -> CaptionData.  tags: whether COCO's file of instances is read, too"""
     if name == "shapes":
         return extra("shapes").caption_data(split)
     if name not in ("coco", "vg") and os.path.isdir(name):
@@ -124,7 +122,6 @@ def caption_data(name, root=None, split="train", tags=False):
 
 
 def read_captions(name, root, split, tags):
-    """COCO, Visual Genome or a .jsonl -> CaptionData"""
     if name == "coco":
         photos, tag_names = coco_photos(root or "datasets/coco", split, tags)
     elif name == "vg":
@@ -134,17 +131,15 @@ def read_captions(name, root, split, tags):
     else:
         fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of "
              "shards; python tools/to_jsonl.py FILE converts other files")  # fmt: skip
-    if not photos:
-        fail(f"--data {name} has no photos in the split {split}")
+    missing = [path for path, *_ in photos if not os.path.isfile(path)]
+    if missing or not photos:
+        fail(f"{len(missing)} of {len(photos)} photos of {split} are missing, the first is "
+             f"{next(iter(missing), None)}")  # fmt: skip
     paths, captions, tags = zip(*photos)
-    missing = [path for path in paths if not os.path.isfile(path)]
-    if missing:
-        fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
-    captions = [[caption for caption in row if caption] for row in captions]
     index = {tag: k for k, tag in enumerate(tag_names)}
-    tags = [sorted({index[tag] for tag in row}) for row in tags]
-    images = np.array(paths, STRINGS)
-    return CaptionData(images, Lists(captions, STRINGS), Lists(tags, int), tag_names or None)
+    captions = Lists([list(filter(None, row)) for row in captions], STRINGS)
+    tags = Lists([sorted({index[tag] for tag in row}) for row in tags], int)
+    return CaptionData(np.array(paths, STRINGS), captions, tags, tag_names or None)
 
 
 def read_json(path):
@@ -160,27 +155,25 @@ def one_line(text):
     """Composed characters (NFC), nothing invisible, single spaces; half an emoji becomes "?"."""
     if not text.isascii():
         text = unicodedata.normalize("NFC", text.encode(errors="replace").decode())
-        text = regex.sub("(?![\u200c\u200d])\\p{Cf}", "", text)  # but joiners: soft hyphens, marks
+        text = regex.sub("(?![\u200c\u200d])\\p{Cf}", "", text)  # soft hyphens...; not joiners
     return " ".join(text.split()).strip("\u200c\u200d")
 
 
 def coco_photos(root, split, with_tags):
-    """annotations/captions_{split}.json; the photos are in {split}/. The categories of
-    instances_{split}.json, if it is there, are the tags.
+    """annotations/captions_{split}.json, photos in {split}/; tags: categories of instances_*.json
 
     -> (path, captions, tags) of each photo, the names of all tags
     """
     content = read_json(f"{root}/annotations/captions_{split}.json")
     instances = f"{root}/annotations/instances_{split}.json"
-    annotated = {"categories": [], "annotations": []}
-    if with_tags and os.path.exists(instances):
-        annotated = read_json(instances)
+    found = with_tags and os.path.exists(instances)
+    annotated = read_json(instances) if found else {"categories": [], "annotations": []}
     try:
         names = {row["id"]: one_line(row["name"]) for row in annotated["categories"]}
         photos = {row["id"]: (row["file_name"], [], []) for row in content["images"]}
         rows = content["annotations"] + annotated["annotations"]
         for row in rows:
-            _, captions, tags = photos.get(row["image_id"], 3 * [[]])
+            _, captions, tags = photos.get(row["image_id"], ("", [], []))
             if "caption" in row:
                 captions.append(one_line(row["caption"]))
             else:
@@ -189,11 +182,11 @@ def coco_photos(root, split, with_tags):
         fail(f"{root}, split {split}, is not in the layout of COCO: {error!r}")
     lost = [row["image_id"] for row in rows if row["image_id"] not in photos]
     if lost:
-        print_main(f"{root}: left out {len(lost)} of {len(rows)} annotations, of images that are "
-                   f"not in {split}: the first is {lost[0]!r}")  # fmt: skip
+        print_main(f"{len(lost)} of {len(rows)} annotations are left out: their image_id, for "
+                   f"example {lost[0]!r}, is that of no image of {split}")  # fmt: skip
     repeated = len(content["images"]) - len(photos)
     if repeated:
-        print_main(f"{root}: left out {repeated} images of {split}, which are listed again")
+        print_main(f"{repeated} images of {split} are left out, which are listed again")
     photos = [(os.path.join(root, split, name), *row) for name, *row in photos.values()]
     return photos, [names[category] for category in sorted(names)]
 
@@ -223,24 +216,22 @@ def jsonl_photos(path, root, split):
             fail(f"{path}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
                  f"{JSONL}. tools/to_jsonl.py converts other files")  # fmt: skip
     if not any(splits):
-        order = np.random.default_rng(0).permutation(len(photos))
-        for n in order[: max(1, len(photos) // 20)]:
+        for n in np.random.default_rng(0).permutation(len(photos))[: max(1, len(photos) // 20)]:
             splits[n] = "val"
     splits = [found or "train" for found in splits]
     if split not in splits:
         found = ", ".join(sorted({*splits}))
-        fail(f"{path} has no split {split}, but {found}: see --train-split, --val-split")
+        fail(f"{path} has no split {split}, but {found}: see --train-split and --val-split")
     tag_names = dict.fromkeys(tag for _, tags in photos.values() for tag in tags)
     photos = [(image, *photos[image]) for image, found in zip(photos, splits) if found == split]
     return photos, list(tag_names)
 
 
 def fingerprint(names, *columns):
-    """A hash of a data set: of the photos' file names and what belongs to them, not of pixels
+    """A hash of photos' file names and of what belongs to them (captions, tags, labels)
 
-    columns: captions, tags, labels..., each with an entry for each photo: a list, a tuple, a Lists.
-    What all names begin with does not count: the folder may have moved. Of more than 400,000 photos
-    evenly spaced ones count.
+    columns: lists, or Lists, with an entry for each photo. The folder that all have in common may
+    be moved. Of more than 400,000 photos evenly spaced ones count.
     """
     chosen = range(0, len(names), max(1, len(names) // 200_000))
     paths = [f"{names[n]}" for n in chosen]
@@ -278,11 +269,10 @@ class Photos(Dataset):
     """The scripts derive their data sets from it, with sample(index, rng) -> dict.
 
     In training, a key is (seed, epoch, index), on which alone rng depends; in validation, a key is
-    an index, and rng is None.
+    an index, and rng is None.  args: image_size, crop_min, colour_jitter
     """
 
     def __init__(self, data, args):
-        """data: CaptionData or similar.  args: image_size, crop_min, colour_jitter"""
         self.data = data
         self.args = args
 
@@ -315,14 +305,11 @@ def report_once(message):
     tqdm.write(message)
 
 
-PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2**28  # PIL refuses 1 MB of it
-
-
 def to_rgb(image):
     """More than 8 bits (X-rays) are scaled from their range to 0..255; transparent is on white."""
     info = image.info  # with EXIF's orientation
     if image.mode[0] in "IF":
-        values = np.nan_to_num(np.asarray(image, float), nan=0.0, posinf=0.0, neginf=0.0)
+        values = np.nan_to_num(np.asarray(image, float))
         span = max(np.ptp(values), 1e-9)
         image = Image.fromarray((255 * (values - values.min()) / span).round().astype(np.uint8))
     if image.has_transparency_data:
@@ -394,8 +381,8 @@ def stack(samples, name):
 def infinite_sampler(size, batch_size, seed, start=0):
     """Yield (seed, epoch, index) forever, beginning with batch number `start`, from 0
 
-    The epochs' permutations, which depend only on the seed, are concatenated. Batch t is their
-    t-th slice of `batch_size` (global), of which each process takes its part.
+    Batch t is the t-th slice of the epochs' permutations, which depend only on the seed and follow
+    each other. Each process takes its share of the `batch_size` (global).
     """
     position, share = start * batch_size, batch_size // world_size()
     while True:
@@ -411,9 +398,8 @@ def infinite_sampler(size, batch_size, seed, start=0):
 def train_batches(dataset, collate, args, device, done):
     """Yield micro-batches on the device forever, --accumulate of them for each iteration
 
-    done: the iterations before. Torch is seeded for each micro-batch: a resumed run repeats its
-    dropout. `number` counts micro-batches, so that number // accumulate is main's iteration; `place`
-    is another integer for each micro-batch of each process.
+    done: the iterations before. Torch is seeded for each micro-batch, so that a resumed run repeats
+    its dropout: `place` is another integer for each of each process.
     """
     sampler = getattr(dataset.data, "sampler", None) or infinite_sampler  # shards have their own
     loader = DataLoader(
@@ -425,7 +411,7 @@ def train_batches(dataset, collate, args, device, done):
         pin_memory=device.type == "cuda",
     )
     for number, batch in enumerate(loader, (done + 1) * args.accumulate):
-        iteration, part = divmod(number, args.accumulate)
+        iteration, part = divmod(number, args.accumulate)  # iteration is main's
         place = (iteration * world_size() + rank()) * args.accumulate + part
         torch.manual_seed((args.seed << 40) % 2**64 + place)  # 2^40 places for each seed
         yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
@@ -438,42 +424,33 @@ def validation_batches(dataset, collate, args, device, batch_size=64):
         yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
 
 
-# --------------------------------------------------------------------------------- on the device
-
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)
-
-
-@cache
-def colour_constants(device):
-    """RGB to YIQ, YIQ to RGB, mean and deviation; cached: each copy would synchronise a GPU."""
-    to_yiq = torch.tensor(YIQ, dtype=torch.float64).T
-    constants = to_yiq, to_yiq.inverse(), torch.tensor(MEAN), torch.tensor(STD)
-    return [constant.float().to(device) for constant in constants]
+TO_YIQ = torch.tensor(YIQ, dtype=torch.float64).T
+CONSTANTS = TO_YIQ.float(), TO_YIQ.inverse().float(), torch.tensor(MEAN), torch.tensor(STD)
 
 
 def augment(images, jitter=None):
     """uint8 (B, size, size, 3) -> normalised float32 (B, 3, size, size), channels-last in memory
 
     jitter: (B, 4) from colour_jitter, applied in its order in the colour space YIQ: Y is grey, and
-    hue rotates the plane of I and Q. [ours: YIQ, the fixed order, one clamp at the end] All four
-    are linear there: contrast mixes Y with its mean and scales I and Q, saturation scales I and Q,
-    hue turns them, brightness scales everything.
+    hue rotates the plane of I and Q. All are linear: contrast mixes Y with its mean, contrast and
+    saturation scale I and Q, brightness scales all. [ours: YIQ, the order, one clamp at the end]
     """
-    to_yiq, to_rgb, mean, std = colour_constants(images.device)
+    to_yiq, to_rgb, mean, std = (x.to(images.device, non_blocking=True) for x in CONSTANTS)
     pixels = images.float() / 255
     if jitter is not None:
         brightness, contrast, saturation, hue = jitter.T[..., None, None]  # (B, 1, 1) each
         y, i, q = (pixels @ to_yiq).unbind(-1)  # (B, size, size) each
         y = contrast * y + (1 - contrast) * y.mean((1, 2), keepdim=True)
-        cos = contrast * saturation * torch.cos(2 * math.pi * hue)
-        sin = contrast * saturation * torch.sin(2 * math.pi * hue)
+        turn = torch.polar(contrast * saturation, 2 * math.pi * hue)
+        cos, sin = turn.real, turn.imag
         yiq = torch.stack([y, cos * i - sin * q, sin * i + cos * q], -1)
         pixels = (brightness[..., None] * yiq @ to_rgb).clamp(0, 1)
     return ((pixels - mean) / std).permute(0, 3, 1, 2)
 
 
-# ------------------------------------------------------------------------------------- backbones
+# ------------------------------------------------------------------ backbones and their optimizers
 
 BACKBONES = "resnet18", "resnet50", "resnet101", "wide_resnet50_2", "vgg16_bn"  # in torchvision
 
@@ -531,9 +508,6 @@ def load_init(init, model, backbone, skip=()):
         print_main(f"--init: loaded {len(loaded)} of {len(state)} tensors")
 
 
-# ---------------------------------------------------------------------------------- optimisation
-
-
 def build_optimizer(args, parameters, lr=None):
     """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW.  lr: or args.lr"""
     rates = {"lr": lr or args.lr, "weight_decay": args.weight_decay}
@@ -541,8 +515,7 @@ def build_optimizer(args, parameters, lr=None):
         return torch.optim.SGD(parameters, momentum=0.9, fused=args.amp != "fp16", **rates)
     if args.optimizer == "adamw":
         return torch.optim.AdamW(parameters, fused=True, **rates)
-    # Decoupled decay: authors' code, which makes no updates in the first five steps, where torch
-    # makes steps of plain momentum. [ours]
+    # Decay as in the authors' code, which moves nothing in its first five steps; torch does [ours]
     return torch.optim.RAdam(parameters, decoupled_weight_decay=True, **rates)
 
 
@@ -574,7 +547,7 @@ def init_distributed():
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")  # TF32, which --amp off needs on GPUs
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # of letters that a terminal does not know
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)  # replace: no UTF-8
     if sys.platform == "linux":  # Python 3.14 would pickle the data for each worker
         torch.multiprocessing.set_start_method("fork", force=True)
     local = int(os.environ.get("LOCAL_RANK", 0))
@@ -586,12 +559,12 @@ def init_distributed():
     if "RANK" in os.environ:  # set by torchrun
         # CPU tensors go through gloo. Others may wait for hours while the first makes labels.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        alone = threading.Timer(60, print, ["RANK and WORLD_SIZE are set, and the other processes "
-            "do not come. Without torchrun: unset RANK WORLD_SIZE"])  # fmt: skip
-        alone.daemon = True
-        alone.start()
+        note = "still waiting for other processes. Without torchrun: unset RANK WORLD_SIZE"
+        timer = threading.Timer(60, print, [note])
+        timer.daemon = True
+        timer.start()
         dist.init_process_group(backend, timeout=timedelta(hours=6))
-        alone.cancel()
+        timer.cancel()
     return device
 
 
@@ -641,7 +614,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device, amp):
-    """The context of mixed precision; amp: "bf16", "fp16" or "off"."""
+    """amp: "bf16", "fp16" or "off" """
     return torch.autocast(device.type, HALF.get(amp), enabled=amp != "off")
 
 
@@ -657,7 +630,6 @@ def print_main(message):
     """Print a line from the first process only, without breaking the progress bar."""
     if is_main():
         tqdm.write(message)
-        sys.stdout.flush()
 
 
 def progress(iterable, **kwargs):
@@ -669,25 +641,25 @@ def progress(iterable, **kwargs):
 RECIPE_NAMES = "demo", "small", "paper"
 
 
-def number(convert, what, accepts):
-    """-> the `type` of a flag, which ends in one line that names the unit if a value is no `what`"""
+def number(convert, what, low, high=1e15):
+    """-> the `type` of a flag: a value out of range ends in one line, which names the unit"""
 
     def parse(text):
         value = convert(text)
-        if not accepts(value):
-            raise argparse.ArgumentTypeError(f"{text} is not {what}")
-        return value
+        if low <= value <= high:
+            return value
+        raise argparse.ArgumentTypeError(f"{text} is not {what}")
 
     parse.__name__ = what  # "invalid ... value" of what is no number at all
     return parse
 
 
-whole = number(int, "a whole number from 0 on", lambda n: n >= 0)
-count = number(int, "a whole number from 1 on", lambda n: n >= 1)
-positive = number(float, "a number above 0", lambda x: 0 < x < math.inf)
-weight = number(float, "a number from 0 on", lambda x: 0 <= x < math.inf)
-fraction = number(float, "a fraction, from 0 to below 1", lambda x: 0 <= x < 1)
-share = number(float, "a fraction, above 0 and at most 1", lambda x: 0 < x <= 1)
+whole = number(int, "a whole number from 0 on", 0)
+count = number(int, "a whole number from 1 on", 1)
+positive = number(float, "a number above 0", 1e-30)
+weight = number(float, "a number from 0 on", 0)
+fraction = number(float, "a fraction, from 0 to below 1", 0, 1 - 1e-9)
+share = number(float, "a fraction, above 0 and at most 1", 1e-9, 1)
 
 
 def recipe_table(table):
@@ -699,8 +671,8 @@ def recipe_table(table):
 def apply_recipe(args, script, table, **changes):
     """Give flags that were left out the value of the recipe's column; call it after parse_args.
 
-    table: {name: (demo, small, paper)}; a name without a flag is a constant.  changes: {name: value}
-    instead of the column `paper`, for example what a paper changes for VGG-16. Learning rates are
+    table: {name: (demo, small, paper)}; a name without a flag is a constant.  changes: {name:
+    value} in the column `paper`, for example what the paper changes for VGG-16. Learning rates are
     scaled to --batch-size; a given one is not.
     """
     by_data = "small" if args.data.endswith(".jsonl") else "paper"
@@ -714,8 +686,7 @@ def apply_recipe(args, script, table, **changes):
         recipe |= {"iters": None, "epochs": None}
     year = "2017" if args.data == "coco" else ""
     recipe |= {"train_split": f"train{year}", "val_split": f"val{year}"}
-    suffix = "" if args.data == "shapes" else f"-{Path(args.data).stem}"
-    recipe["output"] = f"runs/{script}{suffix}"  # other data: no collision
+    recipe["output"] = f"runs/{script}-{Path(args.data).stem}".removesuffix("-shapes")
     batch_scale = (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]  # [ours]
     for name, value in recipe.items():
         if getattr(args, name, None) is None:
@@ -753,27 +724,23 @@ def read_checkpoint(path, script=None):
     if not os.path.isfile(path):
         fail(f"there is no {path}; for example, python {script or 'virtex'}.py writes one")
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's hold one
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
         found = content.get("script")
     except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
-        fail(f"{path} is not a checkpoint, is truncated, or holds more than tensors and numbers "
+        fail(f"{path} is no checkpoint, is cut off, or holds more than tensors and numbers "
              f"({type(error).__name__})")  # fmt: skip
     if script not in (None, found):
         fail(f"{path} is not a checkpoint.pth or model_N.pth of {script}.py")
     return content
 
 
-# Flags that may change on resuming: where things are, how fast it goes, and what is measured. Of
-# --data, which may be spelled otherwise, `check_data` compares the content.
+# Where things are (`check_data` compares what is in them), how fast it goes, what is measured
 RESUME_CAN_CHANGE = """output data root workers amp compile accumulate log_every
 checkpoint_every keep_every validate_every""".split()
 
 
 def load_checkpoint(args):
-    """Where a run begins: write args.json -> the content of --output's checkpoint.pth, which the
-    same command wrote; {} for a new run.
-    """
+    """The first line of main: write args.json -> what the same command saved, {} for a new run"""
     path = Path(args.output, "checkpoint.pth")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -806,7 +773,7 @@ def once(args, name, make):
     For what takes long, or may differ between processes, all of which read it.
     """
     path = Path(args.output, name)
-    if is_main() and not Path(args.output, "checkpoint.pth").exists():
+    if is_main() and not path.with_name("checkpoint.pth").exists():
         make(path)
     barrier()
     return path
@@ -885,10 +852,7 @@ class Log:
 
 
 def end_run(args, backbone, data):
-    """The last line of main: write backbone.pth, say how to measure it, and leave together
-
-    data: CaptionData, whose tags can be measured on
-    """
+    """The last line of main: write backbone.pth, say how to measure it, and leave together"""
     if is_main():
         weights = f"{args.output}/backbone.pth"
         save_weights(weights, backbone)

@@ -15,8 +15,7 @@ predicted from the features there. Both variants also train tag prediction.
                       --init runs/tp-coco/backbone.pth
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 icmlm.py --data coco   (on both; shared --output)
-    VG, VGG-16    torchrun --nproc_per_node=4 tp.py --data vg --arch vgg16_bn --labels rotation \\
-                      --output runs/rotation-vg
+    VG, VGG-16    python tp.py --data vg --labels rotation --output runs/rotation-vg   (one GPU)
                   torchrun --nproc_per_node=4 icmlm.py --data vg --arch vgg16_bn --head att-fc \\
                       --init runs/rotation-vg/backbone.pth
     attention     python -m downstream.masked_words photo.jpg --caption "a dog on a surfboard" \\
@@ -26,8 +25,8 @@ Where the paper is:
 
     Eqs. 1, 2, labels, tag prediction          tp.py; tag_head, tag_loss
     Eqs. 3, 4, match of location and caption   AttentionHead.forward
-    Eqs. 5, 6, attention, scores of tokens     AttFc.attention, AttFc.forward
-    Eqs. 7, 8, losses                          main
+    Eq. 5, attention, pooling                  AttFc.attention, AttFc.forward
+    Eqs. 6, 7, 8, scores of tokens, losses     main
     Eqs. 13, 14, 15, Transformer encoder       EncoderLayer.forward, Tfm
     triplets of photo, caption, word [Sec. 4]  find_triplets, MaskedWords
     masked token prediction [Tab. 1]           validate
@@ -65,8 +64,8 @@ HEADS = "tfm", "att-fc"
 RECIPES = {  #           demo        small       paper: ResNet-50           (demo, small [ours])
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
     "image_size":       (48,         112,        224),                  # [ours], as in App. F.2
-    "crop_min":         (1.0,        0.2,        0.2),                  # [ours]
-    "colour_jitter":    (0.0,        1.0,        1.0),                  # [ours]
+    "crop_min":         (1.0,        0.5,        0.2),                  # [ours]
+    "colour_jitter":    (0.0,        0.4,        1.0),                  # [ours]
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.2
     "lm_iters":         (200,        2000,       20_000),               # [ours]
     "lm_layers":        (2,          4,          4),                    # of scratch [ours]
@@ -113,46 +112,51 @@ def get_args(argv=None):
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--train-split", help="default train2017 for coco, else train")
     add("--val-split", help="default val2017 for coco, else val")
-    add("--image-size", type=int, help="crop side in pixels; cost grows with its square")
-    add("--crop-min", type=float, help="smallest fraction of a photo's area in a crop")
-    add("--colour-jitter", type=float, help="strength; lower it if captions name colours")
-    add("--workers", type=int, default=min(8, os.cpu_count() // 2), help="more if data_wait > 0.05")
+    add("--image-size", type=common.count, help="crop side in pixels; cost grows with its square")
+    add("--crop-min", type=common.share, help="smallest fraction of a photo's area in a crop")
+    add("--colour-jitter", type=common.weight, help="strength; lower it if captions name colours")
+    add("--workers", type=common.whole, default=min(8, os.cpu_count() // 2),
+        help="more if data_wait > 0.05")
 
     add = parser.add_argument_group("language model and concepts").add_argument
     add("--lm", help="BERT or RoBERTa, from the hub or a folder; scratch: trained on the captions")
-    add("--lm-iters", type=int, help="iterations for --lm scratch; more for many captions")
+    add("--lm-iters", type=common.count, help="iterations for --lm scratch; more for many captions")
     add("--pos", choices=POS, default=POS[-1], help="words to mask, and predict as tags [Sec. 4.2]")
-    add("--num-concepts", type=int, help="keep the N most frequent [Sec. 4.2, 4.3]")
+    add("--num-concepts", type=common.count, help="keep the N most frequent [Sec. 4.2, 4.3]")
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="the paper uses spacy")
+    add("--max-words", type=common.count, default=25,
+        help="leave out longer captions [Sec. 4]; raise it for reports")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
     add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
     add("--head", choices=HEADS, default=HEADS[0], help="att-fc: better on VOC [Sec. 4.1]")
-    add("--layers", type=int, default=1,
+    add("--layers", type=common.count, default=1,
         help="of tfm, or of fc; 2 give a worse backbone, except att-fc's on IN-1K [Tab. 5]")
-    add("--heads", type=int, help="attention heads of tfm, or of att [Sec. 4, 4.3]; VGG-16: 12")
+    add("--heads", type=common.count, help="of attention, in tfm or att [Sec. 4, 4.3]; VGG-16: 12")
 
     add = parser.add_argument_group("optimisation").add_argument
-    add("--batch-size", type=int, help="triplets per iteration over all processes")
-    add("--iters", type=int, help="training iterations; scale them with the data")
-    add("--epochs", type=float, help="instead of --iters: passes over the triplets")
-    add("--lr", type=float, help="peak learning rate; lower if the loss is not finite")
-    add("--warmup", type=float, help="of the learning rate, as a fraction of training")
-    add("--weight-decay", type=float, help="raise it if photos are few")
-    add("--lambda-tp", type=float, help="weight of tag prediction; 0 for none [Eq. 8]")
-    add("--warmup-attention", type=float, help="fraction of training with a frozen backbone")
+    add("--batch-size", type=common.count, help="triplets per iteration over all processes")
+    add("--iters", type=common.count, help="training iterations; scale them with the data")
+    add("--epochs", type=common.positive, help="instead of --iters: passes over the triplets")
+    add("--lr", type=common.positive, help="peak learning rate; lower if the loss is not finite")
+    add("--warmup", type=common.fraction, help="of the learning rate, as a fraction of training")
+    add("--weight-decay", type=common.weight, help="raise it if photos are few")
+    add("--lambda-tp", type=common.weight, help="weight of tag prediction; 0 for none [Eq. 8]")
+    add("--warmup-attention", type=common.fraction,
+        help="fraction of training with a frozen backbone")
 
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--seed", type=int, default=0, help="random seed")
+    add("--seed", type=common.whole, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
-    add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
+    add("--accumulate", type=common.count, default=1,
+        help="micro-batches per batch, if memory is short")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=int, help="iterations between lines of metrics.jsonl")
-    add("--validate-every", type=int, help="iterations between validations")
-    add("--checkpoint-every", type=int, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
+    add("--log-every", type=common.count, help="iterations between lines of metrics.jsonl")
+    add("--validate-every", type=common.count, help="iterations between validations")
+    add("--checkpoint-every", type=common.count, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=common.count, help="iterations between model_N.pth (early stopping)")
     # fmt: on
     args = parser.parse_args(argv)
     vgg = args.arch == "vgg16_bn"
@@ -176,25 +180,25 @@ def main(args):
     common.check_data(args, checkpoint, train.images, train.captions, train.tags)
     if not checkpoint:
         common.require_spaces(train.all_captions())
-    lm_name = args.lm
-    if lm_name == "scratch":
-        lm_name = common.extra("small_bert").made_once(args, init, train, device)
-    tokenizer, lm = load_language_model(lm_name, device, args.amp)
+    folder = args.lm
+    if args.lm == "scratch":
+        folder = common.extra("small_bert").made_once(args, init, train, device)
+    tokenizer, lm = load_language_model(folder, device, args.amp)
     concepts, triplets, val_triplets = load_triplets(args, [train, val], tokenizer)
     iters = args.iters or math.ceil(args.epochs * len(triplets) / args.batch_size)
+    V = lm.token_embeddings  # (|V|, d_w)
     print_main(f"{len(train)} photos ({len(val)} for validation), {len(triplets)} triplets, "
-               f"{len(concepts)} concepts, vocabulary of {len(lm.token_embeddings)}; {iters} "
+               f"{len(concepts)} concepts, vocabulary of {len(V)}; {iters} "
                f"iterations at lr {args.lr:g}, on {device}, amp {args.amp}, "
                f"into {args.output}")  # fmt: skip
 
     # Model and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
-    num_tags = len(concepts) if args.lambda_tp else 0
-    model = ICMLM(args.arch, args.head, lm, num_tags, args.layers, args.heads)
-    same_tags = list(init.get("concepts", ())) == list(concepts)
-    common.load_init(init, model, model.backbone, skip=() if same_tags else "tags.")
+    model = ICMLM(args, V.size(1), len(concepts))
+    skip = () if list(init.get("concepts", ())) == list(concepts) else "tags."  # other words
+    common.load_init(init, model, model.backbone, skip)
     model.to(device, memory_format=torch.channels_last)
-    # A frozen backbone has no momentum yet: fused SGD wants it in a group of its own.
+    # A group each: fused SGD wants momentum for all of a group, and a frozen backbone has none.
     groups = [{"params": part.parameters()} for part in model.children()]
     optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
@@ -208,8 +212,10 @@ def main(args):
     log = common.Log(args, checkpoint)
     bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
-        if iteration in (done + 1, frozen_iters + 1):  # at first, and to unfreeze the backbone
-            ddp = freeze_and_wrap(model, frozen=iteration <= frozen_iters)  # [App. F.1]
+        if iteration in (done + 1, frozen_iters + 1):  # at first, and after a warm-up
+            frozen = iteration <= frozen_iters  # [App. F.1], its batch statistics, too [ours]
+            model.train().backbone.train(not frozen).requires_grad_(not frozen)
+            ddp = common.data_parallel(model)  # once more: it averages what has a gradient now
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
@@ -221,33 +227,33 @@ def main(args):
             ddp.require_backward_grad_sync = part == args.accumulate - 1
             images = common.augment(batch["images"], batch["jitter"])  # (B, 3, size, size)
             mask = batch["attention_mask"]  # (B, T)
-            token_features = lm.encode(batch["tokens"], mask)  # W: (B, T, d_w)
-            with common.autocast(device, args.amp):  # logits (B, |V|), tag logits (B, K)
-                logits, tag_logits = ddp(images, token_features, mask, batch["mask_pos"])
+            with common.autocast(device, args.amp):
+                W = lm(batch["tokens"], mask)  # (B, T, d_w)
+                vector, tag_logits = ddp(images, W, mask, batch["mask_pos"])
+                # Its own layer, or Eq. 6: v_k = fc(x^)^T V_k  -> (B, |V|)
+                logits = lm.mlm_head(vector) if args.head == "tfm" else vector @ V.T
             # Eqs. 6, 7: softmax over the vocabulary, mean over the batch's triplets [App. F.1].
-            losses = {"mlm": F.cross_entropy(logits.float(), batch["target"])}
-            loss = losses["mlm"]
-            if args.lambda_tp:
-                losses["tp"] = tag_loss(tag_logits, batch["tags"])  # Eq. 2
-                loss = loss + args.lambda_tp * losses["tp"]  # Eq. 8
-            scaler.scale(loss / args.accumulate).backward()
-            log.add(loss=loss, **losses)
+            mlm = F.cross_entropy(logits.float(), batch["target"])
+            tp = tag_loss(tag_logits, batch["tags"])  # Eq. 2
+            loss = mlm + args.lambda_tp * tp  # Eq. 8
+            # With lambda = 0 the tag head still learns, of detached features: App. B compares tp.
+            total = loss if args.lambda_tp else loss + tp
+            scaler.scale(total / args.accumulate).backward()
+            log.add(loss=loss, mlm=mlm, tp=tp)
         scaler.step(optimizer)
         scaler.update()
 
         last = iteration == iters
         validate_now = iteration % args.validate_every == 0 or last
         if iteration % args.log_every == 0 or validate_now:
-            row = log.means(iteration)
-            row["lr"] = args.lr * lr_scale
+            row = log.means(iteration) | {"lr": args.lr * lr_scale}
             bar.set_postfix(loss=f"{row['loss']:.3f}")
             if validate_now and common.is_main():
-                more = [args.proxy_triplets] if last else []
-                scores = validate(model, lm, val_triplets, args, device, *more)
-                losses = scores["validation_loss"]
-                row |= {f"validation_{name}": loss for name, loss in losses.items()}
+                size = args.proxy_triplets if last else 5000
+                result = validate(model, lm, val_triplets, args, device, size)
+                row |= {f"validation_{name}": x for name, x in result["validation_loss"].items()}
                 if last:
-                    common.save(f"{args.output}/result.json", scores)
+                    common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, concepts=concepts)
@@ -256,17 +262,6 @@ def main(args):
             common.save_checkpoint(args, name, iteration, {"model": model}, concepts=concepts)
 
     common.end_run(args, model.backbone, train)  # eval_linear.py says what the backbone is worth
-
-
-def freeze_and_wrap(model, frozen):
-    """Freeze or unfreeze the backbone [App. F.1] and its batch statistics [ours]; wrap for DDP.
-
-    To be called for both phases of training: DistributedDataParallel averages only the gradients
-    of parameters that required them when it was built.
-    """
-    model.train()
-    model.backbone.train(not frozen).requires_grad_(not frozen)
-    return common.data_parallel(model)
 
 
 # ------------------------------------------ captions to concepts: this section is copied from tp.py
@@ -280,29 +275,30 @@ AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
 )
-# t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none. [ours]
+# A possessive 's, which is skipped; or letters that follow no letter or digit ("2x" has none), and
+# more of them after ' or - ("can't", "t-shirt"), but for a possessive. The group: a word. [ours]
 WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
 
 
 def words_of(caption):
     """-> its words in lower case"""
-    return [match[1].lower() for match in WORD.finditer(caption) if match[1]]
+    return [word.lower() for word in WORD.findall(caption) if word]
 
 
-def filter_captions(data, tokenize):
+def filter_captions(data, tokenize, max_words):
     """Keep each photo's distinct captions of 3 to 25 tokens [Sec. 4, Datasets] -> CaptionData
 
-    tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py. [ours]
+    tokenize: caption -> its tokens: words, or the language model's. [ours]  max_words: the 25
     """
     kept = []
     for captions in progress(data.captions, desc="caption lengths", total=len(data), leave=False):
         distinct = dict.fromkeys(captions)
-        kept.append([caption for caption in distinct if 3 <= len(tokenize(caption)) <= 25])
+        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = data.captions.ends[-1], sum(map(len, kept))
-    if not after:
-        fail("a split has no captions of 3 to 25 words or tokens")
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
-               "not of 3 to 25 words or tokens")  # fmt: skip
+               f"not of 3 to {max_words} words or tokens")  # fmt: skip
+    if not after:
+        fail("no caption of a split is left: raise --max-words if they are long")
     return data.with_captions(kept)
 
 
@@ -329,15 +325,15 @@ def count_concepts(captions, tagger):
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
     captions = progress(captions, desc="parts of speech", unit=" captions", leave=False)
     for word, part in tag_words(captions, tagger):
-        is_word = len(word) > 1 and not {"'", "’"} & set(word)  # [ours]
-        if not is_word or (part == "verbs" and word in AUXILIARIES):
+        if part == "verbs" and word in AUXILIARIES:
             part = None
-        counts[word][part] += 1
+        if len(word) > 1 and not regex.search("['’]", word):  # [ours]
+            counts[word][part] += 1
     concepts = {part: {} for part in PARTS_OF_SPEECH.values()}
-    for word, parts in sorted(counts.items(), key=lambda item: (-item[1].total(), item[0])):
-        part = parts.most_common(1)[0][0]
+    for word in sorted(counts, key=lambda word: (-counts[word].total(), word)):
+        part = max(counts[word], key=counts[word].get)
         if part:
-            concepts[part][word] = parts.total()
+            concepts[part][word] = counts[word].total()
     return concepts
 
 
@@ -346,15 +342,14 @@ def top_concepts(counts, pos, num_concepts):
 
     counts: from count_concepts
     """
-    chosen = []
-    for name in pos.split("+"):
-        part = PARTS_OF_SPEECH[name]
-        chosen += [(-count, word, part) for word, count in counts[part].items()]
-    concepts = {word: part for _, word, part in sorted(chosen)[:num_concepts]}
+    parts = [PARTS_OF_SPEECH[name] for name in pos.split("+")]
+    chosen = sorted((-count, word, part) for part in parts for word, count in counts[part].items())
+    concepts = {word: part for _, word, part in chosen[:num_concepts]}
     if ("left" in concepts) != ("right" in concepts):  # one alone would be wrong if flipped [ours]
-        concepts = {word: concepts[word] for word in concepts if word not in ("left", "right")}
+        concepts.pop("left", None)
+        concepts.pop("right", None)
     if not concepts:
-        fail(f"no caption of 3 to 25 words has a word to predict (--pos {pos})")
+        fail(f"no caption that is kept has a word to predict (--pos {pos})")
     return concepts
 
 
@@ -367,23 +362,22 @@ def load_triplets(args, splits, tokenizer):
     splits: CaptionData of train and val
     -> {concept: part of speech}, the most frequent first; MaskedWords of train; of val
     """
-    concepts_path = Path(args.output, "concepts.json")
-    captions_path = Path(args.output, "captions.json")  # those that are kept
 
     def make(path):
-        kept = [filter_captions(data, tokenizer.tokenize) for data in splits]
-        common.save(captions_path, [list(data.captions) for data in kept])
+        longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
+        kept = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
+        common.save(f"{args.output}/captions.json", [list(data.captions) for data in kept])
         counts = count_concepts(kept[0].all_captions(), args.tagger)
-        common.save(concepts_path, counts)
+        common.save(f"{args.output}/concepts.json", counts)
         concepts = top_concepts(counts, args.pos, args.num_concepts)
         np.savez(path, *[find_triplets(data, concepts, tokenizer) for data in kept])
 
     path = common.once(args, "triplets.npz", make)
-    concepts = top_concepts(common.read_json(concepts_path), args.pos, args.num_concepts)
-    samples = []
+    counts = common.read_json(f"{args.output}/concepts.json")
+    concepts = top_concepts(counts, args.pos, args.num_concepts)
+    samples, kept = [], common.read_json(f"{args.output}/captions.json")
     with np.load(path) as arrays:
-        kept = common.read_json(captions_path)
-        for data, captions, triplets in zip(splits, kept, arrays.values(), strict=True):
+        for data, captions, triplets in zip(splits, kept, arrays.values()):
             data = data.with_captions(captions)
             samples.append(MaskedWords(data, triplets, concepts, tokenizer, args))
     return concepts, *samples
@@ -397,16 +391,14 @@ def find_triplets(data, concepts, tokenizer):
     """
     index = {concept: k for k, concept in enumerate(concepts)}
     triplets = array("i")
-    for photo in progress(range(len(data)), desc="triplets", total=len(data), leave=False):
+    for photo in progress(range(len(data)), desc="triplets", leave=False):
         for n, caption in enumerate(data.captions[photo]):
             encoded = tokenizer(caption, return_offsets_mapping=True)
-            spans = encoded["offset_mapping"]  # of the tokens
+            positions = {span: t for t, span in enumerate(encoded["offset_mapping"])}
             for match in WORD.finditer(caption):
-                concept = index.get(match[0].lower())
-                if concept is not None and match.span() in spans:
-                    position = spans.index(match.span())
-                    if encoded["input_ids"][position] != tokenizer.unk_token_id:
-                        triplets.extend((photo, n, position, concept))
+                concept, t = index.get(match[0].lower()), positions.get(match.span())
+                if None not in (concept, t) and encoded["input_ids"][t] != tokenizer.unk_token_id:
+                    triplets.extend((photo, n, t, concept))
     if not triplets:
         fail("no caption holds a word to mask: see --pos and --num-concepts of icmlm.py")
     return np.array(triplets).reshape(-1, 4)
@@ -439,23 +431,22 @@ class MaskedWords(common.Photos):
         target = int(tokens[mask_pos])
         tokens[mask_pos] = self.tokenizer.mask_token_id
         tags = np.zeros(len(self.index), np.float32)
-        for word in words_of(" ".join(captions)):
-            if word in self.index:
-                tags[self.index[word]] = 1
-        sample |= {"photo": photo, "tokens": tokens, "mask_pos": mask_pos, "target": target}
+        found = self.index.keys() & words_of(" ".join(captions))
+        tags[[self.index[word] for word in found]] = 1
+        sample |= {"tokens": tokens, "mask_pos": mask_pos, "target": target}
         return sample | {"concept": concept, "tags": tags}
 
 
 def collate(samples):
-    """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), tags (B, K), photo,
-    mask_pos, target, concept (B,), attention_mask (B, T): False at padding
+    """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), tags (B, K), mask_pos,
+    target, concept (B,), attention_mask (B, T): False at padding
     """
     tokens = [sample["tokens"] for sample in samples]
-    lengths = torch.tensor([len(row) for row in tokens])
+    tokens = pad_sequence(tokens, batch_first=True, padding_value=-1)
     batch = {"images": common.stack(samples, "image")}
-    batch["tokens"] = pad_sequence(tokens, batch_first=True)
-    batch["attention_mask"] = torch.arange(lengths.max()) < lengths[:, None]
-    for name in ("jitter", "tags", "photo", "mask_pos", "target", "concept"):
+    batch["tokens"] = tokens.clamp(min=0)
+    batch["attention_mask"] = tokens >= 0
+    for name in ("jitter", "tags", "mask_pos", "target", "concept"):
         batch[name] = common.stack(samples, name)
     return batch
 
@@ -464,80 +455,81 @@ def collate(samples):
 
 
 def load_language_model(name, device, amp):
-    """name: a BERT or RoBERTa, on the hub or in a folder -> tokenizer, FrozenLanguageModel"""
-    import transformers  # only here: it takes seconds, and --help needs none
+    """name: a BERT or RoBERTa, on the hub or in a folder -> tokenizer, LanguageModel"""
+    import huggingface_hub  # only here: they take seconds, and --help needs none
+    import transformers
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # DataLoader workers tokenise
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     kind = "a BERT or RoBERTa with its head for masked tokens"
     try:
+        if not os.path.isdir(name):  # asks once; transformers would ask for a minute
+            huggingface_hub.snapshot_download(name, allow_patterns="config.json")
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         model, report = transformers.AutoModelForMaskedLM.from_pretrained(
             name, attn_implementation="sdpa", output_loading_info=True
         )
+    except huggingface_hub.errors.LocalEntryNotFoundError:
+        fail(f"--lm {name} is no folder here, and the hub (huggingface.co) cannot be reached")
     except (OSError, ValueError):
         fail(f"--lm {name}: give {kind}, on the hub or in a folder, or scratch")
     missing = sorted(report["missing_keys"])
     if missing or not (hasattr(model, "cls") or hasattr(model, "lm_head")):
         fail(f"--lm {name} is not {kind}, but {type(model).__name__} without {missing[:3]}")
-    model.float().to(device).eval().requires_grad_(False)  # transformers 5 keeps half precision
-    return tokenizer, FrozenLanguageModel(model, amp)
+    model.float().to(device)  # transformers 5 keeps half precision
+    return tokenizer, LanguageModel(model, amp)
 
 
-class FrozenLanguageModel:
-    """psi of the paper, module 2 of Fig. 2. Not an nn.Module: neither trained nor checkpointed.
+class LanguageModel(nn.Module):
+    """psi of the paper, module 2 of Fig. 2, frozen: tokens and their mask (B, T) -> W (B, T, d_w)
 
-    width: d_w.  token_embeddings: V (|V|, d_w), its input embeddings.
+    token_embeddings: V (|V|, d_w), its input embeddings.
     mlm_head: its token classification layer, (B, d_w) -> (B, |V|).
     """
 
     def __init__(self, model, amp):
+        super().__init__()
         self.encoder = model.base_model
-        self.mlm_head = model.cls if hasattr(model, "cls") else model.lm_head  # RoBERTa's
-        self.token_embeddings = model.get_input_embeddings().weight.detach()
-        self.width = model.config.hidden_size
-        self.amp = amp
+        self.mlm_head = getattr(model, "cls", None) or model.lm_head  # RoBERTa's
+        self.token_embeddings = model.get_input_embeddings().weight
+        self.eval().requires_grad_(False)
         # The encoder is cast once, because autocast would cast frozen weights at each use. mlm_head
-        # and V stay float32 for validation (see predict); autocast casts them in training.
-        if amp in common.HALF:
-            for module in self.encoder.modules():
-                if isinstance(module, nn.Linear):
-                    module.to(common.HALF[amp])
+        # and V stay float32 for validation; autocast casts them in training.
+        for module in self.encoder.modules():
+            if isinstance(module, nn.Linear):
+                module.to(common.HALF.get(amp, torch.float32))
 
     @torch.no_grad()
-    def encode(self, tokens, attention_mask):
-        """tokens, attention_mask (B, T) -> W (B, T, d_w), float32"""
+    def forward(self, tokens, attention_mask):
         mask = attention_mask[:, None, None]  # (B, T) would make transformers wait for the GPU
-        with common.autocast(tokens.device, self.amp):
-            output = self.encoder(input_ids=tokens, attention_mask=mask)
-        return output.last_hidden_state.float()
+        return self.encoder(input_ids=tokens, attention_mask=mask).last_hidden_state.float()
 
 
 # ----------------------------------------------------------------------------------------- model
 
 
 class ICMLM(nn.Module):
-    """Backbone, a head that predicts the masked token, tag head: modules 1, 3 or 4, 5 of Fig. 2."""
+    """Backbone, a head for the masked token, a tag head: modules 1, 3 or 4, 5 of Fig. 2."""
 
-    def __init__(self, arch, head, lm, num_tags, layers, heads):
-        """num_tags: K, 0 for no tag prediction.  layers: of tfm or fc.  heads: of tfm or att"""
+    def __init__(self, args, width, num_tags):
+        """args: arch, head, layers, heads, lambda_tp.  width: d_w of the language model"""
         super().__init__()
-        self.backbone = common.build_backbone(arch)
+        self.backbone = common.build_backbone(args.arch)
         channels = self.backbone.channels
-        kind = Tfm if head == "tfm" else AttFc
-        self.head = kind(channels, lm, layers, heads)
-        self.tags = tag_head(arch, channels, num_tags) if num_tags else None
+        kind = Tfm if args.head == "tfm" else AttFc
+        self.head = kind(channels, width, args.layers, args.heads)
+        self.tags = tag_head(args.arch, channels, num_tags)
+        self.lambda_tp = args.lambda_tp
 
     def forward(self, images, token_features, attention_mask, mask_pos):
         """images (B, 3, h, w); token_features: W (B, T, d_w); attention_mask (B, T); mask_pos (B,)
 
-        -> logits of the masked token (B, |V|); tag logits (B, K) or None
+        -> a vector that stands for the masked token (B, d_w); tag logits (B, K)
         """
         features = self.backbone(images)  # X: (B, d_x, H, W)
-        logits = self.head(features, token_features, attention_mask, mask_pos)
-        tag_logits = self.tags(features) if self.tags else None
-        return logits, tag_logits
+        vector = self.head(features, token_features, attention_mask, mask_pos)
+        return vector, self.tags(features if self.lambda_tp else features.detach())
 
 
 # Copied from tp.py
@@ -551,9 +543,8 @@ def tag_head(arch, channels, num_labels):
     if arch == "vgg16_bn":
         layers = []
         for _ in range(4):
-            layers.append(nn.Conv2d(channels, channels, 3, padding=1, bias=False))
-            layers.append(nn.BatchNorm2d(channels))
-            layers.append(nn.ReLU())
+            convolution = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+            layers += [convolution, nn.BatchNorm2d(channels), nn.ReLU()]
         layers += pool
     else:
         layers = [*pool, nn.Linear(channels, channels), nn.ReLU()]
@@ -575,39 +566,36 @@ def tag_loss(logits, labels):
 class Tfm(nn.Module):
     """ICMLM-tfm: a Transformer encoder reads the projected X together with W [Sec. 3.2, App. E]."""
 
-    def __init__(self, channels, lm, layers, heads):
+    def __init__(self, channels, width, layers, heads):
         super().__init__()
-        self.lm = lm  # frozen; not an nn.Module, so not registered here
-        self.project = nn.Linear(channels, lm.width)
-        self.layers = nn.ModuleList(EncoderLayer(lm.width, heads) for _ in range(layers))
+        self.project = nn.Linear(channels, width)
+        self.layers = nn.ModuleList(EncoderLayer(width, heads) for _ in range(layers))
 
     def forward(self, features, token_features, attention_mask, mask_pos):
-        """As ICMLM.forward, of features (B, d_x, H, W) -> logits (B, |V|)"""
+        """As ICMLM.forward, of features (B, d_x, H, W) -> (B, d_w)"""
         z, mask = self.join(features, token_features, attention_mask)
         for layer in self.layers:
             z = layer(z, mask)
         text = z[:, -token_features.size(1) :]  # (B, T, d_w), after the H * W locations
-        return self.lm.mlm_head(at_mask(text, mask_pos))
+        return at_mask(text, mask_pos)
 
     def join(self, features, token_features, attention_mask):
         """-> Z = [X; W] (B, S, d_w), S = H * W + T; its attention mask (B, S)"""
         x = self.project(features.flatten(2).mT)  # (B, H * W, d_w)
         z = torch.cat([x, token_features.to(x.dtype)], 1)
-        image_mask = attention_mask.new_ones(x.shape[:2])
-        mask = torch.cat([image_mask, attention_mask], 1)
-        return z, mask
+        return z, F.pad(attention_mask, (x.size(1), 0), value=True)
 
 
 def at_mask(states, mask_pos):
     """states (B, T, d), mask_pos (B,) -> (B, d), at the masked tokens"""
-    batch_idx = torch.arange(len(states), device=states.device)
-    return states[batch_idx, mask_pos]
+    return states.take_along_dim(mask_pos[:, None, None], 1).squeeze(1)
 
 
 class EncoderLayer(nn.Module):
-    """Multi-head attention and feed-forward, each with dropout, residual and layer norm [App. E]
+    """Multi-head attention, then a feed-forward layer [App. E]; a head is as wide as the model
 
-    As in the paper, each head is as wide as the model.
+    App. E names one residual connection, dropout and layer norm. Both parts have them, as in BERT,
+    and the hidden layer is 4 times as wide. [ours]
     """
 
     def __init__(self, width, heads):
@@ -629,15 +617,15 @@ class EncoderLayer(nn.Module):
 
     def per_head(self, x):
         """(B, S, heads * d_w) -> (B, heads, S, d_w)"""
-        x = x.unflatten(-1, (self.heads, -1))
-        return x.transpose(1, 2)
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def forward(self, z, mask):
         """z (B, S, d_w), mask (B, S) -> z"""
         K = self.per_head(self.key(z))  # Eq. 13
         Q = self.per_head(self.query(z))
         V = self.per_head(self.value(z))
-        # Eq. 14: softmax(K Q^T / sqrt(d_w)) V. What the paper calls K is the usual query.
+        # Eq. 14: softmax(K Q^T / sqrt(d_w)) V. What the paper calls K is the usual query: row K_i
+        # attends to all Q_j.
         output = F.scaled_dot_product_attention(
             query=K, key=Q, value=V, attn_mask=mask[:, None, None]
         )
@@ -661,30 +649,23 @@ class AttentionHead(nn.Module):
         """X (B, H * W, d_x), W (B, T, d_w), attention_mask (B, T) -> s (B, H * W)"""
         x = F.relu(self.norm_x(self.sigma_x(x)))  # Eq. 3: (B, H * W, d_z)
         w = F.relu(self.norm_w(self.sigma_w(w)))  # (B, T, d_z)
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")  # not TF32
         with common.autocast(x.device, "off"):  # float32: long sums, then exponentials
             scores = x.float() @ w.float().mT / math.sqrt(x.size(-1))  # S (B, H * W, T)
-        torch.set_float32_matmul_precision(precision)
         scores = scores.masked_fill(~attention_mask[:, None], -math.inf)
-        return scores.logsumexp(2)  # Eq. 4
+        return scores.logsumexp(2)  # Eq. 4; [CLS] and [SEP] are among its tokens [ours]
 
 
 class AttFc(nn.Module):
     """ICMLM-att-fc: the text says where to look, the features there name the word [Sec. 3.2]."""
 
-    def __init__(self, channels, lm, layers, heads):
+    def __init__(self, channels, width, layers, heads):
         super().__init__()
-        self.att = nn.ModuleList(AttentionHead(channels, lm.width) for _ in range(heads))
+        self.att = nn.ModuleList(AttentionHead(channels, width) for _ in range(heads))
         self.sigma_h = nn.Parameter(torch.full((heads,), 1 / heads))  # initialised uniformly [ours]
         self.b_h = nn.Parameter(torch.zeros(1))
         self.fc = nn.Sequential()
-        d_in = channels
-        d_out = lm.token_embeddings.size(1)
-        for _ in range(layers):
-            self.fc.append(nn.Sequential(nn.Linear(d_in, d_out), nn.LayerNorm(d_out), nn.ReLU()))
-            d_in = d_out
-        self.register_buffer("token_embeddings", lm.token_embeddings, persistent=False)  # V, frozen
+        for d_in in (channels, *(layers - 1) * [width]):
+            self.fc.extend([nn.Linear(d_in, width), nn.LayerNorm(width), nn.ReLU()])
 
     def attention(self, x, token_features, attention_mask):
         """X (B, H * W, d_x), W (B, T, d_w), attention_mask (B, T) -> p (B, H * W)"""
@@ -695,42 +676,52 @@ class AttFc(nn.Module):
         return s.softmax(1)  # Eq. 5: p_att
 
     def forward(self, features, token_features, attention_mask, mask_pos):
-        """As ICMLM.forward, of features (B, d_x, H, W) -> logits (B, |V|)"""
+        """As ICMLM.forward, of features (B, d_x, H, W) -> fc(x^) (B, d_w)"""
         x = features.flatten(2).mT  # X: (B, H * W, d_x)
         p = self.attention(x, token_features, attention_mask)
         pooled = p[:, None].to(x.dtype) @ x  # Eq. 5: x^ = X^T p, (B, 1, d_x)
-        prediction = self.fc(pooled.squeeze(1))
-        return F.linear(prediction, self.token_embeddings)  # v_k of Eq. 6: fc(x^)^T V_k
+        return self.fc(pooled.squeeze(1))
 
 
 # ----------------------------------------------------------------------- masked token prediction
 
 
 @torch.no_grad()
-def validate(model, lm, triplets, args, device, num_triplets=5000):
+def validate(model, lm, triplets, args, device, num_triplets):
     """Losses, and masked token prediction [Tab. 1] of random triplets -> entries of result.json
 
     "validation_loss": {"mlm": Eqs. 6, 7, "tp": Eq. 2; the paper chose lambda by it [App. B]};
-    "masked_words": number of triplets; top1, top5... with the photo, another photo and no photo
+    "masked_words": number of triplets; top1, top5... with the photo; with another triplet's, which
+    is what the head predicts without seeing the right one [ours]; by the language model alone
     """
+    V = lm.token_embeddings
     was_training = model.backbone.training  # not while it is frozen
     model.eval()
     order = np.random.default_rng(args.seed).permutation(len(triplets))
-    chosen = Subset(triplets, np.sort(order[:num_triplets]).tolist())  # None: all
-    losses, ranks, concepts = defaultdict(list), defaultdict(list), []
+    chosen = Subset(triplets, order[:num_triplets].tolist())  # None: all
+    mlm, tp, ranks, concepts = 0, 0, defaultdict(list), []
     for batch in common.validation_batches(chosen, collate, args, device):
-        logits, tag_logits = predict(model, lm, batch, args.amp)
-        target = batch["target"]
-        losses["mlm"].append(F.cross_entropy(logits["with the photo"], target, reduction="none"))
-        if args.lambda_tp:
-            losses["tp"].append(tag_loss(tag_logits, batch["tags"]).expand(len(target)))
+        mask, mask_pos, target = batch["attention_mask"], batch["mask_pos"], batch["target"]
+        with common.autocast(device, args.amp):
+            W = lm(batch["tokens"], mask)
+            features = model.backbone(common.augment(batch["images"])).float()
+        # From here on in float32: in half precision many tokens tie for the best.
+        another_photo = features.roll(1, 0)  # of the triplet before; they are in random order
+        logits = {}
+        for name, x in (("with the photo", features), ("with another photo", another_photo)):
+            vector = model.head(x, W, mask, mask_pos)
+            logits[name] = lm.mlm_head(vector) if args.head == "tfm" else vector @ V.T
+        logits["language model alone"] = lm.mlm_head(at_mask(W, mask_pos))
+        share = len(target) / len(chosen)
+        mlm += share * F.cross_entropy(logits["with the photo"], target).item()
+        tp += share * tag_loss(model.tags(features), batch["tags"]).item()
         for name in logits:
             ranks[name].append(target_ranks(logits[name], target))
         concepts += batch["concept"].tolist()
     model.train()
     model.backbone.train(was_training)
 
-    loss = {name: round(torch.cat(rows).mean().item(), 4) for name, rows in losses.items()}
+    loss = {"mlm": round(mlm, 4), "tp": round(tp, 4)}
     print_main(f"validation loss: {loss}")
     parts = np.array(list(triplets.concepts.values()))[concepts]  # of speech
     result = {"triplets": len(parts)}
@@ -738,34 +729,6 @@ def validate(model, lm, triplets, args, device, num_triplets=5000):
         result[name] = accuracies(torch.cat(rows).cpu().numpy(), parts)
         print_main(f"masked words, {name}: {result[name]}")
     return {"validation_loss": loss, "masked_words": result}
-
-
-def predict(model, lm, batch, amp):
-    """-> {name: logits (B, |V|)} with the photo, with another, without; tag logits (B, K)
-
-    With another photo [ours]: what the head predicts without seeing the right one.
-    """
-    mask = batch["attention_mask"]
-    mask_pos = batch["mask_pos"]
-    token_features = lm.encode(batch["tokens"], mask)
-    with common.autocast(mask.device, amp):
-        features = model.backbone(common.augment(batch["images"]))
-    # The rest in float32: in half precision many tokens tie for the best.
-    features = features.float()
-    other = features[another_photo(batch["photo"])]
-    logits = {
-        "with the photo": model.head(features, token_features, mask, mask_pos),
-        "with another photo": model.head(other, token_features, mask, mask_pos),
-        "language model alone": lm.mlm_head(at_mask(token_features, mask_pos)),
-    }
-    return logits, model.tags(features) if model.tags else None
-
-
-def another_photo(photos):
-    """photos (B,) -> for each sample, the number of the next one that has another photo"""
-    numbers = torch.arange(len(photos), device=photos.device)
-    nearness = (numbers[:, None] - numbers) % len(photos)  # (B, B): B - 1 for the next one
-    return (nearness * (photos != photos[:, None])).argmax(1)
 
 
 def target_ranks(logits, target):

@@ -21,7 +21,7 @@ Where the paper is:
 
     Eq. 1, clusters of caption vectors     cluster_labels, embed_captions
     Eq. 2, softmax over all labels         label_loss, tag_loss
-    TP-Postag [Sec. 3.1]                   count_concepts, top_concepts, concept_labels
+    TP-Postag [Sec. 3.1]                   count_concepts, top_concepts, make_labels
     TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; make_labels
     heads of Fig. 2, module tp             tag_head
     rotations, recipes [App. F.1]          four_rotations; RECIPES, VGG16, ROTATION
@@ -37,7 +37,6 @@ import math
 import os
 import time
 from collections import Counter, defaultdict
-from functools import partial
 
 import numpy as np
 import regex
@@ -54,25 +53,24 @@ from torch import nn
 import common
 from common import LETTERS, fail, print_main, progress
 
-FROM_CAPTIONS = "postag", "cluster", "lda"
-LABELS = *FROM_CAPTIONS, "instances", "rotation"
+LABELS = "postag", "cluster", "lda", "instances", "rotation"
 
 # fmt: off
 RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (demo, small [ours])
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
     "image_size":       (48,         112,        224),                  # [ours], as in App. F.2
-    "crop_min":         (1.0,        0.2,        0.2),                  # [ours]
-    "colour_jitter":    (0.0,        1.0,        1.0),                  # [ours]
+    "crop_min":         (1.0,        0.5,        0.2),                  # [ours]
+    "colour_jitter":    (0.0,        0.4,        1.0),                  # [ours]
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.1
     "lm_iters":         (400,        2000,       20_000),               # [ours]
-    "optimizer":        ("adamw",    "sgd",      "sgd"),                # App. F.1
-    "batch_size":       (32,         32,         128),                  # App. F.1
+    "optimizer":        ("adamw",    "adamw",    "sgd"),                # App. F.1
+    "batch_size":       (32,         64,         128),                  # App. F.1
     "iters":            (560,        None,       100_000),              # App. F.1
     "epochs":           (None,       25.0,       None),
-    "lr":               (1e-3,       3e-2,       3e-2),                 # App. F.1
-    "warmup":           (0.05,       0.0,        0.0),
+    "lr":               (1e-3,       1e-3,       3e-2),                 # App. F.1
+    "warmup":           (0.05,       0.05,       0.0),
     "steps":            ([],         [],         []),                   # App. F.1
-    "weight_decay":     (1e-2,       1e-4,       1e-4),                 # App. F.1
+    "weight_decay":     (1e-2,       1e-2,       1e-4),                 # App. F.1
     "log_every":        (10,         20,         20),
     "validate_every":   (400,        2000,       5000),
     "checkpoint_every": (200,        500,        5000),
@@ -106,44 +104,46 @@ def get_args(argv=None):
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--train-split", help="default train2017 for coco, else train")
     add("--val-split", help="default val2017 for coco, else val")
-    add("--image-size", type=int, help="crop side in pixels; cost grows with its square")
-    add("--crop-min", type=float, help="smallest fraction of a photo's area in a crop")
-    add("--colour-jitter", type=float, help="strength; lower it if captions name colours")
-    add("--workers", type=int, default=min(8, os.cpu_count() // 2), help="more if data_wait > 0.05")
+    add("--image-size", type=common.count, help="crop side in pixels; cost grows with its square")
+    add("--crop-min", type=common.share, help="smallest fraction of a photo's area in a crop")
+    add("--colour-jitter", type=common.weight, help="strength; lower it if captions name colours")
+    add("--workers", type=common.whole, default=min(8, os.cpu_count() // 2),
+        help="more if data_wait > 0.05")
 
     add = parser.add_argument_group("labels").add_argument
     add("--labels", choices=LABELS, default=LABELS[0], help="what to predict [Sec. 3.1, 4]")
-    add("--num-labels", type=int, help="K, at most: words (default 5000; VGG-16: 1000), "
+    add("--num-labels", type=common.count, help="K, at most: words (default 5000; VGG-16: 1000), "
         "clusters (1000; shapes: 200) or topics (40) [Tab. 2, 4]")
     add("--pos", choices=POS, default=POS[-1], help="parts of speech to keep [Sec. 4.2, Tab. 4]")
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="the paper uses spacy")
+    add("--max-words", type=common.count, default=25,
+        help="leave out longer captions [Sec. 4]; raise it for reports")
     add("--lm", help="cluster: BERT, from the hub or a folder; scratch: train one on the captions")
-    add("--lm-iters", type=int, help="iterations of --lm scratch; more for more captions")
+    add("--lm-iters", type=common.count, help="iterations of --lm scratch; more for more captions")
 
     add = parser.add_argument_group("model and optimisation").add_argument
     add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
     add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
-    add("--batch-size", type=int, help="photos per iteration over all processes")
-    add("--iters", type=int, help="training iterations; scale them with the data")
-    add("--epochs", type=float, help="instead of --iters: passes over the data")
-    add("--lr", type=float, help="peak learning rate; lower it if the loss is not finite")
-    add("--warmup", type=float, help="of the learning rate, as a fraction of training")
-    add("--weight-decay", type=float, help="raise it if photos are few")
+    add("--batch-size", type=common.count, help="photos per iteration over all processes")
+    add("--iters", type=common.count, help="training iterations; scale them with the data")
+    add("--epochs", type=common.positive, help="instead of --iters: passes over the data")
+    add("--lr", type=common.positive, help="peak learning rate; lower it if the loss is not finite")
+    add("--warmup", type=common.fraction, help="of the learning rate, as a fraction of training")
+    add("--weight-decay", type=common.weight, help="raise it if photos are few")
 
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--seed", type=int, default=0, help="random seed")
+    add("--seed", type=common.whole, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
-    add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
+    add("--accumulate", type=common.count, default=1,
+        help="micro-batches per batch, if memory is short")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=int, help="iterations between lines of metrics.jsonl")
-    add("--validate-every", type=int, help="iterations between validations")
-    add("--checkpoint-every", type=int, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
+    add("--log-every", type=common.count, help="iterations between lines of metrics.jsonl")
+    add("--validate-every", type=common.count, help="iterations between validations")
+    add("--checkpoint-every", type=common.count, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=common.count, help="iterations between model_N.pth (early stopping)")
     # fmt: on
     args = parser.parse_args(argv)
-    if args.num_labels and args.labels not in FROM_CAPTIONS:
-        parser.error(f"--num-labels: K is fixed by --labels {args.labels}")
     paper = VGG16 if args.arch == "vgg16_bn" else {}
     if args.labels == "rotation" and args.arch in (None, "vgg16_bn"):
         paper = ROTATION
@@ -153,6 +153,8 @@ def get_args(argv=None):
         "cluster": 200 if args.recipe == "demo" else 1000,  # [ours], Tab. 2
         "lda": 40,  # Sec. 4.2
     }
+    if args.num_labels and args.labels not in num_labels:
+        parser.error(f"--num-labels: K is fixed by --labels {args.labels}")
     args.num_labels = args.num_labels or num_labels.get(args.labels)
     return args
 
@@ -164,12 +166,16 @@ def main(args):
     init = {} if checkpoint else common.read_init(args)
 
     # Data: photos, and labels made from their captions. Photos without a label are left out.
-    tags = args.labels == "instances"
+    tags = args.labels == "instances"  # TP-Label [Sec. 4]
     train = common.caption_data(args.data, args.root, args.train_split, tags)
     val = common.caption_data(args.data, args.root, args.val_split, tags)
     common.check_data(args, checkpoint, train.images, train.captions, train.tags)
-    path = common.once(args, "labels.npz", partial(make_labels, args, (train, val), device))
-    names, labels, val_labels = load_labels(path, len(train))  # K names; (N, K) sparse
+    if common.is_main() and not checkpoint:
+        make_labels(args, (train, val), device)  # once: it takes long
+    common.barrier()
+    names = common.read_json(f"{args.output}/labels.json")  # K
+    labels = sparse.load_npz(f"{args.output}/labels.npz")  # (N, K), see make_labels
+    val_labels = sparse.load_npz(f"{args.output}/val_labels.npz")
     train, labels = labelled(train, labels)
     val, val_labels = labelled(val, val_labels)
     order = np.random.default_rng(args.seed).permutation(len(val))
@@ -224,18 +230,11 @@ def main(args):
         last = iteration == iters
         validate_now = iteration % args.validate_every == 0 or last
         if iteration % args.log_every == 0 or validate_now:
-            row = log.means(iteration)
-            row["lr"] = args.lr * lr_scale
+            row = log.means(iteration) | {"lr": args.lr * lr_scale}
             bar.set_postfix(loss=f"{row['loss']:.3f}")
             if validate_now and common.is_main():
-                scores = validate(model, val_photos, args, device)
-                row |= {f"validation_{name}": score for name, score in scores.items()}
-                result = {"validation": scores}
-                if last and args.labels != "rotation":
-                    frequencies = np.tile(labels.mean(0), (len(val), 1))  # the same for each photo
-                    alone = tag_scores(frequencies, val_labels.toarray(), args.labels)
-                    print_main(f"by label frequencies alone: {alone}")
-                    result["label_frequencies"] = alone
+                result = validate(model, val_photos, labels.mean(0), args, device)
+                row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 if last:
                     common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
@@ -259,29 +258,30 @@ AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
 )
-# t-shirt, black-and-white and can't are one word each; a possessive 's belongs to none. [ours]
+# A possessive 's, which is skipped; or letters that follow no letter or digit ("2x" has none), and
+# more of them after ' or - ("can't", "t-shirt"), but for a possessive. The group: a word. [ours]
 WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
 
 
 def words_of(caption):
     """-> its words in lower case"""
-    return [match[1].lower() for match in WORD.finditer(caption) if match[1]]
+    return [word.lower() for word in WORD.findall(caption) if word]
 
 
-def filter_captions(data, tokenize):
+def filter_captions(data, tokenize, max_words):
     """Keep each photo's distinct captions of 3 to 25 tokens [Sec. 4, Datasets] -> CaptionData
 
-    tokenize: caption -> its tokens: words in tp.py, the language model's in icmlm.py. [ours]
+    tokenize: caption -> its tokens: words, or the language model's. [ours]  max_words: the 25
     """
     kept = []
     for captions in progress(data.captions, desc="caption lengths", total=len(data), leave=False):
         distinct = dict.fromkeys(captions)
-        kept.append([caption for caption in distinct if 3 <= len(tokenize(caption)) <= 25])
+        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = data.captions.ends[-1], sum(map(len, kept))
-    if not after:
-        fail("a split has no captions of 3 to 25 words or tokens")
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
-               "not of 3 to 25 words or tokens")  # fmt: skip
+               f"not of 3 to {max_words} words or tokens")  # fmt: skip
+    if not after:
+        fail("no caption of a split is left: raise --max-words if they are long")
     return data.with_captions(kept)
 
 
@@ -308,15 +308,15 @@ def count_concepts(captions, tagger):
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
     captions = progress(captions, desc="parts of speech", unit=" captions", leave=False)
     for word, part in tag_words(captions, tagger):
-        is_word = len(word) > 1 and not {"'", "’"} & set(word)  # [ours]
-        if not is_word or (part == "verbs" and word in AUXILIARIES):
+        if part == "verbs" and word in AUXILIARIES:
             part = None
-        counts[word][part] += 1
+        if len(word) > 1 and not regex.search("['’]", word):  # [ours]
+            counts[word][part] += 1
     concepts = {part: {} for part in PARTS_OF_SPEECH.values()}
-    for word, parts in sorted(counts.items(), key=lambda item: (-item[1].total(), item[0])):
-        part = parts.most_common(1)[0][0]
+    for word in sorted(counts, key=lambda word: (-counts[word].total(), word)):
+        part = max(counts[word], key=counts[word].get)
         if part:
-            concepts[part][word] = parts.total()
+            concepts[part][word] = counts[word].total()
     return concepts
 
 
@@ -325,34 +325,34 @@ def top_concepts(counts, pos, num_concepts):
 
     counts: from count_concepts
     """
-    chosen = []
-    for name in pos.split("+"):
-        part = PARTS_OF_SPEECH[name]
-        chosen += [(-count, word, part) for word, count in counts[part].items()]
-    concepts = {word: part for _, word, part in sorted(chosen)[:num_concepts]}
+    parts = [PARTS_OF_SPEECH[name] for name in pos.split("+")]
+    chosen = sorted((-count, word, part) for part in parts for word, count in counts[part].items())
+    concepts = {word: part for _, word, part in chosen[:num_concepts]}
     if ("left" in concepts) != ("right" in concepts):  # one alone would be wrong if flipped [ours]
-        concepts = {word: concepts[word] for word in concepts if word not in ("left", "right")}
+        concepts.pop("left", None)
+        concepts.pop("right", None)
     if not concepts:
-        fail(f"no caption of 3 to 25 words has a word to predict (--pos {pos})")
+        fail(f"no caption that is kept has a word to predict (--pos {pos})")
     return concepts
 
 
 # ---------------------------------------------------------------------------- captions to labels
 
 
-def make_labels(args, splits, device, path):
-    """Write names and labels of both splits: 1 where a photo has a label; lda: probabilities.
+def make_labels(args, splits, device):
+    """Write K names and labels (N, K): 1 where a photo has a label, else 0; lda: probabilities.
 
     splits: CaptionData of train and val
     """
     if args.labels in ("postag", "lda"):
         common.require_spaces(splits[0].all_captions())
-        splits = [filter_captions(data, words_of) for data in splits]
-    if args.labels == "postag":
+        splits = [filter_captions(data, words_of, args.max_words) for data in splits]
+    if args.labels == "postag":  # TP-Postag: which words a photo's captions have [Sec. 3.1]
         counts = count_concepts(splits[0].all_captions(), args.tagger)
         common.save(f"{args.output}/concepts.json", counts)
         names = top_concepts(counts, args.pos, args.num_labels)
-        labels = concept_labels(splits, names)
+        vectorizer = CountVectorizer(analyzer=words_of, vocabulary=list(names), binary=True)
+        labels = [vectorizer.transform(map(" ".join, data.captions)) for data in splits]
     elif args.labels == "cluster":
         names, labels = cluster_labels(args, splits, device)
     elif args.labels == "lda":
@@ -365,23 +365,9 @@ def make_labels(args, splits, device, path):
     else:  # every photo has all four labels, for it is seen in each rotation (four_rotations)
         names = ["0°", "90°", "180°", "270°"]
         labels = [np.ones((len(data), 4)) for data in splits]
-    rows = sparse.vstack(list(map(sparse.csr_array, labels)), "csr", np.float32)
-    np.savez(path, names=list(names), data=rows.data, indices=rows.indices, indptr=rows.indptr)
-
-
-def load_labels(path, num_train):
-    """What make_labels wrote -> K names; (N, K) sparse of both splits.  num_train: N of train"""
-    with np.load(path) as file:
-        names = file["names"].tolist()
-        csr = file["data"], file["indices"], file["indptr"]
-    rows = sparse.csr_array(csr, (len(csr[2]) - 1, len(names)))
-    return names, rows[:num_train], rows[num_train:]
-
-
-def concept_labels(splits, names):
-    """TP-Postag: which of K words occur in a photo's captions -> [(N, K) sparse] [Sec. 3.1]"""
-    vectorizer = CountVectorizer(analyzer=words_of, vocabulary=list(names), binary=True)
-    return [vectorizer.transform(map(" ".join, data.captions)) for data in splits]
+    common.save(f"{args.output}/labels.json", list(names))
+    for file, rows in zip(("labels.npz", "val_labels.npz"), labels):
+        sparse.save_npz(f"{args.output}/{file}", sparse.csr_array(rows, dtype=np.float32))
 
 
 def cluster_labels(args, splits, device):
@@ -393,12 +379,12 @@ def cluster_labels(args, splits, device):
     if lm == "scratch":
         lm = f"{args.output}/language_model"
         how = args.lm_iters, args.seed, device, args.amp
-        common.extra("small_bert").train(lm, splits[0].all_captions(), *how)
+        small_bert = common.extra("small_bert")
+        small_bert.train(lm, splits[0].all_captions(), *how, max_words=args.max_words)
     tokenizer, bert = load_bert(lm, device)
-    splits = [filter_captions(data, tokenizer.tokenize) for data in splits]
-    vectors = []
-    for data in splits:
-        vectors.append(embed_captions(tokenizer, bert, data.all_captions(), args.amp))
+    longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
+    splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
+    vectors = [embed_captions(tokenizer, bert, data.all_captions(), args.amp) for data in splits]
     captions = splits[0].all_captions()
     # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y: the nearest.
     # [ours: a random start, 20 passes] Under torchrun (OMP_NUM_THREADS=1) it has one thread.
@@ -416,13 +402,18 @@ def cluster_labels(args, splits, device):
 
 def load_bert(lm, device):
     """lm: on the hub or in a folder -> tokenizer, BERT without its pooler and head"""
-    import transformers  # only here: it takes seconds, and most runs need no language model
+    import huggingface_hub  # only here: they take seconds, and most runs need no language model
+    import transformers
 
     transformers.logging.set_verbosity_error()  # no report of what is loaded, and no bars
     transformers.logging.disable_progress_bar()
     try:
+        if not os.path.isdir(lm):  # asks once; transformers would ask for a minute
+            huggingface_hub.snapshot_download(lm, allow_patterns="config.json")
         tokenizer = transformers.AutoTokenizer.from_pretrained(lm)
         bert, report = transformers.AutoModel.from_pretrained(lm, output_loading_info=True)
+    except huggingface_hub.errors.LocalEntryNotFoundError:
+        fail(f"--lm {lm} is no folder here, and the hub (huggingface.co) cannot be reached")
     except (OSError, ValueError):
         fail(f"--lm {lm}: give a BERT, on the hub or in a folder, or scratch")
     missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
@@ -440,7 +431,7 @@ def embed_captions(tokenizer, bert, captions, amp, batch_size=256):
     vectors = np.empty((len(captions), bert.config.hidden_size), np.float32)
     for n in progress(range(0, len(captions), batch_size), desc="caption vectors"):
         batch = captions[n : n + batch_size]
-        inputs = tokenizer(batch, padding=True, truncation=True, max_length=64, return_tensors="pt")
+        inputs = tokenizer(batch, padding=True, return_tensors="pt")
         with common.autocast(bert.device, amp):
             hidden = bert(**inputs.to(bert.device)).last_hidden_state  # (B, T, d_w)
         vectors[n : n + batch_size] = hidden[:, 0].float().cpu()
@@ -448,10 +439,10 @@ def embed_captions(tokenizer, bert, captions, amp, batch_size=256):
 
 
 def lda_labels(splits, num_labels, seed):
-    """TP-LDA: topic probabilities; a photo's captions form one document [Sec. 4]
+    """TP-LDA [Sec. 4]: topic probabilities -> names, [(N, K) sparse]
 
-    The vocabulary is the 10K most frequent words, without English stop words. Each topic is named
-    by its five most probable words. [ours]  -> names, [(N, K) sparse]
+    A photo's captions form one document, the vocabulary is the 10K most frequent words without
+    English stop words, and each topic is named by its five most probable words. [ours]
     """
     words = regex.compile(r"[\p{L}\p{M}]{2,}").findall
     vectorizer = CountVectorizer(
@@ -464,10 +455,8 @@ def lda_labels(splits, num_labels, seed):
         num_labels, learning_method="online", batch_size=1024, random_state=seed
     )
     lda.fit(counts[0])
-    labels = []
-    for rows in counts:
-        has_words = np.diff(rows.indptr)[:, None] > 0  # a photo without has no topic, not all
-        labels.append(has_words * lda.transform(rows))
+    # A photo without any of the words has no topic, not all.
+    labels = [(np.diff(rows.indptr)[:, None] > 0) * lda.transform(rows) for rows in counts]
     words = vectorizer.get_feature_names_out()
     names = [", ".join(words[np.argsort(-weights)[:5]]) for weights in lda.components_]
     return names, labels
@@ -491,27 +480,20 @@ def labelled(data, labels):
 # --------------------------------------------------------------------------- samples and batches
 
 
-def flip_permutation(names):
-    """The labels left and right are swapped in a flipped photo [ours] -> (K,) indices"""
-    order = np.arange(len(names))
-    if "left" in names and "right" in names:
-        left, right = names.index("left"), names.index("right")
-        order[[left, right]] = right, left
-    return order
-
-
 class LabelledPhotos(common.Photos):
     """Photos and their rows in the labels; in validation the centre crop"""
 
     def __init__(self, data, labels, names, args):
         super().__init__(data, args)
         self.labels = labels  # (N, K) sparse
-        self.flip_permutation = flip_permutation(names)
+        other = {"left": "right", "right": "left"}  # their labels change places in a mirror [ours]
+        index = {name: k for k, name in enumerate(names)}
+        self.if_flipped = [index.get(other.get(name), k) for k, name in enumerate(names)]
 
     def sample(self, index, rng):
         sample = self.photo(index, rng)
         targets = self.labels[[index]].toarray()[0]
-        sample["targets"] = targets[self.flip_permutation] if sample["flipped"] else targets
+        sample["targets"] = targets[self.if_flipped] if sample["flipped"] else targets
         return sample
 
 
@@ -565,9 +547,8 @@ def tag_head(arch, channels, num_labels):
     if arch == "vgg16_bn":
         layers = []
         for _ in range(4):
-            layers.append(nn.Conv2d(channels, channels, 3, padding=1, bias=False))
-            layers.append(nn.BatchNorm2d(channels))
-            layers.append(nn.ReLU())
+            convolution = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+            layers += [convolution, nn.BatchNorm2d(channels), nn.ReLU()]
         layers += pool
     else:
         layers = [*pool, nn.Linear(channels, channels), nn.ReLU()]
@@ -601,8 +582,11 @@ def label_loss(logits, targets, kind):
 
 
 @torch.no_grad()
-def validate(model, photos, args, device):
-    """Loss and tag_scores on centre crops of the validation split -> {name: score}"""
+def validate(model, photos, frequencies, args, device):
+    """Loss and tag_scores on centre crops of the validation split -> entries of result.json
+
+    frequencies: of the K labels in training, whose scores for every photo come beside them
+    """
     model.eval()
     all_logits, all_targets = [], []
     for batch in common.validation_batches(photos, collate, args, device):
@@ -618,7 +602,9 @@ def validate(model, photos, args, device):
     scores = {"loss": round(label_loss(logits, targets, args.labels).item(), 4)}
     scores |= tag_scores(logits.numpy(), targets.numpy(), args.labels)
     print_main(f"validation: {scores}")
-    return scores
+    alone = tag_scores(np.tile(frequencies, (len(targets), 1)), targets.numpy(), args.labels)
+    print_main(f"by label frequencies alone: {alone}")
+    return {"validation": scores, "label_frequencies": alone}
 
 
 def tag_scores(scores, targets, kind):
@@ -635,8 +621,7 @@ def tag_scores(scores, targets, kind):
     if kind != "rotation":
         occurs = right.any(0)
         result["top5"] = best_right.any(1).mean()
-        columns = right.compress(occurs, 1), scores.compress(occurs, 1)
-        result["mAP"] = average_precision_score(*columns)
+        result["mAP"] = average_precision_score(right[:, occurs], scores[:, occurs])
     return {name: round(100 * float(score), 2) for name, score in result.items()}
 
 

@@ -90,14 +90,7 @@ def load_icmlm(path, lm_name, device):
     if lm_name == "scratch":
         lm_name = str(Path(path).parent / "language_model")
     tokenizer, lm = icmlm.load_language_model(lm_name, device, amp="off")
-    model = icmlm.ICMLM(
-        trained["arch"],
-        trained["head"],
-        lm,
-        num_tags=len(concepts) if trained["lambda_tp"] else 0,
-        layers=trained["layers"],
-        heads=trained["heads"],
-    )
+    model = icmlm.ICMLM(argparse.Namespace(**trained), lm.token_embeddings.size(1), len(concepts))
     model.load_state_dict(checkpoint["model"])
     return model.to(device).eval(), lm, tokenizer, concepts, trained
 
@@ -108,7 +101,7 @@ def validation_photos(args, trained, tokenizer):
     data = common.caption_data(trained["data"], root, trained["val_split"]).captioned()
     order = np.random.default_rng(0).permutation(len(data))
     data = data.select(np.sort(order[: args.photos]))
-    data = icmlm.filter_captions(data, tokenizer.tokenize).captioned()
+    data = icmlm.filter_captions(data, tokenizer.tokenize, trained["max_words"]).captioned()
     return data.with_captions([captions[:1] for captions in data.captions])
 
 
@@ -144,11 +137,13 @@ def explain(model, lm, tokenizer, pixels, caption, positions):
     batch_idx = torch.arange(len(tokens), device=device)
     tokens[batch_idx, mask_pos] = tokenizer.mask_token_id
     attention_mask = torch.ones_like(tokens, dtype=torch.bool)
-    token_features = lm.encode(tokens, attention_mask)
+    token_features = lm(tokens, attention_mask)
     images = common.augment(torch.from_numpy(pixels)[None].to(device))
     features = model.backbone(images).expand(len(tokens), -1, -1, -1)
 
-    with_photo = model.head(features, token_features, attention_mask, mask_pos)
+    vector = model.head(features, token_features, attention_mask, mask_pos)
+    tfm = isinstance(model.head, icmlm.Tfm)
+    with_photo = lm.mlm_head(vector) if tfm else vector @ lm.token_embeddings.T  # Eq. 6
     without = lm.mlm_head(icmlm.at_mask(token_features, mask_pos))
     for n, word in enumerate(positions):
         print_main(f"{tokenizer.decode(tokens[n])}  ({word})")

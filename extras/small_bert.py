@@ -30,23 +30,31 @@ from common import fail, print_main, progress
 
 BATCH_SIZE = 64  # this, the rate and its schedule, size and length: [ours]
 LR = 1e-3
-MAX_LENGTH = 64  # tokens per caption
+MAX_LENGTH = 64  # tokens per caption, or more with --max-words
 
 transformers.logging.set_verbosity_error()  # no reports on what it loads and saves
 transformers.logging.disable_progress_bar()
 
 
-def train(folder, captions, iters, seed, device, amp, layers=4, width=256):
+def train(folder, captions, iters, seed, device, amp, layers=4, width=256, max_words=0):
     """Train on the captions and save the model in `folder`, as transformers do.
 
-    -> tokenizer, configuration
+    max_words: tokens that it has to read beside [CLS] and [SEP]; longer captions teach it words,
+    but will not be kept.  -> tokenizer, configuration
     """
+    if max_words and min(len(caption.split()) for caption in captions) > max_words:
+        fail(f"all captions have more than {max_words} words: raise --max-words")
     print_main(f"first, training a small BERT on the captions: {iters} iterations (--lm-iters)")
-    tokenizer = train_tokenizer(captions)
+    max_length = max(MAX_LENGTH, max_words + 2)
+    tokenizer = train_tokenizer(captions, max_length)
+    lengths = [len(tokens) for tokens in tokenizer(captions[:10_000])["input_ids"]]
+    cut = np.mean(np.array(lengths) > max_length)
+    if cut > 0.01:
+        print_main(f"of {100 * cut:.0f}% of the captions it reads the first {max_length} tokens")
     masking = transformers.DataCollatorForLanguageModeling(tokenizer)  # 15%, split 80/10/10
     special_ids = torch.tensor(tokenizer.all_special_ids)
     torch.manual_seed(seed)
-    bert_config = config(tokenizer, layers, width, max_position_embeddings=MAX_LENGTH)
+    bert_config = config(tokenizer, layers, width, max_position_embeddings=max_length)
     model = transformers.BertForMaskedLM(bert_config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=0.01)
     order = shuffled_forever(captions, seed)
@@ -98,7 +106,7 @@ def made_once(args, init, data, device):
             shutil.copytree(earlier, folder, dirs_exist_ok=True)
         else:
             how = args.lm_iters, args.seed, device, args.amp, args.lm_layers
-            train(folder, data.all_captions(), *how)
+            train(folder, data.all_captions(), *how, max_words=args.max_words)
 
     return common.once(args, "language_model", make)
 
@@ -122,7 +130,7 @@ def shuffled_forever(captions, seed):
             yield captions[i]
 
 
-def train_tokenizer(captions):
+def train_tokenizer(captions, max_length=MAX_LENGTH):
     """A lower-case WordPiece tokenizer, as BERT's, with 10K tokens or all characters of `captions`
 
     Accents are taken off Latin letters only: BERT's loses the vowels of Hindi, too. [ours]
@@ -155,7 +163,7 @@ def train_tokenizer(captions):
     pieces.post_processor = processors.BertProcessing(*ends)
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=pieces,
-        model_max_length=MAX_LENGTH,
+        model_max_length=max_length,
         pad_token="[PAD]",
         unk_token="[UNK]",
         cls_token="[CLS]",

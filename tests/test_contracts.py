@@ -20,7 +20,8 @@ import common
 # In all lines of metrics.jsonl; in those of validation; own files; flags that do not fit --init
 ABOUT = {
     "virtex": ("forward backward text_lr", "forward backward", "tokenizer.model", "--hidden 128"),
-    "tp": ("", "loss top1 top5 mAP", "concepts.json labels.npz", "--pos nn"),
+    "tp": ("", "loss top1 top5 mAP", "concepts.json labels.json labels.npz val_labels.npz",
+           "--pos nn"),  # fmt: skip
     "icmlm": ("mlm tp", "mlm tp", "concepts.json captions.json triplets.npz", "--head att-fc"),
     "mmcontrastive": ("ii tag cc ic ci text_lr", "", "caption_model", "--inter-dim 16"),
 }
@@ -291,8 +292,8 @@ def test_starts_from_a_whole_model(script, tiny, tmp_path):
     assert some < total
     if script == "tp":  # words are others: no layer of the head is loaded
         assert some == len(torch.load(tmp_path / "third/backbone.pth"))
-    with pytest.raises(SystemExit, match="not --arch vgg16_bn"):
-        loaded("fourth", "checkpoint.pth", "--arch vgg16_bn")
+    with pytest.raises(SystemExit, match="not --arch resnet50"):
+        loaded("fourth", "checkpoint.pth", "--arch resnet50")
 
 
 @every_script

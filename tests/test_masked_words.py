@@ -53,8 +53,9 @@ def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     mask_pos = (tokens == tokenizer.mask_token_id).nonzero()[0, 1:]
     pixels, _ = eval_linear.CentralSquares(photo_files([str(photo)]), 64, side_fraction=1.0)[0]
     images = common.augment(torch.from_numpy(pixels)[None])
-    text = lm.encode(tokens, mask), mask, mask_pos
-    logits, _ = model(images, *text)
+    text = lm(tokens, mask), mask, mask_pos
+    vector, _ = model(images, *text)
+    logits = lm.mlm_head(vector) if head == "tfm" else vector @ lm.token_embeddings.T
     maps = masked_words.attention_maps(model.head, model.backbone(images), *text)
 
     def five_best(logits):  # red 81.2%, blue 3.4%, ...

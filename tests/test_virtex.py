@@ -28,11 +28,15 @@ MASKED += [[SOS, MASK, EOS]]
 HIDDEN, LAYERS = 128, 2  # the smallest width with several heads
 
 
-def build_model(channels, *args, **kwargs):
-    """VirTex without a backbone"""
+TASKS = {"bicaptioning": (virtex.VirTex, virtex.CaptionedPhotos), **virtex.ABLATIONS}
+TASKS["captioning"] = TASKS["bicaptioning"]
+
+
+def build_model(channels, *args, task="bicaptioning", **kwargs):
+    """The task's model without a backbone"""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common, "build_backbone", lambda *_: FeaturesAsGiven(channels))
-        return virtex.VirTex("stub", *args, **kwargs)
+        return TASKS[task][0]("stub", *args, task=task, **kwargs)
 
 
 def tiny_model(task="bicaptioning", max_length=10):
@@ -40,7 +44,7 @@ def tiny_model(task="bicaptioning", max_length=10):
     torch.manual_seed(0)
     model = build_model(5, 12, HIDDEN, LAYERS, max_length=max_length, task=task)
     model.rows = []
-    output = model.textual.output if hasattr(model.textual, "project") else model.textual["output"]
+    output = model.textual.output if hasattr(model, "text_losses") else model.textual["output"]
     output.register_forward_hook(lambda *passed: model.rows.append(len(passed[-1])))
     return random_weights(model.double(), 0.125).eval()
 
@@ -49,13 +53,12 @@ def random_features(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def batch_of(captions, task="bicaptioning", masked=None):
-    """What `collate` makes of these captions, less images and colours: the model's arguments"""
-    photo = {"image": np.zeros((1, 1, 3), np.uint8), "jitter": np.zeros(4, np.float32)}
+def losses_of(model, features, captions, task="bicaptioning", masked=None):
+    """The means of the losses of these captions, batched as in training"""
     rows = zip(captions, masked or captions)
-    batch = virtex.collate(task, [{**photo, "tokens": row, "masked": other} for row, other in rows])
-    del batch["images"], batch["jitter"]
-    return batch
+    samples = [{"tokens": row, "masked": other} for row, other in rows]
+    batch = TASKS[task][1].collate_text(None, samples)
+    return {name: total / n for name, (total, n) in model(features, *batch.values()).items()}
 
 
 def logits_of(head, image_features, tokens):
@@ -100,20 +103,20 @@ def slow_log_p(head, image, tokens):
 def test_loss_is_equation_1():
     """-log p of each token given those before it, in both directions; here without padding."""
     model, features = tiny_model(), random_features(4, 5, 2, 3)
-    losses = model(features, **batch_of(CAPTIONS))
+    losses = losses_of(model, features, CAPTIONS)
     forward, backward = [], []
     for image, tokens in zip(features, CAPTIONS):
         forward += slow_log_p(model.textual, image, tokens)
         backward += slow_log_p(model.backward_textual, image, tokens[::-1])
-    assert [len(forward), len(backward)] == [12, 13] == model.rows
+    assert [len(forward), len(backward)] == [12, 13] and model.rows == [14, 14]  # no padding
     assert losses["forward"].item() == pytest.approx(-np.mean(forward), abs=1e-10)
     assert losses["backward"].item() == pytest.approx(-np.mean(backward), abs=1e-10)
 
     state = {k: v for k, v in model.state_dict().items() if not k.startswith("backward_")}
     captioner = tiny_model(task="captioning")
     captioner.load_state_dict(state)
-    half = captioner(features, **batch_of(CAPTIONS, "captioning"))
-    assert half == {"forward": losses["forward"]} and captioner.rows == [12]
+    half = losses_of(captioner, features, CAPTIONS, "captioning")
+    assert half == {"forward": losses["forward"]} and captioner.rows == [14]
 
 
 def test_weights_at_the_start():
@@ -140,10 +143,10 @@ def test_weights_at_the_start():
             assert abs(value.mean().item()) < 0.003, name
 
 
-@pytest.mark.parametrize("task", virtex.TASKS)
+@pytest.mark.parametrize("task", TASKS)
 def test_parameter_groups(task):
     """Sec. 3: no weight decay on norms and biases in the Transformers; the backbone's own rate."""
-    model = virtex.VirTex("resnet18", 12, hidden=64, layers=2, task=task)
+    model = TASKS[task][0]("resnet18", 12, hidden=64, layers=2, task=task)
     backbone, no_decay = set(model.visual.parameters()), set()
     for head in (head for head in model.children() if isinstance(head, virtex.TextualHead)):
         for module in (*head.embedding.modules(), *head.transformer.modules()):
@@ -153,7 +156,7 @@ def test_parameter_groups(task):
     decay = set(model.parameters()) - backbone - no_decay
     groups = virtex.parameter_groups(model, lr=0.2, text_lr=1e-3, weight_decay=1e-4)
     expected = [(backbone, 0.2, 1e-4), (decay, 1e-3, 1e-4)]
-    if task not in virtex.CLASSIFICATION:
+    if "classification" not in task:
         expected.append((no_decay, 1e-3, 0.0))
     found = [(set(group["params"]), group["lr"], group["weight_decay"]) for group in groups]
     assert found == expected
@@ -189,7 +192,7 @@ def captions_of(scenes):
 def tokenizer_path(tmp_path_factory):
     """A tokenizer of 150 tokens from captions of the built-in data, as a file"""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    path.write_bytes(virtex.train_tokenizer(map(virtex.clean, captions_of(range(200))), 150))
+    path.write_bytes(virtex.train_tokenizer(map(virtex.normalise, captions_of(range(200))), 150))
     return path
 
 
@@ -238,16 +241,26 @@ def test_flipped_photos_have_flipped_captions(tokenizer, tmp_path):
 def test_long_captions_are_truncated_before_they_are_reversed(tokenizer, coco_folder):
     """Of a long caption both directions see the first 30 tokens; a short one keeps its [EOS]."""
     long, paths = " ".join(captions_of([0])), sorted((coco_folder / "val2017").iterdir())
-    rows = [long, "not the first"], ["a circle", "not the first"]
+    rows = [long, "another"], ["another", "a circle"]  # validation takes index % 2
     data = captioned(*rows, images=photos_at(*paths[:2]))
     photos = virtex.CaptionedPhotos(data, tokenizer, virtex.get_args([]))
     whole, rows = [SOS, *tokenizer.encode(long), EOS], [photos[n]["tokens"] for n in (0, 1)]
     cut, short = rows
     assert len(whole) > 31 and cut == whole[:30]
     assert short == [SOS, *tokenizer.encode("a circle"), EOS]
-    padding, batch = [PAD] * (30 - len(short)), batch_of(rows)
+    batch = photos.collate_text([photos[0], photos[1]])
+    padding = [PAD] * (30 - len(short))
     assert batch["tokens"].tolist() == [cut, short + padding]
     assert batch["backward_tokens"].tolist() == [cut[::-1], short[::-1] + padding]
+    assert batch["positions"].tolist() == [*range(29), *range(29, 29 + len(short) - 1)]
+
+
+def test_captions_that_are_cut_are_counted(tokenizer_path, capsys, tmp_path):
+    """One line at the start, if they are more than 1%"""
+    args = virtex.get_args(["--tokenizer", str(tokenizer_path), "--output", str(tmp_path)])
+    for captions, said in ((2 * ["a circle"], False), (["a circle", 40 * "a circle "], True)):
+        virtex.load_tokenizer(args, captioned(captions), {})
+        assert ("50% of the captions are cut at 28 tokens" in capsys.readouterr().out) == said
 
 
 def test_tokens(tokenizer):
@@ -256,7 +269,7 @@ def test_tokens(tokenizer):
     assert ids == [1, 2, 3] == [SOS, EOS, MASK]
     assert tokenizer.unk_id() == UNK == PAD == 0 == tokenizer.encode("犬")[-1]
     assert not {SOS, EOS, MASK} & set(tokenizer.encode("a [SOS] circle [EOS] and a [MASK]"))
-    for caption in map(virtex.clean, (*captions_of(range(200, 260)), "A Rêd CIRCLE")):
+    for caption in map(virtex.normalise, (*captions_of(range(200, 260)), "A Rêd CIRCLE")):
         assert tokenizer.decode(tokenizer.encode(caption)) == caption
 
 
@@ -282,7 +295,7 @@ def test_mask_tokens():
 def test_masked_lm_written_out():
     """Sec. 4.2: cross-entropy at [MASK]s of known words alone; where there are none, 0, not NaN"""
     model, features = tiny_model(task="masked_lm"), random_features(4, 5, 2, 3)
-    loss = model(features, **batch_of(CAPTIONS, "masked_lm", MASKED))["masked_lm"]
+    loss = losses_of(model, features, CAPTIONS, "masked_lm", MASKED)["masked_lm"]
     terms, head = [], model.textual
     for i, (tokens, masked) in enumerate(zip(CAPTIONS, MASKED)):
         image_features = head.project(features[i : i + 1])
@@ -290,9 +303,9 @@ def test_masked_lm_written_out():
         log_p = head.output(vectors).log_softmax(-1)[0]
         places = [t for t, token in enumerate(masked) if token == MASK and tokens[t] != UNK]
         terms += [-log_p[t, tokens[t]].item() for t in places]
-    assert model.rows[0] == len(terms) == 4
+    assert model.rows[0] == 5 and len(terms) == 4
     assert loss.item() == pytest.approx(np.mean(terms), abs=1e-10)
-    loss = model(features[:1], **batch_of([[SOS, 5]], "masked_lm", [[SOS, 9]]))["masked_lm"]
+    loss = losses_of(model, features[:1], [[SOS, 5]], "masked_lm", [[SOS, 9]])["masked_lm"]
     loss.backward()
     assert loss.item() == 0.0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
@@ -302,7 +315,7 @@ def test_token_classification_written_out():
     """Sec. 4.2: a linear layer on the grid's mean; each of K words is 1/K of the target."""
     model, features = tiny_model(task="token_classification"), random_features(6, 5, 2, 3)
     captions = [*CAPTIONS, [SOS, UNK, EOS], [SOS, 4, 11, MASK]]
-    loss = model(features, **batch_of(captions, "token_classification"))["token_classification"]
+    loss = losses_of(model, features, captions, "token_classification")["token_classification"]
     output, total = model.textual["output"], 0.0
     for grid, caption in zip(features, captions):
         pooled = sum(grid[:, i, j] for i in range(2) for j in range(3)) / 6
@@ -312,7 +325,7 @@ def test_token_classification_written_out():
     assert loss.item() == pytest.approx(total / 6, abs=1e-6)
 
 
-@pytest.mark.parametrize("task", virtex.TASKS)
+@pytest.mark.parametrize("task", TASKS)
 def test_every_task_learns_its_captions(task, tiny, tmp_path, monkeypatch):
     """24 pictures by heart: the loss falls by half a nat, and validation knows its terms."""
     monkeypatch.setitem(virtex.RECIPES, "zero_residual", 3 * (False,))  # slower at first

@@ -49,10 +49,10 @@ def get_args(argv=None):
     add = parser.add_argument
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="methods to measure")
     add("--arch", choices=common.BACKBONES, default="resnet50", help="the backbone")
-    add("--hidden", type=int, default=1024, help="H of VirTex's heads")
-    add("--image-size", type=int, default=224, help="side of the images")
-    add("--batch-size", type=int, default=16, help="images per step")
-    add("--rounds", type=int, default=4, help=f"timed rounds of {STEPS} steps each")
+    add("--hidden", type=common.count, default=1024, help="H of VirTex's heads")
+    add("--image-size", type=common.count, default=224, help="side of the images")
+    add("--batch-size", type=common.count, default=16, help="images per step")
+    add("--rounds", type=common.count, default=4, help=f"timed rounds of {STEPS} steps each")
     add("--amp", choices=("bf16", "off"), help="precision; default bf16 if supported")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
     add("--data", help="coco, vg or a .jsonl: also measure the whole loop of the scripts")
@@ -171,15 +171,13 @@ def virtex_step(args, device):
     photos, jitter = random_photos(args, device)
     tokens, mask = random_captions(args, device)
     tokens = tokens * mask  # 0 is padding; random tokens need not be reversed
-    positions = virtex.flat_indices(mask[:, 1:])
-    batch = {"tokens": tokens, "target_positions": positions}
-    batch |= {f"backward_{name}": x for name, x in batch.items()}
+    positions = mask[:, 1:].flatten().nonzero().squeeze(1)
     while True:
         optimizer.zero_grad()
         images = common.augment(photos, jitter)
         with common.autocast(device, args.amp):
-            losses = model(images, **batch)
-        sum(losses.values()).backward()
+            totals = model(images, tokens, tokens, positions)
+        sum(total / number for total, number in totals.values()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         lookahead.step()
@@ -208,9 +206,8 @@ def tp_step(args, device):
 
 def icmlm_step(args, device):
     """ICMLM-tfm with a frozen BERT-base; its weights are random, which costs the same"""
-    bert = BertForMaskedLM(BERT_BASE).to(device).eval().requires_grad_(False)
-    lm = icmlm.FrozenLanguageModel(bert, args.amp)
-    model = icmlm.ICMLM(args.arch, args.head, lm, args.num_concepts, args.layers, args.heads)
+    lm = icmlm.LanguageModel(BertForMaskedLM(BERT_BASE).to(device), args.amp)
+    model = icmlm.ICMLM(args, BERT_BASE.hidden_size, args.num_concepts)
     model.to(device, memory_format=torch.channels_last)
     optimizer = common.build_optimizer(args, model.parameters())
     if args.compile:
@@ -226,9 +223,9 @@ def icmlm_step(args, device):
     while True:
         optimizer.zero_grad()
         images = common.augment(photos, jitter)
-        token_features = lm.encode(tokens, mask)
         with common.autocast(device, args.amp):
-            logits, tag_logits = model(images, token_features, mask, mask_pos)
+            vector, tag_logits = model(images, lm(tokens, mask), mask, mask_pos)
+            logits = lm.mlm_head(vector)  # tfm's
         loss = F.cross_entropy(logits.float(), target)
         loss = loss + args.lambda_tp * icmlm.tag_loss(tag_logits, tags)  # Eq. 8
         loss.backward()
@@ -238,9 +235,9 @@ def icmlm_step(args, device):
 
 def mmcontrastive_step(args, device):
     """BERT-base beside the backbone, full queues, no tags"""
-    encoders = mmcontrastive.build_encoders(args, BERT_BASE)
     bn_group = mmcontrastive.batchnorm_group(args)
-    model = mmcontrastive.MultimodalContrastive(encoders, args.queue, 0, bn_group)
+    encoders = mmcontrastive.build_encoders(args, BERT_BASE, bn_group)
+    model = mmcontrastive.MultimodalContrastive(encoders, args.queue, 0)
     model.to(device, memory_format=torch.channels_last)
     for queue in model.queues.values():
         queue.valid.fill_(True)
