@@ -410,7 +410,7 @@ def test_several_backbones(protocol, files, folder, tmp_path):
 
 
 def test_a_killed_training_of_layers_resumes(files, folder, tmp_path):
-    """It ends with the same bits; with other flags, weights or photos it begins anew and says so."""
+    """It ends with the same bits; with other flags, weights or photos it begins anew, aloud."""
     flags = f"--protocol sgd-virtex --batch-size 16 --epochs 3 --weights {files[0]}"
     whole, killed = [command(tmp_path / name, folder, flags) for name in ("whole", "killed")]
     run_here(whole)
