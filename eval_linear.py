@@ -372,23 +372,28 @@ PHOTOS = ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".avif", ".g
 PHOTOS += ".tif", ".tiff", ".jp2", ".ppm", ".pgm"
 
 
-def is_photo(path, folder):
-    """Whether the name of a file below the folder is a photo's, and no part of it is hidden"""
-    return path.lower().endswith(PHOTOS) and "/." not in path.removeprefix(f"{folder}")
+def is_photo(path, folder, others):
+    """Whether a file below the folder is a photo by its name. Others are noted, but hidden ones."""
+    hidden = "/." in path.removeprefix(f"{folder}")
+    named = path.lower().endswith(PHOTOS)
+    others += [] if named or hidden else [path]
+    return named and not hidden
 
 
 def folder_labels(root, split):
     """{split}/<class>/<photo> -> LabelData"""
     from torchvision.datasets import ImageFolder
 
-    path = Path(root, split)
+    path, others = Path(root, split), []
     try:
-        found = ImageFolder(path, is_valid_file=partial(is_photo, folder=path))
+        found = ImageFolder(path, is_valid_file=partial(is_photo, folder=path, others=others))
     except FileNotFoundError as error:  # no folders of classes, or nothing in one of them
         fail(f"{str(error).strip()} Expected is {split}/CLASS/PHOTO: see --root, --train-split")
     if len(found.classes) == 1:
         fail(f"{path} holds one class, {found.classes[0]}, of which nothing can be learned: is "
              "--root a folder too high?")  # fmt: skip
+    if others:
+        print_main(f"{len(others)} files are left out, by their names no photos, as {others[0]}")
     paths, labels = zip(*found.samples)
     return LabelData(np.array(paths, common.STRINGS), np.array(labels), found.classes)
 
