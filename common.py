@@ -722,13 +722,13 @@ def save_weights(path, module):
 def read_checkpoint(path, script=None):
     """Load a file onto the CPU without running code from it.  script: that must have written it"""
     if not os.path.isfile(path):
-        fail(f"there is no {path}; for example, python {script or 'virtex'}.py writes one")
+        fail(f"there is no {path}: see --weights and --init; {script or 'virtex'}.py writes one")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         found = content.get("script")
     except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
         fail(f"{path} is no checkpoint, is cut off, or holds more than tensors and numbers "
-             f"({type(error).__name__})")  # fmt: skip
+             f"({type(error).__name__}): torch.save(model.state_dict(), FILE) saves only these")
     if script not in (None, found):
         fail(f"{path} is not a checkpoint.pth or model_N.pth of {script}.py")
     return content
