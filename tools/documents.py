@@ -15,6 +15,7 @@ import json
 import re
 import statistics
 import tomllib
+from functools import cache
 
 from tools import tables
 from tools.tables import MEASURES, REPO, TABLES
@@ -94,6 +95,7 @@ def scores_in(page):
     return set(re.findall(r"(?<![\d.])\d{1,3}\.\d{1,2}(?![\d.])", text))
 
 
+@cache
 def known_scores():
     """-> scores of docs/logs in the digits of our pages, and all numbers of the papers' tables"""
     texts = [read("tools/rows.toml")]
