@@ -63,24 +63,24 @@ from common import count, fail, fraction, positive, print_main, progress, share,
 RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "arch":             ("resnet18", "resnet18", "resnet50"),  # Sec. 3
     "image_size":       (48,         112,        224),         # Sec. 3
-    "crop_min":         (1.0,        0.2,        0.2),         # Sec. 3
-    "colour_jitter":    (0.0,        1.0,        1.0),         # official code
+    "crop_min":         (1.0,        0.5,        0.2),         # Sec. 3
+    "colour_jitter":    (0.0,        0.4,        1.0),         # official code
     "hidden":           (256,        512,        2048),        # Sec. 4.1
     "init_std":         (None,       None,       0.02),        # official code; None: H^-0.5
     "zero_residual":    (False,      False,      True),        # official code; others [ours]
     "dropout":          (0.0,        0.1,        0.1),         # official code
     "vocab_size":       (10_000,     10_000,     10_000),      # Sec. 3; fewer for few captions
-    "batch_size":       (32,         32,         256),         # Sec. 3
+    "batch_size":       (32,         64,         256),         # Sec. 3
     "iters":            (540,        None,       500_000),     # Sec. 3
     "epochs":           (None,       25.0,       None),
-    "optimizer":        ("adamw",    "sgd",      "sgd"),       # Sec. 3
-    "lr":               (2e-3,       0.1,        0.2),         # Sec. 3
-    "text_lr":          (5e-4,       0.1,        1e-3),        # Sec. 3
+    "optimizer":        ("adamw",    "adamw",    "sgd"),       # Sec. 3
+    "lr":               (2e-3,       1e-3,       0.2),         # Sec. 3
+    "text_lr":          (5e-4,       5e-4,       1e-3),        # Sec. 3
     "text_iters":       (0,          600,        0),           # small [ours]
-    "warmup":           (0.05,       0.02,       0.02),        # Sec. 3: 10K of 500K iterations
-    "weight_decay":     (1e-2,       1e-4,       1e-4),        # Sec. 3
+    "warmup":           (0.05,       0.05,       0.02),        # Sec. 3: 10K of 500K iterations
+    "weight_decay":     (1e-2,       1e-2,       1e-4),        # Sec. 3
     "lookahead_k":      (5,          5,          5),           # Sec. 3
-    "lookahead_alpha":  (1.0,        0.5,        0.5),         # Sec. 3; 1: no look-ahead
+    "lookahead_alpha":  (1.0,        1.0,        0.5),         # Sec. 3; 1: no look-ahead
     "max_norm":         (10.0,       10.0,       10.0),        # of the gradient: official code
     "log_every":        (10,         20,         20),
     "validate_every":   (400,        2000,       10_000),

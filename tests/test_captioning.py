@@ -86,6 +86,33 @@ def test_official_checkpoint_gives_the_official_logits(tokenizer_path, tmp_path)
         state = {k: v for k, v in state.items() if not k.startswith("backward_")}
 
 
+def no_metrics(monkeypatch):
+    """-> what stands for CIDEr, SPICE and their tokenizer: the score is always 0.123"""
+    fake = MagicMock(__spec__=True)
+    fake.tokenize = lambda all: {n: [row["caption"] for row in rows] for n, rows in all.items()}
+    fake.compute_score.return_value = 0.123, None
+    fake.Cider = fake.Spice = fake.PTBTokenizer = lambda: fake
+    for name in ("", ".cider.cider", ".spice.spice", ".tokenizer.ptbtokenizer"):
+        monkeypatch.setitem(sys.modules, f"pycocoevalcap{name}", fake)
+    monkeypatch.setattr("shutil.which", lambda name: "java")
+    return fake
+
+
+def test_scores_of_saved_captions(tmp_path, monkeypatch):
+    """--captions needs no model. What SPICE lacks does not cost CIDEr; without Java, one line."""
+    row = {"image": "1.jpg", "caption": "a dog", "references": ["the dog", "dogs"]}
+    file = tmp_path / "captions.json"
+    file.write_text(json.dumps({"args": {"weights": "x.pth"}, "captions": [row]}))
+    command = "downstream.captioning", "--captions", file
+    fake = no_metrics(monkeypatch)
+    fake.Spice = MagicMock(side_effect=OSError("no CoreNLP"))
+    assert "SPICE was not measured: no CoreNLP" in run_here(command)
+    fake.compute_score.assert_called_with({0: row["references"]}, {0: ["a dog"]})
+    assert result(tmp_path) == {"CIDEr": pytest.approx(12.3), "args": {"weights": "x.pth"}}
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "apt-get install default-jre-headless" in refusal(command)
+
+
 def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
     """By a model_N.pth of --keep-every: a line and a picture for each photo, or the metrics."""
     run_here(tiny("virtex", tmp_path, "--iters", 20, "--keep-every", 10, "--crop-min", 0.9))
@@ -101,17 +128,11 @@ def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
     pictures = [output / f"1_{photos[0].stem}.png", output / f"3_{photos[1].stem}.png"]
     assert sorted(output.iterdir()) == pictures
     evaluate = [*command, "--evaluate", "--data", "coco", "--root", coco_folder]
-    fake = MagicMock()  # in place of CIDEr, SPICE and their tokenizer
-    fake.tokenize = lambda all: {n: [row["caption"] for row in rows] for n, rows in all.items()}
-    fake.compute_score.return_value = 0.123, None
-    package = MagicMock(Cider=lambda: fake, Spice=lambda: fake, PTBTokenizer=lambda: fake)
-    for name in ("cider.cider", "spice.spice", "tokenizer.ptbtokenizer"):
-        monkeypatch.setitem(sys.modules, f"pycocoevalcap.{name}", package)
-    monkeypatch.setattr("shutil.which", lambda name: "java")
+    fake = no_metrics(monkeypatch)
     assert run_here(evaluate).count(" 12.3 on 12 images") == 2
     scores = result(output)
     assert scores["CIDEr"] == scores["SPICE"] == pytest.approx(12.3)
-    written = json.loads((output / "captions_val2017.json").read_text())
+    written = json.loads((output / "captions.json").read_text())["captions"]
     assert [row["image"] for row in written] == list(map(str, photos))
     captions = [row["caption"] for row in written]
     data = common.caption_data("coco", str(coco_folder), "val2017")
@@ -122,4 +143,4 @@ def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
         f"{photos[0]}: {captions[0]}  ({pictures[0]})",
         f"{photos[1]}: {captions[1]}  ({pictures[1]})",
     ]
-    assert "give either photos or --evaluate" in refusal([*evaluate, photos[0]])
+    assert "give either photos, --evaluate or --captions" in refusal([*evaluate, photos[0]])
