@@ -95,14 +95,14 @@ def test_jsonl(tmp_path):
 WRONG_LINES = {
     b"{broken": "Expecting property name",
     b"\xe9": "UnicodeDecodeError",
-    b'{"image": "b.jpg", "caption": "x"}': "captions and tags are lists of texts; it has",
-    b'{"image": "b.jpg", "captions": "x"}': "can only concatenate list",
-    b'{"image": "b.jpg", "captions": [null]}': "captions and tags are lists of texts",
-    b'{"image": "b.jpg", "tags": [null]}': "captions and tags are lists of texts",
-    b'{"image": "b.jpg", "tags": "x"}': "can only concatenate list",
-    b'{"image": "b.jpg", "split": NaN}': "captions and tags are lists of texts",
-    b'{"image": "./a.jpg"}': "/a.jpg has a line already, which should have all its captions",
-    b'{"image": "x/../a.jpg"}': "/a.jpg has a line already",
+    b'{"image": "b.jpg", "caption": "x"}': "/b.jpg has one line, with a list of all its captions",
+    b'{"image": "b.jpg", "captions": "x"}': "'x' is no list of texts",
+    b'{"image": "b.jpg", "captions": [null]}': "\\[None\\] is no list of texts",
+    b'{"image": "b.jpg", "tags": [null]}': "\\[None\\] is no list of texts",
+    b'{"image": "b.jpg", "tags": "x"}': "'x' is no list of texts",
+    b'{"image": "b.jpg", "split": NaN}': "\\[nan\\] is no list of texts",
+    b'{"image": "./a.jpg"}': "/a.jpg has one line, with a list of all its captions",
+    b'{"image": "x/../a.jpg"}': "/a.jpg has one line, with a list of all its captions",
     b'{"captions": ["x"]}': "KeyError: 'image'",
 }
 
