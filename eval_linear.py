@@ -212,14 +212,10 @@ def main(args):
                     test_x = extract_features(backbone, test, run, device)
                 scores = score_features(train_x, test_x, data.names, path, run, device)
             else:
-                torch.manual_seed(seed)
-                layers = common.extra("layers")
-                probe = layers.Probe(backbone, len(data.names), linear_layer, run).to(device)
-                test_scores = partial(score_probe, probe, test, run, device)
-                layers.train(probe, train, path, run, device, test_scores)
+                probe = train_probe(backbone, train, test, path, run, device)
                 if not common.is_main():
                     continue
-                scores = test_scores()
+                scores = score_probe(probe, test, run, device)
             if any("top-1" in name for name in scores):
                 scores["commonest class"] = commonest_class(test)
             results[source].append(scores)
@@ -285,9 +281,12 @@ def is_file(source):
 
 
 def trained_with(source, flag):
-    """What args.json beside a file says of a flag of its training; None if it is not there"""
+    """What args.json beside a file says of a flag of its training; None if it does not"""
     path = Path(source).parent / "args.json"
-    return json.loads(path.read_text()).get(flag) if is_file(source) and path.exists() else None
+    content = json.loads(path.read_text()) if is_file(source) and path.exists() else {}
+    if flag == "image_size" and content.get("script") == "detection":
+        return None  # it trains on whole photos
+    return content.get(flag)
 
 
 def load_backbone(source, arch, seed):
@@ -373,23 +372,28 @@ PHOTOS = ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".avif", ".g
 PHOTOS += ".tif", ".tiff", ".jp2", ".ppm", ".pgm"
 
 
-def is_photo(path, folder):
-    """Whether the name of a file below the folder is a photo's, and no part of it is hidden"""
-    return path.lower().endswith(PHOTOS) and "/." not in path.removeprefix(f"{folder}")
+def is_photo(path, folder, others):
+    """Whether a file below the folder is a photo by its name. Others are noted, but hidden ones."""
+    hidden = "/." in path.removeprefix(f"{folder}")
+    named = path.lower().endswith(PHOTOS)
+    others += [] if named or hidden else [path]
+    return named and not hidden
 
 
 def folder_labels(root, split):
     """{split}/<class>/<photo> -> LabelData"""
     from torchvision.datasets import ImageFolder
 
-    path = Path(root, split)
+    path, others = Path(root, split), []
     try:
-        found = ImageFolder(path, is_valid_file=partial(is_photo, folder=path))
+        found = ImageFolder(path, is_valid_file=partial(is_photo, folder=path, others=others))
     except FileNotFoundError as error:  # no folders of classes, or nothing in one of them
         fail(f"{str(error).strip()} Expected is {split}/CLASS/PHOTO: see --root, --train-split")
     if len(found.classes) == 1:
         fail(f"{path} holds one class, {found.classes[0]}, of which nothing can be learned: is "
              "--root a folder too high?")  # fmt: skip
+    if others:
+        print_main(f"{len(others)} files are left out, by their names no photos, as {others[0]}")
     paths, labels = zip(*found.samples)
     return LabelData(np.array(paths, common.STRINGS), np.array(labels), found.classes)
 
@@ -703,6 +707,19 @@ def knn(train, test, num_classes, device):
             labels = F.one_hot(labels, num_classes)
         votes.append((weights * (labels == 1)).sum(1).cpu())  # (B, classes)
     return score(torch.cat(votes), test.y)
+
+
+# ------------------------------------------------------------------------------ trained on crops
+
+
+def train_probe(backbone, train, test, path, args, device):
+    """sgd-virtex, layers -> extras.layers.Probe, trained by all processes"""
+    torch.manual_seed(args.seed)
+    layers = common.extra("layers")
+    probe = layers.Probe(backbone, len(train.names), linear_layer, args).to(device)
+    test_scores = partial(score_probe, probe, test, args, device)
+    layers.train(probe, train, path, args, device, test_scores)
+    return probe
 
 
 @torch.no_grad()

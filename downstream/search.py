@@ -51,7 +51,7 @@ def images_in(folder):
     """-> CaptionData, without captions, of all photos in a folder and its subfolders"""
     found = os.walk(folder, followlinks=True)
     files = [os.path.join(parent, name) for parent, _, names in found for name in names]
-    paths = [path for path in files if eval_linear.is_photo(path, folder)]
+    paths = [path for path in files if eval_linear.is_photo(path, folder, [])]
     if not paths:
         fail(f"{folder} holds no photo")
     return photo_files(sorted(paths))
