@@ -47,13 +47,13 @@ def get_args(argv=None):
     add("--weights", default="runs/virtex/checkpoint.pth", help="default %(default)s")
     add("--tokenizer", help="a SentencePiece .model, for official weights")
     add("--output", help="folder for what is written (default runs/captioning, or FILE's folder)")
-    add("--beams", type=int, default=5, help="width of beam search [Sec. 4.4]")
+    add("--beams", type=common.count, default=5, help="width of beam search [Sec. 4.4]")
     add("--evaluate", action="store_true", help="CIDEr and SPICE on the validation split [Fig. 6]")
     add("--captions", metavar="FILE", help="score a captions.json of --evaluate, without a model")
     add("--data", default="coco", help="for --evaluate, as of virtex.py (default coco)")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--val-split", help="default val2017 for coco, else val")
-    add("--workers", type=int, default=0, help="DataLoader workers")
+    add("--workers", type=common.whole, default=0, help="DataLoader workers")
     args = parser.parse_args(argv)
     if sum(map(bool, (args.photos, args.evaluate, args.captions))) != 1:
         parser.error("give either photos, --evaluate or --captions")
@@ -88,6 +88,7 @@ def load_virtex(path, tokenizer_path=None):
     Layer sizes are read from the weights.
     """
     content = common.read_checkpoint(path)
+    print_main(f"{path}: trained on {content.get('args', {}).get('data', 'unknown data')}")
     state = content.get("model", {})
     args = content.get("args", {})
     if "textual.embedding.words.weight" not in state or args.get("task") == "masked_lm":
@@ -188,7 +189,9 @@ def beam_search(head, image_features, beams=5):
 
     image_features (B, S, H). A hypothesis that has ended keeps its score and competes on. The
     search is over when all have ended or have the maximum length. After the first token each has
-    two continuations, and no token follows itself [official code].
+    two continuations, and no token follows itself [official code]. [SOS] stays in front, as in
+    training, and at most 29 tokens follow it [ours]: the official search drops it after the first
+    step, which shifts all positions by one, and writes 30, so that its captions often differ.
     """
     batch = len(image_features)
     vocab_size = head.output.out_features

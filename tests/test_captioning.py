@@ -76,7 +76,7 @@ def test_official_checkpoint_gives_the_official_logits(tokenizer_path, tmp_path)
         model, tokenizer, image_size = captioning.load_virtex(path, tokenizer_path)
         assert not model.training and image_size == 224 and tokenizer.get_piece_size() == 150
         assert model.textual.embedding.positions.num_embeddings == 12
-        assert hasattr(model, "backward_textual") == (len(directions) == 2)
+        assert bool(model.backward_textual) == (len(directions) == 2)
         image_features = model.textual.project(model.visual["cnn"](images))
         for direction in directions:
             ours = logits_of(getattr(model, direction), image_features, tokens)
@@ -139,6 +139,7 @@ def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
     truth = dict(enumerate(data.captions))
     fake.compute_score.assert_called_with(truth, {n: [text] for n, text in enumerate(captions)})
     assert lines == [
+        f"{tmp_path / 'model_10.pth'}: trained on coco",
         f"cannot decode {broken} (Truncated File Read): left out",
         f"{photos[0]}: {captions[0]}  ({pictures[0]})",
         f"{photos[1]}: {captions[1]}  ({pictures[1]})",

@@ -22,28 +22,46 @@ ALL_SCRIPTS = [
     ("--val-split val2014", "captions_val2014.json: see --root, --train-split and --val-split"),
     ("--data shapes --train-split test", "--data shapes has no split test"),
     ("--data {tmp}/bad.jsonl", WRONG_LINE + "Expected, in UTF-8: " + JSONL),
-    ("--data {tmp}/gone.jsonl", "24 of 24 photos are missing, the first is "),
+    ("--data {tmp}/gone.jsonl", "24 of 24 photos of train are missing, the first is "),
     ("--data", "argument --data: expected one argument"),
     ("--batch 8", "unrecognized arguments: --batch 8"),
-    ("--batch-size 0", "--batch-size 0 cannot be divided by 1"),
-    ("--iters 5 --epochs 1", "give --iters or --epochs, one of them and above 0"),
-    ("--iters 0", "give --iters or --epochs, one of them and above 0"),
-    ("--fresh --output runs --init runs/x.pth", "--fresh would delete --init runs/x.pth"),
+    ("--iters 5 --epochs 1", "give --iters or --epochs, not both"),
+    ("--output {tmp}/bad.jsonl", "bad.jsonl cannot be a folder: File exists"),
 ]
 INIT = [
     ("--init none.pth", "there is no none.pth"),
-    ("--init {tmp}/bad.jsonl", "bad.jsonl is not a checkpoint, or is truncated"),
+    ("--init {tmp}/bad.jsonl", "bad.jsonl is no checkpoint, is cut off, or holds more than"),
     ("--init {tmp}/tiny.pth --arch resnet18", "tiny.pth holds no ResNet or VGG"),
     ("--init {tmp}/resnet18.pth", "resnet18.pth is a resnet18, not --arch resnet50"),
+]
+RANGES = [
+    ("--batch-size 0", "argument --batch-size: 0 is not a whole number from 1 on"),
+    ("--iters 0", "argument --iters: 0 is not a whole number from 1 on"),
+    ("--epochs 0", "argument --epochs: 0 is not a number above 0"),
+    ("--lr nan", "argument --lr: nan is not a number above 0"),
+    ("--warmup 500", "argument --warmup: 500 is not a fraction, from 0 to below 1"),
+    ("--crop-min 20", "argument --crop-min: 20 is not a fraction, above 0 and at most 1"),
+    ("--colour-jitter -1", "argument --colour-jitter: -1 is not a number from 0 on"),
+    ("--weight-decay -1", "argument --weight-decay: -1 is not a number from 0 on"),
+    ("--seed -1", "argument --seed: -1 is not a whole number from 0 on"),
+    ("--workers -1", "argument --workers: -1 is not a whole number from 0 on"),
+    ("--accumulate 0", "argument --accumulate: 0 is not a whole number from 1 on"),
+    ("--log-every 0", "argument --log-every: 0 is not a whole number from 1 on"),
+    ("--checkpoint-every 0", "argument --checkpoint-every: 0 is not a whole number from 1 on"),
+    ("--image-size 0", "argument --image-size: 0 is not a whole number from 1 on"),
 ]
 NO_CAPTIONS = "no photo has a caption. A .jsonl has " + JSONL
 ONE_SCRIPT = {
     "virtex": [
+        *RANGES,
+        ("--dropout 10", "argument --dropout: 10 is not a fraction, from 0 to below 1"),
+        ("--fraction 50", "argument --fraction: 50 is not a fraction, above 0 and at most 1"),
+        ("--captions-per-image 0", "argument --captions-per-image: 0 is not a whole number"),
         ("--task tagging", "argument --task: invalid choice: 'tagging'"),
         ("--hidden 100", "--hidden 100 must be a multiple of 64"),
         ("--tokenizer none.model", "there is no none.model: --tokenizer is a SentencePiece"),
         ("--data {tmp}/photos.jsonl", NO_CAPTIONS),
-        ("--data vg", "ijson is missing: copy our folder extras beside the script, or install"),
+        ("--data vg", "ijson is missing: pip install it, or copy our folder extras"),
     ],
     "tp": [
         *INIT,
