@@ -51,10 +51,10 @@ def documents():
     """-> {page: its text with our tables between the markers}"""
     pages = {name: read(name) for name in PAGES}
     for pattern, make in MARKERS.items():
-        block = re.compile(rf"(<!-- {pattern} -->)\n.*?(<!-- end -->)", re.S)
+        block = re.compile(rf"(<!-- {pattern} -->\n+)(?:\|.*\n)*(\n*<!-- end -->)")
         for name in PAGES:
-            fill = lambda at: "\n".join([at[1], *make(*at.groups()[1:-1]), at[at.lastindex]])
-            pages[name] = block.sub(fill, pages[name])
+            lines = lambda at: "".join(f"{line}\n" for line in make(*at.groups()[1:-1]))
+            pages[name] = block.sub(lambda at: at[1] + lines(at) + at[at.lastindex], pages[name])
     return pages
 
 
@@ -179,8 +179,8 @@ def in_words(*scores):
 
 
 MARKERS = {
-    r"table (\S+): (.*?)": our_table,
-    r"means (\S+): (.*?)": our_means,
+    r"table (\S+): ([^>]+)": our_table,
+    r"means (\S+): ([^>]+)": our_means,
     r"claims (\w+)": claims_table,
 }
 SIGNS = {"holds": "+", "reversed": "-", "noise": "0"}
