@@ -62,24 +62,27 @@ def read(page):
     return (REPO / page).read_text()
 
 
-def our_table(files, columns, in_words=tables.in_words):
+def our_table(files, columns):
     """-> lines of Markdown.  files: a pattern in LOGS; columns: "own-mean = mean, seeds" of them"""
     logs = [json.loads(path.read_text()) for path in sorted(LOGS.glob(files))]
     pairs = [column.partition(" = ")[::2] for column in re.split(r",\s+", columns)]
     heads = [text or {"seeds": "seeds", **logs[0]["columns"]}[name] for name, text in pairs]
     lines = tables.heading(["", *heads])
     for row in (row for log in logs for row in log["rows"]):
-        cells = {name: row["cells"][name] for name, _ in pairs if name != "seeds"}
-        numbers = sorted({len(cell["ours"]) for cell in cells.values()} - {0})
-        texts = {"seeds": " to ".join(map(str, numbers[:1] + numbers[1:][-1:]))}
-        texts |= {name: in_words(cell) for name, cell in cells.items()}
+        texts = {name: in_words(row, name) for name, _ in pairs if name != "seeds"}
+        numbers = sorted({len(row["cells"][name]["ours"]) for name in texts} - {0})
+        texts["seeds"] = " to ".join(map(str, numbers[:1] + numbers[1:][-1:]))
         if numbers:
             lines.append(tables.line_of([row["row"], *(texts[name] for name, _ in pairs)]))
     return lines
 
 
 def our_means(files, columns):
-    return our_table(files, columns, lambda cell: re.sub(r" ± [\d.]+", "", tables.in_words(cell)))
+    return [re.sub(r" ± [\d.]+", "", line) for line in our_table(files, columns)]
+
+
+def in_words(row, column):
+    return tables.in_words(row["cells"][column], MEASURES.get(column, {}).get("digits", 1))
 
 
 def quotes():
@@ -101,7 +104,7 @@ def look_up(path):
     if "rows" in found:
         label, column = keys
         [row] = [row for row in found["rows"] if row["row"] == label]
-        return tables.in_words(row["cells"][column])
+        return in_words(row, column)
     for key in keys:
         found = found[key]
     return found
@@ -120,7 +123,7 @@ def known_scores():
     for path in REPO.glob("docs/logs/**/*.json"):
         log = json.loads(path.read_text()) if path.name != "args.json" else {}
         for row in log.pop("rows", []):
-            texts += map(tables.in_words, row["cells"].values())
+            texts += [in_words(row, column) for column in row["cells"]]
         scores = [(run["mean"], run["std"]) for run in log.pop("backbones", {}).values()]
         for number in re.findall(r"\d+\.\d+", json.dumps([log, scores])):
             texts.append(f"{float(number):.1f} {float(number):.2f}")
@@ -149,7 +152,7 @@ def claims_table(name):
             here = [note] if note == "no test" else [verdict(*ours)]
             if control:
                 here.append(verdict(ours[0], control))
-            texts = [in_words(*ours), in_words(control), in_words(*longer) * all(longer)]
+            texts = [listed(*ours), listed(control), listed(*longer) * all(longer)]
             texts += ["; ".join(here) + f" ({note})" * note.isdigit()]
             texts += [", ".join(SIGNS[verdict(*pair)] for pair in each)]
             rows.append([claim, paper, *texts])
@@ -172,7 +175,7 @@ def scores_of(folder, backbone, column):
     return max(found, key=len)
 
 
-def in_words(*scores):
+def listed(*scores):
     """Lists of a score per seed -> "55.3 ± 3.8, 58.1" """
     cells = ({"state": "measured", "ours": [[x] for x in seeds]} for seeds in scores if seeds)
     return ", ".join(map(tables.in_words, cells))
