@@ -527,7 +527,7 @@ def load_caption_model(args, init, train, device):
     some = train.all_captions()[:: len(train) // 2000 + 1]  # thousands: all would take a minute
     cut = sum(len(tokens) > MAX_TOKENS for tokens in tokenizer(some)["input_ids"])
     if cut > 0.01 * len(some):
-        print_main(f"{cut} of {len(some)} captions have over {MAX_TOKENS} tokens: ends are not read")
+        print_main(f"{cut} of {len(some)} captions exceed {MAX_TOKENS} tokens: ends are not read")
     return tokenizer, config, weights
 
 
