@@ -86,7 +86,6 @@ ONE_SCRIPT = {
         ("--lambda-ii 0 --lambda-tag 0 --lambda-ic 0 --lambda-ci 0", "nothing trains the backbone"),
         ("--lambda-ic 0", "--lambda-ic and --lambda-ci go together"),
         ("--data {tmp}/photos.jsonl", "no photo has a caption: with --lambda-cc 0"),
-        ("--data {tmp}/photos.jsonl --recipe paper", "--lambda-tag needs tags and no photo has"),
         ("--arch vgg16_bn", "argument --arch: invalid choice: 'vgg16_bn'"),
         ("--caption-views backtranslation", "--caption-views sibling needs none"),
         ("--batch-size 512", "24 photos are fewer than"),
