@@ -203,15 +203,11 @@ def jsonl_photos(path, root, split):
             continue
         try:
             row = {"captions": [], "tags": [], "split": "", **json.loads(line)}
-            texts = [] + row["captions"] + row["tags"] + [row["split"] or ""]
-            if "caption" in row or not {*map(type, texts)} <= {str, int}:
-                raise ValueError(f"captions and tags are lists of texts; it has {', '.join(row)}")
-            *texts, found = [one_line(f"{text}") for text in texts]
             image = os.path.abspath(os.path.join(root, row["image"]))
-            if image in photos:
-                raise ValueError(f"{image} has a line already, which should have all its captions")
-            photos[image] = texts[: len(row["captions"])], texts[len(row["captions"]) :]
-            splits.append(found)
+            if "caption" in row or image in photos:
+                raise ValueError(f"{image} has one line, with a list of all its captions")
+            photos[image] = texts(row["captions"]), texts(row["tags"])
+            splits += texts([row["split"] or ""])
         except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
             fail(f"{path}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
                  f"{JSONL}. tools/to_jsonl.py converts other files")  # fmt: skip
@@ -225,6 +221,13 @@ def jsonl_photos(path, root, split):
     tag_names = dict.fromkeys(tag for _, tags in photos.values() for tag in tags)
     photos = [(image, *photos[image]) for image, found in zip(photos, splits) if found == split]
     return photos, list(tag_names)
+
+
+def texts(values):
+    """The lines of a list of strings or whole numbers"""
+    if not isinstance(values, list) or not {*map(type, values)} <= {str, int}:
+        raise ValueError(f"{values!r} is no list of texts")
+    return [one_line(f"{value}") for value in values]
 
 
 def fingerprint(names, *columns):
@@ -641,7 +644,7 @@ def progress(iterable, **kwargs):
 RECIPE_NAMES = "demo", "small", "paper"
 
 
-def number(convert, what, low, high=1e15):
+def number(convert, what, low, high=1e99):
     """-> the `type` of a flag: a value out of range ends in one line, which names the unit"""
 
     def parse(text):
@@ -816,15 +819,12 @@ class Log:
 
     def __init__(self, args, checkpoint):
         self.args = args
-        self.begin(checkpoint.get("iteration", 0))
+        self.iteration = checkpoint.get("iteration", 0)
+        self.losses = defaultdict(list)
+        self.waited, self.time = 0.0, time.perf_counter()  # seconds for batches, counted in main
         if is_main():
             with open(f"{args.output}/metrics.jsonl", "a") as file:  # later lines will come again
                 file.truncate(min(file.tell(), checkpoint.get("logged", 0)))
-
-    def begin(self, iteration):
-        self.losses = defaultdict(list)
-        self.waited = 0.0  # seconds for batches, counted in main
-        self.time, self.iteration = time.perf_counter(), iteration
 
     def add(self, **losses):
         """Scalar losses of a micro-batch: the next line has their means, also over processes."""
@@ -836,15 +836,15 @@ class Log:
         means = torch.stack([torch.stack(losses).mean() for losses in self.losses.values()])
         means = gather(means[None]).mean(0).cpu()
         check_finite(self.args, iteration, means)
-        row = dict(zip(self.losses, means.tolist()))
         seconds = time.perf_counter() - self.time
-        row["images_per_s"] = (iteration - self.iteration) * self.args.batch_size / seconds
-        row["data_wait"] = self.waited / seconds  # an upper bound on GPUs, which work meanwhile
-        return row
+        speed = (iteration - self.iteration) * self.args.batch_size / seconds
+        row = dict(zip(self.losses, means.tolist()))  # data_wait: GPUs work meanwhile
+        return row | {"images_per_s": speed, "data_wait": self.waited / seconds}
 
     def write(self, iteration, row):
         """Append a line. The time since `means`, spent on validation, is not counted."""
-        self.begin(iteration)
+        self.losses.clear()
+        self.iteration, self.waited, self.time = iteration, 0.0, time.perf_counter()
         if is_main():
             rounded = {name: float(f"{value:.6g}") for name, value in row.items()}
             with open(f"{self.args.output}/metrics.jsonl", "a") as file:

