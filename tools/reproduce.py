@@ -79,8 +79,6 @@ def get_args(argv=None):
             parser.error(f"there is no table {name}: see --list")
     if not args.tables and any(map(tables_of, ([folder] for folder in args.labelled))):
         parser.error("put tables before --labelled, or name a folder like ./scenes")
-    if args.seen % 128:
-        parser.error(f"--seen {args.seen}: give a multiple of 128, two halves in batches of 64")
     if args.minilm and not args.dry_run and not Path(args.minilm, "config.json").exists():
         parser.error(f"--minilm {args.minilm}: this folder has no config.json")
     labels = [row[0] for name in tables_of(args.tables) for row in TABLES[name].get("rows", ())]
