@@ -110,10 +110,7 @@ class CaptionData:
 
 
 def caption_data(name, root=None, split="train", tags=False):
-    """One split of --data -> CaptionData
-
-    root: --root.  tags: whether COCO's file of instances is read, too; the others' always are
-    """
+    """One split of --data -> CaptionData.  tags: whether COCO's file of instances is read, too"""
     if name == "shapes":
         return extra("shapes").caption_data(split)
     if name not in ("coco", "vg") and os.path.isdir(name):
@@ -125,7 +122,6 @@ def caption_data(name, root=None, split="train", tags=False):
 
 
 def read_captions(name, root, split, tags):
-    """COCO, Visual Genome or a .jsonl -> CaptionData"""
     if name == "coco":
         photos, tag_names = coco_photos(root or "datasets/coco", split, tags)
     elif name == "vg":
@@ -159,21 +155,19 @@ def one_line(text):
     """Composed characters (NFC), nothing invisible, single spaces; half an emoji becomes "?"."""
     if not text.isascii():
         text = unicodedata.normalize("NFC", text.encode(errors="replace").decode())
-        text = regex.sub("(?![\u200c\u200d])\\p{Cf}", "", text)  # but joiners: soft hyphens, marks
+        text = regex.sub("(?![\u200c\u200d])\\p{Cf}", "", text)  # soft hyphens...; not joiners
     return " ".join(text.split()).strip("\u200c\u200d")
 
 
 def coco_photos(root, split, with_tags):
-    """annotations/captions_{split}.json; the photos are in {split}/. The categories of
-    instances_{split}.json, if it is there, are the tags.
+    """annotations/captions_{split}.json, photos in {split}/; tags: categories of instances_*.json
 
     -> (path, captions, tags) of each photo, the names of all tags
     """
     content = read_json(f"{root}/annotations/captions_{split}.json")
     instances = f"{root}/annotations/instances_{split}.json"
-    annotated = {"categories": [], "annotations": []}
-    if with_tags and os.path.exists(instances):
-        annotated = read_json(instances)
+    found = with_tags and os.path.exists(instances)
+    annotated = read_json(instances) if found else {"categories": [], "annotations": []}
     try:
         names = {row["id"]: one_line(row["name"]) for row in annotated["categories"]}
         photos = {row["id"]: (row["file_name"], [], []) for row in content["images"]}
@@ -209,15 +203,11 @@ def jsonl_photos(path, root, split):
             continue
         try:
             row = {"captions": [], "tags": [], "split": "", **json.loads(line)}
-            texts = [] + row["captions"] + row["tags"] + [row["split"] or ""]
-            if "caption" in row or not {*map(type, texts)} <= {str, int}:
-                raise ValueError(f"captions and tags are lists of texts; it has {', '.join(row)}")
-            *texts, found = [one_line(f"{text}") for text in texts]
             image = os.path.abspath(os.path.join(root, row["image"]))
-            if image in photos:
-                raise ValueError(f"{image} has a line already, which should have all its captions")
-            photos[image] = texts[: len(row["captions"])], texts[len(row["captions"]) :]
-            splits.append(found)
+            if "caption" in row or image in photos:
+                raise ValueError(f"{image} has one line, with a list of all its captions")
+            photos[image] = texts(row["captions"]), texts(row["tags"])
+            splits += texts([row["split"] or ""])
         except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
             fail(f"{path}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
                  f"{JSONL}. tools/to_jsonl.py converts other files")  # fmt: skip
@@ -233,11 +223,18 @@ def jsonl_photos(path, root, split):
     return photos, list(tag_names)
 
 
+def texts(values):
+    """The lines of a list of strings or whole numbers"""
+    if not isinstance(values, list) or not {*map(type, values)} <= {str, int}:
+        raise ValueError(f"{values!r} is no list of texts")
+    return [one_line(f"{value}") for value in values]
+
+
 def fingerprint(names, *columns):
     """A hash of photos' file names and of what belongs to them (captions, tags, labels)
 
-    columns: lists, or Lists, with an entry for each photo. The folder that all have in common does
-    not count: it may be moved. Of more than 400,000 photos evenly spaced ones count.
+    columns: lists, or Lists, with an entry for each photo. The folder that all have in common may
+    be moved. Of more than 400,000 photos evenly spaced ones count.
     """
     chosen = range(0, len(names), max(1, len(names) // 200_000))
     paths = [f"{names[n]}" for n in chosen]
@@ -275,11 +272,10 @@ class Photos(Dataset):
     """The scripts derive their data sets from it, with sample(index, rng) -> dict.
 
     In training, a key is (seed, epoch, index), on which alone rng depends; in validation, a key is
-    an index, and rng is None.
+    an index, and rng is None.  args: image_size, crop_min, colour_jitter
     """
 
     def __init__(self, data, args):
-        """data: CaptionData or similar.  args: image_size, crop_min, colour_jitter"""
         self.data = data
         self.args = args
 
@@ -431,8 +427,6 @@ def validation_batches(dataset, collate, args, device, batch_size=64):
         yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
 
 
-# --------------------------------------------------------------------------------- on the device
-
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)
 TO_YIQ = torch.tensor(YIQ, dtype=torch.float64).T
@@ -459,7 +453,7 @@ def augment(images, jitter=None):
     return ((pixels - mean) / std).permute(0, 3, 1, 2)
 
 
-# ------------------------------------------------------------------------------------- backbones
+# ------------------------------------------------------------------ backbones and their optimizers
 
 BACKBONES = "resnet18", "resnet50", "resnet101", "wide_resnet50_2", "vgg16_bn"  # in torchvision
 
@@ -517,9 +511,6 @@ def load_init(init, model, backbone, skip=()):
         print_main(f"--init: loaded {len(loaded)} of {len(state)} tensors")
 
 
-# ---------------------------------------------------------------------------------- optimisation
-
-
 def build_optimizer(args, parameters, lr=None):
     """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW.  lr: or args.lr"""
     rates = {"lr": lr or args.lr, "weight_decay": args.weight_decay}
@@ -527,8 +518,7 @@ def build_optimizer(args, parameters, lr=None):
         return torch.optim.SGD(parameters, momentum=0.9, fused=args.amp != "fp16", **rates)
     if args.optimizer == "adamw":
         return torch.optim.AdamW(parameters, fused=True, **rates)
-    # Decoupled decay: authors' code, which makes no updates in the first five steps, where torch
-    # makes steps of plain momentum. [ours]
+    # Decay as in the authors' code, which moves nothing in its first five steps; torch does [ours]
     return torch.optim.RAdam(parameters, decoupled_weight_decay=True, **rates)
 
 
@@ -654,7 +644,7 @@ def progress(iterable, **kwargs):
 RECIPE_NAMES = "demo", "small", "paper"
 
 
-def number(convert, what, low, high=1e15):
+def number(convert, what, low, high=1e99):
     """-> the `type` of a flag: a value out of range ends in one line, which names the unit"""
 
     def parse(text):
@@ -735,28 +725,25 @@ def save_weights(path, module):
 def read_checkpoint(path, script=None):
     """Load a file onto the CPU without running code from it.  script: that must have written it"""
     if not os.path.isfile(path):
-        fail(f"there is no {path}; for example, python {script or 'virtex'}.py writes one")
+        fail(f"there is no {path}: see --weights and --init; {script or 'virtex'}.py writes one")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         found = content.get("script")
     except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
         fail(f"{path} is no checkpoint, is cut off, or holds more than tensors and numbers "
-             f"({type(error).__name__})")  # fmt: skip
+             f"({type(error).__name__}): torch.save(model.state_dict(), FILE) saves only these")
     if script not in (None, found):
         fail(f"{path} is not a checkpoint.pth or model_N.pth of {script}.py")
     return content
 
 
-# Flags that may change on resuming: where things are, how fast it goes, and what is measured. Of
-# --data, which may be spelled otherwise, `check_data` compares the content.
+# Where things are (`check_data` compares what is in them), how fast it goes, what is measured
 RESUME_CAN_CHANGE = """output data root workers amp compile accumulate log_every
 checkpoint_every keep_every validate_every""".split()
 
 
 def load_checkpoint(args):
-    """Where a run begins: write args.json -> the content of --output's checkpoint.pth, which the
-    same command wrote; {} for a new run.
-    """
+    """The first line of main: write args.json -> what the same command saved, {} for a new run"""
     path = Path(args.output, "checkpoint.pth")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -789,7 +776,7 @@ def once(args, name, make):
     For what takes long, or may differ between processes, all of which read it.
     """
     path = Path(args.output, name)
-    if is_main() and not Path(args.output, "checkpoint.pth").exists():
+    if is_main() and not path.with_name("checkpoint.pth").exists():
         make(path)
     barrier()
     return path
@@ -832,15 +819,12 @@ class Log:
 
     def __init__(self, args, checkpoint):
         self.args = args
-        self.begin(checkpoint.get("iteration", 0))
+        self.iteration = checkpoint.get("iteration", 0)
+        self.losses = defaultdict(list)
+        self.waited, self.time = 0.0, time.perf_counter()  # seconds for batches, counted in main
         if is_main():
             with open(f"{args.output}/metrics.jsonl", "a") as file:  # later lines will come again
                 file.truncate(min(file.tell(), checkpoint.get("logged", 0)))
-
-    def begin(self, iteration):
-        self.losses = defaultdict(list)
-        self.waited = 0.0  # seconds for batches, counted in main
-        self.time, self.iteration = time.perf_counter(), iteration
 
     def add(self, **losses):
         """Scalar losses of a micro-batch: the next line has their means, also over processes."""
@@ -852,15 +836,15 @@ class Log:
         means = torch.stack([torch.stack(losses).mean() for losses in self.losses.values()])
         means = gather(means[None]).mean(0).cpu()
         check_finite(self.args, iteration, means)
-        row = dict(zip(self.losses, means.tolist()))
         seconds = time.perf_counter() - self.time
-        row["images_per_s"] = (iteration - self.iteration) * self.args.batch_size / seconds
-        row["data_wait"] = self.waited / seconds  # an upper bound on GPUs, which work meanwhile
-        return row
+        speed = (iteration - self.iteration) * self.args.batch_size / seconds
+        row = dict(zip(self.losses, means.tolist()))  # data_wait: GPUs work meanwhile
+        return row | {"images_per_s": speed, "data_wait": self.waited / seconds}
 
     def write(self, iteration, row):
         """Append a line. The time since `means`, spent on validation, is not counted."""
-        self.begin(iteration)
+        self.losses.clear()
+        self.iteration, self.waited, self.time = iteration, 0.0, time.perf_counter()
         if is_main():
             rounded = {name: float(f"{value:.6g}") for name, value in row.items()}
             with open(f"{self.args.output}/metrics.jsonl", "a") as file:
@@ -868,10 +852,7 @@ class Log:
 
 
 def end_run(args, backbone, data):
-    """The last line of main: write backbone.pth, say how to measure it, and leave together
-
-    data: CaptionData, whose tags can be measured on
-    """
+    """The last line of main: write backbone.pth, say how to measure it, and leave together"""
     if is_main():
         weights = f"{args.output}/backbone.pth"
         save_weights(weights, backbone)

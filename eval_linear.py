@@ -31,6 +31,7 @@ Photos have several labels, or one (--data folder), which top-1 needs. Linear la
 """
 
 import argparse
+import json
 import math
 import os
 import statistics
@@ -107,7 +108,8 @@ def get_args(argv=None):
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--train-split", help="default trainval for voc07, train2017 for coco, else train")
     add("--val-split", help="default test for voc07, val2017 for coco, else val")
-    add("--image-size", type=int, help="crop side in pixels (default 48 for shapes, else 224)")
+    add("--image-size", type=int, help="crop side in pixels (default: that of each file's training, "
+        "which args.json beside it names; of random and imagenet the first file's; else 224)")
     add("--train-images", type=int, help="at most this many (default 2000 for shapes, else all)")
     add("--shots", type=int, help="training photos of each class (their other labels count, too)")
     add("--hold-out", type=float, default=0.0, metavar="FRACTION",
@@ -118,7 +120,8 @@ def get_args(argv=None):
     add("--batch-size", type=int, help="photos per iteration over all processes")
     add("--lr", type=float, nargs="+", help="peak; three peaks for layers")
     add = parser.add_argument_group("run").add_argument
-    add("--output", default="runs/eval_linear", help="folder of result.json and the linear layers")
+    add("--output", help="folder of result.json and the linear layers (default "
+        "runs/eval_linear/DATA-PROTOCOL, or DATA-PROTOCOL-K-shots)")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off for numbers to report")
     # fmt: on
     args = parser.parse_args(argv)
@@ -145,7 +148,10 @@ def get_args(argv=None):
         batch_scale = args.batch_size / protocol.batch_size
         defaults["lr"] = [batch_scale * lr for lr in protocol.lr]
     defaults["train_split"], defaults["val_split"] = SPLITS.get(args.data, ("train", "val"))
-    defaults["image_size"] = 48 if args.data == "shapes" else 224
+    data = Path(args.root or "folder").resolve().name if args.data == "folder" else args.data
+    shots = f"-{args.shots}-shots" if args.shots else ""
+    data = Path(data).name.removesuffix(".jsonl")
+    defaults["output"] = f"runs/eval_linear/{data}-{args.protocol}{shots}"
     defaults["train_images"] = 2000 if args.data == "shapes" else None
     for flag, value in defaults.items():
         if getattr(args, flag, None) is None:
@@ -165,6 +171,8 @@ def main(args):
     for path in files:
         common.read_checkpoint(path)  # a wrong path ends it now, not when its turn comes
     arch = args.arch or (load_backbone(files[0], None, 0).arch if files else "resnet50")
+    size = trained_with(files[0], "image_size") if files else None
+    size = size or (48 if args.data == "shapes" else 224)
     data = label_data(args.data, args.root, args.train_split)
     val = data if args.hold_out else label_data(args.data, args.root, args.val_split)
     check_same_classes(data, val)
@@ -174,6 +182,7 @@ def main(args):
         results[source] = []
         for seed in range(args.seed, args.seed + args.runs):
             run = argparse.Namespace(**{**vars(args), "seed": seed})
+            run.image_size = args.image_size or trained_with(source, "image_size") or size
             new_backbone = seed == args.seed or source == "random"
             if new_backbone:
                 backbone = load_backbone(source, args.arch if is_file(source) else arch, seed)
@@ -193,7 +202,7 @@ def main(args):
             else:
                 scores = train_with_augmentation(source, backbone, train, test, run, device)
             results[source].append(scores)
-            sizes = f"{len(train)} training and {len(test)} test photos"
+            sizes = f"{len(train)} training and {len(test)} test photos of {run.image_size} px"
             print_main(f"{source}, seed {seed}, {sizes}: {format_scores(scores, data.names)}")
     if len(test) < 50:
         print_main(f"the scores are rough: they are of {len(test)} photos only")
@@ -214,7 +223,9 @@ def report(results, classes, args):
     """
     results = {source: over_runs(runs) for source, runs in results.items()}
     content = {"args": vars(args), "backbones": results}
-    common.save(f"{args.output}/result.json", content)
+    path = f"{args.output}/result.json"
+    replaced = ", instead of an earlier call's" if os.path.exists(path) else ""
+    common.save(path, content)
     columns = [name for name in results[args.weights[0]]["mean"] if name not in classes]
     width = max(map(len, results))
     print(" " * width, *(f"{column:>13}" for column in columns))
@@ -223,6 +234,7 @@ def report(results, classes, args):
         if args.runs > 1:
             cells = [f"{cell} ± {scores['std'][name]:.2f}" for cell, name in zip(cells, columns)]
         print(f"{source:{width}}", *(f"{cell:>13}" for cell in cells))
+    print(f"all of it, also for each class and run: {path}{replaced}")
 
 
 def over_runs(runs):
@@ -250,12 +262,19 @@ def is_file(source):
     return source not in ("random", "imagenet") and not source.startswith("clip:")
 
 
+def trained_with(source, flag):
+    """What args.json beside a file says of a flag of its training; None if it is not there"""
+    path = Path(source).parent / "args.json"
+    return json.loads(path.read_text()).get(flag) if is_file(source) and path.exists() else None
+
+
 def load_backbone(source, arch, seed):
     """source: "random", "imagenet", clip:NAME or a file -> backbone with `arch` and `channels`
 
     arch: of the first two; that a file must have, or None
     """
     torch.manual_seed(seed)
+    arch = arch or trained_with(source, "arch")
     if source == "random":
         return common.build_backbone(arch)
     if source == "imagenet":

@@ -65,8 +65,8 @@ HEADS = "tfm", "att-fc"
 RECIPES = {  #           demo        small       paper: ResNet-50           (demo, small [ours])
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
     "image_size":       (48,         112,        224),                  # [ours], as in App. F.2
-    "crop_min":         (1.0,        0.2,        0.2),                  # [ours]
-    "colour_jitter":    (0.0,        1.0,        1.0),                  # [ours]
+    "crop_min":         (1.0,        0.5,        0.2),                  # [ours]
+    "colour_jitter":    (0.0,        0.4,        1.0),                  # [ours]
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.2
     "lm_iters":         (200,        2000,       20_000),               # [ours]
     "lm_layers":        (2,          4,          4),                    # of scratch [ours]

@@ -80,7 +80,7 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "tags":             ("nouns",    "annotated", "annotated"),         # Sec. 4.1; nouns: Sec. 4.4
     "tag_threshold":    (1,          2,          2),                    # Sec. 4.1
     "lambda_ii":        (0.2,        1.0,        1.0),                  # Sec. 4.1
-    "lambda_tag":       (2.0,        None,       None),                 # Sec. 4.1; None: 1 or 0
+    "lambda_tag":       (2.0,        1.0,        1.0),                  # Sec. 4.1
     "lambda_ic":        (0.2,        0.2,        1e-4),                 # Sec. 4.1
     "lambda_ci":        (0.2,        0.2,        1e-4),                 # Sec. 4.1
     "batch_size":       (32,         64,         512),                  # Sec. 4.1
@@ -98,6 +98,7 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
 MARGIN = 0.2  # alpha of Eqs. 11, 14 [Sec. 4.1]
 RETRIEVAL_IMAGES = 1000  # of the validation split [Tab. 7], drawn at random [ours]
 MAX_TOKENS = 64  # longer captions are truncated [ours]
+ARCHS = [arch for arch in common.BACKBONES if "resnet" in arch]  # they take another batch norm
 CAPTION_VIEWS = "same", "sibling", "backtranslation"  # sibling: another caption [ours]
 
 
@@ -111,37 +112,46 @@ def get_args(argv=None):
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--train-split", help="default train2017 for coco, else train")
     add("--val-split", help="default val2017 for coco, else val")
-    add("--tags", choices=("annotated", "nouns", "nouns-spacy"), help="of Eq. 5 [Sec. 4.1, 4.4]")
+    add("--tags", choices=("annotated", "nouns", "nouns-spacy"),
+        help="tags of Eq. 5: those of --data [Sec. 4.1], or nouns of the captions [Sec. 4.4]")
     add("--workers", type=int, default=min(8, os.cpu_count() // 2), help="more if data_wait > 0.05")
 
     add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
     add("--image-size", type=int, help="crop side in pixels; cost grows with its square")
     add("--crop-min", type=float, help="smallest fraction of a photo's area in a crop")
     add("--colour-jitter", type=float, help="strength; lower it if captions name colours")
-    add("--moco-v1", action="store_true", help="MoCo v1's colour jitter on every photo, no blur")
-    add("--caption-views", choices=CAPTION_VIEWS, help="a caption twice, two, or a translated one")
-    add("--backtranslations", help="file of tools/backtranslate.py (default: in --output)")
+    add("--moco-v1", action="store_true", help="use MoCo v1's colour jitter, and no blur")
+    add("--caption-views", choices=CAPTION_VIEWS,
+        help="second view of a caption: itself, another of the photo, or its back-translation")
+    add("--backtranslations", help="file that tools/backtranslate.py wrote (default: in --output)")
 
     add = parser.add_argument_group("model [Sec. 4.1]").add_argument
-    add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
+    add("--arch", choices=ARCHS, help="backbone; take resnet18 for small data or a CPU")
     add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
     add("--lm", help="caption encoder: BERT from the hub or a folder; scratch: random weights")
-    add("--lm-iters", type=int, help="of masked language modelling, which --lm scratch gets first")
-    add("--mlp-hidden", type=int, help="hidden width of the MLPs; 0: linear, as in MoCo v1")
-    add("--intra-dim", type=int, default=128, help="of these spaces; 0: one MLP for all [Sec. 4.4]")
-    add("--inter-dim", type=int, default=1024, help="width of the common space [Sec. 4.4]")
-    add("--queue", type=int, help="K, keys to compare with; lower it for few photos")
-    add("--momentum", type=float, help="m of the momentum encoders; lower for short runs")
-    add("--bn-splits", type=int, help="groups of shuffled batch norm; 1 gives keys away [MoCo]")
+    add("--lm-iters", type=common.whole,
+        help="iterations for which --lm scratch first learns masked words; raise for many captions")
+    add("--mlp-hidden", type=common.whole, help="hidden width of the MLPs; 0: linear, as MoCo v1")
+    add("--intra-dim", type=common.whole, default=128,
+        help="width of the space of each modality; 0: one MLP for all spaces [Sec. 4.4]")
+    add("--inter-dim", type=common.count, default=1024, help="width of the common space [Sec. 4.4]")
+    add("--queue", type=common.count, help="K, the keys in a queue; lower it for few photos")
+    add("--momentum", type=common.fraction,
+        help="m of the momentum encoders, from 0 to below 1; lower it for short runs")
+    add("--bn-splits", type=common.count,
+        help="groups of a batch with statistics of their own; 1 lets them give keys away [MoCo]")
 
     add = parser.add_argument_group("losses and their weights [Sec. 4.1]").add_argument
-    add("--lambda-ii", type=float, help="Eq. 3, photo to photo")
-    add("--lambda-tag", type=float, help="Eq. 5, common tags; default 1 if there are tags, else 0")
-    add("--lambda-cc", type=float, default=1.0, help="Eq. 8, caption to caption")
-    add("--lambda-ic", type=float, help="Eq. 11, photo to captions; raise it for short queues")
-    add("--lambda-ci", type=float, help="Eq. 14, caption to photos; raise it for short queues")
-    add("--temperature", type=float, default=0.07, help="tau of Eqs. 3, 5, 8")
-    add("--tag-threshold", type=float, help="epsilon of Eq. 4; 0 if photos have few tags")
+    add("--lambda-ii", type=common.weight, help="weight of Eq. 3, photo to photo")
+    add("--lambda-tag", type=common.weight, help="weight of Eq. 5, photos with common tags")
+    add("--lambda-cc", type=common.weight, default=1.0, help="weight of Eq. 8, caption to caption")
+    add("--lambda-ic", type=common.weight,
+        help="weight of Eq. 11, photo to captions; raise it for short queues")
+    add("--lambda-ci", type=common.weight,
+        help="weight of Eq. 14, caption to photos; raise it for short queues")
+    add("--temperature", type=common.positive, default=0.07, help="tau of Eqs. 3, 5, 8")
+    add("--tag-threshold", type=common.weight,
+        help="epsilon of Eq. 4: positives share more tags than this; 0 if photos have few tags")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--batch-size", type=int, help="photos per iteration over all processes")
@@ -180,10 +190,11 @@ def main(args):
 
     # Data: some photos may have no captions or no tags [Sec. 3.2, end].
     bn_group = batchnorm_group(args)
-    annotated = common.caption_data(args.data, args.root, args.train_split, tags=True)
+    tagged = args.lambda_tag and args.tags == "annotated"
+    annotated = common.caption_data(args.data, args.root, args.train_split, tagged)
     common.check_data(args, checkpoint, annotated.images, annotated.captions, annotated.tags)
-    train, lambda_tag = usable_photos(args, annotated)
-    num_tags = len(train.tag_names) if lambda_tag else 0
+    train = usable_photos(args, annotated)
+    num_tags = len(train.tag_names) if args.lambda_tag and any(train.tags) else 0
     translations = read_backtranslations(args, train)
     if args.lambda_ic:  # retrieval is measured at the end
         val = common.caption_data(args.data, args.root, args.val_split)
@@ -196,12 +207,12 @@ def main(args):
 
     # Encoders, momentum encoders, queues and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
-    encoders = build_encoders(args, bert_config)
+    encoders = build_encoders(args, bert_config, bn_group)
     backbone = encoders["image"].trunk[0]
     if pretrained and not checkpoint:
         load_pretrained(encoders["caption"].trunk.bert, pretrained)
     common.load_init(init, nn.ModuleDict({"queries": encoders}), backbone)
-    model = MultimodalContrastive(encoders, queue_size, num_tags, bn_group)
+    model = MultimodalContrastive(encoders, queue_size, num_tags)
     model.to(device, memory_format=torch.channels_last)
     rates = {"image": args.lr, "caption": args.text_lr}
     groups = [{"params": encoders[name].parameters(), "lr": rates[name]} for name in encoders]
@@ -245,7 +256,7 @@ def main(args):
             losses = contrastive_losses(queries, own_keys, model.queues, tags, captioned, args)
             loss = (  # Eq. 15; losses that are not in use count 0
                 args.lambda_ii * losses.get("ii", 0)
-                + lambda_tag * losses.get("tag", 0)
+                + args.lambda_tag * losses.get("tag", 0)
                 + args.lambda_cc * losses.get("cc", 0)
                 + args.lambda_ic * losses.get("ic", 0)
                 + args.lambda_ci * losses.get("ci", 0)
@@ -278,27 +289,24 @@ def main(args):
 
 
 def usable_photos(args, data):
-    """-> CaptionData of photos that a loss can use; lambda_tag, by default 1 if there are tags
+    """-> CaptionData of the photos that a loss can use
 
     Only Eqs. 3 and 5 can use photos without a caption [Sec. 3.2, end].
     """
-    lambda_tag = args.lambda_tag
-    if args.tags != "annotated" and lambda_tag != 0:
+    if args.tags != "annotated" and args.lambda_tag:
         data = common.extra("nouns").tagged(args, data)
-    tagged = any(data.tags)
-    if lambda_tag is None:
-        lambda_tag = float(tagged)  # [Sec. 4.1]
-    if lambda_tag and not tagged:
-        fail("--lambda-tag needs tags and no photo has any: annotations/instances_{split}.json for "
-             'coco, "tags" in a .jsonl, or --tags nouns')  # fmt: skip
-    if not (args.lambda_ii or lambda_tag or args.lambda_ic):
+    tagged = args.lambda_tag and any(data.tags)
+    if args.lambda_tag and not tagged:
+        if args.recipe != "small":  # the photos of a .jsonl may have none
+            fail("--lambda-tag needs tags and no photo has any: annotations/instances_{split}.json "
+                 'for coco, "tags" in a .jsonl, or --tags nouns; --lambda-tag 0 trains without')  # fmt: skip
+        print_main("no photo has tags: Eq. 5 is left out (--tags nouns takes them from captions)")
+    if not (args.lambda_ii or tagged or args.lambda_ic):
         fail("--lambda-ii, --lambda-tag, --lambda-ic are 0: nothing trains the backbone")
     if (args.lambda_cc or args.lambda_ic) and not any(data.captions):
         fail("no photo has a caption: with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are "
              "enough (MoCo-v2)")  # fmt: skip
-    if not (args.lambda_ii or lambda_tag):
-        data = data.captioned()
-    return data, lambda_tag
+    return data if args.lambda_ii or tagged else data.captioned()
 
 
 def read_backtranslations(args, data):
@@ -324,8 +332,9 @@ def read_backtranslations(args, data):
 def fit_queue(args, num_photos):
     """K: a multiple of the batch, at most one key per photo [ours]
 
-    A fraction (K / N)^2 / 2 of the queries, with N photos, have an older key of their own photo
-    among the negatives: 4% on COCO, half at K = N.
+    The p-th query of an epoch meets p keys of this epoch and, while p < K, also K - p of the epoch
+    before. An older key of its own photo is among these, as a negative, with a chance of
+    (K - p) / N: over all N queries, for (K / N)^2 / 2 of them, 4% on COCO and half at K = N.
     """
     size = min(args.queue, num_photos) // args.batch_size * args.batch_size
     if not size:
@@ -367,8 +376,9 @@ class TwoViews(common.Photos):
         for n in (0, 1):
             if flipped[n]:
                 images[n] = images[n][:, ::-1]
-                # Caption 1 - n is compared with photo n (Eqs. 9 to 13): left and right are swapped.
-                # [ours: the captions of Eq. 8 then disagree in half of the samples]
+                # Photo 0, a query, meets caption 1, a key (Eq. 11); caption 0 meets photo 1 (Eq. 14).
+                # So the other caption says left for right. [ours; in half of the samples the two
+                # captions of Eq. 8 then disagree]
                 captions[1 - n] = common.swap_left_right(captions[1 - n])
         tags = np.zeros(len(self.data.tag_names or ()), bool)
         tags[self.data.tags[index]] = True
@@ -444,21 +454,24 @@ def blur(images, sigma):
 # -------------------------------------------------------------------------------------- encoders
 
 
-def build_encoders(args, bert_config=None):
+def build_encoders(args, bert_config=None, bn_group=math.inf):
     """-> {"image": Encoder, "caption": Encoder (if there is a bert_config)}
+
+    bn_group: how many photos share the statistics of batch norm, see batchnorm_group.
 
     Spaces that no loss may use have no MLP. The paper writes Phi_ik in both Eq. 7 and Eq. 10 for
     two MLPs that it calls distinct: caption_intra and caption_inter of the momentum encoder.
     """
     image_dims, caption_dims = {}, {}
-    if args.lambda_ii or args.lambda_tag != 0:  # None: 1 or 0, see usable_photos
+    if args.lambda_ii or args.lambda_tag:
         image_dims["image_intra"] = args.intra_dim  # Eqs. 1, 2
     if args.lambda_cc:
         caption_dims["caption_intra"] = args.intra_dim  # Eqs. 6, 7
     if args.lambda_ic:
         image_dims["image_inter"] = args.inter_dim  # Eqs. 9, 13
         caption_dims["caption_inter"] = args.inter_dim  # Eqs. 12, 10
-    backbone = common.build_backbone(args.arch)
+    norm_layer = partial(SplitBatchNorm, group=bn_group)
+    backbone = common.build_backbone(args.arch, norm_layer=norm_layer)
     trunk = nn.Sequential(backbone, nn.AdaptiveAvgPool2d(1), nn.Flatten())
     encoders = nn.ModuleDict()
     encoders["image"] = Encoder(trunk, backbone.channels, image_dims, args)
@@ -516,30 +529,28 @@ class CaptionTrunk(nn.Module):
 
 
 def load_caption_model(args, init, train, device):
-    """-> tokenizer, configuration of BERT, source of pretrained weights (None: there are none)
+    """-> tokenizer, configuration of BERT, where its weights are (None: random, or in --init)
 
     Tokenizer and configuration are kept in caption_model/ of --output.
     """
     if not (args.lambda_cc or args.lambda_ic):
         return None, None, None
-    folder = Path(args.output, "caption_model")
+    folder, weights = Path(args.output, "caption_model"), None
+    small = False
     if any(name.startswith("queries.caption.") for name in init.get("model", ())):
-        source, pretrained = Path(args.init).parent / "caption_model", None  # --init has weights
-    elif args.lm != "scratch":
-        source, pretrained = args.lm, args.lm
-    elif args.lm_iters:  # a small BERT, trained on the captions
-        source, pretrained = None, folder
-    elif args.lm_layers:  # a small BERT with random weights
-        source, pretrained = None, None
-    else:  # "Ours (scratch)" of Tab. 1
-        source, pretrained = "bert-base-uncased", None
+        source = Path(args.init).parent / "caption_model"
+    elif args.lm == "scratch":
+        small = args.lm_layers or args.lm_iters  # else BERT's size: "Ours (scratch)" of Tab. 1
+        source, weights = "bert-base-uncased", folder if args.lm_iters else None
+    else:
+        source = weights = args.lm
 
     def make(folder):
-        if source:
-            parts = read_caption_model(source)
+        if small:
+            of_flags = common.extra("small_bert").of_flags
+            parts = of_flags(args, train.all_captions(), folder, device)
         else:
-            small_bert = common.extra("small_bert")
-            parts = small_bert.of_flags(args, train.all_captions(), folder, device)
+            parts = read_caption_model(source)
         for part in parts:
             part.save_pretrained(folder)
 
@@ -547,16 +558,24 @@ def load_caption_model(args, init, train, device):
     tokenizer, config = read_caption_model(folder)
     if args.lm == "scratch":
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
-    return tokenizer, config, pretrained
+    return tokenizer, config, weights
 
 
 def read_caption_model(source):
     """source: a name on the hub, or a folder -> tokenizer, configuration"""
+    import huggingface_hub
     import transformers  # only here: it takes seconds, and MoCo-v2 needs none
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # DataLoader workers tokenise
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    try:  # to find it; without a network from_pretrained would try again for a minute
+        if not os.path.isdir(source):
+            if not huggingface_hub.try_to_load_from_cache(source, "config.json"):
+                huggingface_hub.model_info(source, timeout=10)
+    except Exception as error:  # of several libraries
+        reason = str(error).partition("\n")[0]
+        fail(f"--lm {source} is no folder, and the hub lacks it or cannot be reached ({reason})")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         return tokenizer, transformers.AutoConfig.from_pretrained(source)
@@ -589,16 +608,11 @@ class MultimodalContrastive(nn.Module):
         image_inter      Eq. 9     Eq. 13
         caption_inter    Eq. 12    Eq. 10
 
-    encoders: of build_encoders.  queue_size: K.  num_tags: 0 without Eq. 5.  bn_group: how many
-    photos share the statistics of batch norm
+    encoders: of build_encoders.  queue_size: K.  num_tags: 0 without Eq. 5
     """
 
-    def __init__(self, encoders, queue_size, num_tags, bn_group=math.inf):
+    def __init__(self, encoders, queue_size, num_tags):
         super().__init__()
-        for module in encoders.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.__class__ = SplitBatchNorm  # with its weights and statistics
-                module.group = bn_group
         self.queries = encoders
         self.keys = copy.deepcopy(encoders).requires_grad_(False)
         self.queues = nn.ModuleDict()
@@ -670,6 +684,10 @@ class SplitBatchNorm(nn.BatchNorm2d):
 
     As if each group were on its own GPU [MoCo]; other layers run once for the whole batch.
     """
+
+    def __init__(self, channels, group):
+        super().__init__(channels)
+        self.group = group
 
     def forward(self, x):
         norm = super().forward

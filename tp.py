@@ -60,18 +60,18 @@ LABELS = "postag", "cluster", "lda", "instances", "rotation"
 RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (demo, small [ours])
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
     "image_size":       (48,         112,        224),                  # [ours], as in App. F.2
-    "crop_min":         (1.0,        0.2,        0.2),                  # [ours]
-    "colour_jitter":    (0.0,        1.0,        1.0),                  # [ours]
+    "crop_min":         (1.0,        0.5,        0.2),                  # [ours]
+    "colour_jitter":    (0.0,        0.4,        1.0),                  # [ours]
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.1
     "lm_iters":         (400,        2000,       20_000),               # [ours]
-    "optimizer":        ("adamw",    "sgd",      "sgd"),                # App. F.1
-    "batch_size":       (32,         32,         128),                  # App. F.1
+    "optimizer":        ("adamw",    "adamw",    "sgd"),                # App. F.1
+    "batch_size":       (32,         64,         128),                  # App. F.1
     "iters":            (560,        None,       100_000),              # App. F.1
     "epochs":           (None,       25.0,       None),
-    "lr":               (1e-3,       3e-2,       3e-2),                 # App. F.1
-    "warmup":           (0.05,       0.0,        0.0),
+    "lr":               (1e-3,       1e-3,       3e-2),                 # App. F.1
+    "warmup":           (0.05,       0.05,       0.0),
     "steps":            ([],         [],         []),                   # App. F.1
-    "weight_decay":     (1e-2,       1e-4,       1e-4),                 # App. F.1
+    "weight_decay":     (1e-2,       1e-2,       1e-4),                 # App. F.1
     "log_every":        (10,         20,         20),
     "validate_every":   (400,        2000,       5000),
     "checkpoint_every": (200,        500,        5000),

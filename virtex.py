@@ -63,24 +63,24 @@ from common import count, fail, fraction, positive, print_main, progress, share,
 RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "arch":             ("resnet18", "resnet18", "resnet50"),  # Sec. 3
     "image_size":       (48,         112,        224),         # Sec. 3
-    "crop_min":         (1.0,        0.2,        0.2),         # Sec. 3
-    "colour_jitter":    (0.0,        1.0,        1.0),         # official code
+    "crop_min":         (1.0,        0.5,        0.2),         # Sec. 3
+    "colour_jitter":    (0.0,        0.4,        1.0),         # official code
     "hidden":           (256,        512,        2048),        # Sec. 4.1
     "init_std":         (None,       None,       0.02),        # official code; None: H^-0.5
     "zero_residual":    (False,      False,      True),        # official code; others [ours]
     "dropout":          (0.0,        0.1,        0.1),         # official code
     "vocab_size":       (10_000,     10_000,     10_000),      # Sec. 3; fewer for few captions
-    "batch_size":       (32,         32,         256),         # Sec. 3
+    "batch_size":       (32,         64,         256),         # Sec. 3
     "iters":            (540,        None,       500_000),     # Sec. 3
     "epochs":           (None,       25.0,       None),
-    "optimizer":        ("adamw",    "sgd",      "sgd"),       # Sec. 3
-    "lr":               (2e-3,       0.1,        0.2),         # Sec. 3
-    "text_lr":          (5e-4,       0.1,        1e-3),        # Sec. 3
+    "optimizer":        ("adamw",    "adamw",    "sgd"),       # Sec. 3
+    "lr":               (2e-3,       1e-3,       0.2),         # Sec. 3
+    "text_lr":          (5e-4,       5e-4,       1e-3),        # Sec. 3
     "text_iters":       (0,          600,        0),           # small [ours]
-    "warmup":           (0.05,       0.02,       0.02),        # Sec. 3: 10K of 500K iterations
-    "weight_decay":     (1e-2,       1e-4,       1e-4),        # Sec. 3
+    "warmup":           (0.05,       0.05,       0.02),        # Sec. 3: 10K of 500K iterations
+    "weight_decay":     (1e-2,       1e-2,       1e-4),        # Sec. 3
     "lookahead_k":      (5,          5,          5),           # Sec. 3
-    "lookahead_alpha":  (1.0,        0.5,        0.5),         # Sec. 3; 1: no look-ahead
+    "lookahead_alpha":  (1.0,        1.0,        0.5),         # Sec. 3; 1: no look-ahead
     "max_norm":         (10.0,       10.0,       10.0),        # of the gradient: official code
     "log_every":        (10,         20,         20),
     "validate_every":   (400,        2000,       10_000),
@@ -174,16 +174,8 @@ def main(args):
 
     # Model and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
-    model = Model(
-        args.arch,
-        num_outputs,
-        args.hidden,
-        args.layers,
-        args.dropout,
-        task=args.task,
-        init_std=args.init_std,
-        zero_residual=args.zero_residual,
-    )
+    how = {"init_std": args.init_std, "zero_residual": args.zero_residual, "task": args.task}
+    model = Model(args.arch, num_outputs, args.hidden, args.layers, args.dropout, **how)
     backbone = model.visual["cnn"]
     common.load_init(init, model, backbone)
     model.to(device, memory_format=torch.channels_last)
@@ -243,8 +235,8 @@ def main(args):
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, **own)
         if args.keep_every and iteration % args.keep_every == 0:
-            name = f"model_{iteration}.pth"
-            common.save_checkpoint(args, name, iteration, {"model": model}, **own)
+            kept = {"model": model}
+            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, kept, **own)
 
     common.end_run(args, backbone, train)  # eval_linear.py says what the backbone is worth
 
@@ -417,17 +409,9 @@ class VirTex(nn.Module):
     """
 
     def __init__(
-        self,
-        arch,
-        vocab_size,
-        hidden,
-        layers=1,
-        dropout=0.1,
-        max_length=MAX_LENGTH,
-        task="bicaptioning",
-        init_std=0.02,
-        zero_residual=False,
-    ):
+        self, arch, vocab_size, hidden, layers=1, dropout=0.1, max_length=MAX_LENGTH,
+        task="bicaptioning", init_std=0.02, zero_residual=False,
+    ):  # fmt: skip
         super().__init__()
         self.visual = build_visual(arch, zero_residual)
         channels = self.visual["cnn"].channels
@@ -485,13 +469,8 @@ class TextualHead(nn.Module):
         super().__init__()
         self.visual_projection = nn.Linear(channels, hidden)
         self.embedding = Embedding(vocab_size, hidden, dropout, max_length)
-        layer = nn.TransformerDecoderLayer(  # post-norm [Sec. 3]
-            d_model=hidden,
-            nhead=hidden // 64,  # A
-            dim_feedforward=4 * hidden,  # F
-            dropout=dropout,
-            activation="gelu",
-            batch_first=True,
+        layer = nn.TransformerDecoderLayer(  # post-norm; A = H / 64, F = 4H [Sec. 3]
+            hidden, hidden // 64, 4 * hidden, dropout, activation="gelu", batch_first=True
         )
         self.transformer = nn.TransformerDecoder(layer, layers)
         self.output = nn.Linear(hidden, vocab_size)
@@ -518,13 +497,8 @@ class TextualHead(nn.Module):
         future = None
         if causal:
             future = x.new_ones(x.size(1), x.size(1), dtype=torch.bool).triu(1)
-        return self.transformer(
-            x,
-            image_features,
-            tgt_mask=future,
-            tgt_is_causal=causal,
-            tgt_key_padding_mask=padding,
-        )
+        masks = {"tgt_mask": future, "tgt_key_padding_mask": padding}
+        return self.transformer(x, image_features, tgt_is_causal=causal, **masks)
 
 
 class Embedding(nn.Module):
@@ -619,8 +593,7 @@ def validate(model, photos, args, device):
             numbers[name] += float(number)
     model.train()
     means = {name: sums[name] / numbers[name] for name in sums}
-    listed = ", ".join(f"{name} {loss:.2f}" for name, loss in means.items())
-    print_main(f"validation loss: {listed}")
+    print_main("validation loss: " + ", ".join(f"{name} {means[name]:.2f}" for name in means))
     return means
 
 

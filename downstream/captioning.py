@@ -3,17 +3,21 @@
     python -m downstream.captioning photo.jpg --weights runs/virtex-photos/checkpoint.pth
     python -m downstream.captioning --evaluate --data coco \\
         --weights runs/virtex-coco/checkpoint.pth
+    python -m downstream.captioning --captions runs/captioning/captions.json
 
 Prints a caption for each photo and draws the attention of the last layer for each word into
---output. --evaluate captions the validation split and reports CIDEr and SPICE, which need
-pycocoevalcap and Java. --weights is a checkpoint.pth or model_N.pth of virtex.py or an official
-checkpoint, which has no tokenizer: add --tokenizer coco_10k.model. Photos are cropped as in the
-official evaluation: resize 256, centre crop 224, or in proportion for other image sizes.
+--output. --evaluate writes captions of the validation split into captions.json and scores them by
+CIDEr and SPICE, which need pycocoevalcap and Java; --captions captions.json scores them on another
+machine. --weights is a checkpoint.pth or model_N.pth of virtex.py or an official checkpoint, which
+has no tokenizer: add --tokenizer coco_10k.model. Photos are cropped as in the official evaluation:
+resize 256, centre crop 224, or in proportion for other image sizes.
 """
 
 import argparse
+import importlib.util
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -42,28 +46,32 @@ def get_args(argv=None):
     add("photos", nargs="*", metavar="PHOTO", help="photos to caption")
     add("--weights", default="runs/virtex/checkpoint.pth", help="default %(default)s")
     add("--tokenizer", help="a SentencePiece .model, for official weights")
-    add("--output", default="runs/captioning", help="folder for pictures or captions")
-    add("--beams", type=int, default=5, help="width of beam search [Sec. 4.4]")
+    add("--output", help="folder for what is written (default runs/captioning, or FILE's folder)")
+    add("--beams", type=common.count, default=5, help="width of beam search [Sec. 4.4]")
     add("--evaluate", action="store_true", help="CIDEr and SPICE on the validation split [Fig. 6]")
+    add("--captions", metavar="FILE", help="score a captions.json of --evaluate, without a model")
     add("--data", default="coco", help="for --evaluate, as of virtex.py (default coco)")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--val-split", help="default val2017 for coco, else val")
-    add("--workers", type=int, default=0, help="DataLoader workers")
+    add("--workers", type=common.whole, default=0, help="DataLoader workers")
     args = parser.parse_args(argv)
-    if args.evaluate == bool(args.photos):
-        parser.error("give either photos or --evaluate")
+    if sum(map(bool, (args.photos, args.evaluate, args.captions))) != 1:
+        parser.error("give either photos, --evaluate or --captions")
+    args.output = args.output or os.path.dirname(args.captions or "runs/captioning/") or "."
     args.val_split = args.val_split or ("val2017" if args.data == "coco" else "val")
     return args
 
 
 def main(args):
+    folder = Path(args.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    if args.captions:
+        return score(args.captions, args)
     device = common.init_distributed()
     model, tokenizer, image_size = load_virtex(args.weights, args.tokenizer)
     model.to(device)
-    folder = Path(args.output)
-    folder.mkdir(parents=True, exist_ok=True)
     if args.evaluate:
-        return evaluate(model, tokenizer, image_size, device, args)
+        return score(evaluate(model, tokenizer, image_size, device, args), args)
     captions = caption_images(model, photo_files(args.photos), image_size, device, args)
     for n, tokens, image_features, pixels in captions:
         caption = detokenize(tokenizer, tokens)
@@ -80,6 +88,7 @@ def load_virtex(path, tokenizer_path=None):
     Layer sizes are read from the weights.
     """
     content = common.read_checkpoint(path)
+    print_main(f"{path}: trained on {content.get('args', {}).get('data', 'unknown data')}")
     state = content.get("model", {})
     args = content.get("args", {})
     if "textual.embedding.words.weight" not in state or args.get("task") == "masked_lm":
@@ -180,7 +189,9 @@ def beam_search(head, image_features, beams=5):
 
     image_features (B, S, H). A hypothesis that has ended keeps its score and competes on. The
     search is over when all have ended or have the maximum length. After the first token each has
-    two continuations, and no token follows itself [official code].
+    two continuations, and no token follows itself [official code]. [SOS] stays in front, as in
+    training, and at most 29 tokens follow it [ours]: the official search drops it after the first
+    step, which shifts all positions by one, and writes 30, so that its captions often differ.
     """
     batch = len(image_features)
     vocab_size = head.output.out_features
@@ -253,38 +264,56 @@ def word_attention(head, image_features, tokens, pieces):
 
 
 def evaluate(model, tokenizer, image_size, device, args):
-    """Caption the validation split and score it against the reference captions [Fig. 6]."""
-    try:
-        from pycocoevalcap.cider.cider import Cider  # only here: an optional package
-        from pycocoevalcap.spice.spice import Spice
-        from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
-    except ModuleNotFoundError:
-        fail("--evaluate needs the captioning metrics: python -m pip install pycocoevalcap")
-    if not shutil.which("java"):
-        fail("--evaluate needs Java for the metrics: apt install default-jre")
-
+    """Caption the validation split -> the file with the captions and their references [Fig. 6]"""
+    if missing := missing_for_scores():
+        print_main(f"the captions are written, but not scored: {missing}")
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    rows, written, truth = [], {}, {}
+    rows = []
     for n, tokens, *_ in caption_images(model, val, image_size, device, args):
         caption = detokenize(tokenizer, tokens)
-        rows.append({"image": str(val.images[n]), "caption": caption})
-        written[n] = [{"caption": caption}]
-        truth[n] = [{"caption": reference} for reference in val.captions[n]]
-    path = Path(args.output, f"captions_{args.val_split}.json")
-    common.save(path, json.dumps(rows, indent=2, ensure_ascii=False))
-    print_main(f"the captions are in {path}")
-    truth = PTBTokenizer().tokenize(truth)
-    written = PTBTokenizer().tokenize(written)
+        references = val.captions[n]
+        rows.append({"image": str(val.images[n]), "caption": caption, "references": references})
+    path = Path(args.output, "captions.json")
+    common.save(path, {"args": vars(args), "captions": rows})
+    print_main(f"the captions of {len(rows)} of {len(val)} photos are in {path}")
+    return path
+
+
+def score(path, args):
+    """Write result.json: CIDEr and SPICE, in percent, of the captions that `evaluate` saved
+
+    path: of its captions.json. What cannot be measured here is said, and left out.
+    """
+    if missing := missing_for_scores():
+        fail(f"{path} can be scored on any machine by --captions, but here {missing}")
+    from pycocoevalcap.cider.cider import Cider
+    from pycocoevalcap.spice.spice import Spice
+    from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
+
+    if not os.path.isfile(path):
+        fail(f"there is no {path}, which --evaluate writes")
+    content = json.loads(Path(path).read_bytes())
+    rows = content["captions"]
+    references = [[{"caption": text} for text in row["references"]] for row in rows]
+    truth = PTBTokenizer().tokenize(dict(enumerate(references)))
+    written = PTBTokenizer().tokenize({n: [row] for n, row in enumerate(rows)})
     scores = {}
-    for name, metric in {"CIDEr": Cider(), "SPICE": Spice()}.items():
+    for name, metric in {"CIDEr": Cider, "SPICE": Spice}.items():
         try:
-            scores[name] = 100 * metric.compute_score(truth, written)[0]
-            print_main(f"{name} {scores[name]:.1f} on {len(written)} images")
-        except (OSError, subprocess.CalledProcessError) as error:  # SPICE: needs CoreNLP, Java 8
+            scores[name] = 100 * metric().compute_score(truth, written)[0]
+            print_main(f"{name} {scores[name]:.1f} on {len(rows)} images")
+        except (OSError, subprocess.CalledProcessError) as error:  # SPICE loads CoreNLP once
             print_main(f"{name} was not measured: {error}")
-    if len(scores) == 2:
-        scores["args"] = vars(args)
-        common.save(f"{args.output}/result.json", scores)
+    common.save(f"{args.output}/result.json", scores | {"args": content["args"]})
+
+
+def missing_for_scores():
+    """-> what this machine lacks for CIDEr and SPICE, with the command that brings it, or "" """
+    if not importlib.util.find_spec("pycocoevalcap"):
+        return "pycocoevalcap is missing: python -m pip install pycocoevalcap"
+    if not shutil.which("java"):
+        return "Java is missing: apt-get install default-jre-headless"
+    return ""
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ statistics are re-estimated after the last iteration (precise BN).
 --root holds VOC2007/ and VOC2012/; or annotations/instances_{split}.json (LVIS: lvis_{split}.json)
 beside train2017/ and val2017/. A VOC split is YEAR_LIST, or several joined by +. On shapes a second
 detector is trained from random initialisation into OUTPUT/random, and the last line compares the
-two (measured: AP50 73 against 39). Rerunning the command resumes from its checkpoint.
-metrics.jsonl logs four loss terms, with masks five. backbone.pth is the fine-tuned backbone.
+two. The same command resumes from its checkpoint. backbone.pth is the fine-tuned backbone.
 
 Scores are COCO's AP (IoU 0.50 to 0.95), AP50 and AP75, on VOC with VOC07's 11 recalls. The papers
 use Detectron2, we torchvision's parts [ours]. Known differences: box losses are smooth L1 with beta
@@ -92,16 +91,16 @@ def get_args(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     baselines.add_flags(parser, DATA)
     add = parser.add_argument_group("model and optimisation").add_argument
-    add("--image-size", type=int, help="shorter side; training draws smaller ones, too")
+    add("--image-size", type=common.count, help="shorter side; training draws smaller ones, too")
     add("--model", choices=("fpn", "c4"), help="feature pyramid, or layer3 alone [Sec. 4.3]")
     add("--frozen-bn", action="store_true", help="freeze batch norm [Sec. 4.3, LVIS]")
     add("--schedule", choices=["9x"], help="from scratch: longer, batch norm in the heads [Tab. 1]")
-    add("--batch-size", type=int, help="photos per iteration over all processes")
-    add("--iters", type=int, help="training iterations")
-    add("--lr", type=float, help="peak learning rate; lower it if the loss is not finite")
-    add("--rois", type=int, help="RoIs per training photo; fewer save memory")
-    add("--min-score", type=float, help="lowest score of a detection [Tabs. 7, 8]")
-    add("--bn-batches", type=int, help="batches for precise BN; fewer are faster")
+    add("--batch-size", type=common.count, help="photos per iteration over all processes")
+    add("--iters", type=common.count, help="training iterations")
+    add("--lr", type=common.positive, help="peak learning rate; lower it if the loss is not finite")
+    add("--rois", type=common.count, help="RoIs per training photo; fewer save memory")
+    add("--min-score", type=common.fraction, help="lowest score of a detection [Tabs. 7, 8]")
+    add("--bn-batches", type=common.count, help="batches for precise BN; fewer are faster")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off, as in Detectron2")
     # fmt: on
     finetune.add_run_flags(parser)
@@ -125,8 +124,7 @@ def main(args):
     if train.masks != val.masks:
         fail("only one of the splits has masks")
     train.content = None  # gigabytes that only scoring needs
-    counts = f"{len(train)} training and {len(val)} validation photos"
-    print_main(f"{counts}, {len(train.names)} classes, on {device}, amp {args.amp}")
+    print_main(f"{len(train)} + {len(val)} photos, {len(train.names)} classes, on {device}")
 
     scores = baselines.with_random_baseline(args, lambda run: fine_tune(train, val, run, device))
     if common.is_main():
@@ -144,7 +142,7 @@ def fine_tune(train, val, args, device):
     if not hasattr(backbone, "layer4"):
         fail(f"{backbone.arch} has no layer1 to layer4: give a ResNet")
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    common.check_data(args, checkpoint, train.images)
+    common.check_data(args, checkpoint, train.images, train.objects)
     print_main(f"{args.weights}: {args.iters} iterations at lr {args.lr:g}, into {args.output}")
 
     # Model and optimizer, restored where an earlier run stopped.
@@ -167,8 +165,8 @@ def fine_tune(train, val, args, device):
     photos = boxes.BoxPhotos(train, boxes.training_rows(train, args.seed))
     batches = common.train_batches(photos, boxes.collate, args, device, done)
     log = common.Log(args, checkpoint)
-    bar = progress(range(done + 1, args.iters + 1), initial=done, total=args.iters, unit=" its")
-    for iteration in bar:
+    todo = range(done + 1, args.iters + 1)
+    for iteration in progress(todo, initial=done, total=args.iters, unit=" its"):
         lr_scale = common.lr_factor(iteration - 1, args.iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
         optimizer.zero_grad()
@@ -194,9 +192,7 @@ def fine_tune(train, val, args, device):
         if args.keep_every and iteration % args.keep_every == 0:
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
         if iteration % args.log_every == 0:
-            row = log.means(iteration) | {"lr": args.lr * lr_scale}
-            log.write(iteration, row)
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            log.write(iteration, log.means(iteration) | {"lr": args.lr * lr_scale})
     if not common.is_main():
         return {}
 

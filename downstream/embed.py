@@ -1,6 +1,6 @@
 """The features of all photos in a folder, as a NumPy array. No labels are needed.
 
-    python -m downstream.embed photos --weights runs/virtex/backbone.pth --image-size 64
+    python -m downstream.embed photos --weights runs/virtex-photos/backbone.pth
     python -m downstream.embed photos --weights random --arch resnet50 --output runs/embed-random
 
 Writes features.npy (N, D), the average of the backbone's last feature maps for each photo, and
@@ -29,10 +29,11 @@ def get_args(argv=None):
     add("folder", metavar="FOLDER", help="folder of photos, with its subfolders")
     add("--weights", required=True, help="a backbone.pth, or others as in eval_linear.py")
     add("--arch", choices=common.BACKBONES, help="of imagenet and random (default resnet50)")
-    add("--image-size", type=int, default=224, help="use that of training (default 224)")
+    add("--image-size", type=common.count,
+        help="side of the central square (default that of training, by args.json beside a file)")
     add("--output", default="runs/embed", help="folder for features.npy and files.txt")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision")
-    add("--workers", type=int, default=2, help="DataLoader workers; 0: none")
+    add("--workers", type=common.whole, default=2, help="DataLoader workers; 0: none")
     return parser.parse_args(argv)
 
 
@@ -44,13 +45,15 @@ def main(args):
     backbone = eval_linear.load_backbone(args.weights, args.arch or default, seed=0)
     backbone.to(device, memory_format=torch.channels_last).eval()
     features_of = partial(eval_linear.pooled, backbone, amp=args.amp)
-    squares = eval_linear.CentralSquares(photos, args.image_size)
+    size = args.image_size or eval_linear.trained_with(args.weights, "image_size") or 224
+    squares = eval_linear.CentralSquares(photos, size)
     features, readable = eval_linear.run_over_photos(features_of, squares, args, device)
     if common.is_main():
         np.save(Path(args.output, "features.npy"), features)
         Path(args.output, "files.txt").write_text("\n".join(photos.images[readable]) + "\n")
         width = features.shape[1]
-        print_main(f"{len(features)} photos, {width} features each: {args.output}/features.npy")
+        sizes = f"{len(features)} photos at {size} px, {width} features each"
+        print_main(f"{sizes}: {args.output}/features.npy")
     common.end_distributed()
 
 

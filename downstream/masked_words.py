@@ -5,10 +5,10 @@
 
 Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020:
 Figs. 1, 3, 4 and 5. Masks one word at a time, prints the best predictions with the photo and by the
-language model alone, and draws the attention for the masked word into --output. --photos N does so
-for all maskable words of N random validation photos, one caption each; on the built-in scenes its
-last line is the fraction of the attention inside the box of the object that a word names.
---weights is a checkpoint.pth or model_N.pth of icmlm.py.
+language model alone, and draws into --output where the model looks for the word, with the word and
+its best prediction below. --photos N does so for all maskable words of N random validation photos,
+one caption each; on the built-in scenes its last line is the fraction of the attention inside the
+box of the object that a word names. --weights is a checkpoint.pth or model_N.pth of icmlm.py.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def get_args(argv=None):
     add("photo", nargs="?", help="a photo, given with --caption and --word")
     add("--caption", help="what the photo shows")
     add("--word", type=str.lower, nargs="+", help="words of the caption, masked one at a time")
-    add("--photos", type=int, metavar="N", help="N photos of the validation split")
+    add("--photos", type=common.count, metavar="N", help="N photos of the validation split")
     add("--weights", default="runs/icmlm/checkpoint.pth", help="default %(default)s")
     add("--lm", help="language model (default: that of the training run)")
     add("--root", help="folder of the data (default: that of the training run)")
@@ -67,11 +67,12 @@ def main(args):
         if not readable or not positions:
             continue
         words = list(positions)
-        maps = explain(model, lm, tokenizer, pixels, caption, positions)
+        maps, predicted = explain(model, lm, tokenizer, pixels, caption, positions)
         name = "_".join([str(n + 1), Path(str(data.images[n])).stem, *words])
         name = name.encode(errors="replace")[:200].decode(errors="ignore")  # at most 255 bytes
         picture = folder / f"{name}.png"
-        draw_attention(Image.fromarray(pixels), caption, list(zip(words, maps)), picture)
+        titles = [f"{word}: {guess}" for word, guess in zip(words, predicted)]
+        draw_attention(Image.fromarray(pixels), caption, list(zip(titles, maps)), picture)
         print_main(f"the attention is in {picture}")
         looked += [(data.images[n], word, attention) for word, attention in zip(words, maps)]
 
@@ -85,6 +86,7 @@ def load_icmlm(path, lm_name, device):
     """-> model in eval mode, lm, tokenizer, concepts {word: part of speech}, flags of training"""
     checkpoint = common.read_checkpoint(path, "icmlm")
     trained = checkpoint["args"]
+    print_main(f"{path}: trained on {trained['data']}")
     concepts = checkpoint["concepts"]
     lm_name = lm_name or trained["lm"]
     if lm_name == "scratch":
@@ -124,7 +126,7 @@ def given_words(positions, words):
 
 @torch.no_grad()
 def explain(model, lm, tokenizer, pixels, caption, positions):
-    """Print the best predictions for each word -> attention (words, h, w)
+    """Print the best predictions for each word -> attention (words, h, w), the best of each
 
     pixels: uint8 (size, size, 3).  positions: {word: index of its token in the caption}
     """
@@ -145,11 +147,14 @@ def explain(model, lm, tokenizer, pixels, caption, positions):
     tfm = isinstance(model.head, icmlm.Tfm)
     with_photo = lm.mlm_head(vector) if tfm else vector @ lm.token_embeddings.T  # Eq. 6
     without = lm.mlm_head(icmlm.at_mask(token_features, mask_pos))
+    predicted = []
     for n, word in enumerate(positions):
+        predicted.append(best_words(tokenizer, with_photo[n], number=1))
         print_main(f"{tokenizer.decode(tokens[n])}  ({word})")
         print_main(f"with the photo: {best_words(tokenizer, with_photo[n])}")
         print_main(f"without it: {best_words(tokenizer, without[n])}")
-    return attention_maps(model.head, features, token_features, attention_mask, mask_pos).cpu()
+    maps = attention_maps(model.head, features, token_features, attention_mask, mask_pos)
+    return maps.cpu(), predicted
 
 
 def best_words(tokenizer, logits, number=5):

@@ -137,8 +137,8 @@ def draw_rows(texts, data, nearest, scores, path, framed=None, side=128):
 def draw_attention(image, caption, words, path, side=192):
     """The photo, then the photo under the attention map of each word, bicubically enlarged.
 
-    words: [(word, (h, w) not negative), ...]. Brightness is relative to the map's maximum, so that
-    a uniform map looks uniform. [VirTex Sec. 4.4]
+    words: [(word, (h, w) not negative), ...]. [VirTex Sec. 4.4] Brightness is relative to the
+    map's maximum, so that a uniform map looks uniform [ours]; VirTex, App. B, maps each to [0, 1].
     """
     photo = np.asarray(image.resize((side, side), Image.BICUBIC), np.float32)
     tiles = [("", photo)]

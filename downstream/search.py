@@ -26,33 +26,20 @@ def get_args(argv=None):
     add = parser.add_argument
     add("texts", nargs="+", metavar="TEXT", help="what to look for, worded like a caption")
     add("--root", help="folder of photos, with its subfolders (default: the validation split)")
-    add("--weights", default="runs/mmcontrastive/checkpoint.pth", help="or a model_N.pth beside it")
-    add("--output", default="runs/search", help="folder for the picture (default %(default)s)")
-    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
-    add("--workers", type=int, default=2, help="DataLoader workers; 0: none")
+    add_flags(parser, "search")
     return parser.parse_args(argv)
 
 
 def main(args):
-    device = common.init_distributed()
-    encoders, tokenizer, trained = load_encoders(args.weights)
-    encoders.to(device, memory_format=torch.channels_last)
-    trained.amp, trained.workers = common.choose_amp(device, args.amp), args.workers
+    model = Model(args)
     if args.root:
         data = images_in(args.root)
     else:
+        trained = model.trained
         data = common.caption_data(trained.data, trained.root, trained.val_split)
-
-    vectors, readable = mmcontrastive.encode_images(encoders["image"], data, trained, device)
-    texts = mmcontrastive.encode_captions(
-        encoders["caption"], tokenizer, args.texts, trained, device
-    )
-    scores, order = (texts @ vectors.T).topk(min(10, len(vectors)))  # (texts, 10)
-    nearest = [[readable[n] for n in row] for row in order.tolist()]
-
+    photos, readable = model.encode_photos(data)
     path = Path(args.output, "search.png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draw_rows(args.texts, data, nearest, scores.tolist(), path)
+    nearest = draw_nearest(path, args.texts, model.encode(args.texts), data, photos, readable)
     if args.root:
         for text, row in zip(args.texts, nearest):
             print_main(f"{text}: " + ", ".join(data.images[n] for n in row[:3]) + ", ...")
@@ -67,9 +54,49 @@ def images_in(folder):
     return photo_files(sorted(paths))
 
 
+# ------------------------------------------------------------- also of classify.py
+
+
+def add_flags(parser, name):
+    add = parser.add_argument
+    add("--weights", default="runs/mmcontrastive/checkpoint.pth",
+        help="checkpoint.pth or model_N.pth of a run; trained on photos.jsonl, it is in "
+        "runs/mmcontrastive-photos (default %(default)s)")  # fmt: skip
+    add("--output", default=f"runs/{name}", help="folder of the results (default %(default)s)")
+    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
+    add("--workers", type=common.whole, default=2, help="DataLoader workers; 0: none")
+
+
+class Model:
+    """The encoders of --weights: vectors of photos and of texts in their common space"""
+
+    def __init__(self, args):
+        self.device = common.init_distributed()
+        self.encoders, self.tokenizer, self.trained = load_encoders(args.weights)
+        print_main(f"{args.weights} was trained on {self.trained.data}")
+        self.encoders.to(self.device, memory_format=torch.channels_last)
+        self.trained.amp = common.choose_amp(self.device, args.amp)
+        self.trained.workers = args.workers
+
+    def encode_photos(self, data):
+        """-> (N, D) of unit length, the indices in `data` of the N photos that can be read"""
+        return mmcontrastive.encode_images(
+            self.encoders["image"], data, self.trained, self.device
+        )
+
+    def encode(self, texts):
+        """-> (T, D) of unit length"""
+        return mmcontrastive.encode_captions(
+            self.encoders["caption"], self.tokenizer, texts, self.trained, self.device
+        )
+
+
 def load_encoders(path):
     """A checkpoint.pth or model_N.pth of mmcontrastive.py -> its query encoders in eval mode, the
     tokenizer, and the flags of that run"""
+    others = ", ".join(sorted(map(str, Path("runs").glob("mmcontrastive*/checkpoint.pth"))))
+    if others and not Path(path).exists():
+        fail(f"there is no {path}: give --weights one of {others}")
     content = common.read_checkpoint(path, "mmcontrastive")
     trained = argparse.Namespace(**content["args"])
     if not trained.lambda_ic:
@@ -83,6 +110,18 @@ def load_encoders(path):
             state[name.removeprefix(prefix)] = value
     encoders.load_state_dict(state)
     return encoders.eval(), tokenizer, trained
+
+
+def draw_nearest(path, texts, vectors, data, photos, readable):
+    """A row of the ten nearest photos for each text -> their indices in `data`, the nearest first
+
+    vectors (T, D), photos (N, D), readable (N,): of the texts and photos, by Model
+    """
+    scores, order = (vectors @ photos.T).topk(min(10, len(photos)))  # (T, 10)
+    nearest = [[readable[n] for n in row] for row in order.tolist()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw_rows(texts, data, nearest, scores.tolist(), path)
+    return nearest
 
 
 if __name__ == "__main__":

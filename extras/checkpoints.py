@@ -8,39 +8,32 @@ import torch
 from torch import nn
 
 import common
-from common import fail
+from common import fail, print_main
 
-PREFIXES = (  # of the backbone's keys: the first that fits counts
-    "visual.cnn.",  # virtex.py, official VirTex
-    "queries.image.trunk.0.",  # mmcontrastive.py
-    "module.encoder_q.",  # MoCo
-    "encoder_q.",
-    "module.backbone.",  # DINO
-    "backbone.",  # tp.py, icmlm.py
-    "module.",  # SwAV
-    "",  # backbone.pth, torchvision, VICReg
-)
+MIDDLE = "layer2.0.conv1.weight", "features.7.weight"  # what each ResNet, each VGG has
 CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|projector)\b")
 
 
 def load_backbone(path, arch=None):
-    """A file of ours, VirTex, MoCo, SwAV, VICReg, DINO or torchvision -> backbone
+    """A file of ours, VirTex, MoCo, SwAV, VICReg, DINO, Lightning, torchvision... -> backbone
 
-    The architecture is recognised by names and shapes, and must be `arch` if that is given. Under
-    the backbone's prefix no key may be missing, and only those of a classifier may be left over;
-    keys under other prefixes (text, queues) are ignored.
+    The architecture is recognised by names and shapes, and must be `arch` if that is given. Of
+    several backbones the first counts: MoCo's queries. Under its prefix no key may be missing, and
+    only those of a classifier may be left over; keys under other prefixes (text) are ignored.
     """
     content = common.read_checkpoint(path)
-    for key in ("model", "state_dict", "teacher"):
+    for key in ("model", "state_dict", "model_state_dict", "teacher"):
         if isinstance(content.get(key), dict):
             content = content[key]
-    firsts = "conv1.weight", "features.0.weight"  # of ResNet and VGG
-    prefixes = [prefix for prefix in PREFIXES if any(prefix + key in content for key in firsts)]
+    content = {str(key).replace("_orig_mod.", ""): value for key, value in content.items()}
+    prefixes = [key.removesuffix(end) for key in content for end in MIDDLE if key.endswith(end)]
     if not prefixes:
         fail(f"{path} holds no ResNet or VGG; its first keys are {list(content)[:5]}")
+    if len(prefixes) > 1:
+        print_main(f"{path}: loaded {prefixes[0]}, not {', '.join(prefixes[1:])}")
     state = {}
     for key, value in content.items():
-        name = str(key).removeprefix(prefixes[0])
+        name = key.removeprefix(prefixes[0])
         if torch.is_tensor(value) and key == prefixes[0] + name and not CLASSIFIER.match(name):
             state[name] = value
     differing = {}  # names of each architecture

@@ -39,7 +39,11 @@ def caption_data(folder, split):
     """What save_index wrote -> common.CaptionData"""
     path = Path(folder, f"{split}.index")
     if not path.exists():
-        found = ", ".join(sorted(file.stem for file in path.parent.glob("*.index"))) or "none"
+        found = ", ".join(sorted(file.stem for file in path.parent.glob("*.index")))
+        if not found:
+            fail(f"--data {folder} is no folder of indexed shards. Photos KEY.jpg with captions in "
+                 f"KEY.txt: python tools/to_jsonl.py {folder}. Tar files of such photos: python "
+                 f"tools/make_shards.py --index-only '{folder}/*.tar'")  # fmt: skip
         fail(f"there is no {path} of tools/make_shards.py. The folder's splits: {found}; "
              "see --train-split and --val-split")  # fmt: skip
     index = torch.load(path, mmap=True, weights_only=True)

@@ -8,7 +8,7 @@ import os
 import ijson  # reads the lists of up to 700 MB entry by entry
 import numpy as np
 
-from common import fail, one_line, progress
+from common import fail, one_line, print_main, progress
 
 
 def photos(root, split):
@@ -29,6 +29,8 @@ def photos(root, split):
         if row["id"] in keep:
             captions = [one_line(region["phrase"]) for region in row["regions"]]
             found.append((paths[row["id"]], captions, []))
+    if lost := len(keep) - len(found):
+        print_main(f"{root}: left out {lost} photos of {split}, which have no regions")
     return found, []
 
 

@@ -61,7 +61,7 @@ class Narrow(torchvision.models.ResNet):
         super().__init__(block, [2, 2, 2, 2], num_classes, **kwargs)
         self.inplanes = 64 // self.shrink
         self.conv1 = torch.nn.Conv2d(3, self.inplanes, 7, 2, 3, bias=False)
-        self.bn1 = torch.nn.BatchNorm2d(self.inplanes)
+        self.bn1 = self._norm_layer(self.inplanes)
         self.layer1 = self._make_layer(block, 64, 2)
         self.fc = torch.nn.Linear(512 // self.shrink, num_classes)
 

@@ -76,7 +76,7 @@ def test_official_checkpoint_gives_the_official_logits(tokenizer_path, tmp_path)
         model, tokenizer, image_size = captioning.load_virtex(path, tokenizer_path)
         assert not model.training and image_size == 224 and tokenizer.get_piece_size() == 150
         assert model.textual.embedding.positions.num_embeddings == 12
-        assert hasattr(model, "backward_textual") == (len(directions) == 2)
+        assert bool(model.backward_textual) == (len(directions) == 2)
         image_features = model.textual.project(model.visual["cnn"](images))
         for direction in directions:
             ours = logits_of(getattr(model, direction), image_features, tokens)
@@ -84,6 +84,33 @@ def test_official_checkpoint_gives_the_official_logits(tokenizer_path, tmp_path)
             assert expected.std() > 0.1
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
         state = {k: v for k, v in state.items() if not k.startswith("backward_")}
+
+
+def no_metrics(monkeypatch):
+    """-> what stands for CIDEr, SPICE and their tokenizer: the score is always 0.123"""
+    fake = MagicMock(__spec__=True)
+    fake.tokenize = lambda all: {n: [row["caption"] for row in rows] for n, rows in all.items()}
+    fake.compute_score.return_value = 0.123, None
+    fake.Cider = fake.Spice = fake.PTBTokenizer = lambda: fake
+    for name in ("", ".cider.cider", ".spice.spice", ".tokenizer.ptbtokenizer"):
+        monkeypatch.setitem(sys.modules, f"pycocoevalcap{name}", fake)
+    monkeypatch.setattr("shutil.which", lambda name: "java")
+    return fake
+
+
+def test_scores_of_saved_captions(tmp_path, monkeypatch):
+    """--captions needs no model. What SPICE lacks does not cost CIDEr; without Java, one line."""
+    row = {"image": "1.jpg", "caption": "a dog", "references": ["the dog", "dogs"]}
+    file = tmp_path / "captions.json"
+    file.write_text(json.dumps({"args": {"weights": "x.pth"}, "captions": [row]}))
+    command = "downstream.captioning", "--captions", file
+    fake = no_metrics(monkeypatch)
+    fake.Spice = MagicMock(side_effect=OSError("no CoreNLP"))
+    assert "SPICE was not measured: no CoreNLP" in run_here(command)
+    fake.compute_score.assert_called_with({0: row["references"]}, {0: ["a dog"]})
+    assert result(tmp_path) == {"CIDEr": pytest.approx(12.3), "args": {"weights": "x.pth"}}
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "apt-get install default-jre-headless" in refusal(command)
 
 
 def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
@@ -101,25 +128,20 @@ def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
     pictures = [output / f"1_{photos[0].stem}.png", output / f"3_{photos[1].stem}.png"]
     assert sorted(output.iterdir()) == pictures
     evaluate = [*command, "--evaluate", "--data", "coco", "--root", coco_folder]
-    fake = MagicMock()  # in place of CIDEr, SPICE and their tokenizer
-    fake.tokenize = lambda all: {n: [row["caption"] for row in rows] for n, rows in all.items()}
-    fake.compute_score.return_value = 0.123, None
-    package = MagicMock(Cider=lambda: fake, Spice=lambda: fake, PTBTokenizer=lambda: fake)
-    for name in ("cider.cider", "spice.spice", "tokenizer.ptbtokenizer"):
-        monkeypatch.setitem(sys.modules, f"pycocoevalcap.{name}", package)
-    monkeypatch.setattr("shutil.which", lambda name: "java")
+    fake = no_metrics(monkeypatch)
     assert run_here(evaluate).count(" 12.3 on 12 images") == 2
     scores = result(output)
     assert scores["CIDEr"] == scores["SPICE"] == pytest.approx(12.3)
-    written = json.loads((output / "captions_val2017.json").read_text())
+    written = json.loads((output / "captions.json").read_text())["captions"]
     assert [row["image"] for row in written] == list(map(str, photos))
     captions = [row["caption"] for row in written]
     data = common.caption_data("coco", str(coco_folder), "val2017")
     truth = dict(enumerate(data.captions))
     fake.compute_score.assert_called_with(truth, {n: [text] for n, text in enumerate(captions)})
     assert lines == [
+        f"{tmp_path / 'model_10.pth'}: trained on coco",
         f"cannot decode {broken} (Truncated File Read): left out",
         f"{photos[0]}: {captions[0]}  ({pictures[0]})",
         f"{photos[1]}: {captions[1]}  ({pictures[1]})",
     ]
-    assert "give either photos or --evaluate" in refusal([*evaluate, photos[0]])
+    assert "give either photos, --evaluate or --captions" in refusal([*evaluate, photos[0]])

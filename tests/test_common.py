@@ -8,6 +8,7 @@ import multiprocessing
 import pickle
 import shutil
 import struct
+import urllib.error
 
 import numpy as np
 import pytest
@@ -94,14 +95,14 @@ def test_jsonl(tmp_path):
 WRONG_LINES = {
     b"{broken": "Expecting property name",
     b"\xe9": "UnicodeDecodeError",
-    b'{"image": "b.jpg", "caption": "x"}': "captions and tags are lists of texts; it has",
-    b'{"image": "b.jpg", "captions": "x"}': "can only concatenate list",
-    b'{"image": "b.jpg", "captions": [null]}': "captions and tags are lists of texts",
-    b'{"image": "b.jpg", "tags": [null]}': "captions and tags are lists of texts",
-    b'{"image": "b.jpg", "tags": "x"}': "can only concatenate list",
-    b'{"image": "b.jpg", "split": NaN}': "captions and tags are lists of texts",
-    b'{"image": "./a.jpg"}': "/a.jpg has a line already, which should have all its captions",
-    b'{"image": "x/../a.jpg"}': "/a.jpg has a line already",
+    b'{"image": "b.jpg", "caption": "x"}': "/b.jpg has one line, with a list of all its captions",
+    b'{"image": "b.jpg", "captions": "x"}': "'x' is no list of texts",
+    b'{"image": "b.jpg", "captions": [null]}': "\\[None\\] is no list of texts",
+    b'{"image": "b.jpg", "tags": [null]}': "\\[None\\] is no list of texts",
+    b'{"image": "b.jpg", "tags": "x"}': "'x' is no list of texts",
+    b'{"image": "b.jpg", "split": NaN}': "\\[nan\\] is no list of texts",
+    b'{"image": "./a.jpg"}': "/a.jpg has one line, with a list of all its captions",
+    b'{"image": "x/../a.jpg"}': "/a.jpg has one line, with a list of all its captions",
     b'{"captions": ["x"]}': "KeyError: 'image'",
 }
 
@@ -182,6 +183,22 @@ def test_fingerprint(coco_folder, tmp_path):
     assert common.fingerprint(names, labels) == common.fingerprint(["b/0.jpg", "b/1.jpg"], labels)
     assert common.fingerprint(names, labels) != common.fingerprint(names, [1, 0])
     assert common.fingerprint(names, labels) != common.fingerprint(["a/0.jpg", "a/2.jpg"], labels)
+
+
+def test_imagenet_without_a_network(monkeypatch):
+    def resnet18(**kwargs):
+        raise urllib.error.URLError("Name or service not known")
+
+    monkeypatch.setattr(torchvision.models, "resnet18", resnet18)
+    args = argparse.Namespace(init="imagenet", arch="resnet18")
+    with pytest.raises(SystemExit, match="weights of resnet18 cannot be downloaded .*network?"):
+        common.read_init(args)
+
+
+def test_a_terminal_without_utf8():
+    code = "import common; common.init_distributed(); common.print_main('caf\u00e9')"
+    ended = run_script("-c", code, PYTHONIOENCODING="ascii")
+    assert (ended.returncode, ended.stdout) == (0, "caf?\n")
 
 
 def test_ranges_of_numbers():
@@ -390,17 +407,23 @@ def test_several_gpus(monkeypatch):
     """Each process has its own; tensors on the host, which NCCL would refuse, go through gloo.
     An error that all find alike is said once: torchrun ends the others while they wait.
     """
-    backends, waited = [], []
+    backends, waited, timers = [], [], []
     multiprocessing.set_start_method("spawn", force=True)
     for name, value in (("is_available", True), ("device_count", 2), ("set_device", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     joined = lambda backend, **_: backends.append(backend)
     monkeypatch.setattr(torch.distributed, "init_process_group", joined)
     monkeypatch.setattr(common.time, "sleep", waited.append)
+    real = common.threading.Timer
+    kept = lambda *given: timers.append((given, real(*given))) or timers[0][1]
+    monkeypatch.setattr(common.threading, "Timer", kept)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert common.init_distributed() == torch.device("cuda", 1)
     assert backends == ["cpu:gloo,cuda:nccl"]
+    [((seconds, _, [note]), timer)] = timers  # RANK may be left over in a shell
+    assert seconds == 60 and "still waiting for other processes" in note and "unset RANK" in note
+    assert timer.finished.is_set()
     assert multiprocessing.get_start_method() == "fork"  # also where Python's default is another
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(SystemExit, match="fewer GPUs than processes: lower --nproc_per_node"):

@@ -155,7 +155,7 @@ def test_what_a_folder_refuses(tiny, tmp_path):
         torch.save({**checkpoint, "script": other}, path)
         assert "checkpoint.pth or model_N.pth of virtex.py" in refusal(command)
     path.write_bytes(path.read_bytes()[:900])
-    assert f"{path} is not a checkpoint" in refusal(command)
+    assert f"{path} is no checkpoint" in refusal(command)
     assert {"model_1.pth", "backbone.pth"} <= files_in(tmp_path) and path.stat().st_size == 900
 
 
@@ -292,8 +292,8 @@ def test_starts_from_a_whole_model(script, tiny, tmp_path):
     assert some < total
     if script == "tp":  # words are others: no layer of the head is loaded
         assert some == len(torch.load(tmp_path / "third/backbone.pth"))
-    with pytest.raises(SystemExit, match="not --arch vgg16_bn"):
-        loaded("fourth", "checkpoint.pth", "--arch vgg16_bn")
+    with pytest.raises(SystemExit, match="not --arch resnet50"):
+        loaded("fourth", "checkpoint.pth", "--arch resnet50")
 
 
 @every_script

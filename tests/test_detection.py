@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, checkpoint_in, result, run_here
+from conftest import CPU, checkpoint_in, refusal, result, run_here
 from PIL import Image
 from pycocotools.mask import frPyObjects
 
@@ -190,6 +190,9 @@ def test_pyramid(coco, tmp_path):
         if "body" in name:
             assert torch.equal(value, backbone.pop(name.removeprefix("rcnn.backbone.body.")))
     assert not backbone and len(result(tmp_path / "out")["random"]) == 6
+    file = coco / "annotations" / "instances_photos.json"
+    file.write_text(file.read_text().replace('"bbox": [5, ', '"bbox": [6, '))  # one more pixel
+    assert "out holds a run on other photos, captions or labels" in refusal(command)
 
 
 def detector(*flags, backbone=None):

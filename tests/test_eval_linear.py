@@ -1,6 +1,7 @@
 """eval_linear.py: labelled photos, each protocol on small ones, several backbones, mistakes."""
 
 import itertools
+import json
 import math
 import os
 import shutil
@@ -365,11 +366,45 @@ def test_a_killed_training_of_layers_resumes(files, folder, tmp_path):
     assert "resuming" not in run_here([*killed, "--lr", 1])
 
 
+def test_size_and_architecture_of_the_training(files, folder, tmp_path):
+    """args.json beside a file names them; the first file's are those of random; flags overrule."""
+    for name, source, size in ("small", files[0], 16), ("large", files[1], 32):
+        (tmp_path / name).mkdir()
+        shutil.copy(source, tmp_path / name / "backbone.pth")
+        content = {"arch": "resnet18", "image_size": size}
+        (tmp_path / name / "args.json").write_text(json.dumps(content))
+    small, large = (f"{tmp_path}/{name}/backbone.pth" for name in ("small", "large"))
+    words = command(tmp_path / "out", folder, f"--weights {small} {large} random --protocol knn")
+    words.remove("--image-size"), words.remove("32")
+    output = run_here(words)
+    sizes = {small: 16, large: 32, "random": 16}
+    for source, size in sizes.items():
+        line = f"{source}, seed 0, 32 training and 32 test photos of {size} px: top-1"
+        assert line in output
+    assert run_here([*words, "--image-size", "24"]).count(" test photos of 24 px") == 3
+
+
+def test_results_of_other_data_and_protocols_are_kept(folder, tmp_path):
+    names = []
+    for flags in ("", "--shots 3", "--protocol knn"):
+        words = command("", folder, flags)[3:]
+        names.append(eval_linear.get_args(words).output)
+    name = f"runs/eval_linear/{folder.name}-"
+    assert names == [f"{name}svm-virtex", f"{name}svm-virtex-3-shots", f"{name}knn"]
+    for data, root in ("a/birds.jsonl", "."), ("shards/birds/", "."):
+        args = eval_linear.get_args(["--data", data, "--root", root])
+        assert args.output == "runs/eval_linear/birds-svm-virtex"
+    output = [run_here(command(tmp_path, folder, "--protocol knn")) for _ in range(2)]
+    assert [", instead of an earlier call's" in text for text in output] == [False, True]
+
+
 def test_in_a_copy(files, folder, tmp_path):
-    """eval_linear.py and common.py alone: svm-virtex of a backbone.pth"""
+    """eval_linear.py and common.py alone: svm-virtex of a backbone.pth beside its args.json"""
     for name in ("eval_linear.py", "common.py"):
         shutil.copy(ROOT / name, tmp_path)
-    flags = f"--weights {files[0]} --arch resnet18"
+    shutil.copy(files[0], tmp_path / "backbone.pth")
+    (tmp_path / "args.json").write_text('{"arch": "resnet18"}')
+    flags = f"--weights {tmp_path}/backbone.pth"
     finished(run_script(*command(tmp_path, folder, flags), cwd=tmp_path))
     assert result(tmp_path)["backbones"] == evaluate(tmp_path / "here", folder, flags)
 

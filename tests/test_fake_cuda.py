@@ -204,7 +204,7 @@ TRAININGS = {
     ],
     "mmcontrastive": [
         "--lm scratch --bn-splits 4",
-        "--lm scratch --bn-splits 1 --arch vgg16_bn --lambda-tag 0",
+        "--lm scratch --bn-splits 1 --lambda-tag 0",
         "--lambda-tag 0 --lambda-cc 0 --lambda-ic 0 --lambda-ci 0",  # no captions
     ],
 }

@@ -44,7 +44,7 @@ def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     weights = trained[head] / "checkpoint.pth"
     flags = photo, "--caption", caption, "--weights", weights, "--output", tmp_path, "--word", word
     printed = run_here(["downstream.masked_words", *flags])
-    masked, with_photo, without, path = printed.splitlines()
+    said, masked, with_photo, without, path = printed.splitlines()
     model, lm, tokenizer, _, _ = masked_words.load_icmlm(weights, None, CPU)
     kept = checkpoint_in(trained[head])["model"]
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
@@ -63,6 +63,7 @@ def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
         best = p.argsort(descending=True)[:5].tolist()
         return ", ".join(f"{tokenizer.decode([token])} {100 * p[token]:.1f}%" for token in best)
 
+    assert said == f"{weights}: trained on coco"
     assert masked == f"{tokenizer.decode(tokens[0])}  ({word})"
     assert with_photo == f"with the photo: {five_best(logits[0])}"
     pretrained = transformers.AutoModelForMaskedLM.from_pretrained(tiny_lm).eval()
@@ -72,7 +73,8 @@ def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     picture = tmp_path / f"1_{photo.stem}_{word}.png"
     assert path == f"the attention is in {picture}"
     [(_, text, [(named, attention)], _)] = drawn
-    assert (text, named) == (caption, word) and attention.shape == (2, 2)
+    best = five_best(logits[0]).split(",")[0]
+    assert (text, named) == (caption, f"{word}: {best}") and attention.shape == (2, 2)
     torch.testing.assert_close(attention, maps[0])
     with Image.open(picture) as image:
         assert 350 < image.width < 600 and len(image.getcolors(1 << 20)) > 1000

@@ -128,8 +128,8 @@ def tiny_model(bn_group=8):
     config = transformers.BertConfig(**bert, **dropout, intermediate_size=24)
     args = SimpleNamespace(arch="resnet18", mlp_hidden=16, intra_dim=6, inter_dim=4)
     args.lambda_ii = args.lambda_cc = args.lambda_ic = 1.0
-    encoders = mmcontrastive.build_encoders(args, config)
-    return mmcontrastive.MultimodalContrastive(encoders, 16, num_tags=3, bn_group=bn_group)
+    encoders = mmcontrastive.build_encoders(args, config, bn_group)
+    return mmcontrastive.MultimodalContrastive(encoders, 16, num_tags=3)
 
 
 def by_hand(encoders, photos, captions):
@@ -301,8 +301,8 @@ def test_a_step_written_out(tiny, coco_folder, tmp_path):
     args = mmcontrastive.get_args(command[1:])
     train = common.caption_data(args.data, None, "train")
     tokenizer, config = mmcontrastive.read_caption_model(run / "caption_model")
-    encoders = mmcontrastive.build_encoders(args, config)
-    model = mmcontrastive.MultimodalContrastive(encoders, 24, len(train.tag_names), bn_group=4)
+    encoders = mmcontrastive.build_encoders(args, config, bn_group=4)
+    model = mmcontrastive.MultimodalContrastive(encoders, 24, len(train.tag_names))
     model.load_state_dict(old)
     model.to(memory_format=torch.channels_last).train()
     with torch.no_grad():

@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from tools import documents, reproduce, sizes, tables
+from tools.steps import Steps
 from tools.tables import BACKBONES, MEASURES, ROWS, TABLES
 
 NO_TAGS = "--small --photos docs/logs/tp/metrics.jsonl"  # any lines without "tags"
@@ -19,7 +20,7 @@ def test_commands(flags):
     """Those of all tables are parsed by their scripts."""
     args = reproduce.get_args(["--dry-run", *flags.split(), *TABLES])
     args.captions = "--data shapes"  # for --quick
-    steps = reproduce.Steps(args)
+    steps = Steps(args)
     for name in TABLES:
         steps.table(name)
     outputs = {command.partition(" --output ")[2] for command in steps.commands}
@@ -29,6 +30,27 @@ def test_commands(flags):
         importlib.import_module(script.removesuffix(".py").replace("/", ".")).get_args(own)
 
 
+def test_race():
+    """Each row of "own photos" sees as many photos, and is measured on each labelled folder."""
+    flags = "--dry-run --seeds 2 --minilm bert --imagenet --clip c --labelled a b".split()
+    steps = Steps(reproduce.get_args(["own photos", *flags]))
+    rows = steps.table("own photos")
+    seen, start = {}, {}
+    for command in steps.commands:
+        script, *own = shlex.split(command.removeprefix("python "))
+        given = dict(zip(own, own[1:]))
+        if "--iters" in own:
+            _, seen[given["--output"]] = tables.length([script, *own])
+            start[given["--output"]] = given.get("--init", "").removesuffix("/backbone.pth")
+    for run in seen:
+        total = seen[run] + seen.get(start[run], 0)
+        assert total == (75_008 if "half" in run else 150_016), run
+    assert "runs/papers/own-supervised-b-1" in seen and "runs/papers/own-virtex-in-1" not in seen
+    columns = ["own-map-a", "own-map-b", "own-mean", "own-knn-a", "own-knn-b"]
+    assert all([*row["cells"]][:5] == columns for row in rows)
+    assert all(len(row["steps"]) > 5 for row in rows)
+
+
 def test_selection(tmp_path):
     """Early stopping takes the best kept model, also by the scores of a folder that has moved."""
     (tmp_path / "virtex/voc07-val").mkdir(parents=True)
@@ -36,7 +58,7 @@ def test_selection(tmp_path):
         (tmp_path / "virtex" / name).write_text("{}")
     scores = {f"old/model_{n}.pth": {"mean": {"mAP": mAP}} for n, mAP in ((5, 70.0), (10, 60.0))}
     (tmp_path / "virtex/voc07-val/result.json").write_text(json.dumps({"backbones": scores}))
-    steps = reproduce.Steps(reproduce.get_args(["--output", str(tmp_path)]))
+    steps = Steps(reproduce.get_args(["--output", str(tmp_path)]))
     assert steps.weights("virtex", 0) == f"{tmp_path}/virtex/model_5.pth"
 
 
@@ -74,7 +96,8 @@ def test_rows():
                 if paper not in ("", "-", "figure"):
                     numbers = [float(number) for number in paper.split(" / ")]
                     assert len(numbers) == len(MEASURES[other or column]["scores"]), (name, label)
-    used |= {measure.get("of") for measure in MEASURES.values()}
+    used |= {measure.get(key) for measure in MEASURES.values() for key in ("of", "mean")}
+    used |= {*ROWS["small"]["probe"]}
     started = " ".join(str(command) for command in BACKBONES.values())
     unused = {name for name in (known | MEASURES.keys()) - used if f"{{{name}}}" not in started}
     assert not unused and ROWS["draws"].keys() <= BACKBONES.keys()
@@ -82,20 +105,51 @@ def test_rows():
     assert ["VirTex", "virtex", "88.7 by scenes-probe"] in small["VirTex Tab. 2"]["rows"]
 
 
-def test_documents():
-    """Written by reproduce.py --docs; the shell makes of recipes.md each row's training command."""
-    dry_run = lambda: reproduce.Steps(reproduce.get_args(["--dry-run"]))
-    texts = documents.documents(dry_run)
-    for name, text in texts.items():
-        assert (tables.REPO / name).read_text() == text, "run python tools/reproduce.py --docs"
-    page = texts["docs/recipes.md"].partition("## VirTex")[2]
-    blocks = "".join(re.findall(r"^```sh\n(.*?)^```", page, re.S | re.M))
-    shell = ["bash", "-c", f'python() {{ echo python "$@"; }}\n{blocks}']
-    printed = subprocess.check_output(shell, text=True).splitlines()
-    steps = dry_run()
-    paper = [name for name in BACKBONES if not re.match("scenes|own|deepercluster", name)]
-    assert len([steps.train(name, 0) for name in paper]) > 80
-    assert set(steps.commands) == {line for line in printed if "/NAME" not in line}
+def test_tables_of_the_pages():
+    """They are what reproduce.py --docs writes of docs/logs."""
+    for name, text in documents.documents().items():
+        assert documents.read(name) == text, "run python tools/reproduce.py --docs"
+
+
+@pytest.mark.parametrize("page, quote", documents.quotes())
+def test_quotes(page, quote):
+    """The sentences of tools/quotes.toml, with the numbers of docs/logs, are on their pages."""
+    assert quote in " ".join(documents.read(page).split())
+
+
+@pytest.mark.parametrize("page", documents.PAGES)
+def test_scores_of_the_pages(page):
+    """Each is in docs/logs or a paper's, or quotes.toml says that we have no log of it."""
+    without_log = {*documents.QUOTES["elsewhere"].get(page, ())}
+    scores = documents.scores_in(page)
+    assert scores - documents.known_scores() <= without_log <= scores
+
+
+def test_table_of_a_log(tmp_path, monkeypatch):
+    """Chosen columns with our headings, without rows that were left out; a number in a sentence"""
+    cell = {"paper": "-", "by": "", "ours": [[50.0], [52.0]], "state": "measured"}
+    rows = [("TP", cell), ("CLIP", {**cell, "ours": [], "state": "left out: no --clip"})]
+    rows = [{"row": label, "cells": {"map": cell, "knn": cell}} for label, cell in rows]
+    path = tmp_path / "docs/logs/tables/race/own.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"columns": {"map": "mAP", "knn": "k-NN"}, "rows": rows}))
+    monkeypatch.setattr(documents, "REPO", tmp_path)
+    monkeypatch.setattr(documents, "LOGS", tmp_path / "docs/logs/tables")
+    heading, _, *lines = documents.our_table("race/own.json", "knn = neighbours,\n map")
+    assert heading == "|  | neighbours | mAP |"
+    assert lines == ["| TP | 51.0 ± 1.4 | 51.0 ± 1.4 |"]
+    assert documents.look_up("tables/race/own.json: TP: map") == "51.0 ± 1.4"
+
+
+def test_recipes():
+    """The commands on docs/recipes.md are those of the rows that it names."""
+    steps = Steps(reproduce.get_args(["--dry-run"]))
+    for table in "VirTex Tab. 1", "ICMLM Tab. 3", "Contrastive Tab. 1":
+        steps.table(table)
+    blocks = re.findall(r"^```sh\n(.*?)^```", documents.read("docs/recipes.md"), re.S | re.M)
+    lines = re.sub(r"\s*\\\n\s*", " ", "".join(blocks)).splitlines()
+    examples = {line for line in lines if "--output runs/papers/" in line}
+    assert len(examples) == 11 and examples <= {*steps.commands}
 
 
 def test_claims():

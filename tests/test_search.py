@@ -2,11 +2,12 @@
 
 import dataclasses
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, photos_at, result, run_here
+from conftest import CPU, photos_at, refusal, result, run_here
 from PIL import Image, ImageDraw
 from test_mmcontrastive import assert_same_scores, literal_scores
 
@@ -71,8 +72,10 @@ def test_search(trained, coco_folder, tmp_path):
     lines = run_here(command).splitlines()
     photos, captions = vectors_of(trained, pictures.photo_files(paths), texts)
     order = (captions @ photos.T).argsort(1, descending=True)[:, :10].tolist()
-    broken = f"{folder / 'broken.jpg'} (cannot identify image file)"
-    wanted = [f"cannot decode {broken}: the next photo is used"]
+    broken = folder / "broken.jpg"
+    broken = f"{broken} (cannot identify image file {str(broken)!r})"
+    wanted = [f"{trained / 'checkpoint.pth'} was trained on coco"]
+    wanted.append(f"cannot decode {broken}: the next photo is used")
     for text, row in zip(texts, order):
         wanted.append(f"{text}: {', '.join(paths[n] for n in row[:3])}, ...")
     path = tmp_path / "search.png"
@@ -92,6 +95,29 @@ def test_classification_by_names(trained, coco_folder, tmp_path):
     assert scores["zero-shot"] == pytest.approx(np.mean(list(precisions.values())), abs=1e-3)
     assert scores["guessing"] == pytest.approx(100 * (data.labels == 1).mean())
     assert (tmp_path / "classify.png").stat().st_size > 10_000
+
+
+def test_embed(tiny, coco_folder, tmp_path):
+    """Features of each photo in a folder, at the size of training, in the order of files.txt"""
+    run_here(tiny("tp", tmp_path, "--iters", 1, "--image-size", 40))
+    command = "downstream.embed", coco_folder / "val2017", "--workers", 0, "--output", tmp_path
+    run_here([*command, "--weights", tmp_path / "backbone.pth"])
+    features = np.load(tmp_path / "features.npy")
+    files = (tmp_path / "files.txt").read_text().splitlines()
+    backbone = eval_linear.load_backbone(str(tmp_path / "backbone.pth"), None, 0).eval()
+    squares = eval_linear.CentralSquares(pictures.photo_files(files), 40)
+    two = torch.tensor(np.stack([squares[n][0] for n in (5, 7)]))
+    wanted = eval_linear.pooled(backbone, two).detach().numpy()
+    assert len(files) == 12 and features[[5, 7]] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_default_weights(tmp_path, monkeypatch):
+    """If only photos were trained on, the message names their run."""
+    monkeypatch.chdir(tmp_path)
+    weights = Path("runs/mmcontrastive-photos/checkpoint.pth")
+    weights.parent.mkdir(parents=True)
+    weights.touch()
+    assert f"give --weights one of {weights}" in refusal(["downstream.search", "a dog"])
 
 
 def test_letters_of_other_languages(monkeypatch):

@@ -4,8 +4,10 @@ import argparse
 import io
 import itertools
 import json
+import sys
 import tarfile
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from conftest import OWN, TINY, in_two_processes, kill_at, refusal, run_here
 from PIL import Image
 
 import common
-from extras import checkpoints, shards
+from extras import checkpoints, shards, spacy_tagger
 from tools import make_shards
 
 
@@ -81,11 +83,11 @@ def test_what_shards_hold(folder):
 
 
 def test_layouts_of_others(tmp_path):
-    """img2dataset: one caption in KEY.txt or KEY.json; other files, folders, odd names, macOS"""
+    """img2dataset: captions in KEY.txt or KEY.json; other files, folders, odd names, macOS"""
     folder = tmp_path / "photos in May, 1 + 2"
     folder.mkdir()
     files = {
-        "0.jpg": RED, "0.txt": b" a&amp;b cafe\xcc\x81 ", "0.json": b'{"caption": "b"}',
+        "0.jpg": RED, "0.txt": b" a&amp;b cafe\xcc\x81 \n\nb\n", "0.json": b'{"caption": "b"}',
         "._0.jpg": b"\0\5\x16\7", "._b": b"AppleDouble", "caf\udce9\t.jpg": RED,
         "b/1.seg.png": b"no photo of ours", "b/1.JPEG": RED, "b/1.cls": b"7", "2.txt": b"lost",
         "3.jpg": RED, "3.json": b'{"caption": "a cat"}',
@@ -94,9 +96,11 @@ def test_layouts_of_others(tmp_path):
     write_tar(folder / "a at 3: b.tar", files)
     write_tar(folder / "b.tar", files)
     for data in index(folder, "*.tar"):
-        assert list(data.captions) == [["a&b caf\xe9"], [], [], ["a cat"], []]
+        assert list(data.captions) == [["a&b caf\xe9", "b"], [], [], ["a cat"], []]
         assert {data.open(data.images[i]).size for i in range(5)} == {(16, 12)}
         assert data.tag_names is None
+    printed = run_here(index_command(folder, "*.tar"))
+    assert "a at 3: b.tar: 2 has no photo\n" in printed and "left out 1 texts" in printed
 
 
 def test_wrong_shards(folder):
@@ -232,6 +236,9 @@ OTHERS = {
     "MoCo v2": ("state_dict", "module.encoder_q.", "module.encoder_q.fc.2.bias module.encoder_k.x"),
     "SwAV": (None, "module.", "module.projection_head.0.weight module.prototypes.weight"),
     "DINO": ("teacher", "backbone.", "head.mlp.0.weight head.last_layer.weight_v"),
+    "Lightning": ("state_dict", "model.backbone.", "model.head.weight"),
+    "compiled": ("model_state_dict", "_orig_mod.net.", "_orig_mod.head.weight"),
+    "open_clip": ("state_dict", "module.visual.trunk.", "module.text.ln_final.weight"),
 }
 
 
@@ -252,3 +259,27 @@ def test_checkpoints_of_others(key, prefix, more, tmp_path):
     torch.save(state | {"layer4.9.conv1.weight": torch.zeros(2)}, tmp_path / "x.pth")
     with pytest.raises(SystemExit, match=r"is no resnet18 .*\['layer4.9.conv1.weight'\] differ"):
         checkpoints.load_backbone(tmp_path / "x.pth")
+
+
+@pytest.mark.parametrize("save", (torch.save, torch.jit.save))
+def test_what_is_no_state_dict(save, tmp_path):
+    """A whole module and TorchScript: how to save them instead"""
+    module = torch.nn.Linear(2, 2)
+    save(module if save is torch.save else torch.jit.script(module), str(tmp_path / "x.pth"))
+    with pytest.raises(SystemExit, match=r"torch.save\(model.state_dict\(\), FILE\)"):
+        checkpoints.load_backbone(tmp_path / "x.pth")
+
+
+@pytest.mark.parametrize("spacy", (None, MagicMock(load=MagicMock(side_effect=OSError("E050")))))
+def test_spacy_or_its_model_is_missing(spacy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "spacy", spacy)
+    with pytest.raises(SystemExit, match="python -m spacy download en_core_web_sm"):
+        next(spacy_tagger.tag_words([["a", "dog"]]))
+
+
+def test_a_folder_without_an_index(tmp_path):
+    """--data FOLDER says which tool makes what it needs."""
+    (tmp_path / "1.jpg").write_bytes(RED)
+    line = refusal(["virtex.py", "--data", tmp_path, "--output", tmp_path / "run"])
+    assert f"KEY.jpg with captions in KEY.txt: python tools/to_jsonl.py {tmp_path}. " in line
+    assert f"python tools/make_shards.py --index-only '{tmp_path}/*.tar'" in line

@@ -1,6 +1,8 @@
-"""tools/to_jsonl.py: three rows in each format, with what csv, HTML and ASCII do not like"""
+"""tools/to_jsonl.py: files of other projects, and the lines or the message that they become"""
 
+import io
 import json
+import sys
 
 import pytest
 from conftest import refusal, run_here
@@ -8,7 +10,7 @@ from PIL import Image
 
 import common
 
-A, B, C = 'two "red" kites, flying', "cats &quot;play&quot;", "ein Bär im Grünen"
+A, B, C = 'two "red" kites, flying', "cats &amp;quot;play&quot;", "ein Bär im Grünen"
 PAIRS = ("1.jpg", A), ("1.jpg", B), ("2.jpg", C)
 CSV = f'img/1.jpg,"two ""red"" kites, flying"\r\nimg/1.jpg,{B}\r\nimg/2.jpg,{C}\r\n'
 TOKEN = "".join(f"{name}#0\t{text}\n" for name, text in (*PAIRS, ("2.jpg.1", "of no photo")))
@@ -16,66 +18,209 @@ RESULTS = "".join(f"{name}| 0| {text}\n" for name, text in (("image_name", "comm
 HUB = [{"file_name": name, "text": text, "split": "dev", "tags": ["x"]} for name, text in PAIRS]
 RAW = {"filename": "1.jpg", "split": "restval", "sentences": [{"raw": A}, {"raw": B}]}
 RAW = [RAW, {"filename": "2.jpg", "filepath": "img", "split": "test", "sentences": [{"raw": C}]}]
-COCO = {"images": [{"id": n, "file_name": f"{n}.jpg"} for n in (1, 2)]}
-COCO["annotations"] = [{"image_id": int(name[0]), "caption": text} for name, text in PAIRS]
+COCO = {"images": [{"id": n, "file_name": f"{n}.jpg"} for n in (1, 2, 2)]}
+COCO["annotations"] = [{"image_id": name[0], "caption": text} for name, text in PAIRS]
 CHATS = [[{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": text},
           {"from": "gpt", "value": "no"}] for _, text in PAIRS]  # fmt: skip
 LLAVA = [{"image": name, "conversations": chat} for (name, _), chat in zip(PAIRS, CHATS)]
 ROWS = [{"image": "1.jpg", "caption": [A, " ", B]}, {"image": "2.jpg", "caption": C}]
-LINES = [{"image": "img/1.jpg", "captions": [A, B]}, {"image": "img/2.jpg", "captions": [C]}]
-FORMATS = {  # what is printed: the content of the file, what else the lines of the output have
-    "Karpathy's splits": ({"images": RAW}, {"split": "train"}, {"split": "test"}),
-    "lines of name, tab, caption": (TOKEN, {}, {}),
-    "(columns image, caption)": ("image,caption\r\n" + CSV, {}, {}),
-    "Flickr30k's results": (RESULTS.replace(" 0", " comment_number", 1), {}, {}),
-    "COCO's captions": (COCO, {}, {}),
-    "imagefolder": ("\n".join(map(json.dumps, HUB)), *[{"tags": ["x"], "split": "val"}] * 2),
-    "(columns file_name, text)": ("\ufefffile_name,text\n" + CSV, {}, {}),
-    "open_clip's table": ("filepath\ttitle\n" + CSV.replace("jpg,", "jpg\t"), {}, {}),
-    "LLaVA's conversations": ([{"conversations": CHATS[0]}, *LLAVA], {}, {}),
-    "(columns name, caption)": ("id,name,caption\n" + CSV.replace("img/", "7,"), {}, {}),
-    "rows of images and captions": ({"annotations": ROWS}, {}, {}),
+R2GEN = {"train": [{"id": "7", "image_path": ["./img/1.jpg"], "report": A}], "val": []}
+R2GEN["test"] = [{"id": "8", "image_path": ["img/2.jpg"], "report": C}]
+CAPTIONED = {"img/1.jpg": [A, 'cats "play"'], "img/2.jpg": [C]}  # what most of them become
+
+FORMATS = {  # the file, and what else the lines of the two photos have
+    "photo: filename; captions: sentences; split: split": ({"images": RAW}, "train", "test"),
+    "photo: image; captions: caption": (TOKEN,),
+    "photo: image; captions: caption\n": ("image,caption\r\n" + CSV,),
+    "photo: image_name; captions: comment; not used: comment_number": (
+        RESULTS.replace(" 0", " comment_number", 1),
+    ),
+    "photo: file_name; captions: caption; not used: id, image_id": (COCO,),
+    "photo: file_name; captions: text; tags: tags": ("\n".join(map(json.dumps, HUB)), "val", "val"),
+    "photo: file_name; captions: text\n": ("\ufefffile_name,text\n" + CSV,),
+    "photo: filepath; captions: title": ("filepath\ttitle\n" + CSV.replace("jpg,", "jpg\t"),),
+    "photo: image; captions: conversations": ([{"conversations": CHATS[0]}, *LLAVA],),
+    "photo: name; captions: caption; not used: id": (
+        "id,name,caption\n" + CSV.replace("img/", "7,"),
+    ),
+    "file: photo: image; captions: caption\n ": ({"annotations": ROWS, "info": {"year": 2014}},),
+    "photo: image; captions: captions": (CAPTIONED,),
 }
+
+LISTS = "image,caption\n1.jpg,\"['a cat', \"\"a dog's\"\"]\"\n2.jpg,\"[\"\"a\"\"]\"\n3.jpg,[a b]\n"
+SEVERAL = "id,image_id,caption_1,caption_2,Finding Labels\n1,2,a cat,a dog,x|y\n2,1,nan,a bear,\n"
+THRICE = "image,caption,split\nimg/1.jpg,a,train\n./img/1.jpg,b,val\n{root}/img/1.jpg,c,\n"
+LOST = {**COCO, "annotations": [{"image_id": 7, "caption": "a"}]}
+PANDAS = {"image": {"0": "1.jpg", "1": "2.jpg"}, "caption": {"0": "a", "1": "b"}}
+JOINED = "a 👍🏽 می\u200cخواهم"
+INVISIBLE = [("1", "tu\u00admor ﬁnd\u200bing"), ("1", "\u200b\u2800"), ("2", f"\ud83d {JOINED}")]
+INVISIBLE = [{"image_id": name, "caption": text} for name, text in INVISIBLE]
+
+MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
+    "a list in a cell": (
+        {"a.csv": LISTS}, {"1": ["a cat", "a dog's"], "2": ["a"]},
+        "1 missing photos, the first: {root}/3.jpg",
+    ),
+    "numpy's list, without commas": (
+        {"a.csv": "image,caption\n1.jpg,['a cat' 'a dog']\n"}, {"1": ["a cat", "a dog"]},
+        "1 photos looked up by name, the first: ['1.jpg', '{root}/img/1.jpg']",
+    ),
+    "several columns, image_id before id": (
+        {"a.csv": SEVERAL}, {"2": ["a cat", "a dog"], "1": ["a bear"]},
+        "1 captions without a letter, the first: 'nan'",
+    ),
+    "labels": (
+        {"a.csv": SEVERAL}, {"2": ["a cat", "a dog"], "1": ["a bear"]}, '"tags": ["x", "y"]',
+    ),
+    "labels that are no words": (
+        {"a.json": [{"image": "1.jpg", "text": "a", "labels": [0, 1, 0]}]}, {"1": ["a"]},
+        "1 lists of numbers, which are no tags, the first: [0, 1, 0]",
+    ),
+    "a photo spelled three ways": (
+        {"a.csv": THRICE}, {"1": ["a", "b", "c"]},
+        "1 rows in another split than their photo's first",
+    ),
+    "splits as keys, a list of photos": (
+        {"annotation.json": R2GEN}, {"1": [A], "2": [C]},
+        "photo: image_path; captions: report; split: split; not used: id\n      1 photos (train)",
+    ),
+    "a list for each column": (
+        {"a.json": PANDAS}, {"1": ["a"], "2": ["b"]}, "photo: image; captions: caption\n",
+    ),
+    "numbers of photos as keys": (
+        {"a.json": {"1": ["a", "aa"], "2": {"caption": "b"}}}, {"1": ["a", "aa"], "2": ["b"]},
+        "photo: image; captions: captions, caption\n",
+    ),
+    "a file for each split": (
+        {"val2014.csv": "image,caption\n2.jpg,b", "train2014.csv": "image,caption\n1.jpg,a"},
+        {"2": ["b"], "1": ["a"]}, "1 photos (val)\n      1 photos (train)",
+    ),
+    "texts beside photos": (
+        {"img/1.txt": f"{A}\n\n{B}\n", "img/9.txt": "no photo"},
+        {"1": CAPTIONED["img/1.jpg"], "2": []},
+        "1 photos without a caption, the first: img/2.jpg",
+    ),
+    "texts in another folder": (
+        {"texts/1.txt": "a", "texts/2.jpg.txt": "b"}, {"1": ["a"], "2": ["b"]},
+        "2 photos looked up by name",
+    ),
+    "numbers beside photos, as YOLO's": (
+        {"img/1.txt": "0 0.5 0.5 1 1\n", "img/2.txt": "a dog"}, {"1": [], "2": ["a dog"]},
+        "1 captions without a letter, the first: '0 0.5 0.5 1 1'",
+    ),
+    "a mask is no photo": (
+        {"a.csv": "image,caption\n1.jpg,a\n3.jpg,b", "masks/3.png": b""}, {"1": ["a"]},
+        "1 missing photos, the first: {root}/3.jpg",
+    ),
+    "converted photos": (
+        {"a.csv": "image,caption\nx/1.png,a\nx/2.png,b"}, {"1": ["a"], "2": ["b"]},
+        "the first: ['x/1.png', '{root}/img/1.jpg']",
+    ),
+    "a caption of no photo": (
+        {"a.json": LOST}, {"1": [], "2": []},
+        "1 rows without a photo, the first: {{'image_id': 7, 'caption': 'a', 'file_name': None}}",
+    ),
+    "invisible characters": (
+        {"a.json": INVISIBLE}, {"1": ["tumor finding"], "2": [JOINED]},
+        "1 captions without a letter, the first: '\\u200b",
+    ),
+}  # fmt: skip
+
+# The first file, flags, words of the message
+REFUSED = [
+    ("where,what\n" + CSV, "", "Name them with --image-column and --caption-column: where, what. "),
+    (TOKEN, "--tag-column kind", "image, caption. The first row is {{"),
+    (TOKEN.encode("latin-1"), "", "is not UTF-8 (byte 79). Convert it"),
+    (TOKEN, "--output {root}/file", "must not be the input file"),
+    (TOKEN, "--root {root}/none", "{root}/none and its subfolders hold no photo of {root}/file"),
+    (CSV, "", "file has no header, it begins with img/1.jpg,"),
+    ("1.jpg a dog\n2.jpg a cat", "", "file has no header, it begins with 1.jpg a dog: add a"),
+    (b"PK\3\4\0\0", "", "is no text: give .json, .jsonl, .csv, .tsv, .txt or .parquet"),
+    ("[", "", "is not valid JSON: Expecting value"),
+    ("{}", "", "needs rows with a name for each cell"),
+    ("image,caption\n1.jpg,a,b\n", "", "(commas in captions need quotes), but has [{{'image': '1"),
+]
 
 
 @pytest.fixture
 def convert(tmp_path):
-    """-> function (content of a file, *flags) -> what is printed, lines of the output"""
-    (tmp_path / "img").mkdir()
+    """-> function (files, flags) -> what is printed, lines of the output"""
     for name in "img/1.jpg", "img/2.jpg":
+        (tmp_path / "img").mkdir(exist_ok=True)
         Image.new("RGB", (8, 8)).save(tmp_path / name)
 
-    def run(content, *flags, encoding="utf-8", how=run_here):
-        text = content if isinstance(content, str) else json.dumps(content, indent=1)
-        (tmp_path / "file").write_bytes(text.encode(encoding))
+    def run(files, flags="", how=run_here):
+        for name, content in files.items():
+            if not isinstance(content, (str, bytes)):
+                content = json.dumps(content, indent=1)
+            if isinstance(content, str):
+                content = content.replace("{root}", str(tmp_path)).encode("utf-8", "surrogatepass")
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_bytes(content)
+        given = [tmp_path / name for name in files if "/" not in name] or [tmp_path]
         lines = tmp_path / "photos.jsonl"
-        output = how(["tools.to_jsonl", tmp_path / "file", "--output", lines, *flags])
-        return output, lines.exists() and list(map(json.loads, lines.open(encoding="utf-8")))
+        flags = flags.format(root=tmp_path).split()
+        printed = how(["tools.to_jsonl", *given, "--output", lines, *flags])
+        return printed, lines.exists() and list(map(json.loads, lines.open(encoding="utf-8")))
 
     return run
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_formats(name, convert):
-    content, *more = FORMATS[name]
-    output, lines = convert(content)
-    assert name in output.splitlines()[0] and " 3 captions\n" in output
-    assert lines == [{**line, **its} for line, its in zip(LINES, more)]
+@pytest.mark.parametrize("taken", FORMATS)
+def test_formats(taken, convert):
+    content, *splits = FORMATS[taken]
+    printed, lines = convert({"file": content})
+    assert taken in printed and " 3 captions\n" in printed
+    assert {line["image"]: line["captions"] for line in lines} == CAPTIONED
+    assert [line["split"] for line in lines if "split" in line] == splits
 
 
-def test_data_refusals_and_missing_photos(convert, tmp_path):
-    convert(RAW, encoding="utf-16")
+@pytest.mark.parametrize("case", MEANT)
+def test_what_is_meant(case, convert, tmp_path):
+    files, expected, words = MEANT[case]
+    printed, lines = convert(files)
+    assert {line["image"][4:-4]: line["captions"] for line in lines} == expected
+    assert words.format(root=tmp_path) in printed
+
+
+@pytest.mark.parametrize("content, flags, words", REFUSED)
+def test_refusals(content, flags, words, convert, tmp_path):
+    message, _ = convert({"file": content}, flags, how=refusal)
+    assert words.format(root=tmp_path) in message
+
+
+def test_named_columns(convert):
+    flags = "--image-column where --caption-column what --tag-column kind"
+    _, lines = convert({"file": "where,what,Kind\n1.jpg,a,b c\n2.jpg,d,"}, flags)
+    assert lines[0] == {"image": "img/1.jpg", "captions": ["a"], "tags": ["b c"]}
+    assert lines[1] == {"image": "img/2.jpg", "captions": ["d"]}  # it says nothing about tags
+
+
+def test_what_it_writes_is_read(convert, tmp_path):
+    convert({"file": json.dumps(RAW).encode("utf-16")})
     train = common.caption_data(str(tmp_path / "photos.jsonl"))
-    assert list(train.captions) == [[A, 'cats "play"']]  # without HTML's entities
-    flags = "--image-column", "where", "--caption-column", "what"
-    wanted = f"{' and '.join(flags[::2])}: what, where"
-    assert wanted in convert("where,what\n" + CSV, how=refusal)[0]
-    assert convert("where,what\n" + CSV, *flags)[1] == LINES
-    assert "iconv" in convert(TOKEN, encoding="latin-1", how=refusal)[0]
-    assert "input" in convert(TOKEN, "--output", tmp_path / "file", how=refusal)[0]
-    (tmp_path / "img/2.jpg").rename(tmp_path / "img/x.jpg")
-    output, lines = convert(FORMATS["LLaVA's conversations"][0])
-    assert "1 rows without a photo" in output and f" 1 missing photos {tmp_path}/2.jpg" in output
-    assert lines == LINES[:1]
-    message, _ = convert(TOKEN, "--root", tmp_path / "none", how=refusal)
-    assert "--root" in message and f"{tmp_path}/none/1.jpg" in message
+    assert list(train.captions) == [CAPTIONED["img/1.jpg"]]
+
+
+def test_parquet_of_hugging_face(convert, tmp_path):
+    """Photos inside it become files."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(file, "PNG")
+    rows = [{"image": {"bytes": file.getvalue(), "path": None}, "caption": ["a", "b"]}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file := io.BytesIO())
+    printed, [line] = convert({"train.parquet": file.getvalue()})
+    assert "photo: image; captions: caption\n" in printed and line["captions"] == ["a", "b"]
+    assert line["image"].startswith("photos_photos/") and line["image"].endswith("_image.png")
+    with Image.open(tmp_path / line["image"]) as image:
+        assert image.size == (8, 8)
+    message, _ = convert({"train.parquet": "version https://git-lfs.github.com"}, how=refusal)
+    assert "train.parquet is not in this format: Parquet magic bytes" in message
+
+
+def test_parquet_without_its_package(convert, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    message, _ = convert({"train.parquet": b"PAR1"}, how=refusal)
+    assert "python -m pip install pyarrow" in message

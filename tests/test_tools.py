@@ -9,7 +9,7 @@ from conftest import finished, refusal, run_here, run_script
 from PIL import Image
 
 import common
-from tools import benchmark
+from tools import benchmark, plot
 
 
 def test_benchmark_runs(monkeypatch):
@@ -38,10 +38,12 @@ def test_plot(tmp_path):
         line = json.dumps({"iteration": 10, "lr": 0.1, **row})
         (tmp_path / name / "metrics.jsonl").write_text(f"{line}\n{line}\n")
     (tmp_path / "a" / "result.json").write_text('{"validation": {"top1": 6, "mAP": 7}}')
+    (tmp_path / "a" / "args.json").write_text('{"iters": 14}')  # where the last validation was
+    assert plot.read_run(tmp_path / "a", False)["validation_top1"] == ([14], [6])
     picture, other = tmp_path / "b" / "curves.png", tmp_path / "ii.png"
-    plot = ["tools.plot", tmp_path / "a", tmp_path / "b"]
+    command = ["tools.plot", tmp_path / "a", tmp_path / "b"]
     for more, terms in ([], "loss, top1 of 2"), (["--terms", "ii", "--output", other], "ii of 2"):
-        assert run_here([*plot, *more]).startswith(terms)
+        assert run_here([*command, *more]).startswith(terms)
         assert Image.open(more[-1] if more else picture).width == 675 * (1 + terms.count(","))
     assert "metrics.jsonl is missing" in refusal(["tools.plot", tmp_path])
 

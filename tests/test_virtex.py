@@ -19,7 +19,7 @@ import virtex
 from extras import shapes
 from virtex import EOS, MASK, PAD, SOS, UNK
 
-ZERO_FLAGS = ROOT / "runs/eval_linear/result.json"
+ZERO_FLAGS = ROOT / "runs/eval_linear/shapes-svm-virtex/result.json"
 
 # Different lengths (a batch is padded); unknown tokens, at one of which the first is truncated.
 CAPTIONS = [[SOS, 5, UNK], [SOS, 5, UNK, 7, EOS], [SOS, 9, 4, 6, 4, 8, EOS], [SOS, 10, EOS]]
@@ -253,6 +253,14 @@ def test_long_captions_are_truncated_before_they_are_reversed(tokenizer, coco_fo
     assert batch["tokens"].tolist() == [cut, short + padding]
     assert batch["backward_tokens"].tolist() == [cut[::-1], short[::-1] + padding]
     assert batch["positions"].tolist() == [*range(29), *range(29, 29 + len(short) - 1)]
+
+
+def test_captions_that_are_cut_are_counted(tokenizer_path, capsys, tmp_path):
+    """One line at the start, if they are more than 1%"""
+    args = virtex.get_args(["--tokenizer", str(tokenizer_path), "--output", str(tmp_path)])
+    for captions, said in ((2 * ["a circle"], False), (["a circle", 40 * "a circle "], True)):
+        virtex.load_tokenizer(args, captioned(captions), {})
+        assert ("50% of the captions are cut at 28 tokens" in capsys.readouterr().out) == said
 
 
 def test_tokens(tokenizer):

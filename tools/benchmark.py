@@ -49,10 +49,10 @@ def get_args(argv=None):
     add = parser.add_argument
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="methods to measure")
     add("--arch", choices=common.BACKBONES, default="resnet50", help="the backbone")
-    add("--hidden", type=int, default=1024, help="H of VirTex's heads")
-    add("--image-size", type=int, default=224, help="side of the images")
-    add("--batch-size", type=int, default=16, help="images per step")
-    add("--rounds", type=int, default=4, help=f"timed rounds of {STEPS} steps each")
+    add("--hidden", type=common.count, default=1024, help="H of VirTex's heads")
+    add("--image-size", type=common.count, default=224, help="side of the images")
+    add("--batch-size", type=common.count, default=16, help="images per step")
+    add("--rounds", type=common.count, default=4, help=f"timed rounds of {STEPS} steps each")
     add("--amp", choices=("bf16", "off"), help="precision; default bf16 if supported")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
     add("--data", help="coco, vg or a .jsonl: also measure the whole loop of the scripts")
@@ -176,8 +176,8 @@ def virtex_step(args, device):
         optimizer.zero_grad()
         images = common.augment(photos, jitter)
         with common.autocast(device, args.amp):
-            losses = model(images, tokens, tokens, positions)
-        sum(total / number for total, number in losses.values()).backward()
+            totals = model(images, tokens, tokens, positions)
+        sum(total / number for total, number in totals.values()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         lookahead.step()
@@ -235,9 +235,9 @@ def icmlm_step(args, device):
 
 def mmcontrastive_step(args, device):
     """BERT-base beside the backbone, full queues, no tags"""
-    encoders = mmcontrastive.build_encoders(args, BERT_BASE)
     bn_group = mmcontrastive.batchnorm_group(args)
-    model = mmcontrastive.MultimodalContrastive(encoders, args.queue, 0, bn_group)
+    encoders = mmcontrastive.build_encoders(args, BERT_BASE, bn_group)
+    model = mmcontrastive.MultimodalContrastive(encoders, args.queue, 0)
     model.to(device, memory_format=torch.channels_last)
     for queue in model.queues.values():
         queue.valid.fill_(True)

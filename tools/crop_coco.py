@@ -9,14 +9,17 @@ train/<category>/<annotation>.jpg and val/... into --output; existing crops are 
 """
 
 import argparse
-import json
 import multiprocessing
 import random
+import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common
 
 
 def get_args(argv=None):
@@ -25,14 +28,13 @@ def get_args(argv=None):
     add = parser.add_argument
     add("--root", default="datasets/coco", help="holds annotations/, train2017/ and val2017/")
     add("--output", default="datasets/coco-crops", help="image folder to write")
-    add("--margin", type=int, default=30, help="maximal margin on each edge, in pixels")
+    add("--margin", type=common.whole, default=30, help="maximal margin on each edge, in pixels")
     return parser.parse_args(argv)
 
 
 def main(args):
     for split in "train", "val":
-        path = Path(args.root, "annotations", f"instances_{split}2017.json")
-        content = json.loads(path.read_text())
+        content = common.read_json(f"{args.root}/annotations/instances_{split}2017.json")
         folders = {}
         for row in content["categories"]:
             folders[row["id"]] = Path(args.output, split, row["name"])

@@ -1,18 +1,26 @@
-"""What `python tools/reproduce.py --docs` writes: parts of the pages in docs/, and pictures
+"""What `python tools/reproduce.py --docs` writes into README and docs/: our numbers, and pictures
 
-Commands and tables come from tools/rows.toml. The pictures of claims.md have the papers' numbers
-beside ours, which are in docs/logs/tables, a folder per size, as tools/reproduce.py wrote them.
+All of them come from docs/logs: result.json of finished runs, and in docs/logs/tables, a folder per
+size, the tables that tools/reproduce.py wrote. Between the markers of a page
+
+    <!-- table race/own-photos.json: own-mean = mean, own-knn-flowers -->
+    <!-- end -->
+
+it writes this table with these columns (NAME = the heading), without the rows that were left out.
+tools/quotes.toml has the sentences with numbers; tests/test_reproduce.py looks them up on the
+pages, and every other score.
 """
 
 import json
 import re
 import statistics
-import textwrap
+import tomllib
 
 from tools import tables
-from tools.tables import BACKBONES, MEASURES, REPO, TABLES
+from tools.tables import MEASURES, REPO, TABLES
 
-DOCUMENTS = [str(path.relative_to(REPO)) for path in sorted(REPO.glob("docs/*.md"))]
+PAGES = ["README.md", *(str(path.relative_to(REPO)) for path in sorted(REPO.glob("docs/*.md")))]
+QUOTES = tomllib.loads((REPO / "tools/quotes.toml").read_text())
 LOGS = REPO / "docs/logs/tables"
 # Folders in LOGS: by how many times the demo's length
 SCENES = {"scenes-half": 0.5, "scenes": 1, "scenes-x2": 2, "scenes-x4": 4}
@@ -24,98 +32,79 @@ PICTURES = {  # docs/claims-NAME.png: tables
 }
 
 
-def write_documents(dry_run):
-    for name, text in documents(dry_run).items():
+def write_documents():
+    for name, text in documents().items():
         (REPO / name).write_text(text)
     for name, shown in PICTURES.items():
         draw(name, shown)
     draw_lengths(["VirTex Fig. 5 (a)", "ICMLM Tab. 4", "Contrastive Sec. 4.4"])
 
 
-def documents(dry_run):
-    """-> {name: its text with the tables and commands of rows.toml between the markers}
+def documents():
+    """-> {page: its text with our tables between the markers}"""
+    fill = lambda match: "\n".join([match[1], *our_table(match[2], match[3]), "", match[4]])
+    pattern = r"(<!-- table (\S+): (.*?) -->\n).*?(<!-- end -->)"
+    return {name: re.sub(pattern, fill, read(name), flags=re.S) for name in PAGES}
 
-    dry_run() returns a reproduce.Steps that only collects commands.
+
+def read(page):
+    return (REPO / page).read_text()
+
+
+def our_table(file, columns):
+    """-> lines of Markdown.  columns: "own-mean = mean, own-knn-flowers" of that log"""
+    log = json.loads((LOGS / file).read_text())
+    pairs = [column.partition(" = ")[::2] for column in re.split(r",\s+", columns)]
+    lines = tables.heading(["", *(text or log["columns"][name] for name, text in pairs)])
+    for row in log["rows"]:
+        cells = [row["cells"][name] for name, _ in pairs]
+        if any(cell["ours"] for cell in cells):
+            lines.append(tables.line_of([row["row"], *map(tables.in_words, cells)]))
+    return lines
+
+
+def quotes():
+    """-> [(page, text)] of tools/quotes.toml, with the numbers of the logs put in"""
+    found = []
+    for quote in QUOTES["quotes"]:
+        text = quote["text"].format(*map(look_up, quote["numbers"]))
+        found += [(page, text) for page in quote["pages"]]
+    return found
+
+
+def look_up(path):
+    """ "icmlm/result.json: masked_words: triplets" -> that number of docs/logs
+
+    Of a table "tables/FILE: ROW: COLUMN" -> the cell in words, "88.7 ± 0.2".
     """
-
-    def fill(match):
-        start, kind, what, end = match.groups()
-        lines = commands(what, dry_run()) if kind == "commands" else papers_tables(what, dry_run)
-        return "\n".join([start, *lines, "", end])
-
-    pattern = r"(<!-- rows: (\w+) ?(.*?) -->\n).*?(<!-- end -->)"
-    texts = {name: (REPO / name).read_text() for name in DOCUMENTS}
-    return {name: re.sub(pattern, fill, text, flags=re.S) for name, text in texts.items()}
-
-
-def commands(pattern, steps):
-    """A code block: the measures whose names match"""
-    for name, measure in MEASURES.items():
-        if re.fullmatch(pattern, name) and "command" in measure:
-            steps.scores(name, "NAME", 0)
-    return ["```sh", *(line for command in steps.commands for line in wrapped(command)), "```"]
+    file, *keys = path.split(": ")
+    found = json.loads(read(f"docs/logs/{file}"))
+    if "rows" in found:
+        label, column = keys
+        [row] = [row for row in found["rows"] if row["row"] == label]
+        return tables.in_words(row["cells"][column])
+    for key in keys:
+        found = found[key]
+    return found
 
 
-def wrapped(command):
-    """-> its lines, with a backslash at the end of all but the last"""
-    whole = re.sub(" (?!--)", "\0", command)  # do not wrap between a flag and its values
-    parts = textwrap.wrap(whole, 96, subsequent_indent="    ", break_on_hyphens=False)
-    return " \\\n".join(parts).replace("\0", " ").split("\n")
+def scores_in(page):
+    """-> the numbers of a page that may be scores, outside of code"""
+    text = re.sub(r"^```.*?^```|`[^`]*`|<!--.*?-->", "", read(page), flags=re.S | re.M)
+    return set(re.findall(r"(?<![\d.])\d{1,3}\.\d{1,2}(?![\d.])", text))
 
 
-def papers_tables(paper, dry_run):
-    """A section for each table of a paper, then what has no rows"""
-    lines, others, homes = [], [], {}  # {command: the first table that has it}
-    for name, table in TABLES.items():
-        if name.startswith(f"{paper} ") and "rows" in table:
-            lines += [*papers_table(name, dry_run(), homes), ""]
-        elif name.startswith(f"{paper} "):
-            others.append(f"{name} ({table['note']})")
-    return [*lines, *textwrap.wrap(f"Without rows: {', '.join(others)}.", 100)]
-
-
-def papers_table(name, steps, homes):
-    """A section: per row a comment with the paper's numbers, and the command that trains it"""
-    table = TABLES[name]
-    blocks, measures = {}, dict.fromkeys(table["columns"])  # {command: comments above it}
-    names = [MEASURES[column]["name"] for column in table["columns"]]
-    texts = [[str(cell).partition(" by ")[0].replace(" / ", "/") for cell in cells]
-             for _, _, *cells in table["rows"]]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(names, *texts)]
-    if sum(widths) > 40:
-        widths = [max(map(len, column)) for column in zip(*texts)]
-    for (label, backbone, *cells), numbers in zip(table["rows"], texts):
-        others = dict.fromkeys(str(cell).partition(" by ")[2] for cell in cells)
-        others.pop("", None)
-        measures |= others
-        label += f" (by {', '.join(others)})" if others else ""
-        key = label  # for what is not trained here
-        if backbone not in BACKBONES:
-            label += f": {steps.weights(backbone, 0)}"
-        elif "missing" in BACKBONES[backbone]:
-            label += f": no command, {BACKBONES[backbone]['missing']}"
-        else:
-            output = steps.train(backbone, 0)
-            [command] = [c for c in steps.commands if c.endswith(f" --output {output}")]
-            new = [c for c in steps.commands if homes.setdefault(c, name) == name]
-            blocks |= {c: blocks.get(c, []) for c in new}
-            key = command if command in new else label
-            if key == label:
-                label += f": {output.name}, see {homes[command].split(' ', 1)[1]}"
-        blocks.setdefault(key, []).append(comment(numbers, widths, label))
-    lines = [comment(names, widths, "row")]
-    for key, comments in blocks.items():
-        lines += [*comments, *(wrapped(key) if key in steps.commands else [])]
-    steps.commands = []
-    for measure in measures:
-        steps.scores(measure, "NAME", 0)
-    lines += [""] * bool(steps.commands) + [x for c in steps.commands for x in wrapped(c)]
-    return [f"### {name}: {table['title']}", "", "```sh", *lines, "```", *tables.below_table(table)]
-
-
-def comment(texts, widths, label):
-    line = " | ".join([*(f"{text:>{width}}" for text, width in zip(texts, widths)), label])
-    return textwrap.fill(f"# {line}", 100, subsequent_indent="#     ", break_on_hyphens=False)
+def known_scores():
+    """-> scores of docs/logs in the digits of our pages, and all numbers of the papers' tables"""
+    texts = [read("tools/rows.toml")]
+    for path in REPO.glob("docs/logs/**/*.json"):
+        log = json.loads(path.read_text()) if path.name != "args.json" else {}
+        for row in log.pop("rows", []):
+            texts += map(tables.in_words, row["cells"].values())
+        scores = [(run["mean"], run["std"]) for run in log.pop("backbones", {}).values()]
+        for number in re.findall(r"\d+\.\d+", json.dumps([log, scores])):
+            texts.append(f"{float(number):.1f} {float(number):.2f}")
+    return set(re.findall(r"\d+\.\d+", " ".join(texts)))
 
 
 # ------------------------------------------------------------------------------------- claims.md
@@ -128,7 +117,7 @@ def measured(table, size):
         run = json.loads(path.read_text())
         for row in run["rows"] if run["table"] == table else ():
             for column, cell in row["cells"].items():
-                if cell["by"].endswith("-probe") and cell["ours"]:
+                if "-probe" in cell["by"] and cell["ours"]:
                     cells[row["row"]] = {"column": column, **cell}
     return {label: cells[label] for label, *_ in TABLES[table]["rows"] if label in cells}
 
@@ -140,11 +129,13 @@ def draw(name, shown):
     """
     from matplotlib.figure import Figure
 
-    ours = [[measured(table, size) for size in ("scenes", "flickr8k")] for table in shown]
-    known = [{**scenes, **photos} for scenes, photos in ours]
+    places = {"scenes": "scenes", "flickr8k": "photos"}
+    places = {size: place for size, place in places.items() if (LOGS / size).exists()}
+    ours = [[measured(table, size) for size in places] for table in shown]
+    known = [dict(pair for cells in sizes for pair in cells.items()) for sizes in ours]
     heights = [1.5 + len(cells) for cells in known]
-    figure = Figure((9.6, 0.24 * sum(heights)), layout="constrained")
-    grid = figure.subplots(len(shown), 3, squeeze=False, sharey="row",
+    figure = Figure((3.2 * (1 + len(places)), 0.24 * sum(heights)), layout="constrained")
+    grid = figure.subplots(len(shown), 1 + len(places), squeeze=False, sharey="row",
                            gridspec_kw={"height_ratios": heights})  # fmt: skip
     for panels, table, sizes, cells in zip(grid, shown, ours, known):
         labels = [label for label, *_ in TABLES[table]["rows"] if label in cells]
@@ -156,7 +147,7 @@ def draw(name, shown):
                 if label in own:
                     draw_scores(panel, y, own[label]["ours"])
         measure = MEASURES[cells[labels[0]]["column"]]["name"].partition(" / ")[0]
-        titles = f"{table}: {measure}", "ours: scenes", "ours: photos"
+        titles = [f"{table}: {measure}", *(f"ours: {place}" for place in places.values())]
         panels[0].set_yticks(range(len(labels)), labels)
         panels[0].set_ylim(len(labels) - 0.5, -0.5)
         for panel, title in zip(panels, titles):
@@ -181,9 +172,11 @@ def draw_lengths(shown):
     """docs/claims-lengths.png: a panel per table and place, a line per row also trained longer"""
     from matplotlib.figure import Figure
 
-    figure = Figure((3.6 * len(shown), 6.4), layout="constrained")
-    grid = figure.subplots(2, len(shown), sharey="row")
-    for panels, place, lengths in zip(grid, ("scenes", "photos"), (SCENES, PHOTOS)):
+    places = {"scenes": SCENES, "photos": PHOTOS}
+    places = {place: sizes for place, sizes in places.items() if (LOGS / [*sizes][-1]).exists()}
+    figure = Figure((3.6 * len(shown), 3.2 * len(places)), layout="constrained")
+    grid = figure.subplots(len(places), len(shown), sharey="row", squeeze=False)
+    for panels, (place, lengths) in zip(grid, places.items()):
         panels[0].set_ylabel(f"mAP on {place}")
         for panel, table in zip(panels, shown):
             ours = {times: measured(table, size) for size, times in lengths.items()}

@@ -10,7 +10,11 @@ The first two commands make S-ImageNet with 1K and with 100 classes [ICMLM Sec. 
 import argparse
 import json
 import random
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common
 
 
 def get_args(argv=None):
@@ -18,16 +22,18 @@ def get_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("--root", required=True, help="image folder, with train/<class>/<image>")
-    add("--classes", type=int, help="number of classes to draw (default all)")
-    add("--per-class", type=int, help="images to draw from each class (default all)")
-    add("--seed", type=int, default=0, help="of the draws")
+    add("--classes", type=common.count, help="number of classes to draw (default all)")
+    add("--per-class", type=common.count, help="images to draw from each class (default all)")
+    add("--seed", type=common.whole, default=0, help="of the draws")
     add("--output", default="label_list.jsonl")
     return parser.parse_args(argv)
 
 
 def main(args):
     rng = random.Random(args.seed)
-    folders = sorted(path for path in Path(args.root, "train").iterdir() if path.is_dir())
+    folders = sorted(path for path in Path(args.root, "train").glob("*") if path.is_dir())
+    if len(folders) < (args.classes or 1):
+        common.fail(f"{args.root}/train holds {len(folders)} folders of classes")
     lines = []
     for folder in sorted(rng.sample(folders, args.classes or len(folders))):
         images = sorted(folder.iterdir())

@@ -34,10 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import fail, print_main, progress
 from extras import shards
+from extras.caption_files import clean
 
 EXPECTED = (
-    "uncompressed tar files with KEY.jpg and, beside it, KEY.txt with one caption or KEY.json: "
-    '{"captions": ["...", ...], "tags": ["...", ...]}'
+    "uncompressed tar files with KEY.jpg and, beside it, KEY.txt, with a caption on each line, or "
+    'KEY.json: {"captions": ["...", ...], "tags": ["...", ...]}'
 )
 PHOTOS = "jpg", "jpeg", "png", "webp"
 HELD_OUT = 5  # shards at most: some 10,000 photos are enough for validation
@@ -52,8 +53,8 @@ def get_args(argv=None):
     add("--index-only", metavar="SHARDS", help="index existing shards: path with {00..99}, * or ?; "
         "without {split}, one shard in twenty (at most 5) becomes the split val")  # fmt: skip
     add("--splits", nargs="+", help="default train2017 val2017 for coco, else train val")
-    add("--side", type=int, help="shrink photos to this shorter side, in pixels")
-    add("--per-shard", type=int, default=5000, help="photos per shard")
+    add("--side", type=common.count, help="shrink photos to this shorter side, in pixels")
+    add("--per-shard", type=common.count, default=5000, help="photos per shard")
     add("--output", default="shards", help="folder for the shards and the index")
     args = parser.parse_args(argv)
     year = "2017" if args.data == "coco" else ""
@@ -213,17 +214,17 @@ def readable_rows(split, found):
         fail(f"no photo of the split {split} can be read. {report}. Expected: {EXPECTED}")
     if lost:
         counts = " and ".join(f"{count} {kind}" for kind, count in lost.items())
-        print_main(f"{split}: {counts} are broken, see above: left out, shards from there on")
+        print_main(f"{split}: left out {counts}, see above; of shards what comes after the fault")
     return rows
 
 
 def read_shard(path):
     """One shard -> what can be read of it, and its faults
 
-    [(place of a photo, see shards.open_in_shard; its captions; its tags)], and ("shards", message)
-    or ("photos", message), for a photo with a broken text, which is left out
+    [(place of a photo, see shards.open_in_shard; its captions; its tags)], and what is left out:
+    ("shards", message), ("photos", message) of those with a broken text, ("texts", message)
     """
-    photos, faults, keys = [], [], set()
+    photos, faults, keys, alone = [], [], set(), []
     try:
         with tarfile.open(path, "r:") as tar:
             files = filter(is_ours, tar)
@@ -235,6 +236,7 @@ def read_shard(path):
                 by_suffix = {split_name(file.name)[1]: file for file in group}
                 photo = next((by_suffix[suffix] for suffix in PHOTOS if suffix in by_suffix), None)
                 if not photo:
+                    alone += [key] if {"txt", "json"} & by_suffix.keys() else []
                     continue
                 try:
                     texts = read_captions(tar, by_suffix)
@@ -249,6 +251,8 @@ def read_shard(path):
         faults.append(("shards", described(error)))
     if not photos and not faults:
         faults.append(("shards", "it holds no photo"))
+    elif photos:
+        faults += [("texts", f"{key} has no photo") for key in alone]
     return photos, faults
 
 
@@ -279,11 +283,11 @@ def read_captions(tar, by_suffix):
     caption = row.get("caption")  # img2dataset writes one, or null
     captions, tags = row.get("captions", [caption] if caption else []), row.get("tags", [])
     if "txt" in by_suffix:
-        captions = [tar.extractfile(by_suffix["txt"]).read().decode("utf-8-sig")]
+        captions = tar.extractfile(by_suffix["txt"]).read().decode("utf-8-sig").splitlines()
     if not isinstance(captions, list) or not isinstance(tags, list):
         raise ValueError("its captions or tags are no list")
-    captions = [common.one_line(text) for text in captions]
-    tags = [common.one_line(str(tag)) for tag in tags]
+    captions = [clean(text) for text in captions]
+    tags = [clean(str(tag)) for tag in tags]
     return list(filter(None, captions)), list(filter(None, tags))
 
 

@@ -74,16 +74,18 @@ def read_run(path, count_images):
     lines = file.read_text().splitlines() if file.exists() else []
     if not lines:
         fail(f"{file} is missing or empty: it gets a line every --log-every iterations")
-    photos = 1
-    if count_images:
-        photos = json.loads(Path(path, "args.json").read_text())["batch_size"]
+    args = Path(path, "args.json")
+    args = json.loads(args.read_text()) if args.exists() else {}
     rows = [json.loads(line) for line in lines]
     file = Path(path, "result.json")  # the last validation, at the end of the run
-    if file.exists():
+    if file.exists() and not any(term.startswith(VALIDATION) for term in rows[-1]):
         result = json.loads(file.read_text())
         scores = result.get("validation_loss") or result.get("validation", {})
         scores = {VALIDATION + term: score for term, score in scores.items()}
-        rows.append({"iteration": rows[-1]["iteration"], **scores})
+        rows.append({"iteration": args.get("iters") or rows[-1]["iteration"], **scores})
+    if count_images and "batch_size" not in args:
+        fail(f"--images: {path}/args.json is missing, which has the batch size")
+    photos = args["batch_size"] if count_images else 1
     curves = {}
     for row in rows:
         for term, value in row.items():

@@ -1,4 +1,4 @@
-"""tools/reproduce.py --small and --quick: the rows of tools/rows.toml at other sizes."""
+"""tools/reproduce.py --labelled, --small and --quick: the rows of tools/rows.toml, changed."""
 
 import importlib
 import multiprocessing
@@ -14,20 +14,84 @@ from tools.tables import ROWS
 QUICK, SMALL = ROWS["quick"], ROWS["small"]
 
 
+# ------------------------------------------------------------------------------------ --labelled
+
+
+def for_each_folder(backbones, measures, tables, lists, args):
+    """What reads {labelled}, once for each of these folders: own-knn becomes own-knn-flowers
+
+    -> backbones, measures, tables, lists. Such a measure has its "folder" by name.
+    """
+    names = [re.sub(r"[^\w-]+", "-", Path(folder).resolve().name) for folder in args.labelled]
+    if len({*names}) < len(names):
+        sys.exit(f"--labelled: the table cannot tell folders of one name apart: {names}")
+    folders = dict(zip(names, args.labelled))
+    new = {}
+    for key, measure in measures.items():
+        if "mean" in measure:
+            new[key] = {**measure, "mean": [f"{measure['mean']}-{name}" for name in folders]}
+        for name, command in repeated({key: measure.get("command", "")}, folders).items():
+            new.setdefault(name, {**measure, "command": command})
+            if name != key:
+                folder = name.removeprefix(f"{key}-")
+                new[name] |= {"name": f"{measure['name']}, {folder}", "folder": folder}
+    spread = measures.keys() - new
+    tables = {key: spread_table(table, spread, names) for key, table in tables.items()}
+    return repeated(backbones, folders), new, tables, repeated(lists, folders)
+
+
+def repeated(commands, folders):
+    """{name: command}, those with {labelled} or {labelled.jsonl} for each folder"""
+    new = {}
+    for key, command in commands.items():
+        if "{labelled" not in command:
+            new[key] = command
+        else:
+            stem, suffix = os.path.splitext(key)
+            for name, folder in folders.items():
+                text = command.replace("{labelled}", shlex.quote(folder))
+                new[f"{stem}-{name}{suffix}"] = text.replace("{labelled.", f"{{labelled-{name}.")
+    return new
+
+
+def spread_table(table, spread, folders):
+    """A column for each folder instead of one that uses a measure of `spread`
+
+    Of "88.7 by own-probe" in the column voc07, the second folder's column is own-probe-NAME.
+    """
+    old, columns = table.get("columns", []), {}  # columns: {name: a text for each row}
+    rows = table.get("rows", [])
+    for n, column in enumerate(old):
+        texts = [str(row[2 + n]) if len(row) > 2 else "-" for row in rows]
+        used = {text.partition(" by ")[2] or column for text in texts if text} & spread
+        if ROWS["measures"][column].get("mean") and len(folders) == 1:
+            continue
+        for folder in folders if used else [None]:
+            [measure] = used or [column]
+            if folder is None or measure == column:
+                columns[f"{column}-{folder}" if folder else column] = texts
+            elif folder == folders[0]:
+                columns[column] = [text and f"{text}-{folder}" for text in texts]
+            else:
+                columns[f"{measure}-{folder}"] = [text and "-" for text in texts]
+    rows = [[*row[:2], *cells] for row, *cells in zip(rows, *columns.values())]
+    return {**table, "columns": list(columns), "rows": rows} if old else table
+
+
 # --------------------------------------------------------------------------------------- --small
 
 
 def check_photos(args):
-    """End with one line if --photos or --labelled is not there"""
+    """End with one line, before anything is trained, if --photos or --labelled is not there"""
     if args.photos == "shapes":
         return
     if not (args.photos.endswith(".jsonl") and os.path.exists(args.photos)):
-        sys.exit(f"--photos {args.photos}: there is no such .jsonl (docs/data.md); left out, it is "
-                 "the built-in scenes")  # fmt: skip
-    for split in ("train", "val"):
-        if not Path(args.labelled, split).is_dir():
-            sys.exit(f"--labelled {args.labelled} has no folder {split}/: it needs train/<class>/ "
-                     "and val/<class>/ with photos")  # fmt: skip
+        scenes = "; left out, it is the built-in scenes" if args.small else ""
+        sys.exit(f"--photos {args.photos}: there is no such .jsonl (docs/data.md){scenes}")
+    for folder in args.labelled:
+        if not all(Path(folder, split).is_dir() for split in ("train", "val")):
+            sys.exit(f"--labelled {folder}: it needs train/<class>/ and val/<class>/ with photos "
+                     "(a TABLE stands before --labelled)")  # fmt: skip
 
 
 def choice(value, args):
@@ -97,7 +161,7 @@ def small_table(table, args):
             paper = texts[column].partition(" by ")[0]
             texts[column] = paper and f"{paper} by {probe}"
         rows.append([label, backbone, *(texts[column] for column in chosen)])
-    note = choice(SMALL["note"], args).format(**vars(args))
+    note = choice(SMALL["note"], args).format(photos=args.photos, labelled=", ".join(args.labelled))
     return {**table, "columns": chosen, "rows": rows, "ours": note}
 
 
@@ -118,10 +182,10 @@ def prepare_quick(args):
         splits = "--train-split train2017 --val-split val2017"
         args.captions = f"--data coco --root {shlex.quote(args.root)} {splits}"
     args.photos = "shapes"
-    args.labelled = f"{args.output}/labelled"
+    args.labelled, args.imagenet = [f"{args.output}/labelled"], "imagenet"
     for scene in range(60):
         shape = shapes.objects_of(scene)[0].shape
-        folder = Path(args.labelled, "train" if scene % 3 else "val", shape)
+        folder = Path(args.labelled[0], "train" if scene % 3 else "val", shape)
         folder.mkdir(parents=True, exist_ok=True)
         args.photo = f"{folder}/{scene}.png"
         shapes.draw(scene).save(args.photo)

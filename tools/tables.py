@@ -14,41 +14,51 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 ROWS = tomllib.loads((REPO / "tools/rows.toml").read_text())
 BACKBONES, MEASURES, TABLES = ROWS["backbones"], ROWS["measures"], ROWS["tables"]
+NO_FLAG = "left out: no --"
 
 
 # ----------------------------------------------------------------------------------- our numbers
 
 
-def write_table(name, table, rows, folder):
+def write_table(name, steps, rows, folder):
     """Print the table as Markdown; save that, JSON and a picture.  rows: from Steps.table"""
+    table, measures = steps.tables[name], steps.measures
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
-    lines = with_the_paper(name, table, rows)
+    lines = with_the_paper(name, table, measures, rows)
     print("", *lines, "", sep="\n", flush=True)
     path.write_text("\n".join(lines) + "\n")
-    path.with_suffix(".json").write_text(json.dumps({"table": name, "rows": rows}, indent=2))
-    draw(name, table["columns"], rows, path.with_suffix(".png"))
+    columns = {column: measures[column]["name"] for column in table["columns"]}
+    content = {"table": name, "columns": columns, "rows": rows}
+    path.with_suffix(".json").write_text(json.dumps(content, indent=2))
+    draw(name, table["columns"], measures, rows, path.with_suffix(".png"))
 
 
-def with_the_paper(name, table, rows):
-    """-> lines of Markdown; without columns for the paper if these rows are in no paper"""
+def with_the_paper(name, table, measures, rows):
+    """-> lines of Markdown; the paper's numbers beside ours in columns where it has some"""
     heads = ["row"]
     for column in table["columns"]:
-        heads += [MEASURES[column]["name"]] + [ours(column, rows)] * of_a_paper(rows)
+        heads += [measures[column]["name"]]
+        heads += [ours(column, measures, rows)] * of_a_paper(rows, column)
     lines = [f"**{name}.** {table['title']}", "", *heading(heads)]
+    left_out = []
     for row in rows:
         texts = [row["row"]]
-        for cell in row["cells"].values():
-            texts += [cell["paper"], in_words(cell)] if of_a_paper(rows) else [in_words(cell)]
-        lines.append(line_of(texts))
-    return lines + below_table(table)
+        for column, cell in row["cells"].items():
+            texts += [cell["paper"]] * of_a_paper(rows, column) + [in_words(cell)]
+        if state_of(row["cells"].values()).startswith(NO_FLAG):
+            left_out.append(row["row"])
+        else:
+            lines.append(line_of(texts))
+    lines += below_table(table)
+    return lines + (wrapped(f"Left out: {'; '.join(left_out)}.") if left_out else [])
 
 
-def ours(column, rows):
+def ours(column, measures, rows):
     """The heading of our numbers, with the measure's if all rows use another than the paper"""
     used = {row["cells"][column]["by"] for row in rows if row["cells"][column]["paper"]}
     other = used.pop() if len(used) == 1 else ""
-    return f"ours: {MEASURES[other]['name']}" if other else "ours"
+    return f"ours: {measures[other]['name']}" if other else "ours"
 
 
 def below_table(table):
@@ -56,13 +66,16 @@ def below_table(table):
     notes = [table[key] for key in ("note", "ours") if key in table]
     notes = [text for note in notes for text in ([note] if isinstance(note, str) else note)]
     lines = [""] if notes else []
-    for text in notes:
-        lines += textwrap.wrap(f"* {text}", 98, subsequent_indent="  ", break_on_hyphens=False)
-    return lines
+    return lines + [line for text in notes for line in wrapped(text)]
 
 
-def of_a_paper(rows):
-    return any(cell["paper"] not in ("", "-") for row in rows for cell in row["cells"].values())
+def wrapped(text):
+    """-> lines of an item of a list in Markdown"""
+    return textwrap.wrap(f"* {text}", 98, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def of_a_paper(rows, column):
+    return any(row["cells"][column]["paper"] not in ("", "-") for row in rows)
 
 
 def line_of(texts):
@@ -82,23 +95,21 @@ def in_words(cell):
         return cell["state"]
     parts = []
     for values in zip(*cell["ours"]):
-        part = f"{statistics.mean(values):.1f}"
+        digits = cell.get("digits", 1)
+        part = f"{statistics.mean(values):.{digits}f}"
         if len(values) > 1:
-            part += f" ± {statistics.stdev(values):.1f}"
+            part += f" ± {statistics.stdev(values):.{digits}f}"
         parts.append(part)
     done = "done" if cell["ours"] else ""
     return " / ".join(parts) or done
 
 
-def state_of(row):
-    """ "measured", or the first reason why not, up to its colon"""
-    for cell in row["cells"].values():
-        if cell["state"] != "measured":
-            return cell["state"].partition(":")[0]
-    return "measured"
+def state_of(cells):
+    """ "measured", or the first reason why not"""
+    return next((cell["state"] for cell in cells if cell["state"] != "measured"), "measured")
 
 
-def draw(name, columns, rows, path):
+def draw(name, columns, measures, rows, path):
     """The first number of each cell: ours as a bar, the paper's as a line"""
     from matplotlib.figure import Figure
 
@@ -106,7 +117,7 @@ def draw(name, columns, rows, path):
     figure = Figure(size, layout="constrained")
     [all_axes] = figure.subplots(1, len(columns), sharey=True, squeeze=False)
     for axes, column in zip(all_axes, columns):
-        heads = MEASURES[column]["name"], ours(column, rows)
+        heads = measures[column]["name"], ours(column, measures, rows)
         firsts = [head.split(" / ")[0] for head in heads if head != "ours"]
         axes.set_title("\n".join(firsts), fontsize=10)
         axes.set_yticks(range(len(rows)), [row["row"] for row in rows])
@@ -120,11 +131,27 @@ def draw(name, columns, rows, path):
             if paper[:1].isdigit():
                 axes.vlines(float(paper), y - 0.4, y + 0.4, "black")
     all_axes[0].invert_yaxis()
-    figure.suptitle(f"{name}: ours (bars), the paper (lines)" if of_a_paper(rows) else name)
+    paper = any(of_a_paper(rows, column) for column in columns)
+    figure.suptitle(f"{name}: ours (bars), the paper (lines)" if paper else name)
     figure.savefig(path)
 
 
-def table_of_tables():
+def list_rows(name):
+    """-> lines: each row's numbers in the paper, below them the command that trains its backbone"""
+    table = TABLES[name]
+    lines = [f"{name}: {table.get('title', 'no rows')}", *below_table(table), ""]
+    if "rows" in table:
+        lines.append(line_of(["row", *(MEASURES[column]["name"] for column in table["columns"])]))
+    for label, backbone, *cells in table.get("rows", []):
+        command = BACKBONES.get(backbone) or f"--weights {ROWS['files'][backbone]}"
+        if "missing" in command:
+            command = f"no command: {command['missing']}"
+        lines.append(line_of([label, *map(str, cells)]))
+        lines.append(f"    {backbone}: {' '.join(command.split())}")
+    return lines
+
+
+def list_all():
     """A line for each table or figure, with the numbers of its rows and of those with a command"""
     lines = heading(["table or figure", "content", "rows", "with a command"])
     for name, table in TABLES.items():

@@ -1,199 +1,286 @@
-"""Convert the caption files of other projects to our photos.jsonl
+"""Convert captions of other projects to our photos.jsonl
 
     python tools/to_jsonl.py dataset_flickr8k.json --root flickr8k --output flickr8k.jsonl
-    python tools/to_jsonl.py table.csv --image-column photo --caption-column sentence
+    python tools/to_jsonl.py FOLDER    # with photos KEY.jpg and, in KEY.txt, a caption on each line
+    python tools/to_jsonl.py train.csv val.csv --image-column photo --caption-column short long
 
-By content it recognises Karpathy's dataset_*.json, RSICD, token.txt and captions.txt of Flickr8k,
-results.csv of Flickr30k, captions_*.json of COCO, metadata.jsonl and .csv of Hugging Face, tables
-of open_clip and ROCO, conversations of LLaVA (their first answer becomes the caption), and other
-.json, .jsonl, .csv and .tsv with an image and a caption, or a list of captions, in each row.
-Photos that are not where the file says are looked up by name in the subfolders of --root.
+It reads Karpathy's dataset_*.json, RSICD, token.txt and captions.txt of Flickr8k, results.csv of
+Flickr30k, captions_*.json of COCO, R2Gen's annotation.json, metadata.jsonl, .csv and .parquet of
+Hugging Face, tables of open_clip and ROCO, conversations of LLaVA (their first answer becomes the
+caption), and other .json, .jsonl, .csv and .tsv with a photo and captions in each row. Photos that
+are not where a file says are looked up by name in the subfolders of --root; those inside a .parquet
+are written into a folder beside --output. Captions lose HTML's entities, soft hyphens and other
+invisible characters, and ligatures. It prints what it took for what, what it left out, and the line
+of the first photo.
 """
 
 import argparse
-import csv
-import io
+import ast
 import json
 import os
 import re
 import shlex
 import sys
 from collections import Counter, defaultdict
+from contextlib import suppress
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import common
-from common import fail, print_main
+import regex
 
-LAYOUTS = {  # by the columns of the image and of its captions; all names are in lower case
-    ("filename", "sentences"): "Karpathy's splits",
-    ("image", "conversations"): "LLaVA's conversations",
-    ("image_name", "comment"): "Flickr30k's results",
-    ("file_name", "text"): "Hugging Face's imagefolder",
-    ("filepath", "title"): "open_clip's table",
-}
-# Of several columns with such names, the first in this order counts.
-IMAGES = "image image_path img_path image_name file_name filename filepath path file img name id"
-CAPTIONS = "caption captions conversations raw sentences sentence text title comment description"
-SPLITS = {"restval": "train", "validation": "val", "valid": "val", "dev": "val"}
-ENDING = re.compile(r"(?i)\.(jpe?g|png|webp|gif|bmp|tiff?)$")
-LINE = re.compile(r"(?i)(\S.*\.(jpe?g|png)(#\d+)?|ROCO\w*)\t")  # of token.txt: it has no header
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import fail, print_main
+from extras.caption_files import (
+    ENDING,
+    SPLITS,
+    clean,
+    column_name,
+    photos_below,
+    read_rows,
+    short,
+    split_in,
+)
+
+# Of several columns with such names, the first in this order counts. "caption" also stands for
+# captions, caption_1, caption_2...
+PHOTOS = """image image_path img_path image_name image_file file_name filename filepath path file
+img photo picture jpg image_id img_id""".split()
+VAGUE = "name", "id", "key"  # only if no other column has the photo's name
+CAPTIONS = """caption conversation raw sentence text description title comment report finding
+prompt txt""".split()
+TAGS = "tag label keyword categorie category classe class finding_label".split()
+SPLIT = "split", "subset", "partition"
+NOTHING = "", "nan", "none", "null", "n/a"  # what programs write into an empty cell
 
 
 def get_args(argv=None):
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
-    add("file", help="the captions; in UTF-8, or UTF-16 with a byte order mark")
-    add("--root", help="folder of the photos (default: that of the file)")
-    add("--image-column", type=str.lower, help="column or key with the photo's path or name")
-    add("--caption-column", type=str.lower, help="column or key with a caption or a list of them")
+    add("files", nargs="+", metavar="FILE", help="captions, in UTF-8 or UTF-16: one file, several "
+        "(train, val or test in their names is the split), or a folder")  # fmt: skip
+    add("--root", help="folder of the photos (default: that of each file)")
+    add("--image-column", type=column_name, help="column or key with the photo's path or name")
+    add("--caption-column", type=column_name, nargs="+", help="one or more, with captions")
+    add("--tag-column", type=column_name, nargs="+", help="one or more, with tags")
     add("--output", default="photos.jsonl", help=".jsonl to write; an existing one is replaced")
     return parser.parse_args(argv)
 
 
 def main(args):
-    root = Path(args.root or Path(args.file).parent)
     output = Path(args.output)
-    if output.suffix != ".jsonl" or output.resolve() == Path(args.file).resolve():
+    files = [Path(file) for file in args.files]
+    if output.suffix != ".jsonl" or output.resolve() in [file.resolve() for file in files]:
         fail(f"--output {output} must end in .jsonl and must not be the input file")
-    name, rows = read_rows(args.file)
-    keys = {key for row in rows for key in row}
-    image = args.image_column or next(filter(keys.__contains__, IMAGES.split()), None)
-    caption = args.caption_column or next(filter(keys.__contains__, CAPTIONS.split()), None)
-    if not {image, caption} <= keys:
-        fail(f"{args.file}: which columns hold the image and its caption? Name two of them with "
-             f"--image-column and --caption-column: {', '.join(sorted(keys))}")  # fmt: skip
-    name = name or LAYOUTS.get((image, caption), "rows of images and captions")
-    print_main(f"recognised: {name} (columns {image}, {caption})")
-    photos, counts = gather(rows, image, caption)
-    places = find_photos(root.resolve(), photos)
-    lost = [str(root / name) for name in photos if not places[name]]
-    if len(lost) == len(photos):
-        fail(f"--root {root}: no photo is there or in a subfolder; tried {''.join(lost[:1])}")
-    folder = output.parent.resolve()
-    photos = [{"image": os.path.relpath(places[name], folder), **photos[name]}
-              for name in photos if places[name]]  # fmt: skip
-    splits = Counter(row.get("split", "no split") for row in photos)
-    if splits.keys() <= {"train", "no split"}:
-        for row in photos:  # without any split, --data holds out some photos for validation
-            row.pop("split", None)
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(row, ensure_ascii=False).encode(errors="replace") for row in photos]
-    output.write_bytes(b"\n".join([*lines, b""]))
-    counts = {"captions": sum(len(row["captions"]) for row in photos), **counts}
-    counts |= {f"photos ({split})": splits[split] for split in splits}
-    counts[" ".join(["missing photos", *lost[:1]])] = len(lost)
-    print_main("\n".join(f"{count:7d} {what}" for what, count in counts.items()))
-    print_main(b"\n".join(lines[:3]).decode())
-    print_main(f"python virtex.py --data {shlex.quote(args.output)}")
+    photos = {}  # path: {"captions", "tags", "split"}
+    notes = defaultdict(list)  # what was left out or changed: all examples of it
+    for file in files:
+        rows = read_rows(file, output.with_name(f"{output.stem}_photos"))
+        if len(files) > 1:
+            words = re.findall("[a-z]+", file.stem.lower())
+            rows = [{"split": split_in([*words, file.parent.name]), **row} for row in rows]
+        root = os.path.abspath(args.root or (file if file.is_dir() else file.parent))
+        columns = choose_columns(file, rows, root, args)
+        gather(rows, root, columns, photos, notes)
+    write(output, photos, notes)
 
 
-def read_rows(path):
-    """-> name of the format or None, [{column in lower case: value}]"""
-    if not os.path.isfile(path):
-        fail(f"there is no {path}")
-    name, content = None, Path(path).read_bytes()
-    wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))
-    try:
-        text = content.decode("utf-16" if wide else "utf-8-sig")
-    except UnicodeDecodeError as error:
-        fail(f"{path} is not UTF-8 (byte {error.start}). Convert it, for example from CP1252: "
-             f"iconv -f CP1252 -t UTF-8 {shlex.quote(path)} > NEW_FILE")  # fmt: skip
-    if text.lstrip().startswith(("{", "[")):
-        name, rows = read_json(path, text)
-    elif LINE.match(text):  # here quotes are only characters
-        lines = re.findall(r"(.+?)(?:#\d+)?\t(.*)", text)
-        name = "lines of name, tab, caption"
-        rows = [{"image": photo, "caption": caption} for photo, caption in lines]
+# ------------------------------------------------------------------------------------- columns
+
+
+def choose_columns(file, rows, root, args):
+    """-> {"photo", "captions", "tags", "split": names of columns}, which it prints"""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    some = rows[:1000]
+    like_photos = [key for key in keys if any(ENDING.search(str(row.get(key))) for row in some)]
+    named = [columns_of([kind], keys) for kind in (*PHOTOS, *like_photos, *VAGUE)]
+    candidates = [[args.image_column]] if args.image_column else list(filter(None, named))
+    captions = args.caption_column or columns_of(CAPTIONS, keys)
+    tags = args.tag_column or columns_of(TAGS, keys)
+    if not candidates or not captions or not {*candidates[0], *captions, *tags} <= {*keys}:
+        fail(f"{file}: which columns hold the photo and its caption? Name them with --image-column "
+             f"and --caption-column: {', '.join(keys)}. The first row is {short(rows[0])}")
+    for photo in candidates:  # the first that leads to a photo
+        names = [name for row in some for name in names_of(row, photo)]
+        if any(find_photos(root, names).values()):
+            break
     else:
-        rows = read_table(path, text)
-    bad = [row for row in rows if not isinstance(row, dict) or None in row]
-    if bad or not rows:
-        fail(f"{path} needs rows with a name for each cell (commas in captions need quotes), but "
-             f"has {str(bad[:1])[:200]}")  # fmt: skip
-    return name, [{key.strip().lower(): row[key] for key in row} for row in rows]
+        fail(f"{root} and its subfolders hold no photo of {file}: see --root and --image-column. "
+             f"Tried {', '.join(sum(candidates, []))}, for example {short(names[:1])}")
+    columns = {"photo": photo, "captions": captions, "tags": tags, "split": columns_of(SPLIT, keys)}
+    unused = {"not used": sorted({*keys}.difference(*columns.values()))}
+    taken = [f"{what}: {', '.join(names)}" for what, names in (columns | unused).items() if names]
+    print_main(f"{file}: {'; '.join(taken)}")
+    return columns
 
 
-def read_json(path, text):
-    """-> name of the format or None, rows"""
-    lines = [line for line in text.split("\n") if line.strip()]
-    many = len(lines) > 1 and lines[0].rstrip().endswith("}")  # JSON on each line
-    try:
-        content = [json.loads(line) for line in lines] if many else json.loads(text)
-    except json.JSONDecodeError as error:
-        fail(f"{path} is not valid JSON: {error}, in {error.doc[:80]!r}")
-    if isinstance(content, list):
-        return None, content
-    images, others = content.get("images"), content.get("annotations")
-    if isinstance(images, list) and others and "file_name" in images[0]:
-        names = {row.get("id"): row["file_name"] for row in images}
-        others = [{**row, "file_name": names.get(row.get("image_id"))} for row in others]
-        return "COCO's captions", images + others
-    return None, others or images or [content]
+def columns_of(kinds, keys):
+    """The columns of the first kind that there is, as caption_1 and caption_2"""
+    for kind in kinds:
+        if found := [key for key in keys if re.fullmatch(rf"{kind}s?_?\d*", key)]:
+            return found
+    return []
 
 
-def read_table(path, text):
-    """csv, or another delimiter, as the header tells, which holds no captions"""
-    delimiter = max(",\t|;", key=text.split("\n", 1)[0].count)
-    lines = io.StringIO(text, newline="")  # captions may have several lines
-    reader = csv.DictReader(lines, delimiter=delimiter, restval="", strict=True)
-    try:
-        return list(reader)
-    except csv.Error as error:
-        fail(f"{path}, line {reader.line_num}: {error}: captions with quotes need those of csv")
+def cells(row, columns):
+    """The values in these columns; one that holds a list, also written as text, gives its items."""
+    for column in columns:
+        value = row.get(column)
+        if isinstance(value, str):
+            value = parse_list(value.strip())
+        yield from value if isinstance(value, list) else [value]
 
 
-def gather(rows, image, caption):
-    """-> {name of a photo: {"captions", "tags", "split"}}, counts of what is left out"""
-    photos, counts = {}, Counter({"rows without a photo": 0, "empty captions": 0})
+def parse_list(text):
+    """A list as JSON, Python or numpy writes it -> that list; anything else as it is"""
+    if text[:1] + text[-1:] != "[]":
+        return text
+    commas = re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)  # numpy writes none
+    with suppress(ValueError, SyntaxError):
+        return json.loads(text)
+    with suppress(ValueError, SyntaxError):
+        return ast.literal_eval(commas)
+    return text
+
+
+# ------------------------------------------------------------------------------ rows to photos
+
+
+def gather(rows, root, columns, photos, notes):
+    """Add the rows to {path of a photo: {"captions", "tags", "split"}}."""
+    places = find_photos(root, [name for row in rows for name in names_of(row, columns["photo"])])
+    for name, paths in places.items():
+        if not paths:
+            notes["missing photos"].append(place(root, name))
+        elif len(paths) > 1:
+            notes["photos of whose name there are several"].append(paths)
+        elif paths[0] != place(root, name):
+            notes["photos looked up by name"].append([name, paths[0]])
     for row in rows:
-        name = str(row.get(image) or "").strip()
-        if image == "filename":  # Karpathy's photos of COCO are in two folders
-            name = os.path.join(row.get("filepath") or "", name)
-        if not name:
-            counts["rows without a photo"] += 1
+        names = list(names_of(row, columns["photo"]))
+        if not names:
+            notes["rows without a photo"].append(row)
+        captions = captions_of(row, columns["captions"], notes)
+        tags = tags_of(row, columns["tags"], notes)
+        split = split_of(row, columns["split"])
+        for path in sum((places[name] for name in names if len(places[name]) == 1), []):
+            photo = photos.setdefault(path, {"captions": []})
+            photo["captions"] += captions
+            if tags is not None:
+                photo["tags"] = [*dict.fromkeys(photo.get("tags", []) + tags)]
+            if split and photo.setdefault("split", split) != split:
+                notes["rows in another split than their photo's first"].append(row)
+
+
+def names_of(row, columns):
+    """-> the names of a row's photos: none, one, or several that share its captions"""
+    for name in cells(row, columns):
+        if isinstance(name, dict):  # of Hugging Face
+            name = name.get("path") or name.get("file_name")
+        if columns == ["filename"]:  # Karpathy's photos of COCO are in two folders
+            name = os.path.join(row.get("filepath") or "", name or "")
+        if not is_empty(name):
+            yield os.path.normpath(str(name).strip().replace("\\", "/"))
+
+
+def captions_of(row, columns, notes):
+    captions = []
+    for text in texts(list(cells(row, columns))):
+        cleaned = clean(text)
+        if is_empty(cleaned) or not regex.search(r"[\p{L}\p{So}]", cleaned):
+            notes["captions without a letter"].append(repr(text))
             continue
-        photo = photos.setdefault(name, {"captions": []})
-        for text in texts(row.get(caption, [])):
-            if common.one_line(text):
-                photo["captions"].append(" ".join(text.split()))
-            else:
-                counts["empty captions"] += 1
-        tags = row.get("tags") or row.get("labels")
-        if tags and isinstance(tags, list) and isinstance(tags[0], str):
-            photo["tags"] = tags
-        split = str(row.get("split") or "").lower()
-        if split:
-            photo["split"] = SPLITS.get(split, split)
-    return photos, counts
+        if cleaned != " ".join(text.split()):
+            notes["captions cleaned, and kept"].append(repr(text))
+        captions.append(cleaned)
+    return captions
 
 
-def texts(value):
-    """A caption, a list of captions, or a chat -> strings, of which some may be empty"""
-    items = value if isinstance(value, list) else [value]
+def texts(items):
+    """Captions, in dictionaries or not, or the turns of a chat -> those that are not blank"""
     if items and isinstance(items[0], dict) and "from" in items[0]:  # the first exchange
         items = [turn["value"] for turn in items if turn["from"] == "gpt"][:1]
     for item in items:
         if isinstance(item, dict):
-            item = item.get("raw") or item.get("caption")
-        yield item if isinstance(item, str) else ""
+            item = next((item[key] for key in ("raw", "caption", "text") if key in item), None)
+        if isinstance(item, str) and item.strip():
+            yield item
+
+
+def tags_of(row, columns, notes):
+    """-> a list of strings; None if the row says nothing about them"""
+    values = [tag.get("name") if isinstance(tag, dict) else tag for tag in cells(row, columns)]
+    if len(values) > 1 and not any(isinstance(value, str) for value in values):
+        notes["lists of numbers, which are no tags"].append(values)
+        return None
+    if not columns or values and all(map(is_empty, values)):
+        return None
+    texts = [text for value in values for text in re.split(r"[|;,]", str(value))]
+    return [clean(text) for text in texts if not is_empty(clean(text))]
+
+
+def split_of(row, columns):
+    names = [str(row.get(column)).strip().lower() for column in columns[:1]]
+    return next((SPLITS.get(name, name) for name in names if not is_empty(name)), None)
+
+
+def is_empty(cell):
+    return cell is None or str(cell).strip().lower() in NOTHING
+
+
+# ------------------------------------------------------------------------------ names to paths
+
+# When a path below the root is the photo of a name. The third and the fourth way count only if the
+# first two find no photo for any name: a missing photo is not to be replaced by its mask.
+WAYS = (
+    lambda path, name: path == name,
+    lambda path, name: path.endswith(f"/{name}"),
+    lambda path, name: os.path.basename(path) == os.path.basename(name),
+    lambda path, name: True,  # the same name without its ending: people convert photos
+)
+
+
+def place(root, name):
+    return os.path.normpath(os.path.join(root, name))
 
 
 def find_photos(root, names):
-    """-> {name: path or None}; what is not at root/name is looked up by name in all subfolders"""
-    places = {name: os.path.join(root, name) for name in names}
-    missing = [name for name in places if not os.path.isfile(places[name])]
-    index = defaultdict(list)  # without endings: ROCO's lines have none, and people convert photos
-    for folder, _, files in os.walk(root) if missing else ():
-        for file in files:
-            index[ENDING.sub("", file)].append(os.path.join(folder, file))
-    for name in missing:
-        ending = "/" + name.replace("\\", "/")
-        paths = index[ENDING.sub("", os.path.basename(ending))]
-        paths = [path for path in paths if path.endswith(ending)] or paths
-        places[name] = paths[0] if len(paths) == 1 else None
+    """-> {name: paths}: none, one, or several in the subfolders of the root"""
+    places = {name: list(filter(os.path.isfile, [place(root, name)])) for name in names}
+    for n, alike in enumerate(WAYS):
+        if all(places.values()) or n > 1 and any(places.values()):
+            break
+        for name in [name for name in places if not places[name]]:
+            for path in photos_below(root).get(ENDING.sub("", os.path.basename(name)), ()):
+                cut = path if ENDING.search(name) else ENDING.sub("", path)
+                if alike(cut, name):
+                    places[name].append(place(root, path))
     return places
+
+
+def write(output, photos, notes):
+    """Write the lines; print counts of what they hold and of what was left out."""
+    folder = output.absolute().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"image": os.path.relpath(path, folder), **row} for path, row in photos.items()]
+    splits = Counter(row.get("split", "no split") for row in rows)
+    if splits.keys() <= {"train", "no split"}:
+        for row in rows:  # without any split, --data holds out some photos for validation
+            row.pop("split", None)
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    output.write_bytes("\n".join([*lines, ""]).encode(errors="replace"))
+    counts = {f"photos ({split})": splits[split] for split in splits}
+    counts["captions"] = sum(len(row["captions"]) for row in rows)
+    tags = sum(len(row.get("tags", [])) for row in rows)
+    counts |= {"tags": tags} if tags else {}
+    notes["photos without a caption"] = [row["image"] for row in rows if not row["captions"]]
+    for what, examples in notes.items():
+        if examples:
+            counts[f"{what}, the first: {short(examples[0])}"] = len(examples)
+    print_main("\n".join(f"{count:7d} {what}" for what, count in counts.items()))
+    if not lines:
+        fail("no photo is left")
+    print_main(f"the first line: {lines[0]}")
+    print_main(f"python virtex.py --data {shlex.quote(str(output))}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,200 @@
+"""Caption files of other projects, for tools/to_jsonl.py: from files to rows.
+
+A row is {name of a column: value}, whatever the names; to_jsonl.py decides what they mean.
+"""
+
+import csv
+import html
+import io
+import json
+import os
+import re
+import shlex
+import unicodedata
+from collections import defaultdict
+from contextlib import suppress
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+import regex
+from PIL import Image
+
+import common
+from common import fail
+
+SPLITS = {
+    **dict.fromkeys(("train", "training", "restval"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+ENDING = re.compile(r"(?i)\.(jpe?g|png|webp|gif|bmp|tiff?)$")
+ENTITY = re.compile(r"&#?\w+;")
+INVISIBLE = regex.compile(r"[\p{Cs}\u115f\u1160\u2800\u3164\uffa0]")  # \p{Cs}: half emojis
+LIGATURE = re.compile("[\ufb00-\ufb06]")
+LINE = re.compile(r"(?i)(\S.*\.(jpe?g|png)(#\d+)?|ROCO\w*)\t")  # of token.txt: it has no header
+
+
+def read_rows(path, photo_folder):
+    """-> the rows of a file, or of a folder of KEY.txt.  photo_folder: for photos in a .parquet"""
+    if path.is_dir():
+        rows = folder_rows(path)
+    elif path.suffix == ".parquet":
+        rows = parquet_rows(path, photo_folder)
+    elif (text := decode(path)).lstrip().startswith(("{", "[")):
+        rows = json_rows(parse_json(path, text))
+    elif LINE.match(text):  # here quotes are only characters
+        lines = re.findall(r"(.+?)(?:#\d+)?\t(.*)", text)
+        rows = [{"image": photo, "caption": caption} for photo, caption in lines]
+    else:
+        rows = table_rows(path, text)
+    bad = [row for row in rows if not isinstance(row, dict) or None in row]
+    if bad or not rows:
+        fail(f"{path} needs rows with a name for each cell (commas in captions need quotes), but "
+             f"has {short(bad[:1])}")  # fmt: skip
+    return [{column_name(key): value for key, value in row.items()} for row in rows]
+
+
+def column_name(text):
+    """Lower case, with _ for spaces and dashes"""
+    return re.sub(r"\W+", "_", text.strip().lower())
+
+
+def short(value):
+    return common.one_line(str(value))[:150]
+
+
+def clean(text):
+    """Without HTML's entities, ligatures, what is invisible (see also one_line) or half an emoji"""
+    for _ in range(2):  # the web's are often escaped twice
+        text = ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
+    text = LIGATURE.sub(lambda letters: unicodedata.normalize("NFKC", letters[0]), text)
+    return common.one_line(INVISIBLE.sub("", text))
+
+
+def split_in(words):
+    """-> train, val or test, or None if none of the words stands for one"""
+    return next((SPLITS[word] for word in words if word in SPLITS), None)
+
+
+def decode(path):
+    """-> the text of a file in UTF-8, or in UTF-16 with a byte order mark"""
+    if not path.is_file():
+        fail(f"there is no {path}")
+    content = path.read_bytes()
+    wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))
+    if b"\0" in content and not wide:
+        fail(f"{path} is no text: give .json, .jsonl, .csv, .tsv, .txt or .parquet. A spreadsheet "
+             "can be saved as .csv, tar files go to tools/make_shards.py")  # fmt: skip
+    try:
+        return content.decode("utf-16" if wide else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        fail(f"{path} is not UTF-8 (byte {error.start}). Convert it, for example from CP1252: "
+             f"iconv -f CP1252 -t UTF-8 {shlex.quote(str(path))} > NEW_FILE")  # fmt: skip
+
+
+def folder_rows(folder):
+    """Of KEY.txt, which has a caption on each line, and of photos that have none beside them"""
+    captions = {}
+    for path in sorted(folder.rglob("*.txt")):
+        name = str(path.relative_to(folder).with_suffix(""))
+        captions[ENDING.sub("", name)] = decode(path).splitlines()
+    if not captions:
+        fail(f"{folder} has no KEY.txt with the captions of KEY.jpg: name the file that holds them")
+    paths = chain(*photos_below(str(folder)).values())
+    photos = [ENDING.sub("", path) for path in sorted(paths)]
+    if captions.keys() & {*photos}:  # else the texts are in a folder of their own
+        captions = dict.fromkeys(photos, []) | captions
+    rows = []
+    for name, lines in captions.items():
+        rows.append({"image": name, "captions": lines, "split": split_in(Path(name).parts[:-1])})
+    return rows
+
+
+def parquet_rows(path, photo_folder):
+    """A photo in a cell is written into the folder, and the cell has its path instead."""
+    try:
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        fail(f"{path}: this format needs a package: python -m pip install pyarrow")
+    try:
+        content = parquet.ParquetFile(path)
+    except ValueError as error:  # of pyarrow, say for what Git LFS leaves in place of a file
+        fail(f"{path} is not in this format: {error}")
+    rows = []
+    for batch in content.iter_batches(100):
+        for row in batch.to_pylist():
+            for key, value in row.items():
+                content = value.get("bytes") if isinstance(value, dict) else value
+                if isinstance(content, bytes):
+                    name = f"{path.parent.name}_{path.stem}_{len(rows):06d}_{key}"
+                    row[key] = write_photo(photo_folder / name, content)
+            rows.append(row)
+    return rows
+
+
+def write_photo(path, content):
+    """-> the path that was written, with the ending of the photo's format"""
+    with suppress(OSError):  # no photo that Pillow knows: training says so
+        path = Path(f"{path}.{Image.open(io.BytesIO(content)).format.lower()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return str(path.absolute())
+
+
+def parse_json(path, text):
+    lines = [line for line in text.split("\n") if line.strip()]
+    many = len(lines) > 1 and lines[0].rstrip().endswith("}")  # JSON on each line
+    try:
+        return [json.loads(line) for line in lines] if many else json.loads(text)
+    except json.JSONDecodeError as error:
+        fail(f"{path} is not valid JSON: {error}, in {error.doc[:80]!r}")
+
+
+def json_rows(content):
+    if isinstance(content, list):
+        return content
+    images, others = content.get("images"), content.get("annotations")
+    if isinstance(images, list) and others and "file_name" in images[0]:  # COCO
+        names = {str(row["id"]): row["file_name"] for row in images}
+        named = [{**row, "file_name": names.get(str(row.get("image_id")))} for row in others]
+        return images + named
+    if {*map(str.lower, content)} <= {*SPLITS}:  # R2Gen
+        parts = [(split, json_rows(part)) for split, part in content.items()]
+        return [{"split": split, **row} for split, rows in parts for row in rows]
+    if any(map(ENDING.search, content)) or all(map(str.isdigit, content)):
+        named = {name: part if isinstance(part, dict) else {"captions": part}
+                 for name, part in content.items()}  # fmt: skip
+        return [{"image": name, **row} for name, row in named.items()]
+    parts = [list(part.values()) if isinstance(part, dict) else part for part in content.values()]
+    lists = [part for part in parts if isinstance(part, list)]
+    tables = [part for part in lists if part and isinstance(part[0], dict)]
+    if lists and lists == parts and not tables and len({*map(len, parts)}) == 1:  # of pandas
+        return [dict(zip(content, cells)) for cells in zip(*parts)]
+    return max(tables, key=len, default=[content])
+
+
+def table_rows(path, text):
+    """csv, or another delimiter, as the header tells, which holds no captions"""
+    header = text.split("\n", 1)[0]
+    delimiter = max(",\t|;", key=header.count)
+    if any(map(ENDING.search, re.split(rf"[{delimiter}\s\"]", header))):
+        fail(f"{path} has no header, it begins with {short(header)}: add a first line that names "
+             f"its columns, such as image{delimiter}caption")  # fmt: skip
+    lines = io.StringIO(text, newline="")  # captions may have several lines
+    reader = csv.DictReader(lines, delimiter=delimiter, restval="", strict=True)
+    try:
+        return list(reader)
+    except csv.Error as error:
+        fail(f"{path}, line {reader.line_num}: {error}: captions with quotes need those of csv")
+
+
+@cache
+def photos_below(root):
+    """-> {name without folder and ending: paths from the root on}"""
+    found = defaultdict(list)
+    for folder, _, files in os.walk(root):
+        for file in filter(ENDING.search, files):
+            path = os.path.relpath(os.path.join(folder, file), root)
+            found[ENDING.sub("", file)].append(path)
+    return found
