@@ -11,8 +11,8 @@
 --weights are measured one after the other, on the same photos: backbone.pth, checkpoint.pth or
 model_N.pth of ours, an official VirTex checkpoint, files of MoCo, SwAV, VICReg, DINO or
 torchvision; "imagenet" (torchvision's, downloaded), "random", or clip:NAME, to compare with. The
-result is one table, and in --output result.json: {"args", "backbones": {WEIGHTS: {"mean", "std",
-"runs"}}}, scores in percent.
+result is one table, and in --output result.json: {"args", "image_size", "backbones": {WEIGHTS:
+{"mean", "std", "runs"}}}, scores in percent.
 
     protocol       classifier on the frozen backbone, which is always in eval mode       score
     svm-virtex     one SVM per class on pooled features, cost by cross-validation        mAP
@@ -24,9 +24,14 @@ result is one table, and in --output result.json: {"args", "backbones": {WEIGHTS
     layers         linear layers on VGG-16's last 3 convolutions, with augmentation      either
 
 Photos have several labels, or one (--data folder), which top-1 needs. Linear layers are kept in
---output, from which sgd-virtex and layers resume. Early stopping [VirTex Sec. 3]: train with
---keep-every, then choose by
+--output, from which sgd-virtex and layers resume. MoCo's probe of ImageNet, which VirTex quotes in
+Tab. 1 and 2, is --protocol sgd-virtex --lr 30 --steps 0.6 0.8; PCL's has --lr 5.
 
+Early stopping: train with --keep-every and choose by VOC07, as VirTex does [Sec. 3]; without VOC07,
+by a part of the training photos [ours], which on COCO needs its labels of objects:
+
+    python eval_linear.py --weights runs/virtex-coco/model_*.pth --data voc07 --root VOCdevkit \\
+        --train-split train --val-split val
     python eval_linear.py --weights runs/virtex-coco/model_*.pth --data coco --hold-out 0.2
 """
 
@@ -35,6 +40,8 @@ import json
 import math
 import os
 import statistics
+import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,39 +60,39 @@ from common import fail, print_main, progress
 
 
 class Protocol(NamedTuple):
-    """What a protocol does with the photos, and the defaults of its flags"""
+    """A row of PROTOCOLS"""
 
-    on_features: bool = True  # of the central squares, extracted once; else trained on random crops
+    trained_on: str  # "features" of central squares, extracted once, or random "crops"
+    labels: str  # of each photo: "one", or "any" number of them
     side_fraction: float = 224 / 256  # of the central square's side and the photo's shorter side
     grid: int = 1  # features are average-pooled to grid x grid
-    l2_normalised: bool = False  # features are
-    one_label: bool = False  # each photo must have exactly one
-    epochs: int = None
+    unit_length: bool = False  # features are l2-normalised
+    epochs: int = None  # this and what follows are defaults of flags; None: there is no such flag
     batch_size: int = None
     lr: list = None  # peak, one for each linear layer
+    steps: tuple = None  # fractions of training after which lr falls to a tenth; (): cosine decay
     colour_jitter: float = 0.0
     crop_min: float = 0.08  # of the area: both public codes; VirTex App. A.1 still has 20%
 
 
 # fmt: off
 PROTOCOLS = {
-    # [VirTex App. A.1] resize 256, crop 224; ResNet-50: 2048-d
-    "svm-virtex": Protocol(l2_normalised=True),
+    # [VirTex App. A.1] resize 256, crop 224; ResNet-50: 2048-d; l2-normalised [official code]
+    "svm-virtex":   Protocol("features", "any", 224 / 256, 1, True),
     # [ICMLM App. F.2] smallest side 224, crop 224; 8192-d
-    "svm-icmlm": Protocol(side_fraction=1.0, grid=2, l2_normalised=True),
+    "svm-icmlm":    Protocol("features", "any", 1.0,       2, True),
     # [contrastive paper Sec. 4.2] 2048-d; 3 steps, no weight decay; the crop [ours]
-    "sgd-mct": Protocol(one_label=True, epochs=60, batch_size=256, lr=[30.0]),
+    "sgd-mct":      Protocol("features", "one", 224 / 256, 1, False, 60, 256, [30.0]),
     # [ICMLM App. F.2] 2048-d; cosine, lr is searched; epochs and l2 [ours]
-    "logreg-icmlm": Protocol(side_fraction=1.0, l2_normalised=True, one_label=True,
-        epochs=100, batch_size=1024),
+    "logreg-icmlm": Protocol("features", "one", 1.0,       1, True, 100, 1024),
     # as DINO reports it
-    "knn": Protocol(l2_normalised=True),
+    "knn":          Protocol("features", "any", 224 / 256, 1, True),
     # [VirTex Sec. 4.1, App. A.1] cosine, no weight decay
-    "sgd-virtex": Protocol(on_features=False, one_label=True, epochs=100, batch_size=256, lr=[0.3]),
-    # [ICMLM Sec. 4] DeeperCluster's code, for ImageNet; for Places --lr 0.01 0.01 0.02. The jitter
-    # [ours]: half of SimCLR's, which ICMLM App. F names
-    "layers": Protocol(on_features=False, epochs=100, batch_size=256, lr=[0.02, 0.02, 0.02],
-        colour_jitter=1.0),
+    "sgd-virtex":   Protocol("crops",    "one", epochs=100, batch_size=256, lr=[0.3], steps=()),
+    # [ICMLM Sec. 4] DeeperCluster's code, for ImageNet; for Places --lr 0.01 0.01 0.02
+    # The jitter is half of SimCLR's [ours], which ICMLM Sec. 4 cites
+    "layers":       Protocol("crops",    "any", epochs=100, batch_size=256, lr=[0.02] * 3,
+                             colour_jitter=1.0),
 }
 # fmt: on
 SPLITS = {"coco": ("train2017", "val2017"), "voc07": ("trainval", "test")}
@@ -100,25 +107,29 @@ def get_args(argv=None):
     add("--arch", choices=common.BACKBONES,
         help="of random and imagenet (default: the first file's, else resnet50; layers: vgg16_bn)")
     add("--protocol", choices=PROTOCOLS, default="svm-virtex", help="see above")
-    add("--runs", type=int, default=1, help="number of seeds; the table has mean and deviation")
-    add("--seed", type=int, default=0, help="of the first run: what is drawn depends on it")
+    add("--runs", type=common.count, default=1, help="seeds; the table has mean and deviation")
+    add("--seed", type=common.whole, default=0, help="of the first run: what is drawn follows it")
     add = parser.add_argument_group("data").add_argument
     add("--data", default="shapes", help="shapes (built in), voc07, folder, or any with tags: "
         "coco, a .jsonl, folder of shards")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--train-split", help="default trainval for voc07, train2017 for coco, else train")
     add("--val-split", help="default test for voc07, val2017 for coco, else val")
-    add("--image-size", type=int, help="crop side in pixels (default: that of each file's training, "
-        "which args.json beside it names; of random and imagenet the first file's; else 224)")
-    add("--train-images", type=int, help="at most this many (default 2000 for shapes, else all)")
-    add("--shots", type=int, help="training photos of each class (their other labels count, too)")
-    add("--hold-out", type=float, default=0.0, metavar="FRACTION",
+    add("--image-size", type=common.count, help="crop side in pixels (default: that of each file's "
+        "training, by args.json beside it; else the first file's; else 224, 48 for shapes)")
+    add("--train-images", type=common.count, help="at most (default 2000 for shapes, else all)")
+    add("--shots", type=common.count,
+        help="training photos of each class (their other labels count, too)")
+    add("--hold-out", type=common.fraction, default=0.0, metavar="FRACTION",
         help="hold out this part of the training split, and score it instead of --val-split")
-    add("--workers", type=int, default=min(8, os.cpu_count()), help="DataLoader workers; 0: none")
+    add("--workers", type=common.whole, default=min(8, os.cpu_count()),
+        help="DataLoader workers; 0: none")
     add = parser.add_argument_group("linear layers (the defaults are the protocol's)").add_argument
-    add("--epochs", type=int, help="passes over the training photos")
-    add("--batch-size", type=int, help="photos per iteration over all processes")
-    add("--lr", type=float, nargs="+", help="peak; three peaks for layers")
+    add("--epochs", type=common.count, help="passes over the training photos")
+    add("--batch-size", type=common.count, help="photos per iteration over all processes")
+    add("--lr", type=common.positive, nargs="+", help="peak; three peaks for layers")
+    add("--steps", type=common.fraction, nargs="+", metavar="FRACTION",
+        help="of training, after which the rate falls to a tenth; only sgd-virtex (default cosine)")
     add = parser.add_argument_group("run").add_argument
     add("--output", help="folder of result.json and the linear layers (default "
         "runs/eval_linear/DATA-PROTOCOL, or DATA-PROTOCOL-K-shots)")
@@ -134,12 +145,12 @@ def get_args(argv=None):
         if args.data != "folder":  # as DeeperCluster's code for VOC; the first two rates [ours]
             protocol = protocol._replace(epochs=60, batch_size=128, lr=[0.01, 0.01, 0.02])
     name = f"--protocol {args.protocol}"
-    for flag in ("epochs", "batch_size", "lr"):
-        if getattr(args, flag) and not getattr(protocol, flag):
+    for flag in ("epochs", "batch_size", "lr", "steps"):
+        if getattr(args, flag) and getattr(protocol, flag) is None:
             parser.error(f"{name} takes no --{flag.replace('_', '-')}")
     if args.lr and len(args.lr) != len(protocol.lr):
         parser.error(f"{name} takes {len(protocol.lr)} values of --lr")
-    if protocol.one_label and args.data != "folder":
+    if protocol.labels == "one" and args.data != "folder":
         parser.error(f"{name} needs one label per photo: --data folder")
 
     # What was left out has the protocol's value. Learning rates are scaled to --batch-size.
@@ -148,22 +159,24 @@ def get_args(argv=None):
         batch_scale = args.batch_size / protocol.batch_size
         defaults["lr"] = [batch_scale * lr for lr in protocol.lr]
     defaults["train_split"], defaults["val_split"] = SPLITS.get(args.data, ("train", "val"))
-    data = Path(args.root or "folder").resolve().name if args.data == "folder" else args.data
-    shots = f"-{args.shots}-shots" if args.shots else ""
-    data = Path(data).name.removesuffix(".jsonl")
-    defaults["output"] = f"runs/eval_linear/{data}-{args.protocol}{shots}"
     defaults["train_images"] = 2000 if args.data == "shapes" else None
+    data = Path(args.root or "folder").resolve() if args.data == "folder" else Path(args.data)
+    shots = f"-{args.shots}-shots" if args.shots else ""
+    name_of_data = data.name.removesuffix(".jsonl")
+    defaults["output"] = f"runs/eval_linear/{name_of_data}-{args.protocol}{shots}"
     for flag, value in defaults.items():
         if getattr(args, flag, None) is None:
             setattr(args, flag, value)
-    drawn = args.train_images or args.shots or args.hold_out or "random" in args.weights
-    if args.protocol in ("svm-virtex", "knn") and args.runs > 1 and not drawn:
+    runs_differ = args.train_images or args.shots or args.hold_out or "random" in args.weights
+    if args.protocol in ("svm-virtex", "knn") and args.runs > 1 and not runs_differ:
         parser.error(f"{name} gives all --runs the same score: draw photos by --shots, "
                      "--train-images or --hold-out")  # fmt: skip
     return args
 
 
 def main(args):
+    if args.trained_on == "features":
+        run_alone()
     device = common.init_distributed()
     torch.backends.cudnn.allow_tf32 = False  # by default, convolutions on GPUs would be rounded
     Path(args.output).mkdir(parents=True, exist_ok=True)
@@ -171,44 +184,55 @@ def main(args):
     for path in files:
         common.read_checkpoint(path)  # a wrong path ends it now, not when its turn comes
     arch = args.arch or (load_backbone(files[0], None, 0).arch if files else "resnet50")
-    size = trained_with(files[0], "image_size") if files else None
-    size = size or (48 if args.data == "shapes" else 224)
     data = label_data(args.data, args.root, args.train_split)
     val = data if args.hold_out else label_data(args.data, args.root, args.val_split)
     check_same_classes(data, val)
 
-    results = {}  # of each backbone: the scores of its runs
+    results, sizes = defaultdict(list), {}  # of each backbone: the scores of its runs
     for source in args.weights:
-        results[source] = []
+        known = [trained_with(path, "image_size") for path in (source, *files)]
+        usual = next(filter(None, known), 48 if args.data == "shapes" else 224)
+        sizes[source] = args.image_size or usual
         for seed in range(args.seed, args.seed + args.runs):
-            run = argparse.Namespace(**{**vars(args), "seed": seed})
-            run.image_size = args.image_size or trained_with(source, "image_size") or size
+            changed = {"seed": seed, "image_size": sizes[source]}
+            run = argparse.Namespace(**{**vars(args), **changed})
             new_backbone = seed == args.seed or source == "random"
             if new_backbone:
                 backbone = load_backbone(source, args.arch if is_file(source) else arch, seed)
                 backbone.to(device, memory_format=torch.channels_last)
                 backbone.eval().requires_grad_(False)
-                train_features = test_features = None  # frees the memory of the last backbone's
+                train_x = test_x = None  # frees the memory of the last backbone's features
             train, test = draw_photos(data, val, run)
-            if args.on_features:
+            path = Path(args.output, f"{args.protocol}_{quote(source, safe='')}_{seed}.pth")
+            if args.trained_on == "features":
                 # Extracted once for each backbone; again only if this run has drawn other photos.
                 if new_backbone or args.train_images or args.shots or args.hold_out:
-                    train_features = extract_features(backbone, train, run, device)
+                    train_x = extract_features(backbone, train, run, device)
                 if new_backbone or args.hold_out:
-                    test_features = extract_features(backbone, test, run, device)
-                path = layers_path(source, run)
-                both = train_features, test_features
-                scores = score_features(*both, data.names, path, run, device)
+                    test_x = extract_features(backbone, test, run, device)
+                scores = score_features(train_x, test_x, data.names, path, run, device)
             else:
-                scores = train_with_augmentation(source, backbone, train, test, run, device)
+                probe = train_probe(backbone, train, test, path, run, device)
+                if not common.is_main():
+                    continue
+                scores = score_probe(probe, test, run, device)
+            if any("top-1" in name for name in scores):
+                scores["commonest class"] = commonest_class(test)
             results[source].append(scores)
-            sizes = f"{len(train)} training and {len(test)} test photos of {run.image_size} px"
-            print_main(f"{source}, seed {seed}, {sizes}: {format_scores(scores, data.names)}")
+            photos = f"{len(train)} training and {len(test)} test photos of {run.image_size} px"
+            print_main(f"{source}, seed {seed}, {photos}: {format_scores(scores, data.names)}")
     if len(test) < 50:
         print_main(f"the scores are rough: they are of {len(test)} photos only")
     if common.is_main():
-        report(results, data.names, args)
+        report(results, sizes, data.names, args)
     common.end_distributed()
+
+
+def run_alone():
+    """Features are extracted and scored by one process: the others of torchrun end here."""
+    if "RANK" in os.environ and int(os.environ.pop("RANK")) > 0:
+        print("features are extracted and scored by the first process: this one ends")
+        sys.exit()
 
 
 def format_scores(scores, classes):
@@ -216,24 +240,23 @@ def format_scores(scores, classes):
     return ", ".join(f"{name} {scores[name]:.2f}" for name in scores if name not in classes)
 
 
-def report(results, classes, args):
+def report(results, sizes, classes, args):
     """Print a line for each backbone; write result.json, which has the classes' scores, too.
 
-    results: {source: [scores of a run]}
+    results: {source: [scores of a run]}.  sizes: {source: pixels}
     """
     results = {source: over_runs(runs) for source, runs in results.items()}
-    content = {"args": vars(args), "backbones": results}
     path = f"{args.output}/result.json"
     replaced = ", instead of an earlier call's" if os.path.exists(path) else ""
-    common.save(path, content)
+    common.save(path, {"args": vars(args), "image_size": sizes, "backbones": results})
     columns = [name for name in results[args.weights[0]]["mean"] if name not in classes]
     width = max(map(len, results))
-    print(" " * width, *(f"{column:>13}" for column in columns))
+    print(" " * width, *(f"{column:>15}" for column in columns))
     for source, scores in results.items():
         cells = [f"{scores['mean'][column]:.2f}" for column in columns]
         if args.runs > 1:
             cells = [f"{cell} ± {scores['std'][name]:.2f}" for cell, name in zip(cells, columns)]
-        print(f"{source:{width}}", *(f"{cell:>13}" for cell in cells))
+        print(f"{source:{width}}", *(f"{cell:>15}" for cell in cells))
     print(f"all of it, also for each class and run: {path}{replaced}")
 
 
@@ -250,11 +273,6 @@ def over_runs(runs):
     return {"mean": mean, "std": std, "runs": runs}
 
 
-def layers_path(source, args):
-    """The file for the linear layers of one backbone and one seed"""
-    return Path(args.output, f"{args.protocol}_{quote(source, safe='')}_{args.seed}.pth")
-
-
 # ------------------------------------------------------------------------------------- backbones
 
 
@@ -263,9 +281,12 @@ def is_file(source):
 
 
 def trained_with(source, flag):
-    """What args.json beside a file says of a flag of its training; None if it is not there"""
+    """What args.json beside a file says of a flag of its training; None if it does not"""
     path = Path(source).parent / "args.json"
-    return json.loads(path.read_text()).get(flag) if is_file(source) and path.exists() else None
+    content = json.loads(path.read_text()) if is_file(source) and path.exists() else {}
+    if flag == "image_size" and content.get("script") == "detection":
+        return None  # it trains on whole photos
+    return content.get(flag)
 
 
 def load_backbone(source, arch, seed):
@@ -316,66 +337,75 @@ class LabelData:
 def label_data(name, root, split):
     """One split of "folder", "voc07", or of captioned photos with tags -> LabelData"""
     if name == "folder":
-        data = folder_labels(root or "datasets/folder", split)
-    elif name == "voc07":
-        data = LabelData(*common.extra("voc07").labels(root or "datasets/voc07", split))
-    else:
-        captioned = common.caption_data(name, root, split, tags=True)
-        if not captioned.tag_names:
-            fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
-        labels = np.zeros((len(captioned), len(captioned.tag_names)), np.int8)
-        for row, tags in zip(labels, captioned.tags):
-            row[tags] = 1
-        data = LabelData(captioned.images, labels, captioned.tag_names, captioned.open)
-    return data
+        return folder_labels(root or "datasets/folder", split)
+    if name == "voc07":
+        return LabelData(*common.extra("voc07").labels(root or "datasets/voc07", split))
+    captioned = common.caption_data(name, root, split, tags=True)
+    if not captioned.tag_names:
+        fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
+    if name.endswith(".jsonl"):
+        captioned = captioned.select(tagged_photos(captioned.images, name, root))
+    labels = np.zeros((len(captioned), len(captioned.tag_names)), np.int8)
+    for row, tags in zip(labels, captioned.tags):
+        row[tags] = 1
+    return LabelData(captioned.images, labels, captioned.tag_names, captioned.open)
+
+
+def tagged_photos(images, path, root):
+    """The indices of the images whose line of the .jsonl has the key "tags"
+
+    "tags": [] is a negative of every class; without the key nothing is known.
+    """
+    tagged = set()
+    for line in filter(bytes.strip, open(path, "rb")):
+        row = json.loads(line)
+        if "tags" in row:
+            tagged.add(os.path.abspath(os.path.join(root or os.path.dirname(path), row["image"])))
+    keep = [i for i, image in enumerate(images) if image in tagged]
+    if len(keep) < len(images):
+        left_out = f"{len(images) - len(keep)} of {len(images)} photos are left out"
+        print_main(f'{left_out}, whose lines have no "tags"; "tags": [] says that none fits')
+    return keep
+
+
+PHOTOS = ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".avif", ".gif", ".bmp"
+PHOTOS += ".tif", ".tiff", ".jp2", ".ppm", ".pgm"
+
+
+def is_photo(path, folder, others):
+    """Whether a file below the folder is a photo by its name. Others are noted, but hidden ones."""
+    hidden = "/." in path.removeprefix(f"{folder}")
+    named = path.lower().endswith(PHOTOS)
+    others += [] if named or hidden else [path]
+    return named and not hidden
 
 
 def folder_labels(root, split):
-    """{split}/<class>/<photo>, in the order of torchvision's ImageFolder -> LabelData"""
-    path = Path(root, split)
-    folders = sorted(path.glob("[!.]*/"))
-    names = [folder.name for folder in folders]
-    photos = photos_in(*folders)
-    empty = [name for name, found in zip(names, photos) if not found]
-    if empty or not names:
-        lacking = f"no photo of the classes {empty[:5]}" if names else "no folders of classes"
-        fail(f"{path} holds {lacking}, {split}/CLASS/PHOTO: see --root, --train-split")
-    paths = [photo for found in photos for photo in found]
-    labels = np.repeat(np.arange(len(names)), list(map(len, photos)))
-    return LabelData(np.array(paths, common.STRINGS), labels, names)
+    """{split}/<class>/<photo> -> LabelData"""
+    from torchvision.datasets import ImageFolder
 
-
-# Of what PIL knows: no photos, or formats that it can only write
-NO_PHOTOS = "BUFR", "EPS", "GRIB", "HDF5", "MPEG", "PALM", "PDF", "WMF"
-
-
-def photos_in(*folders):
-    """-> for each folder (a Path) a list of the paths of all photos in it and its subfolders
-
-    The order is torchvision's. Links are followed, but no folder is read twice, nor one around
-    these: links may form a loop. Names that begin with a dot are left out: .ipynb_checkpoints
-    """
-    kinds = Image.registered_extensions()
-    seen = {outer for folder in folders for outer in folder.resolve().parents}
-    photos = [[] for _ in folders]
-    queue = list(zip(photos, folders))
-    for found, folder in queue:  # it grows: of two ways to a folder, the shorter one comes first
-        if folder.resolve() in seen:
-            continue
-        seen.add(folder.resolve())
-        for path in sorted(folder.glob("[!.]*")):
-            if path.is_dir():
-                queue.append((found, path))
-            elif kinds.get(path.suffix.lower(), "PDF") not in NO_PHOTOS:
-                if "\\udc" in ascii(path):  # for Python, a byte that is not UTF-8
-                    fail(f"the name {path.name!a} in {folder} is not UTF-8: rename it")
-                found.append(str(path))
-    return [sorted(found, key=os.path.split) for found in photos]
+    path, others = Path(root, split), []
+    try:
+        found = ImageFolder(path, is_valid_file=partial(is_photo, folder=path, others=others))
+    except FileNotFoundError as error:  # no folders of classes, or nothing in one of them
+        fail(f"{str(error).strip()} Expected is {split}/CLASS/PHOTO: see --root, --train-split")
+    if len(found.classes) == 1:
+        fail(f"{path} holds one class, {found.classes[0]}, of which nothing can be learned: is "
+             "--root a folder too high?")  # fmt: skip
+    if others:
+        print_main(f"{len(others)} files are left out, by their names no photos, as {others[0]}")
+    paths, labels = zip(*found.samples)
+    return LabelData(np.array(paths, common.STRINGS), np.array(labels), found.classes)
 
 
 def check_same_classes(train, test):
     if train.names != test.names:
         fail(f"the splits differ in their classes: {sorted({*train.names} ^ {*test.names})[:5]}")
+
+
+def commonest_class(data):
+    """LabelData with one label per photo -> percent that have the commonest one"""
+    return 100 * np.bincount(data.labels).max().item() / len(data)
 
 
 def draw_photos(data, val, args):
@@ -417,25 +447,6 @@ def pooled(backbone, images, amp="off", grid=1):
     return F.avg_pool2d(maps.float(), window, stride=1).flatten(1)
 
 
-# Where the last three convolutions of VGG-16 end, after batch norm and ReLU: indices in `features`.
-CONVOLUTIONS = {"C-11": 36, "C-12": 39, "C-13": 42}
-
-
-def convolution_features(backbone, images, amp="off", jitter=None):
-    """uint8 (B, size, size, 3) -> for each of CONVOLUTIONS its maps, average-pooled 3x3
-
-    At 224 pixels (B, 512 * 4 * 4): the "about 9K" of ICMLM Sec. 4. [DeeperCluster's code]
-    """
-    features = []
-    maps = common.augment(images, jitter)
-    with torch.no_grad(), common.autocast(images.device, amp):
-        for n, module in enumerate(backbone.features):
-            maps = module(maps)
-            if n in CONVOLUTIONS.values():
-                features.append(F.avg_pool2d(maps.float(), 3, stride=3).flatten(1))
-    return features
-
-
 class CentralSquares(Dataset):
     """The central square of each photo -> uint8 (size, size, 3), and whether it can be decoded"""
 
@@ -460,42 +471,22 @@ class CentralSquares(Dataset):
 def run_over_photos(function, photos, args, device):
     """function(uint8 (B, size, size, 3)) -> (B, D), on all photos of a data set in batches of 64
 
-    photos: CentralSquares or similar.  args: workers.  Each of P processes reads every P-th photo.
-    -> (M, D) float32 on the CPU for the M photos that can be decoded, in their order, but None on
-    all processes but the first; and the indices of these photos (M,)
+    photos: CentralSquares or similar.  args: workers.  -> (M, D) float32 on the CPU for the M
+    photos that can be decoded, in their order; and the indices of these photos (M,)
     """
-    count, processes = len(photos), common.world_size()
-    # All processes get equally many: the first photos come again at the end.
-    end = math.ceil(count / processes) * processes
-    indices = np.arange(common.rank(), end, processes)
-    loader = DataLoader(
-        photos,
-        batch_size=64,
-        sampler=(indices % count).tolist(),
-        num_workers=args.workers,
-        pin_memory=device.type == "cuda",
-    )
+    pin = device.type == "cuda"
+    loader = DataLoader(photos, 64, num_workers=args.workers, pin_memory=pin)
     outputs, readable, filled = None, [], 0
     for images, good in progress(loader, desc="photos", unit=" batches", leave=False):
-        rows = function(images.to(device, non_blocking=True)).float().cpu()
-        rows = gather_in_turns(rows)
-        good = gather_in_turns(good)[: count - len(readable)]
+        rows = function(images.to(device, non_blocking=True)).float().cpu()[good]
         readable += good.tolist()
-        if common.is_main():
-            rows = rows[: len(good)][good]
-            if outputs is None:  # filled in place: a list and its concatenation take twice as much
-                outputs = torch.empty(count, rows.shape[1])
-            outputs[filled : filled + len(rows)] = rows
-            filled += len(rows)
-    if not any(readable):
-        fail(f"none of the {count} photos can be decoded")
-    return None if outputs is None else outputs[:filled], np.flatnonzero(readable)
-
-
-def gather_in_turns(x):
-    """The rows of all processes, interleaved: the first of each, the second of each ..."""
-    by_process = common.gather(x).view(common.world_size(), *x.shape)
-    return by_process.transpose(0, 1).flatten(0, 1)
+        if outputs is None:  # filled in place: a list and its concatenation take twice as much
+            outputs = torch.empty(len(photos), rows.shape[1])
+        outputs[filled : filled + len(rows)] = rows
+        filled += len(rows)
+    if not filled:
+        fail(f"none of the {len(photos)} photos can be decoded")
+    return outputs[:filled], np.flatnonzero(readable)
 
 
 class Features(NamedTuple):
@@ -506,16 +497,14 @@ class Features(NamedTuple):
 
 
 def extract_features(backbone, data, args, device):
-    """-> Features of LabelData, as the protocol has them; None on all processes but the first"""
+    """-> Features of LabelData, as the protocol has them"""
 
     def features_of(images):
         features = pooled(backbone, images, args.amp, args.grid)
-        return F.normalize(features) if args.l2_normalised else features
+        return F.normalize(features) if args.unit_length else features
 
     squares = CentralSquares(data, args.image_size, args.side_fraction)
     x, readable = run_over_photos(features_of, squares, args, device)
-    if x is None:
-        return None
     if not x.sum().isfinite():
         fail("the features are not finite: try --amp off")
     return Features(x, torch.from_numpy(data.labels[readable]))
@@ -525,12 +514,10 @@ def extract_features(backbone, data, args, device):
 
 
 def score_features(train, test, names, path, args, device):
-    """The protocol -> {metric: percent}, {} on all processes but the first
+    """The protocol -> {metric: percent}
 
     train, test: Features.  names: of the classes.  path: where a linear layer is kept
     """
-    if not common.is_main():
-        return {}
     torch.manual_seed(args.seed)
     if args.protocol == "svm-virtex":
         return svm_virtex(train, test, names)
@@ -552,9 +539,9 @@ def score(decisions, labels):
         correct = decisions.argmax(1) == labels
         return {"top-1": 100 * correct.double().mean().item()}
     both = zip(decisions.T.numpy(), labels.T.numpy())
-    areas = [average_precision(decision, truth) for decision, truth in both if 1 in truth]
+    areas = [average_precision(*column) for column in both if {0, 1} <= {*column[1]}]
     if not areas:
-        fail("no class has a positive test photo")
+        fail("no class has a positive and a negative test photo")
     return {"mAP": statistics.mean(areas)}
 
 
@@ -576,14 +563,14 @@ def svm_virtex(train, test, names):
     negatives in training, left out in testing [official code]. The primal problem has the same
     solution as the paper's dual one, and is solved sooner [ours].
     """
+    from joblib import parallel_config
     from sklearn.model_selection import GridSearchCV
     from sklearn.svm import LinearSVC
 
     # scikit-learn's tol, 1e-4, stops early: up to 0.04 points of a class are missing or too many
     svm = LinearSVC(dual=False, class_weight={True: 2}, max_iter=2000, tol=1e-6)
     costs = {"C": [0.01, 0.1, 1.0, 10.0]}
-    jobs = -1 if len(train.x) > 5000 else 1  # processes take longer to start than small SVMs
-    search = GridSearchCV(svm, costs, scoring="average_precision", cv=3, n_jobs=jobs)
+    search = GridSearchCV(svm, costs, scoring="average_precision", cv=3)
     train_x, test_x = train.x.double().numpy(), test.x.double().numpy()
     train_y = label_columns(train.y.numpy(), len(names)) == 1
     test_y = label_columns(test.y.numpy(), len(names))
@@ -591,10 +578,11 @@ def svm_virtex(train, test, names):
     for k, name in enumerate(progress(names, desc="SVMs", leave=False)):
         positive, truth = train_y[:, k], test_y[:, k]
         rarer = min(positive.sum(), (~positive).sum())
-        if rarer == 0 or not (truth == 1).any():
+        if rarer == 0 or not {0, 1} <= {*truth}:
             continue
         classifier = search if rarer >= 3 else svm  # one for each fold; otherwise C is 1
-        classifier.fit(train_x, positive)
+        with parallel_config("threading", n_jobs=-1):  # LIBLINEAR lets other threads run
+            classifier.fit(train_x, positive)
         scores[name] = average_precision(classifier.decision_function(test_x), truth)
     return with_mean(scores, names)
 
@@ -614,7 +602,7 @@ def svm_icmlm(train, test, names, seed, device):
 
 def with_mean(scores, names):
     if not scores:
-        fail("no class has positive and negative training photos and a positive test photo")
+        fail("no class has positive and negative photos, both in training and in testing")
     left_out = [name for name in names if name not in scores]
     if left_out:
         common.report_once(f"{len(left_out)} classes are left out, which lack training or test "
@@ -664,7 +652,8 @@ def train_linear(x, y, rows, trials, lr_factor, args, width=None, loss_fn=F.cros
     is not copied.  lr_factor(fraction of training): of the learning rates.  width: outputs of a
     layer, by default one per class.  loss_fn(outputs (B, width), classes (B,))
     """
-    layers = LinearLayers(len(trials), x.shape[1], width or int(y.max()) + 1).to(x.device)
+    width = width or int(y.max()) + 1
+    layers = [linear_layer(x.shape[1], width).to(x.device) for _ in trials]
     groups = [
         {"params": layer.parameters(), "lr": lr, "weight_decay": weight_decay}
         for layer, (lr, weight_decay) in zip(layers, trials)
@@ -685,19 +674,12 @@ def train_linear(x, y, rows, trials, lr_factor, args, width=None, loss_fn=F.cros
     return layers
 
 
-class LinearLayers(nn.ModuleList):
-    """Linear layers side by side; weights N(0, 0.01), bias 0 [VirTex App. A.1], elsewhere [ours]"""
-
-    def __init__(self, count, width, num_classes):
-        super().__init__()
-        for _ in range(count):
-            layer = nn.Linear(width, num_classes)
-            nn.init.normal_(layer.weight, std=0.01)
-            nn.init.zeros_(layer.bias)
-            self.append(layer)
-
-    def forward(self, features):
-        return [layer(feature) for layer, feature in zip(self, features)]
+def linear_layer(width, num_classes):
+    """Weights N(0, 0.01), bias 0 [VirTex App. A.1], elsewhere [ours]"""
+    layer = nn.Linear(width, num_classes)
+    nn.init.normal_(layer.weight, std=0.01)
+    nn.init.zeros_(layer.bias)
+    return layer
 
 
 @torch.no_grad()
@@ -727,125 +709,29 @@ def knn(train, test, num_classes, device):
     return score(torch.cat(votes), test.y)
 
 
-# ------------------------------------------------------------------- protocols with augmentation
-
-RESUME_CAN_CHANGE = "weights", "root", "runs", "output", "workers"
-LAYERS_DECAY = 1e-5  # weight decay; the learning rate falls as lr / sqrt(1 + lr * decay * t)
+# ------------------------------------------------------------------------------ trained on crops
 
 
-def train_with_augmentation(source, backbone, train, test, args, device):
-    """sgd-virtex: one linear layer [VirTex App. A.1] -> {"top-1": percent}
-    layers: one after each of CONVOLUTIONS [ICMLM Sec. 4] -> {"C-11 top-1": percent, ...}
-
-    {} on all processes but the first. After each epoch the layers are saved in --output, from which
-    the same command resumes.
-    """
-    if args.batch_size % common.world_size():
-        fail(f"--batch-size {args.batch_size} cannot be divided by the number of processes")
-    vgg_layers = args.protocol == "layers"
-    heads = [""]
-    width = backbone.channels
-    weight_decay = 0.0
-    if vgg_layers:
-        heads = list(CONVOLUTIONS)
-        width *= (args.image_size // 16 // 3) ** 2
-        weight_decay = LAYERS_DECAY
-
-    def features_of(images, jitter=None):  # -> [(B, width)], one for each head
-        if vgg_layers:
-            return convolution_features(backbone, images, args.amp, jitter)
-        return [pooled(backbone, images, args.amp)]
-
-    def logits_of(images):  # -> (B, heads * classes)
-        return torch.cat(model(features_of(images)), 1)
-
-    # The layers, resumed where an earlier run stopped.
+def train_probe(backbone, train, test, path, args, device):
+    """sgd-virtex, layers -> extras.layers.Probe, trained by all processes"""
     torch.manual_seed(args.seed)
-    model = LinearLayers(len(heads), width, len(train.names)).to(device)
-    groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in zip(model, args.lr)]
-    optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=weight_decay)
-    path = layers_path(source, args)
-    settings = {name: value for name, value in vars(args).items() if name not in RESUME_CAN_CHANGE}
-    settings["photos"] = len(train), len(test)
-    settings["weights_date"] = os.path.exists(source) and os.path.getmtime(source)
-    start = 0
-    if path.exists():
-        saved = common.read_checkpoint(path)
-        if saved["settings"] == settings:
-            start = saved["iteration"]
-            model.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
-            print_main(f"{path}: resuming from iteration {start}")
-    parallel = common.data_parallel(model)
-
-    iters = math.ceil(args.epochs * len(train) / args.batch_size)
-    epoch = math.ceil(len(train) / args.batch_size)
-    args.accumulate = 1
-    photos = LabelledPhotos(train, args)
-    batches = common.train_batches(photos, collate, args, device, start)
-    bar = progress(range(start + 1, iters + 1), initial=start, total=iters, desc=args.protocol)
-    for iteration in bar:
-        batch = next(batches)
-        done = iteration - 1
-        for group, lr in zip(optimizer.param_groups, args.lr):
-            if vgg_layers:
-                group["lr"] = lr / math.sqrt(1 + lr * LAYERS_DECAY * done)
-            else:
-                group["lr"] = lr * common.lr_factor(done, iters)
-        outputs = parallel(features_of(batch["images"], batch["jitter"]))
-        losses = [classification_loss(logits, batch["labels"]) for logits in outputs]
-        optimizer.zero_grad()
-        sum(losses).backward()
-        optimizer.step()
-        if common.is_main() and (iteration % epoch == 0 or iteration == iters):
-            parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            common.save(path, parts | {"settings": settings, "iteration": iteration})
-        if iteration % (10 * epoch) == 0 and iteration < iters:
-            scores = score_heads(heads, logits_of, test, args, device)
-            print_main(f"epoch {iteration // epoch}: {format_scores(scores, train.names)}")
-    return score_heads(heads, logits_of, test, args, device)
-
-
-class LabelledPhotos(common.Photos):
-    """Random crops with their labels"""
-
-    def sample(self, index, rng):
-        return {**self.photo(index, rng), "labels": self.data.labels[index]}
-
-
-def collate(samples):
-    """-> images uint8 (B, size, size, 3), jitter (B, 4), labels (B,) or (B, classes)"""
-    return {
-        "images": common.stack(samples, "image"),
-        "jitter": common.stack(samples, "jitter"),
-        "labels": common.stack(samples, "labels"),
-    }
-
-
-def classification_loss(logits, labels):
-    """Softmax cross-entropy; with several labels per photo, binary cross-entropy per class
-
-    The latter is summed over classes, without "difficult" labels [ours].  logits: (B, classes).
-    labels: as in LabelData -> scalar
-    """
-    if labels.ndim == 1:
-        return F.cross_entropy(logits, labels)
-    targets = (labels == 1).float()
-    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-    return (losses * (labels >= 0)).sum(1).mean()
+    layers = common.extra("layers")
+    probe = layers.Probe(backbone, len(train.names), linear_layer, args).to(device)
+    test_scores = partial(score_probe, probe, test, args, device)
+    layers.train(probe, train, path, args, device, test_scores)
+    return probe
 
 
 @torch.no_grad()
-def score_heads(heads, logits_of, test, args, device):
-    """logits_of(images) -> (B, heads * classes) -> {"C-11 top-1": percent, ...}"""
+def score_probe(probe, test, args, device):
+    """probe: extras.layers.Probe -> {"top-1": percent}, or {"C-11 top-1": percent, ...}"""
     squares = CentralSquares(test, args.image_size)
+    logits_of = lambda images: torch.cat(probe(images), 1)  # (B, layers * classes)
     logits, readable = run_over_photos(logits_of, squares, args, device)
-    scores = {}
-    if common.is_main():
-        labels = torch.from_numpy(test.labels[readable])
-        for head, part in zip(heads, logits.chunk(len(heads), 1)):
-            for metric, percent in score(part, labels).items():
-                scores[f"{head} {metric}".strip()] = percent
+    labels, scores = torch.from_numpy(test.labels[readable]), {}
+    for name, part in zip(probe.names, logits.chunk(len(probe.names), 1)):
+        for metric, percent in score(part, labels).items():
+            scores[f"{name} {metric}".strip()] = percent
     return scores
 
 

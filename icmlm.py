@@ -56,7 +56,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Subset
 
 import common
-from common import LETTERS, fail, print_main, progress
+from common import LETTERS, count, fail, fraction, positive, print_main, progress, share, weight
+from common import whole
 
 HEADS = "tfm", "att-fc"
 
@@ -112,51 +113,48 @@ def get_args(argv=None):
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--train-split", help="default train2017 for coco, else train")
     add("--val-split", help="default val2017 for coco, else val")
-    add("--image-size", type=common.count, help="crop side in pixels; cost grows with its square")
-    add("--crop-min", type=common.share, help="smallest fraction of a photo's area in a crop")
-    add("--colour-jitter", type=common.weight, help="strength; lower it if captions name colours")
-    add("--workers", type=common.whole, default=min(8, os.cpu_count() // 2),
+    add("--image-size", type=count, help="crop side in pixels; cost grows with its square")
+    add("--crop-min", type=share, help="smallest fraction of a photo's area in a crop")
+    add("--colour-jitter", type=weight, help="strength; lower it if captions name colours")
+    add("--workers", type=whole, default=min(8, os.cpu_count() // 2),
         help="more if data_wait > 0.05")
 
     add = parser.add_argument_group("language model and concepts").add_argument
     add("--lm", help="BERT or RoBERTa, from the hub or a folder; scratch: trained on the captions")
-    add("--lm-iters", type=common.count, help="iterations for --lm scratch; more for many captions")
+    add("--lm-iters", type=count, help="iterations for --lm scratch; more for many captions")
     add("--pos", choices=POS, default=POS[-1], help="words to mask, and predict as tags [Sec. 4.2]")
-    add("--num-concepts", type=common.count, help="keep the N most frequent [Sec. 4.2, 4.3]")
+    add("--num-concepts", type=count, help="keep the N most frequent [Sec. 4.2, 4.3]")
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="the paper uses spacy")
-    add("--max-words", type=common.count, default=25,
-        help="leave out longer captions [Sec. 4]; raise it for reports")
+    add("--max-words", type=count, default=25, help="of a caption [Sec. 4]; raise it for reports")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
     add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
     add("--head", choices=HEADS, default=HEADS[0], help="att-fc: better on VOC [Sec. 4.1]")
-    add("--layers", type=common.count, default=1,
+    add("--layers", type=count, default=1,
         help="of tfm, or of fc; 2 give a worse backbone, except att-fc's on IN-1K [Tab. 5]")
-    add("--heads", type=common.count, help="of attention, in tfm or att [Sec. 4, 4.3]; VGG-16: 12")
+    add("--heads", type=count, help="of attention, in tfm or att [Sec. 4, 4.3]; VGG-16: 12")
 
     add = parser.add_argument_group("optimisation").add_argument
-    add("--batch-size", type=common.count, help="triplets per iteration over all processes")
-    add("--iters", type=common.count, help="training iterations; scale them with the data")
-    add("--epochs", type=common.positive, help="instead of --iters: passes over the triplets")
-    add("--lr", type=common.positive, help="peak learning rate; lower if the loss is not finite")
-    add("--warmup", type=common.fraction, help="of the learning rate, as a fraction of training")
-    add("--weight-decay", type=common.weight, help="raise it if photos are few")
-    add("--lambda-tp", type=common.weight, help="weight of tag prediction; 0 for none [Eq. 8]")
-    add("--warmup-attention", type=common.fraction,
-        help="fraction of training with a frozen backbone")
+    add("--batch-size", type=count, help="triplets per iteration over all processes")
+    add("--iters", type=count, help="training iterations; scale them with the data")
+    add("--epochs", type=positive, help="instead of --iters: passes over the triplets")
+    add("--lr", type=positive, help="peak learning rate; lower if the loss is not finite")
+    add("--warmup", type=fraction, help="of the learning rate, as a fraction of training")
+    add("--weight-decay", type=weight, help="raise it if photos are few")
+    add("--lambda-tp", type=weight, help="weight of tag prediction [Eq. 8]; 0: not in the backbone")
+    add("--warmup-attention", type=fraction, help="fraction of training with a frozen backbone")
 
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--seed", type=common.whole, default=0, help="random seed")
+    add("--seed", type=whole, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
-    add("--accumulate", type=common.count, default=1,
-        help="micro-batches per batch, if memory is short")
+    add("--accumulate", type=count, default=1, help="micro-batches per batch, if memory is short")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=common.count, help="iterations between lines of metrics.jsonl")
-    add("--validate-every", type=common.count, help="iterations between validations")
-    add("--checkpoint-every", type=common.count, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=common.count, help="iterations between model_N.pth (early stopping)")
+    add("--log-every", type=count, help="iterations between lines of metrics.jsonl")
+    add("--validate-every", type=count, help="iterations between validations")
+    add("--checkpoint-every", type=count, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=count, help="iterations between model_N.pth (early stopping)")
     # fmt: on
     args = parser.parse_args(argv)
     vgg = args.arch == "vgg16_bn"
@@ -291,14 +289,14 @@ def filter_captions(data, tokenize, max_words):
     tokenize: caption -> its tokens: words, or the language model's. [ours]  max_words: the 25
     """
     kept = []
-    for captions in progress(data.captions, desc="caption lengths", total=len(data), leave=False):
+    for captions in progress(list(data.captions), desc="caption lengths", leave=False):
         distinct = dict.fromkeys(captions)
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = data.captions.ends[-1], sum(map(len, kept))
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
                f"not of 3 to {max_words} words or tokens")  # fmt: skip
     if not after:
-        fail("no caption of a split is left: raise --max-words if they are long")
+        fail("a split has no captions that are left: if they are longer, raise --max-words")
     return data.with_captions(kept)
 
 
@@ -323,7 +321,7 @@ def count_concepts(captions, tagger):
     ways belongs to its most frequent part of speech; all its occurrences count [ours]. [Sec. 3.1]
     """
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
-    captions = progress(captions, desc="parts of speech", unit=" captions", leave=False)
+    captions = progress(captions, desc="parts of speech", leave=False)
     for word, part in tag_words(captions, tagger):
         if part == "verbs" and word in AUXILIARIES:
             part = None
@@ -396,7 +394,8 @@ def find_triplets(data, concepts, tokenizer):
             encoded = tokenizer(caption, return_offsets_mapping=True)
             positions = {span: t for t, span in enumerate(encoded["offset_mapping"])}
             for match in WORD.finditer(caption):
-                concept, t = index.get(match[0].lower()), positions.get(match.span())
+                concept = index.get(match[0].lower())
+                t = positions.get(match.span())
                 if None not in (concept, t) and encoded["input_ids"][t] != tokenizer.unk_token_id:
                     triplets.extend((photo, n, t, concept))
     if not triplets:
@@ -529,7 +528,9 @@ class ICMLM(nn.Module):
         """
         features = self.backbone(images)  # X: (B, d_x, H, W)
         vector = self.head(features, token_features, attention_mask, mask_pos)
-        return vector, self.tags(features if self.lambda_tp else features.detach())
+        if not self.lambda_tp:
+            features = features.detach()
+        return vector, self.tags(features)
 
 
 # Copied from tp.py
@@ -617,7 +618,8 @@ class EncoderLayer(nn.Module):
 
     def per_head(self, x):
         """(B, S, heads * d_w) -> (B, heads, S, d_w)"""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        x = x.unflatten(-1, (self.heads, -1))
+        return x.transpose(1, 2)
 
     def forward(self, z, mask):
         """z (B, S, d_w), mask (B, S) -> z"""
@@ -701,7 +703,8 @@ def validate(model, lm, triplets, args, device, num_triplets):
     chosen = Subset(triplets, order[:num_triplets].tolist())  # None: all
     mlm, tp, ranks, concepts = 0, 0, defaultdict(list), []
     for batch in common.validation_batches(chosen, collate, args, device):
-        mask, mask_pos, target = batch["attention_mask"], batch["mask_pos"], batch["target"]
+        mask, mask_pos = batch["attention_mask"], batch["mask_pos"]
+        target = batch["target"]
         with common.autocast(device, args.amp):
             W = lm(batch["tokens"], mask)
             features = model.backbone(common.augment(batch["images"])).float()
@@ -712,9 +715,9 @@ def validate(model, lm, triplets, args, device, num_triplets):
             vector = model.head(x, W, mask, mask_pos)
             logits[name] = lm.mlm_head(vector) if args.head == "tfm" else vector @ V.T
         logits["language model alone"] = lm.mlm_head(at_mask(W, mask_pos))
-        share = len(target) / len(chosen)
-        mlm += share * F.cross_entropy(logits["with the photo"], target).item()
-        tp += share * tag_loss(model.tags(features), batch["tags"]).item()
+        ratio = len(target) / len(chosen)
+        mlm += ratio * F.cross_entropy(logits["with the photo"], target).item()
+        tp += ratio * tag_loss(model.tags(features), batch["tags"]).item()
         for name in logits:
             ranks[name].append(target_ranks(logits[name], target))
         concepts += batch["concept"].tolist()

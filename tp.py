@@ -51,7 +51,8 @@ from sklearn.preprocessing import MultiLabelBinarizer
 from torch import nn
 
 import common
-from common import LETTERS, fail, print_main, progress
+from common import LETTERS, count, fail, fraction, positive, print_main, progress, share, weight
+from common import whole
 
 LABELS = "postag", "cluster", "lda", "instances", "rotation"
 
@@ -104,44 +105,42 @@ def get_args(argv=None):
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--train-split", help="default train2017 for coco, else train")
     add("--val-split", help="default val2017 for coco, else val")
-    add("--image-size", type=common.count, help="crop side in pixels; cost grows with its square")
-    add("--crop-min", type=common.share, help="smallest fraction of a photo's area in a crop")
-    add("--colour-jitter", type=common.weight, help="strength; lower it if captions name colours")
-    add("--workers", type=common.whole, default=min(8, os.cpu_count() // 2),
+    add("--image-size", type=count, help="crop side in pixels; cost grows with its square")
+    add("--crop-min", type=share, help="smallest fraction of a photo's area in a crop")
+    add("--colour-jitter", type=weight, help="strength; lower it if captions name colours")
+    add("--workers", type=whole, default=min(8, os.cpu_count() // 2),
         help="more if data_wait > 0.05")
 
     add = parser.add_argument_group("labels").add_argument
     add("--labels", choices=LABELS, default=LABELS[0], help="what to predict [Sec. 3.1, 4]")
-    add("--num-labels", type=common.count, help="K, at most: words (default 5000; VGG-16: 1000), "
+    add("--num-labels", type=count, help="K, at most: words (default 5000; VGG-16: 1000), "
         "clusters (1000; shapes: 200) or topics (40) [Tab. 2, 4]")
     add("--pos", choices=POS, default=POS[-1], help="parts of speech to keep [Sec. 4.2, Tab. 4]")
     add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="the paper uses spacy")
-    add("--max-words", type=common.count, default=25,
-        help="leave out longer captions [Sec. 4]; raise it for reports")
+    add("--max-words", type=count, default=25, help="of a caption [Sec. 4]; raise it for reports")
     add("--lm", help="cluster: BERT, from the hub or a folder; scratch: train one on the captions")
-    add("--lm-iters", type=common.count, help="iterations of --lm scratch; more for more captions")
+    add("--lm-iters", type=count, help="iterations of --lm scratch; more for more captions")
 
     add = parser.add_argument_group("model and optimisation").add_argument
     add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
     add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
-    add("--batch-size", type=common.count, help="photos per iteration over all processes")
-    add("--iters", type=common.count, help="training iterations; scale them with the data")
-    add("--epochs", type=common.positive, help="instead of --iters: passes over the data")
-    add("--lr", type=common.positive, help="peak learning rate; lower it if the loss is not finite")
-    add("--warmup", type=common.fraction, help="of the learning rate, as a fraction of training")
-    add("--weight-decay", type=common.weight, help="raise it if photos are few")
+    add("--batch-size", type=count, help="photos per iteration over all processes")
+    add("--iters", type=count, help="training iterations; scale them with the data")
+    add("--epochs", type=positive, help="instead of --iters: passes over the data")
+    add("--lr", type=positive, help="peak learning rate; lower it if the loss is not finite")
+    add("--warmup", type=fraction, help="of the learning rate, as a fraction of training")
+    add("--weight-decay", type=weight, help="raise it if photos are few")
 
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--seed", type=common.whole, default=0, help="random seed")
+    add("--seed", type=whole, default=0, help="random seed")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
-    add("--accumulate", type=common.count, default=1,
-        help="micro-batches per batch, if memory is short")
+    add("--accumulate", type=count, default=1, help="micro-batches per batch, if memory is short")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=common.count, help="iterations between lines of metrics.jsonl")
-    add("--validate-every", type=common.count, help="iterations between validations")
-    add("--checkpoint-every", type=common.count, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=common.count, help="iterations between model_N.pth (early stopping)")
+    add("--log-every", type=count, help="iterations between lines of metrics.jsonl")
+    add("--validate-every", type=count, help="iterations between validations")
+    add("--checkpoint-every", type=count, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=count, help="iterations between model_N.pth (early stopping)")
     # fmt: on
     args = parser.parse_args(argv)
     paper = VGG16 if args.arch == "vgg16_bn" else {}
@@ -274,14 +273,14 @@ def filter_captions(data, tokenize, max_words):
     tokenize: caption -> its tokens: words, or the language model's. [ours]  max_words: the 25
     """
     kept = []
-    for captions in progress(data.captions, desc="caption lengths", total=len(data), leave=False):
+    for captions in progress(list(data.captions), desc="caption lengths", leave=False):
         distinct = dict.fromkeys(captions)
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = data.captions.ends[-1], sum(map(len, kept))
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
                f"not of 3 to {max_words} words or tokens")  # fmt: skip
     if not after:
-        fail("no caption of a split is left: raise --max-words if they are long")
+        fail("a split has no captions that are left: if they are longer, raise --max-words")
     return data.with_captions(kept)
 
 
@@ -306,7 +305,7 @@ def count_concepts(captions, tagger):
     ways belongs to its most frequent part of speech; all its occurrences count [ours]. [Sec. 3.1]
     """
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
-    captions = progress(captions, desc="parts of speech", unit=" captions", leave=False)
+    captions = progress(captions, desc="parts of speech", leave=False)
     for word, part in tag_words(captions, tagger):
         if part == "verbs" and word in AUXILIARIES:
             part = None
@@ -602,7 +601,8 @@ def validate(model, photos, frequencies, args, device):
     scores = {"loss": round(label_loss(logits, targets, args.labels).item(), 4)}
     scores |= tag_scores(logits.numpy(), targets.numpy(), args.labels)
     print_main(f"validation: {scores}")
-    alone = tag_scores(np.tile(frequencies, (len(targets), 1)), targets.numpy(), args.labels)
+    frequencies = np.broadcast_to(frequencies, targets.shape)
+    alone = tag_scores(frequencies, targets.numpy(), args.labels)
     print_main(f"by label frequencies alone: {alone}")
     return {"validation": scores, "label_frequencies": alone}
 

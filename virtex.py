@@ -223,8 +223,8 @@ def main(args):
         last = iteration == iters
         validate_now = iteration % args.validate_every == 0 or last
         if iteration % args.log_every == 0 or validate_now:
-            row = log.means(iteration)
-            row |= {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
+            rates = {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
+            row = log.means(iteration) | rates
             bar.set_postfix(loss=f"{row['loss']:.3f}")
             if validate_now and common.is_main():
                 scores = validate(model, val_photos, args, device)
@@ -235,8 +235,8 @@ def main(args):
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, **own)
         if args.keep_every and iteration % args.keep_every == 0:
-            kept = {"model": model}
-            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, kept, **own)
+            name, kept = f"model_{iteration}.pth", {"model": model}
+            common.save_checkpoint(args, name, iteration, kept, **own)
 
     common.end_run(args, backbone, train)  # eval_linear.py says what the backbone is worth
 
@@ -253,8 +253,6 @@ def subset(data, fraction, captions_per_image, seed):
 
     A photo keeps the same captions, whatever the fraction.
     """
-    if fraction == 1 and not captions_per_image:
-        return data
     order = np.random.default_rng(seed).permutation(len(data))
     chosen = np.sort(order[: max(1, round(fraction * len(data)))])
     data = data.select(chosen)
@@ -289,14 +287,10 @@ def load_tokenizer(args, train, init):
 
     tokenizer = read_tokenizer(common.once(args, "tokenizer.model", make))
     some = train.all_captions()[:: 1 + len(train) // 2000]
-    cut = sum(len(encode(caption, tokenizer)) > MAX_LENGTH for caption in some) / len(some)
-    if cut > 0.01:
+    lengths = np.array([len(tokenizer.encode(normalise(caption))) for caption in some])
+    if (cut := np.mean(lengths > MAX_LENGTH - 2)) > 0.01:
         print_main(f"{cut:.0%} of the captions are cut at {MAX_LENGTH - 2} tokens")
     return tokenizer
-
-
-def encode(caption, tokenizer):
-    return [SOS, *tokenizer.encode(normalise(caption)), EOS]
 
 
 def train_tokenizer(captions, vocab_size):
@@ -312,9 +306,7 @@ def train_tokenizer(captions, vocab_size):
         character_coverage=1.0,
         max_sentence_length=1 << 20,  # bytes; what is longer would be ignored
         unk_id=UNK,
-        bos_id=-1,
-        eos_id=-1,
-        pad_id=-1,
+        **dict.fromkeys(("bos_id", "eos_id", "pad_id"), -1),
         control_symbols="[SOS],[EOS],[MASK]",
         minloglevel=3,
     )
@@ -374,7 +366,8 @@ class CaptionedPhotos(common.Photos):
         return sample | self.text(caption, rng)
 
     def text(self, caption, rng):
-        return {"tokens": encode(caption, self.tokenizer)[:MAX_LENGTH]}
+        tokens = [SOS, *self.tokenizer.encode(normalise(caption)), EOS]
+        return {"tokens": tokens[:MAX_LENGTH]}
 
     def collate(self, samples):
         """-> images uint8 (B, size, size, 3), jitter (B, 4), and what collate_text returns"""
@@ -553,9 +546,7 @@ class LookAhead:
     """
 
     def __init__(self, optimizer, k, alpha):
-        self.k = k
-        self.alpha = alpha
-        self.steps = 0
+        self.k, self.alpha, self.steps = k, alpha, 0
         self.fast = [p for group in optimizer.param_groups for p in group["params"]]
         self.slow = [parameter.detach().clone() for parameter in self.fast]
 
@@ -638,15 +629,7 @@ class MaskedLM(VirTex):
         return {"masked_lm": token_loss(self.textual.output, vectors, tokens, positions)}
 
 
-class WordPhotos(CaptionedPhotos):
-    """Photos with the set of a caption's tokens"""
-
-    def collate_text(self, samples):
-        """-> {"tokens": (B, K), zero-padded}"""
-        return {"tokens": pad([sample["tokens"] for sample in samples])}
-
-
-class TaggedPhotos(WordPhotos):
+class TaggedPhotos(CaptionedPhotos):
     """Photos with their tags in place of a caption"""
 
     def sample(self, index, rng):
@@ -675,7 +658,7 @@ class Classifier(nn.Module):
         output = nn.Linear(self.visual["cnn"].channels, num_outputs)
         self.textual = nn.ModuleDict({"output": output})
 
-    def forward(self, images, tokens):
+    def forward(self, images, tokens, *_):
         """images (B, 3, h, w), tokens (B, K) -> {task: (sum of losses, number of photos)}"""
         logits = self.textual["output"](self.visual["cnn"](images).mean((2, 3))).float()
         targets = torch.zeros_like(logits).scatter_(1, tokens, 1.0)
@@ -686,7 +669,7 @@ class Classifier(nn.Module):
 
 ABLATIONS = {
     "masked_lm": (MaskedLM, MaskedPhotos),
-    "token_classification": (Classifier, WordPhotos),
+    "token_classification": (Classifier, CaptionedPhotos),
     "multilabel_classification": (Classifier, TaggedPhotos),
 }
 

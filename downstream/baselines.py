@@ -9,6 +9,7 @@ import torch
 import common
 import eval_linear
 from common import fail, print_main
+from extras import layers
 
 IN_WORDS = {"trained": "trained", "random": "at random initialisation"}  # in the last line printed
 
@@ -28,16 +29,18 @@ def add_flags(parser, data=None):
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--train-split", help="default train2017 for coco, else train")
     add("--val-split", help="default val2017 for coco, else val")
-    add("--image-size", type=int, help="crop side in pixels (default 48 for shapes, else 224)")
-    add("--workers", type=int, default=min(8, os.cpu_count()), help="DataLoader workers; 0: none")
+    add("--image-size", type=common.count, help="crop side in pixels (default: that of the "
+        "weights' training, by args.json beside them; else 224, 48 for shapes)")
+    add("--workers", type=common.whole, default=min(8, os.cpu_count()),
+        help="DataLoader workers; 0: none")
     # fmt: on
 
 
 def add_run_flags(parser, script):
     """Of the tasks that freeze the backbone"""
     add = parser.add_argument_group("run").add_argument
-    add("--runs", type=int, default=1, help="number of seeds; the result has mean and deviation")
-    add("--seed", type=int, default=0, help="of the first run: what is drawn depends on it")
+    add("--runs", type=common.count, default=1, help="seeds; the result has mean and deviation")
+    add("--seed", type=common.whole, default=0, help="of the first run: what is drawn follows it")
     add("--output", default=f"runs/{script}", help="folder of result.json and pictures")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off for numbers to report")
 
@@ -49,7 +52,8 @@ def fill_defaults(parser, args, **defaults):
     if args.weights.startswith("clip:"):
         parser.error("--weights clip:NAME is for eval_linear.py only")
     year = "2017" if args.data == "coco" else ""
-    size = 48 if args.data == "shapes" else 224
+    size = eval_linear.trained_with(args.weights, "image_size")
+    size = size or (48 if args.data == "shapes" else 224)
     usual = {"train_split": f"train{year}", "val_split": f"val{year}", "image_size": size}
     for name, value in (usual | defaults).items():
         if getattr(args, name, None) is None:
@@ -81,12 +85,12 @@ def backbones(args, device):
 def extract_features(backbone, photos, args, device, function=eval_linear.pooled):
     """function(backbone, uint8 (B, size, size, 3), amp) -> (B, D), on all photos
 
-    photos: eval_linear.CentralSquares or similar -> (M, D) of the M photos that can be decoded,
-    None on all processes but the first; the indices of these photos (M,)
+    photos: eval_linear.CentralSquares or similar -> (M, D) of the M photos that can be decoded, and
+    the indices of these photos (M,)
     """
     features_of = partial(function, backbone, amp=args.amp)
     x, readable = eval_linear.run_over_photos(features_of, photos, args, device)
-    if x is not None and not x.sum().isfinite():
+    if not x.sum().isfinite():
         fail("the features are not finite: try --amp off")
     return x, readable
 
@@ -118,20 +122,27 @@ def report(runs, args, task, metric, in_words):
 # -------------------------------------------------------------------------- fine-tuned backbones
 
 
-def with_random_baseline(args, train):
-    """Run train(args) from --weights; on shapes (minutes) also from random weights
+def compared_runs(args):
+    """-> {"trained": args}; on shapes (minutes) also {"random": args of a run from random weights}
 
-    -> {"trained" or "random": its scores}, written to result.json, too. All processes take part.
+    With --weights random, {"random": args}. A wrong file ends it here.
     """
-    if os.path.exists(args.weights):  # common.start: no resuming from other weights of this name
-        args.weights_date = os.path.getmtime(args.weights)
-    name = "random" if args.weights == "random" else "trained"
-    scores = {name: train(args)}
-    if name == "trained" and args.data == "shapes":
-        arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
-        changed = {"weights": "random", "arch": arch, "output": f"{args.output}/random"}
-        scores["random"] = train(argparse.Namespace(**{**vars(args), **changed}))
+    backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
+    args.arch = backbone.arch
+    args.weights_hash = None  # a run resumes from the same weights only, whatever their file's name
+    if args.weights == "random":
+        return {"random": args}
+    args.weights_hash = layers.hash_of_weights(backbone)
+    runs = {"trained": args}
+    if args.data == "shapes":
+        changed = {"weights": "random", "weights_hash": None, "output": f"{args.output}/random"}
+        runs["random"] = argparse.Namespace(**{**vars(args), **changed})
+    return runs
+
+
+def with_random_baseline(args, train):
+    """Call train(args) for each of compared_runs -> {name: its scores}, also in result.json"""
+    scores = {name: train(run) for name, run in compared_runs(args).items()}
     if common.is_main():
-        content = {"args": vars(args), **scores}
-        common.save(f"{args.output}/result.json", content)
+        common.save(f"{args.output}/result.json", {"args": vars(args), **scores})
     return scores

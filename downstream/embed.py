@@ -38,6 +38,7 @@ def get_args(argv=None):
 
 
 def main(args):
+    eval_linear.run_alone()
     device = common.init_distributed()
     photos = images_in(args.folder)
     Path(args.output).mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,6 @@ import time
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import common
@@ -40,6 +39,7 @@ import eval_linear
 from common import fail, print_main, progress
 from downstream import baselines
 from downstream.pictures import photo_files
+from extras import layers
 
 # fmt: off
 DATA = "shapes", "folder", "inat"
@@ -47,7 +47,6 @@ DEFAULTS = {  #          shapes    folder    inat
     "train_split":      ("train",  "train",  "train2018"),  # Sec. 4.3
     "val_split":        ("val",    "val",    "val2018"),    # Sec. 4.3
     "fraction":         (0.02,     1.0,      1.0),
-    "image_size":       (48,       224,      224),          # App. A.1
     "epochs":           (40.0,     100.0,    100.0),        # Sec. 4.3
     "batch_size":       (32,       256,      256),          # Sec. 4.3
     "optimizer":        ("sgd",    "sgd",    "sgd"),        # Sec. 4.3
@@ -69,21 +68,23 @@ def get_args(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     baselines.add_flags(parser, DATA)
     add = parser.add_argument_group("labels and optimisation").add_argument
-    add("--fraction", type=float, help="of the training photos of each class (shapes: 0.02)")
-    add("--shots", type=int, help="training photos of each class")
-    add("--batch-size", type=int, help="photos per iteration over all processes")
-    add("--epochs", type=float, help="passes over the photos (default 100; shapes: 40)")
-    add("--lr", type=float, help=f"peak; on shapes for both starts (default {LR} for batches of "
-        f"{BATCH}, {RANDOM_LR} for random weights, scaled to --batch-size)")
-    add("--steps", type=float, nargs="+",
-        help="epochs after which the rate falls to a tenth (default: after 70%% and 90%%)")
-    add("--weight-decay", type=float, default=1e-4, help="of all weights [Sec. 4.3]")
+    add("--fraction", type=common.share, help="of the training photos of each class (shapes: 0.02)")
+    add("--shots", type=common.count, help="training photos of each class")
+    add("--batch-size", type=common.count, help="photos per iteration over all processes")
+    add("--epochs", type=common.positive, help="passes over the photos (default 100; shapes: 40)")
+    add("--lr", type=common.positive, help="peak; on shapes for both starts (default "
+        f"{LR} for batches of {BATCH}, {RANDOM_LR} for random weights, scaled to --batch-size)")
+    add("--steps", type=common.positive, nargs="+", metavar="EPOCHS",
+        help="after which the rate falls to a tenth (default: 70%% and 90%% of --epochs)")
+    add("--weight-decay", type=common.weight, default=1e-4, help="of all weights [Sec. 4.3]")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
     # fmt: on
     add_run_flags(parser)
     args = parser.parse_args(argv)
     defaults = {name: row[DATA.index(args.data)] for name, row in DEFAULTS.items()}
     fill_defaults(parser, args, "finetune", **defaults)
+    if args.steps and max(args.steps) >= args.epochs:
+        parser.error(f"--steps are epochs, and training ends after {args.epochs:g} of them")
     return args
 
 
@@ -92,12 +93,12 @@ def add_run_flags(parser):
     # fmt: off
     add = parser.add_argument_group("run").add_argument
     add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--seed", type=int, default=0, help="random seed")
-    add("--accumulate", type=int, default=1, help="micro-batches per batch, if memory is short")
+    add("--seed", type=common.whole, default=0, help="random seed")
+    add("--accumulate", type=common.count, default=1, help="micro-batches, if memory is short")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=int, help="iterations between lines of metrics.jsonl")
-    add("--checkpoint-every", type=int, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=int, help="iterations between model_N.pth (early stopping)")
+    add("--log-every", type=common.count, help="iterations between lines of metrics.jsonl")
+    add("--checkpoint-every", type=common.count, help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=common.count, help="iterations between model_N.pth (early stopping)")
     # fmt: on
 
 
@@ -107,7 +108,7 @@ def fill_defaults(parser, args, script, **defaults):
     suffix = "" if args.data == "shapes" else f"-{args.data}"  # other data: no collision
     baselines.fill_defaults(parser, args, output=f"runs/{script}{suffix}", **defaults)
     parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
-    if args.batch_size < 1 or args.batch_size % parts:
+    if args.batch_size % parts:
         fail(f"--batch-size {args.batch_size} cannot be divided by {parts}, which is the number of "
              "processes times --accumulate")  # fmt: skip
 
@@ -115,9 +116,7 @@ def fill_defaults(parser, args, script, **defaults):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-
-    # Refuse a wrong file before reading data.
-    args.arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
+    runs = baselines.compared_runs(args)
 
     # Data: photos with one label each; --fraction or --shots of those for training.
     train = labelled_split(args.data, args.root, args.train_split)
@@ -128,20 +127,23 @@ def main(args):
     counts = f"{len(train)} training and {len(val)} validation photos"
     print_main(f"{counts}, {len(train.names)} classes, on {device}, amp {args.amp}")
 
-    scores = baselines.with_random_baseline(args, lambda run: fine_tune(train, val, run, device))
+    scores = {}
+    for name, run in runs.items():
+        model = fine_tune(train, val, run, device)
+        if common.is_main():
+            scores[name] = validate(model, val, run, device)
     if common.is_main():
+        common.save(f"{args.output}/result.json", {"args": vars(args), **scores})
         origins = {"trained": args.weights, "random": "random initialisation"}
         parts = [f"{scores[name]['top-1']} from {origins[name]}" for name in scores]
+        parts.append(f"{scores[name]['commonest class']} by guessing the commonest class")
         labels = f"top-1 on {args.data} after fine-tuning on {len(train)} labels"
         print_main(f"{labels}: {', '.join(parts)}")
     common.end_distributed()
 
 
 def fine_tune(train, val, args, device):
-    """Train on `train` into args.output -> {"top-1": percent on `val`}
-
-    {} on all processes but the first.
-    """
+    """Train on `train` into args.output -> Classifier"""
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
     common.check_data(args, checkpoint, train.images, train.labels.tolist())
     usual = RANDOM_LR if args.weights == "random" else LR
@@ -167,8 +169,8 @@ def fine_tune(train, val, args, device):
     photos_per_line = args.batch_size * args.log_every
     lines = math.ceil(max(len(train), 5 * len(val)) / photos_per_line)
     validate_every = lines * args.log_every
-    photos = eval_linear.LabelledPhotos(train, args)
-    batches = common.train_batches(photos, eval_linear.collate, args, device, done)
+    photos = layers.LabelledPhotos(train, args)
+    batches = common.train_batches(photos, layers.collate, args, device, done)
     log = common.Log(args, checkpoint)
     bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
@@ -184,7 +186,7 @@ def fine_tune(train, val, args, device):
             images = common.augment(batch["images"])  # (B, 3, h, w)
             with common.autocast(device, args.amp):
                 logits = ddp(images)  # (B, classes)
-            loss = eval_linear.classification_loss(logits.float(), batch["labels"])
+            loss = layers.classification_loss(logits.float(), batch["labels"])
             scaler.scale(loss / args.accumulate).backward()
             log.add(loss=loss)
         scaler.step(optimizer)
@@ -196,19 +198,15 @@ def fine_tune(train, val, args, device):
         if args.keep_every and iteration % args.keep_every == 0:
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
         if iteration % args.log_every == 0:
-            row = log.means(iteration)
-            row["lr"] = lr * lr_scale
-            if iteration % validate_every == 0 and not last:
-                scores = validate(model, val, args, device)
-                if common.is_main():
-                    row["validation_top1"] = scores["top-1"]
+            row = log.means(iteration) | {"lr": lr * lr_scale}
+            if iteration % validate_every == 0 and not last and common.is_main():
+                row["validation_top1"] = validate(model, val, args, device)["top-1"]
             log.write(iteration, row)
             bar.set_postfix(loss=f"{row['loss']:.3f}")
 
     if common.is_main():
         common.save_weights(f"{args.output}/backbone.pth", backbone)
-    scores = validate(model, val, args, device)
-    return {name: round(score, 2) for name, score in scores.items()}
+    return model
 
 
 # --------------------------------------------------------------------------------- labelled photos
@@ -218,7 +216,7 @@ def labelled_split(name, root, split):
     """One split of "shapes", "folder" or "inat" -> eval_linear.LabelData, one label per photo"""
     if name == "inat":
         return inat_labels(root or "datasets/inat", split)
-    data = eval_linear.label_data(name, root, split)
+    data = eval_linear.label_data(name, root, split)  # at least two classes
     if name == "shapes":  # only scenes with one shape, which is the class
         data = data.select(np.flatnonzero(data.labels.sum(1) == 1))
         data.labels = data.labels.argmax(1)
@@ -234,6 +232,8 @@ def inat_labels(root, split):
     paths = [os.path.join(root, image["file_name"]) for image in content["images"]]
     labels = [class_of_category[category_of[image["id"]]] for image in content["images"]]
     names = list(map(str, category_ids))
+    if len(set(labels)) < 2:
+        fail(f"all photos of {root}/{split}.json are of one class")
     return eval_linear.LabelData(photo_files(paths).images, np.array(labels), names)
 
 
@@ -257,13 +257,14 @@ def part_of_classes(data, fraction, seed, shots=None):
 class Classifier(nn.Module):
     """The backbone, average pooling and a linear layer: (B, 3, h, w) -> logits (B, classes)
 
-    The linear layer starts with weights from N(0, 0.01) and bias 0 [App. A.1, A.3].
+    The linear layer starts with weights from N(0, 0.01) and bias 0 [App. A.1, A.3]; in the IN-sup
+    rows, too [ours: they follow torchvision, which has torch's default there].
     """
 
     def __init__(self, backbone, num_classes):
         super().__init__()
         self.backbone = backbone
-        [self.linear] = eval_linear.LinearLayers(1, backbone.channels, num_classes)
+        self.linear = eval_linear.linear_layer(backbone.channels, num_classes)
 
     def forward(self, images):
         return self.linear(self.backbone(images).mean((2, 3)))
@@ -271,13 +272,10 @@ class Classifier(nn.Module):
 
 @torch.no_grad()
 def validate(model, val, args, device):
-    """Top-1 on the centres of the photos ("resize 256, crop 224" [App. A.1]) -> {"top-1": percent}
+    """On the centres of the photos ("resize 256, crop 224" [App. A.1]), in one process
 
-    Each process scores a part. {} on all processes but the first.
+    -> {"top-1": percent, "commonest class": percent that guessing it would score}
     """
-    if common.world_size() > 1:  # use the first process's batch norm statistics
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
 
     def logits_of(images):
         with common.autocast(device, args.amp):
@@ -287,11 +285,10 @@ def validate(model, val, args, device):
     squares = eval_linear.CentralSquares(val, args.image_size)
     logits, readable = eval_linear.run_over_photos(logits_of, squares, args, device)
     model.train()
-    if not common.is_main():
-        return {}
     scores = eval_linear.score(logits, torch.from_numpy(val.labels[readable]))
-    print_main(f"validation: top-1 {scores['top-1']:.2f}")
-    return scores
+    scores["commonest class"] = eval_linear.commonest_class(val)
+    print_main(f"validation: {eval_linear.format_scores(scores, ())}")
+    return {name: round(score, 2) for name, score in scores.items()}
 
 
 if __name__ == "__main__":

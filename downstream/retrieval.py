@@ -13,7 +13,6 @@ paper's 113K to train on. The test photos are those of --val-split.
     own photos    python -m downstream.retrieval --data photos.jsonl --weights FILE
     COCO          python -m downstream.retrieval --data coco --weights FILE
                   ... --test-images 5000 --folds 5: the mean of five folds of 1,000 photos
-    eight GPUs    torchrun --nproc_per_node=8 -m downstream.retrieval ... (they extract features)
 
 Scores: R@K, the percentage of queries whose match is among the first K; Med r, the match's median
 rank. A photo's match is the best of its captions. A random backbone and chance are scored as well.
@@ -72,14 +71,14 @@ def get_args(argv=None):
     baselines.add_flags(parser)
     add = parser.add_argument_group("retrieval").add_argument
     add("--recipe", choices=common.RECIPE_NAMES, help="demo (shapes), small (.jsonl) or paper")
-    add("--train-images", type=int, help="at most this many, drawn once; few for a quick look")
-    add("--test-images", type=int, default=1000, help="at most this many, drawn once [Sec. 4.2]")
-    add("--folds", type=int, default=1, help="parts of the test photos to average over")
-    add("--epochs", type=int, help="epochs at --lr, and as many at a tenth of it")
+    add("--train-images", type=common.count, help="at most, drawn once; few for a quick look")
+    add("--test-images", type=common.count, default=1000, help="at most, drawn once [Sec. 4.2]")
+    add("--folds", type=common.count, default=1, help="parts of the test photos to average over")
+    add("--epochs", type=common.count, help="epochs at --lr, and as many at a tenth of it")
     add("--negatives", choices=("hardest", "mean"), help="use mean if the loss stays at 0.4")
-    add("--lr", type=float, help="learning rate of Adam")
-    add("--dim", type=int, help="dimension of the common space")
-    add("--word-dim", type=int, help="dimension of the word embeddings")
+    add("--lr", type=common.positive, help="learning rate of Adam")
+    add("--dim", type=common.count, help="dimension of the common space")
+    add("--word-dim", type=common.count, help="dimension of the word embeddings")
     # fmt: on
     baselines.add_run_flags(parser, "retrieval")
     args = parser.parse_args(argv)
@@ -92,6 +91,7 @@ def get_args(argv=None):
 
 
 def main(args):
+    eval_linear.run_alone()
     device = common.init_distributed()
     Path(args.output).mkdir(parents=True, exist_ok=True)
     train = captioned_photos(args, args.train_split, args.train_images)
@@ -112,20 +112,16 @@ def main(args):
             train_data, train_x = crop_features(backbone, train, args, device)
             val_data, val_x = baselines.central_features(backbone, val, args, device)
             test_data, test_x = baselines.central_features(backbone, test, args, device)
-        if not common.is_main():
-            continue
         model = train_encoders(train_data, train_x, val_data, val_x, vocabulary, args, device, seed)
         similarity = compare(model, test_data, test_x)  # (N photos, M captions)
         owners = image_of_caption(test_data)
         if not runs:
             draw_retrieved(test_data, similarity, f"{args.output}/retrieval.png")
         runs[name].append(fold_scores(similarity, owners, args.folds))
-    if common.is_main():
-        for _ in runs["random"]:
-            chance = torch.rand_like(similarity)
-            runs["chance"].append(fold_scores(chance, owners, args.folds))
-        baselines.report(runs, args, "retrieval on", "text to image R@10", IN_WORDS)
-    common.end_distributed()
+    for _ in runs["random"]:
+        chance = torch.rand_like(similarity)
+        runs["chance"].append(fold_scores(chance, owners, args.folds))
+    baselines.report(runs, args, "retrieval on", "text to image R@10", IN_WORDS)
 
 
 # ------------------------------------------------------------------------------ photos, captions
@@ -163,14 +159,12 @@ class RandomCrops(eval_linear.CentralSquares):
 
 def crop_features(backbone, data, args, device):
     """-> CaptionData of the photos that can be decoded; features (crops, N, channels) of their
-    RandomCrops. The features are None on all processes but the first.
+    RandomCrops
     """
     crops = RandomCrops(data, args)
     features, readable = baselines.extract_features(backbone, crops, args, device)
     readable = readable[: len(readable) // args.crops]
-    if common.is_main():
-        features = features.view(args.crops, len(readable), -1)
-    return data.select(readable), features
+    return data.select(readable), features.view(args.crops, len(readable), -1)
 
 
 def count_words(captions):

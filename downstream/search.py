@@ -8,6 +8,7 @@ Draws a row of ten photos for each text, the nearest first, into search.png in -
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -48,7 +49,9 @@ def main(args):
 
 def images_in(folder):
     """-> CaptionData, without captions, of all photos in a folder and its subfolders"""
-    [paths] = eval_linear.photos_in(Path(folder))
+    found = os.walk(folder, followlinks=True)
+    files = [os.path.join(parent, name) for parent, _, names in found for name in names]
+    paths = [path for path in files if eval_linear.is_photo(path, folder, [])]
     if not paths:
         fail(f"{folder} holds no photo")
     return photo_files(sorted(paths))

@@ -13,7 +13,6 @@ photo's tag vectors. The tags nearest to its output are predicted and scored by 
     TP's words   python -m downstream.tagging --data coco \\
                      --weights runs/tp-coco/backbone.pth \\
                      --tags runs/tp-coco/concepts.json --num-tags 1000
-    eight GPUs   torchrun --nproc_per_node=8 -m downstream.tagging --data coco   (extract features)
 
 Tags are the categories of COCO's instances, or the tags of a .jsonl; for a built-in scene shape,
 colour, size, fill, place, and colour with shape. With --tags they are the words of that file that
@@ -59,14 +58,14 @@ def get_args(argv=None):
     baselines.add_flags(parser)
     add = parser.add_argument_group("tags").add_argument
     add("--tags", metavar="FILE", help="concepts.json of tp.py: its words in captions are tags")
-    add("--num-tags", type=int, default=18157, help="size of the vocabulary [Sec. 4.1]")
-    add("--dim", type=int, default=4096, help="maximum width of tag vectors [Sec. 4.3]")
-    add("--fraction", type=float, help="of the training photos (default 0.2 for shapes, else 1)")
+    add("--num-tags", type=common.count, default=18157, help="size of the vocabulary [Sec. 4.1]")
+    add("--dim", type=common.count, default=4096, help="maximum width of tag vectors [Sec. 4.3]")
+    add("--fraction", type=common.share, help="of training photos (default 0.2 for shapes, else 1)")
     add = parser.add_argument_group("MLP").add_argument
-    add("--hidden", type=int, default=2048, help="hidden width [Sec. 4.3]")
-    add("--epochs", type=int, default=10, help="passes over the training photos [ours]")
-    add("--batch-size", type=int, default=128, help="photos per iteration [ours]")
-    add("--lr", type=float, default=1e-3, help="peak for AdamW; cosine decay [ours]")
+    add("--hidden", type=common.count, default=2048, help="hidden width [Sec. 4.3]")
+    add("--epochs", type=common.count, default=10, help="passes over the training photos [ours]")
+    add("--batch-size", type=common.count, default=128, help="photos per iteration [ours]")
+    add("--lr", type=common.positive, default=1e-3, help="peak for AdamW; cosine decay [ours]")
     # fmt: on
     baselines.add_run_flags(parser, "tagging")
     args = parser.parse_args(argv)
@@ -75,6 +74,7 @@ def get_args(argv=None):
 
 
 def main(args):
+    eval_linear.run_alone()
     device = common.init_distributed()
     Path(args.output).mkdir(parents=True, exist_ok=True)
     train, val = tagged_photos(args)
@@ -88,17 +88,13 @@ def main(args):
             train_x = None  # or the memory holds two backbones' features: 47.5 GB each on Stock
             train_data, train_x = baselines.central_features(backbone, train, args, device)
             val_data, val_x = baselines.central_features(backbone, val, args, device)
-        if not common.is_main():
-            continue
         mlp = train_mlp(train_x, train_data.labels, vectors, args, seed)
         ranked = nearest_tags(mlp, val_x, vectors)  # (N, 20)
         if not runs:
             draw_tags(val_data, ranked, f"{args.output}/tagging.png")
         runs[name].append(miou_at_cuts(ranked, val_data.labels))
-    if common.is_main():
-        runs |= without_photos(val_data.labels)
-        baselines.report(runs, args, "tagging of", "mIOU@5", IN_WORDS)
-    common.end_distributed()
+    runs |= without_photos(val_data.labels)
+    baselines.report(runs, args, "tagging of", "mIOU@5", IN_WORDS)
 
 
 # ------------------------------------------------------------------------------- photos and tags

@@ -45,7 +45,7 @@ import common
 import eval_linear
 from common import fail, print_main
 from downstream import baselines, pictures
-from extras import shapes
+from extras import layers, shapes
 
 RATES = 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0  # learning rates [ours; the range is App. F.2's]
 LAYOUTS = {  # the folders of the splits and of the photos
@@ -63,8 +63,8 @@ def get_args(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter)
     baselines.add_flags(parser, ("shapes", *LAYOUTS))
     add = parser.add_argument_group("bilinear function").add_argument
-    add("--epochs", type=int, default=100, help="passes over the training photos [ours]")
-    add("--batch-size", type=int, default=256, help="photos per iteration [ours]")
+    add("--epochs", type=common.count, default=100, help="passes over the training photos [ours]")
+    add("--batch-size", type=common.count, default=256, help="photos per iteration [ours]")
     # fmt: on
     baselines.add_run_flags(parser, "zeroshot")
     parser.set_defaults(runs=5)  # Tab. 6
@@ -76,6 +76,7 @@ def get_args(argv=None):
 
 
 def main(args):
+    eval_linear.run_alone()
     device = common.init_distributed()
     Path(args.output).mkdir(parents=True, exist_ok=True)
     data = shape_pairs() if args.data == "shapes" else published_data(args.data, args.root)
@@ -86,21 +87,17 @@ def main(args):
     runs = defaultdict(list)
     for name, seed, backbone in baselines.backbones(args, device):
         if backbone:
-            layers, readable = layer_features(backbone, data, args, device)
-        if not common.is_main():
-            continue
+            features, readable = layer_features(backbone, data, args, device)
         run = argparse.Namespace(**{**vars(args), "seed": seed})
         scores = {}
-        for layer, x in layers.items():
+        for layer, x in features.items():
             predicted = predict_classes(x, readable, run, device)
             for metric, score in accuracies(predicted, readable).items():
                 scores[f"{layer} {metric}".strip()] = score
         if not runs:  # of the last layer
             draw_predictions(f"{args.output}/unseen.png", readable, predicted)
         runs[name].append(scores)
-    if common.is_main():
-        report(runs, args, len(data.names))
-    common.end_distributed()
+    report(runs, args, len(data.names))
 
 
 def report(runs, args, num_classes):
@@ -202,18 +199,16 @@ def layer_features(backbone, data, args, device):
     """-> {name: (M, D), l2-normalised [ours]}, and `data` of the M photos that can be decoded
 
     After C-11, C-12 and C-13 of VGG-16, each pooled to about 9K numbers [App. C]; of a ResNet
-    after the last convolution, named "". {} on all processes but the first.
+    after the last convolution, named "".
     """
 
     def all_convolutions(backbone, images, amp):
-        return torch.cat(eval_linear.convolution_features(backbone, images, amp), 1)
+        return torch.cat(layers.convolutions(backbone, images, amp), 1)
 
     vgg = backbone.arch == "vgg16_bn"
     function = all_convolutions if vgg else eval_linear.pooled
     data, features = baselines.central_features(backbone, data, args, device, function)
-    if features is None:
-        return {}, data
-    names = eval_linear.CONVOLUTIONS if vgg else [""]
+    names = layers.CONVOLUTIONS if vgg else [""]
     parts = features.chunk(len(names), 1)
     return {name: F.normalize(part) for name, part in zip(names, parts)}, data
 
@@ -243,7 +238,7 @@ def predict_classes(x, data, args, device):
         return F.cross_entropy(compatibility(mapped, seen_attributes), targets)
 
     def learn(rows, rates):
-        trials = [(rate, eval_linear.LAYERS_DECAY) for rate in rates]  # the decay [ours]
+        trials = [(rate, layers.DECAY) for rate in rates]  # the decay [ours]
         cosine = partial(common.lr_factor, total=1)
         given = train_x, train_y, rows, trials, cosine, args
         return eval_linear.train_linear(*given, width=attributes.shape[1], loss_fn=loss_fn)

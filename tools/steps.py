@@ -61,7 +61,6 @@ class Steps:
         paper, _, other = text.partition(" by ")
         cell = {"paper": paper, "by": other, "ours": [], "state": "measured"}
         measure = self.measures[other or column]
-        cell |= {"digits": measure["digits"]} if "digits" in measure else {}
         if "mean" in measure:
             cells = [self.cell(name, text, backbone, kept) for name in measure["mean"]]
             cell["state"] = tables.state_of(cells)

@@ -45,7 +45,8 @@ def with_the_paper(name, table, measures, rows):
     for row in rows:
         texts = [row["row"]]
         for column, cell in row["cells"].items():
-            texts += [cell["paper"]] * of_a_paper(rows, column) + [in_words(cell)]
+            digits = measures[cell["by"] or column].get("digits", 1)
+            texts += [cell["paper"]] * of_a_paper(rows, column) + [in_words(cell, digits)]
         if state_of(row["cells"].values()).startswith(NO_FLAG):
             left_out.append(row["row"])
         else:
@@ -86,7 +87,7 @@ def heading(names):
     return [line_of(names), "|" + len(names) * "---|"]
 
 
-def in_words(cell):
+def in_words(cell, digits=1):
     """ "88.7 / 53.8", with several seeds "88.7 ± 0.2 / 53.8 ± 0.1", or why there is no score
 
     For a measure that only draws pictures: "done".
@@ -95,7 +96,6 @@ def in_words(cell):
         return cell["state"]
     parts = []
     for values in zip(*cell["ours"]):
-        digits = cell.get("digits", 1)
         part = f"{statistics.mean(values):.{digits}f}"
         if len(values) > 1:
             part += f" ± {statistics.stdev(values):.{digits}f}"
