@@ -8,8 +8,8 @@ the fewer labels are needed. --fraction keeps a fraction of the labels of each c
 per process, as in the paper's code.
 
     laptop          python virtex.py, then python -m downstream.finetune
-    own photos      python -m downstream.finetune --data folder --root photos --image-size 112 \\
-                        --batch-size 32 --epochs 30
+    own photos      python -m downstream.finetune --data folder --root labelled \\
+                        --weights runs/virtex-photos/backbone.pth --batch-size 32 --epochs 30
     a tenth of it   the same with --fraction 0.1 --output runs/finetune_tenth
     iNaturalist     torchrun --nproc_per_node=8 -m downstream.finetune --data inat
     random start    torchrun --nproc_per_node=8 -m downstream.finetune --data inat \\
@@ -19,7 +19,8 @@ per process, as in the paper's code.
                         --fraction 0.1 --epochs 90 --steps 30 60 --output runs/insup_10
 
 An image folder holds train/<class>/<photo> and val/<class>/<photo>. What to expect: the loss starts
-at ln(number of classes) and drops when the learning rate falls to a tenth (at 70% of the run).
+at ln(number of classes) and drops when the learning rate falls to a tenth (at 70% of the run). The
+last line has the score of guessing the commonest class, too; one class alone is an error.
 On shapes a second backbone, randomly initialised, is trained into OUTPUT/random, and the last line
 compares the two; on other data run it as a command of its own, as above. --output holds the
 same files as in training (docs/output.md): rerunning the command resumes from its checkpoint.

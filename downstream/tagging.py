@@ -7,7 +7,8 @@ Tags that occur on the same photos get similar vectors (pointwise mutual informa
 photo's tag vectors. The tags nearest to its output are predicted and scored by mIOU@K [Tab. 5].
 
     laptop       python -m downstream.tagging
-    own photos   python -m downstream.tagging --data photos.jsonl --num-tags 1000
+    own photos   python -m downstream.tagging --data photos.jsonl --num-tags 1000 \\
+                     --weights runs/virtex-photos/backbone.pth
     COCO         python -m downstream.tagging --data coco \\
                      --weights runs/mmcontrastive-coco/backbone.pth
     TP's words   python -m downstream.tagging --data coco \\
