@@ -25,7 +25,7 @@ result is one table, and in --output result.json: {"args", "image_size", "backbo
 
 Photos have several labels, or one (--data folder), which top-1 needs. Linear layers are kept in
 --output, from which sgd-virtex and layers resume. MoCo's probe of ImageNet, which VirTex quotes in
-Tab. 1 and 2, is --protocol sgd-virtex --lr 30 --steps 0.6 0.8; PCL's has --lr 5.
+Tab. 2, is --protocol sgd-virtex --lr 30 --steps 0.6 0.8; PCL's has --lr 5.
 
 Early stopping: train with --keep-every and choose by VOC07, as VirTex does [Sec. 3]; without VOC07,
 by a part of the training photos [ours], which on COCO needs its labels of objects:

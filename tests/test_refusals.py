@@ -53,7 +53,6 @@ RANGES = [
 NO_CAPTIONS = "no photo has a caption. A .jsonl has " + JSONL
 ONE_SCRIPT = {
     "virtex": [
-        *RANGES,
         ("--dropout 10", "argument --dropout: 10 is not a fraction, from 0 to below 1"),
         ("--fraction 50", "argument --fraction: 50 is not a fraction, above 0 and at most 1"),
         ("--captions-per-image 0", "argument --captions-per-image: 0 is not a whole number"),
@@ -97,7 +96,7 @@ ONE_SCRIPT = {
         ("--protocol sgd-mct", "--protocol sgd-mct needs one label per photo: --data folder"),
     ],
 }
-ROWS = [(script, *row) for script in SCRIPTS for row in ALL_SCRIPTS]
+ROWS = [(script, *row) for script in SCRIPTS for row in ALL_SCRIPTS + RANGES]
 ROWS += [(script, *row) for script, rows in ONE_SCRIPT.items() for row in rows]
 
 
