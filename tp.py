@@ -10,7 +10,7 @@ baselines: annotated tags, and rotations, which also pretrain its VGG-16 [App. F
     laptop        python tp.py
     own photos    python tp.py --data photos.jsonl
     one GPU       python tp.py --data coco
-    eight GPUs    torchrun --nproc_per_node=8 tp.py --data coco   ([ours]: batch norm sees 16, not 128)
+    eight GPUs    torchrun --nproc_per_node=8 tp.py --data coco   (16 photos a batch norm [ours])
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 tp.py --data coco   (on both; shared --output)
     VGG-16        python tp.py --data coco --labels rotation --output runs/rotation
