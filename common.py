@@ -49,7 +49,9 @@ def extra(name):
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as error:
-        fail(f"{error.name} is missing: pip install it, or copy our folder extras to the script")
+        ours = error.name.startswith("extras")
+        mend = "copy our folder extras beside the script" if ours else "python -m pip install it"
+        fail(f"{error.name} is missing: {mend}")
 
 
 # ------------------------------------------------------------------------------ captioned photos

@@ -50,6 +50,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import default_collate
 
 import common
 from common import count, fail, fraction, positive, print_main, progress, share, weight, whole
@@ -278,9 +279,6 @@ def usable_photos(args, data):
         data = common.extra("nouns").tagged(args, data)
     num_tags = len(data.tag_names) if args.lambda_tag and any(data.tags) else 0
     if args.lambda_tag and not num_tags:
-        if args.recipe != "small":  # the photos of a .jsonl may have none
-            fail("--lambda-tag needs tags and no photo has any: annotations/instances_{split}.json "
-                 'for coco, "tags" in a .jsonl, --tags nouns, or --lambda-tag 0')  # fmt: skip
         print_main("no photo has tags: Eq. 5 is left out (--tags nouns takes them from captions)")
     if not (args.lambda_ii or num_tags or args.lambda_ic):
         fail("--lambda-ii, --lambda-tag, --lambda-ic are 0: nothing trains the backbone")
@@ -390,18 +388,17 @@ def collate(tokenizer, samples):
     """-> images uint8 (B, 2, size, size, 3), jitter (B, 2, 4), sigma (B, 2), tags (B, num_tags),
     captioned (B,); with a tokenizer also captions_q and captions_k: see `tokenize`
     """
-    names = "images", "jitter", "sigma", "tags", "captioned"
-    batch = {name: common.stack(samples, name) for name in names}
+    batch = default_collate(samples)
+    captions = batch.pop("captions")  # B first views, B second views
     if tokenizer:
-        for n, name in enumerate(("captions_q", "captions_k")):
-            batch[name] = tokenize(tokenizer, [sample["captions"][n] for sample in samples])
+        for name, texts in zip(("captions_q", "captions_k"), captions):
+            batch[name] = tokenize(tokenizer, list(texts))
     return batch
 
 
 def tokenize(tokenizer, captions):
     """-> (2, B, T): the tokens, and their attention mask, 0 at padding"""
-    size = {"padding": True, "truncation": True, "max_length": MAX_TOKENS}
-    encoded = tokenizer(captions, return_tensors="pt", **size)
+    encoded = tokenizer(captions, padding=True, truncation=True, return_tensors="pt")
     return torch.stack([encoded["input_ids"], encoded["attention_mask"]])
 
 
@@ -527,7 +524,7 @@ def load_caption_model(args, init, train, device):
     some = train.all_captions()[:: len(train) // 2000 + 1]  # thousands: all would take a minute
     cut = sum(len(tokens) > MAX_TOKENS for tokens in tokenizer(some)["input_ids"])
     if cut > 0.01 * len(some):
-        print_main(f"{cut} of {len(some)} captions have over {MAX_TOKENS} tokens: ends are not read")
+        print_main(f"{cut} of {len(some)} captions exceed {MAX_TOKENS} tokens: ends are not read")
     return tokenizer, config, weights
 
 
@@ -542,7 +539,7 @@ def read_caption_model(source):
     try:
         if not os.path.isdir(source):  # asks once; transformers would ask for a minute
             huggingface_hub.snapshot_download(source, allow_patterns="config.json")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, model_max_length=MAX_TOKENS)
         return tokenizer, transformers.AutoConfig.from_pretrained(source)
     except huggingface_hub.errors.LocalEntryNotFoundError:
         fail(f"--lm {source} is no folder here, and the hub (huggingface.co) cannot be reached")

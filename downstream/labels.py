@@ -24,7 +24,8 @@ def get_args(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("photos", nargs="+", metavar="PHOTO", help="photos to label")
-    add("--weights", default="runs/tp/checkpoint.pth", help="default %(default)s")
+    add("--weights", default="runs/tp/checkpoint.pth",
+        help="trained on photos.jsonl, it is in runs/tp-photos (default %(default)s)")
     return parser.parse_args(argv)
 
 

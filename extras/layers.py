@@ -30,14 +30,14 @@ class Probe(nn.Module):
         super().__init__()
         self.backbone = backbone  # frozen and in eval mode
         self.amp = args.amp
-        self.names = list(CONVOLUTIONS) if args.protocol == "layers" else [""]
-        width = backbone.channels
-        if self.names != [""]:
-            width *= (args.image_size // 16 // 3) ** 2
+        self.vgg = args.protocol == "layers"
+        self.names = list(CONVOLUTIONS) if self.vgg else [""]  # of the layers
+        side = args.image_size // 16 // 3 if self.vgg else 1  # of the pooled maps
+        width = backbone.channels * side**2
         self.layers = nn.ModuleList(new_layer(width, num_classes) for _ in self.names)
 
     def forward(self, images, jitter=None):
-        if self.names != [""]:
+        if self.vgg:
             features = convolutions(self.backbone, images, self.amp, jitter)
         else:
             features = [pooled(self.backbone, images, self.amp)]
@@ -76,27 +76,31 @@ def train(probe, data, path, args, device, score):
     if args.batch_size % common.world_size():
         fail(f"--batch-size {args.batch_size} cannot be divided by the number of processes")
     decay = DECAY if args.protocol == "layers" else 0.0
-    groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in zip(probe.layers, args.lr)]
+    groups = [
+        {"params": layer.parameters(), "lr": lr} for layer, lr in zip(probe.layers, args.lr)
+    ]
     optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=decay)
-    args.accumulate = 1
 
-    settings = {name: value for name, value in vars(args).items() if name not in RESUME_CAN_CHANGE}
+    # Resumed where an earlier run stopped, if all that it learned from is the same.
+    settings = {
+        name: value for name, value in vars(args).items() if name not in RESUME_CAN_CHANGE
+    }
     settings["photos"] = common.fingerprint(data.images, data.labels.tolist())
     settings["backbone"] = hash_of_weights(probe.backbone)
+    saved = common.read_checkpoint(path) if path.exists() else {}
     done = 0
-    if path.exists():
-        saved = common.read_checkpoint(path)
-        if saved["settings"] == settings:
-            done = saved["iteration"]
-            probe.layers.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
-            print_main(f"{path}: resuming from iteration {done}")
-        else:
-            print_main(f"{path} is of other flags, photos or weights: it is trained anew")
+    if saved and saved["settings"] == settings:
+        done = saved["iteration"]
+        probe.layers.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        print_main(f"{path}: resuming from iteration {done}")
+    elif saved:
+        print_main(f"{path} is of other flags, photos or weights: it is trained anew")
     ddp = common.data_parallel(probe)
 
     iters = math.ceil(args.epochs * len(data) / args.batch_size)
-    epoch = math.ceil(len(data) / args.batch_size)
+    epoch = math.ceil(len(data) / args.batch_size)  # in iterations
+    args.accumulate = 1  # for train_batches
     batches = common.train_batches(LabelledPhotos(data, args), collate, args, device, done)
     bar = progress(range(done + 1, iters + 1), initial=done, total=iters, desc=args.protocol)
     for iteration in bar:

@@ -253,7 +253,8 @@ def test_large_jpegs_are_decoded_small(tmp_path, kind, turned):
     as_stored = (300.25, 1200 - 701.5, 600.25, 1200 - 401.5) if turned else box
     data = captioned([])
     data.open = lambda path: opened
-    _, pixels = common.read_crops(data, 0, [lambda *size: (0, 0, *size), lambda *size: as_stored], 64)
+    whole = lambda *size: (0, 0, *size)
+    _, pixels = common.read_crops(data, 0, [whole, lambda *size: as_stored], 64)
     # A quarter: 300 / 4 is still more than 64.
     assert opened.size == ((225, 300) if turned else (300, 225))
     error = apart(pixels, resized(picture, 64, box))
@@ -302,7 +303,7 @@ def test_one_picture_in_many_files(tmp_path, name, image, settings):
 
 
 def test_odd_pictures(tmp_path):
-    """A constant of 16 bits is black; NaN is 0; a megabyte of text is no reason to refuse pixels."""
+    """A constant of 16 bits is black; NaN is 0; a megabyte of text does no harm."""
     Image.fromarray(np.full((8, 8), 777, np.uint16)).save(tmp_path / "a.png")
     assert (read(tmp_path / "a.png") == 0).all()
     Image.fromarray(np.array([[0, 1], [np.nan, 1]], np.float32)).save(tmp_path / "a.tif")

@@ -266,7 +266,7 @@ def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path):
     assert (tmp_path / f"runs/{script}-photos/backbone.pth").exists()
     if script == "virtex":
         ended = run_script("virtex.py", cwd=tmp_path)
-        assert ended.stderr.startswith("error: extras is missing: pip install it, or copy")
+        assert ended.stderr.startswith("error: extras is missing: copy our folder extras")
 
 
 @every_script

@@ -182,14 +182,29 @@ def test_recipes():
     assert len(examples) == 11 and examples <= {*steps.commands}
 
 
-def test_claims():
-    """Each of our numbers in the tables of claims.md is one that tools/reproduce.py has written."""
-    scenes, _, photos = (tables.REPO / "docs/claims.md").read_text().partition("## On photos")
-    for column, size in (3, "scenes"), (4, "scenes-x4"), (3, "flickr8k"), (4, "flickr8k-x4"):
-        page = scenes if size.startswith("scenes") else photos
-        rows = [line.split("|") for line in page.splitlines()]
-        runs = [json.loads(p.read_text()) for p in documents.LOGS.glob(f"{size}/*.json")]
-        cells = [cell for run in runs for row in run["rows"] for cell in row["cells"].values()]
-        known = set(" ".join(tables.in_words(cell) for cell in cells).split())
-        quoted = re.findall(r"\d+\.\d", " ".join(row[column] for row in rows if len(row) == 7))
-        assert len(quoted) > 5 and set(quoted) <= known
+@pytest.mark.parametrize("first, second, verdict", [
+    ([60.0, 62.0], [50.0, 52.0], "holds"),  # by 10; twice the standard error is 2.8
+    ([50.0, 52.0], [60.0, 62.0], "reversed"),
+    ([60.0, 62.0], [58.0, 60.0], "noise"),
+    ([60.0], [49.0, 51.0], "holds"),  # of one seed, by 10 points
+    ([60.0], [50.5, 50.6], "noise"),
+])  # fmt: skip
+def test_verdict(first, second, verdict):
+    """The rule of docs/claims.md"""
+    assert documents.verdict(first, second) == verdict
+
+
+def test_claim(monkeypatch, log):
+    """Our scores in the order of the claim; a claim is left out if there are no scores of it."""
+    rows = [["A > B", "80, 70", "a > b", "1"], ["A > C", "80, 60", "a > c", ""]]
+    claims = {"folder": "race", "ours": "ours", "here": "here", "paper": "mAP", "column": "map"}
+    monkeypatch.setattr(documents, "CLAIMS", {"x": {**claims, "rows": rows}})
+    cells = {name: {"map": {"by": "", "ours": seeds}} for name, seeds in SEEDS.items()}
+    rows = [{"backbone": name, "cells": cell} for name, cell in cells.items()]
+    (documents.LOGS / "race/own.json").write_text(json.dumps({"rows": rows}))
+    heading, _, *lines = documents.claims_table("x")
+    assert heading == "| claim | paper: mAP | ours | here |"
+    assert lines == ["| A > B | 80, 70 | 81.0 ± 1.4, 60.0 | holds (1) |"]
+
+
+SEEDS = {"a": [[80.0], [82.0]], "b": [[60.0]]}

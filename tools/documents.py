@@ -6,12 +6,18 @@ size, the tables that tools/reproduce.py wrote. Between the markers of a page
     <!-- table race/own-photos.json: own-mean = mean, own-knn-flowers -->
     <!-- end -->
 
-it writes this table with these columns (NAME = the heading), without the rows that were left out.
-tools/quotes.toml has the sentences with numbers; tests/test_reproduce.py looks them up on the
-pages, and every other score.
+it writes this table with these columns (NAME = the heading), without the rows that were left out;
+`seeds` is a column, too. `means` instead of `table` leaves out deviations. Between the markers
+
+    <!-- claims race -->
+    <!-- end -->
+
+it writes these claims of tools/claims.toml with our scores and verdicts. tools/quotes.toml has the
+sentences with numbers; tests/test_reproduce.py looks them up on the pages, and every other score.
 """
 
 import json
+import math
 import re
 import statistics
 import tomllib
@@ -22,10 +28,10 @@ from tools.tables import MEASURES, REPO, TABLES
 
 PAGES = ["README.md", *(str(path.relative_to(REPO)) for path in sorted(REPO.glob("docs/*.md")))]
 QUOTES = tomllib.loads((REPO / "tools/quotes.toml").read_text())
+CLAIMS = tomllib.loads((REPO / "tools/claims.toml").read_text())
 LOGS = REPO / "docs/logs/tables"
 # Folders in LOGS: by how many times the demo's length
 SCENES = {"scenes-half": 0.5, "scenes": 1, "scenes-x2": 2, "scenes-x4": 4}
-PHOTOS = {"flickr8k": 1, "flickr8k-x4": 4}
 PICTURES = {  # docs/claims-NAME.png: tables
     "virtex": ["VirTex Fig. 5 (a)", "VirTex Fig. 4", "VirTex Tab. 1", "VirTex Fig. 5 (c)"],
     "icmlm": ["ICMLM Tab. 3", "ICMLM Tab. 4", "ICMLM Tab. 2"],
@@ -43,24 +49,36 @@ def write_documents():
 
 def documents():
     """-> {page: its text with our tables between the markers}"""
-    fill = lambda match: "\n".join([match[1], *our_table(match[2], match[3]), "", match[4]])
-    pattern = r"(<!-- table (\S+): (.*?) -->\n).*?(<!-- end -->)"
-    return {name: re.sub(pattern, fill, read(name), flags=re.S) for name in PAGES}
+    pages = {name: read(name) for name in PAGES}
+    for pattern, make in MARKERS.items():
+        block = re.compile(rf"(<!-- {pattern} -->\n+)(?:\|.*\n)*(\n*<!-- end -->)")
+        for name in PAGES:
+            lines = lambda at: "".join(f"{line}\n" for line in make(*at.groups()[1:-1]))
+            pages[name] = block.sub(lambda at: at[1] + lines(at) + at[at.lastindex], pages[name])
+    return pages
 
 
 def read(page):
     return (REPO / page).read_text()
 
 
-def our_table(file, columns):
-    """-> lines of Markdown.  columns: "own-mean = mean, own-knn-flowers" of that log"""
-    log = json.loads((LOGS / file).read_text())
+def our_table(files, columns):
+    """-> lines of Markdown.  files: a pattern in LOGS; columns: "own-mean = mean, seeds" of them"""
+    logs = [json.loads(path.read_text()) for path in sorted(LOGS.glob(files))]
     pairs = [column.partition(" = ")[::2] for column in re.split(r",\s+", columns)]
-    lines = tables.heading(["", *(text or log["columns"][name] for name, text in pairs)])
-    for row in log["rows"]:
-        if any(row["cells"][name]["ours"] for name, _ in pairs):
-            lines.append(tables.line_of([row["row"], *(in_words(row, name) for name, _ in pairs)]))
+    heads = [text or {"seeds": "seeds", **logs[0]["columns"]}[name] for name, text in pairs]
+    lines = tables.heading(["", *heads])
+    for row in (row for log in logs for row in log["rows"]):
+        texts = {name: in_words(row, name) for name, _ in pairs if name != "seeds"}
+        numbers = sorted({len(row["cells"][name]["ours"]) for name in texts} - {0})
+        texts["seeds"] = " to ".join(map(str, numbers[:1] + numbers[1:][-1:]))
+        if numbers:
+            lines.append(tables.line_of([row["row"], *(texts[name] for name, _ in pairs)]))
     return lines
+
+
+def our_means(files, columns):
+    return [re.sub(r" ± [\d.]+", "", line) for line in our_table(files, columns)]
 
 
 def in_words(row, column):
@@ -115,6 +133,71 @@ def known_scores():
 # ------------------------------------------------------------------------------------- claims.md
 
 
+def claims_table(name):
+    """-> lines of Markdown: the claims of which there are scores; without columns that are empty"""
+    claims = CLAIMS[name]
+    sets = claims.get("sets", [])
+    heads = ["claim", f"paper: {claims['paper']}", claims["ours"], "control", "4x"]
+    rows = [[*heads, claims["here"], ", ".join(sets)]]
+    for claim, paper, names, note in claims["rows"]:
+        column, _, names = names.rpartition(": ")
+        column = column or claims["column"]
+        names, _, control = names.partition(", control ")
+        names = names.split(" > ")
+        ours = [scores_of(claims["folder"], x, column) for x in names]
+        longer = [scores_of(claims.get("longer"), x, column) for x in names]
+        each = [[scores_of("race", x, f"own-map-{place}") for x in names] for place in sets]
+        control = scores_of(claims["folder"], control, column)
+        if all(ours):
+            here = [note] if note == "no test" else [verdict(*ours)]
+            if control:
+                here.append(verdict(ours[0], control))
+            texts = [listed(*ours), listed(control), listed(*longer) * all(longer)]
+            texts += ["; ".join(here) + f" ({note})" * note.isdigit()]
+            texts += [", ".join(SIGNS[verdict(*pair)] for pair in each)]
+            rows.append([claim, paper, *texts])
+    rows = [*zip(*(column for column in zip(*rows) if any(column[1:])))]
+    return [*tables.heading(rows[0]), *map(tables.line_of, rows[1:])]
+
+
+def scores_of(folder, backbone, column):
+    """-> a score for each seed, of the log that has most of them; [] if none has this backbone
+
+    column: what our score was measured by; "i2t-as-is.1" is the second of its scores.
+    """
+    column, _, index = column.partition(".")
+    found = [[]]
+    for path in sorted(LOGS.glob(f"{folder}/*.json")):
+        for row in json.loads(path.read_text())["rows"]:
+            for name, cell in row["cells"].items():
+                if row.get("backbone") == backbone and (cell["by"] or name) == column:
+                    found.append([scores[int(index or 0)] for scores in cell["ours"]])
+    return max(found, key=len)
+
+
+def listed(*scores):
+    """Lists of a score per seed -> "55.3 ± 3.8, 58.1" """
+    cells = ({"state": "measured", "ours": [[x] for x in seeds]} for seeds in scores if seeds)
+    return ", ".join(map(tables.in_words, cells))
+
+
+MARKERS = {
+    r"table (\S+): ([^>]+)": our_table,
+    r"means (\S+): ([^>]+)": our_means,
+    r"claims (\w+)": claims_table,
+}
+SIGNS = {"holds": "+", "reversed": "-", "noise": "0"}
+
+
+def verdict(first, second):
+    """The rule of docs/claims.md for "first > second".  Each: a score per seed"""
+    bound = 10  # points, if one of them is of one seed
+    if min(len(first), len(second)) > 1:
+        bound = 2 * math.sqrt(sum(statistics.variance(x) / len(x) for x in (first, second)))
+    difference = statistics.mean(first) - statistics.mean(second)
+    return "noise" if abs(difference) < bound else "holds" if difference > 0 else "reversed"
+
+
 def measured(table, size):
     """-> {row: its cell of the probe, as reproduce.Steps.table makes it, with its column}"""
     cells = {}
@@ -128,35 +211,28 @@ def measured(table, size):
 
 
 def draw(name, shown):
-    """docs/claims-NAME.png: for each table the paper's order, beside it ours on scenes and photos
+    """docs/claims-NAME.png: for each table the paper's order, beside it ours on scenes
 
     Dots are means, strokes seeds, lines deviations; dashed: random initialisation.
     """
     from matplotlib.figure import Figure
 
-    places = {"scenes": "scenes", "flickr8k": "photos"}
-    places = {size: place for size, place in places.items() if (LOGS / size).exists()}
-    ours = [[measured(table, size) for size in places] for table in shown]
-    known = [dict(pair for cells in sizes for pair in cells.items()) for sizes in ours]
-    heights = [1.5 + len(cells) for cells in known]
-    figure = Figure((3.2 * (1 + len(places)), 0.24 * sum(heights)), layout="constrained")
-    grid = figure.subplots(len(shown), 1 + len(places), squeeze=False, sharey="row",
+    ours = [measured(table, "scenes") for table in shown]
+    heights = [1.5 + len(cells) for cells in ours]
+    figure = Figure((8, 0.24 * sum(heights)), layout="constrained")
+    grid = figure.subplots(len(shown), 2, squeeze=False, sharey="row",
                            gridspec_kw={"height_ratios": heights})  # fmt: skip
-    for panels, table, sizes, cells in zip(grid, shown, ours, known):
-        labels = [label for label, *_ in TABLES[table]["rows"] if label in cells]
-        for y, label in enumerate(labels):
-            number = cells[label]["paper"].partition(" ")[0]
+    for panels, table, cells in zip(grid, shown, ours):
+        for y, cell in enumerate(cells.values()):
+            number = cell["paper"].partition(" ")[0]
             if number[:1].isdigit():
                 panels[0].plot(float(number), y, "ko")
-            for panel, own in zip(panels[1:], sizes):
-                if label in own:
-                    draw_scores(panel, y, own[label]["ours"])
-        measure = MEASURES[cells[labels[0]]["column"]]["name"].partition(" / ")[0]
-        titles = [f"{table}: {measure}", *(f"ours: {place}" for place in places.values())]
-        panels[0].set_yticks(range(len(labels)), labels)
-        panels[0].set_ylim(len(labels) - 0.5, -0.5)
-        for panel, title in zip(panels, titles):
-            panel.set_visible(panel.has_data())
+            draw_scores(panels[1], y, cell["ours"])
+        first = next(iter(cells.values()))
+        measure = MEASURES[first["column"]]["name"].partition(" / ")[0]
+        panels[0].set_yticks(range(len(cells)), cells)
+        panels[0].set_ylim(len(cells) - 0.5, -0.5)
+        for panel, title in zip(panels, (f"{table}: {measure}", "ours: scenes")):
             panel.set_title(title, fontsize=8)
             panel.grid(axis="x", alpha=0.3)
             panel.spines[["top", "right"]].set_visible(False)
@@ -174,30 +250,24 @@ def draw_scores(panel, y, seeds):
 
 
 def draw_lengths(shown):
-    """docs/claims-lengths.png: a panel per table and place, a line per row also trained longer"""
+    """docs/claims-lengths.png: a panel per table, a line per row also trained longer on scenes"""
     from matplotlib.figure import Figure
 
-    places = {"scenes": SCENES, "photos": PHOTOS}
-    places = {place: sizes for place, sizes in places.items() if (LOGS / [*sizes][-1]).exists()}
-    figure = Figure((3.6 * len(shown), 3.2 * len(places)), layout="constrained")
-    grid = figure.subplots(len(places), len(shown), sharey="row", squeeze=False)
-    for panels, (place, lengths) in zip(grid, places.items()):
-        panels[0].set_ylabel(f"mAP on {place}")
-        for panel, table in zip(panels, shown):
-            ours = {times: measured(table, size) for size, times in lengths.items()}
-            for label, *_ in TABLES[table]["rows"]:
-                means = {times: statistics.mean(scores[0] for scores in cells[label]["ours"])
-                         for times, cells in ours.items() if label in cells}  # fmt: skip
-                if len(means) > 1:
-                    panel.plot(list(means), list(means.values()), "o-", label=label)
-            if not panel.has_data():
-                panel.set_visible(False)
-                continue
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(list(lengths.values()), [f"{times:g}x" for times in lengths.values()])
-            panel.set_title(table, fontsize=9)
-            panel.set_xlabel("length of training")
-            panel.grid(alpha=0.3)
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.legend(fontsize=7)
+    figure = Figure((3.6 * len(shown), 3.2), layout="constrained")
+    [panels] = figure.subplots(1, len(shown), sharey="row", squeeze=False)
+    panels[0].set_ylabel("mAP on scenes")
+    for panel, table in zip(panels, shown):
+        ours = {times: measured(table, size) for size, times in SCENES.items()}
+        for label, *_ in TABLES[table]["rows"]:
+            means = {times: statistics.mean(scores[0] for scores in cells[label]["ours"])
+                     for times, cells in ours.items() if label in cells}  # fmt: skip
+            if len(means) > 1:
+                panel.plot(list(means), list(means.values()), "o-", label=label)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(list(SCENES.values()), [f"{times:g}x" for times in SCENES.values()])
+        panel.set_title(table, fontsize=9)
+        panel.set_xlabel("length of training")
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(fontsize=7)
     figure.savefig(REPO / "docs/claims-lengths.png", dpi=110)
