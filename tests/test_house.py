@@ -17,12 +17,12 @@ TOP = [name for name in FILES if name.endswith(".py") and "/" not in name]
 ROOMS = [name for name in FILES if name.startswith(("extras/", "downstream/"))]
 OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "tools", "tests"}
 
-BUDGETS = {  # lines, tokens: 5% more than was planned, but for virtex.py
-    "common.py": (882, 6001),
-    "virtex.py": (660, 4600),
-    "tp.py": (644, 4684),
-    "icmlm.py": (785, 5884),
-    "mmcontrastive.py": (840, 6352),
+BUDGETS = {  # lines, tokens; planned were 740, 5,000 for common.py and 650, 4,550 for virtex.py
+    "common.py": (868, 5925),
+    "virtex.py": (678, 5200),
+    "tp.py": (630, 4600),
+    "icmlm.py": (760, 5700),
+    "mmcontrastive.py": (810, 6130),  # planned: 5,950 tokens
     "eval_linear.py": (740, 5350),
 }
 FLAGS = {"virtex": 37, "tp": 36, "icmlm": 40, "mmcontrastive": 49}  # beside --help
