@@ -331,7 +331,8 @@ def language_first(model, photos, args, device, path):
     """
     heads = {name: p for name, p in model.named_parameters() if not name.startswith("visual.")}
     optimizer = torch.optim.AdamW(heads.values(), 1e-3, weight_decay=1e-2)
-    captions, rng = photos.data.all_captions(), np.random.default_rng(args.seed)
+    captions = photos.data.all_captions()
+    rng = np.random.default_rng(args.seed)
     no_photo = torch.zeros(64, 1, args.hidden, device=device)  # (B, S, H)
     for iteration in progress(range(args.text_iters), desc="captions alone", unit=" its"):
         common.set_lr(optimizer, common.lr_factor(iteration, args.text_iters, warmup=0.1))
@@ -371,7 +372,8 @@ class CaptionedPhotos(common.Photos):
 
     def collate(self, samples):
         """-> images uint8 (B, size, size, 3), jitter (B, 4), and what collate_text returns"""
-        images, jitter = common.stack(samples, "image"), common.stack(samples, "jitter")
+        images = common.stack(samples, "image")
+        jitter = common.stack(samples, "jitter")
         return {"images": images, "jitter": jitter, **self.collate_text(samples)}
 
     def collate_text(self, samples):
@@ -380,7 +382,8 @@ class CaptionedPhotos(common.Photos):
         """
         rows = [sample["tokens"] for sample in samples]
         lengths = torch.tensor([len(row) for row in rows])
-        tokens, backward_tokens = pad(rows), pad([row[::-1] for row in rows])
+        tokens = pad(rows)
+        backward_tokens = pad([row[::-1] for row in rows])
         targets = torch.arange(1, tokens.size(1)) < lengths[:, None]  # (B, T - 1)
         positions = targets.flatten().nonzero().squeeze(1)
         return {"tokens": tokens, "backward_tokens": backward_tokens, "positions": positions}
@@ -409,7 +412,8 @@ class VirTex(nn.Module):
         self.visual = build_visual(arch, zero_residual)
         channels = self.visual["cnn"].channels
         head = TextualHead(channels, vocab_size, hidden, layers, dropout, max_length, init_std)
-        self.textual, self.backward_textual = head, None
+        self.textual = head
+        self.backward_textual = None
         if task == "bicaptioning":
             # The Transformers start alike and are trained apart [official code]; the directions
             # share embedding, output [Sec. 3] and projection [official code].
@@ -546,7 +550,9 @@ class LookAhead:
     """
 
     def __init__(self, optimizer, k, alpha):
-        self.k, self.alpha, self.steps = k, alpha, 0
+        self.k = k
+        self.alpha = alpha
+        self.steps = 0
         self.fast = [p for group in optimizer.param_groups for p in group["params"]]
         self.slow = [parameter.detach().clone() for parameter in self.fast]
 
@@ -584,7 +590,8 @@ def validate(model, photos, args, device):
             numbers[name] += float(number)
     model.train()
     means = {name: sums[name] / numbers[name] for name in sums}
-    print_main("validation loss: " + ", ".join(f"{name} {means[name]:.2f}" for name in means))
+    listed = ", ".join(f"{name} {loss:.2f}" for name, loss in means.items())
+    print_main(f"validation loss: {listed}")
     return means
 
 
@@ -595,12 +602,14 @@ class MaskedPhotos(CaptionedPhotos):
     """Photos with a caption in which some tokens are masked"""
 
     def text(self, caption, rng):
-        text = super().text(caption, rng)
-        return text | {"masked": mask_tokens(text["tokens"], self.tokenizer.get_piece_size(), rng)}
+        tokens = super().text(caption, rng)["tokens"]
+        masked = mask_tokens(tokens, self.tokenizer.get_piece_size(), rng)
+        return {"tokens": tokens, "masked": masked}
 
     def collate_text(self, samples):
         """-> tokens (B, T), the same with [MASK]s, padding (B, T), flat indices of known [MASK]s"""
-        tokens, masked = (pad([row[name] for row in samples]) for name in ("tokens", "masked"))
+        tokens = pad([row["tokens"] for row in samples])
+        masked = pad([row["masked"] for row in samples])
         lengths = torch.tensor([len(row["tokens"]) for row in samples])
         padding = torch.arange(tokens.size(1)) >= lengths[:, None]
         positions = (masked == MASK).flatten().nonzero().squeeze(1)

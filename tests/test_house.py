@@ -19,7 +19,7 @@ OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "to
 
 BUDGETS = {  # lines, tokens; planned were 740, 5,000 for common.py and 650, 4,550 for virtex.py
     "common.py": (868, 5925),
-    "virtex.py": (678, 5200),
+    "virtex.py": (690, 5230),
     "tp.py": (630, 4600),
     "icmlm.py": (760, 5700),
     "mmcontrastive.py": (810, 6130),  # planned: 5,950 tokens
