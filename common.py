@@ -650,12 +650,14 @@ def number(convert, what, low, high=1e99):
     """-> the `type` of a flag: a value out of range ends in one line, which names the unit"""
 
     def parse(text):
-        value = convert(text)
+        try:
+            value = convert(text)
+        except ValueError:
+            value = math.nan  # which is in no range
         if low <= value <= high:
             return value
         raise argparse.ArgumentTypeError(f"{text} is not {what}")
 
-    parse.__name__ = what  # "invalid ... value" of what is no number at all
     return parse
 
 

@@ -450,7 +450,7 @@ RANGES = [
     ("--bn-splits 0", "--bn-splits: 0 is not a whole number from 1 on"),
     ("--steps 30 60", "--steps: 30 is not a fraction, from 0 to below 1"),
     ("--temperature 0", "--temperature: 0 is not a number above 0"),
-    ("--queue many", "--queue: invalid a whole number from 1 on value: 'many'"),
+    ("--queue many", "--queue: many is not a whole number from 1 on"),
 ]
 
 
