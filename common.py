@@ -37,6 +37,7 @@ from tqdm import tqdm
 torch.serialization.add_safe_globals([argparse.Namespace])  # DINO's checkpoints hold one
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2**28  # PIL refuses 1 MB of it
 
+
 def fail(message):
     """Exit with one line instead of a traceback: for what a user can fix."""
     if os.environ.get("LOCAL_RANK", "0") != "0":

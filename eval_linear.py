@@ -308,7 +308,7 @@ def load_backbone(source, arch, seed):
         if content.keys() == backbone.state_dict().keys():
             backbone.load_state_dict(content)
             return backbone
-    return common.extra("checkpoints").load_backbone(source, arch)
+    return common.extra("checkpoints").load_backbone(source, arch)  # or give --arch, for a copy
 
 
 # ------------------------------------------------------------------------------- labelled photos

@@ -234,7 +234,7 @@ def length(words):
     module = importlib.import_module(script)
     args = module.get_args(words[first + 1 :])
     iters = getattr(args, "iters", None)
-    if script == "eval_linear" and module.PROTOCOLS[args.protocol].on_features:
+    if script == "eval_linear" and module.PROTOCOLS[args.protocol].trained_on == "features":
         return "features of all images, once", 0
     if iters:
         images = 0 if script.endswith("detection") else iters * args.batch_size
