@@ -35,6 +35,8 @@ def test_photos_seen():
     flags = "--dry-run", "--minilm", "bert", "--imagenet", "--clip", "clip"
     steps = Steps(reproduce.get_args(["own photos", *flags]))
     steps.table("own photos")
+    hours = tables.plan(steps.commands, "runs/papers", 56)[-1]
+    assert "7.0 hours of training at 56 images/s" in hours
     seen = {}
     for command in steps.commands:
         words = shlex.split(command)[1:]
