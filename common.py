@@ -647,7 +647,7 @@ def progress(iterable, **kwargs):
 RECIPE_NAMES = "demo", "small", "paper"
 
 
-def number(convert, what, low, high=1e99):
+def number(convert, what, low, high=2**62):
     """-> the `type` of a flag: a value out of range ends in one line, which names the unit"""
 
     def parse(text):
@@ -730,7 +730,7 @@ def save_weights(path, module):
 def read_checkpoint(path, script=None):
     """Load a file onto the CPU without running code from it.  script: that must have written it"""
     if not os.path.isfile(path):
-        fail(f"there is no {path}: see --weights and --init; {script or 'virtex'}.py writes one")
+        fail(f"{path} is no file: see --weights and --init; {script or 'virtex'}.py writes one")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         found = content.get("script")

@@ -231,7 +231,7 @@ def main(args):
 def run_alone():
     """Features are extracted and scored by one process: the others of torchrun end here."""
     if "RANK" in os.environ and int(os.environ.pop("RANK")) > 0:
-        print("features are extracted and scored by the first process: this one ends")
+        print("the first process measures, this one ends. Without torchrun: unset RANK WORLD_SIZE")
         sys.exit()
 
 
@@ -506,7 +506,7 @@ def extract_features(backbone, data, args, device):
     squares = CentralSquares(data, args.image_size, args.side_fraction)
     x, readable = run_over_photos(features_of, squares, args, device)
     if not x.sum().isfinite():
-        fail("the features are not finite: try --amp off")
+        fail("the features are not finite: the weights are broken, or try --amp off")
     return Features(x, torch.from_numpy(data.labels[readable]))
 
 

@@ -280,7 +280,7 @@ def filter_captions(data, tokenize, max_words):
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
                f"not of 3 to {max_words} words or tokens")  # fmt: skip
     if not after:
-        fail("a split has no captions that are left: if they are longer, raise --max-words")
+        fail("a split has no captions left: raise --max-words, or join keywords to one caption")
     return data.with_captions(kept)
 
 

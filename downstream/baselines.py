@@ -91,7 +91,7 @@ def extract_features(backbone, photos, args, device, function=eval_linear.pooled
     features_of = partial(function, backbone, amp=args.amp)
     x, readable = eval_linear.run_over_photos(features_of, photos, args, device)
     if not x.sum().isfinite():
-        fail("the features are not finite: try --amp off")
+        fail("the features are not finite: the weights are broken, or try --amp off")
     return x, readable
 
 

@@ -84,8 +84,8 @@ def get_args(argv=None):
     args = parser.parse_args(argv)
     defaults = {name: row[DATA.index(args.data)] for name, row in DEFAULTS.items()}
     fill_defaults(parser, args, "finetune", **defaults)
-    if args.steps and max(args.steps) >= args.epochs:
-        parser.error(f"--steps are epochs, and training ends after {args.epochs:g} of them")
+    if args.steps and not 1 <= max(args.steps) < args.epochs:
+        parser.error(f"--steps are epochs, from 1 on, and training ends after {args.epochs:g}")
     return args
 
 
