@@ -72,7 +72,8 @@ def test_it_resumes_by_content(few_scenes, tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--epochs 90 --steps 30 95", "--steps are epochs, and from 1 on, and training ends after 90"),
+        ("--epochs 90 --steps 30 95", "--steps are epochs, from 1 on, and training ends after 90"),
+        ("--epochs 90 --steps 0.6", "--steps are epochs, from 1 on, and training ends after 90"),
         ("--steps 0", "argument --steps: 0 is not a number above 0"),
         ("--fraction 50", "argument --fraction: 50 is not a fraction, above 0 and at most 1"),
         ("--shots 0", "argument --shots: 0 is not a whole number from 1 on"),

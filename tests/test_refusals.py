@@ -29,7 +29,7 @@ ALL_SCRIPTS = [
     ("--output {tmp}/bad.jsonl", "bad.jsonl cannot be a folder: File exists"),
 ]
 INIT = [
-    ("--init none.pth", "there is no none.pth"),
+    ("--init none.pth", "none.pth is no file"),
     ("--init {tmp}/bad.jsonl", "bad.jsonl is no checkpoint, is cut off, or holds more than"),
     ("--init {tmp}/tiny.pth --arch resnet18", "tiny.pth holds no ResNet or VGG"),
     ("--init {tmp}/resnet18.pth", "resnet18.pth is a resnet18, not --arch resnet50"),
