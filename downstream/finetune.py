@@ -84,7 +84,7 @@ def get_args(argv=None):
     args = parser.parse_args(argv)
     defaults = {name: row[DATA.index(args.data)] for name, row in DEFAULTS.items()}
     fill_defaults(parser, args, "finetune", **defaults)
-    if args.steps and not 1 <= max(args.steps) < args.epochs:
+    if args.steps and not min(1, args.epochs / 2) <= max(args.steps) < args.epochs:
         parser.error(f"--steps are epochs, from 1 on, and training ends after {args.epochs:g}")
     return args
 
