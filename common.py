@@ -647,7 +647,7 @@ def progress(iterable, **kwargs):
 RECIPE_NAMES = "demo", "small", "paper"
 
 
-def number(convert, what, low, high=2**62):
+def number(convert, what, low, high=1e99):
     """-> the `type` of a flag: a value out of range ends in one line, which names the unit"""
 
     def parse(text):
@@ -662,7 +662,7 @@ def number(convert, what, low, high=2**62):
     return parse
 
 
-whole = number(int, "a whole number from 0 on", 0)
+whole = number(int, "a whole number from 0 on", 0, 2**62)
 count = number(int, "a whole number from 1 on", 1)
 positive = number(float, "a number above 0", 1e-30)
 weight = number(float, "a number from 0 on", 0)
