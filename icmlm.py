@@ -234,7 +234,7 @@ def main(args):
             mlm = F.cross_entropy(logits.float(), batch["target"])
             tp = tag_loss(tag_logits, batch["tags"])  # Eq. 2
             loss = mlm + args.lambda_tp * tp  # Eq. 8
-            # With lambda = 0 the tag head still learns, of detached features: App. B compares tp.
+            # At lambda = 0 the tag head learns from detached features [ours]: App. B compares tp.
             total = loss if args.lambda_tp else loss + tp
             scaler.scale(total / args.accumulate).backward()
             log.add(loss=loss, mlm=mlm, tp=tp)
@@ -253,11 +253,11 @@ def main(args):
                 if last:
                     common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if iteration % args.checkpoint_every == 0 or last:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, parts, concepts=concepts)
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, concepts=concepts)
+        if iteration % args.checkpoint_every == 0 or last:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, parts, concepts=concepts)
 
     common.end_run(args, model.backbone, train)  # eval_linear.py says what the backbone is worth
 

@@ -260,10 +260,10 @@ def main(args):
         if iteration == iters and common.is_main():
             scores = validate(model.queries, val, tokenizer, args, device) if args.lambda_ic else {}
             common.save(f"{args.output}/result.json", scores)
-        if iteration % args.checkpoint_every == 0 or iteration == iters:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, parts)
         if args.keep_every and iteration % args.keep_every == 0:
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
+        if iteration % args.checkpoint_every == 0 or iteration == iters:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, parts)
 
     common.end_run(args, backbone, annotated)  # eval_linear.py says what the backbone is worth
 

@@ -237,11 +237,11 @@ def main(args):
                 if last:
                     common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if iteration % args.checkpoint_every == 0 or last:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, parts, names=names)
         if args.keep_every and iteration % args.keep_every == 0:
             kept = {"model": model}
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, kept, names=names)
+        if iteration % args.checkpoint_every == 0 or last:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, parts, names=names)
 
     common.end_run(args, model.backbone, train)  # eval_linear.py says what the backbone is worth
 

@@ -18,7 +18,7 @@ do. A backbone whose features suffice to write them has learned to see. Only the
 
 Where the paper is:
 
-    Eq. 1, log-likelihood of both directions   VirTex.caption_losses, token_loss
+    Eq. 1, log-likelihood of both directions   VirTex.text_losses, token_loss
     Fig. 3, visual backbone, textual head      VirTex, TextualHead
     shared embeddings, tied output [Sec. 3]    VirTex.__init__, TextualHead.__init__
     crops, colours [Sec. 3]                    common.Photos.photo, common.augment
@@ -123,7 +123,7 @@ def get_args(argv=None):
     add("--iters", type=count, help="training iterations; scale them with the data")
     add("--epochs", type=positive, help="instead of --iters: passes over the data")
     add("--lr", type=positive, help="peak rate of the backbone; lower if the loss is not finite")
-    add("--text-lr", type=positive, help="peak rate of heads; 0.05 to 0.1 with SGD on little data")
+    add("--text-lr", type=positive, help="peak rate of the heads; lower it if their loss rises")
     add("--text-iters", type=whole, help="in which the heads first read captions alone")
     add("--warmup", type=fraction, help="of the learning rate, as a fraction of training")
     add("--weight-decay", type=weight, help="raise it if photos are few")
@@ -232,11 +232,11 @@ def main(args):
                 if last:
                     common.save(f"{args.output}/result.json", {"validation_loss": scores})
             log.write(iteration, row)
+        if args.keep_every and iteration % args.keep_every == 0:
+            name = f"model_{iteration}.pth"
+            common.save_checkpoint(args, name, iteration, {"model": model}, **own)
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, **own)
-        if args.keep_every and iteration % args.keep_every == 0:
-            name, kept = f"model_{iteration}.pth", {"model": model}
-            common.save_checkpoint(args, name, iteration, kept, **own)
 
     common.end_run(args, backbone, train)  # eval_linear.py says what the backbone is worth
 
@@ -338,7 +338,7 @@ def language_first(model, photos, args, device, path):
         common.set_lr(optimizer, common.lr_factor(iteration, args.text_iters, warmup=0.1))
         chosen = [captions[n] for n in rng.integers(len(captions), size=len(no_photo))]
         batch = photos.collate_text([photos.text(caption, rng) for caption in chosen])
-        with common.autocast(device, args.amp):
+        with common.autocast(device, "off" if args.amp == "fp16" else args.amp):  # no scaler here
             totals = model.text_losses(no_photo, *(x.to(device) for x in batch.values()))
         optimizer.zero_grad()
         sum(total / number for total, number in totals.values()).backward()

@@ -45,6 +45,11 @@ def write_documents():
     for name, shown in PICTURES.items():
         draw(name, shown)
     draw_lengths(["VirTex Fig. 5 (a)", "ICMLM Tab. 4", "Contrastive Sec. 4.4"])
+    race = json.loads((LOGS / "race/own-photos.json").read_text())
+    shown = {column: name for column, name in race["columns"].items() if column.startswith("own-m")}
+    measures = {column: {"name": name} for column, name in shown.items()}
+    title = "Frozen ResNet-18 of Flickr8k's captions, linear probes on other photos"
+    tables.draw(title, list(shown), measures, race["rows"], REPO / "docs/race.png")
 
 
 def documents():
