@@ -292,6 +292,25 @@ def test_mask_tokens():
         assert chosen.tolist() == [False, *length * [True], *len(end) * [False]]
 
 
+@pytest.mark.parametrize("task", ["bicaptioning", "masked_lm"])
+def test_language_first(task, tiny, tmp_path, monkeypatch):
+    """Captions alone move the heads only, lower the first loss with photos, and are read once."""
+    command = tiny("virtex", tmp_path / "read", "--task", task, "--iters", 1, "--text-iters", 40)
+    run_here(command)
+    run_here(tiny("virtex", tmp_path / "unread", "--task", task, "--iters", 1))
+    assert not (tmp_path / "unread/heads.pth").exists()
+    read, unread = (metrics(tmp_path / name)[0]["loss"] for name in ("read", "unread"))
+    assert read < unread - 0.3
+    heads = torch.load(tmp_path / "read/heads.pth", weights_only=True)
+    model = torch.load(tmp_path / "unread/checkpoint.pth", weights_only=True)["model"]
+    assert not any(name.startswith("visual.") for name in heads)
+    unmoved = [name for name in heads if torch.allclose(heads[name], model[name], atol=1e-3)]
+    assert "textual.visual_projection.weight" in unmoved
+    assert "textual.embedding.words.weight" not in unmoved
+    monkeypatch.delattr(virtex, "language_first")
+    run_here(command)
+
+
 def test_masked_lm_written_out():
     """Sec. 4.2: cross-entropy at [MASK]s of known words alone; where there are none, 0, not NaN"""
     model, features = tiny_model(task="masked_lm"), random_features(4, 5, 2, 3)
