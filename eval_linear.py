@@ -37,7 +37,6 @@ by a part of the training photos [ours], which on COCO needs its labels of objec
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys

@@ -45,7 +45,6 @@ import os
 import time
 from array import array
 from collections import Counter, defaultdict
-from pathlib import Path
 
 import numpy as np
 import regex

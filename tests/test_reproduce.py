@@ -4,7 +4,6 @@ import importlib
 import json
 import re
 import shlex
-import subprocess
 
 import pytest
 
