@@ -705,6 +705,14 @@ def apply_recipe(args, script, table, **changes):
              "processes times --accumulate")  # fmt: skip
 
 
+def make_folder(path):
+    """The folder of --output, if it is not there"""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        fail(f"--output {path} cannot be a folder: {error.strerror}")
+
+
 def save(path, content):
     """A text, JSON or what torch.save takes. A crash or a full disk leaves the old file intact."""
     temporary = Path(f"{path}.{os.getpid()}.tmp")
@@ -750,10 +758,7 @@ checkpoint_every keep_every validate_every""".split()
 def load_checkpoint(args):
     """The first line of main: write args.json -> what the same command saved, {} for a new run"""
     path = Path(args.output, "checkpoint.pth")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"--output {args.output} cannot be a folder: {error.strerror}")
+    make_folder(args.output)
     checkpoint = read_checkpoint(path, args.script) if path.exists() else {}
     for name, before in checkpoint.get("args", {}).items():
         now = getattr(args, name, before)  # a flag may be gone; fingerprint is none
