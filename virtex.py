@@ -245,7 +245,6 @@ def main(args):
 
 PAD = UNK = 0  # padding and unknown tokens share an id, as in the official model
 SOS, EOS, MASK = 1, 2, 3
-MAX_CAPTIONS = 2_000_000  # at most, evenly spaced, to train the tokenizer [ours]
 
 
 def subset(data, fraction, captions_per_image, seed):
@@ -280,9 +279,7 @@ def load_tokenizer(args, train, init):
         elif args.tokenizer:
             content = read_tokenizer(args.tokenizer).serialized_model_proto()
         else:
-            captions = train.all_captions()
-            captions = captions[:: 1 + len(captions) // MAX_CAPTIONS]
-            content = train_tokenizer(captions, args.vocab_size)
+            content = train_tokenizer(train.all_captions(), args.vocab_size)
         path.write_bytes(content)
 
     tokenizer = read_tokenizer(common.once(args, "tokenizer.model", make))
