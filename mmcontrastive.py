@@ -345,8 +345,8 @@ class TwoViews(common.Photos):
         crop = partial(common.random_crop, rng, args.crop_min)
         images = common.read_crops(self.data, index, [crop, crop], args.image_size)
         if args.moco_v1:  # all four vary by up to 0.4, on every photo [MoCo v1's code]
-            limits = 0.4 * args.colour_jitter * np.ones((2, 4))
-            jitter = rng.uniform(common.NO_JITTER - limits, common.NO_JITTER + limits)
+            limits = 0.4 * args.colour_jitter
+            jitter = rng.uniform(common.NO_JITTER - limits, common.NO_JITTER + limits, (2, 4))
         else:
             jitter = np.stack([common.colour_jitter(rng, args.colour_jitter) for _ in images])
         grey = rng.random(2) < args.greyscale
