@@ -99,15 +99,17 @@ def write_shards(args, split):
 
 def readable_photos(data, side, split, pool):
     """CaptionData -> (number, JPEG file, JSON file) of each photo that can be decoded, in order"""
+    tagged = np.broadcast_to(bool(data.tag_names) & data.tagged, len(data))
     files = pool.imap(partial(jpeg, data.open, side), data.images, chunksize=20)
     files = progress(files, desc=split, total=len(data), unit=" photos")
     for number, (content, error) in enumerate(files):
         if error:
             print_main(f"cannot decode {data.images[number]} ({error}): left out")
         else:
-            tags = [data.tag_names[tag] for tag in data.tags[number]]
-            text = json.dumps({"captions": data.captions[number], "tags": tags})
-            yield number, content, text.encode()
+            row = {"captions": data.captions[number]}
+            if tagged[number]:
+                row["tags"] = [data.tag_names[tag] for tag in data.tags[number]]
+            yield number, content, json.dumps(row).encode()
 
 
 def jpeg(open_photo, side, place):
@@ -186,13 +188,14 @@ def write_index(folder, paths):
             found = pool.imap(read_shard, paths[split])
             found = progress(found, desc=split, total=len(paths[split]), unit=" shards")
             photos[split] = readable_rows(split, zip(paths[split], found))
-    tags = dict.fromkeys(tag for rows in photos.values() for _, _, tags in rows for tag in tags)
-    index = {tag: k for k, tag in enumerate(tags)}  # of all splits alike
+    tags = [tag for rows in photos.values() for _, _, tags in rows for tag in tags or ()]
+    index = {tag: k for k, tag in enumerate(dict.fromkeys(tags))}  # of all splits alike
     for split, rows in photos.items():
         places, captions, tags = zip(*rows)
-        tags = common.Lists([sorted({index[tag] for tag in row}) for row in tags], int)
+        tagged = np.array([row is not None for row in tags])
+        tags = common.Lists([sorted({index[tag] for tag in row or ()}) for row in tags], int)
         captions = common.Lists(captions, common.STRINGS)
-        data = common.CaptionData(places, captions, tags, list(index) or None)
+        data = common.CaptionData(places, captions, tags, list(index) or None, tagged=tagged)
         shards.save_index(folder, split, data)
         counts = f"{len(captions.values)} captions, {len(tags.values)} tags"
         print_main(f"{split}: {len(rows)} photos, {counts}")
@@ -221,7 +224,7 @@ def readable_rows(split, found):
 def read_shard(path):
     """One shard -> what can be read of it, and its faults
 
-    [(place of a photo, see shards.open_in_shard; its captions; its tags)], and what is left out:
+    [(place of a photo, see shards.open_in_shard; captions; tags or None)], and what is left out:
     ("shards", message), ("photos", message) of those with a broken text, ("texts", message)
     """
     photos, faults, keys, alone = [], [], set(), []
@@ -276,19 +279,16 @@ def split_name(name):
 
 
 def read_captions(tar, by_suffix):
-    """The files beside a photo -> captions, tags"""
+    """The files beside a photo -> captions, tags or None, if they are not given"""
     row = {}
     if "json" in by_suffix:
         row = json.loads(tar.extractfile(by_suffix["json"]).read())
     caption = row.get("caption")  # img2dataset writes one, or null
-    captions, tags = row.get("captions", [caption] if caption else []), row.get("tags", [])
-    if "txt" in by_suffix:
+    captions, tags = row.get("captions", [caption] if caption else []), row.get("tags")
+    if "txt" in by_suffix and "captions" not in row:
         captions = tar.extractfile(by_suffix["txt"]).read().decode("utf-8-sig").splitlines()
-    if not isinstance(captions, list) or not isinstance(tags, list):
-        raise ValueError("its captions or tags are no list")
-    captions = [clean(text) for text in captions]
-    tags = [clean(str(tag)) for tag in tags]
-    return list(filter(None, captions)), list(filter(None, tags))
+    captions = list(filter(None, map(clean, common.texts(captions))))
+    return captions, tags if tags is None else list(filter(None, map(clean, common.texts(tags))))
 
 
 if __name__ == "__main__":
