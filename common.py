@@ -148,9 +148,9 @@ def read_captions(name, root, split, tags):
     return CaptionData(np.array(paths, STRINGS), captions, tags, tag_names or None, tagged=tagged)
 
 
-def read_json(path):
+def read_json(path, hint="see --root, --train-split and --val-split"):
     if not os.path.isfile(path):
-        fail(f"there is no {path}: see --root, --train-split and --val-split")
+        fail(f"there is no {path}: {hint}")
     try:
         return json.loads(Path(path).read_bytes())
     except ValueError as error:

@@ -63,7 +63,7 @@ def get_args(argv=None):
 
 
 def main(args):
-    os.makedirs(args.output, exist_ok=True)
+    common.make_folder(args.output)
     if args.index_only:
         paths = find_shards(args.index_only, args.splits)
     else:
