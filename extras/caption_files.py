@@ -29,6 +29,7 @@ SPLITS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 ENDING = re.compile(r"(?i)\.(jpe?g|png|webp|gif|bmp|tiff?)$")
+HIDDEN = re.compile(r"(^|/)\.")  # of macOS, say: ._1.jpg
 ENTITY = re.compile(r"&#?\w+;")
 INVISIBLE = regex.compile(r"[\p{Cs}\u115f\u1160\u2800\u3164\uffa0]")  # \p{Cs}: half emojis
 LIGATURE = re.compile("[\ufb00-\ufb06]")
@@ -97,9 +98,10 @@ def decode(path):
 def folder_rows(folder):
     """Of KEY.txt, which has a caption on each line, and of photos that have none beside them"""
     captions = {}
-    for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() == ".txt"):
+    for path in sorted(folder.rglob("*.[tT][xX][tT]")):
         name = str(path.relative_to(folder).with_suffix(""))
-        captions[ENDING.sub("", name)] = list(filter(str.strip, decode(path).splitlines()))
+        if not HIDDEN.search(name):
+            captions[ENDING.sub("", name)] = list(filter(str.strip, decode(path).splitlines()))
     if not captions:
         fail(f"{folder} has no KEY.txt with the captions of KEY.jpg: name the file that holds them"
              "; tar files go to tools/make_shards.py --index-only")  # fmt: skip
@@ -158,7 +160,7 @@ def json_rows(content):
         return content
     images, others = content.get("images"), content.get("annotations")
     if isinstance(images, list) and images and others and "file_name" in images[0]:  # COCO
-        names = {str(row["id"]): row["file_name"] for row in images}
+        names = {str(row.get("id")): row.get("file_name") for row in images}
         named = [{**row, "file_name": names.get(str(row.get("image_id")))} for row in others]
         return images + named
     if {*map(str.lower, content)} <= {*SPLITS}:  # R2Gen
@@ -190,6 +192,10 @@ def table_rows(path, text):
     lines = io.StringIO(text, newline="")  # captions may have several lines
     reader = csv.DictReader(lines, delimiter=delimiter, restval="", strict=True)
     try:
+        names = [column_name(name) for name in reader.fieldnames or ()]
+        reader.fieldnames = [  # captions may have columns of one name
+            f"{name}_{n}" if name in names[:n] else name for n, name in enumerate(names)
+        ]
         rows = list(reader)
         for cell in chain(*map(dict.values, rows)):
             if "\n" in cell and any(map(ENDING.search, re.split(rf"[{delimiter}\n]", cell))):
@@ -246,5 +252,6 @@ def photos_below(root):
     for folder, _, files in os.walk(root):
         for file in filter(ENDING.search, files):
             path = os.path.relpath(os.path.join(folder, file), root)
-            found[ENDING.sub("", file).lower()].append(path)
+            if not HIDDEN.search(path):
+                found[ENDING.sub("", file).lower()].append(path)
     return found

@@ -103,6 +103,22 @@ def test_layouts_of_others(tmp_path):
     assert "a at 3: b.tar: 2 has no photo\n" in printed and "left out 1 texts" in printed
 
 
+def test_keys_with_a_dot_are_counted(folder):
+    """As WebDataset reads names, the suffix begins at the first dot."""
+    write_tar(folder / "03.tar", {"a.jpg": RED, "b.1.jpg": RED, "b.2.JPG": RED, "c.seg.json": b""})
+    photos, faults = make_shards.read_shard(folder / "03.tar")
+    assert len(photos) == 1
+    assert faults == [("photos", f"b.{n}: a dot within KEY") for n in ("1.jpg", "2.JPG")]
+
+
+def test_all_splits_are_read_before_the_first_is_written(tmp_path):
+    (tmp_path / "1.jpg").write_bytes(RED)
+    (tmp_path / "a.jsonl").write_text('{"image": "1.jpg", "split": "train"}')
+    command = ["tools.make_shards", "--data", tmp_path / "a.jsonl", "--output", tmp_path / "out"]
+    assert "has no split val, but train" in refusal(command)
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_wrong_shards(folder):
     """What is broken is named, the rest is kept. One line: nothing to keep, moved, an old index"""
     assert "03.tar" in refusal(index_command(folder, "{00..03}.tar"))

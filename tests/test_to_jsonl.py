@@ -132,7 +132,24 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
     ),
     "a caption that is no text": (
         {"a.json": [{"image": "1.jpg", "caption": [{"de": "ein Hund"}, "a", None]}]}, {"1": ["a"]},
-        "1 captions without a letter, the first: {{'de': 'ein Hund'}}",
+        "1 captions that are no text, the first: {{'de': 'ein Hund'}}",
+    ),
+    "dictionaries in cells": (
+        {"a.csv": "image,caption\n1.jpg,\"{'raw': 'a'}\"\n2.jpg,{b c}\n"},
+        {"1": ["a"], "2": ["{b c}"]},
+        "2 captions\n",
+    ),
+    "columns of one name": (
+        {"a.csv": "image,caption,Caption\n1.jpg,a,b\n"}, {"1": ["a", "b"]},
+        "photo: image; captions: caption, caption_2\n",
+    ),
+    "hidden files": (
+        {"img/1.txt": "a", "img/._1.txt": b"\0", "img/.x/2.txt": "b", "img/._1.jpg": b""},
+        {"1": ["a"], "2": []}, "2 photos (no split)",
+    ),
+    "tags that are dictionaries": (
+        {"a.json": [{**PAIR, "tags": {"dog": 1}}, {**PAIR, "tags": [{"name": "cat"}]}]},
+        {"1": ["a"]}, "1 tags that are no text, the first: [{{'dog': 1}}]\n",
     ),
     "repeated rows": (
         {"a.csv": "image,caption\n1.jpg,a\nimg/1.jpg,a\n2.jpg,a\n1.jpg,A"},

@@ -67,8 +67,9 @@ def main(args):
     if args.index_only:
         paths = find_shards(args.index_only, args.splits)
     else:
-        for split in args.splits:
-            write_shards(args, split)
+        splits = {split: read_split(args, split) for split in args.splits}
+        for split, data in splits.items():
+            write_shards(args, split, data)
         paths = {}
         for path in sorted(glob.glob(f"{args.output}/*-*.tar")):  # earlier splits, too
             paths.setdefault(Path(path).name.rsplit("-", 1)[0], []).append(path)
@@ -79,11 +80,15 @@ def main(args):
 # ----------------------------------------------------------------------------------------- shards
 
 
-def write_shards(args, split):
-    """Decode the photos of a split on all cores, and write them in order."""
+def read_split(args, split):
+    """-> CaptionData.  What is wrong with any split is said before the first is written."""
     if glob.glob(f"{args.output}/{split}-*.tar"):
         fail(f"{args.output} holds shards of {split}: delete them or change --output")
-    data = common.caption_data(args.data, args.root, split, tags=True)
+    return common.caption_data(args.data, args.root, split, tags=True)
+
+
+def write_shards(args, split, data):
+    """Decode the photos of a split on all cores, and write them in order."""
     with multiprocessing.Pool() as pool:
         photos = readable_photos(data, args.side, split, pool)
         count = 0
@@ -239,6 +244,8 @@ def read_shard(path):
                 by_suffix = {split_name(file.name)[1]: file for file in group}
                 photo = next((by_suffix[suffix] for suffix in PHOTOS if suffix in by_suffix), None)
                 if not photo:
+                    dotted = [file.name for file in by_suffix.values() if is_dotted(file.name)]
+                    faults += [("photos", f"{name}: a dot within KEY") for name in dotted]
                     alone += [key] if {"txt", "json"} & by_suffix.keys() else []
                     continue
                 try:
@@ -262,6 +269,11 @@ def read_shard(path):
 def is_ours(file):
     """A file that is not hidden: macOS writes ._KEY.jpg beside KEY.jpg"""
     return file.isfile() and not os.path.basename(file.name).startswith(".")
+
+
+def is_dotted(name):
+    """The name of a photo whose key ends for us at an earlier dot"""
+    return split_name(name)[1].endswith(tuple(f".{suffix}" for suffix in PHOTOS))
 
 
 def check_end(tar):

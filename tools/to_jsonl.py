@@ -52,7 +52,7 @@ prompt txt""".split()
 TAGS = "tag label keyword categorie category classe class finding_label".split()
 SPLIT = "split", "subset", "partition"
 NOTHING = "", "nan", "none", "null", "n/a"  # what programs write into an empty cell
-YES, NO, UNSURE = ("1", "1.0", "true"), ("0", "0.0", "false"), ("-1", "-1.0")
+YES, NO, UNSURE = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no"), ("-1", "-1.0")
 
 
 def get_args(argv=None):
@@ -152,8 +152,8 @@ def cells(row, columns):
 
 
 def parse_list(text):
-    """A list as JSON, Python or numpy writes it -> that list; anything else as it is"""
-    if text[:1] + text[-1:] != "[]":
+    """A list or dictionary as JSON, Python or numpy writes it -> that; anything else as it is"""
+    if text[:1] + text[-1:] not in ("[]", "{}"):
         return text
     commas = re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)  # numpy writes none
     with suppress(ValueError, SyntaxError):
@@ -210,9 +210,11 @@ def names_of(row, columns):
 def captions_of(row, columns, notes):
     captions = []
     for text in texts(list(cells(row, [column for column in columns if column in row]))):
-        cleaned = clean(text) if isinstance(text, str) else None
-        if cleaned == "" or text is None:
+        cleaned = clean(text) if isinstance(text, str) else text
+        if cleaned in ("", None):
             notes["empty captions"].append(row)
+        elif not isinstance(text, str):
+            notes["captions that are no text"].append(text)
         elif is_empty(cleaned) or not regex.search(r"[\p{L}\p{So}]", cleaned):
             notes["captions without a letter"].append(repr(text))
         else:
@@ -236,7 +238,10 @@ def tags_of(row, columns, notes):
     """-> a list of strings; None if the row says nothing about them"""
     marks = {tag: str(row.get(tag)).strip().lower() for tag in columns["tags where 1"]}
     columns = columns["tags"]
-    values = [tag.get("name") if isinstance(tag, dict) else tag for tag in cells(row, columns)]
+    values = [tag.get("name", tag) if isinstance(tag, dict) else tag for tag in cells(row, columns)]
+    if any(isinstance(value, (list, dict)) for value in values):
+        notes["tags that are no text"].append(values)
+        return None
     if len(values) > 1 and not any(isinstance(value, str) for value in values):
         notes["lists of numbers, which are no tags"].append(values)
         return None
