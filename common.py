@@ -16,7 +16,7 @@ import os
 import sys
 import time
 import unicodedata
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -82,6 +82,7 @@ class CaptionData:
     tags: Lists  # tags[i]: indices into tag_names, in ascending order
     tag_names: list = None  # of all splits; None: there are no tags, or they were not asked for
     open: callable = Image.open  # images[i] -> PIL image, not yet decoded
+    tagged: np.ndarray = True  # (N,) bool: are the tags known? Then [] says that none fits
 
     def __len__(self):
         return len(self.images)
@@ -92,7 +93,8 @@ class CaptionData:
     def select(self, keep):
         """-> CaptionData of the photos with the indices `keep`"""
         captions, tags = self.captions.select(keep), self.tags.select(keep)
-        return replace(self, images=self.images[keep], captions=captions, tags=tags)
+        tagged = np.broadcast_to(self.tagged, len(self))[keep]
+        return replace(self, images=self.images[keep], captions=captions, tags=tags, tagged=tagged)
 
     def with_captions(self, rows):
         """-> CaptionData with other captions.  rows: a list of strings for each photo"""
@@ -101,10 +103,9 @@ class CaptionData:
     def captioned(self):
         """-> CaptionData of the photos that have a caption"""
         keep = np.flatnonzero(np.diff(self.captions.ends))
-        lacking = len(self) - len(keep)
-        if lacking == len(self):
+        if not len(keep):
             fail(f"no photo has a caption. A .jsonl has {JSONL}")
-        if lacking:
+        if lacking := len(self) - len(keep):
             print_main(f"{lacking} of {len(self)} photos have no caption: left out")
         return self.select(keep) if lacking else self
 
@@ -137,14 +138,17 @@ def read_captions(name, root, split, tags):
              f"{next(iter(missing), None)}")  # fmt: skip
     paths, captions, tags = zip(*photos)
     index = {tag: k for k, tag in enumerate(tag_names)}
+    if empty := sum(row.count("") for row in captions):
+        print_main(f"{empty} captions of {split} are empty: left out")
     captions = Lists([list(filter(None, row)) for row in captions], STRINGS)
-    tags = Lists([sorted({index[tag] for tag in row}) for row in tags], int)
-    return CaptionData(np.array(paths, STRINGS), captions, tags, tag_names or None)
+    tagged = np.array([row is not None for row in tags])
+    tags = Lists([sorted({index[tag] for tag in row or ()}) for row in tags], int)
+    return CaptionData(np.array(paths, STRINGS), captions, tags, tag_names or None, tagged=tagged)
 
 
-def read_json(path):
+def read_json(path, hint="see --root, --train-split and --val-split"):
     if not os.path.isfile(path):
-        fail(f"there is no {path}: see --root, --train-split and --val-split")
+        fail(f"there is no {path}: {hint}")
     try:
         return json.loads(Path(path).read_bytes())
     except ValueError as error:
@@ -195,22 +199,26 @@ def jsonl_photos(path, root, split):
     """One {"image", "captions", "tags", "split"} per line; all but "image" are optional.
 
     Paths start from `root`. A line without a split belongs to "train"; if no line has one, a fixed
-    random twentieth is "val". -> (path, captions, tags) of each photo, the names of all tags
+    random twentieth is "val". -> (path, captions, tags or None) of each photo, names of all tags
     """
-    photos, splits = {}, []
+    photos, splits, unread = {}, [], Counter()
     for number, line in enumerate(open(path, "rb"), 1):
         if not line.strip():
             continue
         try:
-            row = {"captions": [], "tags": [], "split": "", **json.loads(line)}
-            image = os.path.abspath(os.path.join(root, row["image"]))
+            row = {"captions": [], "tags": None, "split": "", **json.loads(line)}
+            image = os.path.abspath(os.path.join(root, row.pop("image")))
             if "caption" in row or image in photos:
                 raise ValueError(f"{image} has one line, with a list of all its captions")
-            photos[image] = texts(row["captions"]), texts(row["tags"])
-            splits += texts([row["split"] or ""])
+            captions, tags = texts(row.pop("captions")), row.pop("tags")
+            photos[image] = captions, tags if tags is None else [*filter(None, texts(tags))]
+            splits += texts([row.pop("split") or ""])
+            unread.update(row.keys())
         except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
             fail(f"{path}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
                  f"{JSONL}. tools/to_jsonl.py converts other files")  # fmt: skip
+    if unread:
+        report_once(f"{path}: keys that are not read, and in how many lines: {dict(unread)}")
     if not any(splits):
         for n in np.random.default_rng(0).permutation(len(photos))[: max(1, len(photos) // 20)]:
             splits[n] = "val"
@@ -218,7 +226,7 @@ def jsonl_photos(path, root, split):
     if split not in splits:
         found = ", ".join(sorted({*splits}))
         fail(f"{path} has no split {split}, but {found}: see --train-split and --val-split")
-    tag_names = dict.fromkeys(tag for _, tags in photos.values() for tag in tags)
+    tag_names = dict.fromkeys(tag for _, tags in photos.values() for tag in tags or ())
     photos = [(image, *photos[image]) for image, found in zip(photos, splits) if found == split]
     return photos, list(tag_names)
 

@@ -116,6 +116,18 @@ def test_bad_lines(line, tmp_path):
         common.caption_data(f"{tmp_path}/data.jsonl")
 
 
+def test_what_is_left_out_of_a_jsonl_is_said_once(tmp_path, capsys):
+    rows = [{"image": f"{n}.jpg", "labels": ["x"], "Split": "val"} for n in range(3)]
+    rows += [{"image": "3.jpg", "split": "train", "tags": [""], "captions": ["a", "", "\u200b"]}]
+    path = write_jsonl(tmp_path / "data.jsonl", *rows)
+    for _ in range(2):
+        data = common.caption_data(path)
+    keys = f"{path}: keys that are not read, and in how many lines: {{'labels': 3, 'Split': 3}}\n"
+    printed = capsys.readouterr().out
+    assert printed.count(keys) == 1 and "2 captions of train are empty: left out" in printed
+    assert data.tag_names is None and data.tagged.tolist() == [False, False, False, True]
+
+
 def test_splits_and_tags_may_be_numbers(tmp_path):
     rows = {"image": "a.jpg", "tags": [7, "x"], "split": 3}, {"image": "b.jpg", "split": None}
     path = write_jsonl(tmp_path / "data.jsonl", *rows)
