@@ -801,7 +801,7 @@ def check_finite(args, iteration, *values):
 
 
 class Log:
-    """metrics.jsonl: a line for each log interval, with means over it (docs/output.md)"""
+    """metrics.jsonl: a line for each log interval, with means over it (docs/running.md)"""
 
     def __init__(self, args, checkpoint):
         self.args = args
