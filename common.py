@@ -440,8 +440,8 @@ def augment(images, jitter=None):
         brightness, contrast, saturation, hue = jitter.T[..., None, None]  # (B, 1, 1) each
         y, i, q = (pixels @ to_yiq).unbind(-1)  # (B, size, size) each
         y = contrast * y + (1 - contrast) * y.mean((1, 2), keepdim=True)
-        turn = torch.polar(contrast * saturation, 2 * math.pi * hue)
-        cos, sin = turn.real, turn.imag
+        angle, scale = 2 * math.pi * hue, contrast * saturation
+        cos, sin = scale * angle.cos(), scale * angle.sin()
         yiq = torch.stack([y, cos * i - sin * q, sin * i + cos * q], -1)
         pixels = (brightness[..., None] * yiq @ to_rgb).clamp(0, 1)
     return ((pixels - mean) / std).permute(0, 3, 1, 2)
