@@ -88,7 +88,7 @@ class CaptionData:
         return len(self.images)
 
     def all_captions(self):
-        return [caption for captions in self.captions for caption in captions]
+        return self.captions.values.tolist()
 
     def select(self, keep):
         """-> CaptionData of the photos with the indices `keep`"""
