@@ -81,8 +81,8 @@ class CaptionData:
     captions: Lists  # captions[i]: a list of strings
     tags: Lists  # tags[i]: indices into tag_names, in ascending order
     tag_names: list = None  # of all splits; None: there are no tags, or they were not asked for
-    open: callable = Image.open  # images[i] -> PIL image, not yet decoded
     tagged: np.ndarray = True  # (N,) bool: are the tags known? Then [] says that none fits
+    open: callable = Image.open  # images[i] -> PIL image, not yet decoded
 
     def __len__(self):
         return len(self.images)
@@ -143,7 +143,7 @@ def read_captions(name, root, split, tags):
     captions = Lists([list(filter(None, row)) for row in captions], STRINGS)
     tagged = np.array([row is not None for row in tags])
     tags = Lists([sorted({index[tag] for tag in row or ()}) for row in tags], int)
-    return CaptionData(np.array(paths, STRINGS), captions, tags, tag_names or None, tagged=tagged)
+    return CaptionData(np.array(paths, STRINGS), captions, tags, tag_names or None, tagged)
 
 
 def read_json(path, hint="see --root, --train-split and --val-split"):

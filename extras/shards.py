@@ -64,7 +64,7 @@ def caption_data(folder, split):
     if not os.path.exists(shard):
         fail(f"{shard} is missing. Was it moved? Run tools/make_shards.py --index-only again")
     tagged = arrays.get("tagged", True)  # older indices have none: no tag meant that none fits
-    return common.CaptionData(images, captions, tags, tag_names, open_in_shard, tagged)
+    return common.CaptionData(images, captions, tags, tag_names, tagged, open_in_shard)
 
 
 def decode(content):

@@ -101,6 +101,7 @@ def test_layouts_of_others(tmp_path):
         assert data.tag_names is None
     printed = run_here(index_command(folder, "*.tar"))
     assert "a at 3: b.tar: 2 has no photo\n" in printed and "left out 1 texts" in printed
+    assert "train: 3 photos have no caption in a KEY.txt or KEY.json\n" in printed
 
 
 def test_keys_with_a_dot_are_counted(folder):

@@ -199,13 +199,14 @@ def write_index(folder, paths):
         places, captions, tags = zip(*rows)
         tagged = np.array([row is not None for row in tags])
         tags = common.Lists([sorted({index[tag] for tag in row or ()}) for row in tags], int)
+        lacking = sum(not row for row in captions)
         captions = common.Lists(captions, common.STRINGS)
-        data = common.CaptionData(places, captions, tags, list(index) or None, tagged=tagged)
+        data = common.CaptionData(places, captions, tags, list(index) or None, tagged)
         shards.save_index(folder, split, data)
         counts = f"{len(captions.values)} captions, {len(tags.values)} tags"
         print_main(f"{split}: {len(rows)} photos, {counts}")
-        if not len(captions.values):
-            print_main(f"{split} has no captions: they are in KEY.txt or KEY.json beside KEY.jpg")
+        if lacking:
+            print_main(f"{split}: {lacking} photos have no caption in a KEY.txt or KEY.json")
 
 
 def readable_rows(split, found):
