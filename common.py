@@ -145,9 +145,9 @@ def read_captions(name, root, split, tags):
     return CaptionData(np.array(paths, STRINGS), captions, tags, tag_names or None)
 
 
-def read_json(path):
+def read_json(path, see="--root, --train-split and --val-split"):
     if not os.path.isfile(path):
-        fail(f"there is no {path}: see --root, --train-split and --val-split")
+        fail(f"there is no {path}: see {see}")
     try:
         return json.loads(Path(path).read_bytes())
     except ValueError as error:
@@ -820,8 +820,9 @@ def check_finite(args, iteration, *values):
     """Of weights, or of the loss"""
     if not all(value.isfinite().all() for value in values):
         amp = "" if args.amp == "off" else ", or --amp off"
+        warmup = ", a longer --warmup" if "recipe" in args else ""  # downstream/ has no such flag
         fail(f"the loss or a weight is not finite at iteration {iteration}: the last checkpoint is "
-             f"kept. Try a lower --lr, a longer --warmup{amp}")  # fmt: skip
+             f"kept. Try a lower --lr{warmup}{amp}")  # fmt: skip
 
 
 class Log:
