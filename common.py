@@ -145,9 +145,9 @@ def read_captions(name, root, split, tags):
     return CaptionData(np.array(paths, STRINGS), captions, tags, tag_names or None)
 
 
-def read_json(path, see="--root, --train-split and --val-split"):
+def read_json(path):
     if not os.path.isfile(path):
-        fail(f"there is no {path}: see {see}")
+        fail(f"there is no {path}: see --root, --train-split and --val-split")
     try:
         return json.loads(Path(path).read_bytes())
     except ValueError as error:
@@ -819,10 +819,9 @@ def save_checkpoint(args, name, iteration, parts, **more):
 def check_finite(args, iteration, *values):
     """Of weights, or of the loss"""
     if not all(value.isfinite().all() for value in values):
-        amp = "" if args.amp == "off" else ", or --amp off"
-        warmup = ", a longer --warmup" if "recipe" in args else ""  # downstream/ has no such flag
+        more = ", a longer --warmup" * ("recipe" in args) + ", or --amp off" * (args.amp != "off")
         fail(f"the loss or a weight is not finite at iteration {iteration}: the last checkpoint is "
-             f"kept. Try a lower --lr{warmup}{amp}")  # fmt: skip
+             f"kept. Try a lower --lr{more}")  # fmt: skip
 
 
 class Log:

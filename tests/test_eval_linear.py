@@ -135,7 +135,8 @@ def test_folders_within_classes_and_photos_in_two(layout, words, tmp_path):
             eval_linear.folder_labels(tmp_path, "train")
         except SystemExit as refused:
             print(refused)
-    assert words.format(tmp=tmp_path) in output.getvalue() and bool(words) == bool(output.getvalue())
+    said = output.getvalue()
+    assert words.format(tmp=tmp_path) in said and bool(words) == bool(said)
 
 
 def test_a_class_on_all_photos_has_no_score(tmp_path):
