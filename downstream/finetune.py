@@ -23,7 +23,7 @@ at ln(number of classes) and drops when the learning rate falls to a tenth (at 7
 last line has the score of guessing the commonest class, too; one class alone is an error.
 On shapes a second backbone, randomly initialised, is trained into OUTPUT/random, and the last line
 compares the two; on other data run it as a command of its own, as above. --output holds the
-same files as in training (docs/output.md): rerunning the command resumes from its checkpoint.
+same files as in training (docs/running.md): rerunning the command resumes from its checkpoint.
 """
 
 import argparse
