@@ -423,8 +423,8 @@ def report_shared(train, test):
     images, in_test = [*tested, *train.images], len(tested) * [True] + len(train) * [False]
     shared = [images[i] for i in in_several(images, in_test, size) if in_test[i]]
     if shared:
-        print_main(f"{len(shared)} of {len(tested)} test photos are training photos, too, and "
-                   f"easy: for example {shared[0]}")  # fmt: skip
+        print_main(f"{len(shared)} of {len(tested)} test photos are training photos, too, "
+                   f"which raises the scores: for example {shared[0]}")  # fmt: skip
 
 
 def in_several(images, groups, look):

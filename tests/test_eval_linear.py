@@ -518,7 +518,10 @@ def test_a_killed_training_of_layers_resumes(files, folder, tmp_path):
     shutil.copytree(folder, tmp_path / "moved")
     killed[killed.index(str(folder))] = str(tmp_path / "moved")
     assert "resuming from iteration 6" in run_here(killed)
-    (tmp_path / "moved/train/red/0.png").rename(tmp_path / "moved/train/red/zero.png")
+    photo = tmp_path / "moved/train/red/0.png"
+    photo.rename(photo.with_stem("zero"))
+    assert anew in run_here(killed)
+    Image.new("RGB", (40, 40)).save(photo.with_stem("zero"))  # another photo under its name
     assert anew in run_here(killed)
 
 
