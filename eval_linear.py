@@ -342,29 +342,15 @@ def label_data(name, root, split):
     captioned = common.caption_data(name, root, split, tags=True)
     if not captioned.tag_names:
         fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
-    if name.endswith(".jsonl"):
-        captioned = captioned.select(tagged_photos(captioned.images, name, root))
+    if not np.all(captioned.tagged):
+        keep = np.flatnonzero(captioned.tagged)
+        left_out = f"{len(captioned) - len(keep)} of {len(captioned)} photos are left out"
+        print_main(f'{left_out}, which have no "tags"; "tags": [] says that none fits')
+        captioned = captioned.select(keep)
     labels = np.zeros((len(captioned), len(captioned.tag_names)), np.int8)
     for row, tags in zip(labels, captioned.tags):
         row[tags] = 1
     return LabelData(captioned.images, labels, captioned.tag_names, captioned.open)
-
-
-def tagged_photos(images, path, root):
-    """The indices of the images whose line of the .jsonl has the key "tags"
-
-    "tags": [] is a negative of every class; without the key nothing is known.
-    """
-    tagged = set()
-    for line in filter(bytes.strip, open(path, "rb")):
-        row = json.loads(line)
-        if "tags" in row:
-            tagged.add(os.path.abspath(os.path.join(root or os.path.dirname(path), row["image"])))
-    keep = [i for i, image in enumerate(images) if image in tagged]
-    if len(keep) < len(images):
-        left_out = f"{len(images) - len(keep)} of {len(images)} photos are left out"
-        print_main(f'{left_out}, whose lines have no "tags"; "tags": [] says that none fits')
-    return keep
 
 
 PHOTOS = ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".avif", ".gif", ".bmp"

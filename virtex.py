@@ -239,7 +239,7 @@ def main(args):
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, **own)
 
-    common.end_run(args, backbone, train)  # eval_linear.py says what the backbone is worth
+    common.end_run(args, backbone)  # eval_linear.py says what the backbone is worth
 
 
 # ---------------------------------------------------------------------------- captions to tokens
@@ -268,7 +268,8 @@ def subset(data, fraction, captions_per_image, seed):
 def normalise(caption):
     """Lower-case, and Latin letters without accents [Sec. 3]; NFKD first: it can make capitals"""
     decomposed = unicodedata.normalize("NFKD", caption).lower()
-    return unicodedata.normalize("NFC", re.sub(common.ACCENTS, "", decomposed))  # Latin [ours]
+    accents = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # of Latin letters [ours]
+    return unicodedata.normalize("NFC", re.sub(accents, "", decomposed))
 
 
 def load_tokenizer(args, train, init):

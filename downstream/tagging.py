@@ -132,7 +132,8 @@ def tags_of_photos(data, args):
         # Only here: it imports scikit-learn, which takes seconds.
         from tp import words_of
 
-        concepts = {word for words in common.read_json(args.tags).values() for word in words}
+        content = common.read_json(args.tags, "--tags is the concepts.json of a run of tp.py")
+        concepts = {word for words in content.values() for word in words}
         texts = progress(map(" ".join, data.captions), desc="tags", total=len(data), leave=False)
         return [concepts.intersection(words_of(text)) for text in texts]
     if args.data == "shapes":

@@ -152,7 +152,7 @@ def test_lines_without_tags_are_left_out(folder, tmp_path):
         data = eval_linear.label_data(f"{tmp_path}/photos.jsonl", str(folder), "train")
     assert [Path(image).name for image in data.images] == ["0.png", "1.png", "3.png"]
     assert data.labels.tolist() == [[1, 0], [0, 0], [1, 1]]
-    assert '2 of 5 photos are left out, whose lines have no "tags"' in output.getvalue()
+    assert '2 of 5 photos are left out, which have no "tags"' in output.getvalue()
 
 
 @pytest.fixture(scope="module")
