@@ -88,7 +88,7 @@ class CaptionData:
         return len(self.images)
 
     def all_captions(self):
-        return [caption for captions in self.captions for caption in captions]
+        return self.captions.values.tolist()
 
     def select(self, keep):
         """-> CaptionData of the photos with the indices `keep`"""
@@ -795,9 +795,9 @@ def save_checkpoint(args, name, iteration, parts, **more):
 def check_finite(args, iteration, *values):
     """Of weights, or of the loss"""
     if not all(value.isfinite().all() for value in values):
-        amp = "" if args.amp == "off" else ", or --amp off"
+        more = ", a longer --warmup" * ("recipe" in args) + ", or --amp off" * (args.amp != "off")
         fail(f"the loss or a weight is not finite at iteration {iteration}: the last checkpoint is "
-             f"kept. Try a lower --lr, a longer --warmup{amp}")  # fmt: skip
+             f"kept. Try a lower --lr{more}")  # fmt: skip
 
 
 class Log:

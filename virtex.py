@@ -246,7 +246,6 @@ def main(args):
 
 PAD = UNK = 0  # padding and unknown tokens share an id, as in the official model
 SOS, EOS, MASK = 1, 2, 3
-MAX_CAPTIONS = 2_000_000  # at most, evenly spaced, to train the tokenizer [ours]
 
 
 def subset(data, fraction, captions_per_image, seed):
@@ -259,10 +258,11 @@ def subset(data, fraction, captions_per_image, seed):
     data = data.select(chosen)
     if not captions_per_image:
         return data
-    rows = list(data.captions)
-    for i, captions in zip(chosen, rows):
-        np.random.default_rng([seed, 0, i]).shuffle(captions)  # the 0 makes it no epoch's key
-    return data.with_captions([captions[:captions_per_image] for captions in rows])
+    rows = []
+    for i, captions in zip(chosen, data.captions):
+        rng = np.random.default_rng([seed, 0, i])  # the 0 makes it no epoch's key
+        rows.append(rng.permutation(captions)[:captions_per_image])
+    return data.with_captions(rows)
 
 
 def normalise(caption):
@@ -281,10 +281,7 @@ def load_tokenizer(args, train, init):
         elif args.tokenizer:
             content = read_tokenizer(args.tokenizer).serialized_model_proto()
         else:
-            captions = train.all_captions()
-            every = math.ceil(len(captions) / MAX_CAPTIONS)
-            chosen = progress(captions[::every], desc="tokenizer", unit=" captions")
-            content = train_tokenizer(map(normalise, chosen), args.vocab_size)
+            content = train_tokenizer(train.all_captions(), args.vocab_size)
         path.write_bytes(content)
 
     tokenizer = read_tokenizer(common.once(args, "tokenizer.model", make))
@@ -299,7 +296,7 @@ def train_tokenizer(captions, vocab_size):
     """SentencePiece BPE [Sec. 3] -> the serialised model, of at most `vocab_size` tokens"""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(captions),
+        sentence_iterator=map(normalise, progress(captions, desc="tokenizer", unit=" captions")),
         model_writer=model,
         model_type="bpe",
         vocab_size=vocab_size,
@@ -319,8 +316,7 @@ def read_tokenizer(path):
     if not os.path.isfile(path):
         fail(f"there is no {path}: --tokenizer is a SentencePiece .model file")
     tokenizer = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
-    ids = [tokenizer.piece_to_id(piece) for piece in ("[SOS]", "[EOS]", "[MASK]")]
-    if ids != [SOS, EOS, MASK]:
+    if tokenizer.piece_to_id(["[SOS]", "[EOS]", "[MASK]"]) != [SOS, EOS, MASK]:
         fail(f"{path} must have [SOS], [EOS], [MASK] as ids 1, 2, 3")
     return tokenizer
 
@@ -332,21 +328,21 @@ def language_first(model, photos, args, device, path):
     the photo shows. [ours; the other scripts' language models read the captions first, too]
     """
     heads = {name: p for name, p in model.named_parameters() if not name.startswith("visual.")}
-    optimizer = torch.optim.AdamW(heads.values(), 1e-3, weight_decay=1e-2)
+    optimizer = torch.optim.AdamW(heads.values(), lr=1e-3)
     captions = photos.data.all_captions()
     rng = np.random.default_rng(args.seed)
     no_photo = torch.zeros(64, 1, args.hidden, device=device)  # (B, S, H)
     for iteration in progress(range(args.text_iters), desc="captions alone", unit=" its"):
         common.set_lr(optimizer, common.lr_factor(iteration, args.text_iters, warmup=0.1))
-        chosen = [captions[n] for n in rng.integers(len(captions), size=len(no_photo))]
-        batch = photos.collate_text([photos.text(caption, rng) for caption in chosen])
+        chosen = rng.integers(len(captions), size=len(no_photo))
+        batch = photos.collate_text([photos.text(captions[n], rng) for n in chosen])
         with common.autocast(device, "off" if args.amp == "fp16" else args.amp):  # no scaler here
             totals = model.text_losses(no_photo, *(x.to(device) for x in batch.values()))
         optimizer.zero_grad()
         sum(total / number for total, number in totals.values()).backward()
         nn.utils.clip_grad_norm_(heads.values(), 1.0)
         optimizer.step()
-    common.save(path, {name: parameter.detach().cpu() for name, parameter in heads.items()})
+    common.save(path, heads)
 
 
 # --------------------------------------------------------------------------- samples and batches
@@ -374,8 +370,7 @@ class CaptionedPhotos(common.Photos):
 
     def collate(self, samples):
         """-> images uint8 (B, size, size, 3), jitter (B, 4), and what collate_text returns"""
-        images = common.stack(samples, "image")
-        jitter = common.stack(samples, "jitter")
+        images, jitter = (common.stack(samples, name) for name in ("image", "jitter"))
         return {"images": images, "jitter": jitter, **self.collate_text(samples)}
 
     def collate_text(self, samples):
@@ -383,12 +378,12 @@ class CaptionedPhotos(common.Photos):
         indices of what follows [SOS], in either's [:, 1:]. Found on a GPU, they would synchronise.
         """
         rows = [sample["tokens"] for sample in samples]
-        lengths = torch.tensor([len(row) for row in rows])
-        tokens = pad(rows)
-        backward_tokens = pad([row[::-1] for row in rows])
-        targets = torch.arange(1, tokens.size(1)) < lengths[:, None]  # (B, T - 1)
-        positions = targets.flatten().nonzero().squeeze(1)
-        return {"tokens": tokens, "backward_tokens": backward_tokens, "positions": positions}
+        targets = pad([[1] * len(row) for row in rows])[:, 1:]  # (B, T - 1), 0 at padding
+        return {
+            "tokens": pad(rows),
+            "backward_tokens": pad([row[::-1] for row in rows]),
+            "positions": targets.flatten().nonzero().squeeze(1),
+        }
 
 
 def pad(sequences):
@@ -414,14 +409,12 @@ class VirTex(nn.Module):
         self.visual = build_visual(arch, zero_residual)
         channels = self.visual["cnn"].channels
         head = TextualHead(channels, vocab_size, hidden, layers, dropout, max_length, init_std)
-        self.textual = head
-        self.backward_textual = None
+        self.textual, self.backward_textual = head, None
         if task == "bicaptioning":
             # The Transformers start alike and are trained apart [official code]; the directions
             # share embedding, output [Sec. 3] and projection [official code].
-            self.backward_textual = copy.deepcopy(head)
-            for name in ("visual_projection", "embedding", "output"):
-                setattr(self.backward_textual, name, getattr(head, name))
+            shared = head.visual_projection, head.embedding, head.output
+            self.backward_textual = copy.deepcopy(head, {id(module): module for module in shared})
 
     def forward(self, images, *captions):
         """images (B, 3, h, w), captions: see collate_text -> {name: (sum of losses, number)}"""
@@ -434,13 +427,14 @@ class VirTex(nn.Module):
 
         image_features: (B, S, H), S = h / 32 * w / 32: N_I
         """
-        directions = {"forward": (self.textual, tokens)}
+
+        def one_direction(head, tokens):
+            vectors = head(tokens[:, :-1], image_features)  # (B, T - 1, H)
+            return token_loss(head.output, vectors, tokens[:, 1:], positions)
+
+        losses = {"forward": one_direction(self.textual, tokens)}
         if self.backward_textual:
-            directions["backward"] = self.backward_textual, backward_tokens
-        losses = {}
-        for name, (head, sequence) in directions.items():
-            vectors = head(sequence[:, :-1], image_features)  # (B, T - 1, H)
-            losses[name] = token_loss(head.output, vectors, sequence[:, 1:], positions)  # Eq. 1
+            losses["backward"] = one_direction(self.backward_textual, backward_tokens)
         return losses
 
 
@@ -473,13 +467,11 @@ class TextualHead(nn.Module):
         )
         self.transformer = nn.TransformerDecoder(layer, layers)
         self.output = nn.Linear(hidden, vocab_size)
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=init_std)
-            if isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)  # [ours]
-            if isinstance(module, nn.MultiheadAttention):
-                nn.init.normal_(module.in_proj_weight, std=init_std)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=init_std)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)  # [ours]
         nn.init.zeros_(self.embedding.words.weight[PAD])
         self.output.weight = self.embedding.words.weight  # weight tying [Sec. 3]
 
@@ -492,12 +484,11 @@ class TextualHead(nn.Module):
 
         causal: each token sees itself and those before it.  padding: (B, T), True where not seen
         """
-        x = self.embedding(tokens)
-        future = None
-        if causal:
-            future = x.new_ones(x.size(1), x.size(1), dtype=torch.bool).triu(1)
-        masks = {"tgt_mask": future, "tgt_key_padding_mask": padding}
-        return self.transformer(x, image_features, tgt_is_causal=causal, **masks)
+        x, length = self.embedding(tokens), tokens.size(1)
+        future = x.new_ones(length, length, dtype=torch.bool).triu(1) if causal else None
+        return self.transformer(
+            x, image_features, tgt_mask=future, tgt_key_padding_mask=padding, tgt_is_causal=causal
+        )
 
 
 class Embedding(nn.Module):
@@ -530,20 +521,19 @@ def parameter_groups(model, lr, text_lr, weight_decay):
     """The backbone at `lr`, the rest at `text_lr`. No weight decay on norms and biases of the
     embedding and the Transformers; biases of projection and output do decay [official code].
     """
-    groups = {
-        "backbone": {"params": [], "lr": lr, "weight_decay": weight_decay},
-        "decay": {"params": [], "lr": text_lr, "weight_decay": weight_decay},
-        "no_decay": {"params": [], "lr": text_lr, "weight_decay": 0.0},
-    }
+    backbone, decay, no_decay = [], [], []
     for name, parameter in model.named_parameters():
-        if name.startswith("visual.cnn."):
-            group = "backbone"
+        if name.startswith("visual."):
+            backbone.append(parameter)
         elif re.search(r"textual\.(embedding|transformer)\..*(norm|bias)", name):
-            group = "no_decay"
+            no_decay.append(parameter)
         else:
-            group = "decay"
-        groups[group]["params"].append(parameter)
-    return [group for group in groups.values() if group["params"]]  # classification has fewer
+            decay.append(parameter)
+    return [
+        {"params": backbone, "lr": lr, "weight_decay": weight_decay},
+        {"params": decay, "lr": text_lr, "weight_decay": weight_decay},
+        {"params": no_decay, "lr": text_lr, "weight_decay": 0.0},
+    ]
 
 
 class LookAhead:
@@ -582,16 +572,15 @@ class LookAhead:
 def validate(model, photos, args, device):
     """-> {name: loss}, its mean over what it is a sum of: known tokens, or photos"""
     model.eval()
-    sums, numbers = Counter(), Counter()
+    sums = Counter()
     for batch in common.validation_batches(photos, photos.collate, args, device):
         images, _, *captions = batch.values()
         with common.autocast(device, args.amp):
             losses = model(common.augment(images), *captions)
-        for name, (total, number) in losses.items():
-            sums[name] += float(total)
-            numbers[name] += float(number)
+        for name, loss in losses.items():
+            sums[name] += np.array(list(map(float, loss)))
     model.train()
-    means = {name: sums[name] / numbers[name] for name in sums}
+    means = {name: total / number for name, (total, number) in sums.items()}
     listed = ", ".join(f"{name} {loss:.2f}" for name, loss in means.items())
     print_main(f"validation loss: {listed}")
     return means
@@ -610,12 +599,14 @@ class MaskedPhotos(CaptionedPhotos):
 
     def collate_text(self, samples):
         """-> tokens (B, T), the same with [MASK]s, padding (B, T), flat indices of known [MASK]s"""
-        tokens = pad([row["tokens"] for row in samples])
-        masked = pad([row["masked"] for row in samples])
-        lengths = torch.tensor([len(row["tokens"]) for row in samples])
-        padding = torch.arange(tokens.size(1)) >= lengths[:, None]
-        positions = (masked == MASK).flatten().nonzero().squeeze(1)
-        return {"tokens": tokens, "masked": masked, "padding": padding, "positions": positions}
+        rows = [sample["tokens"] for sample in samples]
+        masked = pad([sample["masked"] for sample in samples])
+        return {
+            "tokens": pad(rows),
+            "masked": masked,
+            "padding": pad([[1] * len(row) for row in rows]) == 0,
+            "positions": (masked == MASK).flatten().nonzero().squeeze(1),
+        }
 
 
 def mask_tokens(tokens, vocab_size, rng):
@@ -653,8 +644,8 @@ FIRST_TAG = 4  # tags follow the ids of special tokens: 4 outputs more than the 
 
 def with_tags(data):
     """-> CaptionData of the images that have tags [official code]"""
-    keep = [i for i in range(len(data)) if data.tags[i]]
-    if not keep:
+    keep = np.flatnonzero(np.diff(data.tags.ends))
+    if not len(keep):
         fail("--task multilabel_classification needs tags (for coco: instances_*.json)")
     return data.select(keep)
 
@@ -673,8 +664,8 @@ class Classifier(nn.Module):
         """images (B, 3, h, w), tokens (B, K) -> {task: (sum of losses, number of photos)}"""
         logits = self.textual["output"](self.visual["cnn"](images).mean((2, 3))).float()
         targets = torch.zeros_like(logits).scatter_(1, tokens, 1.0)
-        targets[:, : MASK + 1] = 0  # neither special tokens nor padding
-        targets = targets / targets.sum(1, keepdim=True).clamp(min=1)
+        targets[:, :FIRST_TAG] = 0  # neither special tokens nor padding
+        targets = F.normalize(targets, p=1)  # their sum is 1
         return {self.task: (F.cross_entropy(logits, targets, reduction="sum"), len(images))}
 
 
