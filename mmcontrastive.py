@@ -50,7 +50,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 import common
 from common import count, fail, fraction, positive, print_main, progress, share, weight, whole
@@ -275,38 +275,40 @@ def usable_photos(args, data):
     """-> CaptionData of photos that a loss can use, of which only Eqs. 3 and 5 take those without
     a caption [Sec. 3.2, end]; the number of tags in Eq. 5
     """
-    if args.tags != "annotated" and args.lambda_tag:
-        data = common.extra("nouns").tagged(args, data)
-    num_tags = len(data.tag_names) if args.lambda_tag and any(data.tags) else 0
-    if args.lambda_tag and not num_tags:
-        print_main("no photo has tags: Eq. 5 is left out (--tags nouns takes them from captions)")
-    if not (args.lambda_ii or num_tags or args.lambda_ic):
-        fail("--lambda-ii, --lambda-tag, --lambda-ic are 0: nothing trains the backbone")
+    num_tags = 0
+    if args.lambda_tag:
+        if args.tags != "annotated":
+            data = common.extra("nouns").tagged(args, data)
+        if any(data.tags):
+            num_tags = len(data.tag_names)
+        else:
+            print_main("no photo has tags: Eq. 5 is left out (--tags nouns finds some in captions)")
     if (args.lambda_cc or args.lambda_ic) and not any(data.captions):
         fail("no photo has a caption: with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are "
              "enough (MoCo-v2)")  # fmt: skip
-    if not (args.lambda_ii or num_tags):
-        data = data.captioned()
-    return data, num_tags
+    if args.lambda_ii or num_tags:
+        return data, num_tags
+    if not args.lambda_ic:
+        fail("--lambda-ii, --lambda-tag, --lambda-ic are 0: nothing trains the backbone")
+    return data.captioned(), 0
 
 
 def read_backtranslations(args, data):
     """-> captions via French and via German, each like data.captions; [] if they are not used"""
     if args.caption_views != "backtranslation" or not (args.lambda_cc or args.lambda_ic):
         return []
-    path, rows = Path(args.backtranslations or f"{args.output}/backtranslations.jsonl"), {}
-    if path.is_file():
-        with open(path, encoding="utf-8") as file:
-            rows = {row["caption"]: row for row in map(json.loads, file)}
+    path = args.backtranslations or f"{args.output}/backtranslations.jsonl"
+    lines = open(path, "rb") if os.path.isfile(path) else []
+    rows = {row["caption"]: row for row in map(json.loads, lines)}
     missing = {*data.all_captions()} - rows.keys()
     if missing:
         fail(f"{len(missing)} captions have no back-translation in {path}: tools/backtranslate.py "
              "writes them; --caption-views sibling needs none")  # fmt: skip
-    translations = []
-    for by in ("fr", "de"):
-        lists = [[rows[caption][by].strip() or caption for caption in row] for row in data.captions]
-        translations.append(common.Lists(lists, common.STRINGS))
-    return translations
+
+    def lists(by):
+        return [[rows[caption][by].strip() or caption for caption in row] for row in data.captions]
+
+    return [common.Lists(lists(by), common.STRINGS) for by in ("fr", "de")]
 
 
 def fit_queue(args, num_photos):
@@ -342,24 +344,26 @@ class TwoViews(common.Photos):
         args = self.args
         crop = partial(common.random_crop, rng, args.crop_min)
         images = common.read_crops(self.data, index, [crop, crop], args.image_size)
-        draw_jitter = moco_v1_jitter if args.moco_v1 else common.colour_jitter
-        jitter = np.stack([draw_jitter(rng, args.colour_jitter) for _ in images])  # (2, 4)
+        if args.moco_v1:  # all four vary by up to 0.4, on every photo [MoCo v1's code]
+            limits = 0.4 * args.colour_jitter * np.ones((2, 4))
+            jitter = rng.uniform(common.NO_JITTER - limits, common.NO_JITTER + limits)
+        else:
+            jitter = np.stack([common.colour_jitter(rng, args.colour_jitter) for _ in images])
         grey = rng.random(2) < args.greyscale
         jitter[grey, 2:] = 0  # saturation 0, so that there is no hue to rotate
         blurred = rng.random(2) < args.blur
         sigma = blurred * rng.uniform(0.1, 2.0, 2) * args.image_size / 224  # MoCo-v2; scale [ours]
-        flipped = rng.random(2) < 0.5
+        flipped = np.flatnonzero(rng.random(2) < 0.5)
         captions = self.two_captions(index, rng)
-        for n in (0, 1):
-            if flipped[n]:
-                images[n] = images[n][:, ::-1]
-                # Photo 0, a query, meets caption 1, a key (Eq. 11), and caption 0 meets photo 1
-                # (Eq. 14): in the other caption, left and right are swapped. [ours; the captions
-                # of Eq. 8 then disagree in half of the samples]
-                captions[1 - n] = common.swap_left_right(captions[1 - n])
+        for n in flipped:
+            images[n] = images[n][:, ::-1]
+            # Photo 0, a query, meets caption 1, a key (Eq. 11), and caption 0 meets photo 1
+            # (Eq. 14): in the other caption, left and right are swapped. [ours; the captions of
+            # Eq. 8 then disagree in half of the samples]
+            captions[1 - n] = common.swap_left_right(captions[1 - n])
         tags = np.zeros(len(self.data.tag_names or ()), bool)
         tags[self.data.tags[index]] = True
-        sample = {"images": np.stack(images), "jitter": jitter, "sigma": sigma.astype(np.float32)}
+        sample = {"images": np.stack(images), "jitter": jitter, "sigma": sigma}
         return sample | {"captions": captions, "captioned": any(captions), "tags": tags}
 
     def two_captions(self, index, rng):
@@ -378,21 +382,15 @@ class TwoViews(common.Photos):
         return [first, second]
 
 
-def moco_v1_jitter(rng, strength):
-    """Like common.colour_jitter, but all four vary by up to 0.4, on every photo [MoCo v1's code]"""
-    limits = 0.4 * strength
-    return rng.uniform(common.NO_JITTER - limits, common.NO_JITTER + limits).astype(np.float32)
-
-
 def collate(tokenizer, samples):
     """-> images uint8 (B, 2, size, size, 3), jitter (B, 2, 4), sigma (B, 2), tags (B, num_tags),
     captioned (B,); with a tokenizer also captions_q and captions_k: see `tokenize`
     """
     batch = default_collate(samples)
-    captions = batch.pop("captions")  # B first views, B second views
+    captions_q, captions_k = batch.pop("captions")
     if tokenizer:
-        for name, texts in zip(("captions_q", "captions_k"), captions):
-            batch[name] = tokenize(tokenizer, list(texts))
+        batch["captions_q"] = tokenize(tokenizer, captions_q)
+        batch["captions_k"] = tokenize(tokenizer, captions_k)
     return batch
 
 
@@ -404,16 +402,16 @@ def tokenize(tokenizer, captions):
 
 def augment_view(batch, n, args):
     """View 0 (of queries) or 1 (of keys) of the photos -> (B, 3, size, size)"""
-    images = common.augment(batch["images"][:, n], batch["jitter"][:, n])
+    images = common.augment(batch["images"][:, n], batch["jitter"][:, n].float())
     if args.blur == 0:
         return images
     with common.autocast(images.device, args.amp):  # the first convolution would round it anyway
-        return blur(images, batch["sigma"][:, n])
+        return blur(images, batch["sigma"][:, n].float())
 
 
 def blur(images, sigma):
     """Gaussian blur of images (B, 3, size, size), by sigma (B,) pixels each; 0: none [MoCo-v2]"""
-    x = torch.arange(images.size(-1), device=images.device, dtype=torch.float32)
+    x = torch.arange(images.size(-1), device=images.device)
     sigma = sigma.clamp(min=1e-3)[:, None, None]
     weights = (-0.5 * ((x[:, None] - x) / sigma) ** 2).softmax(-1)[:, None]  # (B, 1, size, size)
     blurred = weights @ images.contiguous() @ weights.mT  # over rows and columns
@@ -441,12 +439,11 @@ def build_encoders(args, bert_config=None, bn_group=math.inf):
     norm_layer = partial(SplitBatchNorm, group=bn_group)
     backbone = common.build_backbone(args.arch, norm_layer=norm_layer)
     trunk = nn.Sequential(backbone, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    encoders = nn.ModuleDict()
-    encoders["image"] = Encoder(trunk, backbone.channels, image_dims, args)
+    encoders = {"image": Encoder(trunk, backbone.channels, image_dims, args)}
     if bert_config:
         trunk = CaptionTrunk(bert_config)
         encoders["caption"] = Encoder(trunk, bert_config.hidden_size, caption_dims, args)
-    return encoders
+    return nn.ModuleDict(encoders)
 
 
 class Encoder(nn.Module):
@@ -498,22 +495,20 @@ def load_caption_model(args, init, train, device):
     if not (args.lambda_cc or args.lambda_ic):
         return None, None, None
     folder = Path(args.output, "caption_model")  # keeps tokenizer and configuration
-    weights = None
+    source = weights = args.lm
     if any(name.startswith("queries.caption.") for name in init.get("model", ())):
-        source = Path(args.init).parent / "caption_model"
-    elif args.lm != "scratch":
-        source = weights = args.lm
-    elif args.lm_layers or args.lm_iters:  # a small BERT, which may be trained first
-        source, weights = None, folder if args.lm_iters else None
-    else:  # "Ours (scratch)" of Tab. 1
-        source = "bert-base-uncased"
+        source, weights = Path(args.init).parent / "caption_model", None
+    elif args.lm == "scratch":
+        weights = folder if args.lm_iters else None  # a small BERT, which may be trained first
+        if not (args.lm_layers or args.lm_iters):
+            source = "bert-base-uncased"  # "Ours (scratch)" of Tab. 1
 
     def make(folder):
-        if source:
-            parts = read_caption_model(source)
-        else:
+        if source == "scratch":
             small_bert = common.extra("small_bert")
             parts = small_bert.of_flags(args, train.all_captions(), folder, device)
+        else:
+            parts = read_caption_model(source)
         for part in parts:
             part.save_pretrained(folder)
 
@@ -661,7 +656,7 @@ def batchnorm_group(args):
     parts = args.accumulate * common.world_size()
     groups = max(args.bn_splits, parts)
     size = args.batch_size // groups
-    if groups % parts or size * groups != args.batch_size or size < 2:
+    if groups % parts or args.batch_size % groups or size < 2:
         fail(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} groups of "
              f"two or more in {parts} parts (processes, accumulate): try fewer")  # fmt: skip
     return size
@@ -682,22 +677,24 @@ def contrastive_losses(q, k, queues, tags, captioned, args):
     q, k: {name: (B, dim)}, of the same photos and captions.  queues: {name: Queue}.  tags (B, T),
     captioned (B,).  A photo without tags adds 0 to Eq. 5, one without a caption to Eqs. 8, 11, 14.
     """
+
+    def pair(query, key):
+        return q[query], k[key], queues[key]
+
     losses = {}
     if "image_intra" in q:
-        queue = queues["image_intra"]
-        log_p = log_probabilities(q["image_intra"], k["image_intra"], queue, args.temperature)
+        log_p = log_probabilities(*pair("image_intra", "image_intra"), args.temperature)
         losses["ii"] = -log_p[:, 0].mean()  # Eq. 3
         if "tags" in queues:
             loss = tag_loss(log_p, tags, queues["tags"], args.tag_threshold)
             losses["tag"] = (loss * tags.any(1)).mean()  # Eq. 5
     if "caption_intra" in q:
-        queue = queues["caption_intra"]
-        log_p = log_probabilities(q["caption_intra"], k["caption_intra"], queue, args.temperature)
+        log_p = log_probabilities(*pair("caption_intra", "caption_intra"), args.temperature)
         losses["cc"] = (-log_p[:, 0] * captioned).mean()  # Eq. 8
     if "image_inter" in q:
-        loss = ranking_loss(q["image_inter"], k["caption_inter"], queues["caption_inter"])
+        loss = ranking_loss(*pair("image_inter", "caption_inter"))
         losses["ic"] = (loss * captioned).mean()  # Eq. 11
-        loss = ranking_loss(q["caption_inter"], k["image_inter"], queues["image_inter"])
+        loss = ranking_loss(*pair("caption_inter", "image_inter"))
         losses["ci"] = (loss * captioned).mean()  # Eq. 14
     return losses
 
@@ -747,11 +744,10 @@ def encode_images(encoder, data, args, device):
 
 
 @torch.no_grad()
-def encode_captions(encoder, tokenizer, captions, args, device, batch_size=256):
+def encode_captions(encoder, tokenizer, captions, args, device):
     """M captions embedded in the common space -> (M, inter_dim) on the CPU"""
     vectors = []
-    for start in range(0, len(captions), batch_size):
-        tokens = tokenize(tokenizer, captions[start : start + batch_size])
+    for tokens in DataLoader(captions, 256, collate_fn=partial(tokenize, tokenizer)):
         with common.autocast(device, args.amp):
             output = encoder(tokens.to(device))
         vectors.append(output["caption_inter"].cpu())
