@@ -392,18 +392,17 @@ def folder_labels(root, split):
 
 
 def check_depth(path, photos, classes):
-    """Photos in folders within those of their classes are meant so, or `path` is too high"""
+    """Count photos in folders within those of their classes; if all classes share these, refuse"""
     tops = {os.path.join(path, name) for name in classes}
     deeper = [photo for photo in photos if os.path.dirname(photo) not in tops]
-    below = defaultdict(set)  # of each class: the folders within it, "." is its own
+    within = defaultdict(set)  # of each class: the folders of its photos
     for folder in {*map(os.path.dirname, photos)}:
-        name, *within = Path(folder).relative_to(path).parts
-        below[name].add(os.path.join(".", *within))
-    common_to_all = sorted(set.intersection(*below.values()))
-    if len(deeper) == len(photos) and len(common_to_all) > 1:
-        names = ", ".join(folder[2:] for folder in common_to_all[:5])
-        fail(f"each of {', '.join(classes[:5])} in {path} has the folders {names}: these are the "
-             "likely classes. Is --root or --train-split a folder too high?")  # fmt: skip
+        name, *parts = Path(folder).relative_to(path).parts
+        within[name].add("/".join(parts))
+    shared = sorted(set.intersection(*within.values()))
+    if len(deeper) == len(photos) and len(shared) > 1:
+        fail(f"each of {', '.join(classes[:5])} in {path} has the folders {', '.join(shared[:5])}: "
+             "these are the likely classes. Is --root or --train-split a folder too high?")
     if deeper:
         print_main(f"{len(deeper)} of {len(photos)} photos are in folders within those of their "
                    f"classes, as {deeper[0]}")  # fmt: skip

@@ -136,7 +136,8 @@ def main(args):
     if common.is_main():
         origins = {"trained": args.weights, "random": "random initialisation"}
         parts = [f"{scores[name]['top-1']} from {origins[name]}" for name in scores]
-        parts.append(f"{scores[name]['commonest class']} by guessing the commonest class")
+        guess = next(iter(scores.values()))["commonest class"]
+        parts.append(f"{guess} by guessing the commonest class")
         labels = f"top-1 on {args.data} after fine-tuning on {len(train)} labels"
         print_main(f"{labels}: {', '.join(parts)}")
     common.end_distributed()
