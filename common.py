@@ -297,10 +297,7 @@ class Photos(Dataset):
         return {"image": image[:, ::-1] if flipped else image, "jitter": jitter, "flipped": flipped}
 
 
-@cache
-def report_once(message):
-    """Print it, unless this process has: the workers of a DataLoader have memories of their own."""
-    tqdm.write(message)
+report_once = cache(tqdm.write)  # once per process: the workers of a DataLoader each have a memory
 
 
 def to_rgb(image):
@@ -382,13 +379,13 @@ def infinite_sampler(size, batch_size, seed, start=0):
     Batch t is the t-th slice of the epochs' permutations, which depend only on the seed and follow
     each other. Each process takes its share of the `batch_size` (global).
     """
-    position, share = start * batch_size, batch_size // world_size()
+    position, per_process = start * batch_size, batch_size // world_size()
     while True:
         epoch, done = divmod(position, size)
         order = np.random.default_rng([seed, epoch]).permutation(size)
         for index in order[done:]:
             place = position % batch_size  # within the batch
-            if place // share == rank():
+            if place // per_process == rank():
                 yield seed, epoch, int(index)
             position += 1
 
@@ -408,8 +405,7 @@ def train_batches(dataset, collate, args, device, done):
         pin_memory=device.type == "cuda",
     )
     for number, batch in enumerate(loader, (done + 1) * args.accumulate):
-        iteration, part = divmod(number, args.accumulate)  # iteration is main's
-        place = (iteration * world_size() + rank()) * args.accumulate + part
+        place = number * world_size() + rank()
         torch.manual_seed((args.seed << 40) % 2**64 + place)  # 2^40 places for each seed
         yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
 
@@ -501,15 +497,16 @@ def build_optimizer(args, parameters, lr=None):
         return torch.optim.SGD(parameters, momentum=0.9, fused=args.amp != "fp16", **rates)
     if args.optimizer == "adamw":
         return torch.optim.AdamW(parameters, fused=True, **rates)
-    # Decay as in the authors' code, which moves nothing in its first five steps; torch does [ours]
+    # Decay as in the authors' code, which skips its first five updates; torch's does not [ours]
     return torch.optim.RAdam(parameters, decoupled_weight_decay=True, **rates)
 
 
 def lr_factor(iteration, total, warmup=0.0, steps=()):
     """Factor of the learning rate at an iteration, counted from 0
 
-    Linear warm-up over the fraction `warmup` of training [ours], then cosine decay to 0. With
-    `steps`, it is divided by 10 after each of these fractions instead [ICMLM App. F.1].
+    Linear warm-up over the fraction `warmup` of training [VirTex Sec. 3; for others ours], then
+    cosine decay to 0. With `steps`, it is divided by 10 after each of these fractions instead
+    [ICMLM App. F.1].
     """
     start = warmup * total
     if iteration < start:

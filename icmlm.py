@@ -174,10 +174,10 @@ def main(args):
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
     common.check_data(args, checkpoint, train.images, train.captions, train.tags)
-    folder = args.lm
+    lm_name = args.lm
     if args.lm == "scratch":
-        folder = common.extra("small_bert").made_once(args, init, train, device)
-    tokenizer, lm = load_language_model(folder, device, args.amp)
+        lm_name = common.extra("small_bert").made_once(args, init, train, device)
+    tokenizer, lm = load_language_model(lm_name, device, args.amp)
     concepts, triplets, val_triplets = load_triplets(args, [train, val], tokenizer)
     iters = args.iters or math.ceil(args.epochs * len(triplets) / args.batch_size)
     V = lm.token_embeddings  # (|V|, d_w)
@@ -226,13 +226,13 @@ def main(args):
                 vector, tag_logits = ddp(images, W, mask, batch["mask_pos"])
                 # Its own layer, or Eq. 6: v_k = fc(x^)^T V_k  -> (B, |V|)
                 logits = lm.mlm_head(vector) if args.head == "tfm" else vector @ V.T
-            # Eqs. 6, 7: softmax over the vocabulary, mean over the batch's triplets [App. F.1].
+            # Eqs. 6, 7: softmax over the vocabulary; mean over triplets, not captions [App. F.1].
             mlm = F.cross_entropy(logits.float(), batch["target"])
             tp = tag_loss(tag_logits, batch["tags"])  # Eq. 2
             loss = mlm + args.lambda_tp * tp  # Eq. 8
             # At lambda = 0 the tag head learns from detached features [ours]: App. B compares tp.
-            total = loss if args.lambda_tp else loss + tp
-            scaler.scale(total / args.accumulate).backward()
+            trained_loss = loss if args.lambda_tp else loss + tp
+            scaler.scale(trained_loss / args.accumulate).backward()
             log.add(loss=loss, mlm=mlm, tp=tp)
         scaler.step(optimizer)
         scaler.update()
@@ -440,7 +440,7 @@ def collate(samples):
     target, concept (B,), attention_mask (B, T): False at padding
     """
     tokens = [sample["tokens"] for sample in samples]
-    tokens = pad_sequence(tokens, batch_first=True, padding_value=-1)
+    tokens = pad_sequence(tokens, batch_first=True, padding_value=-1)  # no token: for the mask
     batch = {"images": common.stack(samples, "image")}
     batch["tokens"] = tokens.clamp(min=0)
     batch["attention_mask"] = tokens >= 0

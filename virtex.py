@@ -146,7 +146,7 @@ def get_args(argv=None):
         parser.error(f"--hidden {args.hidden} must be a multiple of 64 (A = H / 64 heads)")
     if args.task.endswith("classification"):
         args.text_iters = 0  # there are no heads that could read
-    args.init_std = args.init_std or args.hidden**-0.5  # less, and heads are deaf to the photo
+    args.init_std = args.init_std or args.hidden**-0.5  # of 0.02, narrow heads ignore the photo
     return args
 
 
@@ -260,15 +260,15 @@ def subset(data, fraction, captions_per_image, seed):
         return data
     rows = []
     for i, captions in zip(chosen, data.captions):
-        rng = np.random.default_rng([seed, 0, i])  # the 0 makes it no epoch's key
+        rng = np.random.default_rng([seed, 0, i])  # of this photo
         rows.append(rng.permutation(captions)[:captions_per_image])
     return data.with_captions(rows)
 
 
 def normalise(caption):
-    """Lower-case, and Latin letters without accents [Sec. 3]; NFKD first: it can make capitals"""
+    """Lower-case, without accents [Sec. 3]; of Latin letters, and NFKD first, NFC last [ours]"""
     decomposed = unicodedata.normalize("NFKD", caption).lower()
-    accents = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # of Latin letters [ours]
+    accents = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"
     return unicodedata.normalize("NFC", re.sub(accents, "", decomposed))
 
 
@@ -358,7 +358,8 @@ class CaptionedPhotos(common.Photos):
     def sample(self, index, rng):
         sample = self.photo(index, rng)
         captions = self.data.captions[index]
-        caption = captions[rng.integers(len(captions)) if rng else index % len(captions)]
+        n = rng.integers(len(captions)) if rng else index % len(captions)  # not always the first
+        caption = captions[n]
         if sample["flipped"]:
             caption = common.swap_left_right(caption)  # flipped with the photo [Sec. 3]
         rng = rng or np.random.default_rng([self.args.seed, 0, index])
@@ -375,7 +376,7 @@ class CaptionedPhotos(common.Photos):
 
     def collate_text(self, samples):
         """-> tokens (B, T), the same of each caption's reverse, and the targets' positions: flat
-        indices of what follows [SOS], in either's [:, 1:]. Found on a GPU, they would synchronise.
+        indices into either's [:, 1:], without padding. Found on a GPU, they would synchronise.
         """
         rows = [sample["tokens"] for sample in samples]
         targets = pad([[1] * len(row) for row in rows])[:, 1:]  # (B, T - 1), 0 at padding

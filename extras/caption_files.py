@@ -97,11 +97,11 @@ def decode(path):
 
 def folder_rows(folder):
     """Of KEY.txt, which has a caption on each line, and of photos that have none beside them"""
-    captions = {}
+    captions = defaultdict(list)
     for path in sorted(folder.rglob("*.[tT][xX][tT]")):
         name = str(path.relative_to(folder).with_suffix(""))
         if not HIDDEN.search(name):
-            captions[ENDING.sub("", name)] = list(filter(str.strip, decode(path).splitlines()))
+            captions[ENDING.sub("", name)] += filter(str.strip, decode(path).splitlines())
     if not captions:
         fail(f"{folder} has no KEY.txt with the captions of KEY.jpg: name the file that holds them"
              "; tar files go to tools/make_shards.py --index-only")  # fmt: skip

@@ -143,6 +143,13 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
         {"a.csv": "image,caption,Caption\n1.jpg,a,b\n"}, {"1": ["a", "b"]},
         "photo: image; captions: caption, caption_2\n",
     ),
+    "two texts of a photo": (
+        {"img/1.txt": "a", "img/1.jpg.txt": "b"}, {"1": ["b", "a"], "2": []}, "2 captions\n",
+    ),
+    "splits in lists": (
+        {"a.json": [{**PAIR, "split": ["train"]}, {**PAIR, "image": "2.jpg", "split": ["val"]}]},
+        {"1": ["a"], "2": ["a"]}, "1 photos (train)\n      1 photos (val)\n",
+    ),
     "hidden files": (
         {"img/1.txt": "a", "img/._1.txt": b"\0", "img/.x/2.txt": "b", "img/._1.jpg": b""},
         {"1": ["a"], "2": []}, "2 photos (no split)",
@@ -282,6 +289,14 @@ def test_columns_of_0_and_1(convert):
     tags = [["y"], ["x", "y"], [], None, ["x"]]
     assert [line.get("tags") for line in lines] == tags and "tags where 1: x, y\n" in printed
     assert "1 empty cells beside 0 and 1, which count as 0, the first: {'image': '5.jpg'" in printed
+
+
+def test_a_linked_photo_is_one(convert, tmp_path):
+    (tmp_path / "linked").symlink_to(tmp_path / "img")
+    rows = "image,caption,split\nimg/1.jpg,a,train\nlinked/1.jpg,b,val\n"
+    printed, lines = convert({"file": rows})
+    assert lines == [{"image": "img/1.jpg", "captions": ["a", "b"]}]
+    assert "1 rows in another split than their photo's first, the first: {" in printed
 
 
 @pytest.mark.parametrize("splits, flags", COMMANDS)

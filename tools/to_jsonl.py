@@ -76,7 +76,7 @@ def main(args):
     if output.suffix != ".jsonl" or output.is_dir() or output.resolve() in inputs:
         fail(f"--output {output} must end in .jsonl, be no folder, and must not be the input file")
     make_folder(output.absolute().parent)
-    photos = {}  # path: {"captions", "tags", "split"}
+    photos = {}  # path, links resolved: {"image": the path that was found, "captions", ...}
     notes = defaultdict(list)  # what was left out or changed: all examples of it
     for file in files:
         rows = read_rows(file, output.with_name(f"{output.stem}_photos"))
@@ -167,7 +167,7 @@ def parse_list(text):
 
 
 def gather(rows, root, columns, photos, notes):
-    """Add the rows to {path of a photo: {"captions", "tags", "split"}}."""
+    """Add the rows to {path of a photo: {"image", "captions", "tags", "split"}}."""
     places = find_photos(root, [name for row in rows for name in names_of(row, columns["photo"])])
     for name, paths in places.items():
         if not paths:
@@ -184,7 +184,7 @@ def gather(rows, root, columns, photos, notes):
         tags = tags_of(row, columns, notes)
         split = split_of(row, columns["split"])
         for path in sum((places[name] for name in names if len(places[name]) == 1), []):
-            photo = photos.setdefault(path, {"captions": []})
+            photo = photos.setdefault(os.path.realpath(path), {"image": path, "captions": []})
             for caption in captions:
                 if caption in photo["captions"]:
                     notes["captions that their photo has already"].append([path, caption])
@@ -256,7 +256,7 @@ def tags_of(row, columns, notes):
 
 
 def split_of(row, columns):
-    names = [str(row.get(column)).strip().lower() for column in columns[:1]]
+    names = [str(value).strip().lower() for value in cells(row, columns[:1])]
     return next((SPLITS.get(name, name) for name in names if not is_empty(name)), None)
 
 
@@ -270,7 +270,7 @@ def is_empty(cell):
 def write(output, photos, notes):
     """Write the lines; print counts of what they hold and of what was left out."""
     folder = output.absolute().parent
-    rows = [{"image": os.path.relpath(path, folder), **row} for path, row in photos.items()]
+    rows = [{**row, "image": os.path.relpath(row["image"], folder)} for row in photos.values()]
     splits = Counter(row.get("split", "no split") for row in rows)
     hold_out = splits.keys() <= {"train", "no split"}
     for row in rows if hold_out else ():  # without any split, --data holds out some photos
