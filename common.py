@@ -13,12 +13,10 @@ import importlib
 import json
 import math
 import os
-import shlex
 import sys
-import threading
 import time
 import unicodedata
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -83,19 +81,20 @@ class CaptionData:
     captions: Lists  # captions[i]: a list of strings
     tags: Lists  # tags[i]: indices into tag_names, in ascending order
     tag_names: list = None  # of all splits; None: there are no tags, or they were not asked for
+    tagged: np.ndarray = True  # (N,) bool: are the tags known? Then [] says that none fits
     open: callable = Image.open  # images[i] -> PIL image, not yet decoded
-    sampler: callable = None  # of the training batches; None: infinite_sampler
 
     def __len__(self):
         return len(self.images)
 
     def all_captions(self):
-        return [caption for captions in self.captions for caption in captions]
+        return self.captions.values.tolist()
 
     def select(self, keep):
         """-> CaptionData of the photos with the indices `keep`"""
         captions, tags = self.captions.select(keep), self.tags.select(keep)
-        return replace(self, images=self.images[keep], captions=captions, tags=tags)
+        tagged = np.broadcast_to(self.tagged, len(self))[keep]
+        return replace(self, images=self.images[keep], captions=captions, tags=tags, tagged=tagged)
 
     def with_captions(self, rows):
         """-> CaptionData with other captions.  rows: a list of strings for each photo"""
@@ -104,10 +103,9 @@ class CaptionData:
     def captioned(self):
         """-> CaptionData of the photos that have a caption"""
         keep = np.flatnonzero(np.diff(self.captions.ends))
-        lacking = len(self) - len(keep)
-        if lacking == len(self):
+        if not len(keep):
             fail(f"no photo has a caption. A .jsonl has {JSONL}")
-        if lacking:
+        if lacking := len(self) - len(keep):
             print_main(f"{lacking} of {len(self)} photos have no caption: left out")
         return self.select(keep) if lacking else self
 
@@ -140,14 +138,17 @@ def read_captions(name, root, split, tags):
              f"{next(iter(missing), None)}")  # fmt: skip
     paths, captions, tags = zip(*photos)
     index = {tag: k for k, tag in enumerate(tag_names)}
+    if empty := sum(row.count("") for row in captions):
+        print_main(f"{empty} captions of {split} are empty: left out")
     captions = Lists([list(filter(None, row)) for row in captions], STRINGS)
-    tags = Lists([sorted({index[tag] for tag in row}) for row in tags], int)
-    return CaptionData(np.array(paths, STRINGS), captions, tags, tag_names or None)
+    tagged = np.array([row is not None for row in tags])
+    tags = Lists([sorted({index[tag] for tag in row or ()}) for row in tags], int)
+    return CaptionData(np.array(paths, STRINGS), captions, tags, tag_names or None, tagged)
 
 
-def read_json(path):
+def read_json(path, hint="see --root, --train-split and --val-split"):
     if not os.path.isfile(path):
-        fail(f"there is no {path}: see --root, --train-split and --val-split")
+        fail(f"there is no {path}: {hint}")
     try:
         return json.loads(Path(path).read_bytes())
     except ValueError as error:
@@ -169,8 +170,9 @@ def coco_photos(root, split, with_tags):
     """
     content = read_json(f"{root}/annotations/captions_{split}.json")
     instances = f"{root}/annotations/instances_{split}.json"
-    found = with_tags and os.path.exists(instances)
-    annotated = read_json(instances) if found else {"categories": [], "annotations": []}
+    annotated = {"categories": [], "annotations": []}
+    if with_tags and os.path.exists(instances):
+        annotated = read_json(instances)
     try:
         names = {row["id"]: one_line(row["name"]) for row in annotated["categories"]}
         photos = {row["id"]: (row["file_name"], [], []) for row in content["images"]}
@@ -183,13 +185,12 @@ def coco_photos(root, split, with_tags):
                 tags.append(names[row["category_id"]])
     except (KeyError, TypeError, AttributeError) as error:
         fail(f"{root}, split {split}, is not in the layout of COCO: {error!r}")
-    lost = [row["image_id"] for row in rows if row["image_id"] not in photos]
-    if lost:
-        print_main(f"{len(lost)} of {len(rows)} annotations are left out: their image_id, for "
-                   f"example {lost[0]!r}, is that of no image of {split}")  # fmt: skip
-    repeated = len(content["images"]) - len(photos)
-    if repeated:
-        print_main(f"{repeated} images of {split} are left out, which are listed again")
+    left_out = [row["image_id"] for row in rows if row["image_id"] not in photos]
+    if left_out:
+        print_main(f"{len(left_out)} of {len(rows)} annotations are left out: their image_id, for "
+                   f"example {left_out[0]!r}, is that of no image of {split}")  # fmt: skip
+    if len(photos) < len(content["images"]):
+        print_main(f"{len(content['images'])} images of {split} are listed, {len(photos)} differ")
     photos = [(os.path.join(root, split, name), *row) for name, *row in photos.values()]
     return photos, [names[category] for category in sorted(names)]
 
@@ -198,22 +199,26 @@ def jsonl_photos(path, root, split):
     """One {"image", "captions", "tags", "split"} per line; all but "image" are optional.
 
     Paths start from `root`. A line without a split belongs to "train"; if no line has one, a fixed
-    random twentieth is "val". -> (path, captions, tags) of each photo, the names of all tags
+    random twentieth is "val". -> (path, captions, tags or None) of each photo, names of all tags
     """
-    photos, splits = {}, []
+    photos, splits, unread = {}, [], Counter()
     for number, line in enumerate(open(path, "rb"), 1):
         if not line.strip():
             continue
         try:
-            row = {"captions": [], "tags": [], "split": "", **json.loads(line)}
-            image = os.path.abspath(os.path.join(root, row["image"]))
+            row = {"captions": [], "tags": None, "split": "", **json.loads(line)}
+            image = os.path.abspath(os.path.join(root, row.pop("image")))
             if "caption" in row or image in photos:
                 raise ValueError(f"{image} has one line, with a list of all its captions")
-            photos[image] = texts(row["captions"]), texts(row["tags"])
-            splits += texts([row["split"] or ""])
+            captions, tags = texts(row.pop("captions")), row.pop("tags")
+            photos[image] = captions, tags if tags is None else [*filter(None, texts(tags))]
+            splits += texts([row.pop("split") or ""])
+            unread.update(row.keys())
         except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
             fail(f"{path}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
                  f"{JSONL}. tools/to_jsonl.py converts other files")  # fmt: skip
+    if unread:
+        report_once(f"{path}: keys that are not read, and in how many lines: {dict(unread)}")
     if not any(splits):
         for n in np.random.default_rng(0).permutation(len(photos))[: max(1, len(photos) // 20)]:
             splits[n] = "val"
@@ -221,7 +226,7 @@ def jsonl_photos(path, root, split):
     if split not in splits:
         found = ", ".join(sorted({*splits}))
         fail(f"{path} has no split {split}, but {found}: see --train-split and --val-split")
-    tag_names = dict.fromkeys(tag for _, tags in photos.values() for tag in tags)
+    tag_names = dict.fromkeys(tag for _, tags in photos.values() for tag in tags or ())
     photos = [(image, *photos[image]) for image, found in zip(photos, splits) if found == split]
     return photos, list(tag_names)
 
@@ -236,26 +241,13 @@ def texts(values):
 def fingerprint(names, *columns):
     """A hash of photos' file names and of what belongs to them (captions, tags, labels)
 
-    columns: lists, or Lists, with an entry for each photo. The folder that all have in common may
-    be moved. Of more than 400,000 photos evenly spaced ones count.
+    columns: lists, or Lists, with an entry for each photo. Folders do not count, for they may be
+    moved. Of more than 400,000 photos evenly spaced ones count.
     """
     chosen = range(0, len(names), max(1, len(names) // 200_000))
-    paths = [f"{names[n]}" for n in chosen]
-    folder = len(os.path.dirname(os.path.commonprefix([min(paths), max(paths)])))
-    content = [path[folder:] for path in paths], [[column[n] for n in chosen] for column in columns]
+    content = [os.path.basename(f"{names[n]}") for n in chosen]
+    content += [column[n] for column in columns for n in chosen]
     return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
-
-
-LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
-ACCENTS = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # of decomposed, lower-case Latin letters
-UNSPACED = regex.compile(r"\p{Han}|\p{Hiragana}|\p{Katakana}|\p{Thai}|\p{Lao}|\p{Khmer}")
-
-
-def require_spaces(captions):
-    """For what needs words: these scripts (Chinese, Japanese, Thai...) write no spaces between."""
-    if sum(map(bool, map(UNSPACED.search, captions))) > len(captions) / 2:
-        fail("captions are split into words at spaces, and most of these have none: use virtex.py, "
-             "mmcontrastive.py or tp.py --labels cluster")  # fmt: skip
 
 
 def swap_left_right(caption):
@@ -288,7 +280,7 @@ class Photos(Dataset):
     def __getitem__(self, key):
         """The sample, or the next one whose photo can be decoded"""
         rng = np.random.default_rng(key) if isinstance(key, tuple) else None
-        index = key[-1] if isinstance(key, tuple) else key
+        index = key[-1] if rng else key
         for candidate in range(index, index + 1000):  # icmlm.py has many samples of a photo
             try:
                 return self.sample(candidate % len(self), rng)
@@ -305,10 +297,7 @@ class Photos(Dataset):
         return {"image": image[:, ::-1] if flipped else image, "jitter": jitter, "flipped": flipped}
 
 
-@cache
-def report_once(message):
-    """Print it, unless this process has: the workers of a DataLoader have memories of their own."""
-    tqdm.write(message)
+report_once = cache(tqdm.write)  # once per process: the workers of a DataLoader each have a memory
 
 
 def to_rgb(image):
@@ -390,13 +379,13 @@ def infinite_sampler(size, batch_size, seed, start=0):
     Batch t is the t-th slice of the epochs' permutations, which depend only on the seed and follow
     each other. Each process takes its share of the `batch_size` (global).
     """
-    position, share = start * batch_size, batch_size // world_size()
+    position, per_process = start * batch_size, batch_size // world_size()
     while True:
         epoch, done = divmod(position, size)
         order = np.random.default_rng([seed, epoch]).permutation(size)
         for index in order[done:]:
             place = position % batch_size  # within the batch
-            if place // share == rank():
+            if place // per_process == rank():
                 yield seed, epoch, int(index)
             position += 1
 
@@ -407,18 +396,16 @@ def train_batches(dataset, collate, args, device, done):
     done: the iterations before. Torch is seeded for each micro-batch, so that a resumed run repeats
     its dropout: `place` is another integer for each of each process.
     """
-    sampler = getattr(dataset.data, "sampler", None) or infinite_sampler  # shards have their own
     loader = DataLoader(
         dataset,
         args.batch_size // world_size() // args.accumulate,
-        sampler=sampler(len(dataset), args.batch_size, args.seed, done),
+        sampler=infinite_sampler(len(dataset), args.batch_size, args.seed, done),
         num_workers=args.workers,
         collate_fn=collate,
         pin_memory=device.type == "cuda",
     )
     for number, batch in enumerate(loader, (done + 1) * args.accumulate):
-        iteration, part = divmod(number, args.accumulate)  # iteration is main's
-        place = (iteration * world_size() + rank()) * args.accumulate + part
+        place = number * world_size() + rank()
         torch.manual_seed((args.seed << 40) % 2**64 + place)  # 2^40 places for each seed
         yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
 
@@ -449,8 +436,8 @@ def augment(images, jitter=None):
         brightness, contrast, saturation, hue = jitter.T[..., None, None]  # (B, 1, 1) each
         y, i, q = (pixels @ to_yiq).unbind(-1)  # (B, size, size) each
         y = contrast * y + (1 - contrast) * y.mean((1, 2), keepdim=True)
-        turn = torch.polar(contrast * saturation, 2 * math.pi * hue)
-        cos, sin = turn.real, turn.imag
+        angle, scale = 2 * math.pi * hue, contrast * saturation
+        cos, sin = scale * angle.cos(), scale * angle.sin()
         yiq = torch.stack([y, cos * i - sin * q, sin * i + cos * q], -1)
         pixels = (brightness[..., None] * yiq @ to_rgb).clamp(0, 1)
     return ((pixels - mean) / std).permute(0, 3, 1, 2)
@@ -486,14 +473,9 @@ def read_init(args):
     if args.init == "imagenet":  # torchvision's, downloaded once
         return {"backbone": build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()}
     content = read_checkpoint(args.init)
-    if content.get("script") == args.script:
-        if content["args"]["arch"] != args.arch:
-            fail(f"--init {args.init} is a {content['args']['arch']}, not --arch {args.arch}")
-        return content
     if content.keys() == build_backbone(args.arch).state_dict().keys():  # a backbone.pth
         return {"backbone": content}
-    # Other scripts' checkpoints, files of other authors, and messages for what is neither
-    return {"backbone": extra("checkpoints").load_backbone(args.init, args.arch).state_dict()}
+    return extra("checkpoints").read_init(args, content)  # with heads, or of other authors
 
 
 def load_init(init, model, backbone, skip=()):
@@ -505,13 +487,7 @@ def load_init(init, model, backbone, skip=()):
         backbone.load_state_dict(init["backbone"])
         print_main("--init: loaded the backbone")
     elif init:
-        state = model.state_dict()
-        loaded = {}
-        for name, value in init["model"].items():
-            if name in state and value.shape == state[name].shape and not name.startswith(skip):
-                loaded[name] = value
-        model.load_state_dict(loaded, strict=False)
-        print_main(f"--init: loaded {len(loaded)} of {len(state)} tensors")
+        extra("checkpoints").load_matching(model, init["model"], skip)
 
 
 def build_optimizer(args, parameters, lr=None):
@@ -521,15 +497,16 @@ def build_optimizer(args, parameters, lr=None):
         return torch.optim.SGD(parameters, momentum=0.9, fused=args.amp != "fp16", **rates)
     if args.optimizer == "adamw":
         return torch.optim.AdamW(parameters, fused=True, **rates)
-    # Decay as in the authors' code, which moves nothing in its first five steps; torch does [ours]
+    # Decay as in the authors' code, which skips its first five updates; torch's does not [ours]
     return torch.optim.RAdam(parameters, decoupled_weight_decay=True, **rates)
 
 
 def lr_factor(iteration, total, warmup=0.0, steps=()):
     """Factor of the learning rate at an iteration, counted from 0
 
-    Linear warm-up over the fraction `warmup` of training [ours], then cosine decay to 0. With
-    `steps`, it is divided by 10 after each of these fractions instead [ICMLM App. F.1].
+    Linear warm-up over the fraction `warmup` of training [VirTex Sec. 3; for others ours], then
+    cosine decay to 0. With `steps`, it is divided by 10 after each of these fractions instead
+    [ICMLM App. F.1].
     """
     start = warmup * total
     if iteration < start:
@@ -563,14 +540,11 @@ def init_distributed():
             fail("there are fewer GPUs than processes: lower --nproc_per_node")
         torch.cuda.set_device(device)
     if "RANK" in os.environ:  # set by torchrun
+        if local == 0:
+            print("waiting for all processes (without torchrun: unset RANK WORLD_SIZE)")
         # CPU tensors go through gloo. Others may wait for hours while the first makes labels.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        note = "still waiting for other processes. Without torchrun: unset RANK WORLD_SIZE"
-        timer = threading.Timer(60, print, [note])
-        timer.daemon = True
-        timer.start()
         dist.init_process_group(backend, timeout=timedelta(hours=6))
-        timer.cancel()
     return device
 
 
@@ -720,11 +694,10 @@ def save(path, content):
         indent = 2 if isinstance(content, dict) else None  # long lists stay compact, and fast
         content = json.dumps(content, indent=indent, ensure_ascii=False)
     try:
-        with open(temporary, "wb") as file:
-            if isinstance(content, str):
-                file.write(content.encode())
-            else:
-                torch.save(content, file)
+        if isinstance(content, str):
+            temporary.write_text(content, "utf-8")
+        else:
+            torch.save(content, temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -819,13 +792,13 @@ def save_checkpoint(args, name, iteration, parts, **more):
 def check_finite(args, iteration, *values):
     """Of weights, or of the loss"""
     if not all(value.isfinite().all() for value in values):
-        amp = "" if args.amp == "off" else ", or --amp off"
+        more = ", a longer --warmup" * ("recipe" in args) + ", or --amp off" * (args.amp != "off")
         fail(f"the loss or a weight is not finite at iteration {iteration}: the last checkpoint is "
-             f"kept. Try a lower --lr, a longer --warmup{amp}")  # fmt: skip
+             f"kept. Try a lower --lr{more}")  # fmt: skip
 
 
 class Log:
-    """metrics.jsonl: a line for each log interval, with means over it (docs/output.md)"""
+    """metrics.jsonl: a line for each log interval, with means over it (docs/running.md)"""
 
     def __init__(self, args, checkpoint):
         self.args = args
@@ -861,15 +834,11 @@ class Log:
                 file.write(json.dumps({"iteration": iteration, **rounded}) + "\n")
 
 
-def end_run(args, backbone, data):
+def end_run(args, backbone):
     """The last line of main: write backbone.pth, say how to measure it, and leave together"""
     if is_main():
-        weights = f"{args.output}/backbone.pth"
+        weights = Path(args.output, "backbone.pth")
         save_weights(weights, backbone)
-        root = ["--root", args.root] if args.root else []
-        labels = "folder", "--root", "LABELLED_PHOTOS"
-        if data.tag_names or args.data == "coco":
-            labels = args.data, *root
-        command = "--weights", weights, "random", "--data", *labels
-        print_main(f"measure it: python eval_linear.py {shlex.join(command)}")
+        data = "" if args.data == "shapes" else " --data folder --root LABELLED_PHOTOS"
+        print_main(f'measure it: python eval_linear.py --weights "{weights}" random{data}')
     end_distributed()

@@ -178,14 +178,15 @@ def main(args):
         run_alone()
     device = common.init_distributed()
     torch.backends.cudnn.allow_tf32 = False  # by default, convolutions on GPUs would be rounded
-    Path(args.output).mkdir(parents=True, exist_ok=True)
+    common.make_folder(args.output)
     files = [source for source in args.weights if is_file(source)]
-    for path in files:
-        common.read_checkpoint(path)  # a wrong path ends it now, not when its turn comes
-    arch = args.arch or (load_backbone(files[0], None, 0).arch if files else "resnet50")
+    # A wrong file ends it now, not when its turn comes.
+    archs = [load_backbone(path, args.arch, 0).arch for path in files]
+    arch = args.arch or next(iter(archs), "resnet50")
     data = label_data(args.data, args.root, args.train_split)
     val = data if args.hold_out else label_data(args.data, args.root, args.val_split)
     check_same_classes(data, val)
+    report_shared(*draw_photos(data, val, args))
 
     results, sizes = defaultdict(list), {}  # of each backbone: the scores of its runs
     for source in args.weights:
@@ -215,8 +216,7 @@ def main(args):
                 if not common.is_main():
                     continue
                 scores = score_probe(probe, test, run, device)
-            if any("top-1" in name for name in scores):
-                scores["commonest class"] = commonest_class(test)
+            scores |= by_chance(scores, test)
             results[source].append(scores)
             photos = f"{len(train)} training and {len(test)} test photos of {run.image_size} px"
             print_main(f"{source}, seed {seed}, {photos}: {format_scores(scores, data.names)}")
@@ -339,32 +339,22 @@ def label_data(name, root, split):
         return folder_labels(root or "datasets/folder", split)
     if name == "voc07":
         return LabelData(*common.extra("voc07").labels(root or "datasets/voc07", split))
+    shards = os.path.isdir(name) and not os.path.isdir(os.path.join(name, split))
+    if not (shards or name in ("shapes", "coco", "vg") or name.endswith(".jsonl")):
+        fail(f"no data set {name}: photos in {split}/CLASS/ are --data folder --root FOLDER, other "
+             "--data are shapes, voc07, coco, a .jsonl file or a folder of shards")  # fmt: skip
     captioned = common.caption_data(name, root, split, tags=True)
     if not captioned.tag_names:
         fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
-    if name.endswith(".jsonl"):
-        captioned = captioned.select(tagged_photos(captioned.images, name, root))
+    if not np.all(captioned.tagged):
+        keep = np.flatnonzero(captioned.tagged)
+        left_out = f"{len(captioned) - len(keep)} of {len(captioned)} photos are left out"
+        print_main(f'{left_out}, which have no "tags"; "tags": [] says that none fits')
+        captioned = captioned.select(keep)
     labels = np.zeros((len(captioned), len(captioned.tag_names)), np.int8)
     for row, tags in zip(labels, captioned.tags):
         row[tags] = 1
     return LabelData(captioned.images, labels, captioned.tag_names, captioned.open)
-
-
-def tagged_photos(images, path, root):
-    """The indices of the images whose line of the .jsonl has the key "tags"
-
-    "tags": [] is a negative of every class; without the key nothing is known.
-    """
-    tagged = set()
-    for line in filter(bytes.strip, open(path, "rb")):
-        row = json.loads(line)
-        if "tags" in row:
-            tagged.add(os.path.abspath(os.path.join(root or os.path.dirname(path), row["image"])))
-    keep = [i for i, image in enumerate(images) if image in tagged]
-    if len(keep) < len(images):
-        left_out = f"{len(images) - len(keep)} of {len(images)} photos are left out"
-        print_main(f'{left_out}, whose lines have no "tags"; "tags": [] says that none fits')
-    return keep
 
 
 PHOTOS = ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".avif", ".gif", ".bmp"
@@ -394,7 +384,28 @@ def folder_labels(root, split):
     if others:
         print_main(f"{len(others)} files are left out, by their names no photos, as {others[0]}")
     paths, labels = zip(*found.samples)
+    check_depth(path, paths, found.classes)
+    if twice := in_several(paths, labels, lambda photo: (os.path.basename(photo), size(photo))):
+        print_main(f"{len(twice)} photos of {path} are in several classes (with the same names and "
+                   f"content), as {paths[twice[0]]} and {paths[twice[1]]}")  # fmt: skip
     return LabelData(np.array(paths, common.STRINGS), np.array(labels), found.classes)
+
+
+def check_depth(path, photos, classes):
+    """Count photos in folders within those of their classes; if all classes share these, refuse"""
+    tops = {os.path.join(path, name) for name in classes}
+    deeper = [photo for photo in photos if os.path.dirname(photo) not in tops]
+    within = defaultdict(set)  # of each class: the folders of its photos
+    for folder in {*map(os.path.dirname, photos)}:
+        name, *parts = Path(folder).relative_to(path).parts
+        within[name].add("/".join(parts))
+    shared = sorted(set.intersection(*within.values()))
+    if len(deeper) == len(photos) and len(shared) > 1:
+        fail(f"each of {', '.join(classes[:5])} in {path} has the folders {', '.join(shared[:5])}: "
+             "these are the likely classes. Is --root or --train-split a folder too high?")
+    if deeper:
+        print_main(f"{len(deeper)} of {len(photos)} photos are in folders within those of their "
+                   f"classes, as {deeper[0]}")  # fmt: skip
 
 
 def check_same_classes(train, test):
@@ -402,9 +413,58 @@ def check_same_classes(train, test):
         fail(f"the splits differ in their classes: {sorted({*train.names} ^ {*test.names})[:5]}")
 
 
-def commonest_class(data):
-    """LabelData with one label per photo -> percent that have the commonest one"""
-    return 100 * np.bincount(data.labels).max().item() / len(data)
+def report_shared(train, test):
+    """Say how many test photos are training photos, too, by the bytes of their files
+
+    Of more than 10,000 test photos evenly spaced ones are compared.
+    """
+    tested = test.images[np.arange(0, len(test), 1 + len(test) // 10_000)]
+    images, in_test = [*tested, *train.images], len(tested) * [True] + len(train) * [False]
+    shared = [images[i] for i in in_several(images, in_test, size) if in_test[i]]
+    if shared:
+        print_main(f"{len(shared)} of {len(tested)} test photos are training photos, too, "
+                   f"which raises the scores: for example {shared[0]}")  # fmt: skip
+
+
+def in_several(images, groups, look):
+    """The indices of images that are in several groups: the same, or files of the same bytes
+
+    groups: of each image.  look(image): a quick look, by which equal files are equal; only files
+    that are equal by it in several groups are read
+    """
+    rows = range(len(images))
+    for key in (look, content):
+        equal = defaultdict(list)
+        for i in rows:
+            equal[key(images[i])].append(i)
+        rows = [i for same in equal.values() if len({groups[i] for i in same}) > 1 for i in same]
+    return rows
+
+
+def is_path(image):
+    """Scenes, and photos in shards, are none."""
+    return isinstance(image, str) and os.path.isfile(image)
+
+
+def size(image):
+    return os.path.getsize(image) if is_path(image) else image
+
+
+def content(image):
+    return hash(Path(image).read_bytes()) if is_path(image) else image
+
+
+def by_chance(metrics, data):
+    """What guesses score: {"commonest class": percent} beside top-1, beside mAP {"chance": percent}
+
+    The average precision of a random order is about the fraction of positives.
+    """
+    if any("top-1" in name for name in metrics):
+        return {"commonest class": 100 * np.bincount(data.labels).max().item() / len(data)}
+    labels = label_columns(data.labels, len(data.names))
+    fractions = (labels == 1).sum(0) / (labels >= 0).sum(0)
+    scored = fractions[(0 < fractions) & (fractions < 1)]
+    return {"chance": 100 * scored.mean().item()}
 
 
 def draw_photos(data, val, args):
@@ -420,7 +480,8 @@ def draw_photos(data, val, args):
     fewest = 5 if args.protocol == "logreg-icmlm" else 1  # it chooses by a fifth of them
     if len(train) < fewest or not len(test):
         counts = f"{len(train)} training and {len(test)} test photos"
-        fail(f"{counts}, {args.protocol} needs at least {fewest} and 1: see --hold-out")
+        fail(f"{counts} are left by --shots, --train-images and --hold-out: {args.protocol} needs "
+             f"{fewest} and 1")  # fmt: skip
     return train, test
 
 
@@ -524,10 +585,11 @@ def score_features(train, test, names, path, args, device):
         return svm_icmlm(train, test, names, args.seed, device)
     if args.protocol == "knn":
         return knn(train, test, len(names), device)
-    fit = {"sgd-mct": sgd_mct, "logreg-icmlm": logreg_icmlm}[args.protocol]
-    layer = fit(train, args, device)
+    layers = common.extra("layers")
+    fit = {"sgd-mct": layers.sgd_mct, "logreg-icmlm": layers.logreg_icmlm}[args.protocol]
+    layer = fit(train.x, train.y, args, device)
     common.save_weights(path, layer)
-    return score(predict(layer, test.x), test.y)
+    return score(layers.predict(layer, test.x), test.y)
 
 
 def score(decisions, labels):
@@ -609,86 +671,6 @@ def with_mean(scores, names):
     return {"mAP": statistics.mean(scores.values()), **scores}
 
 
-def sgd_mct(train, args, device):
-    """lr / 5 after epochs 30, 40, 50 of 60 [contrastive paper Sec. 4.2] -> linear layer"""
-
-    def lr_factor(fraction):
-        return 0.2 ** sum(fraction >= epoch / 60 for epoch in (30, 40, 50))
-
-    x, y = train.x.to(device), train.y.to(device)
-    trials = [(args.lr[0], 0.0)]  # no weight decay
-    [layer] = train_linear(x, y, np.arange(len(x)), trials, lr_factor, args)
-    return layer
-
-
-def logreg_icmlm(train, args, device):
-    """The best of 25 pairs of lr and weight decay on held-out photos [ICMLM App. F.2]
-
-    [ours: a fifth is held out, the trials are random where the paper uses Optuna] -> linear layer
-    """
-    rng = np.random.default_rng(args.seed)
-    rates = 10 ** rng.uniform(-1, 2, 25)
-    decays = rng.uniform(0, 1e-5, 25)
-    trials = list(zip(rates.tolist(), decays.tolist()))
-    order = rng.permutation(len(train.x))
-    held_out, rest = np.split(order, [len(order) // 5 or 1])
-
-    x, y = train.x.to(device), train.y.to(device)
-    cosine = partial(common.lr_factor, total=1)
-    layers = train_linear(x, y, rest, trials, cosine, args)
-    logits = [predict(layer, train.x[held_out]) for layer in layers]
-    accuracies = [score(part, train.y[held_out])["top-1"] for part in logits]
-    best = trials[np.argmax(accuracies)]
-    print_main(f"chosen: learning rate {best[0]:.3g}, weight decay {best[1]:.2g}")
-    [layer] = train_linear(x, y, np.arange(len(x)), [best], cosine, args)
-    return layer
-
-
-def train_linear(x, y, rows, trials, lr_factor, args, width=None, loss_fn=F.cross_entropy):
-    """One linear layer for each (learning rate, weight decay) in `trials`, on the same batches
-
-    x: features (N, D).  y: classes (N,).  rows: of those to train on; x may fill the memory, so it
-    is not copied.  lr_factor(fraction of training): of the learning rates.  width: outputs of a
-    layer, by default one per class.  loss_fn(outputs (B, width), classes (B,))
-    """
-    width = width or int(y.max()) + 1
-    layers = [linear_layer(x.shape[1], width).to(x.device) for _ in trials]
-    groups = [
-        {"params": layer.parameters(), "lr": lr, "weight_decay": weight_decay}
-        for layer, (lr, weight_decay) in zip(layers, trials)
-    ]
-    optimizer = torch.optim.SGD(groups, momentum=0.9)
-    rng = np.random.default_rng(args.seed)
-    for epoch in progress(range(args.epochs), desc="linear layers", unit=" epochs", leave=False):
-        order = torch.from_numpy(rng.permutation(rows)).to(x.device)
-        batches = order.split(args.batch_size)
-        for n, batch in enumerate(batches):
-            done = (epoch + n / len(batches)) / args.epochs
-            common.set_lr(optimizer, lr_factor(done))
-            features, classes = x[batch], y[batch]
-            losses = [loss_fn(layer(features), classes) for layer in layers]
-            optimizer.zero_grad()
-            sum(losses).backward()  # the layers share no parameters: each is trained on its own
-            optimizer.step()
-    return layers
-
-
-def linear_layer(width, num_classes):
-    """Weights N(0, 0.01), bias 0 [VirTex App. A.1], elsewhere [ours]"""
-    layer = nn.Linear(width, num_classes)
-    nn.init.normal_(layer.weight, std=0.01)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-@torch.no_grad()
-def predict(layer, x):
-    """Features (N, D) -> logits (N, classes) on the CPU, in parts that fit on a GPU"""
-    device = layer.weight.device
-    logits = [layer(part.to(device)).cpu() for part in x.split(2**16)]
-    return torch.cat(logits)
-
-
 def knn(train, test, num_classes, device):
     """Votes of the 20 nearest training photos, weighted by exp(cosine / 0.07) [Wu et al. 2018]
 
@@ -715,7 +697,7 @@ def train_probe(backbone, train, test, path, args, device):
     """sgd-virtex, layers -> extras.layers.Probe, trained by all processes"""
     torch.manual_seed(args.seed)
     layers = common.extra("layers")
-    probe = layers.Probe(backbone, len(train.names), linear_layer, args).to(device)
+    probe = layers.Probe(backbone, len(train.names), args).to(device)
     test_scores = partial(score_probe, probe, test, args, device)
     layers.train(probe, train, path, args, device, test_scores)
     return probe

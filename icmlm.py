@@ -55,8 +55,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Subset
 
 import common
-from common import LETTERS, count, fail, fraction, positive, print_main, progress, share, weight
-from common import whole
+from common import count, fail, fraction, positive, print_main, progress, share, weight, whole
 
 HEADS = "tfm", "att-fc"
 
@@ -175,12 +174,10 @@ def main(args):
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
     common.check_data(args, checkpoint, train.images, train.captions, train.tags)
-    if not checkpoint:
-        common.require_spaces(train.all_captions())
-    folder = args.lm
+    lm_name = args.lm
     if args.lm == "scratch":
-        folder = common.extra("small_bert").made_once(args, init, train, device)
-    tokenizer, lm = load_language_model(folder, device, args.amp)
+        lm_name = common.extra("small_bert").made_once(args, init, train, device)
+    tokenizer, lm = load_language_model(lm_name, device, args.amp)
     concepts, triplets, val_triplets = load_triplets(args, [train, val], tokenizer)
     iters = args.iters or math.ceil(args.epochs * len(triplets) / args.batch_size)
     V = lm.token_embeddings  # (|V|, d_w)
@@ -229,13 +226,13 @@ def main(args):
                 vector, tag_logits = ddp(images, W, mask, batch["mask_pos"])
                 # Its own layer, or Eq. 6: v_k = fc(x^)^T V_k  -> (B, |V|)
                 logits = lm.mlm_head(vector) if args.head == "tfm" else vector @ V.T
-            # Eqs. 6, 7: softmax over the vocabulary, mean over the batch's triplets [App. F.1].
+            # Eqs. 6, 7: softmax over the vocabulary; mean over triplets, not captions [App. F.1].
             mlm = F.cross_entropy(logits.float(), batch["target"])
             tp = tag_loss(tag_logits, batch["tags"])  # Eq. 2
             loss = mlm + args.lambda_tp * tp  # Eq. 8
             # At lambda = 0 the tag head learns from detached features [ours]: App. B compares tp.
-            total = loss if args.lambda_tp else loss + tp
-            scaler.scale(total / args.accumulate).backward()
+            trained_loss = loss if args.lambda_tp else loss + tp
+            scaler.scale(trained_loss / args.accumulate).backward()
             log.add(loss=loss, mlm=mlm, tp=tp)
         scaler.step(optimizer)
         scaler.update()
@@ -258,7 +255,7 @@ def main(args):
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, concepts=concepts)
 
-    common.end_run(args, model.backbone, train)  # eval_linear.py says what the backbone is worth
+    common.end_run(args, model.backbone)  # eval_linear.py says what the backbone is worth
 
 
 # ------------------------------------------ captions to concepts: this section is copied from tp.py
@@ -272,6 +269,7 @@ AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
 )
+LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
 # A possessive 's, which is skipped; or letters that follow no letter or digit ("2x" has none), and
 # more of them after ' or - ("can't", "t-shirt"), but for a possessive. The group: a word. [ours]
 WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
@@ -287,15 +285,17 @@ def filter_captions(data, tokenize, max_words):
 
     tokenize: caption -> its tokens: words, or the language model's. [ours]  max_words: the 25
     """
+    rows = [list(dict.fromkeys(captions)) for captions in data.captions]
     kept = []
-    for captions in progress(list(data.captions), desc="caption lengths", leave=False):
-        distinct = dict.fromkeys(captions)
-        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
-    before, after = data.captions.ends[-1], sum(map(len, kept))
+    for row in progress(rows, desc="caption lengths", leave=False):
+        kept.append([text for text in row if 3 <= len(tokenize(text)) <= max_words])
+    before, distinct = data.captions.ends[-1], sum(map(len, rows))
+    after = sum(map(len, kept))
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
                f"not of 3 to {max_words} words or tokens")  # fmt: skip
-    if not after:
-        fail("a split has no captions left: raise --max-words, or join keywords to one caption")
+    if after <= distinct // 10:
+        fail("too few captions are left: raise --max-words for reports, join keywords to one; "
+             "for Chinese, use virtex.py, mmcontrastive.py or tp.py --labels cluster")
     return data.with_captions(kept)
 
 
@@ -440,7 +440,7 @@ def collate(samples):
     target, concept (B,), attention_mask (B, T): False at padding
     """
     tokens = [sample["tokens"] for sample in samples]
-    tokens = pad_sequence(tokens, batch_first=True, padding_value=-1)
+    tokens = pad_sequence(tokens, batch_first=True, padding_value=-1)  # no token: for the mask
     batch = {"images": common.stack(samples, "image")}
     batch["tokens"] = tokens.clamp(min=0)
     batch["attention_mask"] = tokens >= 0

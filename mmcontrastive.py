@@ -265,7 +265,7 @@ def main(args):
         if iteration % args.checkpoint_every == 0 or iteration == iters:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts)
 
-    common.end_run(args, backbone, annotated)  # eval_linear.py says what the backbone is worth
+    common.end_run(args, backbone)  # eval_linear.py says what the backbone is worth
 
 
 # -------------------------------------------------- photos, tags, captions that the losses can use

@@ -51,8 +51,7 @@ from sklearn.preprocessing import MultiLabelBinarizer
 from torch import nn
 
 import common
-from common import LETTERS, count, fail, fraction, positive, print_main, progress, share, weight
-from common import whole
+from common import count, fail, fraction, positive, print_main, progress, share, weight, whole
 
 LABELS = "postag", "cluster", "lda", "instances", "rotation"
 
@@ -243,7 +242,7 @@ def main(args):
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, names=names)
 
-    common.end_run(args, model.backbone, train)  # eval_linear.py says what the backbone is worth
+    common.end_run(args, model.backbone)  # eval_linear.py says what the backbone is worth
 
 
 # --------------------------------------- captions to concepts: this section is copied in icmlm.py
@@ -257,6 +256,7 @@ AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
 )
+LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
 # A possessive 's, which is skipped; or letters that follow no letter or digit ("2x" has none), and
 # more of them after ' or - ("can't", "t-shirt"), but for a possessive. The group: a word. [ours]
 WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
@@ -272,15 +272,17 @@ def filter_captions(data, tokenize, max_words):
 
     tokenize: caption -> its tokens: words, or the language model's. [ours]  max_words: the 25
     """
+    rows = [list(dict.fromkeys(captions)) for captions in data.captions]
     kept = []
-    for captions in progress(list(data.captions), desc="caption lengths", leave=False):
-        distinct = dict.fromkeys(captions)
-        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
-    before, after = data.captions.ends[-1], sum(map(len, kept))
+    for row in progress(rows, desc="caption lengths", leave=False):
+        kept.append([text for text in row if 3 <= len(tokenize(text)) <= max_words])
+    before, distinct = data.captions.ends[-1], sum(map(len, rows))
+    after = sum(map(len, kept))
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
                f"not of 3 to {max_words} words or tokens")  # fmt: skip
-    if not after:
-        fail("a split has no captions left: raise --max-words, or join keywords to one caption")
+    if after <= distinct // 10:
+        fail("too few captions are left: raise --max-words for reports, join keywords to one; "
+             "for Chinese, use virtex.py, mmcontrastive.py or tp.py --labels cluster")
     return data.with_captions(kept)
 
 
@@ -344,7 +346,6 @@ def make_labels(args, splits, device):
     splits: CaptionData of train and val
     """
     if args.labels in ("postag", "lda"):
-        common.require_spaces(splits[0].all_captions())
         splits = [filter_captions(data, words_of, args.max_words) for data in splits]
     if args.labels == "postag":  # TP-Postag: which words a photo's captions have [Sec. 3.1]
         counts = count_concepts(splits[0].all_captions(), args.tagger)

@@ -140,9 +140,16 @@ def compared_runs(args):
     return runs
 
 
-def with_random_baseline(args, train):
-    """Call train(args) for each of compared_runs -> {name: its scores}, also in result.json"""
-    scores = {name: train(run) for name, run in compared_runs(args).items()}
+def train_and_score(runs, args, fit, score):
+    """Of each of compared_runs: score(fit(run), run) -> {name: scores}, also in result.json
+
+    All processes train. The first one scores: the others get {}.
+    """
+    scores = {}
+    for name, run in runs.items():
+        model = fit(run)
+        if common.is_main():
+            scores[name] = score(model, run)
     if common.is_main():
         common.save(f"{args.output}/result.json", {"args": vars(args), **scores})
     return scores

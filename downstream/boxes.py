@@ -269,7 +269,7 @@ def collate(samples):
 
 
 def score(val, results):
-    """Rows of detect -> {"AP", "AP50", "AP75"} in percent, with masks also {"mask AP", ...}"""
+    """Rows of evaluate -> {"AP", "AP50", "AP75"} in percent, with masks also {"mask AP", ...}"""
     scores = dict(zip(SCORES, average_precision(val, results, "bbox")))
     if val.masks:
         masks = average_precision(val, results, "segm")

@@ -64,7 +64,7 @@ def get_args(argv=None):
 
 def main(args):
     folder = Path(args.output)
-    folder.mkdir(parents=True, exist_ok=True)
+    common.make_folder(folder)
     if args.captions:
         return score(args.captions, args)
     device = common.init_distributed()

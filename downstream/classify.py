@@ -46,11 +46,9 @@ def main(args):
     prompts = [args.prompt.replace("{}", name) for name in data.names]
     texts = model.encode(prompts)
     labels = torch.from_numpy(data.labels[readable])
-    [(metric, score)] = eval_linear.score(photos @ texts.T, labels).items()
-    if metric == "top-1":
-        guess = eval_linear.commonest_class(data)
-    else:  # the precision of a random ranking is the fraction of positives
-        guess = 100 * labels[labels >= 0].double().mean().item()
+    scores = eval_linear.score(photos @ texts.T, labels)
+    [(metric, score)] = scores.items()
+    [guess] = eval_linear.by_chance(scores, data).values()
 
     path = Path(args.output, "classify.png")
     search.draw_nearest(path, prompts, texts, data, photos, readable)

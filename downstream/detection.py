@@ -1,8 +1,7 @@
 """Object detection and instance segmentation: a backbone fine-tuned in Faster or Mask R-CNN.
 
 VirTex, Sec. 4.3, App. A.3, Tabs. 3, 4; multimodal contrastive training, Sec. 4.2, Tabs. 2, 3, with
-the same settings. All layers are trained, batch norm is synchronised over the GPUs, and its
-statistics are re-estimated after the last iteration (precise BN).
+the same settings. All layers are trained; batch norm is synchronised, and re-estimated at the end.
 
     laptop          python virtex.py, then python -m downstream.detection
     VOC 07+12       torchrun --nproc_per_node=8 -m downstream.detection --data voc
@@ -14,8 +13,8 @@ statistics are re-estimated after the last iteration (precise BN).
 
 --root holds VOC2007/ and VOC2012/; or annotations/instances_{split}.json (LVIS: lvis_{split}.json)
 beside train2017/ and val2017/. A VOC split is YEAR_LIST, or several joined by +. On shapes a second
-detector is trained from random initialisation into OUTPUT/random, and the last line compares the
-two. The same command resumes from its checkpoint. backbone.pth is the fine-tuned backbone.
+detector is trained from random initialisation into OUTPUT/random, to compare with. The same command
+resumes. backbone.pth is the fine-tuned backbone.
 
 Scores are COCO's AP (IoU 0.50 to 0.95), AP50 and AP75, on VOC with VOC07's 11 recalls. The papers
 use Detectron2, we torchvision's parts [ours]. Known differences: box losses are smooth L1 with beta
@@ -116,17 +115,20 @@ def get_args(argv=None):
 
 def main(args):
     device = common.init_distributed()
+    runs = baselines.compared_runs(args)
     if args.data == "lvis" and not importlib.util.find_spec("lvis"):  # not after 180K iterations
         fail("LVIS is scored by its own package: pip install lvis")
     train = boxes.load(args.data, args.root, args.train_split)
     val = boxes.load(args.data, args.root, args.val_split)
     eval_linear.check_same_classes(train, val)
+    eval_linear.report_shared(train, val)
     if train.masks != val.masks:
         fail("only one of the splits has masks")
     train.content = None  # gigabytes that only scoring needs
     print_main(f"{len(train)} + {len(val)} photos, {len(train.names)} classes, on {device}")
 
-    scores = baselines.with_random_baseline(args, lambda run: fine_tune(train, val, run, device))
+    fit, score = partial(fine_tune, train, device=device), partial(evaluate, val, device=device)
+    scores = baselines.train_and_score(runs, args, fit, score)
     if common.is_main():
         origin = {"trained": f"from {args.weights}", "random": "from random initialisation"}
         parts = [f"{eval_linear.format_scores(x, ())} {origin[name]}" for name, x in scores.items()]
@@ -134,8 +136,8 @@ def main(args):
     common.end_distributed()
 
 
-def fine_tune(train, val, args, device):
-    """Train into args.output -> {score: percent}, {} on all processes but the first"""
+def fine_tune(train, args, device):
+    """Train into args.output -> Detector"""
     from torchvision.ops._utils import split_normalization_params
 
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
@@ -193,14 +195,9 @@ def fine_tune(train, val, args, device):
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
         if iteration % args.log_every == 0:
             log.write(iteration, log.means(iteration) | {"lr": args.lr * lr_scale})
-    if not common.is_main():
-        return {}
-
-    common.save_weights(f"{args.output}/backbone.pth", backbone)
-    results = detect(model, val, args, device)
-    common.save(f"{args.output}/detections.json", results)
-    boxes.draw(val, results, f"{args.output}/detections.png")
-    return boxes.score(val, results)
+    if common.is_main():
+        common.save_weights(f"{args.output}/backbone.pth", backbone)
+    return model
 
 
 # ------------------------------------------------------------------------------------- the model
@@ -310,8 +307,8 @@ def precise_bn(model, photos, args, device):
 
 
 @torch.no_grad()
-def detect(model, val, args, device):
-    """-> rows of COCO's results: image_id, category_id, bbox, score, segmentation (as RLE)"""
+def evaluate(val, model, args, device):
+    """Write detections.json, in COCO's results format, and a picture -> {score: percent}"""
     photos = boxes.BoxPhotos(val, range(len(val)))
     batch_size = 4  # 300 masks of one photo are 0.4 GB
     model.eval()
@@ -322,11 +319,14 @@ def detect(model, val, args, device):
         for sample, output in zip(batch["samples"], outputs):
             i = sample["image_id"].item()
             rows_of[i] = result_rows(val, i, output)
-    return [row for rows in rows_of.values() for row in rows]
+    results = [row for rows in rows_of.values() for row in rows]
+    common.save(f"{args.output}/detections.json", results)
+    boxes.draw(val, results, f"{args.output}/detections.png")
+    return boxes.score(val, results)
 
 
 def result_rows(val, i, output):
-    """The detections of one photo -> rows of COCO's results format"""
+    """The detections of one photo -> rows of image_id, category_id, bbox, score, segmentation"""
     from pycocotools import mask
 
     category_ids = list(val.names)

@@ -9,7 +9,6 @@ with each row divided by its norm, `features @ features.T` are cosine similariti
 """
 
 import argparse
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 import common
 import eval_linear
 from common import print_main
+from downstream import baselines
 from downstream.search import images_in
 
 
@@ -41,14 +41,13 @@ def main(args):
     eval_linear.run_alone()
     device = common.init_distributed()
     photos = images_in(args.folder)
-    Path(args.output).mkdir(parents=True, exist_ok=True)
+    common.make_folder(args.output)
     default = None if eval_linear.is_file(args.weights) else "resnet50"
     backbone = eval_linear.load_backbone(args.weights, args.arch or default, seed=0)
     backbone.to(device, memory_format=torch.channels_last).eval()
-    features_of = partial(eval_linear.pooled, backbone, amp=args.amp)
     size = args.image_size or eval_linear.trained_with(args.weights, "image_size") or 224
     squares = eval_linear.CentralSquares(photos, size)
-    features, readable = eval_linear.run_over_photos(features_of, squares, args, device)
+    features, readable = baselines.extract_features(backbone, squares, args, device)
     if common.is_main():
         np.save(Path(args.output, "features.npy"), features)
         Path(args.output, "files.txt").write_text("\n".join(photos.images[readable]) + "\n")

@@ -23,13 +23,14 @@ at ln(number of classes) and drops when the learning rate falls to a tenth (at 7
 last line has the score of guessing the commonest class, too; one class alone is an error.
 On shapes a second backbone, randomly initialised, is trained into OUTPUT/random, and the last line
 compares the two; on other data run it as a command of its own, as above. --output holds the
-same files as in training (docs/output.md): rerunning the command resumes from its checkpoint.
+same files as in training (docs/running.md): rerunning the command resumes from its checkpoint.
 """
 
 import argparse
 import math
 import os
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -123,21 +124,20 @@ def main(args):
     train = labelled_split(args.data, args.root, args.train_split)
     val = labelled_split(args.data, args.root, args.val_split)
     eval_linear.check_same_classes(train, val)
+    eval_linear.report_shared(train, val)
     if args.fraction < 1 or args.shots:
         train = part_of_classes(train, args.fraction, args.seed, args.shots)
     counts = f"{len(train)} training and {len(val)} validation photos"
     print_main(f"{counts}, {len(train.names)} classes, on {device}, amp {args.amp}")
 
-    scores = {}
-    for name, run in runs.items():
-        model = fine_tune(train, val, run, device)
-        if common.is_main():
-            scores[name] = validate(model, val, run, device)
+    fit = partial(fine_tune, train, val, device=device)
+    score = partial(validate, val, device=device)
+    scores = baselines.train_and_score(runs, args, fit, score)
     if common.is_main():
-        common.save(f"{args.output}/result.json", {"args": vars(args), **scores})
         origins = {"trained": args.weights, "random": "random initialisation"}
         parts = [f"{scores[name]['top-1']} from {origins[name]}" for name in scores]
-        parts.append(f"{scores[name]['commonest class']} by guessing the commonest class")
+        guess = next(iter(scores.values()))["commonest class"]
+        parts.append(f"{guess} by guessing the commonest class")
         labels = f"top-1 on {args.data} after fine-tuning on {len(train)} labels"
         print_main(f"{labels}: {', '.join(parts)}")
     common.end_distributed()
@@ -201,7 +201,7 @@ def fine_tune(train, val, args, device):
         if iteration % args.log_every == 0:
             row = log.means(iteration) | {"lr": lr * lr_scale}
             if iteration % validate_every == 0 and not last and common.is_main():
-                row["validation_top1"] = validate(model, val, args, device)["top-1"]
+                row["validation_top1"] = validate(val, model, args, device)["top-1"]
             log.write(iteration, row)
             bar.set_postfix(loss=f"{row['loss']:.3f}")
 
@@ -265,14 +265,14 @@ class Classifier(nn.Module):
     def __init__(self, backbone, num_classes):
         super().__init__()
         self.backbone = backbone
-        self.linear = eval_linear.linear_layer(backbone.channels, num_classes)
+        self.linear = layers.linear_layer(backbone.channels, num_classes)
 
     def forward(self, images):
         return self.linear(self.backbone(images).mean((2, 3)))
 
 
 @torch.no_grad()
-def validate(model, val, args, device):
+def validate(val, model, args, device):
     """On the centres of the photos ("resize 256, crop 224" [App. A.1]), in one process
 
     -> {"top-1": percent, "commonest class": percent that guessing it would score}
@@ -287,7 +287,7 @@ def validate(model, val, args, device):
     logits, readable = eval_linear.run_over_photos(logits_of, squares, args, device)
     model.train()
     scores = eval_linear.score(logits, torch.from_numpy(val.labels[readable]))
-    scores["commonest class"] = eval_linear.commonest_class(val)
+    scores |= eval_linear.by_chance(scores, val)
     print_main(f"validation: {eval_linear.format_scores(scores, ())}")
     return {name: round(score, 2) for name, score in scores.items()}
 

@@ -49,6 +49,7 @@ def get_args(argv=None):
 
 def main(args):
     device = common.init_distributed()
+    common.make_folder(args.output)
     model, lm, tokenizer, concepts, trained = load_icmlm(args.weights, args.lm, device)
     if args.photo:
         data = photo_files([args.photo]).with_captions([[args.caption]])
@@ -58,7 +59,6 @@ def main(args):
         data = validation_photos(args, trained, tokenizer)
         maskable = maskable_words(data, tokenizer, concepts)
     folder = Path(args.output)
-    folder.mkdir(parents=True, exist_ok=True)
 
     looked = []  # (what `data` calls the photo, word, attention)
     squares = CentralSquares(data, trained["image_size"], side_fraction=1.0)

@@ -27,7 +27,6 @@ import copy
 import math
 from collections import Counter, defaultdict
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import regex
@@ -93,12 +92,13 @@ def get_args(argv=None):
 def main(args):
     eval_linear.run_alone()
     device = common.init_distributed()
-    Path(args.output).mkdir(parents=True, exist_ok=True)
+    common.make_folder(args.output)
     train = captioned_photos(args, args.train_split, args.train_images)
     held_out = min(HELD_OUT, math.ceil(len(train) / 10))
     val = train.select(np.arange(held_out))
     train = train.select(np.arange(held_out, len(train)))
     test = captioned_photos(args, args.val_split, args.test_images)
+    eval_linear.report_shared(train, test)
     if args.folds > len(test):
         fail(f"--folds {args.folds}: there are {len(test)} test photos")
     vocabulary = count_words(train.all_captions())

@@ -75,6 +75,7 @@ class Model:
 
     def __init__(self, args):
         self.device = common.init_distributed()
+        common.make_folder(args.output)  # a wrong one ends it now
         self.encoders, self.tokenizer, self.trained = load_encoders(args.weights)
         print_main(f"{args.weights} was trained on {self.trained.data}")
         self.encoders.to(self.device, memory_format=torch.channels_last)
@@ -122,7 +123,6 @@ def draw_nearest(path, texts, vectors, data, photos, readable):
     """
     scores, order = (vectors @ photos.T).topk(min(10, len(photos)))  # (T, 10)
     nearest = [[readable[n] for n in row] for row in order.tolist()]
-    path.parent.mkdir(parents=True, exist_ok=True)
     draw_rows(texts, data, nearest, scores.tolist(), path)
     return nearest
 

@@ -32,7 +32,6 @@ initialisation and the most frequent tags, predicted for all photos. tagging.png
 import argparse
 import math
 from collections import Counter, defaultdict
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -77,8 +76,9 @@ def get_args(argv=None):
 def main(args):
     eval_linear.run_alone()
     device = common.init_distributed()
-    Path(args.output).mkdir(parents=True, exist_ok=True)
+    common.make_folder(args.output)
     train, val = tagged_photos(args)
+    eval_linear.report_shared(train, val)
     counts = f"{len(train)} training and {len(val)} validation photos"
     print_main(f"{counts}, {len(train.names)} tags")
 
@@ -132,7 +132,10 @@ def tags_of_photos(data, args):
         # Only here: it imports scikit-learn, which takes seconds.
         from tp import words_of
 
-        concepts = {word for words in common.read_json(args.tags).values() for word in words}
+        content = common.read_json(args.tags, "--tags is the concepts.json of a run of tp.py")
+        if not isinstance(content, dict):
+            fail(f"--tags {args.tags} is no concepts.json of tp.py or icmlm.py")
+        concepts = {word for words in content.values() for word in words}
         texts = progress(map(" ".join, data.captions), desc="tags", total=len(data), leave=False)
         return [concepts.intersection(words_of(text)) for text in texts]
     if args.data == "shapes":

@@ -78,7 +78,7 @@ def get_args(argv=None):
 def main(args):
     eval_linear.run_alone()
     device = common.init_distributed()
-    Path(args.output).mkdir(parents=True, exist_ok=True)
+    common.make_folder(args.output)
     data = shape_pairs() if args.data == "shapes" else published_data(args.data, args.root)
     train, seen, unseen = np.bincount(data.parts)
     test = f"{seen} of seen and {unseen} of unseen classes"
@@ -97,23 +97,10 @@ def main(args):
         if not runs:  # of the last layer
             draw_predictions(f"{args.output}/unseen.png", readable, predicted)
         runs[name].append(scores)
-    report(runs, args, len(data.names))
-
-
-def report(runs, args, num_classes):
-    """runs: {"trained" or "random": [{metric: percent} of each run]}; writes result.json"""
-    results = {name: eval_linear.over_runs(scores) for name, scores in runs.items()}
-    for name, result in results.items():
-        for metric, mean in result["mean"].items():
-            print_main(f"{name:8} {metric:18} {mean:6.2f} ± {result['std'][metric]:.2f}")
-    guess = 100 / num_classes
-    content = {"args": vars(args), "guess": guess, **results}
-    common.save(f"{args.output}/result.json", content)
-    metric = [name for name in result["mean"] if "top-1" in name][-1]  # of the last layer
-    words = baselines.IN_WORDS
-    scores = [f"{results[name]['mean'][metric]:.1f} {words[name]}" for name in runs]
-    by_guessing = f"{guess:.1f} by guessing among {num_classes} classes"
-    print_main(f"zero-shot on {args.data}: {metric} {', '.join(scores)}, {by_guessing}")
+    metric = [name for name in scores if "top-1" in name][-1]  # of the last layer
+    runs["guessing"] = [{metric: 100 / len(data.names)}]
+    in_words = {**baselines.IN_WORDS, "guessing": f"by guessing among {len(data.names)} classes"}
+    baselines.report(runs, args, "zero-shot on", metric, in_words)
 
 
 # ------------------------------------------------------------------------------------------ data
@@ -241,10 +228,10 @@ def predict_classes(x, data, args, device):
         trials = [(rate, layers.DECAY) for rate in rates]  # the decay [ours]
         cosine = partial(common.lr_factor, total=1)
         given = train_x, train_y, rows, trials, cosine, args
-        return eval_linear.train_linear(*given, width=attributes.shape[1], loss_fn=loss_fn)
+        return layers.train_linear(*given, width=attributes.shape[1], loss_fn=loss_fn)
 
     def predict(layer, rows):
-        mapped = eval_linear.predict(layer, x[rows])
+        mapped = layers.predict(layer, x[rows])
         return compatibility(mapped, attributes).argmax(1).numpy()  # Eq. 10, among all classes
 
     held_out, rest = np.split(train, [len(train) // 5])

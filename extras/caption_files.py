@@ -29,6 +29,7 @@ SPLITS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 ENDING = re.compile(r"(?i)\.(jpe?g|png|webp|gif|bmp|tiff?)$")
+HIDDEN = re.compile(r"(^|/)\.")  # of macOS, say: ._1.jpg
 ENTITY = re.compile(r"&#?\w+;")
 INVISIBLE = regex.compile(r"[\p{Cs}\u115f\u1160\u2800\u3164\uffa0]")  # \p{Cs}: half emojis
 LIGATURE = re.compile("[\ufb00-\ufb06]")
@@ -74,6 +75,7 @@ def clean(text):
 
 def split_in(words):
     """-> train, val or test, or None if none of the words stands for one"""
+    words = [re.sub(r"\d", "", word.lower()) for word in words]  # train2017
     return next((SPLITS[word] for word in words if word in SPLITS), None)
 
 
@@ -95,12 +97,14 @@ def decode(path):
 
 def folder_rows(folder):
     """Of KEY.txt, which has a caption on each line, and of photos that have none beside them"""
-    captions = {}
-    for path in sorted(folder.rglob("*.txt")):
+    captions = defaultdict(list)
+    for path in sorted(folder.rglob("*.[tT][xX][tT]")):
         name = str(path.relative_to(folder).with_suffix(""))
-        captions[ENDING.sub("", name)] = decode(path).splitlines()
+        if not HIDDEN.search(name):
+            captions[ENDING.sub("", name)] += filter(str.strip, decode(path).splitlines())
     if not captions:
-        fail(f"{folder} has no KEY.txt with the captions of KEY.jpg: name the file that holds them")
+        fail(f"{folder} has no KEY.txt with the captions of KEY.jpg: name the file that holds them"
+             "; tar files go to tools/make_shards.py --index-only")  # fmt: skip
     paths = chain(*photos_below(str(folder)).values())
     photos = [ENDING.sub("", path) for path in sorted(paths)]
     if captions.keys() & {*photos}:  # else the texts are in a folder of their own
@@ -155,8 +159,8 @@ def json_rows(content):
     if isinstance(content, list):
         return content
     images, others = content.get("images"), content.get("annotations")
-    if isinstance(images, list) and others and "file_name" in images[0]:  # COCO
-        names = {str(row["id"]): row["file_name"] for row in images}
+    if isinstance(images, list) and images and others and "file_name" in images[0]:  # COCO
+        names = {str(row.get("id")): row.get("file_name") for row in images}
         named = [{**row, "file_name": names.get(str(row.get("image_id")))} for row in others]
         return images + named
     if {*map(str.lower, content)} <= {*SPLITS}:  # R2Gen
@@ -171,30 +175,83 @@ def json_rows(content):
     tables = [part for part in lists if part and isinstance(part[0], dict)]
     if lists and lists == parts and not tables and len({*map(len, parts)}) == 1:  # of pandas
         return [dict(zip(content, cells)) for cells in zip(*parts)]
+    if len(tables) > 1:
+        sizes = [f"{key} ({len(part)})" for key, part in content.items() if part in tables]
+        common.print_main(f"of these lists only the longest is read: {', '.join(sizes)}")
     return max(tables, key=len, default=[content])
 
 
 def table_rows(path, text):
     """csv, or another delimiter, as the header tells, which holds no captions"""
+    text = re.sub(r"^sep=.\s*", "", text)  # a first line for Excel
     header = text.split("\n", 1)[0]
     delimiter = max(",\t|;", key=header.count)
-    if any(map(ENDING.search, re.split(rf"[{delimiter}\s\"]", header))):
+    if "://" in header or any(map(ENDING.search, re.split(rf"[{delimiter}\s\"]", header))):
         fail(f"{path} has no header, it begins with {short(header)}: add a first line that names "
              f"its columns, such as image{delimiter}caption")  # fmt: skip
     lines = io.StringIO(text, newline="")  # captions may have several lines
     reader = csv.DictReader(lines, delimiter=delimiter, restval="", strict=True)
     try:
-        return list(reader)
+        names = [column_name(name) for name in reader.fieldnames or ()]
+        reader.fieldnames = [  # captions may have columns of one name
+            f"{name}_{n}" if name in names[:n] else name for n, name in enumerate(names)
+        ]
+        rows = list(reader)
+        for cell in chain(*map(dict.values, rows)):
+            if "\n" in cell and any(map(ENDING.search, re.split(rf"[{delimiter}\n]", cell))):
+                raise csv.Error(f"a quote takes several lines into one cell, {short(cell)}")
+        return rows
     except csv.Error as error:
         fail(f"{path}, line {reader.line_num}: {error}: captions with quotes need those of csv")
 
 
+# -------------------------------------------------------------------------------- names to paths
+
+# When a path below the root is the photo of a name. The last two ways count only if the others
+# find no photo for any name: a missing photo is not to be replaced by its mask.
+WAYS = (
+    lambda path, name: path == name,
+    lambda path, name: path.endswith(f"/{name}"),
+    lambda path, name: f"/{path}".lower().endswith(f"/{name}".lower()),
+    lambda path, name: os.path.basename(path).lower() == os.path.basename(name).lower(),
+    lambda path, name: True,  # the same name without its ending: people convert photos
+)
+
+
+def place(root, name):
+    return os.path.normpath(os.path.join(root, name))
+
+
+def find_photos(root, names):
+    """-> {name: paths}: none, one, or several in the subfolders of the root
+
+    If a photo was found for names that differ in their folders, these names follow it.
+    """
+    places = {name: list(filter(os.path.isfile, [place(root, name)])) for name in names}
+    for n, alike in enumerate(WAYS):
+        if all(places.values()) or n > 2 and any(places.values()):
+            break
+        sharing = defaultdict(set)
+        for name in [name for name in places if not places[name]]:
+            stem = ENDING.sub("", os.path.basename(name)).lower()
+            for path in photos_below(root).get(stem, ()):
+                cut = path if ENDING.search(name) else ENDING.sub("", path)
+                if alike(cut, name):
+                    places[name].append(place(root, path))
+                    sharing[place(root, path)].add(name.lower())
+        for paths in places.values() if n > 2 else ():
+            others = set().union(*map(sharing.get, paths))
+            paths += others if len(others) > 1 else ()
+    return places
+
+
 @cache
 def photos_below(root):
-    """-> {name without folder and ending: paths from the root on}"""
+    """-> {name without folder and ending, in lower case: paths from the root on}"""
     found = defaultdict(list)
     for folder, _, files in os.walk(root):
         for file in filter(ENDING.search, files):
             path = os.path.relpath(os.path.join(folder, file), root)
-            found[ENDING.sub("", file)].append(path)
+            if not HIDDEN.search(path):
+                found[ENDING.sub("", file).lower()].append(path)
     return found

@@ -1,14 +1,21 @@
-"""Linear layers trained on random crops: the protocols sgd-virtex and layers of eval_linear.py
+"""Linear layers by SGD: four protocols of eval_linear.py
 
-    sgd-virtex   one on the pooled features of the last maps [VirTex Sec. 4.1, App. A.1]
-    layers       one on each of VGG-16's last three convolutions [ICMLM Sec. 4]
+    on features that were extracted once, by one process:
+    sgd-mct        one learning rate, in three steps [contrastive paper Sec. 4.2]
+    logreg-icmlm   the best of 25 learning rates and weight decays [ICMLM App. F.2]
 
-The paper refers to DeeperCluster's code for `layers`. All processes train, the first one scores.
+    on random crops, by all processes, of which the first one scores:
+    sgd-virtex     one layer on the pooled last maps [VirTex Sec. 4.1, App. A.1]
+    layers         one on each of VGG-16's last three convolutions [ICMLM Sec. 4], as the code of
+                   DeeperCluster has it, to which the paper refers
 """
 
 import hashlib
 import math
+import os
+from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,11 +29,99 @@ DECAY = 1e-5  # for CONVOLUTIONS: of the weights and of the learning rates [Deep
 RESUME_CAN_CHANGE = "weights", "data", "root", "runs", "output", "workers"
 
 
+# -------------------------------------------------------------------------- trained on features
+
+
+def sgd_mct(x, y, args, device):
+    """lr / 5 after epochs 30, 40, 50 of 60 [contrastive paper Sec. 4.2] -> linear layer
+
+    x: features (N, D).  y: classes (N,)
+    """
+
+    def lr_factor(fraction):
+        return 0.2 ** sum(fraction >= epoch / 60 for epoch in (30, 40, 50))
+
+    x, y = x.to(device), y.to(device)
+    trials = [(args.lr[0], 0.0)]  # no weight decay
+    [layer] = train_linear(x, y, np.arange(len(x)), trials, lr_factor, args)
+    return layer
+
+
+def logreg_icmlm(x, y, args, device):
+    """The best of 25 pairs of lr and weight decay on held-out photos [ICMLM App. F.2]
+
+    [ours: a fifth is held out, the trials are random where the paper uses Optuna] -> linear layer
+    """
+    rng = np.random.default_rng(args.seed)
+    rates = 10 ** rng.uniform(-1, 2, 25)
+    decays = rng.uniform(0, 1e-5, 25)
+    trials = list(zip(rates.tolist(), decays.tolist()))
+    order = rng.permutation(len(x))
+    held_out, rest = np.split(order, [len(order) // 5 or 1])
+
+    device_x, device_y = x.to(device), y.to(device)
+    cosine = partial(common.lr_factor, total=1)
+    layers = train_linear(device_x, device_y, rest, trials, cosine, args)
+    found = [predict(layer, x[held_out]).argmax(1) for layer in layers]
+    accuracies = [(classes == y[held_out]).double().mean().item() for classes in found]
+    best = trials[np.argmax(accuracies)]
+    print_main(f"chosen: learning rate {best[0]:.3g}, weight decay {best[1]:.2g}")
+    [layer] = train_linear(device_x, device_y, np.arange(len(x)), [best], cosine, args)
+    return layer
+
+
+def train_linear(x, y, rows, trials, lr_factor, args, width=None, loss_fn=F.cross_entropy):
+    """One linear layer for each (learning rate, weight decay) in `trials`, on the same batches
+
+    x: features (N, D).  y: classes (N,).  rows: of those to train on; x may fill the memory, so it
+    is not copied.  lr_factor(fraction of training): of the learning rates.  width: outputs of a
+    layer, by default one per class.  loss_fn(outputs (B, width), classes (B,))
+    """
+    width = width or int(y.max()) + 1
+    layers = [linear_layer(x.shape[1], width).to(x.device) for _ in trials]
+    groups = [
+        {"params": layer.parameters(), "lr": lr, "weight_decay": weight_decay}
+        for layer, (lr, weight_decay) in zip(layers, trials)
+    ]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    rng = np.random.default_rng(args.seed)
+    for epoch in progress(range(args.epochs), desc="linear layers", unit=" epochs", leave=False):
+        order = torch.from_numpy(rng.permutation(rows)).to(x.device)
+        batches = order.split(args.batch_size)
+        for n, batch in enumerate(batches):
+            done = (epoch + n / len(batches)) / args.epochs
+            common.set_lr(optimizer, lr_factor(done))
+            features, classes = x[batch], y[batch]
+            losses = [loss_fn(layer(features), classes) for layer in layers]
+            optimizer.zero_grad()
+            sum(losses).backward()  # the layers share no parameters: each is trained on its own
+            optimizer.step()
+    return layers
+
+
+def linear_layer(width, num_classes):
+    """Weights N(0, 0.01), bias 0 [VirTex App. A.1], elsewhere [ours]"""
+    layer = nn.Linear(width, num_classes)
+    nn.init.normal_(layer.weight, std=0.01)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+@torch.no_grad()
+def predict(layer, x):
+    """Features (N, D) -> logits (N, classes) on the CPU, in parts that fit on a GPU"""
+    device = layer.weight.device
+    logits = [layer(part.to(device)).cpu() for part in x.split(2**16)]
+    return torch.cat(logits)
+
+
+# ----------------------------------------------------------------------------- trained on crops
+
+
 class Probe(nn.Module):
     """uint8 (B, size, size, 3), jitter (B, 4) or None -> [logits (B, classes) of each layer]"""
 
-    def __init__(self, backbone, num_classes, new_layer, args):
-        """new_layer(width, classes) -> linear layer"""
+    def __init__(self, backbone, num_classes, args):
         super().__init__()
         self.backbone = backbone  # frozen and in eval mode
         self.amp = args.amp
@@ -34,7 +129,7 @@ class Probe(nn.Module):
         self.names = list(CONVOLUTIONS) if self.vgg else [""]  # of the layers
         side = args.image_size // 16 // 3 if self.vgg else 1  # of the pooled maps
         width = backbone.channels * side**2
-        self.layers = nn.ModuleList(new_layer(width, num_classes) for _ in self.names)
+        self.layers = nn.ModuleList(linear_layer(width, num_classes) for _ in self.names)
 
     def forward(self, images, jitter=None):
         if self.vgg:
@@ -85,7 +180,8 @@ def train(probe, data, path, args, device, score):
     settings = {
         name: value for name, value in vars(args).items() if name not in RESUME_CAN_CHANGE
     }
-    settings["photos"] = common.fingerprint(data.images, data.labels.tolist())
+    sizes = [os.path.getsize(x) if os.path.isfile(f"{x}") else 0 for x in data.images]
+    settings["photos"] = common.fingerprint(data.images, data.labels.tolist(), sizes)
     settings["backbone"] = hash_of_weights(probe.backbone)
     saved = common.read_checkpoint(path) if path.exists() else {}
     done = 0

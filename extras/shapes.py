@@ -55,7 +55,7 @@ def caption_data(split):
     captions = common.Lists([describe(found) for found in objects], common.STRINGS)
     tags = common.Lists([sorted({SHAPES.index(o.shape) for o in found}) for found in objects], int)
     images = np.array(scenes, object)  # of int
-    return common.CaptionData(images, captions, tags, list(SHAPES), draw)
+    return common.CaptionData(images, captions, tags, list(SHAPES), open=draw)
 
 
 # --------------------------------------------------------------------------------------- objects

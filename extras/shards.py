@@ -1,7 +1,7 @@
 """Shards, --data FOLDER: photos in tar files, and an index that tools/make_shards.py writes.
 
 The index is memory-mapped: millions of photos take no memory of their own, and all processes share
-the mapping. Photos that are neighbours in a shard are read together, as slow disks like it.
+the mapping. Training reads the photos of all shards in random order, each by its place.
 """
 
 import io
@@ -26,6 +26,7 @@ def save_index(folder, split, data):
         "caption_ends": torch.from_numpy(data.captions.ends),
         "tag_ends": torch.from_numpy(data.tags.ends),
         "tags": torch.from_numpy(data.tags.values),
+        "tagged": torch.from_numpy(data.tagged),
     }
     for name, strings in ("image", data.images), ("caption", data.captions.values):
         encoded = [string.encode() for string in strings]
@@ -62,7 +63,8 @@ def caption_data(folder, split):
     shard, *_ = images[0].split("\t")
     if not os.path.exists(shard):
         fail(f"{shard} is missing. Was it moved? Run tools/make_shards.py --index-only again")
-    return common.CaptionData(images, captions, tags, tag_names, open_in_shard, block_sampler)
+    tagged = arrays.get("tagged", True)  # older indices have none: no tag meant that none fits
+    return common.CaptionData(images, captions, tags, tag_names, tagged, open_in_shard)
 
 
 def decode(content):
@@ -111,31 +113,3 @@ def open_in_shard(place):
 @lru_cache(128)
 def open_shard(path):
     return open(path, "rb")
-
-
-def block_sampler(size, batch_size, seed, start=0, block=512, window=64):
-    """Like common.infinite_sampler, but reads neighbouring samples of a shard together
-
-    Each epoch cuts the samples into blocks, at different places. Each process gets blocks of its
-    own in random order, and shuffles the samples of `window` blocks at a time. Samples that do not
-    fill a block on every process are left out of the epoch. The order depends only on seed, epoch
-    and number of processes, so that a resumed run continues with the very next sample.
-    """
-    rank, processes = common.rank(), common.world_size()
-    block = max(1, min(block, size // (8 * processes)))
-    blocks_per_process = size // block // processes
-    position = start * (batch_size // processes)
-    while True:
-        epoch, done = divmod(position, blocks_per_process * block)
-        rng = np.random.default_rng([seed, epoch])
-        first = rng.integers(size)
-        blocks = rng.permutation(size // block)
-        blocks = blocks[rank * blocks_per_process :][:blocks_per_process]
-
-        step, skipped = divmod(done, window * block)
-        chosen = blocks[step * window :][:window]
-        samples = (first + chosen[:, None] * block + np.arange(block)) % size
-        rng = np.random.default_rng([seed, epoch, rank, step])
-        for index in rng.permutation(samples.ravel())[skipped:]:
-            yield seed, epoch, int(index)
-            position += 1

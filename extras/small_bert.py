@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import regex
 import torch
 import torch.nn.functional as F
 import transformers
@@ -130,13 +131,17 @@ def shuffled_forever(captions, seed):
             yield captions[i]
 
 
+ACCENTS = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # of decomposed, lower-case Latin letters
+UNSPACED = regex.compile(r"\p{Han}|\p{Hiragana}|\p{Katakana}|\p{Thai}|\p{Lao}|\p{Khmer}")
+
+
 def train_tokenizer(captions, max_length=MAX_LENGTH):
     """A lower-case WordPiece tokenizer, as BERT's, with 10K tokens or all characters of `captions`
 
     Accents are taken off Latin letters only: BERT's loses the vowels of Hindi, too. [ours]
     """
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    accents = normalizers.Replace(Regex(common.ACCENTS), "")
+    accents = normalizers.Replace(Regex(ACCENTS), "")
     lower = normalizers.BertNormalizer(lowercase=True, strip_accents=False)
     normalizer = normalizers.Sequence([lower, normalizers.NFD(), accents, normalizers.NFC()])
     # The letters are given in order: otherwise each training numbers them differently.
@@ -155,7 +160,7 @@ def train_tokenizer(captions, max_length=MAX_LENGTH):
     pieces.train_from_iterator(iter(captions), trainer)
     # Without spaces (Thai, Japanese) a sentence is one word: it must not become one token. [ours]
     tokens = sorted(pieces.get_vocab(), key=pieces.token_to_id)
-    tokens = [token for token in tokens if len(token) <= 8 or not common.UNSPACED.search(token)]
+    tokens = [token for token in tokens if len(token) <= 8 or not UNSPACED.search(token)]
     vocabulary = {token: n for n, token in enumerate(tokens)}
     pieces.model = models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=1000)
     ends = [(token, pieces.token_to_id(token)) for token in ("[SEP]", "[CLS]")]

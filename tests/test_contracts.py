@@ -50,7 +50,7 @@ def test_output_directory(script, tiny, tmp_path):
         assert (row["iteration"], row["lr"]) == (n + 1, pytest.approx(lr, rel=1e-5))
         assert row.get("text_lr", row["lr"]) == row["lr"]
     assert n == 2
-    measure = f"python eval_linear.py --weights {tmp_path}/backbone.pth random --data "
+    measure = f'python eval_linear.py --weights "{tmp_path}/backbone.pth" random --data folder'
     assert output.splitlines()[-1].startswith(f"measure it: {measure}")
     state = torch.load(tmp_path / "backbone.pth", weights_only=True)
     wrong = torchvision.models.resnet18().load_state_dict(state, strict=False)

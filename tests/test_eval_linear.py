@@ -73,7 +73,7 @@ def test_voc07(tmp_path):
     output = run_here(command(tmp_path, tmp_path, data="voc07"))
     assert "1 classes are left out, which lack training or test examples: cow" in output
     scores = result(tmp_path)["backbones"]["random"]["mean"]
-    assert scores == {**scores, "mAP": (scores["bird"] + scores["cat"]) / 2} and len(scores) == 3
+    assert scores == {**scores, "mAP": (scores["bird"] + scores["cat"]) / 2} and len(scores) == 4
     (lists / "cow_test.txt").write_text("000048 1\n")
     wrong = refusal(command(tmp_path, tmp_path, data="voc07"))
     assert "cow_test.txt does not list the same photos as bird_test.txt" in wrong
@@ -111,6 +111,34 @@ def test_one_class_is_an_error(protocol, folder, tmp_path):
     assert f"{tmp_path}/train holds one class, images" in wrong and "too high?" in wrong
 
 
+FOLDERS = [  # where two photos of each class lie, and what is said
+    ("images/{name}/{n}.png masks/{name}/{n}.png", "each of images, masks in {tmp}/train has the "
+     "folders blue, red: these are the likely classes. Is --root or --train-split a folder too"),
+    ("{name}/of-{name}/{n}.png", "4 of 4 photos are in folders within those of their classes, as"),
+    ("{name}/{n}.png {name}/old/{n}.png", "4 of 8 photos are in folders within those of their cla"),
+    ("{name}/{n}.png red/{n}.png", "4 photos of {tmp}/train are in several classes (with the same "
+     "names and content), as {tmp}/train/blue/0.png and {tmp}/train/red/0.png"),
+    ("{name}/{n}.png red/{name}{n}.png", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout, words", FOLDERS)
+def test_folders_within_classes_and_photos_in_two(layout, words, tmp_path):
+    for path, name, n in itertools.product(layout.split(), ("blue", "red"), range(2)):
+        if path.startswith("red/") and name == "red":
+            continue
+        photo = tmp_path / "train" / path.format(name=name, n=n)
+        photo.parent.mkdir(parents=True, exist_ok=True)
+        photo.write_text(f"{name} {n}")
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        try:
+            eval_linear.folder_labels(tmp_path, "train")
+        except SystemExit as refused:
+            print(refused)
+    said = output.getvalue()
+    assert words.format(tmp=tmp_path) in said and bool(words) == bool(said)
+
+
 def test_a_class_on_all_photos_has_no_score(tmp_path):
     """Neither by votes nor by SVMs"""
     truth = torch.tensor([[1, 1], [1, 0], [1, -1]], dtype=torch.int8)
@@ -138,6 +166,54 @@ def test_the_commonest_class_stands_beside_top_1(folder, tmp_path):
     assert "top-1 commonest class" in output and ", commonest class 57.14" in output
 
 
+def test_chance_stands_beside_map():
+    """The fraction of positives, mean over the classes that are scored; -1 does not count."""
+    truth = np.array([[1, 1, 0], [1, 0, 0], [1, -1, 0], [1, 0, 0]], np.int8)
+    data = eval_linear.LabelData(np.arange(4), truth, ["all", "some", "none"])
+    assert eval_linear.by_chance({"C-11 mAP": 50}, data) == {"chance": pytest.approx(100 / 3)}
+    one = eval_linear.LabelData(np.arange(4), np.array([0, 1, 2, 1]), list("abc"))
+    assert eval_linear.by_chance(["mAP"], one) == {"chance": pytest.approx(100 / 3)}
+    assert eval_linear.by_chance(["top-1"], one) == {"commonest class": 50}
+
+
+COPIES = [  # of training photos: what becomes of them in val
+    ([("red/0.png", "red/0.png")], 1),
+    ([("red/0.png", "blue/other.png"), ("blue/3.png", "blue/x.png")], 2),
+    ([(f"{name}/{n}.png", f"{name}/{n}.png") for name in ("blue", "red") for n in range(16)], 32),
+]
+
+
+@pytest.mark.parametrize("copies, count", COPIES)
+def test_test_photos_that_are_training_photos_are_counted(copies, count, folder, tmp_path):
+    """By the bytes of the files, whatever their names; others of the same size are none."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "train/red/size.png").write_bytes(bytes(9))
+    (tmp_path / "val/red/size.png").write_bytes(bytes(8) + b"1")
+    for old, new in copies:
+        shutil.copy(tmp_path / "train" / old, tmp_path / "val" / new)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        train, val = (eval_linear.folder_labels(tmp_path, split) for split in ("train", "val"))
+        eval_linear.report_shared(train, val)
+    said = f"{count} of {len(val)} test photos are training photos, too"
+    assert said in output.getvalue()
+
+
+def test_a_split_that_is_both(folder, tmp_path):
+    """Photos of a folder, scenes, and held-out photos of which there are copies"""
+    flags = "--protocol knn --val-split train"
+    said = "test photos are training photos, too"
+    assert f"32 of 32 {said}" in run_here(command(tmp_path / "out", folder, flags))
+    train, val = (eval_linear.label_data("shapes", None, "train").select(range(40)) for _ in "ab")
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        eval_linear.report_shared(train.select(range(30)), val)
+    assert f"30 of 40 {said}" in output.getvalue()
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for n in range(16):
+        shutil.copy(tmp_path / f"train/red/{n}.png", tmp_path / f"train/red/again{n}.png")
+    assert said in run_here(command(tmp_path / "out", tmp_path, "--protocol knn --hold-out 0.5"))
+    assert said not in run_here(command(tmp_path / "out", folder, "--protocol knn"))
+
+
 def test_lines_without_tags_are_left_out(folder, tmp_path):
     """Only [] says that no tag fits: of a photo without the key nothing is known."""
     lines = []
@@ -152,7 +228,7 @@ def test_lines_without_tags_are_left_out(folder, tmp_path):
         data = eval_linear.label_data(f"{tmp_path}/photos.jsonl", str(folder), "train")
     assert [Path(image).name for image in data.images] == ["0.png", "1.png", "3.png"]
     assert data.labels.tolist() == [[1, 0], [0, 0], [1, 1]]
-    assert '2 of 5 photos are left out, whose lines have no "tags"' in output.getvalue()
+    assert '2 of 5 photos are left out, which have no "tags"' in output.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +251,8 @@ TOP_1 = "top-1,commonest class"
 @pytest.mark.parametrize(
     "flags, metrics",
     [
-        ("svm-virtex", "mAP,blue,red"),
-        ("svm-icmlm", "mAP,blue,red"),
+        ("svm-virtex", "mAP,chance,blue,red"),
+        ("svm-icmlm", "mAP,chance,blue,red"),
         ("knn", TOP_1),
         ("sgd-virtex --batch-size 16 --epochs 12", TOP_1),
         ("sgd-mct --epochs 12", TOP_1),
@@ -191,7 +267,7 @@ def test_what_is_separable_is_learned(flags, metrics, folder, tmp_path, real_mod
     monkeypatch.setattr(eval_linear, "load_backbone", lambda *_: backbone)
     mean = evaluate(tmp_path, folder, f"--protocol {flags}")["random"]["mean"]
     assert mean.keys() == set(metrics.split(","))
-    assert mean.pop("commonest class", 50) == 50
+    assert mean.pop("chance" if "mAP" in mean else "commonest class") == 50
     assert min(mean.values()) > (80 if "layers" in flags else 95)
     assert not backbone.training
     assert all(torch.equal(before[key], value) for key, value in backbone.state_dict().items())
@@ -278,14 +354,14 @@ def test_linear_layers_are_trained_apart():
     def train(*trials):
         torch.manual_seed(0)
         given = x, y, np.arange(30), trials, lambda fraction: 1 - fraction, args
-        return eval_linear.train_linear(*given)[0].weight
+        return layers.train_linear(*given)[0].weight
 
     first = train((0.5, 0.0))
     assert torch.equal(first, train((0.5, 0.0), (1e30, 1e-5)))
     assert not torch.allclose(first, train((0.5, 0.1)))
     x[30:] = math.nan  # not among the rows to train on
     assert torch.equal(first, train((0.5, 0.0)))
-    layer = eval_linear.linear_layer(400, 50)  # N(0, 0.01) and bias 0 [VirTex App. A.1]
+    layer = layers.linear_layer(400, 50)  # N(0, 0.01) and bias 0 [VirTex App. A.1]
     assert layer.weight.std().item() == pytest.approx(0.01, rel=0.05)
     assert abs(layer.weight.mean()) < 1e-3 and not layer.bias.any()
 
@@ -305,9 +381,9 @@ def test_logreg_searches_on_held_out_photos(monkeypatch):
             layer.weight.data = torch.eye(2) * (1 if n == 17 % len(trials) else -1)
         return layers
 
-    monkeypatch.setattr(eval_linear, "train_linear", trained)
+    monkeypatch.setattr(layers, "train_linear", trained)
     args = eval_linear.get_args(command("out", "photos", "--protocol logreg-icmlm")[1:])
-    layer = eval_linear.logreg_icmlm(train, args, CPU)
+    layer = layers.logreg_icmlm(*train, args, CPU)
     (fit, trials), (everything, final) = calls
     assert torch.equal(layer.weight, torch.eye(2)) and final == [trials[17]]
     assert (len(trials), len(set(fit)), len(set(everything))) == (25, 40, 50)
@@ -411,7 +487,7 @@ def test_several_backbones(protocol, files, folder, tmp_path):
         one = evaluate(tmp_path / "one", folder, f"{flags} {source} --arch resnet18")
         assert one == {source: together[source]}
         mean, std = together[source]["mean"], together[source]["std"]
-        [metric] = mean.keys() - {"blue", "red", "commonest class"}
+        [metric] = mean.keys() - {"blue", "red", "commonest class", "chance"}
         cells = f"{source} {mean[metric]:.2f} ± {std[metric]:.2f}".split()
         assert cells in [line.split()[: len(cells)] for line in output.splitlines()]
     assert len(list((tmp_path / "all").glob("*.pth"))) == (0 if "svm" in protocol else 6)
@@ -442,7 +518,10 @@ def test_a_killed_training_of_layers_resumes(files, folder, tmp_path):
     shutil.copytree(folder, tmp_path / "moved")
     killed[killed.index(str(folder))] = str(tmp_path / "moved")
     assert "resuming from iteration 6" in run_here(killed)
-    (tmp_path / "moved/train/red/0.png").rename(tmp_path / "moved/train/red/zero.png")
+    photo = tmp_path / "moved/train/red/0.png"
+    photo.rename(photo.with_stem("zero"))
+    assert anew in run_here(killed)
+    Image.new("RGB", (40, 40)).save(photo.with_stem("zero"))  # another photo under its name
     assert anew in run_here(killed)
 
 
@@ -512,14 +591,18 @@ def test_in_a_copy(files, folder, tmp_path):
         ("--protocol layers --lr 1 2", "--protocol layers takes 3 values of --lr"),
         ("--weights {A} none.pth", "none.pth is no file"),
         ("--hold-out 0.999", "0 training and 32 test photos"),
-        ("--protocol logreg-icmlm --train-images 4", "4 training and 32 test photos, logreg-icmlm"),
+        ("--protocol logreg-icmlm --train-images 4", "4 training and 32 test photos are left by"),
+        ("--data imagenet", "imagenet: photos in train/CLASS/ are --data folder --root FOLDER"),
+        ("--data {root}", "{root}: photos in train/CLASS/ are --data folder --root FOLDER"),
+        ("--output {tmp}/photos.jsonl", "{tmp}/photos.jsonl cannot be a folder: File exists"),
     ],
 )
 def test_mistakes(flags, words, files, folder, tmp_path):
     (tmp_path / "photos.jsonl").write_text(f'{{"image": "{folder}/train/red/0.png"}}')
     (tmp_path / "train").mkdir()
-    wrong = refusal(command(tmp_path, folder, flags.format(A=files[0], tmp=tmp_path)))
-    assert words.format(tmp=tmp_path) in wrong
+    names = {"A": files[0], "tmp": tmp_path, "root": folder}
+    wrong = refusal(command(tmp_path, folder, flags.format(**names)))
+    assert words.format(**names) in wrong
 
 
 def test_weights_of_others(tmp_path, monkeypatch):

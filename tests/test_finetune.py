@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import checkpoint_in, files_in, in_two_processes, metrics, photos_at, refusal
 from conftest import result, run_here
+from PIL import Image
 
 import common
 import eval_linear
@@ -106,6 +107,26 @@ def test_one_class_is_an_error(tmp_path):
     command = ["downstream.finetune", "--data", "inat", "--root", tmp_path, "--weights", "random"]
     wrong = refusal([*command, "--arch", "resnet18", "--output", tmp_path / "run"])
     assert f"all photos of {tmp_path}/train2018.json are of one class" in wrong
+
+
+def test_photos_in_both_splits_are_counted(tmp_path):
+    for n in range(4):
+        photo = tmp_path / "train" / "ab"[n % 2] / f"{n}.png"
+        photo.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 40), (60 * n, 0, 0)).save(photo)
+    (tmp_path / "val").symlink_to(tmp_path / "train")
+    flags = "--data", "folder", "--root", tmp_path, "--weights", "random", "--arch", "resnet18"
+    command = ["downstream.finetune", *TINY, *flags, "--epochs", 1, "--output", tmp_path / "run"]
+    assert "4 of 4 test photos are training photos, too" in run_here(command)
+
+
+def test_advice_after_divergence():
+    """Only what the script has: no --warmup"""
+    flags = "--weights", "random", "--arch", "resnet18", "--amp"
+    for amp, words in ("off", "kept. Try a lower --lr$"), ("fp16", "--lr, or --amp off$"):
+        args = finetune.get_args([*flags, amp])
+        with pytest.raises(SystemExit, match=words):
+            common.check_finite(args, 3, torch.tensor([float("nan")]))
 
 
 def test_fraction():

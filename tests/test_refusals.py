@@ -129,6 +129,35 @@ def test_mistakes(
     assert words in refusal(command)
 
 
+RANDOM = "--weights random --arch resnet18"
+DOWNSTREAM = [  # words of the message after --output, which is a file
+    f"embed . {RANDOM}",
+    f"tagging {RANDOM}",
+    f"zeroshot {RANDOM}",
+    f"retrieval {RANDOM}",
+    "captioning photo.jpg",
+    "masked_words --photos 1",
+    "search dog",
+    "classify",
+]
+
+
+@pytest.mark.parametrize("words", DOWNSTREAM)
+def test_output_that_is_a_file(words, wrong_files, monkeypatch):
+    monkeypatch.chdir(wrong_files)
+    (wrong_files / "photo.jpg").touch()
+    command = [f"downstream.{words.split()[0]}", *words.split()[1:], "--output", "bad.jsonl"]
+    assert "--output bad.jsonl cannot be a folder: File exists" in refusal(command)
+
+
+def test_tags_of_another_layout(wrong_files, coco_folder, tmp_path):
+    """labels.json of a run is a list; concepts.json has words for each part of speech."""
+    (tmp_path / "labels.json").write_text('["dog", "cat"]')
+    command = ["downstream.tagging", "--data", "coco", "--root", coco_folder, *RANDOM.split()]
+    command += ["--output", tmp_path, "--tags", tmp_path / "labels.json"]
+    assert "labels.json is no concepts.json of tp.py or icmlm.py" in refusal(command)
+
+
 def test_a_batch_that_processes_cannot_divide(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for script in SCRIPTS:

@@ -2,7 +2,6 @@
 
 import argparse
 import io
-import itertools
 import json
 import sys
 import tarfile
@@ -16,6 +15,7 @@ from conftest import OWN, TINY, in_two_processes, kill_at, refusal, run_here
 from PIL import Image
 
 import common
+import eval_linear
 from extras import checkpoints, shards, spacy_tagger
 from tools import make_shards
 
@@ -78,7 +78,7 @@ def test_what_shards_hold(folder):
     for data, rows in ((train.select([3, 0]), [3, 0]), (kept, [0, 2])):
         assert list(data.images) == [train.images[row] for row in rows]
         assert list(data.tags) == [train.tags[row] for row in rows]
-        assert data.sampler is shards.block_sampler and data.open is shards.open_in_shard
+        assert data.open is shards.open_in_shard
     assert train.select([3, 0]).captions[1] == train.captions[0]
 
 
@@ -101,6 +101,23 @@ def test_layouts_of_others(tmp_path):
         assert data.tag_names is None
     printed = run_here(index_command(folder, "*.tar"))
     assert "a at 3: b.tar: 2 has no photo\n" in printed and "left out 1 texts" in printed
+    assert "train: 3 photos have no caption in a KEY.txt or KEY.json\n" in printed
+
+
+def test_keys_with_a_dot_are_counted(folder):
+    """As WebDataset reads names, the suffix begins at the first dot."""
+    write_tar(folder / "03.tar", {"a.jpg": RED, "b.1.jpg": RED, "b.2.JPG": RED, "c.seg.json": b""})
+    photos, faults = make_shards.read_shard(folder / "03.tar")
+    assert len(photos) == 1
+    assert faults == [("photos", f"b.{n}: a dot within KEY") for n in ("1.jpg", "2.JPG")]
+
+
+def test_all_splits_are_read_before_the_first_is_written(tmp_path):
+    (tmp_path / "1.jpg").write_bytes(RED)
+    (tmp_path / "a.jsonl").write_text('{"image": "1.jpg", "split": "train"}')
+    command = ["tools.make_shards", "--data", tmp_path / "a.jsonl", "--output", tmp_path / "out"]
+    assert "has no split val, but train" in refusal(command)
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_wrong_shards(folder):
@@ -109,7 +126,8 @@ def test_wrong_shards(folder):
     for message, kept, text in (
         ("ValueError: the files of a are not adjacent", 0, {"a.txt": b"late"}),
         ("b: JSONDecodeError: Expecting ", 1, {"b.json": b"{"}),
-        ("b: ValueError: its captions or tags are no list", 1, {"b.json": b'{"captions": "dog"}'}),
+        ("b: ValueError: 'dog' is no list of texts", 1, {"b.json": b'{"captions": "dog"}'}),
+        ("b: ValueError: [None] is no list of texts", 1, {"b.json": b'{"tags": [null]}'}),
         ("b: UnicodeDecodeError: 'utf-8' codec can't", 1, {"b.txt": b"caf\xe9" * 999}),
     ):
         write_tar(folder / "03.tar", {"a.jpg": RED, "b.jpg": RED, **text})
@@ -136,26 +154,24 @@ def test_wrong_shards(folder):
     assert "earlier version" in refusal([*train, "old"])
 
 
-@pytest.mark.parametrize("processes", (1, 2))
-@pytest.mark.parametrize("size", (2, 7, 100, 103))
-def test_sampler(size, processes, monkeypatch):
-    """An epoch holds nearly all samples, once; a later start continues the order."""
-
-    def draw(number, start=0):
-        order = shards.block_sampler(size, 4, 0, start, block=5, window=3)
-        return list(itertools.islice(order, number))
-
-    monkeypatch.setattr(common, "world_size", lambda: processes)
-    seen = {}
-    for rank in range(processes):
-        monkeypatch.setattr(common, "rank", lambda rank=rank: rank)
-        drawn = draw(3 * size)
-        assert draw(size, start=1) == drawn[4 // processes :][:size]
-        for _, epoch, index in drawn:
-            seen.setdefault(epoch, []).append(index)
-    for epoch in range(2):
-        assert len(set(seen[epoch])) == len(seen[epoch]) and max(seen[epoch]) < size
-        assert len(seen[epoch]) > size - (processes + 1) * 5
+def test_tags_that_are_not_given(tmp_path):
+    """A line without "tags" says nothing of them, in shards as in the .jsonl."""
+    lines = []
+    for n, row in enumerate([{"tags": ["dog"]}, {"tags": []}, {}, {"tags": None}]):
+        (tmp_path / f"{n}.jpg").write_bytes(RED)
+        lines.append(json.dumps({"image": f"{n}.jpg", "split": "train", **row}))
+    (tmp_path / "photos.jsonl").write_text("\n".join(lines))
+    data = "--data", tmp_path / "photos.jsonl", "--splits", "train", "--output", tmp_path
+    run_here(["tools.make_shards", *data])
+    for name in "photos.jsonl", "":
+        data = common.caption_data(f"{tmp_path}/{name}")
+        assert data.tagged.tolist() == [True, True, False, False]
+        assert data.select([2, 0]).tagged.tolist() == [False, True]
+        assert len(eval_linear.label_data(f"{tmp_path}/{name}", None, "train")) == 2
+    index = torch.load(tmp_path / "train.index")
+    del index["tagged"]  # as in earlier versions
+    torch.save(index, tmp_path / "train.index")
+    assert len(eval_linear.label_data(str(tmp_path), None, "train")) == 4
 
 
 def test_training_on_shards(few_scenes, tmp_path):

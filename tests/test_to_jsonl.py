@@ -50,11 +50,13 @@ FORMATS = {  # the file, and what else the lines of the two photos have
 LISTS = "image,caption\n1.jpg,\"['a cat', \"\"a dog's\"\"]\"\n2.jpg,\"[\"\"a\"\"]\"\n3.jpg,[a b]\n"
 SEVERAL = "id,image_id,caption_1,caption_2,Finding Labels\n1,2,a cat,a dog,x|y\n2,1,nan,a bear,\n"
 THRICE = "image,caption,split\nimg/1.jpg,a,train\n./img/1.jpg,b,val\n{root}/img/1.jpg,c,\n"
-LOST = {**COCO, "annotations": [{"image_id": 7, "caption": "a"}]}
+LOST = {**COCO, "annotations": [{"image_id": n, "caption": "a"} for n in (7, "2")]}
 PANDAS = {"image": {"0": "1.jpg", "1": "2.jpg"}, "caption": {"0": "a", "1": "b"}}
 JOINED = "a 👍🏽 می\u200cخواهم"
 INVISIBLE = [("1", "tu\u00admor ﬁnd\u200bing"), ("1", "\u200b\u2800"), ("2", f"\ud83d {JOINED}")]
 INVISIBLE = [{"image_id": name, "caption": text} for name, text in INVISIBLE]
+
+PAIR = {"image": "1.jpg", "caption": "a"}
 
 MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
     "a list in a cell": (
@@ -117,14 +119,91 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
         "the first: ['x/1.png', '{root}/img/1.jpg']",
     ),
     "a caption of no photo": (
-        {"a.json": LOST}, {"1": [], "2": []},
+        {"a.json": LOST}, {"1": [], "2": ["a"]},
         "1 rows without a photo, the first: {{'image_id': 7, 'caption': 'a', 'file_name': None}}",
     ),
     "invisible characters": (
         {"a.json": INVISIBLE}, {"1": ["tumor finding"], "2": [JOINED]},
-        "1 captions without a letter, the first: '\\u200b",
+        "1 empty captions, the first: {{'image_id': '1', 'caption': '\\u200b",
+    ),
+    "an empty cell, and one of a number": (
+        {"a.csv": "image,caption\n1.jpg,\n1.jpg,&nbsp;\n2.jpg,-\n1.jpg,a"},
+        {"1": ["a"], "2": []}, "2 empty captions, the first: {{'image': '1.jpg', 'caption': ''}}",
+    ),
+    "a caption that is no text": (
+        {"a.json": [{"image": "1.jpg", "caption": [{"de": "ein Hund"}, "a", None]}]}, {"1": ["a"]},
+        "1 captions that are no text, the first: {{'de': 'ein Hund'}}",
+    ),
+    "dictionaries in cells": (
+        {"a.csv": "image,caption\n1.jpg,\"{'raw': 'a'}\"\n2.jpg,{b c}\n"},
+        {"1": ["a"], "2": ["{b c}"]},
+        "2 captions\n",
+    ),
+    "columns of one name": (
+        {"a.csv": "image,caption,Caption\n1.jpg,a,b\n"}, {"1": ["a", "b"]},
+        "photo: image; captions: caption, caption_2\n",
+    ),
+    "two texts of a photo": (
+        {"img/1.txt": "a", "img/1.jpg.txt": "b"}, {"1": ["b", "a"], "2": []}, "2 captions\n",
+    ),
+    "splits in lists": (
+        {"a.json": [{**PAIR, "split": ["train"]}, {**PAIR, "image": "2.jpg", "split": ["val"]}]},
+        {"1": ["a"], "2": ["a"]}, "1 photos (train)\n      1 photos (val)\n",
+    ),
+    "hidden files": (
+        {"img/1.txt": "a", "img/._1.txt": b"\0", "img/.x/2.txt": "b", "img/._1.jpg": b""},
+        {"1": ["a"], "2": []}, "2 photos (no split)",
+    ),
+    "tags that are dictionaries": (
+        {"a.json": [{**PAIR, "tags": {"dog": 1}}, {**PAIR, "tags": [{"name": "cat"}]}]},
+        {"1": ["a"]}, "1 tags that are no text, the first: [{{'dog': 1}}]\n",
+    ),
+    "repeated rows": (
+        {"a.csv": "image,caption\n1.jpg,a\nimg/1.jpg,a\n2.jpg,a\n1.jpg,A"},
+        {"1": ["a", "A"], "2": ["a"]},
+        "1 captions that their photo has already, the first: ['{root}/img/1.jpg', 'a']",
+    ),
+    "names in upper and lower case": (
+        {"a.csv": "image,caption\n1.jpg,a\n1.JPG,b\nIMG\\2.jpg,c"}, {"1": ["a", "b"], "2": ["c"]},
+        "3 photos looked up by name",
+    ),
+    "names that differ in their folders": (
+        {"a.csv": "image,caption\nx/1.jpg,a\ny/1.jpg,b\nx/2.jpg,c"}, {"2": ["c"]},
+        "2 names of several photos, or several names of one, the first: ['x/1.jpg', '{root}/img",
+    ),
+    "upper case beside photos": (
+        {"img/1.TXT": "a", "IMG/2.txt": "b"}, {"1": ["a"], "2": ["b"]}, "2 captions\n",
+    ),
+    "a folder for each split": (
+        {"img/train2014/1.txt": "a", "img/val2014/2.txt": "b"}, {"1": ["a"], "2": ["b"]},
+        '"captions": ["a"], "split": "train"',
+    ),
+    "Flickr30k's row without a separator": (
+        {"a.csv": "image_name| n| comment\n1.jpg| 0| a\n1.jpg| 4   b\n"}, {"1": ["a"]},
+        "1 empty captions, the first: {{'image_name': '1.jpg', 'n': ' 4 b', 'comment': ''}}",
+    ),
+    "a table of Excel": (
+        {"a.csv": "\ufeffsep=;\r\nImage;Caption\r\n1.jpg;a, b\r\n"}, {"1": ["a, b"]},
+        "photo: image; captions: caption\n",
+    ),
+    "lists by other names than splits": (
+        {"a.json": {"old": [PAIR], "new": [PAIR, {**PAIR, "image": "2.jpg"}]}},
+        {"1": ["a"], "2": ["a"]}, "of these lists only the longest is read: old (1), new (2)\n",
     ),
 }  # fmt: skip
+
+TAGGED = "image,caption,X,y,split\n1.jpg,a,0,1,{}\n"
+
+# The splits of two photos, the last line
+COMMANDS = [
+    (("train", "train"), ""),
+    (("train", "val"), ""),
+    (("", "val"), ""),
+    (("test", "val"), " --train-split test"),
+    (("train", "test"), " --val-split test"),
+    (("one", "two 2"), " --train-split one --val-split 'two 2'"),
+    (("val", "val"), " --train-split val    # no other split can be validated on"),
+]
 
 # The first file, flags, words of the message
 REFUSED = [
@@ -136,6 +215,12 @@ REFUSED = [
     (CSV, "", "file has no header, it begins with img/1.jpg,"),
     ("1.jpg a dog\n2.jpg a cat", "", "file has no header, it begins with 1.jpg a dog: add a"),
     (b"PK\3\4\0\0", "", "is no text: give .json, .jsonl, .csv, .tsv, .txt or .parquet"),
+    ("a bus\thttp://x.com/1?w=9\n", "", "file has no header, it begins with a bus http://x.com/1"),
+    ('image\tcaption\n1.jpg\t"a\n2.jpg\tb"\n', "", "line 3: a quote takes several lines into one"),
+    ("image,caption\n1.jpg,\n2.jpg,-\n", "", "no caption is left: {root}/photos.jsonl is not wri"),
+    (TAGGED + "2.jpg,b,-1,1\n", "--tag-column x y", "the column x holds -1 beside 0 and 1: write"),
+    (TOKEN, "--output {root}/file/a.jsonl", "--output {root}/file cannot be a folder: File exists"),
+    (TOKEN, "--output {root}/img", "must end in .jsonl, be no folder, and must not be the input"),
     ("[", "", "is not valid JSON: Expecting value"),
     ("{}", "", "needs rows with a name for each cell"),
     ("image,caption\n1.jpg,a,b\n", "", "(commas in captions need quotes), but has [{{'image': '1"),
@@ -194,6 +279,38 @@ def test_named_columns(convert):
     _, lines = convert({"file": "where,what,Kind\n1.jpg,a,b c\n2.jpg,d,"}, flags)
     assert lines[0] == {"image": "img/1.jpg", "captions": ["a"], "tags": ["b c"]}
     assert lines[1] == {"image": "img/2.jpg", "captions": ["d"]}  # it says nothing about tags
+
+
+def test_columns_of_0_and_1(convert):
+    """Their names are the tags; 0 in all of them is none, nothing in all of them is not known."""
+    rows = "2.jpg,b,true,1.0,\n3.jpg,c,0,0.0,\n4.jpg,d,,nan,\n5.jpg,e,1,,\n"
+    photos = {f"img/{n}.jpg": b"" for n in (3, 4, 5)}
+    printed, lines = convert({"file": TAGGED + rows, **photos}, "--tag-column X y")
+    tags = [["y"], ["x", "y"], [], None, ["x"]]
+    assert [line.get("tags") for line in lines] == tags and "tags where 1: x, y\n" in printed
+    assert "1 empty cells beside 0 and 1, which count as 0, the first: {'image': '5.jpg'" in printed
+
+
+def test_a_linked_photo_is_one(convert, tmp_path):
+    (tmp_path / "linked").symlink_to(tmp_path / "img")
+    rows = "image,caption,split\nimg/1.jpg,a,train\nlinked/1.jpg,b,val\n"
+    printed, lines = convert({"file": rows})
+    assert lines == [{"image": "img/1.jpg", "captions": ["a", "b"]}]
+    assert "1 rows in another split than their photo's first, the first: {" in printed
+
+
+@pytest.mark.parametrize("splits, flags", COMMANDS)
+def test_the_command_that_it_prints(splits, flags, convert, tmp_path):
+    rows = [f"{n}.jpg,a,{split}\n" for n, split in enumerate(splits, 1)]
+    printed, _ = convert({"file": "image,caption,split\n" + "".join(rows)})
+    assert printed.endswith(f"python virtex.py --data {tmp_path}/photos.jsonl{flags}\n")
+
+
+def test_photos_with_tags_alone(convert):
+    """The tables of labels that eval_linear.py and tp.py read"""
+    printed, lines = convert({"file": "image,label\n1.jpg,a\n2.jpg,b\n"}, "--tag-column label")
+    assert [line["tags"] for line in lines] == [["a"], ["b"]]
+    assert "python tp.py --labels instances --data " in printed
 
 
 def test_what_it_writes_is_read(convert, tmp_path):

@@ -12,6 +12,19 @@ import common
 from tools import benchmark, plot
 
 
+IS_NO_FOLDER = "--output {tmp}/file cannot be a folder: File exists"
+WRONG = [
+    ("tools.crop_coco --output {tmp}/file", IS_NO_FOLDER),
+    ("tools.crop_coco --root {tmp} --output {tmp}/a", "--root is the folder of COCO, which has"),
+    ("tools.crop_coco --margin -1", "argument --margin: -1 is not a whole number from 0 on"),
+    ("tools.label_list --root {tmp} --output {tmp}/file/a.jsonl", IS_NO_FOLDER),
+    ("tools.label_list --root {tmp} --output {tmp}", "must end in .jsonl, and be no folder"),
+    ("tools.label_list --root {tmp} --output {tmp}/a.jsonl", "holds one class, images, of which"),
+    ("tools.make_shards --output {tmp}/file", IS_NO_FOLDER),
+    ("downstream.tagging --tags {tmp}/none.json", "--tags is the concepts.json of a run of tp.py"),
+]
+
+
 def test_benchmark_runs(monkeypatch):
     """Each method's step beside its floor, with a small BERT."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -58,18 +71,34 @@ def test_crops_and_their_list(tmp_path):
             row = {"id": n, "image_id": 7, "category_id": category, "iscrowd": crowd}
             objects.append({**row, "bbox": [10 + n, 20, 30, 15]})
         image = {"id": 7, "file_name": "7.jpg"}
+        objects.append({**row, "id": 4, "image_id": 8, "iscrowd": 0})  # of no photo
         content = {"images": [image], "annotations": objects, "categories": categories}
         (root / f"{split}2017").mkdir(parents=True)
         (root / "annotations").mkdir(exist_ok=True)
         (root / f"annotations/instances_{split}2017.json").write_text(json.dumps(content))
         Image.new("RGB", (90, 60)).save(root / f"{split}2017/7.jpg")
-    run_here(["tools.crop_coco", "--root", root, "--output", crops, "--margin", 5])
+    crop = ["tools.crop_coco", "--root", root, "--output", crops, "--margin", 5]
+    counts = run_here(crop).splitlines()
+    assert {"train: 1 crowds left out", "val: 3 crops written"} <= {*counts}
+    assert "val: 1 objects left out, whose photo or category is not listed" in counts
+    assert "train: 3 crops kept from an earlier call" in run_here(crop)
     assert sorted(path.name for path in crops.glob("train/*/*")) == ["0.jpg", "1.jpg", "2.jpg"]
     width, height = Image.open(crops / "val/dog/1.jpg").size
     assert 30 <= width <= 41 and 15 <= height <= 26
-    run_here(["tools.label_list", "--root", crops, "--per-class", 1, "--output", lines])
+    draw = ["tools.label_list", "--root", crops, "--output", lines, "--per-class"]
+    assert "1 classes have fewer photos than --per-class, the first: cat\n" in run_here([*draw, 2])
+    assert run_here([*draw, 1]).startswith("2 photos of 2 classes\n")
     train = common.caption_data(str(lines))
     assert train.tag_names == ["cat", "dog"] and list(train.tags) == [[0], [1]]
+
+
+@pytest.mark.parametrize("command, message", WRONG)
+def test_wrong_folders(command, message, tmp_path):
+    for file in "train/images/cat/1.jpg", "train/images/dog/2.jpg", "file":
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    found = refusal(command.format(tmp=tmp_path).split())
+    assert message.format(tmp=tmp_path) in found
 
 
 def test_bad_input():

@@ -14,7 +14,7 @@ from sklearn.metrics import accuracy_score, recall_score
 import common
 import eval_linear
 from downstream import zeroshot
-from extras import shapes
+from extras import layers, shapes
 
 
 def test_equations(monkeypatch):
@@ -31,7 +31,7 @@ def test_equations(monkeypatch):
     data = zeroshot.ZeroShotData(np.arange(300), classes, parts, attributes, list(range(20)))
     attributes = attributes / np.linalg.norm(attributes, axis=1, keepdims=True)  # cosines count
     of_seen, calls = np.delete(attributes, (2, 9), 0), []
-    train_linear = eval_linear.train_linear
+    train_linear = layers.train_linear
 
     def literal_scores(layer, xs, attributes):  # Eq. 9 one by one: f(x, a) = a'(Σx + b)
         sigma, b = (p.detach().double().numpy() for p in (layer.weight, layer.bias))
@@ -48,7 +48,7 @@ def test_equations(monkeypatch):
         calls.append((len(rows), [lr for lr, _ in trials], layers[0], labels[rows]))
         return layers
 
-    monkeypatch.setattr(eval_linear, "train_linear", trained)
+    monkeypatch.setattr(layers, "train_linear", trained)
     args = argparse.Namespace(epochs=30, batch_size=32, seed=0)
     predicted = zeroshot.predict_classes(x, data, args, CPU)
     (rest, rates, *_), (count, chosen, layer, labels) = calls
@@ -140,12 +140,12 @@ def test_script(tmp_path):
     flags += "--epochs", 4, "--weights", tmp_path / "backbone.pth", "--output", tmp_path / "out"
     lines = run_here(["downstream.zeroshot", *flags]).splitlines()
     content = result(tmp_path / "out")
-    start = f"zero-shot on cub: top-1 {content['trained']['mean']['top-1']:.1f} trained, "
+    start = f"zero-shot on cub: top-1 {content['trained']['top-1']:.1f} trained, "
     assert lines[-1].startswith(start)
     assert lines[-1].endswith("25.0 by guessing among 4 classes")
     assert sum("cannot decode" in line and "0_a.jpg" in line for line in lines) == 1
     for name in "trained", "random":
-        runs = [run["top-1"] for run in content[name]["runs"]]
-        assert len(runs) == 2 and content[name]["mean"]["top-1"] == pytest.approx(np.mean(runs))
-        assert set(content[name]["std"]) == {"top-1", "seen", "unseen", "harmonic mean"}
+        runs = [run["top-1"] for run in content["runs"][name]]
+        assert len(runs) == 2 and content[name]["top-1"] == pytest.approx(np.mean(runs))
+        assert set(content["std"][name]) == {"top-1", "seen", "unseen", "harmonic mean"}
     assert (tmp_path / "out" / "unseen.png").stat().st_size > 1000

@@ -5,13 +5,15 @@
         --arch resnet50 --epochs 90 --steps 30 60
 
 Each edge of a box moves outwards by 0 to 30 pixels, at random. Crowds are left out [ours]. Writes
-train/<category>/<annotation>.jpg and val/... into --output; existing crops are kept.
+train/<category>/<annotation>.jpg and val/... into --output; existing crops are kept. What is left
+out or kept is printed with a count.
 """
 
 import argparse
 import multiprocessing
 import random
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
+from common import fail, make_folder, print_main, progress
 
 
 def get_args(argv=None):
@@ -33,30 +36,46 @@ def get_args(argv=None):
 
 
 def main(args):
+    make_folder(args.output)
     for split in "train", "val":
-        content = common.read_json(f"{args.root}/annotations/instances_{split}2017.json")
-        folders = {}
-        for row in content["categories"]:
-            folders[row["id"]] = Path(args.output, split, row["name"])
-            folders[row["id"]].mkdir(parents=True, exist_ok=True)
+        path = f"{args.root}/annotations/instances_{split}2017.json"
+        content = common.read_json(path, "--root is the folder of COCO, which has annotations/")
+        names = {row["id"]: row["name"] for row in content["categories"]}
         objects = {row["id"]: [] for row in content["images"]}
+        counts = Counter()
         for row in content["annotations"]:
-            if not row["iscrowd"]:
-                file = folders[row["category_id"]] / f"{row['id']}.jpg"
+            if row["iscrowd"]:
+                counts["crowds left out"] += 1
+            elif row["image_id"] not in objects or row["category_id"] not in names:
+                counts["objects left out, whose photo or category is not listed"] += 1
+            else:
+                file = Path(args.output, split, names[row["category_id"]], f"{row['id']}.jpg")
                 objects[row["image_id"]].append((row["id"], row["bbox"], file))
+        for folder in {file.parent for rows in objects.values() for *_, file in rows}:
+            make_folder(folder)
         work = []
         for row in content["images"]:
             path = Path(args.root, f"{split}2017", row["file_name"])
-            work.append((path, objects[row["id"]]))
+            if objects[row["id"]]:
+                work.append((path, objects[row["id"]]))
+        if missing := [path for path, _ in work if not path.is_file()]:
+            fail(f"{len(missing)} of {len(work)} photos are missing, the first is {missing[0]}")
         with multiprocessing.Pool() as pool:
-            for _ in pool.imap_unordered(partial(crop, args.margin), work, chunksize=16):
-                pass
+            done = pool.imap_unordered(partial(crop, args.margin), work, chunksize=16)
+            for found in progress(done, desc=split, total=len(work), unit=" photos"):
+                counts.update(found)
+        print_main("\n".join(f"{split}: {count} {what}" for what, count in counts.items()))
 
 
 def crop(margin, work):
-    """work: a photo and its objects, [(number, box, file of the crop)]"""
+    """work: a photo, its objects [(number, box, file of the crop)] -> {what was done: how often}"""
     path, objects = work
-    photo = Image.open(path).convert("RGB")
+    counts = Counter()
+    try:
+        photo = Image.open(path).convert("RGB")
+    except OSError as error:  # of Pillow: cut off, or no photo
+        print_main(f"cannot decode {path} ({error})")
+        return {"objects left out, whose photo cannot be decoded": len(objects)}
     for seed, (x, y, width, height), file in objects:
         rng = random.Random(seed)
         left = x - rng.uniform(0, margin)
@@ -66,8 +85,12 @@ def crop(margin, work):
         box = np.round([left, top, right, bottom]).astype(int)
         box = np.clip(box, 0, 2 * photo.size)
         box[2:] = np.maximum(box[2:], box[:2] + 1)
-        if not file.exists():
+        if file.exists():
+            counts["crops kept from an earlier call"] += 1
+        else:
             photo.crop(box.tolist()).save(file, quality=95)
+            counts["crops written"] += 1
+    return counts
 
 
 if __name__ == "__main__":

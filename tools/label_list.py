@@ -10,11 +10,15 @@ The first two commands make S-ImageNet with 1K and with 100 classes [ICMLM Sec. 
 import argparse
 import json
 import random
+import shlex
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
+from common import fail, make_folder, print_main
+from eval_linear import folder_labels
 
 
 def get_args(argv=None):
@@ -30,18 +34,30 @@ def get_args(argv=None):
 
 
 def main(args):
+    output = Path(args.output)
+    if output.suffix != ".jsonl" or output.is_dir():
+        fail(f"--output {output} must end in .jsonl, and be no folder")
+    make_folder(output.absolute().parent)
     rng = random.Random(args.seed)
-    folders = sorted(path for path in Path(args.root, "train").glob("*") if path.is_dir())
-    if len(folders) < (args.classes or 1):
-        common.fail(f"{args.root}/train holds {len(folders)} folders of classes")
-    lines = []
-    for folder in sorted(rng.sample(folders, args.classes or len(folders))):
-        images = sorted(folder.iterdir())
-        rng.shuffle(images)
-        for image in images[: args.per_class]:
-            row = {"image": str(image.resolve()), "tags": [folder.name], "split": "train"}
+    data = folder_labels(args.root, "train")
+    if len(data.names) < (args.classes or 1):
+        fail(f"{args.root}/train holds {len(data.names)} classes, fewer than --classes")
+    photos = defaultdict(list)
+    for image, label in zip(data.images, data.labels):
+        photos[data.names[label]].append(image)
+    lines, few = [], []
+    for name in sorted(rng.sample(data.names, args.classes or len(data.names))):
+        rng.shuffle(photos[name])
+        few += [name] if len(photos[name]) < (args.per_class or 1) else []
+        for image in photos[name][: args.per_class]:
+            row = {"image": str(Path(image).resolve()), "tags": [name], "split": "train"}
             lines.append(json.dumps(row) + "\n")
-    Path(args.output).write_text("".join(lines))
+    output.write_text("".join(lines))
+    print_main(f"{len(lines)} photos of {args.classes or len(data.names)} classes")
+    if few:
+        print_main(f"{len(few)} classes have fewer photos than --per-class, the first: {few[0]}")
+    command = f"tp.py --data {shlex.quote(args.output)} --val-split train --labels instances"
+    print_main(f"python {command}")
 
 
 if __name__ == "__main__":

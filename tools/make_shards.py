@@ -63,12 +63,13 @@ def get_args(argv=None):
 
 
 def main(args):
-    os.makedirs(args.output, exist_ok=True)
+    common.make_folder(args.output)
     if args.index_only:
         paths = find_shards(args.index_only, args.splits)
     else:
-        for split in args.splits:
-            write_shards(args, split)
+        splits = {split: read_split(args, split) for split in args.splits}
+        for split, data in splits.items():
+            write_shards(args, split, data)
         paths = {}
         for path in sorted(glob.glob(f"{args.output}/*-*.tar")):  # earlier splits, too
             paths.setdefault(Path(path).name.rsplit("-", 1)[0], []).append(path)
@@ -79,11 +80,15 @@ def main(args):
 # ----------------------------------------------------------------------------------------- shards
 
 
-def write_shards(args, split):
-    """Decode the photos of a split on all cores, and write them in order."""
+def read_split(args, split):
+    """-> CaptionData.  What is wrong with any split is said before the first is written."""
     if glob.glob(f"{args.output}/{split}-*.tar"):
         fail(f"{args.output} holds shards of {split}: delete them or change --output")
-    data = common.caption_data(args.data, args.root, split, tags=True)
+    return common.caption_data(args.data, args.root, split, tags=True)
+
+
+def write_shards(args, split, data):
+    """Decode the photos of a split on all cores, and write them in order."""
     with multiprocessing.Pool() as pool:
         photos = readable_photos(data, args.side, split, pool)
         count = 0
@@ -99,15 +104,17 @@ def write_shards(args, split):
 
 def readable_photos(data, side, split, pool):
     """CaptionData -> (number, JPEG file, JSON file) of each photo that can be decoded, in order"""
+    tagged = np.broadcast_to(bool(data.tag_names) & data.tagged, len(data))
     files = pool.imap(partial(jpeg, data.open, side), data.images, chunksize=20)
     files = progress(files, desc=split, total=len(data), unit=" photos")
     for number, (content, error) in enumerate(files):
         if error:
             print_main(f"cannot decode {data.images[number]} ({error}): left out")
         else:
-            tags = [data.tag_names[tag] for tag in data.tags[number]]
-            text = json.dumps({"captions": data.captions[number], "tags": tags})
-            yield number, content, text.encode()
+            row = {"captions": data.captions[number]}
+            if tagged[number]:
+                row["tags"] = [data.tag_names[tag] for tag in data.tags[number]]
+            yield number, content, json.dumps(row).encode()
 
 
 def jpeg(open_photo, side, place):
@@ -186,18 +193,20 @@ def write_index(folder, paths):
             found = pool.imap(read_shard, paths[split])
             found = progress(found, desc=split, total=len(paths[split]), unit=" shards")
             photos[split] = readable_rows(split, zip(paths[split], found))
-    tags = dict.fromkeys(tag for rows in photos.values() for _, _, tags in rows for tag in tags)
-    index = {tag: k for k, tag in enumerate(tags)}  # of all splits alike
+    tags = [tag for rows in photos.values() for _, _, tags in rows for tag in tags or ()]
+    index = {tag: k for k, tag in enumerate(dict.fromkeys(tags))}  # of all splits alike
     for split, rows in photos.items():
         places, captions, tags = zip(*rows)
-        tags = common.Lists([sorted({index[tag] for tag in row}) for row in tags], int)
+        tagged = np.array([row is not None for row in tags])
+        tags = common.Lists([sorted({index[tag] for tag in row or ()}) for row in tags], int)
+        lacking = sum(not row for row in captions)
         captions = common.Lists(captions, common.STRINGS)
-        data = common.CaptionData(places, captions, tags, list(index) or None)
+        data = common.CaptionData(places, captions, tags, list(index) or None, tagged)
         shards.save_index(folder, split, data)
         counts = f"{len(captions.values)} captions, {len(tags.values)} tags"
         print_main(f"{split}: {len(rows)} photos, {counts}")
-        if not len(captions.values):
-            print_main(f"{split} has no captions: they are in KEY.txt or KEY.json beside KEY.jpg")
+        if lacking:
+            print_main(f"{split}: {lacking} photos have no caption in a KEY.txt or KEY.json")
 
 
 def readable_rows(split, found):
@@ -221,7 +230,7 @@ def readable_rows(split, found):
 def read_shard(path):
     """One shard -> what can be read of it, and its faults
 
-    [(place of a photo, see shards.open_in_shard; its captions; its tags)], and what is left out:
+    [(place of a photo, see shards.open_in_shard; captions; tags or None)], and what is left out:
     ("shards", message), ("photos", message) of those with a broken text, ("texts", message)
     """
     photos, faults, keys, alone = [], [], set(), []
@@ -236,6 +245,8 @@ def read_shard(path):
                 by_suffix = {split_name(file.name)[1]: file for file in group}
                 photo = next((by_suffix[suffix] for suffix in PHOTOS if suffix in by_suffix), None)
                 if not photo:
+                    dotted = [file.name for file in by_suffix.values() if is_dotted(file.name)]
+                    faults += [("photos", f"{name}: a dot within KEY") for name in dotted]
                     alone += [key] if {"txt", "json"} & by_suffix.keys() else []
                     continue
                 try:
@@ -261,6 +272,11 @@ def is_ours(file):
     return file.isfile() and not os.path.basename(file.name).startswith(".")
 
 
+def is_dotted(name):
+    """The name of a photo whose key ends for us at an earlier dot"""
+    return split_name(name)[1].endswith(tuple(f".{suffix}" for suffix in PHOTOS))
+
+
 def check_end(tar):
     """tarfile takes a broken header for the end, which has zeros."""
     tar.fileobj.seek(tar.offset)
@@ -276,19 +292,16 @@ def split_name(name):
 
 
 def read_captions(tar, by_suffix):
-    """The files beside a photo -> captions, tags"""
+    """The files beside a photo -> captions, tags or None, if they are not given"""
     row = {}
     if "json" in by_suffix:
         row = json.loads(tar.extractfile(by_suffix["json"]).read())
     caption = row.get("caption")  # img2dataset writes one, or null
-    captions, tags = row.get("captions", [caption] if caption else []), row.get("tags", [])
-    if "txt" in by_suffix:
+    captions, tags = row.get("captions", [caption] if caption else []), row.get("tags")
+    if "txt" in by_suffix and "captions" not in row:
         captions = tar.extractfile(by_suffix["txt"]).read().decode("utf-8-sig").splitlines()
-    if not isinstance(captions, list) or not isinstance(tags, list):
-        raise ValueError("its captions or tags are no list")
-    captions = [clean(text) for text in captions]
-    tags = [clean(str(tag)) for tag in tags]
-    return list(filter(None, captions)), list(filter(None, tags))
+    captions = list(filter(None, map(clean, common.texts(captions))))
+    return captions, tags if tags is None else list(filter(None, map(clean, common.texts(tags))))
 
 
 if __name__ == "__main__":

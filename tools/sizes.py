@@ -87,7 +87,7 @@ def check_photos(args):
         return
     if not (args.photos.endswith(".jsonl") and os.path.exists(args.photos)):
         scenes = "; left out, it is the built-in scenes" if args.small else ""
-        sys.exit(f"--photos {args.photos}: there is no such .jsonl (docs/data.md){scenes}")
+        sys.exit(f"--photos {args.photos}: there is no such .jsonl (docs/running.md){scenes}")
     for folder in args.labelled:
         if not all(Path(folder, split).is_dir() for split in ("train", "val")):
             sys.exit(f"--labelled {folder}: it needs train/<class>/ and val/<class>/ with photos "

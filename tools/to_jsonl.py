@@ -10,8 +10,9 @@ Hugging Face, tables of open_clip and ROCO, conversations of LLaVA (their first 
 caption), and other .json, .jsonl, .csv and .tsv with a photo and captions in each row. Photos that
 are not where a file says are looked up by name in the subfolders of --root; those inside a .parquet
 are written into a folder beside --output. Captions lose HTML's entities, soft hyphens and other
-invisible characters, and ligatures. It prints what it took for what, what it left out, and the line
-of the first photo.
+invisible characters, and ligatures. Columns named by --tag-column that hold only 0 and 1 are tags
+by their names. It prints what it took for what, what it left out, the line of the first photo, and
+the command that trains on the splits.
 """
 
 import argparse
@@ -28,13 +29,14 @@ from pathlib import Path
 import regex
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common import fail, print_main
+from common import fail, make_folder, print_main
 from extras.caption_files import (
     ENDING,
     SPLITS,
     clean,
     column_name,
-    photos_below,
+    find_photos,
+    place,
     read_rows,
     short,
     split_in,
@@ -50,6 +52,7 @@ prompt txt""".split()
 TAGS = "tag label keyword categorie category classe class finding_label".split()
 SPLIT = "split", "subset", "partition"
 NOTHING = "", "nan", "none", "null", "n/a"  # what programs write into an empty cell
+YES, NO, UNSURE = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no"), ("-1", "-1.0")
 
 
 def get_args(argv=None):
@@ -61,7 +64,7 @@ def get_args(argv=None):
     add("--root", help="folder of the photos (default: that of each file)")
     add("--image-column", type=column_name, help="column or key with the photo's path or name")
     add("--caption-column", type=column_name, nargs="+", help="one or more, with captions")
-    add("--tag-column", type=column_name, nargs="+", help="one or more, with tags")
+    add("--tag-column", type=column_name, nargs="+", help="one or more, with tags, or with 0 and 1")
     add("--output", default="photos.jsonl", help=".jsonl to write; an existing one is replaced")
     return parser.parse_args(argv)
 
@@ -69,9 +72,11 @@ def get_args(argv=None):
 def main(args):
     output = Path(args.output)
     files = [Path(file) for file in args.files]
-    if output.suffix != ".jsonl" or output.resolve() in [file.resolve() for file in files]:
-        fail(f"--output {output} must end in .jsonl and must not be the input file")
-    photos = {}  # path: {"captions", "tags", "split"}
+    inputs = [file.resolve() for file in files]
+    if output.suffix != ".jsonl" or output.is_dir() or output.resolve() in inputs:
+        fail(f"--output {output} must end in .jsonl, be no folder, and must not be the input file")
+    make_folder(output.absolute().parent)
+    photos = {}  # path, links resolved: {"image": the path that was found, "captions", ...}
     notes = defaultdict(list)  # what was left out or changed: all examples of it
     for file in files:
         rows = read_rows(file, output.with_name(f"{output.stem}_photos"))
@@ -92,11 +97,12 @@ def choose_columns(file, rows, root, args):
     keys = list(dict.fromkeys(key for row in rows for key in row))
     some = rows[:1000]
     like_photos = [key for key in keys if any(ENDING.search(str(row.get(key))) for row in some)]
-    named = [columns_of([kind], keys) for kind in (*PHOTOS, *like_photos, *VAGUE)]
-    candidates = [[args.image_column]] if args.image_column else list(filter(None, named))
+    found = [columns_of([kind], keys) for kind in (*PHOTOS, *like_photos, *VAGUE)]
+    candidates = [[args.image_column]] if args.image_column else list(filter(None, found))
     captions = args.caption_column or columns_of(CAPTIONS, keys)
     tags = args.tag_column or columns_of(TAGS, keys)
-    if not candidates or not captions or not {*candidates[0], *captions, *tags} <= {*keys}:
+    named = {*captions, *tags, *(candidates or [[]])[0]}
+    if not candidates or not (captions or args.tag_column) or not named <= {*keys}:
         fail(f"{file}: which columns hold the photo and its caption? Name them with --image-column "
              f"and --caption-column: {', '.join(keys)}. The first row is {short(rows[0])}")
     for photo in candidates:  # the first that leads to a photo
@@ -107,6 +113,8 @@ def choose_columns(file, rows, root, args):
         fail(f"{root} and its subfolders hold no photo of {file}: see --root and --image-column. "
              f"Tried {', '.join(sum(candidates, []))}, for example {short(names[:1])}")
     columns = {"photo": photo, "captions": captions, "tags": tags, "split": columns_of(SPLIT, keys)}
+    columns["tags where 1"] = marks = marked(rows, tags) if args.tag_column or tags[1:] else []
+    columns["tags"] = [column for column in tags if column not in marks]
     unused = {"not used": sorted({*keys}.difference(*columns.values()))}
     taken = [f"{what}: {', '.join(names)}" for what, names in (columns | unused).items() if names]
     print_main(f"{file}: {'; '.join(taken)}")
@@ -121,6 +129,19 @@ def columns_of(kinds, keys):
     return []
 
 
+def marked(rows, columns):
+    """Those of the columns that hold 0 or 1 (or nothing) in each row: their name is a tag"""
+    found = []
+    for column in columns:
+        values = {str(row.get(column)).strip().lower() for row in rows}.difference(NOTHING)
+        if values and values <= {*YES, *NO, *UNSURE}:
+            found.append(column)
+            if values & {*UNSURE}:
+                fail(f"the column {column} holds -1 beside 0 and 1: write what it means, 0, 1 or, "
+                     "if it is not known, nothing")  # fmt: skip
+    return found
+
+
 def cells(row, columns):
     """The values in these columns; one that holds a list, also written as text, gives its items."""
     for column in columns:
@@ -131,8 +152,8 @@ def cells(row, columns):
 
 
 def parse_list(text):
-    """A list as JSON, Python or numpy writes it -> that list; anything else as it is"""
-    if text[:1] + text[-1:] != "[]":
+    """A list or dictionary as JSON, Python or numpy writes it -> that; anything else as it is"""
+    if text[:1] + text[-1:] not in ("[]", "{}"):
         return text
     commas = re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)  # numpy writes none
     with suppress(ValueError, SyntaxError):
@@ -146,13 +167,13 @@ def parse_list(text):
 
 
 def gather(rows, root, columns, photos, notes):
-    """Add the rows to {path of a photo: {"captions", "tags", "split"}}."""
+    """Add the rows to {path of a photo: {"image", "captions", "tags", "split"}}."""
     places = find_photos(root, [name for row in rows for name in names_of(row, columns["photo"])])
     for name, paths in places.items():
         if not paths:
             notes["missing photos"].append(place(root, name))
         elif len(paths) > 1:
-            notes["photos of whose name there are several"].append(paths)
+            notes["names of several photos, or several names of one"].append([name, *paths])
         elif paths[0] != place(root, name):
             notes["photos looked up by name"].append([name, paths[0]])
     for row in rows:
@@ -160,11 +181,15 @@ def gather(rows, root, columns, photos, notes):
         if not names:
             notes["rows without a photo"].append(row)
         captions = captions_of(row, columns["captions"], notes)
-        tags = tags_of(row, columns["tags"], notes)
+        tags = tags_of(row, columns, notes)
         split = split_of(row, columns["split"])
         for path in sum((places[name] for name in names if len(places[name]) == 1), []):
-            photo = photos.setdefault(path, {"captions": []})
-            photo["captions"] += captions
+            photo = photos.setdefault(os.path.realpath(path), {"image": path, "captions": []})
+            for caption in captions:
+                if caption in photo["captions"]:
+                    notes["captions that their photo has already"].append([path, caption])
+                else:
+                    photo["captions"].append(caption)
             if tags is not None:
                 photo["tags"] = [*dict.fromkeys(photo.get("tags", []) + tags)]
             if split and photo.setdefault("split", split) != split:
@@ -184,42 +209,54 @@ def names_of(row, columns):
 
 def captions_of(row, columns, notes):
     captions = []
-    for text in texts(list(cells(row, columns))):
-        cleaned = clean(text)
-        if is_empty(cleaned) or not regex.search(r"[\p{L}\p{So}]", cleaned):
+    for text in texts(list(cells(row, [column for column in columns if column in row]))):
+        cleaned = clean(text) if isinstance(text, str) else text
+        if cleaned in ("", None):
+            notes["empty captions"].append(row)
+        elif not isinstance(text, str):
+            notes["captions that are no text"].append(text)
+        elif is_empty(cleaned) or not regex.search(r"[\p{L}\p{So}]", cleaned):
             notes["captions without a letter"].append(repr(text))
-            continue
-        if cleaned != " ".join(text.split()):
-            notes["captions cleaned, and kept"].append(repr(text))
-        captions.append(cleaned)
+        else:
+            if cleaned != " ".join(text.split()):
+                notes["captions cleaned, and kept"].append(repr(text))
+            captions.append(cleaned)
     return captions
 
 
 def texts(items):
-    """Captions, in dictionaries or not, or the turns of a chat -> those that are not blank"""
+    """Captions, in dictionaries or not, or the turns of a chat -> texts, or what stands there"""
     if items and isinstance(items[0], dict) and "from" in items[0]:  # the first exchange
         items = [turn["value"] for turn in items if turn["from"] == "gpt"][:1]
     for item in items:
         if isinstance(item, dict):
-            item = next((item[key] for key in ("raw", "caption", "text") if key in item), None)
-        if isinstance(item, str) and item.strip():
-            yield item
+            item = next((item[key] for key in ("raw", "caption", "text") if key in item), item)
+        yield item
 
 
 def tags_of(row, columns, notes):
     """-> a list of strings; None if the row says nothing about them"""
-    values = [tag.get("name") if isinstance(tag, dict) else tag for tag in cells(row, columns)]
+    marks = {tag: str(row.get(tag)).strip().lower() for tag in columns["tags where 1"]}
+    columns = columns["tags"]
+    values = [tag.get("name", tag) if isinstance(tag, dict) else tag for tag in cells(row, columns)]
+    if any(isinstance(value, (list, dict)) for value in values):
+        notes["tags that are no text"].append(values)
+        return None
     if len(values) > 1 and not any(isinstance(value, str) for value in values):
         notes["lists of numbers, which are no tags"].append(values)
         return None
-    if not columns or values and all(map(is_empty, values)):
+    known = [not is_empty(value) for value in (*values, *marks.values())]
+    if not (columns or marks) or known and not any(known):
         return None
+    if any(map(is_empty, marks.values())):
+        notes["empty cells beside 0 and 1, which count as 0"].append(row)
     texts = [text for value in values for text in re.split(r"[|;,]", str(value))]
-    return [clean(text) for text in texts if not is_empty(clean(text))]
+    tags = [clean(text) for text in texts if not is_empty(clean(text))]
+    return tags + [tag for tag, mark in marks.items() if mark in YES]
 
 
 def split_of(row, columns):
-    names = [str(row.get(column)).strip().lower() for column in columns[:1]]
+    names = [str(value).strip().lower() for value in cells(row, columns[:1])]
     return next((SPLITS.get(name, name) for name in names if not is_empty(name)), None)
 
 
@@ -227,47 +264,17 @@ def is_empty(cell):
     return cell is None or str(cell).strip().lower() in NOTHING
 
 
-# ------------------------------------------------------------------------------ names to paths
-
-# When a path below the root is the photo of a name. The third and the fourth way count only if the
-# first two find no photo for any name: a missing photo is not to be replaced by its mask.
-WAYS = (
-    lambda path, name: path == name,
-    lambda path, name: path.endswith(f"/{name}"),
-    lambda path, name: os.path.basename(path) == os.path.basename(name),
-    lambda path, name: True,  # the same name without its ending: people convert photos
-)
-
-
-def place(root, name):
-    return os.path.normpath(os.path.join(root, name))
-
-
-def find_photos(root, names):
-    """-> {name: paths}: none, one, or several in the subfolders of the root"""
-    places = {name: list(filter(os.path.isfile, [place(root, name)])) for name in names}
-    for n, alike in enumerate(WAYS):
-        if all(places.values()) or n > 1 and any(places.values()):
-            break
-        for name in [name for name in places if not places[name]]:
-            for path in photos_below(root).get(ENDING.sub("", os.path.basename(name)), ()):
-                cut = path if ENDING.search(name) else ENDING.sub("", path)
-                if alike(cut, name):
-                    places[name].append(place(root, path))
-    return places
+# ------------------------------------------------------------------------------- what it writes
 
 
 def write(output, photos, notes):
     """Write the lines; print counts of what they hold and of what was left out."""
     folder = output.absolute().parent
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = [{"image": os.path.relpath(path, folder), **row} for path, row in photos.items()]
+    rows = [{**row, "image": os.path.relpath(row["image"], folder)} for row in photos.values()]
     splits = Counter(row.get("split", "no split") for row in rows)
-    if splits.keys() <= {"train", "no split"}:
-        for row in rows:  # without any split, --data holds out some photos for validation
-            row.pop("split", None)
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    output.write_bytes("\n".join([*lines, ""]).encode(errors="replace"))
+    hold_out = splits.keys() <= {"train", "no split"}
+    for row in rows if hold_out else ():  # without any split, --data holds out some photos
+        row.pop("split", None)
     counts = {f"photos ({split})": splits[split] for split in splits}
     counts["captions"] = sum(len(row["captions"]) for row in rows)
     tags = sum(len(row.get("tags", [])) for row in rows)
@@ -277,10 +284,25 @@ def write(output, photos, notes):
         if examples:
             counts[f"{what}, the first: {short(examples[0])}"] = len(examples)
     print_main("\n".join(f"{count:7d} {what}" for what, count in counts.items()))
-    if not lines:
-        fail("no photo is left")
+    if not counts["captions"] and not tags:
+        fail(f"no {'caption' if rows else 'photo'} is left: {output} is not written")
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    output.write_bytes("\n".join([*lines, ""]).encode(errors="replace"))
     print_main(f"the first line: {lines[0]}")
-    print_main(f"python virtex.py --data {shlex.quote(str(output))}")
+    what = "captions" if counts["captions"] else "tags"
+    found = Counter(row.get("split", "train") for row in rows if row.get(what))
+    how = "virtex.py" if what == "captions" else "tp.py --labels instances"
+    flags = "" if hold_out else split_flags(found)
+    print_main(f"python {how} --data {shlex.quote(str(output))}{flags}")
+
+
+def split_flags(found):
+    """For splits with other names than train and val.  found: {split: number of its photos}"""
+    train, *others = sorted(found, key=lambda name: (name != "train", name == "val", -found[name]))
+    val = "val" if "val" in others else [*others, train][0]
+    flags = "" if train == "train" else f" --train-split {shlex.quote(train)}"
+    flags += "" if val == "val" else f" --val-split {shlex.quote(val)}"
+    return flags + ("    # no other split can be validated on" if train == val else "")
 
 
 if __name__ == "__main__":
