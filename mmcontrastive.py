@@ -357,9 +357,8 @@ class TwoViews(common.Photos):
         captions = self.two_captions(index, rng)
         for n in flipped:
             images[n] = images[n][:, ::-1]
-            # Photo 0, a query, meets caption 1, a key (Eq. 11), and caption 0 meets photo 1
-            # (Eq. 14): in the other caption, left and right are swapped. [ours; the captions of
-            # Eq. 8 then disagree in half of the samples]
+            # Photo 0, a query, meets caption 1, a key (Eq. 11), and photo 1 caption 0 (Eq. 14), in
+            # which left and right are swapped. [ours: the two captions of Eq. 8 may then disagree]
             captions[1 - n] = common.swap_left_right(captions[1 - n])
         tags = np.zeros(len(self.data.tag_names or ()), bool)
         tags[self.data.tags[index]] = True
@@ -505,8 +504,7 @@ def load_caption_model(args, init, train, device):
 
     def make(folder):
         if source == "scratch":
-            small_bert = common.extra("small_bert")
-            parts = small_bert.of_flags(args, train.all_captions(), folder, device)
+            parts = common.extra("small_bert").of_flags(args, train.all_captions(), folder, device)
         else:
             parts = read_caption_model(source)
         for part in parts:
