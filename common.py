@@ -733,6 +733,8 @@ def load_checkpoint(args):
     path = Path(args.output, "checkpoint.pth")
     make_folder(args.output)
     checkpoint = read_checkpoint(path, args.script) if path.exists() else {}
+    if os.path.isfile(getattr(args, "init", None) or ""):
+        args.init_hash = hashlib.blake2b(Path(args.init).read_bytes(), digest_size=8).hexdigest()
     for name, before in checkpoint.get("args", {}).items():
         now = getattr(args, name, before)  # a flag may be gone; fingerprint is none
         if before != now and name not in RESUME_CAN_CHANGE:
@@ -745,9 +747,9 @@ def load_checkpoint(args):
     return checkpoint
 
 
-def check_data(args, checkpoint, names, *columns):
+def check_data(args, checkpoint, *splits):
     """Refuse to resume with data of another `fingerprint`, which args keep for the checkpoints."""
-    args.fingerprint = fingerprint(names, *columns)
+    args.fingerprint = [fingerprint(*columns) for columns in splits]
     if checkpoint and checkpoint["args"].get("fingerprint") not in (None, args.fingerprint):
         fail(f"{args.output} holds a run on other photos, captions or labels: choose another "
              "--output, or delete the folder to start over")  # fmt: skip
@@ -807,7 +809,7 @@ class Log:
         self.waited, self.time = 0.0, time.perf_counter()  # seconds for batches, counted in main
         if is_main():
             with open(f"{args.output}/metrics.jsonl", "a") as file:  # later lines will come again
-                file.truncate(min(file.tell(), checkpoint.get("logged", 0)))
+                self.size = file.truncate(min(file.tell(), checkpoint.get("logged", 0)))
 
     def add(self, **losses):
         """Scalar losses of a micro-batch: the next line has their means, also over processes."""
@@ -831,7 +833,9 @@ class Log:
         if is_main():
             rounded = {name: float(f"{value:.6g}") for name, value in row.items()}
             with open(f"{self.args.output}/metrics.jsonl", "a") as file:
-                file.write(json.dumps({"iteration": iteration, **rounded}) + "\n")
+                if file.tell() != self.size:
+                    fail(f"another process trains into {self.args.output}, too: this one ends")
+                self.size += file.write(json.dumps({"iteration": iteration, **rounded}) + "\n")
 
 
 def end_run(args, backbone):
