@@ -75,6 +75,8 @@ def test_what_shards_hold(folder):
     # Like other captioned photos, they can be selected and have other captions.
     kept = train.with_captions([["one"], [], ["two", "three"], []]).captioned()
     assert kept.all_captions() == ["one", "two", "three"]
+    assert sorted(train.all_captions()) == sorted(sum(train.captions, []))
+    assert val.select([1]).all_captions() == val.captions[1]
     for data, rows in ((train.select([3, 0]), [3, 0]), (kept, [0, 2])):
         assert list(data.images) == [train.images[row] for row in rows]
         assert list(data.tags) == [train.tags[row] for row in rows]
