@@ -1,5 +1,6 @@
 """What all four training scripts promise, as one table over them: resuming, files, processes."""
 
+import argparse
 import gc
 import importlib
 import json
@@ -14,6 +15,7 @@ import torchvision
 from conftest import REAL, ROOT, SCRIPTS, TORCHRUN, checkpoint_in, files_in, finished
 from conftest import in_two_processes, kill_at, metrics, refusal, result, run_here
 from conftest import run_script
+from PIL import Image
 
 import common
 
@@ -157,6 +159,46 @@ def test_what_a_folder_refuses(tiny, tmp_path):
     path.write_bytes(path.read_bytes()[:900])
     assert f"{path} is no checkpoint" in refusal(command)
     assert {"model_1.pth", "backbone.pth"} <= files_in(tmp_path) and path.stat().st_size == 900
+
+
+def test_other_weights_or_captions_under_the_same_names(tmp_path):
+    """--init was trained again, or a caption of the validation split is another."""
+    path, init, output = tmp_path / "a.jsonl", tmp_path / "init.pth", tmp_path / "run"
+    rows = [
+        {"image": f"{n}.jpg", "captions": [f"photo {n} of a dog"], "split": split}
+        for n, split in enumerate(("train", "train", "val"))
+    ]
+    for row in rows:
+        Image.new("RGB", (32, 32)).save(tmp_path / row["image"])
+
+    def write(caption, seed):
+        rows[2]["captions"] = [caption]
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        torch.manual_seed(seed)
+        common.save_weights(init, common.build_backbone("resnet18"))
+
+    flags = "--data", path, "--output", output, "--init", init, "--iters", 1, "--batch-size", 2
+    small = "--image-size", 32, "--hidden", 64, "--text-iters", 0, "--workers", 0
+    command = "virtex.py", *flags, *small
+    write("a dog", 0)
+    run_here(command)
+    assert "1 of 1 iterations are done" in run_here(command)
+    write("a cat", 0)
+    assert "holds a run on other photos, captions or labels" in refusal(command)
+    write("a dog", 1)
+    assert "holds a run with --init-hash" in refusal(command)
+
+
+def test_two_runs_into_one_folder(tmp_path):
+    """The first to notice ends: lines of two runs would be mixed."""
+    args = argparse.Namespace(output=tmp_path, amp="off", batch_size=1)
+    logs = [common.Log(args, {}) for _ in range(2)]
+    for log in logs:
+        log.add(loss=torch.ones(()))
+    logs[1].write(1, logs[1].means(1))
+    with pytest.raises(SystemExit, match="another process trains into .*: this one ends"):
+        logs[0].write(1, {})
+    assert len(metrics(tmp_path)) == 1
 
 
 def test_a_full_disk_and_another_amp(tiny, tmp_path):
