@@ -24,7 +24,7 @@ Where the paper is:
     crops, colours [Sec. 3]                    common.Photos.photo, common.augment
     flip with left and right swapped [Sec. 3]  CaptionedPhotos.sample
     tokenizer [Sec. 3]                         normalise, train_tokenizer
-    SGD with look-ahead, two rates [Sec. 3]    parameter_groups, LookAhead
+    SGD with look-ahead, two rates [Sec. 3]    parameter_groups, look_ahead
     warm-up and cosine [Sec. 3]                common.lr_factor
     early stopping [Sec. 3]                    --keep-every, then eval_linear.py: the paper selects
                                                by VOC07; on other data --hold-out [ours]
@@ -48,7 +48,6 @@ import re
 import time
 import unicodedata
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +141,8 @@ def get_args(argv=None):
     # fmt: on
     args = parser.parse_args(argv)
     common.apply_recipe(args, "virtex", RECIPES)
+    if args.arch == "vgg16_bn":
+        args.zero_residual = False
     if args.hidden % 64:
         parser.error(f"--hidden {args.hidden} must be a multiple of 64 (A = H / 64 heads)")
     if args.task.endswith("classification"):
@@ -175,24 +176,22 @@ def main(args):
 
     # Model and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
-    how = {"init_std": args.init_std, "zero_residual": args.zero_residual, "task": args.task}
-    model = Model(args.arch, num_outputs, args.hidden, args.layers, args.dropout, **how)
-    backbone = model.visual["cnn"]
+    residual = {"zero_init_residual": True} if args.zero_residual else {}
+    backbone = common.build_backbone(args.arch, **residual)
+    how = {"init_std": args.init_std, "task": args.task}
+    model = Model(backbone, num_outputs, args.hidden, args.layers, args.dropout, **how)
     common.load_init(init, model, backbone)
     model.to(device, memory_format=torch.channels_last)
-    if args.text_iters and not (checkpoint or init.get("model")):
-        make = partial(language_first, model, photos, args, device)
-        heads = torch.load(common.once(args, "heads.pth", make), device, weights_only=True)
-        model.load_state_dict(heads, strict=False)
-    groups = parameter_groups(model, args.lr, args.text_lr, args.weight_decay)
-    optimizer = common.build_optimizer(args, groups)
-    lookahead = LookAhead(optimizer, args.lookahead_k, args.lookahead_alpha)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    parts = {"model": model, "optimizer": optimizer, "lookahead": lookahead, "scaler": scaler}
-    done = common.restore(args, checkpoint, iters, parts)
+    if args.text_iters and not (checkpoint or init.get("model")) and common.is_main():
+        language_first(model, photos, args, device)  # DDP gives other processes these weights
     if args.compile:
         compile_parts(model)
     ddp = common.data_parallel(model).train()
+    optimizer = common.build_optimizer(args, parameter_groups(model, args.text_lr))
+    lookahead = copy.deepcopy(model)  # the slow weights
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+    parts = {"model": model, "optimizer": optimizer, "lookahead": lookahead, "scaler": scaler}
+    done = common.restore(args, checkpoint, iters, parts)
 
     batches = common.train_batches(photos, photos.collate, args, device, done)
     log = common.Log(args, checkpoint)
@@ -219,7 +218,8 @@ def main(args):
         nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         scaler.step(optimizer)
         scaler.update()
-        lookahead.step()  # moves the weights that the optimizer has moved
+        if iteration % args.lookahead_k == 0:
+            look_ahead(lookahead, model, args.lookahead_alpha)  # [Sec. 3]
 
         last = iteration == iters
         validate_now = iteration % args.validate_every == 0 or last
@@ -321,14 +321,14 @@ def read_tokenizer(path):
     return tokenizer
 
 
-def language_first(model, photos, args, device, path):
-    """Train the heads on captions alone, the image features being zero, and save them in `path`
+def language_first(model, photos, args, device):
+    """Train the heads on captions alone, the image features being zero
 
     Few photos are not to be spent on learning English: from here on, what lowers the loss is what
     the photo shows. [ours; the other scripts' language models read the captions first, too]
     """
-    heads = {name: p for name, p in model.named_parameters() if not name.startswith("visual.")}
-    optimizer = torch.optim.AdamW(heads.values(), lr=1e-3)
+    heads = [p for name, p in model.named_parameters() if not name.startswith("visual.")]
+    optimizer = torch.optim.AdamW(heads, lr=1e-3)
     captions = photos.data.all_captions()
     rng = np.random.default_rng(args.seed)
     no_photo = torch.zeros(64, 1, args.hidden, device=device)  # (B, S, H)
@@ -340,9 +340,8 @@ def language_first(model, photos, args, device, path):
             totals = model.text_losses(no_photo, *(x.to(device) for x in batch.values()))
         optimizer.zero_grad()
         sum(total / number for total, number in totals.values()).backward()
-        nn.utils.clip_grad_norm_(heads.values(), 1.0)
+        nn.utils.clip_grad_norm_(heads, 1.0)
         optimizer.step()
-    common.save(path, heads)
 
 
 # --------------------------------------------------------------------------- samples and batches
@@ -399,18 +398,18 @@ class VirTex(nn.Module):
     """Backbone and textual heads; calling it returns the losses [Sec. 3].
 
     Names of the official code; in Eq. 1 theta is visual, phi_f textual, phi_b backward_textual.
-    zero_residual: the residual blocks start as identities, their last batch norm at 0.
+    backbone: (B, 3, h, w) -> (B, backbone.channels, h / 32, w / 32)
     """
 
     def __init__(
-        self, arch, vocab_size, hidden, layers=1, dropout=0.1, max_length=MAX_LENGTH,
-        task="bicaptioning", init_std=0.02, zero_residual=False,
+        self, backbone, vocab_size, hidden, layers=1, dropout=0.1, max_length=MAX_LENGTH,
+        task="bicaptioning", init_std=0.02,
     ):  # fmt: skip
         super().__init__()
-        self.visual = build_visual(arch, zero_residual)
-        channels = self.visual["cnn"].channels
-        head = TextualHead(channels, vocab_size, hidden, layers, dropout, max_length, init_std)
-        self.textual, self.backward_textual = head, None
+        self.visual = nn.ModuleDict({"cnn": backbone})
+        sizes = backbone.channels, vocab_size, hidden, layers
+        self.textual = head = TextualHead(*sizes, dropout, max_length, init_std)
+        self.backward_textual = None
         if task == "bicaptioning":
             # The Transformers start alike and are trained apart [official code]; the directions
             # share embedding, output [Sec. 3] and projection [official code].
@@ -438,11 +437,6 @@ class VirTex(nn.Module):
         if self.backward_textual:
             losses["backward"] = one_direction(self.backward_textual, backward_tokens)
         return losses
-
-
-def build_visual(arch, zero_residual):
-    kwargs = {"zero_init_residual": True} if zero_residual and arch != "vgg16_bn" else {}
-    return nn.ModuleDict({"cnn": common.build_backbone(arch, **kwargs)})
 
 
 def token_loss(output, vectors, targets, positions):
@@ -519,9 +513,9 @@ def compile_parts(model):
 # ------------------------------------------------------------------------------------- optimizer
 
 
-def parameter_groups(model, lr, text_lr, weight_decay):
-    """The backbone at `lr`, the rest at `text_lr`. No weight decay on norms and biases of the
-    embedding and the Transformers; biases of projection and output do decay [official code].
+def parameter_groups(model, text_lr):
+    """The backbone at the optimizer's rate, the rest at `text_lr`. No weight decay on norms and
+    biases of embedding and Transformers; biases of projection and output do decay [official code].
     """
     backbone, decay, no_decay = [], [], []
     for name, parameter in model.named_parameters():
@@ -531,40 +525,18 @@ def parameter_groups(model, lr, text_lr, weight_decay):
             no_decay.append(parameter)
         else:
             decay.append(parameter)
-    return [
-        {"params": backbone, "lr": lr, "weight_decay": weight_decay},
-        {"params": decay, "lr": text_lr, "weight_decay": weight_decay},
-        {"params": no_decay, "lr": text_lr, "weight_decay": 0.0},
-    ]
+    heads = {"params": decay, "lr": text_lr}
+    return [{"params": backbone}, heads, {"params": no_decay, "lr": text_lr, "weight_decay": 0.0}]
 
 
-class LookAhead:
-    """Look-ahead: every k steps the slow weights move a fraction alpha of the way to the fast ones,
-    which restart from there [Zhang et al. 2019; Sec. 3: k = 5, alpha = 0.5].
+@torch.no_grad()
+def look_ahead(slow_model, model, alpha):
+    """The slow weights move a fraction alpha of the way to the model's, which restart from there.
+
+    To be called every k steps [Zhang et al. 2019; Sec. 3: k = 5, alpha = 0.5].
     """
-
-    def __init__(self, optimizer, k, alpha):
-        self.k = k
-        self.alpha = alpha
-        self.steps = 0
-        self.fast = [p for group in optimizer.param_groups for p in group["params"]]
-        self.slow = [parameter.detach().clone() for parameter in self.fast]
-
-    @torch.no_grad()
-    def step(self):
-        """Call after optimizer.step()."""
-        self.steps += 1
-        if self.steps % self.k == 0:
-            for slow, fast in zip(self.slow, self.fast):
-                fast.copy_(slow.lerp_(fast, self.alpha))
-
-    def state_dict(self):
-        return {"steps": self.steps, "slow": self.slow}
-
-    def load_state_dict(self, state):
-        self.steps = state["steps"]
-        for slow, saved in zip(self.slow, state["slow"], strict=True):
-            slow.copy_(saved)
+    for slow, fast in zip(slow_model.parameters(), model.parameters()):
+        fast.copy_(slow.lerp_(fast, alpha))
 
 
 # ------------------------------------------------------------------------------------ validation
@@ -655,12 +627,11 @@ def with_tags(data):
 class Classifier(nn.Module):
     """Softmax cross-entropy with targets of 1/K for each of a set of K words or tags"""
 
-    def __init__(self, arch, num_outputs, *_, task, zero_residual=False, **__):
+    def __init__(self, backbone, num_outputs, *_, task, **__):
         super().__init__()
         self.task = task
-        self.visual = build_visual(arch, zero_residual)
-        output = nn.Linear(self.visual["cnn"].channels, num_outputs)
-        self.textual = nn.ModuleDict({"output": output})
+        self.visual = nn.ModuleDict({"cnn": backbone})
+        self.textual = nn.ModuleDict({"output": nn.Linear(backbone.channels, num_outputs)})
 
     def forward(self, images, tokens, *_):
         """images (B, 3, h, w), tokens (B, K) -> {task: (sum of losses, number of photos)}"""

@@ -107,7 +107,7 @@ def load_virtex(path, tokenizer_path=None):
     layers = [name for name in state if re.match(r"textual\..*\.linear1\.bias", name)]
     bidirectional = any(name.startswith("backward_textual.") for name in state)
     model = virtex.VirTex(
-        args.get("arch") or checkpoints.load_backbone(path).arch,
+        common.build_backbone(args.get("arch") or checkpoints.load_backbone(path).arch),
         vocab_size,
         hidden,
         layers=len(layers),

@@ -14,6 +14,8 @@ unknown flags (say --workers) go to the scripts. To compare two versions, run bo
 """
 
 import argparse
+import copy
+import itertools
 import json
 import statistics
 import subprocess
@@ -161,18 +163,18 @@ def bare_backbone(args, device):
 
 def virtex_step(args, device):
     """Bicaptioning, a vocabulary of 10,000 tokens"""
-    model = virtex.VirTex(args.arch, args.vocab_size, args.hidden, args.layers, args.dropout)
+    sizes = args.vocab_size, args.hidden, args.layers, args.dropout
+    model = virtex.VirTex(common.build_backbone(args.arch), *sizes)
     model.to(device, memory_format=torch.channels_last)
-    groups = virtex.parameter_groups(model, args.lr, args.text_lr, args.weight_decay)
-    optimizer = common.build_optimizer(args, groups)
-    lookahead = virtex.LookAhead(optimizer, args.lookahead_k, args.lookahead_alpha)
+    optimizer = common.build_optimizer(args, virtex.parameter_groups(model, args.text_lr))
+    slow_model = copy.deepcopy(model)
     if args.compile:
         virtex.compile_parts(model)
     photos, jitter = random_photos(args, device)
     tokens, mask = random_captions(args, device)
     tokens = tokens * mask  # 0 is padding; random tokens need not be reversed
     positions = mask[:, 1:].flatten().nonzero().squeeze(1)
-    while True:
+    for iteration in itertools.count(1):
         optimizer.zero_grad()
         images = common.augment(photos, jitter)
         with common.autocast(device, args.amp):
@@ -180,7 +182,8 @@ def virtex_step(args, device):
         sum(total / number for total, number in totals.values()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
-        lookahead.step()
+        if iteration % args.lookahead_k == 0:
+            virtex.look_ahead(slow_model, model, args.lookahead_alpha)
         yield
 
 
