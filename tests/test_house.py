@@ -19,7 +19,7 @@ OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "to
 
 BUDGETS = {  # lines, tokens; planned were 740, 5,000 for common.py and 650, 4,550 for virtex.py
     "common.py": (850, 5840),
-    "virtex.py": (680, 5015),
+    "virtex.py": (655, 4780),
     "tp.py": (630, 4600),
     "icmlm.py": (760, 5700),
     "mmcontrastive.py": (800, 6045),  # planned: 5,950 tokens
