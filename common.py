@@ -87,6 +87,9 @@ class CaptionData:
     def __len__(self):
         return len(self.images)
 
+    def columns(self):
+        return self.images, self.captions, self.tags
+
     def all_captions(self):
         return self.captions.values.tolist()
 
@@ -694,10 +697,11 @@ def save(path, content):
         indent = 2 if isinstance(content, dict) else None  # long lists stay compact, and fast
         content = json.dumps(content, indent=indent, ensure_ascii=False)
     try:
-        if isinstance(content, str):
-            temporary.write_text(content, "utf-8")
-        else:
-            torch.save(content, temporary)
+        with open(temporary, "wb") as file:
+            if isinstance(content, str):
+                file.write(content.encode())
+            else:
+                torch.save(content, file)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -173,7 +173,7 @@ def main(args):
     # Data: the frozen language model, and one triplet for each word that can be masked.
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    common.check_data(args, checkpoint, *((x.images, x.captions, x.tags) for x in (train, val)))
+    common.check_data(args, checkpoint, train.columns(), val.columns())
     lm_name = args.lm
     if args.lm == "scratch":
         lm_name = common.extra("small_bert").made_once(args, init, train, device)

@@ -181,7 +181,7 @@ def main(args):
     bn_group = batchnorm_group(args)
     tagged = args.lambda_tag and args.tags == "annotated"
     annotated = common.caption_data(args.data, args.root, args.train_split, tagged)
-    common.check_data(args, checkpoint, (annotated.images, annotated.captions, annotated.tags))
+    common.check_data(args, checkpoint, annotated.columns())
     train, num_tags = usable_photos(args, annotated)
     translations = read_backtranslations(args, train)
     if args.lambda_ic:  # retrieval is measured at the end

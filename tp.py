@@ -167,7 +167,7 @@ def main(args):
     tags = args.labels == "instances"  # TP-Label [Sec. 4]
     train = common.caption_data(args.data, args.root, args.train_split, tags)
     val = common.caption_data(args.data, args.root, args.val_split, tags)
-    common.check_data(args, checkpoint, *((x.images, x.captions, x.tags) for x in (train, val)))
+    common.check_data(args, checkpoint, train.columns(), val.columns())
     if common.is_main() and not checkpoint:
         make_labels(args, (train, val), device)  # once: it takes long
     common.barrier()

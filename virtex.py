@@ -164,7 +164,7 @@ def main(args):
     val = common.caption_data(args.data, args.root, args.val_split, tags).captioned()
     if tags:
         train, val = with_tags(train), with_tags(val)
-    common.check_data(args, checkpoint, *((x.images, x.captions, x.tags) for x in (train, val)))
+    common.check_data(args, checkpoint, train.columns(), val.columns())
     tokenizer = load_tokenizer(args, train, init)
     Model, Photos = ABLATIONS.get(args.task, (VirTex, CaptionedPhotos))
     photos, val_photos = (Photos(data, tokenizer, args) for data in (train, val))
