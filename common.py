@@ -253,6 +253,13 @@ def fingerprint(names, *columns):
     return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
 
 
+def require_spaces(captions):
+    """For what needs words: Chinese, Japanese, Thai... write no spaces between them."""
+    if sum(" " in caption for caption in captions) < len(captions) / 2:
+        fail("most captions have no space between words: join keywords to one caption; for Chinese, "
+             "Thai..., use virtex.py, mmcontrastive.py or tp.py --labels cluster")  # fmt: skip
+
+
 def swap_left_right(caption):
     """The caption of the flipped photo: the whole words [ours] left and right are swapped."""
     other = {"left": "right", "right": "left"}

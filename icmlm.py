@@ -174,6 +174,7 @@ def main(args):
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
     common.check_data(args, checkpoint, train.columns(), val.columns())
+    common.require_spaces(train.all_captions())
     lm_name = args.lm
     if args.lm == "scratch":
         lm_name = common.extra("small_bert").made_once(args, init, train, device)
@@ -208,7 +209,8 @@ def main(args):
     for iteration in bar:
         if iteration in (done + 1, frozen_iters + 1):  # at first, and after a warm-up
             frozen = iteration <= frozen_iters  # [App. F.1], its batch statistics, too [ours]
-            model.train().backbone.train(not frozen).requires_grad_(not frozen)
+            model.train()
+            model.backbone.train(not frozen).requires_grad_(not frozen)
             ddp = common.data_parallel(model)  # once more: it averages what has a gradient now
         lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, lr_scale)
@@ -285,17 +287,15 @@ def filter_captions(data, tokenize, max_words):
 
     tokenize: caption -> its tokens: words, or the language model's. [ours]  max_words: the 25
     """
-    rows = [list(dict.fromkeys(captions)) for captions in data.captions]
     kept = []
-    for row in progress(rows, desc="caption lengths", leave=False):
-        kept.append([text for text in row if 3 <= len(tokenize(text)) <= max_words])
-    before, distinct = data.captions.ends[-1], sum(map(len, rows))
-    after = sum(map(len, kept))
+    for captions in progress(list(data.captions), desc="caption lengths", leave=False):
+        distinct = dict.fromkeys(captions)
+        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
+    before, after = data.captions.ends[-1], sum(map(len, kept))
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
                f"not of 3 to {max_words} words or tokens")  # fmt: skip
-    if after <= distinct // 10:
-        fail("too few captions are left: raise --max-words for reports, join keywords to one; "
-             "for Chinese, use virtex.py, mmcontrastive.py or tp.py --labels cluster")
+    if not after:
+        fail("a split has no captions left: raise --max-words, or join keywords to one caption")
     return data.with_captions(kept)
 
 

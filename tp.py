@@ -272,17 +272,15 @@ def filter_captions(data, tokenize, max_words):
 
     tokenize: caption -> its tokens: words, or the language model's. [ours]  max_words: the 25
     """
-    rows = [list(dict.fromkeys(captions)) for captions in data.captions]
     kept = []
-    for row in progress(rows, desc="caption lengths", leave=False):
-        kept.append([text for text in row if 3 <= len(tokenize(text)) <= max_words])
-    before, distinct = data.captions.ends[-1], sum(map(len, rows))
-    after = sum(map(len, kept))
+    for captions in progress(list(data.captions), desc="caption lengths", leave=False):
+        distinct = dict.fromkeys(captions)
+        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
+    before, after = data.captions.ends[-1], sum(map(len, kept))
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
                f"not of 3 to {max_words} words or tokens")  # fmt: skip
-    if after <= distinct // 10:
-        fail("too few captions are left: raise --max-words for reports, join keywords to one; "
-             "for Chinese, use virtex.py, mmcontrastive.py or tp.py --labels cluster")
+    if not after:
+        fail("a split has no captions left: raise --max-words, or join keywords to one caption")
     return data.with_captions(kept)
 
 
@@ -346,6 +344,7 @@ def make_labels(args, splits, device):
     splits: CaptionData of train and val
     """
     if args.labels in ("postag", "lda"):
+        common.require_spaces(splits[0].all_captions())
         splits = [filter_captions(data, words_of, args.max_words) for data in splits]
     if args.labels == "postag":  # TP-Postag: which words a photo's captions have [Sec. 3.1]
         counts = count_concepts(splits[0].all_captions(), args.tagger)

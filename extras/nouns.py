@@ -7,12 +7,11 @@ from functools import partial
 import regex
 
 import common
-from common import fail, progress
+from common import progress
 
 NUM_NOUNS = 1000  # at most [ours]
 LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
 WORD = regex.compile(rf"{LETTERS}(?:-{LETTERS})*")  # t-shirt is one
-UNSPACED = regex.compile(r"\p{Han}|\p{Hiragana}|\p{Katakana}|\p{Thai}|\p{Lao}|\p{Khmer}")
 
 
 def tagged(args, data):
@@ -28,8 +27,7 @@ def tagged(args, data):
 
 def find_nouns(captions, tagger, path):
     """Write as JSON the words that are mostly nouns [ours], the most frequent first."""
-    if sum(map(bool, map(UNSPACED.search, captions))) > len(captions) / 2:
-        fail(f"--tags {tagger} splits captions at spaces, and most of these have none")
+    common.require_spaces(captions)
     captions = progress(captions, desc="nouns", unit=" captions", leave=False)
     words = (WORD.findall(caption.lower()) for caption in captions)
     if tagger == "nouns":

@@ -90,7 +90,7 @@ def test_words_need_spaces(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = ["--data", f"{tmp_path}/a.jsonl", "--output", f"{tmp_path}/run"]
     for script, more in (icmlm, []), (tp, []), (tp, ["--labels", "lda"]):
-        with pytest.raises(SystemExit, match="split into words at spaces"):
+        with pytest.raises(SystemExit, match="have no space between words"):
             script.main(script.get_args([*flags, *more]))
     assert not (tmp_path / "run/language_model").exists()
     args = tp.get_args([*flags, "--labels", "cluster", "--lm-iters", "2", "--num-labels", "2"])
