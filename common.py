@@ -256,8 +256,8 @@ def fingerprint(names, *columns):
 def require_spaces(captions):
     """For what needs words: Chinese, Japanese, Thai... write no spaces between them."""
     if sum(" " in caption for caption in captions) < len(captions) / 2:
-        fail("most captions have no space between words: join keywords to one caption; for Chinese, "
-             "Thai..., use virtex.py, mmcontrastive.py or tp.py --labels cluster")  # fmt: skip
+        fail("most captions have no space between words: join keywords to one caption. For "
+             "Chinese use virtex.py, mmcontrastive.py or tp.py --labels cluster")  # fmt: skip
 
 
 def swap_left_right(caption):
