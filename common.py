@@ -55,6 +55,8 @@ def extra(name):
 
 # ------------------------------------------------------------------------------ captioned photos
 
+LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
+ACCENTS = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # of decomposed, lower-case Latin letters
 STRINGS = np.dtypes.StringDType()  # of any length, in one block of memory
 JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} on each line'
 
@@ -91,7 +93,7 @@ class CaptionData:
         return self.images, self.captions, self.tags
 
     def all_captions(self):
-        return self.captions.values.tolist()
+        return [caption for captions in self.captions for caption in captions]
 
     def select(self, keep):
         """-> CaptionData of the photos with the indices `keep`"""
@@ -173,9 +175,8 @@ def coco_photos(root, split, with_tags):
     """
     content = read_json(f"{root}/annotations/captions_{split}.json")
     instances = f"{root}/annotations/instances_{split}.json"
-    annotated = {"categories": [], "annotations": []}
-    if with_tags and os.path.exists(instances):
-        annotated = read_json(instances)
+    found = with_tags and os.path.exists(instances)
+    annotated = read_json(instances) if found else {"categories": [], "annotations": []}
     try:
         names = {row["id"]: one_line(row["name"]) for row in annotated["categories"]}
         photos = {row["id"]: (row["file_name"], [], []) for row in content["images"]}
@@ -209,13 +210,13 @@ def jsonl_photos(path, root, split):
         if not line.strip():
             continue
         try:
-            row = {"captions": [], "tags": None, "split": "", **json.loads(line)}
+            row = json.loads(line)
             image = os.path.abspath(os.path.join(root, row.pop("image")))
             if "caption" in row or image in photos:
                 raise ValueError(f"{image} has one line, with a list of all its captions")
-            captions, tags = texts(row.pop("captions")), row.pop("tags")
+            captions, tags = texts(row.pop("captions", [])), row.pop("tags", None)
             photos[image] = captions, tags if tags is None else [*filter(None, texts(tags))]
-            splits += texts([row.pop("split") or ""])
+            splits += texts([row.pop("split", None) or ""])
             unread.update(row.keys())
         except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
             fail(f"{path}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
@@ -852,7 +853,7 @@ class Log:
 def end_run(args, backbone):
     """The last line of main: write backbone.pth, say how to measure it, and leave together"""
     if is_main():
-        weights = Path(args.output, "backbone.pth")
+        weights = f"{args.output}/backbone.pth"
         save_weights(weights, backbone)
         data = "" if args.data == "shapes" else " --data folder --root LABELLED_PHOTOS"
         print_main(f'measure it: python eval_linear.py --weights "{weights}" random{data}')

@@ -55,7 +55,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Subset
 
 import common
-from common import count, fail, fraction, positive, print_main, progress, share, weight, whole
+from common import LETTERS, count, fail, fraction, positive, print_main, progress, share, weight
+from common import whole
 
 HEADS = "tfm", "att-fc"
 
@@ -174,7 +175,8 @@ def main(args):
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
     common.check_data(args, checkpoint, train.columns(), val.columns())
-    common.require_spaces(train.all_captions())
+    if not checkpoint:
+        common.require_spaces(train.all_captions())
     lm_name = args.lm
     if args.lm == "scratch":
         lm_name = common.extra("small_bert").made_once(args, init, train, device)
@@ -271,7 +273,6 @@ AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
 )
-LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
 # A possessive 's, which is skipped; or letters that follow no letter or digit ("2x" has none), and
 # more of them after ' or - ("can't", "t-shirt"), but for a possessive. The group: a word. [ours]
 WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)

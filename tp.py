@@ -51,7 +51,8 @@ from sklearn.preprocessing import MultiLabelBinarizer
 from torch import nn
 
 import common
-from common import count, fail, fraction, positive, print_main, progress, share, weight, whole
+from common import LETTERS, count, fail, fraction, positive, print_main, progress, share, weight
+from common import whole
 
 LABELS = "postag", "cluster", "lda", "instances", "rotation"
 
@@ -256,7 +257,6 @@ AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
 )
-LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
 # A possessive 's, which is skipped; or letters that follow no letter or digit ("2x" has none), and
 # more of them after ' or - ("can't", "t-shirt"), but for a possessive. The group: a word. [ours]
 WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)

@@ -268,8 +268,7 @@ def subset(data, fraction, captions_per_image, seed):
 def normalise(caption):
     """Lower-case, without accents [Sec. 3]; of Latin letters, and NFKD first, NFC last [ours]"""
     decomposed = unicodedata.normalize("NFKD", caption).lower()
-    accents = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"
-    return unicodedata.normalize("NFC", re.sub(accents, "", decomposed))
+    return unicodedata.normalize("NFC", re.sub(common.ACCENTS, "", decomposed))
 
 
 def load_tokenizer(args, train, init):

@@ -7,10 +7,9 @@ from functools import partial
 import regex
 
 import common
-from common import progress
+from common import LETTERS, progress
 
 NUM_NOUNS = 1000  # at most [ours]
-LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
 WORD = regex.compile(rf"{LETTERS}(?:-{LETTERS})*")  # t-shirt is one
 
 

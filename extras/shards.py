@@ -99,11 +99,6 @@ class Mapped:
         """As those of common.Lists"""
         return np.append(0, np.cumsum(self.stops - self.starts))
 
-    @property
-    def values(self):
-        """As those of common.Lists, copied"""
-        return np.array([value for row in self for value in row], object)
-
 
 # ---------------------------------------------------------------------------------------- photos
 

@@ -131,7 +131,6 @@ def shuffled_forever(captions, seed):
             yield captions[i]
 
 
-ACCENTS = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # of decomposed, lower-case Latin letters
 UNSPACED = regex.compile(r"\p{Han}|\p{Hiragana}|\p{Katakana}|\p{Thai}|\p{Lao}|\p{Khmer}")
 
 
@@ -141,7 +140,7 @@ def train_tokenizer(captions, max_length=MAX_LENGTH):
     Accents are taken off Latin letters only: BERT's loses the vowels of Hindi, too. [ours]
     """
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    accents = normalizers.Replace(Regex(ACCENTS), "")
+    accents = normalizers.Replace(Regex(common.ACCENTS), "")
     lower = normalizers.BertNormalizer(lowercase=True, strip_accents=False)
     normalizer = normalizers.Sequence([lower, normalizers.NFD(), accents, normalizers.NFC()])
     # The letters are given in order: otherwise each training numbers them differently.
