@@ -697,7 +697,7 @@ def train_probe(backbone, train, test, path, args, device):
     """sgd-virtex, layers -> extras.layers.Probe, trained by all processes"""
     torch.manual_seed(args.seed)
     layers = common.extra("layers")
-    probe = layers.Probe(backbone, len(train.names), args).to(device)
+    probe = layers.Probe(backbone, len(train.names), args, pooled).to(device)
     test_scores = partial(score_probe, probe, test, args, device)
     layers.train(probe, train, path, args, device, test_scores)
     return probe

@@ -119,11 +119,15 @@ def predict(layer, x):
 
 
 class Probe(nn.Module):
-    """uint8 (B, size, size, 3), jitter (B, 4) or None -> [logits (B, classes) of each layer]"""
+    """uint8 (B, size, size, 3), jitter (B, 4) or None -> [logits (B, classes) of each layer]
 
-    def __init__(self, backbone, num_classes, args):
+    pooled: that of eval_linear.py
+    """
+
+    def __init__(self, backbone, num_classes, args, pooled):
         super().__init__()
         self.backbone = backbone  # frozen and in eval mode
+        self.pooled = pooled
         self.amp = args.amp
         self.vgg = args.protocol == "layers"
         self.names = list(CONVOLUTIONS) if self.vgg else [""]  # of the layers
@@ -135,15 +139,8 @@ class Probe(nn.Module):
         if self.vgg:
             features = convolutions(self.backbone, images, self.amp, jitter)
         else:
-            features = [pooled(self.backbone, images, self.amp)]
+            features = [self.pooled(self.backbone, images, self.amp)]
         return [layer(x) for layer, x in zip(self.layers, features)]
-
-
-def pooled(backbone, images, amp):
-    """uint8 (B, size, size, 3) -> average-pooled features (B, channels)"""
-    with torch.no_grad(), common.autocast(images.device, amp):
-        maps = backbone(common.augment(images))
-    return F.avg_pool2d(maps.float(), maps.shape[2:]).flatten(1)
 
 
 def convolutions(backbone, images, amp="off", jitter=None):
