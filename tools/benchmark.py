@@ -264,13 +264,12 @@ def mmcontrastive_step(args, device):
         with common.autocast(device, args.amp):
             keys = model.encode_keys(images_k, [captions_k], 0)
             queries = model(images_q, captions_q)
-        losses = mmcontrastive.contrastive_losses(
-            queries, keys, model.queues, tags, captioned, args
-        )
+        keys |= {"tags": tags, "captioned": captioned}
+        losses = mmcontrastive.contrastive_losses(queries, keys, model.queues, args)
         loss = sum(getattr(args, f"lambda_{name}") * losses[name] for name in losses)  # Eq. 15
         loss.backward()
         optimizer.step()
-        model.enqueue(keys, tags, captioned, 1)
+        model.enqueue(keys, 1)
         yield
 
 
