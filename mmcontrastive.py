@@ -187,8 +187,7 @@ def main(args):
     if args.lambda_ic:  # retrieval is measured at the end
         val = common.caption_data(args.data, args.root, args.val_split)
     queue_size = fit_queue(args, len(train))
-    captions = train.all_captions()
-    tokenizer, bert_config, pretrained = load_caption_model(args, init, captions, device)
+    tokenizer, config, pretrained = load_caption_model(args, init, train.all_captions(), device)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
     print_main(f"{len(train)} photos, {num_tags} tags, queues of {queue_size} keys, {iters} "
                f"iterations at lr {args.lr:g}, text lr {args.text_lr:g}, on {device}, amp "
@@ -196,15 +195,15 @@ def main(args):
 
     # Encoders, momentum encoders, queues and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
-    encoders = build_encoders(args, bert_config, bn_group)
+    encoders = build_encoders(args, config, bn_group)
     backbone = encoders["image"].trunk[0]
     if pretrained and not checkpoint:
         load_pretrained(encoders["caption"].trunk.bert, pretrained)
     common.load_init(init, nn.ModuleDict({"queries": encoders}), backbone)
     model = MultimodalContrastive(encoders, queue_size, num_tags)
     model.to(device, memory_format=torch.channels_last)
-    groups = [{"params": encoders["image"].parameters(), "lr": args.lr}]
-    if bert_config:
+    groups = [{"params": encoders["image"].parameters()}]  # at --lr
+    if config:
         groups += [{"params": encoders["caption"].parameters(), "lr": args.text_lr}]
     optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
@@ -382,8 +381,7 @@ class TwoViews(common.Photos):
         if self.args.caption_views == "sibling" and captions:
             second = rng.choice(captions)
         elif self.translations:
-            translated = self.translations[rng.integers(len(self.translations))]
-            second = translated[index][n]
+            second = self.translations[rng.integers(2)][index][n]  # via French or German
         return [first, second]
 
 
@@ -469,7 +467,10 @@ class Encoder(nn.Module):
 
     def forward(self, inputs):
         features = self.trunk(inputs)  # (B, width)
-        return {name: F.normalize(mlp(features).float(), dim=1) for name, mlp in self.mlps.items()}
+        vectors = {}
+        for name, mlp in self.mlps.items():
+            vectors[name] = F.normalize(mlp(features).float(), dim=1)
+        return vectors
 
 
 def build_mlp(width, hidden, dim):
@@ -771,10 +772,10 @@ def validate(encoders, val, tokenizer, args, device):
     captions = encode_captions(encoders["caption"], tokenizer, val.all_captions(), args, device)
     encoders.train()
     image_of_caption = torch.tensor([i for i, row in enumerate(val.captions) for _ in row])
-    similarity = images @ captions.T  # (N, M)
-    chance = torch.rand(similarity.shape, generator=torch.manual_seed(args.seed))
+    trained = images @ captions.T  # (N, M)
+    chance = torch.rand(trained.shape, generator=torch.manual_seed(args.seed))
     result = {"images": len(images), "captions": len(captions)}
-    for name, similarity in {"trained": similarity, "random": chance}.items():
+    for name, similarity in {"trained": trained, "random": chance}.items():
         result[name] = retrieval_scores(similarity, image_of_caption)
         for way, scores in result[name].items():
             listed = ", ".join(f"{score} {value:.3g}" for score, value in scores.items())
