@@ -346,14 +346,14 @@ def label_data(name, root, split):
     captioned = common.caption_data(name, root, split, tags=True)
     if not captioned.tag_names:
         fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
-    if not np.all(captioned.tagged):
+    if not captioned.tagged.all():
         keep = np.flatnonzero(captioned.tagged)
         left_out = f"{len(captioned) - len(keep)} of {len(captioned)} photos are left out"
         print_main(f'{left_out}, which have no "tags"; "tags": [] says that none fits')
         captioned = captioned.select(keep)
     labels = np.zeros((len(captioned), len(captioned.tag_names)), np.int8)
     for row, tags in zip(labels, captioned.tags):
-        row[tags] = 1
+        row[np.isin(captioned.tag_names, tags)] = 1
     return LabelData(captioned.images, labels, captioned.tag_names, captioned.open)
 
 

@@ -48,6 +48,7 @@ import re
 import time
 import unicodedata
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -164,7 +165,7 @@ def main(args):
     val = common.caption_data(args.data, args.root, args.val_split, tags).captioned()
     if tags:
         train, val = with_tags(train), with_tags(val)
-    common.check_data(args, checkpoint, train.columns(), val.columns())
+    common.begin_run(args, checkpoint, train.columns(), val.columns())
     tokenizer = load_tokenizer(args, train, init)
     Model, Photos = ABLATIONS.get(args.task, (VirTex, CaptionedPhotos))
     photos, val_photos = (Photos(data, tokenizer, args) for data in (train, val))
@@ -262,7 +263,7 @@ def subset(data, fraction, captions_per_image, seed):
     for i, captions in zip(chosen, data.captions):
         rng = np.random.default_rng([seed, 0, i])  # of this photo
         rows.append(rng.permutation(captions)[:captions_per_image])
-    return data.with_captions(rows)
+    return replace(data, captions=common.lists(rows))
 
 
 def normalise(caption):
@@ -608,7 +609,7 @@ class TaggedPhotos(CaptionedPhotos):
     """Photos with their tags in place of a caption"""
 
     def sample(self, index, rng):
-        tags = [FIRST_TAG + tag for tag in self.data.tags[index]]
+        tags = [FIRST_TAG + self.data.tag_names.index(tag) for tag in self.data.tags[index]]
         return self.photo(index, rng) | {"tokens": tags}
 
 
@@ -617,8 +618,8 @@ FIRST_TAG = 4  # tags follow the ids of special tokens: 4 outputs more than the 
 
 def with_tags(data):
     """-> CaptionData of the images that have tags [official code]"""
-    keep = np.flatnonzero(np.diff(data.tags.ends))
-    if not len(keep):
+    keep = [n for n, tags in enumerate(data.tags) if tags]
+    if not keep:
         fail("--task multilabel_classification needs tags (for coco: instances_*.json)")
     return data.select(keep)
 
