@@ -221,15 +221,14 @@ def jsonl_photos(path, root, split):
         except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
             fail(f"{path}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
                  f"{JSONL}. tools/to_jsonl.py converts other files")  # fmt: skip
-    if unread:
-        report_once(f"{path}: keys that are not read, and in how many lines: {dict(unread)}")
     if not any(splits):
         for n in np.random.default_rng(0).permutation(len(photos))[: max(1, len(photos) // 20)]:
             splits[n] = "val"
     splits = [found or "train" for found in splits]
-    if split not in splits:
-        fail(f"{path} has no split {split}, but {sorted({*splits})}: see --train-split and "
-             "--val-split")  # fmt: skip
+    sizes = dict(Counter(splits))
+    report_once(f"{path}: photos {sizes}; keys that are not read: {dict(unread) or None}")
+    if split not in sizes:
+        fail(f"{path} has no split {split}, but {sizes}: see --train-split and --val-split")
     tag_names = dict.fromkeys(tag for _, tags in photos.values() for tag in tags or ())
     photos = [(image, *photos[image]) for image, found in zip(photos, splits) if found == split]
     return photos, list(tag_names)

@@ -120,7 +120,7 @@ def test_all_splits_are_read_before_the_first_is_written(tmp_path):
     (tmp_path / "1.jpg").write_bytes(RED)
     (tmp_path / "a.jsonl").write_text('{"image": "1.jpg", "split": "train"}')
     command = ["tools.make_shards", "--data", tmp_path / "a.jsonl", "--output", tmp_path / "out"]
-    assert "has no split val, but ['train']" in refusal(command)
+    assert "has no split val, but {'train': 1}" in refusal(command)
     assert not list((tmp_path / "out").iterdir())
 
 
