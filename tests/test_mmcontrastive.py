@@ -108,7 +108,8 @@ def test_losses_are_those_of_the_paper(filled):
     for query in queries.values():
         query.requires_grad_()
     args = SimpleNamespace(temperature=TAU, tag_threshold=2)
-    found = mmcontrastive.contrastive_losses(queries, keys, queues, tags, captioned, args)
+    given_keys = {**keys, "tags": tags, "captioned": captioned}
+    found = mmcontrastive.contrastive_losses(queries, given_keys, queues, args)
     wanted = literal_losses(queries, keys, given, tags.double(), captioned, epsilon=2)
     assert {name: loss.item() for name, loss in found.items()} == pytest.approx(wanted, abs=1e-12)
     if filled > 1:
