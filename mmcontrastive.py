@@ -661,7 +661,7 @@ def batchnorm_group(args):
     size = args.batch_size // groups
     if groups % parts or args.batch_size % groups or size < 2:
         fail(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} groups of "
-             f"two or more in {parts} parts (processes, accumulate): try fewer")  # fmt: skip
+             f"2 or more in {parts} parts (processes, accumulate): lower --bn-splits")  # fmt: skip
     return size
 
 
