@@ -181,7 +181,7 @@ def main(args):
     bn_group = batchnorm_group(args)
     tagged = args.lambda_tag and args.tags == "annotated"
     annotated = common.caption_data(args.data, args.root, args.train_split, tagged)
-    common.check_data(args, checkpoint, annotated.columns())
+    common.begin_run(args, checkpoint, annotated.columns())
     train, num_tags = usable_photos(args, annotated)
     translations = read_backtranslations(args, train)
     if args.lambda_ic:  # retrieval is measured at the end
@@ -305,10 +305,10 @@ def read_backtranslations(args, data):
         fail(f"{len(missing)} captions have no back-translation in {path}: tools/backtranslate.py "
              "writes them; --caption-views sibling needs none")  # fmt: skip
 
-    def lists(by):
+    def translated(by):
         return [[rows[caption][by].strip() or caption for caption in row] for row in data.captions]
 
-    return [common.Lists(lists(by), common.STRINGS) for by in ("fr", "de")]
+    return [common.lists(translated(by)) for by in ("fr", "de")]
 
 
 def fit_queue(args, num_photos):
@@ -360,15 +360,13 @@ class TwoViews(common.Photos):
             # Photo 0, a query, meets caption 1, a key (Eq. 11), and photo 1 caption 0 (Eq. 14), in
             # which left and right are swapped. [ours: the two captions of Eq. 8 may then disagree]
             captions[1 - n] = common.swap_left_right(captions[1 - n])
-        tags = np.zeros(len(self.data.tag_names or ()), bool)
-        tags[self.data.tags[index]] = True
         return {
             "images": np.stack(images),
             "jitter": jitter,
             "sigma": sigma,
             "captions": captions,
             "captioned": any(captions),
-            "tags": tags,
+            "tags": np.isin(self.data.tag_names, self.data.tags[index]),
         }
 
     def two_captions(self, index, rng):
@@ -664,7 +662,7 @@ def batchnorm_group(args):
     size = args.batch_size // groups
     if groups % parts or args.batch_size % groups or size < 2:
         fail(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} groups of "
-             f"two or more in {parts} parts (processes, accumulate): try fewer")  # fmt: skip
+             f"2 or more in {parts} parts (processes, accumulate): lower --bn-splits")  # fmt: skip
     return size
 
 

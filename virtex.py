@@ -160,7 +160,7 @@ def main(args):
     val = common.caption_data(args.data, args.root, args.val_split, tags).captioned()
     if tags:
         train, val = with_tags(train), with_tags(val)
-    common.check_data(args, checkpoint, train.columns(), val.columns())
+    common.begin_run(args, checkpoint, train.columns(), val.columns())
     tokenizer = load_tokenizer(args, train.all_captions(), init)
     Model, Photos = ABLATIONS.get(args.task, (VirTex, CaptionedPhotos))
     photos = Photos(train, tokenizer, args)
@@ -225,8 +225,8 @@ def main(args):
         last = iteration == iters
         validate_now = iteration % args.validate_every == 0 or last
         if iteration % args.log_every == 0 or validate_now:
-            rates = {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
-            row = log.means(iteration) | rates
+            row = log.means(iteration)
+            row |= {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
             bar.set_postfix(loss=f"{row['loss']:.3f}")
             if validate_now and common.is_main():
                 scores = validate(model, val_photos, args, device)
@@ -235,8 +235,8 @@ def main(args):
                     common.save(f"{args.output}/result.json", {"validation_loss": scores})
             log.write(iteration, row)
         if args.keep_every and iteration % args.keep_every == 0:
-            name = f"model_{iteration}.pth"
-            common.save_checkpoint(args, name, iteration, {"model": model}, **own)
+            kept = {"model": model}
+            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, kept, **own)
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, **own)
 
@@ -257,13 +257,13 @@ def subset(data, fraction, captions_per_image, seed):
     order = np.random.default_rng(seed).permutation(len(data))
     chosen = np.sort(order[: max(1, round(fraction * len(data)))])
     data = data.select(chosen)
-    if not captions_per_image:
-        return data
-    rows = []
-    for i, captions in zip(chosen, data.captions):
-        rng = np.random.default_rng([seed, 0, i])  # of this photo
-        rows.append(rng.permutation(captions)[:captions_per_image])
-    return data.with_captions(rows)
+    if captions_per_image:
+        rows = []
+        for i, captions in zip(chosen, data.captions):
+            rng = np.random.default_rng([seed, 0, i])  # of this photo
+            rows.append(rng.permutation(captions)[:captions_per_image])
+        data.captions = common.lists(rows)
+    return data
 
 
 def normalise(caption):
@@ -562,8 +562,8 @@ class MaskedPhotos(CaptionedPhotos):
 
     def text(self, caption, rng):
         sample = super().text(caption, rng)
-        vocab_size = self.tokenizer.get_piece_size()
-        return sample | {"masked": mask_tokens(sample["tokens"], vocab_size, rng)}
+        masked = mask_tokens(sample["tokens"], self.tokenizer.get_piece_size(), rng)
+        return sample | {"masked": masked}
 
     def collate_text(self, samples):
         """-> tokens (B, T), the same with [MASK]s, padding (B, T), positions (N, 2) of [MASK]s"""
@@ -605,7 +605,7 @@ class TaggedPhotos(CaptionedPhotos):
     """Photos with their tags in place of a caption"""
 
     def sample(self, index, rng):
-        tags = [FIRST_TAG + tag for tag in self.data.tags[index]]
+        tags = [FIRST_TAG + self.data.tag_names.index(tag) for tag in self.data.tags[index]]
         return self.photo(index, rng) | {"tokens": tags}
 
 
@@ -614,8 +614,8 @@ FIRST_TAG = 4  # tags follow the ids of special tokens: 4 outputs more than the 
 
 def with_tags(data):
     """-> CaptionData of the images that have tags [official code]"""
-    keep = np.flatnonzero(np.diff(data.tags.ends))
-    if not len(keep):
+    keep = [n for n, tags in enumerate(data.tags) if tags]
+    if not keep:
         fail("--task multilabel_classification needs tags (for coco: instances_*.json)")
     return data.select(keep)
 
@@ -635,8 +635,7 @@ class Classifier(nn.Module):
         targets = torch.zeros_like(logits).scatter_(1, tokens, 1.0)
         targets[:, :FIRST_TAG] = 0  # neither special tokens nor padding
         targets = F.normalize(targets, p=1)  # their sum is 1
-        loss = F.cross_entropy(logits, targets, reduction="sum")
-        return {self.task: (loss, len(images))}
+        return {self.task: (F.cross_entropy(logits, targets, reduction="sum"), len(images))}
 
 
 ABLATIONS = {
