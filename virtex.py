@@ -177,7 +177,7 @@ def main(args):
     backbone = common.build_backbone(args.arch, **residual)
     model = Model(
         backbone, num_outputs, args.hidden, args.layers, args.dropout,
-        task=args.task, init_std=args.init_std,
+        task=args.task, init_std=args.init_std
     )  # fmt: skip
     common.load_init(init, model, backbone)
     model.to(device, memory_format=torch.channels_last)
@@ -388,7 +388,7 @@ class CaptionedPhotos(common.Photos):
 
 def pad(sequences):
     """Lists of ids -> (B, T) int64, zero-padded on the right"""
-    return nn.utils.rnn.pad_sequence(list(map(torch.tensor, sequences)), batch_first=True)
+    return nn.utils.rnn.pad_sequence([*map(torch.tensor, sequences)], batch_first=True)
 
 
 # ----------------------------------------------------------------------------------------- model
@@ -455,7 +455,7 @@ class TextualHead(nn.Module):
 
     def __init__(
         self, channels, vocab_size, hidden, layers=1, dropout=0.1,
-        max_length=MAX_LENGTH, init_std=0.02,
+        max_length=MAX_LENGTH, init_std=0.02
     ):  # fmt: skip
         super().__init__()
         self.visual_projection = nn.Linear(channels, hidden)
