@@ -235,8 +235,8 @@ def main(args):
                     common.save(f"{args.output}/result.json", {"validation_loss": scores})
             log.write(iteration, row)
         if args.keep_every and iteration % args.keep_every == 0:
-            kept = {"model": model}
-            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, kept, **own)
+            common.save_checkpoint(args, f"model_{iteration}.pth", iteration,
+                                   {"model": model}, **own)  # fmt: skip
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, **own)
 
@@ -617,6 +617,7 @@ def with_tags(data):
     keep = [n for n, tags in enumerate(data.tags) if tags]
     if not keep:
         fail("--task multilabel_classification needs tags (for coco: instances_*.json)")
+    print_main(f"{len(keep)} of {len(data)} photos have tags, the others are left out")
     return data.select(keep)
 
 
