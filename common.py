@@ -4,11 +4,10 @@
     photos to batches    Photos, read_crops, infinite_sampler, train_batches; on the device: augment
     training             build_backbone, read_init, load_init, build_optimizer, lr_factor, set_lr
     processes            init_distributed, is_main, gather, data_parallel, autocast
-    a training run       apply_recipe, load_checkpoint, check_data, once, restore, Log, end_run
+    a training run       apply_recipe, load_checkpoint, begin_run, once, restore, Log, end_run
 """
 
 import argparse
-import hashlib
 import importlib
 import json
 import math
@@ -16,6 +15,7 @@ import os
 import sys
 import time
 import unicodedata
+import zlib
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -48,9 +48,8 @@ def extra(name):
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as error:
-        ours = error.name.startswith("extras")
-        mend = "copy our folder extras beside the script" if ours else "python -m pip install it"
-        fail(f"{error.name} is missing: {mend}")
+        fail(f"{error.name} is missing: python -m pip install it; extras is our folder, to be "
+             "copied beside the script")  # fmt: skip
 
 
 # ------------------------------------------------------------------------------ captioned photos
@@ -62,17 +61,21 @@ JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} 
 
 
 class Lists:
-    """A list of lists in two arrays, which DataLoader workers share; they would copy objects."""
+    """Lists of strings, each joined to one string of several lines
 
-    def __init__(self, rows, dtype):
-        self.ends = np.cumsum([0, *map(len, rows)])
-        self.values = np.array([value for row in rows for value in row], dtype)
+    Their array lies in one block, which DataLoader workers share; they would copy objects.
+    """
 
-    def __getitem__(self, i):
-        return self.values[self.ends[i] : self.ends[i + 1]].tolist()
+    def __init__(self, joined):
+        self.joined = joined  # (N,) of strings
 
-    def select(self, keep):
-        return Lists([self[i] for i in keep], self.values.dtype)
+    def __getitem__(self, key):
+        found = self.joined[key]
+        return found.splitlines() if isinstance(found, str) else Lists(found)
+
+
+def lists(rows):
+    return Lists(np.array(["\n".join(row) for row in rows], STRINGS))
 
 
 @dataclass
@@ -81,9 +84,9 @@ class CaptionData:
 
     images: np.ndarray  # (N,) of paths, or of what `open` takes instead
     captions: Lists  # captions[i]: a list of strings
-    tags: Lists  # tags[i]: indices into tag_names, in ascending order
-    tag_names: list = None  # of all splits; None: there are no tags, or they were not asked for
-    tagged: np.ndarray = True  # (N,) bool: are the tags known? Then [] says that none fits
+    tags: Lists  # tags[i]: a list of some of tag_names
+    tag_names: list  # of all splits; []: there are no tags, or they were not asked for
+    tagged: np.ndarray  # (N,) bool: are the tags known? Then [] says that none fits
     open: callable = Image.open  # images[i] -> PIL image, not yet decoded
 
     def __len__(self):
@@ -97,22 +100,18 @@ class CaptionData:
 
     def select(self, keep):
         """-> CaptionData of the photos with the indices `keep`"""
-        captions, tags = self.captions.select(keep), self.tags.select(keep)
-        tagged = np.broadcast_to(self.tagged, len(self))[keep]
-        return replace(self, images=self.images[keep], captions=captions, tags=tags, tagged=tagged)
-
-    def with_captions(self, rows):
-        """-> CaptionData with other captions.  rows: a list of strings for each photo"""
-        return replace(self, captions=Lists(rows, STRINGS))
+        images, captions, tags = (column[keep] for column in self.columns())
+        tagged = self.tagged[keep]
+        return replace(self, images=images, captions=captions, tags=tags, tagged=tagged)
 
     def captioned(self):
         """-> CaptionData of the photos that have a caption"""
-        keep = np.flatnonzero(np.diff(self.captions.ends))
-        if not len(keep):
+        keep = [n for n, captions in enumerate(self.captions) if captions]
+        if not keep:
             fail(f"no photo has a caption. A .jsonl has {JSONL}")
         if lacking := len(self) - len(keep):
             print_main(f"{lacking} of {len(self)} photos have no caption: left out")
-        return self.select(keep) if lacking else self
+        return self.select(keep)
 
 
 def caption_data(name, root=None, split="train", tags=False):
@@ -139,16 +138,14 @@ def read_captions(name, root, split, tags):
              "shards; python tools/to_jsonl.py FILE converts other files")  # fmt: skip
     missing = [path for path, *_ in photos if not os.path.isfile(path)]
     if missing or not photos:
-        fail(f"{len(missing)} of {len(photos)} photos of {split} are missing, the first is "
-             f"{next(iter(missing), None)}")  # fmt: skip
+        fail(f"{len(missing)} of {len(photos)} photos of {split} are missing: {missing[:3]}")
     paths, captions, tags = zip(*photos)
-    index = {tag: k for k, tag in enumerate(tag_names)}
     if empty := sum(row.count("") for row in captions):
         print_main(f"{empty} captions of {split} are empty: left out")
-    captions = Lists([list(filter(None, row)) for row in captions], STRINGS)
+    captions = lists([filter(None, row) for row in captions])
     tagged = np.array([row is not None for row in tags])
-    tags = Lists([sorted({index[tag] for tag in row or ()}) for row in tags], int)
-    return CaptionData(np.array(paths, STRINGS), captions, tags, tag_names or None, tagged)
+    tags = lists([dict.fromkeys(row or ()) for row in tags])
+    return CaptionData(np.array(paths, STRINGS), captions, tags, tag_names, tagged)
 
 
 def read_json(path, hint="see --root, --train-split and --val-split"):
@@ -177,19 +174,22 @@ def coco_photos(root, split, with_tags):
     instances = f"{root}/annotations/instances_{split}.json"
     found = with_tags and os.path.exists(instances)
     annotated = read_json(instances) if found else {"categories": [], "annotations": []}
+    left_out = []
     try:
         names = {row["id"]: one_line(row["name"]) for row in annotated["categories"]}
         photos = {row["id"]: (row["file_name"], [], []) for row in content["images"]}
         rows = content["annotations"] + annotated["annotations"]
         for row in rows:
-            _, captions, tags = photos.get(row["image_id"], ("", [], []))
+            if row["image_id"] not in photos:
+                left_out.append(row["image_id"])
+                continue
+            _, captions, tags = photos[row["image_id"]]
             if "caption" in row:
                 captions.append(one_line(row["caption"]))
             else:
                 tags.append(names[row["category_id"]])
     except (KeyError, TypeError, AttributeError) as error:
         fail(f"{root}, split {split}, is not in the layout of COCO: {error!r}")
-    left_out = [row["image_id"] for row in rows if row["image_id"] not in photos]
     if left_out:
         print_main(f"{len(left_out)} of {len(rows)} annotations are left out: their image_id, for "
                    f"example {left_out[0]!r}, is that of no image of {split}")  # fmt: skip
@@ -215,21 +215,20 @@ def jsonl_photos(path, root, split):
             if "caption" in row or image in photos:
                 raise ValueError(f"{image} has one line, with a list of all its captions")
             captions, tags = texts(row.pop("captions", [])), row.pop("tags", None)
-            photos[image] = captions, tags if tags is None else [*filter(None, texts(tags))]
+            photos[image] = captions, tags and [*filter(None, texts(tags))]
             splits += texts([row.pop("split", None) or ""])
             unread.update(row.keys())
         except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
             fail(f"{path}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
                  f"{JSONL}. tools/to_jsonl.py converts other files")  # fmt: skip
-    if unread:
-        report_once(f"{path}: keys that are not read, and in how many lines: {dict(unread)}")
     if not any(splits):
         for n in np.random.default_rng(0).permutation(len(photos))[: max(1, len(photos) // 20)]:
             splits[n] = "val"
     splits = [found or "train" for found in splits]
-    if split not in splits:
-        found = ", ".join(sorted({*splits}))
-        fail(f"{path} has no split {split}, but {found}: see --train-split and --val-split")
+    sizes = dict(Counter(splits))
+    report_once(f"{path}: photos {sizes}; keys that are not read: {dict(unread) or None}")
+    if split not in sizes:
+        fail(f"{path} has no split {split}, but {sizes}: see --train-split and --val-split")
     tag_names = dict.fromkeys(tag for _, tags in photos.values() for tag in tags or ())
     photos = [(image, *photos[image]) for image, found in zip(photos, splits) if found == split]
     return photos, list(tag_names)
@@ -243,15 +242,14 @@ def texts(values):
 
 
 def fingerprint(names, *columns):
-    """A hash of photos' file names and of what belongs to them (captions, tags, labels)
+    """A checksum of photos' file names and of what belongs to them (captions, tags, labels)
 
-    columns: lists, or Lists, with an entry for each photo. Folders do not count, for they may be
-    moved. Of more than 400,000 photos evenly spaced ones count.
+    columns: with an entry for each photo. Folders do not count, for they may be moved.
     """
-    chosen = range(0, len(names), max(1, len(names) // 200_000))
-    content = [os.path.basename(f"{names[n]}") for n in chosen]
-    content += [column[n] for column in columns for n in chosen]
-    return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
+    checksum = 0
+    for name, *row in zip(names, *columns):
+        checksum = zlib.crc32(repr([os.path.basename(f"{name}"), *row]).encode(), checksum)
+    return checksum
 
 
 def require_spaces(captions):
@@ -311,21 +309,6 @@ class Photos(Dataset):
 report_once = cache(tqdm.write)  # once per process: the workers of a DataLoader each have a memory
 
 
-def to_rgb(image):
-    """More than 8 bits (X-rays) are scaled from their range to 0..255; transparent is on white."""
-    info = image.info  # with EXIF's orientation
-    if image.mode[0] in "IF":
-        values = np.nan_to_num(np.asarray(image, float))
-        span = max(np.ptp(values), 1e-9)
-        image = Image.fromarray((255 * (values - values.min()) / span).round().astype(np.uint8))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    image = image.convert("RGB")
-    image.info = info
-    return image
-
-
 def read_crops(data, index, crops, size):
     """Decode a photo once and cut several crops from it -> list of (size, size, 3) uint8 arrays
 
@@ -338,7 +321,9 @@ def read_crops(data, index, crops, size):
         boxes = np.array([crop(*image.size) for crop in crops])  # left, top, right, bottom
         smallest = (boxes[:, 2:] - boxes[:, :2]).min(0)  # crop's width and height, in pixels
         image.draft("RGB", np.ceil(size * full_size / smallest).astype(int).tolist())
-        image = to_rgb(image)
+        if image.mode[0] in "IF" or image.has_transparency_data:
+            image = extra("pixels").to_rgb(image)
+        image = image.convert("RGB")
         boxes = boxes * np.tile(image.size / full_size, 2)  # draft may have shrunk it
         boxes = np.minimum(boxes, np.tile(image.size, 2)).tolist()  # rounding errors may exceed it
         cut = [image.resize((size, size), Image.BILINEAR, box) for box in boxes]
@@ -484,9 +469,11 @@ def read_init(args):
     if args.init == "imagenet":  # torchvision's, downloaded once
         return {"backbone": build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()}
     content = read_checkpoint(args.init)
+    if content.get("script") == args.script and content["args"]["arch"] == args.arch:
+        return content  # with its heads
     if content.keys() == build_backbone(args.arch).state_dict().keys():  # a backbone.pth
         return {"backbone": content}
-    return extra("checkpoints").read_init(args, content)  # with heads, or of other authors
+    return {"backbone": extra("checkpoints").load_backbone(args.init, args.arch).state_dict()}
 
 
 def load_init(init, model, backbone, skip=()):
@@ -498,7 +485,11 @@ def load_init(init, model, backbone, skip=()):
         backbone.load_state_dict(init["backbone"])
         print_main("--init: loaded the backbone")
     elif init:
-        extra("checkpoints").load_matching(model, init["model"], skip)
+        state = model.state_dict()
+        fit = {n: x for n, x in init["model"].items() if n in state and x.shape == state[n].shape}
+        fit = {name: x for name, x in fit.items() if not name.startswith(skip)}
+        model.load_state_dict(fit, strict=False)
+        print_main(f"--init: loaded {len(fit)} of {len(state)} tensors")
 
 
 def build_optimizer(args, parameters, lr=None):
@@ -632,27 +623,25 @@ def progress(iterable, **kwargs):
 RECIPE_NAMES = "demo", "small", "paper"
 
 
-def number(convert, what, low, high=1e99):
-    """-> the `type` of a flag: a value out of range ends in one line, which names the unit"""
+def number(what, convert, low, high=1e99):
+    """-> the `type` of a flag; of a value out of range argparse says "invalid WHAT value" """
 
     def parse(text):
-        try:
-            value = convert(text)
-        except ValueError:
-            value = math.nan  # which is in no range
+        value = convert(text)
         if low <= value <= high:
             return value
-        raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        raise ValueError
 
+    parse.__name__ = what
     return parse
 
 
-whole = number(int, "a whole number from 0 on", 0, 2**62)
-count = number(int, "a whole number from 1 on", 1)
-positive = number(float, "a number above 0", 1e-30)
-weight = number(float, "a number from 0 on", 0)
-fraction = number(float, "a fraction, from 0 to below 1", 0, 1 - 1e-9)
-share = number(float, "a fraction, above 0 and at most 1", 1e-9, 1)
+whole = number("whole number (0 or more)", int, 0, 2**62)
+count = number("whole number (1 or more)", int, 1)
+positive = number("number (above 0)", float, 1e-30)
+weight = number("number (0 or more)", float, 0)
+fraction = number("fraction (0 to below 1)", float, 0, 1 - 1e-9)
+share = number("fraction (above 0, up to 1)", float, 1e-9, 1)
 
 
 def recipe_table(table):
@@ -702,8 +691,7 @@ def save(path, content):
     """A text, JSON or what torch.save takes. A crash or a full disk leaves the old file intact."""
     temporary = Path(f"{path}.{os.getpid()}.tmp")
     if f"{path}".endswith(".json"):
-        indent = 2 if isinstance(content, dict) else None  # long lists stay compact, and fast
-        content = json.dumps(content, indent=indent, ensure_ascii=False)
+        content = json.dumps(content, indent=1, ensure_ascii=False)
     try:
         with open(temporary, "wb") as file:
             if isinstance(content, str):
@@ -735,36 +723,34 @@ def read_checkpoint(path, script=None):
     return content
 
 
-# Where things are (`check_data` compares what is in them), how fast it goes, what is measured
+# Where things are (`fingerprint` tells what is in them), how fast it goes, what is measured
 RESUME_CAN_CHANGE = """output data root workers amp compile accumulate log_every
 checkpoint_every keep_every validate_every""".split()
 
 
 def load_checkpoint(args):
-    """The first line of main: write args.json -> what the same command saved, {} for a new run"""
-    path = Path(args.output, "checkpoint.pth")
+    """-> what the same command saved, {} for a new run; `begin_run` tells whether it is the same"""
     make_folder(args.output)
-    checkpoint = read_checkpoint(path, args.script) if path.exists() else {}
+    path = Path(args.output, "checkpoint.pth")
+    return read_checkpoint(path, args.script) if path.exists() else {}
+
+
+def begin_run(args, checkpoint, *splits):
+    """Refuse to resume with other flags or data; write args.json.  splits: see `fingerprint`"""
+    args.fingerprint = [fingerprint(*columns) for columns in splits]
     if os.path.isfile(getattr(args, "init", None) or ""):
-        args.init_hash = hashlib.blake2b(Path(args.init).read_bytes(), digest_size=8).hexdigest()
+        args.fingerprint.append(zlib.crc32(Path(args.init).read_bytes()))
     for name, before in checkpoint.get("args", {}).items():
-        now = getattr(args, name, before)  # a flag may be gone; fingerprint is none
+        now = getattr(args, name, before)  # a flag may be gone
         if before != now and name not in RESUME_CAN_CHANGE:
             differ = f"--{name.replace('_', '-')} {before}, not {now}".replace("None", "left out")
+            if name == "fingerprint":
+                differ = "other photos, captions, labels or weights of --init"
             fail(f"{args.output} holds a run with {differ}: choose another --output, or delete the "
                  "folder to start over")  # fmt: skip
     if is_main():
         about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
-        save(path.with_name("args.json"), vars(args) | about)
-    return checkpoint
-
-
-def check_data(args, checkpoint, *splits):
-    """Refuse to resume with data of another `fingerprint`, which args keep for the checkpoints."""
-    args.fingerprint = [fingerprint(*columns) for columns in splits]
-    if checkpoint and checkpoint["args"].get("fingerprint") not in (None, args.fingerprint):
-        fail(f"{args.output} holds a run on other photos, captions or labels: choose another "
-             "--output, or delete the folder to start over")  # fmt: skip
+        save(f"{args.output}/args.json", vars(args) | about)
 
 
 def once(args, name, make):

@@ -346,14 +346,14 @@ def label_data(name, root, split):
     captioned = common.caption_data(name, root, split, tags=True)
     if not captioned.tag_names:
         fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
-    if not np.all(captioned.tagged):
+    if not captioned.tagged.all():
         keep = np.flatnonzero(captioned.tagged)
         left_out = f"{len(captioned) - len(keep)} of {len(captioned)} photos are left out"
         print_main(f'{left_out}, which have no "tags"; "tags": [] says that none fits')
         captioned = captioned.select(keep)
     labels = np.zeros((len(captioned), len(captioned.tag_names)), np.int8)
     for row, tags in zip(labels, captioned.tags):
-        row[tags] = 1
+        row[np.isin(captioned.tag_names, tags)] = 1
     return LabelData(captioned.images, labels, captioned.tag_names, captioned.open)
 
 
@@ -379,8 +379,8 @@ def folder_labels(root, split):
     except FileNotFoundError as error:  # no folders of classes, or nothing in one of them
         fail(f"{str(error).strip()} Expected is {split}/CLASS/PHOTO: see --root, --train-split")
     if len(found.classes) == 1:
-        fail(f"{path} holds one class, {found.classes[0]}, of which nothing can be learned: is "
-             "--root a folder too high?")  # fmt: skip
+        fail(f"{path} holds one class, {found.classes[0]}, of which nothing can be learned: "
+             "are others missing, or is --root a folder too high?")  # fmt: skip
     if others:
         print_main(f"{len(others)} files are left out, by their names no photos, as {others[0]}")
     paths, labels = zip(*found.samples)
@@ -663,7 +663,8 @@ def svm_icmlm(train, test, names, seed, device):
 
 def with_mean(scores, names):
     if not scores:
-        fail("no class has positive and negative photos, both in training and in testing")
+        fail("no class has positive and negative photos, both in training and in testing: do the "
+             "splits spell their tags alike?")  # fmt: skip
     left_out = [name for name in names if name not in scores]
     if left_out:
         common.report_once(f"{len(left_out)} classes are left out, which lack training or test "

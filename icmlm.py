@@ -45,6 +45,7 @@ import os
 import time
 from array import array
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import numpy as np
 import regex
@@ -174,7 +175,7 @@ def main(args):
     # Data: the frozen language model, and one triplet for each word that can be masked.
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    common.check_data(args, checkpoint, train.columns(), val.columns())
+    common.begin_run(args, checkpoint, train.columns(), val.columns())
     if not checkpoint:
         common.require_spaces(train.all_captions())
     lm_name = args.lm
@@ -292,12 +293,12 @@ def filter_captions(data, tokenize, max_words):
     for captions in progress(list(data.captions), desc="caption lengths", leave=False):
         distinct = dict.fromkeys(captions)
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
-    before, after = data.captions.ends[-1], sum(map(len, kept))
+    before, after = len(data.all_captions()), sum(map(len, kept))
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
                f"not of 3 to {max_words} words or tokens")  # fmt: skip
     if not after:
         fail("a split has no captions left: raise --max-words, or join keywords to one caption")
-    return data.with_captions(kept)
+    return replace(data, captions=common.lists(kept))
 
 
 def tag_words(captions, tagger):
@@ -376,7 +377,7 @@ def load_triplets(args, splits, tokenizer):
     samples, kept = [], common.read_json(f"{args.output}/captions.json")
     with np.load(path) as arrays:
         for data, captions, triplets in zip(splits, kept, arrays.values()):
-            data = data.with_captions(captions)
+            data = replace(data, captions=common.lists(captions))
             samples.append(MaskedWords(data, triplets, concepts, tokenizer, args))
     return concepts, *samples
 

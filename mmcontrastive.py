@@ -24,7 +24,7 @@ Where the paper is:
     Eqs. 1, 6, 9, 12, queries                MultimodalContrastive.forward
     Eqs. 2, 7, 10, 13, keys                  MultimodalContrastive.encode_keys
     momentum encoders, queues [Sec. 3.1]     update_momentum, Queue
-    Eqs. 3, 8, of two views                  contrastive_losses, log_probabilities
+    Eqs. 3, 8, of two views                  contrastive_losses
     Eqs. 4, 5, of common tags                tag_loss; extras/nouns.py
     Eqs. 11, 14, between the modalities      ranking_loss
     Eq. 15, their weighted sum               main
@@ -181,13 +181,13 @@ def main(args):
     bn_group = batchnorm_group(args)
     tagged = args.lambda_tag and args.tags == "annotated"
     annotated = common.caption_data(args.data, args.root, args.train_split, tagged)
-    common.check_data(args, checkpoint, annotated.columns())
+    common.begin_run(args, checkpoint, annotated.columns())
     train, num_tags = usable_photos(args, annotated)
     translations = read_backtranslations(args, train)
     if args.lambda_ic:  # retrieval is measured at the end
         val = common.caption_data(args.data, args.root, args.val_split)
     queue_size = fit_queue(args, len(train))
-    tokenizer, bert_config, pretrained = load_caption_model(args, init, train, device)
+    tokenizer, config, pretrained = load_caption_model(args, init, train.all_captions(), device)
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
     print_main(f"{len(train)} photos, {num_tags} tags, queues of {queue_size} keys, {iters} "
                f"iterations at lr {args.lr:g}, text lr {args.text_lr:g}, on {device}, amp "
@@ -195,15 +195,16 @@ def main(args):
 
     # Encoders, momentum encoders, queues and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
-    encoders = build_encoders(args, bert_config, bn_group)
+    encoders = build_encoders(args, config, bn_group)
     backbone = encoders["image"].trunk[0]
     if pretrained and not checkpoint:
         load_pretrained(encoders["caption"].trunk.bert, pretrained)
     common.load_init(init, nn.ModuleDict({"queries": encoders}), backbone)
     model = MultimodalContrastive(encoders, queue_size, num_tags)
     model.to(device, memory_format=torch.channels_last)
-    rates = args.lr, args.text_lr
-    groups = [{"params": x.parameters(), "lr": lr} for x, lr in zip(encoders.values(), rates)]
+    groups = [{"params": encoders["image"].parameters()}]  # at --lr
+    if config:
+        groups += [{"params": encoders["caption"].parameters(), "lr": args.text_lr}]
     optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
@@ -232,6 +233,8 @@ def main(args):
         captions_k = [batch.get("captions_k") for batch in micro_batches]
         with common.autocast(device, args.amp):  # {"image_intra": (B, 128), ...}
             keys = model.encode_keys(images_k, captions_k, (args.seed, iteration))
+        for name in "tags", "captioned":  # (B, num_tags) of 0 and 1, (B,)
+            keys[name] = torch.cat([batch[name] for batch in micro_batches])
 
         for part, batch in enumerate(micro_batches):
             # DDP averages the gradients of all processes, once: after the last micro-batch.
@@ -240,17 +243,14 @@ def main(args):
             with common.autocast(device, args.amp):
                 queries = ddp(images_q, batch.get("captions_q"))
             own_keys = {name: key.chunk(args.accumulate)[part] for name, key in keys.items()}
-            tags, captioned = batch["tags"], batch["captioned"]  # (B, num_tags) of 0 and 1, (B,)
-            losses = contrastive_losses(queries, own_keys, model.queues, tags, captioned, args)
+            losses = contrastive_losses(queries, own_keys, model.queues, args)
             # Eq. 15: lambda_ii J_ii + lambda_tag J_tag + ..., of the losses in use
             loss = sum(getattr(args, f"lambda_{name}") * losses[name] for name in losses)
             scaler.scale(loss / args.accumulate).backward()
             log.add(loss=loss, **losses)
         scaler.step(optimizer)
         scaler.update()
-        tags = torch.cat([batch["tags"] for batch in micro_batches])
-        captioned = torch.cat([batch["captioned"] for batch in micro_batches])
-        model.enqueue(keys, tags, captioned, iteration)
+        model.enqueue(keys, iteration)
 
         if iteration % args.log_every == 0:
             row = log.means(iteration)
@@ -305,10 +305,10 @@ def read_backtranslations(args, data):
         fail(f"{len(missing)} captions have no back-translation in {path}: tools/backtranslate.py "
              "writes them; --caption-views sibling needs none")  # fmt: skip
 
-    def lists(by):
+    def translated(by):
         return [[rows[caption][by].strip() or caption for caption in row] for row in data.captions]
 
-    return [common.Lists(lists(by), common.STRINGS) for by in ("fr", "de")]
+    return [common.lists(translated(by)) for by in ("fr", "de")]
 
 
 def fit_queue(args, num_photos):
@@ -340,7 +340,7 @@ class TwoViews(common.Photos):
 
     def sample(self, index, rng):
         if rng is None:
-            return {"image": self.photo(index, rng)["image"], "index": index}
+            return self.photo(index, rng) | {"index": index}
         args = self.args
         crop = partial(common.random_crop, rng, args.crop_min)
         images = common.read_crops(self.data, index, [crop, crop], args.image_size)
@@ -360,10 +360,14 @@ class TwoViews(common.Photos):
             # Photo 0, a query, meets caption 1, a key (Eq. 11), and photo 1 caption 0 (Eq. 14), in
             # which left and right are swapped. [ours: the two captions of Eq. 8 may then disagree]
             captions[1 - n] = common.swap_left_right(captions[1 - n])
-        tags = np.zeros(len(self.data.tag_names or ()), bool)
-        tags[self.data.tags[index]] = True
-        sample = {"images": np.stack(images), "jitter": jitter, "sigma": sigma}
-        return sample | {"captions": captions, "captioned": any(captions), "tags": tags}
+        return {
+            "images": np.stack(images),
+            "jitter": jitter,
+            "sigma": sigma,
+            "captions": captions,
+            "captioned": any(captions),
+            "tags": np.isin(self.data.tag_names, self.data.tags[index]),
+        }
 
     def two_captions(self, index, rng):
         """Of one caption [Sec. 3.1], the first is itself [ours]; ["", ""] if there is no caption"""
@@ -371,13 +375,11 @@ class TwoViews(common.Photos):
         if not captions:
             return ["", ""]
         n = rng.integers(len(captions))
-        first = second = captions[n]
-        if self.args.caption_views == "sibling" and len(captions) > 1:
-            siblings = captions[:n] + captions[n + 1 :]
-            second = siblings[rng.integers(len(siblings))]
+        first = second = captions.pop(n)
+        if self.args.caption_views == "sibling" and captions:
+            second = rng.choice(captions)
         elif self.translations:
-            translated = self.translations[rng.integers(len(self.translations))]
-            second = translated[index][n]
+            second = self.translations[rng.integers(2)][index][n]  # via French or German
         return [first, second]
 
 
@@ -401,7 +403,8 @@ def tokenize(tokenizer, captions):
 
 def augment_view(batch, n, args):
     """View 0 (of queries) or 1 (of keys) of the photos -> (B, 3, size, size)"""
-    images = common.augment(batch["images"][:, n], batch["jitter"][:, n].float())
+    jitter = batch["jitter"][:, n].float()
+    images = common.augment(batch["images"][:, n], jitter)
     if args.blur == 0:
         return images
     with common.autocast(images.device, args.amp):  # the first convolution would round it anyway
@@ -412,7 +415,8 @@ def blur(images, sigma):
     """Gaussian blur of images (B, 3, size, size), by sigma (B,) pixels each; 0: none [MoCo-v2]"""
     x = torch.arange(images.size(-1), device=images.device)
     sigma = sigma.clamp(min=1e-3)[:, None, None]
-    weights = (-0.5 * ((x[:, None] - x) / sigma) ** 2).softmax(-1)[:, None]  # (B, 1, size, size)
+    distances = (x[:, None] - x) / sigma
+    weights = (-0.5 * distances**2).softmax(-1)[:, None]  # (B, 1, size, size)
     blurred = weights @ images.contiguous() @ weights.mT  # over rows and columns
     return blurred.contiguous(memory_format=torch.channels_last)
 
@@ -462,13 +466,15 @@ class Encoder(nn.Module):
 
     def forward(self, inputs):
         features = self.trunk(inputs)  # (B, width)
-        return {name: F.normalize(mlp(features).float(), dim=1) for name, mlp in self.mlps.items()}
+        vectors = {}
+        for name, mlp in self.mlps.items():
+            vectors[name] = F.normalize(mlp(features).float(), dim=1)
+        return vectors
 
 
 def build_mlp(width, hidden, dim):
-    if not hidden:
-        return nn.Sequential(nn.Linear(width, dim))
-    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, dim))
+    first = [nn.Linear(width, hidden), nn.ReLU()] if hidden else []
+    return nn.Sequential(*first, nn.Linear(hidden or width, dim))
 
 
 class CaptionTrunk(nn.Module):
@@ -489,7 +495,7 @@ class CaptionTrunk(nn.Module):
         return output.last_hidden_state[:, 0] if pooled is None else pooled
 
 
-def load_caption_model(args, init, train, device):
+def load_caption_model(args, init, captions, device):
     """-> tokenizer, configuration of BERT, where its weights are (None: random, or in --init)"""
     if not (args.lambda_cc or args.lambda_ic):
         return None, None, None
@@ -504,7 +510,7 @@ def load_caption_model(args, init, train, device):
 
     def make(folder):
         if source == "scratch":
-            parts = common.extra("small_bert").of_flags(args, train.all_captions(), folder, device)
+            parts = common.extra("small_bert").of_flags(args, captions, folder, device)
         else:
             parts = read_caption_model(source)
         for part in parts:
@@ -514,7 +520,7 @@ def load_caption_model(args, init, train, device):
     tokenizer, config = read_caption_model(folder)
     if args.lm == "scratch":
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
-    some = train.all_captions()[:: len(train) // 2000 + 1]  # thousands: all would take a minute
+    some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
     cut = sum(len(tokens) > MAX_TOKENS for tokens in tokenizer(some)["input_ids"])
     if cut > 0.01 * len(some):
         print_main(f"{cut} of {len(some)} captions exceed {MAX_TOKENS} tokens: ends are not read")
@@ -594,27 +600,26 @@ class MultimodalContrastive(nn.Module):
         processes.  captions: (2, B, T) or None for each micro-batch; dropout is on [ours]
         """
         images = common.gather(images)
-        order = torch.from_numpy(np.random.default_rng(seed).permutation(len(images)))
-        order = order.to(images.device, non_blocking=True)
-        shuffled = images[order.chunk(common.world_size())[common.rank()]]
-        keys = self.keys["image"](shuffled.contiguous(memory_format=torch.channels_last))
+        order = np.random.default_rng(seed).permutation(len(images))
+        order = torch.from_numpy(order).to(images.device, non_blocking=True)
+        own = order.chunk(common.world_size())[common.rank()]
+        shuffled = images[own].contiguous(memory_format=torch.channels_last)
+        keys = self.keys["image"](shuffled)
         unshuffle = order.argsort().chunk(common.world_size())[common.rank()]
         keys = {name: common.gather(key)[unshuffle] for name, key in keys.items()}  # Eqs. 2, 13
         if captions[0] is not None:
             encoded = [self.keys["caption"](part) for part in captions]  # Eqs. 7, 10
-            keys |= {name: torch.cat([key[name] for key in encoded]) for name in encoded[0]}
+            for name in encoded[0]:
+                keys[name] = torch.cat([key[name] for key in encoded])
         return keys
 
     @torch.no_grad()
-    def enqueue(self, keys, tags, captioned, iteration):
-        """Put the keys of all processes over the oldest ones.  keys: {name: (B, dim)}, tags (B, T),
-        captioned (B,): caption keys of photos without captions are invalid.
-        """
-        rows = {**keys, "tags": tags}
-        captioned = common.gather(captioned)
+    def enqueue(self, keys, iteration):
+        """Put k of all processes over the oldest keys; those of missing captions are invalid"""
+        captioned = common.gather(keys["captioned"])
         for name, queue in self.queues.items():
             valid = captioned if name.startswith("caption") else torch.ones_like(captioned)
-            queue.enqueue(common.gather(rows[name]), valid, iteration)
+            queue.enqueue(common.gather(keys[name]), valid, iteration)
 
 
 class Queue(nn.Module):
@@ -646,7 +651,8 @@ class SplitBatchNorm(nn.BatchNorm2d):
         norm = super().forward
         if not self.training or len(x) <= self.group:
             return norm(x)
-        return torch.cat([norm(images) for images in x.split(self.group)])
+        groups = x.split(self.group)
+        return torch.cat([norm(group) for group in groups])
 
 
 def batchnorm_group(args):
@@ -656,51 +662,54 @@ def batchnorm_group(args):
     size = args.batch_size // groups
     if groups % parts or args.batch_size % groups or size < 2:
         fail(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} groups of "
-             f"two or more in {parts} parts (processes, accumulate): try fewer")  # fmt: skip
+             f"2 or more in {parts} parts (processes, accumulate): lower --bn-splits")  # fmt: skip
     return size
 
 
 @torch.no_grad()
 def update_momentum(queries, keys, m):
     """theta_k <- m theta_k + (1 - m) theta_q, MLPs included [Sec. 3.1]"""
-    torch._foreach_lerp_(list(keys.parameters()), list(queries.parameters()), 1 - m)
+    torch._foreach_lerp_([*keys.parameters()], [*queries.parameters()], 1 - m)
 
 
 # ---------------------------------------------------------------------------------------- losses
 
 
-def contrastive_losses(q, k, queues, tags, captioned, args):
+def contrastive_losses(q, k, queues, args):
     """Means over the batch [ours] -> {"ii", "tag", "cc", "ic", "ci": scalar}, for spaces in use
 
-    q, k: {name: (B, dim)}, of the same photos and captions.  queues: {name: Queue}.  tags (B, T),
-    captioned (B,).  A photo without tags adds 0 to Eq. 5, one without a caption to Eqs. 8, 11, 14.
+    q, k: {name: (B, dim)}, of the same photos and captions; in k also tags (B, T), captioned (B,):
+    a photo without tags adds 0 to Eq. 5, one without a caption to Eqs. 8, 11, 14.
     """
 
-    def pair(query, key):
-        return q[query], k[key], queues[key]
+    def similarities(query, key):
+        """q . k+ with the own key, and q . k with the queue's, -inf where invalid -> (B, 1 + K)"""
+        own = (q[query] * k[key]).sum(1, keepdim=True)
+        others = q[query] @ queues[key].keys.T
+        others = others.masked_fill(~queues[key].valid, -math.inf)
+        return torch.cat([own, others], 1)
 
-    losses = {}
+    def log_probabilities(name):
+        """The logarithms in Eqs. 3, 5 and 8, where query and key are of one modality"""
+        logits = similarities(name, name) / args.temperature
+        return logits.log_softmax(1)
+
+    losses, captioned = {}, k["captioned"]
     if "image_intra" in q:
-        log_p = log_probabilities(*pair("image_intra", "image_intra"), args.temperature)
+        log_p = log_probabilities("image_intra")
         losses["ii"] = -log_p[:, 0].mean()  # Eq. 3
         if "tags" in queues:
-            loss = tag_loss(log_p, tags, queues["tags"], args.tag_threshold)
-            losses["tag"] = (loss * tags.any(1)).mean()  # Eq. 5
+            loss = tag_loss(log_p, k["tags"], queues["tags"], args.tag_threshold)
+            losses["tag"] = (loss * k["tags"].any(1)).mean()  # Eq. 5
     if "caption_intra" in q:
-        log_p = log_probabilities(*pair("caption_intra", "caption_intra"), args.temperature)
+        log_p = log_probabilities("caption_intra")
         losses["cc"] = (-log_p[:, 0] * captioned).mean()  # Eq. 8
     if "image_inter" in q:
-        loss = ranking_loss(*pair("image_inter", "caption_inter"))
+        loss = ranking_loss(similarities("image_inter", "caption_inter"))
         losses["ic"] = (loss * captioned).mean()  # Eq. 11
-        loss = ranking_loss(*pair("caption_inter", "image_inter"))
+        loss = ranking_loss(similarities("caption_inter", "image_inter"))
         losses["ci"] = (loss * captioned).mean()  # Eq. 14
     return losses
-
-
-def log_probabilities(q, k, queue, tau):
-    """The logarithms in Eqs. 3, 5 and 8 -> (B, 1 + K): of the own key, then of the queue's keys"""
-    logits = torch.cat(similarities(q, k, queue), 1) / tau
-    return logits.log_softmax(1)
 
 
 def tag_loss(log_p, tags, queue, threshold):
@@ -708,20 +717,14 @@ def tag_loss(log_p, tags, queue, threshold):
     common_tags = tags.float() @ queue.keys.T  # (B, K): t_p . t_j
     others = (common_tags > threshold) & queue.valid
     positives = F.pad(others, (1, 0), value=True)  # Eq. 4: the own key is one
-    return -log_p.masked_fill(~positives, 0).sum(1) / positives.sum(1)  # Eq. 5
+    sums = -log_p.masked_fill(~positives, 0).sum(1)
+    return sums / positives.sum(1)  # Eq. 5
 
 
-def ranking_loss(q, k, queue):
+def ranking_loss(similarities):
     """Eq. 11, Eq. 14: the sum over the queue of [alpha - q . k+ + q . k]_+ -> (B,)"""
-    l_pos, l_neg = similarities(q, k, queue)
-    return (MARGIN - l_pos + l_neg).clamp(min=0).sum(1)
-
-
-def similarities(q, k, queue):
-    """q . k+ with the own key -> (B, 1); q . k with the queue's -> (B, K), -inf where invalid"""
-    l_pos = (q * k).sum(1, keepdim=True)
-    l_neg = q @ queue.keys.T
-    return l_pos, l_neg.masked_fill(~queue.valid, -math.inf)
+    own, others = similarities[:, :1], similarities[:, 1:]
+    return (MARGIN - own + others).clamp(min=0).sum(1)
 
 
 # ------------------------------------------------------------------------------------- retrieval
@@ -737,8 +740,7 @@ def encode_images(encoder, data, args, device):
         with common.autocast(device, args.amp):
             output = encoder(common.augment(batch["image"]))
         vectors |= zip(batch["index"].tolist(), output["image_inter"].cpu())
-    readable = sorted(vectors)
-    return torch.stack([vectors[i] for i in readable]), readable
+    return torch.stack([*vectors.values()]), [*vectors]
 
 
 @torch.no_grad()
@@ -767,10 +769,12 @@ def validate(encoders, val, tokenizer, args, device):
     val = val.select(readable)
     captions = encode_captions(encoders["caption"], tokenizer, val.all_captions(), args, device)
     encoders.train()
-    image_of_caption = torch.tensor([i for i in range(len(val)) for _ in val.captions[i]])
-    chance = torch.rand(len(images), len(captions), generator=torch.manual_seed(args.seed))
+    image_of_caption = torch.tensor([i for i, row in enumerate(val.captions) for _ in row])
+    trained = images @ captions.T  # (N, M)
+    torch.manual_seed(args.seed)
+    chance = torch.rand_like(trained)
     result = {"images": len(images), "captions": len(captions)}
-    for name, similarity in {"trained": images @ captions.T, "random": chance}.items():
+    for name, similarity in {"trained": trained, "random": chance}.items():
         result[name] = retrieval_scores(similarity, image_of_caption)
         for way, scores in result[name].items():
             listed = ", ".join(f"{score} {value:.3g}" for score, value in scores.items())
@@ -790,8 +794,11 @@ def retrieval_scores(similarity, image_of_caption):
     for way, dim in {"image to text": 1, "text to image": 0}.items():
         best = similarity.masked_fill(~own, -math.inf).amax(dim, keepdim=True)
         ties = (similarity == best) & ~own
-        ranks = (similarity > best).sum(dim) + ties.sum(dim) / 2  # counted from 0
-        scores[way] = {f"R@{k}": 100 * (ranks <= k - 1).float().mean().item() for k in (1, 5, 10)}
+        better = (similarity > best).sum(dim)
+        ranks = better + ties.sum(dim) / 2  # counted from 0
+        scores[way] = {}
+        for k in 1, 5, 10:
+            scores[way][f"R@{k}"] = 100 * (ranks <= k - 1).float().mean().item()
         scores[way]["median rank"] = math.floor(np.median(ranks)) + 1  # [VSE++ code]
     return scores
 

@@ -37,6 +37,7 @@ import math
 import os
 import time
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import numpy as np
 import regex
@@ -168,7 +169,7 @@ def main(args):
     tags = args.labels == "instances"  # TP-Label [Sec. 4]
     train = common.caption_data(args.data, args.root, args.train_split, tags)
     val = common.caption_data(args.data, args.root, args.val_split, tags)
-    common.check_data(args, checkpoint, train.columns(), val.columns())
+    common.begin_run(args, checkpoint, train.columns(), val.columns())
     if common.is_main() and not checkpoint:
         make_labels(args, (train, val), device)  # once: it takes long
     common.barrier()
@@ -276,12 +277,12 @@ def filter_captions(data, tokenize, max_words):
     for captions in progress(list(data.captions), desc="caption lengths", leave=False):
         distinct = dict.fromkeys(captions)
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
-    before, after = data.captions.ends[-1], sum(map(len, kept))
+    before, after = len(data.all_captions()), sum(map(len, kept))
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
                f"not of 3 to {max_words} words or tokens")  # fmt: skip
     if not after:
         fail("a split has no captions left: raise --max-words, or join keywords to one caption")
-    return data.with_captions(kept)
+    return replace(data, captions=common.lists(kept))
 
 
 def tag_words(captions, tagger):
@@ -358,8 +359,8 @@ def make_labels(args, splits, device):
         names, labels = lda_labels(splits, args.num_labels, args.seed)
     elif args.labels == "instances":  # TP-Label [Sec. 4]
         names = splits[0].tag_names
-        if not names:
-            fail('--labels instances needs tags: instances_*.json, or "tags" in the .jsonl')
+        if len(names) < 2:
+            fail('--labels instances needs two tags: instances_*.json, or "tags" in the .jsonl')
         labels = [multi_hot(data.tags, names) for data in splits]
     else:  # every photo has all four labels, for it is seen in each rotation (four_rotations)
         names = ["0°", "90°", "180°", "270°"]
@@ -394,8 +395,8 @@ def cluster_labels(args, splits, device):
     names = [captions[n] for n in pairwise_distances_argmin(kmeans.cluster_centers_, vectors[0])]
     labels = []
     for data, rows in zip(splits, vectors):
-        clusters = kmeans.predict(rows)  # of all captions
-        labels.append(multi_hot(np.split(clusters, data.captions.ends[1:-1]), names))
+        clusters = iter(kmeans.predict(rows))  # of all captions
+        labels.append(multi_hot([[next(clusters) for _ in row] for row in data.captions], range(k)))
     return names, labels
 
 
@@ -461,9 +462,9 @@ def lda_labels(splits, num_labels, seed):
     return names, labels
 
 
-def multi_hot(rows, names):
-    """A list of indices of names for each of N photos -> (N, K) sparse, of 1 and 0"""
-    return MultiLabelBinarizer(classes=range(len(names)), sparse_output=True).fit_transform(rows)
+def multi_hot(rows, classes):
+    """Some of the K classes for each of N photos -> (N, K) sparse, of 1 and 0"""
+    return MultiLabelBinarizer(classes=classes, sparse_output=True).fit_transform(rows)
 
 
 def labelled(data, labels):
@@ -600,7 +601,7 @@ def validate(model, photos, frequencies, args, device):
     logits, targets = torch.cat(all_logits), torch.cat(all_targets)
     scores = {"loss": round(label_loss(logits, targets, args.labels).item(), 4)}
     scores |= tag_scores(logits.numpy(), targets.numpy(), args.labels)
-    print_main(f"validation: {scores}")
+    print_main(f"validation, {len(photos)} photos: {scores}")
     frequencies = np.broadcast_to(frequencies, targets.shape)
     alone = tag_scores(frequencies, targets.numpy(), args.labels)
     print_main(f"by label frequencies alone: {alone}")

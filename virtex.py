@@ -48,7 +48,6 @@ import re
 import time
 import unicodedata
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import sentencepiece
@@ -69,7 +68,6 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "init_std":         (None,       None,       0.02),        # official code; None: H^-0.5
     "zero_residual":    (False,      False,      True),        # official code; others [ours]
     "dropout":          (0.0,        0.1,        0.1),         # official code
-    "vocab_size":       (10_000,     10_000,     10_000),      # Sec. 3; fewer for few captions
     "batch_size":       (32,         64,         256),         # Sec. 3
     "iters":            (540,        None,       500_000),     # Sec. 3
     "epochs":           (None,       25.0,       None),
@@ -79,15 +77,14 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "text_iters":       (0,          600,        0),           # small [ours]
     "warmup":           (0.05,       0.05,       0.02),        # Sec. 3: 10K of 500K iterations
     "weight_decay":     (1e-2,       1e-2,       1e-4),        # Sec. 3
-    "lookahead_k":      (5,          5,          5),           # Sec. 3
     "lookahead_alpha":  (1.0,        1.0,        0.5),         # Sec. 3; 1: no look-ahead
-    "max_norm":         (10.0,       10.0,       10.0),        # of the gradient: official code
     "log_every":        (10,         20,         20),
     "validate_every":   (400,        2000,       10_000),
     "checkpoint_every": (200,        500,        10_000),
 }
 # fmt: on
 MAX_LENGTH = 30  # tokens per caption, [SOS] and [EOS] included [official code]
+LOOKAHEAD_K = 5  # iterations [Sec. 3]
 
 
 def get_args(argv=None):
@@ -141,8 +138,7 @@ def get_args(argv=None):
     # fmt: on
     args = parser.parse_args(argv)
     common.apply_recipe(args, "virtex", RECIPES)
-    if args.arch == "vgg16_bn":
-        args.zero_residual = False
+    args.zero_residual &= "resnet" in args.arch  # VGG has no residual blocks
     if args.hidden % 64:
         parser.error(f"--hidden {args.hidden} must be a multiple of 64 (A = H / 64 heads)")
     if args.task.endswith("classification"):
@@ -164,10 +160,11 @@ def main(args):
     val = common.caption_data(args.data, args.root, args.val_split, tags).captioned()
     if tags:
         train, val = with_tags(train), with_tags(val)
-    common.check_data(args, checkpoint, train.columns(), val.columns())
-    tokenizer = load_tokenizer(args, train, init)
+    common.begin_run(args, checkpoint, train.columns(), val.columns())
+    tokenizer = load_tokenizer(args, train.all_captions(), init)
     Model, Photos = ABLATIONS.get(args.task, (VirTex, CaptionedPhotos))
-    photos, val_photos = (Photos(data, tokenizer, args) for data in (train, val))
+    photos = Photos(train, tokenizer, args)
+    val_photos = Photos(val, tokenizer, args)
     num_outputs = FIRST_TAG + len(train.tag_names) if tags else tokenizer.get_piece_size()
     iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
     print_main(f"{len(train)} photos ({len(val)} for validation), {num_outputs} outputs, {iters} "
@@ -178,14 +175,18 @@ def main(args):
     torch.manual_seed(args.seed)
     residual = {"zero_init_residual": True} if args.zero_residual else {}
     backbone = common.build_backbone(args.arch, **residual)
-    how = {"init_std": args.init_std, "task": args.task}
-    model = Model(backbone, num_outputs, args.hidden, args.layers, args.dropout, **how)
+    model = Model(
+        backbone, num_outputs, args.hidden, args.layers, args.dropout,
+        task=args.task, init_std=args.init_std
+    )  # fmt: skip
     common.load_init(init, model, backbone)
     model.to(device, memory_format=torch.channels_last)
     if args.text_iters and not (checkpoint or init.get("model")) and common.is_main():
         language_first(model, photos, args, device)  # DDP gives other processes these weights
     if args.compile:
-        compile_parts(model)
+        model.visual["cnn"].compile()
+        for head in model.children():
+            head.compile(dynamic=True)  # caption lengths vary
     ddp = common.data_parallel(model).train()
     optimizer = common.build_optimizer(args, parameter_groups(model, args.text_lr))
     lookahead = copy.deepcopy(model)  # the slow weights
@@ -215,17 +216,17 @@ def main(args):
             scaler.scale(loss / args.accumulate).backward()
             log.add(loss=loss, **losses)
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)  # [official code]
         scaler.step(optimizer)
         scaler.update()
-        if iteration % args.lookahead_k == 0:
+        if iteration % LOOKAHEAD_K == 0:
             look_ahead(lookahead, model, args.lookahead_alpha)  # [Sec. 3]
 
         last = iteration == iters
         validate_now = iteration % args.validate_every == 0 or last
         if iteration % args.log_every == 0 or validate_now:
-            rates = {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
-            row = log.means(iteration) | rates
+            row = log.means(iteration)
+            row |= {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
             bar.set_postfix(loss=f"{row['loss']:.3f}")
             if validate_now and common.is_main():
                 scores = validate(model, val_photos, args, device)
@@ -234,8 +235,8 @@ def main(args):
                     common.save(f"{args.output}/result.json", {"validation_loss": scores})
             log.write(iteration, row)
         if args.keep_every and iteration % args.keep_every == 0:
-            name = f"model_{iteration}.pth"
-            common.save_checkpoint(args, name, iteration, {"model": model}, **own)
+            common.save_checkpoint(args, f"model_{iteration}.pth", iteration,
+                                   {"model": model}, **own)  # fmt: skip
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, **own)
 
@@ -256,13 +257,13 @@ def subset(data, fraction, captions_per_image, seed):
     order = np.random.default_rng(seed).permutation(len(data))
     chosen = np.sort(order[: max(1, round(fraction * len(data)))])
     data = data.select(chosen)
-    if not captions_per_image:
-        return data
-    rows = []
-    for i, captions in zip(chosen, data.captions):
-        rng = np.random.default_rng([seed, 0, i])  # of this photo
-        rows.append(rng.permutation(captions)[:captions_per_image])
-    return data.with_captions(rows)
+    if captions_per_image:
+        rows = []
+        for i, captions in zip(chosen, data.captions):
+            rng = np.random.default_rng([seed, 0, i])  # of this photo
+            rows.append(rng.permutation(captions)[:captions_per_image])
+        data.captions = common.lists(rows)
+    return data
 
 
 def normalise(caption):
@@ -271,7 +272,7 @@ def normalise(caption):
     return unicodedata.normalize("NFC", re.sub(common.ACCENTS, "", decomposed))
 
 
-def load_tokenizer(args, train, init):
+def load_tokenizer(args, captions, init):
     """The tokenizer of --init's checkpoint, else --tokenizer, else one trained on the captions"""
 
     def make(path):
@@ -280,32 +281,34 @@ def load_tokenizer(args, train, init):
         elif args.tokenizer:
             content = read_tokenizer(args.tokenizer).serialized_model_proto()
         else:
-            content = train_tokenizer(train.all_captions(), args.vocab_size)
+            content = train_tokenizer(captions)
         path.write_bytes(content)
 
     tokenizer = read_tokenizer(common.once(args, "tokenizer.model", make))
-    some = train.all_captions()[:: 1 + len(train) // 2000]
-    lengths = np.array([len(tokenizer.encode(normalise(caption))) for caption in some])
-    if (cut := np.mean(lengths > MAX_LENGTH - 2)) > 0.01:
+    some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
+    cut = np.mean([len(tokenizer.encode(normalise(text))) > MAX_LENGTH - 2 for text in some])
+    if cut > 0.01:
         print_main(f"{cut:.0%} of the captions are cut at {MAX_LENGTH - 2} tokens")
     return tokenizer
 
 
-def train_tokenizer(captions, vocab_size):
-    """SentencePiece BPE [Sec. 3] -> the serialised model, of at most `vocab_size` tokens"""
+def train_tokenizer(captions, vocab_size=10_000):
+    """SentencePiece BPE [Sec. 3] -> the serialised model. A small corpus has fewer tokens.
+
+    Its defaults: no piece joins letters and punctuation [Sec. 3], UNK is 0, there is no padding.
+    """
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=map(normalise, progress(captions, desc="tokenizer", unit=" captions")),
+        sentence_iterator=map(normalise, progress(captions, desc="tokenizer")),
         model_writer=model,
         model_type="bpe",
         vocab_size=vocab_size,
         hard_vocab_limit=False,
-        split_by_unicode_script=True,  # no piece joins letters and punctuation [Sec. 3]
         character_coverage=1.0,
         max_sentence_length=1 << 20,  # bytes; what is longer would be ignored
-        unk_id=UNK,
-        **dict.fromkeys(("bos_id", "eos_id", "pad_id"), -1),
-        control_symbols="[SOS],[EOS],[MASK]",
+        bos_id=-1,  # none
+        eos_id=-1,
+        control_symbols="[SOS],[EOS],[MASK]",  # 1, 2, 3
         minloglevel=3,
     )
     return model.getvalue()
@@ -314,7 +317,7 @@ def train_tokenizer(captions, vocab_size):
 def read_tokenizer(path):
     if not os.path.isfile(path):
         fail(f"there is no {path}: --tokenizer is a SentencePiece .model file")
-    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=f"{path}")
     if tokenizer.piece_to_id(["[SOS]", "[EOS]", "[MASK]"]) != [SOS, EOS, MASK]:
         fail(f"{path} must have [SOS], [EOS], [MASK] as ids 1, 2, 3")
     return tokenizer
@@ -326,20 +329,19 @@ def language_first(model, photos, args, device):
     Few photos are not to be spent on learning English: from here on, what lowers the loss is what
     the photo shows. [ours; the other scripts' language models read the captions first, too]
     """
-    heads = [p for name, p in model.named_parameters() if not name.startswith("visual.")]
-    optimizer = torch.optim.AdamW(heads, lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # the backbone gets no gradient
     captions = photos.data.all_captions()
     rng = np.random.default_rng(args.seed)
     no_photo = torch.zeros(64, 1, args.hidden, device=device)  # (B, S, H)
-    for iteration in progress(range(args.text_iters), desc="captions alone", unit=" its"):
+    for iteration in progress(range(args.text_iters), desc="captions alone"):
         common.set_lr(optimizer, common.lr_factor(iteration, args.text_iters, warmup=0.1))
-        chosen = rng.integers(len(captions), size=len(no_photo))
+        chosen = rng.integers(len(captions), size=64)
         batch = photos.collate_text([photos.text(captions[n], rng) for n in chosen])
         with common.autocast(device, "off" if args.amp == "fp16" else args.amp):  # no scaler here
             totals = model.text_losses(no_photo, *(x.to(device) for x in batch.values()))
         optimizer.zero_grad()
         sum(total / number for total, number in totals.values()).backward()
-        nn.utils.clip_grad_norm_(heads, 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
 
@@ -356,8 +358,7 @@ class CaptionedPhotos(common.Photos):
     def sample(self, index, rng):
         sample = self.photo(index, rng)
         captions = self.data.captions[index]
-        n = rng.integers(len(captions)) if rng else index % len(captions)  # not always the first
-        caption = captions[n]
+        caption = rng.choice(captions) if rng else captions[index % len(captions)]
         if sample["flipped"]:
             caption = common.swap_left_right(caption)  # flipped with the photo [Sec. 3]
         rng = rng or np.random.default_rng([self.args.seed, 0, index])
@@ -368,26 +369,26 @@ class CaptionedPhotos(common.Photos):
         return {"tokens": tokens[:MAX_LENGTH]}
 
     def collate(self, samples):
-        """-> images uint8 (B, size, size, 3), jitter (B, 4), and what collate_text returns"""
-        images, jitter = (common.stack(samples, name) for name in ("image", "jitter"))
-        return {"images": images, "jitter": jitter, **self.collate_text(samples)}
+        """-> image uint8 (B, size, size, 3), jitter (B, 4), and what collate_text returns"""
+        batch = {name: common.stack(samples, name) for name in ("image", "jitter")}
+        return batch | self.collate_text(samples)
 
     def collate_text(self, samples):
-        """-> tokens (B, T), the same of each caption's reverse, and the targets' positions: flat
-        indices into either's [:, 1:], without padding. Found on a GPU, they would synchronise.
+        """-> tokens (B, T), the same of each caption's reverse, and the positions of all N targets
+        in either's [:, 1:], without padding (N, 2). Found on a GPU, they would synchronise.
         """
         rows = [sample["tokens"] for sample in samples]
         targets = pad([[1] * len(row) for row in rows])[:, 1:]  # (B, T - 1), 0 at padding
         return {
             "tokens": pad(rows),
             "backward_tokens": pad([row[::-1] for row in rows]),
-            "positions": targets.flatten().nonzero().squeeze(1),
+            "positions": targets.nonzero(),
         }
 
 
 def pad(sequences):
     """Lists of ids -> (B, T) int64, zero-padded on the right"""
-    return nn.utils.rnn.pad_sequence(list(map(torch.tensor, sequences)), batch_first=True)
+    return nn.utils.rnn.pad_sequence([*map(torch.tensor, sequences)], batch_first=True)
 
 
 # ----------------------------------------------------------------------------------------- model
@@ -397,24 +398,22 @@ class VirTex(nn.Module):
     """Backbone and textual heads; calling it returns the losses [Sec. 3].
 
     Names of the official code; in Eq. 1 theta is visual, phi_f textual, phi_b backward_textual.
-    backbone: (B, 3, h, w) -> (B, backbone.channels, h / 32, w / 32)
+    backbone: (B, 3, h, w) -> (B, channels, h / 32, w / 32).  sizes, options: of TextualHead
     """
 
-    def __init__(
-        self, backbone, vocab_size, hidden, layers=1, dropout=0.1, max_length=MAX_LENGTH,
-        task="bicaptioning", init_std=0.02,
-    ):  # fmt: skip
+    def __init__(self, backbone, *sizes, task="bicaptioning", **options):
         super().__init__()
         self.visual = nn.ModuleDict({"cnn": backbone})
-        sizes = backbone.channels, vocab_size, hidden, layers
-        self.textual = head = TextualHead(*sizes, dropout, max_length, init_std)
+        self.textual = head = TextualHead(backbone.channels, *sizes, **options)
         self.backward_textual = None
         if task == "bicaptioning":
             # The Transformers start alike and are trained apart [official code]; the directions
             # share embedding, output [Sec. 3] and projection [official code].
-            shared = head.visual_projection, head.embedding, head.output
-            memo = {id(module): module for module in shared}  # what is in it, is not copied
-            self.backward_textual = copy.deepcopy(head, memo)
+            backward = copy.deepcopy(head)
+            backward.embedding = head.embedding
+            backward.output = head.output
+            backward.visual_projection = head.visual_projection
+            self.backward_textual = backward
 
     def forward(self, images, *captions):
         """images (B, 3, h, w), captions: see collate_text -> {name: (sum of losses, number)}"""
@@ -439,13 +438,14 @@ class VirTex(nn.Module):
 
 
 def token_loss(output, vectors, targets, positions):
-    """Cross-entropy of the targets (B, T) at the flat `positions`, given vectors (B, T, H)
+    """Cross-entropy of the targets (B, T) at the positions (N, 2), given vectors (B, T, H)
 
     -> its sum over known tokens, their number (1 if there are none). Unknown ones, which share the
     id of padding, are no targets [official code]; padding does not pass through the output layer.
     """
-    logits = output(vectors.flatten(0, 1)[positions])  # (positions, vocabulary)
-    targets = targets.flatten()[positions]
+    photo, place = positions.T
+    logits = output(vectors[photo, place])  # (N, vocabulary)
+    targets = targets[photo, place]
     total = F.cross_entropy(logits, targets, ignore_index=UNK, reduction="sum")
     return total, (targets != UNK).sum().clamp(min=1)
 
@@ -453,7 +453,10 @@ def token_loss(output, vectors, targets, positions):
 class TextualHead(nn.Module):
     """One direction: a Transformer that reads tokens and an image [Sec. 3]. Official names."""
 
-    def __init__(self, channels, vocab_size, hidden, layers, dropout, max_length, init_std):
+    def __init__(
+        self, channels, vocab_size, hidden, layers=1, dropout=0.1,
+        max_length=MAX_LENGTH, init_std=0.02
+    ):  # fmt: skip
         super().__init__()
         self.visual_projection = nn.Linear(channels, hidden)
         self.embedding = Embedding(vocab_size, hidden, dropout, max_length)
@@ -474,16 +477,14 @@ class TextualHead(nn.Module):
         """(B, channels, h, w) -> the image's vectors (B, h * w, H)"""
         return self.visual_projection(features.flatten(2).mT)
 
-    def forward(self, tokens, image_features, causal=True, padding=None):
+    def forward(self, tokens, image_features):
         """tokens (B, T), image_features (B, S, H) -> vectors (B, T, H)
 
-        causal: each token sees itself and those before it.  padding: (B, T), True where not seen
+        Each token sees the image, itself and the tokens before it.
         """
-        x, length = self.embedding(tokens), tokens.size(1)
-        future = x.new_ones(length, length, dtype=torch.bool).triu(1) if causal else None
-        return self.transformer(
-            x, image_features, tgt_mask=future, tgt_key_padding_mask=padding, tgt_is_causal=causal
-        )
+        future = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), tokens.device)
+        x = self.embedding(tokens)
+        return self.transformer(x, image_features, tgt_mask=future, tgt_is_causal=True)
 
 
 class Embedding(nn.Module):
@@ -499,14 +500,7 @@ class Embedding(nn.Module):
     def forward(self, tokens):
         x = self.words(tokens) + self.positions.weight[: tokens.size(1)]
         x = self.dropout(self.layer_norm(x))
-        return x * (tokens != PAD).unsqueeze(-1)  # 0 for padding and unknown [official code]
-
-
-def compile_parts(model):
-    model.visual["cnn"].compile()
-    for head in model.children():
-        if isinstance(head, TextualHead):
-            head.compile(dynamic=True)  # caption lengths vary
+        return x * (tokens != PAD)[..., None]  # 0 for padding and unknown [official code]
 
 
 # ------------------------------------------------------------------------------------- optimizer
@@ -516,16 +510,17 @@ def parameter_groups(model, text_lr):
     """The backbone at the optimizer's rate, the rest at `text_lr`. No weight decay on norms and
     biases of embedding and Transformers; biases of projection and output do decay [official code].
     """
-    backbone, decay, no_decay = [], [], []
+    decay, no_decay = [], []
     for name, parameter in model.named_parameters():
-        if name.startswith("visual."):
-            backbone.append(parameter)
-        elif re.search(r"textual\.(embedding|transformer)\..*(norm|bias)", name):
+        if re.search(r"textual\.(embedding|transformer)\..*(norm|bias)", name):
             no_decay.append(parameter)
-        else:
+        elif not name.startswith("visual."):
             decay.append(parameter)
-    heads = {"params": decay, "lr": text_lr}
-    return [{"params": backbone}, heads, {"params": no_decay, "lr": text_lr, "weight_decay": 0.0}]
+    return [
+        {"params": model.visual.parameters()},
+        {"params": decay, "lr": text_lr},
+        {"params": no_decay, "lr": text_lr, "weight_decay": 0.0},
+    ]
 
 
 @torch.no_grad()
@@ -551,11 +546,11 @@ def validate(model, photos, args, device):
         with common.autocast(device, args.amp):
             losses = model(common.augment(images), *captions)
         for name, loss in losses.items():
-            sums[name] += np.array(list(map(float, loss)))
+            sums[name] += np.array([*map(float, loss)])
     model.train()
     means = {name: total / number for name, (total, number) in sums.items()}
-    listed = ", ".join(f"{name} {loss:.2f}" for name, loss in means.items())
-    print_main(f"validation loss: {listed}")
+    for name, loss in means.items():
+        print_main(f"validation loss, {name}: {loss:.2f}")
     return means
 
 
@@ -566,19 +561,19 @@ class MaskedPhotos(CaptionedPhotos):
     """Photos with a caption in which some tokens are masked"""
 
     def text(self, caption, rng):
-        tokens = super().text(caption, rng)["tokens"]
-        masked = mask_tokens(tokens, self.tokenizer.get_piece_size(), rng)
-        return {"tokens": tokens, "masked": masked}
+        sample = super().text(caption, rng)
+        masked = mask_tokens(sample["tokens"], self.tokenizer.get_piece_size(), rng)
+        return sample | {"masked": masked}
 
     def collate_text(self, samples):
-        """-> tokens (B, T), the same with [MASK]s, padding (B, T), flat indices of known [MASK]s"""
+        """-> tokens (B, T), the same with [MASK]s, padding (B, T), positions (N, 2) of [MASK]s"""
         rows = [sample["tokens"] for sample in samples]
         masked = pad([sample["masked"] for sample in samples])
         return {
             "tokens": pad(rows),
             "masked": masked,
             "padding": pad([[1] * len(row) for row in rows]) == 0,
-            "positions": (masked == MASK).flatten().nonzero().squeeze(1),
+            "positions": (masked == MASK).nonzero(),
         }
 
 
@@ -592,7 +587,7 @@ def mask_tokens(tokens, vocab_size, rng):
         if draw < 0.85:
             masked[t] = MASK
         elif draw < 0.95:
-            masked[t] = int(rng.integers(MASK + 1, vocab_size))  # not a special one [ours]
+            masked[t] = rng.integers(MASK + 1, vocab_size)  # not a special one [ours]
     return masked
 
 
@@ -600,15 +595,17 @@ class MaskedLM(VirTex):
     """Masked language modelling: [MASK]ed tokens from the image and all other tokens"""
 
     def text_losses(self, image_features, tokens, masked, padding, positions):
-        vectors = self.textual(masked, image_features, causal=False, padding=padding)
-        return {"masked_lm": token_loss(self.textual.output, vectors, tokens, positions)}
+        head = self.textual
+        x = head.embedding(masked)
+        vectors = head.transformer(x, image_features, tgt_key_padding_mask=padding)
+        return {"masked_lm": token_loss(head.output, vectors, tokens, positions)}
 
 
 class TaggedPhotos(CaptionedPhotos):
     """Photos with their tags in place of a caption"""
 
     def sample(self, index, rng):
-        tags = [FIRST_TAG + tag for tag in self.data.tags[index]]
+        tags = [FIRST_TAG + self.data.tag_names.index(tag) for tag in self.data.tags[index]]
         return self.photo(index, rng) | {"tokens": tags}
 
 
@@ -617,9 +614,10 @@ FIRST_TAG = 4  # tags follow the ids of special tokens: 4 outputs more than the 
 
 def with_tags(data):
     """-> CaptionData of the images that have tags [official code]"""
-    keep = np.flatnonzero(np.diff(data.tags.ends))
-    if not len(keep):
+    keep = [n for n, tags in enumerate(data.tags) if tags]
+    if not keep:
         fail("--task multilabel_classification needs tags (for coco: instances_*.json)")
+    print_main(f"{len(keep)} of {len(data)} photos have tags, the others are left out")
     return data.select(keep)
 
 

@@ -13,6 +13,7 @@ box of the object that a word names. --weights is a checkpoint.pth or model_N.pt
 
 import argparse
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,7 @@ def main(args):
     common.make_folder(args.output)
     model, lm, tokenizer, concepts, trained = load_icmlm(args.weights, args.lm, device)
     if args.photo:
-        data = photo_files([args.photo]).with_captions([[args.caption]])
+        data = replace(photo_files([args.photo]), captions=common.lists([[args.caption]]))
         [positions] = maskable_words(data, tokenizer, concepts)
         maskable = [given_words(positions, args.word)]
     else:
@@ -104,7 +105,7 @@ def validation_photos(args, trained, tokenizer):
     order = np.random.default_rng(0).permutation(len(data))
     data = data.select(np.sort(order[: args.photos]))
     data = icmlm.filter_captions(data, tokenizer.tokenize, trained["max_words"]).captioned()
-    return data.with_captions([captions[:1] for captions in data.captions])
+    return replace(data, captions=common.lists(captions[:1] for captions in data.captions))
 
 
 def maskable_words(data, tokenizer, concepts):

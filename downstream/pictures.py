@@ -25,8 +25,8 @@ def photo_files(paths):
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing:
         fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
-    none = common.Lists([[] for _ in paths], common.STRINGS)
-    return common.CaptionData(np.array(paths, common.STRINGS), captions=none, tags=none)
+    none = common.lists([] for _ in paths)
+    return common.CaptionData(np.array(paths, common.STRINGS), none, none, [], np.zeros(len(paths)))
 
 
 @cache

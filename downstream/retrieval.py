@@ -136,7 +136,7 @@ def captioned_photos(args, split, max_photos):
 
 def image_of_caption(data):
     """-> (M,), the photo's index of each of M captions"""
-    return np.repeat(np.arange(len(data)), np.diff(data.captions.ends))
+    return np.repeat(np.arange(len(data)), [*map(len, data.captions)])
 
 
 class RandomCrops(eval_linear.CentralSquares):
@@ -319,7 +319,8 @@ def draw_retrieved(data, similarity, path):
     """For a caption of each of five photos, draw the eight nearest photos, its own in a frame"""
     photos = range(min(5, len(data)))
     texts = [data.captions[i][0] for i in photos]
-    scores, nearest = similarity[:, data.captions.ends[photos]].T.topk(min(8, len(data)))
+    first = np.cumsum([0, *(len(data.captions[i]) for i in photos)])[:-1]
+    scores, nearest = similarity[:, first].T.topk(min(8, len(data)))
     pictures.draw_rows(texts, data, nearest.tolist(), scores.tolist(), path, framed=photos)
     print_main(f"the photos nearest to some captions are in {path}")
 

@@ -32,6 +32,7 @@ initialisation and the most frequent tags, predicted for all photos. tagging.png
 import argparse
 import math
 from collections import Counter, defaultdict
+from itertools import chain
 
 import numpy as np
 import torch
@@ -114,9 +115,10 @@ def tagged_photos(args):
         train = train.select(np.sort(order[:count]))
     train_tags, val_tags = tags_of_photos(train, args), tags_of_photos(val, args)
     counts = Counter(tag for tags in train_tags for tag in tags)
-    if not counts:
-        none = f"no caption holds a word of {args.tags}" if args.tags else "the photos have no tags"
-        fail(f"{none}: give --tags a concepts.json of tp.py and captions with its words")
+    if len(counts) < 2:
+        where = f"the captions hold of {args.tags}" if args.tags else "the photos have"
+        fail(f"{where} {len(counts)} tags, but two are needed: give --tags a concepts.json of "
+             "tp.py and captions with its words")  # fmt: skip
     most_frequent_first = sorted(counts, key=lambda tag: (-counts[tag], tag))
     names = most_frequent_first[: args.num_tags]
     train = with_tags(train, train_tags, names)
@@ -140,7 +142,7 @@ def tags_of_photos(data, args):
         return [concepts.intersection(words_of(text)) for text in texts]
     if args.data == "shapes":
         return [scene_tags(scene) for scene in data.images]
-    return [[data.tag_names[k] for k in tags] for tags in data.tags]
+    return data.tags
 
 
 def scene_tags(scene):
@@ -156,12 +158,13 @@ def with_tags(data, tags, names):
     """CaptionData, the tags of each photo -> LabelData of the photos that have any of `names`"""
     index = {name: k for k, name in enumerate(names)}
     rows = [sorted({index[tag] for tag in found if tag in index}) for found in tags]
-    rows = common.Lists(rows, np.int32)
-    keep = np.flatnonzero(np.diff(rows.ends))
+    ends = np.cumsum([0, *map(len, rows)])
+    keep = np.flatnonzero(np.diff(ends))
     if len(keep) < len(data):
         print_main(f"{len(data) - len(keep)} of {len(data)} photos have no tag: left out")
-    ones = np.ones(len(rows.values), np.float32)
-    labels = sparse.csr_array((ones, rows.values, rows.ends), (len(data), len(names)))
+    columns = np.array(list(chain(*rows)), np.int32)
+    ones = np.ones(len(columns), np.float32)
+    labels = sparse.csr_array((ones, columns, ends), (len(data), len(names)))
     return eval_linear.LabelData(data.images, labels, names, data.open).select(keep)
 
 

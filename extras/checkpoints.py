@@ -14,26 +14,6 @@ MIDDLE = "layer2.0.conv1.weight", "features.7.weight"  # what each ResNet, each 
 CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|projector)\b")
 
 
-def read_init(args, content):
-    """content: of --init -> itself if the same script wrote it, else {"backbone": state dict}"""
-    if content.get("script") != args.script:
-        return {"backbone": load_backbone(args.init, args.arch).state_dict()}
-    if content["args"]["arch"] != args.arch:
-        fail(f"--init {args.init} is a {content['args']['arch']}, not --arch {args.arch}")
-    return content
-
-
-def load_matching(model, saved, skip):
-    """Load the tensors whose name and shape the model has, but those whose name starts with skip"""
-    state = model.state_dict()
-    loaded = {}
-    for name, value in saved.items():
-        if name in state and value.shape == state[name].shape and not name.startswith(skip):
-            loaded[name] = value
-    model.load_state_dict(loaded, strict=False)
-    print_main(f"--init: loaded {len(loaded)} of {len(state)} tensors")
-
-
 def load_backbone(path, arch=None):
     """A file of ours, VirTex, MoCo, SwAV, VICReg, DINO, Lightning, torchvision... -> backbone
 

@@ -20,8 +20,8 @@ def tagged(args, data):
     tags = []
     for captions in data.captions:
         words = set(WORD.findall(" ".join(captions).lower()))
-        tags.append([k for k, noun in enumerate(nouns) if noun in words])
-    return replace(data, tags=common.Lists(tags, int), tag_names=nouns)
+        tags.append([noun for noun in nouns if noun in words])
+    return replace(data, tags=common.lists(tags), tag_names=nouns)
 
 
 def find_nouns(captions, tagger, path):

@@ -52,10 +52,10 @@ def caption_data(split):
     """One split of --data shapes -> common.CaptionData, whose images are numbers for `draw`"""
     scenes = SPLITS.get(split) or common.fail(f"--data shapes has no split {split}")
     objects = [objects_of(scene) for scene in scenes]
-    captions = common.Lists([describe(found) for found in objects], common.STRINGS)
-    tags = common.Lists([sorted({SHAPES.index(o.shape) for o in found}) for found in objects], int)
-    images = np.array(scenes, object)  # of int
-    return common.CaptionData(images, captions, tags, list(SHAPES), open=draw)
+    captions = common.lists(map(describe, objects))
+    tags = common.lists({o.shape: None for o in found} for found in objects)
+    images, tagged = np.array(scenes, object), np.full(len(scenes), True)  # images: of int
+    return common.CaptionData(images, captions, tags, list(SHAPES), tagged, draw)
 
 
 # --------------------------------------------------------------------------------------- objects

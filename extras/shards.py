@@ -21,18 +21,13 @@ from common import fail
 
 def save_index(folder, split, data):
     """Write FOLDER/{split}.index.  data: CaptionData; data.images: see open_in_shard"""
-    index = {
-        "tag_names": data.tag_names,
-        "caption_ends": torch.from_numpy(data.captions.ends),
-        "tag_ends": torch.from_numpy(data.tags.ends),
-        "tags": torch.from_numpy(data.tags.values),
-        "tagged": torch.from_numpy(data.tagged),
-    }
-    for name, strings in ("image", data.images), ("caption", data.captions.values):
+    index = {"tag_names": data.tag_names, "tagged": torch.from_numpy(data.tagged)}
+    columns = {"images": data.images, "captions": data.captions.joined, "tags": data.tags.joined}
+    for name, strings in columns.items():
         encoded = [string.encode() for string in strings]
         content = np.frombuffer(bytearray().join(encoded), np.uint8)
-        index[f"{name}_text"] = torch.from_numpy(content)
-        index[f"{name}_text_ends"] = torch.tensor([0, *map(len, encoded)]).cumsum(0)
+        index[name] = torch.from_numpy(content)
+        index[f"{name}_ends"] = torch.tensor([0, *map(len, encoded)]).cumsum(0)
     common.save(Path(folder, f"{split}.index"), index)
 
 
@@ -48,56 +43,35 @@ def caption_data(folder, split):
         fail(f"there is no {path} of tools/make_shards.py. The folder's splits: {found}; "
              "see --train-split and --val-split")  # fmt: skip
     index = torch.load(path, mmap=True, weights_only=True)
-    if "image_text" not in index:
+    if "captions_ends" not in index:
         fail(f"{path} is of an earlier version: run tools/make_shards.py --index-only again")
-    tag_names = index.pop("tag_names")
-    arrays = {name: tensor.numpy() for name, tensor in index.items()}
-
-    def mapped(content, ends, make):
-        return Mapped(content, arrays[ends][:-1], arrays[ends][1:], make)
-
-    images = mapped(arrays["image_text"], "image_text_ends", decode)
-    captions = mapped(arrays["caption_text"], "caption_text_ends", decode)
-    captions = mapped(captions, "caption_ends", list)  # of each photo
-    tags = mapped(arrays["tags"], "tag_ends", np.ndarray.tolist)
+    images, captions, tags = (
+        Mapped(index[name].numpy(), index[f"{name}_ends"].numpy())
+        for name in ("images", "captions", "tags")
+    )
     shard, *_ = images[0].split("\t")
     if not os.path.exists(shard):
         fail(f"{shard} is missing. Was it moved? Run tools/make_shards.py --index-only again")
-    tagged = arrays.get("tagged", True)  # older indices have none: no tag meant that none fits
-    return common.CaptionData(images, captions, tags, tag_names, tagged, open_in_shard)
-
-
-def decode(content):
-    return content.tobytes().decode()
+    captions, tags = common.Lists(captions), common.Lists(tags)
+    tagged = index["tagged"].numpy()
+    return common.CaptionData(images, captions, tags, index["tag_names"], tagged, open_in_shard)
 
 
 class Mapped:
-    """An array of strings, or common.Lists, whose parts may lie in a file mapped into memory
+    """An array of strings in a file mapped into memory; indexing by an array or a slice selects"""
 
-    Entry i is make(content[starts[i] : stops[i]]). Indexing by an array or a slice selects.
-    """
-
-    def __init__(self, content, starts, stops, make):
-        self.content = content
-        self.starts = starts
-        self.stops = stops
-        self.make = make
+    def __init__(self, content, ends, starts=None):
+        self.content = content  # bytes
+        self.starts, self.ends = (ends[:-1], ends[1:]) if starts is None else (starts, ends)
 
     def __len__(self):
         return len(self.starts)
 
     def __getitem__(self, key):
-        start, stop = self.starts[key], self.stops[key]
+        start, end = self.starts[key], self.ends[key]
         if np.ndim(start):
-            return Mapped(self.content, start, stop, self.make)
-        return self.make(self.content[start:stop])
-
-    select = __getitem__
-
-    @property
-    def ends(self):
-        """As those of common.Lists"""
-        return np.append(0, np.cumsum(self.stops - self.starts))
+            return Mapped(self.content, end, start)
+        return self.content[start:end].tobytes().decode()
 
 
 # ---------------------------------------------------------------------------------------- photos

@@ -98,13 +98,13 @@ def photos_at(*paths):
     return np.array(list(map(str, paths)), common.STRINGS)
 
 
-def captioned(*captions, images=None, tags=None, tag_names=None):
-    """CaptionData of photos with these captions.  tags: indices of each photo"""
+def captioned(*captions, images=None, tags=None, tag_names=()):
+    """CaptionData of photos with these captions.  tags: names of each photo's"""
     if images is None:
         images = photos_at(*(f"{n}.jpg" for n in range(len(captions))))
-    tags = common.Lists(tags or [[]] * len(captions), int)
-    captions = common.Lists(captions, common.STRINGS)
-    return common.CaptionData(images, captions, tags, tag_names)
+    tags = common.lists(tags or [[]] * len(captions))
+    tagged = np.full(len(captions), True)
+    return common.CaptionData(images, common.lists(captions), tags, list(tag_names), tagged)
 
 
 class FeaturesAsGiven(torch.nn.Module):

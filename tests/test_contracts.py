@@ -149,7 +149,7 @@ def test_what_a_folder_refuses(tiny, tmp_path):
     for name, other, message in (
         ("lr", 0.2, "holds a run with --lr 0.2, not 0.05: choose another --output, or delete"),
         ("epochs", 3.0, "holds a run with --epochs 3.0, not left out"),
-        ("fingerprint", "0123", "holds a run on other photos, captions or labels"),
+        ("fingerprint", "0123", "holds a run with other photos, captions, labels or weights"),
     ):
         torch.save({**checkpoint, "args": {**checkpoint["args"], name: other}}, path)
         assert f"{tmp_path} {message}" in refusal(command)
@@ -184,9 +184,9 @@ def test_other_weights_or_captions_under_the_same_names(tmp_path):
     run_here(command)
     assert "1 of 1 iterations are done" in run_here(command)
     write("a cat", 0)
-    assert "holds a run on other photos, captions or labels" in refusal(command)
+    assert "holds a run with other photos, captions, labels" in refusal(command)
     write("a dog", 1)
-    assert "holds a run with --init-hash" in refusal(command)
+    assert "holds a run with other photos, captions, labels or weights" in refusal(command)
 
 
 def test_two_runs_into_one_folder(tmp_path):
@@ -306,9 +306,11 @@ def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path):
     ended = run_script(f"{script}.py", *flags, "--init", "weights.pth", cwd=tmp_path)
     assert "--init: loaded the backbone" in finished(ended).stdout
     assert (tmp_path / f"runs/{script}-photos/backbone.pth").exists()
+    whole = "--init", f"runs/{script}-photos/checkpoint.pth", "--output", "again"
+    assert " tensors" in finished(run_script(f"{script}.py", *flags, *whole, cwd=tmp_path)).stdout
     if script == "virtex":
         ended = run_script("virtex.py", cwd=tmp_path)
-        assert ended.stderr.startswith("error: extras is missing: copy our folder extras")
+        assert ended.stderr.startswith("error: extras is missing: ")
 
 
 @every_script

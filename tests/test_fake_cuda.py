@@ -221,7 +221,7 @@ def test_trainings(watch, tiny, tiny_lm, tmp_path, monkeypatch, script):
         return tokenizer, icmlm.LanguageModel(model, amp)
 
     monkeypatch.setattr(icmlm, "load_language_model", language_model)
-    monkeypatch.setitem(virtex.RECIPES, "lookahead_k", (2, 2, 2))
+    monkeypatch.setattr(virtex, "LOOKAHEAD_K", 2)
     for name, value in (("greyscale", 0.5), ("blur", 0.5), ("lm_layers", 1), ("lm_width", 64)):
         monkeypatch.setitem(mmcontrastive.RECIPES, name, (value, value, value))
     for n, flags in enumerate(TRAININGS[script]):

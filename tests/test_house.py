@@ -17,12 +17,12 @@ TOP = [name for name in FILES if name.endswith(".py") and "/" not in name]
 ROOMS = [name for name in FILES if name.startswith(("extras/", "downstream/"))]
 OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "tools", "tests"}
 
-BUDGETS = {  # lines, tokens; planned were 740, 5,000 for common.py and 650, 4,550 for virtex.py
-    "common.py": (860, 5895),
-    "virtex.py": (655, 4770),
+BUDGETS = {  # lines, tokens; planned were 740, 5,000 for common.py
+    "common.py": (846, 5651),
+    "virtex.py": (650, 4550),
     "tp.py": (630, 4600),
     "icmlm.py": (760, 5700),
-    "mmcontrastive.py": (800, 6040),  # planned: 5,950 tokens
+    "mmcontrastive.py": (810, 5950),
     "eval_linear.py": (725, 5130),
 }
 FLAGS = {"virtex": 37, "tp": 36, "icmlm": 40, "mmcontrastive": 49}  # beside --help

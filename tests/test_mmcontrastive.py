@@ -108,7 +108,8 @@ def test_losses_are_those_of_the_paper(filled):
     for query in queries.values():
         query.requires_grad_()
     args = SimpleNamespace(temperature=TAU, tag_threshold=2)
-    found = mmcontrastive.contrastive_losses(queries, keys, queues, tags, captioned, args)
+    given_keys = {**keys, "tags": tags, "captioned": captioned}
+    found = mmcontrastive.contrastive_losses(queries, given_keys, queues, args)
     wanted = literal_losses(queries, keys, given, tags.double(), captioned, epsilon=2)
     assert {name: loss.item() for name, loss in found.items()} == pytest.approx(wanted, abs=1e-12)
     if filled > 1:
@@ -206,7 +207,7 @@ def test_left_and_right_follow_the_photo_that_a_caption_meets(tmp_path):
     """The query photo meets the key's caption, the key photo the query's (Eqs. 9 to 13)."""
     straight, path = torch.randint(255, (24, 24, 3)).byte().numpy(), tmp_path / "0.png"
     Image.fromarray(straight).save(path)
-    tags = {"tags": [[0, 2]], "tag_names": ["dog", "tree", "sky"]}
+    tags = {"tags": [["dog", "sky"]], "tag_names": ["dog", "tree", "sky"]}
     data = captioned(["a dog left of a tree"], images=photos_at(path), **tags)
     captions = {False: "a dog left of a tree", True: "a dog right of a tree"}
     seen = set()
@@ -226,7 +227,7 @@ def test_caption_views():
     captions, rng = ["the dog left of a tree", "a tree", "a dog"], np.random.default_rng(0)
     data = captioned(captions, [])
     both = [[f"{by} {caption}" for caption in captions] for by in ("fr", "de")]
-    translations = [common.Lists([["of another photo"] * 3, own], common.STRINGS) for own in both]
+    translations = [common.lists([["of another photo"] * 3, own]) for own in both]
 
     def pairs(kind, data=data, index=0, given=()):
         samples = samples_of(data, given, caption_views=kind)
@@ -282,7 +283,7 @@ def photos_without(coco_folder, tmp_path, captions_in=("train", "val")):
             if n % 3 and split in captions_in:
                 row["captions"] = data.captions[n][: 1 + n % 4]
             if n % 4:
-                row["tags"] = [data.tag_names[tag] for tag in data.tags[n]]
+                row["tags"] = data.tags[n]
             rows.append(row)
     path = tmp_path / "photos.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -413,10 +414,10 @@ def test_nouns_as_tags(tmp_path):
     args = SimpleNamespace(output=tmp_path, tags="nouns")
     tagged = nouns.tagged(args, data)
     assert tagged.tag_names == ["dog", "tree", "dogs"]
-    assert list(tagged.tags) == [[0, 1, 2], [0], []]
+    assert list(tagged.tags) == [["dog", "tree", "dogs"], ["dog"], []]
     (tmp_path / "checkpoint.pth").touch()
     (tmp_path / "nouns.json").write_text('["runs"]')
-    assert list(nouns.tagged(args, data).tags) == [[0], [], []]
+    assert list(nouns.tagged(args, data).tags) == [["runs"], [], []]
 
 
 def test_photos_without_captions(tiny, coco_folder, tmp_path):
@@ -445,12 +446,12 @@ def test_what_is_left_out_is_said(tiny, coco_folder, tmp_path):
 
 
 RANGES = [
-    ("--momentum 1.5", "--momentum: 1.5 is not a fraction, from 0 to below 1"),
-    ("--lambda-ic -1", "--lambda-ic: -1 is not a number from 0 on"),
-    ("--bn-splits 0", "--bn-splits: 0 is not a whole number from 1 on"),
-    ("--steps 30 60", "--steps: 30 is not a fraction, from 0 to below 1"),
-    ("--temperature 0", "--temperature: 0 is not a number above 0"),
-    ("--queue many", "--queue: many is not a whole number from 1 on"),
+    ("--momentum 1.5", "--momentum: invalid fraction (0 to below 1) value: '1.5'"),
+    ("--lambda-ic -1", "--lambda-ic: invalid number (0 or more) value: '-1'"),
+    ("--bn-splits 0", "--bn-splits: invalid whole number (1 or more) value: '0'"),
+    ("--steps 30 60", "--steps: invalid fraction (0 to below 1) value: '30'"),
+    ("--temperature 0", "--temperature: invalid number (above 0) value: '0'"),
+    ("--queue many", "--queue: invalid whole number (1 or more) value: 'many'"),
 ]
 
 

@@ -16,7 +16,7 @@ IS_NO_FOLDER = "--output {tmp}/file cannot be a folder: File exists"
 WRONG = [
     ("tools.crop_coco --output {tmp}/file", IS_NO_FOLDER),
     ("tools.crop_coco --root {tmp} --output {tmp}/a", "--root is the folder of COCO, which has"),
-    ("tools.crop_coco --margin -1", "argument --margin: -1 is not a whole number from 0 on"),
+    ("tools.crop_coco --margin -1", "--margin: invalid whole number (0 or more) value: '-1'"),
     ("tools.label_list --root {tmp} --output {tmp}/file/a.jsonl", IS_NO_FOLDER),
     ("tools.label_list --root {tmp} --output {tmp}", "must end in .jsonl, and be no folder"),
     ("tools.label_list --root {tmp} --output {tmp}/a.jsonl", "holds one class, images, of which"),
@@ -89,7 +89,7 @@ def test_crops_and_their_list(tmp_path):
     assert "1 classes have fewer photos than --per-class, the first: cat\n" in run_here([*draw, 2])
     assert run_here([*draw, 1]).startswith("2 photos of 2 classes\n")
     train = common.caption_data(str(lines))
-    assert train.tag_names == ["cat", "dog"] and list(train.tags) == [[0], [1]]
+    assert train.tag_names == ["cat", "dog"] and list(train.tags) == [["cat"], ["dog"]]
 
 
 @pytest.mark.parametrize("command, message", WRONG)

@@ -250,14 +250,15 @@ def test_long_captions_are_truncated_before_they_are_reversed(tokenizer, coco_fo
     padding = [PAD] * (30 - len(short))
     assert batch["tokens"].tolist() == [cut, short + padding]
     assert batch["backward_tokens"].tolist() == [cut[::-1], short[::-1] + padding]
-    assert batch["positions"].tolist() == [*range(29), *range(29, 29 + len(short) - 1)]
+    targets = [[0, t] for t in range(29)] + [[1, t] for t in range(len(short) - 1)]
+    assert batch["positions"].tolist() == targets
 
 
 def test_captions_that_are_cut_are_counted(tokenizer_path, capsys, tmp_path):
     """One line at the start, if they are more than 1%"""
     args = virtex.get_args(["--tokenizer", str(tokenizer_path), "--output", str(tmp_path)])
     for captions, said in ((2 * ["a circle"], False), (["a circle", 40 * "a circle "], True)):
-        virtex.load_tokenizer(args, captioned(captions), {})
+        virtex.load_tokenizer(args, captions, {})
         assert ("50% of the captions are cut at 28 tokens" in capsys.readouterr().out) == said
 
 
@@ -321,7 +322,7 @@ def test_masked_lm_written_out():
     terms, head = [], model.textual
     for i, (tokens, masked) in enumerate(zip(CAPTIONS, MASKED)):
         image_features = head.project(features[i : i + 1])
-        vectors = head(torch.tensor([masked]), image_features, causal=False)
+        vectors = head.transformer(head.embedding(torch.tensor([masked])), image_features)
         log_p = head.output(vectors).log_softmax(-1)[0]
         places = [t for t, token in enumerate(masked) if token == MASK and tokens[t] != UNK]
         terms += [-log_p[t, tokens[t]].item() for t in places]

@@ -163,26 +163,28 @@ def bare_backbone(args, device):
 
 def virtex_step(args, device):
     """Bicaptioning, a vocabulary of 10,000 tokens"""
-    sizes = args.vocab_size, args.hidden, args.layers, args.dropout
+    sizes = 10_000, args.hidden, args.layers, args.dropout
     model = virtex.VirTex(common.build_backbone(args.arch), *sizes)
     model.to(device, memory_format=torch.channels_last)
     optimizer = common.build_optimizer(args, virtex.parameter_groups(model, args.text_lr))
     slow_model = copy.deepcopy(model)
     if args.compile:
-        virtex.compile_parts(model)
+        model.visual["cnn"].compile()
+        for head in model.children():
+            head.compile(dynamic=True)
     photos, jitter = random_photos(args, device)
     tokens, mask = random_captions(args, device)
     tokens = tokens * mask  # 0 is padding; random tokens need not be reversed
-    positions = mask[:, 1:].flatten().nonzero().squeeze(1)
+    positions = mask[:, 1:].nonzero()
     for iteration in itertools.count(1):
         optimizer.zero_grad()
         images = common.augment(photos, jitter)
         with common.autocast(device, args.amp):
             totals = model(images, tokens, tokens, positions)
         sum(total / number for total, number in totals.values()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         optimizer.step()
-        if iteration % args.lookahead_k == 0:
+        if iteration % virtex.LOOKAHEAD_K == 0:
             virtex.look_ahead(slow_model, model, args.lookahead_alpha)
         yield
 
@@ -262,13 +264,12 @@ def mmcontrastive_step(args, device):
         with common.autocast(device, args.amp):
             keys = model.encode_keys(images_k, [captions_k], 0)
             queries = model(images_q, captions_q)
-        losses = mmcontrastive.contrastive_losses(
-            queries, keys, model.queues, tags, captioned, args
-        )
+        keys |= {"tags": tags, "captioned": captioned}
+        losses = mmcontrastive.contrastive_losses(queries, keys, model.queues, args)
         loss = sum(getattr(args, f"lambda_{name}") * losses[name] for name in losses)  # Eq. 15
         loss.backward()
         optimizer.step()
-        model.enqueue(keys, tags, captioned, 1)
+        model.enqueue(keys, 1)
         yield
 
 

@@ -33,7 +33,7 @@ from PIL import ImageOps
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import fail, print_main, progress
-from extras import shards
+from extras import pixels, shards
 from extras.caption_files import clean
 
 EXPECTED = (
@@ -104,7 +104,7 @@ def write_shards(args, split, data):
 
 def readable_photos(data, side, split, pool):
     """CaptionData -> (number, JPEG file, JSON file) of each photo that can be decoded, in order"""
-    tagged = np.broadcast_to(bool(data.tag_names) & data.tagged, len(data))
+    tagged = bool(data.tag_names) & data.tagged
     files = pool.imap(partial(jpeg, data.open, side), data.images, chunksize=20)
     files = progress(files, desc=split, total=len(data), unit=" photos")
     for number, (content, error) in enumerate(files):
@@ -113,7 +113,7 @@ def readable_photos(data, side, split, pool):
         else:
             row = {"captions": data.captions[number]}
             if tagged[number]:
-                row["tags"] = [data.tag_names[tag] for tag in data.tags[number]]
+                row["tags"] = data.tags[number]
             yield number, content, json.dumps(row).encode()
 
 
@@ -127,7 +127,7 @@ def jpeg(open_photo, side, place):
             content = image.fp.read()
             image.load()  # raises if the file is truncated
             return content, None
-        image = ImageOps.exif_transpose(common.to_rgb(image))
+        image = ImageOps.exif_transpose(pixels.to_rgb(image))
         if not small:
             scale = side / min(image.size)
             size = [round(scale * length) for length in image.size]
@@ -194,17 +194,16 @@ def write_index(folder, paths):
             found = progress(found, desc=split, total=len(paths[split]), unit=" shards")
             photos[split] = readable_rows(split, zip(paths[split], found))
     tags = [tag for rows in photos.values() for _, _, tags in rows for tag in tags or ()]
-    index = {tag: k for k, tag in enumerate(dict.fromkeys(tags))}  # of all splits alike
+    tag_names = list(dict.fromkeys(tags))  # of all splits alike
     for split, rows in photos.items():
         places, captions, tags = zip(*rows)
         tagged = np.array([row is not None for row in tags])
-        tags = common.Lists([sorted({index[tag] for tag in row or ()}) for row in tags], int)
+        tags = [dict.fromkeys(row or ()) for row in tags]
+        texts = common.lists(captions), common.lists(tags)
+        shards.save_index(folder, split, common.CaptionData(places, *texts, tag_names, tagged))
+        num_captions, num_tags = (sum(map(len, lists)) for lists in (captions, tags))
+        print_main(f"{split}: {len(rows)} photos, {num_captions} captions, {num_tags} tags")
         lacking = sum(not row for row in captions)
-        captions = common.Lists(captions, common.STRINGS)
-        data = common.CaptionData(places, captions, tags, list(index) or None, tagged)
-        shards.save_index(folder, split, data)
-        counts = f"{len(captions.values)} captions, {len(tags.values)} tags"
-        print_main(f"{split}: {len(rows)} photos, {counts}")
         if lacking:
             print_main(f"{split}: {lacking} photos have no caption in a KEY.txt or KEY.json")
 
