@@ -52,7 +52,9 @@ prompt txt""".split()
 TAGS = "tag label keyword categorie category classe class finding_label".split()
 SPLIT = "split", "subset", "partition"
 NOTHING = "", "nan", "none", "null", "n/a"  # what programs write into an empty cell
-YES, NO, UNSURE = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no"), ("-1", "-1.0")
+YES, NO = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")
+MARKS = *YES, *NO, "-1", "-1.0"  # -1: not sure, by CheXpert, say
+NUMBER = re.compile(r"-?\d+(\.\d*)?")
 
 
 def get_args(argv=None):
@@ -131,15 +133,20 @@ def columns_of(kinds, keys):
 
 def marked(rows, columns):
     """Those of the columns that hold 0 or 1 (or nothing) in each row: their name is a tag"""
-    found = []
-    for column in columns:
-        values = {str(row.get(column)).strip().lower() for row in rows}.difference(NOTHING)
-        if values and values <= {*YES, *NO, *UNSURE}:
-            found.append(column)
-            if values & {*UNSURE}:
-                fail(f"the column {column} holds -1 beside 0 and 1: write what it means, 0, 1 or, "
-                     "if it is not known, nothing")  # fmt: skip
+    values = {column: values_of(rows, column) for column in columns}
+    found = [column for column in columns if values[column] and values[column] <= {*MARKS}]
+    for column in columns if found else ():
+        others = sorted(values[column].difference(YES, NO))
+        if others and all(value in MARKS or NUMBER.fullmatch(value) for value in values[column]):
+            fail(f"the column {column} holds {others[0]}, where 0 and 1 are expected: write 0 or 1 "
+                 "(an empty cell counts as 0; if all tag columns of a row are empty, its tags are "
+                 "not known), or name other columns with --tag-column")  # fmt: skip
     return found
+
+
+def values_of(rows, column):
+    """Different values of a column, without empty ones, as lower-case text"""
+    return {str(row.get(column)).strip().lower() for row in rows}.difference(NOTHING)
 
 
 def cells(row, columns):
