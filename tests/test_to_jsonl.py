@@ -192,6 +192,15 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
     ),
 }  # fmt: skip
 
+TAGS = {  # cells of two photos: their tags
+    ("Effusion, left|Opacity", "Mass, right"): [["Effusion, left", "Opacity"], ["Mass, right"]],
+    ("a, b; c", "d"): [["a, b", "c"], ["d"]],
+    ("a, b", "b"): [["a", "b"], ["b"]],
+    ("haze primary", "haze"): [["haze primary"], ["haze"]],
+    ("R&amp;D, x", "R&amp;D"): [["R&D", "x"], ["R&D"]],
+    ('["a, b", "c"]', "c"): [["a, b", "c"], ["c"]],
+}
+
 TAGGED = "image,caption,X,y,split\n1.jpg,a,0,1,{}\n"
 
 # The splits of two photos, the last line
@@ -267,6 +276,17 @@ def test_what_is_meant(case, convert, tmp_path):
     printed, lines = convert(files)
     assert {line["image"][4:-4]: line["captions"] for line in lines} == expected
     assert words.format(root=tmp_path) in printed
+
+
+@pytest.mark.parametrize("cells", TAGS)
+def test_what_separates_tags(cells, convert):
+    """One of | ; and , does in a whole column, and nothing within the items of a list."""
+    tags = TAGS[cells]
+    rows = [{**PAIR, "image": f"{n}.jpg", "tags": cell} for n, cell in enumerate(cells, 1)]
+    printed, lines = convert({"a.json": rows})
+    assert [line["tags"] for line in lines] == tags
+    different = len({*sum(tags, [])})
+    assert f"tags, {different} different ones, the first: {tags[0][0]}\n" in printed
 
 
 @pytest.mark.parametrize("content, flags, words", REFUSED)

@@ -116,7 +116,7 @@ def choose_columns(file, rows, root, args):
              f"Tried {', '.join(sum(candidates, []))}, for example {short(names[:1])}")
     columns = {"photo": photo, "captions": captions, "tags": tags, "split": columns_of(SPLIT, keys)}
     columns["tags where 1"] = marks = marked(rows, tags) if args.tag_column or tags[1:] else []
-    columns["tags"] = [column for column in tags if column not in marks]
+    columns["tags"] = {name: separator_of(rows, name) for name in tags if name not in marks}
     unused = {"not used": sorted({*keys}.difference(*columns.values()))}
     taken = [f"{what}: {', '.join(names)}" for what, names in (columns | unused).items() if names]
     print_main(f"{file}: {'; '.join(taken)}")
@@ -149,13 +149,21 @@ def values_of(rows, column):
     return {str(row.get(column)).strip().lower() for row in rows}.difference(NOTHING)
 
 
-def cells(row, columns):
+def cells(row, columns, separator=None):
     """The values in these columns; one that holds a list, also written as text, gives its items."""
     for column in columns:
         value = row.get(column)
         if isinstance(value, str):
             value = parse_list(value.strip())
+        if isinstance(value, str) and separator:
+            value = clean(value).split(separator)
         yield from value if isinstance(value, list) else [value]
+
+
+def separator_of(rows, column):
+    """What stands between the tags of a cell: the first of | ; and , that the column holds"""
+    texts = [clean(row[column]) for row in rows if isinstance(row.get(column), str)]
+    return next((mark for mark in "|;" if any(mark in text for text in texts)), ",")
 
 
 def parse_list(text):
@@ -244,8 +252,10 @@ def texts(items):
 def tags_of(row, columns, notes):
     """-> a list of strings; None if the row says nothing about them"""
     marks = {tag: str(row.get(tag)).strip().lower() for tag in columns["tags where 1"]}
-    columns = columns["tags"]
-    values = [tag.get("name", tag) if isinstance(tag, dict) else tag for tag in cells(row, columns)]
+    values = []
+    for column, separator in columns["tags"].items():
+        for tag in cells(row, [column], separator):
+            values.append(tag.get("name", tag) if isinstance(tag, dict) else tag)
     if any(isinstance(value, (list, dict)) for value in values):
         notes["tags that are no text"].append(values)
         return None
@@ -253,12 +263,11 @@ def tags_of(row, columns, notes):
         notes["lists of numbers, which are no tags"].append(values)
         return None
     known = [not is_empty(value) for value in (*values, *marks.values())]
-    if not (columns or marks) or known and not any(known):
+    if not (columns["tags"] or marks) or known and not any(known):
         return None
     if any(map(is_empty, marks.values())):
         notes["empty cells beside 0 and 1, which count as 0"].append(row)
-    texts = [text for value in values for text in re.split(r"[|;,]", str(value))]
-    tags = [clean(text) for text in texts if not is_empty(clean(text))]
+    tags = [clean(str(value)) for value in values if not is_empty(clean(str(value)))]
     return tags + [tag for tag, mark in marks.items() if mark in YES]
 
 
@@ -284,8 +293,9 @@ def write(output, photos, notes):
         row.pop("split", None)
     counts = {f"photos ({split})": splits[split] for split in splits}
     counts["captions"] = sum(len(row["captions"]) for row in rows)
-    tags = sum(len(row.get("tags", [])) for row in rows)
-    counts |= {"tags": tags} if tags else {}
+    tags = [tag for row in rows for tag in row.get("tags", [])]
+    if tags:
+        counts[f"tags, {len({*tags})} different ones, the first: {short(tags[0])}"] = len(tags)
     notes["photos without a caption"] = [row["image"] for row in rows if not row["captions"]]
     for what, examples in notes.items():
         if examples:
