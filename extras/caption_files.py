@@ -37,7 +37,10 @@ LINE = re.compile(r"(?i)(\S.*\.(jpe?g|png)(#\d+)?|ROCO\w*)\t")  # of token.txt: 
 
 
 def read_rows(path, photo_folder):
-    """-> the rows of a file, or of a folder of KEY.txt.  photo_folder: for photos in a .parquet"""
+    """The rows of a file, or of a folder of KEY.txt.  photo_folder: for photos in a .parquet
+
+    -> rows, {name of a column: as the file spells it}
+    """
     if path.is_dir():
         rows = folder_rows(path)
     elif path.suffix == ".parquet":
@@ -53,7 +56,8 @@ def read_rows(path, photo_folder):
     if bad or not rows:
         fail(f"{path} needs rows with a name for each cell (commas in captions need quotes), but "
              f"has {short(bad[:1])}")  # fmt: skip
-    return [{column_name(key): value for key, value in row.items()} for row in rows]
+    spelling = {column_name(key): key for row in rows for key in row}
+    return [{column_name(key): value for key, value in row.items()} for row in rows], spelling
 
 
 def column_name(text):
@@ -194,7 +198,8 @@ def table_rows(path, text):
     try:
         names = [column_name(name) for name in reader.fieldnames or ()]
         reader.fieldnames = [  # captions may have columns of one name
-            f"{name}_{n}" if name in names[:n] else name for n, name in enumerate(names)
+            f"{name}_{n}" if column_name(name) in names[:n] else name
+            for n, name in enumerate(reader.fieldnames or ())
         ]
         rows = list(reader)
         for cell in chain(*map(dict.values, rows)):

@@ -201,7 +201,7 @@ TAGS = {  # cells of two photos: their tags
     ('["a, b", "c"]', "c"): [["a, b", "c"], ["c"]],
 }
 
-TAGGED = "image,caption,X,y,split\n1.jpg,a,0,1,{}\n"
+TAGGED = "image,caption,X Ray,y,split\n1.jpg,a,0,1,{}\n"
 
 # The splits of two photos, the last line
 COMMANDS = [
@@ -227,8 +227,8 @@ REFUSED = [
     ("a bus\thttp://x.com/1?w=9\n", "", "file has no header, it begins with a bus http://x.com/1"),
     ('image\tcaption\n1.jpg\t"a\n2.jpg\tb"\n', "", "line 3: a quote takes several lines into one"),
     ("image,caption\n1.jpg,\n2.jpg,-\n", "", "no caption is left: {root}/photos.jsonl is not wri"),
-    (TAGGED + "2.jpg,b,-1,1\n", "--tag-column x", "x holds -1, where 0 and 1 are expected: write"),
-    (TAGGED + "2.jpg,b,2,0\n", "--tag-column x y", "the column x holds 2, where 0 and 1 are expec"),
+    (TAGGED + "2.jpg,b,-1,1\n", "--tag-column x_ray", "the column x_ray holds -1, where 0 and 1 are"),
+    (TAGGED + "2.jpg,b,2,0\n", "--tag-column x-ray y", "the column x_ray holds 2, where 0 and 1 are"),
     (TOKEN, "--output {root}/file/a.jsonl", "--output {root}/file cannot be a folder: File exists"),
     (TOKEN, "--output {root}/img", "must end in .jsonl, be no folder, and must not be the input"),
     ("[", "", "is not valid JSON: Expecting value"),
@@ -303,12 +303,12 @@ def test_named_columns(convert):
 
 
 def test_columns_of_0_and_1(convert):
-    """Their names are the tags; 0 in all of them is none, nothing in all of them is not known."""
+    """Their names in the file are the tags; 0 in all of them is none, nothing in all of them is not known."""
     rows = "2.jpg,b,true,1.0,\n3.jpg,c,0,0.0,\n4.jpg,d,,nan,\n5.jpg,e,1,,\n"
     photos = {f"img/{n}.jpg": b"" for n in (3, 4, 5)}
-    printed, lines = convert({"file": TAGGED + rows, **photos}, "--tag-column X y")
-    tags = [["y"], ["x", "y"], [], None, ["x"]]
-    assert [line.get("tags") for line in lines] == tags and "tags where 1: x, y\n" in printed
+    printed, lines = convert({"file": TAGGED + rows, **photos}, "--tag-column X-Ray y")
+    tags = [["y"], ["X Ray", "y"], [], None, ["X Ray"]]
+    assert [line.get("tags") for line in lines] == tags and "tags where 1: x_ray, y\n" in printed
     assert "1 empty cells beside 0 and 1, which count as 0, the first: {'image': '5.jpg'" in printed
 
 

@@ -81,12 +81,12 @@ def main(args):
     photos = {}  # path, links resolved: {"image": the path that was found, "captions", ...}
     notes = defaultdict(list)  # what was left out or changed: all examples of it
     for file in files:
-        rows = read_rows(file, output.with_name(f"{output.stem}_photos"))
+        rows, spelling = read_rows(file, output.with_name(f"{output.stem}_photos"))
         if len(files) > 1:
             words = re.findall("[a-z]+", file.stem.lower())
             rows = [{"split": split_in([*words, file.parent.name]), **row} for row in rows]
         root = os.path.abspath(args.root or (file if file.is_dir() else file.parent))
-        columns = choose_columns(file, rows, root, args)
+        columns = choose_columns(file, rows, spelling, root, args)
         gather(rows, root, columns, photos, notes)
     write(output, photos, notes)
 
@@ -94,7 +94,7 @@ def main(args):
 # ------------------------------------------------------------------------------------- columns
 
 
-def choose_columns(file, rows, root, args):
+def choose_columns(file, rows, spelling, root, args):
     """-> {"photo", "captions", "tags", "split": names of columns}, which it prints"""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     some = rows[:1000]
@@ -115,7 +115,8 @@ def choose_columns(file, rows, root, args):
         fail(f"{root} and its subfolders hold no photo of {file}: see --root and --image-column. "
              f"Tried {', '.join(sum(candidates, []))}, for example {short(names[:1])}")
     columns = {"photo": photo, "captions": captions, "tags": tags, "split": columns_of(SPLIT, keys)}
-    columns["tags where 1"] = marks = marked(rows, tags) if args.tag_column or tags[1:] else []
+    marks = marked(rows, tags) if args.tag_column or tags[1:] else []
+    columns["tags where 1"] = {name: clean(spelling[name]) for name in marks}
     columns["tags"] = {name: separator_of(rows, name) for name in tags if name not in marks}
     unused = {"not used": sorted({*keys}.difference(*columns.values()))}
     taken = [f"{what}: {', '.join(names)}" for what, names in (columns | unused).items() if names]
@@ -251,7 +252,7 @@ def texts(items):
 
 def tags_of(row, columns, notes):
     """-> a list of strings; None if the row says nothing about them"""
-    marks = {tag: str(row.get(tag)).strip().lower() for tag in columns["tags where 1"]}
+    marks = {name: str(row.get(name)).strip().lower() for name in columns["tags where 1"]}
     values = []
     for column, separator in columns["tags"].items():
         for tag in cells(row, [column], separator):
@@ -268,7 +269,7 @@ def tags_of(row, columns, notes):
     if any(map(is_empty, marks.values())):
         notes["empty cells beside 0 and 1, which count as 0"].append(row)
     tags = [clean(str(value)) for value in values if not is_empty(clean(str(value)))]
-    return tags + [tag for tag, mark in marks.items() if mark in YES]
+    return tags + [columns["tags where 1"][name] for name, mark in marks.items() if mark in YES]
 
 
 def split_of(row, columns):
