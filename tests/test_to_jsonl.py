@@ -150,6 +150,15 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
         {"a.json": [{**PAIR, "split": ["train"]}, {**PAIR, "image": "2.jpg", "split": ["val"]}]},
         {"1": ["a"], "2": ["a"]}, "1 photos (train)\n      1 photos (val)\n",
     ),
+    "splits by another name": (
+        {"a.csv": "image,caption,fold,Set\n1.jpg,a,1,Train\n2.jpg,b,2,valid\n"},
+        {"1": ["a"], "2": ["b"]},
+        "split: set; not used: fold\n      1 photos (train)\n      1 photos (val)\n",
+    ),
+    "sets that are no splits": (
+        {"a.csv": "image,caption,set\n1.jpg,a,train\n2.jpg,b,coco\n"},
+        {"1": ["a"], "2": ["b"]}, "captions: caption; not used: set\n      2 photos (no split)",
+    ),
     "hidden files": (
         {"img/1.txt": "a", "img/._1.txt": b"\0", "img/.x/2.txt": "b", "img/._1.jpg": b""},
         {"1": ["a"], "2": []}, "2 photos (no split)",

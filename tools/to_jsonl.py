@@ -50,7 +50,7 @@ VAGUE = "name", "id", "key"  # only if no other column has the photo's name
 CAPTIONS = """caption conversation raw sentence text description title comment report finding
 prompt txt""".split()
 TAGS = "tag label keyword categorie category classe class finding_label".split()
-SPLIT = "split", "subset", "partition"
+SETS = "set", "subset", "partition", "fold"  # the split, if all values are names of splits
 NOTHING = "", "nan", "none", "null", "n/a"  # what programs write into an empty cell
 YES, NO = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")
 MARKS = *YES, *NO, "-1", "-1.0"  # -1: not sure, by CheXpert, say
@@ -82,9 +82,9 @@ def main(args):
     notes = defaultdict(list)  # what was left out or changed: all examples of it
     for file in files:
         rows, spelling = read_rows(file, output.with_name(f"{output.stem}_photos"))
-        if len(files) > 1:
-            words = re.findall("[a-z]+", file.stem.lower())
-            rows = [{"split": split_in([*words, file.parent.name]), **row} for row in rows]
+        words = [*re.findall("[a-z]+", file.stem.lower()), file.parent.name]
+        if len(files) > 1 and (split := split_in(words)):
+            rows = [{"split": split, **row} for row in rows]
         root = os.path.abspath(args.root or (file if file.is_dir() else file.parent))
         columns = choose_columns(file, rows, spelling, root, args)
         gather(rows, root, columns, photos, notes)
@@ -114,7 +114,10 @@ def choose_columns(file, rows, spelling, root, args):
     else:
         fail(f"{root} and its subfolders hold no photo of {file}: see --root and --image-column. "
              f"Tried {', '.join(sum(candidates, []))}, for example {short(names[:1])}")
-    columns = {"photo": photo, "captions": captions, "tags": tags, "split": columns_of(SPLIT, keys)}
+    sets = sum([columns_of([kind], keys) for kind in SETS], [])
+    sets = [name for name in sets if set() < values_of(rows, name) <= SPLITS.keys()]
+    splits = columns_of(["split"], keys) or sets[:1]
+    columns = {"photo": photo, "captions": captions, "tags": tags, "split": splits}
     marks = marked(rows, tags) if args.tag_column or tags[1:] else []
     columns["tags where 1"] = {name: clean(spelling[name]) for name in marks}
     columns["tags"] = {name: separator_of(rows, name) for name in tags if name not in marks}
