@@ -24,6 +24,7 @@ import shlex
 import sys
 from collections import Counter, defaultdict
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import regex
@@ -65,8 +66,9 @@ def get_args(argv=None):
         "(train, val or test in their names is the split), or a folder")  # fmt: skip
     add("--root", help="folder of the photos (default: that of each file)")
     add("--image-column", type=column_name, help="column or key with the photo's path or name")
-    add("--caption-column", type=column_name, nargs="+", help="one or more, with captions")
-    add("--tag-column", type=column_name, nargs="+", help="one or more, with tags, or with 0 and 1")
+    many = dict(type=column_name, nargs="+", default=[])
+    add("--caption-column", **many, help="one or more, with captions")
+    add("--tag-column", **many, help="one or more, with tags, or with 0 and 1")
     add("--output", default="photos.jsonl", help=".jsonl to write; an existing one is replaced")
     return parser.parse_args(argv)
 
@@ -81,7 +83,8 @@ def main(args):
     photos = {}  # path, links resolved: {"image": the path that was found, "captions", ...}
     notes = defaultdict(list)  # what was left out or changed: all examples of it
     for file in files:
-        rows, spelling = read_rows(file, output.with_name(f"{output.stem}_photos"))
+        check = partial(check_columns, file, args)
+        rows, spelling = read_rows(file, output.with_name(f"{output.stem}_photos"), check)
         words = [*re.findall("[a-z]+", file.stem.lower()), file.parent.name]
         if len(files) > 1 and (split := split_in(words)):
             rows = [{"split": split, **row} for row in rows]
@@ -101,12 +104,9 @@ def choose_columns(file, rows, spelling, root, args):
     like_photos = [key for key in keys if any(ENDING.search(str(row.get(key))) for row in some)]
     found = [columns_of([kind], keys) for kind in (*PHOTOS, *like_photos, *VAGUE)]
     candidates = [[args.image_column]] if args.image_column else list(filter(None, found))
+    check_columns(file, args, keys, candidates, f". The first row is {short(rows[0])}")
     captions = args.caption_column or columns_of(CAPTIONS, keys)
     tags = args.tag_column or columns_of(TAGS, keys)
-    named = {*captions, *tags, *(candidates or [[]])[0]}
-    if not candidates or not (captions or args.tag_column) or not named <= {*keys}:
-        fail(f"{file}: which columns hold the photo and its caption? Name them with --image-column "
-             f"and --caption-column: {', '.join(keys)}. The first row is {short(rows[0])}")
     for photo in candidates:  # the first that leads to a photo
         names = [name for row in some for name in names_of(row, photo)]
         if any(find_photos(root, names).values()):
@@ -118,6 +118,9 @@ def choose_columns(file, rows, spelling, root, args):
     sets = [name for name in sets if set() < values_of(rows, name) <= SPLITS.keys()]
     splits = columns_of(["split"], keys) or sets[:1]
     columns = {"photo": photo, "captions": captions, "tags": tags, "split": splits}
+    if {*photo} & {*captions, *tags}:
+        fail(f"{file}: the column {photo[0]} has the paths of the photos: it cannot hold captions "
+             f"or tags, too. The columns are {', '.join(keys)}")  # fmt: skip
     marks = marked(rows, tags) if args.tag_column or tags[1:] else []
     columns["tags where 1"] = {name: clean(spelling[name]) for name in marks}
     columns["tags"] = {name: separator_of(rows, name) for name in tags if name not in marks}
@@ -125,6 +128,20 @@ def choose_columns(file, rows, spelling, root, args):
     taken = [f"{what}: {', '.join(names)}" for what, names in (columns | unused).items() if names]
     print_main(f"{file}: {'; '.join(taken)}")
     return columns
+
+
+def check_columns(file, args, keys, photos=True, about=""):
+    """End with one line if columns that a flag names, or those of photos or captions, are missing.
+
+    photos: whether there are any of photos;  about: what else to say of the file
+    """
+    named = [args.image_column, *args.caption_column, *args.tag_column]
+    if missing := [name for name in named if name and name not in keys]:
+        fail(f"{file} has no column {', '.join(missing)}, but {', '.join(keys)}")
+    if not photos or not (args.tag_column or args.caption_column or columns_of(CAPTIONS, keys)):
+        fail(f"{file}: which columns hold the photo and its caption? Name them with "
+             "--image-column, --caption-column or, for tags alone, --tag-column: "
+             f"{', '.join(keys)}{about}")  # fmt: skip
 
 
 def columns_of(kinds, keys):
