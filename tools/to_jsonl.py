@@ -8,11 +8,12 @@ It reads Karpathy's dataset_*.json, RSICD, token.txt and captions.txt of Flickr8
 Flickr30k, captions_*.json of COCO, R2Gen's annotation.json, metadata.jsonl, .csv and .parquet of
 Hugging Face, tables of open_clip and ROCO, conversations of LLaVA (their first answer becomes the
 caption), and other .json, .jsonl, .csv and .tsv with a photo and captions in each row. Photos that
-are not where a file says are looked up by name in the subfolders of --root; those inside a .parquet
-are written into a folder beside --output. Captions lose HTML's entities, soft hyphens and other
-invisible characters, and ligatures. Columns named by --tag-column that hold only 0 and 1 are tags
-by their names. It prints what it took for what, what it left out, the line of the first photo, and
-the command that trains on the splits.
+are not where a file says are looked up by their path in the subfolders of --root, and, only if none
+of the file's photos is found, by name without folder and ending (a missing photo is not replaced by
+its mask); those inside a .parquet are written into a folder beside --output. Captions lose HTML's
+entities, invisible characters such as soft hyphens, and ligatures. Tags in a cell stand between |;
+if a column has none, between ; and else between commas. Columns of --tag-column that hold only 0
+and 1 are tags by their names. It prints what it took for what, what it left out, and a command.
 """
 
 import argparse
