@@ -379,8 +379,8 @@ def folder_labels(root, split):
     except FileNotFoundError as error:  # no folders of classes, or nothing in one of them
         fail(f"{str(error).strip()} Expected is {split}/CLASS/PHOTO: see --root, --train-split")
     if len(found.classes) == 1:
-        fail(f"{path} holds one class, {found.classes[0]}, of which nothing can be learned: is "
-             "--root a folder too high?")  # fmt: skip
+        fail(f"{path} holds one class, {found.classes[0]}, of which nothing can be learned: "
+             "are others missing, or is --root a folder too high?")  # fmt: skip
     if others:
         print_main(f"{len(others)} files are left out, by their names no photos, as {others[0]}")
     paths, labels = zip(*found.samples)
@@ -663,7 +663,8 @@ def svm_icmlm(train, test, names, seed, device):
 
 def with_mean(scores, names):
     if not scores:
-        fail("no class has positive and negative photos, both in training and in testing")
+        fail("no class has positive and negative photos, both in training and in testing: do the "
+             "splits spell their tags alike?")  # fmt: skip
     left_out = [name for name in names if name not in scores]
     if left_out:
         common.report_once(f"{len(left_out)} classes are left out, which lack training or test "

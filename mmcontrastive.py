@@ -403,7 +403,8 @@ def tokenize(tokenizer, captions):
 
 def augment_view(batch, n, args):
     """View 0 (of queries) or 1 (of keys) of the photos -> (B, 3, size, size)"""
-    images = common.augment(batch["images"][:, n], batch["jitter"][:, n].float())
+    jitter = batch["jitter"][:, n].float()
+    images = common.augment(batch["images"][:, n], jitter)
     if args.blur == 0:
         return images
     with common.autocast(images.device, args.amp):  # the first convolution would round it anyway
@@ -601,8 +602,9 @@ class MultimodalContrastive(nn.Module):
         images = common.gather(images)
         order = np.random.default_rng(seed).permutation(len(images))
         order = torch.from_numpy(order).to(images.device, non_blocking=True)
-        shuffled = images[order.chunk(common.world_size())[common.rank()]]
-        keys = self.keys["image"](shuffled.contiguous(memory_format=torch.channels_last))
+        own = order.chunk(common.world_size())[common.rank()]
+        shuffled = images[own].contiguous(memory_format=torch.channels_last)
+        keys = self.keys["image"](shuffled)
         unshuffle = order.argsort().chunk(common.world_size())[common.rank()]
         keys = {name: common.gather(key)[unshuffle] for name, key in keys.items()}  # Eqs. 2, 13
         if captions[0] is not None:
@@ -613,9 +615,7 @@ class MultimodalContrastive(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys, iteration):
-        """Put the keys of all processes over the oldest ones.  keys: of contrastive_losses.
-        Caption keys of photos without captions are invalid.
-        """
+        """Put k of all processes over the oldest keys; those of missing captions are invalid"""
         captioned = common.gather(keys["captioned"])
         for name, queue in self.queues.items():
             valid = captioned if name.startswith("caption") else torch.ones_like(captioned)
@@ -651,7 +651,8 @@ class SplitBatchNorm(nn.BatchNorm2d):
         norm = super().forward
         if not self.training or len(x) <= self.group:
             return norm(x)
-        return torch.cat([norm(images) for images in x.split(self.group)])
+        groups = x.split(self.group)
+        return torch.cat([norm(group) for group in groups])
 
 
 def batchnorm_group(args):
@@ -661,7 +662,7 @@ def batchnorm_group(args):
     size = args.batch_size // groups
     if groups % parts or args.batch_size % groups or size < 2:
         fail(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} groups of "
-             f"two or more in {parts} parts (processes, accumulate): try fewer")  # fmt: skip
+             f"2 or more in {parts} parts (processes, accumulate): lower --bn-splits")  # fmt: skip
     return size
 
 
@@ -677,9 +678,8 @@ def update_momentum(queries, keys, m):
 def contrastive_losses(q, k, queues, args):
     """Means over the batch [ours] -> {"ii", "tag", "cc", "ic", "ci": scalar}, for spaces in use
 
-    q, k: {name: (B, dim)}, of the same photos and captions; in k also tags (B, T), captioned (B,).
-    queues: {name: Queue}.  A photo without tags adds 0 to Eq. 5, one without a caption to Eqs. 8,
-    11, 14.
+    q, k: {name: (B, dim)}, of the same photos and captions; in k also tags (B, T), captioned (B,):
+    a photo without tags adds 0 to Eq. 5, one without a caption to Eqs. 8, 11, 14.
     """
 
     def similarities(query, key):
@@ -771,7 +771,8 @@ def validate(encoders, val, tokenizer, args, device):
     encoders.train()
     image_of_caption = torch.tensor([i for i, row in enumerate(val.captions) for _ in row])
     trained = images @ captions.T  # (N, M)
-    chance = torch.rand(trained.shape, generator=torch.manual_seed(args.seed))
+    torch.manual_seed(args.seed)
+    chance = torch.rand_like(trained)
     result = {"images": len(images), "captions": len(captions)}
     for name, similarity in {"trained": trained, "random": chance}.items():
         result[name] = retrieval_scores(similarity, image_of_caption)
@@ -793,7 +794,8 @@ def retrieval_scores(similarity, image_of_caption):
     for way, dim in {"image to text": 1, "text to image": 0}.items():
         best = similarity.masked_fill(~own, -math.inf).amax(dim, keepdim=True)
         ties = (similarity == best) & ~own
-        ranks = (similarity > best).sum(dim) + ties.sum(dim) / 2  # counted from 0
+        better = (similarity > best).sum(dim)
+        ranks = better + ties.sum(dim) / 2  # counted from 0
         scores[way] = {}
         for k in 1, 5, 10:
             scores[way][f"R@{k}"] = 100 * (ranks <= k - 1).float().mean().item()

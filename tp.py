@@ -359,8 +359,8 @@ def make_labels(args, splits, device):
         names, labels = lda_labels(splits, args.num_labels, args.seed)
     elif args.labels == "instances":  # TP-Label [Sec. 4]
         names = splits[0].tag_names
-        if not names:
-            fail('--labels instances needs tags: instances_*.json, or "tags" in the .jsonl')
+        if len(names) < 2:
+            fail('--labels instances needs two tags: instances_*.json, or "tags" in the .jsonl')
         labels = [multi_hot(data.tags, names) for data in splits]
     else:  # every photo has all four labels, for it is seen in each rotation (four_rotations)
         names = ["0°", "90°", "180°", "270°"]
@@ -601,7 +601,7 @@ def validate(model, photos, frequencies, args, device):
     logits, targets = torch.cat(all_logits), torch.cat(all_targets)
     scores = {"loss": round(label_loss(logits, targets, args.labels).item(), 4)}
     scores |= tag_scores(logits.numpy(), targets.numpy(), args.labels)
-    print_main(f"validation: {scores}")
+    print_main(f"validation, {len(photos)} photos: {scores}")
     frequencies = np.broadcast_to(frequencies, targets.shape)
     alone = tag_scores(frequencies, targets.numpy(), args.labels)
     print_main(f"by label frequencies alone: {alone}")

@@ -177,7 +177,7 @@ def main(args):
     backbone = common.build_backbone(args.arch, **residual)
     model = Model(
         backbone, num_outputs, args.hidden, args.layers, args.dropout,
-        task=args.task, init_std=args.init_std,
+        task=args.task, init_std=args.init_std
     )  # fmt: skip
     common.load_init(init, model, backbone)
     model.to(device, memory_format=torch.channels_last)
@@ -235,8 +235,8 @@ def main(args):
                     common.save(f"{args.output}/result.json", {"validation_loss": scores})
             log.write(iteration, row)
         if args.keep_every and iteration % args.keep_every == 0:
-            kept = {"model": model}
-            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, kept, **own)
+            common.save_checkpoint(args, f"model_{iteration}.pth", iteration,
+                                   {"model": model}, **own)  # fmt: skip
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts, **own)
 
@@ -388,7 +388,7 @@ class CaptionedPhotos(common.Photos):
 
 def pad(sequences):
     """Lists of ids -> (B, T) int64, zero-padded on the right"""
-    return nn.utils.rnn.pad_sequence(list(map(torch.tensor, sequences)), batch_first=True)
+    return nn.utils.rnn.pad_sequence([*map(torch.tensor, sequences)], batch_first=True)
 
 
 # ----------------------------------------------------------------------------------------- model
@@ -455,7 +455,7 @@ class TextualHead(nn.Module):
 
     def __init__(
         self, channels, vocab_size, hidden, layers=1, dropout=0.1,
-        max_length=MAX_LENGTH, init_std=0.02,
+        max_length=MAX_LENGTH, init_std=0.02
     ):  # fmt: skip
         super().__init__()
         self.visual_projection = nn.Linear(channels, hidden)
@@ -617,6 +617,7 @@ def with_tags(data):
     keep = [n for n, tags in enumerate(data.tags) if tags]
     if not keep:
         fail("--task multilabel_classification needs tags (for coco: instances_*.json)")
+    print_main(f"{len(keep)} of {len(data)} photos have tags, the others are left out")
     return data.select(keep)
 
 

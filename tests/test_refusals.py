@@ -69,7 +69,7 @@ ONE_SCRIPT = {
         ("--num-labels -3", "argument --num-labels: invalid whole number (1 or more) value: '-3'"),
         ("--warmup 500", "argument --warmup: invalid fraction (0 to below 1) value: '500'"),
         ("--data {tmp}/photos.jsonl", "captions"),
-        ("--data {tmp}/photos.jsonl --labels instances", "--labels instances needs tags"),
+        ("--data {tmp}/photos.jsonl --labels instances", "--labels instances needs two tags"),
     ],
     "icmlm": [
         *INIT,
@@ -81,7 +81,7 @@ ONE_SCRIPT = {
         ("--data {tmp}/photos.jsonl", NO_CAPTIONS),
     ],
     "mmcontrastive": [
-        ("--batch-size 12", "12 cannot be split into --bn-splits 8 groups of two or more"),
+        ("--batch-size 12", "12 cannot be split into --bn-splits 8 groups of 2 or more"),
         ("--lambda-ii 0 --lambda-tag 0 --lambda-ic 0 --lambda-ci 0", "nothing trains the backbone"),
         ("--lambda-ic 0", "--lambda-ic and --lambda-ci go together"),
         ("--data {tmp}/photos.jsonl", "no photo has a caption: with --lambda-cc 0"),
