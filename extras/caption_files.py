@@ -3,6 +3,7 @@
 A row is {name of a column: value}, whatever the names; to_jsonl.py decides what they mean.
 """
 
+import ast
 import csv
 import html
 import io
@@ -76,6 +77,18 @@ def clean(text):
         text = ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
     text = LIGATURE.sub(lambda letters: unicodedata.normalize("NFKC", letters[0]), text)
     return common.one_line(INVISIBLE.sub("", text))
+
+
+def parse_list(text):
+    """A list or dictionary as JSON, Python or numpy writes it -> that; anything else as it is"""
+    if text[:1] + text[-1:] not in ("[]", "{}"):
+        return text
+    commas = re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)  # numpy writes none
+    with suppress(ValueError, SyntaxError):
+        return json.loads(text)
+    with suppress(ValueError, SyntaxError):
+        return ast.literal_eval(commas)
+    return text
 
 
 def split_in(words):

@@ -17,14 +17,12 @@ and 1 are tags by their names. It prints what it took for what, what it left out
 """
 
 import argparse
-import ast
 import json
 import os
 import re
 import shlex
 import sys
 from collections import Counter, defaultdict
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +36,7 @@ from extras.caption_files import (
     clean,
     column_name,
     find_photos,
+    parse_list,
     place,
     read_rows,
     short,
@@ -99,7 +98,11 @@ def main(args):
 
 
 def choose_columns(file, rows, spelling, root, args):
-    """-> {"photo", "captions", "tags", "split": names of columns}, which it prints"""
+    """-> {what: names of columns}, which it prints
+
+    what: "photo", "captions", "split", "tags" (name: separator), "tags where 1" (name: tag)
+    spelling: {name of a column: as the file spells it}
+    """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     some = rows[:1000]
     like_photos = [key for key in keys if any(ENDING.search(str(row.get(key))) for row in some)]
@@ -186,18 +189,6 @@ def separator_of(rows, column):
     """What stands between the tags of a cell: the first of | ; and , that the column holds"""
     texts = [clean(row[column]) for row in rows if isinstance(row.get(column), str)]
     return next((mark for mark in "|;" if any(mark in text for text in texts)), ",")
-
-
-def parse_list(text):
-    """A list or dictionary as JSON, Python or numpy writes it -> that; anything else as it is"""
-    if text[:1] + text[-1:] not in ("[]", "{}"):
-        return text
-    commas = re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)  # numpy writes none
-    with suppress(ValueError, SyntaxError):
-        return json.loads(text)
-    with suppress(ValueError, SyntaxError):
-        return ast.literal_eval(commas)
-    return text
 
 
 # ------------------------------------------------------------------------------ rows to photos
