@@ -33,6 +33,7 @@ TABLES = "parquet", "jsonl", "json", "csv", "tsv"  # what a folder may hold, the
 ENDING = re.compile(r"(?i)\.(jpe?g|png|webp|gif|bmp|tiff?)$")
 HIDDEN = re.compile(r"(^|/)\.")  # of macOS, say: ._1.jpg
 ENTITY = re.compile(r"&#?\w+;")
+HTML_TAG = re.compile(r"(?i)</?(?:p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h\d)\b[^<>]*>")
 INVISIBLE = regex.compile(r"[\p{Cs}\u115f\u1160\u2800\u3164\uffa0]")  # \p{Cs}: half emojis
 LIGATURE = re.compile("[\ufb00-\ufb06]")
 LINE = re.compile(r"(?i)(\S.*\.(jpe?g|png)(#\d+)?|ROCO\w*)\t")  # of token.txt: it has no header
@@ -72,9 +73,10 @@ def short(value):
 
 
 def clean(text):
-    """Without HTML's entities, ligatures, what is invisible (see also one_line) or half an emoji"""
+    """Without HTML's tags and entities, ligatures, what is invisible, half an emoji"""
     for _ in range(2):  # the web's are often escaped twice
         text = ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
+    text = HTML_TAG.sub(" ", text)
     text = LIGATURE.sub(lambda letters: unicodedata.normalize("NFKC", letters[0]), text)
     return common.one_line(INVISIBLE.sub("", text))
 
@@ -137,6 +139,8 @@ def folder_rows(folder):
 
 def parquet_rows(path, photo_folder, check):
     """A photo in a cell is written into the folder, and the cell has its path instead."""
+    if not path.is_file():
+        fail(f"there is no {path}")
     try:
         from pyarrow import parquet
     except ModuleNotFoundError:
@@ -168,12 +172,18 @@ def write_photo(path, content):
 
 
 def parse_json(path, text):
-    lines = [line for line in text.split("\n") if line.strip()]
-    many = len(lines) > 1 and lines[0].rstrip().endswith("}")  # JSON on each line
-    try:
-        return [json.loads(line) for line in lines] if many else json.loads(text)
-    except json.JSONDecodeError as error:
-        fail(f"{path} is not valid JSON: {error}, in {error.doc[:80]!r}")
+    lines = {n: line for n, line in enumerate(text.split("\n"), 1) if line.strip()}
+    first = next(iter(lines), 1)
+    if len(lines) == 1 or not lines[first].rstrip().endswith("}"):  # not JSON on each line
+        lines = {1: text}
+    rows = []
+    for number, line in lines.items():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            where = f"{path}, line {number + error.lineno - 1}"
+            fail(f"{where}, is not valid JSON: {error.msg}, in {short(line)}")
+    return rows if len(lines) > 1 else rows[0]
 
 
 def json_rows(content):

@@ -67,6 +67,10 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
         {"a.csv": "image,caption\n1.jpg,['a cat' 'a dog']\n"}, {"1": ["a cat", "a dog"]},
         "1 photos looked up by name, the first: ['1.jpg', '{root}/img/1.jpg']",
     ),
+    "HTML's tags, and how many captions differ": (
+        {"a.csv": "image,caption\n1.jpg,<p>a dog</p>\n2.jpg,a <b>dog</b>\n"},
+        {"1": ["a dog"], "2": ["a dog"]}, "2 captions, 1 different ones\n",
+    ),
     "several columns, image_id before id": (
         {"a.csv": SEVERAL}, {"2": ["a cat", "a dog"], "1": ["a bear"]},
         "1 captions without a letter, the first: 'nan'",
@@ -255,7 +259,11 @@ REFUSED = [
     (TAGGED + "2.jpg,b,2,0\n", "--tag-column x-ray y", "column x_ray holds 2, where 0 and 1 are"),
     (TOKEN, "--output {root}/file/a.jsonl", "--output {root}/file cannot be a folder: File exists"),
     (TOKEN, "--output {root}/img", "must end in .jsonl, be no folder, and must not be the input"),
-    ("[", "", "is not valid JSON: Expecting value"),
+    ("[", "", "file, line 1, is not valid JSON: Expecting value"),
+    ('{"a": 1}\n\n{"a"', "", "file, line 3, is not valid JSON: Expecting ':' delimiter"),
+    ('{\n"a": 1\n"b"', "", "file, line 3, is not valid JSON: Expecting ',' delimiter"),
+    ("id,caption\n7,a\n8,b\n", "", "id, but ['img/1.jpg', 'img/2.jpg']: do the names differ? See"),
+    ("image,caption,label\n1.jpg,a,0\n2.jpg,b,1\n", "", "with --tag-column label, photos with a 1"),
     ("{}", "", "needs rows with a name for each cell"),
     ("image,caption\n1.jpg,a,b\n", "", "(commas in captions need quotes), but has [{{'image': '1"),
 ]

@@ -24,6 +24,7 @@ import shlex
 import sys
 from collections import Counter, defaultdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import regex
@@ -37,6 +38,7 @@ from extras.caption_files import (
     column_name,
     find_photos,
     parse_list,
+    photos_below,
     place,
     read_rows,
     short,
@@ -116,8 +118,10 @@ def choose_columns(file, rows, spelling, root, args):
         if any(find_photos(root, names).values()):
             break
     else:
-        fail(f"{root} and its subfolders hold no photo of {file}: see --root and --image-column. "
-             f"Tried {', '.join(sum(candidates, []))}, for example {short(names[:1])}")
+        there = sorted(chain(*photos_below(root).values()))[:3] or "no photo"
+        fail(f"{root} and its subfolders hold no photo of {file}, such as {short(names[:1])} of "
+             f"{', '.join(sum(candidates, []))}, but {there}: do the names differ? See --root and "
+             "--image-column")  # fmt: skip
     sets = sum([columns_of([kind], keys) for kind in SETS], [])
     sets = [name for name in sets if set() < values_of(rows, name) <= SPLITS.keys()]
     splits = columns_of(["split"], keys) or sets[:1]
@@ -125,7 +129,10 @@ def choose_columns(file, rows, spelling, root, args):
     if {*photo} & {*captions, *tags}:
         fail(f"{file}: the column {photo[0]} has the paths of the photos: it cannot hold captions "
              f"or tags, too. The columns are {', '.join(keys)}")  # fmt: skip
-    marks = marked(rows, tags) if args.tag_column or tags[1:] else []
+    marks = marked(rows, tags)
+    if marks and not (args.tag_column or tags[1:]):
+        fail(f"{file}: with --tag-column {tags[0]}, photos with a 1 have the tag {tags[0]}; or write "
+             "the names of the classes in place of 0 and 1")  # fmt: skip
     columns["tags where 1"] = {name: clean(spelling[name]) for name in marks}
     columns["tags"] = {name: separator_of(rows, name) for name in tags if name not in marks}
     unused = {"not used": sorted({*keys}.difference(*columns.values()))}
@@ -305,7 +312,10 @@ def write(output, photos, notes):
     for row in rows if hold_out else ():  # without any split, --data holds out some photos
         row.pop("split", None)
     counts = {f"photos ({split})": splits[split] for split in splits}
-    counts["captions"] = sum(len(row["captions"]) for row in rows)
+    captions = [caption for row in rows for caption in row["captions"]]
+    different = len({*captions})
+    repeated = f", {different} different ones" * (different < len(captions))
+    counts[f"captions{repeated}"] = len(captions)
     tags = [tag for row in rows for tag in row.get("tags", [])]
     if tags:
         counts[f"tags, {len({*tags})} different ones, the first: {short(tags[0])}"] = len(tags)
@@ -314,12 +324,12 @@ def write(output, photos, notes):
         if examples:
             counts[f"{what}, the first: {short(examples[0])}"] = len(examples)
     print_main("\n".join(f"{count:7d} {what}" for what, count in counts.items()))
-    if not counts["captions"] and not tags:
+    if not captions and not tags:
         fail(f"no {'caption' if rows else 'photo'} is left: {output} is not written")
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     output.write_bytes("\n".join([*lines, ""]).encode(errors="replace"))
     print_main(f"the first line: {lines[0]}")
-    what = "captions" if counts["captions"] else "tags"
+    what = "captions" if captions else "tags"
     found = Counter(row.get("split", "train") for row in rows if row.get(what))
     how = "virtex.py" if what == "captions" else "tp.py --labels instances"
     flags = "" if hold_out else split_flags(found)
