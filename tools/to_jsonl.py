@@ -131,8 +131,8 @@ def choose_columns(file, rows, spelling, root, args):
              f"or tags, too. The columns are {', '.join(keys)}")  # fmt: skip
     marks = marked(rows, tags)
     if marks and not (args.tag_column or tags[1:]):
-        fail(f"{file}: with --tag-column {tags[0]}, photos with a 1 have the tag {tags[0]}; or write "
-             "the names of the classes in place of 0 and 1")  # fmt: skip
+        fail(f"{file}: with --tag-column {tags[0]}, photos with a 1 have the tag {tags[0]}; or "
+             "write names of classes in place of 0 and 1")  # fmt: skip
     columns["tags where 1"] = {name: clean(spelling[name]) for name in marks}
     columns["tags"] = {name: separator_of(rows, name) for name in tags if name not in marks}
     unused = {"not used": sorted({*keys}.difference(*columns.values()))}
