@@ -3,6 +3,7 @@
 A row is {name of a column: value}, whatever the names; to_jsonl.py decides what they mean.
 """
 
+import ast
 import csv
 import html
 import io
@@ -28,20 +29,25 @@ SPLITS = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
+TABLES = "parquet", "jsonl", "json", "csv", "tsv"  # what a folder may hold, the best first
 ENDING = re.compile(r"(?i)\.(jpe?g|png|webp|gif|bmp|tiff?)$")
 HIDDEN = re.compile(r"(^|/)\.")  # of macOS, say: ._1.jpg
 ENTITY = re.compile(r"&#?\w+;")
+HTML_TAG = re.compile(r"(?i)</?(?:p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h\d)\b[^<>]*>")
 INVISIBLE = regex.compile(r"[\p{Cs}\u115f\u1160\u2800\u3164\uffa0]")  # \p{Cs}: half emojis
 LIGATURE = re.compile("[\ufb00-\ufb06]")
 LINE = re.compile(r"(?i)(\S.*\.(jpe?g|png)(#\d+)?|ROCO\w*)\t")  # of token.txt: it has no header
 
 
-def read_rows(path, photo_folder):
-    """-> the rows of a file, or of a folder of KEY.txt.  photo_folder: for photos in a .parquet"""
+def read_rows(path, photo_folder, check):
+    """The rows of a file, or of a folder of KEY.txt -> rows, {column: as the file spells it}
+
+    photo_folder: for the photos in a .parquet, after check(columns)
+    """
     if path.is_dir():
         rows = folder_rows(path)
     elif path.suffix == ".parquet":
-        rows = parquet_rows(path, photo_folder)
+        rows = parquet_rows(path, photo_folder, check)
     elif (text := decode(path)).lstrip().startswith(("{", "[")):
         rows = json_rows(parse_json(path, text))
     elif LINE.match(text):  # here quotes are only characters
@@ -53,7 +59,8 @@ def read_rows(path, photo_folder):
     if bad or not rows:
         fail(f"{path} needs rows with a name for each cell (commas in captions need quotes), but "
              f"has {short(bad[:1])}")  # fmt: skip
-    return [{column_name(key): value for key, value in row.items()} for row in rows]
+    spelling = {column_name(key): key for row in rows for key in row}
+    return [{column_name(key): value for key, value in row.items()} for row in rows], spelling
 
 
 def column_name(text):
@@ -66,11 +73,24 @@ def short(value):
 
 
 def clean(text):
-    """Without HTML's entities, ligatures, what is invisible (see also one_line) or half an emoji"""
+    """Without HTML's tags and entities, ligatures, what is invisible, half an emoji"""
     for _ in range(2):  # the web's are often escaped twice
         text = ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
+    text = HTML_TAG.sub(" ", text)
     text = LIGATURE.sub(lambda letters: unicodedata.normalize("NFKC", letters[0]), text)
     return common.one_line(INVISIBLE.sub("", text))
+
+
+def parse_list(text):
+    """A list or dictionary as JSON, Python or numpy writes it -> that; anything else as it is"""
+    if text[:1] + text[-1:] not in ("[]", "{}"):
+        return text
+    commas = re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)  # numpy writes none
+    with suppress(ValueError, SyntaxError):
+        return json.loads(text)
+    with suppress(ValueError, SyntaxError):
+        return ast.literal_eval(commas)
+    return text
 
 
 def split_in(words):
@@ -103,8 +123,10 @@ def folder_rows(folder):
         if not HIDDEN.search(name):
             captions[ENDING.sub("", name)] += filter(str.strip, decode(path).splitlines())
     if not captions:
+        found = [path for ending in TABLES for path in sorted(folder.rglob(f"*.{ending}"))]
         fail(f"{folder} has no KEY.txt with the captions of KEY.jpg: name the file that holds them"
-             "; tar files go to tools/make_shards.py --index-only")  # fmt: skip
+             f"{''.join(f', such as {path}' for path in found[:1])}; tar files go to "
+             "tools/make_shards.py --index-only")  # fmt: skip
     paths = chain(*photos_below(str(folder)).values())
     photos = [ENDING.sub("", path) for path in sorted(paths)]
     if captions.keys() & {*photos}:  # else the texts are in a folder of their own
@@ -115,8 +137,10 @@ def folder_rows(folder):
     return rows
 
 
-def parquet_rows(path, photo_folder):
+def parquet_rows(path, photo_folder, check):
     """A photo in a cell is written into the folder, and the cell has its path instead."""
+    if not path.is_file():
+        fail(f"there is no {path}")
     try:
         from pyarrow import parquet
     except ModuleNotFoundError:
@@ -125,6 +149,7 @@ def parquet_rows(path, photo_folder):
         content = parquet.ParquetFile(path)
     except ValueError as error:  # of pyarrow, say for what Git LFS leaves in place of a file
         fail(f"{path} is not in this format: {error}")
+    check([column_name(name) for name in content.schema_arrow.names])
     rows = []
     for batch in content.iter_batches(100):
         for row in batch.to_pylist():
@@ -147,12 +172,18 @@ def write_photo(path, content):
 
 
 def parse_json(path, text):
-    lines = [line for line in text.split("\n") if line.strip()]
-    many = len(lines) > 1 and lines[0].rstrip().endswith("}")  # JSON on each line
-    try:
-        return [json.loads(line) for line in lines] if many else json.loads(text)
-    except json.JSONDecodeError as error:
-        fail(f"{path} is not valid JSON: {error}, in {error.doc[:80]!r}")
+    lines = {n: line for n, line in enumerate(text.split("\n"), 1) if line.strip()}
+    first = next(iter(lines), 1)
+    if len(lines) == 1 or not lines[first].rstrip().endswith("}"):  # not JSON on each line
+        lines = {1: text}
+    rows = []
+    for number, line in lines.items():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            where = f"{path}, line {number + error.lineno - 1}"
+            fail(f"{where}, is not valid JSON: {error.msg}, in {short(line)}")
+    return rows if len(lines) > 1 else rows[0]
 
 
 def json_rows(content):
@@ -171,14 +202,29 @@ def json_rows(content):
                  for name, part in content.items()}  # fmt: skip
         return [{"image": name, **row} for name, row in named.items()]
     parts = [list(part.values()) if isinstance(part, dict) else part for part in content.values()]
-    lists = [part for part in parts if isinstance(part, list)]
-    tables = [part for part in lists if part and isinstance(part[0], dict)]
-    if lists and lists == parts and not tables and len({*map(len, parts)}) == 1:  # of pandas
+    lists = {name: part for name, part in zip(content, parts) if isinstance(part, list)}
+    tables = {name: part for name, part in lists.items() if part and isinstance(part[0], dict)}
+    if tables:
+        return join_tables(tables)
+    if lists and len(lists) == len(parts) and len({*map(len, parts)}) == 1:  # of pandas
         return [dict(zip(content, cells)) for cells in zip(*parts)]
-    if len(tables) > 1:
-        sizes = [f"{key} ({len(part)})" for key, part in content.items() if part in tables]
-        common.print_main(f"of these lists only the longest is read: {', '.join(sizes)}")
-    return max(tables, key=len, default=[content])
+    return [content]
+
+
+def join_tables(tables):
+    """{name: rows} -> the rows of the largest table; those with the same keys are one"""
+    joined = defaultdict(dict)
+    for name, rows in tables.items():
+        joined[frozenset(rows[0])][name] = rows
+    table = max(joined.values(), key=lambda alike: sum(map(len, alike.values())))
+    if others := [f"{name} ({len(tables[name])})" for name in tables if name not in table]:
+        common.print_main(f"lists that are not read: {', '.join(others)}")
+    if len(table) == 1:
+        return [*table.values()][0]
+    column = "split" if {*map(str.lower, table)} <= {*SPLITS} else "list"
+    common.print_main(f"{len(table)} lists are read as one table, with a column named {column}: "
+                      f"{short(', '.join(table))}")  # fmt: skip
+    return [{column: name, **row} for name, rows in table.items() for row in rows]
 
 
 def table_rows(path, text):
@@ -194,7 +240,8 @@ def table_rows(path, text):
     try:
         names = [column_name(name) for name in reader.fieldnames or ()]
         reader.fieldnames = [  # captions may have columns of one name
-            f"{name}_{n}" if name in names[:n] else name for n, name in enumerate(names)
+            f"{name}_{n}" if column_name(name) in names[:n] else name
+            for n, name in enumerate(reader.fieldnames or ())
         ]
         rows = list(reader)
         for cell in chain(*map(dict.values, rows)):

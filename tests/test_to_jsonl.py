@@ -67,6 +67,10 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
         {"a.csv": "image,caption\n1.jpg,['a cat' 'a dog']\n"}, {"1": ["a cat", "a dog"]},
         "1 photos looked up by name, the first: ['1.jpg', '{root}/img/1.jpg']",
     ),
+    "HTML's tags, and how many captions differ": (
+        {"a.csv": "image,caption\n1.jpg,<p>a dog</p>\n2.jpg,a <b>dog</b>\n"},
+        {"1": ["a dog"], "2": ["a dog"]}, "2 captions, 1 different ones\n",
+    ),
     "several columns, image_id before id": (
         {"a.csv": SEVERAL}, {"2": ["a cat", "a dog"], "1": ["a bear"]},
         "1 captions without a letter, the first: 'nan'",
@@ -150,6 +154,15 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
         {"a.json": [{**PAIR, "split": ["train"]}, {**PAIR, "image": "2.jpg", "split": ["val"]}]},
         {"1": ["a"], "2": ["a"]}, "1 photos (train)\n      1 photos (val)\n",
     ),
+    "splits by another name": (
+        {"a.csv": "image,caption,fold,Set\n1.jpg,a,1,Train\n2.jpg,b,2,valid\n"},
+        {"1": ["a"], "2": ["b"]},
+        "split: set; not used: fold\n      1 photos (train)\n      1 photos (val)\n",
+    ),
+    "sets that are no splits": (
+        {"a.csv": "image,caption,set\n1.jpg,a,train\n2.jpg,b,coco\n"},
+        {"1": ["a"], "2": ["b"]}, "captions: caption; not used: set\n      2 photos (no split)",
+    ),
     "hidden files": (
         {"img/1.txt": "a", "img/._1.txt": b"\0", "img/.x/2.txt": "b", "img/._1.jpg": b""},
         {"1": ["a"], "2": []}, "2 photos (no split)",
@@ -186,13 +199,32 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
         {"a.csv": "\ufeffsep=;\r\nImage;Caption\r\n1.jpg;a, b\r\n"}, {"1": ["a, b"]},
         "photo: image; captions: caption\n",
     ),
-    "lists by other names than splits": (
-        {"a.json": {"old": [PAIR], "new": [PAIR, {**PAIR, "image": "2.jpg"}]}},
-        {"1": ["a"], "2": ["a"]}, "of these lists only the longest is read: old (1), new (2)\n",
+    "lists of rows with the same keys": (
+        {"a.json": {"port": [PAIR], "sea": [{**PAIR, "image": "2.jpg"}], "ids": [{"id": 1}]}},
+        {"1": ["a"], "2": ["a"]},
+        "lists that are not read: ids (1)\n2 lists are read as one table, with a column named list"
+        ": port, sea\n{root}/a.json: photo: image; captions: caption; not used: list\n",
+    ),
+    "splits beside other lists": (
+        {"a.json": {"train": [PAIR], "val": [{**PAIR, "image": "2.jpg"}], "info": {"year": 1}}},
+        {"1": ["a"], "2": ["a"]}, "      1 photos (train)\n      1 photos (val)\n",
+    ),
+    "lists of other rows": (
+        {"a.json": {"cats": [{"id": 1}], "photos": [PAIR, {**PAIR, "image": "2.jpg"}]}},
+        {"1": ["a"], "2": ["a"]}, "lists that are not read: cats (1)\n",
     ),
 }  # fmt: skip
 
-TAGGED = "image,caption,X,y,split\n1.jpg,a,0,1,{}\n"
+TAGS = {  # cells of two photos: their tags
+    ("Effusion, left|Opacity", "Mass, right"): [["Effusion, left", "Opacity"], ["Mass, right"]],
+    ("a, b; c", "d"): [["a, b", "c"], ["d"]],
+    ("a, b", "b"): [["a", "b"], ["b"]],
+    ("haze primary", "haze"): [["haze primary"], ["haze"]],
+    ("R&amp;D, x", "R&amp;D"): [["R&D", "x"], ["R&D"]],
+    ('["a, b", "c"]', "c"): [["a, b", "c"], ["c"]],
+}
+
+TAGGED = "image,caption,X Ray,y,split\n1.jpg,a,0,1,{}\n"
 
 # The splits of two photos, the last line
 COMMANDS = [
@@ -207,8 +239,13 @@ COMMANDS = [
 
 # The first file, flags, words of the message
 REFUSED = [
-    ("where,what\n" + CSV, "", "Name them with --image-column and --caption-column: where, what. "),
-    (TOKEN, "--tag-column kind", "image, caption. The first row is {{"),
+    ("where,what\n" + CSV, "", "alone, --tag-column: where, what. The first row is {{'where':"),
+    ("where,what\n" + CSV, "", "and its caption? Name them with --image-column, --caption-"),
+    (TOKEN, "--tag-column kind", "file has no column kind, but image, caption"),
+    (TOKEN, "--caption-column a b image", "file has no column a, b, but image, caption"),
+    (TOKEN, "--image-column Path", "file has no column path, but image, caption"),
+    (TOKEN, "--caption-column image", "the column image has the paths of the photos: it cannot"),
+    (TOKEN, "--image-column image --tag-column image", "the column image has the paths of the p"),
     (TOKEN.encode("latin-1"), "", "is not UTF-8 (byte 79). Convert it"),
     (TOKEN, "--output {root}/file", "must not be the input file"),
     (TOKEN, "--root {root}/none", "{root}/none and its subfolders hold no photo of {root}/file"),
@@ -218,10 +255,15 @@ REFUSED = [
     ("a bus\thttp://x.com/1?w=9\n", "", "file has no header, it begins with a bus http://x.com/1"),
     ('image\tcaption\n1.jpg\t"a\n2.jpg\tb"\n', "", "line 3: a quote takes several lines into one"),
     ("image,caption\n1.jpg,\n2.jpg,-\n", "", "no caption is left: {root}/photos.jsonl is not wri"),
-    (TAGGED + "2.jpg,b,-1,1\n", "--tag-column x y", "the column x holds -1 beside 0 and 1: write"),
+    (TAGGED + "2.jpg,b,-1,1\n", "--tag-column x_ray", "column x_ray holds -1, where 0 and 1 are"),
+    (TAGGED + "2.jpg,b,2,0\n", "--tag-column x-ray y", "column x_ray holds 2, where 0 and 1 are"),
     (TOKEN, "--output {root}/file/a.jsonl", "--output {root}/file cannot be a folder: File exists"),
     (TOKEN, "--output {root}/img", "must end in .jsonl, be no folder, and must not be the input"),
-    ("[", "", "is not valid JSON: Expecting value"),
+    ("[", "", "file, line 1, is not valid JSON: Expecting value"),
+    ('{"a": 1}\n\n{"a"', "", "file, line 3, is not valid JSON: Expecting ':' delimiter"),
+    ('{\n"a": 1\n"b"', "", "file, line 3, is not valid JSON: Expecting ',' delimiter"),
+    ("id,caption\n7,a\n8,b\n", "", "id, but ['img/1.jpg', 'img/2.jpg']: do the names differ? See"),
+    ("image,caption,label\n1.jpg,a,0\n2.jpg,b,1\n", "", "with --tag-column label, photos with a 1"),
     ("{}", "", "needs rows with a name for each cell"),
     ("image,caption\n1.jpg,a,b\n", "", "(commas in captions need quotes), but has [{{'image': '1"),
 ]
@@ -268,6 +310,17 @@ def test_what_is_meant(case, convert, tmp_path):
     assert words.format(root=tmp_path) in printed
 
 
+@pytest.mark.parametrize("cells", TAGS)
+def test_what_separates_tags(cells, convert):
+    """One of | ; and , does in a whole column, and nothing within the items of a list."""
+    tags = TAGS[cells]
+    rows = [{**PAIR, "image": f"{n}.jpg", "tags": cell} for n, cell in enumerate(cells, 1)]
+    printed, lines = convert({"a.json": rows})
+    assert [line["tags"] for line in lines] == tags
+    different = len({*sum(tags, [])})
+    assert f"tags, {different} different ones, the first: {tags[0][0]}\n" in printed
+
+
 @pytest.mark.parametrize("content, flags, words", REFUSED)
 def test_refusals(content, flags, words, convert, tmp_path):
     message, _ = convert({"file": content}, flags, how=refusal)
@@ -282,12 +335,12 @@ def test_named_columns(convert):
 
 
 def test_columns_of_0_and_1(convert):
-    """Their names are the tags; 0 in all of them is none, nothing in all of them is not known."""
+    """Their names in the file are the tags; 0 in all is none, nothing in all is not known."""
     rows = "2.jpg,b,true,1.0,\n3.jpg,c,0,0.0,\n4.jpg,d,,nan,\n5.jpg,e,1,,\n"
     photos = {f"img/{n}.jpg": b"" for n in (3, 4, 5)}
-    printed, lines = convert({"file": TAGGED + rows, **photos}, "--tag-column X y")
-    tags = [["y"], ["x", "y"], [], None, ["x"]]
-    assert [line.get("tags") for line in lines] == tags and "tags where 1: x, y\n" in printed
+    printed, lines = convert({"file": TAGGED + rows, **photos}, "--tag-column X-Ray y")
+    tags = [["y"], ["X Ray", "y"], [], None, ["X Ray"]]
+    assert [line.get("tags") for line in lines] == tags and "tags where 1: x_ray, y\n" in printed
     assert "1 empty cells beside 0 and 1, which count as 0, the first: {'image': '5.jpg'" in printed
 
 
@@ -313,6 +366,20 @@ def test_photos_with_tags_alone(convert):
     assert "python tp.py --labels instances --data " in printed
 
 
+def test_lists_of_classes(convert):
+    """A table for each class: --tag-column names the column of their names."""
+    content = {name: [{**PAIR, "image": f"{n}.jpg"}] for n, name in enumerate(["sea", "port"], 1)}
+    _, lines = convert({"a.json": content}, "--tag-column list")
+    assert [line["tags"] for line in lines] == [["sea"], ["port"]]
+
+
+def test_a_folder_without_texts(convert, tmp_path):
+    """The message names the file that may be meant."""
+    files = dict.fromkeys(("img/info.json", "img/b.parquet", "img/a.parquet"), "")
+    message, _ = convert(files, how=refusal)
+    assert f"the file that holds them, such as {tmp_path}/img/a.parquet; tar files" in message
+
+
 def test_what_it_writes_is_read(convert, tmp_path):
     convert({"file": json.dumps(RAW).encode("utf-16")})
     train = common.caption_data(str(tmp_path / "photos.jsonl"))
@@ -333,6 +400,13 @@ def test_parquet_of_hugging_face(convert, tmp_path):
     assert line["image"].startswith("photos_photos/") and line["image"].endswith("_image.png")
     with Image.open(tmp_path / line["image"]) as image:
         assert image.size == (8, 8)
+    message, _ = convert({"val.parquet": file.getvalue()}, "--caption-column text", refusal)
+    assert "val.parquet has no column text, but image, caption" in message
+    table = pyarrow.Table.from_pylist([{"image": b"", "label": 1}])
+    parquet.write_table(table, file := io.BytesIO())
+    message, _ = convert({"val.parquet": file.getvalue()}, how=refusal)
+    assert "which columns hold the photo and its caption? " in message
+    assert len([*(tmp_path / "photos_photos").iterdir()]) == 1  # nothing was written before
     message, _ = convert({"train.parquet": "version https://git-lfs.github.com"}, how=refusal)
     assert "train.parquet is not in this format: Parquet magic bytes" in message
 

@@ -20,8 +20,12 @@ import json
 import math
 import re
 import statistics
+import sys
 import tomllib
 from functools import cache
+
+if __name__ == "__main__":
+    sys.exit("error: this is no command but a part of tools/reproduce.py: see its --help")
 
 from tools import tables
 from tools.tables import MEASURES, REPO, TABLES

@@ -9,6 +9,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.exit("error: this is no command but a part of tools/reproduce.py: see its --help")
+
 from tools.tables import ROWS
 
 QUICK, SMALL = ROWS["quick"], ROWS["small"]

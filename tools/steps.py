@@ -11,6 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.exit("error: this is no command but a part of tools/reproduce.py: see its --help")
+
 from tools import sizes, tables
 from tools.tables import BACKBONES, MEASURES, ROWS, TABLES
 

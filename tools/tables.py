@@ -6,10 +6,14 @@ import os
 import re
 import shlex
 import statistics
+import sys
 import textwrap
 import tomllib
 from collections import Counter
 from pathlib import Path
+
+if __name__ == "__main__":
+    sys.exit("error: this is no command but a part of tools/reproduce.py: see its --help")
 
 REPO = Path(__file__).resolve().parent.parent
 ROWS = tomllib.loads((REPO / "tools/rows.toml").read_text())

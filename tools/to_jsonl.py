@@ -8,22 +8,23 @@ It reads Karpathy's dataset_*.json, RSICD, token.txt and captions.txt of Flickr8
 Flickr30k, captions_*.json of COCO, R2Gen's annotation.json, metadata.jsonl, .csv and .parquet of
 Hugging Face, tables of open_clip and ROCO, conversations of LLaVA (their first answer becomes the
 caption), and other .json, .jsonl, .csv and .tsv with a photo and captions in each row. Photos that
-are not where a file says are looked up by name in the subfolders of --root; those inside a .parquet
-are written into a folder beside --output. Captions lose HTML's entities, soft hyphens and other
-invisible characters, and ligatures. Columns named by --tag-column that hold only 0 and 1 are tags
-by their names. It prints what it took for what, what it left out, the line of the first photo, and
-the command that trains on the splits.
+are not where a file says are looked up by their path in the subfolders of --root, and, only if none
+of the file's photos is found, by name without folder and ending (a missing photo is not replaced by
+its mask); those inside a .parquet are written into a folder beside --output. Captions lose HTML's
+entities, invisible characters such as soft hyphens, and ligatures. Tags in a cell stand between |;
+if a column has none, between ; and else between commas. Columns of --tag-column that hold only 0
+and 1 are tags by their names. It prints what it took for what, what it left out, and a command.
 """
 
 import argparse
-import ast
 import json
 import os
 import re
 import shlex
 import sys
 from collections import Counter, defaultdict
-from contextlib import suppress
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import regex
@@ -36,6 +37,8 @@ from extras.caption_files import (
     clean,
     column_name,
     find_photos,
+    parse_list,
+    photos_below,
     place,
     read_rows,
     short,
@@ -50,9 +53,11 @@ VAGUE = "name", "id", "key"  # only if no other column has the photo's name
 CAPTIONS = """caption conversation raw sentence text description title comment report finding
 prompt txt""".split()
 TAGS = "tag label keyword categorie category classe class finding_label".split()
-SPLIT = "split", "subset", "partition"
+SETS = "set", "subset", "partition", "fold"  # the split, if all values are names of splits
 NOTHING = "", "nan", "none", "null", "n/a"  # what programs write into an empty cell
-YES, NO, UNSURE = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no"), ("-1", "-1.0")
+YES, NO = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")
+MARKS = *YES, *NO, "-1", "-1.0"  # -1: not sure, by CheXpert, say
+NUMBER = re.compile(r"-?\d+(\.\d*)?")
 
 
 def get_args(argv=None):
@@ -63,8 +68,9 @@ def get_args(argv=None):
         "(train, val or test in their names is the split), or a folder")  # fmt: skip
     add("--root", help="folder of the photos (default: that of each file)")
     add("--image-column", type=column_name, help="column or key with the photo's path or name")
-    add("--caption-column", type=column_name, nargs="+", help="one or more, with captions")
-    add("--tag-column", type=column_name, nargs="+", help="one or more, with tags, or with 0 and 1")
+    many = dict(type=column_name, nargs="+", default=[])
+    add("--caption-column", **many, help="one or more, with captions")
+    add("--tag-column", **many, help="one or more, with tags, or with 0 and 1")
     add("--output", default="photos.jsonl", help=".jsonl to write; an existing one is replaced")
     return parser.parse_args(argv)
 
@@ -79,12 +85,13 @@ def main(args):
     photos = {}  # path, links resolved: {"image": the path that was found, "captions", ...}
     notes = defaultdict(list)  # what was left out or changed: all examples of it
     for file in files:
-        rows = read_rows(file, output.with_name(f"{output.stem}_photos"))
-        if len(files) > 1:
-            words = re.findall("[a-z]+", file.stem.lower())
-            rows = [{"split": split_in([*words, file.parent.name]), **row} for row in rows]
+        check = partial(check_columns, file, args)
+        rows, spelling = read_rows(file, output.with_name(f"{output.stem}_photos"), check)
+        words = [*re.findall("[a-z]+", file.stem.lower()), file.parent.name]
+        if len(files) > 1 and (split := split_in(words)):
+            rows = [{"split": split, **row} for row in rows]
         root = os.path.abspath(args.root or (file if file.is_dir() else file.parent))
-        columns = choose_columns(file, rows, root, args)
+        columns = choose_columns(file, rows, spelling, root, args)
         gather(rows, root, columns, photos, notes)
     write(output, photos, notes)
 
@@ -92,33 +99,60 @@ def main(args):
 # ------------------------------------------------------------------------------------- columns
 
 
-def choose_columns(file, rows, root, args):
-    """-> {"photo", "captions", "tags", "split": names of columns}, which it prints"""
+def choose_columns(file, rows, spelling, root, args):
+    """-> {what: names of columns}, which it prints
+
+    what: "photo", "captions", "split", "tags" (name: separator), "tags where 1" (name: tag)
+    spelling: {name of a column: as the file spells it}
+    """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     some = rows[:1000]
     like_photos = [key for key in keys if any(ENDING.search(str(row.get(key))) for row in some)]
     found = [columns_of([kind], keys) for kind in (*PHOTOS, *like_photos, *VAGUE)]
     candidates = [[args.image_column]] if args.image_column else list(filter(None, found))
+    check_columns(file, args, keys, candidates, f". The first row is {short(rows[0])}")
     captions = args.caption_column or columns_of(CAPTIONS, keys)
     tags = args.tag_column or columns_of(TAGS, keys)
-    named = {*captions, *tags, *(candidates or [[]])[0]}
-    if not candidates or not (captions or args.tag_column) or not named <= {*keys}:
-        fail(f"{file}: which columns hold the photo and its caption? Name them with --image-column "
-             f"and --caption-column: {', '.join(keys)}. The first row is {short(rows[0])}")
     for photo in candidates:  # the first that leads to a photo
         names = [name for row in some for name in names_of(row, photo)]
         if any(find_photos(root, names).values()):
             break
     else:
-        fail(f"{root} and its subfolders hold no photo of {file}: see --root and --image-column. "
-             f"Tried {', '.join(sum(candidates, []))}, for example {short(names[:1])}")
-    columns = {"photo": photo, "captions": captions, "tags": tags, "split": columns_of(SPLIT, keys)}
-    columns["tags where 1"] = marks = marked(rows, tags) if args.tag_column or tags[1:] else []
-    columns["tags"] = [column for column in tags if column not in marks]
+        there = sorted(chain(*photos_below(root).values()))[:3] or "no photo"
+        fail(f"{root} and its subfolders hold no photo of {file}, such as {short(names[:1])} of "
+             f"{', '.join(sum(candidates, []))}, but {there}: do the names differ? See --root and "
+             "--image-column")  # fmt: skip
+    sets = sum([columns_of([kind], keys) for kind in SETS], [])
+    sets = [name for name in sets if set() < values_of(rows, name) <= SPLITS.keys()]
+    splits = columns_of(["split"], keys) or sets[:1]
+    columns = {"photo": photo, "captions": captions, "tags": tags, "split": splits}
+    if {*photo} & {*captions, *tags}:
+        fail(f"{file}: the column {photo[0]} has the paths of the photos: it cannot hold captions "
+             f"or tags, too. The columns are {', '.join(keys)}")  # fmt: skip
+    marks = marked(rows, tags)
+    if marks and not (args.tag_column or tags[1:]):
+        fail(f"{file}: with --tag-column {tags[0]}, photos with a 1 have the tag {tags[0]}; or "
+             "write names of classes in place of 0 and 1")  # fmt: skip
+    columns["tags where 1"] = {name: clean(spelling[name]) for name in marks}
+    columns["tags"] = {name: separator_of(rows, name) for name in tags if name not in marks}
     unused = {"not used": sorted({*keys}.difference(*columns.values()))}
     taken = [f"{what}: {', '.join(names)}" for what, names in (columns | unused).items() if names]
     print_main(f"{file}: {'; '.join(taken)}")
     return columns
+
+
+def check_columns(file, args, keys, photos=True, about=""):
+    """End with one line if columns that a flag names, or those of photos or captions, are missing.
+
+    photos: whether there are any of photos;  about: what else to say of the file
+    """
+    named = [args.image_column, *args.caption_column, *args.tag_column]
+    if missing := [name for name in named if name and name not in keys]:
+        fail(f"{file} has no column {', '.join(missing)}, but {', '.join(keys)}")
+    if not photos or not (args.tag_column or args.caption_column or columns_of(CAPTIONS, keys)):
+        fail(f"{file}: which columns hold the photo and its caption? Name them with "
+             "--image-column, --caption-column or, for tags alone, --tag-column: "
+             f"{', '.join(keys)}{about}")  # fmt: skip
 
 
 def columns_of(kinds, keys):
@@ -131,36 +165,37 @@ def columns_of(kinds, keys):
 
 def marked(rows, columns):
     """Those of the columns that hold 0 or 1 (or nothing) in each row: their name is a tag"""
-    found = []
-    for column in columns:
-        values = {str(row.get(column)).strip().lower() for row in rows}.difference(NOTHING)
-        if values and values <= {*YES, *NO, *UNSURE}:
-            found.append(column)
-            if values & {*UNSURE}:
-                fail(f"the column {column} holds -1 beside 0 and 1: write what it means, 0, 1 or, "
-                     "if it is not known, nothing")  # fmt: skip
+    values = {column: values_of(rows, column) for column in columns}
+    found = [column for column in columns if values[column] and values[column] <= {*MARKS}]
+    for column in columns if found else ():
+        others = sorted(values[column].difference(YES, NO))
+        if others and all(value in MARKS or NUMBER.fullmatch(value) for value in values[column]):
+            fail(f"the column {column} holds {others[0]}, where 0 and 1 are expected: write 0 or 1 "
+                 "(an empty cell counts as 0; if all tag columns of a row are empty, its tags are "
+                 "not known), or name other columns with --tag-column")  # fmt: skip
     return found
 
 
-def cells(row, columns):
+def values_of(rows, column):
+    """Different values of a column, without empty ones, as lower-case text"""
+    return {str(row.get(column)).strip().lower() for row in rows}.difference(NOTHING)
+
+
+def cells(row, columns, separator=None):
     """The values in these columns; one that holds a list, also written as text, gives its items."""
     for column in columns:
         value = row.get(column)
         if isinstance(value, str):
             value = parse_list(value.strip())
+        if isinstance(value, str) and separator:
+            value = clean(value).split(separator)
         yield from value if isinstance(value, list) else [value]
 
 
-def parse_list(text):
-    """A list or dictionary as JSON, Python or numpy writes it -> that; anything else as it is"""
-    if text[:1] + text[-1:] not in ("[]", "{}"):
-        return text
-    commas = re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)  # numpy writes none
-    with suppress(ValueError, SyntaxError):
-        return json.loads(text)
-    with suppress(ValueError, SyntaxError):
-        return ast.literal_eval(commas)
-    return text
+def separator_of(rows, column):
+    """What stands between the tags of a cell: the first of | ; and , that the column holds"""
+    texts = [clean(row[column]) for row in rows if isinstance(row.get(column), str)]
+    return next((mark for mark in "|;" if any(mark in text for text in texts)), ",")
 
 
 # ------------------------------------------------------------------------------ rows to photos
@@ -236,9 +271,11 @@ def texts(items):
 
 def tags_of(row, columns, notes):
     """-> a list of strings; None if the row says nothing about them"""
-    marks = {tag: str(row.get(tag)).strip().lower() for tag in columns["tags where 1"]}
-    columns = columns["tags"]
-    values = [tag.get("name", tag) if isinstance(tag, dict) else tag for tag in cells(row, columns)]
+    marks = {name: str(row.get(name)).strip().lower() for name in columns["tags where 1"]}
+    values = []
+    for column, separator in columns["tags"].items():
+        for tag in cells(row, [column], separator):
+            values.append(tag.get("name", tag) if isinstance(tag, dict) else tag)
     if any(isinstance(value, (list, dict)) for value in values):
         notes["tags that are no text"].append(values)
         return None
@@ -246,13 +283,12 @@ def tags_of(row, columns, notes):
         notes["lists of numbers, which are no tags"].append(values)
         return None
     known = [not is_empty(value) for value in (*values, *marks.values())]
-    if not (columns or marks) or known and not any(known):
+    if not (columns["tags"] or marks) or known and not any(known):
         return None
     if any(map(is_empty, marks.values())):
         notes["empty cells beside 0 and 1, which count as 0"].append(row)
-    texts = [text for value in values for text in re.split(r"[|;,]", str(value))]
-    tags = [clean(text) for text in texts if not is_empty(clean(text))]
-    return tags + [tag for tag, mark in marks.items() if mark in YES]
+    tags = [clean(str(value)) for value in values if not is_empty(clean(str(value)))]
+    return tags + [columns["tags where 1"][name] for name, mark in marks.items() if mark in YES]
 
 
 def split_of(row, columns):
@@ -276,20 +312,24 @@ def write(output, photos, notes):
     for row in rows if hold_out else ():  # without any split, --data holds out some photos
         row.pop("split", None)
     counts = {f"photos ({split})": splits[split] for split in splits}
-    counts["captions"] = sum(len(row["captions"]) for row in rows)
-    tags = sum(len(row.get("tags", [])) for row in rows)
-    counts |= {"tags": tags} if tags else {}
+    captions = [caption for row in rows for caption in row["captions"]]
+    different = len({*captions})
+    repeated = f", {different} different ones" * (different < len(captions))
+    counts[f"captions{repeated}"] = len(captions)
+    tags = [tag for row in rows for tag in row.get("tags", [])]
+    if tags:
+        counts[f"tags, {len({*tags})} different ones, the first: {short(tags[0])}"] = len(tags)
     notes["photos without a caption"] = [row["image"] for row in rows if not row["captions"]]
     for what, examples in notes.items():
         if examples:
             counts[f"{what}, the first: {short(examples[0])}"] = len(examples)
     print_main("\n".join(f"{count:7d} {what}" for what, count in counts.items()))
-    if not counts["captions"] and not tags:
+    if not captions and not tags:
         fail(f"no {'caption' if rows else 'photo'} is left: {output} is not written")
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     output.write_bytes("\n".join([*lines, ""]).encode(errors="replace"))
     print_main(f"the first line: {lines[0]}")
-    what = "captions" if counts["captions"] else "tags"
+    what = "captions" if captions else "tags"
     found = Counter(row.get("split", "train") for row in rows if row.get(what))
     how = "virtex.py" if what == "captions" else "tp.py --labels instances"
     flags = "" if hold_out else split_flags(found)
