@@ -19,7 +19,7 @@ rank. A photo's match is the best of its captions. A random backbone and chance 
 
 What to expect: the loss per pair falls from 0.4 (twice the margin, all vectors alike) to below 0.1
 with --negatives mean. With the paper's hardest negatives it must fall below 0.4: if it does not,
-they are too hard for this backbone. On shapes, in four minutes, R@10 reaches 96 (random: 40).
+they are too hard for this backbone.
 """
 
 import argparse
