@@ -120,15 +120,6 @@ def test_photos_in_both_splits_are_counted(tmp_path):
     assert "4 of 4 test photos are training photos, too" in run_here(command)
 
 
-def test_advice_after_divergence():
-    """Only what the script has: no --warmup"""
-    flags = "--weights", "random", "--arch", "resnet18", "--amp"
-    for amp, words in ("off", "kept. Try a lower --lr$"), ("fp16", "--lr, or --amp off$"):
-        args = finetune.get_args([*flags, amp])
-        with pytest.raises(SystemExit, match=words):
-            common.check_finite(args, 3, torch.tensor([float("nan")]))
-
-
 def test_fraction():
     """Of each class its fraction, at least one; the same for a seed; 10% are part of 30%."""
     classes = np.random.default_rng(0).permutation([0] * 100 + [1] * 31 + [2] * 4)

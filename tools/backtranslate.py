@@ -73,7 +73,7 @@ def keep_whole_lines(path):
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith("\n"):
         lines.pop()
-        common.save(path, "".join(lines))
+        os.truncate(path, len("".join(lines).encode()))
     return {json.loads(line)["caption"] for line in lines}
 
 
