@@ -152,7 +152,6 @@ def one_line(text):
 
 def coco_photos(root, split, with_tags):
     """annotations/captions_{split}.json, photos in {split}/; tags: categories of instances_*.json
-
     -> (path, captions, tags) of each photo, the names of all tags
     """
     content = read_json(f"{root}/annotations/captions_{split}.json")
@@ -204,10 +203,10 @@ def jsonl_photos(path, root, split):
         for n in np.random.default_rng(0).permutation(len(photos))[: max(1, len(photos) // 20)]:
             splits[n] = "val"
     splits = [found or "train" for found in splits]
-    sizes = dict(Counter(splits))
-    report_once(f"{path}: photos {sizes}; keys that are not read: {dict(unread) or None}")
+    sizes = Counter(splits)
+    report_once(f"{path}: photos {dict(sizes)}; keys that are not read: {dict(unread) or None}")
     if split not in sizes:
-        fail(f"{path} has no split {split}, but {sizes}: see --train-split and --val-split")
+        fail(f"{path} has no split {split}, but {dict(sizes)}: see --train-split and --val-split")
     tag_names = dict.fromkeys(tag for *_, tags in photos.values() for tag in tags or () if tag)
     photos = [row for row, found in zip(photos.values(), splits) if found == split]
     return photos, list(tag_names)
@@ -343,8 +342,7 @@ def stack(samples, name):
 
 
 def infinite_sampler(size, batch_size, seed, start=0):
-    """Yield (seed, epoch, index) forever, from batch number `start` on, of each a process's share
-
+    """Yield (seed, epoch, index) forever, from batch number `start` on, of each a process's share.
     Batch t is the t-th slice of the epochs' permutations, which depend only on the seed.
     """
     position, per_process = start * batch_size, batch_size // world_size()
@@ -352,23 +350,21 @@ def infinite_sampler(size, batch_size, seed, start=0):
         epoch, done = divmod(position, size)
         order = np.random.default_rng([seed, epoch]).permutation(size)
         for index in order[done:]:
-            place = position % batch_size  # within the batch
-            if place // per_process == rank():
+            if position % batch_size // per_process == rank():  # the place within the batch
                 yield seed, epoch, int(index)
             position += 1
 
 
 def train_batches(dataset, collate, args, device, done):
-    """Yield micro-batches on the device forever, --accumulate for each iteration after `done`
-
+    """Yield micro-batches on the device forever, --accumulate for each iteration after `done`.
     Torch is seeded for each, by its place among those of all processes: dropout can be resumed.
     """
     size = args.batch_size // world_size() // args.accumulate
     sampler = infinite_sampler(len(dataset), args.batch_size, args.seed, done)
-    pin = device.type == "cuda"  # so that copies to the GPU do not wait
     loader = DataLoader(
-        dataset, size, False, sampler, num_workers=args.workers, collate_fn=collate, pin_memory=pin
-    )
+        dataset, size, sampler=sampler, num_workers=args.workers, collate_fn=collate,
+        pin_memory=device.type == "cuda",
+    )  # fmt: skip
     for number, batch in enumerate(loader, (done + 1) * args.accumulate):
         place = number * world_size() + rank()
         torch.manual_seed((args.seed << 40) % 2**64 + place)  # 2^40 places for each seed
@@ -408,8 +404,7 @@ BACKBONES = "resnet18", "resnet50", "resnet101", "wide_resnet50_2", "vgg16_bn"  
 
 
 def build_backbone(arch, **kwargs):
-    """torchvision's network with its key names, without its classifier, from random weights
-
+    """torchvision's network with its key names, without its classifier, from random weights:
     (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32).  kwargs: of torchvision
     """
     from torchvision import models  # only here: it takes seconds, and --help needs none
@@ -439,10 +434,7 @@ def read_init(args):
 
 
 def load_init(init, model, backbone, skip=()):
-    """Start from what read_init returned: from all tensors that fit
-
-    skip: prefix of tensors that stay random, since their classes or words are others
-    """
+    """Start from the tensors of read_init that fit.  skip: prefix of those that stay random"""
     if init:
         module, start = (model, init["model"]) if "model" in init else (backbone, init)
         state = module.state_dict()
