@@ -678,15 +678,13 @@ def load_checkpoint(args):
 
 def begin_run(args, checkpoint, *splits):
     """Refuse to resume with other flags or data; write args.json.  splits: see `fingerprint`"""
-    args.fingerprint = [fingerprint(*columns) for columns in splits]
+    args.checksums_of_data = [fingerprint(*columns) for columns in splits]
     if os.path.isfile(getattr(args, "init", None) or ""):
-        args.fingerprint.append(zlib.crc32(Path(args.init).read_bytes()))
+        args.checksum_of_init = zlib.crc32(Path(args.init).read_bytes())
     for name, before in checkpoint.get("args", {}).items():
         now = getattr(args, name, before)  # a flag may be gone
         if before != now and name not in RESUME_CAN_CHANGE:
             differ = f"--{name.replace('_', '-')} {before}, not {now}".replace("None", "left out")
-            if name == "fingerprint":
-                differ = "other photos, captions, labels or weights of --init"
             fail(f"{args.output} holds a run with {differ}: choose another --output, or delete it")
     if is_main():
         about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
