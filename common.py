@@ -53,7 +53,7 @@ JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} 
 
 @dataclass
 class Lists:
-    """Lists of strings, each as the lines of one: workers share this block and copy no objects."""
+    """Lists of strings, each joined to lines: one block for all workers, who would copy objects"""
 
     joined: np.ndarray  # (N,) of strings
 
@@ -303,7 +303,8 @@ def read_crops(data, index, crops, size):
         if image.mode[0] in "IF" or image.has_transparency_data:
             image = extra("pixels").to_rgb(image)
         image = image.convert("RGB")
-        boxes = np.minimum(boxes * (image.size / full_size), image.size)  # draft may have shrunk it
+        boxes = boxes * (image.size / full_size)  # draft may have shrunk it
+        boxes = np.minimum(boxes, image.size)  # rounding errors may exceed it
         cut = [image.resize((size, size), Image.BILINEAR, [*box.flat]) for box in boxes]
         return [np.array(ImageOps.exif_transpose(crop)) for crop in cut]  # as people see them
     except Exception as error:  # PIL's decoders raise a dozen kinds
@@ -434,13 +435,15 @@ def read_init(args):
 
 
 def load_init(init, model, backbone, skip=()):
-    """Start from the tensors of read_init that fit.  skip: prefix of those that stay random"""
+    """Start from what read_init returned: a backbone, or all tensors of the model that fit, but for
+    those with the prefix `skip`, whose classes or words are others.
+    """
     if init:
         module, start = (model, init["model"]) if "model" in init else (backbone, init)
         state = module.state_dict()
         fit = {n: x for n, x in start.items() if n in state and x.shape == state[n].shape}
         fit = {name: x for name, x in fit.items() if not name.startswith(skip)}
-        module.load_state_dict(fit, strict=False)
+        module.load_state_dict(fit, strict=module is backbone)
         print_main(f"--init: loaded {len(fit)} of {len(state)} tensors")
 
 
@@ -725,7 +728,7 @@ def check_finite(args, iteration, *values):
     """Of weights, or of the loss"""
     if not all(value.isfinite().all() for value in values):
         fail(f"the loss or a weight is not finite at iteration {iteration}: the last checkpoint is "
-             f"kept. Try a lower --lr or a longer warm-up (--amp is {args.amp})")  # fmt: skip
+             f"kept. Try a lower --lr, or a longer --warmup if it is a flag (--amp is {args.amp})")
 
 
 class Log:
