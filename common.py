@@ -103,36 +103,31 @@ class CaptionData:
 
 def caption_data(name, root=None, split="train", tags=False):
     """One split of --data -> CaptionData.  tags: whether COCO's file of instances is read, too"""
-    if name == "shapes":
-        return extra("shapes").caption_data(split)
-    if name not in ("coco", "vg") and os.path.isdir(name):
-        return extra("shards").caption_data(name, split)
-    data = [read_captions(name, root, split, tags) if is_main() else None]
-    if world_size() > 1:  # one process reads: the annotations of COCO take 3 GB meanwhile
+    if name == "coco":
+        return read_photos(split, partial(coco_photos, root or "datasets/coco", split, tags))
+    if name.endswith(".jsonl"):
+        return read_photos(split, partial(jsonl_photos, name, root or os.path.dirname(name), split))
+    return extra("sources").caption_data(name, root, split)  # shapes, vg, shards
+
+
+def read_photos(split, read):
+    """read() -> (path, captions, tags or None) of each photo, names of all tags; -> CaptionData"""
+    data = [None]
+    if is_main():  # one process reads: the annotations of COCO take 3 GB meanwhile
+        photos, tag_names = read()
+        missing = [path for path, *_ in photos if not os.path.isfile(path)]
+        if missing or not photos:
+            fail(f"{len(missing)} of {len(photos)} photos of {split} are missing: {missing[:3]}")
+        paths, captions, tags = zip(*photos)
+        if empty := sum(row.count("") for row in captions):
+            print_main(f"{empty} captions of {split} are empty: left out")
+        captions = lists(filter(None, row) for row in captions)
+        tagged = np.array([row is not None for row in tags])
+        tags = lists(dict.fromkeys(filter(None, row or ())) for row in tags)
+        data = [CaptionData(np.array(paths, STRINGS), captions, tags, tag_names, tagged)]
+    if world_size() > 1:
         dist.broadcast_object_list(data, device=torch.device("cpu"))
     return data[0]
-
-
-def read_captions(name, root, split, with_tags):
-    if name == "coco":
-        photos, tag_names = coco_photos(root or "datasets/coco", split, with_tags)
-    elif name == "vg":
-        photos, tag_names = extra("visual_genome").photos(root or "datasets/vg", split)
-    elif os.path.isfile(name) and name.endswith(".jsonl"):
-        photos, tag_names = jsonl_photos(name, root or os.path.dirname(name), split)
-    else:
-        fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of "
-             "shards; python tools/to_jsonl.py FILE converts other files")  # fmt: skip
-    missing = [path for path, *_ in photos if not os.path.isfile(path)]
-    if missing or not photos:
-        fail(f"{len(missing)} of {len(photos)} photos of {split} are missing: {missing[:3]}")
-    paths, captions, tags = zip(*photos)
-    if empty := sum(row.count("") for row in captions):
-        print_main(f"{empty} captions of {split} are empty: left out")
-    captions = lists(filter(None, row) for row in captions)
-    tagged = np.array([row is not None for row in tags])
-    tags = lists(dict.fromkeys(filter(None, row or ())) for row in tags)
-    return CaptionData(np.array(paths, STRINGS), captions, tags, tag_names, tagged)
 
 
 def read_json(path, hint="see --root, --train-split and --val-split"):
@@ -183,6 +178,8 @@ def jsonl_photos(path, root, split):
     Paths start from `root`. A line without a split is of train; if no line has one, a fixed
     twentieth is of val. -> (path, captions, tags or None) of each photo, names of all tags
     """
+    if not os.path.isfile(path):
+        fail(f"no data set {path}: python tools/to_jsonl.py FILE makes one of other files")
     photos, splits, unread = {}, [], Counter()
     for number, line in enumerate(open(path, "rb"), 1):
         if not line.strip():
