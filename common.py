@@ -407,10 +407,7 @@ def build_backbone(arch, **kwargs):
     """
     from torchvision import models  # only here: it takes seconds, and --help needs none
 
-    try:
-        model = getattr(models, arch)(**kwargs)
-    except OSError as error:  # from urllib
-        fail(f"the weights of {arch} cannot be downloaded ({error}): is there a network?")
+    model = getattr(models, arch)(**kwargs)
     *children, _, _ = model.named_children()  # the last two are average pooling and classifier
     backbone = nn.Sequential(OrderedDict(children))
     backbone.arch = arch
@@ -422,12 +419,11 @@ def read_init(args):
     """--init -> {}, the content of a checkpoint of the same script, or a backbone's state dict"""
     if not args.init:
         return {}
-    if args.init == "imagenet":  # torchvision's, downloaded once
-        return build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()
-    content = read_checkpoint(args.init)
-    own = content.get("script") == args.script and content["args"]["arch"] == args.arch
-    if own or content.keys() == build_backbone(args.arch).state_dict().keys():
-        return content
+    if args.init != "imagenet":
+        content = read_checkpoint(args.init)
+        own = content.get("script") == args.script and content["args"]["arch"] == args.arch
+        if own or content.keys() == build_backbone(args.arch).state_dict().keys():
+            return content
     return extra("checkpoints").load_backbone(args.init, args.arch).state_dict()
 
 
