@@ -10,6 +10,7 @@ Writes lines {"caption", "fr", "de"}, batch by batch; interrupted, the same comm
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
