@@ -1,11 +1,4 @@
-"""What the scripts share:
-
-    captioned photos     caption_data -> CaptionData: COCO, a .jsonl, and others through extras/
-    photos to batches    Photos, read_crops, infinite_sampler, train_batches; on the device: augment
-    training             build_backbone, read_init, load_init, build_optimizer, lr_factor, set_lr
-    processes            init_distributed, is_main, gather, data_parallel, autocast
-    a training run       apply_recipe, load_checkpoint, begin_run, once, restore, Log, end_run
-"""
+"""What the scripts share: captioned photos, batches, backbones, processes, and what a run writes"""
 
 import argparse
 import importlib
@@ -28,7 +21,6 @@ import torch
 import torch.distributed as dist
 from PIL import Image, ImageOps, PngImagePlugin
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -48,8 +40,7 @@ def extra(name):
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as error:
-        fail(f"{error.name} is missing: python -m pip install it; extras is our folder, to be "
-             "copied beside the script")  # fmt: skip
+        fail(f"{error.name} is missing: install it by pip (extras: copy our folder of that name)")
 
 
 # ------------------------------------------------------------------------------ captioned photos
@@ -60,14 +51,11 @@ STRINGS = np.dtypes.StringDType()  # of any length, in one block of memory
 JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} on each line'
 
 
+@dataclass
 class Lists:
-    """Lists of strings, each joined to one string of several lines
+    """Lists of strings, each joined to lines: one block for all workers, who would copy objects"""
 
-    Their array lies in one block, which DataLoader workers share; they would copy objects.
-    """
-
-    def __init__(self, joined):
-        self.joined = joined  # (N,) of strings
+    joined: np.ndarray  # (N,) of strings
 
     def __getitem__(self, key):
         found = self.joined[key]
@@ -93,15 +81,14 @@ class CaptionData:
         return len(self.images)
 
     def columns(self):
-        return self.images, self.captions, self.tags
+        return self.images, self.captions, self.tags, self.tagged
 
     def all_captions(self):
         return [caption for captions in self.captions for caption in captions]
 
     def select(self, keep):
         """-> CaptionData of the photos with the indices `keep`"""
-        images, captions, tags = (column[keep] for column in self.columns())
-        tagged = self.tagged[keep]
+        images, captions, tags, tagged = (column[keep] for column in self.columns())
         return replace(self, images=images, captions=captions, tags=tags, tagged=tagged)
 
     def captioned(self):
@@ -116,45 +103,38 @@ class CaptionData:
 
 def caption_data(name, root=None, split="train", tags=False):
     """One split of --data -> CaptionData.  tags: whether COCO's file of instances is read, too"""
-    if name == "shapes":
-        return extra("shapes").caption_data(split)
-    if name not in ("coco", "vg") and os.path.isdir(name):
-        return extra("shards").caption_data(name, split)
-    data = [read_captions(name, root, split, tags) if is_main() else None]
-    if world_size() > 1:  # one process reads: the annotations of COCO take 3 GB meanwhile
+    if name == "coco":
+        return read_photos(split, partial(coco_photos, root or "datasets/coco", split, tags))
+    if name.endswith(".jsonl"):
+        return read_photos(split, partial(jsonl_photos, name, root or os.path.dirname(name), split))
+    return extra("sources").caption_data(name, root, split)  # shapes, vg, shards
+
+
+def read_photos(split, read):
+    """read() -> (path, captions, tags or None) of each photo, names of all tags; -> CaptionData"""
+    data = [None]
+    if is_main():  # one process reads: the annotations of COCO take 3 GB meanwhile
+        photos, tag_names = read()
+        missing = [path for path, *_ in photos if not os.path.isfile(path)]
+        if missing or not photos:
+            fail(f"{len(missing)} of {len(photos)} photos of {split} are missing: {missing[:3]}")
+        paths, captions, tags = zip(*photos)
+        if empty := sum(row.count("") for row in captions):
+            print_main(f"{empty} captions of {split} are empty: left out")
+        captions = lists(filter(None, row) for row in captions)
+        tagged = np.array([row is not None for row in tags])
+        tags = lists(dict.fromkeys(filter(None, row or ())) for row in tags)
+        data = [CaptionData(np.array(paths, STRINGS), captions, tags, tag_names, tagged)]
+    if world_size() > 1:
         dist.broadcast_object_list(data, device=torch.device("cpu"))
     return data[0]
 
 
-def read_captions(name, root, split, tags):
-    if name == "coco":
-        photos, tag_names = coco_photos(root or "datasets/coco", split, tags)
-    elif name == "vg":
-        photos, tag_names = extra("visual_genome").photos(root or "datasets/vg", split)
-    elif os.path.isfile(name) and name.endswith(".jsonl"):
-        photos, tag_names = jsonl_photos(name, root or os.path.dirname(name), split)
-    else:
-        fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of "
-             "shards; python tools/to_jsonl.py FILE converts other files")  # fmt: skip
-    missing = [path for path, *_ in photos if not os.path.isfile(path)]
-    if missing or not photos:
-        fail(f"{len(missing)} of {len(photos)} photos of {split} are missing: {missing[:3]}")
-    paths, captions, tags = zip(*photos)
-    if empty := sum(row.count("") for row in captions):
-        print_main(f"{empty} captions of {split} are empty: left out")
-    captions = lists([filter(None, row) for row in captions])
-    tagged = np.array([row is not None for row in tags])
-    tags = lists([dict.fromkeys(row or ()) for row in tags])
-    return CaptionData(np.array(paths, STRINGS), captions, tags, tag_names, tagged)
-
-
 def read_json(path, hint="see --root, --train-split and --val-split"):
-    if not os.path.isfile(path):
-        fail(f"there is no {path}: {hint}")
     try:
         return json.loads(Path(path).read_bytes())
-    except ValueError as error:
-        fail(f"{path} is no JSON, or is cut off: {error}")
+    except (OSError, ValueError) as error:
+        fail(f"{path} is missing, cut off or no JSON ({error}): {hint}")
 
 
 def one_line(text):
@@ -167,44 +147,39 @@ def one_line(text):
 
 def coco_photos(root, split, with_tags):
     """annotations/captions_{split}.json, photos in {split}/; tags: categories of instances_*.json
-
     -> (path, captions, tags) of each photo, the names of all tags
     """
     content = read_json(f"{root}/annotations/captions_{split}.json")
     instances = f"{root}/annotations/instances_{split}.json"
     found = with_tags and os.path.exists(instances)
     annotated = read_json(instances) if found else {"categories": [], "annotations": []}
-    left_out = []
+    captions, tags = defaultdict(list), defaultdict(list)
     try:
+        files = {row["id"]: row["file_name"] for row in content["images"]}
         names = {row["id"]: one_line(row["name"]) for row in annotated["categories"]}
-        photos = {row["id"]: (row["file_name"], [], []) for row in content["images"]}
-        rows = content["annotations"] + annotated["annotations"]
-        for row in rows:
-            if row["image_id"] not in photos:
-                left_out.append(row["image_id"])
-                continue
-            _, captions, tags = photos[row["image_id"]]
-            if "caption" in row:
-                captions.append(one_line(row["caption"]))
-            else:
-                tags.append(names[row["category_id"]])
+        for row in content["annotations"]:
+            captions[row["image_id"]].append(one_line(row["caption"]))
+        for row in annotated["annotations"]:
+            tags[row["image_id"]].append(names[row["category_id"]])
     except (KeyError, TypeError, AttributeError) as error:
         fail(f"{root}, split {split}, is not in the layout of COCO: {error!r}")
-    if left_out:
-        print_main(f"{len(left_out)} of {len(rows)} annotations are left out: their image_id, for "
-                   f"example {left_out[0]!r}, is that of no image of {split}")  # fmt: skip
-    if len(photos) < len(content["images"]):
-        print_main(f"{len(content['images'])} images of {split} are listed, {len(photos)} differ")
-    photos = [(os.path.join(root, split, name), *row) for name, *row in photos.values()]
+    repeated = len(content["images"]) - len(files)
+    strays = sorted({*captions, *tags} - files.keys(), key=str)  # 12 is not "12"
+    if repeated or strays:
+        print_main(f"{root}: left out {repeated} images of {split} that are listed again, and the "
+                   f"annotations of {len(strays)} ids of no image: {strays[:3]}")  # fmt: skip
+    photos = [(f"{root}/{split}/{files[n]}", captions[n], tags[n]) for n in files]
     return photos, [names[category] for category in sorted(names)]
 
 
 def jsonl_photos(path, root, split):
     """One {"image", "captions", "tags", "split"} per line; all but "image" are optional.
 
-    Paths start from `root`. A line without a split belongs to "train"; if no line has one, a fixed
-    random twentieth is "val". -> (path, captions, tags or None) of each photo, names of all tags
+    Paths start from `root`. A line without a split is of train; if no line has one, a fixed
+    twentieth is of val. -> (path, captions, tags or None) of each photo, names of all tags
     """
+    if not os.path.isfile(path):
+        fail(f"no data set {path}: python tools/to_jsonl.py FILE makes one of other files")
     photos, splits, unread = {}, [], Counter()
     for number, line in enumerate(open(path, "rb"), 1):
         if not line.strip():
@@ -215,7 +190,7 @@ def jsonl_photos(path, root, split):
             if "caption" in row or image in photos:
                 raise ValueError(f"{image} has one line, with a list of all its captions")
             captions, tags = texts(row.pop("captions", [])), row.pop("tags", None)
-            photos[image] = captions, tags and [*filter(None, texts(tags))]
+            photos[image] = image, captions, tags and texts(tags)
             splits += texts([row.pop("split", None) or ""])
             unread.update(row.keys())
         except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
@@ -225,12 +200,12 @@ def jsonl_photos(path, root, split):
         for n in np.random.default_rng(0).permutation(len(photos))[: max(1, len(photos) // 20)]:
             splits[n] = "val"
     splits = [found or "train" for found in splits]
-    sizes = dict(Counter(splits))
-    report_once(f"{path}: photos {sizes}; keys that are not read: {dict(unread) or None}")
+    sizes = Counter(splits)
+    report_once(f"{path}: photos {dict(sizes)}; keys that are not read: {dict(unread) or None}")
     if split not in sizes:
-        fail(f"{path} has no split {split}, but {sizes}: see --train-split and --val-split")
-    tag_names = dict.fromkeys(tag for _, tags in photos.values() for tag in tags or ())
-    photos = [(image, *photos[image]) for image, found in zip(photos, splits) if found == split]
+        fail(f"{path} has no split {split}, but {dict(sizes)}: see --train-split and --val-split")
+    tag_names = dict.fromkeys(tag for *_, tags in photos.values() for tag in tags or () if tag)
+    photos = [row for row, found in zip(photos.values(), splits) if found == split]
     return photos, list(tag_names)
 
 
@@ -242,10 +217,7 @@ def texts(values):
 
 
 def fingerprint(names, *columns):
-    """A checksum of photos' file names and of what belongs to them (captions, tags, labels)
-
-    columns: with an entry for each photo. Folders do not count, for they may be moved.
-    """
+    """A checksum of photos' names, without folders, and of columns (captions, tags, labels)"""
     checksum = 0
     for name, *row in zip(names, *columns):
         checksum = zlib.crc32(repr([os.path.basename(f"{name}"), *row]).encode(), checksum)
@@ -267,6 +239,13 @@ def swap_left_right(caption):
 
 # ----------------------------------------------------------------------------- photos to batches
 
+NO_JITTER = np.array([1, 1, 1, 0], np.float32)  # factors of brightness, contrast, saturation; hue
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)
+TO_YIQ = torch.tensor(YIQ, dtype=torch.float64).T
+CONSTANTS = TO_YIQ.float(), TO_YIQ.inverse().float(), torch.tensor(MEAN), torch.tensor(STD)
+report_once = cache(tqdm.write)  # once per process: each worker of a DataLoader has a memory
+
 
 class Unreadable(Exception):
     """A photo that cannot be decoded; the message is its path and the reason."""
@@ -275,8 +254,8 @@ class Unreadable(Exception):
 class Photos(Dataset):
     """The scripts derive their data sets from it, with sample(index, rng) -> dict.
 
-    In training, a key is (seed, epoch, index), on which alone rng depends; in validation, a key is
-    an index, and rng is None.  args: image_size, crop_min, colour_jitter
+    In training, a key is (seed, epoch, index), which seeds rng; in validation, an index, and rng is
+    None.  args: image_size, crop_min, colour_jitter
     """
 
     def __init__(self, data, args):
@@ -306,9 +285,6 @@ class Photos(Dataset):
         return {"image": image[:, ::-1] if flipped else image, "jitter": jitter, "flipped": flipped}
 
 
-report_once = cache(tqdm.write)  # once per process: the workers of a DataLoader each have a memory
-
-
 def read_crops(data, index, crops, size):
     """Decode a photo once and cut several crops from it -> list of (size, size, 3) uint8 arrays
 
@@ -318,15 +294,15 @@ def read_crops(data, index, crops, size):
     try:
         image = data.open(data.images[index])
         full_size = np.array(image.size)
-        boxes = np.array([crop(*image.size) for crop in crops])  # left, top, right, bottom
-        smallest = (boxes[:, 2:] - boxes[:, :2]).min(0)  # crop's width and height, in pixels
+        boxes = np.reshape([crop(*image.size) for crop in crops], (-1, 2, 2))  # of two corners
+        smallest = np.ptp(boxes, 1).min(0)  # crop's width and height, in pixels
         image.draft("RGB", np.ceil(size * full_size / smallest).astype(int).tolist())
         if image.mode[0] in "IF" or image.has_transparency_data:
             image = extra("pixels").to_rgb(image)
         image = image.convert("RGB")
-        boxes = boxes * np.tile(image.size / full_size, 2)  # draft may have shrunk it
-        boxes = np.minimum(boxes, np.tile(image.size, 2)).tolist()  # rounding errors may exceed it
-        cut = [image.resize((size, size), Image.BILINEAR, box) for box in boxes]
+        boxes = boxes * (image.size / full_size)  # draft may have shrunk it
+        boxes = np.minimum(boxes, image.size)  # rounding errors may exceed it
+        cut = [image.resize((size, size), Image.BILINEAR, [*box.flat]) for box in boxes]
         return [np.array(ImageOps.exif_transpose(crop)) for crop in cut]  # as people see them
     except Exception as error:  # PIL's decoders raise a dozen kinds
         raise Unreadable(f"{data.images[index]} ({error or type(error).__name__})") from error
@@ -351,17 +327,11 @@ def centre_crop(width, height, side_fraction=1.0):
     return x, y, x + side, y + side
 
 
-NO_JITTER = np.array([1, 1, 1, 0], np.float32)
-
-
 def colour_jitter(rng, strength):
-    """-> factors of brightness, contrast and saturation, and a hue rotation in turns, (4,) float32
-
-    At strength 1, within 1 +- 0.4 and +- 0.1 turns. With probability 0.2, no change.
-    """
+    """-> factors of brightness, contrast and saturation, hue rotation in turns: (4,) float32"""
     limits = strength * np.array([0.4, 0.4, 0.4, 0.1])
     factors = rng.uniform(NO_JITTER - limits, NO_JITTER + limits)
-    return factors.astype(np.float32) if rng.random() < 0.8 else NO_JITTER
+    return factors.astype(np.float32) if rng.random() < 0.8 else NO_JITTER  # a fifth as they are
 
 
 def stack(samples, name):
@@ -370,36 +340,29 @@ def stack(samples, name):
 
 
 def infinite_sampler(size, batch_size, seed, start=0):
-    """Yield (seed, epoch, index) forever, beginning with batch number `start`, from 0
-
-    Batch t is the t-th slice of the epochs' permutations, which depend only on the seed and follow
-    each other. Each process takes its share of the `batch_size` (global).
+    """Yield (seed, epoch, index) forever, from batch number `start` on, of each a process's share.
+    Batch t is the t-th slice of the epochs' permutations, which depend only on the seed.
     """
     position, per_process = start * batch_size, batch_size // world_size()
     while True:
         epoch, done = divmod(position, size)
         order = np.random.default_rng([seed, epoch]).permutation(size)
         for index in order[done:]:
-            place = position % batch_size  # within the batch
-            if place // per_process == rank():
+            if position % batch_size // per_process == rank():  # the place within the batch
                 yield seed, epoch, int(index)
             position += 1
 
 
 def train_batches(dataset, collate, args, device, done):
-    """Yield micro-batches on the device forever, --accumulate of them for each iteration
-
-    done: the iterations before. Torch is seeded for each micro-batch, so that a resumed run repeats
-    its dropout: `place` is another integer for each of each process.
+    """Yield micro-batches on the device forever, --accumulate for each iteration after `done`.
+    Torch is seeded for each, by its place among those of all processes: dropout can be resumed.
     """
+    size = args.batch_size // world_size() // args.accumulate
+    sampler = infinite_sampler(len(dataset), args.batch_size, args.seed, done)
     loader = DataLoader(
-        dataset,
-        args.batch_size // world_size() // args.accumulate,
-        sampler=infinite_sampler(len(dataset), args.batch_size, args.seed, done),
-        num_workers=args.workers,
-        collate_fn=collate,
+        dataset, size, sampler=sampler, num_workers=args.workers, collate_fn=collate,
         pin_memory=device.type == "cuda",
-    )
+    )  # fmt: skip
     for number, batch in enumerate(loader, (done + 1) * args.accumulate):
         place = number * world_size() + rank()
         torch.manual_seed((args.seed << 40) % 2**64 + place)  # 2^40 places for each seed
@@ -411,12 +374,6 @@ def validation_batches(dataset, collate, args, device, batch_size=64):
     loader = DataLoader(dataset, batch_size, num_workers=args.workers, collate_fn=collate)
     for batch in progress(loader, desc="validation", unit=" batches", leave=False):
         yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
-
-
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)
-TO_YIQ = torch.tensor(YIQ, dtype=torch.float64).T
-CONSTANTS = TO_YIQ.float(), TO_YIQ.inverse().float(), torch.tensor(MEAN), torch.tensor(STD)
 
 
 def augment(images, jitter=None):
@@ -445,16 +402,12 @@ BACKBONES = "resnet18", "resnet50", "resnet101", "wide_resnet50_2", "vgg16_bn"  
 
 
 def build_backbone(arch, **kwargs):
-    """torchvision's network with its key names, without its classifier, from random weights
-
+    """torchvision's network with its key names, without its classifier, from random weights:
     (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32).  kwargs: of torchvision
     """
     from torchvision import models  # only here: it takes seconds, and --help needs none
 
-    try:
-        model = getattr(models, arch)(**kwargs)
-    except OSError as error:  # from urllib
-        fail(f"the weights of {arch} cannot be downloaded ({error}): is there a network?")
+    model = getattr(models, arch)(**kwargs)
     *children, _, _ = model.named_children()  # the last two are average pooling and classifier
     backbone = nn.Sequential(OrderedDict(children))
     backbone.arch = arch
@@ -463,32 +416,27 @@ def build_backbone(arch, **kwargs):
 
 
 def read_init(args):
-    """--init -> {"backbone": state dict}, the content of a checkpoint of the same script, or {}"""
+    """--init -> {}, the content of a checkpoint of the same script, or a backbone's state dict"""
     if not args.init:
         return {}
-    if args.init == "imagenet":  # torchvision's, downloaded once
-        return {"backbone": build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()}
-    content = read_checkpoint(args.init)
-    if content.get("script") == args.script and content["args"]["arch"] == args.arch:
-        return content  # with its heads
-    if content.keys() == build_backbone(args.arch).state_dict().keys():  # a backbone.pth
-        return {"backbone": content}
-    return {"backbone": extra("checkpoints").load_backbone(args.init, args.arch).state_dict()}
+    if args.init != "imagenet":
+        content = read_checkpoint(args.init)
+        own = content.get("script") == args.script and content["args"]["arch"] == args.arch
+        if own or content.keys() == build_backbone(args.arch).state_dict().keys():
+            return content
+    return extra("checkpoints").load_backbone(args.init, args.arch).state_dict()
 
 
 def load_init(init, model, backbone, skip=()):
-    """Start from what read_init returned: the backbone, or all tensors of the model that fit
-
-    skip: prefix of tensors that stay random, since their classes or words are others
+    """Start from what read_init returned: a backbone, or all tensors of the model that fit, but for
+    those with the prefix `skip`, whose classes or words are others.
     """
-    if "backbone" in init:
-        backbone.load_state_dict(init["backbone"])
-        print_main("--init: loaded the backbone")
-    elif init:
-        state = model.state_dict()
-        fit = {n: x for n, x in init["model"].items() if n in state and x.shape == state[n].shape}
+    if init:
+        module, start = (model, init["model"]) if "model" in init else (backbone, init)
+        state = module.state_dict()
+        fit = {n: x for n, x in start.items() if n in state and x.shape == state[n].shape}
         fit = {name: x for name, x in fit.items() if not name.startswith(skip)}
-        model.load_state_dict(fit, strict=False)
+        module.load_state_dict(fit, strict=module is backbone)
         print_main(f"--init: loaded {len(fit)} of {len(state)} tensors")
 
 
@@ -506,9 +454,8 @@ def build_optimizer(args, parameters, lr=None):
 def lr_factor(iteration, total, warmup=0.0, steps=()):
     """Factor of the learning rate at an iteration, counted from 0
 
-    Linear warm-up over the fraction `warmup` of training [VirTex Sec. 3; for others ours], then
-    cosine decay to 0. With `steps`, it is divided by 10 after each of these fractions instead
-    [ICMLM App. F.1].
+    Linear warm-up in a fraction of training [VirTex Sec. 3; for others ours], then cosine decay to
+    0, or, with `steps`, division by 10 after each of these fractions [ICMLM App. F.1]
     """
     start = warmup * total
     if iteration < start:
@@ -526,6 +473,8 @@ def set_lr(optimizer, factor):
 
 # ---------------------------------------------------------------------- processes and precision
 
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def init_distributed():
     """Join the other processes if torchrun started this one -> this process's device"""
@@ -536,16 +485,16 @@ def init_distributed():
     if sys.platform == "linux":  # Python 3.14 would pickle the data for each worker
         torch.multiprocessing.set_start_method("fork", force=True)
     local = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device(f"cuda:{local}" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
+    backend, device = "gloo", torch.device("cpu")
+    if torch.cuda.is_available():
+        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", local)
         if local >= torch.cuda.device_count():
             fail("there are fewer GPUs than processes: lower --nproc_per_node")
         torch.cuda.set_device(device)
     if "RANK" in os.environ:  # set by torchrun
         if local == 0:
             print("waiting for all processes (without torchrun: unset RANK WORLD_SIZE)")
-        # CPU tensors go through gloo. Others may wait for hours while the first makes labels.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        # Others may wait for hours while the first makes labels.
         dist.init_process_group(backend, timeout=timedelta(hours=6))
     return device
 
@@ -589,10 +538,8 @@ def data_parallel(model):
     if world_size() == 1:
         return model
     # Buffers are not broadcast: statistics of batch norm may differ, queues are equal anyway.
-    return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
-
-
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    ddp = nn.parallel.DistributedDataParallel
+    return ddp(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 def autocast(device, amp):
@@ -621,6 +568,9 @@ def progress(iterable, **kwargs):
 # -------------------------------------------------------------------------------- a training run
 
 RECIPE_NAMES = "demo", "small", "paper"
+# Where things are (`fingerprint` tells what is in them), how fast it goes, what is measured
+RESUME_CAN_CHANGE = """output data root workers amp compile accumulate log_every
+checkpoint_every keep_every validate_every""".split()
 
 
 def number(what, convert, low, high=1e99):
@@ -628,9 +578,9 @@ def number(what, convert, low, high=1e99):
 
     def parse(text):
         value = convert(text)
-        if low <= value <= high:
-            return value
-        raise ValueError
+        if not low <= value <= high:
+            raise ValueError
+        return value
 
     parse.__name__ = what
     return parse
@@ -653,9 +603,8 @@ def recipe_table(table):
 def apply_recipe(args, script, table, **changes):
     """Give flags that were left out the value of the recipe's column; call it after parse_args.
 
-    table: {name: (demo, small, paper)}; a name without a flag is a constant.  changes: {name:
-    value} in the column `paper`, for example what the paper changes for VGG-16. Learning rates are
-    scaled to --batch-size; a given one is not.
+    table: {name: (demo, small, paper)}, also of constants.  changes: to the column paper. Learning
+    rates are scaled to --batch-size, unless they are given.
     """
     by_data = "small" if args.data.endswith(".jsonl") else "paper"
     args.script = script
@@ -675,27 +624,22 @@ def apply_recipe(args, script, table, **changes):
             setattr(args, name, batch_scale * value if name in ("lr", "text_lr") else value)
     parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
     if args.batch_size % parts:
-        fail(f"--batch-size {args.batch_size} cannot be divided by {parts}, which is the number of "
-             "processes times --accumulate")  # fmt: skip
+        fail(f"--batch-size {args.batch_size} cannot be divided by {parts} (processes, accumulate)")
 
 
 def make_folder(path):
-    """The folder of --output, if it is not there"""
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        fail(f"--output {path} cannot be a folder: {error.strerror}")
+    if os.path.isfile(path):
+        fail(f"--output {path} cannot be a folder: File exists")
+    os.makedirs(path, exist_ok=True)
 
 
 def save(path, content):
-    """A text, JSON or what torch.save takes. A crash or a full disk leaves the old file intact."""
+    """JSON, or what torch.save takes. A crash or a full disk leaves the old file intact."""
     temporary = Path(f"{path}.{os.getpid()}.tmp")
-    if f"{path}".endswith(".json"):
-        content = json.dumps(content, indent=1, ensure_ascii=False)
     try:
         with open(temporary, "wb") as file:
-            if isinstance(content, str):
-                file.write(content.encode())
+            if f"{path}".endswith(".json"):
+                file.write(json.dumps(content, indent=1, ensure_ascii=False).encode())
             else:
                 torch.save(content, file)
         temporary.replace(path)
@@ -710,54 +654,41 @@ def save_weights(path, module):
 
 def read_checkpoint(path, script=None):
     """Load a file onto the CPU without running code from it.  script: that must have written it"""
-    if not os.path.isfile(path):
-        fail(f"{path} is no file: see --weights and --init; {script or 'virtex'}.py writes one")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         found = content.get("script")
     except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
-        fail(f"{path} is no checkpoint, is cut off, or holds more than tensors and numbers "
-             f"({type(error).__name__}): torch.save(model.state_dict(), FILE) saves only these")
+        fail(f"{path} is missing, cut off, or holds more than tensors and numbers ({error!r:.80}). "
+             f"{script or 'virtex'}.py writes one, and torch.save(model.state_dict(), FILE)")
     if script not in (None, found):
         fail(f"{path} is not a checkpoint.pth or model_N.pth of {script}.py")
     return content
 
 
-# Where things are (`fingerprint` tells what is in them), how fast it goes, what is measured
-RESUME_CAN_CHANGE = """output data root workers amp compile accumulate log_every
-checkpoint_every keep_every validate_every""".split()
-
-
 def load_checkpoint(args):
     """-> what the same command saved, {} for a new run; `begin_run` tells whether it is the same"""
     make_folder(args.output)
-    path = Path(args.output, "checkpoint.pth")
-    return read_checkpoint(path, args.script) if path.exists() else {}
+    path = f"{args.output}/checkpoint.pth"
+    return read_checkpoint(path, args.script) if os.path.exists(path) else {}
 
 
 def begin_run(args, checkpoint, *splits):
     """Refuse to resume with other flags or data; write args.json.  splits: see `fingerprint`"""
-    args.fingerprint = [fingerprint(*columns) for columns in splits]
+    args.checksums_of_data = [fingerprint(*columns) for columns in splits]
     if os.path.isfile(getattr(args, "init", None) or ""):
-        args.fingerprint.append(zlib.crc32(Path(args.init).read_bytes()))
+        args.checksum_of_init = zlib.crc32(Path(args.init).read_bytes())
     for name, before in checkpoint.get("args", {}).items():
         now = getattr(args, name, before)  # a flag may be gone
         if before != now and name not in RESUME_CAN_CHANGE:
             differ = f"--{name.replace('_', '-')} {before}, not {now}".replace("None", "left out")
-            if name == "fingerprint":
-                differ = "other photos, captions, labels or weights of --init"
-            fail(f"{args.output} holds a run with {differ}: choose another --output, or delete the "
-                 "folder to start over")  # fmt: skip
+            fail(f"{args.output} holds a run with {differ}: choose another --output, or delete it")
     if is_main():
         about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
         save(f"{args.output}/args.json", vars(args) | about)
 
 
 def once(args, name, make):
-    """make(path) a file of --output, in the first process and unless the run resumes -> its path
-
-    For what takes long, or may differ between processes, all of which read it.
-    """
+    """A file of --output for all processes: make(path), unless the run resumes -> its path"""
     path = Path(args.output, name)
     if is_main() and not path.with_name("checkpoint.pth").exists():
         make(path)
@@ -766,10 +697,7 @@ def once(args, name, make):
 
 
 def restore(args, checkpoint, iters, parts):
-    """Give the parts, which `save_checkpoint` got, their states -> the iterations that are done
-
-    The result has the same bits as an uninterrupted run (one process on a CPU).
-    """
+    """Give the parts, which `save_checkpoint` got, their states -> the iterations that are done"""
     if not checkpoint:
         return 0
     for name, part in parts.items():
@@ -786,15 +714,14 @@ def save_checkpoint(args, name, iteration, parts, **more):
         check_finite(args, iteration, *content["model"].values())
         content |= {"script": args.script, "args": vars(args), "iteration": iteration}
         content["logged"] = os.path.getsize(f"{args.output}/metrics.jsonl")
-        save(Path(args.output, name), content | more)
+        save(f"{args.output}/{name}", content | more)
 
 
 def check_finite(args, iteration, *values):
     """Of weights, or of the loss"""
     if not all(value.isfinite().all() for value in values):
-        more = ", a longer --warmup" * ("recipe" in args) + ", or --amp off" * (args.amp != "off")
         fail(f"the loss or a weight is not finite at iteration {iteration}: the last checkpoint is "
-             f"kept. Try a lower --lr{more}")  # fmt: skip
+             f"kept. Try a lower --lr, or a longer --warmup if it is a flag (--amp is {args.amp})")
 
 
 class Log:
@@ -802,12 +729,11 @@ class Log:
 
     def __init__(self, args, checkpoint):
         self.args = args
-        self.iteration = checkpoint.get("iteration", 0)
         self.losses = defaultdict(list)
         self.waited, self.time = 0.0, time.perf_counter()  # seconds for batches, counted in main
         if is_main():
             with open(f"{args.output}/metrics.jsonl", "a") as file:  # later lines will come again
-                self.size = file.truncate(min(file.tell(), checkpoint.get("logged", 0)))
+                file.truncate(min(file.tell(), checkpoint.get("logged", 0)))
 
     def add(self, **losses):
         """Scalar losses of a micro-batch: the next line has their means, also over processes."""
@@ -820,20 +746,18 @@ class Log:
         means = gather(means[None]).mean(0).cpu()
         check_finite(self.args, iteration, means)
         seconds = time.perf_counter() - self.time
-        speed = (iteration - self.iteration) * self.args.batch_size / seconds
-        row = dict(zip(self.losses, means.tolist()))  # data_wait: GPUs work meanwhile
-        return row | {"images_per_s": speed, "data_wait": self.waited / seconds}
+        photos = len(self.losses["loss"]) * self.args.batch_size / self.args.accumulate
+        speed = {"images_per_s": photos / seconds, "data_wait": self.waited / seconds}
+        return dict(zip(self.losses, means.tolist())) | speed
 
     def write(self, iteration, row):
         """Append a line. The time since `means`, spent on validation, is not counted."""
         self.losses.clear()
-        self.iteration, self.waited, self.time = iteration, 0.0, time.perf_counter()
+        self.waited, self.time = 0.0, time.perf_counter()
         if is_main():
             rounded = {name: float(f"{value:.6g}") for name, value in row.items()}
             with open(f"{self.args.output}/metrics.jsonl", "a") as file:
-                if file.tell() != self.size:
-                    fail(f"another process trains into {self.args.output}, too: this one ends")
-                self.size += file.write(json.dumps({"iteration": iteration, **rounded}) + "\n")
+                file.write(json.dumps({"iteration": iteration, **rounded}) + "\n")
 
 
 def end_run(args, backbone):

@@ -248,7 +248,7 @@ def in_two_processes(function, *given):
         os.environ.update(place, RANK=rank, LOCAL_RANK=rank)
         common.restore, common.end_distributed = kept, compared
         if rank == "1":  # the first process reads for both
-            common.read_captions = None
+            common.coco_photos = common.jsonl_photos = lambda *given: 1 / 0
         results.put((rank, function(*given)))
         assert not models, "the weights were not compared"
 

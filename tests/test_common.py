@@ -160,14 +160,14 @@ def test_what_coco_files_leave_out(tmp_path, capsys):
     assert [*data.captions] == [["photo 0"], ["photo 1", "photo 1"]]
     assert [*data.tags] == [[], ["cat"]]
     printed = capsys.readouterr().out
-    assert "3 of 7 annotations are left out: their image_id, for example '1', is that of" in printed
-    assert "3 images of train are listed, 2 differ" in printed
+    assert "left out 1 images of train that are listed again, and the annotations" in printed
+    assert "annotations of 3 ids of no image: ['1', 7, 9]" in printed
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
-        ('{"images": []', "captions_train.json is no JSON, or is cut off: "),
+        ('{"images": []', "captions_train.json is missing, cut off or no JSON (Expecting"),
         ('{"images": [], "annotations": []}', "0 of 0 photos of train are missing"),
         ('{"images": []}', "is not in the layout of COCO: KeyError('annotations')"),
         ('["a.jpg"]', "is not in the layout of COCO: TypeError"),
@@ -521,7 +521,7 @@ def test_checkpoints_that_run_code_are_refused(tmp_path, monkeypatch):
     torch.save({"model": Touch()}, "evil.pth")
     (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Touch(), 2))
     for name in ("evil.pth", "evil.pkl"):
-        with pytest.raises(SystemExit, match=f"{name} is no checkpoint, .* or holds more than"):
+        with pytest.raises(SystemExit, match=f"{name} is missing, cut off, or holds more than"):
             common.read_checkpoint(name)
     assert not (tmp_path / "ran").exists()
 

@@ -19,7 +19,7 @@ WRONG_LINE = "bad.jsonl, line 2: KeyError: 'image'. "
 ALL_SCRIPTS = [
     ("--data nonsense", "no data set nonsense: --data is shapes, coco, vg, a .jsonl"),
     ("--data missing.jsonl", "no data set missing.jsonl"),
-    ("--val-split val2014", "captions_val2014.json: see --root, --train-split and --val-split"),
+    ("--val-split val2014", "captions_val2014.json is missing, cut off or no JSON"),
     ("--data shapes --train-split test", "--data shapes has no split test"),
     ("--data {tmp}/bad.jsonl", WRONG_LINE + "Expected, in UTF-8: " + JSONL),
     ("--data {tmp}/gone.jsonl", "24 of 24 photos of train are missing: ["),
@@ -29,8 +29,8 @@ ALL_SCRIPTS = [
     ("--output {tmp}/bad.jsonl", "bad.jsonl cannot be a folder: File exists"),
 ]
 INIT = [
-    ("--init none.pth", "none.pth is no file"),
-    ("--init {tmp}/bad.jsonl", "bad.jsonl is no checkpoint, is cut off, or holds more than"),
+    ("--init none.pth", "none.pth is missing, cut off, or holds more than"),
+    ("--init {tmp}/bad.jsonl", "bad.jsonl is missing, cut off, or holds more than"),
     ("--init {tmp}/tiny.pth --arch resnet18", "tiny.pth holds no ResNet or VGG"),
     ("--init {tmp}/resnet18.pth", "resnet18.pth is a resnet18, not --arch resnet50"),
 ]
@@ -60,7 +60,7 @@ ONE_SCRIPT = {
         ("--hidden 100", "--hidden 100 must be a multiple of 64"),
         ("--tokenizer none.model", "there is no none.model: --tokenizer is a SentencePiece"),
         ("--data {tmp}/photos.jsonl", NO_CAPTIONS),
-        ("--data vg", "ijson is missing: python -m pip install it"),
+        ("--data vg", "ijson is missing: install it by pip"),
     ],
     "tp": [
         *INIT,

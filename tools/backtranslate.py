@@ -10,6 +10,7 @@ Writes lines {"caption", "fr", "de"}, batch by batch; interrupted, the same comm
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def keep_whole_lines(path):
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith("\n"):
         lines.pop()
-        common.save(path, "".join(lines))
+        os.truncate(path, len("".join(lines).encode()))
     return {json.loads(line)["caption"] for line in lines}
 
 
