@@ -217,10 +217,12 @@ def texts(values):
 
 
 def fingerprint(names, *columns):
-    """A checksum of photos' names, without folders, and of columns (captions, tags, labels)"""
+    """A checksum of photos' names and sizes, and of columns (captions, tags, labels)"""
     checksum = 0
-    for name, *row in zip(names, *columns):
-        checksum = zlib.crc32(repr([os.path.basename(f"{name}"), *row]).encode(), checksum)
+    for name, *row in zip(map(str, names), *columns):
+        size = os.path.isfile(name) and os.path.getsize(name)
+        content = [os.path.basename(name), size, *row]  # the folder may be moved
+        checksum = zlib.crc32(repr(content).encode(), checksum)
     return checksum
 
 
@@ -491,7 +493,7 @@ def init_distributed():
         if local >= torch.cuda.device_count():
             fail("there are fewer GPUs than processes: lower --nproc_per_node")
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:  # set by torchrun
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # set by torchrun
         if local == 0:
             print("waiting for all processes (without torchrun: unset RANK WORLD_SIZE)")
         # Others may wait for hours while the first makes labels.
@@ -680,7 +682,7 @@ def begin_run(args, checkpoint, *splits):
     for name, before in checkpoint.get("args", {}).items():
         now = getattr(args, name, before)  # a flag may be gone
         if before != now and name not in RESUME_CAN_CHANGE:
-            differ = f"--{name.replace('_', '-')} {before}, not {now}".replace("None", "left out")
+            differ = f"{name} {before}, not {now}".replace("None", "left out")
             fail(f"{args.output} holds a run with {differ}: choose another --output, or delete it")
     if is_main():
         about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
@@ -721,7 +723,7 @@ def check_finite(args, iteration, *values):
     """Of weights, or of the loss"""
     if not all(value.isfinite().all() for value in values):
         fail(f"the loss or a weight is not finite at iteration {iteration}: the last checkpoint is "
-             f"kept. Try a lower --lr, or a longer --warmup if it is a flag (--amp is {args.amp})")
+             f"kept. Try a lower --lr (--amp is {args.amp})")  # fmt: skip
 
 
 class Log:

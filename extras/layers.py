@@ -12,7 +12,6 @@
 
 import hashlib
 import math
-import os
 from functools import partial
 
 import numpy as np
@@ -177,8 +176,7 @@ def train(probe, data, path, args, device, score):
     settings = {
         name: value for name, value in vars(args).items() if name not in RESUME_CAN_CHANGE
     }
-    sizes = [os.path.getsize(x) if os.path.isfile(f"{x}") else 0 for x in data.images]
-    settings["photos"] = common.fingerprint(data.images, data.labels.tolist(), sizes)
+    settings["photos"] = common.fingerprint(data.images, data.labels.tolist())
     settings["backbone"] = hash_of_weights(probe.backbone)
     saved = common.read_checkpoint(path) if path.exists() else {}
     done = 0

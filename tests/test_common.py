@@ -202,6 +202,14 @@ def test_fingerprint(coco_folder, tmp_path):
     assert common.fingerprint(names, labels) != common.fingerprint(["a/0.jpg", "a/2.jpg"], labels)
 
 
+def test_rank_alone_is_no_torchrun(monkeypatch):
+    """Another program may have left it in the shell."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    common.init_distributed()
+    assert not torch.distributed.is_initialized() and common.world_size() == 1
+
+
 def test_imagenet_without_a_network(monkeypatch):
     def resnet18(**kwargs):
         raise urllib.error.URLError("Name or service not known")
@@ -429,6 +437,7 @@ def test_several_gpus(monkeypatch, capsys):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     joined = lambda backend, **_: backends.append(backend)
     monkeypatch.setattr(torch.distributed, "init_process_group", joined)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)

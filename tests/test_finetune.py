@@ -59,15 +59,15 @@ def test_it_resumes_by_content(few_scenes, tmp_path):
     date = os.stat(weights).st_mtime_ns
     other = tmp_path / "other.pth"
     weights.rename(other)
-    assert f"--weights {weights}, not {other}" in refusal([*command, other])
+    assert f"with weights {weights}, not {other}" in refusal([*command, other])
     torch.save(common.build_backbone("resnet18").state_dict(), weights)
     os.utime(weights, ns=(date, date))
-    assert f"{run} holds a run with --weights-hash" in refusal([*command, weights])
+    assert f"{run} holds a run with weights_hash" in refusal([*command, weights])
     other.rename(weights)
     few_scenes(13, 3)
     wrong = refusal([*command, weights, "--fraction", 0.9])
-    assert "holds a run with --fraction 1.0, not 0.9" in wrong
-    assert "holds a run with --checksums-of-data " in refusal([*command, weights])
+    assert "holds a run with fraction 1.0, not 0.9" in wrong
+    assert "holds a run with checksums_of_data " in refusal([*command, weights])
 
 
 @pytest.mark.parametrize(

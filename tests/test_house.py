@@ -18,7 +18,7 @@ ROOMS = [name for name in FILES if name.startswith(("extras/", "downstream/"))]
 OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "tools", "tests"}
 
 BUDGETS = {  # lines, tokens; planned were 740, 5,000 for common.py
-    "common.py": (770, 5411),
+    "common.py": (772, 5450),
     "virtex.py": (650, 4550),
     "tp.py": (630, 4600),
     "icmlm.py": (760, 5700),
