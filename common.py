@@ -40,7 +40,9 @@ def extra(name):
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as error:
-        fail(f"{error.name} is missing: install it by pip (extras: copy our folder of that name)")
+        ours = error.name.startswith("extras")
+        mend = "copy our folder extras beside the script" if ours else "python -m pip install it"
+        fail(f"{error.name} is missing: {mend}")
 
 
 # ------------------------------------------------------------------------------ captioned photos
@@ -53,7 +55,7 @@ JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} 
 
 @dataclass
 class Lists:
-    """Lists of strings, each joined to lines: one block for all workers, who would copy objects"""
+    """Lists of strings, each joined to lines: one block of memory, which workers share"""
 
     joined: np.ndarray  # (N,) of strings
 
@@ -63,6 +65,7 @@ class Lists:
 
 
 def lists(rows):
+    """rows: of strings without line breaks (see one_line)"""
     return Lists(np.array(["\n".join(row) for row in rows], STRINGS))
 
 
@@ -166,17 +169,17 @@ def coco_photos(root, split, with_tags):
     repeated = len(content["images"]) - len(files)
     strays = sorted({*captions, *tags} - files.keys(), key=str)  # 12 is not "12"
     if repeated or strays:
-        print_main(f"{root}: left out {repeated} images of {split} that are listed again, and the "
-                   f"annotations of {len(strays)} ids of no image: {strays[:3]}")  # fmt: skip
-    photos = [(f"{root}/{split}/{files[n]}", captions[n], tags[n]) for n in files]
-    return photos, [names[category] for category in sorted(names)]
+        print_main(f"{root}: {repeated} images of {split} are listed again; annotations of "
+                   f"{len(strays)} ids are left out, which no image has: {strays[:3]}")  # fmt: skip
+    photos = [(os.path.join(root, split, files[n]), captions[n], tags[n]) for n in files]
+    return photos, list(dict.fromkeys(names[category] for category in sorted(names)))
 
 
 def jsonl_photos(path, root, split):
     """One {"image", "captions", "tags", "split"} per line; all but "image" are optional.
 
-    Paths start from `root`. A line without a split is of train; if no line has one, a fixed
-    twentieth is of val. -> (path, captions, tags or None) of each photo, names of all tags
+    Paths start from `root`. A line without a split belongs to train; if none has one, a random
+    twentieth to val, always the same. -> (path, captions, tags or None), names of all tags
     """
     if not os.path.isfile(path):
         fail(f"no data set {path}: python tools/to_jsonl.py FILE makes one of other files")
@@ -190,7 +193,7 @@ def jsonl_photos(path, root, split):
             if "caption" in row or image in photos:
                 raise ValueError(f"{image} has one line, with a list of all its captions")
             captions, tags = texts(row.pop("captions", [])), row.pop("tags", None)
-            photos[image] = image, captions, tags and texts(tags)
+            photos[image] = image, captions, tags if tags is None else texts(tags)
             splits += texts([row.pop("split", None) or ""])
             unread.update(row.keys())
         except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
@@ -246,7 +249,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)
 TO_YIQ = torch.tensor(YIQ, dtype=torch.float64).T
 CONSTANTS = TO_YIQ.float(), TO_YIQ.inverse().float(), torch.tensor(MEAN), torch.tensor(STD)
-report_once = cache(tqdm.write)  # once per process: each worker of a DataLoader has a memory
+report_once = cache(tqdm.write)  # once per process: each worker of a DataLoader has its own
 
 
 class Unreadable(Exception):
@@ -300,7 +303,7 @@ def read_crops(data, index, crops, size):
         smallest = np.ptp(boxes, 1).min(0)  # crop's width and height, in pixels
         image.draft("RGB", np.ceil(size * full_size / smallest).astype(int).tolist())
         if image.mode[0] in "IF" or image.has_transparency_data:
-            image = extra("pixels").to_rgb(image)
+            image = importlib.import_module("extras.pixels").to_rgb(image)  # a copy skips these
         image = image.convert("RGB")
         boxes = boxes * (image.size / full_size)  # draft may have shrunk it
         boxes = np.minimum(boxes, image.size)  # rounding errors may exceed it
@@ -342,8 +345,8 @@ def stack(samples, name):
 
 
 def infinite_sampler(size, batch_size, seed, start=0):
-    """Yield (seed, epoch, index) forever, from batch number `start` on, of each a process's share.
-    Batch t is the t-th slice of the epochs' permutations, which depend only on the seed.
+    """Yield (seed, epoch, index) forever, from batch number `start` on: this process's share of
+    each. Batch t is the t-th slice of the epochs' permutations, which depend only on the seed.
     """
     position, per_process = start * batch_size, batch_size // world_size()
     while True:
@@ -409,7 +412,10 @@ def build_backbone(arch, **kwargs):
     """
     from torchvision import models  # only here: it takes seconds, and --help needs none
 
-    model = getattr(models, arch)(**kwargs)
+    try:
+        model = getattr(models, arch)(**kwargs)
+    except OSError as error:  # from urllib
+        fail(f"the weights of {arch} cannot be downloaded ({error}): is there a network?")
     *children, _, _ = model.named_children()  # the last two are average pooling and classifier
     backbone = nn.Sequential(OrderedDict(children))
     backbone.arch = arch
@@ -421,11 +427,12 @@ def read_init(args):
     """--init -> {}, the content of a checkpoint of the same script, or a backbone's state dict"""
     if not args.init:
         return {}
-    if args.init != "imagenet":
-        content = read_checkpoint(args.init)
-        own = content.get("script") == args.script and content["args"]["arch"] == args.arch
-        if own or content.keys() == build_backbone(args.arch).state_dict().keys():
-            return content
+    if args.init == "imagenet":  # torchvision's, downloaded once
+        return build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()
+    content = read_checkpoint(args.init)
+    own = content.get("script") == args.script and content["args"]["arch"] == args.arch
+    if own or content.keys() == build_backbone(args.arch).state_dict().keys():
+        return content
     return extra("checkpoints").load_backbone(args.init, args.arch).state_dict()
 
 
@@ -605,8 +612,8 @@ def recipe_table(table):
 def apply_recipe(args, script, table, **changes):
     """Give flags that were left out the value of the recipe's column; call it after parse_args.
 
-    table: {name: (demo, small, paper)}, also of constants.  changes: to the column paper. Learning
-    rates are scaled to --batch-size, unless they are given.
+    table: {name: (demo, small, paper)}, also for constants without a flag.  changes: what replaces
+    the column paper. Learning rates are scaled to --batch-size, unless they are given.
     """
     by_data = "small" if args.data.endswith(".jsonl") else "paper"
     args.script = script
@@ -630,9 +637,10 @@ def apply_recipe(args, script, table, **changes):
 
 
 def make_folder(path):
-    if os.path.isfile(path):
-        fail(f"--output {path} cannot be a folder: File exists")
-    os.makedirs(path, exist_ok=True)
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        fail(f"--output {path} cannot be a folder: {error.strerror}")
 
 
 def save(path, content):
@@ -668,22 +676,30 @@ def read_checkpoint(path, script=None):
 
 
 def load_checkpoint(args):
-    """-> what the same command saved, {} for a new run; `begin_run` tells whether it is the same"""
+    """The first line of main -> what the same command saved, {} for a new run"""
     make_folder(args.output)
     path = f"{args.output}/checkpoint.pth"
-    return read_checkpoint(path, args.script) if os.path.exists(path) else {}
+    checkpoint = read_checkpoint(path, args.script) if os.path.exists(path) else {}
+    refuse_other(args, checkpoint)
+    return checkpoint
+
+
+def refuse_other(args, checkpoint):
+    """End with one line if the checkpoint is of a run with other values in args."""
+    for name, before in checkpoint.get("args", {}).items():
+        now = getattr(args, name, before)  # a flag may be gone, checksums may not be there yet
+        if before != now and name not in RESUME_CAN_CHANGE:
+            differ = f"{name.replace('_', ' ')} {before}, not {now}".replace("None", "left out")
+            fail(f"{args.output} holds a run with {differ}: choose another --output, or delete the "
+                 "folder to start over")  # fmt: skip
 
 
 def begin_run(args, checkpoint, *splits):
-    """Refuse to resume with other flags or data; write args.json.  splits: see `fingerprint`"""
-    args.checksums_of_data = [fingerprint(*columns) for columns in splits]
+    """Refuse to resume with other data, too; write args.json.  splits: see `fingerprint`"""
+    args.photos_captions_labels = [fingerprint(*columns) for columns in splits]
     if os.path.isfile(getattr(args, "init", None) or ""):
-        args.checksum_of_init = zlib.crc32(Path(args.init).read_bytes())
-    for name, before in checkpoint.get("args", {}).items():
-        now = getattr(args, name, before)  # a flag may be gone
-        if before != now and name not in RESUME_CAN_CHANGE:
-            differ = f"{name} {before}, not {now}".replace("None", "left out")
-            fail(f"{args.output} holds a run with {differ}: choose another --output, or delete it")
+        args.content_of_init = zlib.crc32(Path(args.init).read_bytes())
+    refuse_other(args, checkpoint)
     if is_main():
         about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
         save(f"{args.output}/args.json", vars(args) | about)

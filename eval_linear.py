@@ -297,9 +297,11 @@ def load_backbone(source, arch, seed):
     arch = arch or trained_with(source, "arch")
     if source == "random":
         return common.build_backbone(arch)
+    if source == "imagenet":
+        return common.build_backbone(arch, weights="IMAGENET1K_V1")
     if source.startswith("clip:"):
         return common.extra("checkpoints").ClipEncoder(source.removeprefix("clip:"))
-    if arch and source != "imagenet":  # a copy with common.py reads a backbone.pth, too
+    if arch:  # a copy of this script and common.py reads a backbone.pth, too
         backbone = common.build_backbone(arch)
         content = common.read_checkpoint(source)
         if content.keys() == backbone.state_dict().keys():

@@ -305,10 +305,13 @@ def read_backtranslations(args, data):
         fail(f"{len(missing)} captions have no back-translation in {path}: tools/backtranslate.py "
              "writes them; --caption-views sibling needs none")  # fmt: skip
 
-    def translated(by):
-        return [[rows[caption][by].strip() or caption for caption in row] for row in data.captions]
+    def translate(caption, by):
+        return common.one_line(rows[caption][by]) or caption
 
-    return [common.lists(translated(by)) for by in ("fr", "de")]
+    return [
+        common.lists([translate(caption, by) for caption in row] for row in data.captions)
+        for by in ("fr", "de")
+    ]
 
 
 def fit_queue(args, num_photos):
@@ -615,7 +618,7 @@ class MultimodalContrastive(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys, iteration):
-        """Put k of all processes over the oldest keys; those of missing captions are invalid"""
+        """Put the keys of all processes over the oldest; those of missing captions are invalid"""
         captioned = common.gather(keys["captioned"])
         for name, queue in self.queues.items():
             valid = captioned if name.startswith("caption") else torch.ones_like(captioned)

@@ -360,7 +360,7 @@ def make_labels(args, splits, device):
     elif args.labels == "instances":  # TP-Label [Sec. 4]
         names = splits[0].tag_names
         if len(names) < 2:
-            fail('--labels instances needs two tags: instances_*.json, or "tags" in the .jsonl')
+            fail('--labels instances needs two tags: "tags" in the .jsonl, or instances_*.json')
         labels = [multi_hot(data.tags, names) for data in splits]
     else:  # every photo has all four labels, for it is seen in each rotation (four_rotations)
         names = ["0°", "90°", "180°", "270°"]

@@ -53,7 +53,8 @@ def main(args):
     common.make_folder(args.output)
     model, lm, tokenizer, concepts, trained = load_icmlm(args.weights, args.lm, device)
     if args.photo:
-        data = replace(photo_files([args.photo]), captions=common.lists([[args.caption]]))
+        captions = common.lists([[common.one_line(args.caption)]])
+        data = replace(photo_files([args.photo]), captions=captions)
         [positions] = maskable_words(data, tokenizer, concepts)
         maskable = [given_words(positions, args.word)]
     else:

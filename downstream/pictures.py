@@ -26,7 +26,8 @@ def photo_files(paths):
     if missing:
         fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
     none = common.lists([] for _ in paths)
-    return common.CaptionData(np.array(paths, common.STRINGS), none, none, [], np.zeros(len(paths)))
+    images, tagged = np.array(paths, common.STRINGS), np.zeros(len(paths), bool)
+    return common.CaptionData(images, none, none, [], tagged)
 
 
 @cache

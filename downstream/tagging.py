@@ -116,9 +116,10 @@ def tagged_photos(args):
     train_tags, val_tags = tags_of_photos(train, args), tags_of_photos(val, args)
     counts = Counter(tag for tags in train_tags for tag in tags)
     if len(counts) < 2:
-        where = f"the captions hold of {args.tags}" if args.tags else "the photos have"
-        fail(f"{where} {len(counts)} tags, but two are needed: give --tags a concepts.json of "
-             "tp.py and captions with its words")  # fmt: skip
+        where = f"the captions hold {len(counts)} words of {args.tags}" if args.tags else (
+            f"the photos have {len(counts)} tags")
+        fail(f"{where}, but two are needed: give --tags a concepts.json of tp.py and captions with "
+             "its words")  # fmt: skip
     most_frequent_first = sorted(counts, key=lambda tag: (-counts[tag], tag))
     names = most_frequent_first[: args.num_tags]
     train = with_tags(train, train_tags, names)

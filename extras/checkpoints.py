@@ -15,18 +15,12 @@ CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|project
 
 
 def load_backbone(path, arch=None):
-    """A file of ours, VirTex, MoCo, SwAV, VICReg, DINO, Lightning, torchvision..., or "imagenet",
-    torchvision's weights, downloaded once -> backbone
+    """A file of ours, VirTex, MoCo, SwAV, VICReg, DINO, Lightning, torchvision... -> backbone
 
     The architecture is recognised by names and shapes, and must be `arch` if that is given. Of
     several backbones the first counts: MoCo's queries. Under its prefix no key may be missing, and
     only those of a classifier may be left over; keys under other prefixes (text) are ignored.
     """
-    if path == "imagenet":
-        try:
-            return common.build_backbone(arch, weights="IMAGENET1K_V1")
-        except OSError as error:  # from urllib
-            fail(f"the weights of {arch} cannot be downloaded ({error}): is there a network?")
     content = common.read_checkpoint(path)
     for key in ("model", "state_dict", "model_state_dict", "teacher"):
         if isinstance(content.get(key), dict):

@@ -160,8 +160,8 @@ def test_what_coco_files_leave_out(tmp_path, capsys):
     assert [*data.captions] == [["photo 0"], ["photo 1", "photo 1"]]
     assert [*data.tags] == [[], ["cat"]]
     printed = capsys.readouterr().out
-    assert "left out 1 images of train that are listed again, and the annotations" in printed
-    assert "annotations of 3 ids of no image: ['1', 7, 9]" in printed
+    assert "1 images of train are listed again; annotations of 3 ids are left out" in printed
+    assert "left out, which no image has: ['1', 7, 9]" in printed
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_what_a_folder_refuses(tiny, tmp_path):
     for name, other, message in (
         ("lr", 0.2, "holds a run with lr 0.2, not 0.05: choose another --output, or delete"),
         ("epochs", 3.0, "holds a run with epochs 3.0, not left out"),
-        ("checksums_of_data", [0, 1], "holds a run with checksums_of_data [0, 1], not ["),
+        ("photos_captions_labels", [0], "holds a run with photos captions labels [0], not ["),
     ):
         torch.save({**checkpoint, "args": {**checkpoint["args"], name: other}}, path)
         assert f"{tmp_path} {message}" in refusal(command)
@@ -183,12 +183,12 @@ def test_other_weights_or_captions_under_the_same_names(tmp_path):
     run_here(command)
     assert "1 of 1 iterations are done" in run_here(command)
     write("a cat", 0)
-    assert "holds a run with checksums_of_data [" in refusal(command)
+    assert "holds a run with photos captions labels [" in refusal(command)
     write("a dog", 1)
-    assert "holds a run with checksum_of_init " in refusal(command)
+    assert "holds a run with content of init " in refusal(command)
     write("a dog", 0)
     Image.effect_noise((32, 32), 99).save(tmp_path / "0.jpg")
-    assert "holds a run with checksums_of_data [" in refusal(command)
+    assert "holds a run with photos captions labels [" in refusal(command)
 
 
 def test_a_full_disk_and_another_amp(tiny, tmp_path):

@@ -18,12 +18,12 @@ ROOMS = [name for name in FILES if name.startswith(("extras/", "downstream/"))]
 OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "tools", "tests"}
 
 BUDGETS = {  # lines, tokens; planned were 740, 5,000 for common.py
-    "common.py": (772, 5450),
+    "common.py": (788, 5540),
     "virtex.py": (650, 4550),
     "tp.py": (630, 4600),
     "icmlm.py": (760, 5700),
     "mmcontrastive.py": (810, 5950),
-    "eval_linear.py": (720, 5120),
+    "eval_linear.py": (725, 5130),
 }
 FLAGS = {"virtex": 37, "tp": 36, "icmlm": 40, "mmcontrastive": 49}  # beside --help
 

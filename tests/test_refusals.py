@@ -60,7 +60,7 @@ ONE_SCRIPT = {
         ("--hidden 100", "--hidden 100 must be a multiple of 64"),
         ("--tokenizer none.model", "there is no none.model: --tokenizer is a SentencePiece"),
         ("--data {tmp}/photos.jsonl", NO_CAPTIONS),
-        ("--data vg", "ijson is missing: install it by pip"),
+        ("--data vg", "ijson is missing: python -m pip install it"),
     ],
     "tp": [
         *INIT,
