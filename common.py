@@ -101,7 +101,7 @@ class CaptionData:
             fail(f"no photo has a caption. A .jsonl has {JSONL}")
         if lacking := len(self) - len(keep):
             print_main(f"{lacking} of {len(self)} photos have no caption: left out")
-        return self.select(keep)
+        return self.select(keep) if lacking else self
 
 
 def caption_data(name, root=None, split="train", tags=False):
@@ -220,12 +220,11 @@ def texts(values):
 
 
 def fingerprint(names, *columns):
-    """A checksum of photos' names and sizes, and of columns (captions, tags, labels)"""
+    """A checksum of photos' names, without folders, their sizes, and columns (captions, labels)"""
     checksum = 0
     for name, *row in zip(map(str, names), *columns):
         size = os.path.isfile(name) and os.path.getsize(name)
-        content = [os.path.basename(name), size, *row]  # the folder may be moved
-        checksum = zlib.crc32(repr(content).encode(), checksum)
+        checksum = zlib.crc32(repr([os.path.basename(name), size, *row]).encode(), checksum)
     return checksum
 
 

@@ -335,6 +335,8 @@ class LabelData:
 
 def label_data(name, root, split):
     """One split of "folder", "voc07", or of captioned photos with tags -> LabelData"""
+    from sklearn.preprocessing import MultiLabelBinarizer  # only here: --help needs none
+
     if name == "folder":
         return folder_labels(root or "datasets/folder", split)
     if name == "voc07":
@@ -351,9 +353,8 @@ def label_data(name, root, split):
         left_out = f"{len(captioned) - len(keep)} of {len(captioned)} photos are left out"
         print_main(f'{left_out}, which have no "tags"; "tags": [] says that none fits')
         captioned = captioned.select(keep)
-    labels = np.zeros((len(captioned), len(captioned.tag_names)), np.int8)
-    for row, tags in zip(labels, captioned.tags):
-        row[np.isin(captioned.tag_names, tags)] = 1
+    binarizer = MultiLabelBinarizer(classes=captioned.tag_names, sparse_output=True)
+    labels = binarizer.fit_transform(captioned.tags).astype(np.int8).toarray()
     return LabelData(captioned.images, labels, captioned.tag_names, captioned.open)
 
 

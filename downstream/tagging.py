@@ -32,7 +32,6 @@ initialisation and the most frequent tags, predicted for all photos. tagging.png
 import argparse
 import math
 from collections import Counter, defaultdict
-from itertools import chain
 
 import numpy as np
 import torch
@@ -157,15 +156,13 @@ def scene_tags(scene):
 
 def with_tags(data, tags, names):
     """CaptionData, the tags of each photo -> LabelData of the photos that have any of `names`"""
-    index = {name: k for k, name in enumerate(names)}
-    rows = [sorted({index[tag] for tag in found if tag in index}) for found in tags]
-    ends = np.cumsum([0, *map(len, rows)])
-    keep = np.flatnonzero(np.diff(ends))
+    from tp import multi_hot  # only here: see tags_of_photos
+
+    known = set(names)
+    labels = sparse.csr_array(multi_hot(map(known.intersection, tags), names), dtype=np.float32)
+    keep = np.flatnonzero(labels.sum(1))
     if len(keep) < len(data):
         print_main(f"{len(data) - len(keep)} of {len(data)} photos have no tag: left out")
-    columns = np.array(list(chain(*rows)), np.int32)
-    ones = np.ones(len(columns), np.float32)
-    labels = sparse.csr_array((ones, columns, ends), (len(data), len(names)))
     return eval_linear.LabelData(data.images, labels, names, data.open).select(keep)
 
 
