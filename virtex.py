@@ -75,6 +75,7 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "lr":               (2e-3,       1e-3,       0.2),         # Sec. 3
     "text_lr":          (5e-4,       5e-4,       1e-3),        # Sec. 3
     "text_iters":       (0,          600,        0),           # small [ours]
+    "lambda_words":     (0.0,        0.5,        0.0),         # small [ours]
     "warmup":           (0.05,       0.05,       0.02),        # Sec. 3: 10K of 500K iterations
     "weight_decay":     (1e-2,       1e-2,       1e-4),        # Sec. 3
     "lookahead_alpha":  (1.0,        1.0,        0.5),         # Sec. 3; 1: no look-ahead
@@ -113,7 +114,6 @@ def get_args(argv=None):
     add("--layers", type=count, default=1, help="L; 2 or 3 generally help [Sec. 4.2]")
     add("--hidden", type=count, help="H; larger is better but slower; sets A = H/64, F = 4H")
     add("--dropout", type=fraction, help="in the heads; raise it if captions are few")
-    add("--tokenizer", help="a SentencePiece .model, instead of one trained on the captions")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--batch-size", type=count, help="photos per iteration over all processes")
@@ -122,6 +122,7 @@ def get_args(argv=None):
     add("--lr", type=positive, help="peak rate of the backbone; lower if the loss is not finite")
     add("--text-lr", type=positive, help="peak rate of the heads; lower it if their loss rises")
     add("--text-iters", type=whole, help="in which the heads first read captions alone")
+    add("--lambda-words", type=weight, help="also predict the words from the photo alone; 0: Eq. 1")
     add("--warmup", type=fraction, help="of the learning rate, as a fraction of training")
     add("--weight-decay", type=weight, help="raise it if photos are few")
 
@@ -138,7 +139,6 @@ def get_args(argv=None):
     # fmt: on
     args = parser.parse_args(argv)
     common.apply_recipe(args, "virtex", RECIPES)
-    args.zero_residual &= "resnet" in args.arch  # VGG has no residual blocks
     if args.hidden % 64:
         parser.error(f"--hidden {args.hidden} must be a multiple of 64 (A = H / 64 heads)")
     if args.task.endswith("classification"):
@@ -158,26 +158,24 @@ def main(args):
     train = common.caption_data(args.data, args.root, args.train_split, tags)
     train = subset(train, args.fraction, args.captions_per_image, args.seed).captioned()
     val = common.caption_data(args.data, args.root, args.val_split, tags).captioned()
-    if tags:
-        train, val = with_tags(train), with_tags(val)
     common.begin_run(args, checkpoint, train.columns(), val.columns())
     tokenizer = load_tokenizer(args, train.all_captions(), init)
     Model, Photos = ABLATIONS.get(args.task, (VirTex, CaptionedPhotos))
     photos = Photos(train, tokenizer, args)
     val_photos = Photos(val, tokenizer, args)
     num_outputs = FIRST_TAG + len(train.tag_names) if tags else tokenizer.get_piece_size()
-    iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
-    print_main(f"{len(train)} photos ({len(val)} for validation), {num_outputs} outputs, {iters} "
-               f"iterations at lr {args.lr:g}, text lr {args.text_lr:g}, on {device}, amp "
+    iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
+    print_main(f"{len(photos)} photos ({len(val_photos)} for validation), {num_outputs} outputs, "
+               f"{iters} iterations at lr {args.lr:g}, text lr {args.text_lr:g}, on {device}, amp "
                f"{args.amp}, into {args.output}")  # fmt: skip
 
     # Model and optimizer, restored where an earlier run stopped.
     torch.manual_seed(args.seed)
-    residual = {"zero_init_residual": True} if args.zero_residual else {}
-    backbone = common.build_backbone(args.arch, **residual)
+    residual = {"zero_init_residual": args.zero_residual} if "resnet" in args.arch else {}
+    backbone = common.build_backbone(args.arch, **residual)  # VGG has no residual blocks
     model = Model(
         backbone, num_outputs, args.hidden, args.layers, args.dropout,
-        task=args.task, init_std=args.init_std
+        task=args.task, lambda_words=args.lambda_words, init_std=args.init_std
     )  # fmt: skip
     common.load_init(init, model, backbone)
     model.to(device, memory_format=torch.channels_last)
@@ -273,18 +271,13 @@ def normalise(caption):
 
 
 def load_tokenizer(args, captions, init):
-    """The tokenizer of --init's checkpoint, else --tokenizer, else one trained on the captions"""
+    """The tokenizer of --init's checkpoint, or one trained on the captions"""
 
     def make(path):
-        if "tokenizer" in init:
-            content = init["tokenizer"]
-        elif args.tokenizer:
-            content = read_tokenizer(args.tokenizer).serialized_model_proto()
-        else:
-            content = train_tokenizer(captions)
-        path.write_bytes(content)
+        path.write_bytes(init["tokenizer"] if "tokenizer" in init else train_tokenizer(captions))
 
-    tokenizer = read_tokenizer(common.once(args, "tokenizer.model", make))
+    path = common.once(args, "tokenizer.model", make)
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=f"{path}")
     some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
     cut = np.mean([len(tokenizer.encode(normalise(text))) > MAX_LENGTH - 2 for text in some])
     if cut > 0.01:
@@ -312,15 +305,6 @@ def train_tokenizer(captions, vocab_size=10_000):
         minloglevel=3,
     )
     return model.getvalue()
-
-
-def read_tokenizer(path):
-    if not os.path.isfile(path):
-        fail(f"there is no {path}: --tokenizer is a SentencePiece .model file")
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=f"{path}")
-    if tokenizer.piece_to_id(["[SOS]", "[EOS]", "[MASK]"]) != [SOS, EOS, MASK]:
-        fail(f"{path} must have [SOS], [EOS], [MASK] as ids 1, 2, 3")
-    return tokenizer
 
 
 def language_first(model, photos, args, device):
@@ -401,8 +385,9 @@ class VirTex(nn.Module):
     backbone: (B, 3, h, w) -> (B, channels, h / 32, w / 32).  sizes, options: of TextualHead
     """
 
-    def __init__(self, backbone, *sizes, task="bicaptioning", **options):
+    def __init__(self, backbone, *sizes, task="bicaptioning", lambda_words=0.0, **options):
         super().__init__()
+        self.lambda_words = lambda_words
         self.visual = nn.ModuleDict({"cnn": backbone})
         self.textual = head = TextualHead(backbone.channels, *sizes, **options)
         self.backward_textual = None
@@ -426,26 +411,27 @@ class VirTex(nn.Module):
 
         image_features: (B, S, H), S = h / 32 * w / 32: N_I
         """
+        photo, place = positions.T
 
         def one_direction(head, tokens):
             vectors = head(tokens[:, :-1], image_features)  # (B, T - 1, H)
-            return token_loss(head.output, vectors, tokens[:, 1:], positions)
+            return token_loss(head.output(vectors[photo, place]), tokens[photo, place + 1])
 
         losses = {"forward": one_direction(self.textual, tokens)}
         if self.backward_textual:
             losses["backward"] = one_direction(self.backward_textual, backward_tokens)
+        if self.lambda_words:  # Eq. 1 without the tokens before: from the image alone [ours]
+            logits = self.textual.output(image_features.mean(1))  # (B, vocabulary)
+            total, number = token_loss(logits[photo], tokens[photo, place + 1])
+            losses["words"] = self.lambda_words * total, number
         return losses
 
 
-def token_loss(output, vectors, targets, positions):
-    """Cross-entropy of the targets (B, T) at the positions (N, 2), given vectors (B, T, H)
-
-    -> its sum over known tokens, their number (1 if there are none). Unknown ones, which share the
-    id of padding, are no targets [official code]; padding does not pass through the output layer.
+def token_loss(logits, targets):
+    """logits (N, vocabulary), targets (N,) -> sum of the cross-entropies of known tokens, their
+    number (1 if there are none). Unknown ones, which share the id of padding, are no targets
+    [official code]. (Padding has been left out, so that it does not pass through the output layer.)
     """
-    photo, place = positions.T
-    logits = output(vectors[photo, place])  # (N, vocabulary)
-    targets = targets[photo, place]
     total = F.cross_entropy(logits, targets, ignore_index=UNK, reduction="sum")
     return total, (targets != UNK).sum().clamp(min=1)
 
@@ -598,11 +584,19 @@ class MaskedLM(VirTex):
         head = self.textual
         x = head.embedding(masked)
         vectors = head.transformer(x, image_features, tgt_key_padding_mask=padding)
-        return {"masked_lm": token_loss(head.output, vectors, tokens, positions)}
+        masked = positions.unbind(1)
+        return {"masked_lm": token_loss(head.output(vectors[masked]), tokens[masked])}
 
 
 class TaggedPhotos(CaptionedPhotos):
-    """Photos with their tags in place of a caption"""
+    """Images that have tags [official code], with these in place of a caption"""
+
+    def __init__(self, data, tokenizer, args):
+        keep = [n for n, tags in enumerate(data.tags) if tags]
+        if not keep:
+            fail("--task multilabel_classification needs tags (for coco: instances_*.json)")
+        print_main(f"{len(keep)} of {len(data)} photos have tags, the others are left out")
+        super().__init__(data.select(keep), tokenizer, args)
 
     def sample(self, index, rng):
         tags = [FIRST_TAG + self.data.tag_names.index(tag) for tag in self.data.tags[index]]
@@ -610,15 +604,6 @@ class TaggedPhotos(CaptionedPhotos):
 
 
 FIRST_TAG = 4  # tags follow the ids of special tokens: 4 outputs more than the paper's 80 [ours]
-
-
-def with_tags(data):
-    """-> CaptionData of the images that have tags [official code]"""
-    keep = [n for n, tags in enumerate(data.tags) if tags]
-    if not keep:
-        fail("--task multilabel_classification needs tags (for coco: instances_*.json)")
-    print_main(f"{len(keep)} of {len(data)} photos have tags, the others are left out")
-    return data.select(keep)
 
 
 class Classifier(nn.Module):

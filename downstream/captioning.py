@@ -95,7 +95,7 @@ def load_virtex(path, tokenizer_path=None):
         fail(f"{path} holds no captioning model: give a checkpoint.pth of --task bicaptioning or "
              "captioning")  # fmt: skip
     if tokenizer_path:
-        tokenizer = virtex.read_tokenizer(tokenizer_path)
+        tokenizer = read_tokenizer(tokenizer_path)
     elif "tokenizer" in content:
         tokenizer = sentencepiece.SentencePieceProcessor(model_proto=content["tokenizer"])
     else:
@@ -118,6 +118,15 @@ def load_virtex(path, tokenizer_path=None):
         state.pop(name, None)
     model.load_state_dict(state)
     return model.eval(), tokenizer, args.get("image_size", 224)
+
+
+def read_tokenizer(path):
+    if not os.path.isfile(path):
+        fail(f"there is no {path}: --tokenizer is a SentencePiece .model file")
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=f"{path}")
+    if tokenizer.piece_to_id(["[SOS]", "[EOS]", "[MASK]"]) != [SOS, EOS, MASK]:
+        fail(f"{path} must have [SOS], [EOS], [MASK] as ids 1, 2, 3")
+    return tokenizer
 
 
 def detokenize(tokenizer, tokens):

@@ -145,3 +145,8 @@ def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
         f"{photos[1]}: {captions[1]}  ({pictures[1]})",
     ]
     assert "give either photos, --evaluate or --captions" in refusal([*evaluate, photos[0]])
+
+
+def test_a_tokenizer_that_is_not_there():
+    with pytest.raises(SystemExit, match="there is no none.model: --tokenizer is a SentencePiece"):
+        captioning.read_tokenizer("none.model")

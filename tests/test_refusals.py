@@ -58,7 +58,6 @@ ONE_SCRIPT = {
         ("--captions-per-image 0", "--captions-per-image: invalid whole number (1 or more)"),
         ("--task tagging", "argument --task: invalid choice: 'tagging'"),
         ("--hidden 100", "--hidden 100 must be a multiple of 64"),
-        ("--tokenizer none.model", "there is no none.model: --tokenizer is a SentencePiece"),
         ("--data {tmp}/photos.jsonl", NO_CAPTIONS),
         ("--data vg", "ijson is missing: python -m pip install it"),
     ],

@@ -6,9 +6,11 @@ In most tests the backbone is `FeaturesAsGiven`: what is passed as images are th
 import copy
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 from conftest import CPU, ROOT, FeaturesAsGiven, captioned, metrics, photos_at, random_weights
 from conftest import result, run_here
@@ -114,6 +116,19 @@ def test_loss_is_equation_1():
     assert half == {"forward": losses["forward"]} and captioner.rows == [14]
 
 
+def test_words_from_the_image_alone():
+    """lambda_words * -log p(c_t | I), of known tokens, whatever their order"""
+    model, features = tiny_model(), random_features(4, 5, 2, 3)
+    eq1, model.lambda_words = losses_of(model, features, CAPTIONS), 0.5
+    losses, log_p = losses_of(model, features, CAPTIONS), []
+    for image, tokens in zip(features, CAPTIONS):
+        vectors = model.textual.visual_projection(image.flatten(1).T)  # of six places
+        p = model.textual.output(sum(vectors) / 6).softmax(0)
+        log_p += [math.log(p[token].item()) for token in tokens[1:] if token != UNK]
+    assert losses.pop("words").item() == pytest.approx(0.5 * -np.mean(log_p), abs=1e-10)
+    assert losses == eq1
+
+
 def test_weights_at_the_start():
     """Sec. 3: the directions share all but their Transformers, which start alike [official code].
     N(0, 0.02), biases 0 [official code]
@@ -196,7 +211,7 @@ def tokenizer_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_path):
-    return virtex.read_tokenizer(tokenizer_path)
+    return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
 
 
 def test_subset(coco_folder):
@@ -256,9 +271,10 @@ def test_long_captions_are_truncated_before_they_are_reversed(tokenizer, coco_fo
 
 def test_captions_that_are_cut_are_counted(tokenizer_path, capsys, tmp_path):
     """One line at the start, if they are more than 1%"""
-    args = virtex.get_args(["--tokenizer", str(tokenizer_path), "--output", str(tmp_path)])
+    args = virtex.get_args(["--output", str(tmp_path)])
+    init = {"tokenizer": tokenizer_path.read_bytes()}
     for captions, said in ((2 * ["a circle"], False), (["a circle", 40 * "a circle "], True)):
-        virtex.load_tokenizer(args, captions, {})
+        virtex.load_tokenizer(args, captions, init)
         assert ("50% of the captions are cut at 28 tokens" in capsys.readouterr().out) == said
 
 
