@@ -75,7 +75,7 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "lr":               (2e-3,       1e-3,       0.2),         # Sec. 3
     "text_lr":          (5e-4,       5e-4,       1e-3),        # Sec. 3
     "text_iters":       (0,          600,        0),           # small [ours]
-    "lambda_words":     (0.0,        0.5,        0.0),         # small [ours]
+    "lambda_words":     (0.0,        2.0,        0.0),         # small [ours]
     "warmup":           (0.05,       0.05,       0.02),        # Sec. 3: 10K of 500K iterations
     "weight_decay":     (1e-2,       1e-2,       1e-4),        # Sec. 3
     "lookahead_alpha":  (1.0,        1.0,        0.5),         # Sec. 3; 1: no look-ahead
