@@ -122,8 +122,8 @@ def read_photos(read, split, *given):
         photos, tag_names = read(split, *given)
         missing = [path for path, *_ in photos if not os.path.isfile(path)]
         if missing or not photos:
-            fail(f"{len(missing)} of {len(photos)} photos of {split} are missing: {missing[:3]}. "
-                 "See --root, --train-split and --val-split")  # fmt: skip
+            fail(f"{split} has {len(photos)} photos, of which {len(missing)} are missing: "
+                 f"{missing[:3]}. See --root, --train-split and --val-split")  # fmt: skip
         paths, captions, tags = zip(*photos)
         if empty := sum(row.count("") for row in captions):
             print_main(f"{empty} captions of {split} are empty: left out")

@@ -136,7 +136,7 @@ def test_a_split_without_photos(tmp_path, capsys):
     path = write_jsonl(tmp_path / "data.jsonl", row, {"image": "b.jpg", "split": "a"})
     data = common.caption_data(path)
     assert data.captions[0] == [] and not data.tagged.any()
-    with pytest.raises(SystemExit, match="^error: 0 of 0 photos of val .* --val-split$"):
+    with pytest.raises(SystemExit, match="^error: val has 0 photos, .* --val-split$"):
         common.caption_data(path, split="val")
     assert "photos {'train': 1, 'a': 1}" in capsys.readouterr().out
 
@@ -172,7 +172,7 @@ def test_what_coco_files_leave_out(tmp_path, capsys):
     "content, message",
     [
         ('{"images": []', "captions_train.json is missing, cut off or no JSON (Expecting"),
-        ('{"images": [], "annotations": []}', "0 of 0 photos of train are missing"),
+        ('{"images": [], "annotations": []}', "train has 0 photos, of which 0 are missing: []"),
         ('{"images": []}', "is not in the layout of COCO: KeyError('annotations')"),
         ('["a.jpg"]', "is not in the layout of COCO: TypeError"),
         (
