@@ -40,8 +40,7 @@ def extra(name):
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as error:
-        fail(f"{error.name} is missing: copy our folder extras beside the script, or "
-             "python -m pip install it")  # fmt: skip
+        fail(f"{error.name} is missing: copy our folder extras to the script, or pip install it")
 
 
 # ------------------------------------------------------------------------------ captioned photos
@@ -114,9 +113,7 @@ def caption_data(name, root=None, split="train", tags=False):
 
 
 def read_photos(read, split, *given):
-    """read(split, *given) -> (path, captions, tags or None) of each photo, names of all tags
-    -> CaptionData
-    """
+    """-> CaptionData.  read(split, *given) -> [(path, captions, tags or None)], names of tags"""
     data = [None]
     if is_main():  # one process reads: the annotations of COCO take 3 GB meanwhile
         photos, tag_names = read(split, *given)
@@ -139,8 +136,7 @@ def read_json(path):
     try:
         return json.loads(Path(path).read_bytes())
     except Exception as error:
-        fail(f"{path} is missing, cut off or no JSON ({error}): see --root, --train-split and "
-             "--val-split")  # fmt: skip
+        fail(f"{path} is missing or no JSON ({error}): see --root, --train-split and --val-split")
 
 
 def one_line(text):
@@ -157,9 +153,7 @@ def texts(values):
 
 
 def coco_photos(split, root, with_tags):
-    """annotations/captions_{split}.json, photos in {split}/; tags: categories of instances_*.json
-    -> (path, captions, tags) of each photo, the names of all tags
-    """
+    """{split}/, annotations/captions_{split}.json; tags: categories of instances_{split}.json"""
     instances = f"{root}/annotations/instances_{split}.json"
     captions, tags, names = defaultdict(list), defaultdict(list), {}
     content = read_json(f"{root}/annotations/captions_{split}.json")
@@ -187,7 +181,7 @@ def jsonl_photos(split, root, file):
     """One {"image", "captions", "tags", "split"} per line; all but "image" are optional.
 
     Paths start from `root`. A line without a split belongs to train; if none has one, every
-    twentieth photo, from the first on, to val. -> (path, captions, tags or None), names of all tags
+    twentieth photo, from the first on, to val.
     """
     photos, splits, tag_names, unread, number = {}, [], {}, {}, 0
     try:

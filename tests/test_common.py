@@ -130,6 +130,13 @@ def test_what_is_left_out_of_a_jsonl_is_said_once(tmp_path, capsys):
     assert data.tag_names == [] and data.tagged.tolist() == [False, False, False, True]
 
 
+def test_caption_is_no_key(tmp_path, capsys):
+    path = write_jsonl(tmp_path / "data.jsonl", {"image": "a.jpg", "caption": "a dog"})
+    with pytest.raises(SystemExit, match="no photo has a caption. A .jsonl has {.*captions"):
+        common.caption_data(path, split="val").captioned()
+    assert "keys that are not read: ['caption']" in capsys.readouterr().out
+
+
 def test_a_split_without_photos(tmp_path, capsys):
     """null is no split, no captions and no tags; the splits that there are stand in the output."""
     row = {"image": "a.jpg", "captions": None, "tags": None, "split": None}
@@ -171,7 +178,7 @@ def test_what_coco_files_leave_out(tmp_path, capsys):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ('{"images": []', "captions_train.json is missing, cut off or no JSON (Expecting"),
+        ('{"images": []', "captions_train.json is missing or no JSON (Expecting"),
         ('{"images": [], "annotations": []}', "train has 0 photos, of which 0 are missing: []"),
         ('{"images": []}', "is not in the layout of COCO: KeyError('annotations')"),
         ('["a.jpg"]', "is not in the layout of COCO: TypeError"),
