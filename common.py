@@ -10,7 +10,7 @@ import time
 import unicodedata
 import zlib
 from collections import Counter, OrderedDict, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -25,12 +25,12 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 torch.serialization.add_safe_globals([argparse.Namespace])  # DINO's checkpoints hold one
-PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2**28  # PIL refuses 1 MB of it
+PngImagePlugin.MAX_TEXT_CHUNK = 2**26  # PIL would refuse photos with 1 MB of text
 
 
 def fail(message):
     """Exit with one line instead of a traceback: for what a user can fix."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not is_main():
         time.sleep(3)  # if all fail alike, only the first speaks: torchrun then ends the others
     sys.exit(f"error: {message}")
 
@@ -40,16 +40,15 @@ def extra(name):
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as error:
-        ours = error.name.startswith("extras")
-        mend = "copy our folder extras beside the script" if ours else "python -m pip install it"
-        fail(f"{error.name} is missing: {mend}")
+        fail(f"{error.name} is missing: copy our folder extras to the script, or pip install it")
 
 
 # ------------------------------------------------------------------------------ captioned photos
 
 LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
 ACCENTS = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # of decomposed, lower-case Latin letters
-STRINGS = np.dtypes.StringDType()  # of any length, in one block of memory
+INVISIBLE = regex.compile(r"(?!(?<=\S)[\u200c\u200d](?=\S))[\p{Cf}\p{Cs}]")  # joiners may stay
+STRINGS = "T"  # numpy's dtype of strings of any length, in one block of memory
 JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} on each line'
 
 
@@ -65,8 +64,8 @@ class Lists:
 
 
 def lists(rows):
-    """rows: of strings without line breaks (see one_line)"""
-    return Lists(np.array(["\n".join(row) for row in rows], STRINGS))
+    """rows: of strings without line breaks (see one_line); empty ones are left out"""
+    return Lists(np.array(["\n".join(filter(None, row)) for row in rows], STRINGS))
 
 
 @dataclass
@@ -76,8 +75,8 @@ class CaptionData:
     images: np.ndarray  # (N,) of paths, or of what `open` takes instead
     captions: Lists  # captions[i]: a list of strings
     tags: Lists  # tags[i]: a list of some of tag_names
-    tag_names: list  # of all splits; []: there are no tags, or they were not asked for
     tagged: np.ndarray  # (N,) bool: are the tags known? Then [] says that none fits
+    tag_names: list  # of all splits; []: there are no tags, or they were not asked for
     open: callable = Image.open  # images[i] -> PIL image, not yet decoded
 
     def __len__(self):
@@ -91,8 +90,8 @@ class CaptionData:
 
     def select(self, keep):
         """-> CaptionData of the photos with the indices `keep`"""
-        images, captions, tags, tagged = (column[keep] for column in self.columns())
-        return replace(self, images=images, captions=captions, tags=tags, tagged=tagged)
+        columns = [column[keep] for column in self.columns()]
+        return CaptionData(*columns, self.tag_names, self.open)
 
     def captioned(self):
         """-> CaptionData of the photos that have a caption"""
@@ -107,116 +106,108 @@ class CaptionData:
 def caption_data(name, root=None, split="train", tags=False):
     """One split of --data -> CaptionData.  tags: whether COCO's file of instances is read, too"""
     if name == "coco":
-        return read_photos(split, partial(coco_photos, root or "datasets/coco", split, tags))
+        return read_photos(coco_photos, split, root or "datasets/coco", tags)
     if name.endswith(".jsonl"):
-        return read_photos(split, partial(jsonl_photos, name, root or os.path.dirname(name), split))
+        return read_photos(jsonl_photos, split, root or os.path.dirname(name), name)
     return extra("sources").caption_data(name, root, split)  # shapes, vg, shards
 
 
-def read_photos(split, read):
-    """read() -> (path, captions, tags or None) of each photo, names of all tags; -> CaptionData"""
+def read_photos(read, split, *given):
+    """-> CaptionData.  read(split, *given) -> [(path, captions, tags or None)], names of tags"""
     data = [None]
     if is_main():  # one process reads: the annotations of COCO take 3 GB meanwhile
-        photos, tag_names = read()
+        photos, tag_names = read(split, *given)
         missing = [path for path, *_ in photos if not os.path.isfile(path)]
         if missing or not photos:
-            fail(f"{len(missing)} of {len(photos)} photos of {split} are missing: {missing[:3]}")
+            fail(f"{split} has {len(photos)} photos, of which {len(missing)} are missing: "
+                 f"{missing[:3]}. See --root, --train-split and --val-split")  # fmt: skip
         paths, captions, tags = zip(*photos)
         if empty := sum(row.count("") for row in captions):
             print_main(f"{empty} captions of {split} are empty: left out")
-        captions = lists(filter(None, row) for row in captions)
         tagged = np.array([row is not None for row in tags])
-        tags = lists(dict.fromkeys(filter(None, row or ())) for row in tags)
-        data = [CaptionData(np.array(paths, STRINGS), captions, tags, tag_names, tagged)]
+        tags = lists(dict.fromkeys(row or ()) for row in tags)
+        data = [CaptionData(np.array(paths, STRINGS), lists(captions), tags, tagged, tag_names)]
     if world_size() > 1:
-        dist.broadcast_object_list(data, device=torch.device("cpu"))
+        dist.broadcast_object_list(data)
     return data[0]
 
 
-def read_json(path, hint="see --root, --train-split and --val-split"):
+def read_json(path):
     try:
         return json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
-        fail(f"{path} is missing, cut off or no JSON ({error}): {hint}")
+    except Exception as error:
+        fail(f"{path} is missing or no JSON ({error}): see --root, --train-split and --val-split")
 
 
 def one_line(text):
-    """Composed characters (NFC), nothing invisible, single spaces; half an emoji becomes "?"."""
-    if not text.isascii():
-        text = unicodedata.normalize("NFC", text.encode(errors="replace").decode())
-        text = regex.sub("(?![\u200c\u200d])\\p{Cf}", "", text)  # soft hyphens...; not joiners
-    return " ".join(text.split()).strip("\u200c\u200d")
-
-
-def coco_photos(root, split, with_tags):
-    """annotations/captions_{split}.json, photos in {split}/; tags: categories of instances_*.json
-    -> (path, captions, tags) of each photo, the names of all tags
-    """
-    content = read_json(f"{root}/annotations/captions_{split}.json")
-    instances = f"{root}/annotations/instances_{split}.json"
-    found = with_tags and os.path.exists(instances)
-    annotated = read_json(instances) if found else {"categories": [], "annotations": []}
-    captions, tags = defaultdict(list), defaultdict(list)
-    try:
-        files = {row["id"]: row["file_name"] for row in content["images"]}
-        names = {row["id"]: one_line(row["name"]) for row in annotated["categories"]}
-        for row in content["annotations"]:
-            captions[row["image_id"]].append(one_line(row["caption"]))
-        for row in annotated["annotations"]:
-            tags[row["image_id"]].append(names[row["category_id"]])
-    except (KeyError, TypeError, AttributeError) as error:
-        fail(f"{root}, split {split}, is not in the layout of COCO: {error!r}")
-    repeated = len(content["images"]) - len(files)
-    strays = sorted({*captions, *tags} - files.keys(), key=str)  # 12 is not "12"
-    if repeated or strays:
-        print_main(f"{root}: {repeated} images of {split} are listed again; annotations of "
-                   f"{len(strays)} ids are left out, which no image has: {strays[:3]}")  # fmt: skip
-    photos = [(os.path.join(root, split, files[n]), captions[n], tags[n]) for n in files]
-    return photos, list(dict.fromkeys(names[category] for category in sorted(names)))
-
-
-def jsonl_photos(path, root, split):
-    """One {"image", "captions", "tags", "split"} per line; all but "image" are optional.
-
-    Paths start from `root`. A line without a split belongs to train; if none has one, a random
-    twentieth to val, always the same. -> (path, captions, tags or None), names of all tags
-    """
-    if not os.path.isfile(path):
-        fail(f"no data set {path}: python tools/to_jsonl.py FILE makes one of other files")
-    photos, splits, unread = {}, [], Counter()
-    for number, line in enumerate(open(path, "rb"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            image = os.path.abspath(os.path.join(root, row.pop("image")))
-            if "caption" in row or image in photos:
-                raise ValueError(f"{image} has one line, with a list of all its captions")
-            captions, tags = texts(row.pop("captions", [])), row.pop("tags", None)
-            photos[image] = image, captions, tags if tags is None else texts(tags)
-            splits += texts([row.pop("split", None) or ""])
-            unread.update(row.keys())
-        except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
-            fail(f"{path}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
-                 f"{JSONL}. tools/to_jsonl.py converts other files")  # fmt: skip
-    if not any(splits):
-        for n in np.random.default_rng(0).permutation(len(photos))[: max(1, len(photos) // 20)]:
-            splits[n] = "val"
-    splits = [found or "train" for found in splits]
-    sizes = Counter(splits)
-    report_once(f"{path}: photos {dict(sizes)}; keys that are not read: {dict(unread) or None}")
-    if split not in sizes:
-        fail(f"{path} has no split {split}, but {dict(sizes)}: see --train-split and --val-split")
-    tag_names = dict.fromkeys(tag for *_, tags in photos.values() for tag in tags or () if tag)
-    photos = [row for row, found in zip(photos.values(), splits) if found == split]
-    return photos, list(tag_names)
+    """Composed characters (NFC), single spaces, nothing invisible, nor half an emoji"""
+    text = INVISIBLE.sub("", unicodedata.normalize("NFC", text))
+    return " ".join(text.split())
 
 
 def texts(values):
-    """The lines of a list of strings or whole numbers"""
-    if not isinstance(values, list) or not {*map(type, values)} <= {str, int}:
+    """A list of strings -> the same, each on one line; None -> None"""
+    if not isinstance(values, list | None):
         raise ValueError(f"{values!r} is no list of texts")
-    return [one_line(f"{value}") for value in values]
+    return values and [one_line(value) for value in values]
+
+
+def coco_photos(split, root, with_tags):
+    """{split}/, annotations/captions_{split}.json; tags: categories of instances_{split}.json"""
+    instances = f"{root}/annotations/instances_{split}.json"
+    captions, tags, names = defaultdict(list), defaultdict(list), {}
+    content = read_json(f"{root}/annotations/captions_{split}.json")
+    try:
+        paths = {row["id"]: f"{root}/{split}/{row['file_name']}" for row in content["images"]}
+        for row in content["annotations"]:
+            captions[row["image_id"]].append(one_line(row["caption"]))
+        repeated = len(content["images"]) - len(paths)
+        if with_tags and os.path.exists(instances):
+            content = read_json(instances)
+            names = {row["id"]: one_line(row["name"]) for row in content["categories"]}
+            for row in content["annotations"]:
+                tags[row["image_id"]].append(names[row["category_id"]])
+    except Exception as error:
+        fail(f"{root}, split {split}, is not in the layout of COCO: {error!r}")
+    strays = [n for n in {**captions, **tags} if n not in paths]  # 12 is not "12"
+    if repeated or strays:
+        print_main(f"{root}: {repeated} images of {split} are listed again; annotations of "
+                   f"{len(strays)} ids are left out, which no image has: {strays[:3]}")  # fmt: skip
+    photos = [(path, captions[n], tags[n]) for n, path in paths.items()]
+    return photos, [names[n] for n in sorted(names)]
+
+
+def jsonl_photos(split, root, file):
+    """One {"image", "captions", "tags", "split"} per line; all but "image" are optional.
+
+    Paths start from `root`. A line without a split belongs to train; if none has one, every
+    twentieth photo, from the first on, to val.
+    """
+    photos, splits, tag_names, unread, number = {}, [], {}, {}, 0
+    try:
+        for number, line in enumerate(open(file, "rb"), 1):
+            if not line.strip():
+                continue
+            row = json.loads(line)
+            path = os.path.abspath(Path(root, row.pop("image")))
+            if path in photos:
+                raise ValueError(f"{path} has one line, with a list of all its captions")
+            captions, tags = texts(row.pop("captions", None) or []), texts(row.pop("tags", None))
+            photos[path] = path, captions, tags
+            tag_names |= dict.fromkeys(filter(None, tags or ()))
+            splits += [one_line(row.pop("split", None) or "")]
+            unread |= row
+    except Exception as error:  # no file, no UTF-8, no JSON, no "image", wrong types
+        fail(f"{file}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
+             f"{JSONL}. tools/to_jsonl.py converts other files")  # fmt: skip
+    splits = np.array(splits, STRINGS)
+    if not any(splits):
+        splits[::20] = "val"
+    splits[splits == ""] = "train"
+    sizes = Counter(splits)
+    report_once(f"{file}: photos {dict(sizes)}; keys that are not read: {list(unread)}")
+    photos = [row for row, found in zip(photos.values(), splits) if found == split]
+    return photos, list(tag_names)
 
 
 def fingerprint(names, *columns):
@@ -228,17 +219,9 @@ def fingerprint(names, *columns):
     return checksum
 
 
-def require_spaces(captions):
-    """For what needs words: Chinese, Japanese, Thai... write no spaces between them."""
-    if sum(" " in caption for caption in captions) < len(captions) / 2:
-        fail("most captions have no space between words: join keywords to one caption. For "
-             "Chinese use virtex.py, mmcontrastive.py or tp.py --labels cluster")  # fmt: skip
-
-
 def swap_left_right(caption):
     """The caption of the flipped photo: the whole words [ours] left and right are swapped."""
-    other = {"left": "right", "right": "left"}
-    return regex.sub(r"(?i)\b(left|right)\b", lambda word: other[word[0].lower()], caption)
+    return regex.sub(r"\b(?i:(left)|right)\b", lambda word: "right" if word[1] else "left", caption)
 
 
 # ----------------------------------------------------------------------------- photos to batches

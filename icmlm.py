@@ -176,8 +176,6 @@ def main(args):
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
     common.begin_run(args, checkpoint, train.columns(), val.columns())
-    if not checkpoint:
-        common.require_spaces(train.all_captions())
     lm_name = args.lm
     if args.lm == "scratch":
         lm_name = common.extra("small_bert").made_once(args, init, train, device)

@@ -345,7 +345,6 @@ def make_labels(args, splits, device):
     splits: CaptionData of train and val
     """
     if args.labels in ("postag", "lda"):
-        common.require_spaces(splits[0].all_captions())
         splits = [filter_captions(data, words_of, args.max_words) for data in splits]
     if args.labels == "postag":  # TP-Postag: which words a photo's captions have [Sec. 3.1]
         counts = count_concepts(splits[0].all_captions(), args.tagger)

@@ -27,7 +27,7 @@ def photo_files(paths):
         fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
     none = common.lists([] for _ in paths)
     images, tagged = np.array(paths, common.STRINGS), np.zeros(len(paths), bool)
-    return common.CaptionData(images, none, none, [], tagged)
+    return common.CaptionData(images, none, none, tagged, [])
 
 
 @cache

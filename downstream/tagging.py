@@ -31,6 +31,7 @@ initialisation and the most frequent tags, predicted for all photos. tagging.png
 
 import argparse
 import math
+import os
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -134,7 +135,9 @@ def tags_of_photos(data, args):
         # Only here: it imports scikit-learn, which takes seconds.
         from tp import words_of
 
-        content = common.read_json(args.tags, "--tags is the concepts.json of a run of tp.py")
+        if not os.path.isfile(args.tags):
+            fail(f"there is no {args.tags}: --tags is the concepts.json of a run of tp.py")
+        content = common.read_json(args.tags)
         if not isinstance(content, dict):
             fail(f"--tags {args.tags} is no concepts.json of tp.py or icmlm.py")
         concepts = {word for words in content.values() for word in words}

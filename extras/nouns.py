@@ -7,7 +7,7 @@ from functools import partial
 import regex
 
 import common
-from common import LETTERS, progress
+from common import LETTERS, fail, progress
 
 NUM_NOUNS = 1000  # at most [ours]
 WORD = regex.compile(rf"{LETTERS}(?:-{LETTERS})*")  # t-shirt is one
@@ -24,9 +24,16 @@ def tagged(args, data):
     return replace(data, tags=common.lists(tags), tag_names=nouns)
 
 
+def require_spaces(captions):
+    """For what needs words: Chinese, Japanese, Thai... write no spaces between them."""
+    if sum(" " in caption for caption in captions) < len(captions) / 2:
+        fail("most captions have no space between words: join keywords to one caption. For "
+             "Chinese use virtex.py, mmcontrastive.py or tp.py --labels cluster")  # fmt: skip
+
+
 def find_nouns(captions, tagger, path):
     """Write as JSON the words that are mostly nouns [ours], the most frequent first."""
-    common.require_spaces(captions)
+    require_spaces(captions)
     captions = progress(captions, desc="nouns", unit=" captions", leave=False)
     words = (WORD.findall(caption.lower()) for caption in captions)
     if tagger == "nouns":

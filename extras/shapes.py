@@ -55,7 +55,7 @@ def caption_data(split):
     captions = common.lists(map(describe, objects))
     tags = common.lists({o.shape: None for o in found} for found in objects)
     images, tagged = np.array(scenes, object), np.full(len(scenes), True)  # images: of int
-    return common.CaptionData(images, captions, tags, list(SHAPES), tagged, draw)
+    return common.CaptionData(images, captions, tags, tagged, list(SHAPES), draw)
 
 
 # --------------------------------------------------------------------------------------- objects

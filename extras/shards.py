@@ -54,7 +54,7 @@ def caption_data(folder, split):
         fail(f"{shard} is missing. Was it moved? Run tools/make_shards.py --index-only again")
     captions, tags = common.Lists(captions), common.Lists(tags)
     tagged = index["tagged"].numpy()
-    return common.CaptionData(images, captions, tags, index["tag_names"], tagged, open_in_shard)
+    return common.CaptionData(images, captions, tags, tagged, index["tag_names"], open_in_shard)
 
 
 class Mapped:

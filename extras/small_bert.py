@@ -106,6 +106,7 @@ def made_once(args, init, data, device):
         if "model" in init and earlier.exists():
             shutil.copytree(earlier, folder, dirs_exist_ok=True)
         else:
+            common.extra("nouns").require_spaces(data.all_captions())  # ICMLM predicts words
             how = args.lm_iters, args.seed, device, args.amp, args.lm_layers
             train(folder, data.all_captions(), *how, max_words=args.max_words)
 

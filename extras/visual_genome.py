@@ -11,7 +11,7 @@ import numpy as np
 from common import fail, one_line, print_main, progress
 
 
-def photos(root, split):
+def photos(split, root):
     """-> (path, captions, no tags) of each photo of a fixed random 103K / 5K split; no names"""
     if split not in ("train", "val"):
         fail(f"--data vg has the splits train and val, not {split}")

@@ -104,7 +104,7 @@ def captioned(*captions, images=None, tags=None, tag_names=()):
         images = photos_at(*(f"{n}.jpg" for n in range(len(captions))))
     tags = common.lists(tags or [[]] * len(captions))
     tagged = np.full(len(captions), True)
-    return common.CaptionData(images, common.lists(captions), tags, list(tag_names), tagged)
+    return common.CaptionData(images, common.lists(captions), tags, tagged, list(tag_names))
 
 
 class FeaturesAsGiven(torch.nn.Module):

@@ -77,7 +77,7 @@ def test_jsonl(tmp_path):
     spaced = (tmp_path / "data.jsonl").read_text().replace("\n", "\n \n")
     (tmp_path / "data.jsonl").write_text(spaced, encoding="utf-8-sig")
     train, val = (common.caption_data(path, split=split) for split in ("train", "val"))
-    captions = [["one", "two"], [], ["four ?"], ["five"]]  # a line without a split is of train
+    captions = [["one", "two"], [], ["four"], ["five"]]  # a line without a split is of train
     assert [train.captions[i] for i in range(4)] == captions
     assert [train.tags[i] for i in range(4)] == [[], ["cat", "dog"], [], ["dog"]]
     assert val.captions[0] == ["three"] and val.tags[0] == ["cow"] and len(val) == 1
@@ -85,22 +85,24 @@ def test_jsonl(tmp_path):
     moved = shutil.copy(path, f"{tmp_path}-moved.jsonl")
     assert list(common.caption_data(moved, str(tmp_path)).images) == list(train.images)
     assert train.images[0] == str(tmp_path / "0.jpg") and train.images[3] == absolute
-    # Without splits, a fixed twentieth of the lines is for validation, the rest for training.
-    path = write_jsonl(tmp_path / "other.jsonl", *({"image": f"{n}.jpg"} for n in range(60)))
-    train, val, again = (common.caption_data(path, split=x).images for x in ("train", "val", "val"))
-    assert sorted([*train, *val]) == sorted(str(tmp_path / f"{n}.jpg") for n in range(60))
-    assert list(val) == list(again) and len(val) == 3
+    # Without splits, every twentieth photo is for validation, the rest for training.
+    path = write_jsonl(tmp_path / "other.jsonl", *({"image": f"{n}.jpg"} for n in range(41)))
+    train, val = (common.caption_data(path, split=x).images for x in ("train", "val"))
+    assert list(val) == photos_at(*(tmp_path / f"{n}.jpg" for n in (0, 20, 40))).tolist()
+    assert len(train) == 38 and not {*train} & {*val}
 
 
 WRONG_LINES = {
     b"{broken": "Expecting property name",
     b"\xe9": "UnicodeDecodeError",
-    b'{"image": "b.jpg", "caption": "x"}': "/b.jpg has one line, with a list of all its captions",
     b'{"image": "b.jpg", "captions": "x"}': "'x' is no list of texts",
-    b'{"image": "b.jpg", "captions": [null]}': "\\[None\\] is no list of texts",
-    b'{"image": "b.jpg", "tags": [null]}': "\\[None\\] is no list of texts",
+    b'{"image": "b.jpg", "captions": [null]}': "must be str, not None",
+    b'{"image": "b.jpg", "captions": [7]}': "must be str, not int",
+    b'{"image": "b.jpg", "captions": NaN}': "nan is no list of texts",
+    b'{"image": "b.jpg", "tags": [null]}': "must be str, not None",
+    b'{"image": "b.jpg", "tags": [NaN]}': "must be str, not float",
     b'{"image": "b.jpg", "tags": "x"}': "'x' is no list of texts",
-    b'{"image": "b.jpg", "split": NaN}': "\\[nan\\] is no list of texts",
+    b'{"image": "b.jpg", "split": NaN}': "must be str, not float",
     b'{"image": "./a.jpg"}': "/a.jpg has one line, with a list of all its captions",
     b'{"image": "x/../a.jpg"}': "/a.jpg has one line, with a list of all its captions",
     b'{"captions": ["x"]}': "KeyError: 'image'",
@@ -122,19 +124,28 @@ def test_what_is_left_out_of_a_jsonl_is_said_once(tmp_path, capsys):
     path = write_jsonl(tmp_path / "data.jsonl", *rows)
     for _ in range(2):
         data = common.caption_data(path)
-    keys = f"{path}: photos {{'train': 4}}; keys that are not read: {{'labels': 3, 'Split': 3}}\n"
+    keys = f"{path}: photos {{'train': 4}}; keys that are not read: ['labels', 'Split']\n"
     printed = capsys.readouterr().out
     assert printed.count(keys) == 1 and "2 captions of train are empty: left out" in printed
     assert data.tag_names == [] and data.tagged.tolist() == [False, False, False, True]
 
 
-def test_splits_and_tags_may_be_numbers(tmp_path):
-    rows = {"image": "a.jpg", "tags": [7, "x"], "split": 3}, {"image": "b.jpg", "split": None}
-    path = write_jsonl(tmp_path / "data.jsonl", *rows)
-    data = common.caption_data(path, split="3")
-    assert len(data) == 1 and data.tag_names == ["7", "x"]
-    with pytest.raises(SystemExit, match="has no split val, but {'3': 1, 'train': 1}"):
+def test_caption_is_no_key(tmp_path, capsys):
+    path = write_jsonl(tmp_path / "data.jsonl", {"image": "a.jpg", "caption": "a dog"})
+    with pytest.raises(SystemExit, match="no photo has a caption. A .jsonl has {.*captions"):
+        common.caption_data(path, split="val").captioned()
+    assert "keys that are not read: ['caption']" in capsys.readouterr().out
+
+
+def test_a_split_without_photos(tmp_path, capsys):
+    """null is no split, no captions and no tags; the splits that there are stand in the output."""
+    row = {"image": "a.jpg", "captions": None, "tags": None, "split": None}
+    path = write_jsonl(tmp_path / "data.jsonl", row, {"image": "b.jpg", "split": "a"})
+    data = common.caption_data(path)
+    assert data.captions[0] == [] and not data.tagged.any()
+    with pytest.raises(SystemExit, match="^error: val has 0 photos, .* --val-split$"):
         common.caption_data(path, split="val")
+    assert "photos {'train': 1, 'a': 1}" in capsys.readouterr().out
 
 
 def coco_file(root, kind="captions", **content):
@@ -167,8 +178,8 @@ def test_what_coco_files_leave_out(tmp_path, capsys):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ('{"images": []', "captions_train.json is missing, cut off or no JSON (Expecting"),
-        ('{"images": [], "annotations": []}', "0 of 0 photos of train are missing"),
+        ('{"images": []', "captions_train.json is missing or no JSON (Expecting"),
+        ('{"images": [], "annotations": []}', "train has 0 photos, of which 0 are missing: []"),
         ('{"images": []}', "is not in the layout of COCO: KeyError('annotations')"),
         ('["a.jpg"]', "is not in the layout of COCO: TypeError"),
         (

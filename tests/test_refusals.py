@@ -18,11 +18,11 @@ WRONG_LINE = "bad.jsonl, line 2: KeyError: 'image'. "
 # After --data coco: flags, and words of the message.
 ALL_SCRIPTS = [
     ("--data nonsense", "no data set nonsense: --data is shapes, coco, vg, a .jsonl"),
-    ("--data missing.jsonl", "no data set missing.jsonl"),
-    ("--val-split val2014", "captions_val2014.json is missing, cut off or no JSON"),
+    ("--data missing.jsonl", "missing.jsonl, line 0: FileNotFoundError: [Errno 2] No such file"),
+    ("--val-split val2014", "captions_val2014.json is missing or no JSON"),
     ("--data shapes --train-split test", "--data shapes has no split test"),
     ("--data {tmp}/bad.jsonl", WRONG_LINE + "Expected, in UTF-8: " + JSONL),
-    ("--data {tmp}/gone.jsonl", "24 of 24 photos of train are missing: ["),
+    ("--data {tmp}/gone.jsonl", "train has 24 photos, of which 24 are missing: ['"),
     ("--data", "argument --data: expected one argument"),
     ("--batch 8", "unrecognized arguments: --batch 8"),
     ("--iters 5 --epochs 1", "give --iters or --epochs, not both"),
@@ -59,7 +59,7 @@ ONE_SCRIPT = {
         ("--task tagging", "argument --task: invalid choice: 'tagging'"),
         ("--hidden 100", "--hidden 100 must be a multiple of 64"),
         ("--data {tmp}/photos.jsonl", NO_CAPTIONS),
-        ("--data vg", "ijson is missing: python -m pip install it"),
+        ("--data vg", "ijson is missing: copy our folder extras to the script, or pip install it"),
     ],
     "tp": [
         *INIT,

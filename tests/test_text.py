@@ -28,7 +28,8 @@ THAI = "หมาวิ่งในสวนสาธารณะกับเด
         ("tu\xadmor", "tumor"),  # a soft hyphen
         ("\ufeff\u200b \u200d", ""),  # nothing to see
         ("می\u200cخواهم", "می\u200cخواهم"),  # a joiner within a word
-        ("\ud83d half", "? half"),
+        ("a\u200c cat\u200d", "a cat"),  # at its end
+        ("\ud83d half", "half"),
     ],
 )
 def test_captions_are_composed_and_visible(read, expected):
@@ -90,7 +91,8 @@ def test_words_need_spaces(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = ["--data", f"{tmp_path}/a.jsonl", "--output", f"{tmp_path}/run"]
     for script, more in (icmlm, []), (tp, []), (tp, ["--labels", "lda"]):
-        with pytest.raises(SystemExit, match="have no space between words"):
+        message = "no space between words" if script is icmlm else "no captions left: .* or join"
+        with pytest.raises(SystemExit, match=message):
             script.main(script.get_args([*flags, *more]))
     assert not (tmp_path / "run/language_model").exists()
     args = tp.get_args([*flags, "--labels", "cluster", "--lm-iters", "2", "--num-labels", "2"])

@@ -39,7 +39,9 @@ def main(args):
     make_folder(args.output)
     for split in "train", "val":
         path = f"{args.root}/annotations/instances_{split}2017.json"
-        content = common.read_json(path, "--root is the folder of COCO, which has annotations/")
+        if not Path(path).is_file():
+            fail(f"there is no {path}: --root is the folder of COCO, which has annotations/")
+        content = common.read_json(path)
         names = {row["id"]: row["name"] for row in content["categories"]}
         objects = {row["id"]: [] for row in content["images"]}
         counts = Counter()

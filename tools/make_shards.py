@@ -200,7 +200,7 @@ def write_index(folder, paths):
         tagged = np.array([row is not None for row in tags])
         tags = [dict.fromkeys(row or ()) for row in tags]
         texts = common.lists(captions), common.lists(tags)
-        shards.save_index(folder, split, common.CaptionData(places, *texts, tag_names, tagged))
+        shards.save_index(folder, split, common.CaptionData(places, *texts, tagged, tag_names))
         num_captions, num_tags = (sum(map(len, lists)) for lists in (captions, tags))
         print_main(f"{split}: {len(rows)} photos, {num_captions} captions, {num_tags} tags")
         lacking = sum(not row for row in captions)
