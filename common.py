@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image, ImageOps, PngImagePlugin
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 torch.serialization.add_safe_globals([argparse.Namespace])  # DINO's checkpoints hold one
@@ -226,11 +226,11 @@ def swap_left_right(caption):
 
 # ----------------------------------------------------------------------------- photos to batches
 
-NO_JITTER = np.array([1, 1, 1, 0], np.float32)  # factors of brightness, contrast, saturation; hue
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+NO_JITTER = np.float32([1, 1, 1, 0])  # factors of brightness, contrast and saturation; hue
+MEAN, STD = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])  # of ImageNet
 YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)
-TO_YIQ = torch.tensor(YIQ, dtype=torch.float64).T
-CONSTANTS = TO_YIQ.float(), TO_YIQ.inverse().float(), torch.tensor(MEAN), torch.tensor(STD)
+TO_YIQ = torch.DoubleTensor(YIQ).T
+CONSTANTS = TO_YIQ.float(), TO_YIQ.inverse().float(), MEAN, STD
 report_once = cache(tqdm.write)  # once per process: each worker of a DataLoader has its own
 
 
@@ -238,24 +238,22 @@ class Unreadable(Exception):
     """A photo that cannot be decoded; the message is its path and the reason."""
 
 
-class Photos(Dataset):
-    """The scripts derive their data sets from it, with sample(index, rng) -> dict.
-
-    In training, a key is (seed, epoch, index), which seeds rng; in validation, an index, and rng is
-    None.  args: image_size, crop_min, colour_jitter
+@dataclass
+class Photos:
+    """The scripts derive their data sets from it, with sample(index, rng) -> dict. A key is (seed,
+    epoch, index) in training, which seeds rng, and an index in validation, where rng is None.
     """
 
-    def __init__(self, data, args):
-        self.data = data
-        self.args = args
+    data: CaptionData  # or similar
+    args: argparse.Namespace  # image_size, crop_min, colour_jitter
 
     def __len__(self):
         return len(self.data)
 
     def __getitem__(self, key):
         """The sample, or the next one whose photo can be decoded"""
-        rng = np.random.default_rng(key) if isinstance(key, tuple) else None
-        index = key[-1] if rng else key
+        *seed, index = np.atleast_1d(key)
+        rng = np.random.default_rng(key) if seed else None
         for candidate in range(index, index + 1000):  # icmlm.py has many samples of a photo
             try:
                 return self.sample(candidate % len(self), rng)
@@ -264,66 +262,60 @@ class Photos(Dataset):
         raise Unreadable("a thousand samples in a row cannot be decoded: see above")
 
     def photo(self, index, rng):
-        """-> {"image": uint8 (size, size, 3), "jitter": (4,) for `augment`, "flipped": bool}"""
+        """-> {"image": uint8 (size, size, 3), "jitter": (4,) for `augment`}; was it flipped?"""
         crop = partial(random_crop, rng, self.args.crop_min) if rng else centre_crop
         [image] = read_crops(self.data, index, [crop], self.args.image_size)
         jitter = colour_jitter(rng, self.args.colour_jitter) if rng else NO_JITTER
-        flipped = bool(rng) and rng.random() < 0.5
-        return {"image": image[:, ::-1] if flipped else image, "jitter": jitter, "flipped": flipped}
+        flipped = rng and rng.random() < 0.5
+        return {"image": image[:, ::-1].copy() if flipped else image, "jitter": jitter}, flipped
 
 
 def read_crops(data, index, crops, size):
     """Decode a photo once and cut several crops from it -> list of (size, size, 3) uint8 arrays
 
-    crops: functions (width, height) -> box. A large JPEG is decoded at a half, a quarter or an
-    eighth of its size if that has enough pixels [ours]. Raises Unreadable.
+    crops: functions of (width, height) -> two corners. A large JPEG is decoded at a half, a quarter
+    or an eighth of its size if that has enough pixels [ours]. Raises Unreadable.
     """
     try:
         image = data.open(data.images[index])
         full_size = np.array(image.size)
-        boxes = np.reshape([crop(*image.size) for crop in crops], (-1, 2, 2))  # of two corners
-        smallest = np.ptp(boxes, 1).min(0)  # crop's width and height, in pixels
-        image.draft("RGB", np.ceil(size * full_size / smallest).astype(int).tolist())
+        boxes = np.array([crop(full_size) for crop in crops])  # (N, 2, 2)
+        smallest = np.ptp(boxes, 1).min(0)  # box's width and height, in pixels
+        image.draft("RGB", [*np.ceil(size * full_size / smallest)])
         if image.mode[0] in "IF" or image.has_transparency_data:
             image = importlib.import_module("extras.pixels").to_rgb(image)  # a copy skips these
         image = image.convert("RGB")
-        boxes = boxes * (image.size / full_size)  # draft may have shrunk it
-        boxes = np.minimum(boxes, image.size)  # rounding errors may exceed it
+        boxes *= image.size / full_size  # draft may have shrunk it
         cut = [image.resize((size, size), Image.BILINEAR, [*box.flat]) for box in boxes]
         return [np.array(ImageOps.exif_transpose(crop)) for crop in cut]  # as people see them
     except Exception as error:  # PIL's decoders raise a dozen kinds
-        raise Unreadable(f"{data.images[index]} ({error or type(error).__name__})") from error
+        raise Unreadable(f"{data.images[index]} ({error or type(error).__name__})")
 
 
-def random_crop(rng, min_area, width, height):
+def random_crop(rng, min_area, size):
     """A box of random area (a fraction in [min_area, 1]) and aspect ratio, as for Inception"""
     for _ in range(10):
-        area = width * height * rng.uniform(min_area, 1.0)
+        area = size.prod() * rng.uniform(min_area, 1.0)
         aspect = (4 / 3) ** rng.uniform(-1, 1)
-        w, h = math.sqrt(area * aspect), math.sqrt(area / aspect)
-        if w <= width and h <= height:
-            x, y = rng.uniform(0, width - w), rng.uniform(0, height - h)
-            return x, y, x + w, y + h
-    return centre_crop(width, height)
+        box = np.sqrt([area * aspect, area / aspect])  # width and height
+        if (box <= size).all():
+            corner = rng.uniform(0, size - box)
+            return corner, corner + box
+    return centre_crop(size)
 
 
-def centre_crop(width, height, side_fraction=1.0):
-    """The box of a central square; side_fraction 224 / 256 is "resize 256, centre crop 224"."""
-    side = side_fraction * min(width, height)
-    x, y = (width - side) / 2, (height - side) / 2
-    return x, y, x + side, y + side
+def centre_crop(size, side_fraction=1.0):
+    """The central square; side_fraction 224 / 256 is "resize 256, centre crop 224"."""
+    side = side_fraction * min(size)
+    corner = (size - side) / 2
+    return corner, corner + side
 
 
 def colour_jitter(rng, strength):
     """-> factors of brightness, contrast and saturation, hue rotation in turns: (4,) float32"""
     limits = strength * np.array([0.4, 0.4, 0.4, 0.1])
     factors = rng.uniform(NO_JITTER - limits, NO_JITTER + limits)
-    return factors.astype(np.float32) if rng.random() < 0.8 else NO_JITTER  # a fifth as they are
-
-
-def stack(samples, name):
-    """The arrays or numbers `name` of all samples -> tensor (B, ...)"""
-    return torch.from_numpy(np.stack([sample[name] for sample in samples]))
+    return np.float32(factors) if rng.random() < 0.8 else NO_JITTER  # a fifth as they are
 
 
 def infinite_sampler(size, batch_size, seed, start=0):
@@ -336,7 +328,7 @@ def infinite_sampler(size, batch_size, seed, start=0):
         order = np.random.default_rng([seed, epoch]).permutation(size)
         for index in order[done:]:
             if position % batch_size // per_process == rank():  # the place within the batch
-                yield seed, epoch, int(index)
+                yield seed, epoch, index
             position += 1
 
 
@@ -346,41 +338,41 @@ def train_batches(dataset, collate, args, device, done):
     """
     size = args.batch_size // world_size() // args.accumulate
     sampler = infinite_sampler(len(dataset), args.batch_size, args.seed, done)
+    batches = load_batches(dataset, collate, args, device, size, sampler)
+    for number, batch in enumerate(batches, (done + 1) * args.accumulate):
+        # There are 2^40 places for each seed.
+        torch.manual_seed((args.seed << 40) % 2**64 + number * world_size() + rank())
+        yield batch
+
+
+def load_batches(dataset, collate, args, device, batch_size=64, sampler=None):
+    """Yield batches on the device: in validation one pass over the photos, in order"""
     loader = DataLoader(
-        dataset, size, sampler=sampler, num_workers=args.workers, collate_fn=collate,
+        dataset, batch_size, sampler=sampler, num_workers=args.workers, collate_fn=collate,
         pin_memory=device.type == "cuda",
     )  # fmt: skip
-    for number, batch in enumerate(loader, (done + 1) * args.accumulate):
-        place = number * world_size() + rank()
-        torch.manual_seed((args.seed << 40) % 2**64 + place)  # 2^40 places for each seed
-        yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
-
-
-def validation_batches(dataset, collate, args, device, batch_size=64):
-    """One pass over the photos, in order -> batches on the device"""
-    loader = DataLoader(dataset, batch_size, num_workers=args.workers, collate_fn=collate)
-    for batch in progress(loader, desc="validation", unit=" batches", leave=False):
+    for batch in loader if sampler else progress(loader, desc="validation", leave=False):
         yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
 
 
 def augment(images, jitter=None):
     """uint8 (B, size, size, 3) -> normalised float32 (B, 3, size, size), channels-last in memory
 
-    jitter: (B, 4) from colour_jitter, applied in its order in the colour space YIQ: Y is grey, and
-    hue rotates the plane of I and Q. All are linear: contrast mixes Y with its mean, contrast and
-    saturation scale I and Q, brightness scales all. [ours: YIQ, the order, one clamp at the end]
+    jitter: (B, 4) from colour_jitter, applied in its order in the colour space YIQ: contrast mixes
+    Y, grey, with its mean; contrast and saturation scale I and Q, whose plane hue rotates;
+    brightness scales all. [ours: YIQ, the order, one clamp at the end]
     """
     to_yiq, to_rgb, mean, std = (x.to(images.device, non_blocking=True) for x in CONSTANTS)
-    pixels = images.float() / 255
+    pixels = images / 255
     if jitter is not None:
         brightness, contrast, saturation, hue = jitter.T[..., None, None]  # (B, 1, 1) each
         y, i, q = (pixels @ to_yiq).unbind(-1)  # (B, size, size) each
         y = contrast * y + (1 - contrast) * y.mean((1, 2), keepdim=True)
-        angle, scale = 2 * math.pi * hue, contrast * saturation
+        angle, scale = math.tau * hue, contrast * saturation
         cos, sin = scale * angle.cos(), scale * angle.sin()
         yiq = torch.stack([y, cos * i - sin * q, sin * i + cos * q], -1)
         pixels = (brightness[..., None] * yiq @ to_rgb).clamp(0, 1)
-    return ((pixels - mean) / std).permute(0, 3, 1, 2)
+    return ((pixels - mean) / std).movedim(3, 1)
 
 
 # ------------------------------------------------------------------ backbones and their optimizers
@@ -394,10 +386,7 @@ def build_backbone(arch, **kwargs):
     """
     from torchvision import models  # only here: it takes seconds, and --help needs none
 
-    try:
-        model = getattr(models, arch)(**kwargs)
-    except OSError as error:  # from urllib
-        fail(f"the weights of {arch} cannot be downloaded ({error}): is there a network?")
+    model = getattr(models, arch)(**kwargs)
     *children, _, _ = model.named_children()  # the last two are average pooling and classifier
     backbone = nn.Sequential(OrderedDict(children))
     backbone.arch = arch
@@ -423,30 +412,34 @@ def load_init(init, model, backbone, skip=()):
     those with the prefix `skip`, whose classes or words are others.
     """
     if init:
-        module, start = (model, init["model"]) if "model" in init else (backbone, init)
+        module = model if "model" in init else backbone
         state = module.state_dict()
-        fit = {n: x for n, x in start.items() if n in state and x.shape == state[n].shape}
-        fit = {name: x for name, x in fit.items() if not name.startswith(skip)}
+        fit = {
+            name: x
+            for name, x in init.get("model", init).items()
+            if name in state and x.shape == state[name].shape and not name.startswith(skip)
+        }
         module.load_state_dict(fit, strict=module is backbone)
         print_main(f"--init: loaded {len(fit)} of {len(state)} tensors")
 
 
-def build_optimizer(args, parameters, lr=None):
-    """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW.  lr: or args.lr"""
-    rates = {"lr": lr or args.lr, "weight_decay": args.weight_decay}
-    if args.optimizer == "sgd":  # in fp16 a first overflow would leave garbage as fused momentum
-        return torch.optim.SGD(parameters, momentum=0.9, fused=args.amp != "fp16", **rates)
-    if args.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, fused=True, **rates)
-    # Decay as in the authors' code, which skips its first five updates; torch's does not [ours]
-    return torch.optim.RAdam(parameters, decoupled_weight_decay=True, **rates)
+def build_optimizer(args, parameters):
+    """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW"""
+    options = {
+        # In fp16 a first overflow would leave garbage as fused momentum.
+        "SGD": {"momentum": 0.9, "fused": args.amp != "fp16"},
+        "AdamW": {"fused": True},
+        # Decay as in the authors' code, which skips its first five updates; torch's does not [ours]
+        "RAdam": {"decoupled_weight_decay": True},
+    }[args.optimizer]
+    build = getattr(torch.optim, args.optimizer)
+    return build(parameters, lr=args.lr, weight_decay=args.weight_decay, **options)
 
 
 def lr_factor(iteration, total, warmup=0.0, steps=()):
-    """Factor of the learning rate at an iteration, counted from 0
-
-    Linear warm-up in a fraction of training [VirTex Sec. 3; for others ours], then cosine decay to
-    0, or, with `steps`, division by 10 after each of these fractions [ICMLM App. F.1]
+    """-> factor of the learning rate at an iteration, from 0: linear warm-up in this fraction of
+    training [VirTex Sec. 3; for others ours], then cosine decay to 0, or, with `steps`, division by
+    10 after each of these fractions [ICMLM App. F.1]
     """
     start = warmup * total
     if iteration < start:

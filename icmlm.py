@@ -53,7 +53,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Subset
+from torch.utils.data import Subset, default_collate
 
 import common
 from common import LETTERS, count, fail, fraction, positive, print_main, progress, share, weight
@@ -74,7 +74,7 @@ RECIPES = {  #           demo        small       paper: ResNet-50           (dem
     "heads":            (1,          1,          1),                    # Sec. 4.3
     "lambda_tp":        (4.0,        1.0,        0.1),                  # App. B
     "warmup_attention": (0.0,        0.0,        0.0),                  # App. F.1
-    "optimizer":        ("adamw",    "adamw",    "sgd"),                # App. F.1
+    "optimizer":        ("AdamW",    "AdamW",    "SGD"),                # App. F.1
     "batch_size":       (32,         64,         512),                  # App. F.1
     "iters":            (440,        None,       500_000),              # App. F.1
     "epochs":           (None,       1.14,       None),                 # of triplets
@@ -92,7 +92,7 @@ VGG16 = {  # what the paper does differently with VGG-16
     "num_concepts": 1000,  # Sec. 4.2
     "lambda_tp": 1.0,  # App. B
     "warmup_attention": 0.25,  # App. F.1: 50K of 200K iterations, only for att-fc
-    "optimizer": "radam",  # App. F.1, of TP: optimizer, lr, steps, decay [ours here]
+    "optimizer": "RAdam",  # App. F.1, of TP: optimizer, lr, steps, decay [ours here]
     "batch_size": 896,
     "iters": 200_000,
     "lr": 1e-4,
@@ -222,7 +222,7 @@ def main(args):
             log.waited += time.perf_counter() - asked
             # DDP averages the gradients of all processes, once: after the last micro-batch.
             ddp.require_backward_grad_sync = part == args.accumulate - 1
-            images = common.augment(batch["images"], batch["jitter"])  # (B, 3, size, size)
+            images = common.augment(batch["image"], batch["jitter"])  # (B, 3, size, size)
             mask = batch["attention_mask"]  # (B, T)
             with common.autocast(device, args.amp):
                 W = lm(batch["tokens"], mask)  # (B, T, d_w)
@@ -419,10 +419,10 @@ class MaskedWords(common.Photos):
 
     def sample(self, index, rng):
         photo, n, mask_pos, concept = self.triplets[index].tolist()
-        sample = self.photo(photo, rng)
+        sample, flipped = self.photo(photo, rng)
         captions = self.data.captions[photo]
         caption = captions[n]
-        if sample["flipped"]:
+        if flipped:
             captions = [common.swap_left_right(caption) for caption in captions]
             caption = captions[n] if self.can_swap else caption
         tokens = torch.tensor(self.tokenizer(caption)["input_ids"])
@@ -436,16 +436,14 @@ class MaskedWords(common.Photos):
 
 
 def collate(samples):
-    """-> images uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), tags (B, K), mask_pos,
+    """-> image uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), tags (B, K), mask_pos,
     target, concept (B,), attention_mask (B, T): False at padding
     """
-    tokens = [sample["tokens"] for sample in samples]
+    tokens = [sample.pop("tokens") for sample in samples]
     tokens = pad_sequence(tokens, batch_first=True, padding_value=-1)  # no token: for the mask
-    batch = {"images": common.stack(samples, "image")}
+    batch = default_collate(samples)
     batch["tokens"] = tokens.clamp(min=0)
     batch["attention_mask"] = tokens >= 0
-    for name in ("jitter", "tags", "mask_pos", "target", "concept"):
-        batch[name] = common.stack(samples, name)
     return batch
 
 
@@ -701,12 +699,12 @@ def validate(model, lm, triplets, args, device, num_triplets):
     order = np.random.default_rng(args.seed).permutation(len(triplets))
     chosen = Subset(triplets, order[:num_triplets].tolist())  # None: all
     mlm, tp, ranks, concepts = 0, 0, defaultdict(list), []
-    for batch in common.validation_batches(chosen, collate, args, device):
+    for batch in common.load_batches(chosen, collate, args, device):
         mask, mask_pos = batch["attention_mask"], batch["mask_pos"]
         target = batch["target"]
         with common.autocast(device, args.amp):
             W = lm(batch["tokens"], mask)
-            features = model.backbone(common.augment(batch["images"])).float()
+            features = model.backbone(common.augment(batch["image"])).float()
         # From here on in float32: in half precision many tokens tie for the best.
         another_photo = features.roll(1, 0)  # of the triplet before; they are in random order
         logits = {}

@@ -82,7 +82,7 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "batch_size":       (32,         64,         512),                  # Sec. 4.1
     "iters":            (440,        None,       None),
     "epochs":           (None,       15.0,       200.0),                # Sec. 4.1
-    "optimizer":        ("adamw",    "adamw",    "sgd"),                # Sec. 4.1
+    "optimizer":        ("AdamW",    "AdamW",    "SGD"),                # Sec. 4.1
     "lr":               (1e-3,       1e-3,       0.03),                 # Sec. 4.1
     "text_lr":          (5e-4,       3e-4,       4e-5),                 # Sec. 4.1
     "warmup":           (0.05,       0.1,        0.0),
@@ -343,7 +343,7 @@ class TwoViews(common.Photos):
 
     def sample(self, index, rng):
         if rng is None:
-            return self.photo(index, rng) | {"index": index}
+            return self.photo(index, rng)[0] | {"index": index}
         args = self.args
         crop = partial(common.random_crop, rng, args.crop_min)
         images = common.read_crops(self.data, index, [crop, crop], args.image_size)
@@ -739,7 +739,7 @@ def encode_images(encoder, data, args, device):
     photos that can be decoded.  data: CaptionData or similar.  args: of the training run
     """
     vectors = {}
-    for batch in common.validation_batches(TwoViews(data, [], args), None, args, device):
+    for batch in common.load_batches(TwoViews(data, [], args), None, args, device):
         with common.autocast(device, args.amp):
             output = encoder(common.augment(batch["image"]))
         vectors |= zip(batch["index"].tolist(), output["image_inter"].cpu())

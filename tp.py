@@ -65,7 +65,7 @@ RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (de
     "colour_jitter":    (0.0,        0.4,        1.0),                  # [ours]
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.1
     "lm_iters":         (400,        2000,       20_000),               # [ours]
-    "optimizer":        ("adamw",    "adamw",    "sgd"),                # App. F.1
+    "optimizer":        ("AdamW",    "AdamW",    "SGD"),                # App. F.1
     "batch_size":       (32,         64,         128),                  # App. F.1
     "iters":            (560,        None,       100_000),              # App. F.1
     "epochs":           (None,       25.0,       None),
@@ -80,14 +80,14 @@ RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (de
 }
 # What the paper changes for VGG-16, and for its pretraining on rotations.
 VGG16 = {  # App. F.1
-    "optimizer": "radam",
+    "optimizer": "RAdam",
     "lr": 1e-4,
     "weight_decay": 1e-3,
     "steps": [0.8, 0.9],
 }
 ROTATION = {  # App. F.1; a batch of 128 photos has 512 rotated images [ours]
     "arch": "vgg16_bn",  # with batch norm [ours]
-    "optimizer": "radam",
+    "optimizer": "RAdam",
     "iters": 120_000,
     "lr": 1e-3,
     "weight_decay": 1e-5,
@@ -202,7 +202,7 @@ def main(args):
 
     photos = LabelledPhotos(train, labels, names, args)
     val_photos = LabelledPhotos(val, val_labels, names, args)
-    batches = common.train_batches(photos, collate, args, device, done)
+    batches = common.train_batches(photos, None, args, device, done)
     log = common.Log(args, checkpoint)
     bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
@@ -215,7 +215,7 @@ def main(args):
             log.waited += time.perf_counter() - asked
             # DDP averages the gradients of all processes, once: after the last micro-batch.
             ddp.require_backward_grad_sync = part == args.accumulate - 1
-            images = common.augment(batch["images"], batch["jitter"])  # (B, 3, h, w)
+            images = common.augment(batch["image"], batch["jitter"])  # (B, 3, h, w)
             targets = batch["targets"]  # (B, K)
             if args.labels == "rotation":
                 images, targets = four_rotations(images)  # (4B, 3, h, w), (4B, 4)
@@ -490,19 +490,10 @@ class LabelledPhotos(common.Photos):
         self.if_flipped = [index.get(other.get(name), k) for k, name in enumerate(names)]
 
     def sample(self, index, rng):
-        sample = self.photo(index, rng)
+        """-> image uint8 (size, size, 3), jitter (4,), targets (K,)"""
+        sample, flipped = self.photo(index, rng)
         targets = self.labels[[index]].toarray()[0]
-        sample["targets"] = targets[self.if_flipped] if sample["flipped"] else targets
-        return sample
-
-
-def collate(samples):
-    """-> images uint8 (B, size, size, 3), jitter (B, 4), targets (B, K)"""
-    return {
-        "images": common.stack(samples, "image"),
-        "jitter": common.stack(samples, "jitter"),
-        "targets": common.stack(samples, "targets"),
-    }
+        return sample | {"targets": targets[self.if_flipped] if flipped else targets}
 
 
 def four_rotations(images):
@@ -588,8 +579,8 @@ def validate(model, photos, frequencies, args, device):
     """
     model.eval()
     all_logits, all_targets = [], []
-    for batch in common.validation_batches(photos, collate, args, device):
-        images, targets = common.augment(batch["images"]), batch["targets"]
+    for batch in common.load_batches(photos, None, args, device):
+        images, targets = common.augment(batch["image"]), batch["targets"]
         if args.labels == "rotation":
             images, targets = four_rotations(images)
         with common.autocast(device, args.amp):

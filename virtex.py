@@ -54,6 +54,7 @@ import sentencepiece
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import default_collate
 
 import common
 from common import count, fail, fraction, positive, print_main, progress, share, weight, whole
@@ -71,7 +72,7 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "batch_size":       (32,         64,         256),         # Sec. 3
     "iters":            (540,        None,       500_000),     # Sec. 3
     "epochs":           (None,       25.0,       None),
-    "optimizer":        ("adamw",    "adamw",    "sgd"),       # Sec. 3
+    "optimizer":        ("AdamW",    "AdamW",    "SGD"),       # Sec. 3
     "lr":               (2e-3,       1e-3,       0.2),         # Sec. 3
     "text_lr":          (5e-4,       5e-4,       1e-3),        # Sec. 3
     "text_iters":       (0,          600,        0),           # small [ours]
@@ -340,28 +341,27 @@ class CaptionedPhotos(common.Photos):
         self.tokenizer = tokenizer
 
     def sample(self, index, rng):
-        sample = self.photo(index, rng)
+        sample, flipped = self.photo(index, rng)
         captions = self.data.captions[index]
         caption = rng.choice(captions) if rng else captions[index % len(captions)]
-        if sample["flipped"]:
+        if flipped:
             caption = common.swap_left_right(caption)  # flipped with the photo [Sec. 3]
         rng = rng or np.random.default_rng([self.args.seed, 0, index])
-        return sample | self.text(caption, rng)
+        return sample | {"text": self.text(caption, rng)}
 
     def text(self, caption, rng):
-        tokens = [SOS, *self.tokenizer.encode(normalise(caption)), EOS]
-        return {"tokens": tokens[:MAX_LENGTH]}
+        """-> its tokens"""
+        return [SOS, *self.tokenizer.encode(normalise(caption)), EOS][:MAX_LENGTH]
 
     def collate(self, samples):
         """-> image uint8 (B, size, size, 3), jitter (B, 4), and what collate_text returns"""
-        batch = {name: common.stack(samples, name) for name in ("image", "jitter")}
-        return batch | self.collate_text(samples)
+        texts = [sample.pop("text") for sample in samples]
+        return default_collate(samples) | self.collate_text(texts)
 
-    def collate_text(self, samples):
+    def collate_text(self, rows):
         """-> tokens (B, T), the same of each caption's reverse, and the positions of all N targets
         in either's [:, 1:], without padding (N, 2). Found on a GPU, they would synchronise.
         """
-        rows = [sample["tokens"] for sample in samples]
         targets = pad([[1] * len(row) for row in rows])[:, 1:]  # (B, T - 1), 0 at padding
         return {
             "tokens": pad(rows),
@@ -527,7 +527,7 @@ def validate(model, photos, args, device):
     """-> {name: loss}, its mean over what it is a sum of: known tokens, or photos"""
     model.eval()
     sums = Counter()
-    for batch in common.validation_batches(photos, photos.collate, args, device):
+    for batch in common.load_batches(photos, photos.collate, args, device):
         images, _, *captions = batch.values()
         with common.autocast(device, args.amp):
             losses = model(common.augment(images), *captions)
@@ -547,18 +547,17 @@ class MaskedPhotos(CaptionedPhotos):
     """Photos with a caption in which some tokens are masked"""
 
     def text(self, caption, rng):
-        sample = super().text(caption, rng)
-        masked = mask_tokens(sample["tokens"], self.tokenizer.get_piece_size(), rng)
-        return sample | {"masked": masked}
+        """-> its tokens, and the same with [MASK]s"""
+        tokens = super().text(caption, rng)
+        return tokens, mask_tokens(tokens, self.tokenizer.get_piece_size(), rng)
 
-    def collate_text(self, samples):
+    def collate_text(self, texts):
         """-> tokens (B, T), the same with [MASK]s, padding (B, T), positions (N, 2) of [MASK]s"""
-        rows = [sample["tokens"] for sample in samples]
-        masked = pad([sample["masked"] for sample in samples])
+        tokens, masked = map(pad, zip(*texts))
         return {
-            "tokens": pad(rows),
+            "tokens": tokens,
             "masked": masked,
-            "padding": pad([[1] * len(row) for row in rows]) == 0,
+            "padding": pad([[1] * len(row) for row, _ in texts]) == 0,
             "positions": (masked == MASK).nonzero(),
         }
 
@@ -600,7 +599,7 @@ class TaggedPhotos(CaptionedPhotos):
 
     def sample(self, index, rng):
         tags = [FIRST_TAG + self.data.tag_names.index(tag) for tag in self.data.tags[index]]
-        return self.photo(index, rng) | {"tokens": tags}
+        return self.photo(index, rng)[0] | {"text": tags}
 
 
 FIRST_TAG = 4  # tags follow the ids of special tokens: 4 outputs more than the paper's 80 [ours]

@@ -46,7 +46,7 @@ DEFAULTS = {  #          shapes        voc [Tab. 6]                   coco [Tab.
     "image_size":       (64,           800,                           800),   # Detectron2
     "smallest":         (1.0,          0.6,                           0.8),   # of it, in training
     "batch_size":       (8,            16,                            16),
-    "optimizer":        ("sgd",        "sgd",                         "sgd"),
+    "optimizer":        ("SGD",        "SGD",                         "SGD"),
     "lr":               (0.05,         0.02,                          0.02),
     "weight_decay":     (1e-4,         1e-4,                          1e-4),
     "iters":            (400,          24_000,                        180_000),
@@ -313,7 +313,7 @@ def evaluate(val, model, args, device):
     batch_size = 4  # 300 masks of one photo are 0.4 GB
     model.eval()
     rows_of = {}  # each photo once, even if it replaces an unreadable one
-    for batch in common.validation_batches(photos, boxes.collate, args, device, batch_size):
+    for batch in common.load_batches(photos, boxes.collate, args, device, batch_size):
         with common.autocast(device, args.amp):
             outputs = model(batch)
         for sample, output in zip(batch["samples"], outputs):

@@ -51,7 +51,6 @@ DEFAULTS = {  #          shapes    folder    inat
     "fraction":         (0.02,     1.0,      1.0),
     "epochs":           (40.0,     100.0,    100.0),        # Sec. 4.3
     "batch_size":       (32,       256,      256),          # Sec. 4.3
-    "optimizer":        ("sgd",    "sgd",    "sgd"),        # Sec. 4.3
     "crop_min":         (0.2,      0.08,     0.08),         # see below
     "colour_jitter":    (0.0,      0.0,      0.0),          # App. A.1
     "log_every":        (10,       20,       20),
@@ -157,7 +156,9 @@ def fine_tune(train, val, args, device):
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     model = Classifier(backbone, len(train.names))
     model.to(device, memory_format=torch.channels_last)
-    optimizer = common.build_optimizer(args, model.parameters(), lr=lr)
+    optimizer = torch.optim.SGD(  # in fp16 a first overflow would leave garbage as fused momentum
+        model.parameters(), lr, 0.9, weight_decay=args.weight_decay, fused=args.amp != "fp16"
+    )
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     done = common.restore(args, checkpoint, iters, parts)
@@ -171,7 +172,7 @@ def fine_tune(train, val, args, device):
     lines = math.ceil(max(len(train), 5 * len(val)) / photos_per_line)
     validate_every = lines * args.log_every
     photos = layers.LabelledPhotos(train, args)
-    batches = common.train_batches(photos, layers.collate, args, device, done)
+    batches = common.train_batches(photos, None, args, device, done)
     log = common.Log(args, checkpoint)
     bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
@@ -184,7 +185,7 @@ def fine_tune(train, val, args, device):
             log.waited += time.perf_counter() - asked
             # DDP averages the gradients of all processes, once: after the last micro-batch.
             ddp.require_backward_grad_sync = part == args.accumulate - 1
-            images = common.augment(batch["images"])  # (B, 3, h, w)
+            images = common.augment(batch["image"])  # (B, 3, h, w)
             with common.autocast(device, args.amp):
                 logits = ddp(images)  # (B, classes)
             loss = layers.classification_loss(logits.float(), batch["labels"])

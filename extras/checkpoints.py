@@ -71,7 +71,7 @@ class ClipEncoder(nn.Module):
         self.encoder = CLIPVisionModel.from_pretrained(name)
         self.channels = self.encoder.config.hidden_size
         clips = [image_utils.OPENAI_CLIP_MEAN, image_utils.OPENAI_CLIP_STD]
-        constants = torch.tensor([common.MEAN, common.STD, *clips])
+        constants = torch.stack([common.MEAN, common.STD, *map(torch.tensor, clips)])
         self.register_buffer("constants", constants[..., None, None])
 
     def forward(self, images):

@@ -192,7 +192,7 @@ def train(probe, data, path, args, device, score):
     iters = math.ceil(args.epochs * len(data) / args.batch_size)
     epoch = math.ceil(len(data) / args.batch_size)  # in iterations
     args.accumulate = 1  # for train_batches
-    batches = common.train_batches(LabelledPhotos(data, args), collate, args, device, done)
+    batches = common.train_batches(LabelledPhotos(data, args), None, args, device, done)
     bar = progress(range(done + 1, iters + 1), initial=done, total=iters, desc=args.protocol)
     for iteration in bar:
         batch = next(batches)
@@ -201,7 +201,7 @@ def train(probe, data, path, args, device, score):
                 group["lr"] = lr / math.sqrt(1 + lr * decay * (iteration - 1))
             else:
                 group["lr"] = lr * common.lr_factor(iteration - 1, iters, steps=args.steps)
-        outputs = ddp(batch["images"], batch["jitter"])
+        outputs = ddp(batch["image"], batch["jitter"])
         losses = [classification_loss(logits, batch["labels"]) for logits in outputs]
         optimizer.zero_grad()
         sum(losses).backward()  # the layers share no parameters: each is trained on its own
@@ -226,16 +226,8 @@ class LabelledPhotos(common.Photos):
     """Random crops with their labels"""
 
     def sample(self, index, rng):
-        return {**self.photo(index, rng), "labels": self.data.labels[index]}
-
-
-def collate(samples):
-    """-> images uint8 (B, size, size, 3), jitter (B, 4), labels (B,) or (B, classes)"""
-    return {
-        "images": common.stack(samples, "image"),
-        "jitter": common.stack(samples, "jitter"),
-        "labels": common.stack(samples, "labels"),
-    }
+        """-> image uint8 (size, size, 3), jitter (4,), labels () or (classes,)"""
+        return self.photo(index, rng)[0] | {"labels": self.data.labels[index]}
 
 
 def classification_loss(logits, labels):

@@ -52,9 +52,8 @@ def random_features(*shape):
 
 def losses_of(model, features, captions, task="bicaptioning", masked=None):
     """The means of the losses of these captions, batched as in training"""
-    rows = zip(captions, masked or captions)
-    samples = [{"tokens": row, "masked": other} for row, other in rows]
-    batch = TASKS[task][1].collate_text(None, samples)
+    texts = [*zip(captions, masked or captions)] if task == "masked_lm" else captions
+    batch = TASKS[task][1].collate_text(None, texts)
     return {name: total / n for name, (total, n) in model(features, *batch.values()).items()}
 
 
@@ -243,7 +242,7 @@ def test_flipped_photos_have_flipped_captions(tokenizer, tmp_path):
     photos = virtex.CaptionedPhotos(data, tokenizer, args)
     for seed in range(60):
         sample = photos.sample(0, np.random.default_rng(seed))
-        image, words = sample["image"], tokenizer.decode(sample["tokens"])
+        image, words = sample["image"], tokenizer.decode(sample["text"])
         white_on_the_left = image[:, :16].mean() > image[:, 16:].mean()
         side = "left" if white_on_the_left else "right"
         assert words == f"{side} of the bright circle"
@@ -257,11 +256,11 @@ def test_long_captions_are_truncated_before_they_are_reversed(tokenizer, coco_fo
     rows = [long, "another"], ["another", "a circle"]  # validation takes index % 2
     data = captioned(*rows, images=photos_at(*paths[:2]))
     photos = virtex.CaptionedPhotos(data, tokenizer, virtex.get_args([]))
-    whole, rows = [SOS, *tokenizer.encode(long), EOS], [photos[n]["tokens"] for n in (0, 1)]
+    whole, rows = [SOS, *tokenizer.encode(long), EOS], [photos[n]["text"] for n in (0, 1)]
     cut, short = rows
     assert len(whole) > 31 and cut == whole[:30]
     assert short == [SOS, *tokenizer.encode("a circle"), EOS]
-    batch = photos.collate_text([photos[0], photos[1]])
+    batch = photos.collate_text(rows)
     padding = [PAD] * (30 - len(short))
     assert batch["tokens"].tolist() == [cut, short + padding]
     assert batch["backward_tokens"].tolist() == [cut[::-1], short[::-1] + padding]
