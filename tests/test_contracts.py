@@ -256,7 +256,7 @@ def test_micro_batches_are_processes(script, tiny, tmp_path):
 @pytest.mark.parametrize("log_every, every", ((1, 2), (9, 1)))  # found in the loss, in a weight
 def test_a_diverging_run(log_every, every, tiny, tmp_path):
     """It stops and says what to try; weights that are not finite are never saved."""
-    flags = "--checkpoint-every", every, "--warmup", 0.2, "--lr", 1e30, "--text-lr", 1e30
+    flags = "--checkpoint-every", every, "--warmup", 0.2, "--lr", 5e18, "--text-lr", 5e18
     flags += "--log-every", log_every
     message = refusal(tiny("virtex", tmp_path, "--iters", 60, *flags))
     assert "a loss or a weight is not finite: try a lower --lr" in message
