@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
+from pprint import pformat
 
 import numpy as np
 import regex
@@ -464,22 +465,18 @@ def init_distributed():
     """Join the other processes if torchrun started this one -> this process's device"""
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")  # TF32, which --amp off needs on GPUs
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace", line_buffering=True)  # replace: no UTF-8
+    sys.__stdout__.reconfigure(errors="replace", line_buffering=True)  # replace: no UTF-8
     if sys.platform == "linux":  # Python 3.14 would pickle the data for each worker
         torch.multiprocessing.set_start_method("fork", force=True)
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    local = dist.get_node_local_rank(0)
     backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", local)
-        if local >= torch.cuda.device_count():
-            fail("there are fewer GPUs than processes: lower --nproc_per_node")
         torch.cuda.set_device(device)
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # set by torchrun
+    if "WORLD_SIZE" in os.environ:  # set by torchrun
         if local == 0:
             print("waiting for all processes (without torchrun: unset RANK WORLD_SIZE)")
-        # Others may wait for hours while the first makes labels.
-        dist.init_process_group(backend, timeout=timedelta(hours=6))
+        dist.init_process_group(backend, timeout=timedelta(hours=6))  # one makes labels
     return device
 
 
@@ -487,7 +484,6 @@ def end_distributed():
     """The last line of main: the processes leave together."""
     barrier()
     if dist.is_initialized():
-        end_distributed.group = dist.group.WORLD  # if DDP outlived it, torch 2.5 could hang
         dist.destroy_process_group()
 
 
@@ -512,8 +508,9 @@ def gather(x):
     """(B, ...) of each process -> (processes * B, ...) on all of them, in their order"""
     if world_size() == 1:
         return x
-    gathered = x.new_empty(world_size() * len(x), *x.shape[1:])
-    dist.all_gather_into_tensor(gathered, x.contiguous())
+    x = x.contiguous()
+    gathered = torch.cat([x] * world_size())  # its values are replaced
+    dist.all_gather_into_tensor(gathered, x)
     return gathered
 
 
@@ -522,8 +519,9 @@ def data_parallel(model):
     if world_size() == 1:
         return model
     # Buffers are not broadcast: statistics of batch norm may differ, queues are equal anyway.
-    ddp = nn.parallel.DistributedDataParallel
-    return ddp(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    return nn.parallel.DistributedDataParallel(
+        model, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
 
 
 def autocast(device, amp):
@@ -533,7 +531,7 @@ def autocast(device, amp):
 
 def choose_amp(device, requested):
     """--amp if given, else bf16 [ours] if the device computes in it natively, else "off"."""
-    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    native = torch.cpu._is_avx512_bf16_supported()
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     return requested or ("bf16" if native else "off")
@@ -557,7 +555,7 @@ RESUME_CAN_CHANGE = """output data root workers amp compile accumulate log_every
 checkpoint_every keep_every validate_every""".split()
 
 
-def number(what, convert, low, high=1e99):
+def number(what, convert, low, high=9e18):
     """-> the `type` of a flag; of a value out of range argparse says "invalid WHAT value" """
 
     def parse(text):
@@ -570,45 +568,42 @@ def number(what, convert, low, high=1e99):
     return parse
 
 
-whole = number("whole number (0 or more)", int, 0, 2**62)
+whole = number("whole number (0 or more)", int, 0)
 count = number("whole number (1 or more)", int, 1)
 positive = number("number (above 0)", float, 1e-30)
 weight = number("number (0 or more)", float, 0)
-fraction = number("fraction (0 to below 1)", float, 0, 1 - 1e-9)
+fraction = number("fraction (0 to below 1)", float, 0, 0.999999999)
 share = number("fraction (above 0, up to 1)", float, 1e-9, 1)
 
 
 def recipe_table(table):
     """For --help: the defaults of the three recipes"""
-    rows = {"defaults of --recipe": RECIPE_NAMES, **table}
-    return "\n".join(f"  {name:20}" + "".join(f"{x!s:>20}" for x in rows[name]) for name in rows)
+    return pformat({"defaults of --recipe": RECIPE_NAMES, **table}, sort_dicts=False)
 
 
 def apply_recipe(args, script, table, **changes):
     """Give flags that were left out the value of the recipe's column; call it after parse_args.
 
-    table: {name: (demo, small, paper)}, also for constants without a flag.  changes: what replaces
-    the column paper. Learning rates are scaled to --batch-size, unless they are given.
+    table: {name: (demo, small, paper)}, also for constants without a flag; batch_size before the
+    learning rates, which are scaled to it.  changes: what replaces the column paper
     """
     by_data = "small" if args.data.endswith(".jsonl") else "paper"
-    args.script = script
     args.recipe = args.recipe or ("demo" if args.data == "shapes" else by_data)
     recipe = {name: row[RECIPE_NAMES.index(args.recipe)] for name, row in table.items()}
-    recipe |= changes if args.recipe == "paper" else {}
+    if args.recipe == "paper":
+        recipe |= changes
     if args.iters and args.epochs:
         fail("give --iters or --epochs, not both")
     if args.iters or args.epochs:
         recipe |= {"iters": None, "epochs": None}
     year = "2017" if args.data == "coco" else ""
-    recipe |= {"train_split": f"train{year}", "val_split": f"val{year}"}
+    recipe |= {"script": script, "train_split": f"train{year}", "val_split": f"val{year}"}
     recipe["output"] = f"runs/{script}-{Path(args.data).stem}".removesuffix("-shapes")
-    batch_scale = (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]  # [ours]
     for name, value in recipe.items():
         if getattr(args, name, None) is None:
-            setattr(args, name, batch_scale * value if name in ("lr", "text_lr") else value)
-    parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
-    if args.batch_size % parts:
-        fail(f"--batch-size {args.batch_size} cannot be divided by {parts} (processes, accumulate)")
+            if name in ("lr", "text_lr"):
+                value *= args.batch_size / recipe["batch_size"]  # [ours]
+            setattr(args, name, value)
 
 
 def make_folder(path):
@@ -619,17 +614,15 @@ def make_folder(path):
 
 
 def save(path, content):
-    """JSON, or what torch.save takes. A crash or a full disk leaves the old file intact."""
-    temporary = Path(f"{path}.{os.getpid()}.tmp")
-    try:
+    """The first process writes JSON, or what torch.save takes; until then the old file stays."""
+    if is_main():
+        temporary = f"{path}.{os.getpid()}.tmp"  # what a crash or a full disk leaves
         with open(temporary, "wb") as file:
             if f"{path}".endswith(".json"):
                 file.write(json.dumps(content, indent=1, ensure_ascii=False).encode())
             else:
                 torch.save(content, file)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        os.replace(temporary, path)
 
 
 def save_weights(path, module):
@@ -637,53 +630,47 @@ def save_weights(path, module):
     save(path, {name: v.cpu().contiguous() for name, v in module.state_dict().items()})
 
 
-def read_checkpoint(path, script=None):
-    """Load a file onto the CPU without running code from it.  script: that must have written it"""
+def read_checkpoint(path):
+    """-> the dict in a file, its tensors on the CPU. No code of the file is run."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        found = content.get("script")
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
         fail(f"{path} is missing, cut off, or holds more than tensors and numbers ({error!r:.80}). "
-             f"{script or 'virtex'}.py writes one, and torch.save(model.state_dict(), FILE)")
-    if script not in (None, found):
-        fail(f"{path} is not a checkpoint.pth or model_N.pth of {script}.py")
-    return content
+             "Training writes such files, and torch.save(model.state_dict(), FILE)")  # fmt: skip
 
 
 def load_checkpoint(args):
     """The first line of main -> what the same command saved, {} for a new run"""
+    if args.batch_size % (args.accumulate * world_size()):
+        fail(f"--batch-size {args.batch_size} cannot be divided by processes times --accumulate")
     make_folder(args.output)
     path = f"{args.output}/checkpoint.pth"
-    checkpoint = read_checkpoint(path, args.script) if os.path.exists(path) else {}
-    refuse_other(args, checkpoint)
-    return checkpoint
-
-
-def refuse_other(args, checkpoint):
-    """End with one line if the checkpoint is of a run with other values in args."""
-    for name, before in checkpoint.get("args", {}).items():
-        now = getattr(args, name, before)  # a flag may be gone, checksums may not be there yet
+    if not os.path.exists(path):
+        return {}
+    checkpoint = read_checkpoint(path)
+    for name, now in vars(args).items():
+        before = checkpoint["args"].get(name, now)  # a flag may be new
         if before != now and name not in RESUME_CAN_CHANGE:
-            differ = f"{name.replace('_', ' ')} {before}, not {now}".replace("None", "left out")
-            fail(f"{args.output} holds a run with {differ}: choose another --output, or delete the "
-                 "folder to start over")  # fmt: skip
+            fail(f"{args.output} holds a run with {name} {before}, not {now} (None: left out): "
+                 "choose another --output, or delete the folder to start over")  # fmt: skip
+    return checkpoint
 
 
 def begin_run(args, checkpoint, *splits):
     """Refuse to resume with other data, too; write args.json.  splits: see `fingerprint`"""
-    args.photos_captions_labels = [fingerprint(*columns) for columns in splits]
+    args.checksums = [fingerprint(*columns) for columns in splits]
     if os.path.isfile(getattr(args, "init", None) or ""):
-        args.content_of_init = zlib.crc32(Path(args.init).read_bytes())
-    refuse_other(args, checkpoint)
-    if is_main():
-        about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
-        save(f"{args.output}/args.json", vars(args) | about)
+        args.checksums.append(zlib.crc32(Path(args.init).read_bytes()))
+    if checkpoint and checkpoint["args"]["checksums"] != args.checksums:
+        fail(f"{args.output} holds a run with other data or --init: choose another --output")
+    about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
+    save(f"{args.output}/args.json", vars(args) | about)
 
 
 def once(args, name, make):
     """A file of --output for all processes: make(path), unless the run resumes -> its path"""
     path = Path(args.output, name)
-    if is_main() and not path.with_name("checkpoint.pth").exists():
+    if is_main() and not os.path.exists(f"{args.output}/checkpoint.pth"):
         make(path)
     barrier()
     return path
@@ -702,62 +689,59 @@ def restore(args, checkpoint, iters, parts):
 
 def save_checkpoint(args, name, iteration, parts, **more):
     """Write {name: what has a state_dict} and `more`, unless a weight is infinite or NaN."""
-    if is_main():
-        content = {part: module.state_dict() for part, module in parts.items()}
-        check_finite(args, iteration, *content["model"].values())
-        content |= {"script": args.script, "args": vars(args), "iteration": iteration}
-        content["logged"] = os.path.getsize(f"{args.output}/metrics.jsonl")
-        save(f"{args.output}/{name}", content | more)
+    content = {part: module.state_dict() for part, module in parts.items()}
+    check_finite(content["model"].values())
+    content |= {"script": args.script, "args": vars(args), "iteration": iteration}
+    content["log"] = Path(f"{args.output}/metrics.jsonl").read_text()
+    save(f"{args.output}/{name}", content | more)
 
 
-def check_finite(args, iteration, *values):
-    """Of weights, or of the loss"""
-    if not all(value.isfinite().all() for value in values):
-        fail(f"the loss or a weight is not finite at iteration {iteration}: the last checkpoint is "
-             f"kept. Try a lower --lr (--amp is {args.amp})")  # fmt: skip
+def check_finite(values):
+    """Of weights, or of the losses"""
+    for value in values:
+        if not value.isfinite().all():
+            fail("a loss or a weight is not finite: try a lower --lr, or in fp16 --amp off")
 
 
 class Log:
     """metrics.jsonl: a line for each log interval, with means over it (docs/running.md)"""
 
     def __init__(self, args, checkpoint):
-        self.args = args
-        self.losses = defaultdict(list)
+        self.photos = args.batch_size / args.accumulate  # in each micro-batch
+        if is_main():  # after a kill, later lines will come again
+            self.file = open(f"{args.output}/metrics.jsonl", "w", buffering=1)  # by lines
+            self.file.write(checkpoint.get("log", ""))
+        self.begin()
+
+    def begin(self):
+        self.losses = []  # of each micro-batch
         self.waited, self.time = 0.0, time.perf_counter()  # seconds for batches, counted in main
-        if is_main():
-            with open(f"{args.output}/metrics.jsonl", "a") as file:  # later lines will come again
-                file.truncate(min(file.tell(), checkpoint.get("logged", 0)))
 
     def add(self, **losses):
         """Scalar losses of a micro-batch: the next line has their means, also over processes."""
-        for name, loss in losses.items():
-            self.losses[name].append(loss.detach())
+        self.names = list(losses)
+        self.losses.append(torch.stack([*losses.values()]).detach())
 
-    def means(self, iteration):
+    def means(self):
         """-> {"loss": ..., "images_per_s", "data_wait"} since the last line; synchronises once"""
-        means = torch.stack([torch.stack(losses).mean() for losses in self.losses.values()])
-        means = gather(means[None]).mean(0).cpu()
-        check_finite(self.args, iteration, means)
+        means = gather(torch.stack(self.losses)).mean(0).cpu()
+        check_finite(means)
         seconds = time.perf_counter() - self.time
-        photos = len(self.losses["loss"]) * self.args.batch_size / self.args.accumulate
-        speed = {"images_per_s": photos / seconds, "data_wait": self.waited / seconds}
-        return dict(zip(self.losses, means.tolist())) | speed
+        speed = len(self.losses) * self.photos / seconds
+        row = dict(zip(self.names, means.tolist()))
+        return row | {"images_per_s": speed, "data_wait": self.waited / seconds}
 
     def write(self, iteration, row):
         """Append a line. The time since `means`, spent on validation, is not counted."""
-        self.losses.clear()
-        self.waited, self.time = 0.0, time.perf_counter()
         if is_main():
-            rounded = {name: float(f"{value:.6g}") for name, value in row.items()}
-            with open(f"{self.args.output}/metrics.jsonl", "a") as file:
-                file.write(json.dumps({"iteration": iteration, **rounded}) + "\n")
+            self.file.write(json.dumps({"iteration": iteration, **row}) + "\n")
+        self.begin()
 
 
 def end_run(args, backbone):
     """The last line of main: write backbone.pth, say how to measure it, and leave together"""
-    if is_main():
-        weights = f"{args.output}/backbone.pth"
-        save_weights(weights, backbone)
-        data = "" if args.data == "shapes" else " --data folder --root LABELLED_PHOTOS"
-        print_main(f'measure it: python eval_linear.py --weights "{weights}" random{data}')
+    weights = f"{args.output}/backbone.pth"
+    save_weights(weights, backbone)
+    data = "" if args.data == "shapes" else " --data folder --root LABELLED_PHOTOS"
+    print_main(f'measure it: python eval_linear.py --weights "{weights}" random{data}')
     end_distributed()

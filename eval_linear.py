@@ -229,7 +229,8 @@ def main(args):
 
 def run_alone():
     """Features are extracted and scored by one process: the others of torchrun end here."""
-    if "RANK" in os.environ and int(os.environ.pop("RANK")) > 0:
+    os.environ.pop("WORLD_SIZE", None)  # so that it waits for nobody
+    if os.environ.get("RANK", "0") != "0":
         print("the first process measures, this one ends. Without torchrun: unset RANK WORLD_SIZE")
         sys.exit()
 

@@ -253,7 +253,7 @@ def main(args):
         model.enqueue(keys, iteration)
 
         if iteration % args.log_every == 0:
-            row = log.means(iteration)
+            row = log.means()
             row |= {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
             bar.set_postfix(loss=f"{row['loss']:.3f}")
             log.write(iteration, row)

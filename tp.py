@@ -230,7 +230,7 @@ def main(args):
         last = iteration == iters
         validate_now = iteration % args.validate_every == 0 or last
         if iteration % args.log_every == 0 or validate_now:
-            row = log.means(iteration) | {"lr": args.lr * lr_scale}
+            row = log.means() | {"lr": args.lr * lr_scale}
             bar.set_postfix(loss=f"{row['loss']:.3f}")
             if validate_now and common.is_main():
                 result = validate(model, val_photos, labels.mean(0), args, device)

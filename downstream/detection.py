@@ -189,14 +189,13 @@ def fine_tune(train, args, device):
         last = iteration == args.iters
         if last:  # before the last checkpoint, by all processes
             precise_bn(model, photos, args, device)
+        if iteration % args.log_every == 0:
+            log.write(iteration, log.means() | {"lr": args.lr * lr_scale})
         if iteration % args.checkpoint_every == 0 or last:
             common.save_checkpoint(args, "checkpoint.pth", iteration, parts)
         if args.keep_every and iteration % args.keep_every == 0:
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
-        if iteration % args.log_every == 0:
-            log.write(iteration, log.means(iteration) | {"lr": args.lr * lr_scale})
-    if common.is_main():
-        common.save_weights(f"{args.output}/backbone.pth", backbone)
+    common.save_weights(f"{args.output}/backbone.pth", backbone)
     return model
 
 

@@ -104,14 +104,10 @@ def add_run_flags(parser):
 
 
 def fill_defaults(parser, args, script, **defaults):
-    """Give flags that were left out these defaults; check that processes can share a batch."""
+    """Give flags that were left out these defaults."""
     args.script = script
     suffix = "" if args.data == "shapes" else f"-{args.data}"  # other data: no collision
     baselines.fill_defaults(parser, args, output=f"runs/{script}{suffix}", **defaults)
-    parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
-    if args.batch_size % parts:
-        fail(f"--batch-size {args.batch_size} cannot be divided by {parts}, which is the number of "
-             "processes times --accumulate")  # fmt: skip
 
 
 def main(args):
@@ -195,19 +191,18 @@ def fine_tune(train, val, args, device):
         scaler.update()
 
         last = iteration == iters
-        if iteration % args.checkpoint_every == 0 or last:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, parts)
-        if args.keep_every and iteration % args.keep_every == 0:
-            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
         if iteration % args.log_every == 0:
-            row = log.means(iteration) | {"lr": lr * lr_scale}
+            row = log.means() | {"lr": lr * lr_scale}
             if iteration % validate_every == 0 and not last and common.is_main():
                 row["validation_top1"] = validate(val, model, args, device)["top-1"]
             log.write(iteration, row)
             bar.set_postfix(loss=f"{row['loss']:.3f}")
+        if iteration % args.checkpoint_every == 0 or last:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, parts)
+        if args.keep_every and iteration % args.keep_every == 0:
+            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
 
-    if common.is_main():
-        common.save_weights(f"{args.output}/backbone.pth", backbone)
+    common.save_weights(f"{args.output}/backbone.pth", backbone)
     return model
 
 

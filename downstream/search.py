@@ -18,6 +18,7 @@ import eval_linear
 import mmcontrastive
 from common import fail, print_main
 from downstream.pictures import draw_rows, photo_files
+from extras.checkpoints import of_script
 
 
 def get_args(argv=None):
@@ -101,7 +102,7 @@ def load_encoders(path):
     others = ", ".join(sorted(map(str, Path("runs").glob("mmcontrastive*/checkpoint.pth"))))
     if others and not Path(path).exists():
         fail(f"there is no {path}: give --weights one of {others}")
-    content = common.read_checkpoint(path, "mmcontrastive")
+    content = of_script("mmcontrastive", path)
     trained = argparse.Namespace(**content["args"])
     if not trained.lambda_ic:
         fail(f"{path} was trained without --lambda-ic: photos and captions share no space in it")

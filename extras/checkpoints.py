@@ -14,6 +14,14 @@ MIDDLE = "layer2.0.conv1.weight", "features.7.weight"  # what each ResNet, each 
 CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|projector)\b")
 
 
+def of_script(script, path):
+    """-> the content of a checkpoint that this script has written"""
+    content = common.read_checkpoint(path)
+    if content.get("script") != script:
+        fail(f"{path} is not a checkpoint.pth or model_N.pth of {script}.py")
+    return content
+
+
 def load_backbone(path, arch=None):
     """A file of ours, VirTex, MoCo, SwAV, VICReg, DINO, Lightning, torchvision... -> backbone
 

@@ -444,7 +444,7 @@ def test_several_gpus(monkeypatch, capsys):
     """Each process has its own; tensors on the host, which NCCL would refuse, go through gloo."""
     backends = []
     multiprocessing.set_start_method("spawn", force=True)
-    for name, value in (("is_available", True), ("device_count", 2), ("set_device", None)):
+    for name, value in (("is_available", True), ("set_device", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     joined = lambda backend, **_: backends.append(backend)
     monkeypatch.setattr(torch.distributed, "init_process_group", joined)
@@ -456,10 +456,6 @@ def test_several_gpus(monkeypatch, capsys):
     assert backends == ["cpu:gloo,cuda:nccl"] * 2
     assert capsys.readouterr().out.count("unset RANK") == 1  # it may be left over in a shell
     assert multiprocessing.get_start_method() == "fork"  # also where Python's default is another
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    monkeypatch.setattr(common.time, "sleep", lambda seconds: None)
-    with pytest.raises(SystemExit, match="fewer GPUs than processes: lower --nproc_per_node"):
-        common.init_distributed()
 
 
 @pytest.mark.parametrize("amp", ("bf16", "fp16"))
@@ -546,7 +542,7 @@ def test_checkpoints_that_run_code_are_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-TABLE = {"lr": (0.01, 0.2, 0.4), "batch_size": (32, 64, 256), "image_size": (48, 112, 224)}
+TABLE = {"batch_size": (32, 64, 256), "lr": (0.01, 0.2, 0.4), "image_size": (48, 112, 224)}
 TABLE |= {"iters": (900, None, 5000), "epochs": (None, 20.0, None), "margin": (7, 8, 9)}
 
 

@@ -192,7 +192,7 @@ def test_pyramid(coco, tmp_path):
     assert not backbone and len(result(tmp_path / "out")["random"]) == 6
     file = coco / "annotations" / "instances_photos.json"
     file.write_text(file.read_text().replace('"bbox": [5, ', '"bbox": [6, '))  # one more pixel
-    assert "out holds a run with photos captions labels " in refusal(command)
+    assert "out holds a run with other data or --init" in refusal(command)
 
 
 def detector(*flags, backbone=None):

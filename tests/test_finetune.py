@@ -62,12 +62,12 @@ def test_it_resumes_by_content(few_scenes, tmp_path):
     assert f"with weights {weights}, not {other}" in refusal([*command, other])
     torch.save(common.build_backbone("resnet18").state_dict(), weights)
     os.utime(weights, ns=(date, date))
-    assert f"{run} holds a run with weights hash" in refusal([*command, weights])
+    assert f"{run} holds a run with weights_hash" in refusal([*command, weights])
     other.rename(weights)
     few_scenes(13, 3)
     wrong = refusal([*command, weights, "--fraction", 0.9])
     assert "holds a run with fraction 1.0, not 0.9" in wrong
-    assert "holds a run with photos captions labels " in refusal([*command, weights])
+    assert "holds a run with other data or --init" in refusal([*command, weights])
 
 
 @pytest.mark.parametrize(

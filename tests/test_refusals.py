@@ -141,6 +141,9 @@ DOWNSTREAM = [  # words of the message after --output, which is a file
 ]
 
 
+TRAINED_DOWNSTREAM = [f"downstream.{name} {RANDOM}" for name in ("finetune", "detection")]
+
+
 @pytest.mark.parametrize("words", DOWNSTREAM)
 def test_output_that_is_a_file(words, wrong_files, monkeypatch):
     monkeypatch.chdir(wrong_files)
@@ -157,8 +160,9 @@ def test_tags_of_another_layout(wrong_files, coco_folder, tmp_path):
     assert "labels.json is no concepts.json of tp.py or icmlm.py" in refusal(command)
 
 
-def test_a_batch_that_processes_cannot_divide(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for script in SCRIPTS:
-        message = "--batch-size 9 cannot be divided by 2"
-        assert message in refusal([f"{script}.py", "--batch-size", 9])
+@pytest.mark.parametrize("command", [f"{script}.py" for script in SCRIPTS] + TRAINED_DOWNSTREAM)
+def test_a_batch_that_cannot_be_divided(command, monkeypatch, tmp_path):
+    monkeypatch.setattr(common, "world_size", lambda: 2)
+    flags = "--batch-size", 18, "--accumulate", 6, "--output", tmp_path
+    message = "--batch-size 18 cannot be divided by processes times --accumulate"
+    assert message in refusal([*command.split(), *flags])
