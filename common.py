@@ -179,10 +179,8 @@ def coco_photos(split, root, with_tags):
 
 
 def jsonl_photos(split, root, file):
-    """One {"image", "captions", "tags", "split"} per line; all but "image" are optional.
-
-    Paths start from `root`. A line without a split belongs to train; if none has one, every
-    twentieth photo, from the first on, to val.
+    """One {"image", "captions", "tags", "split"} per line; all but "image" may be missing. Paths
+    start from `root`. If no line has a split, the first, 21st... belong to val.
     """
     photos, splits, tag_names, unread, number = {}, [], {}, {}, 0
     try:
@@ -253,8 +251,8 @@ class Photos:
 
     def __getitem__(self, key):
         """The sample, or the next one whose photo can be decoded"""
-        *seed, index = np.atleast_1d(key)
-        rng = np.random.default_rng(key) if seed else None
+        rng = np.random.default_rng(key) if isinstance(key, tuple) else None
+        index = key[-1] if rng else key
         for candidate in range(index, index + 1000):  # icmlm.py has many samples of a photo
             try:
                 return self.sample(candidate % len(self), rng)
@@ -273,7 +271,6 @@ class Photos:
 
 def read_crops(data, index, crops, size):
     """Decode a photo once and cut several crops from it -> list of (size, size, 3) uint8 arrays
-
     crops: functions of (width, height) -> two corners. A large JPEG is decoded at a half, a quarter
     or an eighth of its size if that has enough pixels [ours]. Raises Unreadable.
     """
@@ -335,13 +332,12 @@ def infinite_sampler(size, batch_size, seed, start=0):
 
 def train_batches(dataset, collate, args, device, done):
     """Yield micro-batches on the device forever, --accumulate for each iteration after `done`.
-    Torch is seeded for each, by its place among those of all processes: dropout can be resumed.
+    Torch is seeded for each, by --seed and its place among those of all: dropout can be resumed.
     """
     size = args.batch_size // world_size() // args.accumulate
     sampler = infinite_sampler(len(dataset), args.batch_size, args.seed, done)
     batches = load_batches(dataset, collate, args, device, size, sampler)
     for number, batch in enumerate(batches, (done + 1) * args.accumulate):
-        # There are 2^40 places for each seed.
         torch.manual_seed((args.seed << 40) % 2**64 + number * world_size() + rank())
         yield batch
 
@@ -387,7 +383,10 @@ def build_backbone(arch, **kwargs):
     """
     from torchvision import models  # only here: it takes seconds, and --help needs none
 
-    model = getattr(models, arch)(**kwargs)
+    try:
+        model = getattr(models, arch)(**kwargs)
+    except OSError as error:  # from urllib
+        fail(f"the weights of {arch} cannot be downloaded ({error}): is there a network?")
     *children, _, _ = model.named_children()  # the last two are average pooling and classifier
     backbone = nn.Sequential(OrderedDict(children))
     backbone.arch = arch
@@ -415,11 +414,9 @@ def load_init(init, model, backbone, skip=()):
     if init:
         module = model if "model" in init else backbone
         state = module.state_dict()
-        fit = {
-            name: x
-            for name, x in init.get("model", init).items()
-            if name in state and x.shape == state[name].shape and not name.startswith(skip)
-        }
+        start = init.get("model", init).items()
+        fit = {name: x for name, x in start if name in state and x.shape == state[name].shape}
+        fit = {name: x for name, x in fit.items() if not name.startswith(skip)}
         module.load_state_dict(fit, strict=module is backbone)
         print_main(f"--init: loaded {len(fit)} of {len(state)} tensors")
 
@@ -438,9 +435,8 @@ def build_optimizer(args, parameters):
 
 
 def lr_factor(iteration, total, warmup=0.0, steps=()):
-    """-> factor of the learning rate at an iteration, from 0: linear warm-up in this fraction of
-    training [VirTex Sec. 3; for others ours], then cosine decay to 0, or, with `steps`, division by
-    10 after each of these fractions [ICMLM App. F.1]
+    """Linear warm-up in this fraction of training [VirTex Sec. 3; for others ours], then cosine
+    decay to 0, or, with `steps`, division by 10 after each of these fractions [ICMLM App. F.1]
     """
     start = warmup * total
     if iteration < start:
@@ -472,6 +468,8 @@ def init_distributed():
     backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", local)
+        if local >= torch.cuda.device_count():
+            fail("there are fewer GPUs than processes: lower --nproc_per_node")
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:  # set by torchrun
         if local == 0:
@@ -508,9 +506,8 @@ def gather(x):
     """(B, ...) of each process -> (processes * B, ...) on all of them, in their order"""
     if world_size() == 1:
         return x
-    x = x.contiguous()
-    gathered = torch.cat([x] * world_size())  # its values are replaced
-    dist.all_gather_into_tensor(gathered, x)
+    gathered = x.new_empty(world_size() * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(gathered, x.contiguous())
     return gathered
 
 
@@ -519,9 +516,8 @@ def data_parallel(model):
     if world_size() == 1:
         return model
     # Buffers are not broadcast: statistics of batch norm may differ, queues are equal anyway.
-    return nn.parallel.DistributedDataParallel(
-        model, broadcast_buffers=False, gradient_as_bucket_view=True
-    )
+    ddp = nn.parallel.DistributedDataParallel
+    return ddp(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 def autocast(device, amp):
@@ -583,15 +579,13 @@ def recipe_table(table):
 
 def apply_recipe(args, script, table, **changes):
     """Give flags that were left out the value of the recipe's column; call it after parse_args.
-
     table: {name: (demo, small, paper)}, also for constants without a flag; batch_size before the
     learning rates, which are scaled to it.  changes: what replaces the column paper
     """
     by_data = "small" if args.data.endswith(".jsonl") else "paper"
     args.recipe = args.recipe or ("demo" if args.data == "shapes" else by_data)
     recipe = {name: row[RECIPE_NAMES.index(args.recipe)] for name, row in table.items()}
-    if args.recipe == "paper":
-        recipe |= changes
+    recipe |= changes if args.recipe == "paper" else {}
     if args.iters and args.epochs:
         fail("give --iters or --epochs, not both")
     if args.iters or args.epochs:
@@ -698,9 +692,8 @@ def save_checkpoint(args, name, iteration, parts, **more):
 
 def check_finite(values):
     """Of weights, or of the losses"""
-    for value in values:
-        if not value.isfinite().all():
-            fail("a loss or a weight is not finite: try a lower --lr, or in fp16 --amp off")
+    if not all(value.isfinite().all() for value in values):
+        fail("a loss or a weight is not finite: the last checkpoint is kept. Try a lower --lr")
 
 
 class Log:

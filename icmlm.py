@@ -295,7 +295,8 @@ def filter_captions(data, tokenize, max_words):
     print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
                f"not of 3 to {max_words} words or tokens")  # fmt: skip
     if not after:
-        fail("a split has no captions left: raise --max-words, or join keywords to one caption")
+        fail("a split has no captions left: raise --max-words, join keywords to one caption, or, "
+             "for Chinese and others without spaces, use virtex.py")  # fmt: skip
     return replace(data, captions=common.lists(kept))
 
 
