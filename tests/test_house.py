@@ -17,8 +17,8 @@ TOP = [name for name in FILES if name.endswith(".py") and "/" not in name]
 ROOMS = [name for name in FILES if name.startswith(("extras/", "downstream/"))]
 OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "tools", "tests"}
 
-BUDGETS = {  # lines, tokens; planned were 740, 5,000 for common.py
-    "common.py": (788, 5540),
+BUDGETS = {  # lines, tokens
+    "common.py": (740, 5000),
     "virtex.py": (650, 4550),
     "tp.py": (630, 4600),
     "icmlm.py": (760, 5700),
