@@ -31,7 +31,7 @@ PngImagePlugin.MAX_TEXT_CHUNK = 2**26  # PIL would refuse photos with 1 MB of te
 
 def fail(message):
     """Exit with one line instead of a traceback: for what a user can fix."""
-    if not is_main():
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(3)  # if all fail alike, only the first speaks: torchrun then ends the others
     sys.exit(f"error: {message}")
 

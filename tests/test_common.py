@@ -8,6 +8,7 @@ import multiprocessing
 import pickle
 import shutil
 import struct
+import urllib.error
 from dataclasses import replace
 
 import numpy as np
@@ -218,6 +219,16 @@ def test_rank_alone_is_no_torchrun(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     common.init_distributed()
     assert not torch.distributed.is_initialized() and common.world_size() == 1
+
+
+def test_imagenet_without_a_network(monkeypatch):
+    def resnet18(**kwargs):
+        raise urllib.error.URLError("Name or service not known")
+
+    monkeypatch.setattr(torchvision.models, "resnet18", resnet18)
+    args = argparse.Namespace(init="imagenet", arch="resnet18")
+    with pytest.raises(SystemExit, match="weights of resnet18 cannot be downloaded .*network?"):
+        common.read_init(args)
 
 
 def test_a_terminal_without_utf8():
@@ -444,7 +455,7 @@ def test_several_gpus(monkeypatch, capsys):
     """Each process has its own; tensors on the host, which NCCL would refuse, go through gloo."""
     backends = []
     multiprocessing.set_start_method("spawn", force=True)
-    for name, value in (("is_available", True), ("set_device", None)):
+    for name, value in (("is_available", True), ("device_count", 2), ("set_device", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     joined = lambda backend, **_: backends.append(backend)
     monkeypatch.setattr(torch.distributed, "init_process_group", joined)
@@ -456,6 +467,10 @@ def test_several_gpus(monkeypatch, capsys):
     assert backends == ["cpu:gloo,cuda:nccl"] * 2
     assert capsys.readouterr().out.count("unset RANK") == 1  # it may be left over in a shell
     assert multiprocessing.get_start_method() == "fork"  # also where Python's default is another
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(common.time, "sleep", lambda seconds: None)
+    with pytest.raises(SystemExit, match="fewer GPUs than processes: lower --nproc_per_node"):
+        common.init_distributed()
 
 
 @pytest.mark.parametrize("amp", ("bf16", "fp16"))
