@@ -48,7 +48,7 @@ def extra(name):
 
 LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
 ACCENTS = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # of decomposed, lower-case Latin letters
-INVISIBLE = regex.compile(r"(?!(?<=\S)[\u200c\u200d](?=\S))[\p{Cf}\p{Cs}]")  # joiners may stay
+INVISIBLE = regex.compile(r"(?!(?<=[^\s\p{C}])[\u200c\u200d](?=[^\s\p{C}]))[\p{Cf}\p{Cs}]")
 STRINGS = "T"  # numpy's dtype of strings of any length, in one block of memory
 JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} on each line'
 
@@ -141,7 +141,7 @@ def read_json(path):
 
 
 def one_line(text):
-    """Composed characters (NFC), single spaces, nothing invisible, nor half an emoji"""
+    """NFC, single spaces, nothing invisible but joiners within words, no half emojis"""
     text = INVISIBLE.sub("", unicodedata.normalize("NFC", text))
     return " ".join(text.split())
 
@@ -159,10 +159,10 @@ def coco_photos(split, root, with_tags):
     captions, tags, names = defaultdict(list), defaultdict(list), {}
     content = read_json(f"{root}/annotations/captions_{split}.json")
     try:
-        paths = {row["id"]: f"{root}/{split}/{row['file_name']}" for row in content["images"]}
+        files = {row["id"]: row["file_name"] for row in content["images"]}
         for row in content["annotations"]:
             captions[row["image_id"]].append(one_line(row["caption"]))
-        repeated = len(content["images"]) - len(paths)
+        repeated = len(content["images"]) - len(files)
         if with_tags and os.path.exists(instances):
             content = read_json(instances)
             names = {row["id"]: one_line(row["name"]) for row in content["categories"]}
@@ -170,12 +170,12 @@ def coco_photos(split, root, with_tags):
                 tags[row["image_id"]].append(names[row["category_id"]])
     except Exception as error:
         fail(f"{root}, split {split}, is not in the layout of COCO: {error!r}")
-    strays = [n for n in {**captions, **tags} if n not in paths]  # 12 is not "12"
+    strays = [n for n in {**captions, **tags} if n not in files]  # 12 is not "12"
     if repeated or strays:
         print_main(f"{root}: {repeated} images of {split} are listed again; annotations of "
                    f"{len(strays)} ids are left out, which no image has: {strays[:3]}")  # fmt: skip
-    photos = [(path, captions[n], tags[n]) for n, path in paths.items()]
-    return photos, [names[n] for n in sorted(names)]
+    photos = [(os.path.join(root, split, files[n]), captions[n], tags[n]) for n in files]
+    return photos, list(dict.fromkeys(names[n] for n in sorted(names)))
 
 
 def jsonl_photos(split, root, file):
@@ -189,9 +189,9 @@ def jsonl_photos(split, root, file):
                 continue
             row = json.loads(line)
             path = os.path.abspath(Path(root, row.pop("image")))
-            if path in photos:
+            if "caption" in row or path in photos:
                 raise ValueError(f"{path} has one line, with a list of all its captions")
-            captions, tags = texts(row.pop("captions", None) or []), texts(row.pop("tags", None))
+            captions, tags = texts(row.pop("captions", None)) or [], texts(row.pop("tags", None))
             photos[path] = path, captions, tags
             tag_names |= dict.fromkeys(filter(None, tags or ()))
             splits += [one_line(row.pop("split", None) or "")]
@@ -655,7 +655,7 @@ def begin_run(args, checkpoint, *splits):
     args.checksums = [fingerprint(*columns) for columns in splits]
     if os.path.isfile(getattr(args, "init", None) or ""):
         args.checksums.append(zlib.crc32(Path(args.init).read_bytes()))
-    if checkpoint and checkpoint["args"]["checksums"] != args.checksums:
+    if checkpoint and checkpoint["args"]["checksums"][: len(args.checksums)] != args.checksums:
         fail(f"{args.output} holds a run with other data or --init: choose another --output")
     about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
     save(f"{args.output}/args.json", vars(args) | about)
@@ -702,8 +702,8 @@ class Log:
     def __init__(self, args, checkpoint):
         self.photos = args.batch_size / args.accumulate  # in each micro-batch
         if is_main():  # after a kill, later lines will come again
-            self.file = open(f"{args.output}/metrics.jsonl", "w", buffering=1)  # by lines
-            self.file.write(checkpoint.get("log", ""))
+            Path(f"{args.output}/metrics.jsonl").write_text(checkpoint.get("log", ""))
+            self.file = open(f"{args.output}/metrics.jsonl", "a", buffering=1)  # by lines
         self.begin()
 
     def begin(self):

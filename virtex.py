@@ -123,7 +123,7 @@ def get_args(argv=None):
     add("--lr", type=positive, help="peak rate of the backbone; lower if the loss is not finite")
     add("--text-lr", type=positive, help="peak rate of the heads; lower it if their loss rises")
     add("--text-iters", type=whole, help="in which the heads first read captions alone")
-    add("--lambda-words", type=weight, help="also predict the words from the photo alone; 0: Eq. 1")
+    add("--lambda-words", type=weight, help="loss of words from the photo alone, if photos are few")
     add("--warmup", type=fraction, help="of the learning rate, as a fraction of training")
     add("--weight-decay", type=weight, help="raise it if photos are few")
 
@@ -142,6 +142,8 @@ def get_args(argv=None):
     common.apply_recipe(args, "virtex", RECIPES)
     if args.hidden % 64:
         parser.error(f"--hidden {args.hidden} must be a multiple of 64 (A = H / 64 heads)")
+    if args.task in ABLATIONS:
+        args.lambda_words = 0.0  # they have no such loss
     if args.task.endswith("classification"):
         args.text_iters = 0  # there are no heads that could read
     args.init_std = args.init_std or args.hidden**-0.5  # of 0.02, narrow heads ignore the photo
@@ -423,7 +425,7 @@ class VirTex(nn.Module):
         if self.lambda_words:  # Eq. 1 without the tokens before: from the image alone [ours]
             logits = self.textual.output(image_features.mean(1))  # (B, vocabulary)
             total, number = token_loss(logits[photo], tokens[photo, place + 1])
-            losses["words"] = self.lambda_words * total, number
+            losses["words"] = (self.lambda_words * total, number)
         return losses
 
 
@@ -583,8 +585,8 @@ class MaskedLM(VirTex):
         head = self.textual
         x = head.embedding(masked)
         vectors = head.transformer(x, image_features, tgt_key_padding_mask=padding)
-        masked = positions.unbind(1)
-        return {"masked_lm": token_loss(head.output(vectors[masked]), tokens[masked])}
+        photo, place = positions.T
+        return {"masked_lm": token_loss(head.output(vectors[photo, place]), tokens[photo, place])}
 
 
 class TaggedPhotos(CaptionedPhotos):

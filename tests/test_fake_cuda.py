@@ -188,7 +188,7 @@ def test_what_is_refused(watch):
 # Each command holds what no other does: a task, a loss, a head, an architecture, an optimizer.
 TRAININGS = {
     "virtex": [
-        "--layers 2",
+        "--layers 2 --lambda-words 2",
         "--task masked_lm --recipe demo",  # AdamW
         "--task token_classification",
     ],

@@ -27,6 +27,9 @@ THAI = "หมาวิ่งในสวนสาธารณะกับเด
         ("か\u3099", "が"),
         ("tu\xadmor", "tumor"),  # a soft hyphen
         ("\ufeff\u200b \u200d", ""),  # nothing to see
+        ("\u200d\u200d\u200d", ""),
+        ("\xad\u200c\xad", ""),
+        ("\ufeff\u200ca cat", "a cat"),
         ("می\u200cخواهم", "می\u200cخواهم"),  # a joiner within a word
         ("a\u200c cat\u200d", "a cat"),  # at its end
         ("\ud83d half", "half"),

@@ -299,7 +299,7 @@ def read_captions(tar, by_suffix):
     captions, tags = row.get("captions", [caption] if caption else []), row.get("tags")
     if "txt" in by_suffix and "captions" not in row:
         captions = tar.extractfile(by_suffix["txt"]).read().decode("utf-8-sig").splitlines()
-    captions = list(filter(None, map(clean, common.texts(captions))))
+    captions = list(filter(None, map(clean, common.texts(captions) or ())))
     return captions, tags if tags is None else list(filter(None, map(clean, common.texts(tags))))
 
 
