@@ -190,7 +190,7 @@ def jsonl_photos(split, root, file):
             row = json.loads(line)
             path = os.path.abspath(Path(root, row.pop("image")))
             if "caption" in row or path in photos:
-                raise ValueError(f"{path} has one line, with a list of all its captions")
+                raise ValueError(f'{path} has one line, with a list of all its "captions"')
             captions, tags = texts(row.pop("captions", None)) or [], texts(row.pop("tags", None))
             photos[path] = path, captions, tags
             tag_names |= dict.fromkeys(filter(None, tags or ()))
@@ -656,7 +656,7 @@ def begin_run(args, checkpoint, *splits):
     if os.path.isfile(getattr(args, "init", None) or ""):
         args.checksums.append(zlib.crc32(Path(args.init).read_bytes()))
     if checkpoint and checkpoint["args"]["checksums"][: len(args.checksums)] != args.checksums:
-        fail(f"{args.output} holds a run with other data or --init: choose another --output")
+        fail(f"{args.output} holds a run with other data or --init: delete it, or choose another")
     about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
     save(f"{args.output}/args.json", vars(args) | about)
 

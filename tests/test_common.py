@@ -103,8 +103,8 @@ WRONG_LINES = {
     b'{"image": "b.jpg", "tags": [NaN]}': "must be str, not float",
     b'{"image": "b.jpg", "tags": "x"}': "'x' is no list of texts",
     b'{"image": "b.jpg", "split": NaN}': "must be str, not float",
-    b'{"image": "./a.jpg"}': "/a.jpg has one line, with a list of all its captions",
-    b'{"image": "x/../a.jpg"}': "/a.jpg has one line, with a list of all its captions",
+    b'{"image": "./a.jpg"}': "/a.jpg has one line, with a list of all its .captions",
+    b'{"image": "x/../a.jpg"}': "/a.jpg has one line, with a list of all its .captions",
     b'{"captions": ["x"]}': "KeyError: 'image'",
 }
 
