@@ -123,7 +123,7 @@ def get_args(argv=None):
     add("--lr", type=positive, help="peak rate of the backbone; lower if the loss is not finite")
     add("--text-lr", type=positive, help="peak rate of the heads; lower it if their loss rises")
     add("--text-iters", type=whole, help="in which the heads first read captions alone")
-    add("--lambda-words", type=weight, help="loss of words from the photo alone, if photos are few")
+    add("--lambda-words", type=weight, help="weight of words from the photo alone; for few photos")
     add("--warmup", type=fraction, help="of the learning rate, as a fraction of training")
     add("--weight-decay", type=weight, help="raise it if photos are few")
 
