@@ -656,7 +656,7 @@ def begin_run(args, checkpoint, *splits):
     if os.path.isfile(getattr(args, "init", None) or ""):
         args.checksums.append(zlib.crc32(Path(args.init).read_bytes()))
     if checkpoint and checkpoint["args"]["checksums"][: len(args.checksums)] != args.checksums:
-        fail(f"{args.output} holds a run with other data or --init: delete it, or choose another")
+        fail(f"{args.output} holds a run with other data or --init: choose another --output")
     about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
     save(f"{args.output}/args.json", vars(args) | about)
 
