@@ -421,8 +421,8 @@ def load_init(init, model, backbone, skip=()):
         print_main(f"--init: loaded {len(fit)} of {len(state)} tensors")
 
 
-def build_optimizer(args, parameters):
-    """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW"""
+def build_optimizer(args, parameters, lr=None):
+    """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW.  lr: or args.lr"""
     options = {
         # In fp16 a first overflow would leave garbage as fused momentum.
         "SGD": {"momentum": 0.9, "fused": args.amp != "fp16"},
@@ -431,7 +431,7 @@ def build_optimizer(args, parameters):
         "RAdam": {"decoupled_weight_decay": True},
     }[args.optimizer]
     build = getattr(torch.optim, args.optimizer)
-    return build(parameters, lr=args.lr, weight_decay=args.weight_decay, **options)
+    return build(parameters, lr=lr or args.lr, weight_decay=args.weight_decay, **options)
 
 
 def lr_factor(iteration, total, warmup=0.0, steps=()):

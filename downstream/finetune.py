@@ -51,6 +51,7 @@ DEFAULTS = {  #          shapes    folder    inat
     "fraction":         (0.02,     1.0,      1.0),
     "epochs":           (40.0,     100.0,    100.0),        # Sec. 4.3
     "batch_size":       (32,       256,      256),          # Sec. 4.3
+    "optimizer":        ("SGD",    "SGD",    "SGD"),        # Sec. 4.3
     "crop_min":         (0.2,      0.08,     0.08),         # see below
     "colour_jitter":    (0.0,      0.0,      0.0),          # App. A.1
     "log_every":        (10,       20,       20),
@@ -152,9 +153,7 @@ def fine_tune(train, val, args, device):
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     model = Classifier(backbone, len(train.names))
     model.to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(  # in fp16 a first overflow would leave garbage as fused momentum
-        model.parameters(), lr, 0.9, weight_decay=args.weight_decay, fused=args.amp != "fp16"
-    )
+    optimizer = common.build_optimizer(args, model.parameters(), lr=lr)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     done = common.restore(args, checkpoint, iters, parts)

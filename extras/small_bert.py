@@ -106,9 +106,10 @@ def made_once(args, init, data, device):
         if "model" in init and earlier.exists():
             shutil.copytree(earlier, folder, dirs_exist_ok=True)
         else:
-            common.extra("nouns").require_spaces(data.all_captions())  # ICMLM predicts words
+            captions = data.all_captions()
+            common.extra("nouns").require_spaces(captions)  # ICMLM predicts words
             how = args.lm_iters, args.seed, device, args.amp, args.lm_layers
-            train(folder, data.all_captions(), *how, max_words=args.max_words)
+            train(folder, captions, *how, max_words=args.max_words)
 
     return common.once(args, "language_model", make)
 
