@@ -230,7 +230,30 @@ MEAN, STD = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])  # of I
 YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)
 TO_YIQ = torch.DoubleTensor(YIQ).T
 CONSTANTS = TO_YIQ.float(), TO_YIQ.inverse().float(), MEAN, STD
+PHOTO_ENDINGS = tuple(
+    ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm".split()
+)
 report_once = cache(tqdm.write)  # once per process: each worker of a DataLoader has its own
+
+
+def list_photos(folder):
+    """The paths of all photos below a folder, sorted -> list of str
+
+    Links to folders are followed, but no folder is read twice: a link to a parent would list each
+    photo many times. Files and folders whose names start with a dot are hidden, and left out.
+    """
+    paths, visited = [], set()
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in files:
+            if name.lower().endswith(PHOTO_ENDINGS) and not name.startswith("."):
+                paths.append(os.path.join(parent, name))
+    return sorted(paths)
 
 
 class Unreadable(Exception):
@@ -299,7 +322,10 @@ def random_crop(rng, min_area, size):
         if (box <= size).all():
             corner = rng.uniform(0, size - box)
             return corner, corner + box
-    return centre_crop(size)
+    # No luck: as torchvision, the largest box in the centre with an aspect ratio from 3/4 to 4/3.
+    box = np.minimum(size, 4 / 3 * size[::-1])
+    corner = (size - box) / 2
+    return corner, corner + box
 
 
 def centre_crop(size, side_fraction=1.0):
@@ -564,12 +590,16 @@ def number(what, convert, low, high=9e18):
     return parse
 
 
-whole = number("whole number (0 or more)", int, 0)
-count = number("whole number (1 or more)", int, 1)
+non_negative_int = number("whole number (0 or more)", int, 0)
+positive_int = number("whole number (1 or more)", int, 1)
+non_negative = number("number (0 or more)", float, 0)
 positive = number("number (above 0)", float, 1e-30)
-weight = number("number (0 or more)", float, 0)
-fraction = number("fraction (0 to below 1)", float, 0, 0.999999999)
-share = number("fraction (above 0, up to 1)", float, 1e-9, 1)
+probability = number("fraction (0 to 1)", float, 0, 1)
+fraction_below_1 = number("fraction (0 to below 1)", float, 0, 0.999999999)
+fraction_above_0 = number("fraction (above 0, up to 1)", float, 1e-9, 1)
+# The old names, until no script uses them.
+whole, count, weight = non_negative_int, positive_int, non_negative
+fraction, share = fraction_below_1, fraction_above_0
 
 
 def recipe_table(table):

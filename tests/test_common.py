@@ -10,6 +10,7 @@ import shutil
 import struct
 import urllib.error
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -392,10 +393,34 @@ def test_random_crop(width, height):
     assert left.min() >= 0 and top.min() >= 0 and right.max() <= width and bottom.max() <= height
     assert 0.2 - 1e-9 <= area.min() < 0.22 and 0.8 < area.max() <= 1 + 1e-9
     assert 3 / 4 - 1e-9 <= aspect.min() < 0.77 and 1.3 < aspect.max() <= 4 / 3 + 1e-9
-    none_fits = common.random_crop(rng, 0.2, np.array([1000, 10]))  # the centre
-    assert np.ravel(none_fits).tolist() == [495, 0, 505, 10]
     square = common.centre_crop(np.array([512, 256]), 224 / 256)
     assert np.ravel(square).tolist() == [144, 16, 368, 240]
+
+
+@pytest.mark.parametrize("width, height", [(500, 375), (500, 250), (90, 300), (333, 333)])
+def test_random_crop_where_none_fits(width, height):
+    """After ten failures, the box that torchvision takes: its corners, to a pixel"""
+    from torchvision.transforms import RandomResizedCrop
+
+    photo = torch.zeros(3, height, width)
+    top, left, h, w = RandomResizedCrop.get_params(photo, [1.5, 1.5], [3 / 4, 4 / 3])
+    box = common.random_crop(np.random.default_rng(0), 1.0, np.array([width, height]))
+    assert np.abs(np.ravel(box) - [left, top, left + w, top + h]).max() < 1
+
+
+def test_list_photos(tmp_path):
+    """Links are followed, each folder once; hidden files and what is no photo are left out."""
+    for name in "a/1.JPG", "a/.hidden.jpg", ".thumbs/2.jpg", "b/3.jfif", "b/notes.txt":
+        Path(tmp_path, "photos", name).parent.mkdir(parents=True, exist_ok=True)
+        Path(tmp_path, "photos", name).touch()
+    Path(tmp_path, "photos/a/parent").symlink_to(tmp_path / "photos")
+    Path(tmp_path, "elsewhere").mkdir()
+    Path(tmp_path, "elsewhere/4.png").touch()
+    Path(tmp_path, "photos/c").symlink_to(tmp_path / "elsewhere")
+    found = common.list_photos(tmp_path / "photos")
+    assert [str(Path(p).relative_to(tmp_path)) for p in found] == [
+        "photos/a/1.JPG", "photos/b/3.jfif", "photos/c/4.png"
+    ]  # fmt: skip
 
 
 def test_left_and_right():
