@@ -2,10 +2,10 @@
 
 Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020.
 
-One word of a caption is masked: a noun, adjective or verb. A frozen language model reads the rest
-of the caption, and the photo has to supply the missing word [Sec. 3.2]. In tfm a Transformer
-encoder reads photo and text together; in att-fc the text only says where to look, and the word is
-predicted from the features there. Both variants also train tag prediction.
+One word of a caption is masked: a noun, an adjective or a verb. A frozen language model reads the
+rest of the caption, and the photo has to supply the missing word [Sec. 3.2]. In the variant tfm, a
+Transformer encoder reads photo and text together. In att-fc, the text only decides where to look,
+and the word is predicted from the image features at that place. Both also predict tags.
 
     laptop        python icmlm.py
     own photos    python tp.py --data photos.jsonl
@@ -26,17 +26,19 @@ Where the paper is:
     Eqs. 1, 2, labels, tag prediction          tp.py; tag_head, tag_loss
     Eqs. 3, 4, match of location and caption   AttentionHead.forward
     Eq. 5, attention, pooling                  AttFc.attention, AttFc.forward
-    Eqs. 6, 7, 8, scores of tokens, losses     main
+    Eq. 6, scores of tokens                    AttFc.scores, Tfm.scores
+    Eqs. 7, 8, losses                          main
     Eqs. 13, 14, 15, Transformer encoder       EncoderLayer.forward, Tfm
     triplets of photo, caption, word [Sec. 4]  find_triplets, MaskedWords
     masked token prediction [Tab. 1]           validate
 
-What to expect: in tfm the loss `mlm` starts near the loss of the language model alone,
-because the residual path of the new encoder layer carries its vectors; in att-fc it starts near
-ln |V|, |V| being the vocabulary size. Every run ends with the accuracy of masked token prediction
-[Tab. 1] with the photo, with another photo, and by the language model alone. If the first two are
-alike, the model ignores the photo: start from the backbone of tp.py (--init), use --head att-fc,
-and train its attention first (--warmup-attention 0.25). A finished run is in docs/logs/icmlm.
+What to expect: in tfm, the loss `mlm` starts near that of the language model alone, because the
+residual path of the new encoder layer carries its vectors. In att-fc, it starts near ln |V| for a
+vocabulary of |V| tokens. Each validation measures the accuracy of masked token prediction [Tab. 1]
+with the photo, with another photo, and by the language model alone. If the first two are about
+equal, the model ignores the photo: then start from the backbone of tp.py (--init), use --head
+att-fc, and train its attention first (--warmup-attention 0.25). A finished run is in
+docs/logs/icmlm.
 """
 
 import argparse
@@ -45,6 +47,7 @@ import os
 import time
 from array import array
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -56,8 +59,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Subset, default_collate
 
 import common
-from common import LETTERS, count, fail, fraction, positive, print_main, progress, share, weight
-from common import whole
+from common import fail, print_main, progress
 
 HEADS = "tfm", "att-fc"
 
@@ -71,7 +73,6 @@ RECIPES = {  #           demo        small       paper: ResNet-50           (dem
     "lm_iters":         (200,        2000,       20_000),               # [ours]
     "lm_layers":        (2,          4,          4),                    # of scratch [ours]
     "num_concepts":     (5000,       5000,       5000),                 # Sec. 4.3
-    "heads":            (1,          1,          1),                    # Sec. 4.3
     "lambda_tp":        (4.0,        1.0,        0.1),                  # App. B
     "warmup_attention": (0.0,        0.0,        0.0),                  # App. F.1
     "optimizer":        ("AdamW",    "AdamW",    "SGD"),                # App. F.1
@@ -108,58 +109,83 @@ def get_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
-    add("--data", default="shapes", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
-    add("--recipe", choices=common.RECIPE_NAMES, help="demo (shapes), small (.jsonl) or paper")
-    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
-    add("--train-split", help="default train2017 for coco, else train")
-    add("--val-split", help="default val2017 for coco, else val")
-    add("--image-size", type=count, help="crop side in pixels; cost grows with its square")
-    add("--crop-min", type=share, help="smallest fraction of a photo's area in a crop")
-    add("--colour-jitter", type=weight, help="strength; lower it if captions name colours")
-    add("--workers", type=whole, default=min(8, os.cpu_count() // 2),
-        help="more if data_wait > 0.05")
+    add("--data", default="shapes",
+        help="shapes (built in), coco, vg, the path of a .jsonl file, or a folder of shards")
+    add("--recipe", choices=common.RECIPE_NAMES,
+        help="the defaults listed below: demo (for shapes), small (for a .jsonl) or paper")
+    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its own folder)")
+    add("--train-split", help="split for training (default train2017 for coco, else train)")
+    add("--val-split", help="split for validation (default val2017 for coco, else val)")
+    add("--image-size", type=common.positive_int,
+        help="side of the crops in pixels; the cost grows with its square")
+    add("--crop-min", type=common.fraction_above_0,
+        help="smallest crop, as a fraction of the photo's area")
+    add("--colour-jitter", type=common.non_negative,
+        help="strength of the colour jitter; lower it if captions name colours")
+    add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count() // 2),
+        help="processes that load photos; raise it if data_wait exceeds 0.05")
 
     add = parser.add_argument_group("language model and concepts").add_argument
-    add("--lm", help="BERT or RoBERTa, from the hub or a folder; scratch: trained on the captions")
-    add("--lm-iters", type=count, help="iterations for --lm scratch; more for many captions")
-    add("--pos", choices=POS, default=POS[-1], help="words to mask, and predict as tags [Sec. 4.2]")
-    add("--num-concepts", type=count, help="keep the N most frequent [Sec. 4.2, 4.3]")
-    add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="the paper uses spacy")
-    add("--max-words", type=count, default=25, help="of a caption [Sec. 4]; raise it for reports")
+    add("--lm",
+        help="a BERT or RoBERTa, from the hub or a folder, or scratch: train a small one first")
+    add("--lm-iters", type=common.positive_int,
+        help="iterations of training the small BERT of --lm scratch; raise them with the captions")
+    add("--pos", choices=POS, default=POS[-1],
+        help="parts of speech that are masked, and predicted as tags [Sec. 4.2]")
+    add("--num-concepts", type=common.positive_int,
+        help="mask and predict this many words, the most frequent ones [Sec. 4.2, 4.3]")
+    add("--tagger", choices=TAGGERS, default=TAGGERS[0],
+        help="what finds the parts of speech; the paper uses spacy")
+    add("--max-words", type=common.positive_int, default=25,
+        help="longer captions are left out [Sec. 4]; raise it for reports")
 
     add = parser.add_argument_group("model").add_argument
-    add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
-    add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
-    add("--head", choices=HEADS, default=HEADS[0], help="att-fc: better on VOC [Sec. 4.1]")
-    add("--layers", type=count, default=1,
-        help="of tfm, or of fc; 2 give a worse backbone, except att-fc's on IN-1K [Tab. 5]")
-    add("--heads", type=count, help="of attention, in tfm or att [Sec. 4, 4.3]; VGG-16: 12")
+    add("--arch", choices=common.BACKBONES,
+        help="architecture of the backbone; resnet18 suits few photos or a CPU")
+    add("--init",
+        help="weights to start from: a backbone, a checkpoint.pth (with its heads), or imagenet")
+    add("--head", choices=HEADS, default=HEADS[0],
+        help="how the photo helps; att-fc gives better backbones on VOC [Sec. 4.1]")
+    add("--layers", type=common.positive_int, default=1,
+        help="layers of tfm, or of fc in att-fc; two mostly give a worse backbone [Tab. 5]")
+    add("--heads", type=common.positive_int,
+        help="attention heads of tfm or att-fc (default 1 [Sec. 4.3]; VGG-16: 12 [Sec. 4])")
 
     add = parser.add_argument_group("optimisation").add_argument
-    add("--batch-size", type=count, help="triplets per iteration over all processes")
-    add("--iters", type=count, help="training iterations; scale them with the data")
-    add("--epochs", type=positive, help="instead of --iters: passes over the triplets")
-    add("--lr", type=positive, help="peak learning rate; lower if the loss is not finite")
-    add("--warmup", type=fraction, help="of the learning rate, as a fraction of training")
-    add("--weight-decay", type=weight, help="raise it if photos are few")
-    add("--lambda-tp", type=weight, help="weight of tag prediction [Eq. 8]; 0: not in the backbone")
-    add("--warmup-attention", type=fraction, help="fraction of training with a frozen backbone")
+    add("--batch-size", type=common.positive_int, help="triplets per iteration, over all processes")
+    add("--iters", type=common.positive_int, help="training iterations; raise them with the data")
+    add("--epochs", type=common.positive, help="passes over the triplets, instead of --iters")
+    add("--lr", type=common.positive,
+        help="peak learning rate; lower it if the loss is not finite")
+    add("--warmup", type=common.fraction_below_1,
+        help="length of the learning rate's warm-up, as a fraction of training")
+    add("--weight-decay", type=common.non_negative, help="weight decay; raise it if photos are few")
+    add("--lambda-tp", type=common.non_negative,
+        help="weight of tag prediction [Eq. 8]; with 0 the backbone does not learn from tags")
+    add("--warmup-attention", type=common.fraction_below_1,
+        help="fraction of training in which the backbone is frozen; it needs --init")
 
     add = parser.add_argument_group("run").add_argument
-    add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--seed", type=whole, default=0, help="random seed")
-    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
-    add("--accumulate", type=count, default=1, help="micro-batches per batch, if memory is short")
-    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=count, help="iterations between lines of metrics.jsonl")
-    add("--validate-every", type=count, help="iterations between validations")
-    add("--checkpoint-every", type=count, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=count, help="iterations between model_N.pth (early stopping)")
+    add("--output",
+        help="folder in which the same command resumes (default runs/SCRIPT or runs/SCRIPT-DATA)")
+    add("--seed", type=common.non_negative_int, default=0, help="seed of all random numbers")
+    add("--amp", choices=("bf16", "fp16", "off"),
+        help="mixed precision (default bf16 if the device supports it, else off)")
+    add("--accumulate", type=common.positive_int, default=1,
+        help="split each batch into this many micro-batches, if memory is short")
+    add("--compile", action="store_true",
+        help="use torch.compile, which starts slowly but is faster on GPUs")
+    add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
+    add("--validate-every", type=common.positive_int, help="iterations between validations")
+    add("--checkpoint-every", type=common.positive_int,
+        help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=common.positive_int,
+        help="also keep a model_N.pth every N iterations, to choose the best later")
     # fmt: on
     args = parser.parse_args(argv)
     vgg = args.arch == "vgg16_bn"
-    if vgg and args.heads is None:
-        args.heads = 12  # in every recipe [Sec. 4]; one head is worse [App. B]; App. E: 8
+    if args.heads is None:
+        args.heads = 12 if vgg else 1  # VGG-16: one head is worse [App. B]; App. E has 8
     if args.warmup_attention is None and not (args.init and args.head == "att-fc"):
         args.warmup_attention = 0.0  # attention needs trained features
     common.apply_recipe(args, "icmlm", RECIPES, **(VGG16 if vgg else {}))
@@ -170,31 +196,40 @@ def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    init = {} if checkpoint else common.read_init(args)
+    init = {} if checkpoint else common.read_init(args)  # what --init names
 
-    # Data: the frozen language model, and one triplet for each word that can be masked.
+    # Data: a frozen language model, and one triplet for each word that can be masked.
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    common.begin_run(args, checkpoint, train.columns(), val.columns())
-    lm_name = args.lm
-    if args.lm == "scratch":
-        lm_name = common.extra("small_bert").made_once(args, init, train, device)
+    common.begin_run(args, checkpoint, train.checksum(), val.checksum(), common.checksum(args.lm))
+    lm_name = f"{args.output}/language_model" if args.lm == "scratch" else args.lm
+    if args.lm == "scratch" and common.is_main() and not checkpoint:
+        common.extra("small_bert").make_language_model(lm_name, args, init, train, device)
+    common.barrier()
     tokenizer, lm = load_language_model(lm_name, device, args.amp)
-    concepts, triplets, val_triplets = load_triplets(args, [train, val], tokenizer)
+    if common.is_main() and not checkpoint:
+        make_triplets(args, (train, val), tokenizer)  # once, for all processes
+    common.barrier()
+    concepts, triplets, val_triplets = load_triplets(args, (train, val), tokenizer)
     iters = args.iters or math.ceil(args.epochs * len(triplets) / args.batch_size)
-    V = lm.token_embeddings  # (|V|, d_w)
     print_main(f"{len(train)} photos ({len(val)} for validation), {len(triplets)} triplets, "
-               f"{len(concepts)} concepts, vocabulary of {len(V)}; {iters} "
-               f"iterations at lr {args.lr:g}, on {device}, amp {args.amp}, "
-               f"into {args.output}")  # fmt: skip
+               f"{len(concepts)} concepts, vocabulary of {len(lm.token_embeddings)}")  # fmt: skip
+    print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
 
-    # Model and optimizer, restored where an earlier run stopped.
+    # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
-    model = ICMLM(args, V.size(1), len(concepts))
-    skip = () if list(init.get("concepts", ())) == list(concepts) else "tags."  # other words
-    common.load_init(init, model, model.backbone, skip)
+    model = ICMLM(args, lm.token_embeddings.size(1), len(concepts))
+    same_words = list(init.get("concepts", ())) == list(concepts)
+    common.load_init(init, model, model.backbone, skip=() if same_words else "tags.")
     model.to(device, memory_format=torch.channels_last)
-    # A group each: fused SGD wants momentum for all of a group, and a frozen backbone has none.
+    if args.compile:
+        model.backbone.compile()
+    frozen_iters = int(args.warmup_attention * iters)  # App. F.1
+    frozen = checkpoint.get("iteration", 0) < frozen_iters
+    freeze_backbone(model, frozen)
+    ddp = common.data_parallel(model)
+    # One group per part: fused SGD needs a momentum buffer for every weight of a group, and a
+    # frozen backbone has none.
     groups = [
         {"params": model.backbone.parameters()},
         {"params": model.head.parameters(), "lr": args.head_lr},
@@ -202,67 +237,77 @@ def main(args):
     ]
     optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    done = common.restore(args, checkpoint, iters, parts)
-    if args.compile:
-        model.backbone.compile()
+    state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    done = common.restore(args, checkpoint, iters, state)
 
-    frozen_iters = int(args.warmup_attention * iters)
     batches = common.train_batches(triplets, collate, args, device, done)
     log = common.Log(args, checkpoint)
+    more = {"concepts": concepts}  # for --init, downstream/masked_words.py
     bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
-        if iteration in (done + 1, frozen_iters + 1):  # at first, and after a warm-up
-            frozen = iteration <= frozen_iters  # [App. F.1], its batch statistics, too [ours]
-            model.train()
-            model.backbone.train(not frozen).requires_grad_(not frozen)
-            ddp = common.data_parallel(model)  # once more: it averages what has a gradient now
-        lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
-        common.set_lr(optimizer, lr_scale)
+        # Learning rates: warm-up [ours], then cosine decay or steps [App. F.1]
+        decay = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
+        common.set_lr(optimizer, decay)
+
+        # The end of the attention's warm-up [App. F.1]
+        if frozen and iteration > frozen_iters:
+            frozen = False
+            freeze_backbone(model, frozen)
+            ddp = common.data_parallel(model)  # anew: it averages what it found to need gradients
+
+        # Gradients: --accumulate micro-batches, averaged over all processes after the last one
         optimizer.zero_grad()
         for part in range(args.accumulate):
-            asked = time.perf_counter()
+            started = time.perf_counter()
             batch = next(batches)
-            log.waited += time.perf_counter() - asked
-            # DDP averages the gradients of all processes, once: after the last micro-batch.
+            log.waited += time.perf_counter() - started
             ddp.require_backward_grad_sync = part == args.accumulate - 1
-            images = common.augment(batch["image"], batch["jitter"])  # (B, 3, size, size)
+            images = common.augment(batch["image"], batch["jitter"])  # (B, 3, h, w)
             mask = batch["attention_mask"]  # (B, T)
             with common.autocast(device, args.amp):
                 W = lm(batch["tokens"], mask)  # (B, T, d_w)
                 vector, tag_logits = ddp(images, W, mask, batch["mask_pos"])
-                # Its own layer, or Eq. 6: v_k = fc(x^)^T V_k  -> (B, |V|)
-                logits = lm.mlm_head(vector) if args.head == "tfm" else vector @ V.T
-            # Eqs. 6, 7: softmax over the vocabulary; mean over triplets, not captions [App. F.1].
+                logits = model.head.scores(vector, lm)  # Eq. 6: (B, |V|)
+            # Eq. 7: softmax over the vocabulary; mean over triplets, not captions [App. F.1]
             mlm = F.cross_entropy(logits.float(), batch["target"])
             tp = tag_loss(tag_logits, batch["tags"])  # Eq. 2
             loss = mlm + args.lambda_tp * tp  # Eq. 8
-            # At lambda = 0 the tag head learns from detached features [ours]: App. B compares tp.
-            trained_loss = loss if args.lambda_tp else loss + tp
-            scaler.scale(trained_loss / args.accumulate).backward()
+            # With lambda_tp = 0 the tag head still learns, from detached features [ours], because
+            # App. B compares tp.
+            total = loss if args.lambda_tp else loss + tp
+            scaler.scale(total / args.accumulate).backward()
             log.add(loss=loss, mlm=mlm, tp=tp)
+
+        # Step
         scaler.step(optimizer)
         scaler.update()
 
+        # Log, validate, save
         last = iteration == iters
-        validate_now = iteration % args.validate_every == 0 or last
-        if iteration % args.log_every == 0 or validate_now:
-            row = log.means() | {"lr": args.lr * lr_scale}
+        validating = last or iteration % args.validate_every == 0
+        if validating or iteration % args.log_every == 0:
+            row = {**log.means(), "lr": args.lr * decay}
             bar.set_postfix(loss=f"{row['loss']:.3f}")
-            if validate_now and common.is_main():
-                size = args.proxy_triplets if last else 5000
-                result = validate(model, lm, val_triplets, args, device, size)
-                row |= {f"validation_{name}": x for name, x in result["validation_loss"].items()}
-                if last:
-                    common.save(f"{args.output}/result.json", result)
+            if validating and common.is_main():
+                num_triplets = args.proxy_triplets if last else 5000
+                result = validate(model, lm, val_triplets, args, device, num_triplets)
+                row |= {f"validation_{name}": x for name, x in result["validation"].items()}
+                # Before the checkpoint: a run that has ended has its result.
+                common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
+        if last or iteration % args.checkpoint_every == 0:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
-            common.save_checkpoint(args, name, iteration, {"model": model}, concepts=concepts)
-        if iteration % args.checkpoint_every == 0 or last:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, parts, concepts=concepts)
+            common.save_checkpoint(args, name, iteration, {"model": model}, more)
 
     common.end_run(args, model.backbone)  # eval_linear.py says what the backbone is worth
+
+
+def freeze_backbone(model, frozen):
+    """All of the model trains, or all but the backbone, whose batch statistics also stay [ours]"""
+    model.train()
+    model.backbone.train(not frozen).requires_grad_(not frozen)
 
 
 # ------------------------------------------ captions to concepts: this section is copied from tp.py
@@ -271,14 +316,16 @@ POS = "nn", "nn+adj", "nn+adj+vb"  # --pos [Tab. 4]
 TAGGERS = "textblob", "spacy"  # the first is the default [ours]
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
-# Auxiliary verbs name nothing visible. spaCy has a tag for them; the Penn tags do not. [ours]
+# Auxiliary verbs name nothing visible. spaCy tags them as such, but TextBlob's Penn tags do not.
+# [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
 )
-# A possessive 's, which is skipped; or letters that follow no letter or digit ("2x" has none), and
-# more of them after ' or - ("can't", "t-shirt"), but for a possessive. The group: a word. [ours]
-WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
+# Group 1 is a word: letters, also joined by ' or - ("can't", "t-shirt"), but not the x of "2x". A
+# possessive 's matches without a group, and is dropped. [ours]
+JOINED = rf"{common.LETTERS}(?:(?!['’]s\b)['’-]{common.LETTERS})*"
+WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({JOINED})", regex.I)
 
 
 def words_of(caption):
@@ -358,38 +405,45 @@ def top_concepts(counts, pos, num_concepts):
 # ----------------------------------------------------------- triplets of photo, caption and word
 
 
+def make_triplets(args, splits, tokenizer):
+    """Write what is found in the captions into --output.  splits: CaptionData of train and val"""
+    captions = splits[0].all_captions()
+    some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
+    rows = tokenizer(some, add_special_tokens=False)["input_ids"]
+    unknown = sum(row.count(tokenizer.unk_token_id) for row in rows)
+    common.check_known(unknown, sum(map(len, rows)), "the captions")
+    longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
+    splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
+    common.save(f"{args.output}/captions.json", [list(data.captions) for data in splits])
+    counts = count_concepts(splits[0].all_captions(), args.tagger)
+    common.save(f"{args.output}/concepts.json", counts)
+    concepts = top_concepts(counts, args.pos, args.num_concepts)
+    triplets = [find_triplets(data, concepts, tokenizer) for data in splits]
+    np.savez(f"{args.output}/triplets.npz", *triplets)
+
+
 def load_triplets(args, splits, tokenizer):
-    """What the first process finds in the captions, once, and writes into --output
+    """-> {concept: part of speech}, the most frequent first; MaskedWords of train; those of val
 
-    splits: CaptionData of train and val
-    -> {concept: part of speech}, the most frequent first; MaskedWords of train; of val
+    splits: CaptionData of train and val, as given to make_triplets
     """
-
-    def make(path):
-        longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
-        kept = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
-        common.save(f"{args.output}/captions.json", [list(data.captions) for data in kept])
-        counts = count_concepts(kept[0].all_captions(), args.tagger)
-        common.save(f"{args.output}/concepts.json", counts)
-        concepts = top_concepts(counts, args.pos, args.num_concepts)
-        np.savez(path, *[find_triplets(data, concepts, tokenizer) for data in kept])
-
-    path = common.once(args, "triplets.npz", make)
     counts = common.read_json(f"{args.output}/concepts.json")
     concepts = top_concepts(counts, args.pos, args.num_concepts)
-    samples, kept = [], common.read_json(f"{args.output}/captions.json")
-    with np.load(path) as arrays:
-        for data, captions, triplets in zip(splits, kept, arrays.values()):
+    captions_of_splits = common.read_json(f"{args.output}/captions.json")
+    samples = []
+    with np.load(f"{args.output}/triplets.npz") as arrays:
+        for data, captions, triplets in zip(splits, captions_of_splits, arrays.values()):
             data = replace(data, captions=common.lists(captions))
             samples.append(MaskedWords(data, triplets, concepts, tokenizer, args))
-    return concepts, *samples
+    train, val = samples
+    return concepts, train, val
 
 
 def find_triplets(data, concepts, tokenizer):
-    """A triplet for each concept in each caption that is exactly one token [ours] -> (N, 4) int32
+    """A triplet for each concept in a caption that is exactly one token [ours] -> (N, 4) int32
 
-    Photo, number of the caption, position of the token in it, concept. "shirt" cannot be masked in
-    "t-shirt", which is one word of several tokens.
+    Its columns are the photo, the number of the caption, the position of the token in it, and the
+    concept. "shirt" cannot be masked in "t-shirt", which is one word of several tokens.
     """
     index = {concept: k for k, concept in enumerate(concepts)}
     triplets = array("i")
@@ -400,7 +454,9 @@ def find_triplets(data, concepts, tokenizer):
             for match in WORD.finditer(caption):
                 concept = index.get(match[0].lower())
                 t = positions.get(match.span())
-                if None not in (concept, t) and encoded["input_ids"][t] != tokenizer.unk_token_id:
+                if concept is None or t is None:
+                    continue
+                if encoded["input_ids"][t] != tokenizer.unk_token_id:
                     triplets.extend((photo, n, t, concept))
     if not triplets:
         fail("no caption holds a word to mask: see --pos and --num-concepts of icmlm.py")
@@ -416,7 +472,8 @@ class MaskedWords(common.Photos):
         self.concepts = concepts  # {concept: part of speech}
         self.index = {concept: k for k, concept in enumerate(concepts)}
         self.tokenizer = tokenizer
-        # If they were several tokens, to swap them would move those behind them. [ours]
+        # If left and right had different numbers of tokens, swapping them would shift the rest.
+        # [ours]
         self.can_swap = {"left", "right"} <= tokenizer.get_vocab().keys()
 
     def __len__(self):
@@ -434,8 +491,9 @@ class MaskedWords(common.Photos):
         target = int(tokens[mask_pos])
         tokens[mask_pos] = self.tokenizer.mask_token_id
         tags = np.zeros(len(self.index), np.float32)
-        found = self.index.keys() & words_of(" ".join(captions))
-        tags[[self.index[word] for word in found]] = 1
+        for word in words_of(" ".join(captions)):
+            if word in self.index:
+                tags[self.index[word]] = 1
         sample |= {"tokens": tokens, "mask_pos": mask_pos, "target": target}
         return sample | {"concept": concept, "tags": tags}
 
@@ -444,11 +502,11 @@ def collate(samples):
     """-> image uint8 (B, size, size, 3), jitter (B, 4), tokens (B, T), tags (B, K), mask_pos,
     target, concept (B,), attention_mask (B, T): False at padding
     """
-    tokens = [sample.pop("tokens") for sample in samples]
-    tokens = pad_sequence(tokens, batch_first=True, padding_value=-1)  # no token: for the mask
+    rows = [sample.pop("tokens") for sample in samples]
     batch = default_collate(samples)
-    batch["tokens"] = tokens.clamp(min=0)
-    batch["attention_mask"] = tokens >= 0
+    batch["tokens"] = pad_sequence(rows, batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    batch["attention_mask"] = torch.arange(max(lengths)) < lengths[:, None]
     return batch
 
 
@@ -582,8 +640,12 @@ class Tfm(nn.Module):
         text = z[:, -token_features.size(1) :]  # (B, T, d_w), after the H * W locations
         return at_mask(text, mask_pos)
 
+    def scores(self, vector, lm):
+        """A vector (B, d_w) of forward -> scores of all tokens (B, |V|), by BERT's own layer"""
+        return lm.mlm_head(vector)
+
     def join(self, features, token_features, attention_mask):
-        """-> Z = [X; W] (B, S, d_w), S = H * W + T; its attention mask (B, S)"""
+        """-> Z = [X; W] (B, S, d_w) with S = H * W + T; its attention mask (B, S)"""
         x = self.project(features.flatten(2).mT)  # (B, H * W, d_w)
         z = torch.cat([x, token_features.to(x.dtype)], 1)
         return z, F.pad(attention_mask, (x.size(1), 0), value=True)
@@ -597,8 +659,9 @@ def at_mask(states, mask_pos):
 class EncoderLayer(nn.Module):
     """Multi-head attention, then a feed-forward layer [App. E]; a head is as wide as the model
 
-    App. E names one residual connection, dropout and layer norm. Both parts have them, as in BERT,
-    and the hidden layer is 4 times as wide. [ours]
+    App. E names one residual connection, one dropout and one layer norm. Here attention and
+    feed-forward layer each have all three, as in BERT, whose hidden layer is also 4 times as wide.
+    [ours]
     """
 
     def __init__(self, width, heads):
@@ -628,8 +691,8 @@ class EncoderLayer(nn.Module):
         K = self.per_head(self.key(z))  # Eq. 13
         Q = self.per_head(self.query(z))
         V = self.per_head(self.value(z))
-        # Eq. 14: softmax(K Q^T / sqrt(d_w)) V. What the paper calls K is the usual query: row K_i
-        # attends to all Q_j.
+        # Eq. 14: softmax(K Q^T / sqrt(d_w)) V. The paper's K is what is usually called the query:
+        # row K_i attends to all Q_j.
         output = F.scaled_dot_product_attention(
             query=K, key=Q, value=V, attn_mask=mask[:, None, None]
         )
@@ -640,7 +703,7 @@ class EncoderLayer(nn.Module):
 
 
 class AttentionHead(nn.Module):
-    """One head of att: how well each location of the photo matches the caption [Sec. 3.2]."""
+    """One head of att: how well each location of the photo matches the caption [Sec. 3.2]"""
 
     def __init__(self, channels, width):
         super().__init__()
@@ -653,14 +716,24 @@ class AttentionHead(nn.Module):
         """X (B, H * W, d_x), W (B, T, d_w), attention_mask (B, T) -> s (B, H * W)"""
         x = F.relu(self.norm_x(self.sigma_x(x)))  # Eq. 3: (B, H * W, d_z)
         w = F.relu(self.norm_w(self.sigma_w(w)))  # (B, T, d_z)
-        with common.autocast(x.device, "off"):  # float32: long sums, then exponentials
+        with exact_float32(x.device):  # long sums, then exponentials
             scores = x.float() @ w.float().mT / math.sqrt(x.size(-1))  # S (B, H * W, T)
         scores = scores.masked_fill(~attention_mask[:, None], -math.inf)
         return scores.logsumexp(2)  # Eq. 4; [CLS] and [SEP] are among its tokens [ours]
 
 
+@contextmanager
+def exact_float32(device):
+    """Matrix products in float32: neither in half precision nor, on GPUs, in TF32"""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    with common.autocast(device, "off"):
+        yield
+    torch.set_float32_matmul_precision(precision)
+
+
 class AttFc(nn.Module):
-    """ICMLM-att-fc: the text says where to look, the features there name the word [Sec. 3.2]."""
+    """ICMLM-att-fc: the text says where to look, and the features there name the word [Sec. 3.2]"""
 
     def __init__(self, channels, width, layers, heads):
         super().__init__()
@@ -675,7 +748,8 @@ class AttFc(nn.Module):
         """X (B, H * W, d_x), W (B, T, d_w), attention_mask (B, T) -> p (B, H * W)"""
         scores = [head(x, token_features, attention_mask) for head in self.att]
         s = torch.stack(scores, -1)  # [s^1 | s^2 | ...]: (B, H * W, heads)
-        # Not nn.Linear, which autocast would round: the softmax needs float32. b_h cancels in it.
+        # Not nn.Linear, which autocast would round; the softmax, in which b_h cancels, needs
+        # float32.
         s = (s * self.sigma_h).sum(-1) + self.b_h
         return s.softmax(1)  # Eq. 5: p_att
 
@@ -686,23 +760,27 @@ class AttFc(nn.Module):
         pooled = p[:, None].to(x.dtype) @ x  # Eq. 5: x^ = X^T p, (B, 1, d_x)
         return self.fc(pooled.squeeze(1))
 
+    def scores(self, vector, lm):
+        """fc(x^) (B, d_w) of forward -> scores of all tokens (B, |V|)"""
+        return vector @ lm.token_embeddings.T  # Eq. 6: v_k = fc(x^)^T V_k
+
 
 # ----------------------------------------------------------------------- masked token prediction
 
 
 @torch.no_grad()
 def validate(model, lm, triplets, args, device, num_triplets):
-    """Losses, and masked token prediction [Tab. 1] of random triplets -> entries of result.json
+    """Losses, and masked token prediction [Tab. 1] of random triplets -> content of result.json
 
-    "validation_loss": {"mlm": Eqs. 6, 7, "tp": Eq. 2; the paper chose lambda by it [App. B]};
-    "masked_words": number of triplets; top1, top5... with the photo; with another triplet's, which
-    is what the head predicts without seeing the right one [ours]; by the language model alone
+    "validation": {"mlm": Eqs. 6, 7, "tp": Eq. 2; the paper chose lambda by it [App. B]};
+    "masked_words": the number of triplets, and top1, top5... with the photo; with the photo of
+    another triplet, which is what the head predicts without seeing the right one [ours]; by the
+    language model alone.  num_triplets: None for all
     """
-    V = lm.token_embeddings
-    was_training = model.backbone.training  # not while it is frozen
+    backbone_trains = model.backbone.training  # not while it is frozen
     model.eval()
     order = np.random.default_rng(args.seed).permutation(len(triplets))
-    chosen = Subset(triplets, order[:num_triplets].tolist())  # None: all
+    chosen = Subset(triplets, order[:num_triplets].tolist())
     mlm, tp, ranks, concepts = 0, 0, defaultdict(list), []
     for batch in common.load_batches(chosen, collate, args, device):
         mask, mask_pos = batch["attention_mask"], batch["mask_pos"]
@@ -710,12 +788,12 @@ def validate(model, lm, triplets, args, device, num_triplets):
         with common.autocast(device, args.amp):
             W = lm(batch["tokens"], mask)
             features = model.backbone(common.augment(batch["image"])).float()
-        # From here on in float32: in half precision many tokens tie for the best.
+        # From here on in float32, because in half precision many tokens tie for the best.
         another_photo = features.roll(1, 0)  # of the triplet before; they are in random order
         logits = {}
         for name, x in (("with the photo", features), ("with another photo", another_photo)):
             vector = model.head(x, W, mask, mask_pos)
-            logits[name] = lm.mlm_head(vector) if args.head == "tfm" else vector @ V.T
+            logits[name] = model.head.scores(vector, lm)
         logits["language model alone"] = lm.mlm_head(at_mask(W, mask_pos))
         ratio = len(target) / len(chosen)
         mlm += ratio * F.cross_entropy(logits["with the photo"], target).item()
@@ -723,17 +801,17 @@ def validate(model, lm, triplets, args, device, num_triplets):
         for name in logits:
             ranks[name].append(target_ranks(logits[name], target))
         concepts += batch["concept"].tolist()
-    model.train()
-    model.backbone.train(was_training)
+    freeze_backbone(model, frozen=not backbone_trains)
 
     loss = {"mlm": round(mlm, 4), "tp": round(tp, 4)}
     print_main(f"validation loss: {loss}")
-    parts = np.array(list(triplets.concepts.values()))[concepts]  # of speech
-    result = {"triplets": len(parts)}
+    part_of_concept = np.array(list(triplets.concepts.values()))
+    parts_of_speech = part_of_concept[concepts]  # (N,)
+    words = {"triplets": len(concepts)}
     for name, rows in ranks.items():
-        result[name] = accuracies(torch.cat(rows).cpu().numpy(), parts)
-        print_main(f"masked words, {name}: {result[name]}")
-    return {"validation_loss": loss, "masked_words": result}
+        words[name] = accuracies(torch.cat(rows).cpu().numpy(), parts_of_speech)
+        print_main(f"masked words, {name}: {words[name]}")
+    return {"validation": loss, "masked_words": words}
 
 
 def target_ranks(logits, target):
@@ -742,11 +820,11 @@ def target_ranks(logits, target):
     return (~lower).sum(1) - 1
 
 
-def accuracies(ranks, parts):
+def accuracies(ranks, parts_of_speech):
     """ranks (N,), from 0, and parts of speech (N,) of masked tokens -> {"top1": percent, ...}"""
     correct = {"top1": ranks <= 0, "top5": ranks <= 4}
-    for part in np.unique(parts):
-        correct[f"{part} top1"] = ranks[parts == part] <= 0
+    for part in np.unique(parts_of_speech):
+        correct[f"{part} top1"] = ranks[parts_of_speech == part] <= 0
     return {name: round(100 * float(hits.mean()), 2) for name, hits in correct.items()}
 
 

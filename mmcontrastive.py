@@ -3,15 +3,15 @@
 Yuan, Lin, Kuen, Zhang, Wang, Maire, Kale, Faieta. Multimodal Contrastive Training for Visual
 Representation Learning. CVPR 2021.
 
-Two views of a photo should be more similar than views of different photos (Eq. 3, as in MoCo-v2),
-and so should two paraphrases of a caption (Eq. 8), a photo and its caption (Eqs. 11, 14), and
-photos with common tags (Eq. 5). A query is compared with its own key and with a queue of earlier
-keys; momentum encoders compute the keys. Similarities within a modality and between modalities are
+Two views of a photo should be more similar than views of different photos (Eq. 3, as in MoCo), and
+so should two paraphrases of a caption (Eq. 8), a photo and its caption (Eqs. 11, 14), and photos
+with common tags (Eq. 5). A query is compared with its own key and with a queue of earlier keys,
+which momentum encoders have computed. Similarities within a modality and between modalities are
 measured in separate spaces, each with its own MLPs [Sec. 3.2].
 
     laptop        python mmcontrastive.py
     own photos    python mmcontrastive.py --data photos.jsonl
-    MoCo-v2       python mmcontrastive.py --data coco --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 \\
+    MoCo          python mmcontrastive.py --data coco --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 \\
                       --lambda-tag 0
     for COCO      python tools/backtranslate.py --data coco \\
                       --output runs/mmcontrastive-coco/backtranslations.jsonl   (once)
@@ -24,17 +24,18 @@ Where the paper is:
     Eqs. 1, 6, 9, 12, queries                MultimodalContrastive.forward
     Eqs. 2, 7, 10, 13, keys                  MultimodalContrastive.encode_keys
     momentum encoders, queues [Sec. 3.1]     update_momentum, Queue
-    Eqs. 3, 8, of two views                  contrastive_losses
-    Eqs. 4, 5, of common tags                tag_loss; extras/nouns.py
+    Eqs. 3, 8, two views                     contrastive_losses
+    Eqs. 4, 5, common tags                   tag_loss; extras/nouns.py
     Eqs. 11, 14, between the modalities      ranking_loss
-    Eq. 15, their weighted sum               main
+    Eq. 15, the weighted sum of the losses   main
     views of photos and captions [Sec. 4.1]  TwoViews
     retrieval without fine-tuning [Tab. 7]   validate
 
-What to expect: the losses start near 0 and rise while the queues fill, because empty slots do not
-count: `ii` and `cc` towards ln(K + 1), `ic` and `ci` towards K times the margin. Then they fall. A
-run ends with retrieval scores from photos to captions and back (Tab. 7). See docs/logs, and, if
-photos are few, docs/mmcontrastive.md: some settings must fit together.
+What to expect: the losses start near 0 and rise while the queues fill, because empty slots are left
+out: `ii` and `cc` towards ln(K + 1), `ic` and `ci` towards K times the margin. Then they fall. Each
+validation measures retrieval from photos to captions and back (Tab. 7). A finished run is in
+docs/logs/mmcontrastive. If photos are few, read docs/mmcontrastive.md: some settings only work
+together.
 """
 
 import argparse
@@ -53,7 +54,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 import common
-from common import count, fail, fraction, positive, print_main, progress, share, weight, whole
+from common import fail, print_main, progress
 
 # fmt: off
 RECIPES = {  #           demo        small       paper      (demo, small [ours])
@@ -66,9 +67,9 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "caption_views":    ("sibling",  "sibling",  "backtranslation"),    # Sec. 4.1
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 4.1
     "lm_iters":         (0,          2000,       0),                    # [ours]
-    "lm_layers":        (2,          4,          None),                 # of scratch; None: as
-    "lm_width":         (128,        256,        None),                 # bert-base-uncased
-    "dropout":          (0.0,        0.1,        0.1),                  # of scratch; BERT: 0.1
+    "lm_layers":        (2,          4,          None),                 # of scratch; None means
+    "lm_width":         (128,        256,        None),                 # as bert-base-uncased
+    "dropout":          (0.0,        0.1,        0.1),                  # of scratch; BERT has 0.1
     "mlp_hidden":       (512,        1024,       2048),                 # Sec. 4.1
     "queue":            (256,        512,        32_768),               # Sec. 4.1
     "momentum":         (0.993,      0.998,      0.999),                # Sec. 4.1
@@ -88,6 +89,7 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "warmup":           (0.05,       0.1,        0.0),
     "weight_decay":     (1e-2,       1e-2,       1e-4),                 # Sec. 4.1
     "log_every":        (10,         20,         20),
+    "validate_every":   (1000,       1000,       5000),
     "checkpoint_every": (200,        500,        2000),
 }
 # fmt: on
@@ -104,71 +106,101 @@ def get_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
-    add("--data", default="shapes", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
-    add("--recipe", choices=common.RECIPE_NAMES, help="demo (shapes), small (.jsonl) or paper")
-    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
-    add("--train-split", help="default train2017 for coco, else train")
-    add("--val-split", help="default val2017 for coco, else val")
-    add("--tags", choices=TAGS, help="those of --data, or nouns of the captions [Sec. 4.1, 4.4]")
-    add("--workers", type=whole, default=min(8, os.cpu_count() // 2),
-        help="more if data_wait > 0.05")
+    add("--data", default="shapes",
+        help="shapes (built in), coco, vg, the path of a .jsonl file, or a folder of shards")
+    add("--recipe", choices=common.RECIPE_NAMES,
+        help="the defaults listed below: demo (for shapes), small (for a .jsonl) or paper")
+    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its own folder)")
+    add("--train-split", help="split for training (default train2017 for coco, else train)")
+    add("--val-split", help="split for validation (default val2017 for coco, else val)")
+    add("--tags", choices=TAGS, help="tags of --data, or nouns of the captions [Sec. 4.1, 4.4]")
+    add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count() // 2),
+        help="processes that load photos; raise it if data_wait exceeds 0.05")
 
     add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
-    add("--image-size", type=count, help="crop side in pixels; cost grows with its square")
-    add("--crop-min", type=share, help="smallest fraction of a photo's area in a crop")
-    add("--colour-jitter", type=weight, help="strength; lower it if captions name colours")
+    add("--image-size", type=common.positive_int,
+        help="side of the crops in pixels; the cost grows with its square")
+    add("--crop-min", type=common.fraction_above_0,
+        help="smallest crop, as a fraction of the photo's area")
+    add("--colour-jitter", type=common.non_negative,
+        help="strength of the colour jitter; lower it if captions name colours")
     add("--greyscale", type=common.probability, help="probability of turning a view grey")
     add("--blur", type=common.probability, help="probability of blurring a view")
     add("--moco-v1", action="store_true", help="use MoCo v1's colour jitter, and no blur")
-    add("--caption-views", choices=CAPTION_VIEWS, help="the second view of the caption: see source")
+    add("--caption-views", choices=CAPTION_VIEWS, help="second view of a caption: itself, "
+        "another caption of the photo (sibling), or a back-translation")
     add("--backtranslations", help="file that tools/backtranslate.py wrote (default: in --output)")
 
     add = parser.add_argument_group("model [Sec. 4.1]").add_argument
-    add("--arch", choices=ARCHS, help="backbone; take resnet18 for small data or a CPU")
-    add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
-    add("--lm", help="caption encoder: BERT from the hub or a folder; scratch: random weights")
-    add("--lm-iters", type=whole, help="iterations in which --lm scratch first learns words")
-    add("--mlp-hidden", type=whole, help="hidden width of the MLPs; 0: linear, as MoCo v1")
-    add("--intra-dim", type=whole, default=128, help="width of the space of one modality")
-    add("--inter-dim", type=count, default=1024, help="width of the common space")
-    add("--queue", type=count, help="K, the keys in a queue; lower it for few photos")
-    add("--momentum", type=fraction, help="m, from 0 to below 1; lower it for short runs")
-    add("--bn-splits", type=count, help="groups of shuffled batch norm; 1 gives keys away")
+    add("--arch", choices=ARCHS,
+        help="architecture of the backbone; resnet18 suits few photos or a CPU")
+    add("--init",
+        help="weights to start from: a backbone, a checkpoint.pth (with its heads), or imagenet")
+    add("--lm", help="caption encoder: a BERT from the hub or a folder, or scratch: random weights")
+    add("--lm-iters", type=common.non_negative_int,
+        help="iterations of training --lm scratch on the captions alone, before all else")
+    add("--mlp-hidden", type=common.non_negative_int,
+        help="hidden width of the MLPs; with 0 they are linear, as in MoCo v1")
+    add("--intra-dim", type=common.non_negative_int, default=128,
+        help="width of a modality's own space; 0: one space for all [Sec. 4.4]")
+    add("--inter-dim", type=common.positive_int, default=1024,
+        help="width of the common space of photos and captions")
+    add("--queue", type=common.positive_int, help="K, the keys in a queue; lower it for few photos")
+    add("--momentum", type=common.fraction_below_1,
+        help="m, the momentum of the key encoders; lower it for short runs")
+    add("--bn-splits", type=common.positive_int, help="groups of a batch with their own batch-norm "
+        "statistics; with 1 a query can recognise its key")
 
     add = parser.add_argument_group("losses and their weights [Sec. 4.1]").add_argument
-    add("--lambda-ii", type=weight, help="weight of Eq. 3, photo to photo")
-    add("--lambda-tag", type=weight, help="weight of Eq. 5, photos with common tags")
-    add("--lambda-cc", type=weight, default=1.0, help="weight of Eq. 8, caption to caption")
-    add("--lambda-ic", type=weight, help="weight of Eq. 11; raise it for short queues")
-    add("--lambda-ci", type=weight, help="weight of Eq. 14; raise it for short queues")
-    add("--temperature", type=positive, default=0.07, help="tau of Eqs. 3, 5, 8")
-    add("--tag-threshold", type=weight, help="epsilon of Eq. 4; 0 if photos have few tags")
+    add("--lambda-ii", type=common.non_negative, help="weight of Eq. 3, photo to photo")
+    add("--lambda-tag", type=common.non_negative, help="weight of Eq. 5, photos with common tags")
+    add("--lambda-cc", type=common.non_negative, default=1.0,
+        help="weight of Eq. 8, caption to caption")
+    add("--lambda-ic", type=common.non_negative,
+        help="weight of Eq. 11, photo to caption; raise it if the queue is short")
+    add("--lambda-ci", type=common.non_negative,
+        help="weight of Eq. 14, caption to photo; raise it if the queue is short")
+    add("--temperature", type=common.positive, default=0.07, help="tau of Eqs. 3, 5 and 8")
+    add("--tag-threshold", type=common.non_negative,
+        help="epsilon of Eq. 4; lower it to 0 if photos have few tags")
 
     add = parser.add_argument_group("optimisation").add_argument
-    add("--batch-size", type=count, help="photos per iteration over all processes")
-    add("--iters", type=count, help="training iterations; scale them with the data")
-    add("--epochs", type=positive, help="instead of --iters: passes over the data")
-    add("--lr", type=positive, help="peak rate of the backbone; lower if the loss is not finite")
-    add("--text-lr", type=weight, help="rate of the caption encoder; 4e-5 suits a pretrained BERT")
-    add("--warmup", type=fraction, help="of the learning rate, as a fraction of training")
-    add("--steps", type=fraction, nargs="+", help="lr / 10 after these fractions; MoCo v1: 0.6 0.8")
-    add("--weight-decay", type=weight, help="raise it if photos are few")
+    add("--batch-size", type=common.positive_int, help="photos per iteration, over all processes")
+    add("--iters", type=common.positive_int, help="training iterations; raise them with the data")
+    add("--epochs", type=common.positive, help="passes over the photos, instead of --iters")
+    add("--lr", type=common.positive,
+        help="peak learning rate of the backbone; lower it if the loss is not finite")
+    add("--text-lr", type=common.non_negative,
+        help="peak learning rate of the caption encoder; 4e-5 suits a pretrained BERT")
+    add("--warmup", type=common.fraction_below_1,
+        help="length of the learning rate's warm-up, as a fraction of training")
+    add("--steps", type=common.fraction_below_1, nargs="+",
+        help="divide the rates by 10 after these fractions of training; MoCo v1: 0.6 0.8")
+    add("--weight-decay", type=common.non_negative, help="weight decay; raise it if photos are few")
 
     add = parser.add_argument_group("run").add_argument
-    add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--seed", type=whole, default=0, help="random seed")
-    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
-    add("--accumulate", type=count, default=1, help="micro-batches per batch, if memory is short")
-    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=count, help="iterations between lines of metrics.jsonl")
-    add("--checkpoint-every", type=count, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=count, help="iterations between model_N.pth (early stopping)")
+    add("--output",
+        help="folder in which the same command resumes (default runs/SCRIPT or runs/SCRIPT-DATA)")
+    add("--seed", type=common.non_negative_int, default=0, help="seed of all random numbers")
+    add("--amp", choices=("bf16", "fp16", "off"),
+        help="mixed precision (default bf16 if the device supports it, else off)")
+    add("--accumulate", type=common.positive_int, default=1,
+        help="split each batch into this many micro-batches, if memory is short")
+    add("--compile", action="store_true",
+        help="use torch.compile, which starts slowly but is faster on GPUs")
+    add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
+    add("--validate-every", type=common.positive_int, help="iterations between validations")
+    add("--checkpoint-every", type=common.positive_int,
+        help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=common.positive_int,
+        help="also keep a model_N.pth every N iterations, to choose the best later")
     # fmt: on
     args = parser.parse_args(argv)
     common.apply_recipe(args, "mmcontrastive", RECIPES)
     if args.moco_v1:
         args.blur = 0.0
-    if bool(args.lambda_ic) != bool(args.lambda_ci):  # one alone leaves its keys untrained
+    if bool(args.lambda_ic) != bool(args.lambda_ci):
+        # With only one of them, the encoder of its keys would not be trained.
         parser.error("--lambda-ic and --lambda-ci go together: give both, or 0 for both")
     return args
 
@@ -177,25 +209,29 @@ def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    init = {} if checkpoint else common.read_init(args)
+    init = {} if checkpoint else common.read_init(args)  # what --init names
 
-    # Data: some photos may have no captions or no tags [Sec. 3.2, end].
+    # Data: photos, some of which may have no captions or no tags [Sec. 3.2, end].
     bn_group = batchnorm_group(args)
-    tagged = args.lambda_tag and args.tags == "annotated"
-    annotated = common.caption_data(args.data, args.root, args.train_split, tagged)
-    common.begin_run(args, checkpoint, annotated.columns())
-    train, num_tags = usable_photos(args, annotated)
+    tags = args.lambda_tag and args.tags == "annotated"
+    train = common.caption_data(args.data, args.root, args.train_split, tags)
+    train, num_tags = usable_photos(args, train)
     translations = read_backtranslations(args, train)
-    if args.lambda_ic:  # retrieval is measured at the end
-        val = common.caption_data(args.data, args.root, args.val_split)
+    val = train.select([])  # only retrieval is validated, which needs Eqs. 11 and 14
+    if args.lambda_ic:
+        val = retrieval_photos(common.caption_data(args.data, args.root, args.val_split), args.seed)
+    translated = common.fingerprint(train.images, *translations)
+    common.begin_run(args, checkpoint, train.checksum(), val.checksum(), translated)
     queue_size = fit_queue(args, len(train))
-    tokenizer, config, pretrained = load_caption_model(args, init, train.all_captions(), device)
-    iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
-    print_main(f"{len(train)} photos, {num_tags} tags, queues of {queue_size} keys, {iters} "
-               f"iterations at lr {args.lr:g}, text lr {args.text_lr:g}, on {device}, amp "
-               f"{args.amp}, into {args.output}")  # fmt: skip
+    captions = train.all_captions()
+    tokenizer, config, pretrained = load_caption_model(args, checkpoint, init, captions, device)
+    photos = TwoViews(train, translations, args)
+    iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
+    print_main(f"{len(photos)} photos ({len(val)} for validation), {num_tags} tags, queues of "
+               f"{queue_size} keys, caption encoder at lr {args.text_lr:g}")  # fmt: skip
+    print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
 
-    # Encoders, momentum encoders, queues and optimizer, restored where an earlier run stopped.
+    # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
     encoders = build_encoders(args, config, bn_group)
     backbone = encoders["image"].trunk[0]
@@ -204,6 +240,10 @@ def main(args):
     common.load_init(init, nn.ModuleDict({"queries": encoders}), backbone)
     model = MultimodalContrastive(encoders, queue_size, num_tags)
     model.to(device, memory_format=torch.channels_last)
+    if args.compile:
+        model.queries["image"].trunk.compile()
+        model.keys["image"].trunk.compile()
+    ddp = common.data_parallel(model).train()
     groups = [
         {"params": encoders["image"].trunk.parameters()},
         {"params": encoders["image"].mlps.parameters(), "lr": args.head_lr},
@@ -212,28 +252,26 @@ def main(args):
         groups += [{"params": encoders["caption"].parameters(), "lr": args.text_lr}]
     optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    done = common.restore(args, checkpoint, iters, parts)
-    if args.compile:
-        for encoder in model.queries["image"], model.keys["image"]:
-            encoder.trunk.compile()
-    ddp = common.data_parallel(model).train()
+    state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    done = common.restore(args, checkpoint, iters, state)
 
-    photos = TwoViews(train, translations, args)
+    lambdas = {"ii": args.lambda_ii, "tag": args.lambda_tag, "cc": args.lambda_cc,
+               "ic": args.lambda_ic, "ci": args.lambda_ci}  # fmt: skip
     batches = common.train_batches(photos, partial(collate, tokenizer), args, device, done)
     log = common.Log(args, checkpoint)
     bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
-        lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)  # [Sec. 4.1]
-        common.set_lr(optimizer, lr_scale)
-        optimizer.zero_grad()
-        update_momentum(model.queries, model.keys, args.momentum)
+        # Learning rates: warm-up [ours], then cosine decay or steps [Sec. 4.1], set anew for each
+        # iteration [ours]; MoCo's code sets them for each epoch
+        decay = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
+        common.set_lr(optimizer, decay)
 
-        # The keys of all micro-batches at once: they need no gradient, and shuffled batch norm sees
-        # the whole batch. (From here on dropout continues from the last micro-batch's seed.)
-        asked = time.perf_counter()
+        # Keys, by the momentum encoders [Sec. 3.1]: of the whole batch, because shuffled batch norm
+        # needs all photos and there is no gradient. Dropout has the last micro-batch's seed.
+        update_momentum(model.queries, model.keys, args.momentum)
+        started = time.perf_counter()
         micro_batches = [next(batches) for _ in range(args.accumulate)]
-        log.waited += time.perf_counter() - asked
+        log.waited += time.perf_counter() - started
         images_k = torch.cat([augment_view(batch, 1, args) for batch in micro_batches])
         captions_k = [batch.get("captions_k") for batch in micro_batches]
         with common.autocast(device, args.amp):  # {"image_intra": (B, 128), ...}
@@ -241,34 +279,42 @@ def main(args):
         for name in "tags", "captioned":  # (B, num_tags) of 0 and 1, (B,)
             keys[name] = torch.cat([batch[name] for batch in micro_batches])
 
-        for part, batch in enumerate(micro_batches):
-            # DDP averages the gradients of all processes, once: after the last micro-batch.
+        # Gradients: --accumulate micro-batches, averaged over all processes after the last one
+        optimizer.zero_grad()
+        for part in range(args.accumulate):
+            batch = micro_batches[part]
             ddp.require_backward_grad_sync = part == args.accumulate - 1
-            images_q = augment_view(batch, 0, args)  # (B, 3, h, w)
+            images = augment_view(batch, 0, args)  # (B, 3, h, w)
             with common.autocast(device, args.amp):
-                queries = ddp(images_q, batch.get("captions_q"))
+                queries = ddp(images, batch.get("captions_q"))
             own_keys = {name: key.chunk(args.accumulate)[part] for name, key in keys.items()}
             losses = contrastive_losses(queries, own_keys, model.queues, args)
-            # Eq. 15: lambda_ii J_ii + lambda_tag J_tag + ..., of the losses in use
-            loss = sum(getattr(args, f"lambda_{name}") * losses[name] for name in losses)
+            loss = sum(lambdas[name] * losses[name] for name in losses)  # Eq. 15
             scaler.scale(loss / args.accumulate).backward()
             log.add(loss=loss, **losses)
+
+        # Step, after which the keys enter the queues
         scaler.step(optimizer)
         scaler.update()
         model.enqueue(keys, iteration)
 
-        if iteration % args.log_every == 0:
-            row = log.means()
-            row |= {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
+        # Log, validate, save
+        last = iteration == iters
+        validating = last or iteration % args.validate_every == 0
+        if validating or iteration % args.log_every == 0:
+            row = {**log.means(), "lr": args.lr * decay}
+            row["text_lr"] = args.text_lr * decay
             bar.set_postfix(loss=f"{row['loss']:.3f}")
+            if validating and common.is_main():
+                result = validate(model.queries, val, tokenizer, args, device)
+                row |= {f"validation_{name}": x for name, x in result["validation"].items()}
+                # Before the checkpoint: a run that has ended has its result.
+                common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if iteration == iters and common.is_main():
-            scores = validate(model.queries, val, tokenizer, args, device) if args.lambda_ic else {}
-            common.save(f"{args.output}/result.json", scores)
+        if last or iteration % args.checkpoint_every == 0:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, state)
         if args.keep_every and iteration % args.keep_every == 0:
             common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
-        if iteration % args.checkpoint_every == 0 or iteration == iters:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, parts)
 
     common.end_run(args, backbone)  # eval_linear.py says what the backbone is worth
 
@@ -277,8 +323,9 @@ def main(args):
 
 
 def usable_photos(args, data):
-    """-> CaptionData of photos that a loss can use, of which only Eqs. 3 and 5 take those without
-    a caption [Sec. 3.2, end]; the number of tags in Eq. 5
+    """-> CaptionData of the photos that a loss can use; the number of tags in Eq. 5
+
+    Only Eqs. 3 and 5 can use photos without a caption [Sec. 3.2, end].
     """
     num_tags = 0
     if args.lambda_tag:
@@ -287,19 +334,30 @@ def usable_photos(args, data):
         if any(data.tags):
             num_tags = len(data.tag_names)
         else:
-            print_main("no photo has tags: Eq. 5 is left out (--tags nouns finds some in captions)")
+            print_main("no photo has tags, so Eq. 5 is left out (--tags nouns takes them from the "
+                       "captions)")  # fmt: skip
     if (args.lambda_cc or args.lambda_ic) and not any(data.captions):
-        fail("no photo has a caption: with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 photos are "
-             "enough (MoCo-v2)")  # fmt: skip
+        fail("no photo has a caption: give --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 to train on "
+             "photos alone, as MoCo does")  # fmt: skip
     if args.lambda_ii or num_tags:
         return data, num_tags
     if not args.lambda_ic:
-        fail("--lambda-ii, --lambda-tag, --lambda-ic are 0: nothing trains the backbone")
+        fail("--lambda-ii, --lambda-tag and --lambda-ic are 0, so nothing trains the backbone")
     return data.captioned(), 0
 
 
+def retrieval_photos(data, seed):
+    """Validation photos that have a caption, RETRIEVAL_IMAGES at most -> CaptionData"""
+    if not any(data.captions):
+        print_main("no validation photo has a caption, so retrieval is not measured")
+        return data.select([])
+    data = data.captioned()
+    chosen = np.random.default_rng(seed).permutation(len(data))[:RETRIEVAL_IMAGES]
+    return data.select(np.sort(chosen))
+
+
 def read_backtranslations(args, data):
-    """-> captions via French and via German, each like data.captions; [] if they are not used"""
+    """-> two lists like data.captions, via French and via German; [] if they are not used"""
     if args.caption_views != "backtranslation" or not (args.lambda_cc or args.lambda_ic):
         return []
     path = args.backtranslations or f"{args.output}/backtranslations.jsonl"
@@ -307,8 +365,8 @@ def read_backtranslations(args, data):
     rows = {row["caption"]: row for row in map(json.loads, lines)}
     missing = {*data.all_captions()} - rows.keys()
     if missing:
-        fail(f"{len(missing)} captions have no back-translation in {path}: tools/backtranslate.py "
-             "writes them; --caption-views sibling needs none")  # fmt: skip
+        fail(f"{len(missing)} captions have no back-translation in {path}: "
+             "tools/backtranslate.py writes them; --caption-views sibling needs none")  # fmt: skip
 
     def translate(caption, by):
         return common.one_line(rows[caption][by]) or caption
@@ -322,17 +380,18 @@ def read_backtranslations(args, data):
 def fit_queue(args, num_photos):
     """K: a multiple of the batch, at most one key per photo [ours]
 
-    The p-th query of an epoch meets p keys of this epoch and, while p < K, also K - p of the epoch
-    before. An older key of its own photo is among these, as a negative, with a chance of
-    (K - p) / N: over all N queries, for (K / N)^2 / 2 of them, 4% on COCO and half at K = N.
+    At the start of an epoch the queue still holds keys of the epoch before, among them perhaps an
+    older key of the query's own photo, which would count as a negative. This happens to
+    (K / N)^2 / 2 of the queries for N photos: 4% on COCO, half if K = N.
     """
     size = min(args.queue, num_photos) // args.batch_size * args.batch_size
     if not size:
         fail(f"--queue {args.queue} or {num_photos} photos are fewer than a batch of "
              f"{args.batch_size}: lower --batch-size")  # fmt: skip
     if size != args.queue:
-        print_main(f"queues of {size} keys instead of {args.queue}: a multiple of the batch, at "
-                   "most one per photo; raise --lambda-ic, --lambda-ci as 1 / K")  # fmt: skip
+        print_main(f"the queues have {size} keys instead of {args.queue}: a multiple of the batch, "
+                   "and at most one key per photo. --lambda-ic and --lambda-ci should grow as "
+                   "1 / K")  # fmt: skip
     return size
 
 
@@ -340,7 +399,10 @@ def fit_queue(args, num_photos):
 
 
 class TwoViews(common.Photos):
-    """Two views of a photo and of a caption: 0, a query, and 1, a key; in validation the centre"""
+    """Two views of a photo and of a caption, for a query and for a key; in validation the centre
+
+    translations: of read_backtranslations
+    """
 
     def __init__(self, data, translations, args):
         super().__init__(data, args)
@@ -361,24 +423,31 @@ class TwoViews(common.Photos):
         jitter[grey, 2:] = 0  # saturation 0, so that there is no hue to rotate
         blurred = rng.random(2) < args.blur
         sigma = blurred * rng.uniform(0.1, 2.0, 2) * args.image_size / 224  # MoCo-v2; scale [ours]
-        flipped = np.flatnonzero(rng.random(2) < 0.5)
-        captions = self.two_captions(index, rng)
-        for n in flipped:
-            images[n] = images[n][:, ::-1]
-            # Photo 0, a query, meets caption 1, a key (Eq. 11), and photo 1 caption 0 (Eq. 14), in
-            # which left and right are swapped. [ours: the two captions of Eq. 8 may then disagree]
-            captions[1 - n] = common.swap_left_right(captions[1 - n])
+        flip_q, flip_k = rng.random(2) < 0.5
+        photo_q, photo_k = images
+        caption_q, caption_k = self.two_captions(index, rng)
+        # Left and right follow the photo that a caption is compared with: photo q meets caption k
+        # (Eq. 11), photo k meets caption q (Eq. 14). [ours: those of Eq. 8 may then disagree]
+        if flip_q:
+            photo_q = photo_q[:, ::-1]
+            caption_k = common.swap_left_right(caption_k)
+        if flip_k:
+            photo_k = photo_k[:, ::-1]
+            caption_q = common.swap_left_right(caption_q)
         return {
-            "images": np.stack(images),
+            "images": np.stack([photo_q, photo_k]),
             "jitter": jitter,
             "sigma": sigma,
-            "captions": captions,
-            "captioned": any(captions),
+            "captions": [caption_q, caption_k],
+            "captioned": bool(caption_q),
             "tags": np.isin(self.data.tag_names, self.data.tags[index]),
         }
 
     def two_captions(self, index, rng):
-        """Of one caption [Sec. 3.1], the first is itself [ours]; ["", ""] if there is no caption"""
+        """Two views of a random caption: itself [ours], and what --caption-views says [Sec. 3.1]
+
+        -> [query, key], or ["", ""] if the photo has no caption
+        """
         captions = self.data.captions[index]
         if not captions:
             return ["", ""]
@@ -410,7 +479,7 @@ def tokenize(tokenizer, captions):
 
 
 def augment_view(batch, n, args):
-    """View 0 (of queries) or 1 (of keys) of the photos -> (B, 3, size, size)"""
+    """View 0 (for queries) or 1 (for keys) of the photos -> (B, 3, size, size)"""
     jitter = batch["jitter"][:, n].float()
     images = common.augment(batch["images"][:, n], jitter)
     if args.blur == 0:
@@ -435,16 +504,16 @@ def blur(images, sigma):
 def build_encoders(args, bert_config=None, bn_group=math.inf):
     """-> {"image": Encoder, "caption": Encoder (if there is a bert_config)}
 
-    Spaces that no loss may use have no MLP. The paper writes Phi_ik in both Eq. 7 and Eq. 10 for
-    two MLPs that it calls distinct: caption_intra and caption_inter of the momentum encoder.
-    bn_group: of SplitBatchNorm
+    A space exists if a loss with a weight above 0 needs it: see contrastive_losses. The paper
+    writes Phi_ik in both Eq. 7 and Eq. 10 for two MLPs that it calls distinct: caption_intra and
+    caption_inter of the momentum encoder.  bn_group: of SplitBatchNorm
     """
     image_dims, caption_dims = {}, {}
-    if args.lambda_ii or args.lambda_tag:
+    if args.lambda_ii or args.lambda_tag:  # Eqs. 3, 5
         image_dims["image_intra"] = args.intra_dim  # Eqs. 1, 2
-    if args.lambda_cc:
+    if args.lambda_cc:  # Eq. 8
         caption_dims["caption_intra"] = args.intra_dim  # Eqs. 6, 7
-    if args.lambda_ic:
+    if args.lambda_ic:  # Eqs. 11, 14
         image_dims["image_inter"] = args.inter_dim  # Eqs. 9, 13
         caption_dims["caption_inter"] = args.inter_dim  # Eqs. 12, 10
     norm_layer = partial(SplitBatchNorm, group=bn_group)
@@ -486,7 +555,10 @@ def build_mlp(width, hidden, dim):
 
 
 class CaptionTrunk(nn.Module):
-    """The pooled output of BERT [Sec. 4.1], of others the first token's: `tokenize` -> (B, d)"""
+    """What `tokenize` returns -> BERT's pooled output (B, d) [Sec. 4.1]
+
+    A language model without a pooler gives its vector of the first token [ours].
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -503,11 +575,14 @@ class CaptionTrunk(nn.Module):
         return output.last_hidden_state[:, 0] if pooled is None else pooled
 
 
-def load_caption_model(args, init, captions, device):
-    """-> tokenizer, configuration of BERT, where its weights are (None: random, or in --init)"""
+def load_caption_model(args, checkpoint, init, captions, device):
+    """-> tokenizer, configuration of BERT, where its weights are (None: random, or in --init)
+
+    A new run writes tokenizer and configuration into OUTPUT/caption_model.
+    """
     if not (args.lambda_cc or args.lambda_ic):
         return None, None, None
-    folder = Path(args.output, "caption_model")  # keeps tokenizer and configuration
+    folder = Path(args.output, "caption_model")
     source = weights = args.lm
     if any(name.startswith("queries.caption.") for name in init.get("model", ())):
         source, weights = Path(args.init).parent / "caption_model", None
@@ -515,29 +590,30 @@ def load_caption_model(args, init, captions, device):
         weights = folder if args.lm_iters else None  # a small BERT, which may be trained first
         if not (args.lm_layers or args.lm_iters):
             source = "bert-base-uncased"  # "Ours (scratch)" of Tab. 1
-
-    def make(folder):
+    if common.is_main() and not checkpoint:  # once, for all processes
         if source == "scratch":
-            parts = common.extra("small_bert").of_flags(args, captions, folder, device)
+            common.extra("small_bert").make_caption_model(folder, args, captions, device)
         else:
-            parts = read_caption_model(source)
-        for part in parts:
-            part.save_pretrained(folder)
-
-    common.once(args, folder.name, make)
+            for part in read_caption_model(source):
+                part.save_pretrained(folder)
+    common.barrier()
     tokenizer, config = read_caption_model(folder)
     if args.lm == "scratch":
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
+
     some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
-    cut = sum(len(tokens) > MAX_TOKENS for tokens in tokenizer(some)["input_ids"])
+    rows = tokenizer(some, add_special_tokens=False)["input_ids"]
+    unknown = sum(row.count(tokenizer.unk_token_id) for row in rows)
+    common.check_known(unknown, sum(map(len, rows)), "the captions")
+    cut = sum(len(row) > MAX_TOKENS - 2 for row in rows)  # [CLS] and [SEP] are added
     if cut > 0.01 * len(some):
-        print_main(f"{cut} of {len(some)} captions exceed {MAX_TOKENS} tokens: ends are not read")
+        print_main(f"{cut} of {len(some)} captions are cut at {MAX_TOKENS} tokens")
     return tokenizer, config, weights
 
 
 def read_caption_model(source):
     """source: a name on the hub, or a folder -> tokenizer, configuration"""
-    import huggingface_hub  # only here: they take seconds, and MoCo-v2 needs none
+    import huggingface_hub  # only here: they take seconds, and MoCo needs none
     import transformers
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # DataLoader workers tokenise
@@ -603,18 +679,15 @@ class MultimodalContrastive(nn.Module):
     def encode_keys(self, images, captions, seed):
         """-> keys {name: (B, dim)} of the photos and captions of this process
 
+        captions: (2, B, T) or None for each micro-batch; dropout is on [ours].  seed: of the order,
+        the same in all processes
+
         Shuffled batch norm [MoCo]: keys are normalised in other groups than their queries. In the
-        same group, its statistics would give the key away.  seed: of the order, shared by all
-        processes.  captions: (2, B, T) or None for each micro-batch; dropout is on [ours]
+        same group, a query could recognise its key by the group's statistics.
         """
-        images = common.gather(images)
-        order = np.random.default_rng(seed).permutation(len(images))
-        order = torch.from_numpy(order).to(images.device, non_blocking=True)
-        own = order.chunk(common.world_size())[common.rank()]
-        shuffled = images[own].contiguous(memory_format=torch.channels_last)
-        keys = self.keys["image"](shuffled)
-        unshuffle = order.argsort().chunk(common.world_size())[common.rank()]
-        keys = {name: common.gather(key)[unshuffle] for name, key in keys.items()}  # Eqs. 2, 13
+        shuffled, unshuffle = batch_shuffle(images, seed)
+        keys = self.keys["image"](shuffled)  # Eqs. 2, 13
+        keys = {name: common.gather(key)[unshuffle] for name, key in keys.items()}
         if captions[0] is not None:
             encoded = [self.keys["caption"](part) for part in captions]  # Eqs. 7, 10
             for name in encoded[0]:
@@ -623,15 +696,28 @@ class MultimodalContrastive(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys, iteration):
-        """Put the keys of all processes over the oldest; those of missing captions are invalid"""
+        """Replace the oldest keys by those of all processes; keys without a caption are invalid."""
         captioned = common.gather(keys["captioned"])
         for name, queue in self.queues.items():
             valid = captioned if name.startswith("caption") else torch.ones_like(captioned)
             queue.enqueue(common.gather(keys[name]), valid, iteration)
 
 
+def batch_shuffle(images, seed):
+    """Put the photos of all processes in a random order [MoCo: "shuffling BN"]
+
+    -> this process's part of them; where the keys of its own photos will be in that order
+    """
+    images = common.gather(images)
+    order = np.random.default_rng(seed).permutation(len(images))
+    order = torch.from_numpy(order).to(images.device, non_blocking=True)
+    here = order.chunk(common.world_size())[common.rank()]
+    unshuffle = order.argsort().chunk(common.world_size())[common.rank()]
+    return images[here].contiguous(memory_format=torch.channels_last), unshuffle
+
+
 class Queue(nn.Module):
-    """The last K keys, first in, first out. Invalid keys and empty slots do not count [ours]."""
+    """The last K keys, first in, first out. Invalid keys and empty slots are left out [ours]."""
 
     def __init__(self, size, dim):
         super().__init__()
@@ -647,8 +733,11 @@ class Queue(nn.Module):
 
 
 class SplitBatchNorm(nn.BatchNorm2d):
-    """Batch norm with statistics of their own for every `group` images of a training batch, as if
-    each group were on its own GPU [MoCo]; other layers run once for the whole batch
+    """Batch norm that computes its statistics for each `group` images of a training batch, as if
+    each group were on a GPU of its own [MoCo]; other layers run once for the whole batch
+
+    The running statistics are updated once for each group; on as many GPUs, the saved ones (of one
+    GPU) would be updated once per batch. [ours]
     """
 
     def __init__(self, channels, group):
@@ -664,7 +753,7 @@ class SplitBatchNorm(nn.BatchNorm2d):
 
 
 def batchnorm_group(args):
-    """How many photos share batch norm's statistics: a micro-batch, or parts of it, --bn-splits"""
+    """How many photos share batch-norm statistics: a micro-batch, or less with --bn-splits"""
     parts = args.accumulate * common.world_size()
     groups = max(args.bn_splits, parts)
     size = args.batch_size // groups
@@ -684,18 +773,21 @@ def update_momentum(queries, keys, m):
 
 
 def contrastive_losses(q, k, queues, args):
-    """Means over the batch [ours] -> {"ii", "tag", "cc", "ic", "ci": scalar}, for spaces in use
+    """Means over the batch [ours] -> {"ii", "tag", "cc", "ic", "ci": scalar}
 
-    q, k: {name: (B, dim)}, of the same photos and captions; in k also tags (B, T), captioned (B,):
-    a photo without tags adds 0 to Eq. 5, one without a caption to Eqs. 8, 11, 14.
+    A loss is left out if its weight is 0, except that ii is also logged beside tag. Eq. 5 is left
+    out if no photo has tags: there is no such queue.
+
+    q, k: {name: (B, dim)}, of the same photos and captions; in k also tags (B, T), captioned (B,).
+    A photo without tags adds 0 to Eq. 5, one without a caption adds 0 to Eqs. 8, 11 and 14.
     """
 
     def similarities(query, key):
-        """q . k+ with the own key, and q . k with the queue's, -inf where invalid -> (B, 1 + K)"""
-        own = (q[query] * k[key]).sum(1, keepdim=True)
-        others = q[query] @ queues[key].keys.T
-        others = others.masked_fill(~queues[key].valid, -math.inf)
-        return torch.cat([own, others], 1)
+        """q . k+, then q . k for each key of the queue, -inf if it is invalid -> (B, 1 + K)"""
+        positive = (q[query] * k[key]).sum(1, keepdim=True)
+        negatives = q[query] @ queues[key].keys.T
+        negatives = negatives.masked_fill(~queues[key].valid, -math.inf)
+        return torch.cat([positive, negatives], 1)
 
     def log_probabilities(name):
         """The logarithms in Eqs. 3, 5 and 8, where query and key are of one modality"""
@@ -703,16 +795,16 @@ def contrastive_losses(q, k, queues, args):
         return logits.log_softmax(1)
 
     losses, captioned = {}, k["captioned"]
-    if "image_intra" in q:
+    if args.lambda_ii or args.lambda_tag:
         log_p = log_probabilities("image_intra")
         losses["ii"] = -log_p[:, 0].mean()  # Eq. 3
         if "tags" in queues:
             loss = tag_loss(log_p, k["tags"], queues["tags"], args.tag_threshold)
             losses["tag"] = (loss * k["tags"].any(1)).mean()  # Eq. 5
-    if "caption_intra" in q:
+    if args.lambda_cc:
         log_p = log_probabilities("caption_intra")
         losses["cc"] = (-log_p[:, 0] * captioned).mean()  # Eq. 8
-    if "image_inter" in q:
+    if args.lambda_ic:  # and lambda_ci: get_args
         loss = ranking_loss(similarities("image_inter", "caption_inter"))
         losses["ic"] = (loss * captioned).mean()  # Eq. 11
         loss = ranking_loss(similarities("caption_inter", "image_inter"))
@@ -723,16 +815,16 @@ def contrastive_losses(q, k, queues, args):
 def tag_loss(log_p, tags, queue, threshold):
     """Eq. 5.  log_p: (B, 1 + K).  tags: (B, T) of 0 and 1.  queue: of tags (K, T) -> (B,)"""
     common_tags = tags.float() @ queue.keys.T  # (B, K): t_p . t_j
-    others = (common_tags > threshold) & queue.valid
-    positives = F.pad(others, (1, 0), value=True)  # Eq. 4: the own key is one
+    in_queue = (common_tags > threshold) & queue.valid
+    positives = F.pad(in_queue, (1, 0), value=True)  # Eq. 4, and the photo's own key
     sums = -log_p.masked_fill(~positives, 0).sum(1)
     return sums / positives.sum(1)  # Eq. 5
 
 
 def ranking_loss(similarities):
     """Eq. 11, Eq. 14: the sum over the queue of [alpha - q . k+ + q . k]_+ -> (B,)"""
-    own, others = similarities[:, :1], similarities[:, 1:]
-    return (MARGIN - own + others).clamp(min=0).sum(1)
+    positive, negatives = similarities[:, :1], similarities[:, 1:]
+    return (MARGIN - positive + negatives).clamp(min=0).sum(1)
 
 
 # ------------------------------------------------------------------------------------- retrieval
@@ -740,8 +832,8 @@ def ranking_loss(similarities):
 
 @torch.no_grad()
 def encode_images(encoder, data, args, device):
-    """Centres of photos in the common space -> (N, inter_dim) on the CPU, and the indices of the N
-    photos that can be decoded.  data: CaptionData or similar.  args: of the training run
+    """Embed the centres of photos in the common space -> (N, inter_dim) on the CPU; the indices of
+    the N photos that can be decoded.  data: CaptionData or similar.  args: of the training run
     """
     vectors = {}
     for batch in common.load_batches(TwoViews(data, [], args), None, args, device):
@@ -753,7 +845,7 @@ def encode_images(encoder, data, args, device):
 
 @torch.no_grad()
 def encode_captions(encoder, tokenizer, captions, args, device):
-    """M captions embedded in the common space -> (M, inter_dim) on the CPU"""
+    """Embed M captions in the common space -> (M, inter_dim) on the CPU"""
     vectors = []
     for tokens in DataLoader(captions, 256, collate_fn=partial(tokenize, tokenizer)):
         with common.autocast(device, args.amp):
@@ -763,15 +855,12 @@ def encode_captions(encoder, tokenizer, captions, args, device):
 
 
 def validate(encoders, val, tokenizer, args, device):
-    """Retrieval among validation photos [Tab. 7] -> {"retrieval": {"images": N, "captions": M,
-    "trained": scores, "random": those of random similarities}}; {} if none has a caption
+    """Retrieval among validation photos [Tab. 7] -> {"validation": {"image_to_text_R@10": percent,
+    "text_to_image_R@10": percent}, "retrieval": {"images": N, "captions": M, "trained": all scores,
+    "random": those of random similarities}}.  val: of retrieval_photos; without any, {} as scores
     """
-    if not any(val.captions):
-        print_main("no validation photo has a caption: retrieval is not measured")
-        return {}
-    val = val.captioned()
-    chosen = np.random.default_rng(args.seed).permutation(len(val))[:RETRIEVAL_IMAGES]
-    val = val.select(np.sort(chosen))
+    if not len(val):
+        return {"validation": {}}
     encoders.eval()
     images, readable = encode_images(encoders["image"], val, args, device)
     val = val.select(readable)
@@ -779,22 +868,27 @@ def validate(encoders, val, tokenizer, args, device):
     encoders.train()
     image_of_caption = torch.tensor([i for i, row in enumerate(val.captions) for _ in row])
     trained = images @ captions.T  # (N, M)
-    torch.manual_seed(args.seed)
-    chance = torch.rand_like(trained)
+    generator = torch.Generator().manual_seed(args.seed)
+    chance = torch.rand(trained.shape, generator=generator)
     result = {"images": len(images), "captions": len(captions)}
     for name, similarity in {"trained": trained, "random": chance}.items():
         result[name] = retrieval_scores(similarity, image_of_caption)
         for way, scores in result[name].items():
             listed = ", ".join(f"{score} {value:.3g}" for score, value in scores.items())
             print_main(f"retrieval among {len(images)} photos, {name}, {way}: {listed}")
-    return {"retrieval": result}
+    validation = {
+        "image_to_text_R@10": result["trained"]["image to text"]["R@10"],
+        "text_to_image_R@10": result["trained"]["text to image"]["R@10"],
+    }
+    return {"validation": validation, "retrieval": result}
 
 
 def retrieval_scores(similarity, image_of_caption):
     """-> {"image to text", "text to image": {"R@1", "R@5", "R@10": percent, "median rank"}}
 
-    similarity: (N images, M captions).  image_of_caption: (M,).  An image's rank is its best
-    caption's. Equal similarities share their mean rank: embedding all alike gets no credit [ours].
+    similarity: (N images, M captions).  image_of_caption: (M,).  An image's rank is that of its
+    best caption. Equal similarities share their mean rank, so that a model that embeds everything
+    alike gets no credit [ours].
     """
     similarity = similarity.nan_to_num(-math.inf)  # NaN embeddings come last
     own = image_of_caption == torch.arange(len(similarity))[:, None]  # (N, M)

@@ -1,7 +1,7 @@
 """A small BERT, trained on the captions alone: --lm scratch of tp.py, icmlm.py, mmcontrastive.py.
 
-Masked language modelling as in BERT. In place of its next-sentence prediction, [CLS] learns to
-predict the tokens of its caption, since TP-Cluster needs its vector. [ours]
+It learns masked language modelling as BERT does. In place of next-sentence prediction, [CLS] learns
+to predict the tokens of its caption, because TP-Cluster needs its vector. [ours]
 """
 
 import itertools
@@ -29,7 +29,8 @@ from torch import nn
 import common
 from common import fail, print_main, progress
 
-BATCH_SIZE = 64  # this, the rate and its schedule, size and length: [ours]
+# Batch size, learning rate and its schedule, the model's size and length are [ours].
+BATCH_SIZE = 64
 LR = 1e-3
 MAX_LENGTH = 64  # tokens per caption, or more with --max-words
 
@@ -38,20 +39,20 @@ transformers.logging.disable_progress_bar()
 
 
 def train(folder, captions, iters, seed, device, amp, layers=4, width=256, max_words=0):
-    """Train on the captions and save the model in `folder`, as transformers do.
+    """Train on the captions and save the model in `folder`, in the format of transformers.
 
-    max_words: tokens that it has to read beside [CLS] and [SEP]; longer captions teach it words,
-    but will not be kept.  -> tokenizer, configuration
+    max_words: how many tokens it must be able to read, beside [CLS] and [SEP]. Longer captions
+    still teach it words.
     """
     if max_words and min(len(caption.split()) for caption in captions) > max_words:
         fail(f"all captions have more than {max_words} words: raise --max-words")
-    print_main(f"first, training a small BERT on the captions: {iters} iterations (--lm-iters)")
+    print_main(f"first, a small BERT is trained on the captions: {iters} iterations (--lm-iters)")
     max_length = max(MAX_LENGTH, max_words + 2)
     tokenizer = train_tokenizer(captions, max_length)
     lengths = [len(tokens) for tokens in tokenizer(captions[:10_000])["input_ids"]]
     cut = np.mean(np.array(lengths) > max_length)
     if cut > 0.01:
-        print_main(f"of {100 * cut:.0f}% of the captions it reads the first {max_length} tokens")
+        print_main(f"{100 * cut:.0f}% of the captions are cut at {max_length} tokens")
     masking = transformers.DataCollatorForLanguageModeling(tokenizer)  # 15%, split 80/10/10
     special_ids = torch.tensor(tokenizer.all_special_ids)
     torch.manual_seed(seed)
@@ -92,42 +93,41 @@ def train(folder, captions, iters, seed, device, amp, layers=4, width=256, max_w
         fail("the loss of the small BERT is not finite: try another --seed or --amp off")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return tokenizer, model.config
 
 
-def made_once(args, init, data, device):
-    """--lm scratch of icmlm.py: a small BERT, or that of the run that --init continues
+def make_language_model(folder, args, init, data, device):
+    """For icmlm.py --lm scratch: train a small BERT, or copy that of the run that --init continues
 
-    init: from common.read_init.  data: CaptionData -> its folder
+    init: from common.read_init.  data: CaptionData
     """
-
-    def make(folder):
-        earlier = Path(args.init or "").parent / "language_model"
-        if "model" in init and earlier.exists():
-            shutil.copytree(earlier, folder, dirs_exist_ok=True)
-        else:
-            captions = data.all_captions()
-            common.extra("nouns").require_spaces(captions)  # ICMLM predicts words
-            how = args.lm_iters, args.seed, device, args.amp, args.lm_layers
-            train(folder, captions, *how, max_words=args.max_words)
-
-    return common.once(args, "language_model", make)
+    earlier = Path(args.init or "").parent / "language_model"
+    if "model" in init and earlier.exists():
+        shutil.copytree(earlier, folder, dirs_exist_ok=True)
+        return
+    captions = data.all_captions()
+    common.extra("nouns").require_spaces(captions)  # ICMLM predicts words
+    train(
+        folder, captions, args.lm_iters, args.seed, device, args.amp,
+        layers=args.lm_layers, max_words=args.max_words,
+    )  # fmt: skip
 
 
-def of_flags(args, captions, folder, device):
-    """The caption encoder of mmcontrastive.py --lm scratch -> tokenizer, configuration
-
-    With --lm-iters it is trained and saved in `folder`, else its weights are to be random.
+def make_caption_model(folder, args, captions, device):
+    """For mmcontrastive.py --lm scratch: with --lm-iters train a small BERT, else save a tokenizer
+    and the configuration of a BERT whose weights will be random
     """
-    size = args.lm_layers or 12, args.lm_width or 768
+    layers, width = args.lm_layers or 12, args.lm_width or 768  # of BERT-base, if not given
     if args.lm_iters:
-        return train(folder, captions, args.lm_iters, args.seed, device, args.amp, *size)
+        train(folder, captions, args.lm_iters, args.seed, device, args.amp, layers, width)
+        return
     tokenizer = train_tokenizer(captions)
-    # With BERT's 0.02, all captions start with nearly the same vector. [ours]
-    return tokenizer, config(tokenizer, *size, initializer_range=args.lm_width**-0.5)
+    tokenizer.save_pretrained(folder)
+    # With BERT's 0.02, all captions would start with nearly the same vector. [ours]
+    config(tokenizer, layers, width, initializer_range=width**-0.5).save_pretrained(folder)
 
 
 def shuffled_forever(captions, seed):
+    """Yield captions, each once per epoch, in an order that depends on the seed alone."""
     for epoch in itertools.count():
         for i in np.random.default_rng([seed, epoch]).permutation(len(captions)):
             yield captions[i]
@@ -137,15 +137,16 @@ UNSPACED = regex.compile(r"\p{Han}|\p{Hiragana}|\p{Katakana}|\p{Thai}|\p{Lao}|\p
 
 
 def train_tokenizer(captions, max_length=MAX_LENGTH):
-    """A lower-case WordPiece tokenizer, as BERT's, with 10K tokens or all characters of `captions`
+    """A lower-case WordPiece tokenizer like BERT's, with 10K tokens or all characters of `captions`
 
-    Accents are taken off Latin letters only: BERT's loses the vowels of Hindi, too. [ours]
+    Accents are taken off Latin letters only, because BERT's tokenizer also drops vowels of Hindi.
+    [ours]
     """
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     accents = normalizers.Replace(Regex(common.ACCENTS), "")
     lower = normalizers.BertNormalizer(lowercase=True, strip_accents=False)
     normalizer = normalizers.Sequence([lower, normalizers.NFD(), accents, normalizers.NFC()])
-    # The letters are given in order: otherwise each training numbers them differently.
+    # The letters are given in order; otherwise each training would number them differently.
     letters = {letter for caption in captions for letter in normalizer.normalize_str(caption)}
     letters = sorted(letter for letter in letters if not letter.isspace())
     trainer = trainers.WordPieceTrainer(
@@ -159,7 +160,8 @@ def train_tokenizer(captions, max_length=MAX_LENGTH):
     pieces.normalizer = normalizer
     pieces.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     pieces.train_from_iterator(iter(captions), trainer)
-    # Without spaces (Thai, Japanese) a sentence is one word: it must not become one token. [ours]
+    # Without spaces (Thai, Japanese) a whole sentence looks like a word and could become one
+    # token: no such token is longer than 8 characters. [ours]
     tokens = sorted(pieces.get_vocab(), key=pieces.token_to_id)
     tokens = [token for token in tokens if len(token) <= 8 or not UNSPACED.search(token)]
     vocabulary = {token: n for n, token in enumerate(tokens)}
@@ -179,7 +181,7 @@ def train_tokenizer(captions, max_length=MAX_LENGTH):
 
 
 def config(tokenizer, layers, width, **kwargs):
-    """The configuration of a small BERT; the head dim is 64, as in BERT."""
+    """The configuration of a small BERT, whose attention heads have 64 dimensions, as BERT's"""
     return transformers.BertConfig(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
