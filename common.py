@@ -124,7 +124,7 @@ def caption_data(name, root=None, split="train", tags=False):
 def read_photos(read, split, *given):
     """-> CaptionData.  read(split, *given) -> [(path, captions, tags or None)], names of tags"""
     data = [None]
-    if is_main():  # one process reads: the annotations of COCO take 3 GB meanwhile
+    if is_main():  # one process reads, because the annotations of COCO take 3 GB meanwhile
         photos, tag_names = read(split, *given)
         missing = [path for path, *_ in photos if not os.path.isfile(path)]
         if missing or not photos:
@@ -301,8 +301,8 @@ class Unreadable(Exception):
 
 @dataclass
 class Photos:
-    """The scripts derive their data sets from it, with sample(index, rng) -> dict. A key is (seed,
-    epoch, index) in training, which seeds rng, and an index in validation, where rng is None.
+    """The base of the scripts' data sets, which have sample(index, rng) -> dict. In training a key
+    is (seed, epoch, index), which seeds rng; in validation it is an index, and rng is None.
     """
 
     data: CaptionData  # or similar
@@ -334,7 +334,8 @@ class Photos:
 def read_crops(data, index, crops, size):
     """Decode a photo once and cut several crops from it -> list of (size, size, 3) uint8 arrays
     crops: functions of (width, height) -> two corners. A large JPEG is decoded at a half, a quarter
-    or an eighth of its size if that has enough pixels [ours]. Raises Unreadable.
+    or an eighth of its size if that has enough pixels; resizing is antialiased, unlike in the
+    official VirTex [ours]. Raises Unreadable.
     """
     try:
         image = data.open(data.images[index])
@@ -397,7 +398,7 @@ def infinite_sampler(size, batch_size, seed, start=0):
 
 def train_batches(dataset, collate, args, device, done):
     """Yield micro-batches on the device forever, --accumulate for each iteration after `done`.
-    Torch is seeded for each, by --seed and its place among those of all: dropout can be resumed.
+    Torch is seeded for each, by --seed and its number and process, so that dropout resumes, too.
     """
     size = args.batch_size // world_size() // args.accumulate
     sampler = infinite_sampler(len(dataset), args.batch_size, args.seed, done)
@@ -408,7 +409,7 @@ def train_batches(dataset, collate, args, device, done):
 
 
 def load_batches(dataset, collate, args, device, batch_size=64, sampler=None):
-    """Yield batches on the device: in validation one pass over the photos, in order"""
+    """Yield batches on the device, without a sampler in one pass over the photos, in order"""
     loader = DataLoader(
         dataset, batch_size, sampler=sampler, num_workers=args.workers, collate_fn=collate,
         pin_memory=device.type == "cuda",
@@ -539,7 +540,7 @@ def lr_factor(iteration, total, warmup=0.0, steps=()):
 
 
 def set_lr(optimizer, factor):
-    """Set the learning rates to `factor` times their peaks, those the optimizer was built with."""
+    """Set the learning rates to `factor` times their peaks, with which the optimizer was built."""
     for group in optimizer.param_groups:
         group["lr"] = factor * group.setdefault("initial_lr", group["lr"])  # kept in checkpoints
 
@@ -609,7 +610,7 @@ def data_parallel(model):
     """DistributedDataParallel if there are several processes. Batch norm stays per process."""
     if world_size() == 1:
         return model
-    # Buffers are not broadcast: statistics of batch norm may differ, queues are equal anyway.
+    # Buffers are not broadcast, because statistics of batch norm may differ and queues do not.
     ddp = nn.parallel.DistributedDataParallel
     return ddp(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
@@ -640,13 +641,13 @@ def progress(iterable, **kwargs):
 # -------------------------------------------------------------------------------- a training run
 
 RECIPE_NAMES = "demo", "small", "paper"
-# Where things are (checksums compare their contents), how fast it goes, what is measured
+# Where data are (checksums compare the contents), how fast training goes, what is measured
 RESUME_CAN_CHANGE = """output data root workers amp compile accumulate log_every
 checkpoint_every keep_every validate_every""".split()
 
 
 def number(what, convert, low, high=9e18):
-    """-> the `type` of a flag; of a value out of range argparse says "invalid WHAT value" """
+    """-> the `type` of a flag; argparse calls a value out of range an "invalid WHAT value" """
 
     def parse(text):
         value = convert(text)
@@ -695,7 +696,7 @@ def apply_recipe(args, script, table, **changes):
     recipe |= {name: scale * recipe[name] for name in ("lr", "text_lr") if name in recipe}  # [ours]
     args.head_lr = args.lr or recipe["lr"]
     if args.recipe == "small" and args.init and not written_by_us(args.init):
-        # Few photos would take away from weights that were learned from many. [ours]
+        # At the full rate, few photos would spoil weights that were learned from many. [ours]
         args.head_lr = recipe["lr"]
         recipe["lr"] *= 0.1
     for name, value in recipe.items():
@@ -704,7 +705,7 @@ def apply_recipe(args, script, table, **changes):
 
 
 def run_args(path):
-    """-> the arguments of the run of ours that wrote this file, by args.json beside it, or {}"""
+    """-> arguments of the run that wrote this file, from args.json beside it; {} if not ours"""
     try:
         content = json.loads(Path(path).with_name("args.json").read_bytes())
     except (OSError, ValueError):  # there is none, or it is another program's and no JSON
@@ -713,17 +714,21 @@ def run_args(path):
 
 
 def written_by_us(path):
-    """Whether a run of ours wrote these weights. Those of "imagenet" come from elsewhere."""
+    """Whether a run of ours wrote these weights; those of "imagenet" come from elsewhere."""
     if path == "imagenet" or not os.path.isfile(path):
         return False
     return bool(run_args(path)) or "script" in read_checkpoint(path)
 
 
 def make_folder(path):
+    """Create --output, and remove what a `save` that was killed more than an hour ago has left."""
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         fail(f"--output {path} cannot be a folder: {error.strerror}")
+    for file in Path(path).glob("*.*.[0-9]*.tmp") if is_main() else ():
+        if time.time() - file.stat().st_mtime > 3600:  # a younger one may be of a running run
+            file.unlink()
 
 
 def save(path, content):
@@ -731,20 +736,13 @@ def save(path, content):
     is complete.
     """
     if is_main():
-        temporary = f"{path}.{os.getpid()}.tmp"  # a crash leaves it to remove_unfinished
+        temporary = f"{path}.{os.getpid()}.tmp"  # what a crash leaves; see make_folder
         with open(temporary, "wb") as file:
             if f"{path}".endswith(".json"):
                 file.write(json.dumps(content, indent=1, ensure_ascii=False).encode())
             else:
                 torch.save(content, file)
         os.replace(temporary, path)
-
-
-def remove_unfinished(folder):
-    """Remove what a killed `save` left, if it is older than an hour: another run may be writing."""
-    for path in Path(folder).glob("*.*.[0-9]*.tmp") if is_main() else ():
-        if time.time() - path.stat().st_mtime > 3600:
-            path.unlink()
 
 
 def save_weights(path, module):
@@ -766,7 +764,6 @@ def load_checkpoint(args):
     if args.batch_size % (args.accumulate * world_size()):
         fail(f"--batch-size {args.batch_size} cannot be divided by processes times --accumulate")
     make_folder(args.output)
-    remove_unfinished(args.output)
     path = f"{args.output}/checkpoint.pth"
     if not os.path.exists(path):
         return {}
@@ -829,7 +826,7 @@ def check_finite(values):
 
 
 def log_until(folder, iteration):
-    """metrics.jsonl up to this iteration: a killed run leaves later lines, and perhaps half a one"""
+    """metrics.jsonl up to this iteration; after a kill, later lines and half a line may follow"""
     path = Path(folder, "metrics.jsonl")
     if not path.exists():
         return ""
@@ -843,20 +840,17 @@ class Log:
     def __init__(self, args, checkpoint):
         self.photos = args.batch_size / args.accumulate  # in each micro-batch
         self.path = Path(args.output, "metrics.jsonl")
-        self.before = checkpoint.get("log", "")  # lines of the run that goes on
-        self.left = self.found()
+        self.before = checkpoint.get("log", "")  # the lines of the run that goes on
+        self.left = self.size()  # in bytes, as this run has left the file
         self.begin()
 
-    def found(self):
-        """-> what tells whether another run has written, None without a file"""
-        if not self.path.exists():
-            return None
-        about = self.path.stat()
-        return about.st_ino, about.st_size
+    def size(self):
+        return self.path.stat().st_size if self.path.exists() else 0
 
     def begin(self):
         self.losses = []  # of each micro-batch
-        self.waited, self.time = 0.0, time.perf_counter()  # seconds for batches, counted in main
+        self.waited = 0.0  # seconds of waiting for batches, which main adds up
+        self.time = time.perf_counter()
 
     def add(self, **losses):
         """Scalar losses of a micro-batch: the next line has their means, also over processes."""
@@ -875,18 +869,18 @@ class Log:
     def write(self, iteration, row):
         """Append a line. The time since `means`, spent on validation, is not counted."""
         if is_main():
-            if self.found() != self.left:
+            if self.size() != self.left:
                 fail(f"another run has written to {self.path}: give each run its own --output")
             line = json.dumps({"iteration": iteration, **row}) + "\n"
             if self.before is None:
                 with open(self.path, "a") as file:
                     file.write(line)
-            else:  # the first line: until now the file may have been that of a running run
-                new = Path(f"{self.path}.{os.getpid()}.tmp")
-                new.write_text(self.before + line)
-                os.replace(new, self.path)
+            else:  # the first line; until now the file may have belonged to a run that goes on
+                temporary = Path(f"{self.path}.{os.getpid()}.tmp")
+                temporary.write_text(self.before + line)
+                os.replace(temporary, self.path)
                 self.before = None
-            self.left = self.found()
+            self.left = self.size()
         self.begin()
 
 

@@ -7,13 +7,14 @@ import copy
 import itertools
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 import sentencepiece
 import torch
 from conftest import CPU, ROOT, FeaturesAsGiven, captioned, metrics, photos_at, random_weights
-from conftest import result, run_here
+from conftest import in_two_processes, refusal, result, run_here
 from PIL import Image
 from torch import nn
 
@@ -29,6 +30,7 @@ CAPTIONS = [[SOS, 5, UNK], [SOS, 5, UNK, 7, EOS], [SOS, 9, 4, 6, 4, 8, EOS], [SO
 MASKED = [[SOS, 5, MASK], [SOS, 5, UNK, MASK, EOS], [SOS, MASK, 4, 11, MASK, 8, EOS]]
 MASKED += [[SOS, MASK, EOS]]
 HIDDEN, LAYERS = 128, 2  # the smallest width with several heads
+SPLITS = "train", "train", "val", "test"
 
 
 def tiny_model(task="bicaptioning", max_length=10):
@@ -327,6 +329,38 @@ def test_language_first(task, tiny, tmp_path, monkeypatch):
     run_here(command)
 
 
+def test_language_first_in_two_processes(tiny, tmp_path):
+    """Only the first one reads the captions; look-ahead's slow weights are equal, too."""
+    in_two_processes(run_here, tiny("virtex", tmp_path, "--iters", 6, "--text-first", 0.5))
+
+
+def test_captions_of_another_language(tiny, coco_folder, tmp_path):
+    """A tokenizer that does not know them, from --init, is refused."""
+    photos = sorted((coco_folder / "train2017").iterdir())
+    rows = [{"image": str(path), "captions": ["كلب يركض في الحديقة"]} for path in photos]
+    (tmp_path / "arabic.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run_here(tiny("virtex", tmp_path / "run", "--iters", 1))
+    flags = "--data", tmp_path / "arabic.jsonl", "--init", tmp_path / "run/checkpoint.pth"
+    message = refusal(tiny("virtex", tmp_path / "again", *flags))
+    assert re.search(r"\d+ of \d+ tokens \(\d+%\) of the captions are unknown to the model", message)
+
+
+def test_tags_in_another_order(tiny, coco_folder, tmp_path):
+    """They come from all splits of a .jsonl: another split can change their numbers."""
+    photos = sorted((coco_folder / "train2017").iterdir())
+    rows = [
+        {"image": str(path), "captions": ["a"], "tags": tags, "split": split}
+        for path, tags, split in zip(photos, (["cat"], ["dog"], ["cat"], ["dog"]), SPLITS)
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows[:3])))
+    flags = "--data", file, "--task", "multilabel_classification", "--batch-size", 2, "--iters", 1
+    command = tiny("virtex", tmp_path / "run", *flags)
+    run_here(command)
+    file.write_text("\n".join(map(json.dumps, rows[3:] + rows[:3])))
+    assert "holds a run with other data or --init" in refusal(command)
+
+
 def test_masked_lm_written_out():
     """Sec. 4.2: cross-entropy at [MASK]s of known words alone; where there are none, 0, not NaN"""
     model, features = tiny_model(task="masked_lm"), random_features(4, 5, 2, 3)
@@ -370,6 +404,17 @@ def test_every_task_learns_its_captions(task, tiny, tmp_path, monkeypatch):
     assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.5
     terms = result(tmp_path)["validation"].keys()
     assert terms and terms < rows[0].keys()
+
+
+def test_a_network_without_batch_norm(tiny, few_scenes, tmp_path):
+    """Our ConvNeXt [ours] trains, has torchvision's names, and is measured by eval_linear.py."""
+    run_here(tiny("virtex", tmp_path / "run", "--arch", "convnext_tiny", "--iters", 1))
+    weights = tmp_path / "run/backbone.pth"
+    names = torch.load(weights, weights_only=True).keys()
+    assert "features.0.0.weight" in names and not any("classifier" in name for name in names)
+    few_scenes(60, 30)
+    flags = "--workers", 0, "--output", tmp_path / "probe"
+    assert "mAP" in run_here(["eval_linear.py", "--weights", weights, *flags])
 
 
 @pytest.mark.skipif(not ZERO_FLAGS.exists(), reason="README's first command, as .ci/run does")
