@@ -10,11 +10,12 @@ import time
 import unicodedata
 import zlib
 from collections import Counter, OrderedDict, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from pprint import pformat
+from typing import NamedTuple
 
 import numpy as np
 import regex
@@ -32,7 +33,7 @@ PngImagePlugin.MAX_TEXT_CHUNK = 2**26  # PIL would refuse photos with 1 MB of te
 def fail(message):
     """Exit with one line instead of a traceback: for what a user can fix."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(3)  # if all fail alike, only the first speaks: torchrun then ends the others
+        time.sleep(3)  # if all fail in the same way, torchrun ends the others before they print
     sys.exit(f"error: {message}")
 
 
@@ -54,19 +55,19 @@ JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} 
 
 
 @dataclass
-class Lists:
+class StringLists:
     """Lists of strings, each joined to lines: one block of memory, which workers share"""
 
     joined: np.ndarray  # (N,) of strings
 
     def __getitem__(self, key):
         found = self.joined[key]
-        return found.splitlines() if isinstance(found, str) else Lists(found)
+        return found.splitlines() if isinstance(found, str) else StringLists(found)
 
 
 def lists(rows):
-    """rows: of strings without line breaks (see one_line); empty ones are left out"""
-    return Lists(np.array(["\n".join(filter(None, row)) for row in rows], STRINGS))
+    """Lists of strings without line breaks (see one_line) -> StringLists, without empty strings"""
+    return StringLists(np.array(["\n".join(filter(None, row)) for row in rows], STRINGS))
 
 
 @dataclass
@@ -74,25 +75,29 @@ class CaptionData:
     """Photos, each with captions and tags (either may be empty): every source takes this form."""
 
     images: np.ndarray  # (N,) of paths, or of what `open` takes instead
-    captions: Lists  # captions[i]: a list of strings
-    tags: Lists  # tags[i]: a list of some of tag_names
-    tagged: np.ndarray  # (N,) bool: are the tags known? Then [] says that none fits
-    tag_names: list  # of all splits; []: there are no tags, or they were not asked for
+    captions: StringLists  # captions[i]: a list of strings
+    tags: StringLists  # tags[i]: a list of some of tag_names
+    tagged: np.ndarray  # (N,) bool: are the tags known? If so, [] means that none fits
+    tag_names: list  # of all splits; [] if there are no tags, or if they were not asked for
     open: callable = Image.open  # images[i] -> PIL image, not yet decoded
 
     def __len__(self):
         return len(self.images)
-
-    def columns(self):
-        return self.images, self.captions, self.tags, self.tagged
 
     def all_captions(self):
         return [caption for captions in self.captions for caption in captions]
 
     def select(self, keep):
         """-> CaptionData of the photos with the indices `keep`"""
-        columns = [column[keep] for column in self.columns()]
-        return CaptionData(*columns, self.tag_names, self.open)
+        return replace(
+            self, images=self.images[keep], captions=self.captions[keep],
+            tags=self.tags[keep], tagged=self.tagged[keep],
+        )  # fmt: skip
+
+    def checksum(self):
+        """It differs if a photo, a caption, a tag, or the order of tag_names differs."""
+        photos = fingerprint(self.images, self.captions, self.tags, self.tagged)
+        return zlib.crc32(repr(self.tag_names).encode(), photos)
 
     def captioned(self):
         """-> CaptionData of the photos that have a caption"""
@@ -106,6 +111,9 @@ class CaptionData:
 
 def caption_data(name, root=None, split="train", tags=False):
     """One split of --data -> CaptionData.  tags: whether COCO's file of instances is read, too"""
+    if "://" in name:
+        fail(f"--data {name}: training needs a local copy. Download the shards, then run "
+             "tools/make_shards.py --index-only on them (docs/running.md)")  # fmt: skip
     if name == "coco":
         return read_photos(coco_photos, split, root or "datasets/coco", tags)
     if name.endswith(".jsonl"):
@@ -116,7 +124,7 @@ def caption_data(name, root=None, split="train", tags=False):
 def read_photos(read, split, *given):
     """-> CaptionData.  read(split, *given) -> [(path, captions, tags or None)], names of tags"""
     data = [None]
-    if is_main():  # one process reads: the annotations of COCO take 3 GB meanwhile
+    if is_main():  # one process reads, because the annotations of COCO take 3 GB meanwhile
         photos, tag_names = read(split, *given)
         missing = [path for path, *_ in photos if not os.path.isfile(path)]
         if missing or not photos:
@@ -170,7 +178,7 @@ def coco_photos(split, root, with_tags):
                 tags[row["image_id"]].append(names[row["category_id"]])
     except Exception as error:
         fail(f"{root}, split {split}, is not in the layout of COCO: {error!r}")
-    strays = [n for n in {**captions, **tags} if n not in files]  # 12 is not "12"
+    strays = [n for n in {**captions, **tags} if n not in files]  # 12 does not match "12"
     if repeated or strays:
         print_main(f"{root}: {repeated} images of {split} are listed again; annotations of "
                    f"{len(strays)} ids are left out, which no image has: {strays[:3]}")  # fmt: skip
@@ -182,40 +190,57 @@ def jsonl_photos(split, root, file):
     """One {"image", "captions", "tags", "split"} per line; all but "image" may be missing. Paths
     start from `root`. If no line has a split, the first, 21st... belong to val.
     """
-    photos, splits, tag_names, unread, number = {}, [], {}, {}, 0
+    rows, unread = read_jsonl(file, root)
+    if not any(row["split"] for row in rows):
+        for row in rows[::20]:
+            row["split"] = "val"
+    sizes = Counter(row["split"] or "train" for row in rows)
+    report_once(f"{file}: photos {dict(sizes)}; keys that are not read: {unread}")
+    tag_names = [tag for row in rows for tag in row["tags"] or () if tag]
+    chosen = [row for row in rows if (row["split"] or "train") == split]
+    photos = [(row["image"], row["captions"] or [], row["tags"]) for row in chosen]
+    return photos, list(dict.fromkeys(tag_names))
+
+
+def read_jsonl(file, root):
+    """-> [{"image": path, "captions", "tags": lists or None, "split"}], keys that are not read"""
+    rows, paths, unread, number = [], set(), {}, 0
     try:
         for number, line in enumerate(open(file, "rb"), 1):
             if not line.strip():
                 continue
-            row = json.loads(line)
-            path = os.path.abspath(Path(root, row.pop("image")))
-            if "caption" in row or path in photos:
-                raise ValueError(f'{path} has one line, with a list of all its "captions"')
-            captions, tags = texts(row.pop("captions", None)) or [], texts(row.pop("tags", None))
-            photos[path] = path, captions, tags
-            tag_names |= dict.fromkeys(filter(None, tags or ()))
-            splits += [one_line(row.pop("split", None) or "")]
-            unread |= row
+            content = json.loads(line)
+            row = {"image": os.path.abspath(Path(root, content.pop("image")))}
+            if "caption" in content or row["image"] in paths:
+                raise ValueError(f'{row["image"]} has one line, with a list of all its "captions"')
+            row["captions"] = texts(content.pop("captions", None))
+            row["tags"] = texts(content.pop("tags", None))
+            row["split"] = one_line(content.pop("split", None) or "")
+            rows.append(row)
+            paths.add(row["image"])
+            unread |= content
     except Exception as error:  # no file, no UTF-8, no JSON, no "image", wrong types
         fail(f"{file}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
              f"{JSONL}. tools/to_jsonl.py converts other files")  # fmt: skip
-    splits = np.array(splits, STRINGS)
-    if not any(splits):
-        splits[::20] = "val"
-    splits[splits == ""] = "train"
-    sizes = Counter(splits)
-    report_once(f"{file}: photos {dict(sizes)}; keys that are not read: {list(unread)}")
-    photos = [row for row, found in zip(photos.values(), splits) if found == split]
-    return photos, list(tag_names)
+    return rows, list(unread)
 
 
 def fingerprint(names, *columns):
     """A checksum of photos' names, without folders, their sizes, and columns (captions, labels)"""
-    checksum = 0
+    total = 0
     for name, *row in zip(map(str, names), *columns):
         size = os.path.isfile(name) and os.path.getsize(name)
-        checksum = zlib.crc32(repr([os.path.basename(name), size, *row]).encode(), checksum)
-    return checksum
+        total = zlib.crc32(repr([os.path.basename(name), size, *row]).encode(), total)
+    return total
+
+
+def checksum(path):
+    """Of the content of a file, or of all files in a folder; 0 if there is none"""
+    path, total = Path(path), 0
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file.is_file():
+            total = zlib.crc32(file.read_bytes(), zlib.crc32(file.name.encode(), total))
+    return total
 
 
 def swap_left_right(caption):
@@ -276,8 +301,8 @@ class Unreadable(Exception):
 
 @dataclass
 class Photos:
-    """The scripts derive their data sets from it, with sample(index, rng) -> dict. A key is (seed,
-    epoch, index) in training, which seeds rng, and an index in validation, where rng is None.
+    """The base of the scripts' data sets, which have sample(index, rng) -> dict. In training a key
+    is (seed, epoch, index), which seeds rng; in validation it is an index, and rng is None.
     """
 
     data: CaptionData  # or similar
@@ -309,7 +334,8 @@ class Photos:
 def read_crops(data, index, crops, size):
     """Decode a photo once and cut several crops from it -> list of (size, size, 3) uint8 arrays
     crops: functions of (width, height) -> two corners. A large JPEG is decoded at a half, a quarter
-    or an eighth of its size if that has enough pixels [ours]. Raises Unreadable.
+    or an eighth of its size if that has enough pixels; resizing is antialiased, unlike in the
+    official VirTex [ours]. Raises Unreadable.
     """
     try:
         image = data.open(data.images[index])
@@ -372,7 +398,7 @@ def infinite_sampler(size, batch_size, seed, start=0):
 
 def train_batches(dataset, collate, args, device, done):
     """Yield micro-batches on the device forever, --accumulate for each iteration after `done`.
-    Torch is seeded for each, by --seed and its place among those of all: dropout can be resumed.
+    Torch is seeded for each, by --seed and its number and process, so that dropout resumes, too.
     """
     size = args.batch_size // world_size() // args.accumulate
     sampler = infinite_sampler(len(dataset), args.batch_size, args.seed, done)
@@ -383,7 +409,7 @@ def train_batches(dataset, collate, args, device, done):
 
 
 def load_batches(dataset, collate, args, device, batch_size=64, sampler=None):
-    """Yield batches on the device: in validation one pass over the photos, in order"""
+    """Yield batches on the device, without a sampler in one pass over the photos, in order"""
     loader = DataLoader(
         dataset, batch_size, sampler=sampler, num_workers=args.workers, collate_fn=collate,
         pin_memory=device.type == "cuda",
@@ -395,17 +421,19 @@ def load_batches(dataset, collate, args, device, batch_size=64, sampler=None):
 def augment(images, jitter=None):
     """uint8 (B, size, size, 3) -> normalised float32 (B, 3, size, size), channels-last in memory
 
-    jitter: (B, 4) from colour_jitter, applied in its order in the colour space YIQ: contrast mixes
-    Y, grey, with its mean; contrast and saturation scale I and Q, whose plane hue rotates;
-    brightness scales all. [ours: YIQ, the order, one clamp at the end]
+    jitter: (B, 4) from colour_jitter, applied in the colour space YIQ: Y is grey, I and Q are
+    colours. [ours: YIQ, the order, one clamp at the end]
     """
     to_yiq, to_rgb, mean, std = (x.to(images.device, non_blocking=True) for x in CONSTANTS)
     pixels = images / 255
     if jitter is not None:
         brightness, contrast, saturation, hue = jitter.T[..., None, None]  # (B, 1, 1) each
         y, i, q = (pixels @ to_yiq).unbind(-1)  # (B, size, size) each
+        # Contrast mixes grey with its mean, and scales the colours as saturation does.
         y = contrast * y + (1 - contrast) * y.mean((1, 2), keepdim=True)
-        angle, scale = math.tau * hue, contrast * saturation
+        scale = contrast * saturation
+        # Hue rotates the plane of the colours, (i, q).
+        angle = math.tau * hue
         cos, sin = scale * angle.cos(), scale * angle.sin()
         yiq = torch.stack([y, cos * i - sin * q, sin * i + cos * q], -1)
         pixels = (brightness[..., None] * yiq @ to_rgb).clamp(0, 1)
@@ -414,23 +442,45 @@ def augment(images, jitter=None):
 
 # ------------------------------------------------------------------ backbones and their optimizers
 
-BACKBONES = "resnet18", "resnet50", "resnet101", "wide_resnet50_2", "vgg16_bn"  # in torchvision
+RESNET = "conv1 bn1 relu maxpool layer1 layer2 layer3 layer4"
 
 
-def build_backbone(arch, **kwargs):
+class Backbone(NamedTuple):
+    channels: int  # of its features
+    layers: str  # names of torchvision's modules, one after the other, that make the features
+    zero_init_residual: bool  # can its blocks start as identities?
+    batch_norm: bool
+
+
+BACKBONES = {  # of torchvision. A new one is one line; its features have 1/32 of the photo's side.
+    "resnet18": Backbone(512, RESNET, True, True),
+    "resnet50": Backbone(2048, RESNET, True, True),
+    "resnet101": Backbone(2048, RESNET, True, True),
+    "wide_resnet50_2": Backbone(2048, RESNET, True, True),
+    "vgg16_bn": Backbone(512, "features", False, True),
+    "convnext_tiny": Backbone(768, "features", False, False),  # [ours]
+}
+
+
+def build_backbone(arch, zero_init_residual=False, **kwargs):
     """torchvision's network with its key names, without its classifier, from random weights:
     (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32).  kwargs: of torchvision
-    """
-    from torchvision import models  # only here: it takes seconds, and --help needs none
 
+    zero_init_residual: residual blocks start as identities, if the network has such blocks
+    """
+    from torchvision import models  # only here, because it takes seconds, and --help needs none
+
+    row = BACKBONES[arch]
+    if row.zero_init_residual:
+        kwargs["zero_init_residual"] = zero_init_residual
     try:
         model = getattr(models, arch)(**kwargs)
     except OSError as error:  # from urllib
         fail(f"the weights of {arch} cannot be downloaded ({error}): is there a network?")
-    *children, _, _ = model.named_children()  # the last two are average pooling and classifier
-    backbone = nn.Sequential(OrderedDict(children))
+    layers = [(name, getattr(model, name)) for name in row.layers.split()]
+    backbone = nn.Sequential(OrderedDict(layers))
     backbone.arch = arch
-    backbone.channels = 512 if arch == "vgg16_bn" else model.fc.in_features
+    backbone.channels = row.channels
     return backbone
 
 
@@ -451,8 +501,8 @@ def read_init(args):
 
 
 def load_init(init, model, backbone, skip=()):
-    """Start from what read_init returned: a backbone, or all tensors of the model that fit, but for
-    those with the prefix `skip`, whose classes or words are others.
+    """Start from what read_init returned: a backbone, or all tensors of the model that fit, except
+    those whose names start with `skip`, because their classes or words are different.
     """
     if init:
         module = model if "model" in init else backbone
@@ -490,7 +540,7 @@ def lr_factor(iteration, total, warmup=0.0, steps=()):
 
 
 def set_lr(optimizer, factor):
-    """Set the learning rates to `factor` times their peaks, those the optimizer was built with."""
+    """Set the learning rates to `factor` times their peaks, with which the optimizer was built."""
     for group in optimizer.param_groups:
         group["lr"] = factor * group.setdefault("initial_lr", group["lr"])  # kept in checkpoints
 
@@ -501,11 +551,12 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def init_distributed():
-    """Join the other processes if torchrun started this one -> this process's device"""
-    torch.backends.cudnn.benchmark = True
-    torch.set_float32_matmul_precision("high")  # TF32, which --amp off needs on GPUs
-    sys.__stdout__.reconfigure(errors="replace", line_buffering=True)  # replace: no UTF-8
-    if sys.platform == "linux":  # Python 3.14 would pickle the data for each worker
+    """Set up torch, and join the other processes if torchrun started this one -> its device"""
+    torch.backends.cudnn.benchmark = True  # the fastest convolutions for our one size of images
+    torch.set_float32_matmul_precision("high")  # TF32: --amp off would be slow on GPUs without it
+    # A terminal without UTF-8 prints "?"; lines appear at once, also in a file.
+    sys.__stdout__.reconfigure(errors="replace", line_buffering=True)
+    if sys.platform == "linux":  # the default of Python 3.14 would copy the data for each worker
         torch.multiprocessing.set_start_method("fork", force=True)
     local = dist.get_node_local_rank(0)
     backend, device = "gloo", torch.device("cpu")
@@ -517,7 +568,8 @@ def init_distributed():
     if "WORLD_SIZE" in os.environ:  # set by torchrun
         if local == 0:
             print("waiting for all processes (without torchrun: unset RANK WORLD_SIZE)")
-        dist.init_process_group(backend, timeout=timedelta(hours=6))  # one makes labels
+        # Six hours, because the others wait while the first process makes labels.
+        dist.init_process_group(backend, timeout=timedelta(hours=6))
     return device
 
 
@@ -558,7 +610,7 @@ def data_parallel(model):
     """DistributedDataParallel if there are several processes. Batch norm stays per process."""
     if world_size() == 1:
         return model
-    # Buffers are not broadcast: statistics of batch norm may differ, queues are equal anyway.
+    # Buffers are not broadcast, because statistics of batch norm may differ and queues do not.
     ddp = nn.parallel.DistributedDataParallel
     return ddp(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
@@ -589,13 +641,13 @@ def progress(iterable, **kwargs):
 # -------------------------------------------------------------------------------- a training run
 
 RECIPE_NAMES = "demo", "small", "paper"
-# Where things are (`fingerprint` tells what is in them), how fast it goes, what is measured
+# Where data are (checksums compare the contents), how fast training goes, what is measured
 RESUME_CAN_CHANGE = """output data root workers amp compile accumulate log_every
 checkpoint_every keep_every validate_every""".split()
 
 
 def number(what, convert, low, high=9e18):
-    """-> the `type` of a flag; of a value out of range argparse says "invalid WHAT value" """
+    """-> the `type` of a flag; argparse calls a value out of range an "invalid WHAT value" """
 
     def parse(text):
         value = convert(text)
@@ -644,7 +696,7 @@ def apply_recipe(args, script, table, **changes):
     recipe |= {name: scale * recipe[name] for name in ("lr", "text_lr") if name in recipe}  # [ours]
     args.head_lr = args.lr or recipe["lr"]
     if args.recipe == "small" and args.init and not written_by_us(args.init):
-        # Few photos would take away from weights that were learned from many. [ours]
+        # At the full rate, few photos would spoil weights that were learned from many. [ours]
         args.head_lr = recipe["lr"]
         recipe["lr"] *= 0.1
     for name, value in recipe.items():
@@ -653,7 +705,7 @@ def apply_recipe(args, script, table, **changes):
 
 
 def run_args(path):
-    """-> the arguments of the run of ours that wrote this file, by args.json beside it, or {}"""
+    """-> arguments of the run that wrote this file, from args.json beside it; {} if not ours"""
     try:
         content = json.loads(Path(path).with_name("args.json").read_bytes())
     except (OSError, ValueError):  # there is none, or it is another program's and no JSON
@@ -662,23 +714,29 @@ def run_args(path):
 
 
 def written_by_us(path):
-    """Whether a run of ours wrote these weights. Those of "imagenet" come from elsewhere."""
+    """Whether a run of ours wrote these weights; those of "imagenet" come from elsewhere."""
     if path == "imagenet" or not os.path.isfile(path):
         return False
     return bool(run_args(path)) or "script" in read_checkpoint(path)
 
 
 def make_folder(path):
+    """Create --output, and remove what a `save` that was killed more than an hour ago has left."""
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         fail(f"--output {path} cannot be a folder: {error.strerror}")
+    for file in Path(path).glob("*.*.[0-9]*.tmp") if is_main() else ():
+        if time.time() - file.stat().st_mtime > 3600:  # a younger one may be of a running run
+            file.unlink()
 
 
 def save(path, content):
-    """The first process writes JSON, or what torch.save takes; until then the old file stays."""
+    """The first process writes JSON, or what torch.save takes. The old file stays until the new one
+    is complete.
+    """
     if is_main():
-        temporary = f"{path}.{os.getpid()}.tmp"  # what a crash or a full disk leaves
+        temporary = f"{path}.{os.getpid()}.tmp"  # what a crash leaves; see make_folder
         with open(temporary, "wb") as file:
             if f"{path}".endswith(".json"):
                 file.write(json.dumps(content, indent=1, ensure_ascii=False).encode())
@@ -702,7 +760,7 @@ def read_checkpoint(path):
 
 
 def load_checkpoint(args):
-    """The first line of main -> what the same command saved, {} for a new run"""
+    """What the same command saved in --output, {} for a new run"""
     if args.batch_size % (args.accumulate * world_size()):
         fail(f"--batch-size {args.batch_size} cannot be divided by processes times --accumulate")
     make_folder(args.output)
@@ -718,12 +776,15 @@ def load_checkpoint(args):
     return checkpoint
 
 
-def begin_run(args, checkpoint, *splits):
-    """Refuse to resume with other data, too; write args.json.  splits: see `fingerprint`"""
-    args.checksums = [fingerprint(*columns) for columns in splits]
+def begin_run(args, checkpoint, *checksums):
+    """Refuse to resume with other data, too; write args.json
+
+    checksums: of all that is learned from, beside --init (CaptionData.checksum, checksum)
+    """
+    args.checksums = list(checksums)
     if os.path.isfile(getattr(args, "init", None) or ""):
-        args.checksums.append(zlib.crc32(Path(args.init).read_bytes()))
-    if checkpoint and checkpoint["args"]["checksums"][: len(args.checksums)] != args.checksums:
+        args.checksums.append(checksum(args.init))
+    if checkpoint and checkpoint["args"]["checksums"] != args.checksums:
         fail(f"{args.output} holds a run with other data or --init: choose another --output")
     about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
     save(f"{args.output}/args.json", vars(args) | about)
@@ -738,30 +799,39 @@ def once(args, name, make):
     return path
 
 
-def restore(args, checkpoint, iters, parts):
-    """Give the parts, which `save_checkpoint` got, their states -> the iterations that are done"""
+def restore(args, checkpoint, iters, state):
+    """Load the checkpoint into `state`, {name: model, optimizer...} -> the iterations done"""
     if not checkpoint:
         return 0
-    for name, part in parts.items():
+    for name, module in state.items():
         if checkpoint[name]:  # a scaler that was not in use has no state
-            part.load_state_dict(checkpoint[name])
+            module.load_state_dict(checkpoint[name])
     print_main(f"{args.output}: {checkpoint['iteration']} of {iters} iterations are done")
     return checkpoint["iteration"]
 
 
-def save_checkpoint(args, name, iteration, parts, **more):
-    """Write {name: what has a state_dict} and `more`, unless a weight is infinite or NaN."""
-    content = {part: module.state_dict() for part, module in parts.items()}
+def save_checkpoint(args, name, iteration, state, more=None):
+    """Write `state`, {name: model, optimizer...}, and `more`; no weight may be infinite or NaN."""
+    content = {key: module.state_dict() for key, module in state.items()}
     check_finite(content["model"].values())
     content |= {"script": args.script, "args": vars(args), "iteration": iteration}
-    content["log"] = Path(f"{args.output}/metrics.jsonl").read_text()
-    save(f"{args.output}/{name}", content | more)
+    content["log"] = log_until(args.output, iteration)
+    save(f"{args.output}/{name}", content | (more or {}))
 
 
 def check_finite(values):
-    """Of weights, or of the losses"""
+    """Stop if a weight or a loss is infinite or NaN."""
     if not all(value.isfinite().all() for value in values):
         fail("a loss or a weight is not finite: the last checkpoint is kept. Try a lower --lr")
+
+
+def log_until(folder, iteration):
+    """metrics.jsonl up to this iteration; after a kill, later lines and half a line may follow"""
+    path = Path(folder, "metrics.jsonl")
+    if not path.exists():
+        return ""
+    lines = [line for line in path.read_text().splitlines(True) if line.endswith("}\n")]
+    return "".join(line for line in lines if json.loads(line)["iteration"] <= iteration)
 
 
 class Log:
@@ -769,14 +839,18 @@ class Log:
 
     def __init__(self, args, checkpoint):
         self.photos = args.batch_size / args.accumulate  # in each micro-batch
-        if is_main():  # after a kill, later lines will come again
-            Path(f"{args.output}/metrics.jsonl").write_text(checkpoint.get("log", ""))
-            self.file = open(f"{args.output}/metrics.jsonl", "a", buffering=1)  # by lines
+        self.path = Path(args.output, "metrics.jsonl")
+        self.before = checkpoint.get("log", "")  # the lines of the run that goes on
+        self.left = self.size()  # in bytes, as this run has left the file
         self.begin()
+
+    def size(self):
+        return self.path.stat().st_size if self.path.exists() else 0
 
     def begin(self):
         self.losses = []  # of each micro-batch
-        self.waited, self.time = 0.0, time.perf_counter()  # seconds for batches, counted in main
+        self.waited = 0.0  # seconds of waiting for batches, which main adds up
+        self.time = time.perf_counter()
 
     def add(self, **losses):
         """Scalar losses of a micro-batch: the next line has their means, also over processes."""
@@ -795,7 +869,18 @@ class Log:
     def write(self, iteration, row):
         """Append a line. The time since `means`, spent on validation, is not counted."""
         if is_main():
-            self.file.write(json.dumps({"iteration": iteration, **row}) + "\n")
+            if self.size() != self.left:
+                fail(f"another run has written to {self.path}: give each run its own --output")
+            line = json.dumps({"iteration": iteration, **row}) + "\n"
+            if self.before is None:
+                with open(self.path, "a") as file:
+                    file.write(line)
+            else:  # the first line; until now the file may have belonged to a run that goes on
+                temporary = Path(f"{self.path}.{os.getpid()}.tmp")
+                temporary.write_text(self.before + line)
+                os.replace(temporary, self.path)
+                self.before = None
+            self.left = self.size()
         self.begin()
 
 

@@ -2,8 +2,8 @@
 
 Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020.
 
-Captions are turned into labels once: their nouns, adjectives and verbs, the clusters of their
-[CLS] vectors (Eq. 1), or their topics. A convolutional network is then trained to predict all
+Before training, captions are turned into labels: their nouns, adjectives and verbs, the clusters of
+their [CLS] vectors (Eq. 1), or their topics. A convolutional network is then trained to predict all
 labels of a photo, with one softmax over them (Eq. 2) [Sec. 3.1]. The same loop runs the paper's
 baselines: annotated tags, and rotations, which also pretrain its VGG-16 [App. F.1].
 
@@ -26,10 +26,10 @@ Where the paper is:
     heads of Fig. 2, module tp             tag_head
     rotations, recipes [App. F.1]          four_rotations; RECIPES, VGG16, ROTATION
 
-What to expect (a finished run is in docs/logs/tp): the loss starts near ln K, K being the number of
-labels (topics: near 0.7 K), and falls at once to the loss of predicting label frequencies. It never
-comes near zero: a photo with n labels costs at least ln n. If the validation scores stall near the
-scores of the frequencies, train longer, or predict fewer labels: --num-labels, --pos nn.
+What to expect: the loss starts near ln K for K labels (0.7 K for topics) and soon reaches the loss
+of predicting the label frequencies. It never comes near zero, because a photo with n labels costs
+at least ln n. If the validation scores stall near those of the frequencies, train longer, or
+predict fewer labels (--num-labels, --pos nn). A finished run is in docs/logs/tp.
 """
 
 import argparse
@@ -52,8 +52,7 @@ from sklearn.preprocessing import MultiLabelBinarizer
 from torch import nn
 
 import common
-from common import LETTERS, count, fail, fraction, positive, print_main, progress, share, weight
-from common import whole
+from common import fail, print_main, progress
 
 LABELS = "postag", "cluster", "lda", "instances", "rotation"
 
@@ -101,47 +100,68 @@ def get_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
-    add("--data", default="shapes", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
-    add("--recipe", choices=common.RECIPE_NAMES, help="demo (shapes), small (.jsonl) or paper")
-    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
-    add("--train-split", help="default train2017 for coco, else train")
-    add("--val-split", help="default val2017 for coco, else val")
-    add("--image-size", type=count, help="crop side in pixels; cost grows with its square")
-    add("--crop-min", type=share, help="smallest fraction of a photo's area in a crop")
-    add("--colour-jitter", type=weight, help="strength; lower it if captions name colours")
-    add("--workers", type=whole, default=min(8, os.cpu_count() // 2),
-        help="more if data_wait > 0.05")
+    add("--data", default="shapes",
+        help="shapes (built in), coco, vg, the path of a .jsonl file, or a folder of shards")
+    add("--recipe", choices=common.RECIPE_NAMES,
+        help="the defaults listed below: demo (for shapes), small (for a .jsonl) or paper")
+    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its own folder)")
+    add("--train-split", help="split for training (default train2017 for coco, else train)")
+    add("--val-split", help="split for validation (default val2017 for coco, else val)")
+    add("--image-size", type=common.positive_int,
+        help="side of the crops in pixels; the cost grows with its square")
+    add("--crop-min", type=common.fraction_above_0,
+        help="smallest crop, as a fraction of the photo's area")
+    add("--colour-jitter", type=common.non_negative,
+        help="strength of the colour jitter; lower it if captions name colours")
+    add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count() // 2),
+        help="processes that load photos; raise it if data_wait exceeds 0.05")
 
     add = parser.add_argument_group("labels").add_argument
     add("--labels", choices=LABELS, default=LABELS[0], help="what to predict [Sec. 3.1, 4]")
-    add("--num-labels", type=count, help="K, at most: words (default 5000; VGG-16: 1000), "
-        "clusters (1000; shapes: 200) or topics (40) [Tab. 2, 4]")
-    add("--pos", choices=POS, default=POS[-1], help="parts of speech to keep [Sec. 4.2, Tab. 4]")
-    add("--tagger", choices=TAGGERS, default=TAGGERS[0], help="the paper uses spacy")
-    add("--max-words", type=count, default=25, help="of a caption [Sec. 4]; raise it for reports")
-    add("--lm", help="cluster: BERT, from the hub or a folder; scratch: train one on the captions")
-    add("--lm-iters", type=count, help="iterations of --lm scratch; more for more captions")
+    add("--num-labels", type=common.positive_int,
+        help="K: at most this many words (default 5000; VGG-16: 1000), clusters (1000; shapes: "
+        "200) or topics (40) [Tab. 2, 4]")
+    add("--pos", choices=POS, default=POS[-1],
+        help="parts of speech of the words to predict [Sec. 4.2, Tab. 4]")
+    add("--tagger", choices=TAGGERS, default=TAGGERS[0],
+        help="what finds the parts of speech; the paper uses spacy")
+    add("--max-words", type=common.positive_int, default=25,
+        help="longer captions are left out [Sec. 4]; raise it for reports")
+    add("--lm", help="for --labels cluster: a BERT from the hub or a folder, or scratch, which "
+        "trains a small one on the captions first")
+    add("--lm-iters", type=common.positive_int,
+        help="iterations of training --lm scratch; raise them with the captions")
 
     add = parser.add_argument_group("model and optimisation").add_argument
-    add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
-    add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
-    add("--batch-size", type=count, help="photos per iteration over all processes")
-    add("--iters", type=count, help="training iterations; scale them with the data")
-    add("--epochs", type=positive, help="instead of --iters: passes over the data")
-    add("--lr", type=positive, help="peak learning rate; lower it if the loss is not finite")
-    add("--warmup", type=fraction, help="of the learning rate, as a fraction of training")
-    add("--weight-decay", type=weight, help="raise it if photos are few")
+    add("--arch", choices=common.BACKBONES,
+        help="architecture of the backbone; resnet18 suits few photos or a CPU")
+    add("--init",
+        help="weights to start from: a backbone, a checkpoint.pth (with its heads), or imagenet")
+    add("--batch-size", type=common.positive_int, help="photos per iteration, over all processes")
+    add("--iters", type=common.positive_int, help="training iterations; raise them with the data")
+    add("--epochs", type=common.positive, help="passes over the photos, instead of --iters")
+    add("--lr", type=common.positive,
+        help="peak learning rate of the backbone; lower it if the loss is not finite")
+    add("--warmup", type=common.fraction_below_1,
+        help="length of the learning rate's warm-up, as a fraction of training")
+    add("--weight-decay", type=common.non_negative, help="weight decay; raise it if photos are few")
 
     add = parser.add_argument_group("run").add_argument
-    add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--seed", type=whole, default=0, help="random seed")
-    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
-    add("--accumulate", type=count, default=1, help="micro-batches per batch, if memory is short")
-    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=count, help="iterations between lines of metrics.jsonl")
-    add("--validate-every", type=count, help="iterations between validations")
-    add("--checkpoint-every", type=count, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=count, help="iterations between model_N.pth (early stopping)")
+    add("--output",
+        help="folder in which the same command resumes (default runs/SCRIPT or runs/SCRIPT-DATA)")
+    add("--seed", type=common.non_negative_int, default=0, help="seed of all random numbers")
+    add("--amp", choices=("bf16", "fp16", "off"),
+        help="mixed precision (default bf16 if the device supports it, else off)")
+    add("--accumulate", type=common.positive_int, default=1,
+        help="split each batch into this many micro-batches, if memory is short")
+    add("--compile", action="store_true",
+        help="use torch.compile, which starts slowly but is faster on GPUs")
+    add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
+    add("--validate-every", type=common.positive_int, help="iterations between validations")
+    add("--checkpoint-every", type=common.positive_int,
+        help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=common.positive_int,
+        help="also keep a model_N.pth every N iterations, to choose the best later")
     # fmt: on
     args = parser.parse_args(argv)
     paper = VGG16 if args.arch == "vgg16_bn" else {}
@@ -154,7 +174,7 @@ def get_args(argv=None):
         "lda": 40,  # Sec. 4.2
     }
     if args.num_labels and args.labels not in num_labels:
-        parser.error(f"--num-labels: K is fixed by --labels {args.labels}")
+        parser.error(f"--labels {args.labels} fixes K: leave out --num-labels")
     args.num_labels = args.num_labels or num_labels.get(args.labels)
     return args
 
@@ -163,61 +183,60 @@ def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    init = {} if checkpoint else common.read_init(args)
+    init = {} if checkpoint else common.read_init(args)  # what --init names
 
     # Data: photos, and labels made from their captions. Photos without a label are left out.
-    tags = args.labels == "instances"  # TP-Label [Sec. 4]
-    train = common.caption_data(args.data, args.root, args.train_split, tags)
-    val = common.caption_data(args.data, args.root, args.val_split, tags)
-    common.begin_run(args, checkpoint, train.columns(), val.columns())
+    with_tags = args.labels == "instances"  # TP-Label [Sec. 4]
+    train = common.caption_data(args.data, args.root, args.train_split, with_tags)
+    val = common.caption_data(args.data, args.root, args.val_split, with_tags)
+    common.begin_run(args, checkpoint, train.checksum(), val.checksum())
     if common.is_main() and not checkpoint:
-        make_labels(args, (train, val), device)  # once: it takes long
+        make_labels(args, (train, val), device)  # once, for all processes
     common.barrier()
-    names = common.read_json(f"{args.output}/labels.json")  # K
-    labels = sparse.load_npz(f"{args.output}/labels.npz")  # (N, K), see make_labels
-    val_labels = sparse.load_npz(f"{args.output}/val_labels.npz")
+    names, labels, val_labels = load_labels(args.output)
     train, labels = labelled(train, labels)
     val, val_labels = labelled(val, val_labels)
     order = np.random.default_rng(args.seed).permutation(len(val))
     chosen = np.sort(order[: args.val_images])
-    val, val_labels = val.select(chosen), val_labels[chosen]
-    iters = args.iters or math.ceil(args.epochs * len(train) / args.batch_size)
-    print_main(f"{len(train)} photos ({len(val)} for validation), {len(names)} labels, {iters} "
-               f"iterations at lr {args.lr:g}, on {device}, amp {args.amp}, "
-               f"into {args.output}")  # fmt: skip
+    photos = LabelledPhotos(train, labels, names, args)
+    val_photos = LabelledPhotos(val.select(chosen), val_labels[chosen], names, args)
+    iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
+    print_main(f"{len(photos)} photos ({len(val_photos)} for validation), {len(names)} labels")
+    print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
 
-    # Model and optimizer, restored where an earlier run stopped.
+    # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
     model = TagPredictor(args.arch, len(names), args.labels)
-    skip = () if init.get("names") == names else "head."  # other labels
+    skip = () if init.get("names") == names else "head."  # of other labels
     common.load_init(init, model, model.backbone, skip)
     model.to(device, memory_format=torch.channels_last)
+    if args.compile:
+        model.compile()
+    ddp = common.data_parallel(model).train()  # all processes get the first one's weights
     groups = [
         {"params": model.backbone.parameters()},
         {"params": model.head.parameters(), "lr": args.head_lr},
     ]
     optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    done = common.restore(args, checkpoint, iters, parts)
-    if args.compile:
-        model.compile()
-    ddp = common.data_parallel(model).train()
+    state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    done = common.restore(args, checkpoint, iters, state)
 
-    photos = LabelledPhotos(train, labels, names, args)
-    val_photos = LabelledPhotos(val, val_labels, names, args)
     batches = common.train_batches(photos, None, args, device, done)
     log = common.Log(args, checkpoint)
+    more = {"names": names}  # for --init, downstream/labels.py
     bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
-        lr_scale = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)  # [App. F.1]
-        common.set_lr(optimizer, lr_scale)
+        # Learning rates: warm-up, then cosine decay or steps [App. F.1]
+        decay = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
+        common.set_lr(optimizer, decay)
+
+        # Gradients: --accumulate micro-batches, averaged over all processes after the last one
         optimizer.zero_grad()
         for part in range(args.accumulate):
-            asked = time.perf_counter()
+            started = time.perf_counter()
             batch = next(batches)
-            log.waited += time.perf_counter() - asked
-            # DDP averages the gradients of all processes, once: after the last micro-batch.
+            log.waited += time.perf_counter() - started
             ddp.require_backward_grad_sync = part == args.accumulate - 1
             images = common.augment(batch["image"], batch["jitter"])  # (B, 3, h, w)
             targets = batch["targets"]  # (B, K)
@@ -225,28 +244,31 @@ def main(args):
                 images, targets = four_rotations(images)  # (4B, 3, h, w), (4B, 4)
             with common.autocast(device, args.amp):
                 logits = ddp(images)  # (B, K)
-            loss = label_loss(logits, targets, args.labels)
+            loss = label_loss(logits, targets, args.labels)  # Eq. 2
             scaler.scale(loss / args.accumulate).backward()
             log.add(loss=loss)
+
+        # Step
         scaler.step(optimizer)
         scaler.update()
 
+        # Log, validate, save
         last = iteration == iters
-        validate_now = iteration % args.validate_every == 0 or last
-        if iteration % args.log_every == 0 or validate_now:
-            row = log.means() | {"lr": args.lr * lr_scale}
+        validating = last or iteration % args.validate_every == 0
+        if validating or iteration % args.log_every == 0:
+            row = {**log.means(), "lr": args.lr * decay}
             bar.set_postfix(loss=f"{row['loss']:.3f}")
-            if validate_now and common.is_main():
+            if validating and common.is_main():
                 result = validate(model, val_photos, labels.mean(0), args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
-                if last:
-                    common.save(f"{args.output}/result.json", result)
+                # Before the checkpoint: a run that has ended has its result.
+                common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
+        if last or iteration % args.checkpoint_every == 0:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
         if args.keep_every and iteration % args.keep_every == 0:
-            kept = {"model": model}
-            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, kept, names=names)
-        if iteration % args.checkpoint_every == 0 or last:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, parts, names=names)
+            name = f"model_{iteration}.pth"
+            common.save_checkpoint(args, name, iteration, {"model": model}, more)
 
     common.end_run(args, model.backbone)  # eval_linear.py says what the backbone is worth
 
@@ -257,14 +279,16 @@ POS = "nn", "nn+adj", "nn+adj+vb"  # --pos [Tab. 4]
 TAGGERS = "textblob", "spacy"  # the first is the default [ours]
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
-# Auxiliary verbs name nothing visible. spaCy has a tag for them; the Penn tags do not. [ours]
+# Auxiliary verbs name nothing visible. spaCy tags them as such, but TextBlob's Penn tags do not.
+# [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
 )
-# A possessive 's, which is skipped; or letters that follow no letter or digit ("2x" has none), and
-# more of them after ' or - ("can't", "t-shirt"), but for a possessive. The group: a word. [ours]
-WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*)", regex.I)
+# Group 1 is a word: letters, also joined by ' or - ("can't", "t-shirt"), but not the x of "2x". A
+# possessive 's matches without a group, and is dropped. [ours]
+JOINED = rf"{common.LETTERS}(?:(?!['’]s\b)['’-]{common.LETTERS})*"
+WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({JOINED})", regex.I)
 
 
 def words_of(caption):
@@ -347,7 +371,7 @@ def top_concepts(counts, pos, num_concepts):
 def make_labels(args, splits, device):
     """Write K names and labels (N, K): 1 where a photo has a label, else 0; lda: probabilities.
 
-    splits: CaptionData of train and val
+    splits: CaptionData of train and val. It takes minutes.
     """
     if args.labels in ("postag", "lda"):
         splits = [filter_captions(data, words_of, args.max_words) for data in splits]
@@ -366,12 +390,19 @@ def make_labels(args, splits, device):
         if len(names) < 2:
             fail('--labels instances needs two tags: "tags" in the .jsonl, or instances_*.json')
         labels = [multi_hot(data.tags, names) for data in splits]
-    else:  # every photo has all four labels, for it is seen in each rotation (four_rotations)
+    else:  # every photo has all four labels, because it is seen in each rotation (four_rotations)
         names = ["0°", "90°", "180°", "270°"]
         labels = [np.ones((len(data), 4)) for data in splits]
     common.save(f"{args.output}/labels.json", list(names))
     for file, rows in zip(("labels.npz", "val_labels.npz"), labels):
         sparse.save_npz(f"{args.output}/{file}", sparse.csr_array(rows, dtype=np.float32))
+
+
+def load_labels(folder):
+    """-> what make_labels wrote: K names, sparse labels (N, K) of train and of val"""
+    names = common.read_json(f"{folder}/labels.json")
+    labels = sparse.load_npz(f"{folder}/labels.npz")
+    return names, labels, sparse.load_npz(f"{folder}/val_labels.npz")
 
 
 def cluster_labels(args, splits, device):
@@ -382,16 +413,17 @@ def cluster_labels(args, splits, device):
     lm = args.lm
     if lm == "scratch":
         lm = f"{args.output}/language_model"
-        how = args.lm_iters, args.seed, device, args.amp
-        small_bert = common.extra("small_bert")
-        small_bert.train(lm, splits[0].all_captions(), *how, max_words=args.max_words)
+        common.extra("small_bert").train(
+            lm, splits[0].all_captions(), args.lm_iters, args.seed, device, args.amp,
+            max_words=args.max_words,
+        )  # fmt: skip
     tokenizer, bert = load_bert(lm, device)
-    longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
+    longest = min(args.max_words, tokenizer.model_max_length - 2)  # [CLS] and [SEP] are added
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     vectors = [embed_captions(tokenizer, bert, data.all_captions(), args.amp) for data in splits]
     captions = splits[0].all_captions()
-    # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y: the nearest.
-    # [ours: a random start, 20 passes] Under torchrun (OMP_NUM_THREADS=1) it has one thread.
+    # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y is the nearest.
+    # [ours: a random start, 20 passes] Under torchrun (OMP_NUM_THREADS=1) it uses one thread.
     k = min(args.num_labels, len(captions))
     print_main(f"k-means: {k} clusters of {len(captions)} captions")
     kmeans = KMeans(k, init="random", n_init=1, max_iter=20, random_state=args.seed, copy_x=False)
@@ -399,20 +431,21 @@ def cluster_labels(args, splits, device):
     names = [captions[n] for n in pairwise_distances_argmin(kmeans.cluster_centers_, vectors[0])]
     labels = []
     for data, rows in zip(splits, vectors):
-        clusters = iter(kmeans.predict(rows))  # of all captions
-        labels.append(multi_hot([[next(clusters) for _ in row] for row in data.captions], range(k)))
+        ends = np.cumsum([len(captions) for captions in data.captions])
+        clusters = np.split(kmeans.predict(rows), ends[:-1])  # of each photo's captions
+        labels.append(multi_hot(clusters, range(k)))
     return names, labels
 
 
 def load_bert(lm, device):
     """lm: on the hub or in a folder -> tokenizer, BERT without its pooler and head"""
-    import huggingface_hub  # only here: they take seconds, and most runs need no language model
+    import huggingface_hub  # only here, because they take seconds, and most runs need no BERT
     import transformers
 
     transformers.logging.set_verbosity_error()  # no report of what is loaded, and no bars
     transformers.logging.disable_progress_bar()
     try:
-        if not os.path.isdir(lm):  # asks once; transformers would ask for a minute
+        if not os.path.isdir(lm):  # this asks the hub once; transformers would ask for a minute
             huggingface_hub.snapshot_download(lm, allow_patterns="config.json")
         tokenizer = transformers.AutoTokenizer.from_pretrained(lm)
         bert, report = transformers.AutoModel.from_pretrained(lm, output_loading_info=True)
@@ -459,15 +492,18 @@ def lda_labels(splits, num_labels, seed):
         num_labels, learning_method="online", batch_size=1024, random_state=seed
     )
     lda.fit(counts[0])
-    # A photo without any of the words has no topic, not all.
-    labels = [(np.diff(rows.indptr)[:, None] > 0) * lda.transform(rows) for rows in counts]
+    labels = []
+    for rows in counts:
+        has_words = np.asarray(rows.sum(1)) > 0  # (N, 1)
+        # A photo with none of the words gets no topic; LDA would give it all.
+        labels.append(has_words * lda.transform(rows))
     words = vectorizer.get_feature_names_out()
     names = [", ".join(words[np.argsort(-weights)[:5]]) for weights in lda.components_]
     return names, labels
 
 
 def multi_hot(rows, classes):
-    """Some of the K classes for each of N photos -> (N, K) sparse, of 1 and 0"""
+    """For each of N photos some of the K classes -> (N, K) sparse, of 1 and 0"""
     return MultiLabelBinarizer(classes=classes, sparse_output=True).fit_transform(rows)
 
 
@@ -522,7 +558,7 @@ class TagPredictor(nn.Module):
         self.backbone = common.build_backbone(arch)
         self.head = tag_head(arch, self.backbone.channels, num_labels)
         if arch == "vgg16_bn" and kind == "rotation":
-            from torchvision.models import VGG  # only here: it takes seconds
+            from torchvision.models import VGG  # only here, because it takes seconds
 
             vgg = VGG(nn.Identity(), num_labels)
             self.head = nn.Sequential(vgg.avgpool, nn.Flatten(), vgg.classifier)
@@ -580,7 +616,7 @@ def label_loss(logits, targets, kind):
 def validate(model, photos, frequencies, args, device):
     """Loss and tag_scores on centre crops of the validation split -> entries of result.json
 
-    frequencies: of the K labels in training, whose scores for every photo come beside them
+    frequencies: of the K labels in training. Predicting them for every photo has scores, too.
     """
     model.eval()
     all_logits, all_targets = [], []
@@ -590,7 +626,8 @@ def validate(model, photos, frequencies, args, device):
             images, targets = four_rotations(images)
         with common.autocast(device, args.amp):
             features = model.backbone(images)
-        all_logits.append(model.head(features.float()).cpu())  # half precision would tie
+        # In half precision many scores would be equal.
+        all_logits.append(model.head(features.float()).cpu())
         all_targets.append(targets.cpu())
     model.train()
     logits, targets = torch.cat(all_logits), torch.cat(all_targets)

@@ -30,13 +30,13 @@ Where the paper is:
                                                by VOC07; on other data --hold-out [ours]
     other tasks [Sec. 4.1, 4.2]                the ablations at the end
 
-What to expect: with the paper's head (H = 2048, 10K words) the loss starts near 12.5 in each
-direction, not at ln 10000 = 9.2: the output layer is the token embedding, so at first each
-position predicts the token it has just read. Then comes a plateau: the heads write plausible
-captions without looking at the photo. The loss falls again when the image features start to lower
-it. If training stalls there, train longer or raise --text-lr. The recipe small, whose heads have
-read the captions first, ends at 3.19 per direction on Flickr8k. A finished run is in
-docs/logs/virtex.
+What to expect: the recipe paper (H = 2048, 10K words) starts with a loss of 15.3 in each direction,
+and of 12.9 without zero_init_residual, instead of ln 10000 = 9.2. The output layer is the token
+embedding, so at first each position predicts the token that it has just read. Then comes a plateau,
+on which the heads write plausible captions without looking at the photo. The loss falls again once
+they start to use the image features. If training stalls on the plateau, train longer or raise
+--text-lr. With the recipe small, which trains the heads on the captions alone first, the loss ends
+at 3.19 per direction on Flickr8k. A finished run is in docs/logs/virtex.
 """
 
 import argparse
@@ -48,6 +48,7 @@ import re
 import time
 import unicodedata
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import sentencepiece
@@ -57,7 +58,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import common
-from common import count, fail, fraction, positive, print_main, progress, share, weight, whole
+from common import fail, print_main, progress
 
 # fmt: off
 RECIPES = {  #           demo        small       paper      (demo, small [ours])
@@ -66,7 +67,7 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "crop_min":         (1.0,        0.5,        0.2),         # Sec. 3
     "colour_jitter":    (0.0,        0.4,        1.0),         # official code
     "hidden":           (256,        512,        2048),        # Sec. 4.1
-    "init_std":         (None,       None,       0.02),        # official code; None: H^-0.5
+    "init_std":         (None,       None,       0.02),        # official code; None means H^-0.5
     "zero_residual":    (False,      False,      True),        # official code; others [ours]
     "dropout":          (0.0,        0.1,        0.1),         # official code
     "batch_size":       (32,         64,         256),         # Sec. 3
@@ -95,60 +96,82 @@ def get_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
-    add("--data", default="shapes", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
-    add("--recipe", choices=common.RECIPE_NAMES, help="demo (shapes), small (.jsonl) or paper")
-    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
-    add("--train-split", help="default train2017 for coco, else train")
-    add("--val-split", help="default val2017 for coco, else val")
-    add("--fraction", type=share, default=1.0, help="of photos; scale --iters yourself [Fig. 4]")
-    add("--captions-per-image", type=count, help="use at most this many captions [Fig. 4]")
-    add("--image-size", type=count, help="crop side in pixels; cost grows with its square")
-    add("--crop-min", type=share, help="smallest fraction of a photo's area in a crop")
-    add("--colour-jitter", type=weight, help="strength; lower it if captions name colours")
-    add("--workers", type=whole, default=min(8, os.cpu_count() // 2),
-        help="more if data_wait > 0.05")
+    add("--data", default="shapes",
+        help="shapes (built in), coco, vg, the path of a .jsonl file, or a folder of shards")
+    add("--recipe", choices=common.RECIPE_NAMES,
+        help="the defaults listed below: demo (for shapes), small (for a .jsonl) or paper")
+    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its own folder)")
+    add("--train-split", help="split for training (default train2017 for coco, else train)")
+    add("--val-split", help="split for validation (default val2017 for coco, else val)")
+    add("--fraction", type=common.fraction_above_0, default=1.0,
+        help="use this fraction of the photos; set --iters accordingly [Fig. 4]")
+    add("--captions-per-image", type=common.positive_int,
+        help="use at most this many captions of a photo [Fig. 4]")
+    add("--image-size", type=common.positive_int,
+        help="side of the crops in pixels; the cost grows with its square")
+    add("--crop-min", type=common.fraction_above_0,
+        help="smallest crop, as a fraction of the photo's area")
+    add("--colour-jitter", type=common.non_negative,
+        help="strength of the colour jitter; lower it if captions name colours")
+    add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count() // 2),
+        help="processes that load photos; raise it if data_wait exceeds 0.05")
 
     add = parser.add_argument_group("model").add_argument
-    add("--arch", choices=common.BACKBONES, help="the backbone; resnet18 for small data or a CPU")
-    add("--init", help="start from a backbone, a checkpoint.pth with its heads, or imagenet")
-    add("--task", choices=("bicaptioning", "captioning", *ABLATIONS), default="bicaptioning",
-        help="others: ablations [Tab. 1, Fig. 5]")
-    add("--layers", type=count, default=1, help="L; 2 or 3 generally help [Sec. 4.2]")
-    add("--hidden", type=count, help="H; larger is better but slower; sets A = H/64, F = 4H")
-    add("--dropout", type=fraction, help="in the heads; raise it if captions are few")
+    add("--arch", choices=common.BACKBONES,
+        help="architecture of the backbone; resnet18 suits few photos or a CPU")
+    add("--init",
+        help="weights to start from: a backbone, a checkpoint.pth (with its heads), or imagenet")
+    add("--task", choices=TASKS, default="bicaptioning",
+        help="what is predicted; all but the default are ablations [Tab. 1, Fig. 5]")
+    add("--layers", type=common.positive_int, default=1,
+        help="L, layers of a textual head; 2 or 3 generally help [Sec. 4.2]")
+    add("--hidden", type=common.positive_int,
+        help="H, width of the heads, which sets A = H/64 and F = 4H; larger is better but slower")
+    add("--dropout", type=common.fraction_below_1,
+        help="dropout in the heads; raise it if captions are few")
 
     add = parser.add_argument_group("optimisation").add_argument
-    add("--batch-size", type=count, help="photos per iteration over all processes")
-    add("--iters", type=count, help="training iterations; scale them with the data")
-    add("--epochs", type=positive, help="instead of --iters: passes over the data")
-    add("--lr", type=positive, help="peak rate of the backbone; lower if the loss is not finite")
-    add("--text-lr", type=positive, help="peak rate of the heads; lower it if their loss rises")
+    add("--batch-size", type=common.positive_int, help="photos per iteration, over all processes")
+    add("--iters", type=common.positive_int, help="training iterations; raise them with the data")
+    add("--epochs", type=common.positive, help="passes over the photos, instead of --iters")
+    add("--lr", type=common.positive,
+        help="peak learning rate of the backbone; lower it if the loss is not finite")
+    add("--text-lr", type=common.positive,
+        help="peak learning rate of the heads; lower it if their loss rises")
     add("--text-first", type=common.non_negative,
-        help="let the heads first read captions alone, for this share of --iters (at most 600)")
-    add("--lambda-words", type=weight, help="weight of words from the photo alone; for few photos")
-    add("--warmup", type=fraction, help="of the learning rate, as a fraction of training")
-    add("--weight-decay", type=weight, help="raise it if photos are few")
+        help="train the heads on captions alone first, for this share of --iters (at most 600)")
+    add("--lambda-words", type=common.non_negative,
+        help="weight of predicting words from the photo alone; helps if photos are few")
+    add("--warmup", type=common.fraction_below_1,
+        help="length of the learning rate's warm-up, as a fraction of training")
+    add("--weight-decay", type=common.non_negative, help="weight decay; raise it if photos are few")
 
     add = parser.add_argument_group("run").add_argument
-    add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--seed", type=whole, default=0, help="random seed")
-    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
-    add("--accumulate", type=count, default=1, help="micro-batches per batch, if memory is short")
-    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=count, help="iterations between lines of metrics.jsonl")
-    add("--validate-every", type=count, help="iterations between validations")
-    add("--checkpoint-every", type=count, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=count, help="iterations between model_N.pth (early stopping)")
+    add("--output",
+        help="folder in which the same command resumes (default runs/SCRIPT or runs/SCRIPT-DATA)")
+    add("--seed", type=common.non_negative_int, default=0, help="seed of all random numbers")
+    add("--amp", choices=("bf16", "fp16", "off"),
+        help="mixed precision (default bf16 if the device supports it, else off)")
+    add("--accumulate", type=common.positive_int, default=1,
+        help="split each batch into this many micro-batches, if memory is short")
+    add("--compile", action="store_true",
+        help="use torch.compile, which starts slowly but is faster on GPUs")
+    add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
+    add("--validate-every", type=common.positive_int, help="iterations between validations")
+    add("--checkpoint-every", type=common.positive_int,
+        help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=common.positive_int,
+        help="also keep a model_N.pth every N iterations, to choose the best later")
     # fmt: on
     args = parser.parse_args(argv)
     common.apply_recipe(args, "virtex", RECIPES)
     if args.hidden % 64:
         parser.error(f"--hidden {args.hidden} must be a multiple of 64 (A = H / 64 heads)")
-    if args.task in ABLATIONS:
-        args.lambda_words = 0.0  # they have no such loss
+    if not args.task.endswith("captioning"):
+        args.lambda_words = 0.0  # the ablations have no such loss
     if args.task.endswith("classification"):
         args.text_first = 0.0  # there are no heads that could read
-    args.init_std = args.init_std or args.hidden**-0.5  # of 0.02, narrow heads ignore the photo
+    args.init_std = args.init_std or args.hidden**-0.5  # with 0.02, narrow heads ignore the photo
     return args
 
 
@@ -156,93 +179,98 @@ def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    init = {} if checkpoint else common.read_init(args)
+    init = {} if checkpoint else common.read_init(args)  # what --init names
 
-    # Data: photos with at least one caption, and a tokenizer learned from the captions.
-    tags = args.task == "multilabel_classification"
-    train = common.caption_data(args.data, args.root, args.train_split, tags)
+    # Data: photos with captions, and a tokenizer learned from the captions.
+    Model, Photos = TASKS[args.task]
+    train = common.caption_data(args.data, args.root, args.train_split, Photos.reads_tags)
     train = subset(train, args.fraction, args.captions_per_image, args.seed).captioned()
-    val = common.caption_data(args.data, args.root, args.val_split, tags).captioned()
-    common.begin_run(args, checkpoint, train.columns(), val.columns())
-    tokenizer = load_tokenizer(args, train.all_captions(), init)
-    Model, Photos = ABLATIONS.get(args.task, (VirTex, CaptionedPhotos))
+    val = common.caption_data(args.data, args.root, args.val_split, Photos.reads_tags).captioned()
+    common.begin_run(args, checkpoint, train.checksum(), val.checksum())
+    if common.is_main() and not checkpoint:
+        make_tokenizer(args, train.all_captions(), init)  # once, for all processes
+    common.barrier()
+    tokenizer = load_tokenizer(args, train.all_captions())
     photos = Photos(train, tokenizer, args)
     val_photos = Photos(val, tokenizer, args)
-    num_outputs = FIRST_TAG + len(train.tag_names) if tags else tokenizer.get_piece_size()
     iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
-    print_main(f"{len(photos)} photos ({len(val_photos)} for validation), {num_outputs} outputs, "
-               f"{iters} iterations at lr {args.lr:g}, text lr {args.text_lr:g}, on {device}, amp "
-               f"{args.amp}, into {args.output}")  # fmt: skip
+    print_main(f"{len(photos)} photos ({len(val_photos)} for validation), {photos.num_outputs} "
+               f"outputs, heads at lr {args.text_lr:g}")  # fmt: skip
+    print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
 
-    # Model and optimizer, restored where an earlier run stopped.
+    # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
-    residual = {"zero_init_residual": args.zero_residual} if "resnet" in args.arch else {}
-    backbone = common.build_backbone(args.arch, **residual)  # VGG has no residual blocks
+    backbone = common.build_backbone(args.arch, args.zero_residual)
     model = Model(
-        backbone, num_outputs, args.hidden, args.layers, args.dropout,
+        backbone, photos.num_outputs, args.hidden, args.layers, args.dropout,
         task=args.task, lambda_words=args.lambda_words, init_std=args.init_std
     )  # fmt: skip
     common.load_init(init, model, backbone)
     model.to(device, memory_format=torch.channels_last)
     text_iters = min(TEXT_ITERS, round(args.text_first * iters))
-    if text_iters and not (checkpoint or init.get("model")) and common.is_main():
-        language_first(model, photos, text_iters, args, device)  # DDP copies these weights
+    if text_iters and not checkpoint and "model" not in init and common.is_main():
+        language_first(model, photos, text_iters, args, device)
     if args.compile:
         model.visual["cnn"].compile()
         for head in model.children():
-            head.compile(dynamic=True)  # caption lengths vary
-    ddp = common.data_parallel(model).train()
+            head.compile(dynamic=True)  # captions differ in length
+    ddp = common.data_parallel(model).train()  # all processes get the first one's weights
     optimizer = common.build_optimizer(args, parameter_groups(model, args.text_lr))
-    lookahead = copy.deepcopy(model)  # the slow weights
+    slow_model = copy.deepcopy(model)  # of look-ahead, after the weights have become equal
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    parts = {"model": model, "optimizer": optimizer, "lookahead": lookahead, "scaler": scaler}
-    done = common.restore(args, checkpoint, iters, parts)
+    state = {"model": model, "optimizer": optimizer, "lookahead": slow_model, "scaler": scaler}
+    done = common.restore(args, checkpoint, iters, state)
 
     batches = common.train_batches(photos, photos.collate, args, device, done)
     log = common.Log(args, checkpoint)
-    own = {"tokenizer": tokenizer.serialized_model_proto()}  # part of each checkpoint
+    more = {"tokenizer": tokenizer.serialized_model_proto()}  # for --init, downstream/captioning.py
     bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
-        lr_scale = common.lr_factor(iteration - 1, iters, args.warmup)  # [Sec. 3]
-        common.set_lr(optimizer, lr_scale)
+        # Learning rates: warm-up, then cosine decay [Sec. 3]
+        decay = common.lr_factor(iteration - 1, iters, args.warmup)
+        common.set_lr(optimizer, decay)
+
+        # Gradients: --accumulate micro-batches, averaged over all processes after the last one
         optimizer.zero_grad()
         for part in range(args.accumulate):
-            asked = time.perf_counter()
-            images, jitter, *captions = next(batches).values()  # in the order of collate
-            log.waited += time.perf_counter() - asked
-            # DDP averages the gradients of all processes, once: after the last micro-batch.
+            started = time.perf_counter()
+            batch = next(batches)
+            log.waited += time.perf_counter() - started
             ddp.require_backward_grad_sync = part == args.accumulate - 1
-            images = common.augment(images, jitter)  # on the device: (B, 3, h, w)
+            images = common.augment(batch["image"], batch["jitter"])  # (B, 3, h, w)
             with common.autocast(device, args.amp):
-                totals = ddp(images, *captions)
-            losses = {name: total / number for name, (total, number) in totals.items()}
-            loss = sum(losses.values())  # both directions [Eq. 1]
+                sums = ddp(images, batch)
+            losses = {name: total / number for name, (total, number) in sums.items()}
+            loss = sum(losses.values())  # Eq. 1: both directions
             scaler.scale(loss / args.accumulate).backward()
             log.add(loss=loss, **losses)
+
+        # Step: clipped [official code], and every fifth one followed by look-ahead [Sec. 3]
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 10.0)  # [official code]
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         scaler.step(optimizer)
         scaler.update()
         if iteration % LOOKAHEAD_K == 0:
-            look_ahead(lookahead, model, args.lookahead_alpha)  # [Sec. 3]
+            look_ahead(slow_model, model, args.lookahead_alpha)
 
+        # Log, validate, save
         last = iteration == iters
-        validate_now = iteration % args.validate_every == 0 or last
-        if iteration % args.log_every == 0 or validate_now:
-            row = log.means()
-            row |= {"lr": args.lr * lr_scale, "text_lr": args.text_lr * lr_scale}
+        validating = last or iteration % args.validate_every == 0
+        if validating or iteration % args.log_every == 0:
+            row = {**log.means(), "lr": args.lr * decay}
+            row["text_lr"] = args.text_lr * decay
             bar.set_postfix(loss=f"{row['loss']:.3f}")
-            if validate_now and common.is_main():
-                scores = validate(model, val_photos, args, device)
-                row |= {f"validation_{name}": score for name, score in scores.items()}
-                if last:
-                    common.save(f"{args.output}/result.json", {"validation_loss": scores})
+            if validating and common.is_main():
+                result = validate(model, val_photos, args, device)
+                row |= {f"validation_{name}": x for name, x in result["validation"].items()}
+                # Before the checkpoint: a run that has ended has its result.
+                common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
+        if last or iteration % args.checkpoint_every == 0:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
         if args.keep_every and iteration % args.keep_every == 0:
-            common.save_checkpoint(args, f"model_{iteration}.pth", iteration,
-                                   {"model": model}, **own)  # fmt: skip
-        if iteration % args.checkpoint_every == 0 or last:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, parts, **own)
+            name = f"model_{iteration}.pth"
+            common.save_checkpoint(args, name, iteration, {"model": model}, more)
 
     common.end_run(args, backbone)  # eval_linear.py says what the backbone is worth
 
@@ -276,27 +304,32 @@ def normalise(caption):
     return unicodedata.normalize("NFC", re.sub(common.ACCENTS, "", decomposed))
 
 
-def load_tokenizer(args, captions, init):
-    """The tokenizer of --init's checkpoint, or one trained on the captions"""
+def make_tokenizer(args, captions, init):
+    """Write the tokenizer of --init's checkpoint, or one that is trained on the captions"""
+    model = init["tokenizer"] if "tokenizer" in init else train_tokenizer(captions)
+    Path(args.output, "tokenizer.model").write_bytes(model)
 
-    def make(path):
-        path.write_bytes(init["tokenizer"] if "tokenizer" in init else train_tokenizer(captions))
 
-    path = common.once(args, "tokenizer.model", make)
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=f"{path}")
+def load_tokenizer(args, captions):
+    """-> what make_tokenizer wrote; says how many captions are cut, refuses unknown words"""
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=f"{args.output}/tokenizer.model")
     some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
-    cut = np.mean([len(tokenizer.encode(normalise(text))) > MAX_LENGTH - 2 for text in some])
+    rows = [tokenizer.encode(normalise(caption)) for caption in some]
+    cut = sum(len(row) > MAX_LENGTH - 2 for row in rows) / len(rows)
     if cut > 0.01:
         print_main(f"{cut:.0%} of the captions are cut at {MAX_LENGTH - 2} tokens")
+    unknown = sum(row.count(UNK) for row in rows)
+    common.check_known(unknown, sum(map(len, rows)), "the captions")
     return tokenizer
 
 
 def train_tokenizer(captions, vocab_size=10_000):
     """SentencePiece BPE [Sec. 3] -> the serialised model
 
-    Few captions get fewer tokens, one for eight captions, beside their characters [ours]: of 10,000
-    tokens, three in four would occur less than five times in Flickr8k's 30,000 captions.
-    Its defaults: no piece joins letters and punctuation [Sec. 3], UNK is 0, there is no padding.
+    Few captions give fewer tokens: their characters, and one for each eight captions [ours]. Of
+    10,000 tokens, three in four would occur less than five times in Flickr8k's 30,000 captions.
+    By SentencePiece's defaults, no token mixes letters and punctuation [Sec. 3], and the unknown
+    token has id 0.
     """
     characters = {*normalise("".join(captions))}
     vocab_size = min(vocab_size, len(characters) + max(1000, len(captions) // 8))
@@ -308,7 +341,7 @@ def train_tokenizer(captions, vocab_size=10_000):
         vocab_size=vocab_size,
         hard_vocab_limit=False,
         character_coverage=1.0,
-        max_sentence_length=1 << 20,  # bytes; what is longer would be ignored
+        max_sentence_length=1 << 20,  # bytes; longer captions would be skipped
         bos_id=-1,  # none
         eos_id=-1,
         control_symbols="[SOS],[EOS],[MASK]",  # 1, 2, 3
@@ -318,10 +351,11 @@ def train_tokenizer(captions, vocab_size=10_000):
 
 
 def language_first(model, photos, iters, args, device):
-    """Train the heads on captions alone, the image features being zero
+    """Train the heads on captions alone, with zeros as image features
 
-    Few photos are not to be spent on learning English: from here on, what lowers the loss is what
-    the photo shows. [ours; the other scripts' language models read the captions first, too]
+    If photos are few, they should not be used up for learning English. Afterwards only what the
+    photo shows can lower the loss. [ours; the language models of the other scripts also read the
+    captions first]
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # the backbone gets no gradient
     captions = sorted(photos.data.all_captions(), key=len)
@@ -330,14 +364,14 @@ def language_first(model, photos, iters, args, device):
     no_photo = torch.zeros(batch_size, 1, args.hidden, device=device)  # (B, S, H)
     for iteration in progress(range(iters), desc="captions alone"):
         common.set_lr(optimizer, common.lr_factor(iteration, iters, warmup=0.1))
-        # Captions of similar length: of a batch drawn at random, half would be padding.
+        # Captions of similar length, because half of a random batch would be padding.
         start = rng.integers(len(captions) - batch_size + 1)
         chosen = captions[start : start + batch_size]
         batch = photos.collate_text([photos.text(caption, rng) for caption in chosen])
         with common.autocast(device, "off" if args.amp == "fp16" else args.amp):  # no scaler here
-            totals = model.text_losses(no_photo, *(x.to(device) for x in batch.values()))
+            sums = model.text_losses(no_photo, {name: x.to(device) for name, x in batch.items()})
         optimizer.zero_grad()
-        sum(total / number for total, number in totals.values()).backward()
+        sum(total / number for total, number in sums.values()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
@@ -348,9 +382,12 @@ def language_first(model, photos, iters, args, device):
 class CaptionedPhotos(common.Photos):
     """Photos, each with one of its captions: a random one, in validation always the same"""
 
+    reads_tags = False  # of COCO
+
     def __init__(self, data, tokenizer, args):
         super().__init__(data, args)
         self.tokenizer = tokenizer
+        self.num_outputs = tokenizer.get_piece_size()
 
     def sample(self, index, rng):
         sample, flipped = self.photo(index, rng)
@@ -371,8 +408,9 @@ class CaptionedPhotos(common.Photos):
         return default_collate(samples) | self.collate_text(texts)
 
     def collate_text(self, rows):
-        """-> tokens (B, T), the same of each caption's reverse, and the positions of all N targets
-        in either's [:, 1:], without padding (N, 2). Found on a GPU, they would synchronise.
+        """-> tokens (B, T), those of the reversed captions, and the positions (N, 2) of the N
+        tokens to predict, in both of [:, 1:]. They are found here because nonzero() on a GPU would
+        make the CPU wait.
         """
         targets = pad([[1] * len(row) for row in rows])[:, 1:]  # (B, T - 1), 0 at padding
         return {
@@ -412,36 +450,36 @@ class VirTex(nn.Module):
             backward.visual_projection = head.visual_projection
             self.backward_textual = backward
 
-    def forward(self, images, *captions):
-        """images (B, 3, h, w), captions: see collate_text -> {name: (sum of losses, number)}"""
+    def forward(self, images, batch):
+        """images (B, 3, h, w), batch: of collate_text -> {name: (sum of losses, number)}"""
         features = self.visual["cnn"](images)  # (B, channels, h / 32, w / 32)
-        return self.text_losses(self.textual.project(features), *captions)
+        return self.text_losses(self.textual.project(features), batch)
 
-    def text_losses(self, image_features, tokens, backward_tokens, positions):
-        """Minus Eq. 1, whose mean is over the tokens of each direction [official code]: each token
-        is predicted from the image and from the tokens before it in the direction of reading.
+    def text_losses(self, image_features, batch):
+        """Minus Eq. 1: -log p of each token, given the image and the tokens that are read before it
 
-        image_features: (B, S, H), S = h / 32 * w / 32: N_I
+        image_features: (B, S, H), where S = h / 32 * w / 32 is N_I. The mean is over the tokens of
+        each direction [official code].
         """
-        photo, place = positions.T
-
-        def one_direction(head, tokens):
-            vectors = head(tokens[:, :-1], image_features)  # (B, T - 1, H)
-            return token_loss(head.output(vectors[photo, place]), tokens[photo, place + 1])
-
-        losses = {"forward": one_direction(self.textual, tokens)}
+        directions = {"forward": (self.textual, batch["tokens"])}
         if self.backward_textual:
-            losses["backward"] = one_direction(self.backward_textual, backward_tokens)
+            directions["backward"] = self.backward_textual, batch["backward_tokens"]
+        photo, place = batch["positions"].T  # (N,) each: where the N predicted tokens are
+        losses = {}
+        for name, (head, tokens) in directions.items():
+            vectors = head(tokens[:, :-1], image_features)  # (B, T - 1, H)
+            logits = head.output(vectors[photo, place])  # (N, vocabulary)
+            losses[name] = token_loss(logits, tokens[photo, place + 1])
         if self.lambda_words:  # Eq. 1 without the tokens before: from the image alone [ours]
             logits = self.textual.output(image_features.mean(1))  # (B, vocabulary)
-            total, number = token_loss(logits[photo], tokens[photo, place + 1])
+            total, number = token_loss(logits[photo], batch["tokens"][photo, place + 1])
             losses["words"] = (self.lambda_words * total, number)
         return losses
 
 
 def token_loss(logits, targets):
     """logits (N, vocabulary), targets (N,) -> sum of the cross-entropies of known tokens, their
-    number (1 if there are none). Unknown ones, which share the id of padding, are no targets
+    number (1 if there are none). Unknown tokens, which share the id of padding, are not predicted
     [official code]. (Padding has been left out, so that it does not pass through the output layer.)
     """
     total = F.cross_entropy(logits, targets, ignore_index=UNK, reduction="sum")
@@ -510,7 +548,8 @@ def parameter_groups(model, text_lr):
     """
     decay, no_decay = [], []
     for name, parameter in model.named_parameters():
-        if re.search(r"textual\.(embedding|transformer)\..*(norm|bias)", name):
+        inside = ".embedding." in name or ".transformer." in name
+        if inside and ("norm" in name or name.endswith("bias")):
             no_decay.append(parameter)
         elif not name.startswith("visual."):
             decay.append(parameter)
@@ -536,20 +575,20 @@ def look_ahead(slow_model, model, alpha):
 
 @torch.no_grad()
 def validate(model, photos, args, device):
-    """-> {name: loss}, its mean over what it is a sum of: known tokens, or photos"""
+    """-> {"validation": {name: mean loss}}, over the known tokens, or over the photos"""
     model.eval()
-    sums = Counter()
+    totals, numbers = Counter(), Counter()
     for batch in common.load_batches(photos, photos.collate, args, device):
-        images, _, *captions = batch.values()
         with common.autocast(device, args.amp):
-            losses = model(common.augment(images), *captions)
-        for name, loss in losses.items():
-            sums[name] += np.array([*map(float, loss)])
+            losses = model(common.augment(batch["image"]), batch)
+        for name, (total, number) in losses.items():
+            totals[name] += total.item()
+            numbers[name] += int(number)
     model.train()
-    means = {name: total / number for name, (total, number) in sums.items()}
+    means = {name: totals[name] / numbers[name] for name in totals}
     for name, loss in means.items():
         print_main(f"validation loss, {name}: {loss:.2f}")
-    return means
+    return {"validation": means}
 
 
 # ----------------------------------------------------------- ablations: other tasks [Sec. 4.1, 4.2]
@@ -591,23 +630,27 @@ def mask_tokens(tokens, vocab_size, rng):
 class MaskedLM(VirTex):
     """Masked language modelling: [MASK]ed tokens from the image and all other tokens"""
 
-    def text_losses(self, image_features, tokens, masked, padding, positions):
+    def text_losses(self, image_features, batch):
         head = self.textual
-        x = head.embedding(masked)
-        vectors = head.transformer(x, image_features, tgt_key_padding_mask=padding)
-        photo, place = positions.T
-        return {"masked_lm": token_loss(head.output(vectors[photo, place]), tokens[photo, place])}
+        x = head.embedding(batch["masked"])
+        vectors = head.transformer(x, image_features, tgt_key_padding_mask=batch["padding"])
+        photo, place = batch["positions"].T
+        logits = head.output(vectors[photo, place])
+        return {"masked_lm": token_loss(logits, batch["tokens"][photo, place])}
 
 
 class TaggedPhotos(CaptionedPhotos):
-    """Images that have tags [official code], with these in place of a caption"""
+    """Photos that have tags [official code], with these in place of a caption"""
+
+    reads_tags = True
 
     def __init__(self, data, tokenizer, args):
         keep = [n for n, tags in enumerate(data.tags) if tags]
         if not keep:
             fail("--task multilabel_classification needs tags (for coco: instances_*.json)")
-        print_main(f"{len(keep)} of {len(data)} photos have tags, the others are left out")
+        print_main(f"{len(keep)} of {len(data)} photos have tags; the others are left out")
         super().__init__(data.select(keep), tokenizer, args)
+        self.num_outputs = FIRST_TAG + len(data.tag_names)
 
     def sample(self, index, rng):
         tags = [FIRST_TAG + self.data.tag_names.index(tag) for tag in self.data.tags[index]]
@@ -620,22 +663,24 @@ FIRST_TAG = 4  # tags follow the ids of special tokens: 4 outputs more than the 
 class Classifier(nn.Module):
     """Softmax cross-entropy with targets of 1/K for each of a set of K words or tags"""
 
-    def __init__(self, backbone, num_outputs, *_, task, **__):
+    def __init__(self, backbone, num_outputs, *sizes, task, **options):
         super().__init__()
         self.task = task
         self.visual = nn.ModuleDict({"cnn": backbone})
         self.textual = nn.ModuleDict({"output": nn.Linear(backbone.channels, num_outputs)})
 
-    def forward(self, images, tokens, *_):
-        """images (B, 3, h, w), tokens (B, K) -> {task: (sum of losses, number of photos)}"""
+    def forward(self, images, batch):
+        """images (B, 3, h, w), batch["tokens"] (B, K) -> {task: (sum of losses, photos)}"""
         logits = self.textual["output"](self.visual["cnn"](images).mean((2, 3))).float()
-        targets = torch.zeros_like(logits).scatter_(1, tokens, 1.0)
+        targets = torch.zeros_like(logits).scatter_(1, batch["tokens"], 1.0)
         targets[:, :FIRST_TAG] = 0  # neither special tokens nor padding
         targets = F.normalize(targets, p=1)  # their sum is 1
         return {self.task: (F.cross_entropy(logits, targets, reduction="sum"), len(images))}
 
 
-ABLATIONS = {
+TASKS = {  # of --task: model and data set
+    "bicaptioning": (VirTex, CaptionedPhotos),
+    "captioning": (VirTex, CaptionedPhotos),
     "masked_lm": (MaskedLM, MaskedPhotos),
     "token_classification": (Classifier, CaptionedPhotos),
     "multilabel_classification": (Classifier, TaggedPhotos),

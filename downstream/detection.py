@@ -144,7 +144,7 @@ def fine_tune(train, args, device):
     if not hasattr(backbone, "layer4"):
         fail(f"{backbone.arch} has no layer1 to layer4: give a ResNet")
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    common.begin_run(args, checkpoint, (train.images, train.objects))
+    common.begin_run(args, checkpoint, common.fingerprint(train.images, train.objects))
     print_main(f"{args.weights}: {args.iters} iterations at lr {args.lr:g}, into {args.output}")
 
     # Model and optimizer, restored where an earlier run stopped.

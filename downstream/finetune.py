@@ -142,7 +142,8 @@ def main(args):
 def fine_tune(train, val, args, device):
     """Train on `train` into args.output -> Classifier"""
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    common.begin_run(args, checkpoint, (train.images, train.labels.tolist()))
+    photos = common.fingerprint(train.images, train.labels.tolist())
+    common.begin_run(args, checkpoint, photos)
     usual = RANDOM_LR if args.weights == "random" else LR
     lr = args.lr or usual * args.batch_size / BATCH
     iters = math.ceil(args.epochs * len(train) / args.batch_size)

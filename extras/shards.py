@@ -52,7 +52,7 @@ def caption_data(folder, split):
     shard, *_ = images[0].split("\t")
     if not os.path.exists(shard):
         fail(f"{shard} is missing. Was it moved? Run tools/make_shards.py --index-only again")
-    captions, tags = common.Lists(captions), common.Lists(tags)
+    captions, tags = common.StringLists(captions), common.StringLists(tags)
     tagged = index["tagged"].numpy()
     return common.CaptionData(images, captions, tags, tagged, index["tag_names"], open_in_shard)
 

@@ -91,6 +91,8 @@ REAL = {name: getattr(torchvision.models, name) for name in ("resnet18", "vgg16_
 WIDTH = 512 // 8
 torchvision.models.resnet18 = Narrow
 torchvision.models.vgg16_bn = NarrowVGG
+REAL_RESNET = common.BACKBONES["resnet18"]
+common.BACKBONES["resnet18"] = REAL_RESNET._replace(channels=WIDTH)
 
 
 def photos_at(*paths):
@@ -313,6 +315,7 @@ def real_models(monkeypatch):
     """torchvision's: to learn something, and beside scripts in a Python of their own"""
     for name, build in REAL.items():
         monkeypatch.setattr(torchvision.models, name, build)
+    monkeypatch.setitem(common.BACKBONES, "resnet18", REAL_RESNET)
 
 
 @pytest.fixture
@@ -328,6 +331,8 @@ def easy_scenes(few_scenes, monkeypatch):
     few_scenes(2000, 300)
     monkeypatch.setattr(shapes, "objects_of", objects_of)
     monkeypatch.setattr(torchvision.models, "resnet18", Half)
+    half = REAL_RESNET._replace(channels=512 // Half.shrink)
+    monkeypatch.setitem(common.BACKBONES, "resnet18", half)
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,11 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import pickle
 import shutil
 import struct
+import time
 import urllib.error
 from dataclasses import replace
 from pathlib import Path
@@ -214,6 +216,103 @@ def test_fingerprint(coco_folder, tmp_path):
     assert common.fingerprint(names, labels) != common.fingerprint(["a/0.jpg", "a/2.jpg"], labels)
 
 
+def test_checksum_of_data():
+    """Another one if the tags have another order, because their numbers are their places."""
+    tags = [["cat"], ["dog"]]
+    one = captioned([], [], tags=tags, tag_names=["cat", "dog"])
+    assert one.checksum() == captioned([], [], tags=tags, tag_names=["cat", "dog"]).checksum()
+    assert one.checksum() != captioned([], [], tags=tags, tag_names=["dog", "cat"]).checksum()
+    assert one.checksum() != captioned([], [], tags=tags[::-1], tag_names=["cat", "dog"]).checksum()
+    assert one.checksum() != captioned(["a"], [], tags=tags, tag_names=["cat", "dog"]).checksum()
+
+
+def test_checksum_of_files(tmp_path):
+    """Of the content of a file, or of the files in a folder"""
+    folder, file = tmp_path / "lm", tmp_path / "lm/vocab.txt"
+    assert common.checksum(folder) == 0
+    folder.mkdir()
+    file.write_text("a b")
+    of_file, of_folder = common.checksum(file), common.checksum(folder)
+    file.write_text("a c")
+    assert common.checksum(file) != of_file and common.checksum(folder) != of_folder
+    file.write_text("a b")
+    (folder / "cache").mkdir()
+    assert (common.checksum(file), common.checksum(folder)) == (of_file, of_folder)
+    file.rename(folder / "words.txt")
+    assert common.checksum(folder) != of_folder
+
+
+def test_a_url_is_no_data():
+    with pytest.raises(SystemExit, match="^error: --data https://a.org/0.tar: .* --index-only .*$"):
+        common.caption_data("https://a.org/0.tar")
+
+
+@pytest.mark.parametrize("unknown, said", [(0, False), (4, False), (5, True), (49, True)])
+def test_unknown_tokens_are_counted(unknown, said, capsys):
+    common.check_known(unknown, 100, "the captions")
+    common.check_known(0, 0, "no captions")
+    expected = f"{unknown} of 100 tokens ({unknown}%) of the captions are unknown"
+    assert (expected in capsys.readouterr().out) == said
+
+
+def test_words_that_a_model_does_not_know():
+    with pytest.raises(SystemExit, match="^error: 50 of 100 tokens .50%. of the names are unknown"):
+        common.check_known(50, 100, "the names")
+
+
+def test_files_of_a_killed_save(tmp_path):
+    """They go at the next start, if they are older than an hour; nothing else goes."""
+    for name, minutes in ("checkpoint.pth.7.tmp", 61), ("args.json.8.tmp", 59), ("my.tmp", 99):
+        (tmp_path / name).touch()
+        written = time.time() - 60 * minutes
+        os.utime(tmp_path / name, (written, written))
+    common.make_folder(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"args.json.8.tmp", "my.tmp"}
+
+
+def logs_in(folder, *checkpoints):
+    """-> the logs of runs that start in the same folder"""
+    args = argparse.Namespace(output=str(folder), batch_size=4, accumulate=1)
+    return [common.Log(args, checkpoint) for checkpoint in checkpoints]
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    """The one that finds lines of the other stops, and what the other has written stays."""
+    path = tmp_path / "metrics.jsonl"
+    [first] = logs_in(tmp_path, {})
+    first.write(1, {"loss": 0.5})
+    [second] = logs_in(tmp_path, {})
+    first.write(2, {"loss": 0.25})
+    kept = path.read_text()
+    with pytest.raises(SystemExit, match="another run has written to .*: give each run its own"):
+        second.write(1, {"loss": 7.0})
+    assert path.read_text() == kept and kept.count("\n") == 2
+    first.write(3, {"loss": 0.125})
+    [third] = logs_in(tmp_path, {})
+    third.write(1, {"loss": 7.0})  # before the first one's next line
+    assert path.read_text() == '{"iteration": 1, "loss": 7.0}\n'
+    with pytest.raises(SystemExit, match="another run has written"):
+        first.write(4, {"loss": 0.0625})
+    third.write(2, {"loss": 6.0})
+
+
+def test_the_log_of_a_run_that_goes_on(tmp_path):
+    """Its lines come first; those that a kill has left are replaced by its own."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [f'{{"iteration": {n}}}\n' for n in (1, 2, 3)]
+    path.write_text("".join(lines) + '{"itera')
+    assert common.log_until(tmp_path, 2) == lines[0] + lines[1]
+    assert common.log_until(tmp_path, 9) == "".join(lines)
+    assert common.log_until(tmp_path / "nothing", 9) == ""
+    [log] = logs_in(tmp_path, {"log": lines[0] + lines[1]})
+    assert path.read_text() == "".join(lines) + '{"itera'
+    log.write(3, {"loss": 1.0})
+    log.write(4, {"loss": 2.0})
+    expected = lines[:2] + ['{"iteration": 3, "loss": 1.0}\n', '{"iteration": 4, "loss": 2.0}\n']
+    assert path.read_text() == "".join(expected)
+    assert common.log_until(tmp_path, 4) == "".join(expected)
+
+
 def test_rank_alone_is_no_torchrun(monkeypatch):
     """Another program may have left it in the shell."""
     monkeypatch.setenv("RANK", "0")
@@ -241,12 +340,13 @@ def test_a_terminal_without_utf8():
 def test_ranges_of_numbers():
     """What a flag's type accepts, and what argparse says of anything else"""
     for kind, good, bad in (
-        (common.whole, ("0", "7"), ("-1", "1.5")),
-        (common.count, ("1", "7"), ("0", "-1")),
+        (common.non_negative_int, ("0", "7"), ("-1", "1.5")),
+        (common.positive_int, ("1", "7"), ("0", "-1")),
         (common.positive, ("1e-9", "30"), ("0", "-1", "nan", "inf")),
-        (common.weight, ("0", "1e4"), ("-1", "nan", "inf")),
-        (common.fraction, ("0", "0.999"), ("1", "500", "-0.1", "nan")),
-        (common.share, ("1", "1e-3"), ("0", "50", "nan")),
+        (common.non_negative, ("0", "1e4"), ("-1", "nan", "inf")),
+        (common.probability, ("0", "1"), ("-0.1", "1.1", "nan")),
+        (common.fraction_below_1, ("0", "0.999"), ("1", "500", "-0.1", "nan")),
+        (common.fraction_above_0, ("1", "1e-3"), ("0", "50", "nan")),
     ):
         assert [kind(text) for text in good] == list(map(float, good))
         for text in bad:
@@ -567,8 +667,17 @@ def test_backbones_have_torchvision_s_names(arch):
     wrong = theirs.load_state_dict(ours.state_dict(), strict=False)
     assert {key.split(".")[0] for key in wrong.missing_keys} in ({"fc"}, {"classifier"})
     assert not wrong.unexpected_keys
-    last = [m for m in theirs.modules() if isinstance(m, (nn.Conv2d, nn.BatchNorm2d))][-1]
-    assert ours.channels == last.weight.size(0)
+    features = ours.eval()(torch.empty(2, 3, 64, 96, device="meta"))
+    assert features.shape == (2, ours.channels, 2, 3)
+    norms = [isinstance(module, nn.BatchNorm2d) for module in ours.modules()]
+    assert common.BACKBONES[arch].batch_norm == any(norms)
+
+
+def test_blocks_that_start_as_identities():
+    """The last norm of each residual block is zero, if it is asked for; others have no such norm."""
+    gains = [common.build_backbone("resnet18", zero).layer4[1].bn2.weight for zero in (True, False)]
+    assert not gains[0].any() and (gains[1] == 1).all()
+    common.build_backbone("vgg16_bn", True)
 
 
 def test_checkpoints_that_run_code_are_refused(tmp_path, monkeypatch):

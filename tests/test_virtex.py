@@ -7,13 +7,14 @@ import copy
 import itertools
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 import sentencepiece
 import torch
 from conftest import CPU, ROOT, FeaturesAsGiven, captioned, metrics, photos_at, random_weights
-from conftest import result, run_here
+from conftest import in_two_processes, refusal, result, run_here
 from PIL import Image
 from torch import nn
 
@@ -29,17 +30,14 @@ CAPTIONS = [[SOS, 5, UNK], [SOS, 5, UNK, 7, EOS], [SOS, 9, 4, 6, 4, 8, EOS], [SO
 MASKED = [[SOS, 5, MASK], [SOS, 5, UNK, MASK, EOS], [SOS, MASK, 4, 11, MASK, 8, EOS]]
 MASKED += [[SOS, MASK, EOS]]
 HIDDEN, LAYERS = 128, 2  # the smallest width with several heads
-
-
-TASKS = {"bicaptioning": (virtex.VirTex, virtex.CaptionedPhotos), **virtex.ABLATIONS}
-TASKS["captioning"] = TASKS["bicaptioning"]
+SPLITS = "train", "train", "val", "test"
 
 
 def tiny_model(task="bicaptioning", max_length=10):
     """Two layers per direction in float64, all random, no dropout; counts what it classifies"""
     torch.manual_seed(0)
     sizes = 12, HIDDEN, LAYERS
-    model = TASKS[task][0](FeaturesAsGiven(5), *sizes, max_length=max_length, task=task)
+    model = virtex.TASKS[task][0](FeaturesAsGiven(5), *sizes, max_length=max_length, task=task)
     model.rows = []
     output = model.textual.output if hasattr(model, "text_losses") else model.textual["output"]
     output.register_forward_hook(lambda *passed: model.rows.append(len(passed[-1])))
@@ -53,8 +51,8 @@ def random_features(*shape):
 def losses_of(model, features, captions, task="bicaptioning", masked=None):
     """The means of the losses of these captions, batched as in training"""
     texts = [*zip(captions, masked or captions)] if task == "masked_lm" else captions
-    batch = TASKS[task][1].collate_text(None, texts)
-    return {name: total / n for name, (total, n) in model(features, *batch.values()).items()}
+    batch = virtex.TASKS[task][1].collate_text(None, texts)
+    return {name: total / n for name, (total, n) in model(features, batch).items()}
 
 
 def logits_of(head, image_features, tokens):
@@ -152,10 +150,10 @@ def test_weights_at_the_start():
             assert abs(value.mean().item()) < 0.003, name
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", virtex.TASKS)
 def test_parameter_groups(task):
     """Sec. 3: no weight decay on norms and biases in the Transformers; the backbone's own rate."""
-    model = TASKS[task][0](FeaturesAsGiven(5), 12, hidden=64, layers=2, task=task)
+    model = virtex.TASKS[task][0](FeaturesAsGiven(5), 12, hidden=64, layers=2, task=task)
     model.visual["cnn"].weight = nn.Parameter(torch.zeros(3))
     backbone, no_decay = set(model.visual.parameters()), set()
     for head in (head for head in model.children() if isinstance(head, virtex.TextualHead)):
@@ -273,7 +271,8 @@ def test_captions_that_are_cut_are_counted(tokenizer_path, capsys, tmp_path):
     args = virtex.get_args(["--output", str(tmp_path)])
     init = {"tokenizer": tokenizer_path.read_bytes()}
     for captions, said in ((2 * ["a circle"], False), (["a circle", 40 * "a circle "], True)):
-        virtex.load_tokenizer(args, captions, init)
+        virtex.make_tokenizer(args, captions, init)
+        virtex.load_tokenizer(args, captions)
         assert ("50% of the captions are cut at 28 tokens" in capsys.readouterr().out) == said
 
 
@@ -330,6 +329,38 @@ def test_language_first(task, tiny, tmp_path, monkeypatch):
     run_here(command)
 
 
+def test_language_first_in_two_processes(tiny, tmp_path):
+    """Only the first one reads the captions; look-ahead's slow weights are equal, too."""
+    in_two_processes(run_here, tiny("virtex", tmp_path, "--iters", 6, "--text-first", 0.5))
+
+
+def test_captions_of_another_language(tiny, coco_folder, tmp_path):
+    """A tokenizer that does not know them, from --init, is refused."""
+    photos = sorted((coco_folder / "train2017").iterdir())
+    rows = [{"image": str(path), "captions": ["كلب يركض في الحديقة"]} for path in photos]
+    (tmp_path / "arabic.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run_here(tiny("virtex", tmp_path / "run", "--iters", 1))
+    flags = "--data", tmp_path / "arabic.jsonl", "--init", tmp_path / "run/checkpoint.pth"
+    message = refusal(tiny("virtex", tmp_path / "again", *flags))
+    assert re.search(r"\d+ of \d+ tokens \(\d+%\) of the captions are unknown to the model", message)
+
+
+def test_tags_in_another_order(tiny, coco_folder, tmp_path):
+    """They come from all splits of a .jsonl: another split can change their numbers."""
+    photos = sorted((coco_folder / "train2017").iterdir())
+    rows = [
+        {"image": str(path), "captions": ["a"], "tags": tags, "split": split}
+        for path, tags, split in zip(photos, (["cat"], ["dog"], ["cat"], ["dog"]), SPLITS)
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows[:3])))
+    flags = "--data", file, "--task", "multilabel_classification", "--batch-size", 2, "--iters", 1
+    command = tiny("virtex", tmp_path / "run", *flags)
+    run_here(command)
+    file.write_text("\n".join(map(json.dumps, rows[3:] + rows[:3])))
+    assert "holds a run with other data or --init" in refusal(command)
+
+
 def test_masked_lm_written_out():
     """Sec. 4.2: cross-entropy at [MASK]s of known words alone; where there are none, 0, not NaN"""
     model, features = tiny_model(task="masked_lm"), random_features(4, 5, 2, 3)
@@ -363,7 +394,7 @@ def test_token_classification_written_out():
     assert loss.item() == pytest.approx(total / 6, abs=1e-6)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", virtex.TASKS)
 def test_every_task_learns_its_captions(task, tiny, tmp_path, monkeypatch):
     """24 pictures by heart: the loss falls by half a nat, and validation knows its terms."""
     monkeypatch.setitem(virtex.RECIPES, "zero_residual", 3 * (False,))  # slower at first
@@ -371,8 +402,19 @@ def test_every_task_learns_its_captions(task, tiny, tmp_path, monkeypatch):
     rows = metrics(tmp_path)
     losses = [row["loss"] for row in rows]
     assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.5
-    terms = result(tmp_path)["validation_loss"].keys()
+    terms = result(tmp_path)["validation"].keys()
     assert terms and terms < rows[0].keys()
+
+
+def test_a_network_without_batch_norm(tiny, few_scenes, tmp_path):
+    """Our ConvNeXt [ours] trains, has torchvision's names, and is measured by eval_linear.py."""
+    run_here(tiny("virtex", tmp_path / "run", "--arch", "convnext_tiny", "--iters", 1))
+    weights = tmp_path / "run/backbone.pth"
+    names = torch.load(weights, weights_only=True).keys()
+    assert "features.0.0.weight" in names and not any("classifier" in name for name in names)
+    few_scenes(60, 30)
+    flags = "--workers", 0, "--output", tmp_path / "probe"
+    assert "mAP" in run_here(["eval_linear.py", "--weights", weights, *flags])
 
 
 @pytest.mark.skipif(not ZERO_FLAGS.exists(), reason="README's first command, as .ci/run does")

@@ -175,12 +175,12 @@ def virtex_step(args, device):
     photos, jitter = random_photos(args, device)
     tokens, mask = random_captions(args, device)
     tokens = tokens * mask  # 0 is padding; random tokens need not be reversed
-    positions = mask[:, 1:].nonzero()
+    batch = {"tokens": tokens, "backward_tokens": tokens, "positions": mask[:, 1:].nonzero()}
     for iteration in itertools.count(1):
         optimizer.zero_grad()
         images = common.augment(photos, jitter)
         with common.autocast(device, args.amp):
-            totals = model(images, tokens, tokens, positions)
+            totals = model(images, batch)
         sum(total / number for total, number in totals.values()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         optimizer.step()
