@@ -216,7 +216,7 @@ def main(args):
             head.compile(dynamic=True)  # captions differ in length
     ddp = common.data_parallel(model).train()  # all processes get the first one's weights
     optimizer = common.build_optimizer(args, parameter_groups(model, args.text_lr))
-    slow_model = copy.deepcopy(model)  # of look-ahead, after the weights have become equal
+    slow_model = copy.deepcopy(model)  # of look-ahead; after DDP, so that it is the same in all
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     state = {"model": model, "optimizer": optimizer, "lookahead": slow_model, "scaler": scaler}
     done = common.restore(args, checkpoint, iters, state)
@@ -282,9 +282,8 @@ SOS, EOS, MASK = 1, 2, 3
 
 
 def subset(data, fraction, captions_per_image, seed):
-    """A random fraction of the photos, each with at most so many captions [Fig. 4] -> CaptionData
-
-    A photo keeps the same captions, whatever the fraction.
+    """A random fraction of the photos, each with at most so many captions [Fig. 4] -> CaptionData.
+    A photo keeps the same captions, whatever the fraction is.
     """
     order = np.random.default_rng(seed).permutation(len(data))
     chosen = np.sort(order[: max(1, round(fraction * len(data)))])
@@ -328,8 +327,7 @@ def train_tokenizer(captions, vocab_size=10_000):
 
     Few captions give fewer tokens: their characters, and one for each eight captions [ours]. Of
     10,000 tokens, three in four would occur less than five times in Flickr8k's 30,000 captions.
-    By SentencePiece's defaults, no token mixes letters and punctuation [Sec. 3], and the unknown
-    token has id 0.
+    By SentencePiece's defaults, no token mixes letters and punctuation [Sec. 3], and UNK is 0.
     """
     characters = {*normalise("".join(captions))}
     vocab_size = min(vocab_size, len(characters) + max(1000, len(captions) // 8))
@@ -354,8 +352,7 @@ def language_first(model, photos, iters, args, device):
     """Train the heads on captions alone, with zeros as image features
 
     If photos are few, they should not be used up for learning English. Afterwards only what the
-    photo shows can lower the loss. [ours; the language models of the other scripts also read the
-    captions first]
+    photo shows can lower the loss. [ours; the other scripts' language models do the same]
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # the backbone gets no gradient
     captions = sorted(photos.data.all_captions(), key=len)
@@ -408,9 +405,8 @@ class CaptionedPhotos(common.Photos):
         return default_collate(samples) | self.collate_text(texts)
 
     def collate_text(self, rows):
-        """-> tokens (B, T), those of the reversed captions, and the positions (N, 2) of the N
-        tokens to predict, in both of [:, 1:]. They are found here because nonzero() on a GPU would
-        make the CPU wait.
+        """-> tokens (B, T), those of the reversed captions, and the positions (N, 2) in [:, 1:] of
+        the N tokens to predict. (They are found here because a GPU would make the CPU wait.)
         """
         targets = pad([[1] * len(row) for row in rows])[:, 1:]  # (B, T - 1), 0 at padding
         return {
@@ -431,8 +427,8 @@ def pad(sequences):
 class VirTex(nn.Module):
     """Backbone and textual heads; calling it returns the losses [Sec. 3].
 
-    Names of the official code; in Eq. 1 theta is visual, phi_f textual, phi_b backward_textual.
-    backbone: (B, 3, h, w) -> (B, channels, h / 32, w / 32).  sizes, options: of TextualHead
+    The names are those of the official code. In Eq. 1, theta is visual, phi_f is textual, and phi_b
+    is backward_textual.  sizes, options: of TextualHead
     """
 
     def __init__(self, backbone, *sizes, task="bicaptioning", lambda_words=0.0, **options):
@@ -442,7 +438,7 @@ class VirTex(nn.Module):
         self.textual = head = TextualHead(backbone.channels, *sizes, **options)
         self.backward_textual = None
         if task == "bicaptioning":
-            # The Transformers start alike and are trained apart [official code]; the directions
+            # The two Transformers start with the same weights [official code]. The directions
             # share embedding, output [Sec. 3] and projection [official code].
             backward = copy.deepcopy(head)
             backward.embedding = head.embedding
@@ -456,10 +452,10 @@ class VirTex(nn.Module):
         return self.text_losses(self.textual.project(features), batch)
 
     def text_losses(self, image_features, batch):
-        """Minus Eq. 1: -log p of each token, given the image and the tokens that are read before it
+        """Minus Eq. 1: -log p of each token, given the image and the tokens that are read before
+        it. The mean is over the tokens of each direction [official code].
 
-        image_features: (B, S, H), where S = h / 32 * w / 32 is N_I. The mean is over the tokens of
-        each direction [official code].
+        image_features: (B, S, H), where S = h / 32 * w / 32 is N_I
         """
         directions = {"forward": (self.textual, batch["tokens"])}
         if self.backward_textual:
@@ -514,9 +510,8 @@ class TextualHead(nn.Module):
         return self.visual_projection(features.flatten(2).mT)
 
     def forward(self, tokens, image_features):
-        """tokens (B, T), image_features (B, S, H) -> vectors (B, T, H)
-
-        Each token sees the image, itself and the tokens before it.
+        """tokens (B, T), image_features (B, S, H) -> vectors (B, T, H). Each token sees the image,
+        itself and the tokens before it.
         """
         future = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), tokens.device)
         x = self.embedding(tokens)
@@ -562,9 +557,8 @@ def parameter_groups(model, text_lr):
 
 @torch.no_grad()
 def look_ahead(slow_model, model, alpha):
-    """The slow weights move a fraction alpha of the way to the model's, which restart from there.
-
-    To be called every k steps [Zhang et al. 2019; Sec. 3: k = 5, alpha = 0.5].
+    """Every k steps the slow weights move a fraction alpha of the way to the model's weights, which
+    go on from there [Zhang et al. 2019; Sec. 3: k = 5, alpha = 0.5].
     """
     for slow, fast in zip(slow_model.parameters(), model.parameters()):
         fast.copy_(slow.lerp_(fast, alpha))
@@ -614,21 +608,22 @@ class MaskedPhotos(CaptionedPhotos):
 
 
 def mask_tokens(tokens, vocab_size, rng):
-    """15% of tokens: 85% [MASK], 10% a random one, 5% kept; a single one: [MASK] [official code]"""
+    """Of 15% of tokens, 85% become [MASK], 10% random; a single one: [MASK] [official code]"""
     masked = list(tokens)
-    words = range(1, len(tokens) - (tokens[-1] == EOS))  # a last word that is cut, too [ours]
+    # If the caption is cut, its last word may be masked, too. [ours]
+    words = range(1, len(tokens) - (tokens[-1] == EOS))
     num_masked = math.ceil(0.15 * len(words))
     for t in rng.permutation(words)[:num_masked]:
         draw = rng.random() if num_masked > 1 else 0.0
         if draw < 0.85:
             masked[t] = MASK
         elif draw < 0.95:
-            masked[t] = rng.integers(MASK + 1, vocab_size)  # not a special one [ours]
+            masked[t] = rng.integers(MASK + 1, vocab_size)  # no special token [ours]
     return masked
 
 
 class MaskedLM(VirTex):
-    """Masked language modelling: [MASK]ed tokens from the image and all other tokens"""
+    """Masked language modelling: predicts [MASK]ed tokens from the image and all other tokens"""
 
     def text_losses(self, image_features, batch):
         head = self.textual
@@ -657,11 +652,11 @@ class TaggedPhotos(CaptionedPhotos):
         return self.photo(index, rng)[0] | {"text": tags}
 
 
-FIRST_TAG = 4  # tags follow the ids of special tokens: 4 outputs more than the paper's 80 [ours]
+FIRST_TAG = 4  # tags follow the ids of special tokens, so there are 84 outputs, not 80 [ours]
 
 
 class Classifier(nn.Module):
-    """Softmax cross-entropy with targets of 1/K for each of a set of K words or tags"""
+    """Softmax cross-entropy, where each of a photo's K words or tags has the target 1/K"""
 
     def __init__(self, backbone, num_outputs, *sizes, task, **options):
         super().__init__()
@@ -673,7 +668,7 @@ class Classifier(nn.Module):
         """images (B, 3, h, w), batch["tokens"] (B, K) -> {task: (sum of losses, photos)}"""
         logits = self.textual["output"](self.visual["cnn"](images).mean((2, 3))).float()
         targets = torch.zeros_like(logits).scatter_(1, batch["tokens"], 1.0)
-        targets[:, :FIRST_TAG] = 0  # neither special tokens nor padding
+        targets[:, :FIRST_TAG] = 0  # of special tokens and padding
         targets = F.normalize(targets, p=1)  # their sum is 1
         return {self.task: (F.cross_entropy(logits, targets, reduction="sum"), len(images))}
 
