@@ -36,9 +36,8 @@ What to expect: in tfm, the loss `mlm` starts near that of the language model al
 residual path of the new encoder layer carries its vectors. In att-fc, it starts near ln |V| for a
 vocabulary of |V| tokens. Each validation measures the accuracy of masked token prediction [Tab. 1]
 with the photo, with another photo, and by the language model alone. If the first two are about
-equal, the model ignores the photo: then start from the backbone of tp.py (--init), use --head
-att-fc, and train its attention first (--warmup-attention 0.25). A finished run is in
-docs/logs/icmlm.
+equal, the model ignores the photo. Then start from the backbone of tp.py (--init), use --head
+att-fc, and train its attention first (--warmup-attention 0.25). See docs/logs/icmlm for a run.
 """
 
 import argparse
@@ -155,8 +154,7 @@ def get_args(argv=None):
     add("--batch-size", type=common.positive_int, help="triplets per iteration, over all processes")
     add("--iters", type=common.positive_int, help="training iterations; raise them with the data")
     add("--epochs", type=common.positive, help="passes over the triplets, instead of --iters")
-    add("--lr", type=common.positive,
-        help="peak learning rate; lower it if the loss is not finite")
+    add("--lr", type=common.positive, help="peak learning rate; lower it if the loss is not finite")
     add("--warmup", type=common.fraction_below_1,
         help="length of the learning rate's warm-up, as a fraction of training")
     add("--weight-decay", type=common.non_negative, help="weight decay; raise it if photos are few")
@@ -228,8 +226,7 @@ def main(args):
     frozen = checkpoint.get("iteration", 0) < frozen_iters
     freeze_backbone(model, frozen)
     ddp = common.data_parallel(model)
-    # One group per part: fused SGD needs a momentum buffer for every weight of a group, and a
-    # frozen backbone has none.
+    # Groups of their own: fused SGD needs momentum for all of a group; a frozen backbone has none.
     groups = [
         {"params": model.backbone.parameters()},
         {"params": model.head.parameters(), "lr": args.head_lr},
@@ -272,8 +269,7 @@ def main(args):
             mlm = F.cross_entropy(logits.float(), batch["target"])
             tp = tag_loss(tag_logits, batch["tags"])  # Eq. 2
             loss = mlm + args.lambda_tp * tp  # Eq. 8
-            # With lambda_tp = 0 the tag head still learns, from detached features [ours], because
-            # App. B compares tp.
+            # With lambda_tp = 0, the tag head learns from detached features [ours; App. B has tp].
             total = loss if args.lambda_tp else loss + tp
             scaler.scale(total / args.accumulate).backward()
             log.add(loss=loss, mlm=mlm, tp=tp)
@@ -423,20 +419,15 @@ def make_triplets(args, splits, tokenizer):
 
 
 def load_triplets(args, splits, tokenizer):
-    """-> {concept: part of speech}, the most frequent first; MaskedWords of train; those of val
-
-    splits: CaptionData of train and val, as given to make_triplets
-    """
+    """-> {concept: part of speech}, the most frequent first; MaskedWords of train; those of val"""
     counts = common.read_json(f"{args.output}/concepts.json")
     concepts = top_concepts(counts, args.pos, args.num_concepts)
-    captions_of_splits = common.read_json(f"{args.output}/captions.json")
-    samples = []
+    samples, kept = [], common.read_json(f"{args.output}/captions.json")
     with np.load(f"{args.output}/triplets.npz") as arrays:
-        for data, captions, triplets in zip(splits, captions_of_splits, arrays.values()):
+        for data, captions, triplets in zip(splits, kept, arrays.values()):
             data = replace(data, captions=common.lists(captions))
             samples.append(MaskedWords(data, triplets, concepts, tokenizer, args))
-    train, val = samples
-    return concepts, train, val
+    return concepts, samples[0], samples[1]
 
 
 def find_triplets(data, concepts, tokenizer):
@@ -472,8 +463,7 @@ class MaskedWords(common.Photos):
         self.concepts = concepts  # {concept: part of speech}
         self.index = {concept: k for k, concept in enumerate(concepts)}
         self.tokenizer = tokenizer
-        # If left and right had different numbers of tokens, swapping them would shift the rest.
-        # [ours]
+        # Were left and right of different lengths in tokens, a swap would shift the rest. [ours]
         self.can_swap = {"left", "right"} <= tokenizer.get_vocab().keys()
 
     def __len__(self):
@@ -491,9 +481,8 @@ class MaskedWords(common.Photos):
         target = int(tokens[mask_pos])
         tokens[mask_pos] = self.tokenizer.mask_token_id
         tags = np.zeros(len(self.index), np.float32)
-        for word in words_of(" ".join(captions)):
-            if word in self.index:
-                tags[self.index[word]] = 1
+        words = self.index.keys() & words_of(" ".join(captions))
+        tags[[self.index[word] for word in words]] = 1
         sample |= {"tokens": tokens, "mask_pos": mask_pos, "target": target}
         return sample | {"concept": concept, "tags": tags}
 
@@ -506,7 +495,7 @@ def collate(samples):
     batch = default_collate(samples)
     batch["tokens"] = pad_sequence(rows, batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
-    batch["attention_mask"] = torch.arange(max(lengths)) < lengths[:, None]
+    batch["attention_mask"] = torch.arange(lengths.max()) < lengths[:, None]
     return batch
 
 
@@ -588,9 +577,7 @@ class ICMLM(nn.Module):
         """
         features = self.backbone(images)  # X: (B, d_x, H, W)
         vector = self.head(features, token_features, attention_mask, mask_pos)
-        if not self.lambda_tp:
-            features = features.detach()
-        return vector, self.tags(features)
+        return vector, self.tags(features if self.lambda_tp else features.detach())
 
 
 # Copied from tp.py
@@ -659,9 +646,8 @@ def at_mask(states, mask_pos):
 class EncoderLayer(nn.Module):
     """Multi-head attention, then a feed-forward layer [App. E]; a head is as wide as the model
 
-    App. E names one residual connection, one dropout and one layer norm. Here attention and
-    feed-forward layer each have all three, as in BERT, whose hidden layer is also 4 times as wide.
-    [ours]
+    App. E names one residual connection, one dropout and one layer norm. Here both parts have all
+    three, and the hidden layer is 4 times as wide, as in BERT. [ours]
     """
 
     def __init__(self, width, heads):
@@ -683,8 +669,7 @@ class EncoderLayer(nn.Module):
 
     def per_head(self, x):
         """(B, S, heads * d_w) -> (B, heads, S, d_w)"""
-        x = x.unflatten(-1, (self.heads, -1))
-        return x.transpose(1, 2)
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def forward(self, z, mask):
         """z (B, S, d_w), mask (B, S) -> z"""
@@ -748,8 +733,7 @@ class AttFc(nn.Module):
         """X (B, H * W, d_x), W (B, T, d_w), attention_mask (B, T) -> p (B, H * W)"""
         scores = [head(x, token_features, attention_mask) for head in self.att]
         s = torch.stack(scores, -1)  # [s^1 | s^2 | ...]: (B, H * W, heads)
-        # Not nn.Linear, which autocast would round; the softmax, in which b_h cancels, needs
-        # float32.
+        # Not nn.Linear, because the softmax, in which b_h cancels, needs float32 under autocast.
         s = (s * self.sigma_h).sum(-1) + self.b_h
         return s.softmax(1)  # Eq. 5: p_att
 
@@ -783,8 +767,7 @@ def validate(model, lm, triplets, args, device, num_triplets):
     chosen = Subset(triplets, order[:num_triplets].tolist())
     mlm, tp, ranks, concepts = 0, 0, defaultdict(list), []
     for batch in common.load_batches(chosen, collate, args, device):
-        mask, mask_pos = batch["attention_mask"], batch["mask_pos"]
-        target = batch["target"]
+        mask, mask_pos, target = batch["attention_mask"], batch["mask_pos"], batch["target"]
         with common.autocast(device, args.amp):
             W = lm(batch["tokens"], mask)
             features = model.backbone(common.augment(batch["image"])).float()
@@ -805,8 +788,7 @@ def validate(model, lm, triplets, args, device, num_triplets):
 
     loss = {"mlm": round(mlm, 4), "tp": round(tp, 4)}
     print_main(f"validation loss: {loss}")
-    part_of_concept = np.array(list(triplets.concepts.values()))
-    parts_of_speech = part_of_concept[concepts]  # (N,)
+    parts_of_speech = np.array(list(triplets.concepts.values()))[concepts]  # (N,)
     words = {"triplets": len(concepts)}
     for name, rows in ranks.items():
         words[name] = accuracies(torch.cat(rows).cpu().numpy(), parts_of_speech)
