@@ -312,8 +312,8 @@ def main(args):
 
 
 def usable_photos(args, data):
-    """-> CaptionData of the photos that a loss can use, because only Eqs. 3 and 5 can do without a
-    caption [Sec. 3.2, end]; the number of tags in Eq. 5
+    """-> CaptionData of the photos that a loss can use: only Eqs. 3 and 5 can do without a caption
+    [Sec. 3.2, end]; the number of tags in Eq. 5
     """
     num_tags = 0
     if args.lambda_tag:
@@ -786,7 +786,7 @@ def ranking_loss(similarities):
 
 @torch.no_grad()
 def encode_images(encoder, data, args, device):
-    """Photos in the common space -> (N, inter_dim) on the CPU; the indices of these N, which could be
+    """Photos in the common space -> (N, inter_dim) on the CPU; the indices of those N that could be
     decoded.  data: CaptionData or similar.  args: of the training run
     """
     vectors = {}
