@@ -727,7 +727,7 @@ def make_folder(path):
     except OSError as error:
         fail(f"--output {path} cannot be a folder: {error.strerror}")
     for file in Path(path).glob("*.*.[0-9]*.tmp") if is_main() else ():
-        if time.time() - file.stat().st_mtime > 3600:  # a younger one may be of a running run
+        if time.time() - file.lstat().st_mtime > 3600:  # a younger one may be of a running run
             file.unlink()
 
 

@@ -305,11 +305,11 @@ def filter_captions(data, tokenize, max_words):
         distinct = dict.fromkeys(captions)
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = len(data.all_captions()), sum(map(len, kept))
-    print_main(f"{before - after} of {before} captions are left out, because a photo has them twice "
-               f"or they do not have 3 to {max_words} words or tokens")  # fmt: skip
+    print_main(f"{before - after} of {before} captions are left out, which a photo has twice, or "
+               f"which do not have 3 to {max_words} words or tokens")  # fmt: skip
     if not after:
-        fail("a split has no captions left: raise --max-words, join keywords to one caption, or use "
-             "virtex.py for Chinese and other languages without spaces")  # fmt: skip
+        fail("a split has no captions left: raise --max-words, join keywords to one caption, or "
+             "use virtex.py for Chinese and other languages without spaces")  # fmt: skip
     return replace(data, captions=common.lists(kept))
 
 
