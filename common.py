@@ -815,7 +815,6 @@ def save_checkpoint(args, name, iteration, state, more=None):
     content = {key: module.state_dict() for key, module in state.items()}
     check_finite(content["model"].values())
     content |= {"script": args.script, "args": vars(args), "iteration": iteration}
-    content["log"] = log_until(args.output, iteration)
     save(f"{args.output}/{name}", content | (more or {}))
 
 
@@ -825,23 +824,18 @@ def check_finite(values):
         fail("a loss or a weight is not finite: the last checkpoint is kept. Try a lower --lr")
 
 
-def log_until(folder, iteration):
-    """metrics.jsonl up to this iteration; after a kill, later lines and half a line may follow"""
-    path = Path(folder, "metrics.jsonl")
-    if not path.exists():
-        return ""
-    lines = [line for line in path.read_text().splitlines(True) if line.endswith("}\n")]
-    return "".join(line for line in lines if json.loads(line)["iteration"] <= iteration)
-
-
 class Log:
     """metrics.jsonl: a line for each log interval, with means over it (docs/running.md)"""
 
     def __init__(self, args, checkpoint):
         self.photos = args.batch_size / args.accumulate  # in each micro-batch
         self.path = Path(args.output, "metrics.jsonl")
-        self.before = checkpoint.get("log", "")  # the lines of the run that goes on
         self.left = self.size()  # in bytes, as this run has left the file
+        # A run that goes on keeps the lines up to its checkpoint. A kill may have left half a line.
+        lines = self.path.read_text().splitlines(True) if self.left else []
+        lines = [line for line in lines if line.endswith("}\n")]
+        done = checkpoint.get("iteration", 0)
+        self.kept = [line for line in lines if json.loads(line)["iteration"] <= done]
         self.begin()
 
     def size(self):
@@ -872,14 +866,14 @@ class Log:
             if self.size() != self.left:
                 fail(f"another run has written to {self.path}: give each run its own --output")
             line = json.dumps({"iteration": iteration, **row}) + "\n"
-            if self.before is None:
+            if self.kept is None:
                 with open(self.path, "a") as file:
                     file.write(line)
-            else:  # the first line; until now the file may have belonged to a run that goes on
+            else:  # this is the first line; until now the file may have been another run's
                 temporary = Path(f"{self.path}.{os.getpid()}.tmp")
-                temporary.write_text(self.before + line)
+                temporary.write_text("".join(self.kept) + line)
                 os.replace(temporary, self.path)
-                self.before = None
+                self.kept = None
             self.left = self.size()
         self.begin()
 
