@@ -31,7 +31,7 @@ PngImagePlugin.MAX_TEXT_CHUNK = 2**26  # PIL would refuse photos with 1 MB of te
 
 
 def fail(message):
-    """Exit with one line instead of a traceback: for what a user can fix."""
+    """Exit with one line instead of a traceback, because the user can fix it."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(3)  # if all fail in the same way, torchrun ends the others before they print
     sys.exit(f"error: {message}")
@@ -56,13 +56,13 @@ JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} 
 
 @dataclass
 class StringLists:
-    """Lists of strings, each joined to lines: one block of memory, which workers share"""
+    """N lists of strings in one block of memory, which worker processes share"""
 
-    joined: np.ndarray  # (N,) of strings
+    joined: np.ndarray  # (N,) of strings; the lines of each are a list
 
     def __getitem__(self, key):
-        found = self.joined[key]
-        return found.splitlines() if isinstance(found, str) else StringLists(found)
+        chosen = self.joined[key]
+        return chosen.splitlines() if isinstance(chosen, str) else StringLists(chosen)
 
 
 def lists(rows):
@@ -72,7 +72,7 @@ def lists(rows):
 
 @dataclass
 class CaptionData:
-    """Photos, each with captions and tags (either may be empty): every source takes this form."""
+    """What every source gives: photos, each with captions and tags, either of which may be empty"""
 
     images: np.ndarray  # (N,) of paths, or of what `open` takes instead
     captions: StringLists  # captions[i]: a list of strings
@@ -104,9 +104,10 @@ class CaptionData:
         keep = [n for n, captions in enumerate(self.captions) if captions]
         if not keep:
             fail(f"no photo has a caption. A .jsonl has {JSONL}")
-        if lacking := len(self) - len(keep):
-            print_main(f"{lacking} of {len(self)} photos have no caption: left out")
-        return self.select(keep) if lacking else self
+        if len(keep) == len(self):
+            return self
+        print_main(f"{len(self) - len(keep)} of {len(self)} photos have no caption: left out")
+        return self.select(keep)
 
 
 def caption_data(name, root=None, split="train", tags=False):
@@ -131,7 +132,8 @@ def read_photos(read, split, *given):
             fail(f"{split} has {len(photos)} photos, of which {len(missing)} are missing: "
                  f"{missing[:3]}. See --root, --train-split and --val-split")  # fmt: skip
         paths, captions, tags = zip(*photos)
-        if empty := sum(row.count("") for row in captions):
+        empty = sum(row.count("") for row in captions)
+        if empty:
             print_main(f"{empty} captions of {split} are empty: left out")
         tagged = np.array([row is not None for row in tags])
         tags = lists(dict.fromkeys(row or ()) for row in tags)
@@ -149,7 +151,9 @@ def read_json(path):
 
 
 def one_line(text):
-    """NFC, single spaces, nothing invisible but joiners within words, no half emojis"""
+    """The text in NFC, with single spaces, without half emojis and what is invisible (except for
+    joiners within words)
+    """
     text = INVISIBLE.sub("", unicodedata.normalize("NFC", text))
     return " ".join(text.split())
 
@@ -162,7 +166,7 @@ def texts(values):
 
 
 def coco_photos(split, root, with_tags):
-    """{split}/, annotations/captions_{split}.json; tags: categories of instances_{split}.json"""
+    """From annotations/captions_{split}.json; tags are categories of instances_{split}.json"""
     instances = f"{root}/annotations/instances_{split}.json"
     captions, tags, names = defaultdict(list), defaultdict(list), {}
     content = read_json(f"{root}/annotations/captions_{split}.json")
@@ -187,8 +191,8 @@ def coco_photos(split, root, with_tags):
 
 
 def jsonl_photos(split, root, file):
-    """One {"image", "captions", "tags", "split"} per line; all but "image" may be missing. Paths
-    start from `root`. If no line has a split, the first, 21st... belong to val.
+    """One {"image", "captions", "tags", "split"} per line, of which only "image" is needed. Paths
+    start from `root`. If no line has a split, the first, 21st, 41st... belong to val.
     """
     rows, unread = read_jsonl(file, root)
     if not any(row["split"] for row in rows):
@@ -244,7 +248,7 @@ def checksum(path):
 
 
 def swap_left_right(caption):
-    """The caption of the flipped photo: the whole words [ours] left and right are swapped."""
+    """The caption of the flipped photo: left and right, as whole words [ours], are swapped."""
     return regex.sub(r"\b(?i:(left)|right)\b", lambda word: "right" if word[1] else "left", caption)
 
 
@@ -362,14 +366,14 @@ def random_crop(rng, min_area, size):
         if (box <= size).all():
             corner = rng.uniform(0, size - box)
             return corner, corner + box
-    # No luck: as torchvision, the largest box in the centre with an aspect ratio from 3/4 to 4/3.
+    # None has fit. As in torchvision: the largest central box with an aspect ratio of 3/4 to 4/3.
     box = np.minimum(size, 4 / 3 * size[::-1])
     corner = (size - box) / 2
     return corner, corner + box
 
 
 def centre_crop(size, side_fraction=1.0):
-    """The central square; side_fraction 224 / 256 is "resize 256, centre crop 224"."""
+    """The central square; side_fraction 224 / 256 is "resize to 256, then centre crop 224"."""
     side = side_fraction * min(size)
     corner = (size - side) / 2
     return corner, corner + side
@@ -383,8 +387,8 @@ def colour_jitter(rng, strength):
 
 
 def infinite_sampler(size, batch_size, seed, start=0):
-    """Yield (seed, epoch, index) forever, from batch number `start` on: this process's share of
-    each. Batch t is the t-th slice of the epochs' permutations, which depend only on the seed.
+    """Yield (seed, epoch, index) forever: this process's share of each batch, from number `start`
+    on. Batch t is the t-th slice of the epochs' permutations, which depend only on the seed.
     """
     position, per_process = start * batch_size, batch_size // world_size()
     while True:
@@ -494,8 +498,9 @@ def read_init(args):
     if args.init == "imagenet":  # torchvision's, downloaded once
         return build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()
     content = read_checkpoint(args.init)
-    own = content.get("script") == args.script and content["args"]["arch"] == args.arch
-    if own or content.keys() == build_backbone(args.arch).state_dict().keys():
+    if content.get("script") == args.script and content["args"]["arch"] == args.arch:
+        return content
+    if content.keys() == build_backbone(args.arch).state_dict().keys():
         return content
     return extra("checkpoints").load_backbone(args.init, args.arch).state_dict()
 
@@ -517,10 +522,10 @@ def load_init(init, model, backbone, skip=()):
 def build_optimizer(args, parameters, lr=None):
     """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW.  lr: or args.lr"""
     options = {
-        # In fp16 a first overflow would leave garbage as fused momentum.
+        # In fp16, an overflow in the first step would leave garbage as fused momentum.
         "SGD": {"momentum": 0.9, "fused": args.amp != "fp16"},
         "AdamW": {"fused": True},
-        # Decay as in the authors' code, which skips its first five updates; torch's does not [ours]
+        # Decay as in the authors' code, which skips the first five updates; torch does not. [ours]
         "RAdam": {"decoupled_weight_decay": True},
     }[args.optimizer]
     build = getattr(torch.optim, args.optimizer)
@@ -528,8 +533,8 @@ def build_optimizer(args, parameters, lr=None):
 
 
 def lr_factor(iteration, total, warmup=0.0, steps=()):
-    """Linear warm-up in this fraction of training [VirTex Sec. 3; for others ours], then cosine
-    decay to 0, or, with `steps`, division by 10 after each of these fractions [ICMLM App. F.1]
+    """Linear warm-up in this fraction of training [VirTex Sec. 3; in the other methods ours], then
+    cosine decay to 0, or division by 10 after each of the fractions `steps` [ICMLM App. F.1]
     """
     start = warmup * total
     if iteration < start:
@@ -621,7 +626,7 @@ def autocast(device, amp):
 
 
 def choose_amp(device, requested):
-    """--amp if given, else bf16 [ours] if the device computes in it natively, else "off"."""
+    """--amp if it is given, else bf16 [ours] if the device has it natively, else "off" """
     native = torch.cpu._is_avx512_bf16_supported()
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -677,9 +682,11 @@ def recipe_table(table):
 
 
 def apply_recipe(args, script, table, **changes):
-    """Give flags that were left out the value of the recipe's column; call it after parse_args.
-    table: {name: (demo, small, paper)}, also for constants without a flag; batch_size before the
-    learning rates, which are scaled to it.  changes: what replaces the column paper
+    """Give flags that were left out the values of the recipe, after parse_args. Learning rates are
+    scaled to --batch-size.
+
+    table: {name: (demo, small, paper)}, also for constants without a flag.  changes: {name: value}
+    that replace those of paper
     """
     by_data = "small" if args.data.endswith(".jsonl") else "paper"
     args.recipe = args.recipe or ("demo" if args.data == "shapes" else by_data)
@@ -777,9 +784,9 @@ def load_checkpoint(args):
 
 
 def begin_run(args, checkpoint, *checksums):
-    """Refuse to resume with other data, too; write args.json
+    """Refuse to resume with other data; write args.json
 
-    checksums: of all that is learned from, beside --init (CaptionData.checksum, checksum)
+    checksums: of all that the run learns from (CaptionData.checksum, checksum), except for --init
     """
     args.checksums = list(checksums)
     if os.path.isfile(getattr(args, "init", None) or ""):
@@ -791,7 +798,7 @@ def begin_run(args, checkpoint, *checksums):
 
 
 def once(args, name, make):
-    """A file of --output for all processes: make(path), unless the run resumes -> its path"""
+    """The first process makes a file of --output by make(path), unless the run resumes -> path"""
     path = Path(args.output, name)
     if is_main() and not os.path.exists(f"{args.output}/checkpoint.pth"):
         make(path)
@@ -825,7 +832,7 @@ def check_finite(values):
 
 
 class Log:
-    """metrics.jsonl: a line for each log interval, with means over it (docs/running.md)"""
+    """metrics.jsonl has a line for each log interval, with means over it (docs/running.md)."""
 
     def __init__(self, args, checkpoint):
         self.photos = args.batch_size / args.accumulate  # in each micro-batch

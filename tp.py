@@ -55,6 +55,7 @@ import common
 from common import fail, print_main, progress
 
 LABELS = "postag", "cluster", "lda", "instances", "rotation"
+VAL_IMAGES = 5000  # at most so many photos for validation, drawn by the seed [ours]
 
 # fmt: off
 RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (demo, small [ours])
@@ -75,7 +76,6 @@ RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (de
     "log_every":        (10,         20,         20),
     "validate_every":   (400,        2000,       5000),
     "checkpoint_every": (200,        500,        5000),
-    "val_images":       (5000,       5000,       5000),                 # at most; drawn once
 }
 # What the paper changes for VGG-16, and for its pretraining on rotations.
 VGG16 = {  # App. F.1
@@ -197,7 +197,7 @@ def main(args):
     train, labels = labelled(train, labels)
     val, val_labels = labelled(val, val_labels)
     order = np.random.default_rng(args.seed).permutation(len(val))
-    chosen = np.sort(order[: args.val_images])
+    chosen = np.sort(order[:VAL_IMAGES])
     photos = LabelledPhotos(train, labels, names, args)
     val_photos = LabelledPhotos(val.select(chosen), val_labels[chosen], names, args)
     iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
