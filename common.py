@@ -9,13 +9,12 @@ import sys
 import time
 import unicodedata
 import zlib
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from pprint import pformat
-from typing import NamedTuple
 
 import numpy as np
 import regex
@@ -89,10 +88,9 @@ class CaptionData:
 
     def select(self, keep):
         """-> CaptionData of the photos with the indices `keep`"""
-        return replace(
-            self, images=self.images[keep], captions=self.captions[keep],
-            tags=self.tags[keep], tagged=self.tagged[keep],
-        )  # fmt: skip
+        images, captions = self.images[keep], self.captions[keep]
+        tags, tagged = self.tags[keep], self.tagged[keep]
+        return replace(self, images=images, captions=captions, tags=tags, tagged=tagged)
 
     def checksum(self):
         """It differs if a photo, a caption, a tag, or the order of tag_names differs."""
@@ -151,9 +149,7 @@ def read_json(path):
 
 
 def one_line(text):
-    """The text in NFC, with single spaces, without half emojis and what is invisible (except for
-    joiners within words)
-    """
+    """NFC, single spaces, no half emojis, nothing invisible except for joiners within words"""
     text = INVISIBLE.sub("", unicodedata.normalize("NFC", text))
     return " ".join(text.split())
 
@@ -446,17 +442,11 @@ def augment(images, jitter=None):
 
 # ------------------------------------------------------------------ backbones and their optimizers
 
+# Channels of the features, names of the modules that make them, one after the other; can its blocks
+# start as identities? Has it batch norm?
+Backbone = namedtuple("Backbone", "channels layers zero_init_residual batch_norm")
 RESNET = "conv1 bn1 relu maxpool layer1 layer2 layer3 layer4"
-
-
-class Backbone(NamedTuple):
-    channels: int  # of its features
-    layers: str  # names of torchvision's modules, one after the other, that make the features
-    zero_init_residual: bool  # can its blocks start as identities?
-    batch_norm: bool
-
-
-BACKBONES = {  # of torchvision. A new one is one line; its features have 1/32 of the photo's side.
+BACKBONES = {  # torchvision's; a new one is one line
     "resnet18": Backbone(512, RESNET, True, True),
     "resnet50": Backbone(2048, RESNET, True, True),
     "resnet101": Backbone(2048, RESNET, True, True),
@@ -469,13 +459,11 @@ BACKBONES = {  # of torchvision. A new one is one line; its features have 1/32 o
 def build_backbone(arch, zero_init_residual=False, **kwargs):
     """torchvision's network with its key names, without its classifier, from random weights:
     (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32).  kwargs: of torchvision
-
-    zero_init_residual: residual blocks start as identities, if the network has such blocks
     """
     from torchvision import models  # only here, because it takes seconds, and --help needs none
 
     row = BACKBONES[arch]
-    if row.zero_init_residual:
+    if row.zero_init_residual:  # blocks that start as identities exist in ResNets only
         kwargs["zero_init_residual"] = zero_init_residual
     try:
         model = getattr(models, arch)(**kwargs)
@@ -559,8 +547,7 @@ def init_distributed():
     """Set up torch, and join the other processes if torchrun started this one -> its device"""
     torch.backends.cudnn.benchmark = True  # the fastest convolutions for our one size of images
     torch.set_float32_matmul_precision("high")  # TF32: --amp off would be slow on GPUs without it
-    # A terminal without UTF-8 prints "?"; lines appear at once, also in a file.
-    sys.__stdout__.reconfigure(errors="replace", line_buffering=True)
+    sys.__stdout__.reconfigure(errors="replace", line_buffering=True)  # "?" if there is no UTF-8
     if sys.platform == "linux":  # the default of Python 3.14 would copy the data for each worker
         torch.multiprocessing.set_start_method("fork", force=True)
     local = dist.get_node_local_rank(0)
@@ -573,8 +560,7 @@ def init_distributed():
     if "WORLD_SIZE" in os.environ:  # set by torchrun
         if local == 0:
             print("waiting for all processes (without torchrun: unset RANK WORLD_SIZE)")
-        # Six hours, because the others wait while the first process makes labels.
-        dist.init_process_group(backend, timeout=timedelta(hours=6))
+        dist.init_process_group(backend, timeout=timedelta(hours=6))  # while one makes labels
     return device
 
 
@@ -682,11 +668,9 @@ def recipe_table(table):
 
 
 def apply_recipe(args, script, table, **changes):
-    """Give flags that were left out the values of the recipe, after parse_args. Learning rates are
-    scaled to --batch-size.
+    """Give flags that were left out the recipe's values, with learning rates for the batch size.
 
-    table: {name: (demo, small, paper)}, also for constants without a flag.  changes: {name: value}
-    that replace those of paper
+    table: {name: (demo, small, paper)}, with or without a flag.  changes: what replaces paper's
     """
     by_data = "small" if args.data.endswith(".jsonl") else "paper"
     args.recipe = args.recipe or ("demo" if args.data == "shapes" else by_data)
@@ -711,20 +695,13 @@ def apply_recipe(args, script, table, **changes):
             setattr(args, name, value)
 
 
-def run_args(path):
-    """-> arguments of the run that wrote this file, from args.json beside it; {} if not ours"""
-    try:
-        content = json.loads(Path(path).with_name("args.json").read_bytes())
-    except (OSError, ValueError):  # there is none, or it is another program's and no JSON
-        return {}
-    return content if isinstance(content, dict) and "script" in content else {}
-
-
 def written_by_us(path):
-    """Whether a run of ours wrote these weights; those of "imagenet" come from elsewhere."""
+    """Did a run of ours write these weights, by their file or args.json beside it?"""
     if path == "imagenet" or not os.path.isfile(path):
         return False
-    return bool(run_args(path)) or "script" in read_checkpoint(path)
+    about = Path(path).with_name("args.json")
+    beside = about.read_text(errors="replace") if about.exists() else ""
+    return '"script":' in beside or "script" in read_checkpoint(path)
 
 
 def make_folder(path):
@@ -739,9 +716,7 @@ def make_folder(path):
 
 
 def save(path, content):
-    """The first process writes JSON, or what torch.save takes. The old file stays until the new one
-    is complete.
-    """
+    """The first process writes JSON, or what torch.save takes. A crash leaves the old file."""
     if is_main():
         temporary = f"{path}.{os.getpid()}.tmp"  # what a crash leaves; see make_folder
         with open(temporary, "wb") as file:
@@ -784,10 +759,7 @@ def load_checkpoint(args):
 
 
 def begin_run(args, checkpoint, *checksums):
-    """Refuse to resume with other data; write args.json
-
-    checksums: of all that the run learns from (CaptionData.checksum, checksum), except for --init
-    """
+    """Refuse to resume with other data; write args.json.  checksums: of all beside --init"""
     args.checksums = list(checksums)
     if os.path.isfile(getattr(args, "init", None) or ""):
         args.checksums.append(checksum(args.init))

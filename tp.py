@@ -407,7 +407,7 @@ def load_labels(folder):
 def cluster_labels(args, splits, device):
     """TP-Cluster: the clusters of a photo's captions [Sec. 3.1, Eq. 1] -> names, [(N, K) sparse]
 
-    A cluster is called by the caption nearest to its centre. [ours]
+    A cluster is named after the caption that is nearest to its centre. [ours]
     """
     lm = args.lm
     if lm == "scratch":
@@ -421,6 +421,9 @@ def cluster_labels(args, splits, device):
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     vectors = [embed_captions(tokenizer, bert, data.all_captions(), args.amp) for data in splits]
     captions = splits[0].all_captions()
+    rows = [tokenizer.tokenize(caption) for caption in captions[:: 1 + len(captions) // 10_000]]
+    unknown = sum(row.count(tokenizer.unk_token) for row in rows)
+    common.check_known(unknown, sum(map(len, rows)), "the captions")
     # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y is the nearest.
     # [ours: a random start, 20 passes] Under torchrun (OMP_NUM_THREADS=1) it uses one thread.
     k = min(args.num_labels, len(captions))
@@ -451,7 +454,7 @@ def load_bert(lm, device):
     except huggingface_hub.errors.LocalEntryNotFoundError:
         fail(f"--lm {lm} is no folder here, and the hub (huggingface.co) cannot be reached")
     except (OSError, ValueError):
-        fail(f"--lm {lm}: give a BERT, on the hub or in a folder, or scratch")
+        fail(f"--lm {lm} is no BERT: give one on the hub or in a folder, or scratch")
     missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
     if missing:
         fail(f"--lm {lm} lacks weights: {sorted(missing)[:3]}")
@@ -462,7 +465,7 @@ def load_bert(lm, device):
 def embed_captions(tokenizer, bert, captions, amp, batch_size=256):
     """psi(c)_[CLS] of Eq. 1: from the last layer, before the pooler -> (captions, d_w) float32
 
-    scikit-learn wants float32: VG's 5.4 million captions need 17 GB.
+    They are float32 for scikit-learn; those of VG's 5.4 million captions take 17 GB.
     """
     vectors = np.empty((len(captions), bert.config.hidden_size), np.float32)
     for n in progress(range(0, len(captions), batch_size), desc="caption vectors"):
