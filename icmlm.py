@@ -269,10 +269,10 @@ def main(args):
             mlm = F.cross_entropy(logits.float(), batch["target"])
             tp = tag_loss(tag_logits, batch["tags"])  # Eq. 2
             loss = mlm + args.lambda_tp * tp  # Eq. 8
-            # With lambda_tp = 0, the tag head learns from detached features [ours; App. B has tp].
-            total = loss if args.lambda_tp else loss + tp
-            scaler.scale(total / args.accumulate).backward()
             log.add(loss=loss, mlm=mlm, tp=tp)
+            if not args.lambda_tp:  # the tag head learns from detached features [ours; App. B]
+                loss = loss + tp
+            scaler.scale(loss / args.accumulate).backward()
 
         # Step
         scaler.step(optimizer)

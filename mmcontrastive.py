@@ -249,6 +249,7 @@ def main(args):
                "ic": args.lambda_ic, "ci": args.lambda_ci}  # fmt: skip
     batches = common.train_batches(photos, partial(collate, tokenizer), args, device, done)
     log = common.Log(args, checkpoint)
+    more = {}  # the caption encoder's tokenizer is in OUTPUT/caption_model
     bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
         # Learning rates: cosine or steps [Sec. 4.1], by iteration; MoCo's code goes by epoch [ours]
@@ -258,9 +259,12 @@ def main(args):
         # Keys, by the momentum encoders [Sec. 3.1]: of the whole batch, because shuffled batch norm
         # needs all photos and there is no gradient. Dropout has the last micro-batch's seed.
         update_momentum(model.queries, model.keys, args.momentum)
-        started = time.perf_counter()
-        micro_batches = [next(batches) for _ in range(args.accumulate)]
-        log.waited += time.perf_counter() - started
+        micro_batches = []
+        for part in range(args.accumulate):
+            started = time.perf_counter()
+            batch = next(batches)
+            log.waited += time.perf_counter() - started
+            micro_batches.append(batch)
         images_k = torch.cat([augment_view(batch, 1, args) for batch in micro_batches])
         captions_k = [batch.get("captions_k") for batch in micro_batches]
         with common.autocast(device, args.amp):  # {"image_intra": (B, 128), ...}
@@ -301,9 +305,10 @@ def main(args):
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
         if last or iteration % args.checkpoint_every == 0:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state)
+            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
         if args.keep_every and iteration % args.keep_every == 0:
-            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
+            name = f"model_{iteration}.pth"
+            common.save_checkpoint(args, name, iteration, {"model": model}, more)
 
     common.end_run(args, backbone)  # eval_linear.py says what the backbone is worth
 
@@ -319,9 +324,8 @@ def usable_photos(args, data):
     if args.lambda_tag:
         if args.tags != "annotated":
             data = common.extra("nouns").tagged(args, data)
-        if any(data.tags):
-            num_tags = len(data.tag_names)
-        else:
+        num_tags = len(data.tag_names) if any(data.tags) else 0
+        if not num_tags:
             print_main("no photo has tags, so Eq. 5 is left out; --tags nouns needs only captions")
     if (args.lambda_cc or args.lambda_ic) and not any(data.captions):
         fail("no photo has a caption: give --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 to train on "
@@ -355,14 +359,11 @@ def read_backtranslations(args, data):
     if missing:
         fail(f"{len(missing)} captions have no back-translation in {path}: "
              "tools/backtranslate.py writes them; --caption-views sibling needs none")  # fmt: skip
-
-    def translate(caption, by):
-        return common.one_line(rows[caption][by]) or caption
-
-    return [
-        common.lists([translate(caption, by) for caption in row] for row in data.captions)
-        for by in ("fr", "de")
-    ]
+    translations = []
+    for by in "fr", "de":
+        texts = {caption: common.one_line(row[by]) or caption for caption, row in rows.items()}
+        translations.append(common.lists([texts[caption] for caption in x] for x in data.captions))
+    return translations
 
 
 def fit_queue(args, num_photos):
@@ -467,8 +468,7 @@ def augment_view(batch, n, args):
 def blur(images, sigma):
     """Gaussian blur of images (B, 3, size, size), by sigma (B,) pixels each; 0: none [MoCo-v2]"""
     x = torch.arange(images.size(-1), device=images.device)
-    sigma = sigma.clamp(min=1e-3)[:, None, None]
-    distances = (x[:, None] - x) / sigma
+    distances = (x[:, None] - x) / sigma.clamp(min=1e-3)[:, None, None]
     weights = (-0.5 * distances**2).softmax(-1)[:, None]  # (B, 1, size, size)
     blurred = weights @ images.contiguous() @ weights.mT  # over rows and columns
     return blurred.contiguous(memory_format=torch.channels_last)
@@ -694,9 +694,8 @@ class Queue(nn.Module):
 
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm that computes its statistics for each `group` images of a training batch, as if
-    each group were on a GPU of its own [MoCo]; other layers run once for the whole batch
-
-    Every group updates the running statistics [ours]; of many GPUs, only the first one's are saved.
+    each group were on a GPU of its own [MoCo]; other layers run once for the whole batch. Every
+    group updates the running statistics [ours]; of many GPUs, only those of the first are saved.
     """
 
     def __init__(self, channels, group):
@@ -733,7 +732,6 @@ def update_momentum(queries, keys, m):
 def contrastive_losses(q, k, queues, args):
     """Means over the batch [ours] -> {"ii", "tag", "cc", "ic", "ci": scalar}, without those whose
     weight is 0 (but ii is logged beside tag), and without Eq. 5 if no photo has tags
-
     q, k: {name: (B, dim)}, of the same photos and captions; in k also tags (B, T), captioned (B,).
     A photo without tags adds 0 to Eq. 5, one without a caption adds 0 to Eqs. 8, 11 and 14.
     """

@@ -1,7 +1,7 @@
 """The built-in data set `--data shapes`: scenes of one or two objects, and captions for them.
 
 A scene follows from its number and is drawn when it is needed, so that nothing is downloaded or
-stored. Nouns, colours, sizes, fills, verbs and places (left, right, above...) all describe something
+stored. Nouns, colours, sizes, fills, verbs and places (left, right, above...) all describe what is
 in the picture. Therefore every method can learn something in minutes, and mirrored pictures,
 attention maps and retrieval can be judged by eye.
 """
@@ -30,7 +30,8 @@ SPLITS = {"train": range(20_000), "val": range(10_000_000, 10_001_000)}  # scene
 
 
 class Shape(NamedTuple):
-    """One object. x, y (its centre) and radius are fractions of the image's side; angle: degrees."""
+    """One object. x, y (its centre) and radius are fractions of the image's side; angle in degrees.
+    """
 
     shape: str
     colour: str
