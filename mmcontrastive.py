@@ -233,7 +233,7 @@ def main(args):
     if args.compile:
         model.queries["image"].trunk.compile()
         model.keys["image"].trunk.compile()
-    ddp = common.data_parallel(model).train()
+    ddp = common.data_parallel(model).train()  # all processes get the first one's weights
     groups = [
         {"params": encoders["image"].trunk.parameters()},
         {"params": encoders["image"].mlps.parameters(), "lr": args.head_lr},
