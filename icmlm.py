@@ -85,10 +85,10 @@ RECIPES = {  #           demo        small       paper: ResNet-50           (dem
     "log_every":        (10,         20,         20),
     "validate_every":   (1000,       1000,       10_000),
     "checkpoint_every": (200,        500,        5000),
-    "proxy_triplets":   (2000,       5000,       None),                 # at the end; None: all
+    "proxy_triplets":   (2000,       5000,       None),                 # last validation; None: all
 }
 # fmt: on
-VGG16 = {  # what the paper does differently with VGG-16
+VGG16 = {  # of the recipe paper, what is different with VGG-16
     "num_concepts": 1000,  # Sec. 4.2
     "lambda_tp": 1.0,  # App. B
     "warmup_attention": 0.25,  # App. F.1: 50K of 200K iterations, only for att-fc
@@ -100,7 +100,7 @@ VGG16 = {  # what the paper does differently with VGG-16
     "weight_decay": 1e-3,
 }
 ATTENTION_WIDTH = 512  # d_z of Eq. 3, per head [ours]
-DROPOUT = 0.1  # in tfm [BERT]; none on its attention [ours]
+DROPOUT = 0.1  # in tfm, as in BERT, but its attention has none [ours]
 
 
 def get_args(argv=None):
