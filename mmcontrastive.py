@@ -328,8 +328,8 @@ def usable_photos(args, data):
         if not num_tags:
             print_main("no photo has tags, so Eq. 5 is left out; --tags nouns needs only captions")
     if (args.lambda_cc or args.lambda_ic) and not any(data.captions):
-        fail("no photo has a caption: give --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 to train on "
-             "photos alone, as MoCo does")  # fmt: skip
+        fail("no photo has a caption: with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0, photos alone "
+             "are enough, as in MoCo")  # fmt: skip
     if args.lambda_ii or num_tags:
         return data, num_tags
     if not args.lambda_ic:
