@@ -312,8 +312,7 @@ POS = "nn", "nn+adj", "nn+adj+vb"  # --pos [Tab. 4]
 TAGGERS = "textblob", "spacy"  # the first is the default [ours]
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
-# Auxiliary verbs name nothing visible. spaCy tags them as such, but TextBlob's Penn tags do not.
-# [ours]
+# Auxiliary verbs name nothing visible. spaCy tags them apart, TextBlob's Penn tags do not. [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
@@ -332,18 +331,18 @@ def words_of(caption):
 def filter_captions(data, tokenize, max_words):
     """Keep each photo's distinct captions of 3 to 25 tokens [Sec. 4, Datasets] -> CaptionData
 
-    tokenize: caption -> its tokens: words, or the language model's. [ours]  max_words: the 25
+    tokenize: caption -> its words, or the language model's tokens [ours].  max_words: the 25
     """
     kept = []
     for captions in progress(list(data.captions), desc="caption lengths", leave=False):
         distinct = dict.fromkeys(captions)
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = len(data.all_captions()), sum(map(len, kept))
-    print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
-               f"not of 3 to {max_words} words or tokens")  # fmt: skip
+    print_main(f"{before - after} of {before} captions are left out, which a photo has twice, or "
+               f"which do not have 3 to {max_words} words or tokens")  # fmt: skip
     if not after:
-        fail("a split has no captions left: raise --max-words, join keywords to one caption, or, "
-             "for Chinese and others without spaces, use virtex.py")  # fmt: skip
+        fail("a split has no captions left: raise --max-words, join keywords to one caption, or "
+             "use virtex.py for Chinese and other languages without spaces")  # fmt: skip
     return replace(data, captions=common.lists(kept))
 
 
