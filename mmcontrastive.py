@@ -280,8 +280,8 @@ def main(args):
             images = augment_view(batch, 0, args)  # (B, 3, h, w)
             with common.autocast(device, args.amp):
                 queries = ddp(images, batch.get("captions_q"))
-            own_keys = {name: key.chunk(args.accumulate)[part] for name, key in keys.items()}
-            losses = contrastive_losses(queries, own_keys, model.queues, args)
+            part_keys = {name: key.chunk(args.accumulate)[part] for name, key in keys.items()}
+            losses = contrastive_losses(queries, part_keys, model.queues, args)
             loss = sum(lambdas[name] * losses[name] for name in losses)  # Eq. 15
             scaler.scale(loss / args.accumulate).backward()
             log.add(loss=loss, **losses)
@@ -711,12 +711,12 @@ class SplitBatchNorm(nn.BatchNorm2d):
 
 def batchnorm_group(args):
     """How many photos share batch-norm statistics: a micro-batch, or less with --bn-splits"""
-    parts = args.accumulate * common.world_size()
-    groups = max(args.bn_splits, parts)
+    micro_batches = args.accumulate * common.world_size()
+    groups = max(args.bn_splits, micro_batches)
     size = args.batch_size // groups
-    if groups % parts or args.batch_size % groups or size < 2:
+    if groups % micro_batches or args.batch_size % groups or size < 2:
         fail(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} groups of "
-             f"2 or more in {parts} parts (processes, accumulate): lower --bn-splits")  # fmt: skip
+             f"2 or more in {micro_batches} parts (processes, accumulate): lower --bn-splits")
     return size
 
 
@@ -842,11 +842,11 @@ def retrieval_scores(similarity, image_of_caption):
     alike gets no credit [ours].
     """
     similarity = similarity.nan_to_num(-math.inf)  # NaN embeddings come last
-    own = image_of_caption == torch.arange(len(similarity))[:, None]  # (N, M)
+    matching = image_of_caption == torch.arange(len(similarity))[:, None]  # (N, M)
     scores = {}
     for way, dim in {"image to text": 1, "text to image": 0}.items():
-        best = similarity.masked_fill(~own, -math.inf).amax(dim, keepdim=True)
-        ties = (similarity == best) & ~own
+        best = similarity.masked_fill(~matching, -math.inf).amax(dim, keepdim=True)
+        ties = (similarity == best) & ~matching
         better = (similarity > best).sum(dim)
         ranks = better + ties.sum(dim) / 2  # counted from 0
         scores[way] = {f"R@{k}": 100 * (ranks <= k - 1).float().mean().item() for k in (1, 5, 10)}
