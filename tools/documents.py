@@ -27,6 +27,7 @@ A paragraph, a list item or a table with other numbers says in comments where ea
 tests/test_documents.py looks for each decimal, and each integer before "%" and "points", there.
 """
 
+import argparse
 import functools
 import json
 import re
@@ -48,6 +49,11 @@ MARKED = TABLE + r"(?:\|.*\n)*(\n*<!-- end -->)"
 CLAIMS = r"(<!-- claims (\S+) (\S+) -->\n)(.*?)(<!-- end -->)"
 CLAIM = r"<!-- (?:(\S+): )?(\S+) > (\S+?)(?:, control (\S+?))?(?:; papers (\S+) > (\S+))? -->"
 CHANCE = r"(<!-- chance -->\n)[^<]*(<!-- end -->)"
+
+
+def get_args(argv=None):
+    layout = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=layout).parse_args(argv)
 
 
 def main():
@@ -280,4 +286,5 @@ def in_digits(number):
 
 
 if __name__ == "__main__":
+    get_args()
     main()
