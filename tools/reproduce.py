@@ -54,7 +54,7 @@ def get_args(argv=None):
     add("--clip", metavar="NAME", help='"own photos": say openai/clip-vit-base-patch32')
     add("--imagenet", metavar="WEIGHTS", help="ResNet-18 for the rows from ImageNet: a file with "
         'torchvision\'s weights, or "imagenet", which downloads them')
-    add("--words", metavar="FILE", help="own photos with words as tags, in splits learn and score")
+    add("--words", metavar="FILE", help="what tools/own_words.py wrote of your photos")
     add("--photo", default="photo.jpg", help="photo to caption [VirTex Figs. 6, 9, 10]")
     args, args.flags = parser.parse_known_args(argv)
     args.iters, args.half = args.seen // 64, args.seen // 128
