@@ -745,11 +745,18 @@ class SplitBatchNorm(nn.BatchNorm2d):
         self.group = group
 
     def forward(self, x):
-        norm = super().forward
         if not self.training or len(x) <= self.group:
-            return norm(x)
+            return super().forward(x)
         groups = x.split(self.group)
-        return torch.cat([norm(group) for group in groups])
+        self.num_batches_tracked.add_(len(groups))
+        statistics = self.running_mean, self.running_var
+        weights = self.weight, self.bias
+        return torch.cat(
+            [
+                F.batch_norm(group, *statistics, *weights, True, self.momentum, self.eps)
+                for group in groups
+            ]
+        )
 
 
 def batchnorm_group(args):

@@ -405,14 +405,14 @@ class CaptionedPhotos(common.Photos):
         return default_collate(samples) | self.collate_text(texts)
 
     def collate_text(self, rows):
-        """-> tokens (B, T), those of the reversed captions, and the positions (N, 2) in [:, 1:] of
-        the N tokens to predict. (They are found here because a GPU would make the CPU wait.)
+        """-> tokens (B, T), those of the reversed captions, and the places (N,) of the N tokens to
+        predict in [:, 1:], counted over all rows. (Finding them on a GPU would make the CPU wait.)
         """
         targets = pad([[1] * len(row) for row in rows])[:, 1:]  # (B, T - 1), 0 at padding
         return {
             "tokens": pad(rows),
             "backward_tokens": pad([row[::-1] for row in rows]),
-            "positions": targets.nonzero(),
+            "places": targets.flatten().nonzero()[:, 0],
         }
 
 
@@ -460,17 +460,24 @@ class VirTex(nn.Module):
         directions = {"forward": (self.textual, batch["tokens"])}
         if self.backward_textual:
             directions["backward"] = self.backward_textual, batch["backward_tokens"]
-        photo, place = batch["positions"].T  # (N,) each: where the N predicted tokens are
+        places = batch["places"]  # (N,)
         losses = {}
         for name, (head, tokens) in directions.items():
             vectors = head(tokens[:, :-1], image_features)  # (B, T - 1, H)
-            logits = head.output(vectors[photo, place])  # (N, vocabulary)
-            losses[name] = token_loss(logits, tokens[photo, place + 1])
+            logits = head.output(chosen(vectors, places))  # (N, vocabulary)
+            losses[name] = token_loss(logits, chosen(tokens[:, 1:], places))
         if self.lambda_words:  # Eq. 1 without the tokens before: from the image alone [ours]
             logits = self.textual.output(image_features.mean(1))  # (B, vocabulary)
-            total, number = token_loss(logits[photo], batch["tokens"][photo, place + 1])
+            targets = batch["tokens"][:, 1:]  # (B, T - 1)
+            logits = logits.index_select(0, places // targets.size(1))  # (N, vocabulary)
+            total, number = token_loss(logits, chosen(targets, places))
             losses["words"] = (self.lambda_words * total, number)
         return losses
+
+
+def chosen(x, places):
+    """x (B, T, ...), places (N,): t + T * b -> (N, ...). (With x[b, t] a GPU would have to sort.)"""
+    return x.flatten(0, 1).index_select(0, places)
 
 
 def token_loss(logits, targets):
@@ -504,6 +511,8 @@ class TextualHead(nn.Module):
                 nn.init.zeros_(parameter)  # [ours]
         nn.init.zeros_(self.embedding.words.weight[PAD])
         self.output.weight = self.embedding.words.weight  # weight tying [Sec. 3]
+        future = nn.Transformer.generate_square_subsequent_mask(max_length)
+        self.register_buffer("future", future, persistent=False)  # not in the state dict
 
     def project(self, features):
         """(B, channels, h, w) -> the image's vectors (B, h * w, H)"""
@@ -513,7 +522,8 @@ class TextualHead(nn.Module):
         """tokens (B, T), image_features (B, S, H) -> vectors (B, T, H). Each token sees the image,
         itself and the tokens before it.
         """
-        future = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), tokens.device)
+        length = tokens.size(1)
+        future = self.future[:length, :length]  # -inf at the tokens that come later, else 0
         x = self.embedding(tokens)
         return self.transformer(x, image_features, tgt_mask=future, tgt_is_causal=True)
 
@@ -560,8 +570,9 @@ def look_ahead(slow_model, model, alpha):
     """Every k steps the slow weights move a fraction alpha of the way to the model's weights, which
     go on from there [Zhang et al. 2019; Sec. 3: k = 5, alpha = 0.5].
     """
-    for slow, fast in zip(slow_model.parameters(), model.parameters()):
-        fast.copy_(slow.lerp_(fast, alpha))
+    slow, fast = [*slow_model.parameters()], [*model.parameters()]
+    torch._foreach_lerp_(slow, fast, alpha)
+    torch._foreach_copy_(fast, slow)
 
 
 # ------------------------------------------------------------------------------------ validation
@@ -597,13 +608,13 @@ class MaskedPhotos(CaptionedPhotos):
         return tokens, mask_tokens(tokens, self.tokenizer.get_piece_size(), rng)
 
     def collate_text(self, texts):
-        """-> tokens (B, T), the same with [MASK]s, padding (B, T), positions (N, 2) of [MASK]s"""
+        """-> tokens (B, T), the same with [MASK]s, padding (B, T), places (N,) of the [MASK]s"""
         tokens, masked = map(pad, zip(*texts))
         return {
             "tokens": tokens,
             "masked": masked,
             "padding": pad([[1] * len(row) for row, _ in texts]) == 0,
-            "positions": (masked == MASK).nonzero(),
+            "places": (masked == MASK).flatten().nonzero()[:, 0],
         }
 
 
@@ -629,9 +640,8 @@ class MaskedLM(VirTex):
         head = self.textual
         x = head.embedding(batch["masked"])
         vectors = head.transformer(x, image_features, tgt_key_padding_mask=batch["padding"])
-        photo, place = batch["positions"].T
-        logits = head.output(vectors[photo, place])
-        return {"masked_lm": token_loss(logits, batch["tokens"][photo, place])}
+        logits = head.output(chosen(vectors, batch["places"]))
+        return {"masked_lm": token_loss(logits, chosen(batch["tokens"], batch["places"]))}
 
 
 class TaggedPhotos(CaptionedPhotos):

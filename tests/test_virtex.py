@@ -262,8 +262,7 @@ def test_long_captions_are_truncated_before_they_are_reversed(tokenizer, coco_fo
     padding = [PAD] * (30 - len(short))
     assert batch["tokens"].tolist() == [cut, short + padding]
     assert batch["backward_tokens"].tolist() == [cut[::-1], short[::-1] + padding]
-    targets = [[0, t] for t in range(29)] + [[1, t] for t in range(len(short) - 1)]
-    assert batch["positions"].tolist() == targets
+    assert batch["places"].tolist() == [*range(29), *range(29, 29 + len(short) - 1)]
 
 
 def test_captions_that_are_cut_are_counted(tokenizer_path, capsys, tmp_path):
