@@ -9,13 +9,12 @@ import sys
 import time
 import unicodedata
 import zlib
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from pprint import pformat
-from typing import NamedTuple
 
 import numpy as np
 import regex
@@ -31,7 +30,7 @@ PngImagePlugin.MAX_TEXT_CHUNK = 2**26  # PIL would refuse photos with 1 MB of te
 
 
 def fail(message):
-    """Exit with one line instead of a traceback: for what a user can fix."""
+    """Exit with one line instead of a traceback, because the user can fix it."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(3)  # if all fail in the same way, torchrun ends the others before they print
     sys.exit(f"error: {message}")
@@ -56,13 +55,13 @@ JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} 
 
 @dataclass
 class StringLists:
-    """Lists of strings, each joined to lines: one block of memory, which workers share"""
+    """N lists of strings in one block of memory, which worker processes share"""
 
-    joined: np.ndarray  # (N,) of strings
+    joined: np.ndarray  # (N,) of strings; the lines of each are a list
 
     def __getitem__(self, key):
-        found = self.joined[key]
-        return found.splitlines() if isinstance(found, str) else StringLists(found)
+        chosen = self.joined[key]
+        return chosen.splitlines() if isinstance(chosen, str) else StringLists(chosen)
 
 
 def lists(rows):
@@ -72,7 +71,7 @@ def lists(rows):
 
 @dataclass
 class CaptionData:
-    """Photos, each with captions and tags (either may be empty): every source takes this form."""
+    """What every source gives: photos, each with captions and tags, either of which may be empty"""
 
     images: np.ndarray  # (N,) of paths, or of what `open` takes instead
     captions: StringLists  # captions[i]: a list of strings
@@ -89,10 +88,9 @@ class CaptionData:
 
     def select(self, keep):
         """-> CaptionData of the photos with the indices `keep`"""
-        return replace(
-            self, images=self.images[keep], captions=self.captions[keep],
-            tags=self.tags[keep], tagged=self.tagged[keep],
-        )  # fmt: skip
+        images, captions = self.images[keep], self.captions[keep]
+        tags, tagged = self.tags[keep], self.tagged[keep]
+        return replace(self, images=images, captions=captions, tags=tags, tagged=tagged)
 
     def checksum(self):
         """It differs if a photo, a caption, a tag, or the order of tag_names differs."""
@@ -104,9 +102,10 @@ class CaptionData:
         keep = [n for n, captions in enumerate(self.captions) if captions]
         if not keep:
             fail(f"no photo has a caption. A .jsonl has {JSONL}")
-        if lacking := len(self) - len(keep):
-            print_main(f"{lacking} of {len(self)} photos have no caption: left out")
-        return self.select(keep) if lacking else self
+        if len(keep) == len(self):
+            return self
+        print_main(f"{len(self) - len(keep)} of {len(self)} photos have no caption: left out")
+        return self.select(keep)
 
 
 def caption_data(name, root=None, split="train", tags=False):
@@ -131,7 +130,8 @@ def read_photos(read, split, *given):
             fail(f"{split} has {len(photos)} photos, of which {len(missing)} are missing: "
                  f"{missing[:3]}. See --root, --train-split and --val-split")  # fmt: skip
         paths, captions, tags = zip(*photos)
-        if empty := sum(row.count("") for row in captions):
+        empty = sum(row.count("") for row in captions)
+        if empty:
             print_main(f"{empty} captions of {split} are empty: left out")
         tagged = np.array([row is not None for row in tags])
         tags = lists(dict.fromkeys(row or ()) for row in tags)
@@ -149,7 +149,7 @@ def read_json(path):
 
 
 def one_line(text):
-    """NFC, single spaces, nothing invisible but joiners within words, no half emojis"""
+    """NFC, single spaces, no half emojis, nothing invisible except for joiners within words"""
     text = INVISIBLE.sub("", unicodedata.normalize("NFC", text))
     return " ".join(text.split())
 
@@ -162,7 +162,7 @@ def texts(values):
 
 
 def coco_photos(split, root, with_tags):
-    """{split}/, annotations/captions_{split}.json; tags: categories of instances_{split}.json"""
+    """From annotations/captions_{split}.json; tags are categories of instances_{split}.json"""
     instances = f"{root}/annotations/instances_{split}.json"
     captions, tags, names = defaultdict(list), defaultdict(list), {}
     content = read_json(f"{root}/annotations/captions_{split}.json")
@@ -187,8 +187,8 @@ def coco_photos(split, root, with_tags):
 
 
 def jsonl_photos(split, root, file):
-    """One {"image", "captions", "tags", "split"} per line; all but "image" may be missing. Paths
-    start from `root`. If no line has a split, the first, 21st... belong to val.
+    """One {"image", "captions", "tags", "split"} per line, of which only "image" is needed. Paths
+    start from `root`. If no line has a split, the first, 21st, 41st... belong to val.
     """
     rows, unread = read_jsonl(file, root)
     if not any(row["split"] for row in rows):
@@ -244,7 +244,7 @@ def checksum(path):
 
 
 def swap_left_right(caption):
-    """The caption of the flipped photo: the whole words [ours] left and right are swapped."""
+    """The caption of the flipped photo: left and right, as whole words [ours], are swapped."""
     return regex.sub(r"\b(?i:(left)|right)\b", lambda word: "right" if word[1] else "left", caption)
 
 
@@ -360,14 +360,14 @@ def random_crop(rng, min_area, size):
         if (box <= size).all():
             corner = rng.uniform(0, size - box)
             return corner, corner + box
-    # No luck: as torchvision, the largest box in the centre with an aspect ratio from 3/4 to 4/3.
+    # None has fit. As in torchvision: the largest central box with an aspect ratio of 3/4 to 4/3.
     box = np.minimum(size, 4 / 3 * size[::-1])
     corner = (size - box) / 2
     return corner, corner + box
 
 
 def centre_crop(size, side_fraction=1.0):
-    """The central square; side_fraction 224 / 256 is "resize 256, centre crop 224"."""
+    """The central square; side_fraction 224 / 256 is "resize to 256, then centre crop 224"."""
     side = side_fraction * min(size)
     corner = (size - side) / 2
     return corner, corner + side
@@ -381,8 +381,8 @@ def colour_jitter(rng, strength):
 
 
 def infinite_sampler(size, batch_size, seed, start=0):
-    """Yield (seed, epoch, index) forever, from batch number `start` on: this process's share of
-    each. Batch t is the t-th slice of the epochs' permutations, which depend only on the seed.
+    """Yield (seed, epoch, index) forever: this process's share of each batch, from number `start`
+    on. Batch t is the t-th slice of the epochs' permutations, which depend only on the seed.
     """
     position, per_process, process = start * batch_size, batch_size // world_size(), rank()
     while True:
@@ -452,17 +452,11 @@ def constants_on(device):
 
 # ------------------------------------------------------------------ backbones and their optimizers
 
+# Channels of the features, names of the modules that make them, one after the other; can its blocks
+# start as identities? Has it batch norm?
+Backbone = namedtuple("Backbone", "channels layers zero_init_residual batch_norm")
 RESNET = "conv1 bn1 relu maxpool layer1 layer2 layer3 layer4"
-
-
-class Backbone(NamedTuple):
-    channels: int  # of its features
-    layers: str  # names of torchvision's modules, one after the other, that make the features
-    zero_init_residual: bool  # can its blocks start as identities?
-    batch_norm: bool
-
-
-BACKBONES = {  # of torchvision. A new one is one line; its features have 1/32 of the photo's side.
+BACKBONES = {  # torchvision's; a new one is one line
     "resnet18": Backbone(512, RESNET, True, True),
     "resnet50": Backbone(2048, RESNET, True, True),
     "resnet101": Backbone(2048, RESNET, True, True),
@@ -475,13 +469,11 @@ BACKBONES = {  # of torchvision. A new one is one line; its features have 1/32 o
 def build_backbone(arch, zero_init_residual=False, **kwargs):
     """torchvision's network with its key names, without its classifier, from random weights:
     (B, 3, H, W) -> (B, backbone.channels, H / 32, W / 32).  kwargs: of torchvision
-
-    zero_init_residual: residual blocks start as identities, if the network has such blocks
     """
     from torchvision import models  # only here, because it takes seconds, and --help needs none
 
     row = BACKBONES[arch]
-    if row.zero_init_residual:
+    if row.zero_init_residual:  # blocks that start as identities exist in ResNets only
         kwargs["zero_init_residual"] = zero_init_residual
     try:
         model = getattr(models, arch)(**kwargs)
@@ -504,8 +496,9 @@ def read_init(args):
     if args.init == "imagenet":  # torchvision's, downloaded once
         return build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()
     content = read_checkpoint(args.init)
-    own = content.get("script") == args.script and content["args"]["arch"] == args.arch
-    if own or content.keys() == build_backbone(args.arch).state_dict().keys():
+    if content.get("script") == args.script and content["args"]["arch"] == args.arch:
+        return content
+    if content.keys() == build_backbone(args.arch).state_dict().keys():
         return content
     return extra("checkpoints").load_backbone(args.init, args.arch).state_dict()
 
@@ -527,10 +520,10 @@ def load_init(init, model, backbone, skip=()):
 def build_optimizer(args, parameters, lr=None):
     """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW.  lr: or args.lr"""
     options = {
-        # In fp16 a first overflow would leave garbage as fused momentum.
+        # In fp16, an overflow in the first step would leave garbage as fused momentum.
         "SGD": {"momentum": 0.9, "fused": args.amp != "fp16"},
         "AdamW": {"fused": True},
-        # Decay as in the authors' code, which skips its first five updates; torch's does not [ours]
+        # Decay as in the authors' code, which skips the first five updates; torch does not. [ours]
         "RAdam": {"decoupled_weight_decay": True},
     }[args.optimizer]
     build = getattr(torch.optim, args.optimizer)
@@ -538,8 +531,8 @@ def build_optimizer(args, parameters, lr=None):
 
 
 def lr_factor(iteration, total, warmup=0.0, steps=()):
-    """Linear warm-up in this fraction of training [VirTex Sec. 3; for others ours], then cosine
-    decay to 0, or, with `steps`, division by 10 after each of these fractions [ICMLM App. F.1]
+    """Linear warm-up in this fraction of training [VirTex Sec. 3; in the other methods ours], then
+    cosine decay to 0, or division by 10 after each of the fractions `steps` [ICMLM App. F.1]
     """
     start = warmup * total
     if iteration < start:
@@ -564,8 +557,7 @@ def init_distributed():
     """Set up torch, and join the other processes if torchrun started this one -> its device"""
     torch.backends.cudnn.benchmark = True  # the fastest convolutions for our one size of images
     torch.set_float32_matmul_precision("high")  # TF32: --amp off would be slow on GPUs without it
-    # A terminal without UTF-8 prints "?"; lines appear at once, also in a file.
-    sys.__stdout__.reconfigure(errors="replace", line_buffering=True)
+    sys.__stdout__.reconfigure(errors="replace", line_buffering=True)  # "?" if there is no UTF-8
     if sys.platform == "linux":  # the default of Python 3.14 would copy the data for each worker
         torch.multiprocessing.set_start_method("fork", force=True)
     local = dist.get_node_local_rank(0)
@@ -578,8 +570,7 @@ def init_distributed():
     if "WORLD_SIZE" in os.environ:  # set by torchrun
         if local == 0:
             print("waiting for all processes (without torchrun: unset RANK WORLD_SIZE)")
-        # Six hours, because the others wait while the first process makes labels.
-        dist.init_process_group(backend, timeout=timedelta(hours=6))
+        dist.init_process_group(backend, timeout=timedelta(hours=6))  # while one makes labels
     return device
 
 
@@ -631,7 +622,7 @@ def autocast(device, amp):
 
 
 def choose_amp(device, requested):
-    """--amp if given, else bf16 [ours] if the device computes in it natively, else "off"."""
+    """--amp if it is given, else bf16 [ours] if the device has it natively, else "off" """
     native = torch.cpu._is_avx512_bf16_supported()
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -687,9 +678,9 @@ def recipe_table(table):
 
 
 def apply_recipe(args, script, table, **changes):
-    """Give flags that were left out the value of the recipe's column; call it after parse_args.
-    table: {name: (demo, small, paper)}, also for constants without a flag; batch_size before the
-    learning rates, which are scaled to it.  changes: what replaces the column paper
+    """Give flags that were left out the recipe's values, with learning rates for the batch size.
+
+    table: {name: (demo, small, paper)}, with or without a flag.  changes: what replaces paper's
     """
     by_data = "small" if args.data.endswith(".jsonl") else "paper"
     args.recipe = args.recipe or ("demo" if args.data == "shapes" else by_data)
@@ -714,20 +705,13 @@ def apply_recipe(args, script, table, **changes):
             setattr(args, name, value)
 
 
-def run_args(path):
-    """-> arguments of the run that wrote this file, from args.json beside it; {} if not ours"""
-    try:
-        content = json.loads(Path(path).with_name("args.json").read_bytes())
-    except (OSError, ValueError):  # there is none, or it is another program's and no JSON
-        return {}
-    return content if isinstance(content, dict) and "script" in content else {}
-
-
 def written_by_us(path):
-    """Whether a run of ours wrote these weights; those of "imagenet" come from elsewhere."""
+    """Did a run of ours write these weights, by their file or args.json beside it?"""
     if path == "imagenet" or not os.path.isfile(path):
         return False
-    return bool(run_args(path)) or "script" in read_checkpoint(path)
+    about = Path(path).with_name("args.json")
+    beside = about.read_text(errors="replace") if about.exists() else ""
+    return '"script":' in beside or "script" in read_checkpoint(path)
 
 
 def make_folder(path):
@@ -737,14 +721,12 @@ def make_folder(path):
     except OSError as error:
         fail(f"--output {path} cannot be a folder: {error.strerror}")
     for file in Path(path).glob("*.*.[0-9]*.tmp") if is_main() else ():
-        if time.time() - file.stat().st_mtime > 3600:  # a younger one may be of a running run
+        if time.time() - file.lstat().st_mtime > 3600:  # a younger one may be of a running run
             file.unlink()
 
 
 def save(path, content):
-    """The first process writes JSON, or what torch.save takes. The old file stays until the new one
-    is complete.
-    """
+    """The first process writes JSON, or what torch.save takes. A crash leaves the old file."""
     if is_main():
         temporary = f"{path}.{os.getpid()}.tmp"  # what a crash leaves; see make_folder
         with open(temporary, "wb") as file:
@@ -787,10 +769,7 @@ def load_checkpoint(args):
 
 
 def begin_run(args, checkpoint, *checksums):
-    """Refuse to resume with other data, too; write args.json
-
-    checksums: of all that is learned from, beside --init (CaptionData.checksum, checksum)
-    """
+    """Refuse to resume with other data; write args.json.  checksums: of all beside --init"""
     args.checksums = list(checksums)
     if os.path.isfile(getattr(args, "init", None) or ""):
         args.checksums.append(checksum(args.init))
@@ -801,7 +780,7 @@ def begin_run(args, checkpoint, *checksums):
 
 
 def once(args, name, make):
-    """A file of --output for all processes: make(path), unless the run resumes -> its path"""
+    """The first process makes a file of --output by make(path), unless the run resumes -> path"""
     path = Path(args.output, name)
     if is_main() and not os.path.exists(f"{args.output}/checkpoint.pth"):
         make(path)
@@ -825,7 +804,6 @@ def save_checkpoint(args, name, iteration, state, more=None):
     content = {key: module.state_dict() for key, module in state.items()}
     check_finite(content["model"].values())
     content |= {"script": args.script, "args": vars(args), "iteration": iteration}
-    content["log"] = log_until(args.output, iteration)
     save(f"{args.output}/{name}", content | (more or {}))
 
 
@@ -835,23 +813,18 @@ def check_finite(values):
         fail("a loss or a weight is not finite: the last checkpoint is kept. Try a lower --lr")
 
 
-def log_until(folder, iteration):
-    """metrics.jsonl up to this iteration; after a kill, later lines and half a line may follow"""
-    path = Path(folder, "metrics.jsonl")
-    if not path.exists():
-        return ""
-    lines = [line for line in path.read_text().splitlines(True) if line.endswith("}\n")]
-    return "".join(line for line in lines if json.loads(line)["iteration"] <= iteration)
-
-
 class Log:
-    """metrics.jsonl: a line for each log interval, with means over it (docs/running.md)"""
+    """metrics.jsonl has a line for each log interval, with means over it (docs/running.md)."""
 
     def __init__(self, args, checkpoint):
         self.photos = args.batch_size / args.accumulate  # in each micro-batch
         self.path = Path(args.output, "metrics.jsonl")
-        self.before = checkpoint.get("log", "")  # the lines of the run that goes on
         self.left = self.size()  # in bytes, as this run has left the file
+        # A run that goes on keeps the lines up to its checkpoint. A kill may have left half a line.
+        lines = self.path.read_text().splitlines(True) if self.left else []
+        lines = [line for line in lines if line.endswith("}\n")]
+        done = checkpoint.get("iteration", 0)
+        self.kept = [line for line in lines if json.loads(line)["iteration"] <= done]
         self.begin()
 
     def size(self):
@@ -882,14 +855,14 @@ class Log:
             if self.size() != self.left:
                 fail(f"another run has written to {self.path}: give each run its own --output")
             line = json.dumps({"iteration": iteration, **row}) + "\n"
-            if self.before is None:
+            if self.kept is None:
                 with open(self.path, "a") as file:
                     file.write(line)
-            else:  # the first line; until now the file may have belonged to a run that goes on
+            else:  # this is the first line; until now the file may have been another run's
                 temporary = Path(f"{self.path}.{os.getpid()}.tmp")
-                temporary.write_text(self.before + line)
+                temporary.write_text("".join(self.kept) + line)
                 os.replace(temporary, self.path)
-                self.before = None
+                self.kept = None
             self.left = self.size()
         self.begin()
 

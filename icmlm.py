@@ -36,9 +36,8 @@ What to expect: in tfm, the loss `mlm` starts near that of the language model al
 residual path of the new encoder layer carries its vectors. In att-fc, it starts near ln |V| for a
 vocabulary of |V| tokens. Each validation measures the accuracy of masked token prediction [Tab. 1]
 with the photo, with another photo, and by the language model alone. If the first two are about
-equal, the model ignores the photo: then start from the backbone of tp.py (--init), use --head
-att-fc, and train its attention first (--warmup-attention 0.25). A finished run is in
-docs/logs/icmlm.
+equal, the model ignores the photo. Then start from the backbone of tp.py (--init), use --head
+att-fc, and train its attention first (--warmup-attention 0.25). See docs/logs/icmlm for a run.
 """
 
 import argparse
@@ -86,10 +85,10 @@ RECIPES = {  #           demo        small       paper: ResNet-50           (dem
     "log_every":        (10,         20,         20),
     "validate_every":   (1000,       1000,       10_000),
     "checkpoint_every": (200,        500,        5000),
-    "proxy_triplets":   (2000,       5000,       None),                 # at the end; None: all
+    "proxy_triplets":   (2000,       5000,       None),                 # last validation; None: all
 }
 # fmt: on
-VGG16 = {  # what the paper does differently with VGG-16
+VGG16 = {  # of the recipe paper, what is different with VGG-16
     "num_concepts": 1000,  # Sec. 4.2
     "lambda_tp": 1.0,  # App. B
     "warmup_attention": 0.25,  # App. F.1: 50K of 200K iterations, only for att-fc
@@ -101,7 +100,7 @@ VGG16 = {  # what the paper does differently with VGG-16
     "weight_decay": 1e-3,
 }
 ATTENTION_WIDTH = 512  # d_z of Eq. 3, per head [ours]
-DROPOUT = 0.1  # in tfm [BERT]; none on its attention [ours]
+DROPOUT = 0.1  # in tfm, as in BERT, but its attention has none [ours]
 
 
 def get_args(argv=None):
@@ -155,8 +154,7 @@ def get_args(argv=None):
     add("--batch-size", type=common.positive_int, help="triplets per iteration, over all processes")
     add("--iters", type=common.positive_int, help="training iterations; raise them with the data")
     add("--epochs", type=common.positive, help="passes over the triplets, instead of --iters")
-    add("--lr", type=common.positive,
-        help="peak learning rate; lower it if the loss is not finite")
+    add("--lr", type=common.positive, help="peak learning rate; lower it if the loss is not finite")
     add("--warmup", type=common.fraction_below_1,
         help="length of the learning rate's warm-up, as a fraction of training")
     add("--weight-decay", type=common.non_negative, help="weight decay; raise it if photos are few")
@@ -228,8 +226,7 @@ def main(args):
     frozen = checkpoint.get("iteration", 0) < frozen_iters
     freeze_backbone(model, frozen)
     ddp = common.data_parallel(model)
-    # One group per part: fused SGD needs a momentum buffer for every weight of a group, and a
-    # frozen backbone has none.
+    # Groups of their own: fused SGD needs momentum for all of a group; a frozen backbone has none.
     groups = [
         {"params": model.backbone.parameters()},
         {"params": model.head.parameters(), "lr": args.head_lr},
@@ -272,11 +269,10 @@ def main(args):
             mlm = F.cross_entropy(logits.float(), batch["target"])
             tp = tag_loss(tag_logits, batch["tags"])  # Eq. 2
             loss = mlm + args.lambda_tp * tp  # Eq. 8
-            # With lambda_tp = 0 the tag head still learns, from detached features [ours], because
-            # App. B compares tp.
-            total = loss if args.lambda_tp else loss + tp
-            scaler.scale(total / args.accumulate).backward()
             log.add(loss=loss, mlm=mlm, tp=tp)
+            if not args.lambda_tp:  # the tag head learns from detached features [ours; App. B]
+                loss = loss + tp
+            scaler.scale(loss / args.accumulate).backward()
 
         # Step
         scaler.step(optimizer)
@@ -316,8 +312,7 @@ POS = "nn", "nn+adj", "nn+adj+vb"  # --pos [Tab. 4]
 TAGGERS = "textblob", "spacy"  # the first is the default [ours]
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
-# Auxiliary verbs name nothing visible. spaCy tags them as such, but TextBlob's Penn tags do not.
-# [ours]
+# Auxiliary verbs name nothing visible. spaCy tags them apart, TextBlob's Penn tags do not. [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
@@ -336,18 +331,18 @@ def words_of(caption):
 def filter_captions(data, tokenize, max_words):
     """Keep each photo's distinct captions of 3 to 25 tokens [Sec. 4, Datasets] -> CaptionData
 
-    tokenize: caption -> its tokens: words, or the language model's. [ours]  max_words: the 25
+    tokenize: caption -> its words, or the language model's tokens [ours].  max_words: the 25
     """
     kept = []
     for captions in progress(list(data.captions), desc="caption lengths", leave=False):
         distinct = dict.fromkeys(captions)
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = len(data.all_captions()), sum(map(len, kept))
-    print_main(f"{before - after} of {before} captions are left out: repeated for one photo, or "
-               f"not of 3 to {max_words} words or tokens")  # fmt: skip
+    print_main(f"{before - after} of {before} captions are left out, which a photo has twice, or "
+               f"which do not have 3 to {max_words} words or tokens")  # fmt: skip
     if not after:
-        fail("a split has no captions left: raise --max-words, join keywords to one caption, or, "
-             "for Chinese and others without spaces, use virtex.py")  # fmt: skip
+        fail("a split has no captions left: raise --max-words, join keywords to one caption, or "
+             "use virtex.py for Chinese and other languages without spaces")  # fmt: skip
     return replace(data, captions=common.lists(kept))
 
 
@@ -423,20 +418,15 @@ def make_triplets(args, splits, tokenizer):
 
 
 def load_triplets(args, splits, tokenizer):
-    """-> {concept: part of speech}, the most frequent first; MaskedWords of train; those of val
-
-    splits: CaptionData of train and val, as given to make_triplets
-    """
+    """-> {concept: part of speech}, the most frequent first; MaskedWords of train; those of val"""
     counts = common.read_json(f"{args.output}/concepts.json")
     concepts = top_concepts(counts, args.pos, args.num_concepts)
-    captions_of_splits = common.read_json(f"{args.output}/captions.json")
-    samples = []
+    samples, kept = [], common.read_json(f"{args.output}/captions.json")
     with np.load(f"{args.output}/triplets.npz") as arrays:
-        for data, captions, triplets in zip(splits, captions_of_splits, arrays.values()):
+        for data, captions, triplets in zip(splits, kept, arrays.values()):
             data = replace(data, captions=common.lists(captions))
             samples.append(MaskedWords(data, triplets, concepts, tokenizer, args))
-    train, val = samples
-    return concepts, train, val
+    return concepts, samples[0], samples[1]
 
 
 def find_triplets(data, concepts, tokenizer):
@@ -472,8 +462,7 @@ class MaskedWords(common.Photos):
         self.concepts = concepts  # {concept: part of speech}
         self.index = {concept: k for k, concept in enumerate(concepts)}
         self.tokenizer = tokenizer
-        # If left and right had different numbers of tokens, swapping them would shift the rest.
-        # [ours]
+        # Were left and right of different lengths in tokens, a swap would shift the rest. [ours]
         self.can_swap = {"left", "right"} <= tokenizer.get_vocab().keys()
 
     def __len__(self):
@@ -491,9 +480,8 @@ class MaskedWords(common.Photos):
         target = int(tokens[mask_pos])
         tokens[mask_pos] = self.tokenizer.mask_token_id
         tags = np.zeros(len(self.index), np.float32)
-        for word in words_of(" ".join(captions)):
-            if word in self.index:
-                tags[self.index[word]] = 1
+        words = self.index.keys() & words_of(" ".join(captions))
+        tags[[self.index[word] for word in words]] = 1
         sample |= {"tokens": tokens, "mask_pos": mask_pos, "target": target}
         return sample | {"concept": concept, "tags": tags}
 
@@ -506,7 +494,7 @@ def collate(samples):
     batch = default_collate(samples)
     batch["tokens"] = pad_sequence(rows, batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
-    batch["attention_mask"] = torch.arange(max(lengths)) < lengths[:, None]
+    batch["attention_mask"] = torch.arange(lengths.max()) < lengths[:, None]
     return batch
 
 
@@ -588,9 +576,7 @@ class ICMLM(nn.Module):
         """
         features = self.backbone(images)  # X: (B, d_x, H, W)
         vector = self.head(features, token_features, attention_mask, mask_pos)
-        if not self.lambda_tp:
-            features = features.detach()
-        return vector, self.tags(features)
+        return vector, self.tags(features if self.lambda_tp else features.detach())
 
 
 # Copied from tp.py
@@ -659,9 +645,8 @@ def at_mask(states, mask_pos):
 class EncoderLayer(nn.Module):
     """Multi-head attention, then a feed-forward layer [App. E]; a head is as wide as the model
 
-    App. E names one residual connection, one dropout and one layer norm. Here attention and
-    feed-forward layer each have all three, as in BERT, whose hidden layer is also 4 times as wide.
-    [ours]
+    App. E names one residual connection, one dropout and one layer norm. Here both parts have all
+    three, and the hidden layer is 4 times as wide, as in BERT. [ours]
     """
 
     def __init__(self, width, heads):
@@ -683,8 +668,7 @@ class EncoderLayer(nn.Module):
 
     def per_head(self, x):
         """(B, S, heads * d_w) -> (B, heads, S, d_w)"""
-        x = x.unflatten(-1, (self.heads, -1))
-        return x.transpose(1, 2)
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def forward(self, z, mask):
         """z (B, S, d_w), mask (B, S) -> z"""
@@ -748,8 +732,7 @@ class AttFc(nn.Module):
         """X (B, H * W, d_x), W (B, T, d_w), attention_mask (B, T) -> p (B, H * W)"""
         scores = [head(x, token_features, attention_mask) for head in self.att]
         s = torch.stack(scores, -1)  # [s^1 | s^2 | ...]: (B, H * W, heads)
-        # Not nn.Linear, which autocast would round; the softmax, in which b_h cancels, needs
-        # float32.
+        # Not nn.Linear, because the softmax, in which b_h cancels, needs float32 under autocast.
         s = (s * self.sigma_h).sum(-1) + self.b_h
         return s.softmax(1)  # Eq. 5: p_att
 
@@ -783,8 +766,7 @@ def validate(model, lm, triplets, args, device, num_triplets):
     chosen = Subset(triplets, order[:num_triplets].tolist())
     mlm, tp, ranks, concepts = 0, 0, defaultdict(list), []
     for batch in common.load_batches(chosen, collate, args, device):
-        mask, mask_pos = batch["attention_mask"], batch["mask_pos"]
-        target = batch["target"]
+        mask, mask_pos, target = batch["attention_mask"], batch["mask_pos"], batch["target"]
         with common.autocast(device, args.amp):
             W = lm(batch["tokens"], mask)
             features = model.backbone(common.augment(batch["image"])).float()
@@ -805,8 +787,7 @@ def validate(model, lm, triplets, args, device, num_triplets):
 
     loss = {"mlm": round(mlm, 4), "tp": round(tp, 4)}
     print_main(f"validation loss: {loss}")
-    part_of_concept = np.array(list(triplets.concepts.values()))
-    parts_of_speech = part_of_concept[concepts]  # (N,)
+    parts_of_speech = np.array(list(triplets.concepts.values()))[concepts]  # (N,)
     words = {"triplets": len(concepts)}
     for name, rows in ranks.items():
         words[name] = accuracies(torch.cat(rows).cpu().numpy(), parts_of_speech)

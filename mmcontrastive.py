@@ -32,10 +32,9 @@ Where the paper is:
     retrieval without fine-tuning [Tab. 7]   validate
 
 What to expect: the losses start near 0 and rise while the queues fill, because empty slots are left
-out: `ii` and `cc` towards ln(K + 1), `ic` and `ci` towards K times the margin. Then they fall. Each
-validation measures retrieval from photos to captions and back (Tab. 7). A finished run is in
-docs/logs/mmcontrastive. If photos are few, read docs/mmcontrastive.md: some settings only work
-together.
+out: `ii` and `cc` towards ln(K + 1), `ic` and `ci` towards K times the margin. Then they fall.
+Validation measures retrieval in both directions (Tab. 7). A finished run is in docs/logs. If photos
+are few, read docs/mmcontrastive.md, because some settings only work together.
 """
 
 import argparse
@@ -96,7 +95,8 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
 MARGIN = 0.2  # alpha of Eqs. 11, 14 [Sec. 4.1]
 RETRIEVAL_IMAGES = 1000  # of the validation split [Tab. 7], drawn at random [ours]
 MAX_TOKENS = 64  # longer captions are truncated [ours]
-ARCHS = [arch for arch in common.BACKBONES if "resnet" in arch]  # they take another batch norm
+# Only of torchvision's networks with residual blocks can the batch norm be replaced.
+ARCHS = [name for name, x in common.BACKBONES.items() if x.batch_norm and x.zero_init_residual]
 TAGS = "annotated", "nouns", "nouns-spacy"
 CAPTION_VIEWS = "same", "sibling", "backtranslation"  # sibling: another caption [ours]
 
@@ -139,15 +139,12 @@ def get_args(argv=None):
     add("--lm", help="caption encoder: a BERT from the hub or a folder, or scratch: random weights")
     add("--lm-iters", type=common.non_negative_int,
         help="iterations of training --lm scratch on the captions alone, before all else")
-    add("--mlp-hidden", type=common.non_negative_int,
-        help="hidden width of the MLPs; with 0 they are linear, as in MoCo v1")
+    add("--mlp-hidden", type=common.non_negative_int, help="hidden width of the MLPs (0: linear)")
     add("--intra-dim", type=common.non_negative_int, default=128,
         help="width of a modality's own space; 0: one space for all [Sec. 4.4]")
-    add("--inter-dim", type=common.positive_int, default=1024,
-        help="width of the common space of photos and captions")
+    add("--inter-dim", type=common.positive_int, default=1024, help="width of the common space")
     add("--queue", type=common.positive_int, help="K, the keys in a queue; lower it for few photos")
-    add("--momentum", type=common.fraction_below_1,
-        help="m, the momentum of the key encoders; lower it for short runs")
+    add("--momentum", type=common.fraction_below_1, help="m of Sec. 3.1; lower it for short runs")
     add("--bn-splits", type=common.positive_int, help="groups of a batch with their own batch-norm "
         "statistics; with 1 a query can recognise its key")
 
@@ -156,13 +153,10 @@ def get_args(argv=None):
     add("--lambda-tag", type=common.non_negative, help="weight of Eq. 5, photos with common tags")
     add("--lambda-cc", type=common.non_negative, default=1.0,
         help="weight of Eq. 8, caption to caption")
-    add("--lambda-ic", type=common.non_negative,
-        help="weight of Eq. 11, photo to caption; raise it if the queue is short")
-    add("--lambda-ci", type=common.non_negative,
-        help="weight of Eq. 14, caption to photo; raise it if the queue is short")
+    add("--lambda-ic", type=common.non_negative, help="weight of Eq. 11; raise it for short queues")
+    add("--lambda-ci", type=common.non_negative, help="weight of Eq. 14; raise it for short queues")
     add("--temperature", type=common.positive, default=0.07, help="tau of Eqs. 3, 5 and 8")
-    add("--tag-threshold", type=common.non_negative,
-        help="epsilon of Eq. 4; lower it to 0 if photos have few tags")
+    add("--tag-threshold", type=common.non_negative, help="epsilon of Eq. 4; 0 suits few tags")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--batch-size", type=common.positive_int, help="photos per iteration, over all processes")
@@ -199,8 +193,7 @@ def get_args(argv=None):
     common.apply_recipe(args, "mmcontrastive", RECIPES)
     if args.moco_v1:
         args.blur = 0.0
-    if bool(args.lambda_ic) != bool(args.lambda_ci):
-        # With only one of them, the encoder of its keys would not be trained.
+    if bool(args.lambda_ic) != bool(args.lambda_ci):  # one alone would not train its keys' encoder
         parser.error("--lambda-ic and --lambda-ci go together: give both, or 0 for both")
     return args
 
@@ -217,14 +210,11 @@ def main(args):
     train = common.caption_data(args.data, args.root, args.train_split, tags)
     train, num_tags = usable_photos(args, train)
     translations = read_backtranslations(args, train)
-    val = train.select([])  # only retrieval is validated, which needs Eqs. 11 and 14
-    if args.lambda_ic:
-        val = retrieval_photos(common.caption_data(args.data, args.root, args.val_split), args.seed)
+    val = retrieval_photos(args) if args.lambda_ic else train.select([])  # MoCo has no retrieval
     translated = common.fingerprint(train.images, *translations)
     common.begin_run(args, checkpoint, train.checksum(), val.checksum(), translated)
     queue_size = fit_queue(args, len(train))
-    captions = train.all_captions()
-    tokenizer, config, pretrained = load_caption_model(args, checkpoint, init, captions, device)
+    tokenizer, config, pretrained = load_caption_model(args, checkpoint, init, train, device)
     photos = TwoViews(train, translations, args)
     iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
     print_main(f"{len(photos)} photos ({len(val)} for validation), {num_tags} tags, queues of "
@@ -243,7 +233,7 @@ def main(args):
     if args.compile:
         model.queries["image"].trunk.compile()
         model.keys["image"].trunk.compile()
-    ddp = common.data_parallel(model).train()
+    ddp = common.data_parallel(model).train()  # all processes get the first one's weights
     groups = [
         {"params": encoders["image"].trunk.parameters()},
         {"params": encoders["image"].mlps.parameters(), "lr": args.head_lr},
@@ -259,19 +249,22 @@ def main(args):
                "ic": args.lambda_ic, "ci": args.lambda_ci}  # fmt: skip
     batches = common.train_batches(photos, partial(collate, tokenizer), args, device, done)
     log = common.Log(args, checkpoint)
+    more = {}  # the caption encoder's tokenizer is in OUTPUT/caption_model
     bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
-        # Learning rates: warm-up [ours], then cosine decay or steps [Sec. 4.1], set anew for each
-        # iteration [ours]; MoCo's code sets them for each epoch
+        # Learning rates: cosine or steps [Sec. 4.1], by iteration; MoCo's code goes by epoch [ours]
         decay = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, decay)
 
         # Keys, by the momentum encoders [Sec. 3.1]: of the whole batch, because shuffled batch norm
         # needs all photos and there is no gradient. Dropout has the last micro-batch's seed.
         update_momentum(model.queries, model.keys, args.momentum)
-        started = time.perf_counter()
-        micro_batches = [next(batches) for _ in range(args.accumulate)]
-        log.waited += time.perf_counter() - started
+        micro_batches = []
+        for part in range(args.accumulate):
+            started = time.perf_counter()
+            batch = next(batches)
+            log.waited += time.perf_counter() - started
+            micro_batches.append(batch)
         images_k = torch.cat([augment_view(batch, 1, args) for batch in micro_batches])
         captions_k = [batch.get("captions_k") for batch in micro_batches]
         with common.autocast(device, args.amp):  # {"image_intra": (B, 128), ...}
@@ -287,8 +280,8 @@ def main(args):
             images = augment_view(batch, 0, args)  # (B, 3, h, w)
             with common.autocast(device, args.amp):
                 queries = ddp(images, batch.get("captions_q"))
-            own_keys = {name: key.chunk(args.accumulate)[part] for name, key in keys.items()}
-            losses = contrastive_losses(queries, own_keys, model.queues, args)
+            part_keys = {name: key.chunk(args.accumulate)[part] for name, key in keys.items()}
+            losses = contrastive_losses(queries, part_keys, model.queues, args)
             loss = sum(lambdas[name] * losses[name] for name in losses)  # Eq. 15
             scaler.scale(loss / args.accumulate).backward()
             log.add(loss=loss, **losses)
@@ -312,33 +305,31 @@ def main(args):
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
         if last or iteration % args.checkpoint_every == 0:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state)
+            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
         if args.keep_every and iteration % args.keep_every == 0:
-            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
+            name = f"model_{iteration}.pth"
+            common.save_checkpoint(args, name, iteration, {"model": model}, more)
 
     common.end_run(args, backbone)  # eval_linear.py says what the backbone is worth
 
 
-# -------------------------------------------------- photos, tags, captions that the losses can use
+# ------------------------------------------------------------------ photos and captions, two views
 
 
 def usable_photos(args, data):
-    """-> CaptionData of the photos that a loss can use; the number of tags in Eq. 5
-
-    Only Eqs. 3 and 5 can use photos without a caption [Sec. 3.2, end].
+    """-> CaptionData of the photos that a loss can use: only Eqs. 3 and 5 can do without a caption
+    [Sec. 3.2, end]; the number of tags in Eq. 5
     """
     num_tags = 0
     if args.lambda_tag:
         if args.tags != "annotated":
             data = common.extra("nouns").tagged(args, data)
-        if any(data.tags):
-            num_tags = len(data.tag_names)
-        else:
-            print_main("no photo has tags, so Eq. 5 is left out (--tags nouns takes them from the "
-                       "captions)")  # fmt: skip
+        num_tags = len(data.tag_names) if any(data.tags) else 0
+        if not num_tags:
+            print_main("no photo has tags, so Eq. 5 is left out; --tags nouns needs only captions")
     if (args.lambda_cc or args.lambda_ic) and not any(data.captions):
-        fail("no photo has a caption: give --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 to train on "
-             "photos alone, as MoCo does")  # fmt: skip
+        fail("no photo has a caption: with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0, photos alone "
+             "are enough, as in MoCo")  # fmt: skip
     if args.lambda_ii or num_tags:
         return data, num_tags
     if not args.lambda_ic:
@@ -346,13 +337,14 @@ def usable_photos(args, data):
     return data.captioned(), 0
 
 
-def retrieval_photos(data, seed):
+def retrieval_photos(args):
     """Validation photos that have a caption, RETRIEVAL_IMAGES at most -> CaptionData"""
+    data = common.caption_data(args.data, args.root, args.val_split)
     if not any(data.captions):
         print_main("no validation photo has a caption, so retrieval is not measured")
         return data.select([])
     data = data.captioned()
-    chosen = np.random.default_rng(seed).permutation(len(data))[:RETRIEVAL_IMAGES]
+    chosen = np.random.default_rng(args.seed).permutation(len(data))[:RETRIEVAL_IMAGES]
     return data.select(np.sort(chosen))
 
 
@@ -367,42 +359,31 @@ def read_backtranslations(args, data):
     if missing:
         fail(f"{len(missing)} captions have no back-translation in {path}: "
              "tools/backtranslate.py writes them; --caption-views sibling needs none")  # fmt: skip
-
-    def translate(caption, by):
-        return common.one_line(rows[caption][by]) or caption
-
-    return [
-        common.lists([translate(caption, by) for caption in row] for row in data.captions)
-        for by in ("fr", "de")
-    ]
+    translations = []
+    for by in "fr", "de":
+        texts = {caption: common.one_line(row[by]) or caption for caption, row in rows.items()}
+        translations.append(common.lists([texts[caption] for caption in x] for x in data.captions))
+    return translations
 
 
 def fit_queue(args, num_photos):
     """K: a multiple of the batch, at most one key per photo [ours]
 
-    At the start of an epoch the queue still holds keys of the epoch before, among them perhaps an
-    older key of the query's own photo, which would count as a negative. This happens to
-    (K / N)^2 / 2 of the queries for N photos: 4% on COCO, half if K = N.
+    Early in an epoch, the queue may still hold a key of the query's own photo, of the epoch before,
+    as a negative: for (K / N)^2 / 2 of the queries of N photos, 4% on COCO, half if K = N.
     """
     size = min(args.queue, num_photos) // args.batch_size * args.batch_size
     if not size:
         fail(f"--queue {args.queue} or {num_photos} photos are fewer than a batch of "
              f"{args.batch_size}: lower --batch-size")  # fmt: skip
     if size != args.queue:
-        print_main(f"the queues have {size} keys instead of {args.queue}: a multiple of the batch, "
-                   "and at most one key per photo. --lambda-ic and --lambda-ci should grow as "
-                   "1 / K")  # fmt: skip
+        print_main(f"queues of {size} keys instead of {args.queue}: a multiple of the batch, at "
+                   "most one per photo; raise --lambda-ic and --lambda-ci as 1 / K")  # fmt: skip
     return size
 
 
-# ------------------------------------------------------------------------------------- two views
-
-
 class TwoViews(common.Photos):
-    """Two views of a photo and of a caption, for a query and for a key; in validation the centre
-
-    translations: of read_backtranslations
-    """
+    """Two views of a photo and of a caption, for a query and for a key; in validation the centre"""
 
     def __init__(self, data, translations, args):
         super().__init__(data, args)
@@ -444,10 +425,7 @@ class TwoViews(common.Photos):
         }
 
     def two_captions(self, index, rng):
-        """Two views of a random caption: itself [ours], and what --caption-views says [Sec. 3.1]
-
-        -> [query, key], or ["", ""] if the photo has no caption
-        """
+        """-> a random caption [ours], and its second view [Sec. 3.1]; ["", ""] if there is none"""
         captions = self.data.captions[index]
         if not captions:
             return ["", ""]
@@ -480,8 +458,7 @@ def tokenize(tokenizer, captions):
 
 def augment_view(batch, n, args):
     """View 0 (for queries) or 1 (for keys) of the photos -> (B, 3, size, size)"""
-    jitter = batch["jitter"][:, n].float()
-    images = common.augment(batch["images"][:, n], jitter)
+    images = common.augment(batch["images"][:, n], batch["jitter"][:, n].float())
     if args.blur == 0:
         return images
     with common.autocast(images.device, args.amp):  # the first convolution would round it anyway
@@ -491,8 +468,7 @@ def augment_view(batch, n, args):
 def blur(images, sigma):
     """Gaussian blur of images (B, 3, size, size), by sigma (B,) pixels each; 0: none [MoCo-v2]"""
     x = torch.arange(images.size(-1), device=images.device)
-    sigma = sigma.clamp(min=1e-3)[:, None, None]
-    distances = (x[:, None] - x) / sigma
+    distances = (x[:, None] - x) / sigma.clamp(min=1e-3)[:, None, None]
     weights = (-0.5 * distances**2).softmax(-1)[:, None]  # (B, 1, size, size)
     blurred = weights @ images.contiguous() @ weights.mT  # over rows and columns
     return blurred.contiguous(memory_format=torch.channels_last)
@@ -543,10 +519,7 @@ class Encoder(nn.Module):
 
     def forward(self, inputs):
         features = self.trunk(inputs)  # (B, width)
-        vectors = {}
-        for name, mlp in self.mlps.items():
-            vectors[name] = F.normalize(mlp(features).float(), dim=1)
-        return vectors
+        return {name: F.normalize(mlp(features).float(), dim=1) for name, mlp in self.mlps.items()}
 
 
 def build_mlp(width, hidden, dim):
@@ -555,10 +528,7 @@ def build_mlp(width, hidden, dim):
 
 
 class CaptionTrunk(nn.Module):
-    """What `tokenize` returns -> BERT's pooled output (B, d) [Sec. 4.1]
-
-    A language model without a pooler gives its vector of the first token [ours].
-    """
+    """BERT's pooled output [Sec. 4.1], or else the first token's vector: `tokenize` -> (B, d)"""
 
     def __init__(self, config):
         super().__init__()
@@ -575,14 +545,11 @@ class CaptionTrunk(nn.Module):
         return output.last_hidden_state[:, 0] if pooled is None else pooled
 
 
-def load_caption_model(args, checkpoint, init, captions, device):
-    """-> tokenizer, configuration of BERT, where its weights are (None: random, or in --init)
-
-    A new run writes tokenizer and configuration into OUTPUT/caption_model.
-    """
+def load_caption_model(args, checkpoint, init, train, device):
+    """-> tokenizer, configuration, where the weights are (None: random, or in --init) of BERT"""
     if not (args.lambda_cc or args.lambda_ic):
         return None, None, None
-    folder = Path(args.output, "caption_model")
+    folder, captions = Path(args.output, "caption_model"), train.all_captions()
     source = weights = args.lm
     if any(name.startswith("queries.caption.") for name in init.get("model", ())):
         source, weights = Path(args.init).parent / "caption_model", None
@@ -590,7 +557,7 @@ def load_caption_model(args, checkpoint, init, captions, device):
         weights = folder if args.lm_iters else None  # a small BERT, which may be trained first
         if not (args.lm_layers or args.lm_iters):
             source = "bert-base-uncased"  # "Ours (scratch)" of Tab. 1
-    if common.is_main() and not checkpoint:  # once, for all processes
+    if common.is_main() and not checkpoint:  # once, for all processes and a run that resumes
         if source == "scratch":
             common.extra("small_bert").make_caption_model(folder, args, captions, device)
         else:
@@ -600,7 +567,6 @@ def load_caption_model(args, checkpoint, init, captions, device):
     tokenizer, config = read_caption_model(folder)
     if args.lm == "scratch":
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
-
     some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
     rows = tokenizer(some, add_special_tokens=False)["input_ids"]
     unknown = sum(row.count(tokenizer.unk_token_id) for row in rows)
@@ -635,7 +601,8 @@ def load_pretrained(bert, source):
     from transformers import AutoModel
 
     pretrained, report = AutoModel.from_pretrained(source, output_loading_info=True)
-    if missing := sorted(report["missing_keys"]):
+    missing = sorted(report["missing_keys"])
+    if missing:
         print_main(f"{source} lacks {len(missing)} tensors, which start random: {missing[0]}...")
     bert.load_state_dict(pretrained.state_dict())
 
@@ -677,13 +644,10 @@ class MultimodalContrastive(nn.Module):
 
     @torch.no_grad()
     def encode_keys(self, images, captions, seed):
-        """-> keys {name: (B, dim)} of the photos and captions of this process
-
-        captions: (2, B, T) or None for each micro-batch; dropout is on [ours].  seed: of the order,
-        the same in all processes
+        """-> keys {name: (B, dim)} of this process.  captions: (2, B, T) or None per micro-batch
 
         Shuffled batch norm [MoCo]: keys are normalised in other groups than their queries. In the
-        same group, a query could recognise its key by the group's statistics.
+        same group, a query could recognise its key by the group's statistics. Dropout is on [ours].
         """
         shuffled, unshuffle = batch_shuffle(images, seed)
         keys = self.keys["image"](shuffled)  # Eqs. 2, 13
@@ -704,10 +668,7 @@ class MultimodalContrastive(nn.Module):
 
 
 def batch_shuffle(images, seed):
-    """Put the photos of all processes in a random order [MoCo: "shuffling BN"]
-
-    -> this process's part of them; where the keys of its own photos will be in that order
-    """
+    """The photos of all processes in random order -> this process's part; where its own keys are"""
     images = common.gather(images)
     order = np.random.default_rng(seed).permutation(len(images))
     order = torch.from_numpy(order).to(images.device, non_blocking=True)
@@ -727,17 +688,14 @@ class Queue(nn.Module):
     def enqueue(self, keys, valid, iteration):
         """keys (B, dim), valid (B,): of iteration 1, 2, ...; K is a multiple of B"""
         start = (iteration - 1) * len(keys) % len(self.keys)
-        slots = slice(start, start + len(keys))
-        self.keys[slots] = keys
-        self.valid[slots] = valid
+        self.keys[start : start + len(keys)] = keys
+        self.valid[start : start + len(keys)] = valid
 
 
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm that computes its statistics for each `group` images of a training batch, as if
-    each group were on a GPU of its own [MoCo]; other layers run once for the whole batch
-
-    The running statistics are updated once for each group; on as many GPUs, the saved ones (of one
-    GPU) would be updated once per batch. [ours]
+    each group were on a GPU of its own [MoCo]; other layers run once for the whole batch. Every
+    group updates the running statistics [ours]; of many GPUs, only those of the first are saved.
     """
 
     def __init__(self, channels, group):
@@ -748,25 +706,25 @@ class SplitBatchNorm(nn.BatchNorm2d):
         if not self.training or len(x) <= self.group:
             return super().forward(x)
         groups = x.split(self.group)
-        self.num_batches_tracked.add_(len(groups))
-        statistics = self.running_mean, self.running_var
-        weights = self.weight, self.bias
-        return torch.cat(
-            [
-                F.batch_norm(group, *statistics, *weights, True, self.momentum, self.eps)
-                for group in groups
-            ]
-        )
+        self.num_batches_tracked.add_(len(groups))  # once, because launches limit small batches
+        normalised = [
+            F.batch_norm(
+                group, self.running_mean, self.running_var, self.weight, self.bias,
+                training=True, momentum=self.momentum, eps=self.eps
+            )  # fmt: skip
+            for group in groups
+        ]
+        return torch.cat(normalised)
 
 
 def batchnorm_group(args):
     """How many photos share batch-norm statistics: a micro-batch, or less with --bn-splits"""
-    parts = args.accumulate * common.world_size()
-    groups = max(args.bn_splits, parts)
+    micro_batches = args.accumulate * common.world_size()
+    groups = max(args.bn_splits, micro_batches)
     size = args.batch_size // groups
-    if groups % parts or args.batch_size % groups or size < 2:
+    if groups % micro_batches or args.batch_size % groups or size < 2:
         fail(f"--batch-size {args.batch_size} cannot be split into --bn-splits {groups} groups of "
-             f"2 or more in {parts} parts (processes, accumulate): lower --bn-splits")  # fmt: skip
+             f"2 or more in {micro_batches} parts (processes, accumulate): lower --bn-splits")
     return size
 
 
@@ -780,11 +738,8 @@ def update_momentum(queries, keys, m):
 
 
 def contrastive_losses(q, k, queues, args):
-    """Means over the batch [ours] -> {"ii", "tag", "cc", "ic", "ci": scalar}
-
-    A loss is left out if its weight is 0, except that ii is also logged beside tag. Eq. 5 is left
-    out if no photo has tags: there is no such queue.
-
+    """Means over the batch [ours] -> {"ii", "tag", "cc", "ic", "ci": scalar}, without those whose
+    weight is 0 (but ii is logged beside tag), and without Eq. 5 if no photo has tags
     q, k: {name: (B, dim)}, of the same photos and captions; in k also tags (B, T), captioned (B,).
     A photo without tags adds 0 to Eq. 5, one without a caption adds 0 to Eqs. 8, 11 and 14.
     """
@@ -798,8 +753,7 @@ def contrastive_losses(q, k, queues, args):
 
     def log_probabilities(name):
         """The logarithms in Eqs. 3, 5 and 8, where query and key are of one modality"""
-        logits = similarities(name, name) / args.temperature
-        return logits.log_softmax(1)
+        return (similarities(name, name) / args.temperature).log_softmax(1)
 
     losses, captioned = {}, k["captioned"]
     if args.lambda_ii or args.lambda_tag:
@@ -824,8 +778,7 @@ def tag_loss(log_p, tags, queue, threshold):
     common_tags = tags.float() @ queue.keys.T  # (B, K): t_p . t_j
     in_queue = (common_tags > threshold) & queue.valid
     positives = F.pad(in_queue, (1, 0), value=True)  # Eq. 4, and the photo's own key
-    sums = -log_p.masked_fill(~positives, 0).sum(1)
-    return sums / positives.sum(1)  # Eq. 5
+    return -log_p.masked_fill(~positives, 0).sum(1) / positives.sum(1)  # Eq. 5
 
 
 def ranking_loss(similarities):
@@ -839,8 +792,8 @@ def ranking_loss(similarities):
 
 @torch.no_grad()
 def encode_images(encoder, data, args, device):
-    """Embed the centres of photos in the common space -> (N, inter_dim) on the CPU; the indices of
-    the N photos that can be decoded.  data: CaptionData or similar.  args: of the training run
+    """Photos in the common space -> (N, inter_dim) on the CPU; the indices of those N that could be
+    decoded.  data: CaptionData or similar.  args: of the training run
     """
     vectors = {}
     for batch in common.load_batches(TwoViews(data, [], args), None, args, device):
@@ -852,7 +805,7 @@ def encode_images(encoder, data, args, device):
 
 @torch.no_grad()
 def encode_captions(encoder, tokenizer, captions, args, device):
-    """Embed M captions in the common space -> (M, inter_dim) on the CPU"""
+    """M captions in the common space -> (M, inter_dim) on the CPU"""
     vectors = []
     for tokens in DataLoader(captions, 256, collate_fn=partial(tokenize, tokenizer)):
         with common.autocast(device, args.amp):
@@ -862,9 +815,10 @@ def encode_captions(encoder, tokenizer, captions, args, device):
 
 
 def validate(encoders, val, tokenizer, args, device):
-    """Retrieval among validation photos [Tab. 7] -> {"validation": {"image_to_text_R@10": percent,
-    "text_to_image_R@10": percent}, "retrieval": {"images": N, "captions": M, "trained": all scores,
-    "random": those of random similarities}}.  val: of retrieval_photos; without any, {} as scores
+    """Retrieval among validation photos [Tab. 7] -> content of result.json
+
+    "validation": {"image_to_text_R@10": percent, "text_to_image_R@10"}, {} without photos;
+    "retrieval": N "images", M "captions", scores "trained" and "random", of random similarities
     """
     if not len(val):
         return {"validation": {}}
@@ -883,10 +837,8 @@ def validate(encoders, val, tokenizer, args, device):
         for way, scores in result[name].items():
             listed = ", ".join(f"{score} {value:.3g}" for score, value in scores.items())
             print_main(f"retrieval among {len(images)} photos, {name}, {way}: {listed}")
-    validation = {
-        "image_to_text_R@10": result["trained"]["image to text"]["R@10"],
-        "text_to_image_R@10": result["trained"]["text to image"]["R@10"],
-    }
+    to_text, to_image = result["trained"]["image to text"], result["trained"]["text to image"]
+    validation = {"image_to_text_R@10": to_text["R@10"], "text_to_image_R@10": to_image["R@10"]}
     return {"validation": validation, "retrieval": result}
 
 
@@ -898,16 +850,14 @@ def retrieval_scores(similarity, image_of_caption):
     alike gets no credit [ours].
     """
     similarity = similarity.nan_to_num(-math.inf)  # NaN embeddings come last
-    own = image_of_caption == torch.arange(len(similarity))[:, None]  # (N, M)
+    matching = image_of_caption == torch.arange(len(similarity))[:, None]  # (N, M)
     scores = {}
     for way, dim in {"image to text": 1, "text to image": 0}.items():
-        best = similarity.masked_fill(~own, -math.inf).amax(dim, keepdim=True)
-        ties = (similarity == best) & ~own
+        best = similarity.masked_fill(~matching, -math.inf).amax(dim, keepdim=True)
+        ties = (similarity == best) & ~matching
         better = (similarity > best).sum(dim)
         ranks = better + ties.sum(dim) / 2  # counted from 0
-        scores[way] = {}
-        for k in 1, 5, 10:
-            scores[way][f"R@{k}"] = 100 * (ranks <= k - 1).float().mean().item()
+        scores[way] = {f"R@{k}": 100 * (ranks <= k - 1).float().mean().item() for k in (1, 5, 10)}
         scores[way]["median rank"] = math.floor(np.median(ranks)) + 1  # [VSE++ code]
     return scores
 

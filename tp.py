@@ -55,6 +55,7 @@ import common
 from common import fail, print_main, progress
 
 LABELS = "postag", "cluster", "lda", "instances", "rotation"
+VAL_IMAGES = 5000  # at most so many photos for validation, drawn by the seed [ours]
 
 # fmt: off
 RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (demo, small [ours])
@@ -75,7 +76,6 @@ RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (de
     "log_every":        (10,         20,         20),
     "validate_every":   (400,        2000,       5000),
     "checkpoint_every": (200,        500,        5000),
-    "val_images":       (5000,       5000,       5000),                 # at most; drawn once
 }
 # What the paper changes for VGG-16, and for its pretraining on rotations.
 VGG16 = {  # App. F.1
@@ -197,7 +197,7 @@ def main(args):
     train, labels = labelled(train, labels)
     val, val_labels = labelled(val, val_labels)
     order = np.random.default_rng(args.seed).permutation(len(val))
-    chosen = np.sort(order[: args.val_images])
+    chosen = np.sort(order[:VAL_IMAGES])
     photos = LabelledPhotos(train, labels, names, args)
     val_photos = LabelledPhotos(val.select(chosen), val_labels[chosen], names, args)
     iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
@@ -305,11 +305,11 @@ def filter_captions(data, tokenize, max_words):
         distinct = dict.fromkeys(captions)
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = len(data.all_captions()), sum(map(len, kept))
-    print_main(f"{before - after} of {before} captions are left out, because a photo has them twice "
-               f"or they do not have 3 to {max_words} words or tokens")  # fmt: skip
+    print_main(f"{before - after} of {before} captions are left out, which a photo has twice, or "
+               f"which do not have 3 to {max_words} words or tokens")  # fmt: skip
     if not after:
-        fail("a split has no captions left: raise --max-words, join keywords to one caption, or use "
-             "virtex.py for Chinese and other languages without spaces")  # fmt: skip
+        fail("a split has no captions left: raise --max-words, join keywords to one caption, or "
+             "use virtex.py for Chinese and other languages without spaces")  # fmt: skip
     return replace(data, captions=common.lists(kept))
 
 
@@ -407,7 +407,7 @@ def load_labels(folder):
 def cluster_labels(args, splits, device):
     """TP-Cluster: the clusters of a photo's captions [Sec. 3.1, Eq. 1] -> names, [(N, K) sparse]
 
-    A cluster is called by the caption nearest to its centre. [ours]
+    A cluster is named after the caption that is nearest to its centre. [ours]
     """
     lm = args.lm
     if lm == "scratch":
@@ -421,6 +421,9 @@ def cluster_labels(args, splits, device):
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     vectors = [embed_captions(tokenizer, bert, data.all_captions(), args.amp) for data in splits]
     captions = splits[0].all_captions()
+    rows = [tokenizer.tokenize(caption) for caption in captions[:: 1 + len(captions) // 10_000]]
+    unknown = sum(row.count(tokenizer.unk_token) for row in rows)
+    common.check_known(unknown, sum(map(len, rows)), "the captions")
     # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y is the nearest.
     # [ours: a random start, 20 passes] Under torchrun (OMP_NUM_THREADS=1) it uses one thread.
     k = min(args.num_labels, len(captions))
@@ -451,7 +454,7 @@ def load_bert(lm, device):
     except huggingface_hub.errors.LocalEntryNotFoundError:
         fail(f"--lm {lm} is no folder here, and the hub (huggingface.co) cannot be reached")
     except (OSError, ValueError):
-        fail(f"--lm {lm}: give a BERT, on the hub or in a folder, or scratch")
+        fail(f"--lm {lm} is no BERT: give one on the hub or in a folder, or scratch")
     missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
     if missing:
         fail(f"--lm {lm} lacks weights: {sorted(missing)[:3]}")
@@ -462,7 +465,7 @@ def load_bert(lm, device):
 def embed_captions(tokenizer, bert, captions, amp, batch_size=256):
     """psi(c)_[CLS] of Eq. 1: from the last layer, before the pooler -> (captions, d_w) float32
 
-    scikit-learn wants float32: VG's 5.4 million captions need 17 GB.
+    They are float32 for scikit-learn; those of VG's 5.4 million captions take 17 GB.
     """
     vectors = np.empty((len(captions), bert.config.hidden_size), np.float32)
     for n in progress(range(0, len(captions), batch_size), desc="caption vectors"):

@@ -215,10 +215,12 @@ def main(args):
         for head in model.children():
             head.compile(dynamic=True)  # captions differ in length
     ddp = common.data_parallel(model).train()  # all processes get the first one's weights
-    optimizer = common.build_optimizer(args, parameter_groups(model, args.text_lr))
     slow_model = copy.deepcopy(model)  # of look-ahead; after DDP, so that it is the same in all
+    groups = parameter_groups(model, args.text_lr)
+    optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    state = {"model": model, "optimizer": optimizer, "lookahead": slow_model, "scaler": scaler}
+    state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    state["lookahead"] = slow_model
     done = common.restore(args, checkpoint, iters, state)
 
     batches = common.train_batches(photos, photos.collate, args, device, done)
@@ -482,8 +484,7 @@ def chosen(x, places):
 
 def token_loss(logits, targets):
     """logits (N, vocabulary), targets (N,) -> sum of the cross-entropies of known tokens, their
-    number (1 if there are none). Unknown tokens, which share the id of padding, are not predicted
-    [official code]. (Padding has been left out, so that it does not pass through the output layer.)
+    number (1 if there are none). Unknown tokens are not predicted [official code].
     """
     total = F.cross_entropy(logits, targets, ignore_index=UNK, reduction="sum")
     return total, (targets != UNK).sum().clamp(min=1)
@@ -621,8 +622,7 @@ class MaskedPhotos(CaptionedPhotos):
 def mask_tokens(tokens, vocab_size, rng):
     """Of 15% of tokens, 85% become [MASK], 10% random; a single one: [MASK] [official code]"""
     masked = list(tokens)
-    # If the caption is cut, its last word may be masked, too. [ours]
-    words = range(1, len(tokens) - (tokens[-1] == EOS))
+    words = range(1, len(tokens) - (tokens[-1] == EOS))  # a cut caption has no EOS [ours]
     num_masked = math.ceil(0.15 * len(words))
     for t in rng.permutation(words)[:num_masked]:
         draw = rng.random() if num_masked > 1 else 0.0

@@ -147,8 +147,7 @@ def explain(model, lm, tokenizer, pixels, caption, positions):
     features = model.backbone(images).expand(len(tokens), -1, -1, -1)
 
     vector = model.head(features, token_features, attention_mask, mask_pos)
-    tfm = isinstance(model.head, icmlm.Tfm)
-    with_photo = lm.mlm_head(vector) if tfm else vector @ lm.token_embeddings.T  # Eq. 6
+    with_photo = model.head.scores(vector, lm)  # Eq. 6
     without = lm.mlm_head(icmlm.at_mask(token_features, mask_pos))
     predicted = []
     for n, word in enumerate(positions):

@@ -1,9 +1,9 @@
 """The built-in data set `--data shapes`: scenes of one or two objects, and captions for them.
 
-A scene is a function of its number and is drawn when it is needed: nothing on disk, no download.
-Nouns, colours, sizes, fills, verbs and places (left, right, above...) all describe something in the
-picture, so every method can learn something in minutes, and mirrored pictures, attention maps and
-retrieval can be judged by eye.
+A scene follows from its number and is drawn when it is needed, so that nothing is downloaded or
+stored. Nouns, colours, sizes, fills, verbs and places (left, right, above...) all describe what is
+in the picture. Therefore every method can learn something in minutes, and mirrored pictures,
+attention maps and retrieval can be judged by eye.
 """
 
 import math
@@ -30,7 +30,8 @@ SPLITS = {"train": range(20_000), "val": range(10_000_000, 10_001_000)}  # scene
 
 
 class Shape(NamedTuple):
-    """One object. x, y (centre) and radius as fractions of the image's side; angle in degrees."""
+    """One object. x, y (its centre) and radius are fractions of the image's side; angle in degrees.
+    """
 
     shape: str
     colour: str
@@ -54,7 +55,7 @@ def caption_data(split):
     objects = [objects_of(scene) for scene in scenes]
     captions = common.lists(map(describe, objects))
     tags = common.lists({o.shape: None for o in found} for found in objects)
-    images, tagged = np.array(scenes, object), np.full(len(scenes), True)  # images: of int
+    images, tagged = np.array(scenes, object), np.full(len(scenes), True)  # numbers of scenes
     return common.CaptionData(images, captions, tags, tagged, list(SHAPES), draw)
 
 
@@ -64,7 +65,8 @@ def caption_data(split):
 def objects_of(scene):
     """The one or two objects of a scene, which do not touch -> list of Shape
 
-    Mostly one, solid and upright, so that a small network learns the shapes in minutes.
+    Most scenes have one object, and most objects are solid and upright, so that a small network
+    learns the shapes in minutes.
     """
     rng, objects = random.Random(scene), []
     wanted = rng.choice((1, 1, 1, 1, 1, 2))
@@ -78,7 +80,7 @@ def objects_of(scene):
             angle = rng.choice((0, 0, 0, 0, -15, 15))
             angle = 0 if shape == "circle" else angle
             objects.append(Shape(shape, colour, size, fill, x, y, radius, angle))
-        elif rng.random() < 0.05:  # there may be no room: start again
+        elif rng.random() < 0.05:  # there may be no room left, so start again
             objects.clear()
     return objects
 
@@ -118,8 +120,8 @@ def outline(shape, n=48):
 
 
 def draw(scene, side=96):
-    """-> PIL image (side x side): the objects on a blotchy background"""
-    rng, big = np.random.default_rng([7, scene]), 2 * side  # drawn at twice the size: smooth edges
+    """-> PIL image (side x side) with the objects on a blotchy background"""
+    rng, big = np.random.default_rng([7, scene]), 2 * side  # twice the size, for smooth edges
     shade = (
         rng.integers(90, 170) + rng.integers(-25, 26, (3, 3, 1)) + rng.integers(-12, 13, (3, 3, 3))
     )
@@ -133,6 +135,7 @@ def draw(scene, side=96):
 
 
 def draw_object(image, canvas, o, colour, side):
+    """canvas: ImageDraw of the image, which has `side` x `side` pixels"""
     angle = math.radians(o.angle)
     cos, sin = math.cos(angle), math.sin(angle)
     turned = outline(o.shape) @ np.array([[cos, sin], [-sin, cos]])
@@ -157,8 +160,8 @@ def draw_object(image, canvas, o, colour, side):
 def describe(objects):
     """Five captions of one or two objects -> list of str
 
-    Each names the shape, but only some of colour, size, fill, place and verb: the fewer words
-    there are to predict beside the shape, the sooner a network learns to see it.
+    Each names the shape, but only some of colour, size, fill, place and verb, because a network
+    learns to see the shape sooner if there are fewer other words to predict.
     """
     if len(objects) == 1:
         [o] = objects
@@ -180,7 +183,7 @@ def describe(objects):
 
 
 def name(o, *adjectives):
-    """ "large red circle": the shape after these adjectives, in the usual order"""
+    """-> the shape after these adjectives, in the usual order: "large red circle" """
     words = [getattr(o, kind) for kind in ("size", "fill", "colour") if kind in adjectives]
     return " ".join([*words, o.shape])
 

@@ -24,7 +24,8 @@ ABOUT = {
     "tp": ("", "loss top1 top5 mAP", "concepts.json labels.json labels.npz val_labels.npz",
            "--pos nn"),  # fmt: skip
     "icmlm": ("mlm tp", "mlm tp", "concepts.json captions.json triplets.npz", "--head att-fc"),
-    "mmcontrastive": ("ii tag cc ic ci text_lr", "", "caption_model", "--inter-dim 16"),
+    "mmcontrastive": ("ii tag cc ic ci text_lr", "image_to_text_R@10 text_to_image_R@10",
+                      "caption_model", "--inter-dim 16"),  # fmt: skip
 }
 FILES = {script: set(row[2].split()) for script, row in ABOUT.items()}
 RUN_FILES = {"args.json", "metrics.jsonl", "checkpoint.pth", "backbone.pth", "result.json"}

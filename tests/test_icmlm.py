@@ -1,5 +1,6 @@
 """icmlm.py against the paper written out slowly, its triplets one by one, and as a user runs it."""
 
+import json
 import math
 import time
 from types import SimpleNamespace
@@ -10,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import CPU, FeaturesAsGiven, captioned, metrics, photos_at, random_weights, refusal
-from conftest import result, run_here
+from conftest import CPU, FeaturesAsGiven, captioned, files_in, kill_at, metrics, photos_at
+from conftest import random_weights, refusal, result, run_here
 from PIL import Image
 from tokenizers import BertWordPieceTokenizer
 from torch import nn
@@ -118,10 +119,12 @@ def test_max_words(tmp_path):
     data = captioned([report], [report])
     args = icmlm.get_args(["--output", str(tmp_path), "--lm-iters", "1", "--max-words", "700"])
     args.amp = "off"
-    folder = small_bert.made_once(args, {}, data, CPU)
+    folder = tmp_path / "language_model"
+    small_bert.make_language_model(folder, args, {}, data, CPU)
     tokenizer, lm = icmlm.load_language_model(str(folder), CPU, "off")
     tokens = tokenizer(report, return_tensors="pt")["input_ids"]
     assert tokens.shape == (1, 702) and lm(tokens, tokens > 0).isfinite().all()
+    icmlm.make_triplets(args, [data, data], tokenizer)
     _, samples, _ = icmlm.load_triplets(args, [data, data], tokenizer)
     assert len(samples) > 100
 
@@ -200,6 +203,103 @@ def test_heads_are_their_equations(head, written, heads, layers, monkeypatch):
         assert p.max() > 1.1 / 6  # not even
 
 
+@pytest.mark.parametrize("amp", ("off", "bf16"))
+def test_eq4_is_computed_in_float32(amp, monkeypatch):
+    """Where the product of Eq. 4 is made, neither TF32 nor half precision is in force; afterwards
+    the settings are as before."""
+    torch.manual_seed(0)
+    head = icmlm.AttentionHead(5, 6)
+    x, w, mask = torch.randn(2, 9, 5), torch.randn(2, 4, 6), torch.ones(2, 4).bool()
+    before, found, matmul = torch.get_float32_matmul_precision(), [], torch.Tensor.__matmul__
+
+    def watched(a, b):
+        product = matmul(a, b)
+        half = torch.is_autocast_enabled("cpu")
+        found.append((torch.get_float32_matmul_precision(), half, product.dtype))
+        return product
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", watched)
+    torch.set_float32_matmul_precision("high")  # as common.init_distributed does
+    with common.autocast(CPU, amp):
+        scores = head(x, w, mask)
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.is_autocast_enabled("cpu") == (amp == "bf16")
+    torch.set_float32_matmul_precision(before)
+    assert found == [("highest", False, torch.float32)] and scores.dtype == torch.float32
+
+
+GREEK = ["ένας σκύλος στο χιόνι", "δύο παιδιά παίζουν μαζί", "ένα κόκκινο αυτοκίνητο"]
+HINDI = ["एक लाल कार और एक कुत्ता", "दो बच्चे बर्फ में खेलते हैं"]
+
+
+@pytest.mark.parametrize("captions", (GREEK, HINDI), ids=("Greek", "Hindi"))
+def test_captions_of_another_language(captions, tiny, coco_folder, tmp_path, no_training):
+    """An English --lm, and the small BERT of an English run that --init continues, are refused."""
+    photos = sorted((coco_folder / "train2017").iterdir())
+    rows = [{"image": str(path), "captions": captions} for path in photos]
+    path = tmp_path / "photos.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    command = tiny("icmlm", tmp_path / "lm", "--data", path, "--root", tmp_path, "--iters", 1)
+    message = refusal(command)
+    assert "(100%) of the captions are unknown to the model" in message
+    assert "checkpoint.pth" not in files_in(tmp_path / "lm")
+
+
+def test_init_of_another_language(tiny, coco_folder, tmp_path):
+    """The small BERT of the run that --init continues reads English, the captions are Greek."""
+    flags = "--lm scratch --lm-iters 2 --iters 1".split()
+    run_here(tiny("icmlm", tmp_path / "english", *flags))
+    photos = sorted((coco_folder / "train2017").iterdir())
+    rows = [{"image": str(path), "captions": GREEK} for path in photos]
+    path = tmp_path / "photos.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    flags += ["--data", path, "--root", tmp_path, "--init", tmp_path / "english/checkpoint.pth"]
+    message = refusal(tiny("icmlm", tmp_path / "greek", *flags))
+    assert "(100%) of the captions are unknown to the model" in message
+
+
+def test_some_words_are_unknown():
+    """From 5% on the share is said: here 3 of 45 tokens, which are capital Greek letters."""
+    args = SimpleNamespace(max_words=25, output="", tagger="textblob")
+    data = captioned(4 * ["the red dog runs on grass , of a cat"], ["the Σ dog", "Ω Ψ"])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        said = []
+        patch.setattr(common, "print_main", said.append)
+        patch.setattr(icmlm, "filter_captions", interrupt)
+        icmlm.make_triplets(args, [data, data], TOKENIZER)
+    assert said == ["3 of 45 tokens (7%) of the captions are unknown to the model, which cannot "
+                    "tell them apart"]  # fmt: skip
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_another_language_model_in_the_same_folder(tiny, tmp_path):
+    """--lm FOLDER was trained again: the run that read it is not resumed with another."""
+    folder = tmp_path / "lm"
+    captions = ["a red circle on the left", "the blue star is large", "a moon stands"]
+    small_bert.train(folder, 9 * captions, 2, 0, CPU, "off", layers=1, width=64)
+    command = tiny("icmlm", tmp_path / "run", "--iters", 2, "--lm", folder)
+    run_here(command)
+    assert "2 of 2 iterations are done" in run_here(command)
+    small_bert.train(folder, 9 * captions, 2, 1, CPU, "off", layers=1, width=64)
+    assert "holds a run with other data or --init" in refusal(command)
+
+
+def test_validates_while_it_trains(tiny, tmp_path):
+    """result.json is written by each validation: a killed run has its last one."""
+    command = tiny("icmlm", tmp_path, "--iters", 5, "--validate-every", 2)
+    kill_at(3, command)
+    rows = {row["iteration"]: row for row in metrics(tmp_path)}
+    content = result(tmp_path)
+    assert content["validation"] == {
+        "mlm": rows[2]["validation_mlm"],
+        "tp": rows[2]["validation_tp"],
+    }
+    assert content["masked_words"]["triplets"] > 0 and "validation_mlm" not in rows[3]
+
+
 def written_out(captions, triplets):
     """(photo, caption with the masked word in brackets) of each triplet"""
     rows = []
@@ -212,7 +312,7 @@ def written_out(captions, triplets):
 
 def test_triplets_are_photo_caption_and_masked_word(tmp_path):
     """Sec. 4, Datasets: each concept of each caption of 3 to 25 tokens that is not repeated. A run
-    that goes on reads what was found."""
+    that resumes reads what was found."""
     longest, pieces = "the dog is on" + 21 * " the", "cat" + 8 * " surfboards"  # 25 tokens
     of_third = longest, f"{longest} a", "a red dog", pieces, f"{pieces} a"
     data = captioned(["a red dog", "a red dog", "the cat"], [], of_third)  # the first is repeated
@@ -221,12 +321,12 @@ def test_triplets_are_photo_caption_and_masked_word(tmp_path):
     expected += [(2, "a <red> dog"), (2, "a red <dog>"), (2, "<cat>" + 8 * " surf ##board ##s")]
     args = icmlm.get_args(["--pos", "nn+adj", "--output", str(tmp_path)])
     with pytest.raises(SystemExit, match="no caption holds a word to mask"):
-        icmlm.load_triplets(args, [data, none], TOKENIZER)
+        icmlm.make_triplets(args, [data, none], TOKENIZER)
+    icmlm.make_triplets(args, [data, val], TOKENIZER)
     for second in (val, none):
         concepts, *found = icmlm.load_triplets(args, [data, second], TOKENIZER)
         rows = [written_out(x.data.captions, x.triplets) for x in found]
         assert rows == [expected, [(1, "the <cat> is red"), (1, "the cat is <red>")]]
-        (tmp_path / "checkpoint.pth").touch()
     assert concepts == {"surfboards": "nouns", "dog": "nouns", "cat": "nouns", "red": "adjectives"}
     args.num_concepts = 3
     assert len(icmlm.load_triplets(args, [data, val], TOKENIZER)[0]) == 3
@@ -336,17 +436,21 @@ def test_accuracies_written_out(tmp_path):
     assert 0 < expected["top1"] < expected["top5"] < 100
     seen = []
 
-    def head(features, token_features, mask, mask_pos):
-        seen.append(features.mean((1, 2, 3)))
-        return token_features[torch.arange(len(features)), mask_pos]
+    class Head(nn.Module):
+        def forward(self, features, token_features, mask, mask_pos):
+            seen.append(features.mean((1, 2, 3)))
+            return token_features[torch.arange(len(features)), mask_pos]
+
+        def scores(self, vector, lm):
+            return lm.mlm_head(vector)
 
     args = icmlm.get_args("--data x.jsonl --workers 0 --amp off".split())
     model = nn.Module()
-    model.backbone, model.head = FeaturesAsGiven(3), head
+    model.backbone, model.head = FeaturesAsGiven(3), Head()
     model.tags = lambda features: features.new_zeros(len(features), len(CONCEPTS))
     results = icmlm.validate(model, lm, samples, args, CPU, None)
     loss = {"mlm": np.mean(losses), "tp": math.log(len(CONCEPTS))}  # Eq. 2 with equal logits
-    assert results["validation_loss"] == pytest.approx(loss, abs=1e-4)
+    assert results["validation"] == pytest.approx(loss, abs=1e-4)
     names = "with the photo", "with another photo", "language model alone"
     expected = dict.fromkeys(names, pytest.approx(expected, abs=0.01))
     assert results["masked_words"] == {"triplets": len(samples), **expected}
@@ -411,7 +515,7 @@ def test_without_lambda_tags_do_not_train_the_backbone(tiny, tmp_path):
     assert [row["mlm"] for row in without] == [row["loss"] for row in without]
     assert [row["mlm"] for row in without] == [row["mlm"] for row in tiny_weight]
     assert without[-1]["tp"] < without[0]["tp"] == tiny_weight[0]["tp"]
-    assert result(tmp_path / "0")["validation_loss"].keys() == {"mlm", "tp"}
+    assert result(tmp_path / "0")["validation"].keys() == {"mlm", "tp"}
 
 
 def test_warm_up_of_the_attention(tiny, tmp_path, monkeypatch):

@@ -108,6 +108,7 @@ def test_losses_are_those_of_the_paper(filled):
     for query in queries.values():
         query.requires_grad_()
     args = SimpleNamespace(temperature=TAU, tag_threshold=2)
+    args.lambda_ii = args.lambda_tag = args.lambda_cc = args.lambda_ic = 1.0
     given_keys = {**keys, "tags": tags, "captioned": captioned}
     found = mmcontrastive.contrastive_losses(queries, given_keys, queues, args)
     wanted = literal_losses(queries, keys, given, tags.double(), captioned, epsilon=2)
@@ -121,12 +122,40 @@ def test_losses_are_those_of_the_paper(filled):
         assert name == "image_intra" or not query.grad[~captioned].any()
 
 
+def test_which_losses_there_are():
+    """Those whose weight is not 0, each with its spaces; ii is logged beside tag."""
+    lambdas = {"lambda_ii": 0, "lambda_tag": 0, "lambda_cc": 0, "lambda_ic": 0}
+    wanted = {
+        "lambda_ii": ({"image_intra"}, {"ii"}),
+        "lambda_tag": ({"image_intra"}, {"ii", "tag"}),
+        "lambda_cc": ({"caption_intra"}, {"cc"}),
+        "lambda_ic": ({"image_inter", "caption_inter"}, {"ic", "ci"}),
+    }
+    for name, (spaces, losses) in wanted.items():
+        args = SimpleNamespace(arch="resnet18", mlp_hidden=16, intra_dim=6, inter_dim=4)
+        args.temperature, args.tag_threshold = TAU, 0
+        for other in lambdas:
+            setattr(args, other, float(other == name))
+        encoders = mmcontrastive.build_encoders(args, small_config())
+        num_tags = 3 if name == "lambda_tag" else 0
+        model = mmcontrastive.MultimodalContrastive(encoders, 16, num_tags)
+        assert model.queues.keys() - {"tags"} == spaces
+        vectors = {space: torch.randn(8, 6 if "intra" in space else 4) for space in spaces}
+        given = {"tags": torch.ones(8, num_tags).bool(), "captioned": torch.ones(8).bool()}
+        found = mmcontrastive.contrastive_losses(vectors, vectors | given, model.queues, args)
+        assert found.keys() == losses
+
+
+def small_config():
+    bert = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 30}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertConfig(**bert, **dropout, intermediate_size=24)
+
+
 def tiny_model(bn_group=8):
     """K = 16, spaces of 6 (intra) and 4 (inter) dimensions, no dropout"""
     torch.manual_seed(0)
-    bert = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 30}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.BertConfig(**bert, **dropout, intermediate_size=24)
+    config = small_config()
     args = SimpleNamespace(arch="resnet18", mlp_hidden=16, intra_dim=6, inter_dim=4)
     args.lambda_ii = args.lambda_cc = args.lambda_ic = 1.0
     encoders = mmcontrastive.build_encoders(args, config, bn_group)
@@ -339,7 +368,7 @@ def test_a_step_written_out(tiny, coco_folder, tmp_path):
         assert torch.equal(new[f"queues.{name}.valid"][:8], valid)
 
 
-def test_moco_v2_reads_no_captions(tiny, tmp_path):
+def test_moco_reads_no_captions(tiny, tmp_path):
     """No caption encoder is built or written, no language model looked for; one loss is left."""
     flags = "--lambda-cc 0 --lambda-ic 0 --lambda-ci 0 --lambda-tag 0 --iters 3".split()
     flags += ["--lm", "no/such/folder", "--caption-views", "backtranslation"]
@@ -352,6 +381,7 @@ def test_moco_v2_reads_no_captions(tiny, tmp_path):
         assert torch.equal(value, state[f"queries.image.trunk.0.{name}"])
     for row in metrics(tmp_path):
         assert row["loss"] == row["ii"] and not row.keys() & {"tag", "cc", "ic", "ci"}
+    assert result(tmp_path) == {"validation": {}}
     # Losses of captions can be added: it has no caption encoder, so that --lm is read.
     init = "--init", tmp_path / "checkpoint.pth", "--iters", 1
     run_here(tiny("mmcontrastive", tmp_path / "more", *init))
@@ -406,6 +436,61 @@ def test_backtranslate_and_train_on_it(tiny, tiny_lm, coco_folder, tmp_path):
             assert translated == [by_caption[caption][by] or caption for caption in row]
     run_here(command)
     assert len(metrics(path.parent)) == 3
+    # What is learned from may not change under a run that resumes.
+    assert "3 of 3 iterations are done" in run_here(command)
+    rows[0]["fr"] = "made again, by another translator"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "holds a run with other data or --init" in refusal(command)
+
+
+GREEK = ["ένας σκύλος στο χιόνι", "δύο παιδιά παίζουν", "ένα κόκκινο αυτοκίνητο"]
+
+
+@pytest.mark.parametrize("start", ("--init", "--lm"))
+def test_captions_of_another_language(start, tiny, tiny_lm, coco_folder, tmp_path):
+    """Half of the tokens unknown or more: refused. From 5% on it is said, with the share."""
+    init = tmp_path / "english/checkpoint.pth"
+    if start == "--init":
+        run_here(tiny("mmcontrastive", init.parent, "--iters", 1))
+    flags = ["--lambda-tag", 0, "--iters", 1, start, {"--init": init, "--lm": tiny_lm}[start]]
+    photos = sorted((coco_folder / "train2017").iterdir())
+
+    def data(name, captions):
+        rows = [{"image": str(path), "captions": captions} for path in photos]
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return "--data", path, "--root", tmp_path
+
+    command = tiny("mmcontrastive", tmp_path / "greek", *data("greek", GREEK), *flags)
+    message = refusal(command)
+    assert "of the captions are unknown to the model" in message and "100%" in message
+    assert "checkpoint.pth" not in files_in(tmp_path / "greek")
+    mixed = ["a red circle and a Σ"]  # one of six
+    output = run_here(tiny("mmcontrastive", tmp_path / "mixed", *data("mixed", mixed), *flags))
+    assert "22 of 132 tokens (17%) of the captions are unknown to the model, which" in output
+    english = data("english", ["a red circle and a blue square"])
+    assert "unknown" not in run_here(tiny("mmcontrastive", tmp_path / "other", *english, *flags))
+
+
+def test_validates_while_it_trains(tiny, tmp_path):
+    """metrics.jsonl has R@10 both ways at each validation; result.json is that of the last one."""
+    output = run_here(tiny("mmcontrastive", tmp_path, "--iters", 5, "--validate-every", 2))
+    rows = {row["iteration"]: row for row in metrics(tmp_path)}
+    names = {"image_to_text_R@10", "text_to_image_R@10"}
+    validated = {n for n, row in rows.items() if "validation_text_to_image_R@10" in row}
+    assert validated == {2, 4, 5}
+    content = result(tmp_path)
+    assert content["validation"].keys() == names
+    for name, score in content["validation"].items():
+        assert score == rows[5][f"validation_{name}"]
+    assert content["retrieval"]["trained"]["image to text"]["R@10"] == score_of(rows[5], "image")
+    assert content["retrieval"]["trained"]["text to image"]["R@10"] == score_of(rows[5], "text")
+    assert output.count("retrieval among 12 photos, trained, text to image") == 3
+
+
+def score_of(row, query):
+    other = {"image": "text", "text": "image"}[query]
+    return row[f"validation_{query}_to_{other}_R@10"]
 
 
 def test_nouns_as_tags(tmp_path):
@@ -425,8 +510,9 @@ def test_photos_without_captions(tiny, coco_folder, tmp_path):
     path = photos_without(coco_folder, tmp_path, captions_in=("train",))
     flags = "--data", path, "--lambda-tag", 0, "--iters", 2
     output = run_here(tiny("mmcontrastive", tmp_path / "run", *flags))
-    assert "no validation photo has a caption: retrieval is not measured" in output
-    assert result(tmp_path / "run") == {} and "tag" not in metrics(tmp_path / "run")[-1]
+    assert output.count("no validation photo has a caption, so retrieval is not measured") == 1
+    assert result(tmp_path / "run") == {"validation": {}}
+    assert "tag" not in metrics(tmp_path / "run")[-1]
     output = run_here(tiny("mmcontrastive", tmp_path / "two", *flags, "--lambda-ii", 0))
     assert "8 of 24 photos have no caption: left out" in output
 
@@ -439,9 +525,9 @@ def test_what_is_left_out_is_said(tiny, coco_folder, tmp_path):
     path.write_text("\n".join(map(json.dumps, rows)))
     flags = "--data", path, "--recipe", "small", "--iters", 2, "--caption-views", "same"
     output = run_here(tiny("mmcontrastive", tmp_path / "run", *flags))
-    assert "no photo has tags: Eq. 5 is left out" in output
+    assert "no photo has tags, so Eq. 5 is left out" in output
     # Two of the 24 photos are for validation: the first and the 21st.
-    assert "22 of 22 captions exceed 64 tokens: ends are not read" in output
+    assert "22 of 22 captions are cut at 64 tokens" in output
     assert "tag" not in metrics(tmp_path / "run")[-1]
 
 
