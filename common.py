@@ -1,6 +1,7 @@
 """What the scripts share: captioned photos, batches, backbones, processes, and what a run writes"""
 
 import argparse
+import contextlib
 import importlib
 import json
 import math
@@ -621,6 +622,11 @@ def autocast(device, amp):
     return torch.autocast(device.type, HALF.get(amp), enabled=amp != "off")
 
 
+def eager(compiled):
+    """For validation after --compile, which would compile the network anew for its other batches"""
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+
+
 def choose_amp(device, requested):
     """--amp if it is given, else bf16 [ours] if the device has it natively, else "off" """
     native = torch.cpu._is_avx512_bf16_supported()
@@ -692,6 +698,8 @@ def apply_recipe(args, script, table, **changes):
         recipe |= {"iters": None, "epochs": None}
     year = "2017" if args.data == "coco" else ""
     recipe |= {"script": script, "train_split": f"train{year}", "val_split": f"val{year}"}
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine, by torchrun
+    recipe["workers"] = min(8, os.cpu_count() // 2 // processes)
     recipe["output"] = f"runs/{script}-{Path(args.data).stem}".removesuffix("-shapes")
     scale = (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]
     recipe |= {name: scale * recipe[name] for name in ("lr", "text_lr") if name in recipe}  # [ours]

@@ -113,8 +113,9 @@ def get_args(argv=None):
         help="smallest crop, as a fraction of the photo's area")
     add("--colour-jitter", type=common.non_negative,
         help="strength of the colour jitter; lower it if captions name colours")
-    add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count() // 2),
-        help="processes that load photos; raise it if data_wait exceeds 0.05")
+    add("--workers", type=common.non_negative_int,
+        help="processes that load photos; raise it if data_wait exceeds 0.05 (default: half of the "
+        "cores, divided among the training processes of the machine, at most 8)")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", choices=common.BACKBONES,
@@ -211,9 +212,7 @@ def main(args):
     if text_iters and not checkpoint and "model" not in init and common.is_main():
         language_first(model, photos, text_iters, args, device)
     if args.compile:
-        model.visual["cnn"].compile()
-        for head in model.children():
-            head.compile(dynamic=True)  # captions differ in length
+        model.visual["cnn"].compile()  # not the heads, because captions differ in length
     ddp = common.data_parallel(model).train()  # all processes get the first one's weights
     slow_model = copy.deepcopy(model)  # of look-ahead; after DDP, so that it is the same in all
     groups = parameter_groups(model, args.text_lr)
@@ -263,7 +262,8 @@ def main(args):
             row["text_lr"] = args.text_lr * decay
             bar.set_postfix(loss=f"{row['loss']:.3f}")
             if validating and common.is_main():
-                result = validate(model, val_photos, args, device)
+                with common.eager(args.compile):
+                    result = validate(model, val_photos, args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint: a run that has ended has its result.
                 common.save(f"{args.output}/result.json", result)
