@@ -43,7 +43,6 @@ import argparse
 import copy
 import io
 import math
-import os
 import re
 import time
 import unicodedata
