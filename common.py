@@ -1,6 +1,7 @@
 """What the scripts share: captioned photos, batches, backbones, processes, and what a run writes"""
 
 import argparse
+import contextlib
 import importlib
 import json
 import math
@@ -267,8 +268,6 @@ def check_known(unknown, total, what):
 NO_JITTER = np.float32([1, 1, 1, 0])  # factors of brightness, contrast and saturation; hue
 MEAN, STD = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])  # of ImageNet
 YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)
-TO_YIQ = torch.DoubleTensor(YIQ).T
-CONSTANTS = TO_YIQ.float(), TO_YIQ.inverse().float(), MEAN, STD
 PHOTO_ENDINGS = tuple(
     ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm".split()
 )
@@ -386,12 +385,12 @@ def infinite_sampler(size, batch_size, seed, start=0):
     """Yield (seed, epoch, index) forever: this process's share of each batch, from number `start`
     on. Batch t is the t-th slice of the epochs' permutations, which depend only on the seed.
     """
-    position, per_process = start * batch_size, batch_size // world_size()
+    position, per_process, process = start * batch_size, batch_size // world_size(), rank()
     while True:
         epoch, done = divmod(position, size)
         order = np.random.default_rng([seed, epoch]).permutation(size)
         for index in order[done:]:
-            if position % batch_size // per_process == rank():  # the place within the batch
+            if position % batch_size // per_process == process:  # the place within the batch
                 yield seed, epoch, index
             position += 1
 
@@ -424,20 +423,32 @@ def augment(images, jitter=None):
     jitter: (B, 4) from colour_jitter, applied in the colour space YIQ: Y is grey, I and Q are
     colours. [ours: YIQ, the order, one clamp at the end]
     """
-    to_yiq, to_rgb, mean, std = (x.to(images.device, non_blocking=True) for x in CONSTANTS)
-    pixels = images / 255
+    size = images.shape[1:3]
+    to_grey, colour_parts, mean, std = constants_on(images.device)
+    pixels = images.flatten(1, 2) / 255  # (B, size * size, 3)
     if jitter is not None:
-        brightness, contrast, saturation, hue = jitter.T[..., None, None]  # (B, 1, 1) each
-        y, i, q = (pixels @ to_yiq).unbind(-1)  # (B, size, size) each
-        # Contrast mixes grey with its mean, and scales the colours as saturation does.
-        y = contrast * y + (1 - contrast) * y.mean((1, 2), keepdim=True)
-        scale = contrast * saturation
-        # Hue rotates the plane of the colours, (i, q).
-        angle = math.tau * hue
-        cos, sin = scale * angle.cos(), scale * angle.sin()
-        yiq = torch.stack([y, cos * i - sin * q, sin * i + cos * q], -1)
-        pixels = (brightness[..., None] * yiq @ to_rgb).clamp(0, 1)
-    return ((pixels - mean) / std).movedim(3, 1)
+        brightness, contrast, saturation, hue = jitter.T[..., None]  # (B, 1) each
+        # Contrast scales grey and colours, saturation scales the colours, hue rotates their plane.
+        colours, angle = contrast * saturation, math.tau * hue
+        weights = torch.cat([contrast, colours * angle.cos(), colours * angle.sin()], 1)  # (B, 3)
+        matrices = (brightness * weights @ colour_parts.flatten(1)).unflatten(1, (3, 3))
+        # What contrast takes from grey, it gives back as the photo's mean.
+        mean_grey = pixels.mean(1) @ to_grey  # (B, 1)
+        shift = brightness * (1 - contrast) * mean_grey
+        pixels = torch.baddbmm(shift[..., None], pixels, matrices).clamp_(0, 1)
+    return pixels.sub_(mean).div_(std).unflatten(1, size).movedim(3, 1)
+
+
+@cache
+def constants_on(device):
+    """For `augment`, copied to the device once -> the weights of grey (3, 1); matrices of RGB that
+    keep grey, keep the colours, and turn their plane, (I, Q), by 90 degrees (3, 3, 3); mean; std
+    """
+    to_yiq, turn = torch.tensor(YIQ, dtype=torch.double).T, torch.zeros(3, 3, dtype=torch.double)
+    turn[1, 2], turn[2, 1] = 1, -1
+    in_yiq = torch.diag(turn.new_tensor([1, 0, 0])), torch.diag(turn.new_tensor([0, 1, 1])), turn
+    parts = torch.stack([to_yiq @ part @ to_yiq.inverse() for part in in_yiq])
+    return [x.float().to(device) for x in (to_yiq[:, :1], parts, MEAN, STD)]
 
 
 # ------------------------------------------------------------------ backbones and their optimizers
@@ -611,6 +622,11 @@ def autocast(device, amp):
     return torch.autocast(device.type, HALF.get(amp), enabled=amp != "off")
 
 
+def eager(compiled):
+    """For validation after --compile, which would compile the network anew for its other batches"""
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+
+
 def choose_amp(device, requested):
     """--amp if it is given, else bf16 [ours] if the device has it natively, else "off" """
     native = torch.cpu._is_avx512_bf16_supported()
@@ -682,6 +698,8 @@ def apply_recipe(args, script, table, **changes):
         recipe |= {"iters": None, "epochs": None}
     year = "2017" if args.data == "coco" else ""
     recipe |= {"script": script, "train_split": f"train{year}", "val_split": f"val{year}"}
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine, by torchrun
+    recipe["workers"] = min(8, os.cpu_count() // 2 // processes)
     recipe["output"] = f"runs/{script}-{Path(args.data).stem}".removesuffix("-shapes")
     scale = (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]
     recipe |= {name: scale * recipe[name] for name in ("lr", "text_lr") if name in recipe}  # [ours]

@@ -121,8 +121,9 @@ def get_args(argv=None):
         help="smallest crop, as a fraction of the photo's area")
     add("--colour-jitter", type=common.non_negative,
         help="strength of the colour jitter; lower it if captions name colours")
-    add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count() // 2),
-        help="processes that load photos; raise it if data_wait exceeds 0.05")
+    add("--workers", type=common.non_negative_int,
+        help="processes that load photos; raise it if data_wait exceeds 0.05 (default: half of the "
+        "cores, divided among the training processes of the machine, at most 8)")
 
     add = parser.add_argument_group("language model and concepts").add_argument
     add("--lm",
@@ -286,7 +287,8 @@ def main(args):
             bar.set_postfix(loss=f"{row['loss']:.3f}")
             if validating and common.is_main():
                 num_triplets = args.proxy_triplets if last else 5000
-                result = validate(model, lm, val_triplets, args, device, num_triplets)
+                with common.eager(args.compile):
+                    result = validate(model, lm, val_triplets, args, device, num_triplets)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint: a run that has ended has its result.
                 common.save(f"{args.output}/result.json", result)

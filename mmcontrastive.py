@@ -114,8 +114,9 @@ def get_args(argv=None):
     add("--train-split", help="split for training (default train2017 for coco, else train)")
     add("--val-split", help="split for validation (default val2017 for coco, else val)")
     add("--tags", choices=TAGS, help="tags of --data, or nouns of the captions [Sec. 4.1, 4.4]")
-    add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count() // 2),
-        help="processes that load photos; raise it if data_wait exceeds 0.05")
+    add("--workers", type=common.non_negative_int,
+        help="processes that load photos; raise it if data_wait exceeds 0.05 (default: half of the "
+        "cores, divided among the training processes of the machine, at most 8)")
 
     add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
     add("--image-size", type=common.positive_int,
@@ -299,7 +300,8 @@ def main(args):
             row["text_lr"] = args.text_lr * decay
             bar.set_postfix(loss=f"{row['loss']:.3f}")
             if validating and common.is_main():
-                result = validate(model.queries, val, tokenizer, args, device)
+                with common.eager(args.compile):
+                    result = validate(model.queries, val, tokenizer, args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint: a run that has ended has its result.
                 common.save(f"{args.output}/result.json", result)
@@ -703,10 +705,18 @@ class SplitBatchNorm(nn.BatchNorm2d):
         self.group = group
 
     def forward(self, x):
-        norm = super().forward
         if not self.training or len(x) <= self.group:
-            return norm(x)
-        return torch.cat([norm(group) for group in x.split(self.group)])
+            return super().forward(x)
+        groups = x.split(self.group)
+        self.num_batches_tracked.add_(len(groups))  # once, because launches limit small batches
+        normalised = [
+            F.batch_norm(
+                group, self.running_mean, self.running_var, self.weight, self.bias,
+                training=True, momentum=self.momentum, eps=self.eps
+            )  # fmt: skip
+            for group in groups
+        ]
+        return torch.cat(normalised)
 
 
 def batchnorm_group(args):

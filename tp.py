@@ -113,8 +113,9 @@ def get_args(argv=None):
         help="smallest crop, as a fraction of the photo's area")
     add("--colour-jitter", type=common.non_negative,
         help="strength of the colour jitter; lower it if captions name colours")
-    add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count() // 2),
-        help="processes that load photos; raise it if data_wait exceeds 0.05")
+    add("--workers", type=common.non_negative_int,
+        help="processes that load photos; raise it if data_wait exceeds 0.05 (default: half of the "
+        "cores, divided among the training processes of the machine, at most 8)")
 
     add = parser.add_argument_group("labels").add_argument
     add("--labels", choices=LABELS, default=LABELS[0], help="what to predict [Sec. 3.1, 4]")
@@ -259,7 +260,8 @@ def main(args):
             row = {**log.means(), "lr": args.lr * decay}
             bar.set_postfix(loss=f"{row['loss']:.3f}")
             if validating and common.is_main():
-                result = validate(model, val_photos, labels.mean(0), args, device)
+                with common.eager(args.compile):
+                    result = validate(model, val_photos, labels.mean(0), args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint: a run that has ended has its result.
                 common.save(f"{args.output}/result.json", result)

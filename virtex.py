@@ -43,7 +43,6 @@ import argparse
 import copy
 import io
 import math
-import os
 import re
 import time
 import unicodedata
@@ -113,8 +112,9 @@ def get_args(argv=None):
         help="smallest crop, as a fraction of the photo's area")
     add("--colour-jitter", type=common.non_negative,
         help="strength of the colour jitter; lower it if captions name colours")
-    add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count() // 2),
-        help="processes that load photos; raise it if data_wait exceeds 0.05")
+    add("--workers", type=common.non_negative_int,
+        help="processes that load photos; raise it if data_wait exceeds 0.05 (default: half of the "
+        "cores, divided among the training processes of the machine, at most 8)")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", choices=common.BACKBONES,
@@ -211,9 +211,7 @@ def main(args):
     if text_iters and not checkpoint and "model" not in init and common.is_main():
         language_first(model, photos, text_iters, args, device)
     if args.compile:
-        model.visual["cnn"].compile()
-        for head in model.children():
-            head.compile(dynamic=True)  # captions differ in length
+        model.visual["cnn"].compile()  # not the heads, because captions differ in length
     ddp = common.data_parallel(model).train()  # all processes get the first one's weights
     slow_model = copy.deepcopy(model)  # of look-ahead; after DDP, so that it is the same in all
     groups = parameter_groups(model, args.text_lr)
@@ -263,7 +261,8 @@ def main(args):
             row["text_lr"] = args.text_lr * decay
             bar.set_postfix(loss=f"{row['loss']:.3f}")
             if validating and common.is_main():
-                result = validate(model, val_photos, args, device)
+                with common.eager(args.compile):
+                    result = validate(model, val_photos, args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint: a run that has ended has its result.
                 common.save(f"{args.output}/result.json", result)
@@ -407,14 +406,14 @@ class CaptionedPhotos(common.Photos):
         return default_collate(samples) | self.collate_text(texts)
 
     def collate_text(self, rows):
-        """-> tokens (B, T), those of the reversed captions, and the positions (N, 2) in [:, 1:] of
-        the N tokens to predict. (They are found here because a GPU would make the CPU wait.)
+        """-> tokens (B, T), those of the reversed captions, and the places (N,) of the N tokens to
+        predict in [:, 1:], counted over all rows. (Finding them on a GPU would make the CPU wait.)
         """
         targets = pad([[1] * len(row) for row in rows])[:, 1:]  # (B, T - 1), 0 at padding
         return {
             "tokens": pad(rows),
             "backward_tokens": pad([row[::-1] for row in rows]),
-            "positions": targets.nonzero(),
+            "places": targets.flatten().nonzero()[:, 0],
         }
 
 
@@ -462,17 +461,24 @@ class VirTex(nn.Module):
         directions = {"forward": (self.textual, batch["tokens"])}
         if self.backward_textual:
             directions["backward"] = self.backward_textual, batch["backward_tokens"]
-        photo, place = batch["positions"].T  # (N,) each: where the N predicted tokens are
+        places = batch["places"]  # (N,)
         losses = {}
         for name, (head, tokens) in directions.items():
             vectors = head(tokens[:, :-1], image_features)  # (B, T - 1, H)
-            logits = head.output(vectors[photo, place])  # (N, vocabulary)
-            losses[name] = token_loss(logits, tokens[photo, place + 1])
+            logits = head.output(chosen(vectors, places))  # (N, vocabulary)
+            losses[name] = token_loss(logits, chosen(tokens[:, 1:], places))
         if self.lambda_words:  # Eq. 1 without the tokens before: from the image alone [ours]
             logits = self.textual.output(image_features.mean(1))  # (B, vocabulary)
-            total, number = token_loss(logits[photo], batch["tokens"][photo, place + 1])
+            targets = batch["tokens"][:, 1:]  # (B, T - 1)
+            logits = logits.index_select(0, places // targets.size(1))  # (N, vocabulary)
+            total, number = token_loss(logits, chosen(targets, places))
             losses["words"] = (self.lambda_words * total, number)
         return losses
+
+
+def chosen(x, places):
+    """x (B, T, ...), places (N,): t + T * b -> (N, ...). (With x[b, t] a GPU would have to sort.)"""
+    return x.flatten(0, 1).index_select(0, places)
 
 
 def token_loss(logits, targets):
@@ -505,6 +511,8 @@ class TextualHead(nn.Module):
                 nn.init.zeros_(parameter)  # [ours]
         nn.init.zeros_(self.embedding.words.weight[PAD])
         self.output.weight = self.embedding.words.weight  # weight tying [Sec. 3]
+        future = nn.Transformer.generate_square_subsequent_mask(max_length)
+        self.register_buffer("future", future, persistent=False)  # not in the state dict
 
     def project(self, features):
         """(B, channels, h, w) -> the image's vectors (B, h * w, H)"""
@@ -514,7 +522,8 @@ class TextualHead(nn.Module):
         """tokens (B, T), image_features (B, S, H) -> vectors (B, T, H). Each token sees the image,
         itself and the tokens before it.
         """
-        future = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), tokens.device)
+        length = tokens.size(1)
+        future = self.future[:length, :length]  # -inf at the tokens that come later, else 0
         x = self.embedding(tokens)
         return self.transformer(x, image_features, tgt_mask=future, tgt_is_causal=True)
 
@@ -561,8 +570,9 @@ def look_ahead(slow_model, model, alpha):
     """Every k steps the slow weights move a fraction alpha of the way to the model's weights, which
     go on from there [Zhang et al. 2019; Sec. 3: k = 5, alpha = 0.5].
     """
-    for slow, fast in zip(slow_model.parameters(), model.parameters()):
-        fast.copy_(slow.lerp_(fast, alpha))
+    slow, fast = [*slow_model.parameters()], [*model.parameters()]
+    torch._foreach_lerp_(slow, fast, alpha)
+    torch._foreach_copy_(fast, slow)
 
 
 # ------------------------------------------------------------------------------------ validation
@@ -598,13 +608,13 @@ class MaskedPhotos(CaptionedPhotos):
         return tokens, mask_tokens(tokens, self.tokenizer.get_piece_size(), rng)
 
     def collate_text(self, texts):
-        """-> tokens (B, T), the same with [MASK]s, padding (B, T), positions (N, 2) of [MASK]s"""
+        """-> tokens (B, T), the same with [MASK]s, padding (B, T), places (N,) of the [MASK]s"""
         tokens, masked = map(pad, zip(*texts))
         return {
             "tokens": tokens,
             "masked": masked,
             "padding": pad([[1] * len(row) for row, _ in texts]) == 0,
-            "positions": (masked == MASK).nonzero(),
+            "places": (masked == MASK).flatten().nonzero()[:, 0],
         }
 
 
@@ -629,9 +639,8 @@ class MaskedLM(VirTex):
         head = self.textual
         x = head.embedding(batch["masked"])
         vectors = head.transformer(x, image_features, tgt_key_padding_mask=batch["padding"])
-        photo, place = batch["positions"].T
-        logits = head.output(vectors[photo, place])
-        return {"masked_lm": token_loss(logits, batch["tokens"][photo, place])}
+        logits = head.output(chosen(vectors, batch["places"]))
+        return {"masked_lm": token_loss(logits, chosen(batch["tokens"], batch["places"]))}
 
 
 class TaggedPhotos(CaptionedPhotos):

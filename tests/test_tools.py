@@ -50,9 +50,7 @@ def test_plot(tmp_path):
         (tmp_path / name).mkdir()
         line = json.dumps({"iteration": 10, "lr": 0.1, **row})
         (tmp_path / name / "metrics.jsonl").write_text(f"{line}\n{line}\n")
-    (tmp_path / "a" / "result.json").write_text('{"validation": {"top1": 6, "mAP": 7}}')
-    (tmp_path / "a" / "args.json").write_text('{"iters": 14}')  # where the last validation was
-    assert plot.read_run(tmp_path / "a", False)["validation_top1"] == ([14], [6])
+    assert plot.read_run(tmp_path / "b")["validation_top1"] == ([10, 10], [7, 7])
     picture, other = tmp_path / "b" / "curves.png", tmp_path / "ii.png"
     command = ["tools.plot", tmp_path / "a", tmp_path / "b"]
     for more, terms in ([], "loss, top1 of 2"), (["--terms", "ii", "--output", other], "ii of 2"):

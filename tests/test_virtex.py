@@ -287,8 +287,7 @@ def test_long_captions_are_truncated_before_they_are_reversed(tokenizer, coco_fo
     padding = [PAD] * (30 - len(short))
     assert batch["tokens"].tolist() == [cut, short + padding]
     assert batch["backward_tokens"].tolist() == [cut[::-1], short[::-1] + padding]
-    targets = [[0, t] for t in range(29)] + [[1, t] for t in range(len(short) - 1)]
-    assert batch["positions"].tolist() == targets
+    assert batch["places"].tolist() == [*range(29), *range(29, 29 + len(short) - 1)]
 
 
 def test_captions_that_are_cut_are_counted(tokenizer_path, capsys, tmp_path):
@@ -423,7 +422,7 @@ def test_token_classification_written_out():
 def test_every_task_learns_its_captions(task, tiny, tmp_path, monkeypatch):
     """24 pictures by heart: the loss falls by half a nat, and validation knows its terms."""
     monkeypatch.setitem(virtex.RECIPES, "zero_residual", 3 * (False,))  # slower at first
-    run_here(tiny("virtex", tmp_path, "--task", task, "--iters", 60, "--crop-min", 0.9))
+    run_here(tiny("virtex", tmp_path, "--task", task, "--iters", 90, "--crop-min", 0.9))
     rows = metrics(tmp_path)
     losses = [row["loss"] for row in rows]
     assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.5

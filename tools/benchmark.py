@@ -175,7 +175,7 @@ def virtex_step(args, device):
     photos, jitter = random_photos(args, device)
     tokens, mask = random_captions(args, device)
     tokens = tokens * mask  # 0 is padding; random tokens need not be reversed
-    batch = {"tokens": tokens, "backward_tokens": tokens, "positions": mask[:, 1:].nonzero()}
+    batch = {"tokens": tokens, "backward_tokens": tokens, "places": mask[:, 1:].flatten().nonzero()[:, 0]}
     for iteration in itertools.count(1):
         optimizer.zero_grad()
         images = common.augment(photos, jitter)

@@ -4,9 +4,9 @@
     python tools/plot.py runs/tp runs/tp-wide --output tp.png         # the terms that both have
     python tools/plot.py runs/* --tensorboard           # then: tensorboard --logdir runs
 
-The pale line has the values, the strong one a running mean over a twentieth of the run. Scores on
-the validation split are dotted, in the panel of their term. The y axis is logarithmic where the
-start would hide the rest. It also works while the runs are in progress.
+The pale line shows the values, and the strong one a running mean over a twentieth of the run.
+Scores on the validation split are dotted, in the panel of their term. You can draw runs that are
+still in progress.
 """
 
 import argparse
@@ -19,7 +19,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import fail
-from downstream.pictures import fonts_for
 
 NO_TERMS = {"iteration", "lr", "text_lr", "images_per_s", "data_wait"}
 VALIDATION = "validation_"
@@ -30,35 +29,31 @@ def get_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="--output of a training run, and its name")
-    add("--terms", nargs="+", metavar="TERM", help="draw only these, say loss images_per_s")
-    add("--images", action="store_true", help="count photos instead of iterations")
-    add("--output", help=".png, .pdf or .svg to write (default curves.png in the last RUN)")
-    add("--tensorboard", action="store_true", help="write event files into the runs, no picture")
+    add("--terms", nargs="+", metavar="TERM", help="draw only these, such as loss images_per_s")
+    add("--output", help="picture to write, a .png, .pdf or .svg (default: RUN/curves.png)")
+    add("--tensorboard", action="store_true",
+        help="write event files for TensorBoard into the runs, and draw no picture")
     return parser.parse_args(argv)
 
 
 def main(args):
-    import matplotlib  # only here: it takes a second, which --help saves
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # only here: it takes a second, which --help saves
 
     short = [Path(path).resolve().name for path in args.runs]
     names = short if len(set(short)) == len(short) else args.runs
-    runs = {name: read_run(path, args.images) for name, path in zip(names, args.runs)}
+    runs = {name: read_run(path) for name, path in zip(names, args.runs)}
     if args.tensorboard:
         return write_events(args.runs, runs.values())
     terms = args.terms or shared_terms(runs.values())
     if not terms:
         fail("the runs have no term in common: see --terms")
-    for font, _ in fonts_for("".join(names), 10)[:-1]:  # for what its own font lacks
-        matplotlib.font_manager.fontManager.addfont(font.path)
-        matplotlib.rcParams["font.family"] += [font.getname()[0]]
     columns = min(3, len(terms))
     rows = -(-len(terms) // columns)
     figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for term, panel in zip(terms, panels):
         draw_term(panel, term, runs)
-        panel.set_xlabel("photos seen" if args.images else "iteration")
+        panel.set_xlabel("iteration")
     for panel in list(panels):  # unused ones in the last row
         panel.remove()
     handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -68,29 +63,17 @@ def main(args):
     print(f"{', '.join(terms)} of {len(runs)} run(s): {output}")
 
 
-def read_run(path, count_images):
-    """-> {term: (x, y)}; x counts iterations or photos"""
+def read_run(path):
+    """-> {term: (iterations, values)}"""
     file = Path(path, "metrics.jsonl")
     lines = file.read_text().splitlines() if file.exists() else []
     if not lines:
         fail(f"{file} is missing or empty: it gets a line every --log-every iterations")
-    args = Path(path, "args.json")
-    args = json.loads(args.read_text()) if args.exists() else {}
-    rows = [json.loads(line) for line in lines]
-    file = Path(path, "result.json")  # the last validation, at the end of the run
-    if file.exists() and not any(term.startswith(VALIDATION) for term in rows[-1]):
-        result = json.loads(file.read_text())
-        scores = result.get("validation_loss") or result.get("validation", {})
-        scores = {VALIDATION + term: score for term, score in scores.items()}
-        rows.append({"iteration": args.get("iters") or rows[-1]["iteration"], **scores})
-    if count_images and "batch_size" not in args:
-        fail(f"--images: {path}/args.json is missing, which has the batch size")
-    photos = args["batch_size"] if count_images else 1
     curves = {}
-    for row in rows:
+    for row in map(json.loads, lines):
         for term, value in row.items():
             x, y = curves.setdefault(term, ([], []))
-            x.append(photos * row["iteration"])
+            x.append(row["iteration"])
             y.append(value)
     return curves
 
@@ -131,10 +114,6 @@ def draw_term(panel, term, runs):
         marker = "o" if len(x) == 1 else None  # a line through one point is invisible
         panel.plot(x, y, marker=marker, color=colour, linewidth=1, markersize=4, alpha=0.3)
         panel.plot(x, running_mean(y), color=colour, linewidth=1.5, label=name)
-        if len(y) > 9 and min(y) > 0 and y[0] > 3 * np.median(y):
-            panel.set_yscale("log", subs=[])
-            panel.yaxis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 5, 7))
-            panel.yaxis.set_major_formatter("{x:g}")
         panel.plot(*curves.get(VALIDATION + term, ([], [])), "o:", color=colour, markersize=4)
     panel.set_title(term)
     panel.grid(alpha=0.3)
