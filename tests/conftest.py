@@ -33,7 +33,7 @@ TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 sys.path.insert(0, str(ROOT))
 import common
-from extras import shapes, small_bert
+from extras import shapes
 
 torch.set_num_threads(1)  # pictures of 32 pixels are not worth a second thread
 CPU = torch.device("cpu")
@@ -421,6 +421,8 @@ def coco_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_lm(coco_folder, tmp_path_factory):
     """The folder of a BERT of one layer and 64 dimensions that has read coco_folder's captions."""
+    from extras import small_bert  # only here: it takes a second, and not every process needs it
+
     captions = common.caption_data("coco", str(coco_folder), "train2017").all_captions()
     folder = tmp_path_factory.mktemp("lm")
     small_bert.train(folder, captions, 40, 0, CPU, "off", layers=1, width=64)
