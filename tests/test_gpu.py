@@ -85,21 +85,22 @@ def on_gpu(num_gpus):
 
 
 def run_measured(command):
-    """Run a script -> what it printed, and the most bytes that it held on the GPU in training and
-    in validation; a script without validation has only the first.
+    """Run a script -> what it printed, and the most bytes that it held on the GPU
+
+    Those of a training script are two numbers: in training, and in validation.
     """
     script = importlib.import_module(command[0].removesuffix(".py"))
     validate = getattr(script, "validate", None)  # eval_linear.py has none
     peaks = []
 
-    def end_part(part):
+    def note_peak():
         peaks.append(torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
 
     def measured(*given):
-        end_part("training")
+        note_peak()  # of training
         scores = validate(*given)
-        end_part("validation")
+        note_peak()
         return scores
 
     torch.backends.cudnn.allow_tf32 = True  # the default, which eval_linear.py changes
@@ -113,7 +114,7 @@ def run_measured(command):
         if validate:
             script.validate = validate
     if not peaks:
-        end_part("training")
+        note_peak()
     assert peaks[0] > 2**20, "nothing was on the GPU"
     return printed, peaks
 
