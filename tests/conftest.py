@@ -8,13 +8,20 @@ import json
 import multiprocessing
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from functools import partial
 from pathlib import Path
+
+# The suite sees no GPU, so that it is the same on every machine. test_gpu.py gives its processes
+# what was visible; workers of pytest-xdist inherit the note of it.
+os.environ.setdefault("GPUS_BEFORE_TESTS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import numpy as np
 import pytest
@@ -22,10 +29,11 @@ import torch
 import torchvision
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 sys.path.insert(0, str(ROOT))
 import common
-from extras import shapes, small_bert
+from extras import shapes
 
 torch.set_num_threads(1)  # pictures of 32 pixels are not worth a second thread
 CPU = torch.device("cpu")
@@ -193,6 +201,48 @@ def fork(function, *given):
     return process
 
 
+def fork_and_read(function, *given, seconds=None):
+    """Call the function in a fork -> its exit code, what it printed
+
+    The exit code is None if the fork was killed after so many seconds.
+    """
+    with tempfile.TemporaryFile("w+", buffering=1, encoding="utf-8", errors="replace") as file:
+
+        def work():
+            for stream in (1, 2):  # also of libraries in C
+                os.dup2(file.fileno(), stream)
+            sys.stdout = sys.stderr = file
+            function(*given)
+
+        process = fork(work)
+        process.join(seconds)
+        code = process.exitcode
+        process.kill()
+        process.join()
+        file.seek(0)
+        return code, file.read()
+
+
+def run_copy(folder, *command):
+    """Run a script that was copied into a folder, in a fork -> its exit code, what it printed
+
+    It finds our modules only as far as they stand in that folder, and imports them anew.
+    """
+
+    def work():
+        ours = {path.stem for path in ROOT.iterdir()}
+        for name in list(sys.modules):
+            if name.split(".")[0] in ours:
+                del sys.modules[name]
+        elsewhere = [place for place in sys.path if Path(place).resolve() not in (ROOT, TESTS)]
+        sys.path[:] = [str(folder), *elsewhere]
+        os.chdir(folder)
+        sys.argv = list(map(str, command))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+    return fork_and_read(work)
+
+
 def pytest_pyfunc_call(pyfuncitem):
     """Fake CUDA tests run in a fork: once autograd has threads for a GPU, no fork can train."""
     if pyfuncitem.module.__name__ != "test_fake_cuda":
@@ -204,8 +254,8 @@ def pytest_pyfunc_call(pyfuncitem):
     return True
 
 
-def kill_at(iteration, command, owner=common.Log, name="write"):
-    """Run a script in a process that SIGKILL ends as soon as it has logged this iteration.
+def run_until_killed(iteration, command, owner=common.Log, name="write"):
+    """Run a script until SIGKILL ends this process, when it has logged this iteration.
 
     None: after the first call of another function, owner.name
     """
@@ -216,11 +266,41 @@ def kill_at(iteration, command, owner=common.Log, name="write"):
         if iteration in (None, given[1]):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, write_and_die)
-        process = fork(run_here, command)
-        process.join()
+    setattr(owner, name, write_and_die)
+    run_here(command)
+
+
+def kill_at(iteration, command, *function):
+    """run_until_killed in a fork"""
+    process = fork(run_until_killed, iteration, command, *function)
+    process.join()
     assert process.exitcode == -signal.SIGKILL
+
+
+def compare_weights():
+    """From now on scripts compare their weights at the end, if several processes have trained.
+
+    -> the list of the models that are still to be compared
+    """
+    models, restore, end = [], common.restore, common.end_distributed
+
+    def kept(args, checkpoint, iters, parts):
+        models.append(parts["model"])
+        return restore(args, checkpoint, iters, parts)
+
+    def compared():
+        for model in models if common.world_size() > 1 else ():
+            state = model.state_dict()
+            names = [name for name, _ in model.named_parameters()]
+            names += [name for name in state if name.startswith("queues")]
+            mine = torch.cat([state[name].detach().double().flatten() for name in names])
+            for other in common.gather(mine[None]):
+                assert torch.equal(mine, other)
+        models.clear()
+        end()
+
+    common.restore, common.end_distributed = kept, compared
+    return models
 
 
 def in_two_processes(function, *given):
@@ -228,27 +308,11 @@ def in_two_processes(function, *given):
 
     -> what it gives in each. If it is a training script, the weights must be equal at the end.
     """
-    models, restore, end, results = [], common.restore, common.end_distributed, FORK.SimpleQueue()
-
-    def kept(args, checkpoint, iters, parts):
-        models.append(parts["model"])
-        return restore(args, checkpoint, iters, parts)
-
-    def compared():
-        for model in models if common.world_size() == 2 else ():
-            state = model.state_dict()
-            names = [name for name, _ in model.named_parameters()]
-            names += [name for name in state if name.startswith("queues")]
-            mine = torch.cat([state[name].detach().double().flatten() for name in names])
-            both = [torch.empty_like(mine), torch.empty_like(mine)]
-            torch.distributed.all_gather(both, mine)
-            assert torch.equal(*both)
-        models.clear()
-        end()
+    results = FORK.SimpleQueue()
 
     def work(rank):
         os.environ.update(place, RANK=rank, LOCAL_RANK=rank)
-        common.restore, common.end_distributed = kept, compared
+        models = compare_weights()
         if rank == "1":  # the first process reads for both
             common.coco_photos = common.jsonl_photos = lambda *given: 1 / 0
         results.put((rank, function(*given)))
@@ -362,7 +426,13 @@ def coco_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_lm(coco_folder, tmp_path_factory):
     """The folder of a BERT of one layer and 64 dimensions that has read coco_folder's captions."""
+    from extras import small_bert  # only here: it takes a second, and not every process needs it
+
     captions = common.caption_data("coco", str(coco_folder), "train2017").all_captions()
     folder = tmp_path_factory.mktemp("lm")
     small_bert.train(folder, captions, 40, 0, CPU, "off", layers=1, width=64)
     return folder
+
+
+if __name__ == "__main__":  # python tests/conftest.py virtex.py FLAGS: with the narrow networks
+    print(run_here(sys.argv[1:]), end="")

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from conftest import Touch, fork, kill_at
+from conftest import Touch, fork_and_read, kill_at
 
 import common
 from extras import shapes
@@ -102,19 +102,8 @@ def make_runs(name):
 def run_script(name, seconds):
     """-> exit code, None if it was killed after so many seconds; what it printed"""
     module = importlib.import_module(name)
-
-    def work():
-        with open("output", "wb") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        module.main(module.get_args(SCRIPTS[name].split()))
-
-    process = fork(work)
-    process.join(seconds)
-    code = process.exitcode
-    process.kill()
-    process.join()
-    return code, Path("output").read_text(errors="replace")
+    args = module.get_args(SCRIPTS[name].split())
+    return fork_and_read(module.main, args, seconds=seconds)
 
 
 def one_case(number, args):

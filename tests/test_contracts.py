@@ -11,8 +11,8 @@ import shutil
 import pytest
 import torch
 import torchvision
-from conftest import REAL, ROOT, SCRIPTS, TORCHRUN, checkpoint_in, files_in, finished
-from conftest import in_two_processes, kill_at, metrics, refusal, result, run_here
+from conftest import ROOT, SCRIPTS, TESTS, TORCHRUN, checkpoint_in, files_in, finished
+from conftest import in_two_processes, kill_at, metrics, refusal, result, run_copy, run_here
 from conftest import run_script
 from PIL import Image
 
@@ -65,10 +65,8 @@ def test_output_directory(script, tiny, tmp_path):
 
 
 @every_script
-def test_killed_three_times_ends_with_the_same_bits(script, tiny, tmp_path, request):
+def test_killed_three_times_ends_with_the_same_bits(script, tiny, tmp_path):
     """Each time within a line of metrics.jsonl; tp ends in another Python, of another hash seed."""
-    if script == "tp":
-        request.getfixturevalue("real_models")
     flags = ["--iters", 10, "--checkpoint-every", 3, *(WARMUP if script == "icmlm" else ())]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_here(tiny(script, whole, *flags))
@@ -77,7 +75,10 @@ def test_killed_three_times_ends_with_the_same_bits(script, tiny, tmp_path, requ
         kill_at(iteration, command)
         with open(killed / "metrics.jsonl", "a") as file:
             file.write('{"iteration": 2, "lo')
-    output = finished(run_script(*command)).stdout if script == "tp" else run_here(command)
+    if script == "tp":
+        output = finished(run_script(TESTS / "conftest.py", *command)).stdout
+    else:
+        output = run_here(command)
     assert f"{killed}: 6 of 10 iterations are done" in output
     speed = {"images_per_s": 0, "data_wait": 0}
     for again in (False, True):
@@ -212,10 +213,8 @@ def test_a_full_disk_and_another_amp(tiny, tmp_path):
 
 
 @every_script
-def test_two_processes(script, tiny, tmp_path, request):
+def test_two_processes(script, tiny, tmp_path):
     """By gloo: every iteration is logged once, one set of files, equal weights."""
-    if script == "virtex":
-        request.getfixturevalue("real_models")
     folder, flags = tmp_path / "run", WARMUP if script == "icmlm" else ()
     command = tiny(script, folder, "--iters", 5, "--checkpoint-every", 3, *flags)
     in_two_processes(run_here, command)
@@ -224,7 +223,7 @@ def test_two_processes(script, tiny, tmp_path, request):
     assert json.loads((folder / "args.json").read_text())["processes"] == 2
     assert not any(name.startswith("module.") for name in checkpoint_in(folder)["model"])
     if script == "virtex":  # once is enough: both processes leave in peace
-        ended = finished(run_script(*TORCHRUN, *command))
+        ended = finished(run_script(*TORCHRUN, TESTS / "conftest.py", *command))
         assert ended.stdout.count("5 of 5 iterations are done") == 1
         assert "Traceback" not in ended.stderr
 
@@ -278,28 +277,34 @@ def test_photos_that_cannot_be_decoded(script, tiny, coco_folder, tmp_path):
 
 
 @every_script
-def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path):
-    """Two files train on a .jsonl, from a backbone, with no other flag but sizes and --lm."""
+def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path, real_models):
+    """Two files train on a .jsonl, from a backbone, with no other flag but sizes and --lm.
+
+    virtex.py starts as a user starts it, in a Python of its own.
+    """
     for name in ("common.py", f"{script}.py"):
         shutil.copy(ROOT / name, tmp_path)
     captions = ["a red circle on the left", "one small circle", "a circle and a blue square"]
     photos = sorted((coco_folder / "train2017").iterdir())
     rows = [{"image": str(path), "captions": captions} for path in photos]
     (tmp_path / "photos.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    state = REAL["resnet18"]().state_dict()
-    state = {name: x for name, x in state.items() if not name.startswith("fc.")}
-    torch.save(state, tmp_path / "weights.pth")
+    common.save_weights(tmp_path / "weights.pth", common.build_backbone("resnet18"))
     flags = "--data photos.jsonl --iters 2 --image-size 32 --workers 0 --batch-size 16".split()
     flags += ["--lm", tiny_lm] if script in ("icmlm", "mmcontrastive") else []
     flags += ["--text-first", 0.5, "--lambda-words", 2] if script == "virtex" else []
-    ended = run_script(f"{script}.py", *flags, "--init", "weights.pth", cwd=tmp_path)
-    assert "--init: loaded 120 of 120 tensors" in finished(ended).stdout
+    command = f"{script}.py", *flags, "--init", "weights.pth"
+    if script == "virtex":
+        printed = finished(run_script(*command, cwd=tmp_path)).stdout
+    else:
+        code, printed = run_copy(tmp_path, *command)
+        assert code == 0, printed
+    assert "--init: loaded 120 of 120 tensors" in printed
     assert (tmp_path / f"runs/{script}-photos/backbone.pth").exists()
     whole = "--init", f"runs/{script}-photos/checkpoint.pth", "--output", "again"
-    assert " tensors" in finished(run_script(f"{script}.py", *flags, *whole, cwd=tmp_path)).stdout
-    if script == "virtex":
-        ended = run_script("virtex.py", cwd=tmp_path)
-        assert ended.stderr.startswith("error: extras is missing: ")
+    code, printed = run_copy(tmp_path, f"{script}.py", *flags, *whole)
+    assert code == 0 and " tensors" in printed, printed
+    code, printed = run_copy(tmp_path, f"{script}.py", "--data", "shapes")
+    assert code == 1 and "error: extras is missing: copy our folder extras to the script" in printed
 
 
 @every_script

@@ -3,14 +3,14 @@
 import json
 import re
 
+import fuzz
 import pytest
 import transformers
-from conftest import finished, refusal, run_here, run_script
+from conftest import fork_and_read, refusal, run_here
 from PIL import Image
 
 import common
 from tools import benchmark, plot
-
 
 IS_NO_FOLDER = "--output {tmp}/file cannot be a folder: File exists"
 WRONG = [
@@ -101,8 +101,9 @@ def test_wrong_folders(command, message, tmp_path):
 
 def test_bad_input():
     """Damaged files, wrong lines and SIGKILL: nothing lost, no hang, no code run"""
-    flags = "--minutes", 0.15, "--seed", 1, "--scripts", "tp", "eval_linear"
-    output = finished(run_script("tests/fuzz.py", *flags)).stdout.splitlines()[-1]
-    counts = {ending: int(count) for count, ending in re.findall(r"(\d+) (\w+)", output)}
+    args = fuzz.get_args("--minutes 0.15 --seed 1 --scripts tp eval_linear".split())
+    code, printed = fork_and_read(fuzz.main, args)
+    assert code == 0, printed
+    counts = {ending: int(n) for n, ending in re.findall(r"(\d+) (\w+)", printed.splitlines()[-1])}
     assert counts["accepted"] + counts["refused"]
     assert not any(counts[ending] for ending in ("unclear", "hang", "code", "lost"))
