@@ -223,6 +223,20 @@ def swap_left_right(caption):
     return regex.sub(r"\b(?i:(left)|right)\b", lambda word: "right" if word[1] else "left", caption)
 
 
+def check_known(unknown, total, what):
+    """Stop if the model does not know half of the tokens, and say so from 5% on
+
+    unknown, total: numbers of tokens.  what: where they are from, for example "the texts"
+    """
+    if not total:
+        return
+    share = f"{unknown} of {total} tokens ({100 * unknown / total:.0f}%) of {what} are unknown"
+    if unknown >= 0.5 * total:
+        fail(f"{share} to the model: it has learned from captions with other words or letters")
+    if unknown >= 0.05 * total:
+        print_main(f"{share} to the model, which cannot tell them apart")
+
+
 # ----------------------------------------------------------------------------- photos to batches
 
 NO_JITTER = np.float32([1, 1, 1, 0])  # factors of brightness, contrast and saturation; hue
