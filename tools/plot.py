@@ -49,9 +49,7 @@ def main(args):
     terms = args.terms or shared_terms(runs.values())
     if not terms:
         fail("the runs have no term in common: see --terms")
-    for font, _ in fonts_for("".join(names), 10)[:-1]:  # for what its own font lacks
-        matplotlib.font_manager.fontManager.addfont(font.path)
-        matplotlib.rcParams["font.family"] += [font.getname()[0]]
+    matplotlib.rcParams["font.family"] = fonts_for("".join(names))
     columns = min(3, len(terms))
     rows = -(-len(terms) // columns)
     figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
