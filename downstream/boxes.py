@@ -66,7 +66,7 @@ class BoxData:
             objects = {image: [o for o in objects[image] if o[-1]] for image in objects}
         left_out = len(rows) - len(content["annotations"])
         if left_out:
-            common.print_main(f"{path}: {left_out} annotations without a mask are left out")
+            common.print_main(f"{path}: {left_out} annotations have no mask, and are left out")
         self.objects = np.array([json.dumps(found) for found in objects.values()], common.STRINGS)
 
     def __len__(self):
@@ -142,11 +142,7 @@ def voc_objects(root, split):
                 }
                 rows.append(row)
     classes = sorted({row["category_id"] for row in rows})
-    content = {
-        "images": [{"id": n + 1} for n in range(len(paths))],
-        "annotations": rows,
-        "categories": [{"id": name, "name": name} for name in classes],
-    }
+    content = coco_format(range(1, len(paths) + 1), rows, {name: name for name in classes})
     return BoxData(content, pictures.photo_files(paths).images, "voc")
 
 
@@ -162,13 +158,15 @@ def shapes_objects(split, side=96):
             box = [side * left, side * top, width, width]
             label = shapes.SHAPES.index(o.shape)
             rows.append({"image_id": scene, "category_id": label, "bbox": box})
-    content = {
-        "images": [{"id": scene} for scene in scenes],
-        "annotations": rows,
-        "categories": [{"id": k, "name": name} for k, name in enumerate(shapes.SHAPES)],
-    }
+    content = coco_format(scenes, rows, dict(enumerate(shapes.SHAPES)))
     draw_scene = partial(shapes.draw, side=side)
     return BoxData(content, np.array(scenes, object), "shapes", open=draw_scene)
+
+
+def coco_format(image_ids, annotations, names):
+    images = [{"id": image_id} for image_id in image_ids]
+    categories = [{"id": category, "name": name} for category, name in names.items()]
+    return {"images": images, "annotations": annotations, "categories": categories}
 
 
 # --------------------------------------------------------------------------------------- samples
@@ -178,7 +176,7 @@ def training_rows(data, seed):
     """The photos with objects, on LVIS some of them repeated -> list of indices"""
     rows = [i for i in range(len(data)) if data.objects_of(i)]
     if not rows:
-        fail("the training split holds no photo with objects: see --train-split")
+        fail("no photo of the training split has an object: see --train-split")
     return repeat_rare(rows, data, seed) if data.source == "lvis" else rows
 
 

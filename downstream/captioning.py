@@ -52,8 +52,7 @@ def get_args(argv=None):
     add("--data", default="coco", help="data set for --evaluate, as of virtex.py (default coco)")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--val-split", help="split for --evaluate (default val2017 for coco, else val)")
-    add("--workers", type=common.non_negative_int, default=0,
-        help="processes that load photos; with 0 the main process does")
+    add("--workers", type=common.non_negative_int, default=0, help="processes that load photos")
     # fmt: on
     args = parser.parse_args(argv)
     if sum(map(bool, (args.photos, args.evaluate, args.captions))) != 1:
@@ -93,8 +92,8 @@ def load_virtex(path, tokenizer_path=None):
     state = content.get("model", {})
     args = content.get("args", {})
     if "textual.embedding.words.weight" not in state or args.get("task") == "masked_lm":
-        fail(f"{path} holds no captioning model: give a checkpoint.pth of --task bicaptioning or "
-             "captioning")  # fmt: skip
+        fail(f"{path} is not a captioning model: give a checkpoint.pth of virtex.py, trained with "
+             "--task bicaptioning or captioning")  # fmt: skip
     if tokenizer_path:
         tokenizer = read_tokenizer(tokenizer_path)
     elif "tokenizer" in content:
@@ -103,7 +102,7 @@ def load_virtex(path, tokenizer_path=None):
         fail(f"{path} has no tokenizer: add --tokenizer coco_10k.model")
     vocab_size, hidden = state["textual.embedding.words.weight"].shape
     if tokenizer.get_piece_size() != vocab_size:
-        fail(f"the tokenizer has {tokenizer.get_piece_size()} tokens, {path} has {vocab_size}")
+        fail(f"the tokenizer has {tokenizer.get_piece_size()} tokens, but {path} has {vocab_size}")
 
     layers = [name for name in state if re.match(r"textual\..*\.linear1\.bias", name)]
     bidirectional = any(name.startswith("backward_textual.") for name in state)

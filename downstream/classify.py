@@ -20,17 +20,12 @@ from downstream import search, tasks
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = tasks.argument_parser(__doc__)
     add = parser.add_argument
-    add("--data", default="shapes",
-        help="labelled photos, as of eval_linear.py: shapes, folder, voc07, coco, ...")
+    add("--data", default="shapes", help="labelled photos, given as for eval_linear.py")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
-    add("--val-split",
-        help="split to classify (default test for voc07, val2017 for coco, else val)")
-    add("--prompt",
-        help='caption for a class (default "a photo of a {}", or "a {}" for shapes)')
-    # fmt: on
+    add("--val-split", help="split to use (default test for voc07, val2017 for coco, else val)")
+    add("--prompt", help='caption for a class (default "a photo of a {}", "a {}" for shapes)')
     search.add_flags(parser, "classify")
     args = parser.parse_args(argv)
     _, val_split = eval_linear.SPLITS.get(args.data, ("train", "val"))

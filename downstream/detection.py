@@ -111,7 +111,7 @@ def get_args(argv=None):
     recipe |= LVIS if args.data == "lvis" else {}
     recipe |= NINE_TIMES if args.schedule == "9x" else {}
     recipe["lr"] *= (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]
-    finetune.fill_defaults(parser, args, "detection", **recipe)
+    tasks.fill_defaults(parser, args, "detection", **recipe)
     return args
 
 
@@ -126,7 +126,7 @@ def main(args):
     eval_linear.check_same_classes(train, val)
     eval_linear.report_shared(train, val)
     if train.masks != val.masks:
-        fail("only one of the splits has masks")
+        fail("one of the splits has masks, and the other has none")
     train.content = None  # gigabytes that only scoring needs
     print_main(f"{len(train)} + {len(val)} photos, {len(train.names)} classes, on {device}")
 

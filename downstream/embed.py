@@ -30,12 +30,9 @@ def get_args(argv=None):
         help="network to build for imagenet and random (default resnet50)")
     add("--image-size", type=common.positive_int, help="side of the central square in pixels "
         "(default: that of the weights' training, from args.json beside them; else 224)")
-    add("--output", default="runs/embed",
-        help="folder for features.npy and files.txt (default %(default)s)")
-    add("--amp", choices=("bf16", "fp16", "off"), default="off",
-        help="precision (default %(default)s)")
-    add("--workers", type=common.non_negative_int, default=2,
-        help="processes that load photos; with 0 the main process does")
+    add("--output", default="runs/embed", help="folder for the two files (default %(default)s)")
+    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision (default off)")
+    add("--workers", type=common.non_negative_int, default=2, help="processes that load photos")
     # fmt: on
     return parser.parse_args(argv)
 

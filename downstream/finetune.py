@@ -74,13 +74,12 @@ def get_args(argv=None):
         "the learning rate falls to a tenth (default: 70%% and 90%% of --epochs)")
     add("--weight-decay", type=common.non_negative, default=1e-4,
         help="weight decay of all weights [Sec. 4.3]")
-    add("--amp", choices=("bf16", "fp16", "off"),
-        help="precision (default bf16 where the device has it)")
+    add("--amp", choices=("bf16", "fp16", "off"), help="precision (default bf16 if supported)")
     # fmt: on
     add_run_flags(parser)
     args = parser.parse_args(argv)
     defaults = {name: row[DATA.index(args.data)] for name, row in DEFAULTS.items()}
-    fill_defaults(parser, args, "finetune", **defaults)
+    tasks.fill_defaults(parser, args, "finetune", **defaults)
     if args.steps and not min(1, args.epochs / 2) <= max(args.steps) < args.epochs:
         parser.error(f"--steps are epochs, from 1 on, and training ends after {args.epochs:g}")
     return args
@@ -102,13 +101,6 @@ def add_run_flags(parser):
     add("--keep-every", type=common.positive_int,
         help="also keep a model_N.pth every N iterations, to choose the best later")
     # fmt: on
-
-
-def fill_defaults(parser, args, script, **defaults):
-    """Give flags that were left out these defaults."""
-    args.script = script
-    suffix = "" if args.data == "shapes" else f"-{args.data}"  # other data: no collision
-    tasks.fill_defaults(parser, args, output=f"runs/{script}{suffix}", **defaults)
 
 
 def main(args):

@@ -6,7 +6,6 @@ Words, clusters and rotations share one softmax, as in training; topics are inde
 its own probability. The model sees the central square of a photo, as in validation.
 """
 
-
 import torch
 
 import common

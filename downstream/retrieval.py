@@ -76,8 +76,7 @@ def get_args(argv=None):
     add("--folds", type=common.positive_int, default=1,
         help="split the test photos into this many parts, and average over them")
     add("--epochs", type=common.positive_int, help="epochs at --lr, and as many at a tenth of it")
-    add("--negatives", choices=("hardest", "mean"),
-        help="what the loss compares with; take mean if it stays at 0.4")
+    add("--negatives", choices=("hardest", "mean"), help="take mean if the loss stays at 0.4")
     add("--lr", type=common.positive, help="learning rate of Adam")
     add("--dim", type=common.positive_int, help="dimension of the common space")
     add("--word-dim", type=common.positive_int, help="dimension of the word embeddings")
@@ -88,7 +87,7 @@ def get_args(argv=None):
     args.recipe = args.recipe or ("demo" if args.data == "shapes" else by_data)
     column = common.RECIPE_NAMES.index(args.recipe)
     recipe = {name: row[column] for name, row in RECIPES.items()}
-    tasks.fill_defaults(parser, args, **recipe)
+    tasks.fill_defaults(parser, args, "retrieval", **recipe)
     return args
 
 
@@ -101,7 +100,7 @@ def main(args):
     test = captioned_photos(args, args.val_split, args.test_images)
     eval_linear.report_shared(train, test)
     if args.folds > len(test):
-        fail(f"--folds {args.folds}: there are {len(test)} test photos")
+        fail(f"--folds {args.folds} is more than the {len(test)} test photos")
     vocabulary = count_words(train.all_captions())
     known = [word in vocabulary for word in words_of(test.all_captions())]
     common.check_known(known.count(False), len(known), f"the captions of {args.val_split}")

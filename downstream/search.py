@@ -31,15 +31,11 @@ def get_args(argv=None):
 
 def add_flags(parser, name):
     """Those of classify.py, too"""
-    # fmt: off
     add = parser.add_argument
     tasks.add_weights(parser, "mmcontrastive")
     add("--output", default=f"runs/{name}", help="folder for the results (default %(default)s)")
-    add("--amp", choices=("bf16", "fp16", "off"),
-        help="precision (default bf16 where the device has it)")
-    add("--workers", type=common.non_negative_int, default=2,
-        help="processes that load photos; with 0 the main process does")
-    # fmt: on
+    add("--amp", choices=("bf16", "fp16", "off"), help="precision (default bf16 if supported)")
+    add("--workers", type=common.non_negative_int, default=2, help="processes that load photos")
 
 
 def main(args):
@@ -81,8 +77,8 @@ class Model:
             named += [text] if of_text else []
         if named:
             more = ", ..." if len(named) > 20 else ""
-            print_main(f"of {len(named)} of {len(texts)} the model does not know all words: "
-                       f"{', '.join(named[:20])}{more}")  # fmt: skip
+            print_main(f"the model does not know every word of {', '.join(named[:20])}{more} "
+                       f"({len(named)} of {len(texts)})")  # fmt: skip
         common.check_known(unknown, total, what)
 
     def find(self, texts, data, path):

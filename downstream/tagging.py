@@ -22,7 +22,7 @@ cannot exceed min(n, K) / max(n, K). Only tags of the vocabulary count, and phot
 left out. Optimizer, epochs and standardised features are ours, too.
 
 What to expect: the loss starts near 1 and falls. A trained backbone should beat random
-initialisation and the most frequent tags, predicted for all photos. tagging.png shows eight photos.
+initialisation and the most frequent tags, predicted for all photos.
 """
 
 import math
@@ -38,7 +38,7 @@ from torch import nn
 import common
 import eval_linear
 from common import fail, print_main, progress
-from downstream import pictures, tasks
+from downstream import tasks
 from extras import shapes
 
 CUTS = 5, 10, 15, 20  # the K of mIOU@K [Tab. 5]
@@ -53,10 +53,8 @@ def get_args(argv=None):
     add = parser.add_argument_group("tags").add_argument
     add("--tags", metavar="FILE",
         help="take as tags the words of this concepts.json of tp.py that occur in the captions")
-    add("--num-tags", type=common.positive_int, default=18157,
-        help="size of the vocabulary: the most frequent tags [Sec. 4.1]")
-    add("--dim", type=common.positive_int, default=4096,
-        help="maximum width of the tag vectors [Sec. 4.3]")
+    add("--num-tags", type=common.positive_int, default=18157, help="size of the vocabulary")
+    add("--dim", type=common.positive_int, default=4096, help="maximum width of tag vectors")
     add("--fraction", type=common.fraction_above_0,
         help="use this fraction of the training photos (default 0.2 for shapes, else 1)")
     add = parser.add_argument_group("MLP").add_argument
@@ -68,7 +66,7 @@ def get_args(argv=None):
     # fmt: on
     tasks.add_run_flags(parser, "tagging")
     args = parser.parse_args(argv)
-    tasks.fill_defaults(parser, args, fraction=0.2 if args.data == "shapes" else 1.0)
+    tasks.fill_defaults(parser, args, "tagging", fraction=0.2 if args.data == "shapes" else 1.0)
     return args
 
 
@@ -88,8 +86,6 @@ def main(args):
             val_data, val_x = tasks.central_features(backbone, val, args, device)
         mlp = train_mlp(train_x, train_data.labels, vectors, args, seed)
         ranked = nearest_tags(mlp, val_x, vectors)  # (N, 20)
-        if not runs:
-            draw_tags(val_data, ranked, f"{args.output}/tagging.png")
         runs[name].append(miou_at_cuts(ranked, val_data.labels))
     most_frequent = np.arange(min(CUTS[-1], len(train.names)))  # the order of tagged_photos
     always = np.tile(most_frequent, (len(val_data), 1))
@@ -133,7 +129,7 @@ def tags_of_photos(data, args):
             fail(f"there is no {args.tags}: --tags is the concepts.json of a run of tp.py")
         content = common.read_json(args.tags)
         if not isinstance(content, dict):
-            fail(f"--tags {args.tags} is no concepts.json of tp.py or icmlm.py")
+            fail(f"--tags {args.tags} is not a concepts.json of tp.py or icmlm.py")
         concepts = {word for words in content.values() for word in words}
         texts = progress(map(" ".join, data.captions), desc="tags", total=len(data), leave=False)
         return [concepts.intersection(words_of(text)) for text in texts]
@@ -159,7 +155,7 @@ def with_tags(data, tags, names):
     labels = sparse.csr_array(multi_hot(map(known.intersection, tags), names), dtype=np.float32)
     keep = np.flatnonzero(labels.sum(1))
     if len(keep) < len(data):
-        print_main(f"{len(data) - len(keep)} of {len(data)} photos have no tag: left out")
+        print_main(f"{len(data) - len(keep)} of {len(data)} photos have no tag, and are left out")
     return eval_linear.LabelData(data.images, labels, names, data.open).select(keep)
 
 
@@ -169,8 +165,7 @@ def tag_vectors(tags, dim, device):
     PMI(a, b) = log P(a, b) / (P(a) P(b)) [Church & Hanks 1990, the paper's reference], where P are
     fractions of the N photos. A tag on all photos has PMI 0 with every tag and the vector 0.
     """
-    both = (tags.T @ tags).toarray()  # the number of photos with both tags
-    both = torch.from_numpy(both).to(device)
+    both = torch.from_numpy((tags.T @ tags).toarray()).to(device)  # how many photos have both tags
     each = both.diagonal()
     pmi = torch.log(both * tags.shape[0] / torch.outer(each, each))  # -inf if no photo has both
     # A symmetric matrix has as singular values its eigenvalues without their signs.
@@ -191,12 +186,8 @@ def train_mlp(features, tags, vectors, args, seed):
     scale = nn.BatchNorm1d(width, affine=False).eval()
     scale.running_mean = features.mean(0)
     scale.running_var = features.var(0, correction=0)
-    mlp = nn.Sequential(
-        scale,
-        nn.Linear(width, args.hidden),
-        nn.ReLU(),
-        nn.Linear(args.hidden, vectors.shape[1]),
-    )
+    hidden = nn.Linear(width, args.hidden)
+    mlp = nn.Sequential(scale, hidden, nn.ReLU(), nn.Linear(args.hidden, vectors.shape[1]))
     mlp.to(device)
     optimizer = torch.optim.AdamW(mlp.parameters(), args.lr, weight_decay=0.01, fused=True)
     num_batches = math.ceil(len(features) / args.batch_size)
@@ -255,22 +246,6 @@ def miou_at_cuts(ranked, tags):
             overlaps.append(len(pred & gt) / len(pred | gt))
         scores[f"mIOU@{k}"] = 100 * float(np.mean(overlaps))
     return scores
-
-
-def draw_tags(data, ranked, path, side=160):
-    """Draw eight photos with their five nearest tags, marked by whether they are true, and the rest
-
-    data: LabelData.  ranked: the output of nearest_tags.
-    """
-    photos = []
-    for n, nearest in enumerate(ranked[:8, : CUTS[0]].tolist()):
-        [pixels] = common.read_crops(data, n, [common.centre_crop], side)
-        truth = data.labels[[n]].indices.tolist()
-        marked = [("\N{CHECK MARK} " if k in truth else "no ") + data.names[k] for k in nearest]
-        missed = [data.names[k] for k in truth if k not in nearest]
-        text = f"{', '.join(marked)}; missed: {', '.join(missed) or 'none'}"
-        photos.append((pixels, text, None))
-    pictures.draw_rows(path, pictures.in_rows(photos, 4), below=8, side=side)
 
 
 if __name__ == "__main__":

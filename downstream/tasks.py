@@ -39,7 +39,7 @@ def add_flags(parser, data=None):
     add("--image-size", type=common.positive_int, help="crop side in pixels (default: that of the "
         "weights' training, from args.json beside them; else 224, or 48 for shapes)")
     add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count()),
-        help="processes that load photos; with 0 the main process does")
+        help="processes that load photos; raise it if data_wait exceeds 0.05")
     # fmt: on
 
 
@@ -58,14 +58,15 @@ def add_run_flags(parser, script):
         help="repeat with this many seeds, and report the mean and the deviation")
     add("--seed", type=common.non_negative_int, default=0,
         help="seed of the first run; it determines what is drawn")
-    add("--output", default=f"runs/{script}", help="folder for result.json and the picture")
+    add("--output", default=f"runs/{script}", help="folder for the results (default %(default)s)")
     add("--amp", choices=("bf16", "fp16", "off"), default="off",
         help="precision; leave it off for numbers that you report")
     # fmt: on
 
 
-def fill_defaults(parser, args, **defaults):
+def fill_defaults(parser, args, script, **defaults):
     """Give flags that were left out these defaults, or those that depend on --data."""
+    args.script = script
     if args.weights in ("random", "imagenet") and not args.arch:
         parser.error(f"--weights {args.weights} needs --arch")
     if args.weights.startswith("clip:"):
@@ -74,6 +75,7 @@ def fill_defaults(parser, args, **defaults):
     size = eval_linear.trained_with(args.weights, "image_size")
     size = size or (48 if args.data == "shapes" else 224)
     usual = {"train_split": f"train{year}", "val_split": f"val{year}", "image_size": size}
+    usual["output"] = f"runs/{script}-{args.data}".removesuffix("-shapes")
     for name, value in (usual | defaults).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)

@@ -26,7 +26,7 @@ VGG-16 is measured after each of its last three convolutions as in the paper, a 
 last. App. C does not say how the function is trained; see predict_classes. Scores are means over
 --runs. "top-1" is the accuracy over all test photos, although Tab. 6 may mean over classes. "seen"
 and "unseen" are means over the classes of each kind, and the harmonic mean is of these two [Xian et
-al.]. unseen.png shows predictions for unseen classes.
+al.].
 """
 
 import argparse
@@ -70,7 +70,7 @@ def get_args(argv=None):
     args = parser.parse_args(argv)
     if args.train_split or args.val_split:
         parser.error("zeroshot has splits of its own: leave out --train-split and --val-split")
-    tasks.fill_defaults(parser, args)
+    tasks.fill_defaults(parser, args, "zeroshot")
     return args
 
 
@@ -91,8 +91,6 @@ def main(args):
             predicted = predict_classes(x, readable, run, device)
             for metric, score in accuracies(predicted, readable).items():
                 scores[f"{layer} {metric}".strip()] = score
-        if not runs:  # of the last layer
-            draw_predictions(f"{args.output}/unseen.png", readable, predicted)
         runs[name].append(scores)
     metric = [name for name in scores if "top-1" in name][-1]  # of the last layer
     runs["guessing"] = [{metric: 100 / len(data.names)}]
@@ -167,7 +165,7 @@ def read_mat(path):
     from scipy.io import loadmat
 
     if not path.is_file():
-        fail(f"there is no {path}: --root should hold xlsa17.zip of Xian et al., unpacked")
+        fail(f"there is no {path}: --root is the folder where you unpacked xlsa17.zip")
     variables = "image_files", "labels", "allclasses_names", "att", *LOCATIONS
     content = loadmat(str(path), squeeze_me=True, variable_names=variables)
     return {name: np.atleast_1d(value) for name, value in content.items()}
@@ -248,18 +246,6 @@ def accuracies(predicted, data):
     a, b = scores["seen"], scores["unseen"]
     scores["harmonic mean"] = 2 * a * b / (a + b) if a + b else 0.0  # [Xian et al.]
     return scores
-
-
-def draw_predictions(path, data, predicted, side=128):
-    """Some test photos of unseen classes: the predicted class, and the true one if it differs"""
-    unseen = np.random.default_rng(0).permutation(np.flatnonzero(data.parts == UNSEEN))
-    photos = []
-    for i in unseen[:24]:
-        [pixels] = common.read_crops(data, i, [common.centre_crop], side)
-        guess, truth = data.names[predicted[i]], data.names[data.classes[i]]
-        text = guess if guess == truth else f"{guess}, in truth {truth}"
-        photos.append((pixels, text, "green" if guess == truth else "red"))
-    pictures.draw_rows(path, pictures.in_rows(photos, 6), below=2, side=side)
 
 
 if __name__ == "__main__":

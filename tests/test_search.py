@@ -147,7 +147,7 @@ def test_words_that_the_model_does_not_know(trained, coco_folder, tmp_path, caps
     known = run_here([*search_for, "a red circle"])
     assert "unknown" not in known and "does not know" not in known
     some = run_here([*search_for, "a small red circle left of a blue square", "a red жук"])
-    assert "of 1 of 2 the model does not know all words: a red жук" in some
+    assert "the model does not know every word of a red жук (1 of 2)" in some
     assert "1 of " in some and "tokens" in some and "of the texts are unknown to the model" in some
     wrong = refusal([*search_for, "жук на траве"])
     assert "4 of 4 tokens (100%) of the texts are unknown" in wrong
@@ -158,7 +158,7 @@ def test_words_that_the_model_does_not_know(trained, coco_folder, tmp_path, caps
         shutil.copy(photo, tmp_path / "labelled" / "val" / name)
     classify = "downstream.classify", *weights, "--data", "folder", "--root", tmp_path / "labelled"
     lines = run_here(classify).splitlines()
-    assert "of 1 of 3 the model does not know all words: жук" in lines
+    assert "the model does not know every word of жук (1 of 3)" in lines
     shutil.rmtree(tmp_path / "labelled" / "val" / "red_circle")
     for name in ("n01", "тр"):
         shutil.copytree(tmp_path / "labelled/val/blue_square", tmp_path / "labelled/val" / name)
