@@ -30,16 +30,16 @@ def add_flags(parser, data=None):
     add("--weights", default="runs/virtex/backbone.pth",
         help="the backbone: a file that eval_linear.py reads, imagenet or random")
     add("--arch", choices=common.BACKBONES,
-        help="network to build; imagenet and random need it, files name their own")
+        help="network to build; needed for imagenet and random")
     add("--data", default="shapes", choices=data, help="data set; shapes is built in" if data else
         "data set: shapes (built in), coco, vg, a .jsonl file or a folder of shards")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
-    add("--train-split", help="split to train on (default train2017 for coco, else train)")
-    add("--val-split", help="split to test on (default val2017 for coco, else val)")
+    add("--train-split", help="split to train on (default train, or as named by the data set)")
+    add("--val-split", help="split to test on (default val, or as named by the data set)")
     add("--image-size", type=common.positive_int, help="crop side in pixels (default: that of the "
         "weights' training, from args.json beside them; else 224, or 48 for shapes)")
     add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count()),
-        help="processes that load photos; raise it if data_wait exceeds 0.05")
+        help="processes that load photos; with 0 the main process does")
     # fmt: on
 
 
