@@ -3,6 +3,7 @@
 Its ranks are those of mmcontrastive.retrieval_scores: test_mmcontrastive.py.
 """
 
+import json
 import math
 from functools import partial
 
