@@ -15,7 +15,7 @@ import common
 from common import fail
 
 FONT_SIZE = 11  # in points
-LINE = 18  # pixels for a line of text
+LINE = 20  # pixels for a line of text
 GAP = 8  # pixels between photos
 NO_FONT = (
     "pictures have boxes for letters that no font of this system has. Install more fonts, on "
@@ -101,7 +101,7 @@ def draw_rows(path, rows, above=1, below=1, side=128):
     columns = max(len(photos) for _, photos in rows)
     width = GAP + columns * (side + GAP)
     room_above = [above * LINE if title else 0 for title, _ in rows]
-    height = GAP + sum(room_above) + len(rows) * (side + below * LINE + 12)
+    height = GAP + sum(room_above) + len(rows) * (side + below * LINE + 8)
     figure = Figure((width / 100, height / 100), dpi=100)
     bottom = height - GAP
     with warnings.catch_warnings():
@@ -117,7 +117,7 @@ def draw_rows(path, rows, above=1, below=1, side=128):
                     style = {"fill": False, "edgecolor": frame, "linewidth": 3}
                     box = Rectangle((x, bottom), side, side, transform=None, **style)
                     figure.add_artist(box)
-            bottom -= below * LINE + 12
+            bottom -= below * LINE + 8
         figure.savefig(path)
 
 
@@ -155,7 +155,8 @@ def draw_attention(image, caption, words, path, side=192, columns=6):
         photos.append((highlight(photo, attention), word, None))
     rows = in_rows(photos, columns)
     rows[0] = caption, photos[:columns]
-    draw_rows(path, rows, above=3, side=side)
+    lines = 1 + 16 * len(caption) // (len(photos[:columns]) * side)  # a letter has up to 16 pixels
+    draw_rows(path, rows, above=min(3, lines), side=side)
 
 
 def highlight(photo, attention):
