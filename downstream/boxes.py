@@ -1,6 +1,6 @@
-"""Photos with boxes: VOC, COCO, LVIS and the built-in scenes in one form; scores and pictures.
+"""Photos with boxes, for detection.py: VOC, COCO, LVIS and the built-in scenes; scores; a picture
 
-For detection.py. The form is COCO's JSON format, which pycocotools scores.
+All are converted to COCO's JSON format, which pycocotools scores.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from xml.etree import ElementTree
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageOps
 
 import common
 from common import fail
-from downstream.pictures import photo_files, write
+from downstream import pictures
 from extras import pixels, shapes
 
 SCORES = "AP", "AP50", "AP75"
@@ -33,7 +33,8 @@ class BoxData:
     """
 
     def __init__(self, content, images, source, path=None, open=Image.open):
-        self.masks = complete(content, path)
+        from pycocotools.coco import COCO
+
         self.content = content
         self.images = images
         self.source = source
@@ -44,12 +45,29 @@ class BoxData:
         self.names = {category["id"]: category["name"] for category in categories}
         class_of = {category: k for k, category in enumerate(self.names, 1)}
         objects = {image: [] for image in self.ids}
-        for row in content["annotations"]:
+        coco = COCO()
+        coco.imgs = {image["id"]: image for image in content["images"]}
+        for number, row in enumerate(content["annotations"], 1):
+            name = row.get("id", number)
+            try:
+                complete(row, number, coco)
+                of_image, label = objects[row["image_id"]], class_of[row["category_id"]]
+            except Exception as error:  # pycocotools raises several kinds
+                fail(f"{path}, annotation {name}: {error!r} (a KeyError names an id or a field "
+                     "that the file does not have)")  # fmt: skip
             crowd = row["iscrowd"] and source != "voc"  # those are only difficult [Detectron2]
             if not crowd and min(row["bbox"][2:]) > 0.01:
-                found = [class_of[row["category_id"]], *row["bbox"], row["segmentation"]]
-                objects[row["image_id"]].append(found)
-        self.objects = np.array(list(map(json.dumps, objects.values())), common.STRINGS)
+                of_image.append([label, *row["bbox"], row["segmentation"]])
+
+        rows = content["annotations"]
+        self.masks = any(row["segmentation"] and not row["iscrowd"] for row in rows)
+        if self.masks:
+            content["annotations"] = [row for row in rows if row["segmentation"]]
+            objects = {image: [o for o in objects[image] if o[-1]] for image in objects}
+        left_out = len(rows) - len(content["annotations"])
+        if left_out:
+            common.print_main(f"{path}: {left_out} annotations have no mask, and are left out")
+        self.objects = np.array([json.dumps(found) for found in objects.values()], common.STRINGS)
 
     def __len__(self):
         return len(self.images)
@@ -67,8 +85,7 @@ def load(name, root, split):
         return shapes_objects(split)
     root = root or f"datasets/{name}"
     if name == "voc":
-        content, paths = voc_objects(root, split)
-        return BoxData(content, photo_files(paths).images, name)
+        return voc_objects(root, split)
     kind = "lvis" if name == "lvis" else "instances"
     path = f"{root}/annotations/{kind}_{split}.json"
     content = common.read_json(path)
@@ -78,7 +95,7 @@ def load(name, root, split):
         if name == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
             file = "/".join(image["coco_url"].split("/")[-2:])
         paths.append(f"{root}/{file}")
-    images = photo_files(paths).images
+    images = pictures.photo_files(paths).images
     for image, photo in zip(content["images"], paths):
         if not (image.get("height") and image.get("width")):
             with Image.open(photo) as opened:
@@ -87,46 +104,22 @@ def load(name, root, split):
     return BoxData(content, images, name, path)
 
 
-def complete(content, path):
-    """Check COCO's JSON, and add what people's own files may lack -> whether there are masks"""
-    from pycocotools.coco import COCO
-
-    rows = content["annotations"]
-    categories = {category["id"] for category in content["categories"]}
-    coco = COCO()
-    coco.imgs = {image["id"]: image for image in content["images"]}
-    for n, row in enumerate(rows, 1):  # as their ids: pycocotools takes 0 for no match
-        image = coco.imgs.get(row.get("image_id"), {})
-        found = row.get("segmentation") or []
-        rle = isinstance(found, dict)  # run lengths; otherwise polygons
-        fields = {
-            "image_id": image,
-            "category_id": row.get("category_id") in categories,
-            "bbox": len(row.get("bbox") or ()) == 4,
-            "segmentation": not rle or found["size"] == [image.get("height"), image.get("width")],
-        }
-        for field, valid in fields.items():
-            if not valid:
-                fail(f"{path}: annotation {row.get('id', n)}: wrong {field} {row.get(field)!s:.50}")
-        *_, w, h = row["bbox"] = list(map(float, row["bbox"]))
-        if not rle:  # at least three points [Detectron2]
-            found = [p for p in found if len(p) >= 6 and len(p) % 2 == 0]
-        row |= {"id": n, "iscrowd": row.get("iscrowd") or 0, "segmentation": found}
-        if row.get("area") is None:
-            row["area"] = int(coco.annToMask(row).sum()) if found else w * h
-
-    masks = any(row["segmentation"] and not row["iscrowd"] for row in rows)
-    content["annotations"] = [row for row in rows if row["segmentation"] or not masks]
-    if left_out := len(rows) - len(content["annotations"]):
-        common.print_main(f"{path}: {left_out} annotations without a mask are left out")
-    return masks
+def complete(row, number, coco):
+    """Add to an annotation what people's own COCO files may lack. Its number becomes its id."""
+    _, _, width, height = row["bbox"] = [float(value) for value in row["bbox"]]
+    found = row.get("segmentation") or []
+    if isinstance(found, list):  # of polygons; otherwise run lengths
+        found = [polygon for polygon in found if len(polygon) >= 6 and len(polygon) % 2 == 0]
+    # Ids count from 1, because pycocotools takes 0 for no match.
+    row |= {"id": number, "iscrowd": row.get("iscrowd") or 0, "segmentation": found}
+    if row.get("area") is None:
+        row["area"] = int(coco.annToMask(row).sum()) if found else width * height
 
 
 def voc_objects(root, split):
     """Annotations/*.xml of the photos in ImageSets/Main/{list}.txt, of one year or several
 
-    A difficult object becomes a crowd, which pycocotools ignores: see plain_iou.
-    -> {"images", "annotations", "categories"}, paths
+    A difficult object becomes a crowd, which pycocotools ignores (see plain_iou). -> BoxData
     """
     paths, rows = [], []
     for part in split.split("+"):
@@ -149,12 +142,8 @@ def voc_objects(root, split):
                 }
                 rows.append(row)
     classes = sorted({row["category_id"] for row in rows})
-    content = {
-        "images": [{"id": n + 1} for n in range(len(paths))],
-        "annotations": rows,
-        "categories": [{"id": name, "name": name} for name in classes],
-    }
-    return content, paths
+    content = coco_format(range(1, len(paths) + 1), rows, {name: name for name in classes})
+    return BoxData(content, pictures.photo_files(paths).images, "voc")
 
 
 def shapes_objects(split, side=96):
@@ -169,13 +158,15 @@ def shapes_objects(split, side=96):
             box = [side * left, side * top, width, width]
             label = shapes.SHAPES.index(o.shape)
             rows.append({"image_id": scene, "category_id": label, "bbox": box})
-    content = {
-        "images": [{"id": scene} for scene in scenes],
-        "annotations": rows,
-        "categories": [{"id": k, "name": name} for k, name in enumerate(shapes.SHAPES)],
-    }
+    content = coco_format(scenes, rows, dict(enumerate(shapes.SHAPES)))
     draw_scene = partial(shapes.draw, side=side)
     return BoxData(content, np.array(scenes, object), "shapes", open=draw_scene)
+
+
+def coco_format(image_ids, annotations, names):
+    images = [{"id": image_id} for image_id in image_ids]
+    categories = [{"id": category, "name": name} for category, name in names.items()]
+    return {"images": images, "annotations": annotations, "categories": categories}
 
 
 # --------------------------------------------------------------------------------------- samples
@@ -185,7 +176,7 @@ def training_rows(data, seed):
     """The photos with objects, on LVIS some of them repeated -> list of indices"""
     rows = [i for i in range(len(data)) if data.objects_of(i)]
     if not rows:
-        fail("the training split holds no photo with objects: see --train-split")
+        fail("no photo of the training split has an object: see --train-split")
     return repeat_rare(rows, data, seed) if data.source == "lvis" else rows
 
 
@@ -324,27 +315,30 @@ def plain_iou(evaluation, image, category):
 
 
 def draw(val, results, path, side=320):
-    """Draw eight validation photos, resized to squares, with the detections that score above 0.5"""
+    """Draw eight validation photos, resized to squares, with detections that score above 0.5."""
     from pycocotools import mask
+    from torchvision.transforms.functional import resize
+    from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
-    photos = BoxPhotos(val, range(len(val)))
-    sheet = Image.new("RGB", (4 * side, 2 * side))
+    samples = BoxPhotos(val, range(len(val)))
+    photos = []
     for n in range(min(8, len(val))):
-        sample = photos[n]
-        photo = Image.fromarray(sample["image"].permute(1, 2, 0).numpy())
-        scale = side / np.array(photo.size)
-        photo = photo.resize((side, side))
-        canvas = ImageDraw.Draw(photo)
+        sample = samples[n]
+        _, height, width = sample["image"].shape
+        photo = resize(sample["image"], [side, side])
         image_id = val.ids[sample["image_id"]]
         shown = [row for row in results if row["image_id"] == image_id and row["score"] > 0.5]
-        for row in shown:
-            if val.masks:
-                half = Image.fromarray(128 * mask.decode(row["segmentation"]))
-                photo.paste("red", mask=half.resize((side, side)))
-            x, y, w, h = row["bbox"] * np.tile(scale, 2)
-            canvas.rectangle((x, y, x + w, y + h), outline="yellow", width=2)
-            label = f"{val.names[row['category_id']]} {row['score']:.2f}"
-            style = {"stroke_width": 2, "stroke_fill": "black"}
-            write(canvas, x + 4, y + 4, label, 15, "yellow", side - x - 4, **style)
-        sheet.paste(photo, (n % 4 * side, n // 4 * side))
-    sheet.save(path)
+        if shown and val.masks:
+            masks = np.stack([mask.decode(row["segmentation"]) for row in shown])
+            masks = resize(torch.tensor(masks), [side, side]).bool()
+            photo = draw_segmentation_masks(photo, masks, 0.5, "red")
+        if shown:
+            corners = torch.tensor([row["bbox"] for row in shown])
+            corners[:, 2:] += corners[:, :2]
+            corners *= torch.tensor([side / width, side / height] * 2)
+            numbers = [str(k) for k in range(1, len(shown) + 1)]
+            photo = draw_bounding_boxes(photo, corners, numbers, colors="yellow", width=2)
+        names = [f"{val.names[row['category_id']]} {row['score']:.2f}" for row in shown]
+        text = ", ".join(f"{k}: {name}" for k, name in enumerate(names, 1))
+        photos.append((photo.permute(1, 2, 0).numpy(), text, None))
+    pictures.draw_rows(path, pictures.in_rows(photos, 4), below=2, side=side)

@@ -8,12 +8,11 @@
 Prints a caption for each photo and draws the attention of the last layer for each word into
 --output. --evaluate writes captions of the validation split into captions.json and scores them by
 CIDEr and SPICE, which need pycocoevalcap and Java; --captions captions.json scores them on another
-machine. --weights is a checkpoint.pth or model_N.pth of virtex.py or an official checkpoint, which
-has no tokenizer: add --tokenizer coco_10k.model. Photos are cropped as in the official evaluation:
-resize 256, centre crop 224, or in proportion for other image sizes.
+machine. --weights may also be an official checkpoint; it has no tokenizer, so you have to add
+--tokenizer coco_10k.model. Photos are cropped as in the official evaluation: resize 256, centre
+crop 224, or in proportion for other image sizes.
 """
 
-import argparse
 import importlib.util
 import json
 import math
@@ -25,13 +24,13 @@ from pathlib import Path
 
 import sentencepiece
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import DataLoader
 
 import common
 import virtex
 from common import fail, print_main, progress
+from downstream import tasks
 from downstream.pictures import draw_attention, photo_files
 from eval_linear import CentralSquares
 from extras import checkpoints
@@ -40,20 +39,21 @@ from virtex import EOS, MASK, PAD, SOS
 
 def get_args(argv=None):
     # fmt: off
-    parser = argparse.ArgumentParser(description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = tasks.argument_parser(__doc__)
     add = parser.add_argument
     add("photos", nargs="*", metavar="PHOTO", help="photos to caption")
-    add("--weights", default="runs/virtex/checkpoint.pth", help="default %(default)s")
-    add("--tokenizer", help="a SentencePiece .model, for official weights")
+    tasks.add_weights(parser, "virtex")
+    add("--tokenizer", help="SentencePiece .model file, which official weights need")
     add("--output", help="folder for what is written (default runs/captioning, or FILE's folder)")
-    add("--beams", type=common.count, default=5, help="width of beam search [Sec. 4.4]")
-    add("--evaluate", action="store_true", help="CIDEr and SPICE on the validation split [Fig. 6]")
+    add("--beams", type=common.positive_int, default=5, help="width of beam search [Sec. 4.4]")
+    add("--evaluate", action="store_true",
+        help="caption the validation split, and measure CIDEr and SPICE [Fig. 6]")
     add("--captions", metavar="FILE", help="score a captions.json of --evaluate, without a model")
-    add("--data", default="coco", help="for --evaluate, as of virtex.py (default coco)")
+    add("--data", default="coco", help="data set for --evaluate, as of virtex.py (default coco)")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
-    add("--val-split", help="default val2017 for coco, else val")
-    add("--workers", type=common.whole, default=0, help="DataLoader workers")
+    add("--val-split", help="split for --evaluate (default val2017 for coco, else val)")
+    add("--workers", type=common.non_negative_int, default=0, help="processes that load photos")
+    # fmt: on
     args = parser.parse_args(argv)
     if sum(map(bool, (args.photos, args.evaluate, args.captions))) != 1:
         parser.error("give either photos, --evaluate or --captions")
@@ -92,8 +92,8 @@ def load_virtex(path, tokenizer_path=None):
     state = content.get("model", {})
     args = content.get("args", {})
     if "textual.embedding.words.weight" not in state or args.get("task") == "masked_lm":
-        fail(f"{path} holds no captioning model: give a checkpoint.pth of --task bicaptioning or "
-             "captioning")  # fmt: skip
+        fail(f"{path} is not a captioning model: give a checkpoint.pth of virtex.py, trained with "
+             "--task bicaptioning or captioning")  # fmt: skip
     if tokenizer_path:
         tokenizer = read_tokenizer(tokenizer_path)
     elif "tokenizer" in content:
@@ -102,7 +102,7 @@ def load_virtex(path, tokenizer_path=None):
         fail(f"{path} has no tokenizer: add --tokenizer coco_10k.model")
     vocab_size, hidden = state["textual.embedding.words.weight"].shape
     if tokenizer.get_piece_size() != vocab_size:
-        fail(f"the tokenizer has {tokenizer.get_piece_size()} tokens, {path} has {vocab_size}")
+        fail(f"the tokenizer has {tokenizer.get_piece_size()} tokens, but {path} has {vocab_size}")
 
     layers = [name for name in state if re.match(r"textual\..*\.linear1\.bias", name)]
     bidirectional = any(name.startswith("backward_textual.") for name in state)
@@ -154,42 +154,7 @@ def caption_images(model, data, image_size, device, args):
         first += len(pixels)
 
 
-# ----------------------------------------------------------------------------------- beam search
-
-
-def project(attention, part, x):
-    """The queries (part 0), keys (1) or values (2) of (B, T, H) -> (B, heads, T, H / heads)"""
-    weight = attention.in_proj_weight.chunk(3)[part]
-    bias = attention.in_proj_bias.chunk(3)[part]
-    return F.linear(x, weight, bias).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
-
-
-def attend(attention, x, keys, values):
-    """nn.MultiheadAttention with keys and values already projected: (B, T, H) -> (B, T, H)"""
-    output = F.scaled_dot_product_attention(project(attention, 0, x), keys, values)
-    return attention.out_proj(output.transpose(1, 2).flatten(2))
-
-
-def next_vector(head, tokens, image_memory, past):
-    """-> the output vector (B, H) at the last of the tokens (B, T), and `past` with this token
-
-    image_memory, past: for each layer the keys and values of the image, of the tokens before
-    """
-    x = head.embedding(tokens)[:, -1:]
-    present = []
-    for n, layer in enumerate(head.transformer.layers):
-        keys = project(layer.self_attn, 1, x)
-        values = project(layer.self_attn, 2, x)
-        if past:
-            past_keys, past_values = past[n]
-            keys = torch.cat([past_keys, keys], 2)
-            values = torch.cat([past_values, values], 2)
-        image_keys, image_values = image_memory[n]
-        x = layer.norm1(x + attend(layer.self_attn, x, keys, values))
-        x = layer.norm2(x + attend(layer.multihead_attn, x, image_keys, image_values))
-        x = layer.norm3(x + layer.linear2(F.gelu(layer.linear1(x))))
-        present.append((keys, values))
-    return x[:, 0], present
+# ------------------------------------------------------------------------ beam search, attention
 
 
 @torch.no_grad()
@@ -202,26 +167,19 @@ def beam_search(head, image_features, beams=5):
     training, and at most 29 tokens follow it [ours]: the official search drops it after the first
     step, which shifts all positions by one, and writes 30, so that its captions often differ.
     """
-    batch = len(image_features)
-    vocab_size = head.output.out_features
-    max_length = head.embedding.positions.num_embeddings
+    batch, vocab_size = len(image_features), head.output.out_features
     device = image_features.device
-    image_memory = []  # keys and values of the image, for each layer
-    for layer in head.transformer.layers:
-        keys, values = (project(layer.multihead_attn, part, image_features) for part in (1, 2))
-        image_memory.append((keys.repeat_interleave(beams, 0), values.repeat_interleave(beams, 0)))
+    of_each_beam = image_features.repeat_interleave(beams, 0)  # (B * beams, S, H)
     first_row = beams * torch.arange(batch, device=device)[:, None]
     tokens = torch.full((batch, beams, 1), SOS, device=device)
     scores = torch.zeros(batch, beams, device=device)
     scores[:, 1:] = -math.inf  # all beams start alike: only one counts
-    past = None
-    while tokens.size(2) < max_length:
+    while tokens.size(2) < head.embedding.positions.num_embeddings:
         ended = (tokens == EOS).any(2)  # (B, beams)
         if ended.all():
             break
-        vectors, past = next_vector(head, tokens.flatten(0, 1), image_memory, past)
-        logits = head.output(vectors).float()
-        log_p = logits.log_softmax(-1).view(batch, beams, vocab_size)
+        vectors = head(tokens.flatten(0, 1), of_each_beam)[:, -1]
+        log_p = head.output(vectors).float().log_softmax(-1).view(batch, beams, vocab_size)
         log_p.scatter_(2, tokens[:, :, -1:], -math.inf)
         if tokens.size(2) > 1:
             second = log_p.topk(2).values[..., 1:]
@@ -232,14 +190,9 @@ def beam_search(head, image_features, beams=5):
         scores, choice = continued.flatten(1).topk(beams)
         beam = choice // vocab_size  # (B, beams): which hypothesis is continued
         token = choice % vocab_size  # (B, beams): by which token
-        rows = (first_row + beam).flatten()
-        before = tokens.flatten(0, 1)[rows].view_as(tokens)
+        before = tokens.flatten(0, 1)[first_row + beam]
         tokens = torch.cat([before, token[:, :, None]], 2)
-        past = [(key[rows], value[rows]) for key, value in past]
     return tokens[:, 0], scores[:, 0]
-
-
-# ------------------------------------------------------------------------------------- attention
 
 
 @torch.no_grad()

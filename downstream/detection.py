@@ -8,23 +8,19 @@ the same settings. All layers are trained; batch norm is synchronised, and re-es
     COCO or LVIS    torchrun --nproc_per_node=8 -m downstream.detection --data coco   (or lvis)
     IN-sup on LVIS  the same with --weights imagenet --arch resnet50 --frozen-bn   [Tab. 7]
     LVIS v0.5       ... --train-split v0.5_train --val-split v0.5_val --min-score 0   [Tab. 8]
-    random start    the same with --weights random --arch resnet50 --output runs/detection_random
     pretraining     ... --data coco --weights random --arch resnet50 --schedule 9x   [Tab. 1]
 
 --root holds VOC2007/ and VOC2012/; or annotations/instances_{split}.json (LVIS: lvis_{split}.json)
 beside train2017/ and val2017/. A VOC split is YEAR_LIST, or several joined by +. On shapes a second
-detector is trained from random initialisation into OUTPUT/random, to compare with. The same command
-resumes. backbone.pth is the fine-tuned backbone.
+detector is trained from random initialisation, into OUTPUT/random. The same command resumes.
 
 Scores are COCO's AP (IoU 0.50 to 0.95), AP50 and AP75, on VOC with VOC07's 11 recalls. The papers
-use Detectron2, we torchvision's parts [ours]. Known differences: box losses are smooth L1 with beta
-1/9, not L1; RoIAlign has no half-pixel shift; anchors are rounded to whole pixels; photos are
+use Detectron2, we use torchvision's parts [ours]. Known differences: box losses are smooth L1 with
+beta 1/9, not L1; RoIAlign has no half-pixel shift; anchors are rounded to whole pixels; photos are
 resized without antialiasing; masks are bitmaps, not polygons; batches mix tall and wide photos.
 """
 
-import argparse
 import importlib.util
-import time
 from functools import partial
 from itertools import islice
 
@@ -35,7 +31,7 @@ from torch import nn
 import common
 import eval_linear
 from common import fail, print_main, progress
-from downstream import baselines, boxes, finetune
+from downstream import boxes, finetune, tasks
 
 # fmt: off
 DATA = "shapes", "voc", "coco", "lvis"
@@ -86,21 +82,27 @@ INITIAL_STD = {  # Detectron2
 
 def get_args(argv=None):
     # fmt: off
-    parser = argparse.ArgumentParser(description=__doc__, conflict_handler="resolve",
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    baselines.add_flags(parser, DATA)
+    parser = tasks.argument_parser(__doc__, conflict_handler="resolve")
+    tasks.add_flags(parser, DATA)
     add = parser.add_argument_group("model and optimisation").add_argument
-    add("--image-size", type=common.count, help="shorter side; training draws smaller ones, too")
-    add("--model", choices=("fpn", "c4"), help="feature pyramid, or layer3 alone [Sec. 4.3]")
-    add("--frozen-bn", action="store_true", help="freeze batch norm [Sec. 4.3, LVIS]")
-    add("--schedule", choices=["9x"], help="from scratch: longer, batch norm in the heads [Tab. 1]")
-    add("--batch-size", type=common.count, help="photos per iteration over all processes")
-    add("--iters", type=common.count, help="training iterations")
+    add("--image-size", type=common.positive_int,
+        help="shorter side of photos in pixels; training draws smaller ones, too")
+    add("--model", choices=("fpn", "c4"),
+        help="fpn has a feature pyramid, c4 uses layer3 alone [Sec. 4.3]")
+    add("--frozen-bn", action="store_true",
+        help="keep the statistics, scales and shifts of batch norm fixed [Sec. 4.3, LVIS]")
+    add("--schedule", choices=["9x"],
+        help="longer training, from random weights, with batch norm in the heads [Tab. 1]")
+    add("--batch-size", type=common.positive_int, help="photos per iteration over all processes")
+    add("--iters", type=common.positive_int, help="training iterations")
     add("--lr", type=common.positive, help="peak learning rate; lower it if the loss is not finite")
-    add("--rois", type=common.count, help="RoIs per training photo; fewer save memory")
-    add("--min-score", type=common.fraction, help="lowest score of a detection [Tabs. 7, 8]")
-    add("--bn-batches", type=common.count, help="batches for precise BN; fewer are faster")
-    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off, as in Detectron2")
+    add("--rois", type=common.positive_int, help="RoIs per training photo; fewer save memory")
+    add("--min-score", type=common.fraction_below_1,
+        help="drop detections that score less [Tabs. 7, 8]")
+    add("--bn-batches", type=common.positive_int,
+        help="batches from which the statistics of batch norm are taken at the end")
+    add("--amp", choices=("bf16", "fp16", "off"), default="off",
+        help="precision (default off, as in Detectron2)")
     # fmt: on
     finetune.add_run_flags(parser)
     args = parser.parse_args(argv)
@@ -109,27 +111,32 @@ def get_args(argv=None):
     recipe |= LVIS if args.data == "lvis" else {}
     recipe |= NINE_TIMES if args.schedule == "9x" else {}
     recipe["lr"] *= (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]
-    finetune.fill_defaults(parser, args, "detection", **recipe)
+    tasks.fill_defaults(parser, args, "detection", **recipe)
     return args
 
 
 def main(args):
     device = common.init_distributed()
-    runs = baselines.compared_runs(args)
-    if args.data == "lvis" and not importlib.util.find_spec("lvis"):  # not after 180K iterations
-        fail("LVIS is scored by its own package: pip install lvis")
+    runs = tasks.compared_runs(args)
+    for package in ["pycocotools", "lvis"] if args.data == "lvis" else ["pycocotools"]:
+        if not importlib.util.find_spec(package):
+            fail(f"{package} is needed to score detections: pip install {package}")
     train = boxes.load(args.data, args.root, args.train_split)
     val = boxes.load(args.data, args.root, args.val_split)
     eval_linear.check_same_classes(train, val)
     eval_linear.report_shared(train, val)
     if train.masks != val.masks:
-        fail("only one of the splits has masks")
+        fail("one of the splits has masks, and the other has none")
     train.content = None  # gigabytes that only scoring needs
     print_main(f"{len(train)} + {len(val)} photos, {len(train.names)} classes, on {device}")
 
-    fit, score = partial(fine_tune, train, device=device), partial(evaluate, val, device=device)
-    scores = baselines.train_and_score(runs, args, fit, score)
+    scores = {}
+    for name, run in runs.items():
+        model = fine_tune(train, run, device)
+        if common.is_main():
+            scores[name] = evaluate(val, model, run, device)
     if common.is_main():
+        common.save(f"{args.output}/result.json", {"args": vars(args), **scores})
         origin = {"trained": f"from {args.weights}", "random": "from random initialisation"}
         parts = [f"{eval_linear.format_scores(x, ())} {origin[name]}" for name, x in scores.items()]
         print_main(f"{args.data}, {args.iters} iterations: {'; '.join(parts)}")
@@ -138,6 +145,7 @@ def main(args):
 
 def fine_tune(train, args, device):
     """Train into args.output -> Detector"""
+    from torchvision.ops import FrozenBatchNorm2d
     from torchvision.ops._utils import split_normalization_params
 
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
@@ -147,72 +155,38 @@ def fine_tune(train, args, device):
     common.begin_run(args, checkpoint, common.fingerprint(train.images, train.objects))
     print_main(f"{args.weights}: {args.iters} iterations at lr {args.lr:g}, into {args.output}")
 
-    # Model and optimizer, restored where an earlier run stopped.
-    torch.manual_seed(args.seed)
     if args.frozen_bn:
-        freeze_batch_norm(backbone)
+        plain = backbone.state_dict()
+        backbone = common.build_backbone(args.arch, norm_layer=FrozenBatchNorm2d)
+        backbone.load_state_dict(plain)
     elif device.type == "cuda" and common.world_size() > 1:  # SyncBatchNorm needs GPUs
         backbone = nn.SyncBatchNorm.convert_sync_batchnorm(backbone)
+    torch.manual_seed(args.seed)
     model = Detector(backbone, 1 + len(train.names), train.masks, args).to(device)
     norms, others = split_normalization_params(model)
     groups = [{"params": others}, {"params": norms, "weight_decay": 0.0}]  # Detectron2's default
     optimizer = common.build_optimizer(args, groups)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    done = common.restore(args, checkpoint, args.iters, parts)
     if args.compile:
         model.rcnn.backbone.compile(dynamic=True)  # the rest depends on the number of boxes
-    ddp = common.data_parallel(model).train()
+
+    def losses_of(ddp, batch):
+        with common.autocast(device, args.amp):
+            losses = ddp(batch)  # {name: scalar}
+        return {"loss": sum(losses.values()), **losses}
+
+    def after_step(iteration):
+        if iteration == args.iters:  # before the last checkpoint, by all processes
+            precise_bn(model, photos, args, device)
+        return {}
 
     photos = boxes.BoxPhotos(train, boxes.training_rows(train, args.seed))
-    batches = common.train_batches(photos, boxes.collate, args, device, done)
-    log = common.Log(args, checkpoint)
-    todo = range(done + 1, args.iters + 1)
-    for iteration in progress(todo, initial=done, total=args.iters, unit=" its"):
-        lr_scale = common.lr_factor(iteration - 1, args.iters, args.warmup, args.steps)
-        common.set_lr(optimizer, lr_scale)
-        optimizer.zero_grad()
-        for part in range(args.accumulate):
-            asked = time.perf_counter()
-            batch = next(batches)
-            log.waited += time.perf_counter() - asked
-            # DDP averages the gradients of all processes, once: after the last micro-batch.
-            ddp.require_backward_grad_sync = part == args.accumulate - 1
-            with common.autocast(device, args.amp):
-                losses = ddp(batch)  # {name: scalar}
-            loss = sum(losses.values())
-            scaler.scale(loss / args.accumulate).backward()
-            log.add(loss=loss, **losses)
-        scaler.step(optimizer)
-        scaler.update()
-
-        last = iteration == args.iters
-        if last:  # before the last checkpoint, by all processes
-            precise_bn(model, photos, args, device)
-        if iteration % args.log_every == 0:
-            log.write(iteration, log.means() | {"lr": args.lr * lr_scale})
-        if iteration % args.checkpoint_every == 0 or last:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, parts)
-        if args.keep_every and iteration % args.keep_every == 0:
-            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
+    given = args, device, checkpoint, args.iters, args.warmup, args.steps
+    finetune.run(model, optimizer, photos, boxes.collate, losses_of, after_step, *given)
     common.save_weights(f"{args.output}/backbone.pth", backbone)
     return model
 
 
 # ------------------------------------------------------------------------------------- the model
-
-
-def freeze_batch_norm(module):
-    """Replace each batch norm by a fixed scale and shift, with its present statistics"""
-    from torchvision.ops import FrozenBatchNorm2d
-
-    for name, child in module.named_children():
-        if isinstance(child, nn.BatchNorm2d):
-            frozen = FrozenBatchNorm2d(child.num_features)
-            frozen.load_state_dict(child.state_dict())
-            setattr(module, name, frozen)
-        else:
-            freeze_batch_norm(child)
 
 
 class Detector(nn.Module):

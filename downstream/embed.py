@@ -8,7 +8,6 @@ files.txt, the path of each row's photo. In NumPy: `features = np.load("runs/emb
 with each row divided by its norm, `features @ features.T` are cosine similarities.
 """
 
-import argparse
 from pathlib import Path
 
 import numpy as np
@@ -17,44 +16,40 @@ import torch
 import common
 import eval_linear
 from common import print_main
-from downstream import baselines
-from downstream.search import images_in
+from downstream import pictures, tasks
 
 
 def get_args(argv=None):
     # fmt: off
-    parser = argparse.ArgumentParser(description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = tasks.argument_parser(__doc__)
     add = parser.add_argument
-    add("folder", metavar="FOLDER", help="folder of photos, with its subfolders")
-    add("--weights", required=True, help="a backbone.pth, or others as in eval_linear.py")
-    add("--arch", choices=common.BACKBONES, help="of imagenet and random (default resnet50)")
-    add("--image-size", type=common.count,
-        help="side of the central square (default that of training, by args.json beside a file)")
-    add("--output", default="runs/embed", help="folder for features.npy and files.txt")
-    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision")
-    add("--workers", type=common.whole, default=2, help="DataLoader workers; 0: none")
+    add("folder", metavar="FOLDER", help="folder of photos; its subfolders are read, too")
+    add("--weights", required=True,
+        help="the backbone: a file that eval_linear.py reads, imagenet or random")
+    add("--arch", choices=common.BACKBONES,
+        help="network to build for imagenet and random (default resnet50)")
+    add("--image-size", type=common.positive_int, help="side of the central square in pixels "
+        "(default: that of the weights' training, from args.json beside them; else 224)")
+    add("--output", default="runs/embed", help="folder for the two files (default %(default)s)")
+    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision (default off)")
+    add("--workers", type=common.non_negative_int, default=2, help="processes that load photos")
+    # fmt: on
     return parser.parse_args(argv)
 
 
 def main(args):
-    eval_linear.run_alone()
-    device = common.init_distributed()
-    photos = images_in(args.folder)
-    common.make_folder(args.output)
+    photos = pictures.images_in(args.folder)
+    device = tasks.begin(args)
     default = None if eval_linear.is_file(args.weights) else "resnet50"
     backbone = eval_linear.load_backbone(args.weights, args.arch or default, seed=0)
     backbone.to(device, memory_format=torch.channels_last).eval()
     size = args.image_size or eval_linear.trained_with(args.weights, "image_size") or 224
     squares = eval_linear.CentralSquares(photos, size)
-    features, readable = baselines.extract_features(backbone, squares, args, device)
-    if common.is_main():
-        np.save(Path(args.output, "features.npy"), features)
-        Path(args.output, "files.txt").write_text("\n".join(photos.images[readable]) + "\n")
-        width = features.shape[1]
-        sizes = f"{len(features)} photos at {size} px, {width} features each"
-        print_main(f"{sizes}: {args.output}/features.npy")
-    common.end_distributed()
+    features, readable = tasks.extract_features(backbone, squares, args, device)
+    np.save(Path(args.output, "features.npy"), features)
+    Path(args.output, "files.txt").write_text("\n".join(photos.images[readable]) + "\n")
+    counts = f"{len(features)} photos at {size} px, {features.shape[1]} features each"
+    print_main(f"{counts}: {args.output}/features.npy")
 
 
 if __name__ == "__main__":

@@ -3,34 +3,29 @@
 Desai, Johnson. VirTex: Learning Visual Representations from Textual Annotations. CVPR 2021,
 Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3; App. A.1, Fig. 4 (IN-sup).
 
-While eval_linear.py freezes the backbone, here training starts from it: the better the backbone,
-the fewer labels are needed. --fraction keeps a fraction of the labels of each class. Batch norm is
-per process, as in the paper's code.
+While eval_linear.py freezes the backbone, here training starts from it. The better the backbone,
+the fewer labels are needed. Batch norm is per process, as in the paper's code.
 
     laptop          python virtex.py, then python -m downstream.finetune
     own photos      python -m downstream.finetune --data folder --root labelled \\
                         --weights runs/virtex-photos/backbone.pth --batch-size 32 --epochs 30
     a tenth of it   the same with --fraction 0.1 --output runs/finetune_tenth
     iNaturalist     torchrun --nproc_per_node=8 -m downstream.finetune --data inat
-    random start    torchrun --nproc_per_node=8 -m downstream.finetune --data inat \\
-                        --weights random --arch resnet50 --output runs/finetune_random
+    random start    the same with --weights random --arch resnet50 --output runs/finetune_random
     IN-sup-10%      torchrun --nproc_per_node=8 -m downstream.finetune --data folder \\
                         --root datasets/imagenet --weights random --arch resnet50 \\
                         --fraction 0.1 --epochs 90 --steps 30 60 --output runs/insup_10
 
 An image folder holds train/<class>/<photo> and val/<class>/<photo>. What to expect: the loss starts
-at ln(number of classes) and drops when the learning rate falls to a tenth (at 70% of the run). The
-last line has the score of guessing the commonest class, too; one class alone is an error.
-On shapes a second backbone, randomly initialised, is trained into OUTPUT/random, and the last line
-compares the two; on other data run it as a command of its own, as above. --output holds the
-same files as in training (docs/running.md): rerunning the command resumes from its checkpoint.
+at ln(number of classes) and drops when the learning rate falls to a tenth (at 70% of the run). On
+shapes a second backbone, randomly initialised, is trained into OUTPUT/random, and the last line
+compares the two; on other data run it as a command of its own. --output holds the same files as in
+training (docs/running.md). If you repeat the command, it resumes.
 """
 
-import argparse
 import math
 import os
 import time
-from functools import partial
 
 import numpy as np
 import torch
@@ -39,8 +34,7 @@ from torch import nn
 import common
 import eval_linear
 from common import fail, print_main, progress
-from downstream import baselines
-from downstream.pictures import photo_files
+from downstream import pictures, tasks
 from extras import layers
 
 # fmt: off
@@ -66,25 +60,26 @@ STEPS = 0.7, 0.9  # of the run: where the learning rate falls to a tenth [Sec. 4
 
 def get_args(argv=None):
     # fmt: off
-    parser = argparse.ArgumentParser(description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    baselines.add_flags(parser, DATA)
+    parser = tasks.argument_parser(__doc__)
+    tasks.add_flags(parser, DATA)
     add = parser.add_argument_group("labels and optimisation").add_argument
-    add("--fraction", type=common.share, help="of the training photos of each class (shapes: 0.02)")
-    add("--shots", type=common.count, help="training photos of each class")
-    add("--batch-size", type=common.count, help="photos per iteration over all processes")
+    add("--fraction", type=common.fraction_above_0,
+        help="use this fraction of the training photos of each class (default 1; shapes: 0.02)")
+    add("--shots", type=common.positive_int, help="use this many training photos of each class")
+    add("--batch-size", type=common.positive_int, help="photos per iteration over all processes")
     add("--epochs", type=common.positive, help="passes over the photos (default 100; shapes: 40)")
-    add("--lr", type=common.positive, help="peak; on shapes for both starts (default "
+    add("--lr", type=common.positive, help="peak learning rate, on shapes of both runs (default "
         f"{LR} for batches of {BATCH}, {RANDOM_LR} for random weights, scaled to --batch-size)")
-    add("--steps", type=common.positive, nargs="+", metavar="EPOCHS",
-        help="after which the rate falls to a tenth (default: 70%% and 90%% of --epochs)")
-    add("--weight-decay", type=common.weight, default=1e-4, help="of all weights [Sec. 4.3]")
-    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
+    add("--steps", type=common.positive, nargs="+", metavar="EPOCHS", help="epochs after which "
+        "the learning rate falls to a tenth (default: 70%% and 90%% of --epochs)")
+    add("--weight-decay", type=common.non_negative, default=1e-4,
+        help="weight decay of all weights [Sec. 4.3]")
+    add("--amp", choices=("bf16", "fp16", "off"), help="precision (default bf16 if supported)")
     # fmt: on
     add_run_flags(parser)
     args = parser.parse_args(argv)
     defaults = {name: row[DATA.index(args.data)] for name, row in DEFAULTS.items()}
-    fill_defaults(parser, args, "finetune", **defaults)
+    tasks.fill_defaults(parser, args, "finetune", **defaults)
     if args.steps and not min(1, args.epochs / 2) <= max(args.steps) < args.epochs:
         parser.error(f"--steps are epochs, from 1 on, and training ends after {args.epochs:g}")
     return args
@@ -94,27 +89,24 @@ def add_run_flags(parser):
     """Those of virtex.py, but for --amp; also of detection.py"""
     # fmt: off
     add = parser.add_argument_group("run").add_argument
-    add("--output", help="where the same command resumes (default runs/SCRIPT, runs/SCRIPT-DATA)")
-    add("--seed", type=common.whole, default=0, help="random seed")
-    add("--accumulate", type=common.count, default=1, help="micro-batches, if memory is short")
+    add("--output", help="folder of the run, in which the same command resumes (default "
+        "runs/SCRIPT, or runs/SCRIPT-DATA)")
+    add("--seed", type=common.non_negative_int, default=0, help="random seed")
+    add("--accumulate", type=common.positive_int, default=1,
+        help="split each batch into this many parts, if memory is short")
     add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
-    add("--log-every", type=common.count, help="iterations between lines of metrics.jsonl")
-    add("--checkpoint-every", type=common.count, help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=common.count, help="iterations between model_N.pth (early stopping)")
+    add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
+    add("--checkpoint-every", type=common.positive_int,
+        help="iterations between saves of checkpoint.pth")
+    add("--keep-every", type=common.positive_int,
+        help="also keep a model_N.pth every N iterations, to choose the best later")
     # fmt: on
-
-
-def fill_defaults(parser, args, script, **defaults):
-    """Give flags that were left out these defaults."""
-    args.script = script
-    suffix = "" if args.data == "shapes" else f"-{args.data}"  # other data: no collision
-    baselines.fill_defaults(parser, args, output=f"runs/{script}{suffix}", **defaults)
 
 
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    runs = baselines.compared_runs(args)
+    runs = tasks.compared_runs(args)
 
     # Data: photos with one label each; --fraction or --shots of those for training.
     train = labelled_split(args.data, args.root, args.train_split)
@@ -126,16 +118,18 @@ def main(args):
     counts = f"{len(train)} training and {len(val)} validation photos"
     print_main(f"{counts}, {len(train.names)} classes, on {device}, amp {args.amp}")
 
-    fit = partial(fine_tune, train, val, device=device)
-    score = partial(validate, val, device=device)
-    scores = baselines.train_and_score(runs, args, fit, score)
+    scores = {}
+    for name, run_args in runs.items():
+        model = fine_tune(train, val, run_args, device)
+        if common.is_main():
+            scores[name] = validate(val, model, run_args, device)
     if common.is_main():
+        common.save(f"{args.output}/result.json", {"args": vars(args), **scores})
         origins = {"trained": args.weights, "random": "random initialisation"}
-        parts = [f"{scores[name]['top-1']} from {origins[name]}" for name in scores]
+        listed = [f"{scores[name]['top-1']} from {origins[name]}" for name in scores]
         guess = next(iter(scores.values()))["commonest class"]
-        parts.append(f"{guess} by guessing the commonest class")
-        labels = f"top-1 on {args.data} after fine-tuning on {len(train)} labels"
-        print_main(f"{labels}: {', '.join(parts)}")
+        print_main(f"top-1 on {args.data} after fine-tuning on {len(train)} labels: "
+                   f"{', '.join(listed)}, {guess} by guessing the commonest class")  # fmt: skip
     common.end_distributed()
 
 
@@ -150,63 +144,80 @@ def fine_tune(train, val, args, device):
     steps = [epoch / args.epochs for epoch in args.steps or ()] or STEPS
     print_main(f"{args.weights}: {iters} iterations at lr {lr:.3g}, into {args.output}")
 
-    # Model and optimizer, restored where an earlier run stopped.
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     model = Classifier(backbone, len(train.names))
     model.to(device, memory_format=torch.channels_last)
     optimizer = common.build_optimizer(args, model.parameters(), lr=lr)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    done = common.restore(args, checkpoint, iters, parts)
     if args.compile:
         model.compile()
-    ddp = common.data_parallel(model).train()
 
     # Validate at most once an epoch, after at least five times as many training photos as
     # there are validation photos, and with a line of metrics.jsonl.
     photos_per_line = args.batch_size * args.log_every
     lines = math.ceil(max(len(train), 5 * len(val)) / photos_per_line)
     validate_every = lines * args.log_every
+
+    def loss_of(ddp, batch):
+        images = common.augment(batch["image"])  # (B, 3, h, w)
+        with common.autocast(device, args.amp):
+            logits = ddp(images)  # (B, classes)
+        return {"loss": layers.classification_loss(logits.float(), batch["labels"])}
+
+    def after_step(iteration):
+        if iteration % validate_every or iteration == iters or not common.is_main():
+            return {}
+        return {"validation_top1": validate(val, model, args, device)["top-1"]}
+
     photos = layers.LabelledPhotos(train, args)
-    batches = common.train_batches(photos, None, args, device, done)
-    log = common.Log(args, checkpoint)
-    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
-    for iteration in bar:
-        lr_scale = common.lr_factor(iteration - 1, iters, steps=steps)
-        common.set_lr(optimizer, lr_scale)
-        optimizer.zero_grad()
-        for part in range(args.accumulate):
-            asked = time.perf_counter()
-            batch = next(batches)
-            log.waited += time.perf_counter() - asked
-            # DDP averages the gradients of all processes, once: after the last micro-batch.
-            ddp.require_backward_grad_sync = part == args.accumulate - 1
-            images = common.augment(batch["image"])  # (B, 3, h, w)
-            with common.autocast(device, args.amp):
-                logits = ddp(images)  # (B, classes)
-            loss = layers.classification_loss(logits.float(), batch["labels"])
-            scaler.scale(loss / args.accumulate).backward()
-            log.add(loss=loss)
-        scaler.step(optimizer)
-        scaler.update()
-
-        last = iteration == iters
-        if iteration % args.log_every == 0:
-            row = log.means() | {"lr": lr * lr_scale}
-            if iteration % validate_every == 0 and not last and common.is_main():
-                row["validation_top1"] = validate(val, model, args, device)["top-1"]
-            log.write(iteration, row)
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
-        if iteration % args.checkpoint_every == 0 or last:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, parts)
-        if args.keep_every and iteration % args.keep_every == 0:
-            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
-
+    given = args, device, checkpoint, iters
+    run(model, optimizer, photos, None, loss_of, after_step, *given, steps=steps)
     common.save_weights(f"{args.output}/backbone.pth", backbone)
     return model
 
 
-# --------------------------------------------------------------------------------- labelled photos
+def run(
+    model, optimizer, photos, collate, loss_of, after_step, args, device, checkpoint, iters,
+    warmup=0.0, steps=(),
+):  # fmt: skip
+    """The training loop, also of detection.py; it goes on where an earlier run stopped.
+
+    loss_of(model, batch) -> {"loss": scalar, ...}.  after_step(iteration) -> scores for the log.
+    warmup, steps: of common.lr_factor
+    """
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+    state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    done = common.restore(args, checkpoint, iters, state)
+    ddp = common.data_parallel(model).train()
+    batches = common.train_batches(photos, collate, args, device, done)
+    log = common.Log(args, checkpoint)
+    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
+    for iteration in bar:
+        common.set_lr(optimizer, common.lr_factor(iteration - 1, iters, warmup, steps))
+
+        # Gradients: DDP averages those of all processes once, after the last micro-batch.
+        optimizer.zero_grad()
+        for part in range(args.accumulate):
+            started = time.perf_counter()
+            batch = next(batches)
+            log.waited += time.perf_counter() - started
+            ddp.require_backward_grad_sync = part == args.accumulate - 1
+            losses = loss_of(ddp, batch)
+            scaler.scale(losses["loss"] / args.accumulate).backward()
+            log.add(**losses)
+        scaler.step(optimizer)
+        scaler.update()
+
+        # Log and save.
+        row = log.means() if iteration % args.log_every == 0 else {}
+        scores = after_step(iteration)
+        if row:
+            row["lr"] = optimizer.param_groups[0]["lr"]
+            log.write(iteration, row | scores)
+            bar.set_postfix(loss=f"{row['loss']:.3f}")
+        if iteration % args.checkpoint_every == 0 or iteration == iters:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, state)
+        if args.keep_every and iteration % args.keep_every == 0:
+            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
 
 
 def labelled_split(name, root, split):
@@ -231,7 +242,7 @@ def inat_labels(root, split):
     names = list(map(str, category_ids))
     if len(set(labels)) < 2:
         fail(f"all photos of {root}/{split}.json are of one class")
-    return eval_linear.LabelData(photo_files(paths).images, np.array(labels), names)
+    return eval_linear.LabelData(pictures.photo_files(paths).images, np.array(labels), names)
 
 
 def part_of_classes(data, fraction, seed, shots=None):
@@ -246,9 +257,6 @@ def part_of_classes(data, fraction, seed, shots=None):
         members = shuffled[data.labels[shuffled] == k]
         keep.extend(members[: shots or max(1, round(fraction * len(members)))])
     return data.select(np.sort(keep))
-
-
-# ---------------------------------------------------------------------------- model and validation
 
 
 class Classifier(nn.Module):

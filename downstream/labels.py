@@ -2,31 +2,25 @@
 
     python -m downstream.labels photo.jpg --weights runs/tp-photos/checkpoint.pth
 
---weights is a checkpoint.pth or model_N.pth. Words, clusters and rotations share one softmax, as
-in training; topics are independent, each with its own probability. The model sees the
-central square of a photo, as in validation.
+Words, clusters and rotations share one softmax, as in training; topics are independent, each with
+its own probability. The model sees the central square of a photo, as in validation.
 """
-
-import argparse
 
 import torch
 
 import common
 import tp
 from common import print_main
+from downstream import tasks
 from downstream.pictures import photo_files
 from eval_linear import CentralSquares
 from extras.checkpoints import of_script
 
 
 def get_args(argv=None):
-    # fmt: off
-    parser = argparse.ArgumentParser(description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    add = parser.add_argument
-    add("photos", nargs="+", metavar="PHOTO", help="photos to label")
-    add("--weights", default="runs/tp/checkpoint.pth",
-        help="trained on photos.jsonl, it is in runs/tp-photos (default %(default)s)")
+    parser = tasks.argument_parser(__doc__)
+    parser.add_argument("photos", nargs="+", metavar="PHOTO", help="photos to label")
+    tasks.add_weights(parser, "tp")
     return parser.parse_args(argv)
 
 

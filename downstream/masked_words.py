@@ -8,7 +8,7 @@ Figs. 1, 3, 4 and 5. Masks one word at a time, prints the best predictions with 
 language model alone, and draws into --output where the model looks for the word, with the word and
 its best prediction below. --photos N does so for all maskable words of N random validation photos,
 one caption each; on the built-in scenes its last line is the fraction of the attention inside the
-box of the object that a word names. --weights is a checkpoint.pth or model_N.pth of icmlm.py.
+box of the object that a word names.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from PIL import Image
 import common
 import icmlm
 from common import fail, print_main
+from downstream import tasks
 from downstream.pictures import draw_attention, photo_files
 from eval_linear import CentralSquares
 from extras import shapes
@@ -31,17 +32,18 @@ from extras.checkpoints import of_script
 
 def get_args(argv=None):
     # fmt: off
-    parser = argparse.ArgumentParser(description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = tasks.argument_parser(__doc__)
     add = parser.add_argument
-    add("photo", nargs="?", help="a photo, given with --caption and --word")
+    add("photo", nargs="?", help="a photo; give --caption and --word with it")
     add("--caption", help="what the photo shows")
     add("--word", type=str.lower, nargs="+", help="words of the caption, masked one at a time")
-    add("--photos", type=common.count, metavar="N", help="N photos of the validation split")
-    add("--weights", default="runs/icmlm/checkpoint.pth", help="default %(default)s")
+    add("--photos", type=common.positive_int, metavar="N",
+        help="instead of a photo: take N photos of the validation split")
+    tasks.add_weights(parser, "icmlm")
     add("--lm", help="language model (default: that of the training run)")
     add("--root", help="folder of the data (default: that of the training run)")
     add("--output", default="runs/masked_words", help="folder for pictures (default %(default)s)")
+    # fmt: on
     args = parser.parse_args(argv)
     own_photo = [args.photo, args.caption, args.word]
     if any(own_photo) != all(own_photo) or bool(args.photo) == bool(args.photos):
@@ -56,12 +58,18 @@ def main(args):
     if args.photo:
         captions = common.lists([[common.one_line(args.caption)]])
         data = replace(photo_files([args.photo]), captions=captions)
-        [positions] = maskable_words(data, tokenizer, concepts)
-        maskable = [given_words(positions, args.word)]
     else:
         data = validation_photos(args, trained, tokenizer)
-        maskable = maskable_words(data, tokenizer, concepts)
-    folder = Path(args.output)
+    tokens = [token for caption in data.all_captions() for token in tokenizer.tokenize(caption)]
+    common.check_known(tokens.count(tokenizer.unk_token), len(tokens), "the captions")
+    maskable = maskable_words(data, tokenizer, concepts)
+    if args.photo:
+        [positions] = maskable
+        for word in args.word:
+            if word not in positions:
+                fail(f'"{word}" cannot be masked: it must be one token of --lm and a concept of '
+                     f"the training run, as are {', '.join(positions)}")  # fmt: skip
+        maskable = [{word: positions[word] for word in args.word}]
 
     looked = []  # (what `data` calls the photo, word, attention)
     squares = CentralSquares(data, trained["image_size"], side_fraction=1.0)
@@ -73,7 +81,7 @@ def main(args):
         maps, predicted = explain(model, lm, tokenizer, pixels, caption, positions)
         name = "_".join([str(n + 1), Path(str(data.images[n])).stem, *words])
         name = name.encode(errors="replace")[:200].decode(errors="ignore")  # at most 255 bytes
-        picture = folder / f"{name}.png"
+        picture = Path(args.output, f"{name}.png")
         titles = [f"{word}: {guess}" for word, guess in zip(words, predicted)]
         draw_attention(Image.fromarray(pixels), caption, list(zip(titles, maps)), picture)
         print_main(f"the attention is in {picture}")
@@ -118,15 +126,6 @@ def maskable_words(data, tokenizer, concepts):
     return maskable
 
 
-def given_words(positions, words):
-    """The entries of {word: position} for the words of --word"""
-    for word in words:
-        if word not in positions:
-            fail(f'"{word}" cannot be masked: it must be one token of --lm and a concept of the '
-                 f"training run, as are {', '.join(positions)}")  # fmt: skip
-    return {word: positions[word] for word in words}
-
-
 @torch.no_grad()
 def explain(model, lm, tokenizer, pixels, caption, positions):
     """Print the best predictions for each word -> attention (words, h, w), the best of each
@@ -135,7 +134,7 @@ def explain(model, lm, tokenizer, pixels, caption, positions):
     """
     ids = tokenizer(caption)["input_ids"]
     if len(ids) > tokenizer.model_max_length:
-        fail(f"the caption has {len(ids)} tokens, --lm reads {tokenizer.model_max_length}")
+        fail(f"the caption has {len(ids)} tokens, but --lm reads {tokenizer.model_max_length}")
     device = lm.token_embeddings.device
     mask_pos = torch.tensor(list(positions.values()), device=device)
     tokens = torch.tensor(ids, device=device).repeat(len(mask_pos), 1)  # (words, T)
@@ -164,9 +163,6 @@ def best_words(tokenizer, logits, number=5):
     probabilities, tokens = logits.softmax(0).topk(number)
     words = [tokenizer.decode([token]).strip() for token in tokens.tolist()]
     return ", ".join(f"{word} {100 * p:.1f}%" for word, p in zip(words, probabilities.tolist()))
-
-
-# ------------------------------------------------------------------------------------- attention
 
 
 def attention_maps(head, features, token_features, attention_mask, mask_pos):

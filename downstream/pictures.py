@@ -1,23 +1,26 @@
-"""Photos of one's own, and pictures to look at: photos found by a text, and attention maps."""
+"""Photos of one's own, and pictures to look at: rows of photos with text, and attention maps."""
 
-import math
+import importlib.util
 import os
 import textwrap
+import warnings
 from contextlib import suppress
 from functools import cache
-from itertools import groupby
 
 import numpy as np
 import torch.nn.functional as F
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 import common
 from common import fail
 
-FONT_SIZE = 15
+FONT_SIZE = 11  # in points
+LINE = 20  # pixels for a line of text
 GAP = 8  # pixels between photos
-NO_FONT = """pictures have boxes for letters that no font of this system has: install more fonts, on
-Debian and Ubuntu for example the packages fonts-noto-core and fonts-noto-cjk"""
+NO_FONT = (
+    "pictures have boxes for letters that no font of this system has. Install more fonts, on "
+    "Debian and Ubuntu for example the packages fonts-noto-core and fonts-noto-cjk"
+)
 
 
 def photo_files(paths):
@@ -30,145 +33,136 @@ def photo_files(paths):
     return common.CaptionData(images, none, none, tagged, [])
 
 
+def images_in(folder):
+    """-> CaptionData, without captions, of all photos in a folder and its subfolders"""
+    paths = common.list_photos(folder)
+    if not paths:
+        fail(f"there is no photo in the folder {folder} or its subfolders")
+    return photo_files(paths)
+
+
 @cache
-def system_fonts():
-    """-> [(is it not sans-serif, not of regular weight, its path, the codes of its letters)]
+def letters_of_fonts():
+    """-> {family: codes of its letters}, matplotlib's own first
 
-    Not from matplotlib's own list, which does not change when fonts are installed.
+    System fonts are searched for anew, because matplotlib's list may lack those just installed.
     """
-    from matplotlib import font_manager, ft2font, get_data_path  # only here: most do without
+    from matplotlib import font_manager, ft2font  # only here and below: most do without
 
-    found = []
-    for path in [f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf", *font_manager.findSystemFonts()]:
-        with suppress(OSError, RuntimeError):  # a broken file
+    letters = {}
+    for path in [font_manager.findfont("DejaVu Sans"), *font_manager.findSystemFonts()]:
+        with suppress(OSError, RuntimeError):  # a broken file, or a font of bitmaps
             font = ft2font.FT2Font(path)
-            look = "Sans" not in font.family_name, font.style_name not in ("Regular", "Book")
-            if font.scalable and "LastResort" not in path:  # that font of macOS has only boxes
-                found.append((*look, path, font.get_charmap().keys()))
-    return sorted(found, key=lambda font: font[:3])
+            font_manager.fontManager.addfont(path)
+            if "LastResort" not in path:  # a font of macOS that has a box for each letter
+                letters.setdefault(font.family_name, set()).update(font.get_charmap())
+    return letters
 
 
-def fonts_for(text, size):
-    """-> [(font, codes of its letters)]: of those that have a letter, the first is to be used
-
-    PIL's own font, the last one, has only the letters of English, and no font has all scripts.
-    """
-    default = ImageFont.load_default(size)
-    letters = {ord(letter) for letter in text if letter >= " "}
-    box = bytes(default.getmask("\uffff"))  # which is in no font
-    lacking = {code for code in letters if bytes(default.getmask(chr(code))) == box}
-    fonts = [(default, range(0x110000))]
+def fonts_for(text):
+    """-> families for matplotlib, which takes each letter from the first one that has it"""
+    letters = letters_of_fonts()
+    families, lacking = ["DejaVu Sans"], set(map(ord, text)) - letters["DejaVu Sans"]
     while lacking:
-        *_, path, codes = max(
-            system_fonts(), key=lambda font: (len(lacking & font[-1]), letters <= font[-1])
-        )
-        if not lacking & codes:
+        best = max(letters, key=lambda family: len(lacking & letters[family]))
+        if not lacking & letters[best]:
             common.report_once(NO_FONT)
             break
-        fonts.insert(-1, (ImageFont.truetype(path, size), codes))
-        lacking -= codes
-    return fonts
+        families.append(best)
+        lacking -= letters[best]
+    return families
 
 
-def parts(text, fonts):
-    """Split a text where the font changes -> [(font, part)]"""
-    font_of = lambda letter: next(font for font, codes in fonts if ord(letter) in codes)
-    return [(font, "".join(part)) for font, part in groupby(text, font_of)]
-
-
-def length(text, fonts):
-    return sum(font.getlength(part) for font, part in parts(text, fonts))
-
-
-def wrap(text, size, width):
-    """-> lines that fit into so many pixels, even if "…" is added; the fonts"""
-    fonts = fonts_for(text, size)
-    for columns in range(max(1, int(width) // 3), 0, -1):
+def write(figure, x, y, text, width, most, **style):
+    """Write at pixel (x, y) of a matplotlib figure, in at most so many lines of so many pixels."""
+    style |= {"size": FONT_SIZE, "family": fonts_for(text)}
+    # parse_math: "$5 and $6" is no formula.
+    artist = figure.text(x, y, text, transform=None, parse_math=False, **style)
+    columns = len(text)
+    while columns > 1 and artist.get_window_extent().width > width:
+        columns = min(columns - 1, int(columns * width / artist.get_window_extent().width) + 1)
         lines = textwrap.wrap(text, columns)
-        if all(length(line + "…", fonts) <= width for line in lines):
-            break
-    return lines, fonts
+        if len(lines) > most:
+            lines = [*lines[: most - 1], lines[most - 1] + "…"]
+        artist.set_text("\n".join(lines))
 
 
-def write(canvas, x, y, text, size, fill, width, most=1, centred=False, **style):
-    """Draw a text below y, in at most so many lines of so many pixels, from x on or centred at x
+def draw_rows(path, rows, above=1, below=1, side=128):
+    """Draw rows of photos, with a text above each row and one below each photo
 
-    style: of ImageDraw.text.
+    rows: [(text above, [(pixels uint8 (side, side, 3), text below, colour of a frame or None),
+    ...]), ...].  above, below: the most lines of these texts
     """
-    lines, fonts = wrap(text, size, width)
-    if len(lines) > most:
-        lines[most - 1] += "…"
-    for n, line in enumerate(lines[:most]):
-        left = x - length(line, fonts) / 2 if centred else x
-        baseline = y + size + n * (size + 4)
-        for font, part in parts(line, fonts):
-            canvas.text((left, baseline), part, fill, font, "ls", **style)
-            left += font.getlength(part)
+    if not importlib.util.find_spec("matplotlib"):
+        return common.print_main(f"{path} is not drawn: pip install matplotlib")
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    columns = max(len(photos) for _, photos in rows)
+    width = GAP + columns * (side + GAP)
+    room_above = [above * LINE if title else 0 for title, _ in rows]
+    height = GAP + sum(room_above) + len(rows) * (side + below * LINE + 8)
+    figure = Figure((width / 100, height / 100), dpi=100)
+    bottom = height - GAP
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # letters without a font: see NO_FONT
+        for room, (title, photos) in zip(room_above, rows):
+            bottom -= room + side
+            write(figure, GAP, bottom + side + 6, title, width - 2 * GAP, above, va="bottom")
+            for column, (pixels, text, frame) in enumerate(photos):
+                x = GAP + column * (side + GAP)
+                figure.figimage(pixels, x, bottom)
+                write(figure, x + side / 2, bottom - 3, text, side, below, ha="center", va="top")
+                if frame:
+                    style = {"fill": False, "edgecolor": frame, "linewidth": 3}
+                    box = Rectangle((x, bottom), side, side, transform=None, **style)
+                    figure.add_artist(box)
+            bottom -= below * LINE + 8
+        figure.savefig(path)
 
 
-def draw_rows(texts, data, nearest, scores, path, framed=None, side=128):
-    """One picture: for each text a row of the photos `nearest`, with their scores below them
+def in_rows(photos, columns):
+    """-> rows for draw_rows, without a text above them"""
+    return [("", photos[n : n + columns]) for n in range(0, len(photos), columns)]
+
+
+def draw_nearest(path, texts, data, nearest, scores, framed=None, side=128):
+    """For each text a row of the photos `nearest`, with their scores below them
 
     data: CaptionData or similar.  nearest: indices into it.  framed: the index of the photo to
     frame, for each text; None for no frames
     """
-    column_width = side + GAP
-    row_height = side + 48
-    width = len(nearest[0]) * column_width + GAP
-    height = len(texts) * row_height + GAP
-    sheet = Image.new("RGB", (width, height), "white")
-    draw = ImageDraw.Draw(sheet)
+    rows = []
     for row, text in enumerate(texts):
-        y = GAP + row * row_height
-        write(draw, GAP, y, text, FONT_SIZE, "black", width - 2 * GAP)
-        top = y + 22
-        bottom = top + side
-        for column, index in enumerate(nearest[row]):
-            x = GAP + column * column_width
+        photos = []
+        for index, score in zip(nearest[row], scores[row]):
             [pixels] = common.read_crops(data, index, [common.centre_crop], side)
-            sheet.paste(Image.fromarray(pixels), (x, top))
-            score = f"{scores[row][column]:.2f}"
-            write(draw, x + side / 2, bottom, score, FONT_SIZE, "grey", side, centred=True)
-            if framed and index == framed[row]:
-                frame = x - 3, top - 3, x + side + 2, bottom + 2
-                draw.rectangle(frame, outline="green", width=3)
-    sheet.save(path)
+            frame = "green" if framed and index == framed[row] else None
+            photos.append((pixels, f"{score:.2f}", frame))
+        rows.append((text, photos))
+    draw_rows(path, rows, side=side)
 
 
-def draw_attention(image, caption, words, path, side=192):
+def draw_attention(image, caption, words, path, side=192, columns=6):
     """The photo, then the photo under the attention map of each word, bicubically enlarged.
 
     words: [(word, (h, w) not negative), ...]. [VirTex Sec. 4.4] Brightness is relative to the
     map's maximum, so that a uniform map looks uniform [ours]; VirTex, App. B, maps each to [0, 1].
     """
     photo = np.asarray(image.resize((side, side), Image.BICUBIC), np.float32)
-    tiles = [("", photo)]
+    photos = [(photo.astype(np.uint8), "", None)]
     for word, attention in words:
-        tiles.append((word, highlight(photo, attention)))
-    columns = min(6, len(tiles))
-    column_width = side + GAP
-    row_height = side + 28
-    width = columns * column_width + GAP
-    lines, _ = wrap(caption, FONT_SIZE, width - 2 * GAP)
-    top = 16 + (FONT_SIZE + 4) * len(lines)
-    height = top + math.ceil(len(tiles) / columns) * row_height
-    sheet = Image.new("RGB", (width, height), "white")
-    draw = ImageDraw.Draw(sheet)
-    write(draw, GAP, GAP, caption, FONT_SIZE, "black", width - 2 * GAP, len(lines))
-    for n, (word, tile) in enumerate(tiles):
-        row, column = divmod(n, columns)
-        x = GAP + column * column_width
-        y = top + row * row_height
-        pixels = tile.clip(0, 255).astype(np.uint8)
-        sheet.paste(Image.fromarray(pixels), (x, y))
-        write(draw, x + side / 2, y + side + 4, word, FONT_SIZE, "black", side, centred=True)
-    sheet.save(path)
+        photos.append((highlight(photo, attention), word, None))
+    rows = in_rows(photos, columns)
+    rows[0] = caption, photos[:columns]
+    lines = 1 + 16 * len(caption) // (len(photos[:columns]) * side)  # a letter has up to 16 pixels
+    draw_rows(path, rows, above=min(3, lines), side=side)
 
 
 def highlight(photo, attention):
-    """Dim the photo (side, side, 3), but brighten it where the attention (h, w) is high."""
+    """Dim the photo (side, side, 3), but brighten it where the attention (h, w) is high -> uint8"""
     heat = (attention / attention.max()).float().cpu()
     heat = F.interpolate(heat[None, None], photo.shape[:2], mode="bicubic")
     heat = heat[0, 0, :, :, None].clamp(0, 1).numpy()
-    dimmed = photo * (0.35 + 0.25 * heat)
-    return dimmed + heat * (102, 70, 0)
+    pixels = photo * (0.35 + 0.25 * heat) + heat * (102, 70, 0)
+    return pixels.clip(0, 255).astype(np.uint8)

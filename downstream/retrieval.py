@@ -6,7 +6,7 @@ Yuan et al. Multimodal Contrastive Training for Visual Representation Learning. 
 Features of random crops and flips of each training photo are extracted once. A linear layer on
 these features and a GRU that reads the captions are trained from scratch to give a photo and its
 captions similar vectors, by the protocol of VSE++ (Faghri et al., BMVC 2018). A tenth of the
-training photos, at most 5,000, is held out to choose the best epoch: on COCO this leaves the
+training photos, at most 5,000, is held out to choose the best epoch; on COCO this leaves the
 paper's 113K to train on. The test photos are those of --val-split.
 
     laptop        python virtex.py, then python -m downstream.retrieval
@@ -18,11 +18,10 @@ Scores: R@K, the percentage of queries whose match is among the first K; Med r, 
 rank. A photo's match is the best of its captions. A random backbone and chance are scored as well.
 
 What to expect: the loss per pair falls from 0.4 (twice the margin, all vectors alike) to below 0.1
-with --negatives mean. With the paper's hardest negatives it must fall below 0.4: if it does not,
+with --negatives mean. With the paper's hardest negatives it must fall below 0.4. If it does not,
 they are too hard for this backbone.
 """
 
-import argparse
 import copy
 import math
 from collections import Counter, defaultdict
@@ -39,7 +38,7 @@ import common
 import eval_linear
 import mmcontrastive
 from common import fail, print_main, progress
-from downstream import baselines, pictures
+from downstream import pictures, tasks
 
 # fmt: off
 RECIPES = {  #        demo    small   paper: Sec. 4.2, after VSE++
@@ -60,39 +59,40 @@ MAX_NORM = 2.0  # of the gradient [VSE++ code]
 MIN_COUNT = 4  # how often a word must occur in the training captions to be kept [VSE++ code]
 WORD = regex.compile(r"[\w\p{M}]+(?:['’-][\w\p{M}]+)*")  # t-shirt and can't are single words [ours]
 START, END, UNKNOWN = range(3)  # before and after each caption, and for words that are not kept
-IN_WORDS = {**baselines.IN_WORDS, "chance": "by chance"}
+IN_WORDS = {**tasks.IN_WORDS, "chance": "by chance"}
 
 
 def get_args(argv=None):
     # fmt: off
-    parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    baselines.add_flags(parser)
+    parser = tasks.argument_parser(__doc__, epilog=common.recipe_table(RECIPES))
+    tasks.add_flags(parser)
     add = parser.add_argument_group("retrieval").add_argument
-    add("--recipe", choices=common.RECIPE_NAMES, help="demo (shapes), small (.jsonl) or paper")
-    add("--train-images", type=common.count, help="at most, drawn once; few for a quick look")
-    add("--test-images", type=common.count, default=1000, help="at most, drawn once [Sec. 4.2]")
-    add("--folds", type=common.count, default=1, help="parts of the test photos to average over")
-    add("--epochs", type=common.count, help="epochs at --lr, and as many at a tenth of it")
-    add("--negatives", choices=("hardest", "mean"), help="use mean if the loss stays at 0.4")
+    add("--recipe", choices=common.RECIPE_NAMES,
+        help="column of the defaults below: demo (for shapes), small (for a .jsonl) or paper")
+    add("--train-images", type=common.positive_int,
+        help="train on at most this many photos, drawn once; few for a first look")
+    add("--test-images", type=common.positive_int, default=1000,
+        help="test on at most this many photos, drawn once [Sec. 4.2]")
+    add("--folds", type=common.positive_int, default=1,
+        help="split the test photos into this many parts, and average over them")
+    add("--epochs", type=common.positive_int, help="epochs at --lr, and as many at a tenth of it")
+    add("--negatives", choices=("hardest", "mean"), help="take mean if the loss stays at 0.4")
     add("--lr", type=common.positive, help="learning rate of Adam")
-    add("--dim", type=common.count, help="dimension of the common space")
-    add("--word-dim", type=common.count, help="dimension of the word embeddings")
+    add("--dim", type=common.positive_int, help="dimension of the common space")
+    add("--word-dim", type=common.positive_int, help="dimension of the word embeddings")
     # fmt: on
-    baselines.add_run_flags(parser, "retrieval")
+    tasks.add_run_flags(parser, "retrieval")
     args = parser.parse_args(argv)
     by_data = "small" if args.data.endswith(".jsonl") else "paper"
     args.recipe = args.recipe or ("demo" if args.data == "shapes" else by_data)
     column = common.RECIPE_NAMES.index(args.recipe)
     recipe = {name: row[column] for name, row in RECIPES.items()}
-    baselines.fill_defaults(parser, args, **recipe)
+    tasks.fill_defaults(parser, args, "retrieval", **recipe)
     return args
 
 
 def main(args):
-    eval_linear.run_alone()
-    device = common.init_distributed()
-    common.make_folder(args.output)
+    device = tasks.begin(args)
     train = captioned_photos(args, args.train_split, args.train_images)
     held_out = min(HELD_OUT, math.ceil(len(train) / 10))
     val = train.select(np.arange(held_out))
@@ -100,18 +100,20 @@ def main(args):
     test = captioned_photos(args, args.val_split, args.test_images)
     eval_linear.report_shared(train, test)
     if args.folds > len(test):
-        fail(f"--folds {args.folds}: there are {len(test)} test photos")
+        fail(f"--folds {args.folds} is more than the {len(test)} test photos")
     vocabulary = count_words(train.all_captions())
+    known = [word in vocabulary for word in words_of(test.all_captions())]
+    common.check_known(known.count(False), len(known), f"the captions of {args.val_split}")
     counts = f"{len(train)} training, {len(val)} validation and {len(test)} test photos"
     print_main(f"{counts}, {len(vocabulary)} words")
 
     runs = defaultdict(list)
-    for name, seed, backbone in baselines.backbones(args, device):
+    for name, seed, backbone in tasks.backbones(args, device):
         if backbone:
             train_x = None  # or the memory holds two backbones' features: 9 GB each on COCO
             train_data, train_x = crop_features(backbone, train, args, device)
-            val_data, val_x = baselines.central_features(backbone, val, args, device)
-            test_data, test_x = baselines.central_features(backbone, test, args, device)
+            val_data, val_x = tasks.central_features(backbone, val, args, device)
+            test_data, test_x = tasks.central_features(backbone, test, args, device)
         model = train_encoders(train_data, train_x, val_data, val_x, vocabulary, args, device, seed)
         similarity = compare(model, test_data, test_x)  # (N photos, M captions)
         owners = image_of_caption(test_data)
@@ -121,10 +123,7 @@ def main(args):
     for _ in runs["random"]:
         chance = torch.rand_like(similarity)
         runs["chance"].append(fold_scores(chance, owners, args.folds))
-    baselines.report(runs, args, "retrieval on", "text to image R@10", IN_WORDS)
-
-
-# ------------------------------------------------------------------------------ photos, captions
+    tasks.report(runs, args, "retrieval on", "text to image R@10", IN_WORDS)
 
 
 def captioned_photos(args, split, max_photos):
@@ -162,23 +161,23 @@ def crop_features(backbone, data, args, device):
     RandomCrops
     """
     crops = RandomCrops(data, args)
-    features, readable = baselines.extract_features(backbone, crops, args, device)
+    features, readable = tasks.extract_features(backbone, crops, args, device)
     readable = readable[: len(readable) // args.crops]
     return data.select(readable), features.view(args.crops, len(readable), -1)
 
 
+def words_of(captions):
+    for caption in captions:
+        yield from WORD.findall(caption.lower())
+
+
 def count_words(captions):
     """The words that occur at least MIN_COUNT times, the most frequent first -> {word: id}"""
-    counts = Counter()
-    for caption in progress(captions, desc="words", unit=" captions", leave=False):
-        counts.update(WORD.findall(caption.lower()))
-    words = [word for word, count in counts.most_common() if count >= MIN_COUNT]
+    counts = Counter(words_of(captions)).most_common()
+    words = [word for word, count in counts if count >= MIN_COUNT]
     if not words:
         fail(f"no word occurs {MIN_COUNT} times in the training captions: give more of them")
     return {word: i for i, word in enumerate(words, UNKNOWN + 1)}
-
-
-# ----------------------------------------------------------------------------- the common space
 
 
 class CommonSpace(nn.Module):
@@ -208,8 +207,7 @@ class CommonSpace(nn.Module):
         return F.normalize(state[-1])
 
     def ids_of(self, caption):
-        words = WORD.findall(caption.lower())
-        ids = [self.vocabulary.get(word, UNKNOWN) for word in words]
+        ids = [self.vocabulary.get(word, UNKNOWN) for word in words_of([caption])]
         return [START, *ids, END]
 
 
@@ -280,9 +278,6 @@ def train_encoders(data, features, val_data, val_features, vocabulary, args, dev
     return model
 
 
-# ---------------------------------------------------------------------------------------- scores
-
-
 @torch.no_grad()
 def compare(model, data, features):
     """The similarity of each photo with each caption -> (N, M) on the CPU"""
@@ -316,12 +311,12 @@ def fold_scores(similarity, image_of_caption, folds=1):
 
 
 def draw_retrieved(data, similarity, path):
-    """For a caption of each of five photos, draw the eight nearest photos, its own in a frame"""
+    """For a caption of each of five photos, draw the eight nearest photos, its own in a frame."""
     photos = range(min(5, len(data)))
     texts = [data.captions[i][0] for i in photos]
-    first = np.cumsum([0, *(len(data.captions[i]) for i in photos)])[:-1]
+    first = np.searchsorted(image_of_caption(data), photos)  # the columns of these captions
     scores, nearest = similarity[:, first].T.topk(min(8, len(data)))
-    pictures.draw_rows(texts, data, nearest.tolist(), scores.tolist(), path, framed=photos)
+    pictures.draw_nearest(path, texts, data, nearest.tolist(), scores.tolist(), framed=photos)
     print_main(f"the photos nearest to some captions are in {path}")
 
 

@@ -15,19 +15,27 @@ import torch
 import common
 import mmcontrastive
 from common import fail, print_main
-from downstream.pictures import draw_rows, photo_files
+from downstream import tasks
+from downstream.pictures import draw_nearest, images_in
 from extras.checkpoints import of_script
 
 
 def get_args(argv=None):
-    # fmt: off
-    parser = argparse.ArgumentParser(description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = tasks.argument_parser(__doc__)
     add = parser.add_argument
     add("texts", nargs="+", metavar="TEXT", help="what to look for, worded like a caption")
     add("--root", help="folder of photos, with its subfolders (default: the validation split)")
     add_flags(parser, "search")
     return parser.parse_args(argv)
+
+
+def add_flags(parser, name):
+    """Those of classify.py, too"""
+    add = parser.add_argument
+    tasks.add_weights(parser, "mmcontrastive")
+    add("--output", default=f"runs/{name}", help="folder for the results (default %(default)s)")
+    add("--amp", choices=("bf16", "fp16", "off"), help="precision (default bf16 if supported)")
+    add("--workers", type=common.non_negative_int, default=2, help="processes that load photos")
 
 
 def main(args):
@@ -37,59 +45,58 @@ def main(args):
     else:
         trained = model.trained
         data = common.caption_data(trained.data, trained.root, trained.val_split)
-    photos, readable = model.encode_photos(data)
+    model.check_words(args.texts, "the texts")
     path = Path(args.output, "search.png")
-    nearest = draw_nearest(path, args.texts, model.encode(args.texts), data, photos, readable)
+    _, readable, nearest = model.find(args.texts, data, path)
     if args.root:
         for text, row in zip(args.texts, nearest):
             print_main(f"{text}: " + ", ".join(data.images[n] for n in row[:3]) + ", ...")
     print_main(f"the ten nearest of {len(readable)} photos to each text are in {path}")
 
 
-def images_in(folder):
-    """-> CaptionData, without captions, of all photos in a folder and its subfolders"""
-    paths = common.list_photos(folder)
-    if not paths:
-        fail(f"{folder} holds no photo")
-    return photo_files(paths)
-
-
-# ------------------------------------------------------------- also of classify.py
-
-
-def add_flags(parser, name):
-    add = parser.add_argument
-    add("--weights", default="runs/mmcontrastive/checkpoint.pth",
-        help="checkpoint.pth or model_N.pth of a run; trained on photos.jsonl, it is in "
-        "runs/mmcontrastive-photos (default %(default)s)")  # fmt: skip
-    add("--output", default=f"runs/{name}", help="folder of the results (default %(default)s)")
-    add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
-    add("--workers", type=common.whole, default=2, help="DataLoader workers; 0: none")
-
-
 class Model:
-    """The encoders of --weights: vectors of photos and of texts in their common space"""
+    """The encoders of --weights, which map photos and texts into one space"""
 
     def __init__(self, args):
         self.device = common.init_distributed()
-        common.make_folder(args.output)  # a wrong one ends it now
+        common.make_folder(args.output)  # before the work, in case that it cannot be one
         self.encoders, self.tokenizer, self.trained = load_encoders(args.weights)
         print_main(f"{args.weights} was trained on {self.trained.data}")
         self.encoders.to(self.device, memory_format=torch.channels_last)
         self.trained.amp = common.choose_amp(self.device, args.amp)
         self.trained.workers = args.workers
 
-    def encode_photos(self, data):
-        """-> (N, D) of unit length, the indices in `data` of the N photos that can be read"""
-        return mmcontrastive.encode_images(
-            self.encoders["image"], data, self.trained, self.device
-        )
+    def check_words(self, texts, what):
+        """Name the texts in which the model does not know a word; refuse if it knows too few."""
+        unknown, total, named = 0, 0, []
+        for text in texts:
+            tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            of_text = tokens.count(self.tokenizer.unk_token_id)
+            unknown += of_text
+            total += len(tokens)
+            named += [text] if of_text else []
+        if named:
+            more = ", ..." if len(named) > 20 else ""
+            print_main(f"the model does not know every word of {', '.join(named[:20])}{more} "
+                       f"({len(named)} of {len(texts)})")  # fmt: skip
+        common.check_known(unknown, total, what)
 
-    def encode(self, texts):
-        """-> (T, D) of unit length"""
-        return mmcontrastive.encode_captions(
-            self.encoders["caption"], self.tokenizer, texts, self.trained, self.device
+    def find(self, texts, data, path):
+        """Draw a row of the ten nearest photos for each text.  data: CaptionData or similar
+
+        -> cosines (T, N) of T texts with the N photos that can be decoded, the indices of these in
+        `data`, and for each text the indices in `data` of the ten, the nearest first
+        """
+        given = self.trained, self.device
+        photos, readable = mmcontrastive.encode_images(self.encoders["image"], data, *given)
+        vectors = mmcontrastive.encode_captions(
+            self.encoders["caption"], self.tokenizer, texts, *given
         )
+        similarity = vectors @ photos.T
+        scores, order = similarity.topk(min(10, len(photos)))  # (T, 10)
+        nearest = [[readable[n] for n in row] for row in order.tolist()]
+        draw_nearest(path, texts, data, nearest, scores.tolist())
+        return similarity, readable, nearest
 
 
 def load_encoders(path):
@@ -105,23 +112,10 @@ def load_encoders(path):
     folder = Path(path).parent / "caption_model"
     tokenizer, bert_config = mmcontrastive.read_caption_model(folder)
     encoders = mmcontrastive.build_encoders(trained, bert_config)
-    prefix, state = "queries.", {}
-    for name, value in content["model"].items():
-        if name.startswith(prefix):
-            state[name.removeprefix(prefix)] = value
-    encoders.load_state_dict(state)
+    state = content["model"].items()
+    queries = {name: value for name, value in state if name.startswith("queries.")}
+    encoders.load_state_dict({name.removeprefix("queries."): queries[name] for name in queries})
     return encoders.eval(), tokenizer, trained
-
-
-def draw_nearest(path, texts, vectors, data, photos, readable):
-    """A row of the ten nearest photos for each text -> their indices in `data`, the nearest first
-
-    vectors (T, D), photos (N, D), readable (N,): of the texts and photos, by Model
-    """
-    scores, order = (vectors @ photos.T).topk(min(10, len(photos)))  # (T, 10)
-    nearest = [[readable[n] for n in row] for row in order.tolist()]
-    draw_rows(texts, data, nearest, scores.tolist(), path)
-    return nearest
 
 
 if __name__ == "__main__":

@@ -1,18 +1,14 @@
 """Image tagging on frozen features.
 
 Yuan et al. Multimodal Contrastive Training for Visual Representation Learning. CVPR 2021. Sec. 4.3.
-
 Tags that occur on the same photos get similar vectors (pointwise mutual information, PMI). A
 2-layer MLP on features of the frozen backbone is trained to output the direction of the mean of a
 photo's tag vectors. The tags nearest to its output are predicted and scored by mIOU@K [Tab. 5].
 
     laptop       python -m downstream.tagging
-    own photos   python -m downstream.tagging --data photos.jsonl --num-tags 1000 \\
-                     --weights runs/virtex-photos/backbone.pth
-    COCO         python -m downstream.tagging --data coco \\
-                     --weights runs/mmcontrastive-coco/backbone.pth
-    TP's words   python -m downstream.tagging --data coco \\
-                     --weights runs/tp-coco/backbone.pth \\
+    own photos   python -m downstream.tagging --data photos.jsonl --weights FILE --num-tags 1000
+    COCO         python -m downstream.tagging --data coco --weights FILE
+    TP's words   python -m downstream.tagging --data coco --weights FILE \\
                      --tags runs/tp-coco/concepts.json --num-tags 1000
 
 Tags are the categories of COCO's instances, or the tags of a .jsonl; for a built-in scene shape,
@@ -21,15 +17,14 @@ occur in a photo's captions. The paper's Stock photos are not public.
 
 What the paper leaves open is [ours]: PMI is computed from fractions of the training photos, for a
 tag with itself as well; vectors are rows of U sqrt(S) of the truncated SVD U S V', l2-normalised;
-"nearest" is by cosine. mIOU@K compares the K nearest tags with all n tags of a photo: its maximum
-is min(n, K) / max(n, K), the table's last line. Only tags of the vocabulary count, and photos
-without one are left out. Optimizer, epochs and standardised features are ours, too.
+"nearest" is by cosine. mIOU@K compares the K nearest tags with all n tags of a photo, so that it
+cannot exceed min(n, K) / max(n, K). Only tags of the vocabulary count, and photos without one are
+left out. Optimizer, epochs and standardised features are ours, too.
 
 What to expect: the loss starts near 1 and falls. A trained backbone should beat random
-initialisation and the most frequent tags, predicted for all photos. tagging.png shows eight photos.
+initialisation and the most frequent tags, predicted for all photos.
 """
 
-import argparse
 import math
 import os
 from collections import Counter, defaultdict
@@ -37,47 +32,46 @@ from collections import Counter, defaultdict
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw
 from scipy import sparse
 from torch import nn
 
 import common
 import eval_linear
 from common import fail, print_main, progress
-from downstream import baselines, pictures
+from downstream import tasks
 from extras import shapes
 
 CUTS = 5, 10, 15, 20  # the K of mIOU@K [Tab. 5]
-FREQUENT, BOUND = "most frequent tags", "upper bound"  # what the backbones are compared with
-IN_WORDS = {**baselines.IN_WORDS, FREQUENT: f"by the {FREQUENT}", BOUND: f"by the {BOUND}"}
+FREQUENT = "most frequent tags"  # predicted for all photos, to compare with
+IN_WORDS = {**tasks.IN_WORDS, FREQUENT: f"by the {FREQUENT}"}
 
 
 def get_args(argv=None):
     # fmt: off
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
-    baselines.add_flags(parser)
+    parser = tasks.argument_parser(__doc__)
+    tasks.add_flags(parser)
     add = parser.add_argument_group("tags").add_argument
-    add("--tags", metavar="FILE", help="concepts.json of tp.py: its words in captions are tags")
-    add("--num-tags", type=common.count, default=18157, help="size of the vocabulary [Sec. 4.1]")
-    add("--dim", type=common.count, default=4096, help="maximum width of tag vectors [Sec. 4.3]")
-    add("--fraction", type=common.share, help="of training photos (default 0.2 for shapes, else 1)")
+    add("--tags", metavar="FILE",
+        help="take as tags the words of this concepts.json of tp.py that occur in the captions")
+    add("--num-tags", type=common.positive_int, default=18157, help="size of the vocabulary")
+    add("--dim", type=common.positive_int, default=4096, help="maximum width of tag vectors")
+    add("--fraction", type=common.fraction_above_0,
+        help="use this fraction of the training photos (default 0.2 for shapes, else 1)")
     add = parser.add_argument_group("MLP").add_argument
-    add("--hidden", type=common.count, default=2048, help="hidden width [Sec. 4.3]")
-    add("--epochs", type=common.count, default=10, help="passes over the training photos [ours]")
-    add("--batch-size", type=common.count, default=128, help="photos per iteration [ours]")
-    add("--lr", type=common.positive, default=1e-3, help="peak for AdamW; cosine decay [ours]")
+    add("--hidden", type=common.positive_int, default=2048, help="width of the hidden layer")
+    add("--epochs", type=common.positive_int, default=10, help="passes over the training photos")
+    add("--batch-size", type=common.positive_int, default=128, help="photos per iteration")
+    add("--lr", type=common.positive, default=1e-3,
+        help="peak learning rate of AdamW, which then decays as a cosine [ours]")
     # fmt: on
-    baselines.add_run_flags(parser, "tagging")
+    tasks.add_run_flags(parser, "tagging")
     args = parser.parse_args(argv)
-    baselines.fill_defaults(parser, args, fraction=0.2 if args.data == "shapes" else 1.0)
+    tasks.fill_defaults(parser, args, "tagging", fraction=0.2 if args.data == "shapes" else 1.0)
     return args
 
 
 def main(args):
-    eval_linear.run_alone()
-    device = common.init_distributed()
-    common.make_folder(args.output)
+    device = tasks.begin(args)
     train, val = tagged_photos(args)
     eval_linear.report_shared(train, val)
     counts = f"{len(train)} training and {len(val)} validation photos"
@@ -85,21 +79,18 @@ def main(args):
 
     vectors = tag_vectors(train.labels, args.dim, device)  # (tags, dim)
     runs = defaultdict(list)
-    for name, seed, backbone in baselines.backbones(args, device):
+    for name, seed, backbone in tasks.backbones(args, device):
         if backbone:
             train_x = None  # or the memory holds two backbones' features: 47.5 GB each on Stock
-            train_data, train_x = baselines.central_features(backbone, train, args, device)
-            val_data, val_x = baselines.central_features(backbone, val, args, device)
+            train_data, train_x = tasks.central_features(backbone, train, args, device)
+            val_data, val_x = tasks.central_features(backbone, val, args, device)
         mlp = train_mlp(train_x, train_data.labels, vectors, args, seed)
         ranked = nearest_tags(mlp, val_x, vectors)  # (N, 20)
-        if not runs:
-            draw_tags(val_data, ranked, f"{args.output}/tagging.png")
         runs[name].append(miou_at_cuts(ranked, val_data.labels))
-    runs |= without_photos(val_data.labels)
-    baselines.report(runs, args, "tagging of", "mIOU@5", IN_WORDS)
-
-
-# ------------------------------------------------------------------------------- photos and tags
+    most_frequent = np.arange(min(CUTS[-1], len(train.names)))  # the order of tagged_photos
+    always = np.tile(most_frequent, (len(val_data), 1))
+    runs[FREQUENT] = [miou_at_cuts(always, val_data.labels)]
+    tasks.report(runs, args, "tagging of", "mIOU@5", IN_WORDS)
 
 
 def tagged_photos(args):
@@ -116,10 +107,9 @@ def tagged_photos(args):
     train_tags, val_tags = tags_of_photos(train, args), tags_of_photos(val, args)
     counts = Counter(tag for tags in train_tags for tag in tags)
     if len(counts) < 2:
-        where = f"the captions hold {len(counts)} words of {args.tags}" if args.tags else (
-            f"the photos have {len(counts)} tags")
-        fail(f"{where}, but two are needed: give --tags a concepts.json of tp.py and captions with "
-             "its words")  # fmt: skip
+        what = f"words of {args.tags}, in their captions" if args.tags else "tags"
+        fail(f"the photos have {len(counts)} {what}, but at least two are needed: give --tags a "
+             "concepts.json of tp.py whose words occur in the captions")  # fmt: skip
     most_frequent_first = sorted(counts, key=lambda tag: (-counts[tag], tag))
     names = most_frequent_first[: args.num_tags]
     train = with_tags(train, train_tags, names)
@@ -139,7 +129,7 @@ def tags_of_photos(data, args):
             fail(f"there is no {args.tags}: --tags is the concepts.json of a run of tp.py")
         content = common.read_json(args.tags)
         if not isinstance(content, dict):
-            fail(f"--tags {args.tags} is no concepts.json of tp.py or icmlm.py")
+            fail(f"--tags {args.tags} is not a concepts.json of tp.py or icmlm.py")
         concepts = {word for words in content.values() for word in words}
         texts = progress(map(" ".join, data.captions), desc="tags", total=len(data), leave=False)
         return [concepts.intersection(words_of(text)) for text in texts]
@@ -165,11 +155,8 @@ def with_tags(data, tags, names):
     labels = sparse.csr_array(multi_hot(map(known.intersection, tags), names), dtype=np.float32)
     keep = np.flatnonzero(labels.sum(1))
     if len(keep) < len(data):
-        print_main(f"{len(data) - len(keep)} of {len(data)} photos have no tag: left out")
+        print_main(f"{len(data) - len(keep)} of {len(data)} photos have no tag, and are left out")
     return eval_linear.LabelData(data.images, labels, names, data.open).select(keep)
-
-
-# ---------------------------------------------------------------------------------- vectors, MLP
 
 
 def tag_vectors(tags, dim, device):
@@ -178,8 +165,7 @@ def tag_vectors(tags, dim, device):
     PMI(a, b) = log P(a, b) / (P(a) P(b)) [Church & Hanks 1990, the paper's reference], where P are
     fractions of the N photos. A tag on all photos has PMI 0 with every tag and the vector 0.
     """
-    both = (tags.T @ tags).toarray()  # the number of photos with both tags
-    both = torch.from_numpy(both).to(device)
+    both = torch.from_numpy((tags.T @ tags).toarray()).to(device)  # how many photos have both tags
     each = both.diagonal()
     pmi = torch.log(both * tags.shape[0] / torch.outer(each, each))  # -inf if no photo has both
     # A symmetric matrix has as singular values its eigenvalues without their signs.
@@ -200,12 +186,8 @@ def train_mlp(features, tags, vectors, args, seed):
     scale = nn.BatchNorm1d(width, affine=False).eval()
     scale.running_mean = features.mean(0)
     scale.running_var = features.var(0, correction=0)
-    mlp = nn.Sequential(
-        scale,
-        nn.Linear(width, args.hidden),
-        nn.ReLU(),
-        nn.Linear(args.hidden, vectors.shape[1]),
-    )
+    hidden = nn.Linear(width, args.hidden)
+    mlp = nn.Sequential(scale, hidden, nn.ReLU(), nn.Linear(args.hidden, vectors.shape[1]))
     mlp.to(device)
     optimizer = torch.optim.AdamW(mlp.parameters(), args.lr, weight_decay=0.01, fused=True)
     num_batches = math.ceil(len(features) / args.batch_size)
@@ -238,9 +220,6 @@ def mean_vectors(tags, vectors):
     return F.embedding_bag(indices, vectors, offsets, mode="mean")
 
 
-# --------------------------------------------------------------------------- predictions, scores
-
-
 @torch.no_grad()
 def nearest_tags(mlp, features, vectors):
     """features (N, D) -> (N, 20 or all tags) indices of tags, the nearest to the output first"""
@@ -267,42 +246,6 @@ def miou_at_cuts(ranked, tags):
             overlaps.append(len(pred & gt) / len(pred | gt))
         scores[f"mIOU@{k}"] = 100 * float(np.mean(overlaps))
     return scores
-
-
-def without_photos(tags):
-    """The most frequent tags for every photo, and the upper bound -> {name: [miou_at_cuts]}"""
-    num_photos, num_tags = tags.shape
-    most_frequent = np.arange(min(CUTS[-1], num_tags))  # sorted by tagged_photos
-    always = np.tile(most_frequent, (num_photos, 1))
-    n = np.diff(tags.indptr)  # (N,) tags of each photo
-    bound = {}
-    for k in CUTS:
-        best = np.minimum(n, k) / np.maximum(n, min(k, num_tags))
-        bound[f"mIOU@{k}"] = 100 * float(best.mean())
-    return {FREQUENT: [miou_at_cuts(always, tags)], BOUND: [bound]}
-
-
-def draw_tags(data, ranked, path, side=192):
-    """Draw eight photos, their five nearest tags, green if right, and below them all true tags
-
-    data: LabelData.  ranked: the output of nearest_tags.
-    """
-    width, height = side + 16, side + 200
-    sheet = Image.new("RGB", (4 * width, 2 * height), "white")
-    draw = ImageDraw.Draw(sheet)
-    for n, nearest in enumerate(ranked[:8, : CUTS[0]]):
-        x = 8 + n % 4 * width
-        y = 8 + n // 4 * height
-        [pixels] = common.read_crops(data, n, [common.centre_crop], side)
-        sheet.paste(Image.fromarray(pixels), (x, y))
-        truth = data.labels[[n]].indices
-        names = ", ".join(data.names[k] for k in sorted(truth))
-        pictures.write(draw, x, y + side + 95, f"tags: {names}", 13, "black", side, most=5)
-        for line, k in enumerate(nearest):
-            colour = "green" if k in truth else "firebrick"
-            line_y = y + side + 4 + 17 * line
-            pictures.write(draw, x, line_y, data.names[k], 13, colour, side)
-    sheet.save(path)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ In the built-in scenes a class is a shape in a colour, as "red star"; two colour
 unseen. (The backbone may have seen these pairs in its own training.)
 
 VGG-16 is measured after each of its last three convolutions as in the paper, a ResNet after its
-last. App. C does not say how the function is trained: predict_classes does. Scores are means over
---runs. "top-1" is the accuracy over all test photos; Tab. 6 does not say whether it means this
-or a mean over classes. "seen" and "unseen" are means over the classes of each kind, and the
-harmonic mean is of these two [Xian et al.]. unseen.png shows predictions for unseen classes.
+last. App. C does not say how the function is trained; see predict_classes. Scores are means over
+--runs. "top-1" is the accuracy over all test photos, although Tab. 6 may mean over classes. "seen"
+and "unseen" are means over the classes of each kind, and the harmonic mean is of these two [Xian et
+al.].
 """
 
 import argparse
@@ -39,12 +39,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw
+from PIL import Image
 
 import common
 import eval_linear
 from common import fail, print_main
-from downstream import baselines, pictures
+from downstream import pictures, tasks
 from extras import layers, shapes
 
 RATES = 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0  # learning rates [ours; the range is App. F.2's]
@@ -59,33 +59,30 @@ LOCATIONS = "trainval_loc", "test_seen_loc", "test_unseen_loc"  # their names in
 
 def get_args(argv=None):
     # fmt: off
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
-    baselines.add_flags(parser, ("shapes", *LAYOUTS))
+    parser = tasks.argument_parser(__doc__)
+    tasks.add_flags(parser, ("shapes", *LAYOUTS))
     add = parser.add_argument_group("bilinear function").add_argument
-    add("--epochs", type=common.count, default=100, help="passes over the training photos [ours]")
-    add("--batch-size", type=common.count, default=256, help="photos per iteration [ours]")
+    add("--epochs", type=common.positive_int, default=100, help="passes over the training photos")
+    add("--batch-size", type=common.positive_int, default=256, help="photos per iteration")
     # fmt: on
-    baselines.add_run_flags(parser, "zeroshot")
+    tasks.add_run_flags(parser, "zeroshot")
     parser.set_defaults(runs=5)  # Tab. 6
     args = parser.parse_args(argv)
     if args.train_split or args.val_split:
         parser.error("zeroshot has splits of its own: leave out --train-split and --val-split")
-    baselines.fill_defaults(parser, args)
+    tasks.fill_defaults(parser, args, "zeroshot")
     return args
 
 
 def main(args):
-    eval_linear.run_alone()
-    device = common.init_distributed()
-    common.make_folder(args.output)
+    device = tasks.begin(args)
     data = shape_pairs() if args.data == "shapes" else published_data(args.data, args.root)
     train, seen, unseen = np.bincount(data.parts)
     test = f"{seen} of seen and {unseen} of unseen classes"
     print_main(f"{train} training photos; test photos: {test}")
 
     runs = defaultdict(list)
-    for name, seed, backbone in baselines.backbones(args, device):
+    for name, seed, backbone in tasks.backbones(args, device):
         if backbone:
             features, readable = layer_features(backbone, data, args, device)
         run = argparse.Namespace(**{**vars(args), "seed": seed})
@@ -94,16 +91,11 @@ def main(args):
             predicted = predict_classes(x, readable, run, device)
             for metric, score in accuracies(predicted, readable).items():
                 scores[f"{layer} {metric}".strip()] = score
-        if not runs:  # of the last layer
-            draw_predictions(f"{args.output}/unseen.png", readable, predicted)
         runs[name].append(scores)
     metric = [name for name in scores if "top-1" in name][-1]  # of the last layer
     runs["guessing"] = [{metric: 100 / len(data.names)}]
-    in_words = {**baselines.IN_WORDS, "guessing": f"by guessing among {len(data.names)} classes"}
-    baselines.report(runs, args, "zero-shot on", metric, in_words)
-
-
-# ------------------------------------------------------------------------------------------ data
+    in_words = {**tasks.IN_WORDS, "guessing": f"by guessing among {len(data.names)} classes"}
+    tasks.report(runs, args, "zero-shot on", metric, in_words)
 
 
 @dataclass
@@ -173,13 +165,10 @@ def read_mat(path):
     from scipy.io import loadmat
 
     if not path.is_file():
-        fail(f"there is no {path}: --root should hold xlsa17.zip of Xian et al., unpacked")
+        fail(f"there is no {path}: --root is the folder where you unpacked xlsa17.zip")
     variables = "image_files", "labels", "allclasses_names", "att", *LOCATIONS
     content = loadmat(str(path), squeeze_me=True, variable_names=variables)
     return {name: np.atleast_1d(value) for name, value in content.items()}
-
-
-# ------------------------------------------------------------------------------ the bilinear score
 
 
 def layer_features(backbone, data, args, device):
@@ -194,7 +183,7 @@ def layer_features(backbone, data, args, device):
 
     vgg = backbone.arch == "vgg16_bn"
     function = all_convolutions if vgg else eval_linear.pooled
-    data, features = baselines.central_features(backbone, data, args, device, function)
+    data, features = tasks.central_features(backbone, data, args, device, function)
     names = layers.CONVOLUTIONS if vgg else [""]
     parts = features.chunk(len(names), 1)
     return {name: F.normalize(part) for name, part in zip(names, parts)}, data
@@ -257,25 +246,6 @@ def accuracies(predicted, data):
     a, b = scores["seen"], scores["unseen"]
     scores["harmonic mean"] = 2 * a * b / (a + b) if a + b else 0.0  # [Xian et al.]
     return scores
-
-
-def draw_predictions(path, data, predicted, side=128, columns=6, rows=4):
-    """Some test photos of unseen classes, with the predicted class and below it the true one"""
-    unseen = np.random.default_rng(0).permutation(np.flatnonzero(data.parts == UNSEEN))
-    cell = side + 48
-    sheet = Image.new("RGB", (columns * cell, rows * cell), "white")
-    draw = ImageDraw.Draw(sheet)
-    crop = partial(common.centre_crop, side_fraction=224 / 256)
-    for n, i in enumerate(unseen[: columns * rows]):
-        x, y = n % columns * cell, n // columns * cell
-        [pixels] = common.read_crops(data, i, [crop], side)
-        sheet.paste(Image.fromarray(pixels), (x + 24, y))
-        guess, truth = data.names[predicted[i]], data.names[data.classes[i]]
-        colour = "green" if guess == truth else "red"
-        for text, top in (guess, 3), (f"is {truth}", 20):
-            place = x + cell / 2, y + side + top
-            pictures.write(draw, *place, text, 13, colour, cell, centred=True)
-    sheet.save(path)
 
 
 if __name__ == "__main__":

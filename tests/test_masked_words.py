@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from conftest import CPU, checkpoint_in, run_here
+from conftest import CPU, checkpoint_in, refusal, run_here
 from PIL import Image
 
 import common
@@ -78,3 +78,11 @@ def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     torch.testing.assert_close(attention, maps[0])
     with Image.open(picture) as image:
         assert 350 < image.width < 600 and len(image.getcolors(1 << 20)) > 1000
+
+
+def test_a_caption_of_another_language(trained, example, tmp_path):
+    """Its tokens are all unknown, which is said before a word is missed."""
+    flags = "--caption", "жук на траве", "--word", "жук", "--output", tmp_path
+    command = ["downstream.masked_words", example[0], *flags]
+    wrong = refusal([*command, "--weights", trained["tfm"] / "checkpoint.pth"])
+    assert "3 of 3 tokens (100%) of the captions are unknown to the model" in wrong

@@ -157,7 +157,7 @@ def test_tags_of_another_layout(wrong_files, coco_folder, tmp_path):
     (tmp_path / "labels.json").write_text('["dog", "cat"]')
     command = ["downstream.tagging", "--data", "coco", "--root", coco_folder, *RANDOM.split()]
     command += ["--output", tmp_path, "--tags", tmp_path / "labels.json"]
-    assert "labels.json is no concepts.json of tp.py or icmlm.py" in refusal(command)
+    assert "labels.json is not a concepts.json of tp.py or icmlm.py" in refusal(command)
 
 
 @pytest.mark.parametrize("command", [f"{script}.py" for script in SCRIPTS] + TRAINED_DOWNSTREAM)

@@ -3,13 +3,14 @@
 Its ranks are those of mmcontrastive.retrieval_scores: test_mmcontrastive.py.
 """
 
+import json
 import math
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from conftest import result, run_here
+from conftest import refusal, result, run_here
 from PIL import Image
 
 import common
@@ -96,3 +97,17 @@ def test_random_crops(coco_folder):
         [expected] = common.read_crops(photos, i % 3, [crop], 32)
         pixels, readable = crops[i]
         assert readable and np.array_equal(pixels, expected[:, ::-1] if i >= 3 else expected)
+
+
+def test_captions_of_another_language(coco_folder, tmp_path):
+    """The test captions have no word of the training captions."""
+    texts = {"train2017": "a red circle", "val2017": "жук на траве"}
+    lines = []
+    for folder, caption in texts.items():
+        for photo in sorted((coco_folder / folder).iterdir()):
+            row = {"image": str(photo), "captions": [caption], "split": folder[:-4]}
+            lines.append(json.dumps(row))
+    (tmp_path / "photos.jsonl").write_text("\n".join(lines))
+    flags = "--data", tmp_path / "photos.jsonl", "--output", tmp_path, "--workers", 0
+    wrong = refusal(["downstream.retrieval", *flags, "--weights", "random", "--arch", "resnet18"])
+    assert "36 of 36 tokens (100%) of the captions of val are unknown to the model" in wrong

@@ -122,18 +122,81 @@ def test_default_weights(tmp_path, monkeypatch):
     assert f"give --weights one of {weights}" in refusal(["downstream.search", "a dog"])
 
 
-def test_letters_of_other_languages(monkeypatch):
+def test_links_and_hidden_files(trained, coco_folder, tmp_path):
+    """A folder that is a link is read once, even if it leads back; hidden photos are left out."""
+    folder = tmp_path / "ph"
+    folder.mkdir()
+    (folder / "linked").symlink_to(coco_folder / "val2017")
+    (folder / "back").symlink_to(folder)
+    first = min((coco_folder / "val2017").iterdir())
+    for name in (".h.jpg", "kept.jfif", ".hidden/one.jpg"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(first, folder / name)
+    for path in f"{folder}", f"{folder}/":
+        images = pictures.images_in(path).images
+        assert len(images) == 13 and not any("/.h" in image for image in images)
+        assert [image for image in images if "linked" not in image] == [str(folder / "kept.jfif")]
+    with pytest.raises(SystemExit, match="there is no photo in the folder"):
+        pictures.images_in(folder / "nothing")
+
+
+def test_words_that_the_model_does_not_know(trained, coco_folder, tmp_path, capsys):
+    """They are named, said from 5% on, and refused from half on; underscores are spaces."""
+    weights = "--weights", trained / "checkpoint.pth", "--output", tmp_path, "--workers", 0
+    search_for = ["downstream.search", *weights, "--root", coco_folder / "val2017"]
+    known = run_here([*search_for, "a red circle"])
+    assert "unknown" not in known and "does not know" not in known
+    some = run_here([*search_for, "a small red circle left of a blue square", "a red жук"])
+    assert "the model does not know every word of a red жук (1 of 2)" in some
+    assert "1 of " in some and "tokens" in some and "of the texts are unknown to the model" in some
+    wrong = refusal([*search_for, "жук на траве"])
+    assert "3 of 3 tokens (100%) of the texts are unknown" in wrong
+
+    for n, name in enumerate(("red_circle", "blue_square", "жук")):
+        (tmp_path / "labelled" / "val" / name).mkdir(parents=True)
+        photo = sorted((coco_folder / "val2017").iterdir())[n]
+        shutil.copy(photo, tmp_path / "labelled" / "val" / name)
+    classify = "downstream.classify", *weights, "--data", "folder", "--root", tmp_path / "labelled"
+    lines = run_here(classify).splitlines()
+    assert "the model does not know every word of жук (1 of 3)" in lines
+    shutil.rmtree(tmp_path / "labelled" / "val" / "red_circle")
+    for name in ("n01", "тр"):
+        shutil.copytree(tmp_path / "labelled/val/blue_square", tmp_path / "labelled/val" / name)
+    shutil.rmtree(tmp_path / "labelled" / "val" / "blue_square")
+    assert "of the names of the classes are unknown to the model" in refusal(classify)
+
+
+def test_letters_of_other_languages(monkeypatch, tmp_path):
     """They come from a font that has them, inside the width; it is said once if none has them."""
     monkeypatch.setattr("matplotlib.font_manager.findSystemFonts", list)  # matplotlib's own is left
-    monkeypatch.setattr(pictures, "system_fonts", pictures.system_fonts.__wrapped__)
+    monkeypatch.setattr(pictures, "letters_of_fonts", pictures.letters_of_fonts.__wrapped__)
     monkeypatch.setattr(common, "report_once", (said := set()).add)
 
     def drawn(text):
-        image = Image.new("1", (200, 20))
-        pictures.write(ImageDraw.Draw(image), 0, 0, text, 15, "white", width=100)
-        return image.getbbox(), image.tobytes()
+        pixels = np.full((100, 100, 3), 255, np.uint8)
+        pictures.draw_rows(tmp_path / "x.png", [("", [(pixels, text, None)])], side=100)
+        with Image.open(tmp_path / "x.png") as image:
+            ink = np.asarray(image.convert("L")) < 128
+        return np.flatnonzero(ink.any(0)), ink.tobytes()
 
-    boxes = {drawn("猫猫猫"), drawn("犬犬犬")}
-    assert len(boxes) == 1 and len({drawn("кот"), drawn("вот"), drawn("قطة"), *boxes}) == 4
-    assert all(50 < drawn(9 * text)[0][2] <= 100 for text in ("кот", "a cat ", "猫"))
+    boxes = {drawn(text)[1] for text in ("猫猫猫", "犬犬犬")}
+    others = {drawn(text)[1] for text in ("кот", "вот", "قطة")}
+    assert len(boxes) == 1 and len(others) == 3 and not boxes & others
+    for text in ("кот", "a cat ", "猫"):
+        columns, _ = drawn(9 * text)
+        assert 8 <= columns.min() and columns.max() <= 108 and np.ptp(columns) > 50
     assert said == {pictures.NO_FONT}
+    assert drawn("$x$ $y$")[1] != drawn("x y")[1], "dollars are no formula"
+
+
+SCRIPTS = {"Korean": "고양이", "Arabic": "قطة", "Hindi": "बिल्ली"}
+
+
+@pytest.mark.parametrize("language", SCRIPTS)
+def test_scripts_of_installed_fonts(language):
+    """Each letter has a family that has it, if a font with it is installed."""
+    letters, text = pictures.letters_of_fonts(), SCRIPTS[language]
+    if not all(any(ord(letter) in codes for codes in letters.values()) for letter in text):
+        pytest.skip(f"no font for {language} is installed")
+    families = pictures.fonts_for(text)
+    assert all(any(ord(letter) in letters[name] for name in families) for letter in text)

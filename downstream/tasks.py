@@ -1,4 +1,7 @@
-"""What the tasks share: flags, and the same backbone randomly initialised, to compare with."""
+"""What the tasks share: flags, frozen backbones and their features, runs compared, and the report
+
+Each task compares a trained backbone with the same network at random initialisation.
+"""
 
 import argparse
 import os
@@ -14,7 +17,10 @@ from extras import layers
 IN_WORDS = {"trained": "trained", "random": "at random initialisation"}  # in the last line printed
 
 
-# ----------------------------------------------------------------------------------------- flags
+def argument_parser(description, **more):
+    """argparse's, but it prints a docstring as it is, and takes no abbreviated flags"""
+    more |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    return argparse.ArgumentParser(description=description, **more)
 
 
 def add_flags(parser, data=None):
@@ -22,31 +28,45 @@ def add_flags(parser, data=None):
     # fmt: off
     add = parser.add_argument_group("backbone and data").add_argument
     add("--weights", default="runs/virtex/backbone.pth",
-        help="a file as for eval_linear.py, imagenet or random")
-    add("--arch", choices=common.BACKBONES, help="needed for imagenet and random")
-    add("--data", default="shapes", choices=data, help="shapes is built in" if data else
-        "shapes (built in), coco, vg, a .jsonl, folder of shards")
+        help="the backbone: a file that eval_linear.py reads, imagenet or random")
+    add("--arch", choices=common.BACKBONES,
+        help="network to build; needed for imagenet and random")
+    add("--data", default="shapes", choices=data, help="data set; shapes is built in" if data else
+        "data set: shapes (built in), coco, vg, a .jsonl file or a folder of shards")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
-    add("--train-split", help="default train2017 for coco, else train")
-    add("--val-split", help="default val2017 for coco, else val")
-    add("--image-size", type=common.count, help="crop side in pixels (default: that of the "
-        "weights' training, by args.json beside them; else 224, 48 for shapes)")
-    add("--workers", type=common.whole, default=min(8, os.cpu_count()),
-        help="DataLoader workers; 0: none")
+    add("--train-split", help="split to train on (default train, or as named by the data set)")
+    add("--val-split", help="split to test on (default val, or as named by the data set)")
+    add("--image-size", type=common.positive_int, help="crop side in pixels (default: that of the "
+        "weights' training, from args.json beside them; else 224, or 48 for shapes)")
+    add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count()),
+        help="processes that load photos; with 0 the main process does")
     # fmt: on
 
 
+def add_weights(parser, method):
+    """--weights of the programs that use a trained model of a method"""
+    parser.add_argument("--weights", default=f"runs/{method}/checkpoint.pth",
+        help=f"checkpoint.pth or model_N.pth of {method}.py; if you trained on photos.jsonl, it "
+        f"is in runs/{method}-photos (default %(default)s)")  # fmt: skip
+
+
 def add_run_flags(parser, script):
-    """Of the tasks that freeze the backbone"""
+    """The flags of tasks that freeze the backbone"""
+    # fmt: off
     add = parser.add_argument_group("run").add_argument
-    add("--runs", type=common.count, default=1, help="seeds; the result has mean and deviation")
-    add("--seed", type=common.whole, default=0, help="of the first run: what is drawn follows it")
-    add("--output", default=f"runs/{script}", help="folder of result.json and pictures")
-    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off for numbers to report")
+    add("--runs", type=common.positive_int, default=1,
+        help="repeat with this many seeds, and report the mean and the deviation")
+    add("--seed", type=common.non_negative_int, default=0,
+        help="seed of the first run; it determines what is drawn")
+    add("--output", default=f"runs/{script}", help="folder for the results (default %(default)s)")
+    add("--amp", choices=("bf16", "fp16", "off"), default="off",
+        help="precision; leave it off for numbers that you report")
+    # fmt: on
 
 
-def fill_defaults(parser, args, **defaults):
-    """Give flags that were left out these defaults, or those that depend on --data"""
+def fill_defaults(parser, args, script, **defaults):
+    """Give flags that were left out these defaults, or those that depend on --data."""
+    args.script = script
     if args.weights in ("random", "imagenet") and not args.arch:
         parser.error(f"--weights {args.weights} needs --arch")
     if args.weights.startswith("clip:"):
@@ -55,12 +75,17 @@ def fill_defaults(parser, args, **defaults):
     size = eval_linear.trained_with(args.weights, "image_size")
     size = size or (48 if args.data == "shapes" else 224)
     usual = {"train_split": f"train{year}", "val_split": f"val{year}", "image_size": size}
+    usual["output"] = f"runs/{script}-{args.data}".removesuffix("-shapes")
     for name, value in (usual | defaults).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
 
 
-# ------------------------------------------------------------------------------ frozen backbones
+def begin(args):
+    """Features take one process: the others end here -> device"""
+    eval_linear.run_alone()
+    common.make_folder(args.output)
+    return common.init_distributed()
 
 
 def backbones(args, device):
@@ -96,14 +121,14 @@ def extract_features(backbone, photos, args, device, function=eval_linear.pooled
 
 
 def central_features(backbone, data, args, device, function=eval_linear.pooled):
-    """The same of the central squares -> `data` of the photos that can be decoded; features"""
+    """Features of the central squares -> `data` of the photos that can be decoded; (M, D)"""
     squares = eval_linear.CentralSquares(data, args.image_size)
     x, readable = extract_features(backbone, squares, args, device, function)
     return data.select(readable), x
 
 
 def report(runs, args, task, metric, in_words):
-    """Print all scores, write result.json; the last line has `metric` of all
+    """Print all scores, write result.json; the last line compares them by `metric`
 
     runs: {name: [{metric: percent} of each run]}.  in_words: {name: how the last line calls it}
     """
@@ -119,13 +144,10 @@ def report(runs, args, task, metric, in_words):
     print_main(f"{task} {args.data}: {metric} {', '.join(scores)}")
 
 
-# -------------------------------------------------------------------------- fine-tuned backbones
-
-
 def compared_runs(args):
     """-> {"trained": args}; on shapes (minutes) also {"random": args of a run from random weights}
 
-    With --weights random, {"random": args}. A wrong file ends it here.
+    With --weights random it is {"random": args}. A wrong file ends it here.
     """
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     args.arch = backbone.arch
@@ -138,18 +160,3 @@ def compared_runs(args):
         changed = {"weights": "random", "weights_hash": None, "output": f"{args.output}/random"}
         runs["random"] = argparse.Namespace(**{**vars(args), **changed})
     return runs
-
-
-def train_and_score(runs, args, fit, score):
-    """Of each of compared_runs: score(fit(run), run) -> {name: scores}, also in result.json
-
-    All processes train. The first one scores: the others get {}.
-    """
-    scores = {}
-    for name, run in runs.items():
-        model = fit(run)
-        if common.is_main():
-            scores[name] = score(model, run)
-    if common.is_main():
-        common.save(f"{args.output}/result.json", {"args": vars(args), **scores})
-    return scores
