@@ -39,22 +39,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import fail, make_folder, print_main
 
-SPLITS = {
-    **dict.fromkeys(("train", "training", "restval"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
-# Columns with such names; "caption" also stands for captions, caption_1, caption_2... If there are
-# several kinds, only the first is certain.
+SPLITS = dict.fromkeys(("train", "training", "restval"), "train")
+SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
+SPLITS |= dict.fromkeys(("test", "testing"), "test")
+# Names of columns; "caption" also stands for captions, caption_1, caption_2... If there are several
+# kinds, only the first of them is certain.
 CAPTIONS = "caption raw sentence text description title comment report finding prompt txt".split()
 TAGS = "tag label keyword categorie category classe class finding_label".split()
-SETS = "split", "set", "subset", "partition", "fold"  # if all values are names of splits
-PHOTO = re.compile("image|img|photo|pic|file|path|jpg")  # in the name of a photo's column
+MEANT = re.compile("|".join(rf"{kind}s?_?\d*" for kind in CAPTIONS + TAGS))
+SETS = "split", "set", "subset", "partition", "fold"
+PHOTO = re.compile("image|img|photo|pic|file|path|jpg")
 NUMBERED = re.compile("key|name|(^|_)(id|uid|no|nr|number)(_|$)")  # its numbers may name photos
-NEARLY_ALL = 0.9  # of the rows
-NOTHING = "", "nan", "none", "null", "n/a"  # what programs write into an empty cell
-YES, NO = ("1", "1.0", "true", "yes", "y"), ("0", "0.0", "false", "no", "n")
+# Cells, in lower case
+NOTHING = "", "nan", "none", "null", "n/a"  # what programs write into an empty one
 NUMBER = re.compile(r"[-+]?\d+([.,]\d*)?")
+YES, NO = ("1", "1.0", "true", "yes", "y"), ("0", "0.0", "false", "no", "n")
+# Within texts
 ENDING = re.compile(f"(?i)({'|'.join(map(re.escape, common.PHOTO_ENDINGS))})$")
 ENTITY = re.compile(r"&#?\w+;")
 HTML_TAG = re.compile(r"(?i)</?(?:p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h\d)\b[^<>]*>")
@@ -70,7 +70,8 @@ def get_args(argv=None):
     add("files", nargs="+", metavar="FILE", help="captions, in UTF-8 or UTF-16: one file, several "
         "(train, val or test in their names is the split), or a folder")  # fmt: skip
     add("--root", help="folder of the photos (default: that of each file)")
-    add("--image-column", type=column_name, help="column or key with the photo's path or name")
+    help_image = "column or key with the photo's path or name"
+    add("--image-column", type=column_name, nargs=1, default=[], help=help_image)
     many = dict(type=column_name, nargs="+", default=[])
     add("--caption-column", **many, help="one or more, with captions")
     add("--tag-column", **many, help="one or more, with tags, or with 0 and 1")
@@ -89,44 +90,40 @@ def main(args):
     notes = defaultdict(list)  # what was left out or changed: all examples of it
     for file in files:
         inside = file.relative_to(together).with_suffix("")  # en/train/0 is not de/train/0
-        rows, spelling = read_rows(file, output.with_name(f"{output.stem}_photos") / inside, args)
+        rows = read_rows(file, output.with_name(f"{output.stem}_photos") / inside, args)
         words = {*re.findall("[a-z]+", file.stem.lower()), file.parent.name}
         splits = {SPLITS[word] for word in words if word in SPLITS}
         if len(files) > 1 and len(splits) == 1:
             rows = [{"split": split, **row} for split in splits for row in rows]
         root = os.path.abspath(args.root or (file if file.is_dir() else file.parent))
-        columns = choose_columns(file, rows, spelling, root, args)
+        columns = choose_columns(file, rows, root, args)
         gather(rows, root, columns, photos, notes)
-    write(output, photos, notes)
+    write(output, list(photos.values()), notes)
 
 
 # ---------------------------------------------------------------------------------- files to rows
 
 
 def read_rows(path, photo_folder, args):
-    """The rows of a file, or of a folder of KEY.txt -> rows, {column: as the file spells it}
-
-    A row is {name of a column: value}.  photo_folder: for the photos in a .parquet
-    """
+    """The rows of a file, or of a folder of KEY.txt -> [{name of a column: value}]"""
     if path.is_dir():
         rows = folder_rows(path)
+    elif not path.is_file():
+        fail(f"there is no {path}")
     elif path.suffix.lower() == ".parquet":
         rows = parquet_rows(path, photo_folder, args)
     elif (text := decode(path)).lstrip().startswith(("{", "[")):
-        rows = json_rows(path, parse_json(path, text))
-    elif ENDING.search(re.sub(r"#\d+$", "", text.split("\t")[0])):
-        rows = token_rows(path, text)
+        rows = json_rows(path, text)
     else:
         rows = table_rows(path, text)
     bad = [row for row in rows if not isinstance(row, dict)]
     if bad or not rows:
         fail(f"{path} needs rows with a name for each cell, but has {short(bad[:1])}")
-    spelling = {column_name(key): key for row in rows for key in row}
-    return [{column_name(key): value for key, value in row.items()} for row in rows], spelling
+    return rows
 
 
 def column_name(text):
-    """Lower case, with _ for spaces and dashes"""
+    """The form in which names of a file and of a flag are compared: Finding-Labels, say"""
     return re.sub(r"\W+", "_", text.strip().lower())
 
 
@@ -136,8 +133,6 @@ def short(value):
 
 def decode(path):
     """-> the text of a file in UTF-8, or in UTF-16 with a byte order mark; lines end with \\n"""
-    if not path.is_file():
-        fail(f"there is no {path}")
     content = path.read_bytes()
     wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))
     if b"\0" in content and not wide:
@@ -175,8 +170,6 @@ def folder_rows(folder):
 
 def parquet_rows(path, photo_folder, args):
     """A photo in a cell is written into the folder, and the cell has its path instead."""
-    if not path.is_file():
-        fail(f"there is no {path}")
     try:
         from pyarrow import parquet
 
@@ -185,32 +178,30 @@ def parquet_rows(path, photo_folder, args):
         fail(f"{path}: this format needs a package: python -m pip install pyarrow")
     except ValueError as error:  # of pyarrow, say for what Git LFS leaves in place of a file
         fail(f"{path} is not in this format: {error}")
-    kinds = {column_name(field.name): str(field.type) for field in content.schema_arrow}
-    check_columns(path, args, list(kinds))
+    kinds = {field.name: str(field.type) for field in content.schema_arrow}
+    wanted, _, _ = named_columns(path, args, kinds)
     filled = [name for name in kinds if re.match("(large_)?binary|struct<.*bytes:", kinds[name])]
-    if args.image_column in filled:
-        filled = [args.image_column]
-    if len(filled) > 1:
+    if len(filled) > 1 and not wanted:
         fail(f"{path}: which column has the photo, {' or '.join(filled)}? Give --image-column")
-    rows, lost = [], 0
-    for batch in content.iter_batches(100):
+    wanted = wanted or filled
+    columns = [name for name in kinds if name not in filled or name in wanted]
+    rows = []
+    for batch in content.iter_batches(100, columns=columns):
         for row in batch.to_pylist():
-            for key, value in row.items():
-                data = value.get("bytes") if isinstance(value, dict) else value
-                if isinstance(data, bytes):
-                    place = photo_folder / f"{len(rows):06d}_{column_name(key)}"
-                    row[key] = column_name(key) in filled and write_photo(place, data) or None
-                    lost += row[key] is None
+            for key in {*filled} & {*wanted}:
+                place = f"{photo_folder}/{len(rows):06d}_{column_name(key)}"
+                row[key] = write_photo(place, row[key])
             rows.append(row)
-    if lost:
-        print_main(f"{path}: {lost} cells hold no photo that Pillow knows, or are not asked for")
     return rows
 
 
-def write_photo(path, content):
-    """-> the path that was written, with the ending of the photo's format, or None"""
+def write_photo(place, cell):
+    """-> the path of the photo that was written; None if Pillow does not know its format"""
+    content = cell.get("bytes") if isinstance(cell, dict) else cell
+    if not content:
+        return cell
     try:
-        path = Path(f"{path}.{Image.open(io.BytesIO(content)).format.lower()}")
+        path = Path(f"{place}.{Image.open(io.BytesIO(content)).format.lower()}")
     except OSError:
         return None
     make_folder(path.parent)
@@ -220,11 +211,10 @@ def write_photo(path, content):
     return str(path)
 
 
-def parse_json(path, text):
-    """One JSON text, or one on each line -> its content"""
+def json_rows(path, text):
+    """A list of rows, one on each line, COCO's file, {photo: captions}, or an object with a list"""
     lines = {n: line for n, line in enumerate(text.split("\n"), 1) if line.strip()}
-    first = next(iter(lines.values()))
-    if len(lines) == 1 or not first.rstrip().endswith("}"):  # not JSON on each line
+    if len(lines) == 1 or not lines[min(lines)].rstrip().endswith("}"):  # not JSON on each line
         lines = {1: text}
     rows = []
     for number, line in lines.items():
@@ -233,125 +223,118 @@ def parse_json(path, text):
         except json.JSONDecodeError as error:
             where = f"{path}, line {number + error.lineno - 1}"
             fail(f"{where}, is not valid JSON: {error.msg}, in {short(line)}")
-    return rows if len(lines) > 1 else rows[0]
-
-
-def json_rows(path, content):
-    """A list of rows, COCO's file, {photo: captions}, one row, or an object with one list of rows"""
+    content = rows if len(lines) > 1 else rows[0]
     if isinstance(content, list):
         return content
     lists = {name: part for name, part in content.items() if isinstance(part, list) and part}
     tables = {name: part for name, part in lists.items() if isinstance(part[0], dict)}
     images, others = (tables.get(name, [{}]) for name in ("images", "annotations"))
-    if "file_name" in images[0] and "image_id" in others[0]:
+    if "file_name" in images[0] and "image_id" in others[0]:  # COCO
         names = {str(row.get("id")): row.get("file_name") for row in images}
         if len(names) < len({row.get("file_name") for row in images}):
             fail(f"{path}: several images have the same id")
         named = [{**row, "file_name": names.get(str(row.get("image_id")))} for row in others]
         return images + named
     keys = [column_name(key) for key in content]
-    is_row = columns_of(CAPTIONS, keys) or any(map(PHOTO.fullmatch, keys))
+    is_row = any(MEANT.fullmatch(key) or PHOTO.fullmatch(key) for key in keys)
     if any(map(ENDING.search, content)) or not tables and not is_row:
-        parts = [part if isinstance(part, dict) else {"captions": part} for part in content.values()]
-        return [{"key": name, **part} for name, part in zip(content, parts)]
+        return [{"key": key, **(part if isinstance(part, dict) else {"captions": part})}
+                for key, part in content.items()]  # fmt: skip
     if len(tables) > 1:
         fail(f"{path} has several lists, {short(', '.join(tables))}: write the one that is meant, "
              "or each split, to a file of its own")  # fmt: skip
     return [*tables.values()][0] if tables else [content]
 
 
-def token_rows(path, text):
-    """A photo, a tab and a caption on each line, without a header; quotes are only characters"""
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        photo, *captions = line.split("\t")
-        if line.strip() and len(captions) != 1:
-            fail(f"{path}, line {number} is no photo, tab and caption: {short(line)}. Tables with "
-                 "more columns need a header")  # fmt: skip
-        rows += [{"image": re.sub(r"#\d+$", "", photo), "caption": text} for text in captions]
-    return rows
-
-
 def table_rows(path, text):
-    """csv, or another delimiter, as the header tells, which holds no captions"""
-    header = text.split("\n", 1)[0]
+    """csv or tsv, its delimiter as the header tells; or token.txt: photo, tab, caption, no quotes"""
+    text = re.sub(r"^sep=.\n", "\n", text)  # for Excel
+    header = text.lstrip("\n").split("\n", 1)[0]
     delimiter = max(",\t|;", key=header.count)
-    if "://" in header or any(map(ENDING.search, re.split(rf"[{delimiter}\s\"]", header))):
+    form = {"delimiter": delimiter, "strict": True}
+    names, rows, broken, end = None, [], [], 0
+    if ENDING.search(re.sub(r"#\d+$", "", header.split("\t")[0])) and "\t" in header:
+        names, text = ["image", "caption"], re.sub(r"#\d+\t", "\t", text)
+        form = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    elif "://" in header or any(map(ENDING.search, re.split(rf"[{delimiter}\s\"]", header))):
         fail(f"{path} has no header, it begins with {short(header)}: add a first line that names "
              f"its columns, such as image{delimiter}caption")  # fmt: skip
-    reader = csv.reader(io.StringIO(text), delimiter=delimiter, strict=True)
-    rows, broken, names, end = [], [], None, 0
+    reader = csv.reader(io.StringIO(text), **form)
     try:
         for cells in reader:
             line, end = end + 1, reader.line_num
-            if names is None:
-                plain = [column_name(name) for name in cells]  # captions may have columns of one
-                names = [name if plain.index(plain[n]) == n else f"{name}_{n + 1}"
-                         for n, name in enumerate(cells)]  # fmt: skip
-            elif len(cells) > len(names):
+            if len(cells) > len(names or cells):
                 fail(f"{path}, line {line} has {len(cells)} cells for {len(names)} columns: "
                      f"captions with {delimiter} need quotes")  # fmt: skip
-            elif cells:
+            elif cells and names:
                 rows.append({**dict.fromkeys(names, ""), **dict(zip(names, cells))})
                 broken += [(line, cell) for cell in cells if "\n" in cell][:1]
+            elif cells:  # captions may have columns of one name
+                names = [name.strip() for name in cells]
+                plain = [column_name(name) for name in cells]
+                names = [name if plain.index(plain[n]) == n else f"{name}_{n}"
+                         for n, name in enumerate(names)]  # fmt: skip
     except csv.Error as error:
         fail(f"{path}, line {reader.line_num}: {error}: captions with quotes need those of csv")
-    for line, cell in broken:
-        if any(map(ENDING.search, re.split(rf"[{delimiter}\n]", cell))):
-            fail(f"{path}, line {line}: a quote takes several lines into one cell, {short(cell)}")
+    swallowed = [row for row in broken if any(map(ENDING.search, re.split(r"[,\t|;\n]", row[1])))]
+    if swallowed or len(broken) > 0.01 * len(rows):
+        line, cell = (swallowed or broken)[0]
+        fail(f"{path}, line {line}: a quote takes several lines into one cell, {short(cell)}, as in "
+             f"{len(broken)} of {len(rows)} rows. Is it not closed? If it is, write spaces for the "
+             "line breaks")  # fmt: skip
     if broken:
-        what = f"{len(broken)} of {len(rows)} rows have line breaks within quotes, the first"
-        print_main(f"{path}: {what} in line {broken[0][0]}: {short(broken[0][1])}")
-    if len(broken) > 0.01 * len(rows):
-        fail(f"{path}, line {broken[0][0]}: is a quote not closed? Line breaks within quotes, which "
-             f"{len(broken)} of {len(rows)} rows have, are refused: write spaces")  # fmt: skip
+        print_main(f"{path}: line breaks within quotes in {len(broken)} rows, {short(broken[0])}")
     return rows
 
 
 # ---------------------------------------------------------------------------------------- columns
 
 
-def check_columns(file, args, keys, about=""):
-    """End with one line if columns that a flag names, or those of captions, are missing."""
-    names = short(", ".join(keys))
-    named = [args.image_column, *args.caption_column, *args.tag_column]
-    if missing := [name for name in named if name and name not in keys]:
-        fail(f"{file} has no column {', '.join(missing)}, but {names}")
-    if not (args.tag_column or args.caption_column or columns_of(CAPTIONS, keys)):
-        fail(f"{file}: which columns hold the photo and its caption? Name them with "
+def named_columns(path, args, keys, about=""):
+    """-> columns with the photo (if a flag names it), captions, and tags
+
+    Ends with one line if a flag names one that is missing, or if nothing tells the captions.
+    """
+    names = {column_name(key): key for key in keys}
+    flags = args.image_column, args.caption_column, args.tag_column
+    if missing := [name for flag in flags for name in flag if name not in names]:
+        fail(f"{path} has no column {', '.join(missing)}, but {short(', '.join(names))}")
+    photo, captions, tags = ([names[name] for name in flag] for flag in flags)
+    usual = columns_of(CAPTIONS, names)
+    if not (captions or tags or usual):
+        fail(f"{path}: which columns hold the photo and its caption? Name them with "
              "--image-column, --caption-column or, for tags alone, --tag-column: "
-             f"{names}{about}")  # fmt: skip
+             f"{short(', '.join(names))}{about}")  # fmt: skip
+    return photo, captions or usual, tags or columns_of(TAGS, names)
 
 
-def columns_of(kinds, keys):
+def columns_of(kinds, names):
     """The columns of the first kind, as caption_1 and caption_2, or of the only kind that there is"""
-    found = [[key for key in keys if re.fullmatch(rf"{kind}s?_?\d*", key)] for kind in kinds]
-    others = list(filter(None, found))
-    return found[0] or (others[0] if len(others) == 1 else [])
+    found = [[names[name] for name in names if re.fullmatch(rf"{kind}s?_?\d*", name)]
+             for kind in kinds]  # fmt: skip
+    there = list(filter(None, found))
+    return found[0] or (there[0] if len(there) == 1 else [])
 
 
-def choose_columns(file, rows, spelling, root, args):
+def choose_columns(file, rows, root, args):
     """-> {what: names of columns}, which it prints
 
-    what: "photo", "captions", "split", "tags" (name: separator), "tags where 1" (name: tag)
-    spelling: {name of a column: as the file spells it}
+    what: "photo", "captions", "split", "tags", "tags where 1" (yes or no: their name is a tag)
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    check_columns(file, args, keys, f". The first row is {short(rows[0])}")
-    captions, tags = columns_of(CAPTIONS, keys), columns_of(TAGS, keys)
-    sets = [name for name in SETS if set() < values_of(rows, name) <= SPLITS.keys()]
-    splits = ["split"] if "split" in keys else sets[:1]
-    others = [key for key in keys if key not in (*captions, *tags, *splits)]
-    photo = photo_column(file, rows, others, root, args.image_column)
-    captions, tags = args.caption_column or captions, args.tag_column or tags
-    if photo in (*captions, *tags):
-        fail(f"{file}: the column {photo} has the paths of the photos: it cannot hold captions "
+    photo, captions, tags = named_columns(file, args, keys, f". The first row is {short(rows[0])}")
+    splits = [key for key in keys if key.lower() in SETS and values_of(rows, key) <= SPLITS.keys()]
+    splits = [key for key in keys if key.lower() == "split"] or splits[:1]
+    others = [key for key in keys if key not in splits and not MEANT.fullmatch(column_name(key))]
+    photo = [photo_column(file, rows, photo or others, root, photo)]
+    if {*photo} & {*captions, *tags}:
+        fail(f"{file}: the column {photo[0]} has the paths of the photos: it cannot hold captions "
              f"or tags, too. The columns are {short(', '.join(keys))}")  # fmt: skip
-    marks, tags = marked(file, rows, tags, args)
-    columns = {"photo": [photo], "captions": captions, "tags": tags, "split": splits}
-    columns["tags where 1"] = {name: clean(spelling[name]) for name in marks}
-    unused = {"not used": sorted({*keys}.difference(*columns.values()))}
-    taken = [f"{k}: {short(', '.join(names))}" for k, names in (columns | unused).items() if names]
+    marks, words = marked(file, rows, tags, args)
+    columns = {"photo": photo, "captions": captions, "tags": words, "split": splits}
+    columns["tags where 1"] = marks
+    columns["not used"] = sorted({*keys}.difference(*columns.values()))
+    taken = [f"{what}: {short(', '.join(names))}" for what, names in columns.items() if names]
     print_main(f"{file}: {'; '.join(taken)}")
     return columns
 
@@ -363,66 +346,64 @@ def photo_column(file, rows, keys, root, given):
     """
     some = rows[:: len(rows) // 10_000 + 1]
     found, seen = [], []
-    for key in [given] if given else keys:
+    for key in keys:
         names = [names_of(row, key) for row in some]
         places, by_path = find_photos(root, [name for row in names for name in row])
-        if PHOTO.search(key) or ENDING.search(" ".join(places)):
+        plain = column_name(key)
+        if PHOTO.search(plain) or any(map(ENDING.search, places)):
             seen.append(key)
-        elif all(map(str.isdigit, places)) and not NUMBERED.search(key):
+        elif all(map(str.isdigit, places)) and not NUMBERED.search(plain):
             continue  # ages or prices, say
-        photos = [[places[name] for name in row if len(places[name]) == 1] for row in names]
-        share = sum(map(bool, photos)) / len(some)
-        found.append((share >= NEARLY_ALL, by_path, share, key != "id", key, photos))
-    *_, share, _, best, photos = winner = max(found, default=[False, False, 0, True, given, []])
-    if not share:
-        there = sorted(sum(photos_below(root).values(), []))[:3] or "no photo"
+        photos = [[places[name] for name in row if places[name]] for row in names]
+        matched = sum(map(bool, photos)) / len(some)
+        found.append((matched >= 0.9, by_path, matched, plain != "id", key, photos))
+    nearly, by_path, matched, _, best, photos = max(found, default=[0] * 6)
+    if not matched:
+        there = [os.path.relpath(path, root) for path in common.list_photos(root)[:3]] or "no photo"
         names = [name for key in seen or keys for row in some for name in names_of(row, key)][:1]
         fail(f"{root} and its subfolders hold no photo of {file}, such as {short(names)} of "
              f"{short(', '.join(seen or keys))}, but {there}: do the names differ? See --root and "
              "--image-column")  # fmt: skip
-    for rival in found:
-        nearly, by_path, rival_share, _, key, others = rival
-        strong = by_path > winner[1] or by_path == winner[1] and nearly == winner[0]
-        if key == "id" and PHOTO.search(best) or rival_share < 0.5 or not strong:
-            continue  # "id" is a caption's number beside image_id
-        if differ := [pair for pair in zip(photos, others) if all(pair) and pair[0] != pair[1]]:
+    for nearly_too, path_too, matched_too, is_named, key, others in found:
+        as_good = path_too > by_path or path_too == by_path and nearly_too == nearly
+        as_good = as_good and (is_named or not PHOTO.search(best))  # "id" is that of a caption
+        differ = [pair for pair in zip(photos, others) if all(pair) and pair[0] != pair[1]]
+        if differ and as_good and matched_too >= 0.5:
             fail(f"{file}: which column names the photo, {best} or {key}? For one row they are "
                  f"{short(differ[0])}: give --image-column")  # fmt: skip
-    if share < 0.5 and not given:
-        fail(f"{file}: only {share:.0%} of the rows name a photo below {root}, in the column "
+    if matched < 0.5 and not given:
+        fail(f"{file}: only {matched:.0%} of the rows name a photo below {root}, in the column "
              f"{best}. See --root; --image-column {best} leaves out the others")  # fmt: skip
     return best
 
 
 def marked(file, rows, columns, args):
-    """Columns with tags -> those that hold yes or no in each row, and the others
+    """Columns with tags -> those that say yes or no in each row, and those with words
 
-    Their cells are those of YES and NO, or one mark and empty ones, which are filled in.
+    One mark beside empty cells is a yes. Other cells beside yes or no, and numbers, are refused.
     """
-    marks, words = [], {}
+    values = {column: values_of(rows, column) for column in columns}
+    marks, words = [], []
     for column in columns:
-        values = values_of(rows, column)
-        if len(values) == 1 and (values < {*YES} or re.fullmatch(r"x|[^\w\s]", *values)):
+        odd = sorted(values[column].difference(YES, NO))
+        alike = [name for name in columns if values[name] == values[column] and len(odd) in (1, 2)]
+        if len(values[column]) == 1 and values[column] < {*YES, *"x*+✓✔✗•●"}:
+            marks.append(column)
             for row in rows:
                 row[column] = "0" if is_empty(row.get(column)) else "1"
-        elif values and not values <= {*YES, *NO}:
-            odd = sorted(values.difference(YES, NO))
-            if len(odd) < len(values) or all(map(NUMBER.fullmatch, odd)):
-                if args.tag_column:
-                    fail(f"{file}: the column {column} holds {short(odd[0])}, where 0 and 1 are "
-                         "expected (or true and false, yes and no, or a mark and empty cells)")
-            else:
-                words[column] = values
-            continue
-        marks += [column] if values else []
-    if marks and not args.tag_column and len(columns) == 1:
-        fail(f"{file}: with --tag-column {columns[0]}, photos with a 1 have the tag {columns[0]}; "
+        elif values[column] and not odd:
+            marks.append(column)
+        elif len(odd) == len(values[column]) and not all(map(NUMBER.fullmatch, odd)) or not odd:
+            words.append(column)
+            if len(alike) > 1:
+                fail(f"{file}: the columns {short(', '.join(alike))} hold nothing but "
+                     f"{short(' and '.join(odd))}: write 1 and 0")  # fmt: skip
+        elif args.tag_column:
+            fail(f"{file}: the column {column} holds {short(odd[0])}, where 0 and 1 are expected, "
+                 "or true and false, yes and no, or one mark and empty cells")  # fmt: skip
+    if marks and not args.tag_column:
+        fail(f"{file}: with --tag-column {marks[0]}, photos with a 1 have the tag {marks[0]}; "
              "or write names of classes in place of 0 and 1")  # fmt: skip
-    for values in words.values():
-        alike = [column for column in words if words[column] == values and len(values) < 3]
-        if len(alike) > 1:
-            fail(f"{file}: the columns {short(', '.join(alike))} hold nothing but "
-                 f"{short(' and '.join(values))}: write 1 and 0")  # fmt: skip
     return marks, words
 
 
@@ -438,23 +419,16 @@ def is_empty(cell):
 def cells(row, column, separator=None):
     """The values in a cell: one that holds a list, also written as text, gives its items."""
     value = row.get(column)
-    if isinstance(value, str):
-        value = parse_list(value.strip())
+    if isinstance(value, str) and value.strip()[:1] + value.strip()[-1:] in ("[]", "{}"):
+        value = value.strip()
+        commas = STRING.sub(lambda string: string[1] + ", " * bool(string[2]), value)  # of numpy
+        with suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(commas)
+        with suppress(ValueError, TypeError):
+            value = json.loads(row[column])
     if isinstance(value, str) and separator:
         value = clean(value).split(separator)
     return value if isinstance(value, list) else [value]
-
-
-def parse_list(text):
-    """A list or dictionary as JSON, Python or numpy writes it -> that; anything else as it is"""
-    if text[:1] + text[-1:] not in ("[]", "{}"):
-        return text
-    with suppress(ValueError, SyntaxError):
-        return json.loads(text)
-    commas = STRING.sub(lambda string: string[1] + ", " * bool(string[2]), text)  # numpy has none
-    with suppress(ValueError, SyntaxError):
-        return ast.literal_eval(commas)
-    return text
 
 
 def clean(text):
@@ -475,23 +449,26 @@ def gather(rows, root, columns, photos, notes):
     places, _ = find_photos(root, [name for row in rows for name in names_of(row, column)])
     for name, paths in places.items():
         if not paths:
-            notes["missing photos"].append(place(root, name))
+            notes["missing photos"].append(os.path.join(root, name))
         elif len(paths) > 1:
             notes["names of several photos, or several names of one"].append([name, *paths])
-        elif paths[0] != place(root, name):
+        elif paths[0] != os.path.normpath(os.path.join(root, name)):
             notes["photos looked up by name"].append([name, paths[0]])
-    separators = {name: separator_of(rows, name) for name in columns["tags"]}
+    separators = {}  # what stands between tags: the first of | ; and , that the column holds
+    for name in columns["tags"]:
+        texts = "".join(clean(row[name]) for row in rows if isinstance(row.get(name), str))
+        separators[name] = next((mark for mark in "|;" if mark in texts), ",")
     for row in rows:
         names = names_of(row, column)
         captions = captions_of(row, columns["captions"], notes)
+        tags = tags_of(row, separators, columns["tags where 1"], notes)
+        splits = [cell for name in columns["split"] for cell in cells(row, name)]
+        splits = [str(cell).strip().lower() for cell in splits if not is_empty(cell)]
         if not names:
             notes["rows without a photo"].append(row)
         if len(names) > 1 and len(captions) > 1:
             notes["rows with several photos and several captions"].append(row)
             continue
-        tags = tags_of(row, separators, columns["tags where 1"], notes)
-        splits = [cell for name in columns["split"] for cell in cells(row, name)]
-        splits = [str(cell).strip().lower() for cell in splits if not is_empty(cell)]
         for path in (places[name][0] for name in names if len(places[name]) == 1):
             photo = photos.setdefault(os.path.realpath(path), {"image": path, "captions": []})
             for caption in captions:
@@ -501,7 +478,7 @@ def gather(rows, root, columns, photos, notes):
                     photo["captions"].append(caption)
             if tags is not None:
                 photo["tags"] = [*dict.fromkeys(photo.get("tags", []) + tags)]
-            for split in splits:
+            for split in splits[:1]:
                 split = SPLITS.get(split, split)
                 if photo.setdefault("split", split) != split:
                     notes["rows in another split than their photo's first"].append(row)
@@ -513,7 +490,7 @@ def names_of(row, column):
     for name in cells(row, column):
         if isinstance(name, dict):  # of Hugging Face
             name = name.get("path") or name.get("file_name")
-        folder = str(row.get("filepath") or "")
+        folder = row.get("filepath") or ""
         if column == "filename" and not ENDING.search(folder):  # Karpathy's COCO has two folders
             name = os.path.join(folder, name or "")
         if not is_empty(name):
@@ -542,7 +519,7 @@ def captions_of(row, columns, notes):
 
 def tags_of(row, separators, marks, notes):
     """-> a list of strings; None if the row says nothing about them"""
-    values = [tag for name in separators for tag in cells(row, name, separators[name])]
+    values = [tag for name in separators if name in row for tag in cells(row, name, separators[name])]
     values = [tag.get("name", tag) if isinstance(tag, dict) else tag for tag in values]
     numbers = len(values) > 1 and not any(isinstance(value, str) for value in values)
     if numbers or any(isinstance(value, (list, dict)) for value in values):
@@ -550,25 +527,44 @@ def tags_of(row, separators, marks, notes):
         return None
     found = {name: str(row.get(name)).strip().lower() for name in marks}
     empty = [is_empty(value) for value in (*values, *found.values())]
-    if all(empty) and (empty or not separators):
+    if all(empty) and (empty or not row.keys() & separators.keys()):
         return None
     if any(map(is_empty, found.values())):
         notes["empty cells beside 0 and 1, which count as 0"].append(row)
     tags = [clean(str(value)) for value in values if not is_empty(value)]
-    return list(filter(None, tags)) + [marks[name] for name in marks if found[name] in YES]
+    tags += [clean(name) for name in marks if found[name] in YES]
+    return list(filter(None, tags))
 
 
-def separator_of(rows, column):
-    """What stands between the tags of a cell: the first of | ; and , that the column holds"""
-    texts = [clean(row[column]) for row in rows if isinstance(row.get(column), str)]
-    return next((mark for mark in "|;" if any(mark in text for text in texts)), ",")
+def find_photos(root, names):
+    """-> {name: paths}: none, one, or several below the root; was any found by its path?
 
-
-# -------------------------------------------------------------------------------- names to paths
-
-
-def place(root, name):
-    return os.path.normpath(os.path.join(root, name))
+    By its path: a photo's path ends with the name. Otherwise, all are looked up by their names
+    without folder and ending (a missing photo is not to be replaced by its mask); names that differ
+    in their folders follow a photo that they share.
+    """
+    below = photos_below(root)
+    places = {}
+    for name in names:
+        path = os.path.normpath(os.path.join(root, name))
+        if ENDING.search(name) and os.path.isfile(path):
+            places[name] = [path]
+        else:
+            end = "/" + plain(name)
+            paths = [(path, f"/{plain(path)}") for path in below.get(stem(name), ())]
+            places[name] = [path for path, whole in paths
+                            if whole.endswith(end) or ENDING.sub("", whole).endswith(end)]  # fmt: skip
+    if any(places.values()):
+        return places, any(places[name] and ENDING.search(name) for name in places)
+    sharing = defaultdict(set)
+    for name in places:
+        places[name] = [*below.get(stem(name), ())]
+        for path in places[name]:
+            sharing[path].add(plain(name))
+    for paths in places.values():
+        others = set().union(*map(sharing.get, paths))
+        paths += others if len(others) > 1 else ()
+    return places, False
 
 
 def plain(name):
@@ -580,57 +576,26 @@ def stem(name):
     return plain(ENDING.sub("", os.path.basename(name)))
 
 
-def find_photos(root, names):
-    """-> {name: paths}: none, one, or several below the root; was any found by its path?
-
-    By its path: a photo's path ends with the name. Otherwise, all are looked up by their names
-    without folder and ending (a missing photo is not to be replaced by its mask); names that differ
-    in their folders follow a photo that they share.
-    """
-    places = {}
-    for name in names:
-        paths = [place(root, name)]
-        if not (ENDING.search(name) and os.path.isfile(paths[0])):
-            paths = []
-            for path in photos_below(root).get(stem(name), []):
-                tail = path if ENDING.search(name) else ENDING.sub("", path)
-                if f"/{plain(tail)}".endswith(f"/{plain(name)}"):
-                    paths.append(place(root, path))
-        places[name] = paths
-    if any(places.values()):
-        return places, any(places[name] and ENDING.search(name) for name in places)
-    sharing = defaultdict(set)
-    for name in places:
-        places[name] = [place(root, path) for path in photos_below(root).get(stem(name), [])]
-        for path in places[name]:
-            sharing[path].add(plain(name))
-    for paths in places.values():
-        others = set().union(*map(sharing.get, paths))
-        paths += others if len(others) > 1 else ()
-    return places, False
-
-
 @cache
 def photos_below(root):
-    """-> {name without folder and ending, see plain: paths from the root on}"""
+    """-> {name without folder and ending, see plain: paths}"""
     found = defaultdict(list)
     for path in common.list_photos(root):
-        found[stem(path)].append(os.path.relpath(path, root))
+        found[stem(path)].append(path)
     return found
 
 
 # ------------------------------------------------------------------------------- what it writes
 
 
-def write(output, photos, notes):
+def write(output, rows, notes):
     """Write the lines; print counts of what they hold and of what was left out."""
-    rows = [{**row, "image": os.path.relpath(row["image"], output.parent)}
-            for row in photos.values()]  # fmt: skip
     splits = Counter(row.get("split", "no split") for row in rows)
-    hold_out = splits.keys() <= {"train", "no split"}
-    for row in rows if hold_out else ():  # without any split, --data holds out some photos
-        row.pop("split", None)
     counts = {f"photos ({split})": splits[split] for split in splits}
+    for row in rows:
+        row["image"] = os.path.relpath(row["image"], output.parent)
+        if splits.keys() <= {"train", "no split"}:  # without any split, --data holds out some photos
+            row.pop("split", None)
     captions = [caption for row in rows for caption in row["captions"]]
     different = len({*captions})
     repeated = f", {different} different ones" * (different < len(captions))
@@ -648,11 +613,12 @@ def write(output, photos, notes):
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     output.write_bytes("\n".join([*lines, ""]).encode(errors="replace"))
     print_main(f"the first line: {lines[0]}")
-    what = "captions" if captions else "tags"
-    found = Counter(row.get("split", "train") for row in rows if row.get(what))
-    how = "virtex.py" if what == "captions" else "tp.py --labels instances"
-    flags = "" if hold_out else split_flags(found)
-    print_main(f"python {how} --data {shlex.quote(str(output))}{flags}")
+    how = "virtex.py" if captions else "tp.py --labels instances"
+    used = [row for row in rows if row.get("captions" if captions else "tags")]
+    found = Counter(row.get("split", "train") for row in used)
+    if not any("split" in row for row in rows):
+        found = {"train": 1, "val": 1}  # some are held out
+    print_main(f"python {how} --data {shlex.quote(str(output))}{split_flags(found)}")
 
 
 def split_flags(found):
