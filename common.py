@@ -274,7 +274,7 @@ PHOTO_ENDINGS = tuple(
 report_once = cache(tqdm.write)  # once per process: each worker of a DataLoader has its own
 
 
-def list_photos(folder):
+def list_photos(folder, endings=PHOTO_ENDINGS):
     """The paths of all photos below a folder, sorted -> list of str
 
     Links to folders are followed, but no folder is read twice: a link to a parent would list each
@@ -289,7 +289,7 @@ def list_photos(folder):
         visited.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in files:
-            if name.lower().endswith(PHOTO_ENDINGS) and not name.startswith("."):
+            if name.lower().endswith(endings) and not name.startswith("."):
                 paths.append(os.path.join(parent, name))
     return sorted(paths)
 
@@ -343,7 +343,7 @@ def read_crops(data, index, crops, size):
         smallest = np.ptp(boxes, 1).min(0)  # box's width and height, in pixels
         image.draft("RGB", [*np.ceil(size * full_size / smallest)])
         if image.mode[0] in "IF" or image.has_transparency_data:
-            image = importlib.import_module("extras.pixels").to_rgb(image)  # a copy skips these
+            image = importlib.import_module("extras.sources").to_rgb(image)  # a copy skips these
         image = image.convert("RGB")
         boxes *= image.size / full_size  # draft may have shrunk it
         cut = [image.resize((size, size), Image.BILINEAR, [*box.flat]) for box in boxes]

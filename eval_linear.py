@@ -340,7 +340,7 @@ def label_data(name, root, split):
     if name == "folder":
         return folder_labels(root or "datasets/folder", split)
     if name == "voc07":
-        return LabelData(*common.extra("voc07").labels(root or "datasets/voc07", split))
+        return LabelData(*common.extra("sources").voc07(root or "datasets/voc07", split))
     shards = os.path.isdir(name) and not os.path.isdir(os.path.join(name, split))
     if not (shards or name in ("shapes", "coco", "vg") or name.endswith(".jsonl")):
         fail(f"no data set {name}: photos in {split}/CLASS/ are --data folder --root FOLDER, other "

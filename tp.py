@@ -319,7 +319,7 @@ def tag_words(captions, tagger):
     """Yield (word, "nouns" | "adjectives" | "verbs" | None) for each word of the captions."""
     rows = map(words_of, captions)
     if tagger == "spacy":
-        yield from common.extra("spacy_tagger").tag_words(rows)
+        yield from common.extra("nouns").tag_by_spacy(rows)
         return
     from textblob.en.taggers import PatternTagger  # its lexicon is in the package
 

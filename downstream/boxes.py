@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 import common
 from common import fail
 from downstream import pictures
-from extras import pixels, shapes
+from extras import shapes, sources
 
 SCORES = "AP", "AP50", "AP75"
 
@@ -210,7 +210,7 @@ class BoxPhotos(common.Photos):
     def sample(self, index, rng):
         i = self.rows[index]
         try:  # boxes refer to the photo turned upright, and its size must fit, as in Detectron2
-            photo = ImageOps.exif_transpose(pixels.to_rgb(self.data.open(self.data.images[i])))
+            photo = ImageOps.exif_transpose(sources.to_rgb(self.data.open(self.data.images[i])))
             if self.data.sizes[i] not in (photo.size, (None, None)):
                 raise ValueError(f"{photo.size} upright, {self.data.sizes[i]} in the annotations")
         except Exception as error:  # PIL's decoders raise a dozen kinds

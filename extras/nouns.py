@@ -1,4 +1,6 @@
-"""Nouns of the captions as tags: --tags nouns of mmcontrastive.py [contrastive paper, Sec. 4.4]."""
+"""Words by part of speech: --tags nouns of mmcontrastive.py [contrastive paper, Sec. 4.4], and
+spaCy for it (--tags nouns-spacy) and for --tagger spacy of tp.py and icmlm.py [ICMLM Sec. 3.1].
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,6 +13,8 @@ from common import LETTERS, fail, progress
 
 NUM_NOUNS = 1000  # at most [ours]
 WORD = regex.compile(rf"{LETTERS}(?:-{LETTERS})*")  # t-shirt is one
+SPACY_MODEL = "en_core_web_sm"  # its smallest English one [ours]
+SPACY_TAGS = {"NOUN": "nouns", "PROPN": "nouns", "ADJ": "adjectives", "VERB": "verbs"}
 
 
 def tagged(args, data):
@@ -42,12 +46,31 @@ def find_nouns(captions, tagger, path):
         pattern = PatternTagger()
         tagged = (pair for row in words for pair in pattern.tag(" ".join(row), tokenize=False))
     else:
-        tagged = common.extra("spacy_tagger").tag_words(words)
+        tagged = tag_by_spacy(words)
     counts, as_noun = Counter(), Counter()
     for word, tag in tagged:
         counts[word] += 1
-        as_noun[word] += (tag or "").startswith(("NN", "nouns"))  # TextBlob's, ours of spaCy's
+        as_noun[word] += (tag or "").startswith(("NN", "nouns"))  # TextBlob's tag, or spaCy's
     nouns = [word for word in counts if len(word) > 1 and as_noun[word] > counts[word] / 2]
     nouns.sort(key=lambda word: (-counts[word], word))
     sides = "left", "right"  # wrong in a flipped photo [ours]
     common.save(path, [noun for noun in nouns[:NUM_NOUNS] if noun not in sides])
+
+
+def tag_by_spacy(rows):
+    """rows: the words of each caption. Yield (word, "nouns" | "adjectives" | "verbs" | None).
+
+    [ours] spaCy reads the words in lower case and without commas and full stops, as the scripts
+    do. A core takes 8 to 14 minutes for COCO's captions and 1 to 2 hours for Visual Genome's.
+    """
+    try:
+        import spacy
+
+        nlp = spacy.load(SPACY_MODEL, disable=["parser", "ner", "lemmatizer"])
+    except (ModuleNotFoundError, OSError):  # the latter: there is no such model
+        fail("spaCy needs two commands: python -m pip install spacy, and python -m spacy download "
+             f"{SPACY_MODEL}")  # fmt: skip
+    documents = (spacy.tokens.Doc(nlp.vocab, words) for words in rows)
+    for document in nlp.pipe(documents):
+        for token in document:
+            yield token.text, SPACY_TAGS.get(token.pos_)

@@ -1,8 +1,21 @@
-"""Sources of captioned photos beside COCO and a .jsonl, which common.py reads"""
+"""What common.py and eval_linear.py read beside COCO, a .jsonl and image folders
+
+Visual Genome's captions, VOC07's labels, and photos whose pixels need more than a conversion.
+"""
 
 import os
+from pathlib import Path
 
-from common import extra, fail, read_photos
+import numpy as np
+from PIL import Image
+
+import common
+from common import extra, fail, one_line, print_main, progress, read_photos
+
+NO_VALUE = -9999.0  # written by convention where there is no measurement, often without a tag
+HUGE = 1e30  # so large are only float32's own limits, which programs write for "no value"
+GDAL_NODATA = 42113  # the tag of a TIFF with its own mark for pixels without a value
+VOC_TRUTH = {"1": 1, "-1": 0, "0": -1}  # their yes, no and "difficult"
 
 
 def caption_data(name, root, split):
@@ -10,8 +23,115 @@ def caption_data(name, root, split):
     if name == "shapes":
         return extra("shapes").caption_data(split)
     if name == "vg":
-        return read_photos(extra("visual_genome").photos, split, root or "datasets/vg")
+        return read_photos(visual_genome, split, root or "datasets/vg")
     if os.path.isdir(name):
         return extra("shards").caption_data(name, split)
     fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of shards; "
          "python tools/to_jsonl.py FILE converts other files")  # fmt: skip
+
+
+# --------------------------------------------------------------------------------- Visual Genome
+
+
+def visual_genome(split, root):
+    """-> (path, captions, no tags) of each photo of a fixed random 103K / 5K split; no names
+
+    Each region's phrase is a caption of its photo. The root holds region_descriptions.json,
+    image_data.json, VG_100K/ and VG_100K_2/.
+    """
+    if split not in ("train", "val"):
+        fail(f"--data vg has the splits train and val, not {split}")
+    paths = {}
+    for row in entries(root, "image_data.json"):
+        paths[row["image_id"]] = os.path.join(root, *row["url"].split("/")[-2:])
+    ids = np.random.default_rng(0).permutation(sorted(paths)).tolist()
+    num_val = min(5000, len(ids) // 10)
+    keep = set(ids[:num_val] if split == "val" else ids[num_val:])
+    rows = entries(root, "region_descriptions.json")
+    found = []
+    for row in progress(rows, desc="captions", total=len(paths), leave=False):
+        if row["id"] in keep:
+            captions = [one_line(region["phrase"]) for region in row["regions"]]
+            found.append((paths[row["id"]], captions, []))
+    if lost := len(keep) - len(found):
+        print_main(f"{root}: left out {lost} photos of {split}, which have no regions")
+    return found, []
+
+
+def entries(root, name):
+    """The entries of a JSON list, one by one: the files have up to 700 MB"""
+    import ijson  # only Visual Genome needs it
+
+    path = os.path.join(root, name)
+    if not os.path.isfile(path):
+        fail(f"there is no {path}: --root is the folder of Visual Genome's files")
+    with open(path, "rb") as file:
+        yield from ijson.items(file, "item")
+
+
+# ------------------------------------------------------------------------------------------ VOC07
+
+
+def voc07(root, split):
+    """ImageSets/Main/<class>_{split}.txt, photos in JPEGImages/
+
+    -> paths (N,), labels (N, classes) int8: 1 yes, 0 no, -1 "difficult"; names of the classes
+    """
+    folders = [Path(root, inside) for inside in ("", "VOC2007", "VOCdevkit/VOC2007")]
+    lists = [path for f in folders for path in sorted(f.glob(f"ImageSets/Main/*_{split}.txt"))]
+    if not lists:
+        fail(f"{root} has no VOC2007/ImageSets/Main/<class>_{split}.txt: --root is VOCdevkit")
+    tables = [dict(np.loadtxt(path, str, ndmin=2)) for path in lists]  # {photo: "1", "-1" or "0"}
+    ids = list(tables[0])
+    columns = []
+    for path, table in zip(lists, tables):
+        if table.keys() != tables[0].keys():
+            fail(f"{path} does not list the same photos as {lists[0].name}")
+        columns.append([VOC_TRUTH[table[photo]] for photo in ids])  # the lists' orders may differ
+    photos = lists[0].parents[2] / "JPEGImages"
+    paths = [f"{photos}/{photo}.jpg" for photo in ids]
+    missing = [path for path in paths if not os.path.isfile(path)]
+    if missing:
+        fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
+    names = [path.name.removesuffix(f"_{split}.txt") for path in lists]
+    return np.array(paths, common.STRINGS), np.array(columns, np.int8).T, names
+
+
+# ----------------------------------------------------------------------------------------- pixels
+
+
+def to_rgb(image):
+    """More than 8 bits are scaled from their range to 0..255; transparent pixels lie on white.
+
+    A PIL image of any mode -> RGB
+    """
+    info = image.info  # with EXIF's orientation
+    if image.mode[0] in "IF":
+        image = Image.fromarray(to_8_bits(image))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    image = image.convert("RGB")
+    image.info = info
+    return image
+
+
+def to_8_bits(image):
+    """A PIL image of integers or floats -> (H, W) uint8; pixels without a value are black.
+
+    The range is that of the values, without the lowest and the highest 0.1%: a few broken pixels
+    would leave no contrast to the others.
+    """
+    values = np.asarray(image, float)
+    valid = (np.abs(values) < HUGE) & (values != NO_VALUE)  # NaN is not below anything
+    tags = getattr(image, "tag_v2", {})  # only a TIFF has some
+    if GDAL_NODATA in tags:
+        no_value = float(tags[GDAL_NODATA].strip(" \0"))
+        valid &= ~np.isclose(values, no_value, rtol=1e-6, atol=0)  # float32, written in decimals
+    if not valid.any():
+        return np.zeros(values.shape, np.uint8)
+    low, high = np.percentile(values[valid], [0.1, 99.9])
+    if low == high:  # what differs is less than 0.1%, stars, say
+        low, high = values[valid].min(), values[valid].max()
+    values = np.where(valid, values, low).clip(low, high)
+    return (255 * (values - low) / max(high - low, 1e-9)).round().astype(np.uint8)

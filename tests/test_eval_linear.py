@@ -98,7 +98,7 @@ def test_photos_in_folders(tmp_path):
     assert left_out in output.getvalue()
     assert list(data.images) == [f"{train}/{name}" for name in photos]
     assert data.labels.tolist() == [0, 0, 1, 1] and data.names == ["a", "b"]
-    assert {*search.images_in(train).images} == {*data.images, f"{train}/9.MPO"}
+    assert {*pictures.images_in(train).images} == {*data.images, f"{train}/9.MPO"}
     (train / "c").mkdir()
     wrong = refusal(command(tmp_path, tmp_path))
     assert "and no photos in c. Expected is train/CLASS/PHOTO: see --root" in wrong

@@ -17,7 +17,7 @@ from PIL import Image
 
 import common
 import eval_linear
-from extras import checkpoints, shards, spacy_tagger
+from extras import checkpoints, nouns, shards
 from tools import make_shards
 
 
@@ -290,7 +290,7 @@ def test_what_is_no_state_dict(save, tmp_path):
 def test_spacy_or_its_model_is_missing(spacy, monkeypatch):
     monkeypatch.setitem(sys.modules, "spacy", spacy)
     with pytest.raises(SystemExit, match="python -m spacy download en_core_web_sm"):
-        next(spacy_tagger.tag_words([["a", "dog"]]))
+        next(nouns.tag_by_spacy([["a", "dog"]]))
 
 
 def test_a_folder_without_an_index(tmp_path):

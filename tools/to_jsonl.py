@@ -4,60 +4,63 @@
     python tools/to_jsonl.py FOLDER    # with photos KEY.jpg and, in KEY.txt, a caption on each line
     python tools/to_jsonl.py train.csv val.csv --image-column photo --caption-column short long
 
-It reads Karpathy's dataset_*.json, RSICD, token.txt and captions.txt of Flickr8k, results.csv of
-Flickr30k, captions_*.json of COCO, R2Gen's annotation.json, metadata.jsonl, .csv and .parquet of
-Hugging Face, tables of open_clip and ROCO, conversations of LLaVA (their first answer becomes the
-caption), and other .json, .jsonl, .csv and .tsv with a photo and captions in each row. Photos that
-are not where a file says are looked up by their path in the subfolders of --root, and, only if none
-of the file's photos is found, by name without folder and ending (a missing photo is not replaced by
-its mask); those inside a .parquet are written into a folder beside --output. Captions lose HTML's
-entities, invisible characters such as soft hyphens, and ligatures. Tags in a cell stand between |;
-if a column has none, between ; and else between commas. Columns of --tag-column that hold only 0
-and 1 are tags by their names. It prints what it took for what, what it left out, and a command.
+It reads Karpathy's dataset_*.json, captions_*.json of COCO, token.txt of Flickr8k, and .csv, .tsv,
+.json, .jsonl and .parquet with a photo and captions in each row, or {photo: captions}. What is
+certain is read, what is not is refused in one line, and what is left out is counted.
+
+The photo's column is the one of which nearly all rows name a photo below --root, by its path or, if
+it has no path of any photo, by its name without folder and ending. Photos inside a .parquet are
+written into a folder beside --output. Captions lose HTML's entities, invisible characters such as
+soft hyphens, and ligatures. Tags in a cell stand between |; if a column has none, between ; and
+else between commas. A column of --tag-column with only 0 and 1, true and false, yes and no, or one
+mark and empty cells is a tag by its name. What was taken for what, and a command are printed.
 """
 
 import argparse
+import ast
+import csv
+import html
+import io
 import json
 import os
 import re
 import shlex
 import sys
+import unicodedata
 from collections import Counter, defaultdict
-from functools import partial
-from itertools import chain
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import regex
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common
 from common import fail, make_folder, print_main
-from extras.caption_files import (
-    ENDING,
-    SPLITS,
-    clean,
-    column_name,
-    find_photos,
-    parse_list,
-    photos_below,
-    place,
-    read_rows,
-    short,
-    split_in,
-)
 
-# Of several columns with such names, the first in this order counts. "caption" also stands for
-# captions, caption_1, caption_2...
-PHOTOS = """image image_path img_path image_name image_file file_name filename filepath path file
-img photo picture jpg image_id img_id""".split()
-VAGUE = "name", "id", "key"  # only if no other column has the photo's name
-CAPTIONS = """caption conversation raw sentence text description title comment report finding
-prompt txt""".split()
+SPLITS = dict.fromkeys(("train", "training", "restval"), "train")
+SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
+SPLITS |= dict.fromkeys(("test", "testing"), "test")
+# Names of columns; "caption" also stands for captions, caption_1, caption_2... If there are several
+# kinds, only the first of them is certain.
+CAPTIONS = "caption raw sentence text description title comment report finding prompt txt".split()
 TAGS = "tag label keyword categorie category classe class finding_label".split()
-SETS = "set", "subset", "partition", "fold"  # the split, if all values are names of splits
-NOTHING = "", "nan", "none", "null", "n/a"  # what programs write into an empty cell
-YES, NO = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")
-MARKS = *YES, *NO, "-1", "-1.0"  # -1: not sure, by CheXpert, say
-NUMBER = re.compile(r"-?\d+(\.\d*)?")
+MEANT = re.compile("|".join(rf"{kind}s?_?\d*" for kind in CAPTIONS + TAGS))
+SETS = "split", "set", "subset", "partition", "fold"
+PHOTO = re.compile("image|img|photo|pic|file|path|jpg")
+NUMBERED = re.compile("key|name|(^|_)(id|uid|no|nr|number)(_|$)")  # its numbers may name photos
+# Cells, in lower case
+NOTHING = "", "nan", "none", "null", "n/a"  # what programs write into an empty one
+NUMBER = re.compile(r"[-+]?\d+([.,]\d*)?")
+YES, NO = ("1", "1.0", "true", "yes", "y"), ("0", "0.0", "false", "no", "n")
+# Within texts
+ENDING = re.compile(f"(?i)({'|'.join(map(re.escape, common.PHOTO_ENDINGS))})$")
+ENTITY = re.compile(r"&#?\w+;")
+HTML_TAG = re.compile(r"(?i)</?(?:p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h\d)\b[^<>]*>")
+INVISIBLE = regex.compile(r"[\p{Cs}\u115f\u1160\u2800\u3164\uffa0]")  # \p{Cs}: half emojis
+LIGATURE = re.compile("[\ufb00-\ufb06]")
+STRING = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(\s+(?=['"]))?""", re.S)  # Python's
 
 
 def get_args(argv=None):
@@ -67,7 +70,8 @@ def get_args(argv=None):
     add("files", nargs="+", metavar="FILE", help="captions, in UTF-8 or UTF-16: one file, several "
         "(train, val or test in their names is the split), or a folder")  # fmt: skip
     add("--root", help="folder of the photos (default: that of each file)")
-    add("--image-column", type=column_name, help="column or key with the photo's path or name")
+    help_image = "column or key with the photo's path or name"
+    add("--image-column", type=column_name, nargs=1, default=[], help=help_image)
     many = dict(type=column_name, nargs="+", default=[])
     add("--caption-column", **many, help="one or more, with captions")
     add("--tag-column", **many, help="one or more, with tags, or with 0 and 1")
@@ -76,104 +80,331 @@ def get_args(argv=None):
 
 
 def main(args):
-    output = Path(args.output)
-    files = [Path(file) for file in args.files]
-    inputs = [file.resolve() for file in files]
-    if output.suffix != ".jsonl" or output.is_dir() or output.resolve() in inputs:
+    output = Path(os.path.abspath(args.output))
+    files = [Path(os.path.abspath(file)) for file in args.files]
+    if output.suffix != ".jsonl" or output.is_dir() or output in files:
         fail(f"--output {output} must end in .jsonl, be no folder, and must not be the input file")
-    make_folder(output.absolute().parent)
+    make_folder(output.parent)
+    together = os.path.commonpath([file.parent for file in files])
     photos = {}  # path, links resolved: {"image": the path that was found, "captions", ...}
     notes = defaultdict(list)  # what was left out or changed: all examples of it
     for file in files:
-        check = partial(check_columns, file, args)
-        rows, spelling = read_rows(file, output.with_name(f"{output.stem}_photos"), check)
-        words = [*re.findall("[a-z]+", file.stem.lower()), file.parent.name]
-        if len(files) > 1 and (split := split_in(words)):
-            rows = [{"split": split, **row} for row in rows]
+        inside = file.relative_to(together).with_suffix("")  # en/train/0 is not de/train/0
+        rows = read_rows(file, output.with_name(f"{output.stem}_photos") / inside, args)
+        words = {*re.findall("[a-z]+", file.stem.lower()), file.parent.name}
+        splits = {SPLITS[word] for word in words if word in SPLITS}
+        if len(files) > 1 and len(splits) == 1:
+            rows = [{"split": split, **row} for split in splits for row in rows]
         root = os.path.abspath(args.root or (file if file.is_dir() else file.parent))
-        columns = choose_columns(file, rows, spelling, root, args)
+        columns = choose_columns(file, rows, root, args)
         gather(rows, root, columns, photos, notes)
-    write(output, photos, notes)
+    write(output, list(photos.values()), notes)
 
 
-# ------------------------------------------------------------------------------------- columns
+# ---------------------------------------------------------------------------------- files to rows
 
 
-def choose_columns(file, rows, spelling, root, args):
+def read_rows(path, photo_folder, args):
+    """The rows of a file, or of a folder of KEY.txt -> [{name of a column: value}]"""
+    if path.is_dir():
+        rows = folder_rows(path)
+    elif not path.is_file():
+        fail(f"there is no {path}")
+    elif path.suffix.lower() == ".parquet":
+        rows = parquet_rows(path, photo_folder, args)
+    elif (text := decode(path)).lstrip().startswith(("{", "[")):
+        rows = json_rows(path, text)
+    else:
+        rows = table_rows(path, text)
+    bad = [row for row in rows if not isinstance(row, dict)]
+    if bad or not rows:
+        fail(f"{path} needs rows with a name for each cell, but has {short(bad[:1])}")
+    return rows
+
+
+def column_name(text):
+    """The form in which names of a file and of a flag are compared: Finding-Labels, say"""
+    return re.sub(r"\W+", "_", text.strip().lower())
+
+
+def short(value):
+    return common.one_line(str(value))[:150]
+
+
+def decode(path):
+    """-> the text of a file in UTF-8, or in UTF-16 with a byte order mark; lines end with \\n"""
+    content = path.read_bytes()
+    wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))
+    if b"\0" in content and not wide:
+        fail(f"{path} is no text: give .json, .jsonl, .csv, .tsv, .txt or .parquet. A spreadsheet "
+             "can be saved as .csv, tar files go to tools/make_shards.py")  # fmt: skip
+    try:
+        text = content.decode("utf-16" if wide else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        fail(f"{path} is not UTF-8 (byte {error.start}). Convert it, for example from CP1252: "
+             f"iconv -f CP1252 -t UTF-8 {shlex.quote(str(path))} > NEW_FILE")  # fmt: skip
+    return text.replace("\r\n", "\n").replace("\r", "\n")  # \r alone: of Excel for Mac
+
+
+def folder_rows(folder):
+    """Of KEY.txt, which has a caption on each line, and of photos that have none beside them"""
+    captions = defaultdict(list)
+    for path in common.list_photos(folder, (".txt",)):
+        name = ENDING.sub("", os.path.relpath(path, folder)[:-4])
+        captions[name] += filter(str.strip, decode(Path(path)).split("\n"))
+    if not captions:
+        tables = common.list_photos(folder, (".parquet", ".jsonl", ".json", ".csv", ".tsv"))
+        fail(f"{folder} has no KEY.txt with the captions of KEY.jpg: name the file that holds them"
+             f"{''.join(f', such as {path}' for path in tables[:1])}; tar files go to "
+             "tools/make_shards.py --index-only")  # fmt: skip
+    photos = [ENDING.sub("", os.path.relpath(path, folder)) for path in common.list_photos(folder)]
+    if captions.keys() & {*photos}:  # else the texts are in a folder of their own
+        captions = dict.fromkeys(photos, []) | captions
+    rows = []
+    for name, lines in captions.items():
+        words = [re.sub(r"\d", "", word.lower()) for word in name.split("/")[:-1]]  # train2017
+        split = next((SPLITS[word] for word in words if word in SPLITS), None)
+        rows.append({"image": name, "captions": lines, "split": split})
+    return rows
+
+
+def parquet_rows(path, photo_folder, args):
+    """A photo in a cell is written into the folder, and the cell has its path instead."""
+    try:
+        from pyarrow import parquet
+
+        content = parquet.ParquetFile(path)
+    except ModuleNotFoundError:
+        fail(f"{path}: this format needs a package: python -m pip install pyarrow")
+    except ValueError as error:  # of pyarrow, say for what Git LFS leaves in place of a file
+        fail(f"{path} is not in this format: {error}")
+    kinds = {field.name: str(field.type) for field in content.schema_arrow}
+    wanted, _, _ = named_columns(path, args, kinds)
+    filled = [name for name in kinds if re.match("(large_)?binary|struct<.*bytes:", kinds[name])]
+    if len(filled) > 1 and not wanted:
+        fail(f"{path}: which column has the photo, {' or '.join(filled)}? Give --image-column")
+    wanted = wanted or filled
+    columns = [name for name in kinds if name not in filled or name in wanted]
+    rows = []
+    for batch in content.iter_batches(100, columns=columns):
+        for row in batch.to_pylist():
+            for key in {*filled} & {*wanted}:
+                place = f"{photo_folder}/{len(rows):06d}_{column_name(key)}"
+                row[key] = write_photo(place, row[key])
+            rows.append(row)
+    return rows
+
+
+def write_photo(place, cell):
+    """-> the path of the photo that was written; None if Pillow does not know its format"""
+    content = cell.get("bytes") if isinstance(cell, dict) else cell
+    if not content:
+        return cell
+    try:
+        path = Path(f"{place}.{Image.open(io.BytesIO(content)).format.lower()}")
+    except OSError:
+        return None
+    make_folder(path.parent)
+    if path.exists() and path.read_bytes() != content:
+        fail(f"{path} is another photo, of an earlier call: delete its folder or change --output")
+    path.write_bytes(content)
+    return str(path)
+
+
+def json_rows(path, text):
+    """A list of rows, one on each line, COCO's file, {photo: captions}, or an object with a list"""
+    lines = {n: line for n, line in enumerate(text.split("\n"), 1) if line.strip()}
+    if len(lines) == 1 or not lines[min(lines)].rstrip().endswith("}"):  # not JSON on each line
+        lines = {1: text}
+    rows = []
+    for number, line in lines.items():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            where = f"{path}, line {number + error.lineno - 1}"
+            fail(f"{where}, is not valid JSON: {error.msg}, in {short(line)}")
+    content = rows if len(lines) > 1 else rows[0]
+    if isinstance(content, list):
+        return content
+    lists = {name: part for name, part in content.items() if isinstance(part, list) and part}
+    tables = {name: part for name, part in lists.items() if isinstance(part[0], dict)}
+    images, others = (tables.get(name, [{}]) for name in ("images", "annotations"))
+    if "file_name" in images[0] and "image_id" in others[0]:  # COCO
+        names = {str(row.get("id")): row.get("file_name") for row in images}
+        if len(names) < len({row.get("file_name") for row in images}):
+            fail(f"{path}: several images have the same id")
+        named = [{**row, "file_name": names.get(str(row.get("image_id")))} for row in others]
+        return images + named
+    keys = [column_name(key) for key in content]
+    is_row = any(MEANT.fullmatch(key) or PHOTO.fullmatch(key) for key in keys)
+    if any(map(ENDING.search, content)) or not tables and not is_row:
+        return [{"key": key, **(part if isinstance(part, dict) else {"captions": part})}
+                for key, part in content.items()]  # fmt: skip
+    if len(tables) > 1:
+        fail(f"{path} has several lists, {short(', '.join(tables))}: write the one that is meant, "
+             "or each split, to a file of its own")  # fmt: skip
+    return [*tables.values()][0] if tables else [content]
+
+
+def table_rows(path, text):
+    """csv or tsv, its delimiter as the header tells; or token.txt: photo, tab, caption, no quotes"""
+    text = re.sub(r"^sep=.\n", "\n", text)  # for Excel
+    header = text.lstrip("\n").split("\n", 1)[0]
+    delimiter = max(",\t|;", key=header.count)
+    form = {"delimiter": delimiter, "strict": True}
+    names, rows, broken, end = None, [], [], 0
+    if ENDING.search(re.sub(r"#\d+$", "", header.split("\t")[0])) and "\t" in header:
+        names, text = ["image", "caption"], re.sub(r"#\d+\t", "\t", text)
+        form = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    elif "://" in header or any(map(ENDING.search, re.split(rf"[{delimiter}\s\"]", header))):
+        fail(f"{path} has no header, it begins with {short(header)}: add a first line that names "
+             f"its columns, such as image{delimiter}caption")  # fmt: skip
+    reader = csv.reader(io.StringIO(text), **form)
+    try:
+        for cells in reader:
+            line, end = end + 1, reader.line_num
+            if len(cells) > len(names or cells):
+                fail(f"{path}, line {line} has {len(cells)} cells for {len(names)} columns: "
+                     f"captions with {delimiter} need quotes")  # fmt: skip
+            elif cells and names:
+                rows.append({**dict.fromkeys(names, ""), **dict(zip(names, cells))})
+                broken += [(line, cell) for cell in cells if "\n" in cell][:1]
+            elif cells:  # captions may have columns of one name
+                names = [name.strip() for name in cells]
+                plain = [column_name(name) for name in cells]
+                names = [name if plain.index(plain[n]) == n else f"{name}_{n}"
+                         for n, name in enumerate(names)]  # fmt: skip
+    except csv.Error as error:
+        fail(f"{path}, line {reader.line_num}: {error}: captions with quotes need those of csv")
+    swallowed = [row for row in broken if any(map(ENDING.search, re.split(r"[,\t|;\n]", row[1])))]
+    if swallowed or len(broken) > 0.01 * len(rows):
+        line, cell = (swallowed or broken)[0]
+        fail(f"{path}, line {line}: a quote takes several lines into one cell, {short(cell)}, as in "
+             f"{len(broken)} of {len(rows)} rows. Is it not closed? If it is, write spaces for the "
+             "line breaks")  # fmt: skip
+    if broken:
+        print_main(f"{path}: line breaks within quotes in {len(broken)} rows, {short(broken[0])}")
+    return rows
+
+
+# ---------------------------------------------------------------------------------------- columns
+
+
+def named_columns(path, args, keys, about=""):
+    """-> columns with the photo (if a flag names it), captions, and tags
+
+    Ends with one line if a flag names one that is missing, or if nothing tells the captions.
+    """
+    names = {column_name(key): key for key in keys}
+    flags = args.image_column, args.caption_column, args.tag_column
+    if missing := [name for flag in flags for name in flag if name not in names]:
+        fail(f"{path} has no column {', '.join(missing)}, but {short(', '.join(names))}")
+    photo, captions, tags = ([names[name] for name in flag] for flag in flags)
+    usual = columns_of(CAPTIONS, names)
+    if not (captions or tags or usual):
+        fail(f"{path}: which columns hold the photo and its caption? Name them with "
+             "--image-column, --caption-column or, for tags alone, --tag-column: "
+             f"{short(', '.join(names))}{about}")  # fmt: skip
+    return photo, captions or usual, tags or columns_of(TAGS, names)
+
+
+def columns_of(kinds, names):
+    """The columns of the first kind, as caption_1 and caption_2, or of the only kind that there is"""
+    found = [[names[name] for name in names if re.fullmatch(rf"{kind}s?_?\d*", name)]
+             for kind in kinds]  # fmt: skip
+    there = list(filter(None, found))
+    return found[0] or (there[0] if len(there) == 1 else [])
+
+
+def choose_columns(file, rows, root, args):
     """-> {what: names of columns}, which it prints
 
-    what: "photo", "captions", "split", "tags" (name: separator), "tags where 1" (name: tag)
-    spelling: {name of a column: as the file spells it}
+    what: "photo", "captions", "split", "tags", "tags where 1" (yes or no: their name is a tag)
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    some = rows[:1000]
-    like_photos = [key for key in keys if any(ENDING.search(str(row.get(key))) for row in some)]
-    found = [columns_of([kind], keys) for kind in (*PHOTOS, *like_photos, *VAGUE)]
-    candidates = [[args.image_column]] if args.image_column else list(filter(None, found))
-    check_columns(file, args, keys, candidates, f". The first row is {short(rows[0])}")
-    captions = args.caption_column or columns_of(CAPTIONS, keys)
-    tags = args.tag_column or columns_of(TAGS, keys)
-    for photo in candidates:  # the first that leads to a photo
-        names = [name for row in some for name in names_of(row, photo)]
-        if any(find_photos(root, names).values()):
-            break
-    else:
-        there = sorted(chain(*photos_below(root).values()))[:3] or "no photo"
-        fail(f"{root} and its subfolders hold no photo of {file}, such as {short(names[:1])} of "
-             f"{', '.join(sum(candidates, []))}, but {there}: do the names differ? See --root and "
-             "--image-column")  # fmt: skip
-    sets = sum([columns_of([kind], keys) for kind in SETS], [])
-    sets = [name for name in sets if set() < values_of(rows, name) <= SPLITS.keys()]
-    splits = columns_of(["split"], keys) or sets[:1]
-    columns = {"photo": photo, "captions": captions, "tags": tags, "split": splits}
+    photo, captions, tags = named_columns(file, args, keys, f". The first row is {short(rows[0])}")
+    splits = [key for key in keys if key.lower() in SETS and values_of(rows, key) <= SPLITS.keys()]
+    splits = [key for key in keys if key.lower() == "split"] or splits[:1]
+    others = [key for key in keys if key not in splits and not MEANT.fullmatch(column_name(key))]
+    photo = [photo_column(file, rows, photo or others, root, photo)]
     if {*photo} & {*captions, *tags}:
         fail(f"{file}: the column {photo[0]} has the paths of the photos: it cannot hold captions "
-             f"or tags, too. The columns are {', '.join(keys)}")  # fmt: skip
-    marks = marked(rows, tags)
-    if marks and not (args.tag_column or tags[1:]):
-        fail(f"{file}: with --tag-column {tags[0]}, photos with a 1 have the tag {tags[0]}; or "
-             "write names of classes in place of 0 and 1")  # fmt: skip
-    columns["tags where 1"] = {name: clean(spelling[name]) for name in marks}
-    columns["tags"] = {name: separator_of(rows, name) for name in tags if name not in marks}
-    unused = {"not used": sorted({*keys}.difference(*columns.values()))}
-    taken = [f"{what}: {', '.join(names)}" for what, names in (columns | unused).items() if names]
+             f"or tags, too. The columns are {short(', '.join(keys))}")  # fmt: skip
+    marks, words = marked(file, rows, tags, args)
+    columns = {"photo": photo, "captions": captions, "tags": words, "split": splits}
+    columns["tags where 1"] = marks
+    columns["not used"] = sorted({*keys}.difference(*columns.values()))
+    taken = [f"{what}: {short(', '.join(names))}" for what, names in columns.items() if names]
     print_main(f"{file}: {'; '.join(taken)}")
     return columns
 
 
-def check_columns(file, args, keys, photos=True, about=""):
-    """End with one line if columns that a flag names, or those of photos or captions, are missing.
+def photo_column(file, rows, keys, root, given):
+    """The column of which nearly all rows name a photo, by its path before by its name alone
 
-    photos: whether there are any of photos;  about: what else to say of the file
+    Ends with one line if two could be it, or if fewer than half of the rows name a photo.
     """
-    named = [args.image_column, *args.caption_column, *args.tag_column]
-    if missing := [name for name in named if name and name not in keys]:
-        fail(f"{file} has no column {', '.join(missing)}, but {', '.join(keys)}")
-    if not photos or not (args.tag_column or args.caption_column or columns_of(CAPTIONS, keys)):
-        fail(f"{file}: which columns hold the photo and its caption? Name them with "
-             "--image-column, --caption-column or, for tags alone, --tag-column: "
-             f"{', '.join(keys)}{about}")  # fmt: skip
+    some = rows[:: len(rows) // 10_000 + 1]
+    found, seen = [], []
+    for key in keys:
+        names = [names_of(row, key) for row in some]
+        places, by_path = find_photos(root, [name for row in names for name in row])
+        plain = column_name(key)
+        if PHOTO.search(plain) or any(map(ENDING.search, places)):
+            seen.append(key)
+        elif all(map(str.isdigit, places)) and not NUMBERED.search(plain):
+            continue  # ages or prices, say
+        photos = [[places[name] for name in row if places[name]] for row in names]
+        matched = sum(map(bool, photos)) / len(some)
+        found.append((matched >= 0.9, by_path, matched, plain != "id", key, photos))
+    nearly, by_path, matched, _, best, photos = max(found, default=[0] * 6)
+    if not matched:
+        there = [os.path.relpath(path, root) for path in common.list_photos(root)[:3]] or "no photo"
+        names = [name for key in seen or keys for row in some for name in names_of(row, key)][:1]
+        fail(f"{root} and its subfolders hold no photo of {file}, such as {short(names)} of "
+             f"{short(', '.join(seen or keys))}, but {there}: do the names differ? See --root and "
+             "--image-column")  # fmt: skip
+    for nearly_too, path_too, matched_too, is_named, key, others in found:
+        as_good = path_too > by_path or path_too == by_path and nearly_too == nearly
+        as_good = as_good and (is_named or not PHOTO.search(best))  # "id" is that of a caption
+        differ = [pair for pair in zip(photos, others) if all(pair) and pair[0] != pair[1]]
+        if differ and as_good and matched_too >= 0.5:
+            fail(f"{file}: which column names the photo, {best} or {key}? For one row they are "
+                 f"{short(differ[0])}: give --image-column")  # fmt: skip
+    if matched < 0.5 and not given:
+        fail(f"{file}: only {matched:.0%} of the rows name a photo below {root}, in the column "
+             f"{best}. See --root; --image-column {best} leaves out the others")  # fmt: skip
+    return best
 
 
-def columns_of(kinds, keys):
-    """The columns of the first kind that there is, as caption_1 and caption_2"""
-    for kind in kinds:
-        if found := [key for key in keys if re.fullmatch(rf"{kind}s?_?\d*", key)]:
-            return found
-    return []
+def marked(file, rows, columns, args):
+    """Columns with tags -> those that say yes or no in each row, and those with words
 
-
-def marked(rows, columns):
-    """Those of the columns that hold 0 or 1 (or nothing) in each row: their name is a tag"""
+    One mark beside empty cells is a yes. Other cells beside yes or no, and numbers, are refused.
+    """
     values = {column: values_of(rows, column) for column in columns}
-    found = [column for column in columns if values[column] and values[column] <= {*MARKS}]
-    for column in columns if found else ():
-        others = sorted(values[column].difference(YES, NO))
-        if others and all(value in MARKS or NUMBER.fullmatch(value) for value in values[column]):
-            fail(f"the column {column} holds {others[0]}, where 0 and 1 are expected: write 0 or 1 "
-                 "(an empty cell counts as 0; if all tag columns of a row are empty, its tags are "
-                 "not known), or name other columns with --tag-column")  # fmt: skip
-    return found
+    marks, words = [], []
+    for column in columns:
+        odd = sorted(values[column].difference(YES, NO))
+        alike = [name for name in columns if values[name] == values[column] and len(odd) in (1, 2)]
+        if len(values[column]) == 1 and values[column] < {*YES, *"x*+✓✔✗•●"}:
+            marks.append(column)
+            for row in rows:
+                row[column] = "0" if is_empty(row.get(column)) else "1"
+        elif values[column] and not odd:
+            marks.append(column)
+        elif len(odd) == len(values[column]) and not all(map(NUMBER.fullmatch, odd)) or not odd:
+            words.append(column)
+            if len(alike) > 1:
+                fail(f"{file}: the columns {short(', '.join(alike))} hold nothing but "
+                     f"{short(' and '.join(odd))}: write 1 and 0")  # fmt: skip
+        elif args.tag_column:
+            fail(f"{file}: the column {column} holds {short(odd[0])}, where 0 and 1 are expected, "
+                 "or true and false, yes and no, or one mark and empty cells")  # fmt: skip
+    if marks and not args.tag_column:
+        fail(f"{file}: with --tag-column {marks[0]}, photos with a 1 have the tag {marks[0]}; "
+             "or write names of classes in place of 0 and 1")  # fmt: skip
+    return marks, words
 
 
 def values_of(rows, column):
@@ -181,44 +412,64 @@ def values_of(rows, column):
     return {str(row.get(column)).strip().lower() for row in rows}.difference(NOTHING)
 
 
-def cells(row, columns, separator=None):
-    """The values in these columns; one that holds a list, also written as text, gives its items."""
-    for column in columns:
-        value = row.get(column)
-        if isinstance(value, str):
-            value = parse_list(value.strip())
-        if isinstance(value, str) and separator:
-            value = clean(value).split(separator)
-        yield from value if isinstance(value, list) else [value]
+def is_empty(cell):
+    return cell is None or str(cell).strip().lower() in NOTHING
 
 
-def separator_of(rows, column):
-    """What stands between the tags of a cell: the first of | ; and , that the column holds"""
-    texts = [clean(row[column]) for row in rows if isinstance(row.get(column), str)]
-    return next((mark for mark in "|;" if any(mark in text for text in texts)), ",")
+def cells(row, column, separator=None):
+    """The values in a cell: one that holds a list, also written as text, gives its items."""
+    value = row.get(column)
+    if isinstance(value, str) and value.strip()[:1] + value.strip()[-1:] in ("[]", "{}"):
+        value = value.strip()
+        commas = STRING.sub(lambda string: string[1] + ", " * bool(string[2]), value)  # of numpy
+        with suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(commas)
+        with suppress(ValueError, TypeError):
+            value = json.loads(row[column])
+    if isinstance(value, str) and separator:
+        value = clean(value).split(separator)
+    return value if isinstance(value, list) else [value]
 
 
-# ------------------------------------------------------------------------------ rows to photos
+def clean(text):
+    """Without HTML's tags and entities, ligatures, what is invisible, half an emoji"""
+    for _ in range(2):  # the web's are often escaped twice
+        text = ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
+    text = HTML_TAG.sub(" ", text)
+    text = LIGATURE.sub(lambda letters: unicodedata.normalize("NFKC", letters[0]), text)
+    return common.one_line(INVISIBLE.sub("", text))
+
+
+# -------------------------------------------------------------------------------- rows to photos
 
 
 def gather(rows, root, columns, photos, notes):
     """Add the rows to {path of a photo: {"image", "captions", "tags", "split"}}."""
-    places = find_photos(root, [name for row in rows for name in names_of(row, columns["photo"])])
+    [column] = columns["photo"]
+    places, _ = find_photos(root, [name for row in rows for name in names_of(row, column)])
     for name, paths in places.items():
         if not paths:
-            notes["missing photos"].append(place(root, name))
+            notes["missing photos"].append(os.path.join(root, name))
         elif len(paths) > 1:
             notes["names of several photos, or several names of one"].append([name, *paths])
-        elif paths[0] != place(root, name):
+        elif paths[0] != os.path.normpath(os.path.join(root, name)):
             notes["photos looked up by name"].append([name, paths[0]])
+    separators = {}  # what stands between tags: the first of | ; and , that the column holds
+    for name in columns["tags"]:
+        texts = "".join(clean(row[name]) for row in rows if isinstance(row.get(name), str))
+        separators[name] = next((mark for mark in "|;" if mark in texts), ",")
     for row in rows:
-        names = list(names_of(row, columns["photo"]))
+        names = names_of(row, column)
+        captions = captions_of(row, columns["captions"], notes)
+        tags = tags_of(row, separators, columns["tags where 1"], notes)
+        splits = [cell for name in columns["split"] for cell in cells(row, name)]
+        splits = [str(cell).strip().lower() for cell in splits if not is_empty(cell)]
         if not names:
             notes["rows without a photo"].append(row)
-        captions = captions_of(row, columns["captions"], notes)
-        tags = tags_of(row, columns, notes)
-        split = split_of(row, columns["split"])
-        for path in sum((places[name] for name in names if len(places[name]) == 1), []):
+        if len(names) > 1 and len(captions) > 1:
+            notes["rows with several photos and several captions"].append(row)
+            continue
+        for path in (places[name][0] for name in names if len(places[name]) == 1):
             photo = photos.setdefault(os.path.realpath(path), {"image": path, "captions": []})
             for caption in captions:
                 if caption in photo["captions"]:
@@ -227,24 +478,31 @@ def gather(rows, root, columns, photos, notes):
                     photo["captions"].append(caption)
             if tags is not None:
                 photo["tags"] = [*dict.fromkeys(photo.get("tags", []) + tags)]
-            if split and photo.setdefault("split", split) != split:
-                notes["rows in another split than their photo's first"].append(row)
+            for split in splits[:1]:
+                split = SPLITS.get(split, split)
+                if photo.setdefault("split", split) != split:
+                    notes["rows in another split than their photo's first"].append(row)
 
 
-def names_of(row, columns):
-    """-> the names of a row's photos: none, one, or several that share its captions"""
-    for name in cells(row, columns):
+def names_of(row, column):
+    """-> the names of a row's photos: none, one, or several that share its caption"""
+    names = []
+    for name in cells(row, column):
         if isinstance(name, dict):  # of Hugging Face
             name = name.get("path") or name.get("file_name")
-        if columns == ["filename"]:  # Karpathy's photos of COCO are in two folders
-            name = os.path.join(row.get("filepath") or "", name or "")
+        folder = row.get("filepath") or ""
+        if column == "filename" and not ENDING.search(folder):  # Karpathy's COCO has two folders
+            name = os.path.join(folder, name or "")
         if not is_empty(name):
-            yield os.path.normpath(str(name).strip().replace("\\", "/"))
+            names.append(os.path.normpath(str(name).strip().replace("\\", "/")))
+    return names
 
 
 def captions_of(row, columns, notes):
     captions = []
-    for text in texts(list(cells(row, [column for column in columns if column in row]))):
+    for text in [text for column in columns if column in row for text in cells(row, column)]:
+        if isinstance(text, dict):
+            text = next((text[key] for key in ("raw", "caption", "text") if key in text), text)
         cleaned = clean(text) if isinstance(text, str) else text
         if cleaned in ("", None):
             notes["empty captions"].append(row)
@@ -259,59 +517,85 @@ def captions_of(row, columns, notes):
     return captions
 
 
-def texts(items):
-    """Captions, in dictionaries or not, or the turns of a chat -> texts, or what stands there"""
-    if items and isinstance(items[0], dict) and "from" in items[0]:  # the first exchange
-        items = [turn["value"] for turn in items if turn["from"] == "gpt"][:1]
-    for item in items:
-        if isinstance(item, dict):
-            item = next((item[key] for key in ("raw", "caption", "text") if key in item), item)
-        yield item
-
-
-def tags_of(row, columns, notes):
+def tags_of(row, separators, marks, notes):
     """-> a list of strings; None if the row says nothing about them"""
-    marks = {name: str(row.get(name)).strip().lower() for name in columns["tags where 1"]}
-    values = []
-    for column, separator in columns["tags"].items():
-        for tag in cells(row, [column], separator):
-            values.append(tag.get("name", tag) if isinstance(tag, dict) else tag)
-    if any(isinstance(value, (list, dict)) for value in values):
+    values = [tag for name in separators if name in row for tag in cells(row, name, separators[name])]
+    values = [tag.get("name", tag) if isinstance(tag, dict) else tag for tag in values]
+    numbers = len(values) > 1 and not any(isinstance(value, str) for value in values)
+    if numbers or any(isinstance(value, (list, dict)) for value in values):
         notes["tags that are no text"].append(values)
         return None
-    if len(values) > 1 and not any(isinstance(value, str) for value in values):
-        notes["lists of numbers, which are no tags"].append(values)
+    found = {name: str(row.get(name)).strip().lower() for name in marks}
+    empty = [is_empty(value) for value in (*values, *found.values())]
+    if all(empty) and (empty or not row.keys() & separators.keys()):
         return None
-    known = [not is_empty(value) for value in (*values, *marks.values())]
-    if not (columns["tags"] or marks) or known and not any(known):
-        return None
-    if any(map(is_empty, marks.values())):
+    if any(map(is_empty, found.values())):
         notes["empty cells beside 0 and 1, which count as 0"].append(row)
-    tags = [clean(str(value)) for value in values if not is_empty(clean(str(value)))]
-    return tags + [columns["tags where 1"][name] for name, mark in marks.items() if mark in YES]
+    tags = [clean(str(value)) for value in values if not is_empty(value)]
+    tags += [clean(name) for name in marks if found[name] in YES]
+    return list(filter(None, tags))
 
 
-def split_of(row, columns):
-    names = [str(value).strip().lower() for value in cells(row, columns[:1])]
-    return next((SPLITS.get(name, name) for name in names if not is_empty(name)), None)
+def find_photos(root, names):
+    """-> {name: paths}: none, one, or several below the root; was any found by its path?
+
+    By its path: a photo's path ends with the name. Otherwise, all are looked up by their names
+    without folder and ending (a missing photo is not to be replaced by its mask); names that differ
+    in their folders follow a photo that they share.
+    """
+    below = photos_below(root)
+    places = {}
+    for name in names:
+        path = os.path.normpath(os.path.join(root, name))
+        if ENDING.search(name) and os.path.isfile(path):
+            places[name] = [path]
+        else:
+            end = "/" + plain(name)
+            paths = [(path, f"/{plain(path)}") for path in below.get(stem(name), ())]
+            places[name] = [path for path, whole in paths
+                            if whole.endswith(end) or ENDING.sub("", whole).endswith(end)]  # fmt: skip
+    if any(places.values()):
+        return places, any(places[name] and ENDING.search(name) for name in places)
+    sharing = defaultdict(set)
+    for name in places:
+        places[name] = [*below.get(stem(name), ())]
+        for path in places[name]:
+            sharing[path].add(plain(name))
+    for paths in places.values():
+        others = set().union(*map(sharing.get, paths))
+        paths += others if len(others) > 1 else ()
+    return places, False
 
 
-def is_empty(cell):
-    return cell is None or str(cell).strip().lower() in NOTHING
+def plain(name):
+    """Composed (é is one character) and in lower case"""
+    return unicodedata.normalize("NFC", name).lower()
+
+
+def stem(name):
+    return plain(ENDING.sub("", os.path.basename(name)))
+
+
+@cache
+def photos_below(root):
+    """-> {name without folder and ending, see plain: paths}"""
+    found = defaultdict(list)
+    for path in common.list_photos(root):
+        found[stem(path)].append(path)
+    return found
 
 
 # ------------------------------------------------------------------------------- what it writes
 
 
-def write(output, photos, notes):
+def write(output, rows, notes):
     """Write the lines; print counts of what they hold and of what was left out."""
-    folder = output.absolute().parent
-    rows = [{**row, "image": os.path.relpath(row["image"], folder)} for row in photos.values()]
     splits = Counter(row.get("split", "no split") for row in rows)
-    hold_out = splits.keys() <= {"train", "no split"}
-    for row in rows if hold_out else ():  # without any split, --data holds out some photos
-        row.pop("split", None)
     counts = {f"photos ({split})": splits[split] for split in splits}
+    for row in rows:
+        row["image"] = os.path.relpath(row["image"], output.parent)
+        if splits.keys() <= {"train", "no split"}:  # without any split, --data holds out some photos
+            row.pop("split", None)
     captions = [caption for row in rows for caption in row["captions"]]
     different = len({*captions})
     repeated = f", {different} different ones" * (different < len(captions))
@@ -329,11 +613,12 @@ def write(output, photos, notes):
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     output.write_bytes("\n".join([*lines, ""]).encode(errors="replace"))
     print_main(f"the first line: {lines[0]}")
-    what = "captions" if captions else "tags"
-    found = Counter(row.get("split", "train") for row in rows if row.get(what))
-    how = "virtex.py" if what == "captions" else "tp.py --labels instances"
-    flags = "" if hold_out else split_flags(found)
-    print_main(f"python {how} --data {shlex.quote(str(output))}{flags}")
+    how = "virtex.py" if captions else "tp.py --labels instances"
+    used = [row for row in rows if row.get("captions" if captions else "tags")]
+    found = Counter(row.get("split", "train") for row in used)
+    if not any("split" in row for row in rows):
+        found = {"train": 1, "val": 1}  # some are held out
+    print_main(f"python {how} --data {shlex.quote(str(output))}{split_flags(found)}")
 
 
 def split_flags(found):
