@@ -45,6 +45,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import common
