@@ -10,7 +10,7 @@ from tools import reproduce
 from tools.reproduce import Steps
 
 RUNS, MEASURES, TABLES = reproduce.read_page({"flowers": "data/flowers", "textures": "textures"})
-GIVEN = "--dry-run --labelled data/flowers textures --minilm bert --clip clip".split()
+GIVEN = "--dry-run --labelled data/flowers textures --minilm bert --clip clip --imagenet imagenet --words words.jsonl".split()
 
 
 def steps_of(*flags):
@@ -25,7 +25,7 @@ def test_commands(flags):
     """Those of all tables are parsed by their scripts; no two write into one folder."""
     commands = steps_of(*flags.split()).commands
     outputs = {command.partition(" --output ")[2] for command in commands}
-    assert len(outputs) == len(commands) > 550
+    assert len(outputs) == len(commands) > 560
     for command in commands:
         script, *own = shlex.split(re.sub(r"^(python|torchrun \S+) (-m )?", "", command))
         importlib.import_module(script.removesuffix(".py").replace("/", ".")).get_args(own)

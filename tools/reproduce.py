@@ -9,12 +9,18 @@
 docs/papers.md has the tables, and says how to read them. A run that several rows share is trained
 once. A step that has a result is not repeated, an interrupted one resumes; if a step fails, its log
 is named and the others go on. Unknown flags, say --amp fp16, go to every training run. Tables go to
-runs/papers/tables, as Markdown and as JSON with all scores.
+runs/papers/tables, as Markdown and as JSON with the steps of each score: their commands, seconds,
+commit, date, machine and torch.
 """
 
 import argparse
+import collections
+import datetime
+import functools
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import shlex
 import statistics
@@ -24,6 +30,7 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
+PAGE = REPO / "docs/papers.md"
 # TP's batch norm sees all 128 photos [ICMLM App. F.1]; the others use one process in any case.
 ONE_PROCESS = r"tp.py|tools/.*|downstream.(captioning|masked_words)"
 
@@ -45,14 +52,19 @@ def get_args(argv=None):
     add("--seen", type=int, default=100_096, help='"own photos": photos that each row sees')
     add("--minilm", metavar="FOLDER", help='"own photos": a pretrained BERT, for the rows with one')
     add("--clip", metavar="NAME", help='"own photos": say openai/clip-vit-base-patch32')
+    add("--imagenet", metavar="WEIGHTS", help="ResNet-18 for the rows from ImageNet: a file with "
+        'torchvision\'s weights, or "imagenet", which downloads them')
+    add("--words", metavar="FILE", help="own photos with words as tags, in splits learn and score")
     add("--photo", default="photo.jpg", help="photo to caption [VirTex Figs. 6, 9, 10]")
     args, args.flags = parser.parse_known_args(argv)
     args.iters, args.half = args.seen // 64, args.seen // 128
     sets = [Path(folder).resolve().name for folder in args.labelled]
     if len({*sets}) < len(sets):
         parser.error(f"--labelled: the table cannot tell folders of one name apart: {sets}")
-    args.sets = dict(zip(sets, args.labelled))
-    *_, tables = read_page()
+    args.sets = dict(zip(sets, map(shlex.quote, args.labelled)))
+    if re.search(r"\s", args.output):
+        parser.error(f"--output {args.output!r} must have no spaces: commands name it as it is")
+    tables = read_page()[-1]
     args.titles = [title for title in tables if title.startswith(tuple(args.tables))]
     if not args.titles:
         parser.error(f"no table starts with {args.tables}: they are {'; '.join(tables)}")
@@ -68,9 +80,9 @@ def main(args):
     for command in steps.commands if args.dry_run else ():
         missing = [path for path in inputs(command, args.output) if not os.path.exists(path)]
         print(command, *[f"  # missing: {path}" for path in missing])
-
-
-# ------------------------------------------------------------------------------------- papers.md
+    if args.dry_run and steps.left_out:
+        counts = [f"{number} scores need {flag}" for flag, number in steps.left_out.items()]
+        print("# left out:", ", ".join(counts))
 
 
 def read_page(sets=()):
@@ -78,7 +90,7 @@ def read_page(sets=()):
 
     sets: {name: folder} of --labelled. What has {set} in its name is repeated for each.
     """
-    text = (REPO / "docs/papers.md").read_text()
+    text = PAGE.read_text()
     runs, measures, tables = {}, {}, {}
     for title, body in re.findall(r"^##? (.*)\n((?:(?!##? ).*\n)*)", text, re.M):
         rows = [re.split(r" *\| *", line)[1:-1] for line in re.findall(r"^\|.*", body, re.M)]
@@ -99,9 +111,6 @@ def repeated(rows, sets):
             yield [x.replace("{set}", name).replace("{labelled}", folder) for x in row]
 
 
-# ----------------------------------------------------------------------------------------- steps
-
-
 class Failed(Exception):
     """Why there is no number."""
 
@@ -114,6 +123,8 @@ class Steps:
         self.runs, self.measures, self.tables = read_page(args.sets)
         self.commands = []
         self.failed = {}  # {output: why, or None}
+        self.used = []  # outputs of the steps that the present score needs
+        self.left_out = collections.Counter()  # {flag: how many scores need it}
 
     def table(self, title):
         """-> {column: heading}, [{"row", "run", "cells": {column: {"paper", "ours", "state"}}}]"""
@@ -129,20 +140,22 @@ class Steps:
                 for column, (name, at) in columns.items():
                     cells[column] = self.cell(column, papers[name], run.replace("{set}", at))
                 if "own-mean" in cells and not self.args.dry_run:
-                    maps = [cells[column]["ours"] for column in cells if "own-map" in column]
-                    cells["own-mean"]["ours"] = [[statistics.mean(sum(x, []))] for x in zip(*maps)]
+                    maps = [cells[column] for column in cells if "own-map" in column]
+                    cells["own-mean"] |= mean_of(maps)
                 table.append({"row": label, "run": run, "cells": cells})
         return {column: self.measures[column][0] for column in columns}, table
 
     def cell(self, column, text, run):
         """text: "87.5 (voc07-icmlm)", "-", "" -> the scores of each seed, or why there are none"""
         paper, _, other = text.strip(")").partition(" (")
-        cell = {"paper": paper, "ours": [], "state": "measured"}
+        cell = {"paper": paper, "ours": [], "state": "measured", "steps": []}
         if not text or run == "-" or column == "own-mean":
             return cell
         try:
             for seed in range(self.args.seeds):
+                self.used = []
                 cell["ours"].append(self.scores(other or column, run, seed))
+                cell["steps"].append([str(output) for output in dict.fromkeys(self.used)])
         except Failed as error:
             cell["state"] = str(error)
         return cell
@@ -186,8 +199,10 @@ class Steps:
         values = vars(self.args) | values
         for name in re.findall(r"{(\w+)}", command):
             if values[name] is None:
+                self.left_out[f"--{name}"] += 1
                 raise Failed(f"left out: no --{name}")
-            command = command.replace(f"{{{name}}}", str(values[name]))
+            quoted = shlex.quote(str(values[name])) if name in vars(self.args) else values[name]
+            command = command.replace(f"{{{name}}}", str(quoted))
         return command
 
     def step(self, command, output, seed, picture=False, **values):
@@ -200,7 +215,11 @@ class Steps:
         line = f"{launcher(command, self.args.processes)} {command} --output {output}"
         if output not in self.failed:
             done = (output / "result.json").exists() or picture and any(output.glob("*.png"))
+            before = record(output)["command"]
+            if done and before not in (None, line):
+                print(f"# {output} is the result of another command: {before}", flush=True)
             self.failed[output] = None if done else self.start(line, output)
+        self.used.append(output)
         if self.failed[output]:
             raise Failed(self.failed[output])
 
@@ -211,16 +230,53 @@ class Steps:
             return None
         print(line, flush=True)
         output.parent.mkdir(parents=True, exist_ok=True)
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        step = {"command": line, "starts": record(output)["starts"]}
+        step["starts"].append({"seconds": None, **circumstances()})  # None: it was interrupted
+        Path(f"{output}.step.json").write_text(json.dumps(step, indent=1))
+        env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         began = time.time()
         with open(f"{output}.log", "a") as log:
-            log.write(f"# {line}\n")
-            log.flush()
-            ended = subprocess.run(
-                line, shell=True, stdout=log, stderr=log, env=os.environ | {"PATH": path}
-            )
-            log.write(f"\n# {time.time() - began:.0f} seconds\n")
+            ended = subprocess.run(line, shell=True, stdout=log, stderr=log, env=env)
+        step["starts"][-1]["seconds"] = round(time.time() - began)
+        Path(f"{output}.step.json").write_text(json.dumps(step, indent=1))
         return f"failed: see {output}.log" if ended.returncode else None
+
+
+def record(output):
+    """-> {"command": as typed, "starts": [{"seconds", "date", "commit", "machine", "torch"}]}"""
+    path = Path(f"{output}.step.json")
+    return json.loads(path.read_text()) if path.exists() else {"command": None, "starts": []}
+
+
+@functools.cache
+def circumstances():
+    """-> {"date", "commit", "machine", "torch"} of this sitting"""
+    commit = output_of("git rev-parse --short HEAD").strip()
+    changed = output_of("git status --porcelain --untracked-files=no")
+    gpus = output_of("nvidia-smi --query-gpu=name --format=csv,noheader").splitlines()
+    names = re.findall(r"Model name: *(.*)", output_of("lscpu")) or [platform.processor()]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": f"{commit}, with changes" if changed else commit,
+        "machine": ", ".join([*gpus, f"{os.cpu_count()} cores of {names[0]}"]),
+        "torch": importlib.metadata.version("torch"),
+    }
+
+
+def output_of(command):
+    """What a program prints; nothing if this machine has no such program"""
+    return subprocess.run(command, shell=True, cwd=REPO, capture_output=True, text=True).stdout
+
+
+def mean_of(cells):
+    """The mean over the sets, for each seed -> what replaces this in a cell"""
+    seeds = zip(*(cell["ours"] for cell in cells))
+    steps = zip(*(cell["steps"] for cell in cells))
+    return {
+        "ours": [[statistics.mean(sum(scores, []))] for scores in seeds],
+        "steps": [list(dict.fromkeys(sum(outputs, []))) for outputs in steps],
+        "state": cells[0]["state"],
+    }
 
 
 def launcher(command, processes):
@@ -233,7 +289,7 @@ def launcher(command, processes):
 def look_up(result, key, weights):
     """key: "mAP" of eval_linear.py, "AP50" of a task, "validation_loss.tp" of a training run"""
     if "backbones" in result:
-        result = result["backbones"][str(weights).split()[0]]["mean"]
+        result = result["backbones"][shlex.split(str(weights))[0]]["mean"]
     result = result.get("trained") or result.get("random") or result
     for part in key.split("."):
         if part not in result:
@@ -246,13 +302,10 @@ def inputs(command, output):
     """The files and folders that a command reads, but for those of earlier commands"""
     given = dict(re.findall(r"--(\S+) (\S+)", command))
     data = given.get("data", "shapes")
-    paths = [given.get("root") or ("" if data == "shapes" else f"datasets/{data}")]
-    paths = [data] if data.endswith(".jsonl") else paths
+    root = "" if data == "shapes" else f"datasets/{data}"
+    paths = [data if data.endswith(".jsonl") else given.get("root", root)]
     paths += [path for path in map(given.get, ("weights", "init", "lm")) if path and "/" in path]
     return [path for path in paths if path and not path.startswith(output) and ":" not in path]
-
-
-# ---------------------------------------------------------------------------------------- tables
 
 
 def write_table(title, columns, rows, folder):
@@ -266,22 +319,23 @@ def write_table(title, columns, rows, folder):
     for row in rows:
         cells = [row["row"]]
         for column, cell in row["cells"].items():
-            cells += [cell["paper"]] * (column in papers) + [in_words(cell)]
+            ours = in_words(cell["ours"]) if cell["state"] == "measured" else cell["state"]
+            cells += [cell["paper"]] * (column in papers) + [ours]
         lines.append(line_of(cells))
     print("", *lines, "", sep="\n", flush=True)
     path.write_text("\n".join(lines) + "\n")
-    content = {"table": name, "columns": columns, "rows": rows}
+    cells = [cell for row in rows for cell in row["cells"].values()]
+    steps = {output: record(output) for cell in cells for seed in cell["steps"] for output in seed}
+    content = {"table": name, "columns": columns, "rows": rows, "steps": steps}
     path.with_suffix(".json").write_text(json.dumps(content, indent=1))
 
 
-def in_words(cell):
-    """ "88.7 / 53.8", with several seeds "88.7 ± 0.2 / 53.8 ± 0.1", or why there is no score"""
-    if cell["state"] != "measured":
-        return cell["state"]
+def in_words(seeds, digits=1):
+    """[[88.9, 53.8], [88.5, 53.8]] of two seeds -> "88.7 ± 0.3 / 53.8 ± 0.0" """
     parts = []
-    for values in zip(*cell["ours"]):
-        deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-        parts.append(f"{statistics.mean(values):.1f}{deviation}")
+    for values in zip(*seeds):
+        deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+        parts.append(f"{statistics.mean(values):.{digits}f}{deviation}")
     return " / ".join(parts)
 
 
