@@ -9,8 +9,10 @@ import pytest
 from tools import reproduce
 from tools.reproduce import Steps
 
+EVALUATION = reproduce.REPO / "docs/evaluation.md"
 RUNS, MEASURES, TABLES = reproduce.read_page({"flowers": "data/flowers", "textures": "textures"})
-GIVEN = "--dry-run --labelled data/flowers textures --minilm bert --clip clip --imagenet imagenet --words words.jsonl".split()
+GIVEN = "--dry-run --labelled data/flowers textures --minilm bert --clip clip".split()
+GIVEN += "--imagenet imagenet --words words.jsonl".split()
 
 
 def steps_of(*flags):
@@ -29,6 +31,15 @@ def test_commands(flags):
     for command in commands:
         script, *own = shlex.split(re.sub(r"^(python|torchrun \S+) (-m )?", "", command))
         importlib.import_module(script.removesuffix(".py").replace("/", ".")).get_args(own)
+
+
+def test_recipes():
+    """The commands on docs/evaluation.md are those of the rows that it names."""
+    commands = {*steps_of().commands}
+    blocks = re.findall(r"^```sh\n(.*?)^```", EVALUATION.read_text(), re.S | re.M)
+    lines = re.sub(r"\s*\\\n\s*", " ", "".join(blocks)).splitlines()
+    examples = {line for line in lines if re.search("--output runs/papers/(?!NAME)", line)}
+    assert len(examples) == 11 and examples <= commands
 
 
 def test_rows():
@@ -73,6 +84,26 @@ def test_selection_and_mean(tmp_path):
     steps = Steps(reproduce.get_args(["VirTex", "--output", f"{tmp_path}"]))
     _, best = steps.train("virtex", 0)
     assert best.read_text().endswith("model_5.pth")
+
+
+def test_records(tmp_path, monkeypatch):
+    """A score names its steps; a step its command, and when, where and for how long it ran."""
+    steps = Steps(reproduce.get_args(["scenes:", "--output", f"{tmp_path}", "--iters", "3"]))
+    scores = {str(tmp_path / "scenes-tp/backbone.pth"): {"mean": {"mAP": 50.0}}}
+    (tmp_path / "result").write_text(json.dumps({"backbones": scores}))
+    copy = "mkdir -p {0}; cp %s {0}/result.json; echo" % (tmp_path / "result")
+    outputs = [tmp_path / "scenes-tp", tmp_path / "scenes-tp/scenes-map"]
+    for output in outputs:
+        assert steps.start(copy.format(output), output) is None
+    cell = steps.cell("scenes-map", "-", "scenes-tp")
+    assert cell["ours"] == [[50.0]] and cell["steps"] == [[str(output) for output in outputs]]
+    [start] = reproduce.record(outputs[0])["starts"]
+    assert start["seconds"] is not None and start["torch"] and "cores of" in start["machine"]
+    reproduce.write_table("scenes: ...", {"scenes-map": "mAP"}, [
+        {"row": "TP", "run": "scenes-tp", "cells": {"scenes-map": cell}}], tmp_path / "tables")
+    table = json.loads((tmp_path / "tables/scenes.json").read_text())
+    assert table["steps"][str(outputs[1])]["command"].startswith("mkdir")
+    assert steps.start("exit 3; echo", tmp_path / "failing").startswith("failed: see")
 
 
 def write(folder, result):

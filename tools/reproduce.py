@@ -54,7 +54,7 @@ def get_args(argv=None):
     add("--clip", metavar="NAME", help='"own photos": say openai/clip-vit-base-patch32')
     add("--imagenet", metavar="WEIGHTS", help="ResNet-18 for the rows from ImageNet: a file with "
         'torchvision\'s weights, or "imagenet", which downloads them')
-    add("--words", metavar="FILE", help="own photos with words as tags, in splits learn and score")
+    add("--words", metavar="FILE", help="what tools/own_words.py wrote of your photos")
     add("--photo", default="photo.jpg", help="photo to caption [VirTex Figs. 6, 9, 10]")
     args, args.flags = parser.parse_known_args(argv)
     args.iters, args.half = args.seen // 64, args.seen // 128
@@ -62,8 +62,8 @@ def get_args(argv=None):
     if len({*sets}) < len(sets):
         parser.error(f"--labelled: the table cannot tell folders of one name apart: {sets}")
     args.sets = dict(zip(sets, map(shlex.quote, args.labelled)))
-    if re.search(r"\s", args.output):
-        parser.error(f"--output {args.output!r} must have no spaces: commands name it as it is")
+    if shlex.quote(args.output) != args.output:
+        parser.error(f"--output {args.output!r} must be a name without spaces or quotes")
     tables = read_page()[-1]
     args.titles = [title for title in tables if title.startswith(tuple(args.tables))]
     if not args.titles:
@@ -74,15 +74,14 @@ def get_args(argv=None):
 def main(args):
     steps = Steps(args)
     for title in args.titles:
-        columns, rows = steps.table(title)
-        if rows and not args.dry_run:
-            write_table(title, columns, rows, Path(args.output, "tables"))
+        table = steps.table(title)
+        if table[1] and not args.dry_run:
+            write_table(title, *table, Path(args.output, "tables"))
     for command in steps.commands if args.dry_run else ():
         missing = [path for path in inputs(command, args.output) if not os.path.exists(path)]
         print(command, *[f"  # missing: {path}" for path in missing])
-    if args.dry_run and steps.left_out:
-        counts = [f"{number} scores need {flag}" for flag, number in steps.left_out.items()]
-        print("# left out:", ", ".join(counts))
+    for flag, number in steps.left_out.items():
+        print(f"# left out: {number} scores, which need {flag}")
 
 
 def read_page(sets=()):
@@ -102,6 +101,11 @@ def read_page(sets=()):
         elif rows:
             tables[title] = [rows[0], *rows[2:]]
     return dict(runs), measures, tables
+
+
+def published(command):
+    """Did others train these weights? They are measured once, whatever --seeds says."""
+    return command.startswith("--weights") and "random" not in command
 
 
 def repeated(rows, sets):
@@ -152,7 +156,7 @@ class Steps:
         if not text or run == "-" or column == "own-mean":
             return cell
         try:
-            for seed in range(self.args.seeds):
+            for seed in range(1 if published(self.runs[run]) else self.args.seeds):
                 self.used = []
                 cell["ours"].append(self.scores(other or column, run, seed))
                 cell["steps"].append([str(output) for output in dict.fromkeys(self.used)])
@@ -270,8 +274,7 @@ def output_of(command):
 
 def mean_of(cells):
     """The mean over the sets, for each seed -> what replaces this in a cell"""
-    seeds = zip(*(cell["ours"] for cell in cells))
-    steps = zip(*(cell["steps"] for cell in cells))
+    seeds, steps = (zip(*(cell[key] for cell in cells)) for key in ("ours", "steps"))
     return {
         "ours": [[statistics.mean(sum(scores, []))] for scores in seeds],
         "steps": [list(dict.fromkeys(sum(outputs, []))) for outputs in steps],
@@ -281,8 +284,8 @@ def mean_of(cells):
 
 def launcher(command, processes):
     script = command.split()[0]
-    one = processes == 1 or re.fullmatch(ONE_PROCESS, script)
-    words = "python" if one else f"torchrun --nproc_per_node={processes}"
+    several = processes > 1 and not re.fullmatch(ONE_PROCESS, script)
+    words = f"torchrun --nproc_per_node={processes}" if several else "python"
     return words if script.endswith(".py") else f"{words} -m"
 
 
