@@ -26,26 +26,20 @@ result is one table, and in --output result.json: {"args", "image_size", "backbo
 Photos have several labels, or one (--data folder), which top-1 needs. Linear layers are kept in
 --output, from which sgd-virtex and layers resume. MoCo's probe of ImageNet, which VirTex quotes in
 Tab. 2, is --protocol sgd-virtex --lr 30 --steps 0.6 0.8; PCL's has --lr 5.
-
-Early stopping: train with --keep-every and choose by VOC07, as VirTex does [Sec. 3]; without VOC07,
-by a part of the training photos [ours], which on COCO needs its labels of objects:
-
-    python eval_linear.py --weights runs/virtex-coco/model_*.pth --data voc07 --root VOCdevkit \\
-        --train-split train --val-split val
-    python eval_linear.py --weights runs/virtex-coco/model_*.pth --data coco --hold-out 0.2
+Early stopping: train with --keep-every, give --weights runs/NAME/model_*.pth, and take the best on
+VOC07 with --train-split train --val-split val [VirTex Sec. 3], or with --hold-out 0.2 [ours].
 """
 
 import argparse
+import hashlib
+import importlib.util
 import json
 import os
 import statistics
 import sys
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -57,43 +51,6 @@ from torch.utils.data import DataLoader, Dataset
 import common
 from common import fail, print_main, progress
 
-
-class Protocol(NamedTuple):
-    """A row of PROTOCOLS"""
-
-    trained_on: str  # "features" of central squares, extracted once, or random "crops"
-    labels: str  # of each photo: "one", or "any" number of them
-    side_fraction: float = 224 / 256  # of the central square's side and the photo's shorter side
-    grid: int = 1  # features are average-pooled to grid x grid
-    unit_length: bool = False  # features are l2-normalised
-    epochs: int = None  # this and what follows are defaults of flags; None: there is no such flag
-    batch_size: int = None
-    lr: list = None  # peak, one for each linear layer
-    steps: tuple = None  # fractions of training after which lr falls to a tenth; (): cosine decay
-    colour_jitter: float = 0.0
-    crop_min: float = 0.08  # of the area: both public codes; VirTex App. A.1 still has 20%
-
-
-# fmt: off
-PROTOCOLS = {
-    # [VirTex App. A.1] resize 256, crop 224; ResNet-50: 2048-d; l2-normalised [official code]
-    "svm-virtex":   Protocol("features", "any", 224 / 256, 1, True),
-    # [ICMLM App. F.2] smallest side 224, crop 224; 8192-d
-    "svm-icmlm":    Protocol("features", "any", 1.0,       2, True),
-    # [contrastive paper Sec. 4.2] 2048-d; 3 steps, no weight decay; the crop [ours]
-    "sgd-mct":      Protocol("features", "one", 224 / 256, 1, False, 60, 256, [30.0]),
-    # [ICMLM App. F.2] 2048-d; cosine, lr is searched; epochs and l2 [ours]
-    "logreg-icmlm": Protocol("features", "one", 1.0,       1, True, 100, 1024),
-    # as DINO reports it
-    "knn":          Protocol("features", "any", 224 / 256, 1, True),
-    # [VirTex Sec. 4.1, App. A.1] cosine, no weight decay
-    "sgd-virtex":   Protocol("crops",    "one", epochs=100, batch_size=256, lr=[0.3], steps=()),
-    # [ICMLM Sec. 4] DeeperCluster's code, for ImageNet; for Places --lr 0.01 0.01 0.02
-    # The jitter is half of SimCLR's [ours], which ICMLM Sec. 4 cites
-    "layers":       Protocol("crops",    "any", epochs=100, batch_size=256, lr=[0.02] * 3,
-                             colour_jitter=1.0),
-}
-# fmt: on
 SPLITS = {"coco": ("train2017", "val2017"), "voc07": ("trainval", "test")}
 
 
@@ -102,61 +59,67 @@ def get_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("what is measured").add_argument
-    add("--weights", nargs="+", default=["runs/virtex/backbone.pth", "random"], help="see above")
-    add("--arch", choices=common.BACKBONES,
-        help="of random and imagenet (default: the first file's, else resnet50; layers: vgg16_bn)")
-    add("--protocol", choices=PROTOCOLS, default="svm-virtex", help="see above")
-    add("--runs", type=common.count, default=1, help="seeds; the table has mean and deviation")
-    add("--seed", type=common.whole, default=0, help="of the first run: what is drawn follows it")
+    add("--weights", nargs="+", default=["runs/virtex/backbone.pth", "random"],
+        help="the backbones: files, random, imagenet or clip:NAME, as described above")
+    add("--arch", choices=common.BACKBONES, help="architecture of random and imagenet (default: "
+        "that of the first file, else resnet50; vgg16_bn for --protocol layers)")
+    add("--protocol", choices=PROTOCOLS, default="svm-virtex", help="as described above")
+    add("--runs", type=common.positive_int, default=1,
+        help="repeat with this many seeds, and report the mean and the deviation")
+    add("--seed", type=common.non_negative_int, default=0,
+        help="seed of the first run; it determines which photos are drawn")
     add = parser.add_argument_group("data").add_argument
-    add("--data", default="shapes", help="shapes (built in), voc07, folder, or any with tags: "
-        "coco, a .jsonl, folder of shards")
-    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
-    add("--train-split", help="default trainval for voc07, train2017 for coco, else train")
-    add("--val-split", help="default test for voc07, val2017 for coco, else val")
-    add("--image-size", type=common.count, help="crop side in pixels (default: that of each file's "
-        "training, by args.json beside it; else the first file's; else 224, 48 for shapes)")
-    add("--train-images", type=common.count, help="at most (default 2000 for shapes, else all)")
-    add("--shots", type=common.count,
-        help="training photos of each class (their other labels count, too)")
-    add("--hold-out", type=common.fraction, default=0.0, metavar="FRACTION",
-        help="hold out this part of the training split, and score it instead of --val-split")
-    add("--workers", type=common.whole, default=min(8, os.cpu_count()),
-        help="DataLoader workers; 0: none")
+    add("--data", default="shapes", help="labelled photos: shapes (built in), voc07, folder, or "
+        "captioned photos with tags, which are coco, a .jsonl file or a folder of shards")
+    add("--root", help="folder of the data (default: datasets/NAME; for a .jsonl, its own folder)")
+    add("--train-split", help="split to train on (default: trainval for voc07, train2017 for coco, "
+        "else train)")
+    add("--val-split", help="split to test on (default: test for voc07, val2017 for coco; val)")
+    add("--image-size", type=common.positive_int, help="side of a crop in pixels (default: the "
+        "one each file was trained at; if unknown, the first file's; else 224, or 48 for shapes)")
+    add("--train-images", type=common.positive_int,
+        help="train on at most this many photos (default: 2000 for shapes, else all)")
+    add("--shots", type=common.positive_int,
+        help="train on this many photos of each class; their other labels count, too")
+    add("--hold-out", type=common.fraction_below_1, default=0.0, metavar="FRACTION",
+        help="test on this fraction of the training split, not on --val-split; train on the rest")
+    add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count()),
+        help="processes that load photos; with 0 the main process loads them")
     add = parser.add_argument_group("linear layers (the defaults are the protocol's)").add_argument
-    add("--epochs", type=common.count, help="passes over the training photos")
-    add("--batch-size", type=common.count, help="photos per iteration over all processes")
-    add("--lr", type=common.positive, nargs="+", help="peak; three peaks for layers")
-    add("--steps", type=common.fraction, nargs="+", metavar="FRACTION",
-        help="of training, after which the rate falls to a tenth; only sgd-virtex (default cosine)")
+    add("--epochs", type=common.positive_int, help="passes over the training photos")
+    add("--batch-size", type=common.positive_int, help="photos per iteration over all processes")
+    add("--lr", type=common.positive, nargs="+", help="peak learning rate; layers takes three")
+    add("--steps", type=common.fraction_below_1, nargs="+", metavar="FRACTION", help="fractions of "
+        "training after which sgd-virtex divides the rate by 10 (default: cosine decay)")
     add = parser.add_argument_group("run").add_argument
-    add("--output", help="folder of result.json and the linear layers (default "
+    add("--output", help="folder for result.json and the linear layers (default: "
         "runs/eval_linear/DATA-PROTOCOL, or DATA-PROTOCOL-K-shots)")
-    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="off for numbers to report")
+    add("--amp", choices=("bf16", "fp16", "off"), default="off",
+        help="precision of the backbone; leave it off for numbers to report")
     # fmt: on
     args = parser.parse_args(argv)
 
+    name = f"--protocol {args.protocol}"
     protocol = PROTOCOLS[args.protocol]
+    defaults = dict(protocol.flags)
     if args.protocol == "layers":
         args.arch = args.arch or "vgg16_bn"
         if args.arch != "vgg16_bn" or any(source.startswith("clip:") for source in args.weights):
             parser.error("--protocol layers is for VGG-16: --arch vgg16_bn")
         if args.data != "folder":  # as DeeperCluster's code for VOC; the first two rates [ours]
-            protocol = protocol._replace(epochs=60, batch_size=128, lr=[0.01, 0.01, 0.02])
-    name = f"--protocol {args.protocol}"
+            defaults |= {"epochs": 60, "batch_size": 128, "lr": [0.01, 0.01, 0.02]}
     for flag in ("epochs", "batch_size", "lr", "steps"):
-        if getattr(args, flag) and getattr(protocol, flag) is None:
+        if vars(args)[flag] and flag not in defaults:
             parser.error(f"{name} takes no --{flag.replace('_', '-')}")
-    if args.lr and len(args.lr) != len(protocol.lr):
-        parser.error(f"{name} takes {len(protocol.lr)} values of --lr")
+    if args.lr and len(args.lr) != len(defaults["lr"]):
+        parser.error(f"{name} takes {len(defaults['lr'])} values of --lr")
     if protocol.labels == "one" and args.data != "folder":
         parser.error(f"{name} needs one label per photo: --data folder")
 
-    # What was left out has the protocol's value. Learning rates are scaled to --batch-size.
-    defaults = protocol._asdict()
-    if args.batch_size and protocol.lr:
-        batch_scale = args.batch_size / protocol.batch_size
-        defaults["lr"] = [batch_scale * lr for lr in protocol.lr]
+    # Flags that were left out take the protocol's values. Rates are scaled to --batch-size [ours].
+    if args.batch_size and "lr" in defaults:
+        batch_scale = args.batch_size / defaults["batch_size"]
+        defaults["lr"] = [batch_scale * lr for lr in defaults["lr"]]
     defaults["train_split"], defaults["val_split"] = SPLITS.get(args.data, ("train", "val"))
     defaults["train_images"] = 2000 if args.data == "shapes" else None
     data = Path(args.root or "folder").resolve() if args.data == "folder" else Path(args.data)
@@ -164,7 +127,7 @@ def get_args(argv=None):
     name_of_data = data.name.removesuffix(".jsonl")
     defaults["output"] = f"runs/eval_linear/{name_of_data}-{args.protocol}{shots}"
     for flag, value in defaults.items():
-        if getattr(args, flag, None) is None:
+        if vars(args)[flag] is None:
             setattr(args, flag, value)
     runs_differ = args.train_images or args.shots or args.hold_out or "random" in args.weights
     if args.protocol in ("svm-virtex", "knn") and args.runs > 1 and not runs_differ:
@@ -174,57 +137,85 @@ def get_args(argv=None):
 
 
 def main(args):
-    if args.trained_on == "features":
+    protocol = PROTOCOLS[args.protocol]
+    if protocol.trained_on == "features":
         run_alone()
     device = common.init_distributed()
-    torch.backends.cudnn.allow_tf32 = False  # by default, convolutions on GPUs would be rounded
+    # Full float32 on GPUs, too: TF32, which training uses, would round each product to 10 bits.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     common.make_folder(args.output)
+
+    # Check all files now, before the first hour of measuring.
     files = [source for source in args.weights if is_file(source)]
-    # A wrong file ends it now, not when its turn comes.
-    archs = [load_backbone(path, args.arch, 0).arch for path in files]
-    arch = args.arch or next(iter(archs), "resnet50")
+    archs = {path: load_backbone(path, args.arch, 0).arch for path in files}
+    arch = args.arch or next(iter(archs.values()), "resnet50")
+    sizes = {path: trained_with(path, "image_size") for path in files}
+    usual_size = next(filter(None, sizes.values()), 48 if args.data == "shapes" else 224)
+
     data = label_data(args.data, args.root, args.train_split)
     val = data if args.hold_out else label_data(args.data, args.root, args.val_split)
     check_same_classes(data, val)
-    report_shared(*draw_photos(data, val, args))
+    train_rows, test_rows = draw_photos(data, val, args)
+    report_shared(data.select(train_rows), val.select(test_rows))
 
-    results, sizes = defaultdict(list), {}  # of each backbone: the scores of its runs
+    results = {}
+    seeds = range(args.seed, args.seed + args.runs)
     for source in args.weights:
-        known = [trained_with(path, "image_size") for path in (source, *files)]
-        usual = next(filter(None, known), 48 if args.data == "shapes" else 224)
-        sizes[source] = args.image_size or usual
-        for seed in range(args.seed, args.seed + args.runs):
-            changed = {"seed": seed, "image_size": sizes[source]}
-            run = argparse.Namespace(**{**vars(args), **changed})
-            new_backbone = seed == args.seed or source == "random"
-            if new_backbone:
-                backbone = load_backbone(source, args.arch if is_file(source) else arch, seed)
-                backbone.to(device, memory_format=torch.channels_last)
-                backbone.eval().requires_grad_(False)
-                train_x = test_x = None  # frees the memory of the last backbone's features
-            train, test = draw_photos(data, val, run)
-            path = Path(args.output, f"{args.protocol}_{quote(source, safe='')}_{seed}.pth")
-            if args.trained_on == "features":
-                # Extracted once for each backbone; again only if this run has drawn other photos.
-                if new_backbone or args.train_images or args.shots or args.hold_out:
-                    train_x = extract_features(backbone, train, run, device)
-                if new_backbone or args.hold_out:
-                    test_x = extract_features(backbone, test, run, device)
-                scores = score_features(train_x, test_x, data.names, path, run, device)
-            else:
-                probe = train_probe(backbone, train, test, path, run, device)
-                if not common.is_main():
-                    continue
-                scores = score_probe(probe, test, run, device)
-            scores |= by_chance(scores, test)
-            results[source].append(scores)
-            photos = f"{len(train)} training and {len(test)} test photos of {run.image_size} px"
-            print_main(f"{source}, seed {seed}, {photos}: {format_scores(scores, data.names)}")
-    if len(test) < 50:
-        print_main(f"the scores are rough: they are of {len(test)} photos only")
+        sizes[source] = args.image_size or sizes.get(source) or usual_size
+        results[source] = []
+        # Each run has other random weights. All runs of any other backbone share its features.
+        for group in [[seed] for seed in seeds] if source == "random" else [seeds]:
+            backbone = load_backbone(source, archs.get(source, arch), group[0])
+            backbone.to(device, memory_format=torch.channels_last)
+            backbone.eval().requires_grad_(False)
+            runs = []
+            for seed in group:
+                changed = {"seed": seed, "image_size": sizes[source]}
+                flags = argparse.Namespace(**vars(args) | changed)
+                runs.append(Run(flags, protocol, source, backbone, data.names, device))
+            results[source] += measure(runs, data, val)
+    if len(test_rows) < 50:
+        print_main(f"the scores are rough: they are of {len(test_rows)} photos only")
     if common.is_main():
         report(results, sizes, data.names, args)
     common.end_distributed()
+
+
+@dataclass
+class Run:
+    """What a protocol is told beside the photos"""
+
+    args: argparse.Namespace  # with the seed and the image size of this run
+    protocol: "Protocol"
+    source: str  # one of --weights
+    backbone: nn.Module  # frozen, in eval mode, on the device
+    names: list  # of the classes
+    device: torch.device
+
+
+def measure(runs, data, val):
+    """Runs of one backbone -> [{metric: percent} of each]; [] in all processes but the first"""
+    protocol = runs[0].protocol
+    draws = [draw_photos(data, val, run.args) for run in runs]
+    if protocol.trained_on == "features":  # extracted once: the runs draw rows of these matrices
+        all_train, all_test = zip(*draws)
+        train_x = extract_features(runs[0], data, all_train)
+        test_x = extract_features(runs[0], val, all_test)
+    results = []
+    for run, (train_rows, test_rows) in zip(runs, draws):
+        train, test = data.select(train_rows), val.select(test_rows)
+        torch.manual_seed(run.args.seed)
+        if protocol.trained_on == "features":
+            scores = protocol.score(train_x.select(train_rows), test_x.select(test_rows), run)
+        else:
+            scores = protocol.score(train, test, run)
+        if common.is_main():
+            results.append(scores | by_chance(scores, test))
+            photos = f"{len(train)} training and {len(test)} test photos"
+            print_main(f"{run.source}, seed {run.args.seed}, {photos} of {run.args.image_size} px: "
+                       f"{format_scores(results[-1], run.names)}")  # fmt: skip
+    return results
 
 
 def run_alone():
@@ -236,7 +227,7 @@ def run_alone():
 
 
 def format_scores(scores, classes):
-    """Without those of single classes"""
+    """All but those of single classes"""
     return ", ".join(f"{name} {scores[name]:.2f}" for name in scores if name not in classes)
 
 
@@ -275,24 +266,40 @@ def over_runs(runs):
 
 # ------------------------------------------------------------------------------------- backbones
 
+OUR_TRAININGS = "virtex", "tp", "icmlm", "mmcontrastive", "finetune", "detection"
+
 
 def is_file(source):
     return source not in ("random", "imagenet") and not source.startswith("clip:")
 
 
 def trained_with(source, flag):
-    """What args.json beside a file says of a flag of its training; None if it does not"""
-    path = Path(source).parent / "args.json"
-    content = json.loads(path.read_text()) if is_file(source) and path.exists() else {}
-    if flag == "image_size" and content.get("script") == "detection":
+    """The value of a flag when a file was trained, or None
+
+    checkpoint.pth and model_N.pth hold their flags; beside other files stands args.json.
+    """
+    if not is_file(source):
+        return None
+    content = common.read_checkpoint(source)
+    flags = content["args"] if content.get("script") in OUR_TRAININGS else args_beside(source)
+    if flag == "image_size" and flags.get("script") == "detection":
         return None  # it trains on whole photos
-    return content.get(flag)
+    return flags.get(flag)
+
+
+def args_beside(source):
+    """args.json beside a file -> its content if one of our scripts has written it, else {}"""
+    try:
+        flags = json.loads(Path(source).with_name("args.json").read_bytes())
+        return flags if flags["script"] in OUR_TRAININGS else {}
+    except (OSError, ValueError, TypeError, KeyError):  # there is none, or another program's
+        return {}
 
 
 def load_backbone(source, arch, seed):
     """source: "random", "imagenet", clip:NAME or a file -> backbone with `arch` and `channels`
 
-    arch: of the first two; that a file must have, or None
+    arch: that of the first two; the one that a file must have, or None
     """
     torch.manual_seed(seed)
     arch = arch or trained_with(source, "arch")
@@ -336,8 +343,6 @@ class LabelData:
 
 def label_data(name, root, split):
     """One split of "folder", "voc07", or of captioned photos with tags -> LabelData"""
-    from sklearn.preprocessing import MultiLabelBinarizer  # only here: --help needs none
-
     if name == "folder":
         return folder_labels(root or "datasets/folder", split)
     if name == "voc07":
@@ -354,60 +359,53 @@ def label_data(name, root, split):
         left_out = f"{len(captioned) - len(keep)} of {len(captioned)} photos are left out"
         print_main(f'{left_out}, which have no "tags"; "tags": [] says that none fits')
         captioned = captioned.select(keep)
-    binarizer = MultiLabelBinarizer(classes=captioned.tag_names, sparse_output=True)
-    labels = binarizer.fit_transform(captioned.tags).astype(np.int8).toarray()
+    column = {name: k for k, name in enumerate(captioned.tag_names)}
+    labels = np.zeros((len(captioned), len(column)), np.int8)
+    for row, tags in enumerate(captioned.tags):
+        labels[row, [column[tag] for tag in tags]] = 1
     return LabelData(captioned.images, labels, captioned.tag_names, captioned.open)
 
 
-PHOTOS = ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".avif", ".gif", ".bmp"
-PHOTOS += ".tif", ".tiff", ".jp2", ".ppm", ".pgm"
-
-
-def is_photo(path, folder, others):
-    """Whether a file below the folder is a photo by its name. Others are noted, but hidden ones."""
-    hidden = "/." in path.removeprefix(f"{folder}")
-    named = path.lower().endswith(PHOTOS)
-    others += [] if named or hidden else [path]
-    return named and not hidden
-
-
 def folder_labels(root, split):
-    """{split}/<class>/<photo> -> LabelData"""
-    from torchvision.datasets import ImageFolder
-
-    path, others = Path(root, split), []
-    try:
-        found = ImageFolder(path, is_valid_file=partial(is_photo, folder=path, others=others))
-    except FileNotFoundError as error:  # no folders of classes, or nothing in one of them
-        fail(f"{str(error).strip()} Expected is {split}/CLASS/PHOTO: see --root, --train-split")
-    if len(found.classes) == 1:
-        fail(f"{path} holds one class, {found.classes[0]}, of which nothing can be learned: "
-             "are others missing, or is --root a folder too high?")  # fmt: skip
-    if others:
-        print_main(f"{len(others)} files are left out, by their names no photos, as {others[0]}")
-    paths, labels = zip(*found.samples)
-    check_depth(path, paths, found.classes)
-    if twice := in_several(paths, labels, lambda photo: (os.path.basename(photo), size(photo))):
-        print_main(f"{len(twice)} photos of {path} are in several classes (with the same names and "
-                   f"content), as {paths[twice[0]]} and {paths[twice[1]]}")  # fmt: skip
-    return LabelData(np.array(paths, common.STRINGS), np.array(labels), found.classes)
+    """{split}/<class>/<photo>, also in folders within these -> LabelData"""
+    path = Path(root, split)
+    if not path.is_dir():
+        fail(f"there is no folder {path}. Expected is {split}/CLASS/PHOTO: see --root")
+    names = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
+    names = [name for name in names if not name.startswith(".")]
+    photos = [common.list_photos(path / name) for name in names]
+    check_classes(path, names, photos)
+    labels = np.repeat(np.arange(len(names)), [len(files) for files in photos])
+    paths = np.array([photo for files in photos for photo in files], common.STRINGS)
+    return LabelData(paths, labels, names)
 
 
-def check_depth(path, photos, classes):
-    """Count photos in folders within those of their classes; if all classes share these, refuse"""
-    tops = {os.path.join(path, name) for name in classes}
-    deeper = [photo for photo in photos if os.path.dirname(photo) not in tops]
-    within = defaultdict(set)  # of each class: the folders of its photos
-    for folder in {*map(os.path.dirname, photos)}:
-        name, *parts = Path(folder).relative_to(path).parts
-        within[name].add("/".join(parts))
-    shared = sorted(set.intersection(*within.values()))
-    if len(deeper) == len(photos) and len(shared) > 1:
-        fail(f"each of {', '.join(classes[:5])} in {path} has the folders {', '.join(shared[:5])}: "
+def check_classes(path, names, photos):
+    """Two classes or more, each with photos; what else is there is counted
+
+    photos: [paths] of each class
+    """
+    empty = [name for name, files in zip(names, photos) if not files]
+    if empty or not names:
+        fail(f"{path} has {len(names)} folders, and no photos in {', '.join(empty[:5]) or 'any'}. "
+             f"Expected is {path.name}/CLASS/PHOTO: see --root, --train-split, --val-split")
+    if len(names) == 1:
+        fail(f"{path} has only one class, {names[0]}, so there is nothing to learn. Are the other "
+             "classes missing, or is --root a folder too high?")  # fmt: skip
+    # The folders of a class's photos, below that of the class; "" is that of the class itself
+    inner = []
+    for name, files in zip(names, photos):
+        inner.append({os.path.dirname(photo)[len(f"{path / name}/") :] for photo in files})
+    shared = sorted(set.intersection(*inner))
+    if "" not in set.union(*inner) and len(shared) > 1:
+        fail(f"all of {', '.join(names[:5])} in {path} have the folders {', '.join(shared[:5])}: "
              "these are the likely classes. Is --root or --train-split a folder too high?")
-    if deeper:
-        print_main(f"{len(deeper)} of {len(photos)} photos are in folders within those of their "
-                   f"classes, as {deeper[0]}")  # fmt: skip
+    files = [file for name in names for file in os.scandir(path / name) if file.is_file()]
+    shown = [file for file in files if not file.name.startswith(".")]
+    others = [file.path for file in shown if not file.name.lower().endswith(common.PHOTO_ENDINGS)]
+    if others:
+        print_main(f"{len(others)} files are left out, whose names do not end as those of photos "
+                   f"do, for example {min(others)}")  # fmt: skip
 
 
 def check_same_classes(train, test):
@@ -420,40 +418,20 @@ def report_shared(train, test):
 
     Of more than 10,000 test photos evenly spaced ones are compared.
     """
-    tested = test.images[np.arange(0, len(test), 1 + len(test) // 10_000)]
-    images, in_test = [*tested, *train.images], len(tested) * [True] + len(train) * [False]
-    shared = [images[i] for i in in_several(images, in_test, size) if in_test[i]]
+    tested = test.images[:: 1 + len(test) // 10_000]
+    sizes = {of_file(image, os.path.getsize) for image in tested}
+    similar = [image for image in train.images if of_file(image, os.path.getsize) in sizes]
+    checksum = lambda path: hashlib.sha256(Path(path).read_bytes()).digest()
+    content = {of_file(image, checksum) for image in similar}
+    shared = [image for image in tested if of_file(image, checksum) in content]
     if shared:
         print_main(f"{len(shared)} of {len(tested)} test photos are training photos, too, "
                    f"which raises the scores: for example {shared[0]}")  # fmt: skip
 
 
-def in_several(images, groups, look):
-    """The indices of images that are in several groups: the same, or files of the same bytes
-
-    groups: of each image.  look(image): a quick look, by which equal files are equal; only files
-    that are equal by it in several groups are read
-    """
-    rows = range(len(images))
-    for key in (look, content):
-        equal = defaultdict(list)
-        for i in rows:
-            equal[key(images[i])].append(i)
-        rows = [i for same in equal.values() if len({groups[i] for i in same}) > 1 for i in same]
-    return rows
-
-
-def is_path(image):
-    """Scenes, and photos in shards, are none."""
-    return isinstance(image, str) and os.path.isfile(image)
-
-
-def size(image):
-    return os.path.getsize(image) if is_path(image) else image
-
-
-def content(image):
-    return hash(Path(image).read_bytes()) if is_path(image) else image
+def of_file(image, function):
+    """function(path). Scenes and photos in shards are no files: they are compared as they are."""
+    return function(image) if isinstance(image, str) and os.path.isfile(image) else image
 
 
 def by_chance(metrics, data):
@@ -470,25 +448,27 @@ def by_chance(metrics, data):
 
 
 def draw_photos(data, val, args):
-    """Training and test photos of a run, drawn by its seed: --hold-out, --shots, --train-images"""
+    """-> the indices in `data` of a run's training photos, and in `val` of its test photos
+
+    Both rise. --seed draws them, for --hold-out (where `val` is `data`), --shots, --train-images.
+    """
     order = np.random.default_rng(args.seed).permutation(len(data))
     held_out, rest = np.split(order, [round(args.hold_out * len(order))])
-    test = data.select(np.sort(held_out)) if args.hold_out else val
+    test = np.sort(held_out) if args.hold_out else np.arange(len(val))
     if args.shots:
         columns = label_columns(data.labels[rest], len(data.names))
         chosen = [np.flatnonzero(column == 1)[: args.shots] for column in columns.T]
         rest = rest[np.unique(np.concatenate(chosen))]
-    train = data.select(np.sort(rest[: args.train_images]))
+    train = np.sort(rest[: args.train_images])
     fewest = 5 if args.protocol == "logreg-icmlm" else 1  # it chooses by a fifth of them
     if len(train) < fewest or not len(test):
-        counts = f"{len(train)} training and {len(test)} test photos"
-        fail(f"{counts} are left by --shots, --train-images and --hold-out: {args.protocol} needs "
-             f"{fewest} and 1")  # fmt: skip
+        fail(f"{len(train)} training and {len(test)} test photos are left by --shots, "
+             f"--train-images and --hold-out: {args.protocol} needs {fewest} and 1")
     return train, test
 
 
 def label_columns(labels, num_classes):
-    """Labels as in LabelData -> (N, classes), 1, 0 or -1"""
+    """Labels as in LabelData -> (N, classes): 1, 0 or -1"""
     if labels.ndim == 2:
         return labels
     return (labels[:, None] == np.arange(num_classes)).astype(np.int8)
@@ -510,10 +490,9 @@ def pooled(backbone, images, amp="off", grid=1):
 
 
 class CentralSquares(Dataset):
-    """The central square of each photo -> uint8 (size, size, 3), and whether it can be decoded"""
+    """Of LabelData or similar -> uint8 (size, size, 3); whether the photo can be decoded"""
 
     def __init__(self, data, size, side_fraction=224 / 256):
-        """data: LabelData, CaptionData or similar"""
         self.data = data
         self.size = size
         self.crop = partial(common.centre_crop, side_fraction=side_fraction)
@@ -551,47 +530,36 @@ def run_over_photos(function, photos, args, device):
     return outputs[:filled], np.flatnonzero(readable)
 
 
-class Features(NamedTuple):
+@dataclass
+class Features:
     """Of photos that can be decoded, on the CPU"""
 
     x: torch.Tensor  # (N, D) float32
     y: torch.Tensor  # labels as in LabelData
+    rows: np.ndarray = None  # (N,) the photos' indices in their LabelData
+
+    def select(self, rows):
+        """Not copied if they are all, which may fill the memory"""
+        keep = np.isin(self.rows, rows)
+        return self if keep.all() else Features(self.x[keep], self.y[keep], self.rows[keep])
 
 
-def extract_features(backbone, data, args, device):
-    """-> Features of LabelData, as the protocol has them"""
+def extract_features(run, data, draws):
+    """-> Features as the protocol has them.  draws: of each run, the rows of its photos in data"""
 
     def features_of(images):
-        features = pooled(backbone, images, args.amp, args.grid)
-        return F.normalize(features) if args.unit_length else features
+        features = pooled(run.backbone, images, run.args.amp, run.protocol.grid)
+        return F.normalize(features) if run.protocol.unit_length else features
 
-    squares = CentralSquares(data, args.image_size, args.side_fraction)
-    x, readable = run_over_photos(features_of, squares, args, device)
+    rows = np.unique(np.concatenate(draws))
+    squares = CentralSquares(data.select(rows), run.args.image_size, run.protocol.side_fraction)
+    x, readable = run_over_photos(features_of, squares, run.args, run.device)
     if not x.sum().isfinite():
         fail("the features are not finite: the weights are broken, or try --amp off")
-    return Features(x, torch.from_numpy(data.labels[readable]))
+    return Features(x, torch.from_numpy(data.labels[rows[readable]]), rows[readable])
 
 
-# ------------------------------------------------------------------------ protocols on features
-
-
-def score_features(train, test, names, path, args, device):
-    """The protocol -> {metric: percent}
-
-    train, test: Features.  names: of the classes.  path: where a linear layer is kept
-    """
-    torch.manual_seed(args.seed)
-    if args.protocol == "svm-virtex":
-        return svm_virtex(train, test, names)
-    if args.protocol == "svm-icmlm":
-        return svm_icmlm(train, test, names, args.seed, device)
-    if args.protocol == "knn":
-        return knn(train, test, len(names), device)
-    layers = common.extra("layers")
-    fit = {"sgd-mct": layers.sgd_mct, "logreg-icmlm": layers.logreg_icmlm}[args.protocol]
-    layer = fit(train.x, train.y, args, device)
-    common.save_weights(path, layer)
-    return score(layers.predict(layer, test.x), test.y)
+# ------------------------------- protocols on features: (train: Features, test: Features, run: Run)
 
 
 def score(decisions, labels):
@@ -609,28 +577,52 @@ def score(decisions, labels):
 
 
 def average_precision(decision, truth):
-    """The area under the whole curve, not VOC07's mean over eleven recalls -> percent
-
-    decision (N,); truth (N,): 1, 0, or -1, "difficult", which does not count
-    """
+    """(N,) both, truth -1 is not counted -> percent: the area under the whole curve, not VOC07's"""
     from sklearn.metrics import average_precision_score
 
     counted = truth >= 0
     return 100 * float(average_precision_score(truth[counted], decision[counted]))
 
 
-def svm_virtex(train, test, names):
+def svm_virtex(train, test, run):
     """One SVM per class [VirTex App. A.1] -> {"mAP": percent, class: average precision, ...}
 
-    Squared hinge loss, positives weighted 2, C by 3-fold cross-validation; "difficult" are
-    negatives in training, left out in testing [official code]. The primal problem has the same
-    solution as the paper's dual one, and is solved sooner [ours].
+    Squared hinge loss, positives weighted 2, C by 3-fold cross-validation; "difficult" photos are
+    negatives in training, and left out in testing [official code].
+    """
+    if importlib.util.find_spec("extras"):
+        return batched_svms(train, test, run, [0.01, 0.1, 1.0, 10.0])
+    return with_mean(scikit_learn_svms(train, test, run.names), run.names)  # in a copy
+
+
+def svm_icmlm(train, test, run):
+    """The same with 40 log-uniform costs [ICMLM App. F.2], all of which are tried [ours: the paper
+    uses Optuna]; interpolated precision, as in the code of Goyal et al.
+
+    On COCO this makes 9,680 SVMs in 8192 dimensions.
+    """
+    costs = 10 ** np.random.default_rng(run.args.seed).uniform(-5, 5, 40)
+    return batched_svms(train, test, run, sorted(costs), interpolated=True)
+
+
+def batched_svms(train, test, run, costs, interpolated=False):
+    """The SVMs of all classes and folds at once, in a tenth of LIBLINEAR's time [ours]"""
+    train_y, test_y = [label_columns(part.y.numpy(), len(run.names)) for part in (train, test)]
+    data = train.x.numpy(), train_y, test.x.numpy(), test_y
+    scores = common.extra("svm").svm_probe(*data, run.names, costs, run.device, interpolated)
+    return with_mean(scores, run.names)
+
+
+def scikit_learn_svms(train, test, names):
+    """Those of svm-virtex, one after the other -> {class: average precision in percent}
+
+    The primal problem has the same solution as the paper's dual one, and is solved sooner [ours].
     """
     from joblib import parallel_config
     from sklearn.model_selection import GridSearchCV
     from sklearn.svm import LinearSVC
 
-    # scikit-learn's tol, 1e-4, stops early: up to 0.04 points of a class are missing or too many
+    # The default tol of 1e-4 stops too early, which changes a class by up to 0.04 points.
     svm = LinearSVC(dual=False, class_weight={True: 2}, max_iter=2000, tol=1e-6)
     costs = {"C": [0.01, 0.1, 1.0, 10.0]}
     search = GridSearchCV(svm, costs, scoring="average_precision", cv=3)
@@ -647,20 +639,7 @@ def svm_virtex(train, test, names):
         with parallel_config("threading", n_jobs=-1):  # LIBLINEAR lets other threads run
             classifier.fit(train_x, positive)
         scores[name] = average_precision(classifier.decision_function(test_x), truth)
-    return with_mean(scores, names)
-
-
-def svm_icmlm(train, test, names, seed, device):
-    """40 log-uniform costs [ICMLM App. F.2], all of them tried [ours; the paper uses Optuna];
-    interpolated precision, as in the code of Goyal et al.
-
-    On COCO that are 9,680 SVMs in 8192 dimensions, which extras/svm.py solves all at once.
-    """
-    costs = 10 ** np.random.default_rng(seed).uniform(-5, 5, 40)
-    data = [tensor.numpy() for tensor in (*train, *test)]
-    svm = common.extra("svm")
-    scores = svm.svm_probe(*data, names, sorted(costs), device, interpolated=True)
-    return with_mean(scores, names)
+    return scores
 
 
 def with_mean(scores, names):
@@ -674,49 +653,143 @@ def with_mean(scores, names):
     return {"mAP": statistics.mean(scores.values()), **scores}
 
 
-def knn(train, test, num_classes, device):
+def knn(train, test, run):
     """Votes of the 20 nearest training photos, weighted by exp(cosine / 0.07) [Wu et al. 2018]
 
-    train, test: Features, l2-normalised -> {"top-1": percent}; with several labels the votes rank
-    each class's photos: {"mAP": percent}
+    Features are l2-normalised. With several labels the votes rank each class's photos: mAP
     """
-    train_x, train_y = train.x.to(device), train.y.to(device)
+    train_x, train_y = train.x.to(run.device), train.y.to(run.device)
     votes = []
     for part in test.x.split(1024):
-        similarity = part.to(device) @ train_x.T
+        similarity = part.to(run.device) @ train_x.T
         cosine, nearest = similarity.topk(min(20, len(train_x)))  # (B, 20) both
         weights = (cosine / 0.07).exp()[..., None]
         labels = train_y[nearest]  # (B, 20), or (B, 20, classes)
         if labels.ndim == 2:
-            labels = F.one_hot(labels, num_classes)
+            labels = F.one_hot(labels, len(run.names))
         votes.append((weights * (labels == 1)).sum(1).cpu())  # (B, classes)
     return score(torch.cat(votes), test.y)
 
 
-# ------------------------------------------------------------------------------ trained on crops
+def sgd_mct(train, test, run):
+    """A linear layer; lr / 5 after epochs 30, 40, 50 of 60 [contrastive paper Sec. 4.2]"""
 
+    def lr_factor(fraction):
+        return 0.2 ** sum(fraction >= epoch / 60 for epoch in (30, 40, 50))
 
-def train_probe(backbone, train, test, path, args, device):
-    """sgd-virtex, layers -> extras.layers.Probe, trained by all processes"""
-    torch.manual_seed(args.seed)
+    x, y = train.x.to(run.device), train.y.to(run.device)
+    trials = [(run.args.lr[0], 0.0)]  # no weight decay
     layers = common.extra("layers")
-    probe = layers.Probe(backbone, len(train.names), args, pooled).to(device)
-    test_scores = partial(score_probe, probe, test, args, device)
-    layers.train(probe, train, path, args, device, test_scores)
-    return probe
+    [layer] = layers.train_linear(x, y, np.arange(len(x)), trials, lr_factor, run.args)
+    common.save_weights(layers.path_of(run), layer)
+    return score(layers.predict(layer, test.x), test.y)
+
+
+def logreg_icmlm(train, test, run):
+    """A linear layer; 25 pairs of lr and weight decay are tried on held-out photos [ICMLM App. F.2]
+
+    [ours: a fifth is held out, and the pairs are random where the paper uses Optuna]
+    """
+    rng = np.random.default_rng(run.args.seed)
+    rates = 10 ** rng.uniform(-1, 2, 25)
+    decays = rng.uniform(0, 1e-5, 25)
+    trials = list(zip(rates.tolist(), decays.tolist()))
+    order = rng.permutation(len(train.x))
+    held_out, rest = np.split(order, [len(order) // 5 or 1])
+
+    x, y = train.x.to(run.device), train.y.to(run.device)
+    cosine = partial(common.lr_factor, total=1)
+    layers = common.extra("layers")
+    tried = layers.train_linear(x, y, rest, trials, cosine, run.args)
+    found = [layers.predict(layer, train.x[held_out]) for layer in tried]
+    accuracies = [(x.argmax(1) == train.y[held_out]).double().mean().item() for x in found]
+    best = trials[np.argmax(accuracies)]
+    print_main(f"chosen: learning rate {best[0]:.3g}, weight decay {best[1]:.2g}")
+    [layer] = layers.train_linear(x, y, np.arange(len(x)), [best], cosine, run.args)
+    common.save_weights(layers.path_of(run), layer)
+    return score(layers.predict(layer, test.x), test.y)
+
+
+# -------------------------------- protocols on crops: (train: LabelData, test: LabelData, run: Run)
+
+
+def sgd_virtex(train, test, run):
+    """A linear layer on pooled features; cosine decay, or --steps [VirTex Sec. 4.1, App. A.1]"""
+
+    def features_of(images, jitter=None):
+        return [pooled(run.backbone, images, run.args.amp)]
+
+    def learning_rate(peak, iteration, iters):
+        return peak * common.lr_factor(iteration, iters, steps=run.args.steps)
+
+    layers = common.extra("layers")
+    probe = layers.Probe(features_of, {"": run.backbone.channels}, len(run.names))
+    scores = partial(score_probe, probe, test, run)
+    return layers.train(probe, train, run, scores, learning_rate)
+
+
+def vgg_layers(train, test, run):
+    """A linear layer after each of VGG-16's last three convolutions [ICMLM Sec. 4]"""
+    layers = common.extra("layers")
+    probe = layers.vgg_probe(run)
+    scores = partial(score_probe, probe, test, run)
+    return layers.train(probe, train, run, scores, layers.learning_rate, layers.DECAY)
 
 
 @torch.no_grad()
-def score_probe(probe, test, args, device):
-    """probe: extras.layers.Probe -> {"top-1": percent}, or {"C-11 top-1": percent, ...}"""
-    squares = CentralSquares(test, args.image_size)
+def score_probe(probe, test, run):
+    """extras.layers.Probe, on central squares -> {"top-1": percent} or {"C-11 top-1": percent...}"""
+    squares = CentralSquares(test, run.args.image_size)
     logits_of = lambda images: torch.cat(probe(images), 1)  # (B, layers * classes)
-    logits, readable = run_over_photos(logits_of, squares, args, device)
+    logits, readable = run_over_photos(logits_of, squares, run.args, run.device)
     labels, scores = torch.from_numpy(test.labels[readable]), {}
     for name, part in zip(probe.names, logits.chunk(len(probe.names), 1)):
         for metric, percent in score(part, labels).items():
             scores[f"{name} {metric}".strip()] = percent
     return scores
+
+
+# ------------------------------------------------------------------ all protocols, with settings
+
+
+@dataclass
+class Protocol:
+    """A function and the settings of its paper"""
+
+    score: callable  # (train, test, run) -> {metric: percent}
+    trained_on: str  # "features" of central squares, extracted once, or random "crops"
+    labels: str  # of each photo: "one", or "any" number of them
+    flags: dict  # defaults of the flags that it takes; lr: a peak for each linear layer
+    side_fraction: float = 224 / 256  # of the central square's side and the photo's shorter side
+    grid: int = 1  # features are average-pooled to grid x grid
+    unit_length: bool = False  # features are l2-normalised
+    colour_jitter: float = 0.0
+    crop_min: float = 0.08  # of the area: both public codes; VirTex App. A.1 still has 20%
+
+
+# fmt: off
+PROTOCOLS = {
+    # [VirTex App. A.1] resize 256, crop 224; ResNet-50: 2048-d; l2-normalised [official code]
+    "svm-virtex": Protocol(svm_virtex, "features", "any", {}, unit_length=True),
+    # [ICMLM App. F.2] smallest side 224, crop 224; 8192-d
+    "svm-icmlm": Protocol(svm_icmlm, "features", "any", {}, 1.0, grid=2, unit_length=True),
+    # As DINO reports it
+    "knn": Protocol(knn, "features", "any", {}, unit_length=True),
+    # [contrastive paper Sec. 4.2] 2048-d; 3 steps, no weight decay; the crop [ours]
+    "sgd-mct": Protocol(sgd_mct, "features", "one",
+        {"epochs": 60, "batch_size": 256, "lr": [30.0]}),
+    # [ICMLM App. F.2] 2048-d; cosine, lr is searched; epochs and l2 [ours]
+    "logreg-icmlm": Protocol(logreg_icmlm, "features", "one",
+        {"epochs": 100, "batch_size": 1024}, 1.0, unit_length=True),
+    # [VirTex Sec. 4.1, App. A.1] cosine (no steps), no weight decay
+    "sgd-virtex": Protocol(sgd_virtex, "crops", "one",
+        {"epochs": 100, "batch_size": 256, "lr": [0.3], "steps": ()}),
+    # [ICMLM Sec. 4] DeeperCluster's code, for ImageNet; for Places --lr 0.01 0.01 0.02.
+    # The jitter is half of SimCLR's [ours], which ICMLM Sec. 4 cites.
+    "layers": Protocol(vgg_layers, "crops", "any",
+        {"epochs": 100, "batch_size": 256, "lr": [0.02] * 3}, colour_jitter=1.0),
+}
+# fmt: on
 
 
 if __name__ == "__main__":

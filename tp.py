@@ -47,7 +47,7 @@ from scipy import sparse
 from sklearn.cluster import KMeans
 from sklearn.decomposition import LatentDirichletAllocation
 from sklearn.feature_extraction.text import CountVectorizer
-from sklearn.metrics import average_precision_score, pairwise_distances_argmin
+from sklearn.metrics import pairwise_distances_argmin
 from sklearn.preprocessing import MultiLabelBinarizer
 from torch import nn
 
@@ -615,10 +615,24 @@ def tag_scores(scores, targets, kind):
     best_right = np.take_along_axis(right, best, 1)  # (N, 5)
     result = {"top1": best_right[:, 0].mean()}
     if kind != "rotation":
-        occurs = right.any(0)
         result["top5"] = best_right.any(1).mean()
-        result["mAP"] = average_precision_score(right[:, occurs], scores[:, occurs])
+        occurring = np.flatnonzero(right.any(0))
+        result["mAP"] = np.mean([average_precision(scores[:, k], right[:, k]) for k in occurring])
     return {name: round(100 * float(score), 2) for name, score in result.items()}
+
+
+def average_precision(scores, right):
+    """Of one label, as scikit-learn computes it. (2,000 labels at once take that 22 s, this 0.6.)
+
+    scores: (N,).  right: (N,) bool, one of them at least. The mean over all right photos of the
+    precision among the photos with at least their score.
+    """
+    order = np.argsort(-scores)
+    last = np.append(np.diff(scores[order]) != 0, True)  # of the photos with equal scores
+    num_right = right[order].cumsum()[last]
+    num_photos = np.flatnonzero(last) + 1
+    gained = np.diff(num_right, prepend=0)
+    return (gained * num_right / num_photos).sum() / num_right[-1]
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ Draws a row of ten photos for each text, the nearest first, into search.png in -
 """
 
 import argparse
-import os
 from pathlib import Path
 
 import torch
 
 import common
-import eval_linear
 import mmcontrastive
 from common import fail, print_main
 from downstream.pictures import draw_rows, photo_files
@@ -50,12 +48,10 @@ def main(args):
 
 def images_in(folder):
     """-> CaptionData, without captions, of all photos in a folder and its subfolders"""
-    found = os.walk(folder, followlinks=True)
-    files = [os.path.join(parent, name) for parent, _, names in found for name in names]
-    paths = [path for path in files if eval_linear.is_photo(path, folder, [])]
+    paths = common.list_photos(folder)
     if not paths:
         fail(f"{folder} holds no photo")
-    return photo_files(sorted(paths))
+    return photo_files(paths)
 
 
 # ------------------------------------------------------------- also of classify.py

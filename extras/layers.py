@@ -1,18 +1,19 @@
-"""Linear layers by SGD: four protocols of eval_linear.py
+"""How eval_linear.py trains linear layers, which downstream/ does, too
 
-    on features that were extracted once, by one process:
-    sgd-mct        one learning rate, in three steps [contrastive paper Sec. 4.2]
-    logreg-icmlm   the best of 25 learning rates and weight decays [ICMLM App. F.2]
+train_linear: on features that were extracted once, by one process (sgd-mct, logreg-icmlm)
+train: on random crops, by all processes, of which the first one scores (sgd-virtex, layers)
 
-    on random crops, by all processes, of which the first one scores:
-    sgd-virtex     one layer on the pooled last maps [VirTex Sec. 4.1, App. A.1]
-    layers         one on each of VGG-16's last three convolutions [ICMLM Sec. 4], as the code of
-                   DeeperCluster has it, to which the paper refers
+At the end, the protocol "layers": VGG-16's last three convolutions, as in the code of
+DeeperCluster, to which ICMLM Sec. 4 refers.
 """
 
+import argparse
 import hashlib
 import math
+import os
 from functools import partial
+from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -22,51 +23,27 @@ from torch import nn
 import common
 from common import fail, print_main, progress
 
-# Where the last three convolutions of VGG-16 end, after batch norm and ReLU: indices in `features`
-CONVOLUTIONS = {"C-11": 36, "C-12": 39, "C-13": 42}
-DECAY = 1e-5  # for CONVOLUTIONS: of the weights and of the learning rates [DeeperCluster's code]
+# Resuming may change these: photos and weights are compared by their content.
 RESUME_CAN_CHANGE = "weights", "data", "root", "runs", "output", "workers"
 
 
+def path_of(run):
+    """The file in --output that keeps the linear layers of an eval_linear.Run"""
+    name = quote(run.source, safe="")
+    if len(name) > 150:  # a file's name has at most 255 bytes
+        name = hashlib.sha256(os.fsencode(run.source)).hexdigest()[:16]
+    return Path(run.args.output, f"{run.args.protocol}_{name}_{run.args.seed}.pth")
+
+
+def linear_layer(width, num_classes):
+    """Weights N(0, 0.01), bias 0 [VirTex App. A.1]; for the other protocols, too [ours]"""
+    layer = nn.Linear(width, num_classes)
+    nn.init.normal_(layer.weight, std=0.01)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
 # -------------------------------------------------------------------------- trained on features
-
-
-def sgd_mct(x, y, args, device):
-    """lr / 5 after epochs 30, 40, 50 of 60 [contrastive paper Sec. 4.2] -> linear layer
-
-    x: features (N, D).  y: classes (N,)
-    """
-
-    def lr_factor(fraction):
-        return 0.2 ** sum(fraction >= epoch / 60 for epoch in (30, 40, 50))
-
-    x, y = x.to(device), y.to(device)
-    trials = [(args.lr[0], 0.0)]  # no weight decay
-    [layer] = train_linear(x, y, np.arange(len(x)), trials, lr_factor, args)
-    return layer
-
-
-def logreg_icmlm(x, y, args, device):
-    """The best of 25 pairs of lr and weight decay on held-out photos [ICMLM App. F.2]
-
-    [ours: a fifth is held out, the trials are random where the paper uses Optuna] -> linear layer
-    """
-    rng = np.random.default_rng(args.seed)
-    rates = 10 ** rng.uniform(-1, 2, 25)
-    decays = rng.uniform(0, 1e-5, 25)
-    trials = list(zip(rates.tolist(), decays.tolist()))
-    order = rng.permutation(len(x))
-    held_out, rest = np.split(order, [len(order) // 5 or 1])
-
-    device_x, device_y = x.to(device), y.to(device)
-    cosine = partial(common.lr_factor, total=1)
-    layers = train_linear(device_x, device_y, rest, trials, cosine, args)
-    found = [predict(layer, x[held_out]).argmax(1) for layer in layers]
-    accuracies = [(classes == y[held_out]).double().mean().item() for classes in found]
-    best = trials[np.argmax(accuracies)]
-    print_main(f"chosen: learning rate {best[0]:.3g}, weight decay {best[1]:.2g}")
-    [layer] = train_linear(device_x, device_y, np.arange(len(x)), [best], cosine, args)
-    return layer
 
 
 def train_linear(x, y, rows, trials, lr_factor, args, width=None, loss_fn=F.cross_entropy):
@@ -78,10 +55,9 @@ def train_linear(x, y, rows, trials, lr_factor, args, width=None, loss_fn=F.cros
     """
     width = width or int(y.max()) + 1
     layers = [linear_layer(x.shape[1], width).to(x.device) for _ in trials]
-    groups = [
-        {"params": layer.parameters(), "lr": lr, "weight_decay": weight_decay}
-        for layer, (lr, weight_decay) in zip(layers, trials)
-    ]
+    groups = []
+    for layer, (lr, weight_decay) in zip(layers, trials):
+        groups.append({"params": layer.parameters(), "lr": lr, "weight_decay": weight_decay})
     optimizer = torch.optim.SGD(groups, momentum=0.9)
     rng = np.random.default_rng(args.seed)
     for epoch in progress(range(args.epochs), desc="linear layers", unit=" epochs", leave=False):
@@ -98,14 +74,6 @@ def train_linear(x, y, rows, trials, lr_factor, args, width=None, loss_fn=F.cros
     return layers
 
 
-def linear_layer(width, num_classes):
-    """Weights N(0, 0.01), bias 0 [VirTex App. A.1], elsewhere [ours]"""
-    layer = nn.Linear(width, num_classes)
-    nn.init.normal_(layer.weight, std=0.01)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
 @torch.no_grad()
 def predict(layer, x):
     """Features (N, D) -> logits (N, classes) on the CPU, in parts that fit on a GPU"""
@@ -120,64 +88,39 @@ def predict(layer, x):
 class Probe(nn.Module):
     """uint8 (B, size, size, 3), jitter (B, 4) or None -> [logits (B, classes) of each layer]
 
-    pooled: that of eval_linear.py
+    features_of(images, jitter) -> [features (B, width) of each layer], without gradients.
+    widths: {name of a layer: its width}
     """
 
-    def __init__(self, backbone, num_classes, args, pooled):
+    def __init__(self, features_of, widths, num_classes):
         super().__init__()
-        self.backbone = backbone  # frozen and in eval mode
-        self.pooled = pooled
-        self.amp = args.amp
-        self.vgg = args.protocol == "layers"
-        self.names = list(CONVOLUTIONS) if self.vgg else [""]  # of the layers
-        side = args.image_size // 16 // 3 if self.vgg else 1  # of the pooled maps
-        width = backbone.channels * side**2
-        self.layers = nn.ModuleList(linear_layer(width, num_classes) for _ in self.names)
+        self.features_of = features_of
+        self.names = list(widths)
+        self.layers = nn.ModuleList(linear_layer(width, num_classes) for width in widths.values())
 
     def forward(self, images, jitter=None):
-        if self.vgg:
-            features = convolutions(self.backbone, images, self.amp, jitter)
-        else:
-            features = [self.pooled(self.backbone, images, self.amp)]
+        features = self.features_of(images, jitter=jitter)
         return [layer(x) for layer, x in zip(self.layers, features)]
 
 
-def convolutions(backbone, images, amp="off", jitter=None):
-    """uint8 (B, size, size, 3) -> for each of CONVOLUTIONS its maps, average-pooled 3x3
+def train(probe, data, run, score, learning_rate, decay=0.0):
+    """SGD with momentum 0.9 in all processes -> score() in the first one, {} in all others
 
-    At 224 pixels (B, 512 * 4 * 4): the "roughly 9K" of ICMLM App. C. [DeeperCluster's code]
+    data: eval_linear.LabelData.  run: eval_linear.Run.  score() -> {metric: percent}, also printed
+    every ten epochs.  learning_rate(peak, iteration, iterations), iterations counted from 0.
+    decay: of the weights. The layers are saved after each epoch; the same command resumes there.
     """
-    features = []
-    maps = common.augment(images, jitter)
-    with torch.no_grad(), common.autocast(images.device, amp):
-        for n, module in enumerate(backbone.features):
-            maps = module(maps)
-            if n in CONVOLUTIONS.values():
-                features.append(F.avg_pool2d(maps.float(), 3, stride=3).flatten(1))
-    return features
-
-
-def train(probe, data, path, args, device, score):
-    """SGD with momentum 0.9, in all processes
-
-    data: eval_linear.LabelData.  path: where the layers are saved after each epoch, from which the
-    same command resumes.  args: those of eval_linear.py.  score() -> {metric: percent}, printed
-    every ten epochs
-    """
+    args = run.args
     if args.batch_size % common.world_size():
         fail(f"--batch-size {args.batch_size} cannot be divided by the number of processes")
-    decay = DECAY if args.protocol == "layers" else 0.0
-    groups = [
-        {"params": layer.parameters(), "lr": lr} for layer, lr in zip(probe.layers, args.lr)
-    ]
+    groups = [{"params": layer.parameters()} for layer in probe.to(run.device).layers]
     optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=decay)
 
     # Resumed where an earlier run stopped, if all that it learned from is the same.
-    settings = {
-        name: value for name, value in vars(args).items() if name not in RESUME_CAN_CHANGE
-    }
+    settings = {name: x for name, x in vars(args).items() if name not in RESUME_CAN_CHANGE}
     settings["photos"] = common.fingerprint(data.images, data.labels.tolist())
-    settings["backbone"] = hash_of_weights(probe.backbone)
+    settings["backbone"] = hash_of_weights(run.backbone)
+    path = path_of(run)
     saved = common.read_checkpoint(path) if path.exists() else {}
     done = 0
     if saved and saved["settings"] == settings:
@@ -191,16 +134,13 @@ def train(probe, data, path, args, device, score):
 
     iters = math.ceil(args.epochs * len(data) / args.batch_size)
     epoch = math.ceil(len(data) / args.batch_size)  # in iterations
-    args.accumulate = 1  # for train_batches
-    batches = common.train_batches(LabelledPhotos(data, args), None, args, device, done)
-    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, desc=args.protocol)
-    for iteration in bar:
+    crops = {"crop_min": run.protocol.crop_min, "colour_jitter": run.protocol.colour_jitter}
+    crops = argparse.Namespace(**vars(args), **crops, accumulate=1)
+    batches = common.train_batches(LabelledPhotos(data, crops), None, crops, run.device, done)
+    for iteration in progress(range(done + 1, iters + 1), initial=done, total=iters):
         batch = next(batches)
-        for group, lr in zip(optimizer.param_groups, args.lr):
-            if decay:
-                group["lr"] = lr / math.sqrt(1 + lr * decay * (iteration - 1))
-            else:
-                group["lr"] = lr * common.lr_factor(iteration - 1, iters, steps=args.steps)
+        for group, peak in zip(optimizer.param_groups, args.lr):
+            group["lr"] = learning_rate(peak, iteration - 1, iters)
         outputs = ddp(batch["image"], batch["jitter"])
         losses = [classification_loss(logits, batch["labels"]) for logits in outputs]
         optimizer.zero_grad()
@@ -212,6 +152,7 @@ def train(probe, data, path, args, device, score):
         if common.is_main() and iteration % (10 * epoch) == 0 and iteration < iters:
             scores = [f"{metric} {percent:.2f}" for metric, percent in score().items()]
             print_main(f"epoch {iteration // epoch}: {', '.join(scores)}")
+    return score() if common.is_main() else {}
 
 
 def hash_of_weights(module):
@@ -241,3 +182,38 @@ def classification_loss(logits, labels):
     targets = (labels == 1).float()
     losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
     return (losses * (labels >= 0)).sum(1).mean()
+
+
+# -------------------------------------------------------------------- the protocol called layers
+
+# Where the last three convolutions of VGG-16 end, after batch norm and ReLU: indices in `features`
+CONVOLUTIONS = {"C-11": 36, "C-12": 39, "C-13": 42}
+DECAY = 1e-5  # of the weights and of the learning rates [DeeperCluster's code]
+
+
+def vgg_probe(run):
+    """-> Probe of CONVOLUTIONS, for eval_linear.Run"""
+    side = run.args.image_size // 16 // 3  # of the pooled maps
+    widths = dict.fromkeys(CONVOLUTIONS, run.backbone.channels * side**2)
+    features_of = partial(convolutions, run.backbone, amp=run.args.amp)
+    return Probe(features_of, widths, len(run.names))
+
+
+def learning_rate(peak, iteration, iters):
+    """[DeeperCluster's code]"""
+    return peak / math.sqrt(1 + peak * DECAY * iteration)
+
+
+def convolutions(backbone, images, amp="off", jitter=None):
+    """uint8 (B, size, size, 3) -> for each of CONVOLUTIONS its maps, average-pooled 3x3
+
+    At 224 pixels (B, 512 * 4 * 4): the "roughly 9K" of ICMLM App. C. [DeeperCluster's code]
+    """
+    features = []
+    maps = common.augment(images, jitter)
+    with torch.no_grad(), common.autocast(images.device, amp):
+        for n, module in enumerate(backbone.features):
+            maps = module(maps)
+            if n in CONVOLUTIONS.values():
+                features.append(F.avg_pool2d(maps.float(), 3, stride=3).flatten(1))
+    return features

@@ -1,5 +1,7 @@
 """The SVMs of svm-virtex and extras/svm.py: costs, scores, the minimum of the loss."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -41,7 +43,8 @@ def test_svms_are_those_of_scikit_learn(monkeypatch):
     test_y[test_y[:, 4] == 1, 4] = 0  # e: nothing to find in testing
     train_y[train_y[:, 5] == 1, 5] = -1  # f: nothing to learn from
     features = x[:90], train_y, x[90:], test_y
-    results, chosen = svm.svm_probe(*features, "abcdef"), []
+    costs = [0.01, 0.1, 1.0, 10.0]
+    results, chosen = svm.svm_probe(*features, "abcdef", costs), []
     assert list(results) == list("abcd")
     for k, name in enumerate("abcd"):
         cost, scores = literal_svms(*features, k)
@@ -51,12 +54,40 @@ def test_svms_are_those_of_scikit_learn(monkeypatch):
     assert len(set(chosen[:3])) > 1 and chosen[3] == 1
     monkeypatch.setattr(svm, "GROUP", 1)
     monkeypatch.setattr(svm, "BLOCK", 7)
-    assert svm.svm_probe(*features, "abcdef") == pytest.approx(results, abs=1e-9)
+    assert svm.svm_probe(*features, "abcdef", costs) == pytest.approx(results, abs=1e-9)
+
+
+def test_svm_virtex_and_in_a_copy(monkeypatch):
+    """extras/svm.py and, where there is no folder extras, LIBLINEAR: two solvers, the same scores
+
+    The labels of one class are enough for no choice of the cost. "Difficult" ones are among them.
+    """
+    rng = np.random.default_rng(1)
+    x, directions = rng.normal(size=(140, 12)), rng.normal(size=(12, 4))
+    y = (x @ directions + 4 * rng.normal(size=(140, 4)) > 2).astype(np.int8)
+    y[rng.random(y.shape) < 0.1] = -1
+    y[:90, 3] = np.arange(90) < 2
     unit = torch.from_numpy(normalize(x))
-    train = eval_linear.Features(unit[:90], torch.from_numpy(train_y))
-    test = eval_linear.Features(unit[90:], torch.from_numpy(test_y))
-    results["mAP"] = np.mean(list(results.values()))
-    assert eval_linear.svm_virtex(train, test, "abcdef") == pytest.approx(results, abs=1e-9)
+    train = eval_linear.Features(unit[:90], torch.from_numpy(y[:90]))
+    test = eval_linear.Features(unit[90:], torch.from_numpy(y[90:]))
+    solvers = []
+    for module, name in (svm, "solve_svms"), (LinearSVC, "fit"):
+        original = getattr(module, name)
+        used = lambda *given, name=name, original=original, **more: (
+            solvers.append(name) or original(*given, **more)
+        )
+        monkeypatch.setattr(module, name, used)
+    run = SimpleNamespace(names=list("abcd"), device=CPU)
+    batched = eval_linear.svm_virtex(train, test, run)
+    assert set(solvers) == {"solve_svms"}
+    solvers.clear()
+    monkeypatch.setattr(eval_linear.importlib.util, "find_spec", lambda name: None)
+    alone = eval_linear.svm_virtex(train, test, run)
+    assert set(solvers) == {"fit"}
+    assert batched.keys() == {"mAP", *"abcd"} and len({*batched.values()}) == 5
+    assert batched == pytest.approx(alone, abs=1e-9)
+    scores = [batched[name] for name in "abcd"]
+    assert batched["mAP"] == pytest.approx(np.mean(scores))
 
 
 @pytest.mark.parametrize("width", (12, 150))  # fewer features than images, and more
