@@ -60,10 +60,10 @@ def get_args(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("what is measured").add_argument
     add("--weights", nargs="+", default=["runs/virtex/backbone.pth", "random"],
-        help="the backbones: files, random, imagenet or clip:NAME, as described above")
+        help="the backbones: files, random, imagenet or clip:NAME (see above)")
     add("--arch", choices=common.BACKBONES, help="architecture of random and imagenet (default: "
         "that of the first file, else resnet50; vgg16_bn for --protocol layers)")
-    add("--protocol", choices=PROTOCOLS, default="svm-virtex", help="as described above")
+    add("--protocol", choices=PROTOCOLS, default="svm-virtex", help="see the table above")
     add("--runs", type=common.positive_int, default=1,
         help="repeat with this many seeds, and report the mean and the deviation")
     add("--seed", type=common.non_negative_int, default=0,
@@ -72,9 +72,9 @@ def get_args(argv=None):
     add("--data", default="shapes", help="labelled photos: shapes (built in), voc07, folder, or "
         "captioned photos with tags, which are coco, a .jsonl file or a folder of shards")
     add("--root", help="folder of the data (default: datasets/NAME; for a .jsonl, its own folder)")
-    add("--train-split", help="split to train on (default: trainval for voc07, train2017 for coco, "
-        "else train)")
-    add("--val-split", help="split to test on (default: test for voc07, val2017 for coco; val)")
+    add("--train-split", help="training split (default: trainval for voc07, train2017 for "
+        "coco, else train)")
+    add("--val-split", help="test split (default: test for voc07, val2017 for coco, else val)")
     add("--image-size", type=common.positive_int, help="side of a crop in pixels (default: the "
         "one each file was trained at; if unknown, the first file's; else 224, or 48 for shapes)")
     add("--train-images", type=common.positive_int,
@@ -252,10 +252,7 @@ def report(results, sizes, classes, args):
 
 
 def over_runs(runs):
-    """[{name: percent} of each run] -> {"mean": {name: percent}, "std": likewise, "runs": runs}
-
-    std: the sample standard deviation, which is 0 for a single run
-    """
+    """[{name: percent} of each run] -> {"mean", "std" (of the sample; 0 for one run), "runs"}"""
     mean, std = {}, {}
     for name in dict.fromkeys(name for scores in runs for name in scores):
         values = [scores[name] for scores in runs if name in scores]
@@ -274,17 +271,15 @@ def is_file(source):
 
 
 def trained_with(source, flag):
-    """The value of a flag when a file was trained, or None
-
-    checkpoint.pth and model_N.pth hold their flags; beside other files stands args.json.
+    """The value of a flag when a file was trained, as it says itself (checkpoint.pth, model_N.pth)
+    or args.json beside it; or None
     """
     if not is_file(source):
         return None
     content = common.read_checkpoint(source)
     flags = content["args"] if content.get("script") in OUR_TRAININGS else args_beside(source)
-    if flag == "image_size" and flags.get("script") == "detection":
-        return None  # it trains on whole photos
-    return flags.get(flag)
+    whole_photos = flag == "image_size" and flags.get("script") == "detection"
+    return None if whole_photos else flags.get(flag)
 
 
 def args_beside(source):
@@ -367,7 +362,7 @@ def label_data(name, root, split):
 
 
 def folder_labels(root, split):
-    """{split}/<class>/<photo>, also in folders within these -> LabelData"""
+    """{split}/<class>/<photo>, or deeper -> LabelData"""
     path = Path(root, split)
     if not path.is_dir():
         fail(f"there is no folder {path}. Expected is {split}/CLASS/PHOTO: see --root")
@@ -381,10 +376,7 @@ def folder_labels(root, split):
 
 
 def check_classes(path, names, photos):
-    """Two classes or more, each with photos; what else is there is counted
-
-    photos: [paths] of each class
-    """
+    """Two classes or more, each with photos; other files are counted.  photos: paths of each"""
     empty = [name for name, files in zip(names, photos) if not files]
     if empty or not names:
         fail(f"{path} has {len(names)} folders, and no photos in {', '.join(empty[:5]) or 'any'}. "
@@ -414,11 +406,8 @@ def check_same_classes(train, test):
 
 
 def report_shared(train, test):
-    """Say how many test photos are training photos, too, by the bytes of their files
-
-    Of more than 10,000 test photos evenly spaced ones are compared.
-    """
-    tested = test.images[:: 1 + len(test) // 10_000]
+    """Say how many test photos are training photos, too, by the bytes of their files."""
+    tested = test.images[:: 1 + len(test) // 10_000]  # at most 10,000, evenly spaced
     sizes = {of_file(image, os.path.getsize) for image in tested}
     similar = [image for image in train.images if of_file(image, os.path.getsize) in sizes]
     checksum = lambda path: hashlib.sha256(Path(path).read_bytes()).digest()
@@ -448,9 +437,8 @@ def by_chance(metrics, data):
 
 
 def draw_photos(data, val, args):
-    """-> the indices in `data` of a run's training photos, and in `val` of its test photos
-
-    Both rise. --seed draws them, for --hold-out (where `val` is `data`), --shots, --train-images.
+    """-> the indices in `data` of a run's training photos, and in `val` of its test photos, rising,
+    as --seed draws them for --hold-out (where `val` is `data`), --shots and --train-images
     """
     order = np.random.default_rng(args.seed).permutation(len(data))
     held_out, rest = np.split(order, [round(args.hold_out * len(order))])
@@ -590,9 +578,7 @@ def svm_virtex(train, test, run):
     Squared hinge loss, positives weighted 2, C by 3-fold cross-validation; "difficult" photos are
     negatives in training, and left out in testing [official code].
     """
-    if importlib.util.find_spec("extras"):
-        return batched_svms(train, test, run, [0.01, 0.1, 1.0, 10.0])
-    return with_mean(scikit_learn_svms(train, test, run.names), run.names)  # in a copy
+    return svms(train, test, run, [0.01, 0.1, 1.0, 10.0])
 
 
 def svm_icmlm(train, test, run):
@@ -602,19 +588,29 @@ def svm_icmlm(train, test, run):
     On COCO this makes 9,680 SVMs in 8192 dimensions.
     """
     costs = 10 ** np.random.default_rng(run.args.seed).uniform(-5, 5, 40)
-    return batched_svms(train, test, run, sorted(costs), interpolated=True)
+    return svms(train, test, run, sorted(costs), interpolated=True)
 
 
-def batched_svms(train, test, run, costs, interpolated=False):
-    """The SVMs of all classes and folds at once, in a tenth of LIBLINEAR's time [ours]"""
+def svms(train, test, run, costs, interpolated=False):
+    """By extras/svm.py, all at once [ours]: in a tenth of LIBLINEAR's time, which a copy takes"""
     train_y, test_y = [label_columns(part.y.numpy(), len(run.names)) for part in (train, test)]
-    data = train.x.numpy(), train_y, test.x.numpy(), test_y
-    scores = common.extra("svm").svm_probe(*data, run.names, costs, run.device, interpolated)
-    return with_mean(scores, run.names)
+    data = train.x.numpy(), train_y, test.x.numpy(), test_y, run.names, costs
+    if importlib.util.find_spec("extras") or interpolated:
+        scores = common.extra("svm").svm_probe(*data, run.device, interpolated)
+    else:
+        scores = scikit_learn_svms(*data)
+    if not scores:
+        fail("no class has positive and negative photos, both in training and in testing: do the "
+             "splits spell their tags alike?")  # fmt: skip
+    left_out = [name for name in run.names if name not in scores]
+    if left_out:
+        common.report_once(f"{len(left_out)} classes are left out, which lack training or test "
+                           f"examples: {', '.join(left_out[:5])}")  # fmt: skip
+    return {"mAP": statistics.mean(scores.values()), **scores}
 
 
-def scikit_learn_svms(train, test, names):
-    """Those of svm-virtex, one after the other -> {class: average precision in percent}
+def scikit_learn_svms(train_x, train_y, test_x, test_y, names, costs):
+    """One after the other -> {class: average precision in percent}
 
     The primal problem has the same solution as the paper's dual one, and is solved sooner [ours].
     """
@@ -624,14 +620,11 @@ def scikit_learn_svms(train, test, names):
 
     # The default tol of 1e-4 stops too early, which changes a class by up to 0.04 points.
     svm = LinearSVC(dual=False, class_weight={True: 2}, max_iter=2000, tol=1e-6)
-    costs = {"C": [0.01, 0.1, 1.0, 10.0]}
-    search = GridSearchCV(svm, costs, scoring="average_precision", cv=3)
-    train_x, test_x = train.x.double().numpy(), test.x.double().numpy()
-    train_y = label_columns(train.y.numpy(), len(names)) == 1
-    test_y = label_columns(test.y.numpy(), len(names))
+    search = GridSearchCV(svm, {"C": costs}, scoring="average_precision", cv=3)
+    train_x, test_x = np.float64(train_x), np.float64(test_x)
     scores = {}
     for k, name in enumerate(progress(names, desc="SVMs", leave=False)):
-        positive, truth = train_y[:, k], test_y[:, k]
+        positive, truth = train_y[:, k] == 1, test_y[:, k]
         rarer = min(positive.sum(), (~positive).sum())
         if rarer == 0 or not {0, 1} <= {*truth}:
             continue
@@ -642,22 +635,8 @@ def scikit_learn_svms(train, test, names):
     return scores
 
 
-def with_mean(scores, names):
-    if not scores:
-        fail("no class has positive and negative photos, both in training and in testing: do the "
-             "splits spell their tags alike?")  # fmt: skip
-    left_out = [name for name in names if name not in scores]
-    if left_out:
-        common.report_once(f"{len(left_out)} classes are left out, which lack training or test "
-                           f"examples: {', '.join(left_out[:5])}")  # fmt: skip
-    return {"mAP": statistics.mean(scores.values()), **scores}
-
-
 def knn(train, test, run):
-    """Votes of the 20 nearest training photos, weighted by exp(cosine / 0.07) [Wu et al. 2018]
-
-    Features are l2-normalised. With several labels the votes rank each class's photos: mAP
-    """
+    """Votes of the 20 nearest training photos, weighted by exp(cosine / 0.07) [Wu et al. 2018]"""
     train_x, train_y = train.x.to(run.device), train.y.to(run.device)
     votes = []
     for part in test.x.split(1024):
@@ -738,7 +717,7 @@ def vgg_layers(train, test, run):
 
 @torch.no_grad()
 def score_probe(probe, test, run):
-    """extras.layers.Probe, on central squares -> {"top-1": percent} or {"C-11 top-1": percent...}"""
+    """extras.layers.Probe, on central squares -> {"top-1": percent} or {"C-11 top-1": ..., ...}"""
     squares = CentralSquares(test, run.args.image_size)
     logits_of = lambda images: torch.cat(probe(images), 1)  # (B, layers * classes)
     logits, readable = run_over_photos(logits_of, squares, run.args, run.device)
@@ -784,8 +763,8 @@ PROTOCOLS = {
     # [VirTex Sec. 4.1, App. A.1] cosine (no steps), no weight decay
     "sgd-virtex": Protocol(sgd_virtex, "crops", "one",
         {"epochs": 100, "batch_size": 256, "lr": [0.3], "steps": ()}),
-    # [ICMLM Sec. 4] DeeperCluster's code, for ImageNet; for Places --lr 0.01 0.01 0.02.
-    # The jitter is half of SimCLR's [ours], which ICMLM Sec. 4 cites.
+    # [ICMLM Sec. 4] DeeperCluster's code, for ImageNet; for Places --lr 0.01 0.01 0.02. The jitter
+    # is half of SimCLR's [ours], which ICMLM cites.
     "layers": Protocol(vgg_layers, "crops", "any",
         {"epochs": 100, "batch_size": 256, "lr": [0.02] * 3}, colour_jitter=1.0),
 }

@@ -1,10 +1,5 @@
-"""How eval_linear.py trains linear layers, which downstream/ does, too
-
-train_linear: on features that were extracted once, by one process (sgd-mct, logreg-icmlm)
-train: on random crops, by all processes, of which the first one scores (sgd-virtex, layers)
-
-At the end, the protocol "layers": VGG-16's last three convolutions, as in the code of
-DeeperCluster, to which ICMLM Sec. 4 refers.
+"""How eval_linear.py (and downstream/) trains linear layers: on features that were extracted once,
+or on random crops in all processes; at the end, what its protocol "layers" reads of a VGG-16.
 """
 
 import argparse
@@ -29,7 +24,7 @@ RESUME_CAN_CHANGE = "weights", "data", "root", "runs", "output", "workers"
 
 def path_of(run):
     """The file in --output that keeps the linear layers of an eval_linear.Run"""
-    name = quote(run.source, safe="")
+    name = quote(os.fsencode(run.source), safe="")
     if len(name) > 150:  # a file's name has at most 255 bytes
         name = hashlib.sha256(os.fsencode(run.source)).hexdigest()[:16]
     return Path(run.args.output, f"{run.args.protocol}_{name}_{run.args.seed}.pth")
@@ -47,11 +42,11 @@ def linear_layer(width, num_classes):
 
 
 def train_linear(x, y, rows, trials, lr_factor, args, width=None, loss_fn=F.cross_entropy):
-    """One linear layer for each (learning rate, weight decay) in `trials`, on the same batches
+    """-> one linear layer for each (learning rate, weight decay) in `trials`, on the same batches
 
-    x: features (N, D).  y: classes (N,).  rows: of those to train on; x may fill the memory, so it
-    is not copied.  lr_factor(fraction of training): of the learning rates.  width: outputs of a
-    layer, by default one per class.  loss_fn(outputs (B, width), classes (B,))
+    x: features (N, D).  y: classes (N,).  rows: those to train on; x may fill the memory, so it is
+    not copied.  lr_factor(fraction of training): a factor of the learning rates.  width: outputs of
+    a layer, by default one per class.  loss_fn(outputs (B, width), classes (B,))
     """
     width = width or int(y.max()) + 1
     layers = [linear_layer(x.shape[1], width).to(x.device) for _ in trials]
@@ -200,7 +195,7 @@ def vgg_probe(run):
 
 
 def learning_rate(peak, iteration, iters):
-    """[DeeperCluster's code]"""
+    """Falls slowly from its peak [DeeperCluster's code]"""
     return peak / math.sqrt(1 + peak * DECAY * iteration)
 
 

@@ -566,6 +566,117 @@ def test_size_and_architecture_of_the_training(files, folder, tmp_path):
     assert run_here([*words, "--image-size", "24"]).count(" test photos of 24 px") == 3
 
 
+FOREIGN = ['{"arch": "ResNet-50"}', '{"image_size": [224, 224]}', '["virtex"]', '"virtex"', "null"]
+FOREIGN += ['{"script": "train.py", "arch": "r50", "image_size": 999}', '{"script": "virtex", "ar']
+FOREIGN += ['{"script": ["virtex"], "arch": "r50"}', "\ufffe\ud800", ""]
+
+
+@pytest.mark.parametrize("content", FOREIGN)
+def test_args_json_of_another_program_is_as_good_as_none(content, files, tmp_path):
+    shutil.copy(files[0], tmp_path / "weights.pth")
+    (tmp_path / "args.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+    path = str(tmp_path / "weights.pth")
+    assert eval_linear.trained_with(path, "arch") is None
+    assert eval_linear.trained_with(path, "image_size") is None
+    assert eval_linear.load_backbone(path, None, 0).arch == "resnet18"
+
+
+def test_a_copied_checkpoint_knows_its_own_size_and_architecture(files, folder, tmp_path):
+    """checkpoint.pth and model_N.pth hold their flags; args.json beside a copy may be of another."""
+    model = {f"backbone.{name}": x for name, x in torch.load(files[0]).items()}
+    flags = {"script": "tp", "arch": "resnet18", "image_size": 24}
+    torch.save({"script": "tp", "args": flags, "model": model}, tmp_path / "checkpoint.pth")
+    beside = {"script": "virtex", "arch": "vgg16_bn", "image_size": 16}
+    (tmp_path / "args.json").write_text(json.dumps(beside))
+    source = f"{tmp_path}/checkpoint.pth"
+    words = command(tmp_path / "out", folder, f"--weights {source} random --protocol knn")
+    words.remove("--image-size"), words.remove("32")
+    assert run_here(words).count(" test photos of 24 px: top-1") == 2
+    sizes = json.loads((tmp_path / "out/result.json").read_text())["image_size"]
+    assert sizes == {source: 24, "random": 24}
+    assert eval_linear.trained_with("random", "arch") is None
+
+
+def test_long_paths_of_weights(files, folder, tmp_path):
+    """30 signs of three bytes are 270 in a quoted name: the file of the layer has a checksum."""
+    paths = []
+    for sign in "文字":
+        paths.append(tmp_path / (sign * 30) / "backbone.pth")
+        paths[-1].parent.mkdir()
+        shutil.copy(files[0], paths[-1])
+    flags = f"--protocol sgd-mct --epochs 1 --weights {paths[0]} {paths[1]}"
+    evaluate(tmp_path / "out", folder, flags)
+    assert len(list((tmp_path / "out").glob("sgd-mct_????????????????_0.pth"))) == 2
+
+
+def test_features_are_extracted_once(files, folder, tmp_path, monkeypatch):
+    """Of the photos that the runs draw, and of nothing else; of random weights for each run"""
+    extracted, run_over_photos = [], eval_linear.run_over_photos
+
+    def recorded(function, photos, *given):
+        extracted.append(set(photos.data.images))
+        return run_over_photos(function, photos, *given)
+
+    monkeypatch.setattr(eval_linear, "run_over_photos", recorded)
+    flags = "--protocol knn --runs 3 --hold-out 0.4 --train-images 4 --weights"
+    evaluate(tmp_path / "one", folder, f"{flags} {files[0]}")
+    args = eval_linear.get_args(command(tmp_path, folder, f"{flags} random")[1:])
+    data = eval_linear.folder_labels(folder, "train")
+    drawn = []
+    for seed in range(3):
+        args.seed = seed
+        drawn.append(eval_linear.draw_photos(data, data, args))
+    train, test = [set(data.images[np.concatenate(rows)]) for rows in zip(*drawn)]
+    assert extracted == [train, test] and 4 < len(train) <= 12 and 13 < len(test) < 32
+    extracted.clear()
+    evaluate(tmp_path / "random", folder, f"{flags} random --arch resnet18")
+    assert [len(photos) for photos in extracted] == [4, 13] * 3
+
+
+def test_rows_of_features():
+    """Photos that could not be decoded have none; all photos are not copied."""
+    rows = np.array([0, 2, 3, 7])
+    all_rows = eval_linear.Features(torch.arange(4.0)[:, None], torch.arange(4), rows)
+    some = all_rows.select(np.array([1, 2, 7]))
+    assert some.x.flatten().tolist() == [1, 3] and some.y.tolist() == [1, 3]
+    assert some.rows.tolist() == [2, 7]
+    assert all_rows.select(np.arange(9)) is all_rows
+
+
+@pytest.mark.parametrize("protocol", eval_linear.PROTOCOLS)
+def test_products_are_made_in_full_float32(protocol, folder, tmp_path, monkeypatch):
+    """On a GPU, training rounds to TF32 (init_distributed); here no product may be."""
+    settings = {}
+
+    def record(owner, name):
+        original = getattr(owner, name)
+
+        def recorded(*given, **more):
+            now = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+            settings.setdefault(name, set()).add(now)
+            return original(*given, **more)
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    record(torch.nn.functional, "linear")  # of linear layers
+    record(nn.Conv2d, "_conv_forward")  # of backbones
+    record(torch.Tensor, "topk")  # of neighbours, on the line after their product
+    start = common.init_distributed
+
+    def init_distributed():
+        device = start()
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+        return device
+
+    monkeypatch.setattr(common, "init_distributed", init_distributed)
+    small = "" if "svm" in protocol or protocol == "knn" else "--epochs 1"
+    evaluate(tmp_path, folder, f"--protocol {protocol} {small} --train-images 12 --image-size 48")
+    product = {"knn": "topk", "svm-virtex": "_conv_forward", "svm-icmlm": "_conv_forward"}
+    assert {product.get(protocol, "linear"), "_conv_forward"} <= settings.keys()
+    assert set.union(*settings.values()) == {("highest", False)}
+
+
 def test_results_of_other_data_and_protocols_are_kept(folder, tmp_path):
     names = []
     for flags in ("", "--shots 3", "--protocol knn"):
