@@ -582,7 +582,7 @@ def test_args_json_of_another_program_is_as_good_as_none(content, files, tmp_pat
 
 
 def test_a_copied_checkpoint_knows_its_own_size_and_architecture(files, folder, tmp_path):
-    """checkpoint.pth and model_N.pth hold their flags; args.json beside a copy may be of another."""
+    """It holds its flags itself; args.json beside a copy may be of another training."""
     model = {f"backbone.{name}": x for name, x in torch.load(files[0]).items()}
     flags = {"script": "tp", "arch": "resnet18", "image_size": 24}
     torch.save({"script": "tp", "args": flags, "model": model}, tmp_path / "checkpoint.pth")
