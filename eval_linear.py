@@ -274,7 +274,7 @@ def trained_with(source, flag):
     """The value of a flag when a file was trained, as it says itself (checkpoint.pth, model_N.pth)
     or args.json beside it; or None
     """
-    if not is_file(source):
+    if not is_file(source) or not os.path.isfile(source):
         return None
     content = common.read_checkpoint(source)
     flags = content["args"] if content.get("script") in OUR_TRAININGS else args_beside(source)
