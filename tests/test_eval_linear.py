@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import common
 import eval_linear
-from downstream import search
+from downstream import pictures
 from extras import layers, shapes, svm
 
 
