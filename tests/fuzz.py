@@ -102,8 +102,11 @@ def make_runs(name):
 def run_script(name, seconds):
     """-> exit code, None if it was killed after so many seconds; what it printed"""
     module = importlib.import_module(name)
-    args = module.get_args(SCRIPTS[name].split())
-    return fork_and_read(module.main, args, seconds=seconds)
+
+    def work():
+        module.main(module.get_args(SCRIPTS[name].split()))
+
+    return fork_and_read(work, seconds=seconds)
 
 
 def one_case(number, args):
