@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CPU, photos_at, refusal, result, run_here
-from PIL import Image, ImageDraw
+from PIL import Image
 from test_mmcontrastive import assert_same_scores, literal_scores
 
 import common
