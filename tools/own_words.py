@@ -8,7 +8,7 @@ The words are the 50 most frequent nouns, verbs and adjectives of the training c
 2% and 30% of the training photos have. They become the tags of the validation photos: a photo has a
 word if one of its captions has it. One half of the validation photos is there to learn from, the
 other to be scored. A backbone that was trained on the captions of the training photos has seen such
-labels on such photos, so this probe tells what it learned there, and not what it is worth elsewhere.
+labels on such photos, so this probe tells what it learned there, not what it is worth elsewhere.
 """
 
 import argparse
