@@ -268,6 +268,9 @@ def check_known(unknown, total, what):
 NO_JITTER = np.float32([1, 1, 1, 0])  # factors of brightness, contrast and saturation; hue
 MEAN, STD = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])  # of ImageNet
 YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)
+KEEP_GREY = (1, 0, 0), (0, 0, 0), (0, 0, 0)  # matrices of (Y, I, Q)
+KEEP_COLOURS = (0, 0, 0), (0, 1, 0), (0, 0, 1)
+TURN_COLOURS = (0, 0, 0), (0, 0, 1), (0, -1, 0)
 PHOTO_ENDINGS = tuple(
     ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm".split()
 )
@@ -444,10 +447,9 @@ def constants_on(device):
     """For `augment`, copied to the device once -> the weights of grey (3, 1); matrices of RGB that
     keep grey, keep the colours, and turn their plane, (I, Q), by 90 degrees (3, 3, 3); mean; std
     """
-    to_yiq, turn = torch.tensor(YIQ, dtype=torch.double).T, torch.zeros(3, 3, dtype=torch.double)
-    turn[1, 2], turn[2, 1] = 1, -1
-    in_yiq = torch.diag(turn.new_tensor([1, 0, 0])), torch.diag(turn.new_tensor([0, 1, 1])), turn
-    parts = torch.stack([to_yiq @ part @ to_yiq.inverse() for part in in_yiq])
+    to_yiq = torch.tensor(YIQ, dtype=torch.double).T
+    in_yiq = torch.tensor([KEEP_GREY, KEEP_COLOURS, TURN_COLOURS], dtype=torch.double)
+    parts = to_yiq @ in_yiq @ to_yiq.inverse()
     return [x.float().to(device) for x in (to_yiq[:, :1], parts, MEAN, STD)]
 
 
