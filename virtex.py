@@ -9,7 +9,7 @@ do. A backbone whose features suffice to write them has learned to see. Only the
 
     laptop        python virtex.py
     own photos    python virtex.py --data photos.jsonl
-    one GPU       python virtex.py --data coco --accumulate 8
+    one GPU       python virtex.py --data coco   (18.4 GiB; with less, --accumulate 8)
     eight GPUs    torchrun --nproc_per_node=8 virtex.py --data coco
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 virtex.py --data coco   (on both; shared --output)
@@ -35,8 +35,8 @@ and of 12.9 without zero_init_residual, instead of ln 10000 = 9.2. The output la
 embedding, so at first each position predicts the token that it has just read. Then comes a plateau,
 on which the heads write plausible captions without looking at the photo. The loss falls again once
 they start to use the image features. If training stalls on the plateau, train longer or raise
---text-lr. With the recipe small, which trains the heads on the captions alone first, the loss ends
-at 3.19 per direction on Flickr8k. A finished run is in docs/logs/virtex.
+--text-lr. The recipe small trains the heads on the captions alone first. A finished run is in
+docs/logs/virtex.
 """
 
 import argparse
