@@ -31,6 +31,8 @@ from extras import layers, shapes, svm
 def real_resnet():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torchvision.models, "resnet18", REAL["resnet18"])
+        wide = common.BACKBONES["resnet18"]._replace(channels=512)
+        patch.setitem(common.BACKBONES, "resnet18", wide)
         yield
 
 
