@@ -789,15 +789,6 @@ def begin_run(args, checkpoint, *checksums):
     save(f"{args.output}/args.json", vars(args) | about)
 
 
-def once(args, name, make):
-    """The first process makes a file of --output by make(path), unless the run resumes -> path"""
-    path = Path(args.output, name)
-    if is_main() and not os.path.exists(f"{args.output}/checkpoint.pth"):
-        make(path)
-    barrier()
-    return path
-
-
 def restore(args, checkpoint, iters, state):
     """Load the checkpoint into `state`, {name: model, optimizer...} -> the iterations done"""
     if not checkpoint:
