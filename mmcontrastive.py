@@ -115,8 +115,8 @@ def get_args(argv=None):
     add("--val-split", help="split for validation (default val2017 for coco, else val)")
     add("--tags", choices=TAGS, help="tags of --data, or nouns of the captions [Sec. 4.1, 4.4]")
     add("--workers", type=common.non_negative_int,
-        help="processes that load photos; raise it if data_wait exceeds 0.05 (default: half of the "
-        "cores, divided among the training processes of the machine, at most 8)")
+        help="processes that load photos (default: a share of the cores, at most 8); raise it if "
+        "data_wait exceeds 0.05")
 
     add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
     add("--image-size", type=common.positive_int,
@@ -709,14 +709,9 @@ class SplitBatchNorm(nn.BatchNorm2d):
             return super().forward(x)
         groups = x.split(self.group)
         self.num_batches_tracked.add_(len(groups))  # once, because launches limit small batches
-        normalised = [
-            F.batch_norm(
-                group, self.running_mean, self.running_var, self.weight, self.bias,
-                training=True, momentum=self.momentum, eps=self.eps
-            )  # fmt: skip
-            for group in groups
-        ]
-        return torch.cat(normalised)
+        state = self.running_mean, self.running_var, self.weight, self.bias
+        parts = [F.batch_norm(group, *state, True, self.momentum, self.eps) for group in groups]
+        return torch.cat(parts)
 
 
 def batchnorm_group(args):

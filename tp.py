@@ -114,8 +114,8 @@ def get_args(argv=None):
     add("--colour-jitter", type=common.non_negative,
         help="strength of the colour jitter; lower it if captions name colours")
     add("--workers", type=common.non_negative_int,
-        help="processes that load photos; raise it if data_wait exceeds 0.05 (default: half of the "
-        "cores, divided among the training processes of the machine, at most 8)")
+        help="processes that load photos (default: a share of the cores, at most 8); raise it if "
+        "data_wait exceeds 0.05")
 
     add = parser.add_argument_group("labels").add_argument
     add("--labels", choices=LABELS, default=LABELS[0], help="what to predict [Sec. 3.1, 4]")

@@ -113,8 +113,8 @@ def get_args(argv=None):
     add("--colour-jitter", type=common.non_negative,
         help="strength of the colour jitter; lower it if captions name colours")
     add("--workers", type=common.non_negative_int,
-        help="processes that load photos; raise it if data_wait exceeds 0.05 (default: half of the "
-        "cores, divided among the training processes of the machine, at most 8)")
+        help="processes that load photos (default: a share of the cores, at most 8); raise it if "
+        "data_wait exceeds 0.05")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", choices=common.BACKBONES,
@@ -350,10 +350,8 @@ def train_tokenizer(captions, vocab_size=10_000):
 
 
 def language_first(model, photos, iters, args, device):
-    """Train the heads on captions alone, with zeros as image features
-
-    If photos are few, they should not be used up for learning English. Afterwards only what the
-    photo shows can lower the loss. [ours; the other scripts' language models do the same]
+    """Train the heads on captions alone, with zeros as image features: if photos are few, they
+    should not be used up for learning English. [ours; other scripts' language models do the same]
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # the backbone gets no gradient
     captions = sorted(photos.data.all_captions(), key=len)
@@ -511,8 +509,6 @@ class TextualHead(nn.Module):
                 nn.init.zeros_(parameter)  # [ours]
         nn.init.zeros_(self.embedding.words.weight[PAD])
         self.output.weight = self.embedding.words.weight  # weight tying [Sec. 3]
-        future = nn.Transformer.generate_square_subsequent_mask(max_length)
-        self.register_buffer("future", future, persistent=False)  # not in the state dict
 
     def project(self, features):
         """(B, channels, h, w) -> the image's vectors (B, h * w, H)"""
@@ -522,8 +518,7 @@ class TextualHead(nn.Module):
         """tokens (B, T), image_features (B, S, H) -> vectors (B, T, H). Each token sees the image,
         itself and the tokens before it.
         """
-        length = tokens.size(1)
-        future = self.future[:length, :length]  # -inf at the tokens that come later, else 0
+        future = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), tokens.device)
         x = self.embedding(tokens)
         return self.transformer(x, image_features, tgt_mask=future, tgt_is_causal=True)
 
