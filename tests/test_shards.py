@@ -130,7 +130,8 @@ def test_html_and_captions_as_in_a_jsonl(tmp_path):
         "d.json": b'{"captions": []}', "d.txt": b"a fern",
     }  # fmt: skip
     for name in "0.tar", "1.tar":
-        write_tar(tmp_path / name, dict(sorted({**texts, **{f"{x}.jpg": RED for x in "abcd"}}.items())))
+        files = {**texts, **{f"{x}.jpg": RED for x in "abcd"}}
+        write_tar(tmp_path / name, dict(sorted(files.items())))
     train, _ = index(tmp_path, "*.tar")
     plain = ["Rosa & thorn"]
     assert list(train.captions) == [["<i>Rosa</i> &amp; thorn"], plain, plain, ["a fern"]]
@@ -186,7 +187,8 @@ def test_wrong_shards(folder):
     for content, message in cut, damaged:
         (folder / "03.tar").write_bytes(content)
         lines = run_here(index_command(folder, "*.tar")).splitlines()
-        assert {f"{folder}/03.tar: {message}; left out: 1", "train: 5 photos, 4 captions, 4 tags"} <= {*lines}
+        fault = f"{folder}/03.tar: {message}; left out: 1"
+        assert {fault, "train: 5 photos, 4 captions, 4 tags"} <= {*lines}
     for name in ("03.tar", "04.tar"):
         write_tar(folder / name, {"a.txt": b"a dog"})
     line = refusal(index_command(folder, "{03..04}.tar"))

@@ -241,7 +241,7 @@ REFUSED = [
     ({"image": {"0": "1.jpg"}, "caption": {"0": "a"}}, "", "hold no photo of {root}/file, such as"),
     ([{"image": "1.jpg", "conversations": []}], "", "which columns hold the photo and its caption"),
     ("{}", "", "needs rows with a name for each cell"),
-    ("image,caption\n1.jpg,a,b\n", "", "line 2 has 3 cells for 2 columns: captions with , need quotes"),
+    ("image,caption\n1.jpg,a,b\n", "", "line 2 has 3 cells for 2 columns: captions with , need"),
 ]
 
 
@@ -386,7 +386,7 @@ def test_parquet_without_its_package(convert, monkeypatch):
     assert "python -m pip install pyarrow" in message
 
 
-# ------------------------------------------------- nothing guessed: photos on disk, a table, the rest
+# -------------------------------------------------------------------------- nothing guessed
 
 SCANS = "p07_1.jpg", "p07_2.jpg", "p09_1.jpg", "p11_1.jpg"
 BY_KEY = {"p07_1": "a", "p07_2": "b", "p09_1": "c", "p11_1": "d"}
@@ -456,6 +456,9 @@ COLUMNS = {  # which column names the photo: photos, a table, the captions by st
     ),
     "a line end of old Macs": (
         ("a.jpg", "b.jpg"), "image,caption\ra.jpg,x\rb.jpg,y\r", {"a": "x", "b": "y"},
+    ),
+    "a key twice": (
+        ("a.jpg", "b.jpg"), '{"a": "x", "b": "y", "a": "z"}', "JSON file has the key a twice",
     ),
     "a quote within a caption": (
         ("a.jpg", "b.jpg", "c.jpg"),

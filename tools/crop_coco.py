@@ -43,7 +43,8 @@ def main(args):
             fail(f"there is no {path}: --root is the folder of COCO, which has annotations/")
         content = common.read_json(path)
         names = {row["id"]: row["name"] for row in content["categories"]}
-        files = {row["id"]: f"{args.root}/{split}2017/{row['file_name']}" for row in content["images"]}
+        photos = f"{args.root}/{split}2017"
+        files = {row["id"]: f"{photos}/{row['file_name']}" for row in content["images"]}
         objects, counts = defaultdict(list), Counter()
         for row in content["annotations"]:
             if row["iscrowd"]:

@@ -215,7 +215,7 @@ def json_rows(path, text):
     rows = []
     for number, line in lines.items():
         try:
-            rows.append(json.loads(line))
+            rows.append(json.loads(line, object_pairs_hook=unique))
         except json.JSONDecodeError as error:
             where = f"{path}, line {number + error.lineno - 1}"
             fail(f"{where}, is not valid JSON: {error.msg}, in {short(line)}")
@@ -242,8 +242,17 @@ def json_rows(path, text):
     return [*tables.values()][0] if tables else [content]
 
 
+def unique(pairs):
+    """An object of JSON, whose keys must differ: the last one would hide the others"""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        fail(f"an object of the JSON file has the key {short(key)} twice")
+    return found
+
+
 def table_rows(path, text):
-    """csv or tsv, its delimiter as the header tells; or token.txt: photo, tab, caption, no quotes"""
+    """csv or tsv, as the header tells; or token.txt: photo, tab, caption, and no quotes"""
     text = re.sub(r"^sep=.\n", "\n", text)  # for Excel
     header = text.lstrip("\n").split("\n", 1)[0]
     delimiter = max(",\t|;", key=header.count)
@@ -275,8 +284,8 @@ def table_rows(path, text):
     swallowed = [row for row in broken if any(map(ENDING.search, re.split(r"[,\t|;\n]", row[1])))]
     if swallowed or len(broken) > 0.01 * len(rows):
         line, cell = (swallowed or broken)[0]
-        fail(f"{path}, line {line}: a quote takes several lines into one cell, {short(cell)}, as in "
-             f"{len(broken)} of {len(rows)} rows. Is it not closed? If it is, write spaces for the "
+        fail(f"{path}, line {line}: a quote takes several lines into one cell, {short(cell)}, as in"
+             f" {len(broken)} of {len(rows)} rows. Is it not closed? If it is, write spaces for the "
              "line breaks")  # fmt: skip
     if broken:
         print_main(f"{path}: line breaks within quotes in {len(broken)} rows, {short(broken[0])}")
@@ -305,7 +314,7 @@ def named_columns(path, args, keys, about=""):
 
 
 def columns_of(kinds, names):
-    """The columns of the first kind, as caption_1 and caption_2, or of the only kind that there is"""
+    """The columns of the first kind, as caption_1 and caption_2, or of the only other kind"""
     found = [[names[name] for name in names if re.fullmatch(rf"{kind}s?_?\d*", name)]
              for kind in kinds]  # fmt: skip
     there = list(filter(None, found))
@@ -537,7 +546,8 @@ def find_photos(root, names):
         path = os.path.join(root, name)
         paths = below.get(plain(name), [])
         if ENDING.search(name):
-            paths = [path for path in paths if path.lower().endswith(ENDING.search(name)[0].lower())]
+            ending = ENDING.search(name)[0].lower()
+            paths = [path for path in paths if path.lower().endswith(ending)]
             paths = [path] if os.path.isfile(path) else paths
         places[name] = paths
     if any(places.values()):
