@@ -424,6 +424,9 @@ def read_init(args):
     """--init -> {}, the content of a checkpoint of the same script, or a backbone's state dict"""
     if not args.init:
         return {}
+    if args.head_lr != args.lr:
+        print_main(f"--init: these weights were learned elsewhere, so the backbone trains at lr "
+                   f"{args.lr:g} and not at the recipe's {args.head_lr:g}")  # fmt: skip
     if args.init == "imagenet":  # torchvision's, downloaded once
         return build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()
     content = read_checkpoint(args.init)
@@ -623,11 +626,32 @@ def apply_recipe(args, script, table, **changes):
     year = "2017" if args.data == "coco" else ""
     recipe |= {"script": script, "train_split": f"train{year}", "val_split": f"val{year}"}
     recipe["output"] = f"runs/{script}-{Path(args.data).stem}".removesuffix("-shapes")
+    scale = (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]
+    recipe |= {name: scale * recipe[name] for name in ("lr", "text_lr") if name in recipe}  # [ours]
+    args.head_lr = args.lr or recipe["lr"]
+    if args.recipe == "small" and args.init and not written_by_us(args.init):
+        # Few photos would take away from weights that were learned from many. [ours]
+        args.head_lr = recipe["lr"]
+        recipe["lr"] *= 0.1
     for name, value in recipe.items():
         if getattr(args, name, None) is None:
-            if name in ("lr", "text_lr"):
-                value *= args.batch_size / recipe["batch_size"]  # [ours]
             setattr(args, name, value)
+
+
+def run_args(path):
+    """-> the arguments of the run of ours that wrote this file, by args.json beside it, or {}"""
+    try:
+        content = json.loads(Path(path).with_name("args.json").read_bytes())
+    except (OSError, ValueError):  # there is none, or it is another program's and no JSON
+        return {}
+    return content if isinstance(content, dict) and "script" in content else {}
+
+
+def written_by_us(path):
+    """Whether a run of ours wrote these weights. Those of "imagenet" come from elsewhere."""
+    if path == "imagenet" or not os.path.isfile(path):
+        return False
+    return bool(run_args(path)) or "script" in read_checkpoint(path)
 
 
 def make_folder(path):

@@ -195,7 +195,11 @@ def main(args):
     common.load_init(init, model, model.backbone, skip)
     model.to(device, memory_format=torch.channels_last)
     # A group each: fused SGD wants momentum for all of a group, and a frozen backbone has none.
-    groups = [{"params": part.parameters()} for part in model.children()]
+    groups = [
+        {"params": model.backbone.parameters()},
+        {"params": model.head.parameters(), "lr": args.head_lr},
+        {"params": model.tags.parameters(), "lr": args.head_lr},
+    ]
     optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}

@@ -117,6 +117,8 @@ def get_args(argv=None):
     add("--image-size", type=count, help="crop side in pixels; cost grows with its square")
     add("--crop-min", type=share, help="smallest fraction of a photo's area in a crop")
     add("--colour-jitter", type=weight, help="strength; lower it if captions name colours")
+    add("--greyscale", type=common.probability, help="probability of turning a view grey")
+    add("--blur", type=common.probability, help="probability of blurring a view")
     add("--moco-v1", action="store_true", help="use MoCo v1's colour jitter, and no blur")
     add("--caption-views", choices=CAPTION_VIEWS, help="the second view of the caption: see source")
     add("--backtranslations", help="file that tools/backtranslate.py wrote (default: in --output)")
@@ -202,7 +204,10 @@ def main(args):
     common.load_init(init, nn.ModuleDict({"queries": encoders}), backbone)
     model = MultimodalContrastive(encoders, queue_size, num_tags)
     model.to(device, memory_format=torch.channels_last)
-    groups = [{"params": encoders["image"].parameters()}]  # at --lr
+    groups = [
+        {"params": encoders["image"].trunk.parameters()},
+        {"params": encoders["image"].mlps.parameters(), "lr": args.head_lr},
+    ]
     if config:
         groups += [{"params": encoders["caption"].parameters(), "lr": args.text_lr}]
     optimizer = common.build_optimizer(args, groups)

@@ -192,7 +192,11 @@ def main(args):
     skip = () if init.get("names") == names else "head."  # other labels
     common.load_init(init, model, model.backbone, skip)
     model.to(device, memory_format=torch.channels_last)
-    optimizer = common.build_optimizer(args, model.parameters())
+    groups = [
+        {"params": model.backbone.parameters()},
+        {"params": model.head.parameters(), "lr": args.head_lr},
+    ]
+    optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     done = common.restore(args, checkpoint, iters, parts)

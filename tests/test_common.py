@@ -227,7 +227,7 @@ def test_imagenet_without_a_network(monkeypatch):
         raise urllib.error.URLError("Name or service not known")
 
     monkeypatch.setattr(torchvision.models, "resnet18", resnet18)
-    args = argparse.Namespace(init="imagenet", arch="resnet18")
+    args = argparse.Namespace(init="imagenet", arch="resnet18", lr=1.0, head_lr=1.0)
     with pytest.raises(SystemExit, match="weights of resnet18 cannot be downloaded .*network?"):
         common.read_init(args)
 
@@ -602,7 +602,34 @@ TABLE |= {"iters": (900, None, 5000), "epochs": (None, 20.0, None), "margin": (7
 )
 def test_recipes(given, recipe, expected):
     """--data chooses one unless --recipe does; a flag given wins; rows without a flag, too."""
-    left_out = dict.fromkeys(TABLE) | {"data": "shapes", "recipe": None, "accumulate": 1}
+    left_out = dict.fromkeys(TABLE) | {"data": "shapes", "recipe": None, "init": None}
     args = argparse.Namespace(**left_out | given)
     common.apply_recipe(args, "virtex", TABLE, margin=1)
     assert vars(args).items() >= {"recipe": recipe, **expected}.items()
+
+
+def test_rates_from_foreign_weights(tmp_path):
+    """In `small` the backbone gets a tenth of the recipe's rate, or --lr, and new layers all of it,
+    unless a run of ours wrote the weights; in the other recipes the rates stay."""
+    weights = {"layer1.weight": torch.zeros(2)}
+    torch.save(weights, tmp_path / "foreign.pth")
+    torch.save(weights | {"script": "tp", "args": {}}, tmp_path / "checkpoint.pth")
+    (tmp_path / "run").mkdir()
+    torch.save(weights, tmp_path / "run/backbone.pth")
+    (tmp_path / "run/args.json").write_text('{"script": "tp"}')
+
+    def rates(init, **flags):
+        left_out = dict.fromkeys(TABLE) | {"data": "a.jsonl", "recipe": None}
+        init = init if init == "imagenet" else f"{tmp_path}/{init}"
+        args = argparse.Namespace(**left_out | flags | {"init": init})
+        common.apply_recipe(args, "tp", TABLE)
+        return args.lr, args.head_lr
+
+    usual = rates("run/backbone.pth")
+    assert usual[0] == usual[1] and rates("checkpoint.pth") == usual
+    for init in "foreign.pth", "imagenet":
+        assert rates(init) == (pytest.approx(usual[0] / 10), usual[1])
+        assert rates(init, lr=3.0) == (3.0, usual[1])
+        lr, head_lr = rates(init, recipe="paper")
+        assert lr == head_lr
+    assert rates("run/backbone.pth", lr=3.0) == (3.0, 3.0)

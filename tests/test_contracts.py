@@ -176,7 +176,7 @@ def test_other_weights_or_captions_under_the_same_names(tmp_path):
         common.save_weights(init, common.build_backbone("resnet18"))
 
     flags = "--data", path, "--output", output, "--init", init, "--iters", 1, "--batch-size", 2
-    small = "--image-size", 32, "--hidden", 64, "--text-iters", 0, "--workers", 0
+    small = "--image-size", 32, "--hidden", 64, "--text-first", 0, "--workers", 0
     command = "virtex.py", *flags, *small
     write("a dog", 0)
     run_here(command)
@@ -290,7 +290,7 @@ def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path):
     torch.save(state, tmp_path / "weights.pth")
     flags = "--data photos.jsonl --iters 2 --image-size 32 --workers 0 --batch-size 16".split()
     flags += ["--lm", tiny_lm] if script in ("icmlm", "mmcontrastive") else []
-    flags += ["--text-iters", 3, "--lambda-words", 2] if script == "virtex" else []
+    flags += ["--text-first", 0.5, "--lambda-words", 2] if script == "virtex" else []
     ended = run_script(f"{script}.py", *flags, "--init", "weights.pth", cwd=tmp_path)
     assert "--init: loaded 120 of 120 tensors" in finished(ended).stdout
     assert (tmp_path / f"runs/{script}-photos/backbone.pth").exists()

@@ -1,4 +1,4 @@
-"""tools/reproduce.py: scripts accept each command of rows.toml; the documents are up to date."""
+"""tools/reproduce.py: scripts accept each command of docs/papers.md, whose tables are sound."""
 
 import importlib
 import json
@@ -6,206 +6,106 @@ import re
 import shlex
 
 import pytest
+from tools import reproduce
+from tools.reproduce import Steps
 
-from tools import documents, reproduce, sizes, tables
-from tools.steps import Steps
-from tools.tables import BACKBONES, MEASURES, ROWS, TABLES
+EVALUATION = reproduce.REPO / "docs/evaluation.md"
+RUNS, MEASURES, TABLES = reproduce.read_page({"flowers": "data/flowers", "textures": "textures"})
+GIVEN = "--dry-run --labelled data/flowers textures --minilm bert --clip clip".split()
+GIVEN += "--imagenet imagenet --words words.jsonl".split()
 
-NO_TAGS = "--small --photos docs/logs/tp/metrics.jsonl"  # any lines without "tags"
+
+def steps_of(*flags):
+    steps = Steps(reproduce.get_args([*TABLES, *GIVEN, *flags]))
+    for title in TABLES:
+        steps.table(title)
+    return steps
 
 
-@pytest.mark.parametrize("flags", ["", "--quick", "--processes 8 --seeds 2", "--small", NO_TAGS])
+@pytest.mark.parametrize("flags", ["", "--processes 8 --seeds 2"])
 def test_commands(flags):
-    """Those of all tables are parsed by their scripts."""
-    args = reproduce.get_args(["--dry-run", *flags.split(), *TABLES])
-    args.captions = "--data shapes"  # for --quick
-    steps = Steps(args)
-    for name in TABLES:
-        steps.table(name)
-    outputs = {command.partition(" --output ")[2] for command in steps.commands}
-    assert len(outputs) == len(steps.commands) > (150 if args.small else 350)
-    for command in steps.commands:
+    """Those of all tables are parsed by their scripts; no two write into one folder."""
+    commands = steps_of(*flags.split()).commands
+    outputs = {command.partition(" --output ")[2] for command in commands}
+    assert len(outputs) == len(commands) > 560
+    for command in commands:
         script, *own = shlex.split(re.sub(r"^(python|torchrun \S+) (-m )?", "", command))
         importlib.import_module(script.removesuffix(".py").replace("/", ".")).get_args(own)
 
 
-def test_photos_seen():
-    """Each row of "own photos" sees as many; a row that starts from TP counts TP's, too."""
-    flags = "--dry-run", "--minilm", "bert", "--imagenet", "--clip", "clip"
-    steps = Steps(reproduce.get_args(["own photos", *flags]))
-    steps.table("own photos")
-    hours = tables.plan(steps.commands, "runs/papers", 56)[-1]
-    assert "7.4 hours of training at 56 images/s" in hours
-    seen = {}
-    for command in steps.commands:
-        words = shlex.split(command)[1:]
-        given = dict(zip(words, words[1:]))
-        if "--iters" in words:
-            start = given.get("--init", "").removesuffix("/backbone.pth")
-            _, photos = tables.length(words)
-            seen[given["--output"]] = photos + seen.get(start, 0)
-    assert seen.pop("runs/papers/own-tp-half") == 50_048
-    assert seen.pop("runs/papers/own-lm") == 64  # its language model is what the others want
-    assert len(seen) == 16 and {*seen.values()} == {100_096}
-
-
-def test_labelled_folders(tmp_path):
-    """A column for each, and their mean; backbones trained on a folder's labels count there."""
-    flags = "--labelled", "flowers", "textures", "--seeds", "2", "--output", str(tmp_path)
-    steps = Steps(reproduce.get_args(["own photos", *flags]))
-    columns = ["own-map-flowers", "own-map-textures", "own-mean"]
-    assert steps.tables["own photos"]["columns"][:3] == columns
-    for seed in "", "-1":
-        for folder, score in ("flowers", 50.0), ("textures", 40.0):
-            backbone = tmp_path / f"own-supervised-{folder}{seed}"
-            probe = backbone / f"own-map-{folder}"
-            probe.mkdir(parents=True)
-            (backbone / "result.json").write_text("{}")
-            scores = {"backbone.pth": {"mean": {"mAP": score}}}
-            (probe / "result.json").write_text(json.dumps({"backbones": scores}))
-    steps.make_list = lambda name, seed: name
-    cells = [steps.cell(column, "-", "own-supervised", None)["ours"] for column in columns]
-    assert cells == [[[50.0], [50.0]], [[40.0], [40.0]], [[45.0], [45.0]]]
-
-
-def test_selection(tmp_path):
-    """Early stopping takes the best kept model, also by the scores of a folder that has moved."""
-    (tmp_path / "virtex/voc07-val").mkdir(parents=True)
-    for name in ("result.json", "model_5.pth", "model_10.pth"):
-        (tmp_path / "virtex" / name).write_text("{}")
-    scores = {f"old/model_{n}.pth": {"mean": {"mAP": mAP}} for n, mAP in ((5, 70.0), (10, 60.0))}
-    (tmp_path / "virtex/voc07-val/result.json").write_text(json.dumps({"backbones": scores}))
-    steps = Steps(reproduce.get_args(["--output", str(tmp_path)]))
-    assert steps.weights("virtex", 0) == f"{tmp_path}/virtex/model_5.pth"
-
-
-def test_plan(tmp_path):
-    """--dry-run names what is missing, marks what cannot be pasted, and says how long it takes."""
-    (tmp_path / "photos.jsonl").write_text(6400 * "{}\n")
-    selected = "N: of the model that the validation selects"
-    commands = {
-        f"python tp.py --data {tmp_path}/photos.jsonl --init runs/papers/a/backbone.pth":
-            "2,500 iterations of 64 images, 0.2 hours",
-        "torchrun --nproc_per_node=8 virtex.py --data coco --root gone --iters 360000":
-            "360,000 iterations of 256 images, 100.0 hours",
-        "python -m downstream.finetune --data folder --root gone --weights a/model_N.pth":
-            f"100 passes over the images in batches of 256, {selected}",
-        "python -m downstream.detection --data coco --root gone": "180,000 iterations of 16 images",
-    }  # fmt: skip
-    missing, weights, *lines, total = tables.plan(list(commands), "runs/papers", 256)
-    assert missing == "# missing, for 3 commands: gone"
-    assert weights == "# missing, for 1 commands: a/model_N.pth"
-    assert lines == [f"{command}  # {note}" for command, note in commands.items()]
-    assert total.startswith("# 4 commands, 100.2 hours of training at 256 images/s")
+def test_recipes():
+    """The commands on docs/evaluation.md are those of the rows that it names."""
+    commands = {*steps_of().commands}
+    blocks = re.findall(r"^```sh\n(.*?)^```", EVALUATION.read_text(), re.S | re.M)
+    lines = re.sub(r"\s*\\\n\s*", " ", "".join(blocks)).splitlines()
+    examples = {line for line in lines if re.search("--output runs/papers/(?!NAME)", line)}
+    assert len(examples) == 11 and examples <= commands
 
 
 def test_rows():
-    """A number or a reason for each cell, names that exist, nothing that no table uses"""
-    used, known = {ROWS["select"]}, {*BACKBONES, *ROWS["files"]}
-    for name, table in TABLES.items():
-        assert table.get("rows") or table["note"]
-        for label, backbone, *cells in table.get("rows", []):
-            assert backbone in known and len(cells) in (0, len(table["columns"])), (name, label)
-            used |= {backbone, *table["columns"]}
-            for column, cell in zip(table["columns"], cells):
-                paper, _, other = str(cell).partition(" by ")
-                used.add(other or column)
+    """Runs and measures exist and are used; a cell has a number for each score."""
+    used = {"voc07-val"}
+    for title, (names, *rows) in TABLES.items():
+        for label, run, *cells in rows:
+            assert run == "-" or run.replace("{set}", "flowers") in RUNS, (title, label)
+            assert len(cells) == len(names) - 2, (title, label)
+            for name, cell in zip(names[2:], cells):
+                paper, _, other = cell.strip(")").partition(" (")
+                measure = (other or name).replace("{set}", "flowers")
+                used.add(measure)
                 if paper not in ("", "-", "figure"):
-                    numbers = [float(number) for number in paper.split(" / ")]
-                    assert len(numbers) == len(MEASURES[other or column]["scores"]), (name, label)
-    used |= {measure.get(key) for measure in MEASURES.values() for key in ("of", "mean")}
-    used |= {*ROWS["small"]["probe"]}
-    started = " ".join(str(command) for command in BACKBONES.values())
-    for name in (known | MEASURES.keys()) - used:
-        assert re.search(f"{{{re.escape(name)}[/}}]", started), f"nothing uses {name}"
-    assert ROWS["draws"].keys() <= BACKBONES.keys()
-    *_, small = sizes.at_small_size(reproduce.get_args(["--small"]))
-    assert ["VirTex", "virtex", "88.7 by scenes-probe"] in small["VirTex Tab. 2"]["rows"]
+                    assert len(paper.split(" / ")) == len(MEASURES[measure][2].split(" / ")), label
+    assert {name for name in MEASURES if "textures" not in name} == used
 
 
-def test_tables_of_the_pages():
-    """They are what reproduce.py --docs writes of docs/logs."""
-    for name, text in documents.documents().items():
-        assert documents.read(name) == text, "run python tools/reproduce.py --docs"
+def test_photos_seen():
+    """Each row of "own photos" sees as many; a row that starts from TP counts TP's, too."""
+    steps = Steps(reproduce.get_args(["own photos:", *GIVEN]))
+    steps.table([title for title in TABLES if title.startswith("own photos:")][0])
+    seen = {}
+    for command in steps.commands:
+        given = dict(re.findall(r"--(\S+) (\S+)", command))
+        if "iters" in given:
+            start = given.get("init", "").removesuffix("/backbone.pth")
+            seen[given["output"]] = 64 * int(given["iters"]) + seen.get(start, 0)
+    assert seen.pop("runs/papers/own-tp-half") == 50_048
+    assert seen.pop("runs/papers/own-lm") == 64  # its language model is what the others want
+    assert {*seen.values()} == {100_096}
 
 
-@pytest.mark.parametrize("page, quote", documents.quotes())
-def test_quotes(page, quote):
-    """The sentences of tools/quotes.toml, with the numbers of docs/logs, are on their pages."""
-    assert quote in " ".join(documents.read(page).split())
+def test_selection_and_mean(tmp_path):
+    """Early stopping takes the best kept model; own-mean is over the folders, for each seed."""
+    name = f"{tmp_path}/virtex/model_{{}}.pth"
+    scores = {name.format(n): {"mean": {"mAP": mAP}} for n, mAP in ((5, 70.0), (10, 60.0))}
+    write(tmp_path / "virtex", {})
+    write(tmp_path / "virtex/voc07-val", {"backbones": scores})
+    for path in scores:
+        open(path, "w").write(path)
+    steps = Steps(reproduce.get_args(["VirTex", "--output", f"{tmp_path}"]))
+    _, best = steps.train("virtex", 0)
+    assert best.read_text().endswith("model_5.pth")
 
 
-@pytest.mark.parametrize("page", documents.PAGES)
-def test_scores_of_the_pages(page):
-    """Each is in docs/logs or a paper's, or quotes.toml says that we have no log of it."""
-    without_log = {*documents.QUOTES["elsewhere"].get(page, ())}
-    scores = documents.scores_in(page)
-    assert scores - documents.known_scores() <= without_log, "scores that are in no log"
-    assert without_log <= scores, "no longer on the page: take it out of quotes.toml"
+def test_records(tmp_path, monkeypatch):
+    """A score names its steps; a step its command, and when, where and for how long it ran."""
+    steps = Steps(reproduce.get_args(["scenes:", "--output", f"{tmp_path}", "--iters", "3"]))
+    scores = {str(tmp_path / "scenes-tp/backbone.pth"): {"mean": {"mAP": 50.0}}}
+    (tmp_path / "result").write_text(json.dumps({"backbones": scores}))
+    copy = "mkdir -p {0}; cp %s {0}/result.json; echo" % (tmp_path / "result")
+    outputs = [tmp_path / "scenes-tp", tmp_path / "scenes-tp/scenes-map"]
+    for output in outputs:
+        assert steps.start(copy.format(output), output) is None
+    cell = steps.cell("scenes-map", "-", "scenes-tp")
+    assert cell["ours"] == [[50.0]] and cell["steps"] == [[str(output) for output in outputs]]
+    [start] = reproduce.record(outputs[0])["starts"]
+    assert start["seconds"] is not None and start["torch"] and "cores of" in start["machine"]
+    reproduce.write_table("scenes: ...", {"scenes-map": "mAP"}, [
+        {"row": "TP", "run": "scenes-tp", "cells": {"scenes-map": cell}}], tmp_path / "tables")
+    table = json.loads((tmp_path / "tables/scenes.json").read_text())
+    assert table["steps"][str(outputs[1])]["command"].startswith("mkdir")
+    assert steps.start("exit 3; echo", tmp_path / "failing").startswith("failed: see")
 
 
-@pytest.fixture
-def log(tmp_path, monkeypatch):
-    """docs/logs/tables/race/own.json"""
-    measured = {"paper": "-", "by": "", "ours": [[50.0], [52.0]], "state": "measured"}
-    left_out = {"paper": "-", "by": "", "ours": [], "state": "left out: no --clip"}
-    rows = [
-        {"row": "TP", "cells": {"map": measured, "knn": measured}},
-        {"row": "CLIP", "cells": {"map": left_out, "knn": left_out}},
-    ]
-    columns = {"map": "mAP", "knn": "k-NN"}
-    path = tmp_path / "docs/logs/tables/race/own.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"columns": columns, "rows": rows}))
-    monkeypatch.setattr(documents, "REPO", tmp_path)
-    monkeypatch.setattr(documents, "LOGS", tmp_path / "docs/logs/tables")
-
-
-def test_table_of_a_log(log):
-    """The columns that a page asks for, with its headings, without rows that were left out"""
-    heading, _, *lines = documents.our_table("race/own.json", "knn = neighbours,\n map")
-    assert heading == "|  | neighbours | mAP |"
-    assert lines == ["| TP | 51.0 ± 1.4 | 51.0 ± 1.4 |"]
-
-
-def test_number_of_a_log(log):
-    assert documents.look_up("tables/race/own.json: TP: map") == "51.0 ± 1.4"
-
-
-def test_recipes():
-    """The commands on docs/evaluation.md are those of the rows that it names."""
-    steps = Steps(reproduce.get_args(["--dry-run"]))
-    for table in "VirTex Tab. 1", "ICMLM Tab. 3", "Contrastive Tab. 1":
-        steps.table(table)
-    blocks = re.findall(r"^```sh\n(.*?)^```", documents.read("docs/evaluation.md"), re.S | re.M)
-    lines = re.sub(r"\s*\\\n\s*", " ", "".join(blocks)).splitlines()
-    examples = {line for line in lines if re.search("--output runs/papers/(?!NAME)", line)}
-    assert len(examples) == 11 and examples <= {*steps.commands}
-
-
-@pytest.mark.parametrize("first, second, verdict", [
-    ([60.0, 62.0], [50.0, 52.0], "holds"),  # by 10; twice the standard error is 2.8
-    ([50.0, 52.0], [60.0, 62.0], "reversed"),
-    ([60.0, 62.0], [58.0, 60.0], "noise"),
-    ([60.0], [49.0, 51.0], "holds"),  # of one seed, by 10 points
-    ([60.0], [50.5, 50.6], "noise"),
-])  # fmt: skip
-def test_verdict(first, second, verdict):
-    """The rule of docs/claims.md"""
-    assert documents.verdict(first, second) == verdict
-
-
-def test_claim(monkeypatch, log):
-    """Our scores in the order of the claim; a claim is left out if there are no scores of it."""
-    rows = [["A > B", "80, 70", "a > b", "1"], ["A > C", "80, 60", "a > c", ""]]
-    claims = {"folder": "race", "ours": "ours", "here": "here", "paper": "mAP", "column": "map"}
-    monkeypatch.setattr(documents, "CLAIMS", {"x": {**claims, "rows": rows}})
-    cells = {name: {"map": {"by": "", "ours": seeds}} for name, seeds in SEEDS.items()}
-    rows = [{"backbone": name, "cells": cell} for name, cell in cells.items()]
-    (documents.LOGS / "race/own.json").write_text(json.dumps({"rows": rows}))
-    heading, _, *lines = documents.claims_table("x")
-    assert heading == "| claim | paper: mAP | ours | here |"
-    assert lines == ["| A > B | 80, 70 | 81.0 ± 1.4, 60.0 | holds (1) |"]
-
-
-SEEDS = {"a": [[80.0], [82.0]], "b": [[60.0]]}
+def write(folder, result):
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps(result))

@@ -101,13 +101,6 @@ def test_wrong_folders(command, message, tmp_path):
     assert message.format(tmp=tmp_path) in found
 
 
-@pytest.mark.parametrize("name", ["documents", "sizes", "steps", "tables"])
-def test_parts_of_reproduce(name):
-    """These files are no programs, which they say."""
-    process = run_script(f"tools/{name}.py", "--help")
-    assert process.stderr.startswith("error: this is no command but a part of tools/reproduce.py")
-
-
 def test_bad_input():
     """Damaged files, wrong lines and SIGKILL: nothing lost, no hang, no code run"""
     flags = "--minutes", 0.15, "--seed", 1, "--scripts", "tp", "eval_linear"

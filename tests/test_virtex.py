@@ -308,11 +308,11 @@ def test_mask_tokens():
 
 def test_language_first_moves_what_it_uses(tokenizer):
     """All of the heads but the projection of the image, which is not there"""
-    args = virtex.get_args("--text-iters 3 --hidden 64 --amp off".split())
+    args = virtex.get_args("--hidden 64 --amp off".split())
     model = virtex.VirTex(FeaturesAsGiven(5), tokenizer.get_piece_size(), args.hidden)
     before = copy.deepcopy(model.state_dict())
     photos = virtex.CaptionedPhotos(captioned(["a circle"]), tokenizer, args)
-    virtex.language_first(model, photos, args, CPU)
+    virtex.language_first(model, photos, 3, args, CPU)
     after = model.state_dict()
     unmoved = {name.split(".")[1] for name in after if torch.equal(after[name], before[name])}
     assert unmoved == {"visual_projection"}
@@ -321,7 +321,7 @@ def test_language_first_moves_what_it_uses(tokenizer):
 @pytest.mark.parametrize("task", ["bicaptioning", "masked_lm"])
 def test_language_first(task, tiny, tmp_path, monkeypatch):
     """Captions alone lower the first loss with photos; a run that goes on reads none again."""
-    command = tiny("virtex", tmp_path / "read", "--task", task, "--iters", 1, "--text-iters", 40)
+    command = tiny("virtex", tmp_path / "read", "--task", task, "--iters", 1, "--text-first", 40)
     run_here(command)
     run_here(tiny("virtex", tmp_path / "unread", "--task", task, "--iters", 1))
     read, unread = (metrics(tmp_path / name)[0]["loss"] for name in ("read", "unread"))

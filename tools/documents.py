@@ -1,282 +1,290 @@
-"""What `python tools/reproduce.py --docs` writes into README and docs/: our numbers, and pictures
+"""Write our tables and verdicts into README and docs/, from docs/logs:   python tools/documents.py
 
-All of them come from docs/logs: result.json of finished runs, and in docs/logs/tables, a folder per
-size, the tables that tools/reproduce.py wrote. Between the markers of a page
+Between these markers a page has the table of a log (or of all logs that a pattern matches) with
+these columns; NAME = the heading. `means` instead of `table` leaves out deviations. After `runs`
+come the runs of docs/papers.md that are its rows, in this order; one without a score is "not run
+yet". Without `runs`, the table has all rows of the log that have a score.
 
-    <!-- table race/own-photos.json: own-mean = mean, own-knn-flowers -->
+    <!-- table race/own-photos.json: own-mean = mean, seeds; runs own-virtex own-words-alone -->
     <!-- end -->
 
-it writes this table with these columns (NAME = the heading), without the rows that were left out;
-`seeds` is a column, too. `means` instead of `table` leaves out deviations. Between the markers
+A table of claims is written by hand but for our scores and verdicts. Its marker names the folder
+of the logs and the measure; each claim names the runs that it compares. What stands after a
+verdict, and "no test", is kept. "; papers": the runs on papers.md, if they have other names.
 
-    <!-- claims race -->
+    <!-- claims race own-mean -->
+    | VirTex > TP <!-- own-virtex > own-tp; papers virtex > tp --> | 88.7, 82.6 | | |
     <!-- end -->
 
-it writes these claims of tools/claims.toml with our scores and verdicts. tools/quotes.toml has the
-sentences with numbers; tests/test_reproduce.py looks them up on the pages, and every other score.
+A paragraph, a list item or a table with other numbers says in comments where each of them is:
+
+    <!-- log: class.json: mAP: blind; papers: virtex -->     a file and keys; a run of papers.md
+    <!-- log: tables/scenes/scenes.json: TP-Postag: scenes-map -->      a row (and a column)
+    <!-- log: tables/race/own-photos.json: own-virtex - own-moco: own-mean -->    their difference
+    <!-- by hand: 44.4 48.5: no log of these runs was kept -->           numbers, and why
+    <!-- paper: 0.02 15% -->                       what the paper says of its own method
+
+tests/test_documents.py looks for each decimal, and each integer before "%" and "points", there.
 """
 
+import argparse
+import functools
 import json
-import math
 import re
 import statistics
 import sys
-import tomllib
-from functools import cache
+from pathlib import Path
 
-if __name__ == "__main__":
-    sys.exit("error: this is no command but a part of tools/reproduce.py: see its --help")
+from scipy import stats
 
-from tools import tables
-from tools.tables import MEASURES, REPO, TABLES
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools import reproduce
+from tools.reproduce import REPO, in_words, line_of
 
-PAGES = ["README.md", *(str(path.relative_to(REPO)) for path in sorted(REPO.glob("docs/*.md")))]
-QUOTES = tomllib.loads((REPO / "tools/quotes.toml").read_text())
-CLAIMS = tomllib.loads((REPO / "tools/claims.toml").read_text())
-LOGS = REPO / "docs/logs/tables"
-# Folders in LOGS: by how many times the demo's length
-SCENES = {"scenes-half": 0.5, "scenes": 1, "scenes-x2": 2, "scenes-x4": 4}
-PICTURES = {  # docs/claims-NAME.png: tables
-    "virtex": ["VirTex Fig. 5 (a)", "VirTex Fig. 4", "VirTex Tab. 1", "VirTex Fig. 5 (c)"],
-    "icmlm": ["ICMLM Tab. 3", "ICMLM Tab. 4", "ICMLM Tab. 2"],
-    "mmcontrastive": ["Contrastive Sec. 4.4"],
-}
+LOGS = REPO / "docs/logs"
+PAGES = [REPO / "README.md", *sorted(REPO.glob("docs/**/*.md"))]
+PAGES.remove(reproduce.PAGE)
+TABLE = r"(<!-- (table|means) (\S+): ([^>;]+)(?:;\s+runs ([^>]+))? -->\n+)"
+MARKED = TABLE + r"(?:\|.*\n)*(\n*<!-- end -->)"
+CLAIMS = r"(<!-- claims (\S+) (\S+) -->\n)(.*?)(<!-- end -->)"
+CLAIM = r"<!-- (?:(\S+): )?(\S+) > (\S+?)(?:, control (\S+?))?(?:; papers (\S+) > (\S+))? -->"
+CHANCE = r"(<!-- chance -->\n)[^<]*(<!-- end -->)"
 
 
-def write_documents():
-    for name, text in documents().items():
-        (REPO / name).write_text(text)
-    for name, shown in PICTURES.items():
-        draw(name, shown)
-    draw_lengths(["VirTex Fig. 5 (a)", "ICMLM Tab. 4", "Contrastive Sec. 4.4"])
-    race = json.loads((LOGS / "race/own-photos.json").read_text())
-    shown = {column: name for column, name in race["columns"].items() if column.startswith("own-m")}
-    measures = {column: {"name": name} for column, name in shown.items()}
-    title = "Frozen ResNet-18 of Flickr8k's captions, linear probes on other photos"
-    tables.draw(title, list(shown), measures, race["rows"], REPO / "docs/race.png")
+def get_args(argv=None):
+    layout = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=layout).parse_args(argv)
 
 
-def documents():
-    """-> {page: its text with our tables between the markers}"""
-    pages = {name: read(name) for name in PAGES}
-    for pattern, make in MARKERS.items():
-        block = re.compile(rf"(<!-- {pattern} -->\n+)(?:\|.*\n)*(\n*<!-- end -->)")
-        for name in PAGES:
-            lines = lambda at: "".join(f"{line}\n" for line in make(*at.groups()[1:-1]))
-            pages[name] = block.sub(lambda at: at[1] + lines(at) + at[at.lastindex], pages[name])
-    return pages
+def main():
+    for path in PAGES:
+        path.write_text(with_tables(path.read_text()))
 
 
-def read(page):
-    return (REPO / page).read_text()
+def with_tables(text):
+    """A page with our tables and verdicts between its markers"""
+
+    def replaced(match):
+        marker, kind, files, columns, runs, end = match.groups()
+        lines = "".join(f"{line}\n" for line in table(files, columns, (runs or "").split()))
+        return marker + (re.sub(r" ± [\d.]+", "", lines) if kind == "means" else lines) + end
+
+    def judged(match):
+        marker, folder, measure, lines, end = match.groups()
+        heads, rule, *rows = lines.splitlines()
+        rows = [claim(row, cells_of(heads), folder, measure) for row in rows]
+        return "\n".join([marker.strip(), heads, rule, *rows, end])
+
+    text = re.sub(MARKED, replaced, text)
+    text = re.sub(CLAIMS, judged, text, flags=re.S)
+    return re.sub(CHANCE, rf"\g<1>{by_chance(text)}\g<2>", text)
 
 
-def our_table(files, columns):
-    """-> lines of Markdown.  files: a pattern in LOGS; columns: "own-mean = mean, seeds" of them"""
-    logs = [json.loads(path.read_text()) for path in sorted(LOGS.glob(files))]
-    pairs = [column.partition(" = ")[::2] for column in re.split(r",\s+", columns)]
-    heads = [text or {"seeds": "seeds", **logs[0]["columns"]}[name] for name, text in pairs]
-    lines = tables.heading(["", *heads])
-    for row in (row for log in logs for row in log["rows"]):
-        texts = {name: in_words(row, name) for name, _ in pairs if name != "seeds"}
-        numbers = sorted({len(row["cells"][name]["ours"]) for name in texts} - {0})
-        texts["seeds"] = " to ".join(map(str, numbers[:1] + numbers[1:][-1:]))
-        if numbers:
-            lines.append(tables.line_of([row["row"], *(texts[name] for name, _ in pairs)]))
+@functools.cache
+def read(path):
+    return json.loads(path.read_text())
+
+
+def table(files, columns, runs=()):
+    """files: a pattern in docs/logs/tables -> lines of Markdown"""
+    logs = [read(path) for path in sorted((LOGS / "tables").glob(files))]
+    heads = {}  # {name of a column: its heading}
+    for column in re.split(r",\s+", columns):
+        name, _, head = column.partition(" = ")
+        heads[name] = head or logs[0]["columns"].get(name, name)
+    lines = [f"|  | {' | '.join(heads.values())} |", "|" + (1 + len(heads)) * "---|"]
+    rows = [row for log in logs for row in log["rows"]]
+    if runs:
+        rows = [find_row(rows, run) for run in runs]
+    for row in rows:
+        cells = {name: row["cells"].get(name, {"ours": []})["ours"] for name in heads}
+        counts = sorted({len(seeds) for seeds in cells.values()} - {0})
+        words = {name: in_words(cells[name], 2 if "loss" in name else 1) for name in cells}
+        words["seeds"] = " to ".join(map(str, dict.fromkeys([*counts[:1], *counts[-1:]])))
+        if runs and not counts:
+            words[next(iter(heads))] = "not run yet"
+        if runs or counts:
+            lines.append(line_of([row["row"], *(words[name] for name in heads)]))
     return lines
 
 
-def our_means(files, columns):
-    return [re.sub(r" ± [\d.]+", "", line) for line in our_table(files, columns)]
+def find_row(rows, run):
+    """The row of a run in a log, or one without scores, with its name on papers.md"""
+    for row in rows:
+        if row.get("run") == run:
+            return row
+    labels = [row[0] for rows in page()[-1].values() for row in rows[1:] if row[1] == run]
+    return {"row": labels[0], "cells": {}}
 
 
-def in_words(row, column):
-    return tables.in_words(row["cells"][column], MEASURES.get(column, {}).get("digits", 1))
+@functools.cache
+def page():
+    """-> the runs, measures and tables of docs/papers.md"""
+    return reproduce.read_page()
 
 
-def quotes():
-    """-> [(page, text)] of tools/quotes.toml, with the numbers of the logs put in"""
-    found = []
-    for quote in QUOTES["quotes"]:
-        text = quote["text"].format(*map(look_up, quote["numbers"]))
-        found += [(page, text) for page in quote["pages"]]
-    return found
+# ---------------------------------------------------------------------------------------- claims
 
 
-def look_up(path):
-    """ "icmlm/result.json: masked_words: triplets" -> that number of docs/logs
-
-    Of a table "tables/FILE: ROW: COLUMN" -> the cell in words, "88.7 ± 0.2".
-    """
-    file, *keys = path.split(": ")
-    found = json.loads(read(f"docs/logs/{file}"))
-    if "rows" in found:
-        label, column = keys
-        [row] = [row for row in found["rows"] if row["row"] == label]
-        return in_words(row, column)
-    for key in keys:
-        found = found[key]
-    return found
+def cells_of(line):
+    return re.split(r" *\| *", line)[1:-1]
 
 
-def scores_in(page):
-    """-> the numbers of a page that may be scores, outside of code"""
-    text = re.sub(r"^```.*?^```|`[^`]*`|<!--.*?-->", "", read(page), flags=re.S | re.M)
-    return set(re.findall(r"(?<![\d.])\d{1,3}\.\d{1,2}(?![\d.])", text))
+def claim(line, heads, folder, measure):
+    """A row of a table of claims, with our scores and verdicts"""
+    cells = dict(zip(heads, cells_of(line)))
+    other, first, second, control, *_ = re.search(CLAIM, line).groups()
+    for head, text in cells.items():
+        place = "scenes-x4" if head == "4x" else folder
+        pair = [scores_of(place, run, other or measure) for run in (first, second)]
+        versus = [pair[0], scores_of(place, control, other or measure)]
+        if head in ("mean mAP", "scenes", "4x"):
+            cells[head] = ", ".join(map(listed, pair)) if head != "4x" or all(pair) else ""
+        elif head == "control":
+            cells[head] = listed(versus[1]) if control else ""
+        elif head.startswith("here") and not text.startswith("no test"):
+            words = [verdict(*pair), *([verdict(*versus)] if control else [])]
+            cells[head] = "; ".join(words) + "".join(re.findall(r" \(\d+\)$", text))
+        elif head.startswith("flowers"):
+            maps = [f"own-map-{name}" for name in head.split(", ")]
+            signs = [verdict(*(scores_of(folder, run, m) for run in (first, second))) for m in maps]
+            cells[head] = ", ".join(SIGNS[sign] for sign in signs if sign in SIGNS)
+    return line_of(cells.values())
 
 
-@cache
-def known_scores():
-    """-> scores of docs/logs in the digits of our pages, and all numbers of the papers' tables"""
-    texts = [read("tools/rows.toml")]
-    for path in REPO.glob("docs/logs/**/*.json"):
-        log = json.loads(path.read_text()) if path.name != "args.json" else {}
-        for row in log.pop("rows", []):
-            texts += [in_words(row, column) for column in row["cells"]]
-        scores = [(run["mean"], run["std"]) for run in log.pop("backbones", {}).values()]
-        for number in re.findall(r"\d+\.\d+", json.dumps([log, scores])):
-            texts.append(f"{float(number):.1f} {float(number):.2f}")
-    return set(re.findall(r"\d+\.\d+", " ".join(texts)))
-
-
-# ------------------------------------------------------------------------------------- claims.md
-
-
-def claims_table(name):
-    """-> lines of Markdown: the claims of which there are scores; without columns that are empty"""
-    claims = CLAIMS[name]
-    sets = claims.get("sets", [])
-    heads = ["claim", f"paper: {claims['paper']}", claims["ours"], "control", "4x"]
-    rows = [[*heads, claims["here"], ", ".join(sets)]]
-    for claim, paper, names, note in claims["rows"]:
-        column, _, names = names.rpartition(": ")
-        column = column or claims["column"]
-        names, _, control = names.partition(", control ")
-        names = names.split(" > ")
-        ours = [scores_of(claims["folder"], x, column) for x in names]
-        longer = [scores_of(claims.get("longer"), x, column) for x in names]
-        each = [[scores_of("race", x, f"own-map-{place}") for x in names] for place in sets]
-        control = scores_of(claims["folder"], control, column)
-        if all(ours):
-            here = [note] if note == "no test" else [verdict(*ours)]
-            if control:
-                here.append(verdict(ours[0], control))
-            texts = [listed(*ours), listed(control), listed(*longer) * all(longer)]
-            texts += ["; ".join(here) + f" ({note})" * note.isdigit()]
-            texts += [", ".join(SIGNS[verdict(*pair)] for pair in each)]
-            rows.append([claim, paper, *texts])
-    rows = [*zip(*(column for column in zip(*rows) if any(column[1:])))]
-    return [*tables.heading(rows[0]), *map(tables.line_of, rows[1:])]
-
-
-def scores_of(folder, backbone, column):
-    """-> a score for each seed, of the log that has most of them; [] if none has this backbone
-
-    column: what our score was measured by; "i2t-as-is.1" is the second of its scores.
-    """
-    column, _, index = column.partition(".")
-    found = [[]]
-    for path in sorted(LOGS.glob(f"{folder}/*.json")):
-        for row in json.loads(path.read_text())["rows"]:
-            for name, cell in row["cells"].items():
-                if row.get("backbone") == backbone and (cell["by"] or name) == column:
-                    found.append([scores[int(index or 0)] for scores in cell["ours"]])
-    return max(found, key=len)
-
-
-def listed(*scores):
-    """Lists of a score per seed -> "55.3 ± 3.8, 58.1" """
-    cells = ({"state": "measured", "ours": [[x] for x in seeds]} for seeds in scores if seeds)
-    return ", ".join(map(tables.in_words, cells))
-
-
-MARKERS = {
-    r"table (\S+): ([^>]+)": our_table,
-    r"means (\S+): ([^>]+)": our_means,
-    r"claims (\w+)": claims_table,
-}
 SIGNS = {"holds": "+", "reversed": "-", "noise": "0"}
 
 
+def listed(scores):
+    values = scores if len({*scores}) > 1 else scores[:1]
+    return in_words([[score] for score in values]) or "not run"
+
+
+def scores_of(folder, run, measure):
+    """-> a score for each seed, of the log that has most of them; "i2t.1": its second number"""
+    measure, _, index = measure.partition(".")
+    found = [[]]
+    for path in sorted(LOGS.glob(f"tables/{folder}/*.json")):
+        for row in read(path)["rows"]:
+            for name, cell in row["cells"].items():
+                if row.get("run") == run and (cell.get("by") or name) == measure:
+                    found.append([scores[int(index or 0)] for scores in cell["ours"]])
+    if reproduce.published(page()[0].get(run, "")):
+        return 3 * max(found, key=len)[:1]  # as many seeds as one wants give the same number
+    return max(found, key=len)
+
+
 def verdict(first, second):
-    """The rule of docs/claims.md for "first > second".  Each: a score per seed"""
-    bound = 10  # points, if one of them is of one seed
-    if min(len(first), len(second)) > 1:
-        bound = 2 * math.sqrt(sum(statistics.variance(x) / len(x) for x in (first, second)))
-    difference = statistics.mean(first) - statistics.mean(second)
-    return "noise" if abs(difference) < bound else "holds" if difference > 0 else "reversed"
+    """Of "first > second", by Welch's t-test at p < 0.05, from three seeds each"""
+    fewest = min(len(first), len(second))
+    if fewest < 3:
+        return ["not run", "one seed", "two seeds"][fewest]
+    if len({*second}) == 1:  # a number without seeds
+        test = stats.ttest_1samp(first, second[0])
+    else:
+        test = stats.ttest_ind(first, second, equal_var=False)
+    if test.pvalue >= 0.05:
+        return "noise"
+    return "holds" if statistics.mean(first) > statistics.mean(second) else "reversed"
 
 
-def measured(table, size):
-    """-> {row: its cell of the probe, as reproduce.Steps.table makes it, with its column}"""
-    cells = {}
-    for path in sorted(LOGS.glob(f"{size}/*.json")):
-        run = json.loads(path.read_text())
-        for row in run["rows"] if run["table"] == table else ():
-            for column, cell in row["cells"].items():
-                if "-probe" in cell["by"] and cell["ours"]:
-                    cells[row["row"]] = {"column": column, **cell}
-    return {label: cells[label] for label, *_ in TABLES[table]["rows"] if label in cells}
+def by_chance(text):
+    """The sentence of claims.md on its verdicts"""
+    claims = "".join(match[4] for match in re.finditer(CLAIMS, text, re.S))
+    words = re.findall(r"\b(?:holds|reversed|noise)\b", claims)
+    signs = "".join(re.findall(r"[+0-](?:, [+0-])+", claims)).replace(", ", "")
+    return (
+        f"The tables have {len(words)} verdicts by a test and {len(signs)} signs. If no methods "
+        f"differed,\nchance alone would give {0.05 * len(words):.1f} verdicts and "
+        f"{0.05 * len(signs):.1f} signs that are not noise (5%).\n"
+    )
 
 
-def draw(name, shown):
-    """docs/claims-NAME.png: for each table the paper's order, beside it ours on scenes
+# ------------------------------------------------------------------------------ numbers in text
 
-    Dots are means, strokes seeds, lines deviations; dashed: random initialisation.
-    """
-    from matplotlib.figure import Figure
-
-    ours = [measured(table, "scenes") for table in shown]
-    heights = [1.5 + len(cells) for cells in ours]
-    figure = Figure((8, 0.24 * sum(heights)), layout="constrained")
-    grid = figure.subplots(len(shown), 2, squeeze=False, sharey="row",
-                           gridspec_kw={"height_ratios": heights})  # fmt: skip
-    for panels, table, cells in zip(grid, shown, ours):
-        for y, cell in enumerate(cells.values()):
-            number = cell["paper"].partition(" ")[0]
-            if number[:1].isdigit():
-                panels[0].plot(float(number), y, "ko")
-            draw_scores(panels[1], y, cell["ours"])
-        first = next(iter(cells.values()))
-        measure = MEASURES[first["column"]]["name"].partition(" / ")[0]
-        panels[0].set_yticks(range(len(cells)), cells)
-        panels[0].set_ylim(len(cells) - 0.5, -0.5)
-        for panel, title in zip(panels, (f"{table}: {measure}", "ours: scenes")):
-            panel.set_title(title, fontsize=8)
-            panel.grid(axis="x", alpha=0.3)
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.tick_params(labelsize=8)
-    figure.savefig(REPO / f"docs/claims-{name}.png", dpi=110)
+DECIMAL = r"(?<![\w.^])(?<!\w-)(?<!\^-)\d+\.\d+(?: ± \d+\.\d+)?(?!\w|\.\d)"
+INTEGER = r"(?<![\d.])((?:\d+(?:, | and | to | or ))*\d+)(?:%| points)"
+NO_SCORES = "|".join([
+    r"<!--.*?-->",
+    r"(?<!`)`[^`]+`(?!`)",
+    r"\$\$?[^$]*\$\$?",
+    r"\]\([^)]*\)",
+    r"\b(?:arXiv|[Pp]ython|torch|transformers) [\d.]+",
+    r"\b(?:Sec|App|Tab|Fig|Eq)s?\.\s[\w.]+(?:, [A-Z]?\.?[\d.]+)*",
+])  # fmt: skip
 
 
-def draw_scores(panel, y, seeds):
-    """seeds: [[score, that of random initialisation]]"""
-    scores, random = zip(*seeds)
-    deviation = statistics.stdev(scores) if len(scores) > 1 else None
-    panel.plot(scores, [y] * len(scores), "|", color="C0", alpha=0.5)
-    panel.errorbar(statistics.mean(scores), y, xerr=deviation, fmt="o", color="C0")
-    panel.axvline(statistics.mean(random), color="grey", linestyle="--", linewidth=0.8)
+def blocks(text):
+    """The paragraphs, list items and tables of a page that are written by hand"""
+    papers = []  # the second column of claims has the numbers of papers' runs
+    for lines in (match[4] for match in re.finditer(CLAIMS, text, re.S)):
+        for line in lines.splitlines()[2:]:
+            _, first, second, _, one, other = re.search(CLAIM, line).groups()
+            places = f"papers: {one or first}; papers: {other or second}"
+            papers.append(f"{cells_of(line)[1]} <!-- log: {places} -->")
+    text = re.sub(MARKED, "", text)
+    text = re.sub(CLAIMS, "", text, flags=re.S)
+    text = re.sub(CHANCE, "", text)
+    text = re.sub(r"^ *```\w.*?^ *```", "", text, flags=re.S | re.M)
+    return papers + re.split(r"\n\s*\n(?!\s*\|)|\n(?=\* |\d\. )", text)
 
 
-def draw_lengths(shown):
-    """docs/claims-lengths.png: a panel per table, a line per row also trained longer on scenes"""
-    from matplotlib.figure import Figure
+def written(block):
+    """-> the scores in a paragraph: {"52.6 ± 0.3", "88.7", "7", "10"} of "7 to 10 points" """
+    text = re.sub(NO_SCORES, "", " ".join(block.split()))
+    found = set(re.findall(DECIMAL, text))
+    for numbers in re.findall(INTEGER, text):
+        found.update(re.findall(r"\d+", numbers))
+    return found
 
-    figure = Figure((3.6 * len(shown), 3.2), layout="constrained")
-    [panels] = figure.subplots(1, len(shown), sharey="row", squeeze=False)
-    panels[0].set_ylabel("mAP on scenes")
-    for panel, table in zip(panels, shown):
-        ours = {times: measured(table, size) for size, times in SCENES.items()}
-        for label, *_ in TABLES[table]["rows"]:
-            means = {times: statistics.mean(scores[0] for scores in cells[label]["ours"])
-                     for times, cells in ours.items() if label in cells}  # fmt: skip
-            if len(means) > 1:
-                panel.plot(list(means), list(means.values()), "o-", label=label)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(list(SCENES.values()), [f"{times:g}x" for times in SCENES.values()])
-        panel.set_title(table, fontsize=9)
-        panel.set_xlabel("length of training")
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(fontsize=7)
-    figure.savefig(REPO / "docs/claims-lengths.png", dpi=110)
+
+def wrong(block):
+    """-> the scores in a paragraph that are not where its comments say"""
+    allowed = known(block)
+    found = {score for score in written(block) if score not in allowed}
+    return {score for score in found if not {*score.split(" ± ")} <= allowed}
+
+
+def known(block):
+    """-> the numbers that a paragraph's comments allow"""
+    found = set()
+    for kind, content in re.findall(r"(?<!`)<!-- (log|by hand|paper): (.*?) -->", block, re.S):
+        content = " ".join(content.split())
+        if kind == "log":
+            for place in content.split("; "):
+                found |= numbers_at(*place.split(": "))
+        else:
+            found.update(re.findall(r"[\d.]+(?: ± [\d.]+)?", content.split(": ")[0]))
+    return found
+
+
+@functools.cache
+def numbers_at(name, *keys):
+    """-> the numbers at a place of a log as our pages write them, with 0, 1 or 2 digits"""
+    if name == "papers":
+        rows = [row for rows in page()[-1].values() for row in rows[1:] if row[1] == keys[0]]
+        return set(re.findall(r"\d+(?:\.\d+)?", " ".join(sum((row[2:] for row in rows), []))))
+    found = read(LOGS / name)
+    if "rows" in found and keys:
+        label, *column = keys
+        runs = label.split(" - ")
+        rows = [row for run in runs for row in found["rows"] if run in (row["row"], row.get("run"))]
+        cells = [row["cells"][key] for row in rows for key in column or row["cells"]]
+        if len(runs) == 2:
+            first, second = (statistics.mean(sum(cell["ours"], [])) for cell in cells)
+            return in_digits(first - second)
+        texts = [in_words(cell["ours"], digits) for cell in cells for digits in (0, 1, 2)]
+        return set(" / ".join(texts).split(" / "))
+    for key in keys:
+        found = found[key]
+    numbers = re.findall(r"-?\d+(?:\.\d+)?(?:e-?\d+)?", json.dumps(found))
+    return set().union(*(in_digits(float(number)) for number in numbers))
+
+
+def in_digits(number):
+    return {f"{abs(number):.{digits}f}" for digits in (0, 1, 2)}
+
+
+if __name__ == "__main__":
+    get_args()
+    main()

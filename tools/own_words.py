@@ -1,0 +1,76 @@
+"""Make a probe of the words in photos' own captions: is what captions say in the backbone?
+
+    python tools/own_words.py photos.jsonl
+    python eval_linear.py --weights runs/virtex-photos/backbone.pth random --data own_words.jsonl \\
+        --train-split learn --val-split score
+
+The words are the 50 most frequent nouns, verbs and adjectives of the training captions that between
+2% and 30% of the training photos have. They become the tags of the validation photos: a photo has a
+word if one of its captions has it. One half of the validation photos is there to learn from, the
+other to be scored. A backbone that was trained on the captions of the training photos has seen such
+labels on such photos, so this probe tells what it learned there, and not what it is worth elsewhere.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common
+import tp
+from common import fail, print_main
+
+
+def get_args(argv=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("data", metavar="JSONL", help="captioned photos, with the splits train and val")
+    add("--num-words", type=common.positive_int, default=50, help="how many words to take")
+    add("--seed", type=common.non_negative_int, default=0, help="seed that draws the two halves")
+    add("--output", default="own_words.jsonl", help="the file to write")
+    return parser.parse_args(argv)
+
+
+def main(args):
+    if not args.output.endswith(".jsonl"):
+        fail(f"--output {args.output} must end in .jsonl")
+    train = common.caption_data(args.data, split="train").captioned()
+    val = common.caption_data(args.data, split="val").captioned()
+    words = choose_words(train, args.num_words)
+    order = np.random.default_rng(args.seed).permutation(len(val))
+    learn = set(order[: len(val) // 2].tolist())
+    with open(args.output, "w") as file:
+        for n, photo_words in enumerate(words_of_photos(val)):
+            row = {
+                "image": str(Path(val.images[n]).resolve()),
+                "tags": [word for word in words if word in photo_words],
+                "split": "learn" if n in learn else "score",
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    print_main(f"{args.output}: {len(val)} photos, {len(words)} words: {', '.join(words)}")
+
+
+def words_of_photos(data):
+    """-> for each photo the set of words that its captions have"""
+    return [{word for text in captions for word in tp.words_of(text)} for captions in data.captions]
+
+
+def choose_words(train, num_words):
+    """The most frequent nouns, verbs and adjectives that 2% to 30% of the photos have"""
+    concepts = tp.count_concepts(train.all_captions(), "textblob")
+    concepts = {word for words in concepts.values() for word in words}
+    photos = Counter(word for words in words_of_photos(train) for word in words & concepts)
+    words = [word for word, n in photos.most_common() if 0.02 <= n / len(train) <= 0.3]
+    if not words:
+        fail("no word is in 2% to 30% of the training photos' captions")
+    return sorted(words[:num_words], key=lambda word: (-photos[word], word))
+
+
+if __name__ == "__main__":
+    main(get_args())
