@@ -475,7 +475,7 @@ class VirTex(nn.Module):
 
 
 def chosen(x, places):
-    """x (B, T, ...), places (N,): t + T * b -> (N, ...). (With x[b, t] a GPU would have to sort.)"""
+    """x (B, T, ...), places (N,): t + T * b -> (N, ...). (For x[b, t] a GPU would have to sort.)"""
     return x.flatten(0, 1).index_select(0, places)
 
 
