@@ -203,7 +203,7 @@ def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    init = {} if checkpoint else common.read_init(args)  # what --init names
+    init = {} if checkpoint else common.read_init(args)  # starting weights, {} without --init
 
     # Data: photos, some of which may have no captions or no tags [Sec. 3.2, end].
     bn_group = batchnorm_group(args)
@@ -303,7 +303,7 @@ def main(args):
                 with common.eager(args.compile):
                     result = validate(model.queries, val, tokenizer, args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
-                # Before the checkpoint: a run that has ended has its result.
+                # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
         if last or iteration % args.checkpoint_every == 0:

@@ -184,7 +184,7 @@ def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    init = {} if checkpoint else common.read_init(args)  # what --init names
+    init = {} if checkpoint else common.read_init(args)  # starting weights, {} without --init
 
     # Data: photos, and labels made from their captions. Photos without a label are left out.
     with_tags = args.labels == "instances"  # TP-Label [Sec. 4]
@@ -263,7 +263,7 @@ def main(args):
                 with common.eager(args.compile):
                     result = validate(model, val_photos, labels.mean(0), args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
-                # Before the checkpoint: a run that has ended has its result.
+                # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
         if last or iteration % args.checkpoint_every == 0:
