@@ -347,7 +347,7 @@ def read_crops(data, index, crops, size):
         smallest = np.ptp(boxes, 1).min(0)  # box's width and height, in pixels
         image.draft("RGB", [*np.ceil(size * full_size / smallest)])
         if image.mode[0] in "IF" or image.has_transparency_data:
-            image = importlib.import_module("extras.sources").to_rgb(image)  # a copied script skips it
+            image = importlib.import_module("extras.sources").to_rgb(image)
         image = image.convert("RGB")
         boxes *= image.size / full_size  # draft may have shrunk it
         cut = [image.resize((size, size), Image.BILINEAR, [*box.flat]) for box in boxes]
