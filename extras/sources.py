@@ -60,8 +60,10 @@ def visual_genome(split, root):
 
 def entries(root, name):
     """The entries of a JSON list, one by one: the files have up to 700 MB"""
-    import ijson  # only Visual Genome needs it
-
+    try:
+        import ijson  # only Visual Genome needs it
+    except ModuleNotFoundError:
+        fail("ijson is missing: python -m pip install ijson")
     path = os.path.join(root, name)
     if not os.path.isfile(path):
         fail(f"there is no {path}: --root is the folder of Visual Genome's files")

@@ -285,8 +285,8 @@ def table_rows(path, text):
     if swallowed or len(broken) > 0.01 * len(rows):
         line, cell = (swallowed or broken)[0]
         fail(f"{path}, line {line}: a quote takes several lines into one cell, {short(cell)}, as in"
-             f" {len(broken)} of {len(rows)} rows. Is it not closed? If it is, write spaces for the "
-             "line breaks")  # fmt: skip
+             f" {len(broken)} of {len(rows)} rows. Is it not closed? If it is, write spaces for the"
+             " line breaks")  # fmt: skip
     if broken:
         print_main(f"{path}: line breaks within quotes in {len(broken)} rows, {short(broken[0])}")
     return rows
