@@ -522,7 +522,7 @@ def load_init(init, model, backbone, skip=()):
 
 
 def build_optimizer(args, parameters, lr=None):
-    """SGD with momentum 0.9 (all papers), RAdam [ICMLM App. F.1] or AdamW.  lr: instead of args.lr"""
+    """SGD with momentum 0.9 (all papers), RAdam [ICMLM App. F.1] or AdamW.  lr: or args.lr"""
     options = {
         # In fp16, fused SGD would keep an overflow of the first step in its momentum.
         "SGD": {"momentum": 0.9, "fused": args.amp != "fp16"},
