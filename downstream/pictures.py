@@ -90,13 +90,12 @@ def write(figure, x, y, text, width, most, **style):
 def draw_rows(path, rows, above=1, below=1, side=128):
     """Draw rows of photos, with a text above each row and one below each photo
 
-    rows: [(text above, [(pixels uint8 (side, side, 3), text below, colour of a frame or None),
-    ...]), ...].  above, below: the most lines of these texts
+    rows: [(text above, [(pixels uint8 (side, side, 3), text below), ...]), ...].
+    above, below: the most lines of these texts
     """
     if not importlib.util.find_spec("matplotlib"):
         return common.print_main(f"{path} is not drawn: pip install matplotlib")
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
 
     columns = max(len(photos) for _, photos in rows)
     width = GAP + columns * (side + GAP)
@@ -109,14 +108,10 @@ def draw_rows(path, rows, above=1, below=1, side=128):
         for room, (title, photos) in zip(room_above, rows):
             bottom -= room + side
             write(figure, GAP, bottom + side + 6, title, width - 2 * GAP, above, va="bottom")
-            for column, (pixels, text, frame) in enumerate(photos):
+            for column, (pixels, text) in enumerate(photos):
                 x = GAP + column * (side + GAP)
                 figure.figimage(pixels, x, bottom)
                 write(figure, x + side / 2, bottom - 3, text, side, below, ha="center", va="top")
-                if frame:
-                    style = {"fill": False, "edgecolor": frame, "linewidth": 3}
-                    box = Rectangle((x, bottom), side, side, transform=None, **style)
-                    figure.add_artist(box)
             bottom -= below * LINE + 8
         figure.savefig(path)
 
@@ -126,19 +121,14 @@ def in_rows(photos, columns):
     return [("", photos[n : n + columns]) for n in range(0, len(photos), columns)]
 
 
-def draw_nearest(path, texts, data, nearest, scores, framed=None, side=128):
-    """For each text a row of the photos `nearest`, with their scores below them
-
-    data: CaptionData or similar.  nearest: indices into it.  framed: the index of the photo to
-    frame, for each text; None for no frames
-    """
+def draw_nearest(path, texts, data, nearest, scores, side=128):
+    """For each text a row of the photos `nearest`, indices into data, with their scores below"""
     rows = []
     for row, text in enumerate(texts):
         photos = []
         for index, score in zip(nearest[row], scores[row]):
             [pixels] = common.read_crops(data, index, [common.centre_crop], side)
-            frame = "green" if framed and index == framed[row] else None
-            photos.append((pixels, f"{score:.2f}", frame))
+            photos.append((pixels, f"{score:.2f}"))
         rows.append((text, photos))
     draw_rows(path, rows, side=side)
 
@@ -150,9 +140,9 @@ def draw_attention(image, caption, words, path, side=192, columns=6):
     map's maximum, so that a uniform map looks uniform [ours]; VirTex, App. B, maps each to [0, 1].
     """
     photo = np.asarray(image.resize((side, side), Image.BICUBIC), np.float32)
-    photos = [(photo.astype(np.uint8), "", None)]
+    photos = [(photo.astype(np.uint8), "")]
     for word, attention in words:
-        photos.append((highlight(photo, attention), word, None))
+        photos.append((highlight(photo, attention), word))
     rows = in_rows(photos, columns)
     rows[0] = caption, photos[:columns]
     lines = 1 + 16 * len(caption) // (len(photos[:columns]) * side)  # a letter has up to 16 pixels

@@ -311,12 +311,14 @@ def fold_scores(similarity, image_of_caption, folds=1):
 
 
 def draw_retrieved(data, similarity, path):
-    """For a caption of each of five photos, draw the eight nearest photos, its own in a frame."""
-    photos = range(min(5, len(data)))
-    texts = [data.captions[i][0] for i in photos]
+    """For a caption of each of five photos, draw the eight nearest photos."""
+    photos = np.arange(min(5, len(data)))
     first = np.searchsorted(image_of_caption(data), photos)  # the columns of these captions
-    scores, nearest = similarity[:, first].T.topk(min(8, len(data)))
-    pictures.draw_nearest(path, texts, data, nearest.tolist(), scores.tolist(), framed=photos)
+    of_captions = similarity[:, first].T  # (5, N)
+    ranks = 1 + (of_captions > of_captions[photos, photos][:, None]).sum(1)
+    texts = [f"{data.captions[i][0]} (its own photo is number {ranks[i]})" for i in photos]
+    scores, nearest = of_captions.topk(min(8, len(data)))
+    pictures.draw_nearest(path, texts, data, nearest.tolist(), scores.tolist())
     print_main(f"the photos nearest to some captions are in {path}")
 
 

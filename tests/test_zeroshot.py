@@ -12,7 +12,6 @@ from conftest import CPU, result, run_here
 from sklearn.metrics import accuracy_score, recall_score
 
 import common
-import eval_linear
 from downstream import zeroshot
 from extras import layers, shapes
 
