@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 
 import common
 from common import fail
@@ -74,9 +74,6 @@ class BoxData:
 
     def objects_of(self, i):
         return json.loads(self.objects[i])
-
-
-# --------------------------------------------------------------------------------------- reading
 
 
 def load(name, root, split):
@@ -159,17 +156,13 @@ def shapes_objects(split, side=96):
             label = shapes.SHAPES.index(o.shape)
             rows.append({"image_id": scene, "category_id": label, "bbox": box})
     content = coco_format(scenes, rows, dict(enumerate(shapes.SHAPES)))
-    draw_scene = partial(shapes.draw, side=side)
-    return BoxData(content, np.array(scenes, object), "shapes", open=draw_scene)
+    return BoxData(content, np.array(scenes, object), "shapes", open=shapes.draw)
 
 
 def coco_format(image_ids, annotations, names):
     images = [{"id": image_id} for image_id in image_ids]
     categories = [{"id": category, "name": name} for category, name in names.items()]
     return {"images": images, "annotations": annotations, "categories": categories}
-
-
-# --------------------------------------------------------------------------------------- samples
 
 
 def training_rows(data, seed):
@@ -256,9 +249,6 @@ def collate(samples):
     return {"samples": Samples(samples)}
 
 
-# --------------------------------------------------------------------------- scores and pictures
-
-
 def score(val, results):
     """Rows of evaluate -> {"AP", "AP50", "AP75"} in percent, with masks also {"mask AP", ...}"""
     scores = dict(zip(SCORES, average_precision(val, results, "bbox")))
@@ -317,28 +307,26 @@ def plain_iou(evaluation, image, category):
 def draw(val, results, path, side=320):
     """Draw eight validation photos, resized to squares, with detections that score above 0.5."""
     from pycocotools import mask
-    from torchvision.transforms.functional import resize
-    from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
     samples = BoxPhotos(val, range(len(val)))
     photos = []
     for n in range(min(8, len(val))):
         sample = samples[n]
-        _, height, width = sample["image"].shape
-        photo = resize(sample["image"], [side, side])
+        pixels = sample["image"].permute(1, 2, 0).numpy()
+        height, width, _ = pixels.shape
+        scale = np.array([side / width, side / height] * 2)
         image_id = val.ids[sample["image_id"]]
         shown = [row for row in results if row["image_id"] == image_id and row["score"] > 0.5]
-        if shown and val.masks:
-            masks = np.stack([mask.decode(row["segmentation"]) for row in shown])
-            masks = resize(torch.tensor(masks), [side, side]).bool()
-            photo = draw_segmentation_masks(photo, masks, 0.5, "red")
-        if shown:
-            corners = torch.tensor([row["bbox"] for row in shown])
-            corners[:, 2:] += corners[:, :2]
-            corners *= torch.tensor([side / width, side / height] * 2)
-            numbers = [str(k) for k in range(1, len(shown) + 1)]
-            photo = draw_bounding_boxes(photo, corners, numbers, colors="yellow", width=2)
+        for row in shown if val.masks else ():
+            pixels[mask.decode(row["segmentation"]) > 0, 0] = 255  # red
+        photo = Image.fromarray(pixels).resize((side, side))
+        canvas = ImageDraw.Draw(photo)
+        for number, row in enumerate(shown, 1):
+            x, y, w, h = row["bbox"]
+            corners = scale * (x, y, x + w, y + h)
+            canvas.rectangle(corners.tolist(), outline="yellow", width=2)
+            canvas.text(corners[:2].tolist(), f" {number}", "yellow")
         names = [f"{val.names[row['category_id']]} {row['score']:.2f}" for row in shown]
-        text = ", ".join(f"{k}: {name}" for k, name in enumerate(names, 1))
-        photos.append((photo.permute(1, 2, 0).numpy(), text, None))
+        text = ", ".join(f"{number}: {name}" for number, name in enumerate(names, 1))
+        photos.append((np.asarray(photo), text))
     pictures.draw_rows(path, pictures.in_rows(photos, 4), below=2, side=side)

@@ -130,11 +130,7 @@ def main(args):
     train.content = None  # gigabytes that only scoring needs
     print_main(f"{len(train)} + {len(val)} photos, {len(train.names)} classes, on {device}")
 
-    scores = {}
-    for name, run in runs.items():
-        model = fine_tune(train, run, device)
-        if common.is_main():
-            scores[name] = evaluate(val, model, run, device)
+    scores = {name: fine_tune(train, val, run, device) for name, run in runs.items()}
     if common.is_main():
         common.save(f"{args.output}/result.json", {"args": vars(args), **scores})
         origin = {"trained": f"from {args.weights}", "random": "from random initialisation"}
@@ -143,8 +139,8 @@ def main(args):
     common.end_distributed()
 
 
-def fine_tune(train, args, device):
-    """Train into args.output -> Detector"""
+def fine_tune(train, val, args, device):
+    """Train into args.output -> scores on `val`; {} in all processes but the first"""
     from torchvision.ops import FrozenBatchNorm2d
     from torchvision.ops._utils import split_normalization_params
 
@@ -166,8 +162,6 @@ def fine_tune(train, args, device):
     norms, others = split_normalization_params(model)
     groups = [{"params": others}, {"params": norms, "weight_decay": 0.0}]  # Detectron2's default
     optimizer = common.build_optimizer(args, groups)
-    if args.compile:
-        model.rcnn.backbone.compile(dynamic=True)  # the rest depends on the number of boxes
 
     def losses_of(ddp, batch):
         with common.autocast(device, args.amp):
@@ -183,10 +177,7 @@ def fine_tune(train, args, device):
     given = args, device, checkpoint, args.iters, args.warmup, args.steps
     finetune.run(model, optimizer, photos, boxes.collate, losses_of, after_step, *given)
     common.save_weights(f"{args.output}/backbone.pth", backbone)
-    return model
-
-
-# ------------------------------------------------------------------------------------- the model
+    return evaluate(val, model, args, device) if common.is_main() else {}
 
 
 class Detector(nn.Module):
@@ -266,9 +257,6 @@ def initialize(roi_heads):
             nn.init.zeros_(layer.bias)
 
 
-# ------------------------------------------------------------------------------- after training
-
-
 def precise_bn(model, photos, args, device):
     """Replace batch norm's moving averages by plain means over --bn-batches training batches, of
     which each process has its part [VirTex App. A.3: Detectron2's PRECISE_BN, with 200 batches].
@@ -283,10 +271,10 @@ def precise_bn(model, photos, args, device):
 def evaluate(val, model, args, device):
     """Write detections.json, in COCO's results format, and a picture -> {score: percent}"""
     photos = boxes.BoxPhotos(val, range(len(val)))
-    batch_size = 4  # 300 masks of one photo are 0.4 GB
     model.eval()
     rows_of = {}  # each photo once, even if it replaces an unreadable one
-    for batch in common.load_batches(photos, boxes.collate, args, device, batch_size):
+    # Four photos at a time: 300 masks of one are 0.4 GB.
+    for batch in common.load_batches(photos, boxes.collate, args, device, batch_size=4):
         with common.autocast(device, args.amp):
             outputs = model(batch)
         for sample, output in zip(batch["samples"], outputs):

@@ -3,8 +3,8 @@
 Desai, Johnson. VirTex: Learning Visual Representations from Textual Annotations. CVPR 2021,
 Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3; App. A.1, Fig. 4 (IN-sup).
 
-While eval_linear.py freezes the backbone, here training starts from it. The better the backbone,
-the fewer labels are needed. Batch norm is per process, as in the paper's code.
+While eval_linear.py freezes the backbone, here training starts from it. Batch norm is per process,
+as in the paper's code.
 
     laptop          python virtex.py, then python -m downstream.finetune
     own photos      python -m downstream.finetune --data folder --root labelled \\
@@ -17,10 +17,9 @@ the fewer labels are needed. Batch norm is per process, as in the paper's code.
                         --fraction 0.1 --epochs 90 --steps 30 60 --output runs/insup_10
 
 An image folder holds train/<class>/<photo> and val/<class>/<photo>. What to expect: the loss starts
-at ln(number of classes) and drops when the learning rate falls to a tenth (at 70% of the run). On
-shapes a second backbone, randomly initialised, is trained into OUTPUT/random, and the last line
-compares the two; on other data run it as a command of its own. --output holds the same files as in
-training (docs/running.md). If you repeat the command, it resumes.
+at ln(number of classes) and drops when the learning rate falls to a tenth. On shapes a second
+backbone, randomly initialised, is trained into OUTPUT/random, and the last line compares the two.
+--output holds the same files as in training (docs/running.md), and the same command resumes.
 """
 
 import math
@@ -86,7 +85,7 @@ def get_args(argv=None):
 
 
 def add_run_flags(parser):
-    """Those of virtex.py, but for --amp; also of detection.py"""
+    """Also of detection.py"""
     # fmt: off
     add = parser.add_argument_group("run").add_argument
     add("--output", help="folder of the run, in which the same command resumes (default "
@@ -94,12 +93,9 @@ def add_run_flags(parser):
     add("--seed", type=common.non_negative_int, default=0, help="random seed")
     add("--accumulate", type=common.positive_int, default=1,
         help="split each batch into this many parts, if memory is short")
-    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
     add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
     add("--checkpoint-every", type=common.positive_int,
         help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=common.positive_int,
-        help="also keep a model_N.pth every N iterations, to choose the best later")
     # fmt: on
 
 
@@ -118,11 +114,7 @@ def main(args):
     counts = f"{len(train)} training and {len(val)} validation photos"
     print_main(f"{counts}, {len(train.names)} classes, on {device}, amp {args.amp}")
 
-    scores = {}
-    for name, run_args in runs.items():
-        model = fine_tune(train, val, run_args, device)
-        if common.is_main():
-            scores[name] = validate(val, model, run_args, device)
+    scores = {name: fine_tune(train, val, run, device) for name, run in runs.items()}
     if common.is_main():
         common.save(f"{args.output}/result.json", {"args": vars(args), **scores})
         origins = {"trained": args.weights, "random": "random initialisation"}
@@ -134,7 +126,7 @@ def main(args):
 
 
 def fine_tune(train, val, args, device):
-    """Train on `train` into args.output -> Classifier"""
+    """Train into args.output -> scores on `val`; {} in all processes but the first"""
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
     photos = common.fingerprint(train.images, train.labels.tolist())
     common.begin_run(args, checkpoint, photos)
@@ -148,8 +140,6 @@ def fine_tune(train, val, args, device):
     model = Classifier(backbone, len(train.names))
     model.to(device, memory_format=torch.channels_last)
     optimizer = common.build_optimizer(args, model.parameters(), lr=lr)
-    if args.compile:
-        model.compile()
 
     # Validate at most once an epoch, after at least five times as many training photos as
     # there are validation photos, and with a line of metrics.jsonl.
@@ -172,7 +162,7 @@ def fine_tune(train, val, args, device):
     given = args, device, checkpoint, iters
     run(model, optimizer, photos, None, loss_of, after_step, *given, steps=steps)
     common.save_weights(f"{args.output}/backbone.pth", backbone)
-    return model
+    return validate(val, model, args, device) if common.is_main() else {}
 
 
 def run(
@@ -216,8 +206,6 @@ def run(
             bar.set_postfix(loss=f"{row['loss']:.3f}")
         if iteration % args.checkpoint_every == 0 or iteration == iters:
             common.save_checkpoint(args, "checkpoint.pth", iteration, state)
-        if args.keep_every and iteration % args.keep_every == 0:
-            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
 
 
 def labelled_split(name, root, split):
