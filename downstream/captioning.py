@@ -66,9 +66,9 @@ def main(args):
     model.to(device)
     if args.evaluate:
         return evaluate(model, tokenizer, image_size, device, args)
-    captions = caption_images(model, photo_files(args.photos), image_size, device, args)
-    for n, tokens, image_features, pixels in captions:
-        caption = detokenize(tokenizer, tokens)
+    data = photo_files(args.photos)
+    captions = caption_images(model, tokenizer, data, image_size, device, args)
+    for n, caption, tokens, image_features, pixels in captions:
         pieces = [tokenizer.id_to_piece(token) for token in tokens[1:].tolist()]
         words = word_attention(model.textual, image_features, tokens, pieces)
         picture = Path(args.output, f"{n + 1}_{Path(args.photos[n]).stem}.png")
@@ -123,15 +123,10 @@ def read_tokenizer(path):
     return tokenizer
 
 
-def detokenize(tokenizer, tokens):
-    return tokenizer.decode([token for token in tokens.tolist() if token > MASK])
-
-
 @torch.no_grad()
-def caption_images(model, data, image_size, device, args):
-    """Yield (n, tokens (T,), image features (1, S, H), pixels) for each photo that can be decoded
-
-    data: CaptionData.  tokens: from [SOS] on, without [EOS].
+def caption_images(model, tokenizer, data, image_size, device, args):
+    """Yield (n, caption, its tokens (T,), image features (1, S, H), pixels) for each photo of data
+    that can be decoded.  tokens: from [SOS] on, without [EOS]
     """
     batches = DataLoader(CentralSquares(data, image_size), 16, num_workers=args.workers)
     first = 0
@@ -144,7 +139,8 @@ def caption_images(model, data, image_size, device, args):
         for n in range(len(pixels)):
             if readable[n]:
                 tokens = captions[n, before_end[n]]
-                yield first + n, tokens, image_features[n : n + 1], pixels[n]
+                caption = tokenizer.decode([token for token in tokens.tolist() if token > MASK])
+                yield first + n, caption, tokens, image_features[n : n + 1], pixels[n]
         first += len(pixels)
 
 
@@ -225,8 +221,7 @@ def evaluate(model, tokenizer, image_size, device, args):
     """Caption the validation split, and score the captions [Fig. 6]"""
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
     rows = []
-    for n, tokens, *_ in caption_images(model, val, image_size, device, args):
-        caption = detokenize(tokenizer, tokens)
+    for n, caption, *_ in caption_images(model, tokenizer, val, image_size, device, args):
         references = val.captions[n]
         rows.append({"image": str(val.images[n]), "caption": caption, "references": references})
     path = Path(args.output, "captions.json")

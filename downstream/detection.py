@@ -77,11 +77,9 @@ INITIAL_STD = {  # Detectron2
     "box_predictor.bbox_pred":        0.001,
     "mask_predictor.mask_fcn_logits": 0.001,
 }
-# fmt: on
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = tasks.argument_parser(__doc__, conflict_handler="resolve")
     tasks.add_flags(parser, DATA)
     add = parser.add_argument_group("model and optimisation").add_argument

@@ -50,7 +50,6 @@ DEFAULTS = {  #          shapes    folder    inat
     "log_every":        (10,       20,       20),
     "checkpoint_every": (100,      1000,     5000),
 }
-# fmt: on
 # crop_min: App. A.1 says "20-100%", which the authors' list of changes corrects to 8-100% for
 # ImageNet; their iNaturalist configuration has 8-100%, and so has torchvision's training (IN-sup).
 LR, RANDOM_LR, BATCH = 0.025, 0.1, 256  # pretrained, randomly initialised [Sec. 4.3]
@@ -58,7 +57,6 @@ STEPS = 0.7, 0.9  # of the run: where the learning rate falls to a tenth [Sec. 4
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = tasks.argument_parser(__doc__)
     tasks.add_flags(parser, DATA)
     add = parser.add_argument_group("labels and optimisation").add_argument
@@ -74,7 +72,6 @@ def get_args(argv=None):
     add("--weight-decay", type=common.non_negative, default=1e-4,
         help="weight decay of all weights [Sec. 4.3]")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision (default bf16 if supported)")
-    # fmt: on
     add_run_flags(parser)
     args = parser.parse_args(argv)
     defaults = {name: row[DATA.index(args.data)] for name, row in DEFAULTS.items()}
@@ -86,7 +83,6 @@ def get_args(argv=None):
 
 def add_run_flags(parser):
     """Also of detection.py"""
-    # fmt: off
     add = parser.add_argument_group("run").add_argument
     add("--output", help="folder of the run, in which the same command resumes (default "
         "runs/SCRIPT, or runs/SCRIPT-DATA)")

@@ -71,7 +71,7 @@ def main(args):
                      f"the training run, as are {', '.join(positions)}")  # fmt: skip
         maskable = [{word: positions[word] for word in args.word}]
 
-    looked = []  # (what `data` calls the photo, word, attention)
+    looked = []  # (number of the scene or path of the photo, word, attention)
     squares = CentralSquares(data, trained["image_size"], side_fraction=1.0)
     for n, (positions, [caption]) in enumerate(zip(maskable, data.captions)):
         pixels, readable = squares[n]
@@ -79,9 +79,7 @@ def main(args):
             continue
         words = list(positions)
         maps, predicted = explain(model, lm, tokenizer, pixels, caption, positions)
-        name = "_".join([str(n + 1), Path(str(data.images[n])).stem, *words])
-        name = name.encode(errors="replace")[:200].decode(errors="ignore")  # at most 255 bytes
-        picture = Path(args.output, f"{name}.png")
+        picture = Path(args.output, f"{n + 1}_{Path(str(data.images[n])).stem}.png")
         titles = [f"{word}: {guess}" for word, guess in zip(words, predicted)]
         draw_attention(Image.fromarray(pixels), caption, list(zip(titles, maps)), picture)
         print_main(f"the attention is in {picture}")
@@ -202,20 +200,11 @@ def attention_inside_boxes(looked):
     for scene, word, attention in looked:
         named = [o for o in shapes.objects_of(scene) if word in (o.shape, o.colour)]
         if len(named) == 1:
-            left, top, right, bottom = named[0].box
-            height, width = attention.shape
-            rows = covered(top, bottom, height)
-            columns = covered(left, right, width)
-            inside.append(rows @ np.asarray(attention) @ columns)
-            area.append((right - left) * (bottom - top))
+            fine = np.kron(attention.numpy(), np.full((100, 100), 1e-4))  # 100 x 100 per cell
+            left, top, right, bottom = [round(edge * len(fine)) for edge in named[0].box]
+            inside.append(fine[top:bottom, left:right].sum())
+            area.append((right - left) * (bottom - top) / fine.size)
     return inside, area
-
-
-def covered(low, high, grid_size):
-    """The fraction of each of grid_size equal cells of [0, 1] that lies in [low, high]"""
-    cell = np.arange(grid_size)
-    overlap = np.minimum(high * grid_size, cell + 1) - np.maximum(low * grid_size, cell)
-    return overlap.clip(0)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ occur in a photo's captions. The paper's Stock photos are not public.
 What the paper leaves open is [ours]: PMI is computed from fractions of the training photos, for a
 tag with itself as well; vectors are rows of U sqrt(S) of the truncated SVD U S V', l2-normalised;
 "nearest" is by cosine. mIOU@K compares the K nearest tags with all n tags of a photo, so that it
-cannot exceed min(n, K) / max(n, K). Only tags of the vocabulary count, and photos without one are
-left out. Optimizer, epochs and standardised features are ours, too.
+cannot exceed min(n, K) / max(n, K). Photos without a tag of the vocabulary are left out. Optimizer
+and epochs are ours, too.
 
 What to expect: the loss starts near 1 and falls. A trained backbone should beat random
 initialisation and the most frequent tags, predicted for all photos.
@@ -79,14 +79,14 @@ def main(args):
 
     vectors = tag_vectors(train.labels, args.dim, device)  # (tags, dim)
     runs = defaultdict(list)
-    for name, seed, backbone in tasks.backbones(args, device):
-        if backbone:
-            train_x = None  # or the memory holds two backbones' features: 47.5 GB each on Stock
-            train_data, train_x = tasks.central_features(backbone, train, args, device)
-            val_data, val_x = tasks.central_features(backbone, val, args, device)
-        mlp = train_mlp(train_x, train_data.labels, vectors, args, seed)
-        ranked = nearest_tags(mlp, val_x, vectors)  # (N, 20)
-        runs[name].append(miou_at_cuts(ranked, val_data.labels))
+    for name, seeds, backbone in tasks.backbones(args, device):
+        train_x = None  # or the memory holds two backbones' features: 47.5 GB each on Stock
+        train_data, train_x = tasks.central_features(backbone, train, args, device)
+        val_data, val_x = tasks.central_features(backbone, val, args, device)
+        for seed in seeds:
+            mlp = train_mlp(train_x, train_data.labels, vectors, args, seed)
+            ranked = nearest_tags(mlp, val_x, vectors)  # (N, 20)
+            runs[name].append(miou_at_cuts(ranked, val_data.labels))
     most_frequent = np.arange(min(CUTS[-1], len(train.names)))  # the order of tagged_photos
     always = np.tile(most_frequent, (len(val_data), 1))
     runs[FREQUENT] = [miou_at_cuts(always, val_data.labels)]
@@ -107,9 +107,8 @@ def tagged_photos(args):
     train_tags, val_tags = tags_of_photos(train, args), tags_of_photos(val, args)
     counts = Counter(tag for tags in train_tags for tag in tags)
     if len(counts) < 2:
-        what = f"words of {args.tags}, in their captions" if args.tags else "tags"
-        fail(f"the photos have {len(counts)} {what}, but at least two are needed: give --tags a "
-             "concepts.json of tp.py whose words occur in the captions")  # fmt: skip
+        fail(f"the photos have {len(counts)} different tags, but at least two are needed: give "
+             "--tags a concepts.json of tp.py whose words occur in the captions")  # fmt: skip
     most_frequent_first = sorted(counts, key=lambda tag: (-counts[tag], tag))
     names = most_frequent_first[: args.num_tags]
     train = with_tags(train, train_tags, names)
@@ -122,17 +121,14 @@ def tagged_photos(args):
 def tags_of_photos(data, args):
     """The different tags of each photo of CaptionData: N lists or sets of strings"""
     if args.tags:
-        # Only here: it imports scikit-learn, which takes seconds.
-        from tp import words_of
+        from tp import words_of  # only here: it imports scikit-learn, which takes seconds
 
-        if not os.path.isfile(args.tags):
-            fail(f"there is no {args.tags}: --tags is the concepts.json of a run of tp.py")
-        content = common.read_json(args.tags)
+        content = common.read_json(args.tags) if os.path.isfile(args.tags) else None
         if not isinstance(content, dict):
             fail(f"--tags {args.tags} is not a concepts.json of tp.py or icmlm.py")
         concepts = {word for words in content.values() for word in words}
-        texts = progress(map(" ".join, data.captions), desc="tags", total=len(data), leave=False)
-        return [concepts.intersection(words_of(text)) for text in texts]
+        captions = progress(data.captions, desc="tags", total=len(data), leave=False)
+        return [concepts.intersection(words_of(" ".join(texts))) for texts in captions]
     if args.data == "shapes":
         return [scene_tags(scene) for scene in data.images]
     return data.tags
@@ -142,8 +138,7 @@ def scene_tags(scene):
     """What a built-in scene shows; 94 different tags in all -> {tag, ...}"""
     tags = set()
     for o in shapes.objects_of(scene):
-        tags |= {o.shape, o.colour, o.size, o.fill}
-        tags |= {shapes.place(o), f"{o.colour} {o.shape}"}
+        tags |= {o.shape, o.colour, o.size, o.fill, shapes.place(o), f"{o.colour} {o.shape}"}
     return tags
 
 
@@ -226,8 +221,7 @@ def nearest_tags(mlp, features, vectors):
     nearest = []
     k = min(CUTS[-1], len(vectors))
     for x in features.split(1024):
-        output = F.normalize(mlp(x.to(vectors.device)))
-        cosine = output @ vectors.T  # vectors have length 1
+        cosine = F.normalize(mlp(x.to(vectors.device))) @ vectors.T  # vectors have length 1
         nearest.append(cosine.topk(k).indices.cpu())
     return torch.cat(nearest).numpy()
 

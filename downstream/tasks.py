@@ -89,22 +89,18 @@ def begin(args):
 
 
 def backbones(args, device):
-    """Yield ("trained" or "random", seed of the run, frozen backbone) for --runs of each
+    """Yield ("trained" or "random", seeds of its runs, frozen backbone)
 
-    The backbone is None where the previous run's is used again: trained weights are the same for
-    all runs, random ones are drawn anew for each.
+    Trained weights are the same for all --runs, random ones are drawn anew for each.
     """
     arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
-    names = ["random"] if args.weights == "random" else ["trained", "random"]
-    for name in names:
-        weights = args.weights if name == "trained" else "random"
-        for seed in range(args.seed, args.seed + args.runs):
-            backbone = None
-            if name == "random" or seed == args.seed:
-                backbone = eval_linear.load_backbone(weights, arch, seed)
-                backbone.to(device, memory_format=torch.channels_last)
-                backbone.eval().requires_grad_(False)
-            yield name, seed, backbone
+    seeds = range(args.seed, args.seed + args.runs)
+    groups = [] if args.weights == "random" else [("trained", args.weights, seeds)]
+    groups += [("random", "random", [seed]) for seed in seeds]
+    for name, weights, of_runs in groups:
+        backbone = eval_linear.load_backbone(weights, arch, of_runs[0])
+        backbone.to(device, memory_format=torch.channels_last)
+        yield name, of_runs, backbone.eval().requires_grad_(False)
 
 
 def extract_features(backbone, photos, args, device, function=eval_linear.pooled):
