@@ -92,13 +92,7 @@ def load(name, root, split):
         if name == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
             file = "/".join(image["coco_url"].split("/")[-2:])
         paths.append(f"{root}/{file}")
-    images = pictures.photo_files(paths).images
-    for image, photo in zip(content["images"], paths):
-        if not (image.get("height") and image.get("width")):
-            with Image.open(photo) as opened:
-                order = -1 if opened.getexif().get(0x112, 1) > 4 else 1  # EXIF's orientation
-                image["width"], image["height"] = opened.size[::order]
-    return BoxData(content, images, name, path)
+    return BoxData(content, pictures.photo_files(paths).images, name, path)
 
 
 def complete(row, number, coco):
@@ -321,12 +315,12 @@ def draw(val, results, path, side=320):
             pixels[mask.decode(row["segmentation"]) > 0, 0] = 255  # red
         photo = Image.fromarray(pixels).resize((side, side))
         canvas = ImageDraw.Draw(photo)
-        for number, row in enumerate(shown, 1):
+        for row in shown:
             x, y, w, h = row["bbox"]
-            corners = scale * (x, y, x + w, y + h)
-            canvas.rectangle(corners.tolist(), outline="yellow", width=2)
-            canvas.text(corners[:2].tolist(), f" {number}", "yellow")
-        names = [f"{val.names[row['category_id']]} {row['score']:.2f}" for row in shown]
-        text = ", ".join(f"{number}: {name}" for number, name in enumerate(names, 1))
-        photos.append((np.asarray(photo), text))
-    pictures.draw_rows(path, pictures.in_rows(photos, 4), below=2, side=side)
+            corners = (scale * (x, y, x + w, y + h)).tolist()
+            name = f" {val.names[row['category_id']]} {row['score']:.2f}"
+            canvas.rectangle(corners, outline="yellow", width=2)
+            canvas.text(corners[:2], name, "yellow")
+        photos.append((np.asarray(photo), ""))
+    rows = [("", photos[:4]), ("", photos[4:])]
+    pictures.draw_rows(path, rows, below=0, side=side)

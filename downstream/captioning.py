@@ -59,8 +59,6 @@ def get_args(argv=None):
 
 def main(args):
     common.make_folder(args.output)
-    if args.evaluate:
-        check_metrics()
     device = common.init_distributed()
     model, tokenizer, image_size = load_virtex(args.weights, args.tokenizer)
     model.to(device)
@@ -209,16 +207,12 @@ def word_attention(head, image_features, tokens, pieces):
     return [(word, torch.stack(of_word).mean(0)) for word, of_word in zip(words, maps)]
 
 
-def check_metrics():
-    """CIDEr and SPICE need a package, and Java."""
+def evaluate(model, tokenizer, image_size, device, args):
+    """Caption the validation split, and score the captions [Fig. 6]"""
     if not importlib.util.find_spec("pycocoevalcap"):
         fail("pycocoevalcap is missing: python -m pip install pycocoevalcap")
     if not shutil.which("java"):
         fail("Java is missing: apt-get install default-jre-headless")
-
-
-def evaluate(model, tokenizer, image_size, device, args):
-    """Caption the validation split, and score the captions [Fig. 6]"""
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
     rows = []
     for n, caption, *_ in caption_images(model, tokenizer, val, image_size, device, args):

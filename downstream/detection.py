@@ -6,9 +6,8 @@ the same settings. All layers are trained; batch norm is synchronised, and re-es
     laptop          python virtex.py, then python -m downstream.detection
     VOC 07+12       torchrun --nproc_per_node=8 -m downstream.detection --data voc
     COCO or LVIS    torchrun --nproc_per_node=8 -m downstream.detection --data coco   (or lvis)
-    IN-sup on LVIS  the same with --weights imagenet --arch resnet50 --frozen-bn   [Tab. 7]
-    LVIS v0.5       ... --train-split v0.5_train --val-split v0.5_val --min-score 0   [Tab. 8]
-    pretraining     ... --data coco --weights random --arch resnet50 --schedule 9x   [Tab. 1]
+
+Flags for VirTex's Tabs. 1, 7 and 8 are in docs/papers.md.
 
 --root holds VOC2007/ and VOC2012/; or annotations/instances_{split}.json (LVIS: lvis_{split}.json)
 beside train2017/ and val2017/. A VOC split is YEAR_LIST, or several joined by +. On shapes a second
@@ -42,9 +41,7 @@ DEFAULTS = {  #          shapes        voc [Tab. 6]                   coco [Tab.
     "image_size":       (64,           800,                           800),   # Detectron2
     "smallest":         (1.0,          0.6,                           0.8),   # of it, in training
     "batch_size":       (8,            16,                            16),
-    "optimizer":        ("SGD",        "SGD",                         "SGD"),
     "lr":               (0.05,         0.02,                          0.02),
-    "weight_decay":     (1e-4,         1e-4,                          1e-4),
     "iters":            (400,          24_000,                        180_000),
     "warmup":           (0.1,          100 / 24_000,                  1 / 180),
     "steps":            ([3/4, 11/12], [3/4, 11/12],                  [2/3, 8/9]),
@@ -83,29 +80,23 @@ def get_args(argv=None):
     parser = tasks.argument_parser(__doc__, conflict_handler="resolve")
     tasks.add_flags(parser, DATA)
     add = parser.add_argument_group("model and optimisation").add_argument
-    add("--image-size", type=common.positive_int,
-        help="shorter side of photos in pixels; training draws smaller ones, too")
-    add("--model", choices=("fpn", "c4"),
-        help="fpn has a feature pyramid, c4 uses layer3 alone [Sec. 4.3]")
-    add("--frozen-bn", action="store_true",
-        help="keep the statistics, scales and shifts of batch norm fixed [Sec. 4.3, LVIS]")
+    add("--image-size", type=common.positive_int, help="shorter side of photos in pixels")
+    add("--model", choices=("fpn", "c4"), help="c4 has no feature pyramid [Sec. 4.3]")
+    add("--frozen-bn", action="store_true", help="keep batch norm as it is [Sec. 4.3, LVIS]")
     add("--schedule", choices=["9x"],
         help="longer training, from random weights, with batch norm in the heads [Tab. 1]")
     add("--batch-size", type=common.positive_int, help="photos per iteration over all processes")
     add("--iters", type=common.positive_int, help="training iterations")
     add("--lr", type=common.positive, help="peak learning rate; lower it if the loss is not finite")
     add("--rois", type=common.positive_int, help="RoIs per training photo; fewer save memory")
-    add("--min-score", type=common.fraction_below_1,
-        help="drop detections that score less [Tabs. 7, 8]")
-    add("--bn-batches", type=common.positive_int,
-        help="batches from which the statistics of batch norm are taken at the end")
-    add("--amp", choices=("bf16", "fp16", "off"), default="off",
-        help="precision (default off, as in Detectron2)")
+    add("--min-score", type=common.fraction_below_1, help="drop detections that score less")
+    add("--bn-batches", type=common.positive_int, help="batches for batch norm's final statistics")
+    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision (default off)")
     # fmt: on
     finetune.add_run_flags(parser)
     args = parser.parse_args(argv)
     column = {"shapes": 0, "voc": 1}.get(args.data, 2)
-    recipe = {name: row[column] for name, row in DEFAULTS.items()}
+    recipe = finetune.SGD | {name: row[column] for name, row in DEFAULTS.items()}
     recipe |= LVIS if args.data == "lvis" else {}
     recipe |= NINE_TIMES if args.schedule == "9x" else {}
     recipe["lr"] *= (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]

@@ -1,7 +1,7 @@
 """Fine-tuning: a backbone and a linear layer, trained end to end on labelled photos.
 
 Desai, Johnson. VirTex: Learning Visual Representations from Textual Annotations. CVPR 2021,
-Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3; App. A.1, Fig. 4 (IN-sup).
+Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3; App. A.1, Fig. 4 (IN-sup: see docs/papers.md).
 
 While eval_linear.py freezes the backbone, here training starts from it. Batch norm is per process,
 as in the paper's code.
@@ -12,9 +12,6 @@ as in the paper's code.
     a tenth of it   the same with --fraction 0.1 --output runs/finetune_tenth
     iNaturalist     torchrun --nproc_per_node=8 -m downstream.finetune --data inat
     random start    the same with --weights random --arch resnet50 --output runs/finetune_random
-    IN-sup-10%      torchrun --nproc_per_node=8 -m downstream.finetune --data folder \\
-                        --root datasets/imagenet --weights random --arch resnet50 \\
-                        --fraction 0.1 --epochs 90 --steps 30 60 --output runs/insup_10
 
 An image folder holds train/<class>/<photo> and val/<class>/<photo>. What to expect: the loss starts
 at ln(number of classes) and drops when the learning rate falls to a tenth. On shapes a second
@@ -44,7 +41,6 @@ DEFAULTS = {  #          shapes    folder    inat
     "fraction":         (0.02,     1.0,      1.0),
     "epochs":           (40.0,     100.0,    100.0),        # Sec. 4.3
     "batch_size":       (32,       256,      256),          # Sec. 4.3
-    "optimizer":        ("SGD",    "SGD",    "SGD"),        # Sec. 4.3
     "crop_min":         (0.2,      0.08,     0.08),         # see below
     "colour_jitter":    (0.0,      0.0,      0.0),          # App. A.1
     "log_every":        (10,       20,       20),
@@ -52,6 +48,7 @@ DEFAULTS = {  #          shapes    folder    inat
 }
 # crop_min: App. A.1 says "20-100%", which the authors' list of changes corrects to 8-100% for
 # ImageNet; their iNaturalist configuration has 8-100%, and so has torchvision's training (IN-sup).
+SGD = {"optimizer": "SGD", "weight_decay": 1e-4}  # Sec. 4.3, App. A.3
 LR, RANDOM_LR, BATCH = 0.025, 0.1, 256  # pretrained, randomly initialised [Sec. 4.3]
 STEPS = 0.7, 0.9  # of the run: where the learning rate falls to a tenth [Sec. 4.3]
 
@@ -69,13 +66,12 @@ def get_args(argv=None):
         f"{LR} for batches of {BATCH}, {RANDOM_LR} for random weights, scaled to --batch-size)")
     add("--steps", type=common.positive, nargs="+", metavar="EPOCHS", help="epochs after which "
         "the learning rate falls to a tenth (default: 70%% and 90%% of --epochs)")
-    add("--weight-decay", type=common.non_negative, default=1e-4,
-        help="weight decay of all weights [Sec. 4.3]")
+    add("--weight-decay", type=common.non_negative, help="of all weights (default 1e-4 [Sec. 4.3])")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision (default bf16 if supported)")
     add_run_flags(parser)
     args = parser.parse_args(argv)
     defaults = {name: row[DATA.index(args.data)] for name, row in DEFAULTS.items()}
-    tasks.fill_defaults(parser, args, "finetune", **defaults)
+    tasks.fill_defaults(parser, args, "finetune", **SGD, **defaults)
     if args.steps and not min(1, args.epochs / 2) <= max(args.steps) < args.epochs:
         parser.error(f"--steps are epochs, from 1 on, and training ends after {args.epochs:g}")
     return args
@@ -84,14 +80,12 @@ def get_args(argv=None):
 def add_run_flags(parser):
     """Also of detection.py"""
     add = parser.add_argument_group("run").add_argument
-    add("--output", help="folder of the run, in which the same command resumes (default "
-        "runs/SCRIPT, or runs/SCRIPT-DATA)")
+    add("--output", help="folder of the run (default runs/TASK, or runs/TASK-DATA)")
     add("--seed", type=common.non_negative_int, default=0, help="random seed")
     add("--accumulate", type=common.positive_int, default=1,
         help="split each batch into this many parts, if memory is short")
     add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
-    add("--checkpoint-every", type=common.positive_int,
-        help="iterations between saves of checkpoint.pth")
+    add("--checkpoint-every", type=common.positive_int, help="iterations between checkpoints")
     # fmt: on
 
 

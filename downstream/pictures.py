@@ -61,15 +61,13 @@ def letters_of_fonts():
 
 def fonts_for(text):
     """-> families for matplotlib, which takes each letter from the first one that has it"""
-    letters = letters_of_fonts()
-    families, lacking = ["DejaVu Sans"], set(map(ord, text)) - letters["DejaVu Sans"]
-    while lacking:
-        best = max(letters, key=lambda family: len(lacking & letters[family]))
-        if not lacking & letters[best]:
+    families = ["DejaVu Sans"]
+    for letter in text:
+        having = [name for name, letters in letters_of_fonts().items() if ord(letter) in letters]
+        if not having:
             common.report_once(NO_FONT)
-            break
-        families.append(best)
-        lacking -= letters[best]
+        elif not set(having) & set(families):
+            families.append(having[0])
     return families
 
 
@@ -116,11 +114,6 @@ def draw_rows(path, rows, above=1, below=1, side=128):
         figure.savefig(path)
 
 
-def in_rows(photos, columns):
-    """-> rows for draw_rows, without a text above them"""
-    return [("", photos[n : n + columns]) for n in range(0, len(photos), columns)]
-
-
 def draw_nearest(path, texts, data, nearest, scores, side=128):
     """For each text a row of the photos `nearest`, indices into data, with their scores below"""
     rows = []
@@ -143,7 +136,7 @@ def draw_attention(image, caption, words, path, side=192, columns=6):
     photos = [(photo.astype(np.uint8), "")]
     for word, attention in words:
         photos.append((highlight(photo, attention), word))
-    rows = in_rows(photos, columns)
+    rows = [("", photos[n : n + columns]) for n in range(0, len(photos), columns)]
     rows[0] = caption, photos[:columns]
     lines = 1 + 16 * len(caption) // (len(photos[:columns]) * side)  # a letter has up to 16 pixels
     draw_rows(path, rows, above=min(3, lines), side=side)

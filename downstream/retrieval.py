@@ -66,8 +66,7 @@ def get_args(argv=None):
     add = parser.add_argument_group("retrieval").add_argument
     add("--recipe", choices=common.RECIPE_NAMES,
         help="column of the defaults below: demo (for shapes), small (for a .jsonl) or paper")
-    add("--train-images", type=common.positive_int,
-        help="train on at most this many photos, drawn once; few for a first look")
+    add("--train-images", type=common.positive_int, help="train on at most this many photos")
     add("--test-images", type=common.positive_int, default=1000,
         help="test on at most this many photos, drawn once [Sec. 4.2]")
     add("--folds", type=common.positive_int, default=1,

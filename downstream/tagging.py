@@ -15,11 +15,9 @@ Tags are the categories of COCO's instances, or the tags of a .jsonl; for a buil
 colour, size, fill, place, and colour with shape. With --tags they are the words of that file that
 occur in a photo's captions. The paper's Stock photos are not public.
 
-What the paper leaves open is [ours]: PMI is computed from fractions of the training photos, for a
-tag with itself as well; vectors are rows of U sqrt(S) of the truncated SVD U S V', l2-normalised;
-"nearest" is by cosine. mIOU@K compares the K nearest tags with all n tags of a photo, so that it
-cannot exceed min(n, K) / max(n, K). Photos without a tag of the vocabulary are left out. Optimizer
-and epochs are ours, too.
+What the paper leaves open is [ours]: a tag has PMI with itself as well; vectors are l2-normalised
+rows of U sqrt(S) of the truncated SVD U S V'; "nearest" is by cosine; optimizer and epochs. mIOU@K
+compares the K nearest tags with all n tags of a photo: it cannot exceed min(n, K) / max(n, K).
 
 What to expect: the loss starts near 1 and falls. A trained backbone should beat random
 initialisation and the most frequent tags, predicted for all photos.
@@ -47,23 +45,19 @@ IN_WORDS = {**tasks.IN_WORDS, FREQUENT: f"by the {FREQUENT}"}
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = tasks.argument_parser(__doc__)
     tasks.add_flags(parser)
     add = parser.add_argument_group("tags").add_argument
-    add("--tags", metavar="FILE",
-        help="take as tags the words of this concepts.json of tp.py that occur in the captions")
+    add("--tags", metavar="FILE", help="concepts.json of tp.py, whose words are the tags")
     add("--num-tags", type=common.positive_int, default=18157, help="size of the vocabulary")
     add("--dim", type=common.positive_int, default=4096, help="maximum width of tag vectors")
-    add("--fraction", type=common.fraction_above_0,
-        help="use this fraction of the training photos (default 0.2 for shapes, else 1)")
+    fraction = "use this fraction of the training photos (default 0.2 for shapes, else 1)"
+    add("--fraction", type=common.fraction_above_0, help=fraction)
     add = parser.add_argument_group("MLP").add_argument
     add("--hidden", type=common.positive_int, default=2048, help="width of the hidden layer")
     add("--epochs", type=common.positive_int, default=10, help="passes over the training photos")
     add("--batch-size", type=common.positive_int, default=128, help="photos per iteration")
-    add("--lr", type=common.positive, default=1e-3,
-        help="peak learning rate of AdamW, which then decays as a cosine [ours]")
-    # fmt: on
+    add("--lr", type=common.positive, default=1e-3, help="peak learning rate of AdamW [ours]")
     tasks.add_run_flags(parser, "tagging")
     args = parser.parse_args(argv)
     tasks.fill_defaults(parser, args, "tagging", fraction=0.2 if args.data == "shapes" else 1.0)

@@ -52,16 +52,11 @@ def add_weights(parser, method):
 
 def add_run_flags(parser, script):
     """The flags of tasks that freeze the backbone"""
-    # fmt: off
     add = parser.add_argument_group("run").add_argument
-    add("--runs", type=common.positive_int, default=1,
-        help="repeat with this many seeds, and report the mean and the deviation")
-    add("--seed", type=common.non_negative_int, default=0,
-        help="seed of the first run; it determines what is drawn")
+    add("--runs", type=common.positive_int, default=1, help="number of seeds to average over")
+    add("--seed", type=common.non_negative_int, default=0, help="seed of the first run")
     add("--output", default=f"runs/{script}", help="folder for the results (default %(default)s)")
-    add("--amp", choices=("bf16", "fp16", "off"), default="off",
-        help="precision; leave it off for numbers that you report")
-    # fmt: on
+    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision (default off)")
 
 
 def fill_defaults(parser, args, script, **defaults):

@@ -55,13 +55,11 @@ LOCATIONS = "trainval_loc", "test_seen_loc", "test_unseen_loc"  # their names in
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = tasks.argument_parser(__doc__)
     tasks.add_flags(parser, ("shapes", *LAYOUTS))
     add = parser.add_argument_group("bilinear function").add_argument
     add("--epochs", type=common.positive_int, default=100, help="passes over the training photos")
     add("--batch-size", type=common.positive_int, default=256, help="photos per iteration")
-    # fmt: on
     tasks.add_run_flags(parser, "zeroshot")
     parser.set_defaults(runs=5)  # Tab. 6
     args = parser.parse_args(argv)

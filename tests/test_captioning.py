@@ -100,17 +100,14 @@ def no_metrics(monkeypatch):
     return fake
 
 
-def test_what_metrics_need(tmp_path, monkeypatch, capsys):
-    """What SPICE lacks does not cost CIDEr; without Java, one line before the first caption."""
+def test_what_spice_lacks(monkeypatch, capsys):
+    """It does not cost CIDEr."""
     row = {"image": "1.jpg", "caption": "a dog", "references": ["the dog", "dogs"]}
     fake = no_metrics(monkeypatch)
     fake.Spice = MagicMock(side_effect=OSError("no CoreNLP"))
     assert captioning.score([row]) == {"CIDEr": pytest.approx(12.3)}
     assert "SPICE was not measured: no CoreNLP" in capsys.readouterr().out
     fake.compute_score.assert_called_with({0: row["references"]}, {0: ["a dog"]})
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    command = "downstream.captioning", "--evaluate", "--output", tmp_path, "--weights", "none.pth"
-    assert "apt-get install default-jre-headless" in refusal(command)
 
 
 def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
@@ -145,6 +142,8 @@ def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
         f"{photos[1]}: {captions[1]}  ({pictures[1]})",
     ]
     assert "give either photos or --evaluate" in refusal([*evaluate, photos[0]])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "apt-get install default-jre-headless" in refusal(evaluate)
 
 
 def test_a_tokenizer_that_is_not_there():
