@@ -1,7 +1,4 @@
-"""Photos with boxes, for detection.py: VOC, COCO, LVIS and the built-in scenes; scores; a picture
-
-All are converted to COCO's JSON format, which pycocotools scores.
-"""
+"""Photos with boxes for detection.py: VOC, COCO, LVIS and the built-in scenes; scores; a picture"""
 
 import contextlib
 import io
@@ -24,7 +21,7 @@ SCORES = "AP", "AP50", "AP75"
 
 
 class BoxData:
-    """Photos with boxes in COCO's JSON format, to which every source is converted.
+    """Photos with boxes in COCO's JSON format, which pycocotools scores; VOC is converted to it.
 
     content: {"images", "annotations", "categories"}.  images: (N,) of paths, or of what `open`
     takes instead.  source, path: where they are from.  names: {category id: name}.  masks: whether
@@ -160,22 +157,20 @@ def coco_format(image_ids, annotations, names):
 
 
 def training_rows(data, seed):
-    """The photos with objects, on LVIS some of them repeated -> list of indices"""
+    """The photos with objects -> list of indices
+
+    On LVIS a photo appears max(1, sqrt(0.001 / f)) times [VirTex App. A.3], where f is the fraction
+    of photos with its rarest class. Fractions are rounded at random, once [ours].
+    """
     rows = [i for i in range(len(data)) if data.objects_of(i)]
     if not rows:
         fail("no photo of the training split has an object: see --train-split")
-    return repeat_rare(rows, data, seed) if data.source == "lvis" else rows
-
-
-def repeat_rare(rows, data, seed, threshold=0.001):
-    """LVIS's class resampling [VirTex App. A.3]: a photo appears max(1, sqrt(threshold / f)) times
-
-    f: the fraction of photos with its rarest class. Fractions are rounded at random, once [ours].
-    """
+    if data.source != "lvis":
+        return rows
     labels_of = [{found[0] for found in data.objects_of(i)} for i in rows]
     num_images = Counter(label for labels in labels_of for label in labels)
     f = np.array([min(num_images[label] for label in labels) for labels in labels_of]) / len(data)
-    repeats = np.maximum(1, np.sqrt(threshold / f))
+    repeats = np.maximum(1, np.sqrt(0.001 / f))
     repeats += np.random.default_rng(seed).random(len(rows))
     return np.repeat(rows, repeats.astype(int)).tolist()
 
@@ -322,5 +317,4 @@ def draw(val, results, path, side=320):
             canvas.rectangle(corners, outline="yellow", width=2)
             canvas.text(corners[:2], name, "yellow")
         photos.append((np.asarray(photo), ""))
-    rows = [("", photos[:4]), ("", photos[4:])]
-    pictures.draw_rows(path, rows, below=0, side=side)
+    pictures.draw_rows(path, [("", photos[:4]), ("", photos[4:])], below=0, side=side)

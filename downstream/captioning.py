@@ -35,7 +35,6 @@ from virtex import EOS, MASK, PAD, SOS
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = tasks.argument_parser(__doc__)
     add = parser.add_argument
     add("photos", nargs="*", metavar="PHOTO", help="photos to caption")
@@ -43,13 +42,11 @@ def get_args(argv=None):
     add("--tokenizer", help="SentencePiece .model file, which official weights need")
     add("--output", default="runs/captioning", help="folder for the results (default %(default)s)")
     add("--beams", type=common.positive_int, default=5, help="width of beam search [Sec. 4.4]")
-    add("--evaluate", action="store_true",
-        help="caption the validation split, and measure CIDEr and SPICE [Fig. 6]")
+    add("--evaluate", action="store_true", help="score captions of the validation split [Fig. 6]")
     add("--data", default="coco", help="data set for --evaluate, as of virtex.py (default coco)")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--val-split", help="split for --evaluate (default val2017 for coco, else val)")
     add("--workers", type=common.non_negative_int, default=0, help="processes that load photos")
-    # fmt: on
     args = parser.parse_args(argv)
     if bool(args.photos) == args.evaluate:
         parser.error("give either photos or --evaluate")

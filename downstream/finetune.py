@@ -82,8 +82,7 @@ def add_run_flags(parser):
     add = parser.add_argument_group("run").add_argument
     add("--output", help="folder of the run (default runs/TASK, or runs/TASK-DATA)")
     add("--seed", type=common.non_negative_int, default=0, help="random seed")
-    add("--accumulate", type=common.positive_int, default=1,
-        help="split each batch into this many parts, if memory is short")
+    add("--accumulate", type=common.positive_int, default=1, help="split batches, to save memory")
     add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
     add("--checkpoint-every", type=common.positive_int, help="iterations between checkpoints")
     # fmt: on
@@ -212,15 +211,13 @@ def labelled_split(name, root, split):
 def inat_labels(root, split):
     """{split}.json of iNaturalist 2018, photos below `root` -> eval_linear.LabelData"""
     content = common.read_json(f"{root}/{split}.json")
-    category_ids = sorted(category["id"] for category in content["categories"])
-    class_of_category = {category: k for k, category in enumerate(category_ids)}
     category_of = {row["image_id"]: row["category_id"] for row in content["annotations"]}
     paths = [os.path.join(root, image["file_name"]) for image in content["images"]]
-    labels = [class_of_category[category_of[image["id"]]] for image in content["images"]]
-    names = list(map(str, category_ids))
-    if len(set(labels)) < 2:
+    categories = [category_of[image["id"]] for image in content["images"]]
+    names, labels = np.unique(categories, return_inverse=True)
+    if len(names) < 2:
         fail(f"all photos of {root}/{split}.json are of one class")
-    return eval_linear.LabelData(pictures.photo_files(paths).images, np.array(labels), names)
+    return eval_linear.LabelData(pictures.photo_files(paths).images, labels, names.tolist())
 
 
 def part_of_classes(data, fraction, seed, shots=None):

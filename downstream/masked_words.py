@@ -31,19 +31,16 @@ from extras.checkpoints import of_script
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = tasks.argument_parser(__doc__)
     add = parser.add_argument
     add("photo", nargs="?", help="a photo; give --caption and --word with it")
     add("--caption", help="what the photo shows")
     add("--word", type=str.lower, nargs="+", help="words of the caption, masked one at a time")
-    add("--photos", type=common.positive_int, metavar="N",
-        help="instead of a photo: take N photos of the validation split")
+    add("--photos", type=common.positive_int, metavar="N", help="take N validation photos instead")
     tasks.add_weights(parser, "icmlm")
     add("--lm", help="language model (default: that of the training run)")
     add("--root", help="folder of the data (default: that of the training run)")
     add("--output", default="runs/masked_words", help="folder for pictures (default %(default)s)")
-    # fmt: on
     args = parser.parse_args(argv)
     own_photo = [args.photo, args.caption, args.word]
     if any(own_photo) != all(own_photo) or bool(args.photo) == bool(args.photos):
@@ -62,7 +59,10 @@ def main(args):
         data = validation_photos(args, trained, tokenizer)
     tokens = [token for caption in data.all_captions() for token in tokenizer.tokenize(caption)]
     common.check_known(tokens.count(tokenizer.unk_token), len(tokens), "the captions")
-    maskable = maskable_words(data, tokenizer, concepts)
+    maskable = [{} for _ in range(len(data))]  # of each photo {word: where it occurs first}
+    names = list(concepts)
+    for photo, _, position, concept in icmlm.find_triplets(data, concepts, tokenizer).tolist():
+        maskable[photo].setdefault(names[concept], position)
     if args.photo:
         [positions] = maskable
         for word in args.word:
@@ -114,14 +114,6 @@ def validation_photos(args, trained, tokenizer):
     data = data.select(np.sort(order[: args.photos]))
     data = icmlm.filter_captions(data, tokenizer.tokenize, trained["max_words"]).captioned()
     return replace(data, captions=common.lists(captions[:1] for captions in data.captions))
-
-
-def maskable_words(data, tokenizer, concepts):
-    """-> for each photo {word of its caption that can be masked: position where it occurs first}"""
-    names, maskable = list(concepts), [{} for _ in range(len(data))]
-    for photo, _, position, concept in icmlm.find_triplets(data, concepts, tokenizer).tolist():
-        maskable[photo].setdefault(names[concept], position)
-    return maskable
 
 
 @torch.no_grad()

@@ -17,10 +17,7 @@ from common import fail
 FONT_SIZE = 11  # in points
 LINE = 20  # pixels for a line of text
 GAP = 8  # pixels between photos
-NO_FONT = (
-    "pictures have boxes for letters that no font of this system has. Install more fonts, on "
-    "Debian and Ubuntu for example the packages fonts-noto-core and fonts-noto-cjk"
-)
+NO_FONT = "no font here has some letters: install more, on Debian fonts-noto-core, fonts-noto-cjk"
 
 
 def photo_files(paths):
@@ -135,17 +132,12 @@ def draw_attention(image, caption, words, path, side=192, columns=6):
     photo = np.asarray(image.resize((side, side), Image.BICUBIC), np.float32)
     photos = [(photo.astype(np.uint8), "")]
     for word, attention in words:
-        photos.append((highlight(photo, attention), word))
+        heat = (attention / attention.max()).float().cpu()
+        heat = F.interpolate(heat[None, None], (side, side), mode="bicubic")
+        heat = heat[0, 0, :, :, None].clamp(0, 1).numpy()
+        pixels = photo * (0.35 + 0.25 * heat) + heat * (102, 70, 0)  # dimmed, then brightened
+        photos.append((pixels.clip(0, 255).astype(np.uint8), word))
     rows = [("", photos[n : n + columns]) for n in range(0, len(photos), columns)]
     rows[0] = caption, photos[:columns]
     lines = 1 + 16 * len(caption) // (len(photos[:columns]) * side)  # a letter has up to 16 pixels
     draw_rows(path, rows, above=min(3, lines), side=side)
-
-
-def highlight(photo, attention):
-    """Dim the photo (side, side, 3), but brighten it where the attention (h, w) is high -> uint8"""
-    heat = (attention / attention.max()).float().cpu()
-    heat = F.interpolate(heat[None, None], photo.shape[:2], mode="bicubic")
-    heat = heat[0, 0, :, :, None].clamp(0, 1).numpy()
-    pixels = photo * (0.35 + 0.25 * heat) + heat * (102, 70, 0)
-    return pixels.clip(0, 255).astype(np.uint8)

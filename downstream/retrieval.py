@@ -16,9 +16,8 @@ training photos, at most 5,000, is held out to choose the best epoch.
 Scores: R@K, the percentage of queries whose match is among the first K; Med r, the match's median
 rank. A photo's match is the best of its captions. A random backbone and chance are scored as well.
 
-What to expect: the loss per pair falls from 0.4 (twice the margin, all vectors alike) to below 0.1
-with --negatives mean. With the paper's hardest negatives it must fall below 0.4, or else they are
-too hard for this backbone.
+What to expect: the loss per pair starts at 0.4 (twice the margin, all vectors alike). If it stays
+there with the paper's hardest negatives, they are too hard for this backbone: --negatives mean.
 """
 
 import copy
@@ -67,10 +66,8 @@ def get_args(argv=None):
     add("--recipe", choices=common.RECIPE_NAMES,
         help="column of the defaults below: demo (for shapes), small (for a .jsonl) or paper")
     add("--train-images", type=common.positive_int, help="train on at most this many photos")
-    add("--test-images", type=common.positive_int, default=1000,
-        help="test on at most this many photos, drawn once [Sec. 4.2]")
-    add("--folds", type=common.positive_int, default=1,
-        help="split the test photos into this many parts, and average over them")
+    add("--test-images", type=common.positive_int, default=1000, help="test on this many photos")
+    add("--folds", type=common.positive_int, default=1, help="average over this many parts of them")
     add("--epochs", type=common.positive_int, help="epochs at --lr, and as many at a tenth of it")
     add("--negatives", choices=("hardest", "mean"), help="take mean if the loss stays at 0.4")
     add("--lr", type=common.positive, help="learning rate of Adam")

@@ -19,8 +19,7 @@ What the paper leaves open is [ours]: a tag has PMI with itself as well; vectors
 rows of U sqrt(S) of the truncated SVD U S V'; "nearest" is by cosine; optimizer and epochs. mIOU@K
 compares the K nearest tags with all n tags of a photo: it cannot exceed min(n, K) / max(n, K).
 
-What to expect: the loss starts near 1 and falls. A trained backbone should beat random
-initialisation and the most frequent tags, predicted for all photos.
+What to expect: the loss starts near 1. A trained backbone should beat a random one.
 """
 
 import math
@@ -103,8 +102,7 @@ def tagged_photos(args):
     if len(counts) < 2:
         fail(f"the photos have {len(counts)} different tags, but at least two are needed: give "
              "--tags a concepts.json of tp.py whose words occur in the captions")  # fmt: skip
-    most_frequent_first = sorted(counts, key=lambda tag: (-counts[tag], tag))
-    names = most_frequent_first[: args.num_tags]
+    names = sorted(counts, key=lambda tag: (-counts[tag], tag))[: args.num_tags]
     train = with_tags(train, train_tags, names)
     val = with_tags(val, val_tags, names)
     if not len(val):

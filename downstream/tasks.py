@@ -1,7 +1,4 @@
-"""What the tasks share: flags, frozen backbones and their features, runs compared, and the report
-
-Each task compares a trained backbone with the same network at random initialisation.
-"""
+"""What the tasks share: flags, frozen backbones, their features, runs compared, and the report"""
 
 import argparse
 import os
@@ -136,9 +133,9 @@ def report(runs, args, task, metric, in_words):
 
 
 def compared_runs(args):
-    """-> {"trained": args}; on shapes (minutes) also {"random": args of a run from random weights}
+    """-> {"trained": args}, of --weights random {"random": args}; on shapes (minutes) both
 
-    With --weights random it is {"random": args}. A wrong file ends it here.
+    A wrong file ends it here.
     """
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     args.arch = backbone.arch

@@ -12,19 +12,16 @@ gets the best-scoring of all classes (Eq. 10).
     CUB-200-2011       python -m downstream.zeroshot --weights FILE --data cub --root FOLDER
     AWA2               python -m downstream.zeroshot --weights FILE --data awa2 --root FOLDER
 
-FOLDER holds the published archives, unpacked: the photos, and the proposed splits of Xian et al.
-(Zero-shot learning: a comprehensive evaluation of the good, the bad and the ugly. PAMI 2018):
+FOLDER holds the published archives, unpacked: photos, and the proposed splits of Xian et al. 2018:
 
     CUB_200_2011/images/<class>/*.jpg                      for --data cub
     Animals_with_Attributes2/JPEGImages/<class>/*.jpg      for --data awa2
     xlsa17/data/{CUB,AWA2}/att_splits.mat and res101.mat   the latter for labels, file names
 
 In the built-in scenes a class is a shape in a colour, as "red star"; two colours of each shape are
-unseen. (The backbone may have seen these pairs in its own training.)
-
-VGG-16 is measured after each of its last three convolutions as in the paper, a ResNet after its
-last. "top-1" is the accuracy over all test photos, although Tab. 6 may mean over classes. "seen"
-and "unseen" are means over the classes of each kind [Xian et al.].
+unseen. VGG-16 is measured after each of its last three convolutions as in the paper, a ResNet after
+its last. "top-1" is the accuracy over all test photos, although Tab. 6 may mean over classes.
+"seen" and "unseen" are means over the classes of each kind [Xian et al.].
 """
 
 import argparse
@@ -73,8 +70,7 @@ def main(args):
     device = tasks.begin(args)
     data = shape_pairs() if args.data == "shapes" else published_data(args.data, args.root)
     train, seen, unseen = np.bincount(data.parts)
-    test = f"{seen} of seen and {unseen} of unseen classes"
-    print_main(f"{train} training photos; test photos: {test}")
+    print_main(f"{train} training photos, {seen} + {unseen} test photos of seen + unseen classes")
 
     runs = defaultdict(list)
     for name, seeds, backbone in tasks.backbones(args, device):
@@ -141,13 +137,10 @@ def published_data(name, root=None):
     parts = np.full(len(paths), -1)
     for part, location in enumerate(LOCATIONS):
         parts[att_splits[location].astype(int) - 1] = part
-    data = ZeroShotData(
-        images=pictures.photo_files(paths).images,
-        labels=res101["labels"].astype(int) - 1,  # MATLAB counts from 1
-        names=att_splits["allclasses_names"].tolist(),
-        parts=parts,
-        attributes=att_splits["att"].T,
-    )
+    images = pictures.photo_files(paths).images
+    labels = res101["labels"].astype(int) - 1  # MATLAB counts from 1
+    names, attributes = att_splits["allclasses_names"].tolist(), att_splits["att"].T
+    data = ZeroShotData(images, labels, names, parts=parts, attributes=attributes)
     return data.select(np.flatnonzero(parts >= 0))
 
 
