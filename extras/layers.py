@@ -24,9 +24,7 @@ RESUME_CAN_CHANGE = "weights", "data", "root", "runs", "output", "workers"
 
 def path_of(run):
     """The file in --output that keeps the linear layers of an eval_linear.Run"""
-    name = quote(os.fsencode(run.source), safe="")
-    if len(name) > 150:  # a file's name has at most 255 bytes
-        name = hashlib.sha256(os.fsencode(run.source)).hexdigest()[:16]
+    name = quote(os.fsencode(run.source), safe="")[-150:]  # a file's name has at most 255 bytes
     return Path(run.args.output, f"{run.args.protocol}_{name}_{run.args.seed}.pth")
 
 
@@ -36,9 +34,6 @@ def linear_layer(width, num_classes):
     nn.init.normal_(layer.weight, std=0.01)
     nn.init.zeros_(layer.bias)
     return layer
-
-
-# -------------------------------------------------------------------------- trained on features
 
 
 def train_linear(x, y, rows, trials, lr_factor, args, width=None, loss_fn=F.cross_entropy):
@@ -75,9 +70,6 @@ def predict(layer, x):
     device = layer.weight.device
     logits = [layer(part.to(device)).cpu() for part in x.split(2**16)]
     return torch.cat(logits)
-
-
-# ----------------------------------------------------------------------------- trained on crops
 
 
 class Probe(nn.Module):
@@ -178,8 +170,6 @@ def classification_loss(logits, labels):
     losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
     return (losses * (labels >= 0)).sum(1).mean()
 
-
-# -------------------------------------------------------------------- the protocol called layers
 
 # Where the last three convolutions of VGG-16 end, after batch norm and ReLU: indices in `features`
 CONVOLUTIONS = {"C-11": 36, "C-12": 39, "C-13": 42}

@@ -30,9 +30,6 @@ def caption_data(name, root, split):
          "python tools/to_jsonl.py FILE converts other files")  # fmt: skip
 
 
-# --------------------------------------------------------------------------------- Visual Genome
-
-
 def visual_genome(split, root):
     """-> (path, captions, no tags) of each photo of a fixed random 103K / 5K split; no names
 
@@ -71,9 +68,6 @@ def entries(root, name):
         yield from ijson.items(file, "item")
 
 
-# ------------------------------------------------------------------------------------------ VOC07
-
-
 def voc07(root, split):
     """ImageSets/Main/<class>_{split}.txt, photos in JPEGImages/
 
@@ -99,14 +93,8 @@ def voc07(root, split):
     return np.array(paths, common.STRINGS), np.array(columns, np.int8).T, names
 
 
-# ----------------------------------------------------------------------------------------- pixels
-
-
 def to_rgb(image):
-    """More than 8 bits are scaled from their range to 0..255; transparent pixels lie on white.
-
-    A PIL image of any mode -> RGB
-    """
+    """A PIL image -> RGB; more than 8 bits are scaled to 0..255, transparent pixels lie on white"""
     info = image.info  # with EXIF's orientation
     if image.mode[0] in "IF":
         image = Image.fromarray(to_8_bits(image))

@@ -21,7 +21,7 @@ WRONG = [
     ("tools.label_list --root {tmp} --output {tmp}", "must end in .jsonl, and be no folder"),
     ("tools.label_list --root {tmp} --output {tmp}/a.jsonl", "has only one class, images, so there is"),
     ("tools.make_shards --output {tmp}/file", IS_NO_FOLDER),
-    ("downstream.tagging --tags {tmp}/none.json", "--tags is the concepts.json of a run of tp.py"),
+    ("downstream.tagging --tags {tmp}/none.json", "none.json is not a concepts.json of tp.py"),
 ]
 
 
