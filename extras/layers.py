@@ -24,7 +24,9 @@ RESUME_CAN_CHANGE = "weights", "data", "root", "runs", "output", "workers"
 
 def path_of(run):
     """The file in --output that keeps the linear layers of an eval_linear.Run"""
-    name = quote(os.fsencode(run.source), safe="")[-150:]  # a file's name has at most 255 bytes
+    name = quote(os.fsencode(run.source), safe="")
+    if len(name) > 150:  # a file's name has at most 255 bytes
+        name = hashlib.sha256(name.encode()).hexdigest()[:16]
     return Path(run.args.output, f"{run.args.protocol}_{name}_{run.args.seed}.pth")
 
 
