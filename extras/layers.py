@@ -1,6 +1,4 @@
-"""How eval_linear.py (and downstream/) trains linear layers: on features that were extracted once,
-or on random crops in all processes; at the end, what its protocol "layers" reads of a VGG-16.
-"""
+"""Linear layers of eval_linear.py and downstream/, trained on features or on random crops"""
 
 import argparse
 import hashlib
@@ -24,7 +22,9 @@ RESUME_CAN_CHANGE = "weights", "data", "root", "runs", "output", "workers"
 
 def path_of(run):
     """The file in --output that keeps the linear layers of an eval_linear.Run"""
-    name = quote(os.fsencode(run.source), safe="")[-150:]  # a file's name has at most 255 bytes
+    name = quote(os.fsencode(run.source), safe="")
+    if len(name) > 150:  # a file's name has at most 255 bytes
+        name = hashlib.sha256(os.fsencode(run.source)).hexdigest()[:16]
     return Path(run.args.output, f"{run.args.protocol}_{name}_{run.args.seed}.pth")
 
 

@@ -1,7 +1,4 @@
-"""What common.py and eval_linear.py read beside COCO, a .jsonl and image folders
-
-Visual Genome's captions, VOC07's labels, and photos whose pixels need more than a conversion.
-"""
+"""Visual Genome's captions, VOC07's labels, and photos whose pixels need more than a conversion"""
 
 import os
 from pathlib import Path
@@ -44,9 +41,8 @@ def visual_genome(split, root):
     ids = np.random.default_rng(0).permutation(sorted(paths)).tolist()
     num_val = min(5000, len(ids) // 10)
     keep = set(ids[:num_val] if split == "val" else ids[num_val:])
-    rows = entries(root, "region_descriptions.json")
-    found = []
-    for row in progress(rows, desc="captions", total=len(paths), leave=False):
+    regions, found = entries(root, "region_descriptions.json"), []
+    for row in progress(regions, desc="captions", total=len(paths), leave=False):
         if row["id"] in keep:
             captions = [one_line(region["phrase"]) for region in row["regions"]]
             found.append((paths[row["id"]], captions, []))
