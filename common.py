@@ -49,6 +49,7 @@ def extra(name):
 
 LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
 ACCENTS = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # of decomposed, lower-case Latin letters
+# Invisible characters and halves of surrogate pairs, but not joiners within words
 INVISIBLE = regex.compile(r"(?!(?<=[^\s\p{C}])[\u200c\u200d](?=[^\s\p{C}]))[\p{Cf}\p{Cs}]")
 STRINGS = "T"  # numpy's dtype of strings of any length, in one block of memory
 JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} on each line'
@@ -58,7 +59,7 @@ JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} 
 class StringLists:
     """N lists of strings in one block of memory, which worker processes share"""
 
-    joined: np.ndarray  # (N,) of strings; the lines of each are a list
+    joined: np.ndarray  # (N,) of strings, each a list that is joined by newlines
 
     def __getitem__(self, key):
         chosen = self.joined[key]
@@ -150,7 +151,7 @@ def read_json(path):
 
 
 def one_line(text):
-    """NFC, single spaces, no half emojis, nothing invisible except for joiners within words"""
+    """NFC, single spaces, nothing invisible except for joiners within words"""
     text = INVISIBLE.sub("", unicodedata.normalize("NFC", text))
     return " ".join(text.split())
 
@@ -179,7 +180,7 @@ def coco_photos(split, root, with_tags):
                 tags[row["image_id"]].append(names[row["category_id"]])
     except Exception as error:
         fail(f"{root}, split {split}, is not in the layout of COCO: {error!r}")
-    strays = [n for n in {**captions, **tags} if n not in files]  # 12 does not match "12"
+    strays = [n for n in {**captions, **tags} if n not in files]  # 12 is not "12"
     if repeated or strays:
         print_main(f"{root}: {repeated} images of {split} are listed again; annotations of "
                    f"{len(strays)} ids are left out, which no image has: {strays[:3]}")  # fmt: skip
@@ -250,7 +251,7 @@ def swap_left_right(caption):
 
 
 def check_known(unknown, total, what):
-    """Stop if the model does not know half of the tokens, and say so from 5% on
+    """Fail if the model does not know half of the tokens; say it from 5% on
 
     unknown, total: numbers of tokens.  what: where they are from, for example "the texts"
     """
@@ -268,6 +269,9 @@ def check_known(unknown, total, what):
 NO_JITTER = np.float32([1, 1, 1, 0])  # factors of brightness, contrast and saturation; hue
 MEAN, STD = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])  # of ImageNet
 YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)
+KEEP_GREY = (1, 0, 0), (0, 0, 0), (0, 0, 0)  # they multiply (Y, I, Q) from the right
+KEEP_COLOURS = (0, 0, 0), (0, 1, 0), (0, 0, 1)
+TURN_COLOURS = (0, 0, 0), (0, 0, 1), (0, -1, 0)
 PHOTO_ENDINGS = tuple(
     ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm".split()
 )
@@ -314,7 +318,7 @@ class Photos:
         """The sample, or the next one whose photo can be decoded"""
         rng = np.random.default_rng(key) if isinstance(key, tuple) else None
         index = key[-1] if rng else key
-        for candidate in range(index, index + 1000):  # icmlm.py has many samples of a photo
+        for candidate in range(index, index + 1000):  # in icmlm.py, many in a row share a photo
             try:
                 return self.sample(candidate % len(self), rng)
             except Unreadable as error:
@@ -322,7 +326,7 @@ class Photos:
         raise Unreadable("a thousand samples in a row cannot be decoded: see above")
 
     def photo(self, index, rng):
-        """-> {"image": uint8 (size, size, 3), "jitter": (4,) for `augment`}; was it flipped?"""
+        """-> {"image": uint8 (size, size, 3), "jitter": (4,) for `augment`}, was it flipped"""
         crop = partial(random_crop, rng, self.args.crop_min) if rng else centre_crop
         [image] = read_crops(self.data, index, [crop], self.args.image_size)
         jitter = colour_jitter(rng, self.args.colour_jitter) if rng else NO_JITTER
@@ -343,7 +347,7 @@ def read_crops(data, index, crops, size):
         smallest = np.ptp(boxes, 1).min(0)  # box's width and height, in pixels
         image.draft("RGB", [*np.ceil(size * full_size / smallest)])
         if image.mode[0] in "IF" or image.has_transparency_data:
-            image = importlib.import_module("extras.sources").to_rgb(image)  # a copy skips these
+            image = importlib.import_module("extras.sources").to_rgb(image)
         image = image.convert("RGB")
         boxes *= image.size / full_size  # draft may have shrunk it
         cut = [image.resize((size, size), Image.BILINEAR, [*box.flat]) for box in boxes]
@@ -378,7 +382,7 @@ def colour_jitter(rng, strength):
     """-> factors of brightness, contrast and saturation, hue rotation in turns: (4,) float32"""
     limits = strength * np.array([0.4, 0.4, 0.4, 0.1])
     factors = rng.uniform(NO_JITTER - limits, NO_JITTER + limits)
-    return np.float32(factors) if rng.random() < 0.8 else NO_JITTER  # a fifth as they are
+    return np.float32(factors) if rng.random() < 0.8 else NO_JITTER  # a fifth stay as they are
 
 
 def infinite_sampler(size, batch_size, seed, start=0):
@@ -390,7 +394,7 @@ def infinite_sampler(size, batch_size, seed, start=0):
         epoch, done = divmod(position, size)
         order = np.random.default_rng([seed, epoch]).permutation(size)
         for index in order[done:]:
-            if position % batch_size // per_process == process:  # the place within the batch
+            if position % batch_size // per_process == process:  # is it in our slice of the batch?
                 yield seed, epoch, index
             position += 1
 
@@ -431,8 +435,8 @@ def augment(images, jitter=None):
         # Contrast scales grey and colours, saturation scales the colours, hue rotates their plane.
         colours, angle = contrast * saturation, math.tau * hue
         weights = torch.cat([contrast, colours * angle.cos(), colours * angle.sin()], 1)  # (B, 3)
-        matrices = (brightness * weights @ colour_parts.flatten(1)).unflatten(1, (3, 3))
-        # What contrast takes from grey, it gives back as the photo's mean.
+        matrices = (brightness * weights @ colour_parts.flatten(1)).unflatten(1, (3, 3))  # (B, ...)
+        # Contrast mixes grey, Y, with its mean: contrast * Y + (1 - contrast) * mean(Y).
         mean_grey = pixels.mean(1) @ to_grey  # (B, 1)
         shift = brightness * (1 - contrast) * mean_grey
         pixels = torch.baddbmm(shift[..., None], pixels, matrices).clamp_(0, 1)
@@ -441,13 +445,12 @@ def augment(images, jitter=None):
 
 @cache
 def constants_on(device):
-    """For `augment`, copied to the device once -> the weights of grey (3, 1); matrices of RGB that
-    keep grey, keep the colours, and turn their plane, (I, Q), by 90 degrees (3, 3, 3); mean; std
+    """For `augment` -> the weights of RGB in grey (3, 1); three matrices that multiply RGB to keep
+    its grey, keep its colours, turn its colours by 90 degrees (3, 3, 3); ImageNet's mean and std
     """
-    to_yiq, turn = torch.tensor(YIQ, dtype=torch.double).T, torch.zeros(3, 3, dtype=torch.double)
-    turn[1, 2], turn[2, 1] = 1, -1
-    in_yiq = torch.diag(turn.new_tensor([1, 0, 0])), torch.diag(turn.new_tensor([0, 1, 1])), turn
-    parts = torch.stack([to_yiq @ part @ to_yiq.inverse() for part in in_yiq])
+    to_yiq = torch.tensor(YIQ, dtype=torch.double).T
+    in_yiq = torch.tensor([KEEP_GREY, KEEP_COLOURS, TURN_COLOURS], dtype=torch.double)
+    parts = to_yiq @ in_yiq @ to_yiq.inverse()
     return [x.float().to(device) for x in (to_yiq[:, :1], parts, MEAN, STD)]
 
 
@@ -492,8 +495,8 @@ def read_init(args):
     if not args.init:
         return {}
     if args.head_lr != args.lr:
-        print_main(f"--init: these weights were learned elsewhere, so the backbone trains at lr "
-                   f"{args.lr:g} and not at the recipe's {args.head_lr:g}")  # fmt: skip
+        print_main(f"--init: these weights were learned elsewhere. The backbone trains at lr "
+                   f"{args.lr:g}; the recipe's is {args.head_lr:g}")  # fmt: skip
     if args.init == "imagenet":  # torchvision's, downloaded once
         return build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()
     content = read_checkpoint(args.init)
@@ -514,17 +517,17 @@ def load_init(init, model, backbone, skip=()):
         start = init.get("model", init).items()
         fit = {name: x for name, x in start if name in state and x.shape == state[name].shape}
         fit = {name: x for name, x in fit.items() if not name.startswith(skip)}
-        module.load_state_dict(fit, strict=module is backbone)
+        module.load_state_dict(fit, strict=module is backbone)  # a backbone fits exactly
         print_main(f"--init: loaded {len(fit)} of {len(state)} tensors")
 
 
 def build_optimizer(args, parameters, lr=None):
-    """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW.  lr: or args.lr"""
+    """SGD with momentum 0.9 (all papers), RAdam [ICMLM App. F.1] or AdamW.  lr: or args.lr"""
     options = {
-        # In fp16, an overflow in the first step would leave garbage as fused momentum.
+        # In fp16, fused SGD would keep an overflow of the first step in its momentum.
         "SGD": {"momentum": 0.9, "fused": args.amp != "fp16"},
         "AdamW": {"fused": True},
-        # Decay as in the authors' code, which skips the first five updates; torch does not. [ours]
+        # Decoupled decay as in the authors' code; in the first five updates, too [ours]
         "RAdam": {"decoupled_weight_decay": True},
     }[args.optimizer]
     build = getattr(torch.optim, args.optimizer)
@@ -705,7 +708,8 @@ def apply_recipe(args, script, table, **changes):
     recipe |= {name: scale * recipe[name] for name in ("lr", "text_lr") if name in recipe}  # [ours]
     args.head_lr = args.lr or recipe["lr"]
     if args.recipe == "small" and args.init and not written_by_us(args.init):
-        # At the full rate, few photos would spoil weights that were learned from many. [ours]
+        # At the full rate, few photos would spoil weights that were learned from many. --lr is the
+        # backbone's; layers from random weights keep the recipe's rate. [ours]
         args.head_lr = recipe["lr"]
         recipe["lr"] *= 0.1
     for name, value in recipe.items():
@@ -714,9 +718,11 @@ def apply_recipe(args, script, table, **changes):
 
 
 def written_by_us(path):
-    """Did a run of ours write these weights, by their file or args.json beside it?"""
-    if path == "imagenet" or not os.path.isfile(path):
+    """Are these weights from a run of ours? The file says so, or args.json beside it."""
+    if path == "imagenet":
         return False
+    if not os.path.isfile(path):  # a run that goes on needs it no more; others will fail
+        return True
     about = Path(path).with_name("args.json")
     beside = about.read_text(errors="replace") if about.exists() else ""
     return '"script":' in beside or "script" in read_checkpoint(path)
@@ -729,7 +735,7 @@ def make_folder(path):
     except OSError as error:
         fail(f"--output {path} cannot be a folder: {error.strerror}")
     for file in Path(path).glob("*.*.[0-9]*.tmp") if is_main() else ():
-        if time.time() - file.lstat().st_mtime > 3600:  # a younger one may be of a running run
+        if time.time() - file.lstat().st_mtime > 3600:  # a younger one may still be in use
             file.unlink()
 
 
@@ -781,19 +787,12 @@ def begin_run(args, checkpoint, *checksums):
     args.checksums = list(checksums)
     if os.path.isfile(getattr(args, "init", None) or ""):
         args.checksums.append(checksum(args.init))
-    if checkpoint and checkpoint["args"]["checksums"] != args.checksums:
-        fail(f"{args.output} holds a run with other data or --init: choose another --output")
+    # A file of --init that is gone by now is not missed: the checkpoint has all that is needed.
+    if checkpoint and checkpoint["args"]["checksums"][: len(args.checksums)] != args.checksums:
+        fail(f"{args.output} holds a run with other data or --init (or --lm, back-translations): "
+             "choose another --output")  # fmt: skip
     about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
     save(f"{args.output}/args.json", vars(args) | about)
-
-
-def once(args, name, make):
-    """The first process makes a file of --output by make(path), unless the run resumes -> path"""
-    path = Path(args.output, name)
-    if is_main() and not os.path.exists(f"{args.output}/checkpoint.pth"):
-        make(path)
-    barrier()
-    return path
 
 
 def restore(args, checkpoint, iters, state):
@@ -827,7 +826,7 @@ class Log:
     def __init__(self, args, checkpoint):
         self.photos = args.batch_size / args.accumulate  # in each micro-batch
         self.path = Path(args.output, "metrics.jsonl")
-        self.left = self.size()  # in bytes, as this run has left the file
+        self.left = self.size()  # of the file after our last write, in bytes
         # A run that goes on keeps the lines up to its checkpoint. A kill may have left half a line.
         lines = self.path.read_text().splitlines(True) if self.left else []
         lines = [line for line in lines if line.endswith("}\n")]
@@ -866,7 +865,7 @@ class Log:
             if self.kept is None:
                 with open(self.path, "a") as file:
                     file.write(line)
-            else:  # this is the first line; until now the file may have been another run's
+            else:  # Our first line. Only now are lines after the checkpoint dropped.
                 temporary = Path(f"{self.path}.{os.getpid()}.tmp")
                 temporary.write_text("".join(self.kept) + line)
                 os.replace(temporary, self.path)

@@ -115,8 +115,8 @@ def get_args(argv=None):
     add("--val-split", help="split for validation (default val2017 for coco, else val)")
     add("--tags", choices=TAGS, help="tags of --data, or nouns of the captions [Sec. 4.1, 4.4]")
     add("--workers", type=common.non_negative_int,
-        help="processes that load photos; raise it if data_wait exceeds 0.05 (default: half of the "
-        "cores, divided among the training processes of the machine, at most 8)")
+        help="processes that load photos (default: a share of the cores, at most 8); raise it if "
+        "data_wait exceeds 0.05")
 
     add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
     add("--image-size", type=common.positive_int,
@@ -164,7 +164,7 @@ def get_args(argv=None):
     add("--iters", type=common.positive_int, help="training iterations; raise them with the data")
     add("--epochs", type=common.positive, help="passes over the photos, instead of --iters")
     add("--lr", type=common.positive,
-        help="peak learning rate of the backbone; lower it if the loss is not finite")
+        help="peak learning rate of the image encoder; lower it if the loss is not finite")
     add("--text-lr", type=common.non_negative,
         help="peak learning rate of the caption encoder; 4e-5 suits a pretrained BERT")
     add("--warmup", type=common.fraction_below_1,
@@ -203,7 +203,7 @@ def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    init = {} if checkpoint else common.read_init(args)  # what --init names
+    init = {} if checkpoint else common.read_init(args)  # starting weights, {} without --init
 
     # Data: photos, some of which may have no captions or no tags [Sec. 3.2, end].
     bn_group = batchnorm_group(args)
@@ -303,14 +303,14 @@ def main(args):
                 with common.eager(args.compile):
                     result = validate(model.queries, val, tokenizer, args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
-                # Before the checkpoint: a run that has ended has its result.
+                # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if last or iteration % args.checkpoint_every == 0:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, more)
+        if last or iteration % args.checkpoint_every == 0:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
 
     common.end_run(args, backbone)  # eval_linear.py says what the backbone is worth
 
@@ -709,14 +709,9 @@ class SplitBatchNorm(nn.BatchNorm2d):
             return super().forward(x)
         groups = x.split(self.group)
         self.num_batches_tracked.add_(len(groups))  # once, because launches limit small batches
-        normalised = [
-            F.batch_norm(
-                group, self.running_mean, self.running_var, self.weight, self.bias,
-                training=True, momentum=self.momentum, eps=self.eps
-            )  # fmt: skip
-            for group in groups
-        ]
-        return torch.cat(normalised)
+        state = self.running_mean, self.running_var, self.weight, self.bias
+        parts = [F.batch_norm(group, *state, True, self.momentum, self.eps) for group in groups]
+        return torch.cat(parts)
 
 
 def batchnorm_group(args):

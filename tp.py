@@ -114,8 +114,8 @@ def get_args(argv=None):
     add("--colour-jitter", type=common.non_negative,
         help="strength of the colour jitter; lower it if captions name colours")
     add("--workers", type=common.non_negative_int,
-        help="processes that load photos; raise it if data_wait exceeds 0.05 (default: half of the "
-        "cores, divided among the training processes of the machine, at most 8)")
+        help="processes that load photos (default: a share of the cores, at most 8); raise it if "
+        "data_wait exceeds 0.05")
 
     add = parser.add_argument_group("labels").add_argument
     add("--labels", choices=LABELS, default=LABELS[0], help="what to predict [Sec. 3.1, 4]")
@@ -142,7 +142,7 @@ def get_args(argv=None):
     add("--iters", type=common.positive_int, help="training iterations; raise them with the data")
     add("--epochs", type=common.positive, help="passes over the photos, instead of --iters")
     add("--lr", type=common.positive,
-        help="peak learning rate of the backbone; lower it if the loss is not finite")
+        help="peak learning rate; lower it if the loss is not finite")
     add("--warmup", type=common.fraction_below_1,
         help="length of the learning rate's warm-up, as a fraction of training")
     add("--weight-decay", type=common.non_negative, help="weight decay; raise it if photos are few")
@@ -184,7 +184,7 @@ def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    init = {} if checkpoint else common.read_init(args)  # what --init names
+    init = {} if checkpoint else common.read_init(args)  # starting weights, {} without --init
 
     # Data: photos, and labels made from their captions. Photos without a label are left out.
     with_tags = args.labels == "instances"  # TP-Label [Sec. 4]
@@ -212,7 +212,7 @@ def main(args):
     common.load_init(init, model, model.backbone, skip)
     model.to(device, memory_format=torch.channels_last)
     if args.compile:
-        model.compile()
+        model.backbone.compile()
     ddp = common.data_parallel(model).train()  # all processes get the first one's weights
     groups = [
         {"params": model.backbone.parameters()},
@@ -228,7 +228,7 @@ def main(args):
     more = {"names": names}  # for --init, downstream/labels.py
     bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
-        # Learning rates: warm-up, then cosine decay or steps [App. F.1]
+        # Learning rates: warm-up [ours], then cosine decay or steps [App. F.1]
         decay = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, decay)
 
@@ -263,14 +263,14 @@ def main(args):
                 with common.eager(args.compile):
                     result = validate(model, val_photos, labels.mean(0), args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
-                # Before the checkpoint: a run that has ended has its result.
+                # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if last or iteration % args.checkpoint_every == 0:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, more)
+        if last or iteration % args.checkpoint_every == 0:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
 
     common.end_run(args, model.backbone)  # eval_linear.py says what the backbone is worth
 

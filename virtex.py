@@ -9,7 +9,7 @@ do. A backbone whose features suffice to write them has learned to see. Only the
 
     laptop        python virtex.py
     own photos    python virtex.py --data photos.jsonl
-    one GPU       python virtex.py --data coco --accumulate 8
+    one GPU       python virtex.py --data coco   (18.4 GiB; for less, --accumulate 8)
     eight GPUs    torchrun --nproc_per_node=8 virtex.py --data coco
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 virtex.py --data coco   (on both; shared --output)
@@ -26,17 +26,17 @@ Where the paper is:
     tokenizer [Sec. 3]                         normalise, train_tokenizer
     SGD with look-ahead, two rates [Sec. 3]    parameter_groups, look_ahead
     warm-up and cosine [Sec. 3]                common.lr_factor
-    early stopping [Sec. 3]                    --keep-every, then eval_linear.py: the paper selects
-                                               by VOC07; on other data --hold-out [ours]
+    early stopping [Sec. 3]                    --keep-every, then eval_linear.py: by VOC07, as
+                                               in the paper; else by --hold-out [ours]
     other tasks [Sec. 4.1, 4.2]                the ablations at the end
 
 What to expect: the recipe paper (H = 2048, 10K words) starts with a loss of 15.3 in each direction,
-and of 12.9 without zero_init_residual, instead of ln 10000 = 9.2. The output layer is the token
+and of 12.9 if zero_residual is False, instead of ln 10000 = 9.2. The output layer is the token
 embedding, so at first each position predicts the token that it has just read. Then comes a plateau,
 on which the heads write plausible captions without looking at the photo. The loss falls again once
 they start to use the image features. If training stalls on the plateau, train longer or raise
---text-lr. With the recipe small, which trains the heads on the captions alone first, the loss ends
-at 3.19 per direction on Flickr8k. A finished run is in docs/logs/virtex.
+--text-lr. The recipe small trains the heads on the captions alone first. A finished run is in
+docs/logs/virtex.
 """
 
 import argparse
@@ -65,6 +65,7 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "image_size":       (48,         112,        224),         # Sec. 3
     "crop_min":         (1.0,        0.5,        0.2),         # Sec. 3
     "colour_jitter":    (0.0,        0.4,        1.0),         # official code
+    "vocab_size":       (None,       None,       10_000),      # Sec. 3; None: by the captions
     "hidden":           (256,        512,        2048),        # Sec. 4.1
     "init_std":         (None,       None,       0.02),        # official code; None means H^-0.5
     "zero_residual":    (False,      False,      True),        # official code; others [ours]
@@ -85,7 +86,7 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "checkpoint_every": (200,        500,        10_000),
 }
 # fmt: on
-TEXT_ITERS = 600  # of captions alone, at most [ours]
+TEXT_ITERS = 600  # --text-first lasts at most as many iterations [ours]
 MAX_LENGTH = 30  # tokens per caption, [SOS] and [EOS] included [official code]
 LOOKAHEAD_K = 5  # iterations [Sec. 3]
 
@@ -113,8 +114,8 @@ def get_args(argv=None):
     add("--colour-jitter", type=common.non_negative,
         help="strength of the colour jitter; lower it if captions name colours")
     add("--workers", type=common.non_negative_int,
-        help="processes that load photos; raise it if data_wait exceeds 0.05 (default: half of the "
-        "cores, divided among the training processes of the machine, at most 8)")
+        help="processes that load photos (default: a share of the cores, at most 8); raise it if "
+        "data_wait exceeds 0.05")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", choices=common.BACKBONES,
@@ -139,7 +140,7 @@ def get_args(argv=None):
     add("--text-lr", type=common.positive,
         help="peak learning rate of the heads; lower it if their loss rises")
     add("--text-first", type=common.non_negative,
-        help="train the heads on captions alone first, for this share of --iters (at most 600)")
+        help="train the heads on captions alone first, for this share of the iterations")
     add("--lambda-words", type=common.non_negative,
         help="weight of predicting words from the photo alone; helps if photos are few")
     add("--warmup", type=common.fraction_below_1,
@@ -179,10 +180,10 @@ def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    init = {} if checkpoint else common.read_init(args)  # what --init names
+    init = {} if checkpoint else common.read_init(args)  # starting weights, {} without --init
 
     # Data: photos with captions, and a tokenizer learned from the captions.
-    Model, Photos = TASKS[args.task]
+    Model, Photos = TASKS[args.task]  # classes
     train = common.caption_data(args.data, args.root, args.train_split, Photos.reads_tags)
     train = subset(train, args.fraction, args.captions_per_image, args.seed).captioned()
     val = common.caption_data(args.data, args.root, args.val_split, Photos.reads_tags).captioned()
@@ -213,7 +214,7 @@ def main(args):
     if args.compile:
         model.visual["cnn"].compile()  # not the heads, because captions differ in length
     ddp = common.data_parallel(model).train()  # all processes get the first one's weights
-    slow_model = copy.deepcopy(model)  # of look-ahead; after DDP, so that it is the same in all
+    slow_model = copy.deepcopy(model)  # of look-ahead; copied after DDP has made all equal
     groups = parameter_groups(model, args.text_lr)
     optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
@@ -239,7 +240,7 @@ def main(args):
             ddp.require_backward_grad_sync = part == args.accumulate - 1
             images = common.augment(batch["image"], batch["jitter"])  # (B, 3, h, w)
             with common.autocast(device, args.amp):
-                sums = ddp(images, batch)
+                sums = ddp(images, batch)  # {name: (sum of losses, number)}
             losses = {name: total / number for name, (total, number) in sums.items()}
             loss = sum(losses.values())  # Eq. 1: both directions
             scaler.scale(loss / args.accumulate).backward()
@@ -264,14 +265,14 @@ def main(args):
                 with common.eager(args.compile):
                     result = validate(model, val_photos, args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
-                # Before the checkpoint: a run that has ended has its result.
+                # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if last or iteration % args.checkpoint_every == 0:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, more)
+        if last or iteration % args.checkpoint_every == 0:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
 
     common.end_run(args, backbone)  # eval_linear.py says what the backbone is worth
 
@@ -299,19 +300,22 @@ def subset(data, fraction, captions_per_image, seed):
 
 
 def normalise(caption):
-    """Lower-case, without accents [Sec. 3]; of Latin letters, and NFKD first, NFC last [ours]"""
+    """Lower-case, without accents [Sec. 3]: of Latin letters only, NFKD first, NFC last [ours]"""
     decomposed = unicodedata.normalize("NFKD", caption).lower()
     return unicodedata.normalize("NFC", re.sub(common.ACCENTS, "", decomposed))
 
 
 def make_tokenizer(args, captions, init):
     """Write the tokenizer of --init's checkpoint, or one that is trained on the captions"""
-    model = init["tokenizer"] if "tokenizer" in init else train_tokenizer(captions)
+    if "tokenizer" in init:
+        model = init["tokenizer"]
+    else:
+        model = train_tokenizer(captions, args.vocab_size)
     Path(args.output, "tokenizer.model").write_bytes(model)
 
 
 def load_tokenizer(args, captions):
-    """-> what make_tokenizer wrote; says how many captions are cut, refuses unknown words"""
+    """-> what make_tokenizer wrote; says if captions are cut, fails if it knows too few words"""
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=f"{args.output}/tokenizer.model")
     some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
     rows = [tokenizer.encode(normalise(caption)) for caption in some]
@@ -323,21 +327,21 @@ def load_tokenizer(args, captions):
     return tokenizer
 
 
-def train_tokenizer(captions, vocab_size=10_000):
+def train_tokenizer(captions, vocab_size=None):
     """SentencePiece BPE [Sec. 3] -> the serialised model
 
-    Few captions give fewer tokens: their characters, and one for each eight captions [ours]. Of
-    10,000 tokens, three in four would occur less than five times in Flickr8k's 30,000 captions.
+    vocab_size None: the characters, and a token for each eight captions, at least 1000 [ours]. Of
+    10,000 tokens, 74% would occur less than five times in Flickr8k's 30,000 captions.
     By SentencePiece's defaults, no token mixes letters and punctuation [Sec. 3], and UNK is 0.
     """
     characters = {*normalise("".join(captions))}
-    vocab_size = min(vocab_size, len(characters) + max(1000, len(captions) // 8))
+    by_captions = min(10_000, len(characters) + max(1000, len(captions) // 8))
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=map(normalise, progress(captions, desc="tokenizer")),
         model_writer=model,
         model_type="bpe",
-        vocab_size=vocab_size,
+        vocab_size=vocab_size or by_captions,
         hard_vocab_limit=False,
         character_coverage=1.0,
         max_sentence_length=1 << 20,  # bytes; longer captions would be skipped
@@ -350,10 +354,8 @@ def train_tokenizer(captions, vocab_size=10_000):
 
 
 def language_first(model, photos, iters, args, device):
-    """Train the heads on captions alone, with zeros as image features
-
-    If photos are few, they should not be used up for learning English. Afterwards only what the
-    photo shows can lower the loss. [ours; the other scripts' language models do the same]
+    """Train the heads on captions alone, with zeros as image features: if photos are few, they
+    should not be used up for learning English. [ours; other scripts' language models do the same]
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # the backbone gets no gradient
     captions = sorted(photos.data.all_captions(), key=len)
@@ -366,7 +368,7 @@ def language_first(model, photos, iters, args, device):
         start = rng.integers(len(captions) - batch_size + 1)
         chosen = captions[start : start + batch_size]
         batch = photos.collate_text([photos.text(caption, rng) for caption in chosen])
-        with common.autocast(device, "off" if args.amp == "fp16" else args.amp):  # no scaler here
+        with common.autocast(device, "off" if args.amp == "fp16" else args.amp):  # no scaler
             sums = model.text_losses(no_photo, {name: x.to(device) for name, x in batch.items()})
         optimizer.zero_grad()
         sum(total / number for total, number in sums.values()).backward()
@@ -380,7 +382,7 @@ def language_first(model, photos, iters, args, device):
 class CaptionedPhotos(common.Photos):
     """Photos, each with one of its captions: a random one, in validation always the same"""
 
-    reads_tags = False  # of COCO
+    reads_tags = False  # must COCO's file of tags be read?
 
     def __init__(self, data, tokenizer, args):
         super().__init__(data, args)
@@ -393,7 +395,7 @@ class CaptionedPhotos(common.Photos):
         caption = rng.choice(captions) if rng else captions[index % len(captions)]
         if flipped:
             caption = common.swap_left_right(caption)  # flipped with the photo [Sec. 3]
-        rng = rng or np.random.default_rng([self.args.seed, 0, index])
+        rng = rng or np.random.default_rng([self.args.seed, 0, index])  # masks of validation
         return sample | {"text": self.text(caption, rng)}
 
     def text(self, caption, rng):
@@ -406,8 +408,8 @@ class CaptionedPhotos(common.Photos):
         return default_collate(samples) | self.collate_text(texts)
 
     def collate_text(self, rows):
-        """-> tokens (B, T), those of the reversed captions, and the places (N,) of the N tokens to
-        predict in [:, 1:], counted over all rows. (Finding them on a GPU would make the CPU wait.)
+        """-> tokens (B, T), those of the reversed captions, and places (N,): the indices of the N
+        tokens to predict in [:, 1:].flatten(). (Finding them on a GPU would make the CPU wait.)
         """
         targets = pad([[1] * len(row) for row in rows])[:, 1:]  # (B, T - 1), 0 at padding
         return {
@@ -465,19 +467,20 @@ class VirTex(nn.Module):
         losses = {}
         for name, (head, tokens) in directions.items():
             vectors = head(tokens[:, :-1], image_features)  # (B, T - 1, H)
-            logits = head.output(chosen(vectors, places))  # (N, vocabulary)
-            losses[name] = token_loss(logits, chosen(tokens[:, 1:], places))
+            logits = head.output(pick(vectors, places))  # (N, vocabulary)
+            losses[name] = token_loss(logits, pick(tokens[:, 1:], places))
         if self.lambda_words:  # Eq. 1 without the tokens before: from the image alone [ours]
             logits = self.textual.output(image_features.mean(1))  # (B, vocabulary)
             targets = batch["tokens"][:, 1:]  # (B, T - 1)
-            logits = logits.index_select(0, places // targets.size(1))  # (N, vocabulary)
-            total, number = token_loss(logits, chosen(targets, places))
+            photo = places // targets.size(1)  # (N,): of each target
+            logits = logits.index_select(0, photo)  # (N, vocabulary)
+            total, number = token_loss(logits, pick(targets, places))
             losses["words"] = (self.lambda_words * total, number)
         return losses
 
 
-def chosen(x, places):
-    """x (B, T, ...), places (N,): t + T * b -> (N, ...). (With x[b, t] a GPU would have to sort.)"""
+def pick(x, places):
+    """x (B, T, ...), places (N,): values of b * T + t -> (N, ...). (Faster on GPUs than x[b, t])"""
     return x.flatten(0, 1).index_select(0, places)
 
 
@@ -511,8 +514,6 @@ class TextualHead(nn.Module):
                 nn.init.zeros_(parameter)  # [ours]
         nn.init.zeros_(self.embedding.words.weight[PAD])
         self.output.weight = self.embedding.words.weight  # weight tying [Sec. 3]
-        future = nn.Transformer.generate_square_subsequent_mask(max_length)
-        self.register_buffer("future", future, persistent=False)  # not in the state dict
 
     def project(self, features):
         """(B, channels, h, w) -> the image's vectors (B, h * w, H)"""
@@ -522,8 +523,7 @@ class TextualHead(nn.Module):
         """tokens (B, T), image_features (B, S, H) -> vectors (B, T, H). Each token sees the image,
         itself and the tokens before it.
         """
-        length = tokens.size(1)
-        future = self.future[:length, :length]  # -inf at the tokens that come later, else 0
+        future = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), tokens.device)
         x = self.embedding(tokens)
         return self.transformer(x, image_features, tgt_mask=future, tgt_is_causal=True)
 
@@ -571,7 +571,7 @@ def look_ahead(slow_model, model, alpha):
     go on from there [Zhang et al. 2019; Sec. 3: k = 5, alpha = 0.5].
     """
     slow, fast = [*slow_model.parameters()], [*model.parameters()]
-    torch._foreach_lerp_(slow, fast, alpha)
+    torch._foreach_lerp_(slow, fast, alpha)  # slow += alpha * (fast - slow), of each tensor
     torch._foreach_copy_(fast, slow)
 
 
@@ -619,7 +619,7 @@ class MaskedPhotos(CaptionedPhotos):
 
 
 def mask_tokens(tokens, vocab_size, rng):
-    """Of 15% of tokens, 85% become [MASK], 10% random; a single one: [MASK] [official code]"""
+    """Of 15%, 85% become [MASK], 10% random, 5% stay; one alone becomes [MASK] [official code]"""
     masked = list(tokens)
     words = range(1, len(tokens) - (tokens[-1] == EOS))  # a cut caption has no EOS [ours]
     num_masked = math.ceil(0.15 * len(words))
@@ -639,8 +639,8 @@ class MaskedLM(VirTex):
         head = self.textual
         x = head.embedding(batch["masked"])
         vectors = head.transformer(x, image_features, tgt_key_padding_mask=batch["padding"])
-        logits = head.output(chosen(vectors, batch["places"]))
-        return {"masked_lm": token_loss(logits, chosen(batch["tokens"], batch["places"]))}
+        logits = head.output(pick(vectors, batch["places"]))
+        return {"masked_lm": token_loss(logits, pick(batch["tokens"], batch["places"]))}
 
 
 class TaggedPhotos(CaptionedPhotos):

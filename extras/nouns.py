@@ -4,7 +4,7 @@ spaCy for it (--tags nouns-spacy) and for --tagger spacy of tp.py and icmlm.py [
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 
 import regex
 
@@ -19,8 +19,11 @@ SPACY_TAGS = {"NOUN": "nouns", "PROPN": "nouns", "ADJ": "adjectives", "VERB": "v
 
 def tagged(args, data):
     """-> CaptionData whose tags are the most frequent nouns of its captions [Sec. 4.4]"""
-    find = partial(find_nouns, data.all_captions(), args.tags)
-    nouns = common.read_json(common.once(args, "nouns.json", find))
+    path = Path(args.output, "nouns.json")
+    if common.is_main() and not Path(args.output, "checkpoint.pth").exists():
+        find_nouns(data.all_captions(), args.tags, path)  # once, for all processes
+    common.barrier()
+    nouns = common.read_json(path)
     tags = []
     for captions in data.captions:
         words = set(WORD.findall(" ".join(captions).lower()))

@@ -70,7 +70,7 @@ def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     by_text = pretrained(**inputs).logits[0, int(mask_pos)]
     assert without == f"without it: {five_best(by_text)}"
     assert with_photo.split(": ")[1] != without.split(": ")[1]
-    picture = tmp_path / f"1_{photo.stem}_{word}.png"
+    picture = tmp_path / f"1_{photo.stem}.png"
     assert path == f"the attention is in {picture}"
     [(_, text, [(named, attention)], _)] = drawn
     best = five_best(logits[0]).split(",")[0]

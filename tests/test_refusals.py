@@ -59,7 +59,7 @@ ONE_SCRIPT = {
         ("--task tagging", "argument --task: invalid choice: 'tagging'"),
         ("--hidden 100", "--hidden 100 must be a multiple of 64"),
         ("--data {tmp}/photos.jsonl", NO_CAPTIONS),
-        ("--data vg", "ijson is missing: copy our folder extras to the script, or pip install it"),
+        ("--data vg", "ijson is missing: python -m pip install ijson"),
     ],
     "tp": [
         *INIT,

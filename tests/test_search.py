@@ -174,7 +174,7 @@ def test_letters_of_other_languages(monkeypatch, tmp_path):
 
     def drawn(text):
         pixels = np.full((100, 100, 3), 255, np.uint8)
-        pictures.draw_rows(tmp_path / "x.png", [("", [(pixels, text, None)])], side=100)
+        pictures.draw_rows(tmp_path / "x.png", [("", [(pixels, text)])], side=100)
         with Image.open(tmp_path / "x.png") as image:
             ink = np.asarray(image.convert("L")) < 128
         return np.flatnonzero(ink.any(0)), ink.tobytes()

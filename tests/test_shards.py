@@ -1,4 +1,4 @@
-"""extras/: shards and their index, Visual Genome, checkpoints of other authors"""
+"""extras/: shards and their index, odd pixels, Visual Genome, checkpoints of other authors"""
 
 import argparse
 import io
@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import OWN, TINY, in_two_processes, kill_at, refusal, run_here
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 import common
 import eval_linear
-from extras import checkpoints, nouns, shards
+from extras import checkpoints, nouns, shards, sources
 from tools import make_shards
 
 
@@ -104,16 +104,60 @@ def test_layouts_of_others(tmp_path):
         assert {data.open(data.images[i]).size for i in range(5)} == {(16, 12)}
         assert data.tag_names == []
     printed = run_here(index_command(folder, "*.tar"))
-    assert "a at 3: b.tar: 2 has no photo\n" in printed and "left out 1 texts" in printed
+    assert "a at 3: b.tar: 2: ValueError: 0 photos among 2.txt; left out: 1\n" in printed
     assert "train: 3 photos have no caption in a KEY.txt or KEY.json\n" in printed
 
 
-def test_keys_with_a_dot_are_counted(folder):
-    """As WebDataset reads names, the suffix begins at the first dot."""
-    write_tar(folder / "03.tar", {"a.jpg": RED, "b.1.jpg": RED, "b.2.JPG": RED, "c.seg.json": b""})
+def test_keys_without_a_photo_or_with_two(folder):
+    """They are counted. As WebDataset reads names, the suffix begins at the first dot."""
+    files = {"a.jpg": RED, "b.1.jpg": RED, "b.2.JPG": RED, "c.seg.json": b"", "d.PGM": RED}
+    write_tar(folder / "03.tar", {**files, "e.jp2": RED, "e.png": RED})
     photos, faults = make_shards.read_shard(folder / "03.tar")
-    assert len(photos) == 1
-    assert faults == [("photos", f"b.{n}: a dot within KEY") for n in ("1.jpg", "2.JPG")]
+    assert [place.split("\t")[1] for place, *_ in photos] == ["a.jpg", "d.PGM"]
+    assert faults == [
+        "b: ValueError: 0 photos among b.1.jpg, b.2.JPG",
+        "c: ValueError: 0 photos among c.seg.json",
+        "e: ValueError: 2 photos among e.jp2, e.png",
+    ]
+
+
+def test_html_and_captions_as_in_a_jsonl(tmp_path):
+    """"captions" are read as they are; KEY.txt and "caption", of other tools, are cleaned."""
+    texts = {
+        "a.json": b'{"captions": ["<i>Rosa</i> &amp; thorn"]}',
+        "b.txt": b"<i>Rosa</i> &amp; thorn",
+        "c.json": b'{"caption": "<i>Rosa</i> &amp; thorn"}',
+        "d.json": b'{"captions": []}', "d.txt": b"a fern",
+    }  # fmt: skip
+    for name in "0.tar", "1.tar":
+        files = {**texts, **{f"{x}.jpg": RED for x in "abcd"}}
+        write_tar(tmp_path / name, dict(sorted(files.items())))
+    train, _ = index(tmp_path, "*.tar")
+    plain = ["Rosa & thorn"]
+    assert list(train.captions) == [["<i>Rosa</i> &amp; thorn"], plain, plain, ["a fern"]]
+    (tmp_path / "1.jpg").write_bytes(RED)
+    row = {"image": "1.jpg", "captions": ["<i>Rosa</i> &amp; thorn"], "split": "train"}
+    (tmp_path / "photos.jsonl").write_text(json.dumps(row))
+    flags = "--data", tmp_path / "photos.jsonl", "--splits", "train", "--output", tmp_path / "out"
+    run_here(["tools.make_shards", *flags])
+    assert list(common.caption_data(str(tmp_path / "out")).captions) == [row["captions"]]
+
+
+def test_brackets_in_folders(tmp_path):
+    """In the paths of --output, of --index-only, and of the message that names the latter."""
+    folder = tmp_path / "roll [3]" / "x[a-b]"
+    (tmp_path / "1.jpg").write_bytes(RED)
+    (tmp_path / "a.jsonl").write_text('{"image": "1.jpg", "captions": ["a"], "split": "train"}')
+    flags = "--data", tmp_path / "a.jsonl", "--splits", "train", "--output", folder
+    run_here(["tools.make_shards", *flags])
+    assert list(common.caption_data(str(folder)).captions) == [["a"]]
+    assert "holds shards of train" in refusal(["tools.make_shards", *flags])
+    (folder / "train.index").unlink()
+    line = refusal(["virtex.py", "--data", folder, "--output", tmp_path / "run"])
+    pattern = line.split("--index-only ")[1].strip("'").replace("*", "{split}-*")
+    flags = "--index-only", pattern, "--splits", "train", "--output", folder
+    run_here(["tools.make_shards", *flags])
+    assert list(common.caption_data(str(folder)).captions) == [["a"]]
 
 
 def test_all_splits_are_read_before_the_first_is_written(tmp_path):
@@ -135,7 +179,7 @@ def test_wrong_shards(folder):
         ("b: UnicodeDecodeError: 'utf-8' codec can't", 1, {"b.txt": b"caf\xe9" * 999}),
     ):
         write_tar(folder / "03.tar", {"a.jpg": RED, "b.jpg": RED, **text})
-        photos, [(_, fault)] = make_shards.read_shard(folder / "03.tar")
+        photos, [fault] = make_shards.read_shard(folder / "03.tar")
         assert fault.startswith(message) and len(fault) < 120 and len(photos) == kept
     start = (content := (folder / "03.tar").read_bytes()).index(b"b.jpg")
     cut = content[: start + 600], "ReadError: unexpected end of data"
@@ -143,11 +187,12 @@ def test_wrong_shards(folder):
     for content, message in cut, damaged:
         (folder / "03.tar").write_bytes(content)
         lines = run_here(index_command(folder, "*.tar")).splitlines()
-        assert {f"{folder}/03.tar: {message}", "train: 5 photos, 4 captions, 4 tags"} <= {*lines}
+        fault = f"{folder}/03.tar: {message}; left out: 1"
+        assert {fault, "train: 5 photos, 4 captions, 4 tags"} <= {*lines}
     for name in ("03.tar", "04.tar"):
         write_tar(folder / name, {"a.txt": b"a dog"})
     line = refusal(index_command(folder, "{03..04}.tar"))
-    assert "tar: it holds no photo. Expected: uncompressed tar files with KEY.jpg" in line
+    assert "train can be read, see above. Expected: uncompressed tar files with KEY.jpg" in line
     index(folder)
     train = ["virtex.py", "--data", folder, "--output", folder / "run", "--train-split"]
     assert "The folder's splits: train, val" in refusal([*train, "train2017"])
@@ -194,8 +239,8 @@ def test_training_on_shards(few_scenes, tmp_path):
     in_two_processes(run_here, [*train, tmp_path / "two"])
 
 
-def test_smaller_photos(tmp_path):
-    """--side shrinks; photos are turned, 16 bits become 8; an MPO is copied, unless broken."""
+def test_copies_of_files(tmp_path):
+    """Files are copied, of any format, with EXIF and 16 bits; broken ones are named."""
     exif = Image.Exif()
     exif[0x0112] = 6  # rotated by 90 degrees
     Image.new("RGB", (200, 100), "red").save(tmp_path / "a.jpg", exif=exif)
@@ -204,16 +249,58 @@ def test_smaller_photos(tmp_path):
     (tmp_path / "c.jpg").write_bytes(RED[:300])
     frames = [Image.new("RGB", (16, 12), colour) for colour in ("red", "blue")]
     frames[0].save(tmp_path / "d.jpg", "MPO", save_all=True, append_images=frames[1:])
-    splits = {"a.jpg": "train", "b.png": "train", "c.jpg": "val", "d.jpg": "val"}
-    lines = [json.dumps({"image": name, "split": split}) for name, split in splits.items()]
-    (tmp_path / "photos.jsonl").write_text("\n".join(lines))
-    flags = "--data", tmp_path / "photos.jsonl", "--output", tmp_path / "shards", "--side", 50
+    Image.fromarray(pixels).save(tmp_path / "e.TIF")
+    frames[0].save(tmp_path / "f.webp")
+    rows = [{"image": name, "split": "train"} for name in ("a.jpg", "b.png", "c.jpg", "d.jpg")]
+    rows += [{"image": name, "split": "val"} for name in ("e.TIF", "f.webp")]
+    (tmp_path / "photos.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = "--data", tmp_path / "photos.jsonl", "--output", tmp_path / "shards"
     assert f"cannot decode {tmp_path}/c.jpg" in run_here(["tools.make_shards", *flags])
-    data = common.caption_data(str(tmp_path / "shards"))
-    assert data.open(data.images[0]).size == (50, 100)
-    assert abs(np.asarray(data.open(data.images[1])).mean() - 127.5) < 2
-    [copied] = (val := common.caption_data(str(tmp_path / "shards"), split="val")).images
-    assert val.open(copied).fp.getvalue() == (tmp_path / "d.jpg").read_bytes()
+    copied = []
+    for split in "train", "val":
+        data = common.caption_data(str(tmp_path / "shards"), split=split)
+        copied += [data.open(place).fp.getvalue() for place in data.images]
+    names = "a.jpg", "b.png", "d.jpg", "e.TIF", "f.webp"
+    assert copied == [(tmp_path / name).read_bytes() for name in names]
+
+
+SLOPE = np.linspace(200, 900, 64 * 64).reshape(64, 64)  # metres
+NO_VALUES = {  # dtype, the value of a corner, its side in pixels, the tag of GDAL
+    "no tag": (np.float32, -9999, 16, None),
+    "lowest float": (np.float32, np.finfo(np.float32).min, 16, None),
+    "infinite": (np.float32, -np.inf, 16, None),
+    "not a number": (np.float32, np.nan, 16, None),
+    "tag of a float": (np.float32, -32767.5, 16, "-32767.5"),
+    "tag of the lowest float": (np.float32, -3.4028235e38, 16, "-3.40282346638529e+38"),
+    "tag of an integer": (np.int32, -2147483648, 16, "-2147483648"),
+    "tag of 16 bits": (np.uint16, 65535, 16, "65535"),
+    "one broken pixel": (np.float32, 1e6, 1, None),
+}
+
+
+@pytest.mark.parametrize("case", NO_VALUES)
+def test_pixels_without_a_value(case, tmp_path):
+    """They do not count for the range, and are black; a broken pixel is white."""
+    dtype, value, side, tag = NO_VALUES[case]
+    values = SLOPE.astype(dtype)
+    values[:side, :side] = value
+    tags = TiffImagePlugin.ImageFileDirectory_v2()
+    if tag:
+        tags[42113] = tag
+    Image.fromarray(values).save(tmp_path / "x.tif", tiffinfo=tags)
+    with Image.open(tmp_path / "x.tif") as image:
+        seen = np.asarray(sources.to_rgb(image))[..., 0].astype(int)
+    expected = 255 * (SLOPE - SLOPE[0, side]) / np.ptp(SLOPE[SLOPE >= SLOPE[0, side]])
+    assert (seen[:side, :side] == (255 if case == "one broken pixel" else 0)).all()
+    assert abs(seen - expected)[side:].max() < 4
+
+
+def test_few_bright_pixels():
+    """Stars on a dark sky, fewer than a thousandth, are seen."""
+    sky = np.full((100, 100), 7, np.uint16)
+    sky[50, 50] = 4000
+    assert np.asarray(sources.to_rgb(Image.fromarray(sky)))[50, 50, 0] == 255
+    assert np.asarray(sources.to_rgb(Image.fromarray(sky))).sum() == 3 * 255
 
 
 def test_visual_genome(tmp_path):

@@ -73,7 +73,7 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
     ),
     "labels that are no words": (
         {"a.json": [{"image": "1.jpg", "text": "a", "labels": [0, 1, 0]}]}, {"1": ["a"]},
-        "1 tags that are no text, the first: [0, 1, 0]",
+        "3 tags that are no text, the first: 0\n",
     ),
     "a photo spelled three ways": (
         {"a.csv": THRICE}, {"1": ["a", "b", "c"]},
@@ -155,7 +155,7 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
     ),
     "tags that are dictionaries": (
         {"a.json": [{**PAIR, "tags": {"dog": 1}}, {**PAIR, "tags": [{"name": "cat"}]}]},
-        {"1": ["a"]}, "1 tags that are no text, the first: [{{'dog': 1}}]\n",
+        {"1": ["a"]}, "1 tags that are no text, the first: {{'dog': 1}}\n",
     ),
     "repeated rows": (
         {"a.csv": "image,caption\n1.jpg,a\nimg/1.jpg,a\n2.jpg,a\n1.jpg,A"},
@@ -241,7 +241,7 @@ REFUSED = [
     ({"image": {"0": "1.jpg"}, "caption": {"0": "a"}}, "", "hold no photo of {root}/file, such as"),
     ([{"image": "1.jpg", "conversations": []}], "", "which columns hold the photo and its caption"),
     ("{}", "", "needs rows with a name for each cell"),
-    ("image,caption\n1.jpg,a,b\n", "", "line 2 has 3 cells for 2 columns: captions with , need quotes"),
+    ("image,caption\n1.jpg,a,b\n", "", "line 2 has 3 cells for 2 columns: captions with , need"),
 ]
 
 
@@ -384,3 +384,216 @@ def test_parquet_without_its_package(convert, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     message, _ = convert({"train.parquet": b"PAR1"}, how=refusal)
     assert "python -m pip install pyarrow" in message
+
+
+# -------------------------------------------------------------------------- nothing guessed
+
+SCANS = "p07_1.jpg", "p07_2.jpg", "p09_1.jpg", "p11_1.jpg"
+BY_KEY = {"p07_1": "a", "p07_2": "b", "p09_1": "c", "p11_1": "d"}
+
+
+def table(header, *rows):
+    return "\n".join([header, *rows])
+
+
+COLUMNS = {  # which column names the photo: photos, a table, the captions by stem or a refusal
+    "links that name some of the photos of other rows": (
+        SCANS,
+        table("link,finding,study", "https://x.org/p07_2.jpg,a,p07_1", "https://x.org/p09_1.jpg,b,p"
+              "07_2", "https://x.org/p11_1.jpg,c,p09_1", "https://x.org/p99_1.jpg,d,p11_1"),
+        BY_KEY,
+    ),
+    "numbers in a column named image": (
+        ("0.png", "1.png", "2.png"),
+        table("image,text,scan", "0,x,2.png", "1,y,0.png", "2,z,1.png"),
+        {"2": "x", "0": "y", "1": "z"},
+    ),
+    "numbers that are no names": (
+        ("31.jpg", "47.jpg", "31b.jpg", "47b.jpg"),
+        table("age,report,number", "31,a,47b", "47,b,31b"), {"47b": "a", "31b": "b"},
+    ),
+    "numbers that may be names, of one row each": (
+        ("1.tif", "2.tif"), table("patient_id,visit_no,report", "1,2,a", "2,1,b"),
+        "which column names the photo, visit_no or patient_id?",
+    ),
+    "two columns of paths": (
+        ("a.jpg", "b.jpg", "a_mask.jpg", "b_mask.jpg"),
+        table("tile,segmentation,caption", "a.jpg,a_mask.jpg,x", "b.jpg,b_mask.jpg,y"),
+        "give --image-column",
+    ),
+    "two columns that name the same photos": (
+        ("a.jpg", "b.jpg"), table("accession,file,title", "a,a.jpg,x", "b,b.jpg,y"),
+        {"a": "x", "b": "y"},
+    ),
+    "a hit in seven rows": (
+        ("vase.jpg", "cup.jpg"),
+        table("object,title", "vase,a", *(f"inv{n},b" for n in range(6))),
+        "only 14% of the rows name a photo below",
+    ),
+    "more than half of the photos": (
+        ("a.jpg", "b.jpg"), table("object,title", "a,x", "b,y", "c,z"), {"a": "x", "b": "y"},
+    ),
+    "a class that is the name of a sample": (
+        ("dog.jpg", "cat.jpg"), table("item,caption,label", "k1,x,dog", "k2,y,cat"),
+        "hold no photo of",
+    ),
+    "decomposed on disk": (
+        ("mu\u0308hle_1.jpg", "za\u0304le.jpg"),
+        table("image,caption", "m\xfchle_1.jpg,a", "Z\u0101le.JPG,b"),
+        {"mu\u0308hle_1": "a", "za\u0304le": "b"},
+    ),
+    "decomposed in the table, without endings": (
+        ("m\xfchle.webp",), table("key,caption", "mu\u0308hle,a"), {"m\xfchle": "a"},
+    ),
+    "unusual endings": (
+        ("a.jfif", "b.avif", "c.pgm", "d.jp2"),
+        table("image,caption", "a.jfif,x", "b.avif,y", "c.pgm,z", "d.jp2,w"),
+        {"a": "x", "b": "y", "c": "z", "d": "w"},
+    ),
+    "two kinds of captions": (
+        ("a.jpg",), table("image,title,description", "a.jpg,x,y"),
+        "which columns hold the photo and its caption?",
+    ),
+    "a line end of old Macs": (
+        ("a.jpg", "b.jpg"), "image,caption\ra.jpg,x\rb.jpg,y\r", {"a": "x", "b": "y"},
+    ),
+    "a key twice": (
+        ("a.jpg", "b.jpg"), '{"a": "x", "b": "y", "a": "z"}', "JSON file has the key a twice",
+    ),
+    "a quote within a caption": (
+        ("a.jpg", "b.jpg", "c.jpg"),
+        table("image,caption", "a.jpg,x", 'b.jpg,"y" z', "c.jpg,z"), "line 3: ',' expected after",
+    ),
+    "a quote that is not closed": (
+        ("a.jpg", "b.jpg"), table("key,caption", "a,x", 'b,"y', "c,z", 'd,w"'),
+        "line 3: a quote takes several lines into one cell, y c,z d,w, as in 1 of 2 rows",
+    ),
+    "a third column without a header": (
+        ("a.jpg", "b.jpg"), "a.jpg\tx\nb.jpg\t4\ty\n", "line 2 has 3 cells for 2 columns",
+    ),
+    "a Python list with quotes in its texts": (
+        ("a.jpg",), 'image,caption\na.jpg,"[\'it says \'\'go\'\' now\', ""a \'b\' \'c\'""]"\n'
+        .replace("''", '""'), {"a": "it says \"go\" now|a 'b' 'c'"},
+    ),
+    "photos as keys, without endings": (
+        SCANS, json.dumps({key: [text] for key, text in BY_KEY.items()}), BY_KEY,
+    ),
+    "more keys than a line holds": (
+        SCANS, json.dumps({f"q{n}": ["a"] for n in range(9999)}), "hold no photo of",
+    ),
+    "lists of photos and of captions": (
+        ("a.jpg", "b.jpg"), json.dumps({"image": ["a.jpg", "b.jpg"], "caption": ["x", "y"]}),
+        "no photo is left",
+    ),
+    "two images of one id": (
+        ("a.jpg", "b.jpg"),
+        json.dumps({"images": [{"id": 1, "file_name": "a.jpg"}, {"id": 1, "file_name": "b.jpg"}],
+                    "annotations": [{"image_id": 1, "caption": "x"}]}),
+        "several images have the same id",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_nothing_guessed(case, tmp_path):
+    photos, text, expected = COLUMNS[case]
+    for name in photos:
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "table").write_bytes(text.encode())
+    command = ["tools.to_jsonl", tmp_path / "table", "--output", tmp_path / "photos.jsonl"]
+    if isinstance(expected, str):
+        message = refusal(command)
+        assert expected in message and len(message) < 700
+        return
+    run_here(command)
+    lines = map(json.loads, (tmp_path / "photos.jsonl").open(encoding="utf-8"))
+    found = {line["image"].rsplit(".", 1)[0]: "|".join(line["captions"]) for line in lines}
+    assert found == expected
+
+
+VOTES = {  # cells of tag columns: the tags of each row, or words of the refusal
+    ("sea,port", "12,0", "3,1"): "the column sea holds 12, where 0 and 1 are expected",
+    ("sea,port", "0.2,0.7", "0.9,0.1"): "the column sea holds 0.2",
+    ("sea,port", "TRUE,FALSE", "false,true"): [["sea"], ["port"]],
+    ("sea,port", "Yes,no", "no,no"): [["sea"], []],
+    ("sea,port", "x,", ",X", ","): [["sea"], ["port"], []],
+    ("sea,port", "✓,✓", "✓,"): [["sea", "port"], ["sea"]],
+    ("sea,port", "yes,no", "maybe,yes"): "the column sea holds maybe",
+    ("sea,port", "ja,nein", "nein,ja"): "the columns sea, port hold nothing but ja and nein",
+    ("sea,port", "1,quay", "0,pier|quay"): [["quay", "sea"], ["pier", "quay"]],
+}
+
+
+@pytest.mark.parametrize("rows", VOTES)
+def test_cells_of_tag_columns(rows, convert, tmp_path):
+    header, *cells = rows
+    (tmp_path / "img" / "3.jpg").write_bytes(b"")
+    lines = [f"image,caption,{header}", *(f"{n}.jpg,a,{row}" for n, row in enumerate(cells, 1))]
+    expected = VOTES[rows]
+    if isinstance(expected, str):
+        message, _ = convert({"file": "\n".join(lines)}, "--tag-column sea port", how=refusal)
+        assert expected in message
+    else:
+        _, lines = convert({"file": "\n".join(lines)}, "--tag-column sea port")
+        assert [line["tags"] for line in lines] == expected
+
+
+def test_line_breaks_in_captions(convert, tmp_path):
+    """One in two hundred rows is said, and read."""
+    rows = [f"1.jpg,caption {n}" for n in range(200)] + ['2.jpg,"a\nb"']
+    printed, lines = convert({"file": "\n".join(["image,caption", *rows])})
+    assert "line breaks within quotes in 1 rows, (202, 'a\\nb')" in printed
+    assert lines[1]["captions"] == ["a b"]
+
+
+def test_links_and_hidden_photos(tmp_path):
+    """A folder that is a link is followed, once; hidden files and folders are no photos."""
+    scans = tmp_path / "elsewhere" / "scans"
+    scans.mkdir(parents=True)
+    root = tmp_path / "museum"
+    (root / ".cache").mkdir(parents=True)
+    for path in scans / "1.jpg", root / ".cache/2.jpg", root / "._3.jpg":
+        path.write_bytes(b"")
+    (scans / "1.txt").write_text("a bowl")
+    (root / ".cache/2.txt").write_text("a cup")
+    (root / "loop").symlink_to(root)
+    (root / "linked").symlink_to(scans)
+    for folder in f"{root}", f"{root}/":
+        run_here(["tools.to_jsonl", folder, "--output", tmp_path / "photos.jsonl"])
+        line = {"image": "museum/linked/1.jpg", "captions": ["a bowl"]}
+        assert [json.loads(row) for row in (tmp_path / "photos.jsonl").open()] == [line]
+
+
+def test_parquet_of_two_folders(tmp_path):
+    """Photos of tables with the same name do not meet; those of an earlier call stay."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    def photo(grey):
+        file = io.BytesIO()
+        Image.new("L", (4, 4), grey).save(file, "PNG")
+        return {"bytes": file.getvalue(), "path": "0.png"}
+
+    greys = {"aerial/part/0.parquet": (10, 20), "ground/part/0.parquet": (30, 40)}
+    for name, pair in greys.items():
+        rows = [{"image": photo(grey), "text": f"grey {grey}"} for grey in pair]
+        (tmp_path / name).parent.mkdir(parents=True)
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+    output = tmp_path / "photos.jsonl"
+    command = ["tools.to_jsonl", *(tmp_path / name for name in greys), "--output", output]
+    run_here(command)
+    lines = [json.loads(line) for line in output.open()]
+    assert len({line["image"] for line in lines}) == len(lines) == 4
+    for line in lines:
+        with Image.open(tmp_path / line["image"]) as image:
+            assert line["captions"] == [f"grey {image.getpixel((0, 0))}"]
+    run_here(command)  # the same again
+    one, other = (["tools.to_jsonl", tmp_path / name, "--output", output] for name in greys)
+    run_here(one)
+    assert "is another photo, of an earlier call" in refusal(other)
+    rows = [{"image": photo(1), "mask": photo(2), "text": "a"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "two.parquet")
+    two = ["tools.to_jsonl", tmp_path / "two.parquet", "--output", tmp_path / "two.jsonl"]
+    assert "which column has the photo, image or mask?" in refusal(two)
+    run_here([*two, "--image-column", "image"])
+    assert len([*(tmp_path / "two_photos/two").iterdir()]) == 1

@@ -5,15 +5,15 @@
         --arch resnet50 --epochs 90 --steps 30 60
 
 Each edge of a box moves outwards by 0 to 30 pixels, at random. Crowds are left out [ours]. Writes
-train/<category>/<annotation>.jpg and val/... into --output; existing crops are kept. What is left
-out or kept is printed with a count.
+train/<category>/<annotation>.jpg and val/... into --output; existing crops are kept.
 """
 
 import argparse
 import multiprocessing
+import os
 import random
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -43,28 +43,24 @@ def main(args):
             fail(f"there is no {path}: --root is the folder of COCO, which has annotations/")
         content = common.read_json(path)
         names = {row["id"]: row["name"] for row in content["categories"]}
-        objects = {row["id"]: [] for row in content["images"]}
-        counts = Counter()
+        photos = f"{args.root}/{split}2017"
+        files = {row["id"]: f"{photos}/{row['file_name']}" for row in content["images"]}
+        objects, counts = defaultdict(list), Counter()
         for row in content["annotations"]:
             if row["iscrowd"]:
                 counts["crowds left out"] += 1
-            elif row["image_id"] not in objects or row["category_id"] not in names:
+            elif row["image_id"] not in files or row["category_id"] not in names:
                 counts["objects left out, whose photo or category is not listed"] += 1
             else:
-                file = Path(args.output, split, names[row["category_id"]], f"{row['id']}.jpg")
-                objects[row["image_id"]].append((row["id"], row["bbox"], file))
-        for folder in {file.parent for rows in objects.values() for *_, file in rows}:
-            make_folder(folder)
-        work = []
-        for row in content["images"]:
-            path = Path(args.root, f"{split}2017", row["file_name"])
-            if objects[row["id"]]:
-                work.append((path, objects[row["id"]]))
-        if missing := [path for path, _ in work if not path.is_file()]:
-            fail(f"{len(missing)} of {len(work)} photos are missing, the first is {missing[0]}")
+                folder = f"{args.output}/{split}/{names[row['category_id']]}"
+                make_folder(folder)
+                crop_file = f"{folder}/{row['id']}.jpg"
+                objects[files[row["image_id"]]].append((row["id"], row["bbox"], crop_file))
+        if missing := [path for path in objects if not os.path.isfile(path)]:
+            fail(f"{len(missing)} of {len(objects)} photos are missing, the first is {missing[0]}")
         with multiprocessing.Pool() as pool:
-            done = pool.imap_unordered(partial(crop, args.margin), work, chunksize=16)
-            for found in progress(done, desc=split, total=len(work), unit=" photos"):
+            done = pool.imap_unordered(partial(crop, args.margin), objects.items(), chunksize=16)
+            for found in progress(done, desc=split, total=len(objects), unit=" photos"):
                 counts.update(found)
         print_main("\n".join(f"{split}: {count} {what}" for what, count in counts.items()))
 
@@ -80,14 +76,11 @@ def crop(margin, work):
         return {"objects left out, whose photo cannot be decoded": len(objects)}
     for seed, (x, y, width, height), file in objects:
         rng = random.Random(seed)
-        left = x - rng.uniform(0, margin)
-        top = y - rng.uniform(0, margin)
-        right = x + width + rng.uniform(0, margin)
-        bottom = y + height + rng.uniform(0, margin)
-        box = np.round([left, top, right, bottom]).astype(int)
-        box = np.clip(box, 0, 2 * photo.size)
+        left, top = x - rng.uniform(0, margin), y - rng.uniform(0, margin)
+        right, bottom = x + width + rng.uniform(0, margin), y + height + rng.uniform(0, margin)
+        box = np.clip(np.round([left, top, right, bottom]).astype(int), 0, 2 * photo.size)
         box[2:] = np.maximum(box[2:], box[:2] + 1)
-        if file.exists():
+        if os.path.exists(file):
             counts["crops kept from an earlier call"] += 1
         else:
             photo.crop(box.tolist()).save(file, quality=95)

@@ -165,7 +165,7 @@ def scores_of(folder, run, measure):
     measure, _, index = measure.partition(".")
     found = [[]]
     for path in sorted(LOGS.glob(f"tables/{folder}/*.json")):
-        for row in read(path)["rows"]:
+        for row in read(path).get("rows", []):
             for name, cell in row["cells"].items():
                 if row.get("run") == run and (cell.get("by") or name) == measure:
                     found.append([scores[int(index or 0)] for scores in cell["ours"]])

@@ -38,22 +38,21 @@ def main(args):
     if output.suffix != ".jsonl" or output.is_dir():
         fail(f"--output {output} must end in .jsonl, and be no folder")
     make_folder(output.absolute().parent)
-    rng = random.Random(args.seed)
     data = folder_labels(args.root, "train")
     if len(data.names) < (args.classes or 1):
         fail(f"{args.root}/train holds {len(data.names)} classes, fewer than --classes")
     photos = defaultdict(list)
     for image, label in zip(data.images, data.labels):
-        photos[data.names[label]].append(image)
-    lines, few = [], []
-    for name in sorted(rng.sample(data.names, args.classes or len(data.names))):
+        photos[data.names[label]].append(str(Path(image).resolve()))
+    rng, lines, few = random.Random(args.seed), [], []
+    drawn = sorted(rng.sample(data.names, args.classes or len(data.names)))
+    for name in drawn:
         rng.shuffle(photos[name])
         few += [name] if len(photos[name]) < (args.per_class or 1) else []
         for image in photos[name][: args.per_class]:
-            row = {"image": str(Path(image).resolve()), "tags": [name], "split": "train"}
-            lines.append(json.dumps(row) + "\n")
+            lines.append(json.dumps({"image": image, "tags": [name], "split": "train"}) + "\n")
     output.write_text("".join(lines))
-    print_main(f"{len(lines)} photos of {args.classes or len(data.names)} classes")
+    print_main(f"{len(lines)} photos of {len(drawn)} classes")
     if few:
         print_main(f"{len(few)} classes have fewer photos than --per-class, the first: {few[0]}")
     command = f"tp.py --data {shlex.quote(args.output)} --val-split train --labels instances"

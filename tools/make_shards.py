@@ -158,9 +158,9 @@ def write_index(folder, paths):
                 if faults:
                     print_main(common.one_line(f"{path}: {faults[0]}; left out: {len(faults)}"))
             if not photos[split]:
-                fail(f"no photo of the split {split} can be read, see above. Expected: uncompressed "
-                     "tar files with KEY.jpg and, beside it, KEY.txt, with a caption on each line, "
-                     'or KEY.json: {"captions": ["...", ...], "tags": ["...", ...]}')  # fmt: skip
+                fail(f"no photo of the split {split} can be read, see above. Expected: uncompressed"
+                     " tar files with KEY.jpg and, beside it, KEY.txt, with a caption on each line,"
+                     ' or KEY.json: {"captions": ["...", ...], "tags": ["...", ...]}')  # fmt: skip
     tags = [tag for rows in photos.values() for _, _, tags in rows for tag in tags or ()]
     tag_names = list(dict.fromkeys(tags))  # of all splits alike
     for split, rows in photos.items():

@@ -290,7 +290,7 @@ def launcher(command, processes):
 
 
 def look_up(result, key, weights):
-    """key: "mAP" of eval_linear.py, "AP50" of a task, "validation_loss.tp" of a training run"""
+    """key: "mAP" of eval_linear.py, "AP50" of a task, "validation.tp" of a training run"""
     if "backbones" in result:
         result = result["backbones"][shlex.split(str(weights))[0]]["mean"]
     result = result.get("trained") or result.get("random") or result

@@ -9,11 +9,10 @@ It reads Karpathy's dataset_*.json, captions_*.json of COCO, token.txt of Flickr
 certain is read, what is not is refused in one line, and what is left out is counted.
 
 The photo's column is the one of which nearly all rows name a photo below --root, by its path or, if
-it has no path of any photo, by its name without folder and ending. Photos inside a .parquet are
-written into a folder beside --output. Captions lose HTML's entities, invisible characters such as
-soft hyphens, and ligatures. Tags in a cell stand between |; if a column has none, between ; and
-else between commas. A column of --tag-column with only 0 and 1, true and false, yes and no, or one
-mark and empty cells is a tag by its name. What was taken for what, and a command are printed.
+none has a path, by its name without folder and ending. Captions lose HTML, invisible characters and
+ligatures. Tags in a cell stand between |; if a column has none, between ; and else between commas.
+A column of --tag-column with only 0 and 1, true and false, yes and no, or one mark and empty cells
+is a tag by its name.
 """
 
 import argparse
@@ -52,14 +51,13 @@ PHOTO = re.compile("image|img|photo|pic|file|path|jpg")
 NUMBERED = re.compile("key|name|(^|_)(id|uid|no|nr|number)(_|$)")  # its numbers may name photos
 # Cells, in lower case
 NOTHING = "", "nan", "none", "null", "n/a"  # what programs write into an empty one
-NUMBER = re.compile(r"[-+]?\d+([.,]\d*)?")
 YES, NO = ("1", "1.0", "true", "yes", "y"), ("0", "0.0", "false", "no", "n")
+NUMBER = re.compile(r"[-+]?\d+([.,]\d*)?")
 # Within texts
 ENDING = re.compile(f"(?i)({'|'.join(map(re.escape, common.PHOTO_ENDINGS))})$")
 ENTITY = re.compile(r"&#?\w+;")
 HTML_TAG = re.compile(r"(?i)</?(?:p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h\d)\b[^<>]*>")
 INVISIBLE = regex.compile(r"[\p{Cs}\u115f\u1160\u2800\u3164\uffa0]")  # \p{Cs}: half emojis
-LIGATURE = re.compile("[\ufb00-\ufb06]")
 STRING = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(\s+(?=['"]))?""", re.S)  # Python's
 
 
@@ -70,11 +68,10 @@ def get_args(argv=None):
     add("files", nargs="+", metavar="FILE", help="captions, in UTF-8 or UTF-16: one file, several "
         "(train, val or test in their names is the split), or a folder")  # fmt: skip
     add("--root", help="folder of the photos (default: that of each file)")
-    help_image = "column or key with the photo's path or name"
-    add("--image-column", type=column_name, nargs=1, default=[], help=help_image)
-    many = dict(type=column_name, nargs="+", default=[])
-    add("--caption-column", **many, help="one or more, with captions")
-    add("--tag-column", **many, help="one or more, with tags, or with 0 and 1")
+    name = dict(type=column_name, default=[])
+    add("--image-column", **name, nargs=1, help="column or key with the photo's path or name")
+    add("--caption-column", **name, nargs="+", help="one or more, with captions")
+    add("--tag-column", **name, nargs="+", help="one or more, with tags, or with 0 and 1")
     add("--output", default="photos.jsonl", help=".jsonl to write; an existing one is replaced")
     return parser.parse_args(argv)
 
@@ -160,11 +157,10 @@ def folder_rows(folder):
     photos = [ENDING.sub("", os.path.relpath(path, folder)) for path in common.list_photos(folder)]
     if captions.keys() & {*photos}:  # else the texts are in a folder of their own
         captions = dict.fromkeys(photos, []) | captions
-    rows = []
-    for name, lines in captions.items():
-        words = [re.sub(r"\d", "", word.lower()) for word in name.split("/")[:-1]]  # train2017
-        split = next((SPLITS[word] for word in words if word in SPLITS), None)
-        rows.append({"image": name, "captions": lines, "split": split})
+    rows = [{"image": name, "captions": captions[name]} for name in captions]
+    for row in rows:
+        words = [re.sub(r"\d", "", word.lower()) for word in row["image"].split("/")[:-1]]
+        row["split"] = next((SPLITS[word] for word in words if word in SPLITS), None)  # train2017
     return rows
 
 
@@ -219,7 +215,7 @@ def json_rows(path, text):
     rows = []
     for number, line in lines.items():
         try:
-            rows.append(json.loads(line))
+            rows.append(json.loads(line, object_pairs_hook=unique))
         except json.JSONDecodeError as error:
             where = f"{path}, line {number + error.lineno - 1}"
             fail(f"{where}, is not valid JSON: {error.msg}, in {short(line)}")
@@ -246,8 +242,17 @@ def json_rows(path, text):
     return [*tables.values()][0] if tables else [content]
 
 
+def unique(pairs):
+    """An object of JSON, whose keys must differ: the last one would hide the others"""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        fail(f"an object of the JSON file has the key {short(key)} twice")
+    return found
+
+
 def table_rows(path, text):
-    """csv or tsv, its delimiter as the header tells; or token.txt: photo, tab, caption, no quotes"""
+    """csv or tsv, as the header tells; or token.txt: photo, tab, caption, and no quotes"""
     text = re.sub(r"^sep=.\n", "\n", text)  # for Excel
     header = text.lstrip("\n").split("\n", 1)[0]
     delimiter = max(",\t|;", key=header.count)
@@ -279,9 +284,9 @@ def table_rows(path, text):
     swallowed = [row for row in broken if any(map(ENDING.search, re.split(r"[,\t|;\n]", row[1])))]
     if swallowed or len(broken) > 0.01 * len(rows):
         line, cell = (swallowed or broken)[0]
-        fail(f"{path}, line {line}: a quote takes several lines into one cell, {short(cell)}, as in "
-             f"{len(broken)} of {len(rows)} rows. Is it not closed? If it is, write spaces for the "
-             "line breaks")  # fmt: skip
+        fail(f"{path}, line {line}: a quote takes several lines into one cell, {short(cell)}, as in"
+             f" {len(broken)} of {len(rows)} rows. Is it not closed? If it is, write spaces for the"
+             " line breaks")  # fmt: skip
     if broken:
         print_main(f"{path}: line breaks within quotes in {len(broken)} rows, {short(broken[0])}")
     return rows
@@ -309,7 +314,7 @@ def named_columns(path, args, keys, about=""):
 
 
 def columns_of(kinds, names):
-    """The columns of the first kind, as caption_1 and caption_2, or of the only kind that there is"""
+    """The columns of the first kind, as caption_1 and caption_2, or of the only other kind"""
     found = [[names[name] for name in names if re.fullmatch(rf"{kind}s?_?\d*", name)]
              for kind in kinds]  # fmt: skip
     there = list(filter(None, found))
@@ -326,11 +331,11 @@ def choose_columns(file, rows, root, args):
     splits = [key for key in keys if key.lower() in SETS and values_of(rows, key) <= SPLITS.keys()]
     splits = [key for key in keys if key.lower() == "split"] or splits[:1]
     others = [key for key in keys if key not in splits and not MEANT.fullmatch(column_name(key))]
-    photo = [photo_column(file, rows, photo or others, root, photo)]
+    photo = [photo_column(file, rows, photo or others, root, given=bool(photo))]
     if {*photo} & {*captions, *tags}:
         fail(f"{file}: the column {photo[0]} has the paths of the photos: it cannot hold captions "
              f"or tags, too. The columns are {short(', '.join(keys))}")  # fmt: skip
-    marks, words = marked(file, rows, tags, args)
+    marks, words = marked(file, rows, tags, bool(args.tag_column))
     columns = {"photo": photo, "captions": captions, "tags": words, "split": splits}
     columns["tags where 1"] = marks
     columns["not used"] = sorted({*keys}.difference(*columns.values()))
@@ -344,25 +349,22 @@ def photo_column(file, rows, keys, root, given):
 
     Ends with one line if two could be it, or if fewer than half of the rows name a photo.
     """
-    some = rows[:: len(rows) // 10_000 + 1]
-    found, seen = [], []
+    rows = rows[:: len(rows) // 10_000 + 1]
+    found = []
     for key in keys:
-        names = [names_of(row, key) for row in some]
+        names = [names_of(row, key) for row in rows]
         places, by_path = find_photos(root, [name for row in names for name in row])
-        plain = column_name(key)
-        if PHOTO.search(plain) or any(map(ENDING.search, places)):
-            seen.append(key)
-        elif all(map(str.isdigit, places)) and not NUMBERED.search(plain):
-            continue  # ages or prices, say
-        photos = [[places[name] for name in row if places[name]] for row in names]
-        matched = sum(map(bool, photos)) / len(some)
-        found.append((matched >= 0.9, by_path, matched, plain != "id", key, photos))
+        named = PHOTO.search(column_name(key)) or NUMBERED.search(column_name(key))
+        if named or not all(map(str.isdigit, places)):  # not ages or prices, say
+            photos = [[places[name] for name in row if places[name]] for row in names]
+            matched = sum(map(bool, photos)) / len(rows)
+            found.append((matched >= 0.9, by_path, matched, key.lower() != "id", key, photos))
     nearly, by_path, matched, _, best, photos = max(found, default=[0] * 6)
     if not matched:
         there = [os.path.relpath(path, root) for path in common.list_photos(root)[:3]] or "no photo"
-        names = [name for key in seen or keys for row in some for name in names_of(row, key)][:1]
+        names = [name for key in keys for row in rows for name in names_of(row, key)][:1]
         fail(f"{root} and its subfolders hold no photo of {file}, such as {short(names)} of "
-             f"{short(', '.join(seen or keys))}, but {there}: do the names differ? See --root and "
+             f"{short(', '.join(keys))}, but {there}: do the names differ? See --root and "
              "--image-column")  # fmt: skip
     for nearly_too, path_too, matched_too, is_named, key, others in found:
         as_good = path_too > by_path or path_too == by_path and nearly_too == nearly
@@ -377,7 +379,7 @@ def photo_column(file, rows, keys, root, given):
     return best
 
 
-def marked(file, rows, columns, args):
+def marked(file, rows, columns, given):
     """Columns with tags -> those that say yes or no in each row, and those with words
 
     One mark beside empty cells is a yes. Other cells beside yes or no, and numbers, are refused.
@@ -386,22 +388,21 @@ def marked(file, rows, columns, args):
     marks, words = [], []
     for column in columns:
         odd = sorted(values[column].difference(YES, NO))
-        alike = [name for name in columns if values[name] == values[column] and len(odd) in (1, 2)]
-        if len(values[column]) == 1 and values[column] < {*YES, *"x*+✓✔✗•●"}:
+        alike = [name for name in columns if values[name] == values[column]]
+        if values[column] and not odd or len(odd) == 1 and odd[0] in "x*+✓✔✗•●":
             marks.append(column)
-            for row in rows:
-                row[column] = "0" if is_empty(row.get(column)) else "1"
-        elif values[column] and not odd:
-            marks.append(column)
-        elif len(odd) == len(values[column]) and not all(map(NUMBER.fullmatch, odd)) or not odd:
-            words.append(column)
-            if len(alike) > 1:
-                fail(f"{file}: the columns {short(', '.join(alike))} hold nothing but "
-                     f"{short(' and '.join(odd))}: write 1 and 0")  # fmt: skip
-        elif args.tag_column:
+            if not values[column] & {*NO}:  # empty cells say no
+                for row in rows:
+                    row[column] = "0" if is_empty(row.get(column)) else "1"
+        elif odd and given and (len(odd) < len(values[column]) or all(map(NUMBER.fullmatch, odd))):
             fail(f"{file}: the column {column} holds {short(odd[0])}, where 0 and 1 are expected, "
                  "or true and false, yes and no, or one mark and empty cells")  # fmt: skip
-    if marks and not args.tag_column:
+        elif len(alike) > 1 and len(odd) in (1, 2):
+            fail(f"{file}: the columns {short(', '.join(alike))} hold nothing but "
+                 f"{short(' and '.join(odd))}: write 1 and 0")  # fmt: skip
+        elif len(odd) == len(values[column]) and not (odd and all(map(NUMBER.fullmatch, odd))):
+            words.append(column)
+    if marks and not given:
         fail(f"{file}: with --tag-column {marks[0]}, photos with a 1 have the tag {marks[0]}; "
              "or write names of classes in place of 0 and 1")  # fmt: skip
     return marks, words
@@ -416,18 +417,15 @@ def is_empty(cell):
     return cell is None or str(cell).strip().lower() in NOTHING
 
 
-def cells(row, column, separator=None):
+def cells(row, column):
     """The values in a cell: one that holds a list, also written as text, gives its items."""
     value = row.get(column)
     if isinstance(value, str) and value.strip()[:1] + value.strip()[-1:] in ("[]", "{}"):
-        value = value.strip()
         commas = STRING.sub(lambda string: string[1] + ", " * bool(string[2]), value)  # of numpy
         with suppress(ValueError, SyntaxError):
-            value = ast.literal_eval(commas)
-        with suppress(ValueError, TypeError):
+            value = ast.literal_eval(commas.strip())
+        with suppress(ValueError):
             value = json.loads(row[column])
-    if isinstance(value, str) and separator:
-        value = clean(value).split(separator)
     return value if isinstance(value, list) else [value]
 
 
@@ -436,7 +434,7 @@ def clean(text):
     for _ in range(2):  # the web's are often escaped twice
         text = ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
     text = HTML_TAG.sub(" ", text)
-    text = LIGATURE.sub(lambda letters: unicodedata.normalize("NFKC", letters[0]), text)
+    text = re.sub("[\ufb00-\ufb06]", lambda two: unicodedata.normalize("NFKC", two[0]), text)
     return common.one_line(INVISIBLE.sub("", text))
 
 
@@ -452,7 +450,7 @@ def gather(rows, root, columns, photos, notes):
             notes["missing photos"].append(os.path.join(root, name))
         elif len(paths) > 1:
             notes["names of several photos, or several names of one"].append([name, *paths])
-        elif paths[0] != os.path.normpath(os.path.join(root, name)):
+        elif paths[0] != os.path.join(root, name):
             notes["photos looked up by name"].append([name, paths[0]])
     separators = {}  # what stands between tags: the first of | ; and , that the column holds
     for name in columns["tags"]:
@@ -471,11 +469,9 @@ def gather(rows, root, columns, photos, notes):
             continue
         for path in (places[name][0] for name in names if len(places[name]) == 1):
             photo = photos.setdefault(os.path.realpath(path), {"image": path, "captions": []})
-            for caption in captions:
-                if caption in photo["captions"]:
-                    notes["captions that their photo has already"].append([path, caption])
-                else:
-                    photo["captions"].append(caption)
+            known = [caption for caption in captions if caption in photo["captions"]]
+            notes["captions that their photo has already"] += [[path, caption] for caption in known]
+            photo["captions"] = [*dict.fromkeys(photo["captions"] + captions)]
             if tags is not None:
                 photo["tags"] = [*dict.fromkeys(photo.get("tags", []) + tags)]
             for split in splits[:1]:
@@ -511,29 +507,30 @@ def captions_of(row, columns, notes):
         elif is_empty(cleaned) or not regex.search(r"[\p{L}\p{So}]", cleaned):
             notes["captions without a letter"].append(repr(text))
         else:
+            captions.append(cleaned)
             if cleaned != " ".join(text.split()):
                 notes["captions cleaned, and kept"].append(repr(text))
-            captions.append(cleaned)
     return captions
 
 
 def tags_of(row, separators, marks, notes):
     """-> a list of strings; None if the row says nothing about them"""
-    values = [tag for name in separators if name in row for tag in cells(row, name, separators[name])]
-    values = [tag.get("name", tag) if isinstance(tag, dict) else tag for tag in values]
-    numbers = len(values) > 1 and not any(isinstance(value, str) for value in values)
-    if numbers or any(isinstance(value, (list, dict)) for value in values):
-        notes["tags that are no text"].append(values)
-        return None
-    found = {name: str(row.get(name)).strip().lower() for name in marks}
-    empty = [is_empty(value) for value in (*values, *found.values())]
-    if all(empty) and (empty or not row.keys() & separators.keys()):
-        return None
-    if any(map(is_empty, found.values())):
+    tags, known = [], False
+    for name in separators.keys() & row.keys():
+        known |= row[name] == []
+        for value in cells(row, name):
+            value = value.get("name", value) if isinstance(value, dict) else value
+            if isinstance(value, str):
+                whole = isinstance(row[name], list) or value is not row[name]
+                tags += [value] if whole else clean(value).split(separators[name])
+            elif value is not None:
+                notes["tags that are no text"].append(value)
+    tags = [clean(tag) for tag in tags if not is_empty(clean(tag))]
+    empty = [is_empty(row.get(name)) for name in marks]
+    if any(empty) and not all(empty):
         notes["empty cells beside 0 and 1, which count as 0"].append(row)
-    tags = [clean(str(value)) for value in values if not is_empty(value)]
-    tags += [clean(name) for name in marks if found[name] in YES]
-    return list(filter(None, tags))
+    tags += [clean(name) for name in marks if str(row.get(name)).strip().lower() in YES]
+    return tags if tags or known or not all(empty) else None
 
 
 def find_photos(root, names):
@@ -546,46 +543,40 @@ def find_photos(root, names):
     below = photos_below(root)
     places = {}
     for name in names:
-        path = os.path.normpath(os.path.join(root, name))
-        if ENDING.search(name) and os.path.isfile(path):
-            places[name] = [path]
-        else:
-            end = "/" + plain(name)
-            paths = [(path, f"/{plain(path)}") for path in below.get(stem(name), ())]
-            places[name] = [path for path, whole in paths
-                            if whole.endswith(end) or ENDING.sub("", whole).endswith(end)]  # fmt: skip
+        path = os.path.join(root, name)
+        paths = below.get(plain(name), [])
+        if ENDING.search(name):
+            ending = ENDING.search(name)[0].lower()
+            paths = [path for path in paths if path.lower().endswith(ending)]
+            paths = [path] if os.path.isfile(path) else paths
+        places[name] = paths
     if any(places.values()):
         return places, any(places[name] and ENDING.search(name) for name in places)
     sharing = defaultdict(set)
     for name in places:
-        places[name] = [*below.get(stem(name), ())]
+        places[name] = below.get(plain(os.path.basename(name)), [])
         for path in places[name]:
-            sharing[path].add(plain(name))
-    for paths in places.values():
+            sharing[path].add(name.lower())
+    for name, paths in places.items():
         others = set().union(*map(sharing.get, paths))
-        paths += others if len(others) > 1 else ()
+        places[name] = paths + [*others] * (len(others) > 1)
     return places, False
 
 
 def plain(name):
-    """Composed (é is one character) and in lower case"""
-    return unicodedata.normalize("NFC", name).lower()
-
-
-def stem(name):
-    return plain(ENDING.sub("", os.path.basename(name)))
+    """Composed (é is one character), in lower case, without the ending of photos"""
+    return ENDING.sub("", unicodedata.normalize("NFC", name).lower())
 
 
 @cache
 def photos_below(root):
-    """-> {name without folder and ending, see plain: paths}"""
+    """-> {end of a path, see plain: paths}: those of a/b/1.jpg are a/b/1, b/1 and 1"""
     found = defaultdict(list)
     for path in common.list_photos(root):
-        found[stem(path)].append(path)
+        parts = plain(os.path.relpath(path, root)).split("/")
+        for n in range(len(parts)):
+            found["/".join(parts[n:])].append(path)
     return found
-
-
-# ------------------------------------------------------------------------------- what it writes
 
 
 def write(output, rows, notes):
@@ -594,14 +585,12 @@ def write(output, rows, notes):
     counts = {f"photos ({split})": splits[split] for split in splits}
     for row in rows:
         row["image"] = os.path.relpath(row["image"], output.parent)
-        if splits.keys() <= {"train", "no split"}:  # without any split, --data holds out some photos
+        if splits.keys() <= {"train", "no split"}:  # without any split, some will be held out
             row.pop("split", None)
     captions = [caption for row in rows for caption in row["captions"]]
-    different = len({*captions})
-    repeated = f", {different} different ones" * (different < len(captions))
-    counts[f"captions{repeated}"] = len(captions)
-    tags = [tag for row in rows for tag in row.get("tags", [])]
-    if tags:
+    different = f", {len({*captions})} different ones" * (len({*captions}) < len(captions))
+    counts[f"captions{different}"] = len(captions)
+    if tags := [tag for row in rows for tag in row.get("tags", [])]:
         counts[f"tags, {len({*tags})} different ones, the first: {short(tags[0])}"] = len(tags)
     notes["photos without a caption"] = [row["image"] for row in rows if not row["captions"]]
     for what, examples in notes.items():
@@ -613,21 +602,17 @@ def write(output, rows, notes):
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     output.write_bytes("\n".join([*lines, ""]).encode(errors="replace"))
     print_main(f"the first line: {lines[0]}")
-    how = "virtex.py" if captions else "tp.py --labels instances"
     used = [row for row in rows if row.get("captions" if captions else "tags")]
     found = Counter(row.get("split", "train") for row in used)
-    if not any("split" in row for row in rows):
-        found = {"train": 1, "val": 1}  # some are held out
-    print_main(f"python {how} --data {shlex.quote(str(output))}{split_flags(found)}")
-
-
-def split_flags(found):
-    """For splits with other names than train and val.  found: {split: number of its photos}"""
     train, *others = sorted(found, key=lambda name: (name != "train", name == "val", -found[name]))
     val = "val" if "val" in others else [*others, train][0]
-    flags = "" if train == "train" else f" --train-split {shlex.quote(train)}"
-    flags += "" if val == "val" else f" --val-split {shlex.quote(val)}"
-    return flags + ("    # no other split can be validated on" if train == val else "")
+    flags = "virtex.py" if captions else "tp.py --labels instances"
+    flags += f" --data {shlex.quote(str(output))}"
+    flags += "" if train == "train" else f" --train-split {shlex.quote(train)}"
+    if any("split" in row for row in rows):
+        flags += "" if val == "val" else f" --val-split {shlex.quote(val)}"
+        flags += "    # no other split can be validated on" if train == val else ""
+    print_main(f"python {flags}")
 
 
 if __name__ == "__main__":
