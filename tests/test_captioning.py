@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torchvision
-from conftest import WIDTH, checkpoint_in, random_weights, refusal, result, run_here
+from conftest import NEEDS_PICTURES, WIDTH, checkpoint_in, random_weights, refusal, result, run_here
 from test_virtex import OfficialHead, captions_of, logits_of, random_features, tiny_model
 from torch import nn
 
@@ -110,6 +110,7 @@ def test_what_spice_lacks(monkeypatch, capsys):
     fake.compute_score.assert_called_with({0: row["references"]}, {0: ["a dog"]})
 
 
+@NEEDS_PICTURES
 def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
     """By a model_N.pth of --keep-every: a line and a picture for each photo, or the metrics."""
     run_here(tiny("virtex", tmp_path, "--iters", 20, "--keep-every", 10, "--crop-min", 0.9))

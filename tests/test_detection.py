@@ -8,12 +8,12 @@ import pytest
 import torch
 from conftest import CPU, checkpoint_in, refusal, result, run_here
 from PIL import Image
-from pycocotools.mask import frPyObjects
 
 import common
 from downstream import boxes, detection
 from extras import shapes
 
+frPyObjects = pytest.importorskip("pycocotools.mask").frPyObjects
 RESNET18 = "--weights", "random", "--arch", "resnet18"
 
 
