@@ -178,7 +178,7 @@ REFUSED = [
     ("{}", "", "needs rows with a name for each cell"),
     ("image,caption\n1.jpg,a,b\n", "", "line 2, has too many cells: captions need quotes"),
     ("image,caption,Caption\n1.jpg,a,b\n", "", "has two columns of one name: image, caption"),
-    ("image,caption\n1.jpg,\"['a', 'b']\"\n", "", "caption holds a list as text, ['a', 'b']: write"),
+    ("image,caption\n1.jpg,\"['a', 'b']\"\n", "", "caption holds a list as text, ['a', 'b']:"),
     ("image,caption\n1.jpg,['a' 'b']\n", "", "caption holds a list as text, ['a' 'b']: write the"),
     ({"1": ["a"], "2": ["b"]}, "", "has no column caption: name it with --caption-column"),
     ("id,image_id,caption\n1,2,a\n2,1,b\n", "", "which column names the photo, image_id or id?"),
@@ -242,13 +242,20 @@ def test_tags_that_are_dictionaries(convert):
     assert "1 tags that are no text, the first: {'dog': 1}\n" in printed
 
 
-def test_a_split_for_each_file(convert):
+def test_split(convert):
+    """--split is that of all photos, whatever the column says."""
     files = {"a.csv": "image,caption\n2.jpg,b", "b.csv": "image,caption,split\n1.jpg,a,train"}
-    printed, lines = convert(files, "--split val test")
-    assert [line["split"] for line in lines] == ["val", "test"]
-    assert "1 photos (val)\n      1 photos (test)" in printed
-    message, _ = convert(files, "--split val", how=refusal)
-    assert "--split needs a name for each of the 2 files" in message
+    printed, lines = convert(files, "--split val")
+    assert [line["split"] for line in lines] == ["val", "val"]
+    assert "2 photos (val)\n" in printed
+    _, lines = convert(files, "--split train")
+    assert not any("split" in line for line in lines)  # of these, some will be held out
+
+
+def test_names_of_splits(convert):
+    rows = "1.jpg,a,Restval\n2.jpg,b,validation\n"
+    _, lines = convert({"file": "image,caption,Split\n" + rows})
+    assert [line["split"] for line in lines] == ["train", "val"]
 
 
 @pytest.mark.parametrize("content, flags, words", REFUSED)

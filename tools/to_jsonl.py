@@ -37,8 +37,7 @@ NAMES = re.compile("image|img|photo|pic|file|path|key|name|(^|_)(id|no|nr|number
 SPLITS = {"restval": "train", "validation": "val", "valid": "val", "dev": "val"}
 # Cells, in lower case
 NOTHING = "", "nan", "none", "null", "n/a"  # what programs write into an empty one
-YES = "1", "1.0", "true", "yes", "y"
-NO = "0", "0.0", "false", "no", "n"
+YES, NO = ("1", "1.0", "true", "yes", "y"), ("0", "0.0", "false", "no", "n")
 MARKS = "x", "*", "+", "✓", "✔", "✗", "•", "●"
 NUMBER = re.compile(r"[-+]?\d+([.,]\d*)?")
 ENDING = re.compile(f"(?i)({'|'.join(map(re.escape, common.PHOTO_ENDINGS))})$")
@@ -407,8 +406,9 @@ def write(output, rows, notes):
             row.pop("split", None)
     notes["photos without a caption"] = [row["image"] for row in rows if not row["captions"]]
     for what, examples in notes.items():
-        counts[f"{what}, the first: {short(examples[:1])[1:-1]}"] = len(examples)
-    print_main("\n".join(f"{count:7d} {what}" for what, count in counts.items() if count))
+        if examples:
+            counts[f"{what}, the first: {short(examples[0])}"] = len(examples)
+    print_main("\n".join(f"{count:7d} {what}" for what, count in counts.items()))
     if not counts["captions"] and not counts["tags"]:
         fail(f"no caption is left: {output} is not written")
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
