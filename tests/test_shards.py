@@ -223,8 +223,8 @@ def test_training_on_shards(few_scenes, tmp_path):
     """Made by tools/make_shards.py: killed and started again, a run ends with the same bits."""
     few_scenes(60, 12)
     data = tmp_path / "shards"
-    output = run_here(["tools.make_shards", "--output", data, "--per-shard", 25])
-    assert f"3 files {data}/train-*.tar of up to 25 photos" in output
+    run_here(["tools.make_shards", "--output", data, "--per-shard", 25])
+    assert len([*data.glob("train-*.tar")]) == 3
     made, scenes = common.caption_data(str(data)), common.caption_data("shapes")
     assert list(made.captions) == list(scenes.captions)
     [one], [other] = (common.read_crops(d, 7, [common.centre_crop], 64) for d in (made, scenes))

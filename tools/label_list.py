@@ -10,14 +10,12 @@ The first two commands make S-ImageNet with 1K and with 100 classes [ICMLM Sec. 
 import argparse
 import json
 import random
-import shlex
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
-from common import fail, make_folder, print_main
+from common import fail, print_main
 from eval_linear import folder_labels
 
 
@@ -26,10 +24,10 @@ def get_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("--root", required=True, help="image folder, with train/<class>/<image>")
-    add("--classes", type=common.count, help="number of classes to draw (default all)")
-    add("--per-class", type=common.count, help="images to draw from each class (default all)")
-    add("--seed", type=common.whole, default=0, help="of the draws")
-    add("--output", default="label_list.jsonl")
+    add("--classes", type=common.positive_int, help="number of classes to draw (default all)")
+    add("--per-class", type=common.positive_int, help="images to draw of each class (default all)")
+    add("--seed", type=common.non_negative_int, default=0, help="seed of the draws")
+    add("--output", default="label_list.jsonl", help=".jsonl to write")
     return parser.parse_args(argv)
 
 
@@ -37,11 +35,11 @@ def main(args):
     output = Path(args.output)
     if output.suffix != ".jsonl" or output.is_dir():
         fail(f"--output {output} must end in .jsonl, and be no folder")
-    make_folder(output.absolute().parent)
+    common.make_folder(output.absolute().parent)
     data = folder_labels(args.root, "train")
     if len(data.names) < (args.classes or 1):
         fail(f"{args.root}/train holds {len(data.names)} classes, fewer than --classes")
-    photos = defaultdict(list)
+    photos = {name: [] for name in data.names}
     for image, label in zip(data.images, data.labels):
         photos[data.names[label]].append(str(Path(image).resolve()))
     rng, lines, few = random.Random(args.seed), [], []
@@ -55,8 +53,6 @@ def main(args):
     print_main(f"{len(lines)} photos of {len(drawn)} classes")
     if few:
         print_main(f"{len(few)} classes have fewer photos than --per-class, the first: {few[0]}")
-    command = f"tp.py --data {shlex.quote(args.output)} --val-split train --labels instances"
-    print_main(f"python {command}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
 """Write a data set as shards, tar files in WebDataset's layout, with an index for --data
 
     python tools/make_shards.py --data photos.jsonl --output shards
-    python virtex.py --data shards
-
-Shards made by other tools (WebDataset, img2dataset) only need the index:
-
     python tools/make_shards.py --index-only 'photos/{000000..004000}.tar' --output shards
     python tools/make_shards.py --index-only 'photos/{split}-*.tar' --splits train val
+    python virtex.py --data shards
 
-A photo is KEY.jpg (or .png...), a copy of its file, with its captions and tags in KEY.json beside
-it. The index holds the paths of the shards: if you move them, make it again with --index-only.
+Shards of other tools (WebDataset, img2dataset) need only the index. In ours, KEY.json has captions
+and tags of the photo KEY.jpg (or .png...), a copy of its file. The index holds the paths of the
+shards: if you move them, make it again with --index-only.
 """
 
 import argparse
 import glob
+import html
 import io
 import itertools
 import json
@@ -27,15 +26,15 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import fail, print_main, progress
 from extras import shards
-from tools.to_jsonl import clean
 
-HELD_OUT = 5  # shards at most: some 10,000 photos are enough for validation
 ENDINGS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # where Pillow's name for a format is not its ending
+HTML_TAG = re.compile(r"(?i)</?(?:p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h\d)\b[^<>]*>")
 
 
 def get_args(argv=None):
@@ -47,15 +46,14 @@ def get_args(argv=None):
     add("--index-only", metavar="SHARDS", help="index existing shards: path with {00..99}, * or ?; "
         "without {split}, one shard in twenty (at most 5) becomes the split val")  # fmt: skip
     add("--splits", nargs="+", help="default train2017 val2017 for coco, else train val")
-    add("--per-shard", type=common.count, default=5000, help="photos per shard")
+    add("--per-shard", type=common.positive_int, default=5000, help="photos per shard")
     add("--output", default="shards", help="folder for the shards and the index")
-    args = parser.parse_args(argv)
-    year = "2017" if args.data == "coco" else ""
-    args.splits = args.splits or [f"train{year}", f"val{year}"]
-    return args
+    return parser.parse_args(argv)
 
 
 def main(args):
+    year = "2017" if args.data == "coco" else ""
+    args.splits = args.splits or [f"train{year}", f"val{year}"]
     common.make_folder(args.output)
     if args.index_only:
         paths = find_shards(args.index_only, args.splits)
@@ -77,11 +75,10 @@ def main(args):
 def write_shards(args, split, data):
     """Decode the photos of a split on all cores, and write those that can be decoded, in order."""
     tagged = bool(data.tag_names) & data.tagged
-    starts = range(0, len(data), args.per_shard)
     with multiprocessing.Pool() as pool:
         files = pool.imap(partial(photo_file, data.open), data.images, chunksize=20)
         files = iter(progress(files, desc=split, total=len(data), unit=" photos"))
-        for number, start in enumerate(starts):
+        for number, start in enumerate(range(0, len(data), args.per_shard)):
             with tarfile.open(f"{args.output}/{split}-{number:06d}.tar", "w") as tar:
                 for n in range(start, min(start + args.per_shard, len(data))):
                     ending, photo = next(files)
@@ -95,7 +92,6 @@ def write_shards(args, split, data):
                         entry = tarfile.TarInfo(f"{n:09d}.{suffix}")
                         entry.size = len(content)
                         tar.addfile(entry, io.BytesIO(content))
-    print_main(f"{len(starts)} files {args.output}/{split}-*.tar of up to {args.per_shard} photos")
 
 
 def photo_file(open_photo, place):
@@ -106,11 +102,9 @@ def photo_file(open_photo, place):
             content = io.BytesIO()
             image.save(content, "JPEG", quality=90)
             return "jpg", content.getvalue()
-        position = image.fp.tell()
         image.fp.seek(0)
         content = image.fp.read()
-        image.fp.seek(position)
-        image.load()  # raises if the file is truncated
+        Image.open(io.BytesIO(content)).load()  # raises if the file is truncated
         return ENDINGS.get(image.format, image.format.lower()), content
     except Exception as error:  # PIL's decoders raise many kinds
         return None, common.one_line(f"{type(error).__name__}: {error}")
@@ -123,9 +117,8 @@ def find_shards(pattern, splits):
     paths = shard_paths(pattern)
     if len(paths) == 1:
         fail(f"{pattern} is one shard, and validation needs another one")
-    num_val = min(HELD_OUT, max(1, len(paths) // 20))
-    order = np.random.default_rng(0).permutation(len(paths))
-    val = [paths[n] for n in sorted(order[:num_val])]
+    num_val = min(5, max(1, len(paths) // 20))  # some 10,000 photos are enough
+    val = sorted(map(str, np.random.default_rng(0).permutation(paths)[:num_val]))
     print_main(f"held out for validation: {', '.join(val)}")
     return {"train": [path for path in paths if path not in val], "val": val}
 
@@ -159,8 +152,7 @@ def write_index(folder, paths):
                     print_main(common.one_line(f"{path}: {faults[0]}; left out: {len(faults)}"))
             if not photos[split]:
                 fail(f"no photo of the split {split} can be read, see above. Expected: uncompressed"
-                     " tar files with KEY.jpg and, beside it, KEY.txt, with a caption on each line,"
-                     ' or KEY.json: {"captions": ["...", ...], "tags": ["...", ...]}')  # fmt: skip
+                     " tar files with KEY.jpg and, beside it, KEY.txt or KEY.json")  # fmt: skip
     tags = [tag for rows in photos.values() for _, _, tags in rows for tag in tags or ()]
     tag_names = list(dict.fromkeys(tags))  # of all splits alike
     for split, rows in photos.items():
@@ -169,7 +161,7 @@ def write_index(folder, paths):
         tags = [dict.fromkeys(row or ()) for row in tags]
         texts = common.lists(captions), common.lists(tags)
         shards.save_index(folder, split, common.CaptionData(places, *texts, tagged, tag_names))
-        num_captions, num_tags = (sum(map(len, lists)) for lists in (captions, tags))
+        num_captions, num_tags = sum(map(len, captions)), sum(map(len, tags))
         print_main(f"{split}: {len(rows)} photos, {num_captions} captions, {num_tags} tags")
         if lacking := captions.count([]):
             print_main(f"{split}: {lacking} photos have no caption in a KEY.txt or KEY.json")
@@ -180,7 +172,9 @@ def read_shard(path):
     photos, faults, keys = [], [], set()
     try:
         with tarfile.open(path, "r:") as tar:
-            for key, files in itertools.groupby(filter(is_ours, tar), key_of):
+            # macOS writes a hidden file ._KEY.jpg beside KEY.jpg.
+            shown = (file for file in tar if not os.path.basename(file.name).startswith("."))
+            for key, files in itertools.groupby(filter(tarfile.TarInfo.isfile, shown), key_of):
                 files = list(files)
                 if key in keys:
                     photos = []  # without the texts that come later
@@ -200,11 +194,6 @@ def read_shard(path):
     return photos, faults
 
 
-def is_ours(file):
-    """A file that is not hidden: macOS writes ._KEY.jpg beside KEY.jpg"""
-    return file.isfile() and not os.path.basename(file.name).startswith(".")
-
-
 def key_of(file):
     """ "a/12.seg.png" -> "a/12": as WebDataset does, up to the first dot of the file's name"""
     return re.match(r"(.*/)?[^.]*", file.name, re.S)[0]
@@ -213,8 +202,7 @@ def key_of(file):
 def read_photo(path, tar, files):
     """The files of a key -> place, see shards.open_in_shard; captions; tags or None, if not given
 
-    "captions" and "tags" are read as in a .jsonl. What only other tools write, KEY.txt and
-    "caption", is cleaned as tools/to_jsonl.py cleans it.
+    "captions" and "tags" are read as in a .jsonl; KEY.txt and "caption" of other tools are cleaned.
     """
     beside = {file.name.removeprefix(key_of(file)).lower(): file for file in files}
     found = [suffix for suffix in beside if suffix in common.PHOTO_ENDINGS]
@@ -222,12 +210,13 @@ def read_photo(path, tar, files):
         raise ValueError(f"{len(found)} photos among {', '.join(file.name for file in files)}")
     photo = beside[found[0]]
     row = json.loads(tar.extractfile(beside[".json"]).read()) if ".json" in beside else {}
-    captions = common.texts(row.get("captions")) or []
-    if not captions and ".txt" in beside:
-        text = tar.extractfile(beside[".txt"]).read().decode("utf-8-sig")
-        captions = map(clean, text.splitlines())
-    elif not captions and row.get("caption"):  # img2dataset writes one, or null
-        captions = [clean(row["caption"])]
+    captions = common.texts(row.get("captions"))
+    if not captions:
+        found = [row["caption"]] if row.get("caption") else []  # img2dataset writes one, or null
+        if ".txt" in beside:
+            found = tar.extractfile(beside[".txt"]).read().decode("utf-8-sig").splitlines()
+        found = [html.unescape(html.unescape(text)) for text in found]  # often escaped twice
+        captions = [common.one_line(HTML_TAG.sub(" ", text)) for text in found]
     tags = common.texts(row.get("tags"))
     name = common.one_line(photo.name)  # to look at; without tabs
     place = f"{os.path.abspath(path)}\t{name}\t{photo.offset_data}\t{photo.size}"
