@@ -124,6 +124,8 @@ class Steps:
 
     def __init__(self, args):
         self.args = args
+        given = {name: value for name, value in vars(args).items() if value is not None}
+        self.values = {name: shlex.quote(str(value)) for name, value in given.items()}
         self.runs, self.measures, self.tables = read_page(args.sets)
         self.commands = []
         self.failed = {}  # {output: why, or None}
@@ -142,10 +144,8 @@ class Steps:
             if self.args.rows in label:
                 papers, cells = dict(zip(names, papers)), {}
                 for column, (name, at) in columns.items():
-                    cells[column] = self.cell(column, papers[name], run.replace("{set}", at))
-                if "own-mean" in cells and not self.args.dry_run:
-                    maps = [cells[column] for column in cells if "own-map" in column]
-                    cells["own-mean"] |= mean_of(maps)
+                    here = run.replace("{set}", at) if at else run
+                    cells[column] = self.cell(column, papers[name], here)
                 table.append({"row": label, "run": run, "cells": cells})
         return {column: self.measures[column][0] for column in columns}, table
 
@@ -153,10 +153,10 @@ class Steps:
         """text: "87.5 (voc07-icmlm)", "-", "" -> the scores of each seed, or why there are none"""
         paper, _, other = text.strip(")").partition(" (")
         cell = {"paper": paper, "ours": [], "state": "measured", "steps": []}
-        if not text or run == "-" or column == "own-mean":
+        if not text or run == "-":
             return cell
         try:
-            for seed in range(1 if published(self.runs[run]) else self.args.seeds):
+            for seed in range(1 if published(self.runs.get(run, "")) else self.args.seeds):
                 self.used = []
                 cell["ours"].append(self.scores(other or column, run, seed))
                 cell["steps"].append([str(output) for output in dict.fromkeys(self.used)])
@@ -166,6 +166,10 @@ class Steps:
 
     def scores(self, measure, run, seed):
         """Train the run, and run the measure on its backbone -> [score]"""
+        if measure == "own-mean":
+            runs = {at: run.replace("{set}", at) for at in self.args.sets}
+            found = sum((self.scores(f"own-map-{at}", runs[at], seed) for at in runs), [])
+            return [statistics.mean(found)] if found else []
         _, command, keys = self.measures[measure]
         if command in self.measures:  # the same result.json has the scores of both
             measure, command = command, self.measures[command][1]
@@ -200,19 +204,18 @@ class Steps:
         return f"{self.args.output}/seed-{seed}" if seed else self.args.output
 
     def fill(self, command, **values):
-        values = vars(self.args) | values
+        values = self.values | values
         for name in re.findall(r"{(\w+)}", command):
-            if values[name] is None:
+            if name not in values:
                 self.left_out[f"--{name}"] += 1
                 raise Failed(f"left out: no --{name}")
-            quoted = shlex.quote(str(values[name])) if name in vars(self.args) else values[name]
-            command = command.replace(f"{{{name}}}", str(quoted))
+            command = command.replace(f"{{{name}}}", str(values[name]))
         return command
 
     def step(self, command, output, seed, picture=False, **values):
         """Start a command unless its result is there. What it reads of other runs is made first."""
         command = self.fill(command, seed=seed, **values)
-        for other in dict.fromkeys(re.findall(r"runs/papers/([^/\s]+)", command)):
+        for other in re.findall(r"runs/papers/([^/\s]+)", command):
             if other in self.runs and Path(self.root(seed), other) not in (output, output.parent):
                 self.train(other, seed)
         command = command.replace("runs/papers", self.root(seed)) if not values else command
@@ -255,13 +258,11 @@ def record(output):
 @functools.cache
 def circumstances():
     """-> {"date", "commit", "machine", "torch"} of this sitting"""
-    commit = output_of("git rev-parse --short HEAD").strip()
-    changed = output_of("git status --porcelain --untracked-files=no")
     gpus = output_of("nvidia-smi --query-gpu=name --format=csv,noheader").splitlines()
     names = re.findall(r"Model name: *(.*)", output_of("lscpu")) or [platform.processor()]
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": f"{commit}, with changes" if changed else commit,
+        "commit": output_of("git describe --always --dirty").strip(),
         "machine": ", ".join([*gpus, f"{os.cpu_count()} cores of {names[0]}"]),
         "torch": importlib.metadata.version("torch"),
     }
@@ -270,16 +271,6 @@ def circumstances():
 def output_of(command):
     """What a program prints; nothing if this machine has no such program"""
     return subprocess.run(command, shell=True, cwd=REPO, capture_output=True, text=True).stdout
-
-
-def mean_of(cells):
-    """The mean over the sets, for each seed -> what replaces this in a cell"""
-    seeds, steps = (zip(*(cell[key] for cell in cells)) for key in ("ours", "steps"))
-    return {
-        "ours": [[statistics.mean(sum(scores, []))] for scores in seeds],
-        "steps": [list(dict.fromkeys(sum(outputs, []))) for outputs in steps],
-        "state": cells[0]["state"],
-    }
 
 
 def launcher(command, processes):
