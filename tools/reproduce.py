@@ -20,7 +20,6 @@ import functools
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import shlex
 import statistics
@@ -74,9 +73,9 @@ def get_args(argv=None):
 def main(args):
     steps = Steps(args)
     for title in args.titles:
-        table = steps.table(title)
-        if table[1] and not args.dry_run:
-            write_table(title, *table, Path(args.output, "tables"))
+        columns, rows = steps.table(title)
+        if rows and not args.dry_run:
+            write_table(title, columns, rows, Path(args.output, "tables"))
     for command in steps.commands if args.dry_run else ():
         missing = [path for path in inputs(command, args.output) if not os.path.exists(path)]
         print(command, *[f"  # missing: {path}" for path in missing])
@@ -89,18 +88,17 @@ def read_page(sets=()):
 
     sets: {name: folder} of --labelled. What has {set} in its name is repeated for each.
     """
-    text = PAGE.read_text()
     runs, measures, tables = {}, {}, {}
-    for title, body in re.findall(r"^##? (.*)\n((?:(?!##? ).*\n)*)", text, re.M):
+    for title, body in re.findall(r"^##? (.*)\n((?:(?!##? ).*\n)*)", PAGE.read_text(), re.M):
         rows = [re.split(r" *\| *", line)[1:-1] for line in re.findall(r"^\|.*", body, re.M)]
         if title == "Training runs":
             code = "".join(re.findall(r"^```\n(.*?)^```", body, re.S | re.M))
-            runs = repeated([line.split(None, 1) for line in code.splitlines()], sets)
+            runs = dict(repeated([line.split(None, 1) for line in code.splitlines()], sets))
         elif title == "Measures":
             measures = {row[0]: row[1:] for row in repeated(rows[2:], sets)}
         elif rows:
             tables[title] = [rows[0], *rows[2:]]
-    return dict(runs), measures, tables
+    return runs, measures, tables
 
 
 def published(command):
@@ -135,19 +133,18 @@ class Steps:
     def table(self, title):
         """-> {column: heading}, [{"row", "run", "cells": {column: {"paper", "ours", "state"}}}]"""
         (_, _, *names), *rows = self.tables[title]
-        columns = {}  # {column: (name on the page, name of a folder of --labelled)}
-        for name in names:
-            for at in self.args.sets if "{set}" in name else [""]:
-                columns[name.replace("{set}", at)] = name, at
-        table = []
+        columns, table = {}, []
         for label, run, *papers in rows:
-            if self.args.rows in label:
-                papers, cells = dict(zip(names, papers)), {}
-                for column, (name, at) in columns.items():
-                    here = run.replace("{set}", at) if at else run
-                    cells[column] = self.cell(column, papers[name], here)
-                table.append({"row": label, "run": run, "cells": cells})
-        return {column: self.measures[column][0] for column in columns}, table
+            if self.args.rows not in label:
+                continue
+            cells = {}
+            for name, text in zip(names, papers):
+                for at in self.args.sets if "{set}" in name else ["{set}"]:  # no name of a set
+                    column = name.replace("{set}", at)
+                    columns[column] = self.measures[column][0]
+                    cells[column] = self.cell(column, text, run.replace("{set}", at))
+            table.append({"row": label, "run": run, "cells": cells})
+        return columns, table
 
     def cell(self, column, text, run):
         """text: "87.5 (voc07-icmlm)", "-", "" -> the scores of each seed, or why there are none"""
@@ -237,15 +234,16 @@ class Steps:
             return None
         print(line, flush=True)
         output.parent.mkdir(parents=True, exist_ok=True)
-        step = {"command": line, "starts": record(output)["starts"]}
-        step["starts"].append({"seconds": None, **circumstances()})  # None: it was interrupted
-        Path(f"{output}.step.json").write_text(json.dumps(step, indent=1))
+        path = Path(f"{output}.step.json")
+        start = {"seconds": None, **circumstances()}  # None: it was interrupted
+        step = {"command": line, "starts": [*record(output)["starts"], start]}
+        path.write_text(json.dumps(step, indent=1))
         env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         began = time.time()
         with open(f"{output}.log", "a") as log:
             ended = subprocess.run(line, shell=True, stdout=log, stderr=log, env=env)
-        step["starts"][-1]["seconds"] = round(time.time() - began)
-        Path(f"{output}.step.json").write_text(json.dumps(step, indent=1))
+        start["seconds"] = round(time.time() - began)
+        path.write_text(json.dumps(step, indent=1))
         return f"failed: see {output}.log" if ended.returncode else None
 
 
@@ -259,11 +257,11 @@ def record(output):
 def circumstances():
     """-> {"date", "commit", "machine", "torch"} of this sitting"""
     gpus = output_of("nvidia-smi --query-gpu=name --format=csv,noheader").splitlines()
-    names = re.findall(r"Model name: *(.*)", output_of("lscpu")) or [platform.processor()]
+    cpus = re.findall(r"Model name: *(.*)", output_of("lscpu")) or ["an unknown CPU"]
     return {
         "date": datetime.date.today().isoformat(),
         "commit": output_of("git describe --always --dirty").strip(),
-        "machine": ", ".join([*gpus, f"{os.cpu_count()} cores of {names[0]}"]),
+        "machine": ", ".join([*gpus, f"{os.cpu_count()} cores of {cpus[0]}"]),
         "torch": importlib.metadata.version("torch"),
     }
 
@@ -275,8 +273,8 @@ def output_of(command):
 
 def launcher(command, processes):
     script = command.split()[0]
-    several = processes > 1 and not re.fullmatch(ONE_PROCESS, script)
-    words = f"torchrun --nproc_per_node={processes}" if several else "python"
+    one = processes == 1 or re.fullmatch(ONE_PROCESS, script)
+    words = "python" if one else f"torchrun --nproc_per_node={processes}"
     return words if script.endswith(".py") else f"{words} -m"
 
 
