@@ -126,11 +126,9 @@ def floor(args, batch, device, contrastive=False):
 
 def training_step(method, args, batch, device):
     """A generator: one step of the script at each next(), with the settings of the paper"""
+    script, losses_of, more = METHODS[method]
     flags = f"--recipe paper --arch {args.arch} --image-size {args.image_size} --lr 1e-3"
-    flags += f" --batch-size {args.batch_size} --amp {args.amp}"
-    flags += f" --hidden {args.hidden}" if method == "virtex" else ""
-    flags += " --bn-splits 4" if method == "mmcontrastive" else ""
-    script, losses_of = METHODS[method]
+    flags += f" --batch-size {args.batch_size} --amp {args.amp} {more.format(args.hidden)}"
     script_args = script.get_args(flags.split())
     losses = losses_of(script_args, batch, device)
     model, groups, compiled = next(losses)  # the model comes first, then the losses of the steps
@@ -148,9 +146,9 @@ def training_step(method, args, batch, device):
 
 
 def virtex_losses(args, batch, device):
-    sizes = 10_000, args.hidden, args.layers, args.dropout
-    model = virtex.VirTex(common.build_backbone(args.arch), *sizes)
-    yield model, virtex.parameter_groups(model, args.text_lr), [model.visual["cnn"]]
+    backbone = common.build_backbone(args.arch)
+    model = virtex.VirTex(backbone, 10_000, args.hidden, args.layers, args.dropout)
+    yield model, virtex.parameter_groups(model, args.text_lr), [backbone]
     slow_model = copy.deepcopy(model)
     for iteration in itertools.count(1):
         images = common.augment(batch["images"][:, 0], batch["jitter"][:, 0])
@@ -163,7 +161,7 @@ def virtex_losses(args, batch, device):
 
 def tp_losses(args, batch, device):
     model = tp.TagPredictor(args.arch, args.num_labels)
-    yield model, model.parameters(), [model]
+    yield model, model.parameters(), [model.backbone]
     while True:
         images = common.augment(batch["images"][:, 0], batch["jitter"][:, 0])
         with common.autocast(device, args.amp):
@@ -189,8 +187,7 @@ def icmlm_losses(args, batch, device):
 def mmcontrastive_losses(args, batch, device):
     encoders = mmcontrastive.build_encoders(args, BERT_BASE, mmcontrastive.batchnorm_group(args))
     model = mmcontrastive.MultimodalContrastive(encoders, args.queue, num_tags=0)
-    trunks = model.queries["image"].trunk, model.keys["image"].trunk
-    yield model, encoders.parameters(), trunks
+    yield model, encoders.parameters(), [model.queries["image"].trunk, model.keys["image"].trunk]
     for queue in model.queues.values():
         queue.valid.fill_(True)
     while True:
@@ -207,10 +204,10 @@ def mmcontrastive_losses(args, batch, device):
 
 
 METHODS = {
-    "virtex": (virtex, virtex_losses),
-    "tp": (tp, tp_losses),
-    "icmlm": (icmlm, icmlm_losses),
-    "mmcontrastive": (mmcontrastive, mmcontrastive_losses),
+    "virtex": (virtex, virtex_losses, "--hidden {}"),
+    "tp": (tp, tp_losses, ""),
+    "icmlm": (icmlm, icmlm_losses, ""),
+    "mmcontrastive": (mmcontrastive, mmcontrastive_losses, "--bn-splits 4"),
 }
 
 if __name__ == "__main__":
