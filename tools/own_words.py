@@ -4,11 +4,11 @@
     python eval_linear.py --weights runs/virtex-photos/backbone.pth random --data own_words.jsonl \\
         --train-split learn --val-split score
 
-The words are the 50 most frequent nouns, verbs and adjectives that between 2% and 30% of the
-training photos have in a caption. They become the tags of the validation photos, of which one half
-is to learn from, and the other to be scored. A backbone that was trained on the captions of the
-training photos has seen such labels on such photos, so this probe tells what it learned there, and
-not what it is worth elsewhere.
+The words are the 50 most frequent nouns, verbs and adjectives of the training captions that between
+2% and 30% of the training photos have. They become the tags of the validation photos: a photo has a
+word if one of its captions has it. One half of the validation photos is there to learn from, the
+other to be scored. A backbone that was trained on the captions of the training photos has seen such
+labels on such photos, so this probe tells what it learned there, not what it is worth elsewhere.
 """
 
 import argparse
