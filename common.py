@@ -281,13 +281,13 @@ report_once = cache(tqdm.write)  # once per process: each worker of a DataLoader
 def list_photos(folder, endings=PHOTO_ENDINGS):
     """The paths of all photos below a folder, sorted -> list of str
 
-    Links to folders are followed, but no folder is read twice: a link to a parent would list each
-    photo many times. Files and folders whose names start with a dot are hidden, and left out.
+    Links to folders are followed, but no folder is read twice, and none above this one: a link to
+    a parent would list each photo many times. Files and folders whose names start with a dot are hidden, and left out.
     """
-    paths, visited = [], set()
+    paths, visited, start = [], set(), os.path.realpath(folder)
     for parent, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(parent)
-        if real in visited:
+        if real in visited or start.startswith(f"{real}/"):
             folders.clear()
             continue
         visited.add(real)
@@ -707,7 +707,9 @@ def apply_recipe(args, script, table, **changes):
     scale = (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]
     recipe |= {name: scale * recipe[name] for name in ("lr", "text_lr") if name in recipe}  # [ours]
     args.head_lr = args.lr or recipe["lr"]
-    if args.recipe == "small" and args.init and not written_by_us(args.init):
+    if args.init and args.init != "imagenet" and not os.path.exists(args.init):
+        args.head_lr = recipe["lr"] = None  # load_checkpoint knows them; a new run will fail
+    elif args.recipe == "small" and args.init and not written_by_us(args.init):
         # At the full rate, few photos would spoil weights that were learned from many. --lr is the
         # backbone's; layers from random weights keep the recipe's rate. [ours]
         args.head_lr = recipe["lr"]
@@ -717,15 +719,24 @@ def apply_recipe(args, script, table, **changes):
             setattr(args, name, value)
 
 
+OUR_TRAININGS = "virtex", "tp", "icmlm", "mmcontrastive", "finetune", "detection"
+
+
+def args_beside(path):
+    """args.json beside a file -> its content if one of our scripts has written it, else {}"""
+    try:
+        flags = json.loads(Path(path).with_name("args.json").read_bytes())
+        known = flags["script"] in OUR_TRAININGS and flags["arch"] in BACKBONES
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # none, or a foreign one
+        return {}
+    return flags if known and type(flags.get("image_size")) in (int, type(None)) else {}
+
+
 def written_by_us(path):
     """Are these weights from a run of ours? The file says so, or args.json beside it."""
     if path == "imagenet":
         return False
-    if not os.path.isfile(path):  # a run that goes on needs it no more; others will fail
-        return True
-    about = Path(path).with_name("args.json")
-    beside = about.read_text(errors="replace") if about.exists() else ""
-    return '"script":' in beside or "script" in read_checkpoint(path)
+    return bool(args_beside(path)) or read_checkpoint(path).get("script") in OUR_TRAININGS
 
 
 def make_folder(path):
@@ -776,6 +787,8 @@ def load_checkpoint(args):
     checkpoint = read_checkpoint(path)
     for name, now in vars(args).items():
         before = checkpoint["args"].get(name, now)  # a flag may be new
+        if now is None and name in ("lr", "head_lr"):  # see apply_recipe
+            vars(args)[name] = now = before
         if before != now and name not in RESUME_CAN_CHANGE:
             fail(f"{args.output} holds a run with {name} {before}, not {now} (None: left out): "
                  "choose another --output, or delete the folder to start over")  # fmt: skip

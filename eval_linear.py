@@ -263,8 +263,6 @@ def over_runs(runs):
 
 # ------------------------------------------------------------------------------------- backbones
 
-OUR_TRAININGS = "virtex", "tp", "icmlm", "mmcontrastive", "finetune", "detection"
-
 
 def is_file(source):
     return source not in ("random", "imagenet") and not source.startswith("clip:")
@@ -277,18 +275,10 @@ def trained_with(source, flag):
     if not is_file(source) or not os.path.isfile(source):
         return None
     content = common.read_checkpoint(source)
-    flags = content["args"] if content.get("script") in OUR_TRAININGS else args_beside(source)
+    ours = content.get("script") in common.OUR_TRAININGS
+    flags = content["args"] if ours else common.args_beside(source)
     whole_photos = flag == "image_size" and flags.get("script") == "detection"
     return None if whole_photos else flags.get(flag)
-
-
-def args_beside(source):
-    """args.json beside a file -> its content if one of our scripts has written it, else {}"""
-    try:
-        flags = json.loads(Path(source).with_name("args.json").read_bytes())
-        return flags if flags["script"] in OUR_TRAININGS else {}
-    except (OSError, ValueError, TypeError, KeyError):  # there is none, or another program's
-        return {}
 
 
 def load_backbone(source, arch, seed):
@@ -370,6 +360,9 @@ def folder_labels(root, split):
     names = [name for name in names if not name.startswith(".")]
     photos = [common.list_photos(path / name) for name in names]
     check_classes(path, names, photos)
+    repeated = sum(map(len, photos)) - len({os.path.realpath(p) for files in photos for p in files})
+    if repeated:
+        print_main(f"{path}: {repeated} photos are listed again, by links to other folders")
     labels = np.repeat(np.arange(len(names)), [len(files) for files in photos])
     paths = np.array([photo for files in photos for photo in files], common.STRINGS)
     return LabelData(paths, labels, names)

@@ -191,7 +191,7 @@ def main(args):
     if common.is_main() and not checkpoint:
         make_tokenizer(args, train.all_captions(), init)  # once, for all processes
     common.barrier()
-    tokenizer = load_tokenizer(args, train.all_captions())
+    tokenizer = load_tokenizer(args, train.all_captions() + val.all_captions())
     photos = Photos(train, tokenizer, args)
     val_photos = Photos(val, tokenizer, args)
     iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
@@ -318,12 +318,15 @@ def load_tokenizer(args, captions):
     """-> what make_tokenizer wrote; says if captions are cut, fails if it knows too few words"""
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=f"{args.output}/tokenizer.model")
     some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
-    rows = [tokenizer.encode(normalise(caption)) for caption in some]
+    rows = [tokenizer.encode(normalise(caption), out_type=str) for caption in some]
     cut = sum(len(row) > MAX_LENGTH - 2 for row in rows) / len(rows)
     if cut > 0.01:
         print_main(f"{cut:.0%} of the captions are cut at {MAX_LENGTH - 2} tokens")
-    unknown = sum(row.count(UNK) for row in rows)
-    common.check_known(unknown, sum(map(len, rows)), "the captions")
+    # Unknown letters stand together in one token, of which each counts here; a space does not.
+    tokens = [token for row in rows for token in row if token != "▁"]
+    lengths = [len(token) for token in tokens if tokenizer.piece_to_id(token) == UNK]
+    known = len(tokens) - len(lengths)
+    common.check_known(sum(lengths), known + sum(lengths), "the captions")
     return tokenizer
 
 

@@ -120,4 +120,4 @@ def to_8_bits(image):
     if low == high:  # what differs is less than 0.1%, stars, say
         low, high = values[valid].min(), values[valid].max()
     values = np.where(valid, values, low).clip(low, high)
-    return (255 * (values - low) / max(high - low, 1e-9)).round().astype(np.uint8)
+    return (255 * (values - low) / (high - low or 1.0)).round().astype(np.uint8)

@@ -721,7 +721,7 @@ def test_rates_from_foreign_weights(tmp_path):
     torch.save(weights | {"script": "tp", "args": {}}, tmp_path / "checkpoint.pth")
     (tmp_path / "run").mkdir()
     torch.save(weights, tmp_path / "run/backbone.pth")
-    (tmp_path / "run/args.json").write_text('{"script": "tp"}')
+    (tmp_path / "run/args.json").write_text('{"script": "tp", "arch": "resnet18"}')
 
     def rates(init, **flags):
         left_out = dict.fromkeys(TABLE) | {"data": "a.jsonl", "recipe": None}

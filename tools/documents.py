@@ -90,7 +90,7 @@ def read_all(files):
     columns, rows = {}, []
     for path in sorted((LOGS / "tables").glob(files)):
         columns |= read(path).get("columns", {})
-        rows += read(path).get("rows", [])
+        rows += read(path).get("rows", [])  # a few logs have no table
     return columns, rows
 
 
