@@ -19,7 +19,7 @@ WRONG = [
     ("tools.crop_coco --margin -1", "--margin: invalid whole number (0 or more) value: '-1'"),
     ("tools.label_list --root {tmp} --output {tmp}/file/a.jsonl", IS_NO_FOLDER),
     ("tools.label_list --root {tmp} --output {tmp}", "must end in .jsonl, and be no folder"),
-    ("tools.label_list --root {tmp} --output {tmp}/a.jsonl", "has only one class, images, so there is"),
+    ("tools.label_list --root {tmp} --output {tmp}/a.jsonl", "has only one class, images, so"),
     ("tools.make_shards --output {tmp}/file", IS_NO_FOLDER),
     ("downstream.tagging --tags {tmp}/none.json", "--tags is the concepts.json of a run of tp.py"),
 ]
