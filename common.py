@@ -318,7 +318,7 @@ class Photos:
         """The sample, or the next one whose photo can be decoded"""
         rng = np.random.default_rng(key) if isinstance(key, tuple) else None
         index = key[-1] if rng else key
-        for candidate in range(index, index + 1000):  # icmlm.py has many samples of a photo
+        for candidate in range(index, index + 1000):  # in icmlm.py, many in a row share a photo
             try:
                 return self.sample(candidate % len(self), rng)
             except Unreadable as error:
@@ -326,7 +326,7 @@ class Photos:
         raise Unreadable("a thousand samples in a row cannot be decoded: see above")
 
     def photo(self, index, rng):
-        """-> {"image": uint8 (size, size, 3), "jitter": (4,) for `augment`}; was it flipped?"""
+        """-> {"image": uint8 (size, size, 3), "jitter": (4,) for `augment`}, was it flipped"""
         crop = partial(random_crop, rng, self.args.crop_min) if rng else centre_crop
         [image] = read_crops(self.data, index, [crop], self.args.image_size)
         jitter = colour_jitter(rng, self.args.colour_jitter) if rng else NO_JITTER
@@ -495,8 +495,8 @@ def read_init(args):
     if not args.init:
         return {}
     if args.head_lr != args.lr:
-        print_main(f"--init: these weights were learned elsewhere, so the backbone trains at lr "
-                   f"{args.lr:g} and not at the recipe's {args.head_lr:g}")  # fmt: skip
+        print_main(f"--init: these weights were learned elsewhere. The backbone trains at lr "
+                   f"{args.lr:g}; the recipe's is {args.head_lr:g}")  # fmt: skip
     if args.init == "imagenet":  # torchvision's, downloaded once
         return build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()
     content = read_checkpoint(args.init)
@@ -517,12 +517,12 @@ def load_init(init, model, backbone, skip=()):
         start = init.get("model", init).items()
         fit = {name: x for name, x in start if name in state and x.shape == state[name].shape}
         fit = {name: x for name, x in fit.items() if not name.startswith(skip)}
-        module.load_state_dict(fit, strict=module is backbone)
+        module.load_state_dict(fit, strict=module is backbone)  # a backbone fits exactly
         print_main(f"--init: loaded {len(fit)} of {len(state)} tensors")
 
 
 def build_optimizer(args, parameters, lr=None):
-    """SGD with momentum 0.9 (all three papers), RAdam [ICMLM App. F.1] or AdamW.  lr: or args.lr"""
+    """SGD with momentum 0.9 (all papers), RAdam [ICMLM App. F.1] or AdamW.  lr: or args.lr"""
     options = {
         # In fp16, fused SGD would keep an overflow of the first step in its momentum.
         "SGD": {"momentum": 0.9, "fused": args.amp != "fp16"},
@@ -708,7 +708,8 @@ def apply_recipe(args, script, table, **changes):
     recipe |= {name: scale * recipe[name] for name in ("lr", "text_lr") if name in recipe}  # [ours]
     args.head_lr = args.lr or recipe["lr"]
     if args.recipe == "small" and args.init and not written_by_us(args.init):
-        # At the full rate, few photos would spoil weights that were learned from many. [ours]
+        # At the full rate, few photos would spoil weights that were learned from many. --lr is the
+        # backbone's; layers from random weights keep the recipe's rate. [ours]
         args.head_lr = recipe["lr"]
         recipe["lr"] *= 0.1
     for name, value in recipe.items():
@@ -718,8 +719,10 @@ def apply_recipe(args, script, table, **changes):
 
 def written_by_us(path):
     """Are these weights from a run of ours? The file says so, or args.json beside it."""
-    if path == "imagenet" or not os.path.isfile(path):
+    if path == "imagenet":
         return False
+    if not os.path.isfile(path):  # a run that goes on needs it no more; others will fail
+        return True
     about = Path(path).with_name("args.json")
     beside = about.read_text(errors="replace") if about.exists() else ""
     return '"script":' in beside or "script" in read_checkpoint(path)
@@ -784,8 +787,10 @@ def begin_run(args, checkpoint, *checksums):
     args.checksums = list(checksums)
     if os.path.isfile(getattr(args, "init", None) or ""):
         args.checksums.append(checksum(args.init))
-    if checkpoint and checkpoint["args"]["checksums"] != args.checksums:
-        fail(f"{args.output} holds a run with other data or --init: choose another --output")
+    # A file of --init that is gone by now is not missed: the checkpoint has all that is needed.
+    if checkpoint and checkpoint["args"]["checksums"][: len(args.checksums)] != args.checksums:
+        fail(f"{args.output} holds a run with other data or --init (or --lm, back-translations): "
+             "choose another --output")  # fmt: skip
     about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
     save(f"{args.output}/args.json", vars(args) | about)
 

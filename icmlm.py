@@ -200,7 +200,8 @@ def main(args):
     # Data: a frozen language model, and one triplet for each word that can be masked.
     train = common.caption_data(args.data, args.root, args.train_split).captioned()
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    common.begin_run(args, checkpoint, train.checksum(), val.checksum(), common.checksum(args.lm))
+    lm_checksum = 0 if args.lm == "scratch" else common.checksum(args.lm)
+    common.begin_run(args, checkpoint, train.checksum(), val.checksum(), lm_checksum)
     lm_name = f"{args.output}/language_model" if args.lm == "scratch" else args.lm
     if args.lm == "scratch" and common.is_main() and not checkpoint:
         common.extra("small_bert").make_language_model(lm_name, args, init, train, device)
@@ -293,11 +294,11 @@ def main(args):
                 # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if last or iteration % args.checkpoint_every == 0:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, more)
+        if last or iteration % args.checkpoint_every == 0:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
 
     common.end_run(args, model.backbone)  # eval_linear.py says what the backbone is worth
 
@@ -710,7 +711,7 @@ class AttentionHead(nn.Module):
 
 @contextmanager
 def exact_float32(device):
-    """Matrix products in float32: neither in half precision nor, on GPUs, in TF32"""
+    """Forward passes in float32: neither in half precision nor, on GPUs, in TF32"""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     with common.autocast(device, "off"):

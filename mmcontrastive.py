@@ -164,7 +164,7 @@ def get_args(argv=None):
     add("--iters", type=common.positive_int, help="training iterations; raise them with the data")
     add("--epochs", type=common.positive, help="passes over the photos, instead of --iters")
     add("--lr", type=common.positive,
-        help="peak learning rate of the backbone; lower it if the loss is not finite")
+        help="peak learning rate of the image encoder; lower it if the loss is not finite")
     add("--text-lr", type=common.non_negative,
         help="peak learning rate of the caption encoder; 4e-5 suits a pretrained BERT")
     add("--warmup", type=common.fraction_below_1,
@@ -306,11 +306,11 @@ def main(args):
                 # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if last or iteration % args.checkpoint_every == 0:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, more)
+        if last or iteration % args.checkpoint_every == 0:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
 
     common.end_run(args, backbone)  # eval_linear.py says what the backbone is worth
 

@@ -142,7 +142,7 @@ def get_args(argv=None):
     add("--iters", type=common.positive_int, help="training iterations; raise them with the data")
     add("--epochs", type=common.positive, help="passes over the photos, instead of --iters")
     add("--lr", type=common.positive,
-        help="peak learning rate of the backbone; lower it if the loss is not finite")
+        help="peak learning rate; lower it if the loss is not finite")
     add("--warmup", type=common.fraction_below_1,
         help="length of the learning rate's warm-up, as a fraction of training")
     add("--weight-decay", type=common.non_negative, help="weight decay; raise it if photos are few")
@@ -212,7 +212,7 @@ def main(args):
     common.load_init(init, model, model.backbone, skip)
     model.to(device, memory_format=torch.channels_last)
     if args.compile:
-        model.compile()
+        model.backbone.compile()
     ddp = common.data_parallel(model).train()  # all processes get the first one's weights
     groups = [
         {"params": model.backbone.parameters()},
@@ -228,7 +228,7 @@ def main(args):
     more = {"names": names}  # for --init, downstream/labels.py
     bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
-        # Learning rates: warm-up, then cosine decay or steps [App. F.1]
+        # Learning rates: warm-up [ours], then cosine decay or steps [App. F.1]
         decay = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, decay)
 
@@ -266,11 +266,11 @@ def main(args):
                 # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if last or iteration % args.checkpoint_every == 0:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, more)
+        if last or iteration % args.checkpoint_every == 0:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
 
     common.end_run(args, model.backbone)  # eval_linear.py says what the backbone is worth
 

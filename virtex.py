@@ -9,7 +9,7 @@ do. A backbone whose features suffice to write them has learned to see. Only the
 
     laptop        python virtex.py
     own photos    python virtex.py --data photos.jsonl
-    one GPU       python virtex.py --data coco   (18.4 GiB; with less, --accumulate 8)
+    one GPU       python virtex.py --data coco   (18.4 GiB; for less, --accumulate 8)
     eight GPUs    torchrun --nproc_per_node=8 virtex.py --data coco
     two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
                       --rdzv-endpoint=HOST:29400 virtex.py --data coco   (on both; shared --output)
@@ -26,8 +26,8 @@ Where the paper is:
     tokenizer [Sec. 3]                         normalise, train_tokenizer
     SGD with look-ahead, two rates [Sec. 3]    parameter_groups, look_ahead
     warm-up and cosine [Sec. 3]                common.lr_factor
-    early stopping [Sec. 3]                    --keep-every, then eval_linear.py: the paper selects
-                                               by VOC07; on other data --hold-out [ours]
+    early stopping [Sec. 3]                    --keep-every, then eval_linear.py: by VOC07, as
+                                               in the paper; else by --hold-out [ours]
     other tasks [Sec. 4.1, 4.2]                the ablations at the end
 
 What to expect: the recipe paper (H = 2048, 10K words) starts with a loss of 15.3 in each direction,
@@ -65,6 +65,7 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "image_size":       (48,         112,        224),         # Sec. 3
     "crop_min":         (1.0,        0.5,        0.2),         # Sec. 3
     "colour_jitter":    (0.0,        0.4,        1.0),         # official code
+    "vocab_size":       (None,       None,       10_000),      # Sec. 3; None: by the captions
     "hidden":           (256,        512,        2048),        # Sec. 4.1
     "init_std":         (None,       None,       0.02),        # official code; None means H^-0.5
     "zero_residual":    (False,      False,      True),        # official code; others [ours]
@@ -267,11 +268,11 @@ def main(args):
                 # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if last or iteration % args.checkpoint_every == 0:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, more)
+        if last or iteration % args.checkpoint_every == 0:
+            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
 
     common.end_run(args, backbone)  # eval_linear.py says what the backbone is worth
 
@@ -306,7 +307,10 @@ def normalise(caption):
 
 def make_tokenizer(args, captions, init):
     """Write the tokenizer of --init's checkpoint, or one that is trained on the captions"""
-    model = init["tokenizer"] if "tokenizer" in init else train_tokenizer(captions)
+    if "tokenizer" in init:
+        model = init["tokenizer"]
+    else:
+        model = train_tokenizer(captions, args.vocab_size)
     Path(args.output, "tokenizer.model").write_bytes(model)
 
 
@@ -323,21 +327,21 @@ def load_tokenizer(args, captions):
     return tokenizer
 
 
-def train_tokenizer(captions, vocab_size=10_000):
+def train_tokenizer(captions, vocab_size=None):
     """SentencePiece BPE [Sec. 3] -> the serialised model
 
-    Few captions give fewer tokens: their characters, and one for each eight captions or 1000
-    [ours]. Of 10,000 tokens, 74% would occur less than five times in Flickr8k's 30,000 captions.
+    vocab_size None: the characters, and a token for each eight captions, at least 1000 [ours]. Of
+    10,000 tokens, 74% would occur less than five times in Flickr8k's 30,000 captions.
     By SentencePiece's defaults, no token mixes letters and punctuation [Sec. 3], and UNK is 0.
     """
     characters = {*normalise("".join(captions))}
-    vocab_size = min(vocab_size, len(characters) + max(1000, len(captions) // 8))
+    by_captions = min(10_000, len(characters) + max(1000, len(captions) // 8))
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=map(normalise, progress(captions, desc="tokenizer")),
         model_writer=model,
         model_type="bpe",
-        vocab_size=vocab_size,
+        vocab_size=vocab_size or by_captions,
         hard_vocab_limit=False,
         character_coverage=1.0,
         max_sentence_length=1 << 20,  # bytes; longer captions would be skipped
@@ -476,7 +480,7 @@ class VirTex(nn.Module):
 
 
 def pick(x, places):
-    """x (B, T, ...), places (N,) in its B * T rows -> (N, ...). (Faster on GPUs than x[b, t])"""
+    """x (B, T, ...), places (N,): values of b * T + t -> (N, ...). (Faster on GPUs than x[b, t])"""
     return x.flatten(0, 1).index_select(0, places)
 
 

@@ -1,7 +1,4 @@
-"""Photos with boxes, for detection.py: VOC, COCO, LVIS and the built-in scenes; scores; a picture
-
-All are converted to COCO's JSON format, which pycocotools scores.
-"""
+"""Photos with boxes for detection.py: VOC, COCO, LVIS and the built-in scenes; scores; a picture"""
 
 import contextlib
 import io
@@ -13,7 +10,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 
 import common
 from common import fail
@@ -24,7 +21,7 @@ SCORES = "AP", "AP50", "AP75"
 
 
 class BoxData:
-    """Photos with boxes in COCO's JSON format, to which every source is converted.
+    """Photos with boxes in COCO's JSON format, which pycocotools scores; VOC is converted to it.
 
     content: {"images", "annotations", "categories"}.  images: (N,) of paths, or of what `open`
     takes instead.  source, path: where they are from.  names: {category id: name}.  masks: whether
@@ -76,9 +73,6 @@ class BoxData:
         return json.loads(self.objects[i])
 
 
-# --------------------------------------------------------------------------------------- reading
-
-
 def load(name, root, split):
     """One split of "shapes", "voc", "coco" or "lvis" -> BoxData"""
     if name == "shapes":
@@ -95,13 +89,7 @@ def load(name, root, split):
         if name == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
             file = "/".join(image["coco_url"].split("/")[-2:])
         paths.append(f"{root}/{file}")
-    images = pictures.photo_files(paths).images
-    for image, photo in zip(content["images"], paths):
-        if not (image.get("height") and image.get("width")):
-            with Image.open(photo) as opened:
-                order = -1 if opened.getexif().get(0x112, 1) > 4 else 1  # EXIF's orientation
-                image["width"], image["height"] = opened.size[::order]
-    return BoxData(content, images, name, path)
+    return BoxData(content, pictures.photo_files(paths).images, name, path)
 
 
 def complete(row, number, coco):
@@ -159,8 +147,7 @@ def shapes_objects(split, side=96):
             label = shapes.SHAPES.index(o.shape)
             rows.append({"image_id": scene, "category_id": label, "bbox": box})
     content = coco_format(scenes, rows, dict(enumerate(shapes.SHAPES)))
-    draw_scene = partial(shapes.draw, side=side)
-    return BoxData(content, np.array(scenes, object), "shapes", open=draw_scene)
+    return BoxData(content, np.array(scenes, object), "shapes", open=shapes.draw)
 
 
 def coco_format(image_ids, annotations, names):
@@ -169,26 +156,21 @@ def coco_format(image_ids, annotations, names):
     return {"images": images, "annotations": annotations, "categories": categories}
 
 
-# --------------------------------------------------------------------------------------- samples
-
-
 def training_rows(data, seed):
-    """The photos with objects, on LVIS some of them repeated -> list of indices"""
+    """The photos with objects -> list of indices
+
+    On LVIS a photo appears max(1, sqrt(0.001 / f)) times [VirTex App. A.3], where f is the fraction
+    of photos with its rarest class. Fractions are rounded at random, once [ours].
+    """
     rows = [i for i in range(len(data)) if data.objects_of(i)]
     if not rows:
         fail("no photo of the training split has an object: see --train-split")
-    return repeat_rare(rows, data, seed) if data.source == "lvis" else rows
-
-
-def repeat_rare(rows, data, seed, threshold=0.001):
-    """LVIS's class resampling [VirTex App. A.3]: a photo appears max(1, sqrt(threshold / f)) times
-
-    f: the fraction of photos with its rarest class. Fractions are rounded at random, once [ours].
-    """
+    if data.source != "lvis":
+        return rows
     labels_of = [{found[0] for found in data.objects_of(i)} for i in rows]
     num_images = Counter(label for labels in labels_of for label in labels)
     f = np.array([min(num_images[label] for label in labels) for labels in labels_of]) / len(data)
-    repeats = np.maximum(1, np.sqrt(threshold / f))
+    repeats = np.maximum(1, np.sqrt(0.001 / f))
     repeats += np.random.default_rng(seed).random(len(rows))
     return np.repeat(rows, repeats.astype(int)).tolist()
 
@@ -256,9 +238,6 @@ def collate(samples):
     return {"samples": Samples(samples)}
 
 
-# --------------------------------------------------------------------------- scores and pictures
-
-
 def score(val, results):
     """Rows of evaluate -> {"AP", "AP50", "AP75"} in percent, with masks also {"mask AP", ...}"""
     scores = dict(zip(SCORES, average_precision(val, results, "bbox")))
@@ -317,28 +296,25 @@ def plain_iou(evaluation, image, category):
 def draw(val, results, path, side=320):
     """Draw eight validation photos, resized to squares, with detections that score above 0.5."""
     from pycocotools import mask
-    from torchvision.transforms.functional import resize
-    from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
     samples = BoxPhotos(val, range(len(val)))
     photos = []
     for n in range(min(8, len(val))):
         sample = samples[n]
-        _, height, width = sample["image"].shape
-        photo = resize(sample["image"], [side, side])
+        pixels = sample["image"].permute(1, 2, 0).numpy()
+        height, width, _ = pixels.shape
+        scale = np.array([side / width, side / height] * 2)
         image_id = val.ids[sample["image_id"]]
         shown = [row for row in results if row["image_id"] == image_id and row["score"] > 0.5]
-        if shown and val.masks:
-            masks = np.stack([mask.decode(row["segmentation"]) for row in shown])
-            masks = resize(torch.tensor(masks), [side, side]).bool()
-            photo = draw_segmentation_masks(photo, masks, 0.5, "red")
-        if shown:
-            corners = torch.tensor([row["bbox"] for row in shown])
-            corners[:, 2:] += corners[:, :2]
-            corners *= torch.tensor([side / width, side / height] * 2)
-            numbers = [str(k) for k in range(1, len(shown) + 1)]
-            photo = draw_bounding_boxes(photo, corners, numbers, colors="yellow", width=2)
-        names = [f"{val.names[row['category_id']]} {row['score']:.2f}" for row in shown]
-        text = ", ".join(f"{k}: {name}" for k, name in enumerate(names, 1))
-        photos.append((photo.permute(1, 2, 0).numpy(), text, None))
-    pictures.draw_rows(path, pictures.in_rows(photos, 4), below=2, side=side)
+        for row in shown if val.masks else ():
+            pixels[mask.decode(row["segmentation"]) > 0, 0] = 255  # red
+        photo = Image.fromarray(pixels).resize((side, side))
+        canvas = ImageDraw.Draw(photo)
+        for row in shown:
+            x, y, w, h = row["bbox"]
+            corners = (scale * (x, y, x + w, y + h)).tolist()
+            name = f" {val.names[row['category_id']]} {row['score']:.2f}"
+            canvas.rectangle(corners, outline="yellow", width=2)
+            canvas.text(corners[:2], name, "yellow")
+        photos.append((np.asarray(photo), ""))
+    pictures.draw_rows(path, [("", photos[:4]), ("", photos[4:])], below=0, side=side)

@@ -3,18 +3,15 @@
     python -m downstream.captioning photo.jpg --weights runs/virtex-photos/checkpoint.pth
     python -m downstream.captioning --evaluate --data coco \\
         --weights runs/virtex-coco/checkpoint.pth
-    python -m downstream.captioning --captions runs/captioning/captions.json
 
 Prints a caption for each photo and draws the attention of the last layer for each word into
 --output. --evaluate writes captions of the validation split into captions.json and scores them by
-CIDEr and SPICE, which need pycocoevalcap and Java; --captions captions.json scores them on another
-machine. --weights may also be an official checkpoint; it has no tokenizer, so you have to add
---tokenizer coco_10k.model. Photos are cropped as in the official evaluation: resize 256, centre
-crop 224, or in proportion for other image sizes.
+CIDEr and SPICE, which need pycocoevalcap and Java. --weights may also be an official checkpoint; it
+has no tokenizer, so you have to add --tokenizer coco_10k.model. Photos are cropped as in the
+official evaluation: resize 256, centre crop 224, or in proportion for other image sizes.
 """
 
 import importlib.util
-import json
 import math
 import os
 import re
@@ -38,46 +35,38 @@ from virtex import EOS, MASK, PAD, SOS
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = tasks.argument_parser(__doc__)
     add = parser.add_argument
     add("photos", nargs="*", metavar="PHOTO", help="photos to caption")
     tasks.add_weights(parser, "virtex")
     add("--tokenizer", help="SentencePiece .model file, which official weights need")
-    add("--output", help="folder for what is written (default runs/captioning, or FILE's folder)")
+    add("--output", default="runs/captioning", help="folder for the results (default %(default)s)")
     add("--beams", type=common.positive_int, default=5, help="width of beam search [Sec. 4.4]")
-    add("--evaluate", action="store_true",
-        help="caption the validation split, and measure CIDEr and SPICE [Fig. 6]")
-    add("--captions", metavar="FILE", help="score a captions.json of --evaluate, without a model")
+    add("--evaluate", action="store_true", help="score captions of the validation split [Fig. 6]")
     add("--data", default="coco", help="data set for --evaluate, as of virtex.py (default coco)")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--val-split", help="split for --evaluate (default val2017 for coco, else val)")
     add("--workers", type=common.non_negative_int, default=0, help="processes that load photos")
-    # fmt: on
     args = parser.parse_args(argv)
-    if sum(map(bool, (args.photos, args.evaluate, args.captions))) != 1:
-        parser.error("give either photos, --evaluate or --captions")
-    args.output = args.output or os.path.dirname(args.captions or "runs/captioning/") or "."
+    if bool(args.photos) == args.evaluate:
+        parser.error("give either photos or --evaluate")
     args.val_split = args.val_split or ("val2017" if args.data == "coco" else "val")
     return args
 
 
 def main(args):
-    folder = Path(args.output)
-    common.make_folder(folder)
-    if args.captions:
-        return score(args.captions, args)
+    common.make_folder(args.output)
     device = common.init_distributed()
     model, tokenizer, image_size = load_virtex(args.weights, args.tokenizer)
     model.to(device)
     if args.evaluate:
-        return score(evaluate(model, tokenizer, image_size, device, args), args)
-    captions = caption_images(model, photo_files(args.photos), image_size, device, args)
-    for n, tokens, image_features, pixels in captions:
-        caption = detokenize(tokenizer, tokens)
+        return evaluate(model, tokenizer, image_size, device, args)
+    data = photo_files(args.photos)
+    captions = caption_images(model, tokenizer, data, image_size, device, args)
+    for n, caption, tokens, image_features, pixels in captions:
         pieces = [tokenizer.id_to_piece(token) for token in tokens[1:].tolist()]
         words = word_attention(model.textual, image_features, tokens, pieces)
-        picture = folder / f"{n + 1}_{Path(args.photos[n]).stem}.png"
+        picture = Path(args.output, f"{n + 1}_{Path(args.photos[n]).stem}.png")
         draw_attention(Image.fromarray(pixels.numpy()), caption, words, picture)
         print_main(f"{args.photos[n]}: {caption}  ({picture})")
 
@@ -88,9 +77,9 @@ def load_virtex(path, tokenizer_path=None):
     Layer sizes are read from the weights.
     """
     content = common.read_checkpoint(path)
-    print_main(f"{path}: trained on {content.get('args', {}).get('data', 'unknown data')}")
     state = content.get("model", {})
     args = content.get("args", {})
+    print_main(f"{path}: trained on {args.get('data', 'unknown data')}")
     if "textual.embedding.words.weight" not in state or args.get("task") == "masked_lm":
         fail(f"{path} is not a captioning model: give a checkpoint.pth of virtex.py, trained with "
              "--task bicaptioning or captioning")  # fmt: skip
@@ -129,15 +118,10 @@ def read_tokenizer(path):
     return tokenizer
 
 
-def detokenize(tokenizer, tokens):
-    return tokenizer.decode([token for token in tokens.tolist() if token > MASK])
-
-
 @torch.no_grad()
-def caption_images(model, data, image_size, device, args):
-    """Yield (n, tokens (T,), image features (1, S, H), pixels) for each photo that can be decoded
-
-    data: CaptionData.  tokens: from [SOS] on, without [EOS].
+def caption_images(model, tokenizer, data, image_size, device, args):
+    """Yield (n, caption, its tokens (T,), image features (1, S, H), pixels) for each photo of data
+    that can be decoded.  tokens: from [SOS] on, without [EOS]
     """
     batches = DataLoader(CentralSquares(data, image_size), 16, num_workers=args.workers)
     first = 0
@@ -150,11 +134,9 @@ def caption_images(model, data, image_size, device, args):
         for n in range(len(pixels)):
             if readable[n]:
                 tokens = captions[n, before_end[n]]
-                yield first + n, tokens, image_features[n : n + 1], pixels[n]
+                caption = tokenizer.decode([token for token in tokens.tolist() if token > MASK])
+                yield first + n, caption, tokens, image_features[n : n + 1], pixels[n]
         first += len(pixels)
-
-
-# ------------------------------------------------------------------------ beam search, attention
 
 
 @torch.no_grad()
@@ -222,40 +204,32 @@ def word_attention(head, image_features, tokens, pieces):
     return [(word, torch.stack(of_word).mean(0)) for word, of_word in zip(words, maps)]
 
 
-# ------------------------------------------------------------------------------------ evaluation
-
-
 def evaluate(model, tokenizer, image_size, device, args):
-    """Caption the validation split -> the file with the captions and their references [Fig. 6]"""
-    if missing := missing_for_scores():
-        print_main(f"the captions are written, but not scored: {missing}")
+    """Caption the validation split, and score the captions [Fig. 6]"""
+    if not importlib.util.find_spec("pycocoevalcap"):
+        fail("pycocoevalcap is missing: python -m pip install pycocoevalcap")
+    if not shutil.which("java"):
+        fail("Java is missing: apt-get install default-jre-headless")
     val = common.caption_data(args.data, args.root, args.val_split).captioned()
     rows = []
-    for n, tokens, *_ in caption_images(model, val, image_size, device, args):
-        caption = detokenize(tokenizer, tokens)
+    for n, caption, *_ in caption_images(model, tokenizer, val, image_size, device, args):
         references = val.captions[n]
         rows.append({"image": str(val.images[n]), "caption": caption, "references": references})
     path = Path(args.output, "captions.json")
     common.save(path, {"args": vars(args), "captions": rows})
     print_main(f"the captions of {len(rows)} of {len(val)} photos are in {path}")
-    return path
+    common.save(f"{args.output}/result.json", score(rows) | {"args": vars(args)})
 
 
-def score(path, args):
-    """Write result.json: CIDEr and SPICE, in percent, of the captions that `evaluate` saved
+def score(rows):
+    """Captions with their references -> {"CIDEr", "SPICE": percent}
 
-    path: of its captions.json. What cannot be measured here is said, and left out.
+    What cannot be measured here is said, and left out.
     """
-    if missing := missing_for_scores():
-        fail(f"{path} can be scored on any machine by --captions, but here {missing}")
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.spice.spice import Spice
     from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
-    if not os.path.isfile(path):
-        fail(f"there is no {path}, which --evaluate writes")
-    content = json.loads(Path(path).read_bytes())
-    rows = content["captions"]
     references = [[{"caption": text} for text in row["references"]] for row in rows]
     truth = PTBTokenizer().tokenize(dict(enumerate(references)))
     written = PTBTokenizer().tokenize({n: [row] for n, row in enumerate(rows)})
@@ -266,16 +240,7 @@ def score(path, args):
             print_main(f"{name} {scores[name]:.1f} on {len(rows)} images")
         except (OSError, subprocess.CalledProcessError) as error:  # SPICE loads CoreNLP once
             print_main(f"{name} was not measured: {error}")
-    common.save(f"{args.output}/result.json", scores | {"args": content["args"]})
-
-
-def missing_for_scores():
-    """-> what this machine lacks for CIDEr and SPICE, with the command that brings it, or "" """
-    if not importlib.util.find_spec("pycocoevalcap"):
-        return "pycocoevalcap is missing: python -m pip install pycocoevalcap"
-    if not shutil.which("java"):
-        return "Java is missing: apt-get install default-jre-headless"
-    return ""
+    return scores
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@
     python -m downstream.classify --data folder --root photos --weights FOLDER/checkpoint.pth
 
 Nothing is trained here. Each photo gets the class whose name, in a caption such as "a photo of a
-daisy", is nearest in the common space of photos and captions (downstream/search.py). With several
-labels per photo the score is mean average precision. Underscores in names of classes are read as
-spaces. Draws the ten photos nearest to each class in classify.png of --output.
+daisy", is nearest in the common space of photos and captions (downstream/search.py). Underscores in
+names are read as spaces. Draws the ten photos nearest to each class in classify.png of --output.
 """
 
 from pathlib import Path
@@ -28,8 +27,7 @@ def get_args(argv=None):
     add("--prompt", help='caption for a class (default "a photo of a {}", "a {}" for shapes)')
     search.add_flags(parser, "classify")
     args = parser.parse_args(argv)
-    _, val_split = eval_linear.SPLITS.get(args.data, ("train", "val"))
-    args.val_split = args.val_split or val_split
+    args.val_split = args.val_split or eval_linear.SPLITS.get(args.data, ("train", "val"))[1]
     args.prompt = args.prompt or ("a {}" if args.data == "shapes" else "a photo of a {}")
     if "{}" not in args.prompt:
         parser.error(f'--prompt "{args.prompt}" has no {{}}, where the name of the class goes')
@@ -51,8 +49,8 @@ def main(args):
     [guess] = eval_linear.by_chance(scores, data).values()
     result = {"metric": metric, "zero-shot": score, "guessing": guess, "images": len(readable)}
     common.save(Path(args.output, "result.json"), {"args": vars(args), **result})
-    scores = f"{score:.1f} {metric} by class names, {guess:.1f} by guessing"
-    print_main(f"{args.data}, {len(readable)} photos of {len(names)} classes: {scores}")
+    print_main(f"{args.data}, {len(readable)} photos of {len(names)} classes: "
+               f"{score:.1f} {metric} by class names, {guess:.1f} by guessing")  # fmt: skip
 
 
 if __name__ == "__main__":

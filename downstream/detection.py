@@ -6,13 +6,11 @@ the same settings. All layers are trained; batch norm is synchronised, and re-es
     laptop          python virtex.py, then python -m downstream.detection
     VOC 07+12       torchrun --nproc_per_node=8 -m downstream.detection --data voc
     COCO or LVIS    torchrun --nproc_per_node=8 -m downstream.detection --data coco   (or lvis)
-    IN-sup on LVIS  the same with --weights imagenet --arch resnet50 --frozen-bn   [Tab. 7]
-    LVIS v0.5       ... --train-split v0.5_train --val-split v0.5_val --min-score 0   [Tab. 8]
-    pretraining     ... --data coco --weights random --arch resnet50 --schedule 9x   [Tab. 1]
 
 --root holds VOC2007/ and VOC2012/; or annotations/instances_{split}.json (LVIS: lvis_{split}.json)
 beside train2017/ and val2017/. A VOC split is YEAR_LIST, or several joined by +. On shapes a second
-detector is trained from random initialisation, into OUTPUT/random. The same command resumes.
+detector is trained from random initialisation, into OUTPUT/random. The same command resumes. The
+flags of VirTex's Tabs. 1, 7 and 8 are in docs/papers.md.
 
 Scores are COCO's AP (IoU 0.50 to 0.95), AP50 and AP75, on VOC with VOC07's 11 recalls. The papers
 use Detectron2, we use torchvision's parts [ours]. Known differences: box losses are smooth L1 with
@@ -42,9 +40,7 @@ DEFAULTS = {  #          shapes        voc [Tab. 6]                   coco [Tab.
     "image_size":       (64,           800,                           800),   # Detectron2
     "smallest":         (1.0,          0.6,                           0.8),   # of it, in training
     "batch_size":       (8,            16,                            16),
-    "optimizer":        ("SGD",        "SGD",                         "SGD"),
     "lr":               (0.05,         0.02,                          0.02),
-    "weight_decay":     (1e-4,         1e-4,                          1e-4),
     "iters":            (400,          24_000,                        180_000),
     "warmup":           (0.1,          100 / 24_000,                  1 / 180),
     "steps":            ([3/4, 11/12], [3/4, 11/12],                  [2/3, 8/9]),
@@ -77,37 +73,29 @@ INITIAL_STD = {  # Detectron2
     "box_predictor.bbox_pred":        0.001,
     "mask_predictor.mask_fcn_logits": 0.001,
 }
-# fmt: on
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = tasks.argument_parser(__doc__, conflict_handler="resolve")
     tasks.add_flags(parser, DATA)
     add = parser.add_argument_group("model and optimisation").add_argument
-    add("--image-size", type=common.positive_int,
-        help="shorter side of photos in pixels; training draws smaller ones, too")
-    add("--model", choices=("fpn", "c4"),
-        help="fpn has a feature pyramid, c4 uses layer3 alone [Sec. 4.3]")
-    add("--frozen-bn", action="store_true",
-        help="keep the statistics, scales and shifts of batch norm fixed [Sec. 4.3, LVIS]")
+    add("--image-size", type=common.positive_int, help="shorter side of photos in pixels")
+    add("--model", choices=("fpn", "c4"), help="c4 has no feature pyramid [Sec. 4.3]")
+    add("--frozen-bn", action="store_true", help="keep batch norm as it is [Sec. 4.3, LVIS]")
     add("--schedule", choices=["9x"],
         help="longer training, from random weights, with batch norm in the heads [Tab. 1]")
     add("--batch-size", type=common.positive_int, help="photos per iteration over all processes")
     add("--iters", type=common.positive_int, help="training iterations")
     add("--lr", type=common.positive, help="peak learning rate; lower it if the loss is not finite")
     add("--rois", type=common.positive_int, help="RoIs per training photo; fewer save memory")
-    add("--min-score", type=common.fraction_below_1,
-        help="drop detections that score less [Tabs. 7, 8]")
-    add("--bn-batches", type=common.positive_int,
-        help="batches from which the statistics of batch norm are taken at the end")
-    add("--amp", choices=("bf16", "fp16", "off"), default="off",
-        help="precision (default off, as in Detectron2)")
+    add("--min-score", type=common.fraction_below_1, help="drop detections that score less")
+    add("--bn-batches", type=common.positive_int, help="batches for batch norm's final statistics")
+    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision (default off)")
     # fmt: on
     finetune.add_run_flags(parser)
     args = parser.parse_args(argv)
     column = {"shapes": 0, "voc": 1}.get(args.data, 2)
-    recipe = {name: row[column] for name, row in DEFAULTS.items()}
+    recipe = finetune.SGD | {name: row[column] for name, row in DEFAULTS.items()}
     recipe |= LVIS if args.data == "lvis" else {}
     recipe |= NINE_TIMES if args.schedule == "9x" else {}
     recipe["lr"] *= (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]
@@ -130,11 +118,7 @@ def main(args):
     train.content = None  # gigabytes that only scoring needs
     print_main(f"{len(train)} + {len(val)} photos, {len(train.names)} classes, on {device}")
 
-    scores = {}
-    for name, run in runs.items():
-        model = fine_tune(train, run, device)
-        if common.is_main():
-            scores[name] = evaluate(val, model, run, device)
+    scores = {name: fine_tune(train, val, run, device) for name, run in runs.items()}
     if common.is_main():
         common.save(f"{args.output}/result.json", {"args": vars(args), **scores})
         origin = {"trained": f"from {args.weights}", "random": "from random initialisation"}
@@ -143,8 +127,8 @@ def main(args):
     common.end_distributed()
 
 
-def fine_tune(train, args, device):
-    """Train into args.output -> Detector"""
+def fine_tune(train, val, args, device):
+    """Train into args.output -> scores on `val`; {} in all processes but the first"""
     from torchvision.ops import FrozenBatchNorm2d
     from torchvision.ops._utils import split_normalization_params
 
@@ -166,8 +150,6 @@ def fine_tune(train, args, device):
     norms, others = split_normalization_params(model)
     groups = [{"params": others}, {"params": norms, "weight_decay": 0.0}]  # Detectron2's default
     optimizer = common.build_optimizer(args, groups)
-    if args.compile:
-        model.rcnn.backbone.compile(dynamic=True)  # the rest depends on the number of boxes
 
     def losses_of(ddp, batch):
         with common.autocast(device, args.amp):
@@ -183,10 +165,7 @@ def fine_tune(train, args, device):
     given = args, device, checkpoint, args.iters, args.warmup, args.steps
     finetune.run(model, optimizer, photos, boxes.collate, losses_of, after_step, *given)
     common.save_weights(f"{args.output}/backbone.pth", backbone)
-    return model
-
-
-# ------------------------------------------------------------------------------------- the model
+    return evaluate(val, model, args, device) if common.is_main() else {}
 
 
 class Detector(nn.Module):
@@ -266,9 +245,6 @@ def initialize(roi_heads):
             nn.init.zeros_(layer.bias)
 
 
-# ------------------------------------------------------------------------------- after training
-
-
 def precise_bn(model, photos, args, device):
     """Replace batch norm's moving averages by plain means over --bn-batches training batches, of
     which each process has its part [VirTex App. A.3: Detectron2's PRECISE_BN, with 200 batches].
@@ -283,10 +259,10 @@ def precise_bn(model, photos, args, device):
 def evaluate(val, model, args, device):
     """Write detections.json, in COCO's results format, and a picture -> {score: percent}"""
     photos = boxes.BoxPhotos(val, range(len(val)))
-    batch_size = 4  # 300 masks of one photo are 0.4 GB
     model.eval()
     rows_of = {}  # each photo once, even if it replaces an unreadable one
-    for batch in common.load_batches(photos, boxes.collate, args, device, batch_size):
+    # Four photos at a time: 300 masks of one are 0.4 GB.
+    for batch in common.load_batches(photos, boxes.collate, args, device, batch_size=4):
         with common.autocast(device, args.amp):
             outputs = model(batch)
         for sample, output in zip(batch["samples"], outputs):

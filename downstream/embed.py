@@ -20,20 +20,15 @@ from downstream import pictures, tasks
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = tasks.argument_parser(__doc__)
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="folder of photos; its subfolders are read, too")
-    add("--weights", required=True,
-        help="the backbone: a file that eval_linear.py reads, imagenet or random")
-    add("--arch", choices=common.BACKBONES,
-        help="network to build for imagenet and random (default resnet50)")
-    add("--image-size", type=common.positive_int, help="side of the central square in pixels "
-        "(default: that of the weights' training, from args.json beside them; else 224)")
+    add("--weights", required=True, help="a file for eval_linear.py, imagenet or random")
+    add("--arch", choices=common.BACKBONES, help="network for random, imagenet (default resnet50)")
+    add("--image-size", type=common.positive_int, help="side in pixels (default: as in training)")
     add("--output", default="runs/embed", help="folder for the two files (default %(default)s)")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision (default off)")
     add("--workers", type=common.non_negative_int, default=2, help="processes that load photos")
-    # fmt: on
     return parser.parse_args(argv)
 
 

@@ -1,10 +1,10 @@
 """Fine-tuning: a backbone and a linear layer, trained end to end on labelled photos.
 
 Desai, Johnson. VirTex: Learning Visual Representations from Textual Annotations. CVPR 2021,
-Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3; App. A.1, Fig. 4 (IN-sup).
+Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3; App. A.1, Fig. 4 (IN-sup: see docs/papers.md).
 
-While eval_linear.py freezes the backbone, here training starts from it. The better the backbone,
-the fewer labels are needed. Batch norm is per process, as in the paper's code.
+While eval_linear.py freezes the backbone, here training starts from it. Batch norm is per process,
+as in the paper's code.
 
     laptop          python virtex.py, then python -m downstream.finetune
     own photos      python -m downstream.finetune --data folder --root labelled \\
@@ -12,15 +12,11 @@ the fewer labels are needed. Batch norm is per process, as in the paper's code.
     a tenth of it   the same with --fraction 0.1 --output runs/finetune_tenth
     iNaturalist     torchrun --nproc_per_node=8 -m downstream.finetune --data inat
     random start    the same with --weights random --arch resnet50 --output runs/finetune_random
-    IN-sup-10%      torchrun --nproc_per_node=8 -m downstream.finetune --data folder \\
-                        --root datasets/imagenet --weights random --arch resnet50 \\
-                        --fraction 0.1 --epochs 90 --steps 30 60 --output runs/insup_10
 
 An image folder holds train/<class>/<photo> and val/<class>/<photo>. What to expect: the loss starts
-at ln(number of classes) and drops when the learning rate falls to a tenth (at 70% of the run). On
-shapes a second backbone, randomly initialised, is trained into OUTPUT/random, and the last line
-compares the two; on other data run it as a command of its own. --output holds the same files as in
-training (docs/running.md). If you repeat the command, it resumes.
+at ln(number of classes) and drops when the learning rate falls to a tenth. On shapes a second
+backbone, randomly initialised, is trained into OUTPUT/random, and the last line compares the two.
+--output holds the same files as in training (docs/running.md), and the same command resumes.
 """
 
 import math
@@ -45,21 +41,19 @@ DEFAULTS = {  #          shapes    folder    inat
     "fraction":         (0.02,     1.0,      1.0),
     "epochs":           (40.0,     100.0,    100.0),        # Sec. 4.3
     "batch_size":       (32,       256,      256),          # Sec. 4.3
-    "optimizer":        ("SGD",    "SGD",    "SGD"),        # Sec. 4.3
     "crop_min":         (0.2,      0.08,     0.08),         # see below
     "colour_jitter":    (0.0,      0.0,      0.0),          # App. A.1
     "log_every":        (10,       20,       20),
     "checkpoint_every": (100,      1000,     5000),
 }
-# fmt: on
 # crop_min: App. A.1 says "20-100%", which the authors' list of changes corrects to 8-100% for
 # ImageNet; their iNaturalist configuration has 8-100%, and so has torchvision's training (IN-sup).
+SGD = {"optimizer": "SGD", "weight_decay": 1e-4}  # Sec. 4.3, App. A.3
 LR, RANDOM_LR, BATCH = 0.025, 0.1, 256  # pretrained, randomly initialised [Sec. 4.3]
 STEPS = 0.7, 0.9  # of the run: where the learning rate falls to a tenth [Sec. 4.3]
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = tasks.argument_parser(__doc__)
     tasks.add_flags(parser, DATA)
     add = parser.add_argument_group("labels and optimisation").add_argument
@@ -72,34 +66,25 @@ def get_args(argv=None):
         f"{LR} for batches of {BATCH}, {RANDOM_LR} for random weights, scaled to --batch-size)")
     add("--steps", type=common.positive, nargs="+", metavar="EPOCHS", help="epochs after which "
         "the learning rate falls to a tenth (default: 70%% and 90%% of --epochs)")
-    add("--weight-decay", type=common.non_negative, default=1e-4,
-        help="weight decay of all weights [Sec. 4.3]")
+    add("--weight-decay", type=common.non_negative, help="of all weights (default 1e-4 [Sec. 4.3])")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision (default bf16 if supported)")
-    # fmt: on
     add_run_flags(parser)
     args = parser.parse_args(argv)
     defaults = {name: row[DATA.index(args.data)] for name, row in DEFAULTS.items()}
-    tasks.fill_defaults(parser, args, "finetune", **defaults)
+    tasks.fill_defaults(parser, args, "finetune", **SGD, **defaults)
     if args.steps and not min(1, args.epochs / 2) <= max(args.steps) < args.epochs:
         parser.error(f"--steps are epochs, from 1 on, and training ends after {args.epochs:g}")
     return args
 
 
 def add_run_flags(parser):
-    """Those of virtex.py, but for --amp; also of detection.py"""
-    # fmt: off
+    """Also of detection.py"""
     add = parser.add_argument_group("run").add_argument
-    add("--output", help="folder of the run, in which the same command resumes (default "
-        "runs/SCRIPT, or runs/SCRIPT-DATA)")
+    add("--output", help="folder of the run (default runs/TASK, or runs/TASK-DATA)")
     add("--seed", type=common.non_negative_int, default=0, help="random seed")
-    add("--accumulate", type=common.positive_int, default=1,
-        help="split each batch into this many parts, if memory is short")
-    add("--compile", action="store_true", help="torch.compile: slower to start, faster on GPUs")
+    add("--accumulate", type=common.positive_int, default=1, help="split batches, to save memory")
     add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
-    add("--checkpoint-every", type=common.positive_int,
-        help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=common.positive_int,
-        help="also keep a model_N.pth every N iterations, to choose the best later")
+    add("--checkpoint-every", type=common.positive_int, help="iterations between checkpoints")
     # fmt: on
 
 
@@ -118,11 +103,7 @@ def main(args):
     counts = f"{len(train)} training and {len(val)} validation photos"
     print_main(f"{counts}, {len(train.names)} classes, on {device}, amp {args.amp}")
 
-    scores = {}
-    for name, run_args in runs.items():
-        model = fine_tune(train, val, run_args, device)
-        if common.is_main():
-            scores[name] = validate(val, model, run_args, device)
+    scores = {name: fine_tune(train, val, run, device) for name, run in runs.items()}
     if common.is_main():
         common.save(f"{args.output}/result.json", {"args": vars(args), **scores})
         origins = {"trained": args.weights, "random": "random initialisation"}
@@ -134,7 +115,7 @@ def main(args):
 
 
 def fine_tune(train, val, args, device):
-    """Train on `train` into args.output -> Classifier"""
+    """Train into args.output -> scores on `val`; {} in all processes but the first"""
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
     photos = common.fingerprint(train.images, train.labels.tolist())
     common.begin_run(args, checkpoint, photos)
@@ -148,8 +129,6 @@ def fine_tune(train, val, args, device):
     model = Classifier(backbone, len(train.names))
     model.to(device, memory_format=torch.channels_last)
     optimizer = common.build_optimizer(args, model.parameters(), lr=lr)
-    if args.compile:
-        model.compile()
 
     # Validate at most once an epoch, after at least five times as many training photos as
     # there are validation photos, and with a line of metrics.jsonl.
@@ -172,7 +151,7 @@ def fine_tune(train, val, args, device):
     given = args, device, checkpoint, iters
     run(model, optimizer, photos, None, loss_of, after_step, *given, steps=steps)
     common.save_weights(f"{args.output}/backbone.pth", backbone)
-    return model
+    return validate(val, model, args, device) if common.is_main() else {}
 
 
 def run(
@@ -216,8 +195,6 @@ def run(
             bar.set_postfix(loss=f"{row['loss']:.3f}")
         if iteration % args.checkpoint_every == 0 or iteration == iters:
             common.save_checkpoint(args, "checkpoint.pth", iteration, state)
-        if args.keep_every and iteration % args.keep_every == 0:
-            common.save_checkpoint(args, f"model_{iteration}.pth", iteration, {"model": model})
 
 
 def labelled_split(name, root, split):
@@ -234,15 +211,13 @@ def labelled_split(name, root, split):
 def inat_labels(root, split):
     """{split}.json of iNaturalist 2018, photos below `root` -> eval_linear.LabelData"""
     content = common.read_json(f"{root}/{split}.json")
-    category_ids = sorted(category["id"] for category in content["categories"])
-    class_of_category = {category: k for k, category in enumerate(category_ids)}
     category_of = {row["image_id"]: row["category_id"] for row in content["annotations"]}
     paths = [os.path.join(root, image["file_name"]) for image in content["images"]]
-    labels = [class_of_category[category_of[image["id"]]] for image in content["images"]]
-    names = list(map(str, category_ids))
-    if len(set(labels)) < 2:
+    categories = [category_of[image["id"]] for image in content["images"]]
+    names, labels = np.unique(categories, return_inverse=True)
+    if len(names) < 2:
         fail(f"all photos of {root}/{split}.json are of one class")
-    return eval_linear.LabelData(pictures.photo_files(paths).images, np.array(labels), names)
+    return eval_linear.LabelData(pictures.photo_files(paths).images, labels, names.tolist())
 
 
 def part_of_classes(data, fraction, seed, shots=None):

@@ -31,19 +31,16 @@ from extras.checkpoints import of_script
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = tasks.argument_parser(__doc__)
     add = parser.add_argument
     add("photo", nargs="?", help="a photo; give --caption and --word with it")
     add("--caption", help="what the photo shows")
     add("--word", type=str.lower, nargs="+", help="words of the caption, masked one at a time")
-    add("--photos", type=common.positive_int, metavar="N",
-        help="instead of a photo: take N photos of the validation split")
+    add("--photos", type=common.positive_int, metavar="N", help="take N validation photos instead")
     tasks.add_weights(parser, "icmlm")
     add("--lm", help="language model (default: that of the training run)")
     add("--root", help="folder of the data (default: that of the training run)")
     add("--output", default="runs/masked_words", help="folder for pictures (default %(default)s)")
-    # fmt: on
     args = parser.parse_args(argv)
     own_photo = [args.photo, args.caption, args.word]
     if any(own_photo) != all(own_photo) or bool(args.photo) == bool(args.photos):
@@ -62,7 +59,10 @@ def main(args):
         data = validation_photos(args, trained, tokenizer)
     tokens = [token for caption in data.all_captions() for token in tokenizer.tokenize(caption)]
     common.check_known(tokens.count(tokenizer.unk_token), len(tokens), "the captions")
-    maskable = maskable_words(data, tokenizer, concepts)
+    maskable = [{} for _ in range(len(data))]  # of each photo {word: where it occurs first}
+    names = list(concepts)
+    for photo, _, position, concept in icmlm.find_triplets(data, concepts, tokenizer).tolist():
+        maskable[photo].setdefault(names[concept], position)
     if args.photo:
         [positions] = maskable
         for word in args.word:
@@ -71,7 +71,7 @@ def main(args):
                      f"the training run, as are {', '.join(positions)}")  # fmt: skip
         maskable = [{word: positions[word] for word in args.word}]
 
-    looked = []  # (what `data` calls the photo, word, attention)
+    looked = []  # (number of the scene or path of the photo, word, attention)
     squares = CentralSquares(data, trained["image_size"], side_fraction=1.0)
     for n, (positions, [caption]) in enumerate(zip(maskable, data.captions)):
         pixels, readable = squares[n]
@@ -79,9 +79,7 @@ def main(args):
             continue
         words = list(positions)
         maps, predicted = explain(model, lm, tokenizer, pixels, caption, positions)
-        name = "_".join([str(n + 1), Path(str(data.images[n])).stem, *words])
-        name = name.encode(errors="replace")[:200].decode(errors="ignore")  # at most 255 bytes
-        picture = Path(args.output, f"{name}.png")
+        picture = Path(args.output, f"{n + 1}_{Path(str(data.images[n])).stem}.png")
         titles = [f"{word}: {guess}" for word, guess in zip(words, predicted)]
         draw_attention(Image.fromarray(pixels), caption, list(zip(titles, maps)), picture)
         print_main(f"the attention is in {picture}")
@@ -116,14 +114,6 @@ def validation_photos(args, trained, tokenizer):
     data = data.select(np.sort(order[: args.photos]))
     data = icmlm.filter_captions(data, tokenizer.tokenize, trained["max_words"]).captioned()
     return replace(data, captions=common.lists(captions[:1] for captions in data.captions))
-
-
-def maskable_words(data, tokenizer, concepts):
-    """-> for each photo {word of its caption that can be masked: position where it occurs first}"""
-    names, maskable = list(concepts), [{} for _ in range(len(data))]
-    for photo, _, position, concept in icmlm.find_triplets(data, concepts, tokenizer).tolist():
-        maskable[photo].setdefault(names[concept], position)
-    return maskable
 
 
 @torch.no_grad()
@@ -202,20 +192,11 @@ def attention_inside_boxes(looked):
     for scene, word, attention in looked:
         named = [o for o in shapes.objects_of(scene) if word in (o.shape, o.colour)]
         if len(named) == 1:
-            left, top, right, bottom = named[0].box
-            height, width = attention.shape
-            rows = covered(top, bottom, height)
-            columns = covered(left, right, width)
-            inside.append(rows @ np.asarray(attention) @ columns)
-            area.append((right - left) * (bottom - top))
+            fine = np.kron(attention.numpy(), np.full((100, 100), 1e-4))  # 100 x 100 per cell
+            left, top, right, bottom = [round(edge * len(fine)) for edge in named[0].box]
+            inside.append(fine[top:bottom, left:right].sum())
+            area.append((right - left) * (bottom - top) / fine.size)
     return inside, area
-
-
-def covered(low, high, grid_size):
-    """The fraction of each of grid_size equal cells of [0, 1] that lies in [low, high]"""
-    cell = np.arange(grid_size)
-    overlap = np.minimum(high * grid_size, cell + 1) - np.maximum(low * grid_size, cell)
-    return overlap.clip(0)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,7 @@ from common import fail
 FONT_SIZE = 11  # in points
 LINE = 20  # pixels for a line of text
 GAP = 8  # pixels between photos
-NO_FONT = (
-    "pictures have boxes for letters that no font of this system has. Install more fonts, on "
-    "Debian and Ubuntu for example the packages fonts-noto-core and fonts-noto-cjk"
-)
+NO_FONT = "no font here has some letters: install more, on Debian fonts-noto-core, fonts-noto-cjk"
 
 
 def photo_files(paths):
@@ -61,15 +58,13 @@ def letters_of_fonts():
 
 def fonts_for(text):
     """-> families for matplotlib, which takes each letter from the first one that has it"""
-    letters = letters_of_fonts()
-    families, lacking = ["DejaVu Sans"], set(map(ord, text)) - letters["DejaVu Sans"]
-    while lacking:
-        best = max(letters, key=lambda family: len(lacking & letters[family]))
-        if not lacking & letters[best]:
+    families = ["DejaVu Sans"]
+    for letter in text:
+        having = [name for name, letters in letters_of_fonts().items() if ord(letter) in letters]
+        if not having:
             common.report_once(NO_FONT)
-            break
-        families.append(best)
-        lacking -= letters[best]
+        elif not set(having) & set(families):
+            families.append(having[0])
     return families
 
 
@@ -90,13 +85,12 @@ def write(figure, x, y, text, width, most, **style):
 def draw_rows(path, rows, above=1, below=1, side=128):
     """Draw rows of photos, with a text above each row and one below each photo
 
-    rows: [(text above, [(pixels uint8 (side, side, 3), text below, colour of a frame or None),
-    ...]), ...].  above, below: the most lines of these texts
+    rows: [(text above, [(pixels uint8 (side, side, 3), text below), ...]), ...].
+    above, below: the most lines of these texts
     """
     if not importlib.util.find_spec("matplotlib"):
         return common.print_main(f"{path} is not drawn: pip install matplotlib")
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
 
     columns = max(len(photos) for _, photos in rows)
     width = GAP + columns * (side + GAP)
@@ -109,36 +103,22 @@ def draw_rows(path, rows, above=1, below=1, side=128):
         for room, (title, photos) in zip(room_above, rows):
             bottom -= room + side
             write(figure, GAP, bottom + side + 6, title, width - 2 * GAP, above, va="bottom")
-            for column, (pixels, text, frame) in enumerate(photos):
+            for column, (pixels, text) in enumerate(photos):
                 x = GAP + column * (side + GAP)
                 figure.figimage(pixels, x, bottom)
                 write(figure, x + side / 2, bottom - 3, text, side, below, ha="center", va="top")
-                if frame:
-                    style = {"fill": False, "edgecolor": frame, "linewidth": 3}
-                    box = Rectangle((x, bottom), side, side, transform=None, **style)
-                    figure.add_artist(box)
             bottom -= below * LINE + 8
         figure.savefig(path)
 
 
-def in_rows(photos, columns):
-    """-> rows for draw_rows, without a text above them"""
-    return [("", photos[n : n + columns]) for n in range(0, len(photos), columns)]
-
-
-def draw_nearest(path, texts, data, nearest, scores, framed=None, side=128):
-    """For each text a row of the photos `nearest`, with their scores below them
-
-    data: CaptionData or similar.  nearest: indices into it.  framed: the index of the photo to
-    frame, for each text; None for no frames
-    """
+def draw_nearest(path, texts, data, nearest, scores, side=128):
+    """For each text a row of the photos `nearest`, indices into data, with their scores below"""
     rows = []
     for row, text in enumerate(texts):
         photos = []
         for index, score in zip(nearest[row], scores[row]):
             [pixels] = common.read_crops(data, index, [common.centre_crop], side)
-            frame = "green" if framed and index == framed[row] else None
-            photos.append((pixels, f"{score:.2f}", frame))
+            photos.append((pixels, f"{score:.2f}"))
         rows.append((text, photos))
     draw_rows(path, rows, side=side)
 
@@ -150,19 +130,14 @@ def draw_attention(image, caption, words, path, side=192, columns=6):
     map's maximum, so that a uniform map looks uniform [ours]; VirTex, App. B, maps each to [0, 1].
     """
     photo = np.asarray(image.resize((side, side), Image.BICUBIC), np.float32)
-    photos = [(photo.astype(np.uint8), "", None)]
+    photos = [(photo.astype(np.uint8), "")]
     for word, attention in words:
-        photos.append((highlight(photo, attention), word, None))
-    rows = in_rows(photos, columns)
+        heat = (attention / attention.max()).float().cpu()
+        heat = F.interpolate(heat[None, None], (side, side), mode="bicubic")
+        heat = heat[0, 0, :, :, None].clamp(0, 1).numpy()
+        pixels = photo * (0.35 + 0.25 * heat) + heat * (102, 70, 0)  # dimmed, then brightened
+        photos.append((pixels.clip(0, 255).astype(np.uint8), word))
+    rows = [("", photos[n : n + columns]) for n in range(0, len(photos), columns)]
     rows[0] = caption, photos[:columns]
     lines = 1 + 16 * len(caption) // (len(photos[:columns]) * side)  # a letter has up to 16 pixels
     draw_rows(path, rows, above=min(3, lines), side=side)
-
-
-def highlight(photo, attention):
-    """Dim the photo (side, side, 3), but brighten it where the attention (h, w) is high -> uint8"""
-    heat = (attention / attention.max()).float().cpu()
-    heat = F.interpolate(heat[None, None], photo.shape[:2], mode="bicubic")
-    heat = heat[0, 0, :, :, None].clamp(0, 1).numpy()
-    pixels = photo * (0.35 + 0.25 * heat) + heat * (102, 70, 0)
-    return pixels.clip(0, 255).astype(np.uint8)

@@ -68,18 +68,13 @@ class Model:
 
     def check_words(self, texts, what):
         """Name the texts in which the model does not know a word; refuse if it knows too few."""
-        unknown, total, named = 0, 0, []
-        for text in texts:
-            tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            of_text = tokens.count(self.tokenizer.unk_token_id)
-            unknown += of_text
-            total += len(tokens)
-            named += [text] if of_text else []
+        tokens = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        unknown = [row.count(self.tokenizer.unk_token_id) for row in tokens]
+        named = [text for text, count in zip(texts, unknown) if count]
         if named:
-            more = ", ..." if len(named) > 20 else ""
-            print_main(f"the model does not know every word of {', '.join(named[:20])}{more} "
+            print_main(f"the model does not know every word of {', '.join(named[:20])} "
                        f"({len(named)} of {len(texts)})")  # fmt: skip
-        common.check_known(unknown, total, what)
+        common.check_known(sum(unknown), sum(map(len, tokens)), what)
 
     def find(self, texts, data, path):
         """Draw a row of the ten nearest photos for each text.  data: CaptionData or similar
@@ -87,11 +82,10 @@ class Model:
         -> cosines (T, N) of T texts with the N photos that can be decoded, the indices of these in
         `data`, and for each text the indices in `data` of the ten, the nearest first
         """
+        image, caption = self.encoders["image"], self.encoders["caption"]
         given = self.trained, self.device
-        photos, readable = mmcontrastive.encode_images(self.encoders["image"], data, *given)
-        vectors = mmcontrastive.encode_captions(
-            self.encoders["caption"], self.tokenizer, texts, *given
-        )
+        photos, readable = mmcontrastive.encode_images(image, data, *given)
+        vectors = mmcontrastive.encode_captions(caption, self.tokenizer, texts, *given)
         similarity = vectors @ photos.T
         scores, order = similarity.topk(min(10, len(photos)))  # (T, 10)
         nearest = [[readable[n] for n in row] for row in order.tolist()]

@@ -15,14 +15,11 @@ Tags are the categories of COCO's instances, or the tags of a .jsonl; for a buil
 colour, size, fill, place, and colour with shape. With --tags they are the words of that file that
 occur in a photo's captions. The paper's Stock photos are not public.
 
-What the paper leaves open is [ours]: PMI is computed from fractions of the training photos, for a
-tag with itself as well; vectors are rows of U sqrt(S) of the truncated SVD U S V', l2-normalised;
-"nearest" is by cosine. mIOU@K compares the K nearest tags with all n tags of a photo, so that it
-cannot exceed min(n, K) / max(n, K). Only tags of the vocabulary count, and photos without one are
-left out. Optimizer, epochs and standardised features are ours, too.
+What the paper leaves open is [ours]: a tag has PMI with itself as well; vectors are l2-normalised
+rows of U sqrt(S) of the truncated SVD U S V'; "nearest" is by cosine; optimizer and epochs. mIOU@K
+compares the K nearest tags with all n tags of a photo: it cannot exceed min(n, K) / max(n, K).
 
-What to expect: the loss starts near 1 and falls. A trained backbone should beat random
-initialisation and the most frequent tags, predicted for all photos.
+What to expect: the loss starts near 1. A trained backbone should beat a random one.
 """
 
 import math
@@ -47,23 +44,19 @@ IN_WORDS = {**tasks.IN_WORDS, FREQUENT: f"by the {FREQUENT}"}
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = tasks.argument_parser(__doc__)
     tasks.add_flags(parser)
     add = parser.add_argument_group("tags").add_argument
-    add("--tags", metavar="FILE",
-        help="take as tags the words of this concepts.json of tp.py that occur in the captions")
+    add("--tags", metavar="FILE", help="concepts.json of tp.py, whose words are the tags")
     add("--num-tags", type=common.positive_int, default=18157, help="size of the vocabulary")
     add("--dim", type=common.positive_int, default=4096, help="maximum width of tag vectors")
-    add("--fraction", type=common.fraction_above_0,
-        help="use this fraction of the training photos (default 0.2 for shapes, else 1)")
+    fraction = "use this fraction of the training photos (default 0.2 for shapes, else 1)"
+    add("--fraction", type=common.fraction_above_0, help=fraction)
     add = parser.add_argument_group("MLP").add_argument
     add("--hidden", type=common.positive_int, default=2048, help="width of the hidden layer")
     add("--epochs", type=common.positive_int, default=10, help="passes over the training photos")
     add("--batch-size", type=common.positive_int, default=128, help="photos per iteration")
-    add("--lr", type=common.positive, default=1e-3,
-        help="peak learning rate of AdamW, which then decays as a cosine [ours]")
-    # fmt: on
+    add("--lr", type=common.positive, default=1e-3, help="peak learning rate of AdamW [ours]")
     tasks.add_run_flags(parser, "tagging")
     args = parser.parse_args(argv)
     tasks.fill_defaults(parser, args, "tagging", fraction=0.2 if args.data == "shapes" else 1.0)
@@ -79,14 +72,14 @@ def main(args):
 
     vectors = tag_vectors(train.labels, args.dim, device)  # (tags, dim)
     runs = defaultdict(list)
-    for name, seed, backbone in tasks.backbones(args, device):
-        if backbone:
-            train_x = None  # or the memory holds two backbones' features: 47.5 GB each on Stock
-            train_data, train_x = tasks.central_features(backbone, train, args, device)
-            val_data, val_x = tasks.central_features(backbone, val, args, device)
-        mlp = train_mlp(train_x, train_data.labels, vectors, args, seed)
-        ranked = nearest_tags(mlp, val_x, vectors)  # (N, 20)
-        runs[name].append(miou_at_cuts(ranked, val_data.labels))
+    for name, seeds, backbone in tasks.backbones(args, device):
+        train_x = None  # or the memory holds two backbones' features: 47.5 GB each on Stock
+        train_data, train_x = tasks.central_features(backbone, train, args, device)
+        val_data, val_x = tasks.central_features(backbone, val, args, device)
+        for seed in seeds:
+            mlp = train_mlp(train_x, train_data.labels, vectors, args, seed)
+            ranked = nearest_tags(mlp, val_x, vectors)  # (N, 20)
+            runs[name].append(miou_at_cuts(ranked, val_data.labels))
     most_frequent = np.arange(min(CUTS[-1], len(train.names)))  # the order of tagged_photos
     always = np.tile(most_frequent, (len(val_data), 1))
     runs[FREQUENT] = [miou_at_cuts(always, val_data.labels)]
@@ -107,11 +100,9 @@ def tagged_photos(args):
     train_tags, val_tags = tags_of_photos(train, args), tags_of_photos(val, args)
     counts = Counter(tag for tags in train_tags for tag in tags)
     if len(counts) < 2:
-        what = f"words of {args.tags}, in their captions" if args.tags else "tags"
-        fail(f"the photos have {len(counts)} {what}, but at least two are needed: give --tags a "
-             "concepts.json of tp.py whose words occur in the captions")  # fmt: skip
-    most_frequent_first = sorted(counts, key=lambda tag: (-counts[tag], tag))
-    names = most_frequent_first[: args.num_tags]
+        fail(f"the photos have {len(counts)} different tags, but at least two are needed: give "
+             "--tags a concepts.json of tp.py whose words occur in the captions")  # fmt: skip
+    names = sorted(counts, key=lambda tag: (-counts[tag], tag))[: args.num_tags]
     train = with_tags(train, train_tags, names)
     val = with_tags(val, val_tags, names)
     if not len(val):
@@ -122,17 +113,14 @@ def tagged_photos(args):
 def tags_of_photos(data, args):
     """The different tags of each photo of CaptionData: N lists or sets of strings"""
     if args.tags:
-        # Only here: it imports scikit-learn, which takes seconds.
-        from tp import words_of
+        from tp import words_of  # only here: it imports scikit-learn, which takes seconds
 
-        if not os.path.isfile(args.tags):
-            fail(f"there is no {args.tags}: --tags is the concepts.json of a run of tp.py")
-        content = common.read_json(args.tags)
+        content = common.read_json(args.tags) if os.path.isfile(args.tags) else None
         if not isinstance(content, dict):
             fail(f"--tags {args.tags} is not a concepts.json of tp.py or icmlm.py")
         concepts = {word for words in content.values() for word in words}
-        texts = progress(map(" ".join, data.captions), desc="tags", total=len(data), leave=False)
-        return [concepts.intersection(words_of(text)) for text in texts]
+        captions = progress(data.captions, desc="tags", total=len(data), leave=False)
+        return [concepts.intersection(words_of(" ".join(texts))) for texts in captions]
     if args.data == "shapes":
         return [scene_tags(scene) for scene in data.images]
     return data.tags
@@ -142,8 +130,7 @@ def scene_tags(scene):
     """What a built-in scene shows; 94 different tags in all -> {tag, ...}"""
     tags = set()
     for o in shapes.objects_of(scene):
-        tags |= {o.shape, o.colour, o.size, o.fill}
-        tags |= {shapes.place(o), f"{o.colour} {o.shape}"}
+        tags |= {o.shape, o.colour, o.size, o.fill, shapes.place(o), f"{o.colour} {o.shape}"}
     return tags
 
 
@@ -226,8 +213,7 @@ def nearest_tags(mlp, features, vectors):
     nearest = []
     k = min(CUTS[-1], len(vectors))
     for x in features.split(1024):
-        output = F.normalize(mlp(x.to(vectors.device)))
-        cosine = output @ vectors.T  # vectors have length 1
+        cosine = F.normalize(mlp(x.to(vectors.device))) @ vectors.T  # vectors have length 1
         nearest.append(cosine.topk(k).indices.cpu())
     return torch.cat(nearest).numpy()
 

@@ -1,7 +1,4 @@
-"""What the tasks share: flags, frozen backbones and their features, runs compared, and the report
-
-Each task compares a trained backbone with the same network at random initialisation.
-"""
+"""What the tasks share: flags, frozen backbones, their features, runs compared, and the report"""
 
 import argparse
 import os
@@ -52,16 +49,11 @@ def add_weights(parser, method):
 
 def add_run_flags(parser, script):
     """The flags of tasks that freeze the backbone"""
-    # fmt: off
     add = parser.add_argument_group("run").add_argument
-    add("--runs", type=common.positive_int, default=1,
-        help="repeat with this many seeds, and report the mean and the deviation")
-    add("--seed", type=common.non_negative_int, default=0,
-        help="seed of the first run; it determines what is drawn")
+    add("--runs", type=common.positive_int, default=1, help="number of seeds to average over")
+    add("--seed", type=common.non_negative_int, default=0, help="seed of the first run")
     add("--output", default=f"runs/{script}", help="folder for the results (default %(default)s)")
-    add("--amp", choices=("bf16", "fp16", "off"), default="off",
-        help="precision; leave it off for numbers that you report")
-    # fmt: on
+    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision (default off)")
 
 
 def fill_defaults(parser, args, script, **defaults):
@@ -89,22 +81,18 @@ def begin(args):
 
 
 def backbones(args, device):
-    """Yield ("trained" or "random", seed of the run, frozen backbone) for --runs of each
+    """Yield ("trained" or "random", seeds of its runs, frozen backbone)
 
-    The backbone is None where the previous run's is used again: trained weights are the same for
-    all runs, random ones are drawn anew for each.
+    Trained weights are the same for all --runs, random ones are drawn anew for each.
     """
     arch = eval_linear.load_backbone(args.weights, args.arch, args.seed).arch
-    names = ["random"] if args.weights == "random" else ["trained", "random"]
-    for name in names:
-        weights = args.weights if name == "trained" else "random"
-        for seed in range(args.seed, args.seed + args.runs):
-            backbone = None
-            if name == "random" or seed == args.seed:
-                backbone = eval_linear.load_backbone(weights, arch, seed)
-                backbone.to(device, memory_format=torch.channels_last)
-                backbone.eval().requires_grad_(False)
-            yield name, seed, backbone
+    seeds = range(args.seed, args.seed + args.runs)
+    groups = [] if args.weights == "random" else [("trained", args.weights, seeds)]
+    groups += [("random", "random", [seed]) for seed in seeds]
+    for name, weights, of_runs in groups:
+        backbone = eval_linear.load_backbone(weights, arch, of_runs[0])
+        backbone.to(device, memory_format=torch.channels_last)
+        yield name, of_runs, backbone.eval().requires_grad_(False)
 
 
 def extract_features(backbone, photos, args, device, function=eval_linear.pooled):
@@ -145,9 +133,9 @@ def report(runs, args, task, metric, in_words):
 
 
 def compared_runs(args):
-    """-> {"trained": args}; on shapes (minutes) also {"random": args of a run from random weights}
+    """-> {"trained": args}, of --weights random {"random": args}; on shapes (minutes) both
 
-    With --weights random it is {"random": args}. A wrong file ends it here.
+    A wrong file ends it here.
     """
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     args.arch = backbone.arch

@@ -3,30 +3,25 @@
 Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020,
 App. C, Tab. 6.
 
-Every class has a vector of attributes: for a bird the colour of its bill, for an animal whether it
-swims. A bilinear function of frozen features and attributes scores how well a photo and a class
-match (Eq. 9). It is learned from photos of the seen classes (Eqs. 11, 12). Test photos are of seen
-and of unseen classes, and each gets the best-scoring of all classes (Eq. 10).
+Every class has a vector of attributes, as the colour of a bird's bill. A bilinear function of
+frozen features and attributes scores how well a photo and a class match (Eq. 9). It is learned from
+photos of the seen classes (Eqs. 11, 12). Test photos are of seen and of unseen classes, and each
+gets the best-scoring of all classes (Eq. 10).
 
     built-in scenes    python -m downstream.zeroshot
     CUB-200-2011       python -m downstream.zeroshot --weights FILE --data cub --root FOLDER
     AWA2               python -m downstream.zeroshot --weights FILE --data awa2 --root FOLDER
 
-FOLDER holds the published archives, unpacked: the photos, and the proposed splits of Xian et al.
-(Zero-shot learning: a comprehensive evaluation of the good, the bad and the ugly. PAMI 2018):
+FOLDER holds the published archives, unpacked: photos, and the proposed splits of Xian et al. 2018:
 
     CUB_200_2011/images/<class>/*.jpg                      for --data cub
     Animals_with_Attributes2/JPEGImages/<class>/*.jpg      for --data awa2
     xlsa17/data/{CUB,AWA2}/att_splits.mat and res101.mat   the latter for labels, file names
 
 In the built-in scenes a class is a shape in a colour, as "red star"; two colours of each shape are
-unseen. (The backbone may have seen these pairs in its own training.)
-
-VGG-16 is measured after each of its last three convolutions as in the paper, a ResNet after its
-last. App. C does not say how the function is trained; see predict_classes. Scores are means over
---runs. "top-1" is the accuracy over all test photos, although Tab. 6 may mean over classes. "seen"
-and "unseen" are means over the classes of each kind, and the harmonic mean is of these two [Xian et
-al.].
+unseen. VGG-16 is measured after each of its last three convolutions as in the paper, a ResNet after
+its last. "top-1" is the accuracy over all test photos, although Tab. 6 may mean over classes.
+"seen" and "unseen" are means over the classes of each kind [Xian et al.].
 """
 
 import argparse
@@ -39,7 +34,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 import common
 import eval_linear
@@ -58,13 +52,11 @@ LOCATIONS = "trainval_loc", "test_seen_loc", "test_unseen_loc"  # their names in
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = tasks.argument_parser(__doc__)
     tasks.add_flags(parser, ("shapes", *LAYOUTS))
     add = parser.add_argument_group("bilinear function").add_argument
     add("--epochs", type=common.positive_int, default=100, help="passes over the training photos")
     add("--batch-size", type=common.positive_int, default=256, help="photos per iteration")
-    # fmt: on
     tasks.add_run_flags(parser, "zeroshot")
     parser.set_defaults(runs=5)  # Tab. 6
     args = parser.parse_args(argv)
@@ -78,20 +70,19 @@ def main(args):
     device = tasks.begin(args)
     data = shape_pairs() if args.data == "shapes" else published_data(args.data, args.root)
     train, seen, unseen = np.bincount(data.parts)
-    test = f"{seen} of seen and {unseen} of unseen classes"
-    print_main(f"{train} training photos; test photos: {test}")
+    print_main(f"{train} training photos, {seen} + {unseen} test photos of seen + unseen classes")
 
     runs = defaultdict(list)
-    for name, seed, backbone in tasks.backbones(args, device):
-        if backbone:
-            features, readable = layer_features(backbone, data, args, device)
-        run = argparse.Namespace(**{**vars(args), "seed": seed})
-        scores = {}
-        for layer, x in features.items():
-            predicted = predict_classes(x, readable, run, device)
-            for metric, score in accuracies(predicted, readable).items():
-                scores[f"{layer} {metric}".strip()] = score
-        runs[name].append(scores)
+    for name, seeds, backbone in tasks.backbones(args, device):
+        features, readable = layer_features(backbone, data, args, device)
+        for seed in seeds:
+            run = argparse.Namespace(**{**vars(args), "seed": seed})
+            scores = {}
+            for layer, x in features.items():
+                predicted = predict_classes(x, readable, run, device)
+                for metric, score in accuracies(predicted, readable).items():
+                    scores[f"{layer} {metric}".strip()] = score
+            runs[name].append(scores)
     metric = [name for name in scores if "top-1" in name][-1]  # of the last layer
     runs["guessing"] = [{metric: 100 / len(data.names)}]
     in_words = {**tasks.IN_WORDS, "guessing": f"by guessing among {len(data.names)} classes"}
@@ -99,30 +90,22 @@ def main(args):
 
 
 @dataclass
-class ZeroShotData:
-    """Photos of seen and unseen classes, and the attributes of all classes"""
+class ZeroShotData(eval_linear.LabelData):
+    """Photos of seen and unseen classes, one label each"""
 
-    images: np.ndarray  # (N,) of paths, or of what `open` takes instead
-    classes: np.ndarray  # (N,) from 0
-    parts: np.ndarray  # (N,) TRAIN, SEEN or UNSEEN
-    attributes: np.ndarray  # (classes, n)
-    names: list
-    open: callable = Image.open  # images[i] -> PIL image, not yet decoded
-
-    def __len__(self):
-        return len(self.images)
+    parts: np.ndarray = None  # (N,) TRAIN, SEEN or UNSEEN
+    attributes: np.ndarray = None  # (classes, n), of all classes
 
     def select(self, keep):
-        """-> ZeroShotData of the photos with the indices `keep`"""
-        photos = {"images": self.images[keep], "classes": self.classes[keep]}
-        return replace(self, **photos, parts=self.parts[keep])
+        images, labels, parts = self.images[keep], self.labels[keep], self.parts[keep]
+        return replace(self, images=images, labels=labels, parts=parts)
 
 
 def shape_pairs():
     """The built-in scenes with one object: its shape and colour are the attributes [ours]"""
     colours = list(shapes.COLOURS)
     pairs = list(itertools.product(shapes.SHAPES, colours))
-    scenes, classes, parts = [], [], []
+    scenes, labels, parts = [], [], []
     for split, num_scenes in SCENES.items():
         for scene in shapes.SPLITS[split][:num_scenes]:
             first, *others = shapes.objects_of(scene)
@@ -131,13 +114,14 @@ def shape_pairs():
             if others or (unseen and split == "train"):
                 continue
             scenes.append(scene)
-            classes.append(pairs.index((first.shape, first.colour)))
+            labels.append(pairs.index((first.shape, first.colour)))
             parts.append(UNSEEN if unseen else TRAIN if split == "train" else SEEN)
     words = [*shapes.SHAPES, *colours]
     attributes = np.array([[float(word in pair) for word in words] for pair in pairs])
     names = [f"{colour} {shape}" for shape, colour in pairs]
-    photos = np.array(scenes, object), np.array(classes), np.array(parts)
-    return ZeroShotData(*photos, attributes, names, shapes.draw)
+    images = np.array(scenes, object)
+    labels, parts = np.array(labels), np.array(parts)
+    return ZeroShotData(images, labels, names, shapes.draw, parts, attributes)
 
 
 def published_data(name, root=None):
@@ -150,13 +134,13 @@ def published_data(name, root=None):
     for file in res101["image_files"]:  # a path on its authors' machine: .../<class>/<photo>
         folder, photo = file.split("/")[-2:]
         paths.append(str(root / photos / folder / photo))
-    images = pictures.photo_files(paths).images
-    classes = res101["labels"].astype(int) - 1  # MATLAB counts from 1
-    parts = np.full(len(images), -1)
+    parts = np.full(len(paths), -1)
     for part, location in enumerate(LOCATIONS):
         parts[att_splits[location].astype(int) - 1] = part
-    names = att_splits["allclasses_names"].tolist()
-    data = ZeroShotData(images, classes, parts, att_splits["att"].T, names)
+    images = pictures.photo_files(paths).images
+    labels = res101["labels"].astype(int) - 1  # MATLAB counts from 1
+    names, attributes = att_splits["allclasses_names"].tolist(), att_splits["att"].T
+    data = ZeroShotData(images, labels, names, parts=parts, attributes=attributes)
     return data.select(np.flatnonzero(parts >= 0))
 
 
@@ -177,14 +161,11 @@ def layer_features(backbone, data, args, device):
     After C-11, C-12 and C-13 of VGG-16, each pooled to about 9K numbers [App. C]; of a ResNet
     after the last convolution, named "".
     """
-
-    def all_convolutions(backbone, images, amp):
-        return torch.cat(layers.convolutions(backbone, images, amp), 1)
-
-    vgg = backbone.arch == "vgg16_bn"
-    function = all_convolutions if vgg else eval_linear.pooled
+    names, function = [""], eval_linear.pooled
+    if backbone.arch == "vgg16_bn":
+        names = layers.CONVOLUTIONS
+        function = lambda *given, amp: torch.cat(layers.convolutions(*given, amp), 1)
     data, features = tasks.central_features(backbone, data, args, device, function)
-    names = layers.CONVOLUTIONS if vgg else [""]
     parts = features.chunk(len(names), 1)
     return {name: F.normalize(part) for name, part in zip(names, parts)}, data
 
@@ -203,8 +184,8 @@ def predict_classes(x, data, args, device):
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     train = rng.permutation(np.flatnonzero(data.parts == TRAIN))
-    seen = np.unique(data.classes[data.parts != UNSEEN])
-    labels = np.searchsorted(seen, data.classes)  # (N,), valid where the class is seen
+    seen = np.unique(data.labels[data.parts != UNSEEN])
+    labels = np.searchsorted(seen, data.labels)  # (N,), valid where the class is seen
     attributes = F.normalize(torch.from_numpy(data.attributes).float())  # [Xian et al.]
     seen_attributes = attributes[seen].to(device)
     train_x, train_y = x.to(device), torch.from_numpy(labels).to(device)
@@ -224,7 +205,7 @@ def predict_classes(x, data, args, device):
         return compatibility(mapped, attributes).argmax(1).numpy()  # Eq. 10, among all classes
 
     held_out, rest = np.split(train, [len(train) // 5])
-    targets = data.classes[held_out]
+    targets = data.labels[held_out]
     scores = [(predict(layer, held_out) == targets).mean() for layer in learn(rest, RATES)]
     best = RATES[np.argmax(scores)]
     [layer] = learn(train, [best])
@@ -236,12 +217,12 @@ def accuracies(predicted, data):
 
     predicted: (N,) classes.  In percent.
     """
-    correct = predicted == data.classes
+    correct = predicted == data.labels
     scores = {"top-1": 100 * float(correct[data.parts != TRAIN].mean())}
     for name, part in ("seen", SEEN), ("unseen", UNSEEN):
         tested = data.parts == part
-        classes = np.unique(data.classes[tested])
-        per_class = [correct[tested & (data.classes == k)].mean() for k in classes]
+        classes = np.unique(data.labels[tested])
+        per_class = [correct[tested & (data.labels == k)].mean() for k in classes]
         scores[name] = 100 * float(np.mean(per_class))
     a, b = scores["seen"], scores["unseen"]
     scores["harmonic mean"] = 2 * a * b / (a + b) if a + b else 0.0  # [Xian et al.]

@@ -1,6 +1,4 @@
-"""What --init and eval_linear.py --weights take beside a backbone.pth: our checkpoints, files of
-other authors, and CLIP from the hub.
-"""
+"""Weights for --init and eval_linear.py: our checkpoints, files of other authors, and CLIP"""
 
 import re
 

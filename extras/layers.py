@@ -1,6 +1,4 @@
-"""How eval_linear.py (and downstream/) trains linear layers: on features that were extracted once,
-or on random crops in all processes; at the end, what its protocol "layers" reads of a VGG-16.
-"""
+"""Linear layers of eval_linear.py and downstream/, trained on features or on random crops"""
 
 import argparse
 import hashlib
@@ -38,9 +36,6 @@ def linear_layer(width, num_classes):
     return layer
 
 
-# -------------------------------------------------------------------------- trained on features
-
-
 def train_linear(x, y, rows, trials, lr_factor, args, width=None, loss_fn=F.cross_entropy):
     """-> one linear layer for each (learning rate, weight decay) in `trials`, on the same batches
 
@@ -75,9 +70,6 @@ def predict(layer, x):
     device = layer.weight.device
     logits = [layer(part.to(device)).cpu() for part in x.split(2**16)]
     return torch.cat(logits)
-
-
-# ----------------------------------------------------------------------------- trained on crops
 
 
 class Probe(nn.Module):
@@ -178,8 +170,6 @@ def classification_loss(logits, labels):
     losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
     return (losses * (labels >= 0)).sum(1).mean()
 
-
-# -------------------------------------------------------------------- the protocol called layers
 
 # Where the last three convolutions of VGG-16 end, after batch norm and ReLU: indices in `features`
 CONVOLUTIONS = {"C-11": 36, "C-12": 39, "C-13": 42}

@@ -1,9 +1,8 @@
 """The built-in data set `--data shapes`: scenes of one or two objects, and captions for them.
 
-A scene follows from its number and is drawn when it is needed, so that nothing is downloaded or
-stored. Nouns, colours, sizes, fills, verbs and places (left, right, above...) all describe what is
-in the picture. Therefore every method can learn something in minutes, and mirrored pictures,
-attention maps and retrieval can be judged by eye.
+A scene follows from its number and is drawn when it is needed. Nouns, colours, sizes, fills, verbs
+and places (left, right, above...) all describe what is in the picture. Therefore every method can
+learn something in minutes, and mirrored pictures, attention and retrieval can be judged by eye.
 """
 
 import math
@@ -30,8 +29,7 @@ SPLITS = {"train": range(20_000), "val": range(10_000_000, 10_001_000)}  # scene
 
 
 class Shape(NamedTuple):
-    """One object. x, y (its centre) and radius are fractions of the image's side; angle in degrees.
-    """
+    """One object: x, y (its centre), radius as fractions of the image's side; angle in degrees"""
 
     shape: str
     colour: str
@@ -59,9 +57,6 @@ def caption_data(split):
     return common.CaptionData(images, captions, tags, tagged, list(SHAPES), draw)
 
 
-# --------------------------------------------------------------------------------------- objects
-
-
 def objects_of(scene):
     """The one or two objects of a scene, which do not touch -> list of Shape
 
@@ -83,9 +78,6 @@ def objects_of(scene):
         elif rng.random() < 0.05:  # there may be no room left, so start again
             objects.clear()
     return objects
-
-
-# --------------------------------------------------------------------------------------- drawing
 
 
 def outline(shape, n=48):
@@ -122,9 +114,8 @@ def outline(shape, n=48):
 def draw(scene, side=96):
     """-> PIL image (side x side) with the objects on a blotchy background"""
     rng, big = np.random.default_rng([7, scene]), 2 * side  # twice the size, for smooth edges
-    shade = (
-        rng.integers(90, 170) + rng.integers(-25, 26, (3, 3, 1)) + rng.integers(-12, 13, (3, 3, 3))
-    )
+    shade = rng.integers(90, 170) + rng.integers(-25, 26, (3, 3, 1))
+    shade = shade + rng.integers(-12, 13, (3, 3, 3))
     background = Image.fromarray(shade.astype(np.uint8)).resize((side, side), Image.BICUBIC)
     image = background.resize((big, big), Image.NEAREST)
     canvas = ImageDraw.Draw(image)
@@ -154,9 +145,6 @@ def draw_object(image, canvas, o, colour, side):
         canvas.line([*corners, *corners[:1]], colour, max(2, line // 3))
 
 
-# -------------------------------------------------------------------------------------- captions
-
-
 def describe(objects):
     """Five captions of one or two objects -> list of str
 
@@ -182,14 +170,10 @@ def describe(objects):
     ]
 
 
-def name(o, *adjectives):
-    """-> the shape after these adjectives, in the usual order: "large red circle" """
-    words = [getattr(o, kind) for kind in ("size", "fill", "colour") if kind in adjectives]
-    return " ".join([*words, o.shape])
-
-
 def a(o, *adjectives):
-    phrase = name(o, *adjectives)
+    """-> the shape after these adjectives, in the usual order: "a large red circle" """
+    words = [getattr(o, kind) for kind in ("size", "fill", "colour") if kind in adjectives]
+    phrase = " ".join([*words, o.shape])
     return ("an " if phrase[0] in "aeiou" else "a ") + phrase
 
 

@@ -16,8 +16,6 @@ from PIL import Image
 import common
 from common import fail
 
-# ----------------------------------------------------------------------------------------- index
-
 
 def save_index(folder, split, data):
     """Write FOLDER/{split}.index.  data: CaptionData; data.images: see open_in_shard"""
@@ -72,9 +70,6 @@ class Mapped:
         if np.ndim(start):
             return Mapped(self.content, end, start)
         return self.content[start:end].tobytes().decode()
-
-
-# ---------------------------------------------------------------------------------------- photos
 
 
 def open_in_shard(place):

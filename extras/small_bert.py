@@ -11,19 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import regex
+import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
-from tokenizers import (
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 
 import common
@@ -96,10 +88,7 @@ def train(folder, captions, iters, seed, device, amp, layers=4, width=256, max_w
 
 
 def make_language_model(folder, args, init, data, device):
-    """For icmlm.py --lm scratch: train a small BERT, or copy that of the run that --init continues
-
-    init: from common.read_init.  data: CaptionData
-    """
+    """icmlm.py --lm scratch: train a small BERT, or copy that of the run that --init continues"""
     earlier = Path(args.init or "").parent / "language_model"
     if "model" in init and earlier.exists():
         shutil.copytree(earlier, folder, dirs_exist_ok=True)
@@ -142,8 +131,9 @@ def train_tokenizer(captions, max_length=MAX_LENGTH):
     Accents are taken off Latin letters only, because BERT's tokenizer also drops vowels of Hindi.
     [ours]
     """
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    accents = normalizers.Replace(Regex(common.ACCENTS), "")
+    names = "pad", "unk", "cls", "sep", "mask"
+    special = {f"{name}_token": f"[{name.upper()}]" for name in names}
+    accents = normalizers.Replace(tokenizers.Regex(common.ACCENTS), "")
     lower = normalizers.BertNormalizer(lowercase=True, strip_accents=False)
     normalizer = normalizers.Sequence([lower, normalizers.NFD(), accents, normalizers.NFC()])
     # The letters are given in order; otherwise each training would number them differently.
@@ -153,10 +143,10 @@ def train_tokenizer(captions, max_length=MAX_LENGTH):
         vocab_size=10_000,
         min_frequency=2,
         limit_alphabet=len(letters),
-        special_tokens=special + [f"##{letter}" for letter in letters],
+        special_tokens=[*special.values(), *(f"##{letter}" for letter in letters)],
         show_progress=False,
     )
-    pieces = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    pieces = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     pieces.normalizer = normalizer
     pieces.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     pieces.train_from_iterator(iter(captions), trainer)
@@ -170,13 +160,7 @@ def train_tokenizer(captions, max_length=MAX_LENGTH):
     pieces.decoder = decoders.WordPiece()
     pieces.post_processor = processors.BertProcessing(*ends)
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=pieces,
-        model_max_length=max_length,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
+        tokenizer_object=pieces, model_max_length=max_length, **special
     )
 
 

@@ -1,7 +1,4 @@
-"""What common.py and eval_linear.py read beside COCO, a .jsonl and image folders
-
-Visual Genome's captions, VOC07's labels, and photos whose pixels need more than a conversion.
-"""
+"""Visual Genome's captions, VOC07's labels, and photos whose pixels need more than a conversion"""
 
 import os
 from pathlib import Path
@@ -30,9 +27,6 @@ def caption_data(name, root, split):
          "python tools/to_jsonl.py FILE converts other files")  # fmt: skip
 
 
-# --------------------------------------------------------------------------------- Visual Genome
-
-
 def visual_genome(split, root):
     """-> (path, captions, no tags) of each photo of a fixed random 103K / 5K split; no names
 
@@ -47,9 +41,8 @@ def visual_genome(split, root):
     ids = np.random.default_rng(0).permutation(sorted(paths)).tolist()
     num_val = min(5000, len(ids) // 10)
     keep = set(ids[:num_val] if split == "val" else ids[num_val:])
-    rows = entries(root, "region_descriptions.json")
-    found = []
-    for row in progress(rows, desc="captions", total=len(paths), leave=False):
+    regions, found = entries(root, "region_descriptions.json"), []
+    for row in progress(regions, desc="captions", total=len(paths), leave=False):
         if row["id"] in keep:
             captions = [one_line(region["phrase"]) for region in row["regions"]]
             found.append((paths[row["id"]], captions, []))
@@ -69,9 +62,6 @@ def entries(root, name):
         fail(f"there is no {path}: --root is the folder of Visual Genome's files")
     with open(path, "rb") as file:
         yield from ijson.items(file, "item")
-
-
-# ------------------------------------------------------------------------------------------ VOC07
 
 
 def voc07(root, split):
@@ -99,14 +89,8 @@ def voc07(root, split):
     return np.array(paths, common.STRINGS), np.array(columns, np.int8).T, names
 
 
-# ----------------------------------------------------------------------------------------- pixels
-
-
 def to_rgb(image):
-    """More than 8 bits are scaled from their range to 0..255; transparent pixels lie on white.
-
-    A PIL image of any mode -> RGB
-    """
+    """A PIL image -> RGB; more than 8 bits are scaled to 0..255, transparent pixels lie on white"""
     info = image.info  # with EXIF's orientation
     if image.mode[0] in "IF":
         image = Image.fromarray(to_8_bits(image))

@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-import importlib
+import importlib.util
 import io
 import json
 import multiprocessing
@@ -38,6 +38,9 @@ from extras import shapes
 torch.set_num_threads(1)  # pictures of 32 pixels are not worth a second thread
 CPU = torch.device("cpu")
 FORK = multiprocessing.get_context("fork")
+NEEDS_PICTURES = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
+)
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
 
 # The flags of a run of a second or two on 24 scenes, beside those that all scripts share.

@@ -7,12 +7,12 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torchvision
-from conftest import WIDTH, checkpoint_in, random_weights, refusal, result, run_here
-from test_virtex import tokenizer_path  # noqa: F401, a fixture
-from test_virtex import OfficialHead, logits_of, random_features, tiny_model  # isort: skip
+from conftest import NEEDS_PICTURES, WIDTH, checkpoint_in, random_weights, refusal, result, run_here
+from test_virtex import OfficialHead, captions_of, logits_of, random_features, tiny_model
 from torch import nn
 
 import common
+import virtex
 from downstream import captioning
 from virtex import EOS, PAD, SOS, UNK
 
@@ -52,8 +52,10 @@ def test_beam_search_written_out():
 
 
 @torch.no_grad()
-def test_official_checkpoint_gives_the_official_logits(tokenizer_path, tmp_path):
+def test_official_checkpoint_gives_the_official_logits(tmp_path):
     """To 1e-5, in both directions; without the backward one it is a model of forward captioning."""
+    tokenizer_path = tmp_path / "tokenizer.model"
+    tokenizer_path.write_bytes(virtex.train_tokenizer([*captions_of(range(200))], 150))
     torch.manual_seed(0)
     resnet, sizes = torchvision.models.resnet18(), (WIDTH, 150, 12)
     textual, backward = OfficialHead(*sizes), OfficialHead(*sizes)
@@ -98,21 +100,17 @@ def no_metrics(monkeypatch):
     return fake
 
 
-def test_scores_of_saved_captions(tmp_path, monkeypatch):
-    """--captions needs no model. What SPICE lacks does not cost CIDEr; without Java, one line."""
+def test_what_spice_lacks(monkeypatch, capsys):
+    """It does not cost CIDEr."""
     row = {"image": "1.jpg", "caption": "a dog", "references": ["the dog", "dogs"]}
-    file = tmp_path / "captions.json"
-    file.write_text(json.dumps({"args": {"weights": "x.pth"}, "captions": [row]}))
-    command = "downstream.captioning", "--captions", file
     fake = no_metrics(monkeypatch)
     fake.Spice = MagicMock(side_effect=OSError("no CoreNLP"))
-    assert "SPICE was not measured: no CoreNLP" in run_here(command)
+    assert captioning.score([row]) == {"CIDEr": pytest.approx(12.3)}
+    assert "SPICE was not measured: no CoreNLP" in capsys.readouterr().out
     fake.compute_score.assert_called_with({0: row["references"]}, {0: ["a dog"]})
-    assert result(tmp_path) == {"CIDEr": pytest.approx(12.3), "args": {"weights": "x.pth"}}
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert "apt-get install default-jre-headless" in refusal(command)
 
 
+@NEEDS_PICTURES
 def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
     """By a model_N.pth of --keep-every: a line and a picture for each photo, or the metrics."""
     run_here(tiny("virtex", tmp_path, "--iters", 20, "--keep-every", 10, "--crop-min", 0.9))
@@ -144,7 +142,9 @@ def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
         f"{photos[0]}: {captions[0]}  ({pictures[0]})",
         f"{photos[1]}: {captions[1]}  ({pictures[1]})",
     ]
-    assert "give either photos, --evaluate or --captions" in refusal([*evaluate, photos[0]])
+    assert "give either photos or --evaluate" in refusal([*evaluate, photos[0]])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "apt-get install default-jre-headless" in refusal(evaluate)
 
 
 def test_a_tokenizer_that_is_not_there():

@@ -151,7 +151,7 @@ def test_what_a_folder_refuses(tiny, tmp_path):
         ("lr", 0.2, "holds a run with lr 0.2, not 0.05 (None: left out): choose another --output"),
         ("epochs", 3.0, "holds a run with epochs 3.0, not None (None: left out)"),
         ("script", "tp", "holds a run with script tp, not virtex"),
-        ("checksums", [0], "holds a run with other data or --init: choose another --output"),
+        ("checksums", [0], "holds a run with other data or --init (or --lm, back-translations)"),
     ):
         torch.save({**checkpoint, "args": {**checkpoint["args"], name: other}}, path)
         assert f"{tmp_path} {message}" in refusal(command)

@@ -18,10 +18,10 @@ SMALL = [name for name in FILES if name.startswith(("extras/", "downstream/", "t
 OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "tools", "tests"}
 
 MOST_LINES = {  # of a file, or of all Python files in a folder
-    "common.py": 880,
-    "virtex.py": 690,
+    "common.py": 885,
+    "virtex.py": 695,
     "tp.py": 680,
-    "icmlm.py": 815,
+    "icmlm.py": 820,
     "mmcontrastive.py": 865,
     "eval_linear.py": 775,
     "README.md": 185,
@@ -73,7 +73,7 @@ def test_size(start):
 
 def test_size_of_the_whole():
     """What somebody reads who reads a script; all Python but the tests; the pages"""
-    for script, most in zip(SCRIPTS, (1570, 1560, 1695, 1745), strict=True):
+    for script, most in zip(SCRIPTS, (1580, 1565, 1700, 1750), strict=True):
         assert size_of("common.py", f"{script}.py") <= most, script
     assert size_of(*TOP, *SMALL) <= 10_060
     pages = [name for name in FILES if name.startswith("docs/") and name != "docs/papers.md"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from conftest import CPU, checkpoint_in, refusal, run_here
+from conftest import CPU, NEEDS_PICTURES, checkpoint_in, refusal, run_here
 from PIL import Image
 
 import common
@@ -34,6 +34,7 @@ def example(trained, coco_folder):
             return coco_folder / "train2017" / f"{0:012d}.jpg", caption, words
 
 
+@NEEDS_PICTURES
 @pytest.mark.parametrize("head", icmlm.HEADS)
 @torch.no_grad()
 def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
@@ -70,7 +71,7 @@ def test_own_photo(head, trained, example, tiny_lm, tmp_path, monkeypatch):
     by_text = pretrained(**inputs).logits[0, int(mask_pos)]
     assert without == f"without it: {five_best(by_text)}"
     assert with_photo.split(": ")[1] != without.split(": ")[1]
-    picture = tmp_path / f"1_{photo.stem}_{word}.png"
+    picture = tmp_path / f"1_{photo.stem}.png"
     assert path == f"the attention is in {picture}"
     [(_, text, [(named, attention)], _)] = drawn
     best = five_best(logits[0]).split(",")[0]

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import refusal, result, run_here
+from conftest import NEEDS_PICTURES, refusal, result, run_here
 from PIL import Image
 
 import common
@@ -65,6 +65,7 @@ def test_unit_vectors():
     assert model.words.weight.abs().max() <= 0.1
 
 
+@NEEDS_PICTURES
 def test_script(coco_folder, tmp_path):
     """Two seeds: what it prints and writes"""
     weights = tmp_path / "backbone.pth"

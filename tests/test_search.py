@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, photos_at, refusal, result, run_here
+from conftest import CPU, NEEDS_PICTURES, photos_at, refusal, result, run_here
 from PIL import Image
 from test_mmcontrastive import assert_same_scores, literal_scores
 
@@ -60,6 +60,7 @@ def test_retrieval_of_the_validation_split(trained, coco_folder):
     assert chance == pytest.approx(100 * 5 / 12, abs=20) and found["trained"] != found["random"]
 
 
+@NEEDS_PICTURES
 def test_search(trained, coco_folder, tmp_path):
     """The nearest photos of a folder to each text; others' files and broken photos do not count."""
     texts, folder = ["a red circle", "two blue squares left of a star"], tmp_path / "photos"
@@ -83,6 +84,7 @@ def test_search(trained, coco_folder, tmp_path):
     assert Image.open(path).size == (8 + 10 * 136, 8 + 2 * 176)
 
 
+@NEEDS_PICTURES
 def test_classification_by_names(trained, coco_folder, tmp_path):
     """The cosine of each photo with the caption of each class ranks the photos."""
     weights, photos = trained / "checkpoint.pth", ("--data", "coco", "--root", coco_folder)
@@ -166,6 +168,7 @@ def test_words_that_the_model_does_not_know(trained, coco_folder, tmp_path, caps
     assert "of the names of the classes are unknown to the model" in refusal(classify)
 
 
+@NEEDS_PICTURES
 def test_letters_of_other_languages(monkeypatch, tmp_path):
     """They come from a font that has them, inside the width; it is said once if none has them."""
     monkeypatch.setattr("matplotlib.font_manager.findSystemFonts", list)  # matplotlib's own is left
@@ -174,7 +177,7 @@ def test_letters_of_other_languages(monkeypatch, tmp_path):
 
     def drawn(text):
         pixels = np.full((100, 100, 3), 255, np.uint8)
-        pictures.draw_rows(tmp_path / "x.png", [("", [(pixels, text, None)])], side=100)
+        pictures.draw_rows(tmp_path / "x.png", [("", [(pixels, text)])], side=100)
         with Image.open(tmp_path / "x.png") as image:
             ink = np.asarray(image.convert("L")) < 128
         return np.flatnonzero(ink.any(0)), ink.tobytes()
@@ -192,6 +195,7 @@ def test_letters_of_other_languages(monkeypatch, tmp_path):
 SCRIPTS = {"Korean": "고양이", "Arabic": "قطة", "Hindi": "बिल्ली"}
 
 
+@NEEDS_PICTURES
 @pytest.mark.parametrize("language", SCRIPTS)
 def test_scripts_of_installed_fonts(language):
     """Each letter has a family that has it, if a font with it is installed."""

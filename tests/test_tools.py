@@ -6,7 +6,7 @@ import re
 import fuzz
 import pytest
 import transformers
-from conftest import fork_and_read, refusal, run_here
+from conftest import NEEDS_PICTURES, fork_and_read, refusal, run_here
 from PIL import Image
 
 import common
@@ -21,7 +21,7 @@ WRONG = [
     ("tools.label_list --root {tmp} --output {tmp}", "must end in .jsonl, and be no folder"),
     ("tools.label_list --root {tmp} --output {tmp}/a.jsonl", "has only one class, images, so"),
     ("tools.make_shards --output {tmp}/file", IS_NO_FOLDER),
-    ("downstream.tagging --tags {tmp}/none.json", "--tags is the concepts.json of a run of tp.py"),
+    ("downstream.tagging --tags {tmp}/none.json", "none.json is not a concepts.json of tp.py"),
 ]
 
 
@@ -43,6 +43,7 @@ def test_benchmark_runs(monkeypatch):
         assert text == name and float(share) == pytest.approx(100 * speed / floor, rel=0.05)
 
 
+@NEEDS_PICTURES
 def test_plot(tmp_path):
     """One panel per term that all runs have, also of validation alone; or those asked for."""
     rows = {"a": {"loss": 2.0, "ii": 1.0, "top1": 5}, "b": {"loss": 3.0, "validation_top1": 7}}

@@ -12,7 +12,6 @@ from conftest import CPU, result, run_here
 from sklearn.metrics import accuracy_score, recall_score
 
 import common
-import eval_linear
 from downstream import zeroshot
 from extras import layers, shapes
 
@@ -28,7 +27,8 @@ def test_equations(monkeypatch):
     parts[np.isin(classes, (2, 9))] = zeroshot.UNSEEN
     x = pairs[classes] @ rng.normal(size=(9, 20)) + 0.02 * rng.normal(size=(300, 20))
     x, attributes = torch.from_numpy(x).float(), rng.uniform(0.5, 2, (20, 1)) * pairs
-    data = zeroshot.ZeroShotData(np.arange(300), classes, parts, attributes, list(range(20)))
+    of_photos = {"images": np.arange(300), "labels": classes, "parts": parts}
+    data = zeroshot.ZeroShotData(**of_photos, names=list(range(20)), attributes=attributes)
     attributes = attributes / np.linalg.norm(attributes, axis=1, keepdims=True)  # cosines count
     of_seen, calls = np.delete(attributes, (2, 9), 0), []
     train_linear = layers.train_linear
@@ -67,7 +67,8 @@ def test_accuracies():
     classes = np.sort(rng.integers(0, 6, 90) * rng.integers(0, 2, 90))  # class 0 is frequent
     parts = np.where(classes > 3, zeroshot.UNSEEN, rng.integers(0, 2, 90))
     predicted = np.where(rng.random(90) < 0.3 + 0.1 * classes, classes, 0)
-    data = zeroshot.ZeroShotData(np.arange(90), classes, parts, np.eye(6), list("abcdef"))
+    of_photos = {"images": np.arange(90), "labels": classes, "parts": parts}
+    data = zeroshot.ZeroShotData(**of_photos, names=list("abcdef"), attributes=np.eye(6))
     scores = zeroshot.accuracies(predicted, data)
 
     tested = parts != zeroshot.TRAIN
@@ -122,7 +123,7 @@ def test_published_layout(name, tmp_path):
     assert data.attributes[3].tolist() == [0, 0, 1] and data.attributes[0, 2] == 0
     assert data.attributes[0].tolist() == pytest.approx([math.sqrt(0.5), math.sqrt(0.5), 0])
     # The last two photos, 47 and 48, are of the third and fourth class and in no split.
-    assert list(data.classes) == [i % 4 for i in range(46)]
+    assert list(data.labels) == [i % 4 for i in range(46)]
     photos = tmp_path / PHOTOS[name]
     assert list(data.images) == [f"{photos}/{CLASSES[i % 4]}/{i}_a.jpg" for i in range(46)]
     parts = [zeroshot.TRAIN] * 32 + [zeroshot.SEEN] * 14

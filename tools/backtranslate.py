@@ -55,15 +55,14 @@ def main(args):
         return
 
     pairs = ("en", "fr"), ("fr", "en"), ("en", "de"), ("de", "en")
-    models = [Translator(args.translator.format(*pair), device, amp) for pair in pairs]
-    to_french, from_french, to_german, from_german = models
+    names = [args.translator.format(*pair) for pair in pairs]
+    to_fr, from_fr, to_de, from_de = [Translator(name, device, amp) for name in names]
     starts = range(0, len(todo), BATCH_SIZE)
     with open(path, "a") as file:
         for start in progress(starts, desc="back-translation", unit=" batches"):
             batch = todo[start : start + BATCH_SIZE]
-            french = from_french(to_french(batch))
-            german = from_german(to_german(batch))
-            for caption, fr, de in zip(batch, french, german):
+            translations = from_fr(to_fr(batch)), from_de(to_de(batch))
+            for caption, fr, de in zip(batch, *translations):
                 file.write(json.dumps({"caption": caption, "fr": fr, "de": de}) + "\n")
             file.flush()
     print_main(f"{path} is complete")
@@ -87,17 +86,13 @@ class Translator:
         self.tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForSeq2SeqLM.from_pretrained(name)
         self.model = model.float().to(device).eval()  # transformers 5 keeps the file's precision
-        self.device = device
-        self.amp = amp
+        self.device, self.amp = device, amp
 
     def __call__(self, texts):
         inputs = self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
         with common.autocast(self.device, self.amp):
             tokens = self.model.generate(
-                **inputs.to(self.device),
-                num_beams=1,
-                do_sample=False,
-                max_new_tokens=MAX_TOKENS,
+                **inputs.to(self.device), num_beams=1, do_sample=False, max_new_tokens=MAX_TOKENS
             )
         return self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
 

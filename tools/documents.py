@@ -1,16 +1,15 @@
 """Write our tables and verdicts into README and docs/, from docs/logs:   python tools/documents.py
 
-Between these markers a page has the table of a log (or of all logs that a pattern matches) with
-these columns; NAME = the heading. `means` instead of `table` leaves out deviations. After `runs`
-come the runs of docs/papers.md that are its rows, in this order; one without a score is "not run
-yet". Without `runs`, the table has all rows of the log that have a score.
+Between these markers stands a table of the logs that match: its columns (NAME = the heading), and
+after `runs` the runs of docs/papers.md that are its rows, "not run yet" if they have no score.
+Without `runs`, each row with a score is there. `means` instead of `table` leaves out deviations.
 
     <!-- table race/own-photos.json: own-mean = mean, seeds; runs own-virtex own-words-alone -->
     <!-- end -->
 
 A table of claims is written by hand but for our scores and verdicts. Its marker names the folder
-of the logs and the measure; each claim names the runs that it compares. What stands after a
-verdict, and "no test", is kept. "; papers": the runs on papers.md, if they have other names.
+of the logs and the measure; each claim names the runs that it compares ("; papers": those of
+papers.md, if they have other names). "No test", and a number behind a verdict, are kept.
 
     <!-- claims race own-mean -->
     | VirTex > TP <!-- own-virtex > own-tp; papers virtex > tp --> | 88.7, 82.6 | | |
@@ -46,9 +45,10 @@ PAGES = [REPO / "README.md", *sorted(REPO.glob("docs/**/*.md"))]
 PAGES.remove(reproduce.PAGE)
 TABLE = r"(<!-- (table|means) (\S+): ([^>;]+)(?:;\s+runs ([^>]+))? -->\n+)"
 MARKED = TABLE + r"(?:\|.*\n)*(\n*<!-- end -->)"
-CLAIMS = r"(<!-- claims (\S+) (\S+) -->\n)(.*?)(<!-- end -->)"
+CLAIMS = r"(<!-- claims (\S+) (\S+) -->\n)((?:\|.*\n)*)(<!-- end -->)"
 CLAIM = r"<!-- (?:(\S+): )?(\S+) > (\S+?)(?:, control (\S+?))?(?:; papers (\S+) > (\S+))? -->"
 CHANCE = r"(<!-- chance -->\n)[^<]*(<!-- end -->)"
+CODE = r"(?m)^ *```\w(?:.*\n)*?^ *```"
 
 
 def get_args(argv=None):
@@ -76,7 +76,7 @@ def with_tables(text):
         return "\n".join([marker.strip(), heads, rule, *rows, end])
 
     text = re.sub(MARKED, replaced, text)
-    text = re.sub(CLAIMS, judged, text, flags=re.S)
+    text = re.sub(CLAIMS, judged, text)
     return re.sub(CHANCE, rf"\g<1>{by_chance(text)}\g<2>", text)
 
 
@@ -85,36 +85,13 @@ def read(path):
     return json.loads(path.read_text())
 
 
-def table(files, columns, runs=()):
-    """files: a pattern in docs/logs/tables -> lines of Markdown"""
-    logs = [read(path) for path in sorted((LOGS / "tables").glob(files))]
-    heads = {}  # {name of a column: its heading}
-    for column in re.split(r",\s+", columns):
-        name, _, head = column.partition(" = ")
-        heads[name] = head or logs[0]["columns"].get(name, name)
-    lines = [f"|  | {' | '.join(heads.values())} |", "|" + (1 + len(heads)) * "---|"]
-    rows = [row for log in logs for row in log["rows"]]
-    if runs:
-        rows = [find_row(rows, run) for run in runs]
-    for row in rows:
-        cells = {name: row["cells"].get(name, {"ours": []})["ours"] for name in heads}
-        counts = sorted({len(seeds) for seeds in cells.values()} - {0})
-        words = {name: in_words(cells[name], 2 if "loss" in name else 1) for name in cells}
-        words["seeds"] = " to ".join(map(str, dict.fromkeys([*counts[:1], *counts[-1:]])))
-        if runs and not counts:
-            words[next(iter(heads))] = "not run yet"
-        if runs or counts:
-            lines.append(line_of([row["row"], *(words[name] for name in heads)]))
-    return lines
-
-
-def find_row(rows, run):
-    """The row of a run in a log, or one without scores, with its name on papers.md"""
-    for row in rows:
-        if row.get("run") == run:
-            return row
-    labels = [row[0] for rows in page()[-1].values() for row in rows[1:] if row[1] == run]
-    return {"row": labels[0], "cells": {}}
+def read_all(files):
+    """files: a pattern in docs/logs/tables -> {column: heading} and the rows of all these logs"""
+    columns, rows = {}, []
+    for path in sorted((LOGS / "tables").glob(files)):
+        columns |= read(path).get("columns", {})
+        rows += read(path).get("rows", [])
+    return columns, rows
 
 
 @functools.cache
@@ -123,7 +100,37 @@ def page():
     return reproduce.read_page()
 
 
+def rows_of_papers(run):
+    return [row for rows in page()[-1].values() for row in rows[1:] if row[1] == run]
+
+
+def table(files, columns, runs=()):
+    """-> lines of Markdown, with these columns of the logs, and with these runs or all"""
+    names, rows = read_all(files)
+    heads = {}  # {name of a column: its heading}
+    for column in re.split(r",\s+", columns):
+        name, _, head = column.partition(" = ")
+        heads[name] = head or names.get(name, name)
+    lines = [f"|  | {' | '.join(heads.values())} |", "|" + (1 + len(heads)) * "---|"]
+    if runs:
+        found = {row.get("run"): row for row in rows}
+        rows = [found.get(run) or {"row": rows_of_papers(run)[0][0], "cells": {}} for run in runs]
+    for row in rows:
+        cells = {name: row["cells"].get(name, {"ours": []})["ours"] for name in heads}
+        words = {name: in_words(cells[name], 2 if "loss" in name else 1) for name in cells}
+        counts = {len(seeds) for seeds in cells.values() if seeds}
+        if counts:
+            words["seeds"] = " to ".join(map(str, sorted({min(counts), max(counts)})))
+        elif runs:
+            words[next(iter(heads))] = "not run yet"
+        if counts or runs:
+            lines.append(line_of([row["row"], *(words[name] for name in heads)]))
+    return lines
+
+
 # ---------------------------------------------------------------------------------------- claims
+
+SIGNS = {"holds": "+", "reversed": "-", "noise": "0"}
 
 
 def cells_of(line):
@@ -132,46 +139,39 @@ def cells_of(line):
 
 def claim(line, heads, folder, measure):
     """A row of a table of claims, with our scores and verdicts"""
+    other, *runs = re.search(CLAIM, line).groups()[:4]
+    first, second, *control = [scores_of(folder, run, other or measure) for run in runs if run]
+    longer = [scores_of("scenes-x4", run, other or measure) for run in runs[:2]]
+    ours = {"mean mAP": [first, second], "scenes": [first, second], "control": control}
+    ours["4x"] = longer if all(longer) else []
     cells = dict(zip(heads, cells_of(line)))
-    other, first, second, control, *_ = re.search(CLAIM, line).groups()
     for head, text in cells.items():
-        place = "scenes-x4" if head == "4x" else folder
-        pair = [scores_of(place, run, other or measure) for run in (first, second)]
-        versus = [pair[0], scores_of(place, control, other or measure)]
-        if head in ("mean mAP", "scenes", "4x"):
-            cells[head] = ", ".join(map(listed, pair)) if head != "4x" or all(pair) else ""
-        elif head == "control":
-            cells[head] = listed(versus[1]) if control else ""
-        elif head.startswith("here") and not text.startswith("no test"):
-            words = [verdict(*pair), *([verdict(*versus)] if control else [])]
-            cells[head] = "; ".join(words) + "".join(re.findall(r" \(\d+\)$", text))
+        if head in ours:
+            cells[head] = ", ".join(map(listed, ours[head]))
+        elif head.startswith("here"):
+            words = "; ".join(verdict(first, scores) for scores in [second, *control])
+            cells[head] = re.sub(r"^(?!no test).*?(?= \(|$)", words, text)  # a note stays
         elif head.startswith("flowers"):
             maps = [f"own-map-{name}" for name in head.split(", ")]
-            signs = [verdict(*(scores_of(folder, run, m) for run in (first, second))) for m in maps]
-            cells[head] = ", ".join(SIGNS[sign] for sign in signs if sign in SIGNS)
+            words = [verdict(*(scores_of(folder, run, m) for run in runs[:2])) for m in maps]
+            cells[head] = ", ".join(SIGNS[word] for word in words if word in SIGNS)
     return line_of(cells.values())
 
 
-SIGNS = {"holds": "+", "reversed": "-", "noise": "0"}
-
-
 def listed(scores):
-    values = scores if len({*scores}) > 1 else scores[:1]
-    return in_words([[score] for score in values]) or "not run"
+    seeds = scores if len({*scores}) > 1 else scores[:1]
+    return in_words([[score] for score in seeds]) or "not run"
 
 
 def scores_of(folder, run, measure):
     """-> a score for each seed, of the log that has most of them; "i2t.1": its second number"""
     measure, _, index = measure.partition(".")
-    found = [[]]
-    for path in sorted(LOGS.glob(f"tables/{folder}/*.json")):
-        for row in read(path)["rows"]:
-            for name, cell in row["cells"].items():
-                if row.get("run") == run and (cell.get("by") or name) == measure:
-                    found.append([scores[int(index or 0)] for scores in cell["ours"]])
-    if reproduce.published(page()[0].get(run, "")):
-        return 3 * max(found, key=len)[:1]  # as many seeds as one wants give the same number
-    return max(found, key=len)
+    rows = [row["cells"] for row in read_all(f"{folder}/*.json")[1] if row.get("run") == run]
+    cells = [(cell.get("by") or name, cell["ours"]) for row in rows for name, cell in row.items()]
+    seeds = max((ours for by, ours in cells if by == measure), key=len, default=[])
+    scores = [numbers[int(index or 0)] for numbers in seeds]
+    # Published weights have no seeds: as many as one wants give the same number.
+    return 3 * scores[:1] if reproduce.published(page()[0].get(run, "")) else scores
 
 
 def verdict(first, second):
@@ -179,24 +179,21 @@ def verdict(first, second):
     fewest = min(len(first), len(second))
     if fewest < 3:
         return ["not run", "one seed", "two seeds"][fewest]
-    if len({*second}) == 1:  # a number without seeds
-        test = stats.ttest_1samp(first, second[0])
-    else:
-        test = stats.ttest_ind(first, second, equal_var=False)
-    if test.pvalue >= 0.05:
-        return "noise"
-    return "holds" if statistics.mean(first) > statistics.mean(second) else "reversed"
+    one, two = [(statistics.mean(x), statistics.stdev(x), len(x)) for x in (first, second)]
+    test = stats.ttest_ind_from_stats(*one, *two, equal_var=False)
+    order = "holds" if test.statistic > 0 else "reversed"
+    return order if test.pvalue < 0.05 else "noise"
 
 
 def by_chance(text):
     """The sentence of claims.md on its verdicts"""
-    claims = "".join(match[4] for match in re.finditer(CLAIMS, text, re.S))
-    words = re.findall(r"\b(?:holds|reversed|noise)\b", claims)
-    signs = "".join(re.findall(r"[+0-](?:, [+0-])+", claims)).replace(", ", "")
+    claims = "".join(lines for *_, lines, _ in re.findall(CLAIMS, text))
+    words = len(re.findall(r"\b(?:holds|reversed|noise)\b", claims))
+    signs = len(re.findall(r"(?<= )[+0-](?=, [+0-]| \|\n)", claims))
     return (
-        f"The tables have {len(words)} verdicts by a test and {len(signs)} signs. If no methods "
-        f"differed,\nchance alone would give {0.05 * len(words):.1f} verdicts and "
-        f"{0.05 * len(signs):.1f} signs that are not noise (5%).\n"
+        f"The tables have {words} verdicts by a test and {signs} signs. If no methods differed,\n"
+        f"chance alone would give {0.05 * words:.1f} verdicts and {0.05 * signs:.1f} signs that are"
+        " not noise (5%).\n"
     )
 
 
@@ -217,15 +214,13 @@ NO_SCORES = "|".join([
 def blocks(text):
     """The paragraphs, list items and tables of a page that are written by hand"""
     papers = []  # the second column of claims has the numbers of papers' runs
-    for lines in (match[4] for match in re.finditer(CLAIMS, text, re.S)):
+    for *_, lines, _ in re.findall(CLAIMS, text):
         for line in lines.splitlines()[2:]:
             _, first, second, _, one, other = re.search(CLAIM, line).groups()
             places = f"papers: {one or first}; papers: {other or second}"
             papers.append(f"{cells_of(line)[1]} <!-- log: {places} -->")
-    text = re.sub(MARKED, "", text)
-    text = re.sub(CLAIMS, "", text, flags=re.S)
-    text = re.sub(CHANCE, "", text)
-    text = re.sub(r"^ *```\w.*?^ *```", "", text, flags=re.S | re.M)
+    for other in MARKED, CLAIMS, CHANCE, CODE:
+        text = re.sub(other, "", text)
     return papers + re.split(r"\n\s*\n(?!\s*\|)|\n(?=\* |\d\. )", text)
 
 
@@ -241,7 +236,7 @@ def written(block):
 def wrong(block):
     """-> the scores in a paragraph that are not where its comments say"""
     allowed = known(block)
-    found = {score for score in written(block) if score not in allowed}
+    found = written(block) - allowed
     return {score for score in found if not {*score.split(" ± ")} <= allowed}
 
 
@@ -262,8 +257,8 @@ def known(block):
 def numbers_at(name, *keys):
     """-> the numbers at a place of a log as our pages write them, with 0, 1 or 2 digits"""
     if name == "papers":
-        rows = [row for rows in page()[-1].values() for row in rows[1:] if row[1] == keys[0]]
-        return set(re.findall(r"\d+(?:\.\d+)?", " ".join(sum((row[2:] for row in rows), []))))
+        cells = sum((row[2:] for row in rows_of_papers(keys[0])), [])
+        return set(re.findall(r"\d+(?:\.\d+)?", " ".join(cells)))
     found = read(LOGS / name)
     if "rows" in found and keys:
         label, *column = keys

@@ -8,7 +8,7 @@ The words are the 50 most frequent nouns, verbs and adjectives of the training c
 2% and 30% of the training photos have. They become the tags of the validation photos: a photo has a
 word if one of its captions has it. One half of the validation photos is there to learn from, the
 other to be scored. A backbone that was trained on the captions of the training photos has seen such
-labels on such photos, so this probe tells what it learned there, and not what it is worth elsewhere.
+labels on such photos, so this probe tells what it learned there, not what it is worth elsewhere.
 """
 
 import argparse
@@ -26,9 +26,8 @@ from common import fail, print_main
 
 
 def get_args(argv=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("data", metavar="JSONL", help="captioned photos, with the splits train and val")
     add("--num-words", type=common.positive_int, default=50, help="how many words to take")
@@ -64,7 +63,7 @@ def words_of_photos(data):
 def choose_words(train, num_words):
     """The most frequent nouns, verbs and adjectives that 2% to 30% of the photos have"""
     concepts = tp.count_concepts(train.all_captions(), "textblob")
-    concepts = {word for words in concepts.values() for word in words}
+    concepts = set().union(*concepts.values())
     photos = Counter(word for words in words_of_photos(train) for word in words & concepts)
     words = [word for word, n in photos.most_common() if 0.02 <= n / len(train) <= 0.3]
     if not words:

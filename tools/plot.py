@@ -53,7 +53,6 @@ def main(args):
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for term, panel in zip(terms, panels):
         draw_term(panel, term, runs)
-        panel.set_xlabel("iteration")
     for panel in list(panels):  # unused ones in the last row
         panel.remove()
     handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -96,8 +95,8 @@ def write_events(paths, runs):
 
 def shared_terms(runs):
     """Terms of which all runs have a curve, in the order of the first run: the loss, its parts"""
-    first, *others = map(drawn_terms, runs)
-    return [term for term in first if all(term in other for other in others)]
+    terms = [drawn_terms(curves) for curves in runs]
+    return [term for term in terms[0] if all(term in others for others in terms)]
 
 
 def drawn_terms(curves):
@@ -115,7 +114,7 @@ def draw_term(panel, term, runs):
         panel.plot(x, y, marker=marker, color=colour, linewidth=1, markersize=4, alpha=0.3)
         panel.plot(x, running_mean(y), color=colour, linewidth=1.5, label=name)
         panel.plot(*curves.get(VALIDATION + term, ([], [])), "o:", color=colour, markersize=4)
-    panel.set_title(term)
+    panel.set(title=term, xlabel="iteration")
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
 

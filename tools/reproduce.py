@@ -20,7 +20,6 @@ import functools
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import shlex
 import statistics
@@ -74,9 +73,9 @@ def get_args(argv=None):
 def main(args):
     steps = Steps(args)
     for title in args.titles:
-        table = steps.table(title)
-        if table[1] and not args.dry_run:
-            write_table(title, *table, Path(args.output, "tables"))
+        columns, rows = steps.table(title)
+        if rows and not args.dry_run:
+            write_table(title, columns, rows, Path(args.output, "tables"))
     for command in steps.commands if args.dry_run else ():
         missing = [path for path in inputs(command, args.output) if not os.path.exists(path)]
         print(command, *[f"  # missing: {path}" for path in missing])
@@ -89,18 +88,17 @@ def read_page(sets=()):
 
     sets: {name: folder} of --labelled. What has {set} in its name is repeated for each.
     """
-    text = PAGE.read_text()
     runs, measures, tables = {}, {}, {}
-    for title, body in re.findall(r"^##? (.*)\n((?:(?!##? ).*\n)*)", text, re.M):
+    for title, body in re.findall(r"^##? (.*)\n((?:(?!##? ).*\n)*)", PAGE.read_text(), re.M):
         rows = [re.split(r" *\| *", line)[1:-1] for line in re.findall(r"^\|.*", body, re.M)]
         if title == "Training runs":
             code = "".join(re.findall(r"^```\n(.*?)^```", body, re.S | re.M))
-            runs = repeated([line.split(None, 1) for line in code.splitlines()], sets)
+            runs = dict(repeated([line.split(None, 1) for line in code.splitlines()], sets))
         elif title == "Measures":
             measures = {row[0]: row[1:] for row in repeated(rows[2:], sets)}
         elif rows:
             tables[title] = [rows[0], *rows[2:]]
-    return dict(runs), measures, tables
+    return runs, measures, tables
 
 
 def published(command):
@@ -124,6 +122,8 @@ class Steps:
 
     def __init__(self, args):
         self.args = args
+        given = {name: value for name, value in vars(args).items() if value is not None}
+        self.values = {name: shlex.quote(str(value)) for name, value in given.items()}
         self.runs, self.measures, self.tables = read_page(args.sets)
         self.commands = []
         self.failed = {}  # {output: why, or None}
@@ -133,30 +133,27 @@ class Steps:
     def table(self, title):
         """-> {column: heading}, [{"row", "run", "cells": {column: {"paper", "ours", "state"}}}]"""
         (_, _, *names), *rows = self.tables[title]
-        columns = {}  # {column: (name on the page, name of a folder of --labelled)}
-        for name in names:
-            for at in self.args.sets if "{set}" in name else [""]:
-                columns[name.replace("{set}", at)] = name, at
-        table = []
+        columns, table = {}, []
         for label, run, *papers in rows:
-            if self.args.rows in label:
-                papers, cells = dict(zip(names, papers)), {}
-                for column, (name, at) in columns.items():
-                    cells[column] = self.cell(column, papers[name], run.replace("{set}", at))
-                if "own-mean" in cells and not self.args.dry_run:
-                    maps = [cells[column] for column in cells if "own-map" in column]
-                    cells["own-mean"] |= mean_of(maps)
-                table.append({"row": label, "run": run, "cells": cells})
-        return {column: self.measures[column][0] for column in columns}, table
+            if self.args.rows not in label:
+                continue
+            cells = {}
+            for name, text in zip(names, papers):
+                for at in self.args.sets if "{set}" in name else ["{set}"]:  # no name of a set
+                    column = name.replace("{set}", at)
+                    columns[column] = self.measures[column][0]
+                    cells[column] = self.cell(column, text, run.replace("{set}", at))
+            table.append({"row": label, "run": run, "cells": cells})
+        return columns, table
 
     def cell(self, column, text, run):
         """text: "87.5 (voc07-icmlm)", "-", "" -> the scores of each seed, or why there are none"""
         paper, _, other = text.strip(")").partition(" (")
         cell = {"paper": paper, "ours": [], "state": "measured", "steps": []}
-        if not text or run == "-" or column == "own-mean":
+        if not text or run == "-":
             return cell
         try:
-            for seed in range(1 if published(self.runs[run]) else self.args.seeds):
+            for seed in range(1 if published(self.runs.get(run, "")) else self.args.seeds):
                 self.used = []
                 cell["ours"].append(self.scores(other or column, run, seed))
                 cell["steps"].append([str(output) for output in dict.fromkeys(self.used)])
@@ -166,6 +163,10 @@ class Steps:
 
     def scores(self, measure, run, seed):
         """Train the run, and run the measure on its backbone -> [score]"""
+        if measure == "own-mean":
+            runs = {at: run.replace("{set}", at) for at in self.args.sets}
+            found = sum((self.scores(f"own-map-{at}", runs[at], seed) for at in runs), [])
+            return [statistics.mean(found)] if found else []
         _, command, keys = self.measures[measure]
         if command in self.measures:  # the same result.json has the scores of both
             measure, command = command, self.measures[command][1]
@@ -200,19 +201,18 @@ class Steps:
         return f"{self.args.output}/seed-{seed}" if seed else self.args.output
 
     def fill(self, command, **values):
-        values = vars(self.args) | values
+        values = self.values | values
         for name in re.findall(r"{(\w+)}", command):
-            if values[name] is None:
+            if name not in values:
                 self.left_out[f"--{name}"] += 1
                 raise Failed(f"left out: no --{name}")
-            quoted = shlex.quote(str(values[name])) if name in vars(self.args) else values[name]
-            command = command.replace(f"{{{name}}}", str(quoted))
+            command = command.replace(f"{{{name}}}", str(values[name]))
         return command
 
     def step(self, command, output, seed, picture=False, **values):
         """Start a command unless its result is there. What it reads of other runs is made first."""
         command = self.fill(command, seed=seed, **values)
-        for other in dict.fromkeys(re.findall(r"runs/papers/([^/\s]+)", command)):
+        for other in re.findall(r"runs/papers/([^/\s]+)", command):
             if other in self.runs and Path(self.root(seed), other) not in (output, output.parent):
                 self.train(other, seed)
         command = command.replace("runs/papers", self.root(seed)) if not values else command
@@ -234,15 +234,16 @@ class Steps:
             return None
         print(line, flush=True)
         output.parent.mkdir(parents=True, exist_ok=True)
-        step = {"command": line, "starts": record(output)["starts"]}
-        step["starts"].append({"seconds": None, **circumstances()})  # None: it was interrupted
-        Path(f"{output}.step.json").write_text(json.dumps(step, indent=1))
+        path = Path(f"{output}.step.json")
+        start = {"seconds": None, **circumstances()}  # None: it was interrupted
+        step = {"command": line, "starts": [*record(output)["starts"], start]}
+        path.write_text(json.dumps(step, indent=1))
         env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         began = time.time()
         with open(f"{output}.log", "a") as log:
             ended = subprocess.run(line, shell=True, stdout=log, stderr=log, env=env)
-        step["starts"][-1]["seconds"] = round(time.time() - began)
-        Path(f"{output}.step.json").write_text(json.dumps(step, indent=1))
+        start["seconds"] = round(time.time() - began)
+        path.write_text(json.dumps(step, indent=1))
         return f"failed: see {output}.log" if ended.returncode else None
 
 
@@ -255,14 +256,12 @@ def record(output):
 @functools.cache
 def circumstances():
     """-> {"date", "commit", "machine", "torch"} of this sitting"""
-    commit = output_of("git rev-parse --short HEAD").strip()
-    changed = output_of("git status --porcelain --untracked-files=no")
     gpus = output_of("nvidia-smi --query-gpu=name --format=csv,noheader").splitlines()
-    names = re.findall(r"Model name: *(.*)", output_of("lscpu")) or [platform.processor()]
+    cpus = re.findall(r"Model name: *(.*)", output_of("lscpu")) or ["an unknown CPU"]
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": f"{commit}, with changes" if changed else commit,
-        "machine": ", ".join([*gpus, f"{os.cpu_count()} cores of {names[0]}"]),
+        "commit": output_of("git describe --always --dirty").strip(),
+        "machine": ", ".join([*gpus, f"{os.cpu_count()} cores of {cpus[0]}"]),
         "torch": importlib.metadata.version("torch"),
     }
 
@@ -272,20 +271,10 @@ def output_of(command):
     return subprocess.run(command, shell=True, cwd=REPO, capture_output=True, text=True).stdout
 
 
-def mean_of(cells):
-    """The mean over the sets, for each seed -> what replaces this in a cell"""
-    seeds, steps = (zip(*(cell[key] for cell in cells)) for key in ("ours", "steps"))
-    return {
-        "ours": [[statistics.mean(sum(scores, []))] for scores in seeds],
-        "steps": [list(dict.fromkeys(sum(outputs, []))) for outputs in steps],
-        "state": cells[0]["state"],
-    }
-
-
 def launcher(command, processes):
     script = command.split()[0]
-    several = processes > 1 and not re.fullmatch(ONE_PROCESS, script)
-    words = f"torchrun --nproc_per_node={processes}" if several else "python"
+    one = processes == 1 or re.fullmatch(ONE_PROCESS, script)
+    words = "python" if one else f"torchrun --nproc_per_node={processes}"
     return words if script.endswith(".py") else f"{words} -m"
 
 
