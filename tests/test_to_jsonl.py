@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from conftest import refusal, run_here
+from conftest import ROOT, refusal, run_here
 from PIL import Image
 
 import common
@@ -328,6 +328,21 @@ def test_parquet(convert, tmp_path):
         assert "train.parquet holds photos in photo: see docs/running.md" in message
     message, _ = convert({"train.parquet": "version https://git-lfs.github.com"}, how=refusal)
     assert "train.parquet is not in this format: Parquet magic bytes" in message
+
+
+def test_photos_inside_parquet(convert, tmp_path, monkeypatch):
+    """The code of docs/running.md makes them files."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    photo = (tmp_path / "img/1.jpg").read_bytes()
+    row = {"image": {"bytes": photo, "path": None}, "caption": "a"}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
+    text = (ROOT / "docs/running.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    exec(text.split("```python\n")[1].split("```")[0], {})
+    val = common.caption_data("photos.jsonl", split="val")
+    assert list(val.captions) == [["a"]] and open(val.images[0], "rb").read() == photo
 
 
 def test_parquet_without_its_package(convert, monkeypatch):
