@@ -282,7 +282,8 @@ def list_photos(folder, endings=PHOTO_ENDINGS):
     """The paths of all photos below a folder, sorted -> list of str
 
     Links to folders are followed, but no folder is read twice, and none above this one: a link to
-    a parent would list each photo many times. Files and folders whose names start with a dot are hidden, and left out.
+    a parent would list each photo many times. Files and folders whose names start with a dot are
+    hidden, and left out.
     """
     paths, visited, start = [], set(), os.path.realpath(folder)
     for parent, folders, files in os.walk(folder, followlinks=True):

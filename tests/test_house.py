@@ -18,8 +18,8 @@ SMALL = [name for name in FILES if name.startswith(("extras/", "downstream/", "t
 OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "tools", "tests"}
 
 MOST_LINES = {  # of a file, or of all Python files in a folder
-    "common.py": 885,
-    "virtex.py": 695,
+    "common.py": 900,
+    "virtex.py": 700,
     "tp.py": 680,
     "icmlm.py": 820,
     "mmcontrastive.py": 865,
@@ -27,7 +27,7 @@ MOST_LINES = {  # of a file, or of all Python files in a folder
     "README.md": 185,
     "extras/": 1150,
     "downstream/": 2700,
-    "tools/": 1620,
+    "tools/": 1950,
 }
 FLAGS = {"virtex": 37, "tp": 36, "icmlm": 40, "mmcontrastive": 49}  # beside --help
 
@@ -73,9 +73,9 @@ def test_size(start):
 
 def test_size_of_the_whole():
     """What somebody reads who reads a script; all Python but the tests; the pages"""
-    for script, most in zip(SCRIPTS, (1580, 1565, 1700, 1750), strict=True):
+    for script, most in zip(SCRIPTS, (1600, 1580, 1720, 1765), strict=True):
         assert size_of("common.py", f"{script}.py") <= most, script
-    assert size_of(*TOP, *SMALL) <= 10_060
+    assert size_of(*TOP, *SMALL) <= 10_520
     pages = [name for name in FILES if name.startswith("docs/") and name != "docs/papers.md"]
     assert len(pages) <= 10 and size_of(*pages) <= 1650
 
