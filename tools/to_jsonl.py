@@ -30,13 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import fail, make_folder, print_main
 
-# Names of columns
-CAPTIONS = re.compile(r"(captions?|sentences)_?\d*")  # sentences: Karpathy's
+CAPTIONS = re.compile(r"(captions?|sentences)_?\d*")  # names of columns; sentences: Karpathy's
 WORDS = re.compile("caption|sentence|text|title|tag|label|class|categor|keyword")  # of no photo
-NAMES = re.compile("image|img|photo|pic|file|path|key|name|(^|_)(id|no|nr|number)(_|$)")
+NAMES = re.compile("image|img|photo|pic|file|path|key|name|(^|_)(id|no|nr|number)$")
 SPLITS = {"restval": "train", "validation": "val", "valid": "val", "dev": "val"}
-# Cells, in lower case
-NOTHING = "", "nan", "none", "null", "n/a"  # what programs write into an empty one
+NOTHING = "", "nan", "none", "null", "n/a"  # cells in lower case, as programs fill empty ones
 YES, NO = ("1", "1.0", "true", "yes", "y"), ("0", "0.0", "false", "no", "n")
 MARKS = "x", "*", "+", "✓", "✔", "✗", "•", "●"
 NUMBER = re.compile(r"[-+]?\d+([.,]\d*)?")
@@ -103,10 +101,9 @@ def short(value):
 
 def decode(path):
     """-> the text of a file, with lines that end with \\n"""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        fail(f"{path} is not UTF-8 (byte {error.start}): save it as such, a spreadsheet as .csv")
+    text = path.read_bytes().decode("utf-8-sig", errors="replace")
+    if "\0" in text or "\ufffd" in text:
+        fail(f"{path} is not UTF-8 text: save it as such, a spreadsheet as .csv")
     return text.replace("\r\n", "\n").replace("\r", "\n")  # \r alone: of Excel for Mac
 
 
@@ -149,8 +146,8 @@ def json_rows(path, text):
         while end < len(text):
             row, end = decoder.raw_decode(text, re.compile(r"\s*").match(text, end).end())
             rows.append(row)
-    except json.JSONDecodeError as error:
-        fail(f"{path}, line {error.lineno}, is not valid JSON: {error.msg}")
+    except (ValueError, RecursionError) as error:
+        fail(f"{path} is not valid JSON: {error}")
     content = rows if len(rows) > 1 else rows[0]
     if isinstance(content, list):
         return content
@@ -277,6 +274,7 @@ def gather(rows, root, columns, split, photos, notes):
     """Add the rows to {path of a photo: {"image", "captions", "tags", "split"}}."""
     names = [name_of(row, columns["photo"][0]) for row in rows]
     places, _ = find_photos(root, names)
+    earlier = {photo["image"] for photo in photos.values()}  # of other files
     for name, paths in places.items():
         if name and not paths:
             notes["missing photos"].append(os.path.join(root, name))
@@ -298,6 +296,8 @@ def gather(rows, root, columns, split, photos, notes):
             continue
         [path] = places[name]
         photo = photos.setdefault(os.path.realpath(path), {"image": path, "captions": []})
+        if photo["captions"] and not os.path.exists(os.path.join(root, name)) and path in earlier:
+            notes["photos that two files name, neither by their path"].append([name, path])
         notes["repeated captions"] += [text for text in captions if text in photo["captions"]]
         photo["captions"] = list(dict.fromkeys(photo["captions"] + captions))
         if tags is not None:
