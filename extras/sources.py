@@ -9,8 +9,9 @@ from PIL import Image
 import common
 from common import extra, fail, one_line, print_main, progress, read_photos
 
-NO_VALUE = -9999.0  # written by convention where there is no measurement, often without a tag
-HUGE = 1e30  # so large are only float32's own limits, which programs write for "no value"
+# By convention these mean that there is no measurement, often without a tag
+NO_VALUES = -9999.0, -32768.0, -99999.0, -(2.0**31)
+HUGE = 1e19  # what programs write for "no value": 1e20, float32's own limits
 GDAL_NODATA = 42113  # the tag of a TIFF with its own mark for pixels without a value
 VOC_TRUTH = {"1": 1, "-1": 0, "0": -1}  # their yes, no and "difficult"
 
@@ -109,7 +110,7 @@ def to_8_bits(image):
     would leave no contrast to the others.
     """
     values = np.asarray(image, float)
-    valid = (np.abs(values) < HUGE) & (values != NO_VALUE)  # NaN is not below anything
+    valid = (np.abs(values) < HUGE) & ~np.isin(values, NO_VALUES)  # NaN is not below
     tags = getattr(image, "tag_v2", {})  # only a TIFF has some
     if GDAL_NODATA in tags:
         no_value = float(tags[GDAL_NODATA].strip(" \0"))

@@ -267,6 +267,9 @@ def test_copies_of_files(tmp_path):
 SLOPE = np.linspace(200, 900, 64 * 64).reshape(64, 64)  # metres
 NO_VALUES = {  # dtype, the value of a corner, its side in pixels, the tag of GDAL
     "no tag": (np.float32, -9999, 16, None),
+    "fill value of climate data": (np.float32, 1e20, 16, None),
+    "lowest integer": (np.int32, -2147483648, 16, None),
+    "lowest of 16 bits": (np.float32, -32768, 16, None),
     "lowest float": (np.float32, np.finfo(np.float32).min, 16, None),
     "infinite": (np.float32, -np.inf, 16, None),
     "not a number": (np.float32, np.nan, 16, None),
