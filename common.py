@@ -677,9 +677,6 @@ positive = number("number (above 0)", float, 1e-30)
 probability = number("fraction (0 to 1)", float, 0, 1)
 fraction_below_1 = number("fraction (0 to below 1)", float, 0, 0.999999999)
 fraction_above_0 = number("fraction (above 0, up to 1)", float, 1e-9, 1)
-# The old names, until no script uses them.
-whole, count, weight = non_negative_int, positive_int, non_negative
-fraction, share = fraction_below_1, fraction_above_0
 
 
 def recipe_table(table):

@@ -33,7 +33,6 @@ VOC07 with --train-split train --val-split val [VirTex Sec. 3], or with --hold-o
 import argparse
 import hashlib
 import importlib.util
-import json
 import os
 import statistics
 import sys

@@ -18,7 +18,7 @@ SMALL = [name for name in FILES if name.startswith(("extras/", "downstream/", "t
 OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "tools", "tests"}
 
 MOST_LINES = {  # of a file, or of all Python files in a folder
-    "common.py": 900,
+    "common.py": 895,
     "virtex.py": 700,
     "tp.py": 680,
     "icmlm.py": 820,
