@@ -362,6 +362,9 @@ def folder_labels(root, split):
     repeated = sum(map(len, photos)) - len({os.path.realpath(p) for files in photos for p in files})
     if repeated:
         print_main(f"{path}: {repeated} photos are listed again, by links to other folders")
+    loose = [name for name in os.listdir(path) if name.lower().endswith(common.PHOTO_ENDINGS)]
+    if loose:
+        print_main(f"{path}: {len(loose)} photos are in no folder of a class and are left out")
     labels = np.repeat(np.arange(len(names)), [len(files) for files in photos])
     paths = np.array([photo for files in photos for photo in files], common.STRINGS)
     return LabelData(paths, labels, names)

@@ -96,9 +96,15 @@ def test_photos_in_folders(tmp_path):
     left_out = "2 files are left out, whose names do not end as those of photos do, for example "
     left_out += f"{train}/a/6.heic"
     assert left_out in output.getvalue()
+    assert "1 photos are in no folder of a class and are left out" in output.getvalue()
+    assert "listed again" not in output.getvalue()
     assert list(data.images) == [f"{train}/{name}" for name in photos]
     assert data.labels.tolist() == [0, 0, 1, 1] and data.names == ["a", "b"]
     assert {*pictures.images_in(train).images} == {*data.images, f"{train}/9.MPO"}
+    (train / "b/linked").symlink_to(train / "a")
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        eval_linear.folder_labels(tmp_path, "train")
+    assert "2 photos are listed again, by links to other folders" in output.getvalue()
     (train / "c").mkdir()
     wrong = refusal(command(tmp_path, tmp_path))
     assert "and no photos in c. Expected is train/CLASS/PHOTO: see --root" in wrong
