@@ -495,7 +495,7 @@ def read_init(args):
     """--init -> {}, the content of a checkpoint of the same script, or a backbone's state dict"""
     if not args.init:
         return {}
-    if args.head_lr != args.lr:
+    if args.head_lr not in (args.lr, None):  # None: there is no such file, as is said below
         print_main(f"--init: these weights were learned elsewhere. The backbone trains at lr "
                    f"{args.lr:g}; the recipe's is {args.head_lr:g}")  # fmt: skip
     if args.init == "imagenet":  # torchvision's, downloaded once

@@ -37,7 +37,7 @@ import os
 import statistics
 import sys
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -359,7 +359,9 @@ def folder_labels(root, split):
     names = [name for name in names if not name.startswith(".")]
     photos = [common.list_photos(path / name) for name in names]
     check_classes(path, names, photos)
-    repeated = sum(map(len, photos)) - len({os.path.realpath(p) for files in photos for p in files})
+    real = cache(os.path.realpath)  # of each folder once, because there may be a million photos
+    pairs = [os.path.split(photo) for files in photos for photo in files]
+    repeated = len(pairs) - len({(real(folder), name) for folder, name in pairs})
     if repeated:
         print_main(f"{path}: {repeated} photos are listed again, by links to other folders")
     loose = [name for name in os.listdir(path) if name.lower().endswith(common.PHOTO_ENDINGS)]

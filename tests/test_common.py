@@ -738,3 +738,8 @@ def test_rates_from_foreign_weights(tmp_path):
         lr, head_lr = rates(init, recipe="paper")
         assert lr == head_lr
     assert rates("run/backbone.pth", lr=3.0) == (3.0, 3.0)
+    assert rates("gone.pth") == (None, None)  # those of the checkpoint, if there is one
+    lr, head_lr = rates("gone.pth", lr=3.0)
+    gone = argparse.Namespace(init="gone.pth", arch="resnet18", lr=lr, head_lr=head_lr)
+    with pytest.raises(SystemExit, match="gone.pth is missing"):
+        common.read_init(gone)
