@@ -220,6 +220,7 @@ def main(args):
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     state = {"model": model, "optimizer": optimizer, "scaler": scaler}
     state["lookahead"] = slow_model
+    weights = [*model.parameters()]  # listed once, because it takes time
     done = common.restore(args, checkpoint, iters, state)
 
     batches = common.train_batches(photos, photos.collate, args, device, done)
@@ -248,7 +249,7 @@ def main(args):
 
         # Step: clipped [official code], and every fifth one followed by look-ahead [Sec. 3]
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        nn.utils.clip_grad_norm_(weights, 10.0)
         scaler.step(optimizer)
         scaler.update()
         if iteration % LOOKAHEAD_K == 0:
@@ -510,6 +511,8 @@ class TextualHead(nn.Module):
         )
         self.transformer = nn.TransformerDecoder(layer, layers)
         self.output = nn.Linear(hidden, vocab_size)
+        mask = nn.Transformer.generate_square_subsequent_mask(max_length)
+        self.register_buffer("future", mask, persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=init_std)
@@ -526,7 +529,7 @@ class TextualHead(nn.Module):
         """tokens (B, T), image_features (B, S, H) -> vectors (B, T, H). Each token sees the image,
         itself and the tokens before it.
         """
-        future = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), tokens.device)
+        future = self.future[: tokens.size(1), : tokens.size(1)]
         x = self.embedding(tokens)
         return self.transformer(x, image_features, tgt_mask=future, tgt_is_causal=True)
 
