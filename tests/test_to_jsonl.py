@@ -68,7 +68,7 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
     ),
     "texts in another folder": (
         {"texts/1.txt": "a", "texts/2.jpg.txt": "b"}, {"1": ["a"], "2": ["b"]},
-        "2 photos looked up by name",
+        "2 rows with a photo that is looked up by name",
     ),
     "numbers beside photos, as YOLO's": (
         {"img/1.txt": "0 0.5 0.5 1 1\n", "img/2.txt": "a dog"}, {"1": [], "2": ["a dog"]},
@@ -76,7 +76,7 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
     ),
     "a mask is no photo": (
         {"a.csv": "image,caption\n1.jpg,a\n3.jpg,b", "masks/3.png": b""}, {"1": ["a"]},
-        "1 missing photos, the first: {root}/3.jpg",
+        "1 rows without a photo, the first: [{{'image': '3.jpg', 'caption': 'b'}}]",
     ),
     "converted photos": (
         {"a.csv": "image,caption\nx/1.png,a\nx/2.png,b"}, {"1": ["a"], "2": ["b"]},
@@ -84,7 +84,7 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
     ),
     "a caption of no photo": (
         {"a.json": LOST}, {"1": [], "2": ["a"]},
-        "1 rows without a photo, the first: {{'image_id': 7, 'caption': 'a', 'file_name': None}}",
+        "1 rows without a photo, the first: [{{'image_id': 7, 'caption': 'a', 'file_name': None}}]",
     ),
     "invisible characters": (
         {"a.json": INVISIBLE}, {"1": ["tumor finding"], "2": [JOINED]},
@@ -117,11 +117,11 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
     ),
     "names in upper and lower case": (
         {"a.csv": "image,caption\n1.jpg,a\n1.JPG,b\nIMG\\2.jpg,c"}, {"1": ["a", "b"], "2": ["c"]},
-        "3 photos looked up by name",
+        "3 rows with a photo that is looked up by name",
     ),
     "names that differ in their folders": (
         {"a.csv": "image,caption\nx/1.jpg,a\ny/1.jpg,b\nx/2.jpg,c"}, {"2": ["c"]},
-        "2 names of several photos, or several names of one, the first: ['x/1.jpg', '{root}/img",
+        "2 rows with several names of one photo, the first: ['{root}/img/1.jpg', 'x/1.jpg', 'y/1.j",
     ),
     "upper case beside photos": (
         {"img/1.TXT": "a", "IMG/2.txt": "b"}, {"1": ["a"], "2": ["b"]}, "2 captions\n",
@@ -163,8 +163,8 @@ REFUSED = [
     ("a bus\thttp://x.com/1?w=9\n", "", "columns, which are now a bus, http://x.com/1"),
     ('image\tcaption\n1.jpg\t"a\n2.jpg\tb"\n', "", "a quote takes several lines into one cell"),
     ("image,caption\n1.jpg,\n2.jpg,-\n", "", "no caption is left: {root}/photos.jsonl is not wri"),
-    (TAGGED + "2.jpg,b,-1,1\n", "--tag-column x_ray", "X Ray holds -1: 0 and 1 are expected"),
-    (TAGGED + "2.jpg,b,2,0\n", "--tag-column x-ray y", "X Ray holds 2: 0 and 1 are expected"),
+    (TAGGED + "2.jpg,b,-1,1\n", "--tag-column x_ray", "X Ray holds -1, 0: tags are words; or"),
+    (TAGGED + "2.jpg,b,2,0\n", "--tag-column x-ray y", "X Ray holds 0, 2: tags are words; or 0"),
     (TOKEN, "--output {root}/file/a.jsonl", "--output {root}/file cannot be a folder: File exists"),
     (TOKEN, "--output {root}/img", "must end in .jsonl, be no folder, and must not be the input"),
     ("[", "", "file is not valid JSON: Expecting value: line 1"),
@@ -239,7 +239,7 @@ def test_tags_that_are_dictionaries(convert):
     rows = [{**PAIR, "tags": [{"dog": 1}, "cat"]}]
     printed, [line] = convert({"a.json": rows}, "--tag-column tags")
     assert line["tags"] == ["cat"]
-    assert "1 tags that are no text, the first: {'dog': 1}\n" in printed
+    assert "1 tags without a letter, the first: {'image': '1.jpg', 'caption': 'a', 'tags'" in printed
 
 
 def test_split(convert):
@@ -286,7 +286,7 @@ def test_a_linked_photo_is_one(convert, tmp_path):
     rows = "image,caption,split\nimg/1.jpg,a,train\nlinked/1.jpg,b,val\n"
     printed, lines = convert({"file": rows})
     assert lines == [{"image": "img/1.jpg", "captions": ["a", "b"]}]
-    assert "1 rows in another split than their photo's first, the first: {" in printed
+    assert f"1 rows in another split than their photo's first, the first: ['{tmp_path}/linked/1" in printed
 
 
 def test_photos_with_tags_alone(convert, tmp_path):
@@ -474,14 +474,14 @@ def test_nothing_guessed(case, tmp_path):
 
 
 VOTES = {  # cells of tag columns: the tags of each row, or words of the refusal
-    ("sea,port", "12,0", "3,1"): "sea holds 12: 0 and 1 are expected, or yes and no",
-    ("sea,port", "0.2,0.7", "0.9,0.1"): "sea holds 0.2: 0 and 1",
+    ("sea,port", "12,0", "3,1"): "sea holds 12, 3: tags are words; or 0 and 1, or yes and no",
+    ("sea,port", "0.2,0.7", "0.9,0.1"): "sea holds 0.2, 0.9: tags",
     ("sea,port", "TRUE,FALSE", "false,true"): [["sea"], ["port"]],
     ("sea,port", "Yes,no", "no,no"): [["sea"], []],
     ("sea,port", "x,", ",X", ","): [["sea"], ["port"], []],
     ("sea,port", "✓,✓", "✓,"): [["sea", "port"], ["sea"]],
-    ("sea,port", "yes,no", "maybe,yes"): "sea holds maybe: 0 and 1",
-    ("sea,port", "ja,nein", "nein,ja"): "sea holds ja: 0 and 1 are expected",
+    ("sea,port", "yes,no", "maybe,yes"): "sea holds yes, maybe: tags are words",
+    ("sea,port", "ja,nein", "nein,ja"): "sea holds ja, nein: tags are words",
     ("sea,port", "1,quay", "0,pier|quay"): [["quay", "sea"], ["pier", "quay"]],
 }
 

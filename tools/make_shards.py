@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import tarfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -153,16 +153,18 @@ def write_index(folder, paths):
             if not photos[split]:
                 fail(f"no photo of the split {split} can be read, see above. Expected: uncompressed"
                      " tar files with KEY.jpg and, beside it, KEY.txt or KEY.json")  # fmt: skip
-    tags = [tag for rows in photos.values() for _, _, tags in rows for tag in tags or ()]
+    tags = [tag for rows in photos.values() for _, _, tags, _ in rows for tag in tags or ()]
     tag_names = list(dict.fromkeys(tags))  # of all splits alike
     for split, rows in photos.items():
-        places, captions, tags = zip(*rows)
+        places, captions, tags, sources = zip(*rows)
         tagged = np.array([row is not None for row in tags])
         tags = [dict.fromkeys(row or ()) for row in tags]
         texts = common.lists(captions), common.lists(tags)
         shards.save_index(folder, split, common.CaptionData(places, *texts, tagged, tag_names))
         num_captions, num_tags = sum(map(len, captions)), sum(map(len, tags))
         print_main(f"{split}: {len(rows)} photos, {num_captions} captions, {num_tags} tags")
+        for source, number in Counter(filter(None, sources)).items():
+            print_main(f"{split}: the captions of {number} photos are from {source}")
         if lacking := captions.count([]):
             print_main(f"{split}: {lacking} photos have no caption in a KEY.txt or KEY.json")
 
@@ -194,13 +196,26 @@ def read_shard(path):
     return photos, faults
 
 
+def clean(text):
+    """Without HTML's tags, and its entities, which the web often escapes twice"""
+    return common.one_line(HTML_TAG.sub(" ", html.unescape(html.unescape(text))))
+
+
+def without_repeats(pairs):
+    """Of a JSON object, of which Python would keep the last value of a key"""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError(f"an object has a key twice: {common.one_line(str(pairs))[:150]}")
+    return content
+
+
 def key_of(file):
     """ "a/12.seg.png" -> "a/12": as WebDataset does, up to the first dot of the file's name"""
     return re.match(r"(.*/)?[^.]*", file.name, re.S)[0]
 
 
 def read_photo(path, tar, files):
-    """The files of a key -> place, see shards.open_in_shard; captions; tags or None, if not given
+    """The files of a key -> place, see shards.open_in_shard; captions; tags or None; their source
 
     "captions" and "tags" are read as in a .jsonl; KEY.txt and "caption" of other tools are cleaned.
     """
@@ -208,19 +223,24 @@ def read_photo(path, tar, files):
     found = [suffix for suffix in beside if suffix in common.PHOTO_ENDINGS]
     if len(found) != 1:
         raise ValueError(f"{len(found)} photos among {', '.join(file.name for file in files)}")
-    photo = beside[found[0]]
-    row = json.loads(tar.extractfile(beside[".json"]).read()) if ".json" in beside else {}
-    captions = common.texts(row.get("captions"))
-    if not captions:
-        found = [row["caption"]] if row.get("caption") else []  # img2dataset writes one, or null
-        if ".txt" in beside:
-            found = tar.extractfile(beside[".txt"]).read().decode("utf-8-sig").splitlines()
-        found = [html.unescape(html.unescape(text)) for text in found]  # often escaped twice
-        captions = [common.one_line(HTML_TAG.sub(" ", text)) for text in found]
+    photo, row, lines = beside[found[0]], {}, []
+    if ".json" in beside:
+        content = tar.extractfile(beside[".json"]).read()
+        row = json.loads(content, object_pairs_hook=without_repeats)
+    if ".txt" in beside:
+        lines = tar.extractfile(beside[".txt"]).read().decode("utf-8-sig").splitlines()
+    caption = [row["caption"]] if row.get("caption") else []  # img2dataset writes one, or null
+    captions, source = list(filter(None, common.texts(row.get("captions")) or [])), '"captions"'
+    for texts, where in (lines, "KEY.txt"), (caption, '"caption"'):
+        texts = list(filter(None, map(clean, texts)))
+        if texts and not captions:
+            captions, source = texts, where
+        elif texts and texts != captions:
+            source += f" and not from {where}, which has others"
     tags = common.texts(row.get("tags"))
     name = common.one_line(photo.name)  # to look at; without tabs
     place = f"{os.path.abspath(path)}\t{name}\t{photo.offset_data}\t{photo.size}"
-    return place, list(filter(None, captions)), tags and list(filter(None, tags))
+    return place, captions, tags and list(filter(None, tags)), source if captions else None
 
 
 if __name__ == "__main__":

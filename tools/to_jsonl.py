@@ -2,20 +2,14 @@
 
     python tools/to_jsonl.py captions.csv --root photos --output photos.jsonl
     python tools/to_jsonl.py FOLDER    # with photos KEY.jpg and, in KEY.txt, a caption on each line
-    python tools/to_jsonl.py a.csv b.csv --split val --caption-column short long
 
 It reads .csv, .tsv, .parquet, .json and .jsonl with a photo and its captions in each row, COCO's
 captions_*.json, Karpathy's dataset_*.json and token.txt of Flickr8k. What is certain is read, what
-is not is refused with the flag to give, and what is left out is counted.
-
-The photo's column is the one of which nearly all rows name a photo below --root, by its path or, if
-none has a path, by its name without folder and ending. Tags in a cell stand between |, or ;, or
-commas. A column with 0 and 1, or yes and no, or one mark and empty cells is a tag by its name.
+is not is refused with the flag to give, and what is left out is counted (see docs/running.md).
 """
 
 import argparse
 import csv
-import html
 import io
 import json
 import os
@@ -29,17 +23,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import fail, make_folder, print_main
+from tools.make_shards import clean, without_repeats
 
 CAPTIONS = re.compile(r"(captions?|sentences)_?\d*")  # names of columns; sentences: Karpathy's
 WORDS = re.compile("caption|sentence|text|title|tag|label|class|categor|keyword")  # of no photo
 NAMES = re.compile("image|img|photo|pic|file|path|key|name|(^|_)(id|no|nr|number)$")
 SPLITS = {"restval": "train", "validation": "val", "valid": "val", "dev": "val"}
-NOTHING = "", "nan", "none", "null", "n/a"  # cells in lower case, as programs fill empty ones
+NOTHING = "", "[]", "nan", "none", "null", "n/a"  # cells in lower case, as programs fill empty ones
 YES, NO = ("1", "1.0", "true", "yes", "y"), ("0", "0.0", "false", "no", "n")
 MARKS = "x", "*", "+", "✓", "✔", "✗", "•", "●"
-NUMBER = re.compile(r"[-+]?\d+([.,]\d*)?")
+VOTES = """true yes y false no n x t f positive negative pos neg present absent ja nein nee oui non
+    si sí sim não да нет tak nie evet hayır ya tidak 是 否 有 无 はい いいえ نعم لا हाँ नहीं ہاں نہیں
+    """.split()  # yes and no, which are no tags
+NO_WORD = re.compile(r"[\W\d_]*(e[-+]?\d+)?")  # 80%, 3/5, <1, 1e-5
 ENDING = re.compile(f"(?i)({'|'.join(map(re.escape, common.PHOTO_ENDINGS))})$")
-HTML_TAG = re.compile(r"(?i)</?(?:p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h\d)\b[^<>]*>")
 
 
 def get_args(argv=None):
@@ -63,14 +60,43 @@ def main(args):
     if output.suffix != ".jsonl" or output.is_dir() or output in files:
         fail(f"--output {output} must end in .jsonl, be no folder, and must not be the input file")
     make_folder(output.parent)
-    photos = {}  # path, links resolved: {"image": the path that was found, "captions", ...}
     notes = defaultdict(list)  # what was left out or changed: all examples of it
+    items = []
     for file in files:
-        rows = read_rows(file, args)
-        root = os.path.abspath(args.root or (file if file.is_dir() else file.parent))
-        columns = choose_columns(file, rows, root, args)
-        gather(rows, root, columns, args.split, photos, notes)
-    write(output, list(photos.values()), notes)
+        items += read_items(file, args, notes)
+    write(output, join_items(items, notes), notes)
+
+
+def read_items(file, args, notes):
+    """-> [(a row's photo, what the row calls it, captions, tags or None, split)]"""
+    rows = read_rows(file, args)
+    root = os.path.abspath(args.root or (file if file.is_dir() else file.parent))
+    columns = choose_columns(file, rows, root, args)
+    names, places, by_path = find_photos(rows, columns["photo"][0], root)
+    separators = {}
+    for column in columns["tags"]:  # the first of | ; and , that the column holds
+        texts = "".join(clean(lower(row.get(column))) for row in rows)
+        separators[column] = next((mark for mark in "|;" if mark in texts), ",")
+    separators |= dict.fromkeys(columns["tags where 1"])  # None
+    items = []
+    for row, name in zip(rows, names):
+        paths = places[name]
+        if len(paths) != 1:
+            what = "rows whose name several photos have" if paths else "rows without a photo"
+            notes[what].append([*paths, row])
+            continue
+        if paths[0] != os.path.join(root, name):
+            notes["rows with a photo that is looked up by name"].append([name, paths[0]])
+        captions = texts_of(row, dict.fromkeys(columns["captions"]), "captions", notes)
+        tags = texts_of(row, separators, "tags", notes)
+        if tags and not row.keys() >= {*columns["tags where 1"]}:
+            notes["empty cells beside 0 and 1, which count as 0"].append(row)
+        if not tags and [] not in [row.get(column) for column in separators]:
+            tags = None  # not known
+        split = lower(args.split or next((row.get(key) for key in columns["split"]), ""))
+        called = stem(name) if by_path else name
+        items.append((paths[0], called, captions, tags, SPLITS.get(split, split)))
+    return items
 
 
 def read_rows(path, args):
@@ -109,18 +135,23 @@ def decode(path):
 
 def folder_rows(folder):
     """Of KEY.txt, which has a caption on each line, and of photos that have none beside them"""
-    captions = defaultdict(list)
-    for path in common.list_photos(folder, (".txt",)):
-        lines = decode(Path(path)).split("\n")
-        captions[plain(os.path.relpath(path, folder)[:-4])] += filter(str.strip, lines)
-    if not captions:
+    texts, photos, rows = defaultdict(list), defaultdict(list), []  # {key: names of files}
+    for path in common.list_photos(folder, (".txt", *common.PHOTO_ENDINGS)):
+        key, ending = os.path.splitext(os.path.relpath(path, folder))
+        files = texts if ending.lower() == ".txt" else photos
+        files[plain(key)].append(key + ending)
+    if not texts:
         fail(f"{folder} has no KEY.txt beside KEY.jpg: name the file that holds the captions")
-    photos = [os.path.relpath(path, folder) for path in common.list_photos(folder)]
-    keys = [ENDING.sub("", plain(photo)) for photo in photos]
-    rows = [{"image": key, "captions": captions[key]} for key in captions if key not in {*keys}]
-    if len(rows) < len(captions):  # else the texts are in a folder of their own
-        for photo, key in zip(photos, keys):
-            rows.append({"image": photo, "captions": captions.get(key, [])})
+    if not texts.keys() & photos.keys():
+        photos.clear()  # the texts are in a folder of their own
+    for key in {**texts, **photos}:
+        if len(texts[key]) > 1 or texts[key] and len(photos[key]) > 1:
+            fail(f"{folder}: which text is of which photo? {', '.join(texts[key] + photos[key])}")
+        lines = decode(Path(folder, texts[key][0])).split("\n") if texts[key] else []
+        for name in photos[key] or [texts[key][0][:-4]]:
+            rows.append({"image": name, "captions": list(filter(str.strip, lines))})
+    if unread := common.list_photos(folder, (".json", ".caption", ".csv")):
+        print_main(f"{folder}: only KEY.txt is read, not {len(unread)} files such as {unread[0]}")
     return rows
 
 
@@ -141,7 +172,7 @@ def parquet_rows(path):
 
 def json_rows(path, text):
     """A list of rows, one on each line, COCO's file, or an object with one list of rows"""
-    decoder, rows, end = json.JSONDecoder(), [], 0
+    decoder, rows, end = json.JSONDecoder(object_pairs_hook=without_repeats), [], 0
     try:
         while end < len(text):
             row, end = decoder.raw_decode(text, re.compile(r"\s*").match(text, end).end())
@@ -227,8 +258,7 @@ def photo_column(file, rows, keys, root):
     """The column of which nearly all rows name a photo, by its path before by its stem"""
     found = []
     for key in [key for key in keys if not WORDS.search(column_name(key))]:
-        names = [name_of(row, key) for row in rows]
-        places, by_path = find_photos(root, names)
+        names, places, by_path = find_photos(rows, key, root)
         photos = [places[name] for name in names]
         share = sum(map(bool, photos)) / len(rows)
         are_numbers = all(name.isdigit() for name in names if name)  # ages or prices, say
@@ -248,21 +278,23 @@ def photo_column(file, rows, keys, root):
 
 
 def find_marks(file, rows, columns):
-    """-> columns that say yes or no, whose cells become [name], [] or None (not known)"""
-    values = {name: {lower(row.get(name)) for row in rows}.difference(NOTHING) for name in columns}
+    """-> columns that say yes or no, whose cells become [name] or [], or go (not known)"""
     marks = []
-    for name, found in values.items():
-        odd = sorted(found.difference(YES, NO))
-        alike = len(odd) <= 2 and list(values.values()).count(found) > 1  # ja and nein, say
-        if found and (not odd or len(found) == 1 and odd[0] in MARKS):
-            marks.append(name)
-        elif odd and (len(odd) < len(found) or alike or all(map(NUMBER.fullmatch, odd))):
-            fail(f"{file}: {name} holds {short(odd[0])}: 0 and 1 are expected, or yes and no")
-    for name in marks:
-        empty = None if values[name] & {*NO} else []  # beside marks alone, an empty cell is a no
-        meaning = dict.fromkeys(NO, []) | dict.fromkeys(NOTHING, empty)
+    for name in columns:
+        found = {lower(row.get(name)) for row in rows}.difference(NOTHING)
+        votes = {cell for cell in found if NO_WORD.fullmatch(cell) or cell in VOTES}
+        if not votes:
+            continue
+        if not found <= {*YES, *NO} and not (len(found) == 1 and found <= {*MARKS}):
+            some = ", ".join(sorted(votes)[:3] + sorted(found - votes)[:1])
+            fail(f"{file}: {name} holds {short(some)}: tags are words; or 0 and 1, or yes and no, "
+                 "or one mark, in all cells")  # fmt: skip
+        marks.append(name)
         for row in rows:
-            row[name] = meaning.get(lower(row.get(name)), [name])
+            cell = lower(row.pop(name, ""))
+            # An empty cell is a no beside marks alone; beside 0 and 1 it is not known.
+            if cell not in NOTHING or not found & {*NO}:
+                row[name] = [] if cell in (*NO, *NOTHING) else [name]
     return marks
 
 
@@ -270,107 +302,65 @@ def lower(cell):
     return "" if cell is None else str(cell).strip().lower()
 
 
-def gather(rows, root, columns, split, photos, notes):
-    """Add the rows to {path of a photo: {"image", "captions", "tags", "split"}}."""
-    names = [name_of(row, columns["photo"][0]) for row in rows]
-    places, _ = find_photos(root, names)
-    earlier = {photo["image"] for photo in photos.values()}  # of other files
-    for name, paths in places.items():
-        if name and not paths:
-            notes["missing photos"].append(os.path.join(root, name))
-        elif len(paths) > 1:
-            notes["names of several photos, or several names of one"].append([name, *paths])
-        elif paths and paths[0] != os.path.join(root, name):
-            notes["photos looked up by name"].append([name, paths[0]])
-    separators = {}
-    for column in columns["tags"]:  # the first of | ; and , that the column holds
-        texts = "".join(clean(lower(row.get(column))) for row in rows)
-        separators[column] = next((mark for mark in "|;" if mark in texts), ",")
-    separators |= dict.fromkeys(columns["tags where 1"])  # None
-    for row, name in zip(rows, names):
-        captions = captions_of(row, columns["captions"], notes)
-        tags = tags_of(row, separators, notes)
-        if not name:
-            notes["rows without a photo"].append(row)
-        if len(places[name]) != 1:
+def join_items(items, notes):
+    """-> [{"image", "captions", "tags", "split"}], one for each photo"""
+    names = defaultdict(set)
+    for path, called, *_ in items:
+        names[path].add(called)
+    photos = {}  # by the path with links resolved
+    for path, called, captions, tags, split in items:
+        if len(names[path]) > 1 and called != stem(path):
+            notes["rows with several names of one photo"].append([path, *sorted(names[path])])
             continue
-        [path] = places[name]
         photo = photos.setdefault(os.path.realpath(path), {"image": path, "captions": []})
-        if photo["captions"] and not os.path.exists(os.path.join(root, name)) and path in earlier:
-            notes["photos that two files name, neither by their path"].append([name, path])
-        notes["repeated captions"] += [text for text in captions if text in photo["captions"]]
-        photo["captions"] = list(dict.fromkeys(photo["captions"] + captions))
+        for text in captions:
+            repeated = text in photo["captions"]
+            (notes["repeated captions"] if repeated else photo["captions"]).append(text)
         if tags is not None:
+            if photo.get("tags", tags) != tags:
+                notes["rows with other tags than their photo's first row"].append([path, *tags])
             photo["tags"] = list(dict.fromkeys(photo.get("tags", []) + tags))
-        value = lower(split or next((row.get(key) for key in columns["split"]), ""))
-        value = SPLITS.get(value, value)
-        if value not in NOTHING and photo.setdefault("split", value) != value:
-            notes["rows in another split than their photo's first"].append(row)
+        if split not in NOTHING and photo.setdefault("split", split) != split:
+            notes["rows in another split than their photo's first"].append([path, split])
+    return list(photos.values())
 
 
-def name_of(row, column):
-    """-> the path of a photo as the row has it; "" if there is none"""
-    name = "" if lower(row.get(column)) in NOTHING else str(row[column]).strip()
-    return name and os.path.normpath(name.replace("\\", "/"))
-
-
-def texts_in(row, column):
-    """The values in a cell: those of its list, or one"""
-    value = row.get(column)
-    if isinstance(value, str) and re.match(r"\s*\[\s*['\"].*\]\s*$", value, re.S):
-        fail(f"{column} holds a list as text, {short(value)}: write the rows as JSON")
-    return value if isinstance(value, list) else [value]
-
-
-def captions_of(row, columns, notes):
-    captions = []
-    for text in [text for name in columns if name in row for text in texts_in(row, name)]:
-        text = text.get("raw") if isinstance(text, dict) else text  # Karpathy's
-        text = clean(text) if isinstance(text, str) else ""
-        if lower(text) in NOTHING or not any(map(str.isalpha, text)):
-            notes["captions without a letter"].append(row)
-        else:
-            captions.append(text)
-    return captions
-
-
-def tags_of(row, separators, notes):
-    """-> a list of strings; None if the row says nothing about them"""
-    tags = []
-    marks = [row[name] for name, separator in separators.items() if separator is None]
-    if None in marks and any(marks):
-        notes["empty cells beside 0 and 1, which count as 0"].append(row)
+def texts_of(row, separators, what, notes):
+    """-> captions or tags in cells.  separators: {column: what stands between its tags, or None}"""
+    texts = []
     for name, separator in separators.items():
-        for value in texts_in(row, name):
-            if isinstance(value, str):
-                tags += clean(value).split(separator) if value is row[name] else [value]
-            elif value is not None:
-                notes["tags that are no text"].append(value)
-    tags = [clean(tag) for tag in tags if lower(clean(tag)) not in NOTHING]
-    return tags if tags or [] in [row.get(name) for name in separators] else None
+        values = row.get(name, [])
+        if isinstance(values, str):
+            text = clean(values)
+            if re.fullmatch(r"""\[ ?['"[({].*\]|\( ?['"[({].*\)|\{ ?['"[({].*\}""", text):
+                fail(f"{name} holds a list as text, {short(text)}: write the rows as JSON")
+            values = text.split(separator) if separator else [text]
+            if re.fullmatch(r"[[({][^][(){}]*[,;|][^][(){}]*[])}]", text):
+                notes["cells that may be lists as text"].append(text)
+                values = []
+        for value in values if isinstance(values, list) else [values]:
+            value = value.get("raw") if isinstance(value, dict) else value  # Karpathy's
+            text = clean(value) if isinstance(value, str) else ""
+            if lower(text) in NOTHING or NO_WORD.fullmatch(text):
+                notes[f"{what} without a letter"].append(row)
+            else:
+                texts.append(text)
+    return texts
 
 
-def clean(text):
-    """Without HTML's tags, and its entities, which the web often escapes twice"""
-    return common.one_line(HTML_TAG.sub(" ", html.unescape(html.unescape(text))))
-
-
-def find_photos(root, names):
-    """-> {name: paths}: none, one, or several below the root; was any found by its path?"""
+def find_photos(rows, column, root):
+    """-> names of photos in the rows; {name: paths below the root}; was any found by its path?"""
+    cells = ["" if lower(row.get(column)) in NOTHING else str(row[column]).strip() for row in rows]
+    names = [cell and os.path.normpath(cell.replace("\\", "/")) for cell in cells]
     by_path, by_stem = photos_below(root)
-    places, sharing = {}, defaultdict(set)  # {stem: names}
+    places = {}
     for name in names:
         path = os.path.join(root, name)
         is_there = ENDING.search(name) and os.path.isfile(path)
         places[name] = [path] if is_there else by_path.get(plain(name), [])
-        sharing[stem(name)].add(plain(name))
     if any(places.values()):
-        return places, True  # the stem would replace a missing photo by its mask
-    for name in places:
-        others = sharing[stem(name)] - {plain(name)}
-        paths = by_stem.get(stem(name), [])
-        places[name] = paths + list(others) if paths else []
-    return places, False
+        return names, places, True  # the stem would replace a missing photo by its mask
+    return names, {name: by_stem.get(stem(name).lower(), []) for name in names}, False
 
 
 def plain(name):
@@ -379,7 +369,7 @@ def plain(name):
 
 
 def stem(name):
-    return ENDING.sub("", plain(os.path.basename(name)))
+    return ENDING.sub("", unicodedata.normalize("NFC", os.path.basename(name)))
 
 
 @cache
@@ -388,7 +378,7 @@ def photos_below(root):
     by_path, by_stem = defaultdict(list), defaultdict(list)
     for path in common.list_photos(root):
         parts = plain(os.path.relpath(path, root)).split("/")
-        by_stem[stem(path)].append(path)
+        by_stem[stem(path).lower()].append(path)
         for n in range(len(parts)):
             by_path["/".join(parts[n:])].append(path)
     return by_path, by_stem
@@ -396,13 +386,16 @@ def photos_below(root):
 
 def write(output, rows, notes):
     """Write the lines; print counts of what they hold and of what was left out."""
-    splits = Counter(row.get("split", "no split") for row in rows)
-    counts = {f"photos ({split})": splits[split] for split in splits}
+    counts = Counter(f"photos ({row.get('split', 'no split')})" for row in rows)
+    have_splits = not counts.keys() <= {"photos (train)", "photos (no split)"}
     counts["captions"] = sum(len(row["captions"]) for row in rows)
-    counts["tags"] = sum(len(row.get("tags", [])) for row in rows)
+    tags = Counter(tag for row in rows for tag in row.get("tags", []))
+    counts["tags"] = tags.total()
+    if tags:
+        counts[f"different tags: {short(', '.join(tags))}"] = len(tags)
     for row in rows:
         row["image"] = os.path.relpath(row["image"], output.parent)
-        if splits.keys() <= {"train", "no split"}:  # without any split, some will be held out
+        if not have_splits:  # some will be held out
             row.pop("split", None)
     notes["photos without a caption"] = [row["image"] for row in rows if not row["captions"]]
     for what, examples in notes.items():
