@@ -143,6 +143,31 @@ def test_html_and_captions_as_in_a_jsonl(tmp_path):
     assert list(common.caption_data(str(tmp_path / "out")).captions) == [row["captions"]]
 
 
+def test_which_captions_are_read(tmp_path):
+    """Of three places, the first with a caption; others are said, and keys that are given twice."""
+    files = {
+        "a.json": b'{"captions": ["a fern"], "caption": "a moss"}',
+        "b.json": b'{"captions": [], "caption": "a moss"}', "b.txt": b"<p></p>\n",
+        "c.json": b'{"caption": "a moss"}', "c.txt": b"a moss\n",
+        "d.json": b'{"captions": ["a fern"]}', "d.txt": b"a tree\n",
+        "e.json": b'{"captions": ["a fern"], "captions": ["a tree"]}',
+        **{f"{x}.jpg": RED for x in "abcdef"},
+    }  # fmt: skip
+    for name in "0.tar", "1.tar":
+        write_tar(tmp_path / name, dict(sorted(files.items())))
+    printed = run_here(index_command(tmp_path, "*.tar"))
+    data = common.caption_data(str(tmp_path))
+    assert list(data.captions) == [["a fern"], ["a moss"], ["a moss"], ["a fern"], []]
+    for line in (
+        'the captions of 1 photos are from "captions" and not from "caption", which has others',
+        'the captions of 1 photos are from "caption"',
+        "the captions of 1 photos are from KEY.txt",
+        'the captions of 1 photos are from "captions" and not from KEY.txt, which has others',
+    ):
+        assert f"train: {line}\n" in printed
+    assert "e: ValueError: an object has a key twice: [('captions', ['a fern'])" in printed
+
+
 def test_brackets_in_folders(tmp_path):
     """In the paths of --output, of --index-only, and of the message that names the latter."""
     folder = tmp_path / "roll [3]" / "x[a-b]"

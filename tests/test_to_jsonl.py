@@ -44,6 +44,10 @@ FORMATS = {  # the file, flags, and what else the lines of the two photos have
     "file: photo: image; captions: caption\n ": ({"annotations": ROWS, "info": {"year": 2014}}, ""),
 }  # fmt: skip
 
+def table(header, *rows):
+    return "\n".join([header, *rows])
+
+
 THRICE = "image,caption,split\nimg/1.jpg,a,train\n./img/1.jpg,b,val\n{root}/img/1.jpg,c,\n"
 LOST = {**COCO, "annotations": [{"image_id": n, "caption": "a"} for n in (7, "2")]}
 JOINED = "a 👍🏽 می\u200cخواهم"
@@ -109,6 +113,38 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
     "hidden files": (
         {"img/1.txt": "a", "img/._1.txt": b"\0", "img/.x/2.txt": "b", "img/._1.jpg": b""},
         {"1": ["a"], "2": []}, "2 photos (no split)",
+    ),
+    "captions that may be lists": (
+        {"a.csv": table("image,caption", '1.jpg,"(a kite, a cat)"', '1.jpg,"[a; b]"', "1.jpg,(a b)",
+                        '2.jpg,"[x] a, b (c)"')},
+        {"1": ["(a b)"], "2": ["[x] a, b (c)"]},
+        "2 cells that may be lists as text, the first: (a kite, a cat)\n",
+    ),
+    "repeated in one row, and in the next": (
+        {"a.json": [{"image": "1.jpg", "captions": ["a", "b", "a"]}, {**PAIR}, {**PAIR}]},
+        {"1": ["a", "b"]}, "3 repeated captions, the first: a\n",
+    ),
+    "a list and what is beside it": (
+        {"a.json": {"rows": [PAIR], "val": {"2.jpg": "b"}, "year": 7}}, {"1": ["a"]},
+        "a.json: read ['rows'], not ['val', 'year']\n",
+    ),
+    "two hosts in two tables": (
+        {"a.csv": "image,caption\nhttp://x.org/1.jpg,a\n", "b.csv":
+         "image,caption\nhttp://y.org/1.jpg,b\nhttp://y.org/2.jpg,c\n"}, {"2": ["c"]},
+        "2 rows with several names of one photo, the first: ['{root}/img/1.jpg', 'http:/x.org/1.jp",
+    ),
+    "the path in one table, the bare name or another path in the next": (
+        {"a.csv": "image,caption\nimg/1.jpg,a\nimg/2.jpg,b\n",
+         "b.csv": "image,caption\n1,c\nval/2,d\n"}, {"1": ["a", "c"], "2": ["b"]},
+        "1 rows with several names of one photo, the first: ['{root}/img/2.jpg', '2', 'val/2']",
+    ),
+    "keys that differ in their case": (
+        {"a.csv": "image,caption\nqR1.jpg,a\nQr1.jpg,b\n1.jpg,c\n", "img/qR1.jpg": b""},
+        {"1": ["c"], "qR1": ["a"]}, "1 rows with several names of one photo",
+    ),
+    "files beside texts that are not read": (
+        {"img/1.txt": "a", "img/1.json": "{}"}, {"1": ["a"], "2": []},
+        "{root}: only KEY.txt is read, not 1 files such as {root}/img/1.json",
     ),
     "repeated rows": (
         {"a.csv": "image,caption\n1.jpg,a\nimg/1.jpg,a\n2.jpg,a\n1.jpg,A"},
@@ -182,6 +218,10 @@ REFUSED = [
     ("image,caption\n1.jpg,['a' 'b']\n", "", "caption holds a list as text, ['a' 'b']: write the"),
     ({"1": ["a"], "2": ["b"]}, "", "has no column caption: name it with --caption-column"),
     ("id,image_id,caption\n1,2,a\n2,1,b\n", "", "which column names the photo, image_id or id?"),
+    ('[{"image": "1.jpg", "caption": "a", "caption": "b"}]', "", "an object has a key twice: [('i"),
+    ('{"image": "1.jpg", "caption": "a", "gps": {"x": 1, "x": 2}}', "", "a key twice: [('x', "),
+    ("image,caption\n1.jpg,\"('a', 'b')\"\n", "", "caption holds a list as text, ('a', 'b'):"),
+    ("image,caption\n1.jpg,\"array(['a'])\"\n", "", "caption holds a list as text, array(['a']):"),
 ]
 
 
@@ -239,7 +279,22 @@ def test_tags_that_are_dictionaries(convert):
     rows = [{**PAIR, "tags": [{"dog": 1}, "cat"]}]
     printed, [line] = convert({"a.json": rows}, "--tag-column tags")
     assert line["tags"] == ["cat"]
-    assert "1 tags without a letter, the first: {'image': '1.jpg', 'caption': 'a', 'tags'" in printed
+    assert "1 tags without a letter, the first: {'image': '1.jpg', 'caption': 'a'," in printed
+
+
+def test_tags_are_printed(convert):
+    """Also where two rows of a photo do not agree, as two readers of an X-ray"""
+    rows = "image,caption,kind,leak\n1.jpg,a,hai,1\n1.jpg,b,hai,0\n2.jpg,c,iie,1\n"
+    printed, lines = convert({"file": rows}, "--tag-column kind leak")
+    assert [line["tags"] for line in lines] == [["hai", "leak"], ["iie", "leak"]]
+    assert " 3 different tags: hai, leak, iie\n" in printed
+    assert "1 rows with other tags than their photo's first row, the first: [" in printed
+
+
+@pytest.mark.parametrize("files", ("a.txt a.jpg a.png", "B.txt b.txt b.jpg", "c.txt C.jpg c.jpg"))
+def test_texts_of_several_photos(files, convert):
+    message, _ = convert({f"img/{name}": b"words" for name in files.split()}, how=refusal)
+    assert f"which text is of which photo? img/{files.split()[0]}" in message
 
 
 def test_split(convert):
@@ -286,7 +341,7 @@ def test_a_linked_photo_is_one(convert, tmp_path):
     rows = "image,caption,split\nimg/1.jpg,a,train\nlinked/1.jpg,b,val\n"
     printed, lines = convert({"file": rows})
     assert lines == [{"image": "img/1.jpg", "captions": ["a", "b"]}]
-    assert f"1 rows in another split than their photo's first, the first: ['{tmp_path}/linked/1" in printed
+    assert f"1 rows in another split than their photo's first, the first: ['{tmp_path}/link" in printed
 
 
 def test_photos_with_tags_alone(convert, tmp_path):
@@ -355,10 +410,6 @@ def test_parquet_without_its_package(convert, monkeypatch):
 
 SCANS = "p07_1.jpg", "p07_2.jpg", "p09_1.jpg", "p11_1.jpg"
 BY_KEY = {"p07_1": "a", "p07_2": "b", "p09_1": "c", "p11_1": "d"}
-
-
-def table(header, *rows):
-    return "\n".join([header, *rows])
 
 
 # Which column names the photo: photos, a table, the captions by stem or a refusal; that of captions
@@ -482,6 +533,16 @@ VOTES = {  # cells of tag columns: the tags of each row, or words of the refusal
     ("sea,port", "✓,✓", "✓,"): [["sea", "port"], ["sea"]],
     ("sea,port", "yes,no", "maybe,yes"): "sea holds yes, maybe: tags are words",
     ("sea,port", "ja,nein", "nein,ja"): "sea holds ja, nein: tags are words",
+    ("sea,port", "75%,quay", "5 %,pier"): "sea holds 5 %, 75%: tags are words",
+    ("sea,port", "2/3,quay", "0/3,pier"): "sea holds 0/3, 2/3: tags",
+    ("sea,port", "<5,quay", ">9,pier"): "sea holds <5, >9: tags",
+    ("sea,port", "x,quay", "*,pier"): "sea holds *, x: tags",
+    ("sea,port", "x,quay", "1,pier"): "sea holds 1, x: tags",
+    ("sea,port", "calm,yes", "rough,pier"): "port holds yes, pier: tags",
+    ("sea,port", "calm,Sim", "rough,Não"): "port holds não, sim: tags",
+    ("sea,port", "calm,3e-4", "rough,1E5"): "port holds 1e5, 3e-4: tags",
+    ("sea,port", "calm,old", "rough,new"): [["calm", "old"], ["rough", "new"]],
+    ("sea,port", "calm|0.9,old", "rough|0.7,new"): [["calm", "old"], ["rough", "new"]],
     ("sea,port", "1,quay", "0,pier|quay"): [["quay", "sea"], ["pier", "quay"]],
 }
 

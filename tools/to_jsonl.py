@@ -28,14 +28,14 @@ from tools.make_shards import clean, without_repeats
 CAPTIONS = re.compile(r"(captions?|sentences)_?\d*")  # names of columns; sentences: Karpathy's
 WORDS = re.compile("caption|sentence|text|title|tag|label|class|categor|keyword")  # of no photo
 NAMES = re.compile("image|img|photo|pic|file|path|key|name|(^|_)(id|no|nr|number)$")
-SPLITS = {"restval": "train", "validation": "val", "valid": "val", "dev": "val"}
+SPLITS = dict(restval="train", training="train", validation="val", valid="val", dev="val")
 NOTHING = "", "[]", "nan", "none", "null", "n/a"  # cells in lower case, as programs fill empty ones
 YES, NO = ("1", "1.0", "true", "yes", "y"), ("0", "0.0", "false", "no", "n")
 MARKS = "x", "*", "+", "✓", "✔", "✗", "•", "●"
 VOTES = """true yes y false no n x t f positive negative pos neg present absent ja nein nee oui non
     si sí sim não да нет tak nie evet hayır ya tidak 是 否 有 无 はい いいえ نعم لا हाँ नहीं ہاں نہیں
     """.split()  # yes and no, which are no tags
-NO_WORD = re.compile(r"[\W\d_]*(e[-+]?\d+)?")  # 80%, 3/5, <1, 1e-5
+NO_WORD = re.compile(r"[\W\d_¹²³½¼¾]*(e[-+]?\d+)?")  # 80%, 3/5, <1, 1e-5
 ENDING = re.compile(f"(?i)({'|'.join(map(re.escape, common.PHOTO_ENDINGS))})$")
 
 
@@ -184,15 +184,20 @@ def json_rows(path, text):
         return content
     lists = {name: part for name, part in content.items() if isinstance(part, list) and part}
     tables = {name: part for name, part in lists.items() if isinstance(part[0], dict)}
-    if "images" in tables and "annotations" in tables:  # COCO's
-        images, others = tables["images"], tables["annotations"]
-        files = {str(row.get("id")): row.get("file_name") for row in images}
-        if len(files) < len({row.get("file_name") for row in images}):
-            fail(f"{path}: several images have the same id")
-        for row in others:
-            row["file_name"] = files.get(str(row.get("image_id")))
-        return images + others
-    return rows if len(tables) != 1 else list(tables.values())[0]
+    is_coco = "images" in tables and "annotations" in tables
+    if not is_coco and len(tables) != 1:
+        return rows
+    read = ["images", "annotations"] if is_coco else [*tables]
+    print_main(f"{path}: read {read}, not {short([name for name in content if name not in read])}")
+    if not is_coco:
+        return tables[read[0]]
+    images, others = tables["images"], tables["annotations"]
+    files = {str(row.get("id")): row.get("file_name") for row in images}
+    if len(files) < len({row.get("file_name") for row in images}):
+        fail(f"{path}: several images have the same id")
+    for row in others:
+        row["file_name"] = files.get(str(row.get("image_id")))
+    return images + others
 
 
 def table_rows(path, text, args):
@@ -217,7 +222,8 @@ def table_rows(path, text, args):
     if broken:
         print_main(f"{path}: line breaks within quotes in {len(broken)} rows, {broken[0]}")
     if len(broken) > 0.01 * len(rows):
-        fail(f"{path}, {broken[0]}: a quote takes several lines into one cell. Is it not closed?")
+        fail(f"{path}, {broken[0]}: a quote takes several lines into one cell. Is it not closed? "
+             "(Captions of several lines are read from JSON.)")  # fmt: skip
     return rows
 
 
@@ -332,10 +338,10 @@ def texts_of(row, separators, what, notes):
         values = row.get(name, [])
         if isinstance(values, str):
             text = clean(values)
-            if re.fullmatch(r"""\[ ?['"[({].*\]|\( ?['"[({].*\)|\{ ?['"[({].*\}""", text):
+            if re.fullmatch(r"""\[ ?['"[({].*\]|\w*\( ?['"[({].*\)|\{ ?['"[({].*\}""", text):
                 fail(f"{name} holds a list as text, {short(text)}: write the rows as JSON")
             values = text.split(separator) if separator else [text]
-            if re.fullmatch(r"[[({][^][(){}]*[,;|][^][(){}]*[])}]", text):
+            if re.fullmatch(r"[\[({][^][(){}]*[,;|][^][(){}]*[])}]", text):
                 notes["cells that may be lists as text"].append(text)
                 values = []
         for value in values if isinstance(values, list) else [values]:
