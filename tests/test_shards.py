@@ -111,13 +111,15 @@ def test_layouts_of_others(tmp_path):
 def test_keys_without_a_photo_or_with_two(folder):
     """They are counted. As WebDataset reads names, the suffix begins at the first dot."""
     files = {"a.jpg": RED, "b.1.jpg": RED, "b.2.JPG": RED, "c.seg.json": b"", "d.PGM": RED}
-    write_tar(folder / "03.tar", {**files, "e.jp2": RED, "e.png": RED})
+    files |= {"e.jp2": RED, "e.png": RED, "f.TXT": b"a", "f.jpg": RED, "f.txt": b"b"}
+    write_tar(folder / "03.tar", files)
     photos, faults = make_shards.read_shard(folder / "03.tar")
     assert [place.split("\t")[1] for place, *_ in photos] == ["a.jpg", "d.PGM"]
     assert faults == [
         "b: ValueError: 0 photos among b.1.jpg, b.2.JPG",
         "c: ValueError: 0 photos among c.seg.json",
         "e: ValueError: 2 photos among e.jp2, e.png",
+        "f: ValueError: 1 photos among f.TXT, f.jpg, f.txt",
     ]
 
 
@@ -159,10 +161,11 @@ def test_which_captions_are_read(tmp_path):
     data = common.caption_data(str(tmp_path))
     assert list(data.captions) == [["a fern"], ["a moss"], ["a moss"], ["a fern"], []]
     for line in (
-        'the captions of 1 photos are from "captions" and not from "caption", which has others',
-        'the captions of 1 photos are from "caption"',
-        "the captions of 1 photos are from KEY.txt",
-        'the captions of 1 photos are from "captions" and not from KEY.txt, which has others',
+        '1 photos have captions from "captions" of KEY.json, not those of "caption" of KEY.json',
+        '1 photos have captions from "caption" of KEY.json',
+        "1 photos have captions from KEY.txt",
+        '1 photos have captions from "captions" of KEY.json, not those of KEY.txt',
+        "1 photos have no caption in a KEY.txt or KEY.json",
     ):
         assert f"train: {line}\n" in printed
     assert "e: ValueError: an object has a key twice: [('captions', ['a fern'])" in printed

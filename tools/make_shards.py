@@ -163,10 +163,8 @@ def write_index(folder, paths):
         shards.save_index(folder, split, common.CaptionData(places, *texts, tagged, tag_names))
         num_captions, num_tags = sum(map(len, captions)), sum(map(len, tags))
         print_main(f"{split}: {len(rows)} photos, {num_captions} captions, {num_tags} tags")
-        for source, number in Counter(filter(None, sources)).items():
-            print_main(f"{split}: the captions of {number} photos are from {source}")
-        if lacking := captions.count([]):
-            print_main(f"{split}: {lacking} photos have no caption in a KEY.txt or KEY.json")
+        for source, number in Counter(sources).items():
+            print_main(f"{split}: {number} photos have {source}")
 
 
 def read_shard(path):
@@ -221,26 +219,29 @@ def read_photo(path, tar, files):
     """
     beside = {file.name.removeprefix(key_of(file)).lower(): file for file in files}
     found = [suffix for suffix in beside if suffix in common.PHOTO_ENDINGS]
-    if len(found) != 1:
+    if len(found) != 1 or len(beside) < len(files):  # .txt and .TXT
         raise ValueError(f"{len(found)} photos among {', '.join(file.name for file in files)}")
-    photo, row, lines = beside[found[0]], {}, []
-    if ".json" in beside:
-        content = tar.extractfile(beside[".json"]).read()
-        row = json.loads(content, object_pairs_hook=without_repeats)
-    if ".txt" in beside:
-        lines = tar.extractfile(beside[".txt"]).read().decode("utf-8-sig").splitlines()
+    photo, present = beside[found[0]], {".json", ".txt"} & beside.keys()
+    content = {suffix: tar.extractfile(beside[suffix]).read() for suffix in present}
+    row = json.loads(content.get(".json", "{}"), object_pairs_hook=without_repeats)
+    lines = content.get(".txt", b"").decode("utf-8-sig").splitlines()
     caption = [row["caption"]] if row.get("caption") else []  # img2dataset writes one, or null
-    captions, source = list(filter(None, common.texts(row.get("captions")) or [])), '"captions"'
-    for texts, where in (lines, "KEY.txt"), (caption, '"caption"'):
-        texts = list(filter(None, map(clean, texts)))
+    given = {
+        '"captions" of KEY.json': common.texts(row.get("captions")) or [],
+        "KEY.txt": map(clean, lines),
+        '"caption" of KEY.json': map(clean, caption),
+    }
+    captions, source = [], "no caption in a KEY.txt or KEY.json"
+    for where, texts in given.items():
+        texts = list(filter(None, texts))
         if texts and not captions:
-            captions, source = texts, where
+            captions, source = texts, f"captions from {where}"
         elif texts and texts != captions:
-            source += f" and not from {where}, which has others"
+            source += f", not those of {where}"
     tags = common.texts(row.get("tags"))
     name = common.one_line(photo.name)  # to look at; without tabs
     place = f"{os.path.abspath(path)}\t{name}\t{photo.offset_data}\t{photo.size}"
-    return place, captions, tags and list(filter(None, tags)), source if captions else None
+    return place, captions, tags and list(filter(None, tags)), source
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def read_items(file, args, notes):
         if not tags and [] not in [row.get(column) for column in separators]:
             tags = None  # not known
         split = lower(args.split or next((row.get(key) for key in columns["split"]), ""))
-        called = stem(name) if by_path else name
+        called = stem(name) if by_path else unicodedata.normalize("NFC", name)
         items.append((paths[0], called, captions, tags, SPLITS.get(split, split)))
     return items
 
@@ -221,9 +221,8 @@ def table_rows(path, text, args):
         fail(f"{path}, line {reader.reader.line_num}: {error}: quotes must be those of csv")
     if broken:
         print_main(f"{path}: line breaks within quotes in {len(broken)} rows, {broken[0]}")
-    if len(broken) > 0.01 * len(rows):
-        fail(f"{path}, {broken[0]}: a quote takes several lines into one cell. Is it not closed? "
-             "(Captions of several lines are read from JSON.)")  # fmt: skip
+    if len(broken) > 0.01 * len(rows):  # captions of several lines can be read from JSON
+        fail(f"{path}, {broken[0]}: a quote takes several lines into one cell. Is it not closed?")
     return rows
 
 
