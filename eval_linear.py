@@ -117,8 +117,7 @@ def get_args(argv=None):
 
     # Flags that were left out take the protocol's values. Rates are scaled to --batch-size [ours].
     if args.batch_size and "lr" in defaults:
-        batch_scale = args.batch_size / defaults["batch_size"]
-        defaults["lr"] = [batch_scale * lr for lr in defaults["lr"]]
+        defaults["lr"] = [args.batch_size / defaults["batch_size"] * lr for lr in defaults["lr"]]
     defaults["train_split"], defaults["val_split"] = SPLITS.get(args.data, ("train", "val"))
     defaults["train_images"] = 2000 if args.data == "shapes" else None
     data = Path(args.root or "folder").resolve() if args.data == "folder" else Path(args.data)
@@ -357,7 +356,7 @@ def folder_labels(root, split):
         fail(f"there is no folder {path}. Expected is {split}/CLASS/PHOTO: see --root")
     names = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
     names = [name for name in names if not name.startswith(".")]
-    photos = [common.list_photos(path / name) for name in names]
+    photos = photos_below([path / name for name in names])
     check_classes(path, names, photos)
     real = cache(os.path.realpath)  # of each folder once, because there may be a million photos
     pairs = [os.path.split(photo) for files in photos for photo in files]
@@ -372,8 +371,19 @@ def folder_labels(root, split):
     return LabelData(paths, labels, names)
 
 
+def photos_below(folders):
+    """-> [[path of each photo below a folder], ...]; other files are counted"""
+    files = [common.list_photos(folder, "") for folder in folders]  # all: each ends with ""
+    is_photo = lambda path: path.lower().endswith(common.PHOTO_ENDINGS)
+    others = [path for paths in files for path in paths if not is_photo(path)]
+    if others:
+        print_main(f"{len(others)} files are left out, whose names do not end as those of photos "
+                   f"do, for example {others[0]}")  # fmt: skip
+    return [list(filter(is_photo, paths)) for paths in files]
+
+
 def check_classes(path, names, photos):
-    """Two classes or more, each with photos; other files are counted.  photos: paths of each"""
+    """Two classes or more, each with photos.  photos: paths of each"""
     empty = [name for name, files in zip(names, photos) if not files]
     if empty or not names:
         fail(f"{path} has {len(names)} folders, and no photos in {', '.join(empty[:5]) or 'any'}. "
@@ -389,12 +399,6 @@ def check_classes(path, names, photos):
     if "" not in set.union(*inner) and len(shared) > 1:
         fail(f"all of {', '.join(names[:5])} in {path} have the folders {', '.join(shared[:5])}: "
              "these are the likely classes. Is --root or --train-split a folder too high?")
-    files = [file for name in names for file in os.scandir(path / name) if file.is_file()]
-    shown = [file for file in files if not file.name.startswith(".")]
-    others = [file.path for file in shown if not file.name.lower().endswith(common.PHOTO_ENDINGS)]
-    if others:
-        print_main(f"{len(others)} files are left out, whose names do not end as those of photos "
-                   f"do, for example {min(others)}")  # fmt: skip
 
 
 def check_same_classes(train, test):
@@ -700,8 +704,7 @@ def sgd_virtex(train, test, run):
 
     layers = common.extra("layers")
     probe = layers.Probe(features_of, {"": run.backbone.channels}, len(run.names))
-    scores = partial(score_probe, probe, test, run)
-    return layers.train(probe, train, run, scores, learning_rate)
+    return layers.train(probe, train, run, partial(score_probe, probe, test, run), learning_rate)
 
 
 def vgg_layers(train, test, run):

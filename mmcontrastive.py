@@ -215,7 +215,7 @@ def main(args):
     translated = common.fingerprint(train.images, *translations)
     common.begin_run(args, checkpoint, train.checksum(), val.checksum(), translated)
     queue_size = fit_queue(args, len(train))
-    tokenizer, config, pretrained = load_caption_model(args, checkpoint, init, train, device)
+    tokenizer, config, pretrained = load_caption_model(args, checkpoint, init, train, val, device)
     photos = TwoViews(train, translations, args)
     iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
     print_main(f"{len(photos)} photos ({len(val)} for validation), {num_tags} tags, queues of "
@@ -547,7 +547,7 @@ class CaptionTrunk(nn.Module):
         return output.last_hidden_state[:, 0] if pooled is None else pooled
 
 
-def load_caption_model(args, checkpoint, init, train, device):
+def load_caption_model(args, checkpoint, init, train, val, device):
     """-> tokenizer, configuration, where the weights are (None: random, or in --init) of BERT"""
     if not (args.lambda_cc or args.lambda_ic):
         return None, None, None
@@ -569,13 +569,15 @@ def load_caption_model(args, checkpoint, init, train, device):
     tokenizer, config = read_caption_model(folder)
     if args.lm == "scratch":
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
-    some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
-    rows = tokenizer(some, add_special_tokens=False)["input_ids"]
-    unknown = sum(row.count(tokenizer.unk_token_id) for row in rows)
-    common.check_known(unknown, sum(map(len, rows)), "the captions")
-    cut = sum(len(row) > MAX_TOKENS - 2 for row in rows)  # [CLS] and [SEP] are added
-    if cut > 0.01 * len(some):
-        print_main(f"{cut} of {len(some)} captions are cut at {MAX_TOKENS} tokens")
+    for data, what in (train, "captions"), (val, "validation captions"):
+        captions = data.all_captions()
+        some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
+        rows = tokenizer(some, add_special_tokens=False)["input_ids"] if some else []
+        unknown = sum(row.count(tokenizer.unk_token_id) for row in rows)
+        common.check_known(unknown, sum(map(len, rows)), f"the {what}")
+        cut = sum(len(row) > MAX_TOKENS - 2 for row in rows)  # [CLS] and [SEP] are added
+        if cut > 0.01 * len(some):
+            print_main(f"{cut} of {len(some)} {what} are cut at {MAX_TOKENS} tokens")
     return tokenizer, config, weights
 
 

@@ -122,12 +122,9 @@ def voc_objects(root, split):
             for element in tree.getroot().findall("object"):
                 box = {edge.tag: float(edge.text) for edge in element.find("bndbox")}
                 left, top = box["xmin"] - 1, box["ymin"] - 1  # VOC counts pixels from 1
-                row = {
-                    "image_id": len(paths),
-                    "category_id": element.find("name").text,
-                    "bbox": [left, top, box["xmax"] - left, box["ymax"] - top],
-                    "iscrowd": int(element.findtext("difficult", "0")),
-                }
+                row = {"image_id": len(paths), "category_id": element.find("name").text}
+                row["bbox"] = [left, top, box["xmax"] - left, box["ymax"] - top]
+                row["iscrowd"] = int(element.findtext("difficult", "0"))
                 rows.append(row)
     classes = sorted({row["category_id"] for row in rows})
     content = coco_format(range(1, len(paths) + 1), rows, {name: name for name in classes})
@@ -142,10 +139,9 @@ def shapes_objects(split, side=96):
     for scene in scenes:
         for o in shapes.objects_of(scene):
             left, top, _, _ = o.box
-            width = 2 * side * o.radius
-            box = [side * left, side * top, width, width]
-            label = shapes.SHAPES.index(o.shape)
-            rows.append({"image_id": scene, "category_id": label, "bbox": box})
+            box = [side * left, side * top, 2 * side * o.radius, 2 * side * o.radius]
+            category = shapes.SHAPES.index(o.shape)
+            rows.append({"image_id": scene, "category_id": category, "bbox": box})
     content = coco_format(scenes, rows, dict(enumerate(shapes.SHAPES)))
     return BoxData(content, np.array(scenes, object), "shapes", open=shapes.draw)
 

@@ -4,10 +4,12 @@
     python -m downstream.classify --data folder --root photos --weights FOLDER/checkpoint.pth
 
 Nothing is trained here. Each photo gets the class whose name, in a caption such as "a photo of a
-daisy", is nearest in the common space of photos and captions (downstream/search.py). Underscores in
-names are read as spaces. Draws the ten photos nearest to each class in classify.png of --output.
+daisy", is nearest in the common space of photos and captions (downstream/search.py). The names
+golden_retriever and GoldenRetriever are read as golden retriever; the latter is not if it is one
+word to the model. Draws the ten photos nearest to each class in classify.png of --output.
 """
 
+import re
 from pathlib import Path
 
 import torch
@@ -37,8 +39,11 @@ def get_args(argv=None):
 def main(args):
     model = search.Model(args)
     data = eval_linear.label_data(args.data, args.root, args.val_split)
-    names = [name.replace("_", " ") for name in data.names]
-    model.check_words(names, "the names of the classes")
+    names = [read_name(name, model.tokenizer.get_vocab()) for name in data.names]
+    model.check_texts(names, "the names of the classes")
+    around = args.prompt.replace("{}", " ").strip()
+    if any(map(str.isalnum, around)):
+        model.check_texts([around], "the words of --prompt")
     texts = [args.prompt.replace("{}", name) for name in names]
     path = Path(args.output, "classify.png")
     similarity, readable, _ = model.find(texts, data, path)
@@ -51,6 +56,17 @@ def main(args):
     common.save(Path(args.output, "result.json"), {"args": vars(args), **result})
     print_main(f"{args.data}, {len(readable)} photos of {len(names)} classes: "
                f"{score:.1f} {metric} by class names, {guess:.1f} by guessing")  # fmt: skip
+
+
+def read_name(name, vocabulary):
+    """-> the name of a class in words, as the docstring of this file says it"""
+    words = []
+    for word in name.replace("_", " ").split():
+        parts = re.sub("(?<=[a-z])(?=[A-Z])", " ", word)
+        words.append(word if word.lower() in vocabulary else parts)
+    if len(words) < len(" ".join(words).split()):
+        print_main(f'the class {name} is read as "{" ".join(words)}"')
+    return " ".join(words)
 
 
 if __name__ == "__main__":

@@ -282,12 +282,9 @@ def result_rows(val, i, output):
     output = {name: values.float().cpu().numpy() for name, values in output.items()}
     rows = []
     for n, (left, top, right, bottom) in enumerate(output["boxes"].tolist()):
-        row = {
-            "image_id": val.ids[i],
-            "category_id": category_ids[int(output["labels"][n]) - 1],
-            "bbox": [left, top, right - left, bottom - top],
-            "score": float(output["scores"][n]),
-        }
+        row = {"image_id": val.ids[i], "bbox": [left, top, right - left, bottom - top]}
+        row["category_id"] = category_ids[int(output["labels"][n]) - 1]
+        row["score"] = float(output["scores"][n])
         if val.masks:
             rle = mask.encode(np.asfortranarray(output["masks"][n, 0] > 0.5))
             row["segmentation"] = {**rle, "counts": rle["counts"].decode()}

@@ -42,7 +42,6 @@ DEFAULTS = {  #          shapes    folder    inat
     "epochs":           (40.0,     100.0,    100.0),        # Sec. 4.3
     "batch_size":       (32,       256,      256),          # Sec. 4.3
     "crop_min":         (0.2,      0.08,     0.08),         # see below
-    "colour_jitter":    (0.0,      0.0,      0.0),          # App. A.1
     "log_every":        (10,       20,       20),
     "checkpoint_every": (100,      1000,     5000),
 }
@@ -71,7 +70,7 @@ def get_args(argv=None):
     add_run_flags(parser)
     args = parser.parse_args(argv)
     defaults = {name: row[DATA.index(args.data)] for name, row in DEFAULTS.items()}
-    tasks.fill_defaults(parser, args, "finetune", **SGD, **defaults)
+    tasks.fill_defaults(parser, args, "finetune", colour_jitter=0.0, **SGD, **defaults)
     if args.steps and not min(1, args.epochs / 2) <= max(args.steps) < args.epochs:
         parser.error(f"--steps are epochs, from 1 on, and training ends after {args.epochs:g}")
     return args
@@ -117,8 +116,7 @@ def main(args):
 def fine_tune(train, val, args, device):
     """Train into args.output -> scores on `val`; {} in all processes but the first"""
     checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    photos = common.fingerprint(train.images, train.labels.tolist())
-    common.begin_run(args, checkpoint, photos)
+    common.begin_run(args, checkpoint, common.fingerprint(train.images, train.labels.tolist()))
     usual = RANDOM_LR if args.weights == "random" else LR
     lr = args.lr or usual * args.batch_size / BATCH
     iters = math.ceil(args.epochs * len(train) / args.batch_size)
@@ -133,8 +131,7 @@ def fine_tune(train, val, args, device):
     # Validate at most once an epoch, after at least five times as many training photos as
     # there are validation photos, and with a line of metrics.jsonl.
     photos_per_line = args.batch_size * args.log_every
-    lines = math.ceil(max(len(train), 5 * len(val)) / photos_per_line)
-    validate_every = lines * args.log_every
+    validate_every = args.log_every * math.ceil(max(len(train), 5 * len(val)) / photos_per_line)
 
     def loss_of(ddp, batch):
         images = common.augment(batch["image"])  # (B, 3, h, w)
@@ -235,15 +232,12 @@ def part_of_classes(data, fraction, seed, shots=None):
 
 
 class Classifier(nn.Module):
-    """The backbone, average pooling and a linear layer: (B, 3, h, w) -> logits (B, classes)
-
-    The linear layer starts with weights from N(0, 0.01) and bias 0 [App. A.1, A.3]; in the IN-sup
-    rows, too [ours: they follow torchvision, which has torch's default there].
-    """
+    """The backbone, average pooling and a linear layer: (B, 3, h, w) -> logits (B, classes)"""
 
     def __init__(self, backbone, num_classes):
         super().__init__()
         self.backbone = backbone
+        # [App. A.1]; for IN-sup, too [ours: torchvision's training has torch's default]
         self.linear = layers.linear_layer(backbone.channels, num_classes)
 
     def forward(self, images):

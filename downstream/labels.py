@@ -37,8 +37,7 @@ def main(args):
     for photo, (pixels, readable) in zip(args.photos, squares):
         if not readable:
             continue
-        images = common.augment(torch.from_numpy(pixels)[None].to(device))  # (1, 3, h, w)
-        logits = model(images)[0]  # (K,)
+        logits = model(common.augment(torch.from_numpy(pixels)[None].to(device)))[0]  # (K,)
         probabilities = logits.sigmoid() if trained["labels"] == "lda" else logits.softmax(0)
         best = probabilities.topk(min(10, len(names)))
         print_main(photo)

@@ -45,7 +45,7 @@ def main(args):
     else:
         trained = model.trained
         data = common.caption_data(trained.data, trained.root, trained.val_split)
-    model.check_words(args.texts, "the texts")
+    model.check_texts(args.texts, "the texts")
     path = Path(args.output, "search.png")
     _, readable, nearest = model.find(args.texts, data, path)
     if args.root:
@@ -66,15 +66,24 @@ class Model:
         self.trained.amp = common.choose_amp(self.device, args.amp)
         self.trained.workers = args.workers
 
-    def check_words(self, texts, what):
-        """Name the texts in which the model does not know a word; refuse if it knows too few."""
-        tokens = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        unknown = [row.count(self.tokenizer.unk_token_id) for row in tokens]
+    def check_texts(self, texts, what):
+        """Refuse texts that are empty, alike or mostly unknown; name those with unknown words."""
+        wordless = [text for text in texts if not any(map(str.isalnum, text))]
+        if wordless:
+            fail(f"{len(wordless)} of {what} have no letter or digit: {wordless[:20]}")
+        rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        unknown = [row.count(self.tokenizer.unk_token_id) for row in rows]
         named = [text for text, count in zip(texts, unknown) if count]
         if named:
             print_main(f"the model does not know every word of {', '.join(named[:20])} "
                        f"({len(named)} of {len(texts)})")  # fmt: skip
-        common.check_known(sum(unknown), sum(map(len, tokens)), what)
+        common.check_known(sum(unknown), sum(map(len, rows)), what)
+        alike = [x for x, row, n in zip(texts, rows, unknown) if rows.count(row) > 1 and not n]
+        if alike:
+            fail(f"{what} must differ, but the model reads some of them alike: {alike[:20]}")
+        cut = sum(len(row) > mmcontrastive.MAX_TOKENS - 2 for row in rows)
+        if cut:
+            print_main(f"{cut} of {what} are cut at {mmcontrastive.MAX_TOKENS} tokens")
 
     def find(self, texts, data, path):
         """Draw a row of the ten nearest photos for each text.  data: CaptionData or similar

@@ -18,8 +18,6 @@ occur in a photo's captions. The paper's Stock photos are not public.
 What the paper leaves open is [ours]: a tag has PMI with itself as well; vectors are l2-normalised
 rows of U sqrt(S) of the truncated SVD U S V'; "nearest" is by cosine; optimizer and epochs. mIOU@K
 compares the K nearest tags with all n tags of a photo: it cannot exceed min(n, K) / max(n, K).
-
-What to expect: the loss starts near 1. A trained backbone should beat a random one.
 """
 
 import math
@@ -80,8 +78,7 @@ def main(args):
             mlp = train_mlp(train_x, train_data.labels, vectors, args, seed)
             ranked = nearest_tags(mlp, val_x, vectors)  # (N, 20)
             runs[name].append(miou_at_cuts(ranked, val_data.labels))
-    most_frequent = np.arange(min(CUTS[-1], len(train.names)))  # the order of tagged_photos
-    always = np.tile(most_frequent, (len(val_data), 1))
+    always = np.tile(range(min(CUTS[-1], len(train.names))), (len(val_data), 1))
     runs[FREQUENT] = [miou_at_cuts(always, val_data.labels)]
     tasks.report(runs, args, "tagging of", "mIOU@5", IN_WORDS)
 
@@ -119,8 +116,7 @@ def tags_of_photos(data, args):
         if not isinstance(content, dict):
             fail(f"--tags {args.tags} is not a concepts.json of tp.py or icmlm.py")
         concepts = {word for words in content.values() for word in words}
-        captions = progress(data.captions, desc="tags", total=len(data), leave=False)
-        return [concepts.intersection(words_of(" ".join(texts))) for texts in captions]
+        return [concepts.intersection(words_of(" ".join(texts))) for texts in data.captions]
     if args.data == "shapes":
         return [scene_tags(scene) for scene in data.images]
     return data.tags

@@ -26,8 +26,7 @@ def add_flags(parser, data=None):
     add = parser.add_argument_group("backbone and data").add_argument
     add("--weights", default="runs/virtex/backbone.pth",
         help="the backbone: a file that eval_linear.py reads, imagenet or random")
-    add("--arch", choices=common.BACKBONES,
-        help="network to build; needed for imagenet and random")
+    add("--arch", choices=common.BACKBONES, help="network; needed for imagenet and random")
     add("--data", default="shapes", choices=data, help="data set; shapes is built in" if data else
         "data set: shapes (built in), coco, vg, a .jsonl file or a folder of shards")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")

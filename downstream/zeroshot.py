@@ -170,11 +170,6 @@ def layer_features(backbone, data, args, device):
     return {name: F.normalize(part) for name, part in zip(names, parts)}, data
 
 
-def compatibility(mapped, attributes):
-    """Eq. 9: f(x, a) = a'(Σx + b); mapped: (N, n), Σx + b.  attributes: (classes, n)"""
-    return mapped @ attributes.T
-
-
 def predict_classes(x, data, args, device):
     """Learn Σ and b from the training photos [Eq. 11] -> a class (N,) for every photo [Eq. 10]
 
@@ -190,9 +185,9 @@ def predict_classes(x, data, args, device):
     seen_attributes = attributes[seen].to(device)
     train_x, train_y = x.to(device), torch.from_numpy(labels).to(device)
 
-    def loss_fn(mapped, targets):
+    def loss_fn(mapped, targets):  # mapped: Σx + b (N, n); Eq. 9: f(x, a) = a'(Σx + b)
         # Eq. 12 is a softmax, [ours] over the seen classes; Eq. 11 its negative logarithm.
-        return F.cross_entropy(compatibility(mapped, seen_attributes), targets)
+        return F.cross_entropy(mapped @ seen_attributes.T, targets)
 
     def learn(rows, rates):
         trials = [(rate, layers.DECAY) for rate in rates]  # the decay [ours]
@@ -201,14 +196,13 @@ def predict_classes(x, data, args, device):
         return layers.train_linear(*given, width=attributes.shape[1], loss_fn=loss_fn)
 
     def predict(layer, rows):
-        mapped = layers.predict(layer, x[rows])
-        return compatibility(mapped, attributes).argmax(1).numpy()  # Eq. 10, among all classes
+        scores = layers.predict(layer, x[rows]) @ attributes.T  # Eq. 9, (rows, classes)
+        return scores.argmax(1).numpy()  # Eq. 10, among all classes
 
     held_out, rest = np.split(train, [len(train) // 5])
     targets = data.labels[held_out]
     scores = [(predict(layer, held_out) == targets).mean() for layer in learn(rest, RATES)]
-    best = RATES[np.argmax(scores)]
-    [layer] = learn(train, [best])
+    [layer] = learn(train, [RATES[np.argmax(scores)]])
     return predict(layer, np.arange(len(x)))
 
 

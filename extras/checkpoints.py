@@ -30,6 +30,10 @@ def load_backbone(path, arch=None):
     content = common.read_checkpoint(path)
     for key in ("model", "state_dict", "model_state_dict", "teacher"):
         if isinstance(content.get(key), dict):
+            others = [name for name, x in content.items() if isinstance(x, dict) and name != key]
+            for name in others:
+                if any(f"{tensor}".endswith(MIDDLE) for tensor in content[name]):
+                    print_main(f"{path}: loaded {key}, not {name}")
             content = content[key]
     content = {str(key).replace("_orig_mod.", ""): value for key, value in content.items()}
     prefixes = [key.removesuffix(end) for key in content for end in MIDDLE if key.endswith(end)]
@@ -63,9 +67,8 @@ def shapes(state):
 
 
 class ClipEncoder(nn.Module):
-    """CLIP's image encoder from the hub or a folder, to compare with
-
-    (B, 3, h, w), normalised as by common.augment -> pooled features (B, channels, 1, 1)
+    """CLIP's image encoder from the hub or a folder, to compare with: (B, 3, h, w), normalised by
+    common.augment -> pooled features (B, channels, 1, 1)
     """
 
     arch = "clip"

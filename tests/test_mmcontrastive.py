@@ -468,6 +468,18 @@ def test_captions_of_another_language(start, tiny, tiny_lm, coco_folder, tmp_pat
     mixed = ["a red circle and a Σ"]  # one of six
     output = run_here(tiny("mmcontrastive", tmp_path / "mixed", *data("mixed", mixed), *flags))
     assert "22 of 132 tokens (17%) of the captions are unknown to the model, which" in output
+
+    def in_validation(name, captions):  # alone; training has English ones
+        rows = [{"image": str(path), "captions": ["a red circle"]} for path in photos]
+        rows[0] |= {"captions": captions, "split": "val"}
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return tiny("mmcontrastive", tmp_path / name, "--data", path, "--root", tmp_path, *flags)
+
+    message = refusal(in_validation("greek_val", GREEK))
+    assert "of the validation captions are unknown to the model" in message
+    output = run_here(in_validation("mixed_val", ["a small red circle and a Σ"]))
+    assert "1 of 7 tokens (14%) of the validation captions are unknown to the model" in output
     english = data("english", ["a red circle and a blue square"])
     assert "unknown" not in run_here(tiny("mmcontrastive", tmp_path / "other", *english, *flags))
 

@@ -76,6 +76,8 @@ def test_search(trained, coco_folder, tmp_path):
     broken = folder / "broken.jpg"
     broken = f"{broken} (cannot identify image file {str(broken)!r})"
     wanted = [f"{trained / 'checkpoint.pth'} was trained on coco"]
+    left_out = "1 files are left out, whose names do not end as those of photos do, for example "
+    wanted.append(f"{left_out}{folder / 'notes.txt'}")
     wanted.append(f"cannot decode {broken}: the next photo is used")
     for text, row in zip(texts, order):
         wanted.append(f"{text}: {', '.join(paths[n] for n in row[:3])}, ...")
@@ -166,6 +168,60 @@ def test_words_that_the_model_does_not_know(trained, coco_folder, tmp_path, caps
         shutil.copytree(tmp_path / "labelled/val/blue_square", tmp_path / "labelled/val" / name)
     shutil.rmtree(tmp_path / "labelled" / "val" / "blue_square")
     assert "of the names of the classes are unknown to the model" in refusal(classify)
+
+
+WRONG_TEXTS = [
+    (["a red circle", " "], "1 of the texts have no letter or digit: [' ']"),
+    (["?!", "🐾", "a star"], "2 of the texts have no letter or digit: ['?!', '🐾']"),
+    (["a blue ring", "A blue  ring", "a star"], "alike: ['a blue ring', 'A blue  ring']"),
+]
+
+
+@pytest.mark.parametrize("texts, words", WRONG_TEXTS)
+def test_texts_that_find_nothing_of_their_own(texts, words, trained, tmp_path):
+    weights = "--weights", trained / "checkpoint.pth", "--output", tmp_path
+    assert words in refusal(["downstream.search", *texts, *weights])
+    lines = run_here(["downstream.search", 40 * "red circle ", "a star", *weights]).splitlines()
+    assert "1 of the texts are cut at 64 tokens" in lines
+
+
+def test_names_of_classes(trained, coco_folder, tmp_path):
+    """Read as words if they are none to the model; refused if the model reads two alike."""
+    photos = sorted((coco_folder / "val2017").iterdir())
+
+    def classify(names, *flags):
+        data = tmp_path / " ".join(names)
+        for photo, name in zip(photos, names):
+            (data / "val" / name).mkdir(parents=True)
+            shutil.copy(photo, data / "val" / name)
+        weights = "--weights", trained / "checkpoint.pth", "--output", tmp_path, "--workers", 0
+        return ["downstream.classify", "--data", "folder", "--root", data, *weights, *flags]
+
+    lines = run_here(classify(["RedCircle", "blue_Star", "Square"])).splitlines()
+    assert [line for line in lines if "is read as" in line] == [
+        'the class RedCircle is read as "Red Circle"'
+    ]
+    for names in ["Star", "star"], ["blue_star", "blue star"], ["BlueStar", "blue_Star"]:
+        wrong = refusal(classify(names))
+        assert "names of the classes must differ, but the model reads some of them alike" in wrong
+        assert all(name.replace("_", " ")[:4] in wrong for name in names)
+    known = classify(["red", "blue"], "--prompt", "{}!")
+    assert "prompt" not in run_here(known)
+    some = run_here([*known[:-1], "a red жук, a {}"])
+    assert "the model does not know every word of a red жук, a (1 of 1)" in some
+    wrong = refusal([*known[:-1], "это {}"])
+    assert "1 of 1 tokens (100%) of the words of --prompt are unknown to the model" in wrong
+
+
+def test_files_that_are_no_photos_are_counted(coco_folder, tmp_path):
+    for name in ("a.heic", "deep/b.mp4", ".hidden"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    shutil.copy(min((coco_folder / "val2017").iterdir()), tmp_path)
+    flags = "--weights", "random", "--arch", "resnet18", "--image-size", 32, "--workers", 0
+    printed = run_here(["downstream.embed", tmp_path, *flags, "--output", tmp_path / "out"])
+    assert printed.startswith("2 files are left out, whose names") and "a.heic" in printed
+    assert "1 photos at 32 px" in printed
 
 
 @NEEDS_PICTURES

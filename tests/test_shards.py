@@ -395,6 +395,20 @@ def test_checkpoints_of_others(key, prefix, more, tmp_path):
         checkpoints.load_backbone(tmp_path / "x.pth")
 
 
+def test_two_backbones_in_a_file(tmp_path, capsys):
+    """timm's file has averaged weights, too; the line says which ones are loaded."""
+    state = common.build_backbone("resnet18").state_dict()
+    average = {f"module.{name}": 2 * x for name, x in state.items()}
+    optimizer = {"state": {}, "param_groups": [{"lr": 0.1}]}
+    content = {"state_dict_ema": average, "optimizer": optimizer, "state_dict": state}
+    torch.save(content, tmp_path / "x.pth")
+    loaded = checkpoints.load_backbone(tmp_path / "x.pth").state_dict()
+    assert torch.equal(loaded["conv1.weight"], state["conv1.weight"])
+    assert capsys.readouterr().out == (
+        f"{tmp_path}/x.pth: loaded state_dict, not state_dict_ema\n"
+    )
+
+
 @pytest.mark.parametrize("save", (torch.save, torch.jit.save))
 def test_what_is_no_state_dict(save, tmp_path):
     """A whole module and TorchScript: how to save them instead"""
