@@ -272,9 +272,8 @@ YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.311
 KEEP_GREY = (1, 0, 0), (0, 0, 0), (0, 0, 0)  # they multiply (Y, I, Q) from the right
 KEEP_COLOURS = (0, 0, 0), (0, 1, 0), (0, 0, 1)
 TURN_COLOURS = (0, 0, 0), (0, 0, 1), (0, -1, 0)
-PHOTO_ENDINGS = tuple(
-    ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm".split()
-)
+PHOTO_ENDINGS = ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm"
+PHOTO_ENDINGS = tuple(PHOTO_ENDINGS.split())
 report_once = cache(tqdm.write)  # once per process: each worker of a DataLoader has its own
 
 
@@ -418,8 +417,11 @@ def load_batches(dataset, collate, args, device, batch_size=64, sampler=None):
         dataset, batch_size, sampler=sampler, num_workers=args.workers, collate_fn=collate,
         pin_memory=device.type == "cuda",
     )  # fmt: skip
-    for batch in loader if sampler else progress(loader, desc="validation", leave=False):
-        yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
+    try:
+        for batch in loader if sampler else progress(loader, desc="validation", leave=False):
+            yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
+    except Unreadable as error:  # a thousand in a row; a worker's error comes with a traceback
+        fail(str(error).splitlines()[-1])
 
 
 def augment(images, jitter=None):
@@ -515,9 +517,8 @@ def load_init(init, model, backbone, skip=()):
     if init:
         module = model if "model" in init else backbone
         state = module.state_dict()
-        start = init.get("model", init).items()
+        start = [(n, x) for n, x in init.get("model", init).items() if not n.startswith(skip)]
         fit = {name: x for name, x in start if name in state and x.shape == state[name].shape}
-        fit = {name: x for name, x in fit.items() if not name.startswith(skip)}
         module.load_state_dict(fit, strict=module is backbone)  # a backbone fits exactly
         print_main(f"--init: loaded {len(fit)} of {len(state)} tensors")
 

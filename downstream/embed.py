@@ -15,7 +15,7 @@ import torch
 
 import common
 import eval_linear
-from common import print_main
+from common import fail, print_main
 from downstream import pictures, tasks
 
 
@@ -34,6 +34,9 @@ def get_args(argv=None):
 
 def main(args):
     photos = pictures.images_in(args.folder)
+    broken = [path for path in photos.images if len(path.splitlines()) > 1]
+    if broken:
+        fail(f"files.txt has one path on each line, but this one has line breaks: {broken[0]!r}")
     device = tasks.begin(args)
     default = None if eval_linear.is_file(args.weights) else "resnet50"
     backbone = eval_linear.load_backbone(args.weights, args.arch or default, seed=0)

@@ -237,7 +237,6 @@ class Classifier(nn.Module):
     def __init__(self, backbone, num_classes):
         super().__init__()
         self.backbone = backbone
-        # [App. A.1]; for IN-sup, too [ours: torchvision's training has torch's default]
         self.linear = layers.linear_layer(backbone.channels, num_classes)
 
     def forward(self, images):

@@ -78,8 +78,7 @@ def get_args(argv=None):
     args = parser.parse_args(argv)
     by_data = "small" if args.data.endswith(".jsonl") else "paper"
     args.recipe = args.recipe or ("demo" if args.data == "shapes" else by_data)
-    column = common.RECIPE_NAMES.index(args.recipe)
-    recipe = {name: row[column] for name, row in RECIPES.items()}
+    recipe = {name: x[common.RECIPE_NAMES.index(args.recipe)] for name, x in RECIPES.items()}
     tasks.fill_defaults(parser, args, "retrieval", **recipe)
     return args
 
@@ -152,8 +151,7 @@ def crop_features(backbone, data, args, device):
     """-> CaptionData of the photos that can be decoded; features (crops, N, channels) of their
     RandomCrops
     """
-    crops = RandomCrops(data, args)
-    features, readable = tasks.extract_features(backbone, crops, args, device)
+    features, readable = tasks.extract_features(backbone, RandomCrops(data, args), args, device)
     readable = readable[: len(readable) // args.crops]
     return data.select(readable), features.view(args.crops, len(readable), -1)
 

@@ -113,6 +113,8 @@ def load_encoders(path):
     if not trained.lambda_ic:
         fail(f"{path} was trained without --lambda-ic: photos and captions share no space in it")
     folder = Path(path).parent / "caption_model"
+    if not folder.is_dir():
+        fail(f"there is no folder {folder}, which training writes: copy it with {path}")
     tokenizer, bert_config = mmcontrastive.read_caption_model(folder)
     encoders = mmcontrastive.build_encoders(trained, bert_config)
     state = content["model"].items()

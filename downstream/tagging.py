@@ -65,8 +65,7 @@ def main(args):
     device = tasks.begin(args)
     train, val = tagged_photos(args)
     eval_linear.report_shared(train, val)
-    counts = f"{len(train)} training and {len(val)} validation photos"
-    print_main(f"{counts}, {len(train.names)} tags")
+    print_main(f"{len(train)} training and {len(val)} validation photos, {len(train.names)} tags")
 
     vectors = tag_vectors(train.labels, args.dim, device)  # (tags, dim)
     runs = defaultdict(list)
@@ -180,8 +179,7 @@ def train_mlp(features, tags, vectors, args, seed):
         order = rng.permutation(len(features))
         for batch in np.array_split(order, num_batches):
             x = features[batch].to(device)
-            target = mean_vectors(tags[batch], vectors)
-            loss = cosine_loss(mlp(x), target)
+            loss = cosine_loss(mlp(x), mean_vectors(tags[batch], vectors))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
