@@ -420,8 +420,8 @@ def load_batches(dataset, collate, args, device, batch_size=64, sampler=None):
     try:
         for batch in loader if sampler else progress(loader, desc="validation", leave=False):
             yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
-    except Unreadable as error:  # a thousand in a row; a worker's error comes with a traceback
-        fail(str(error).splitlines()[-1])
+    except Unreadable:  # see Photos; the reasons are printed
+        fail("a thousand samples in a row cannot be decoded: see above")
 
 
 def augment(images, jitter=None):

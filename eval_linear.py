@@ -374,6 +374,9 @@ def folder_labels(root, split):
 def photos_below(folders):
     """-> [[path of each photo below a folder], ...]; other files are counted"""
     files = [common.list_photos(folder, "") for folder in folders]  # all: each ends with ""
+    odd = [x for paths in files for x in paths if x != x.encode(errors="ignore").decode()]
+    if odd:
+        fail(f"the name of {odd[0]!r} is not in UTF-8: rename this file")
     is_photo = lambda path: path.lower().endswith(common.PHOTO_ENDINGS)
     others = [path for paths in files for path in paths if not is_photo(path)]
     if others:
@@ -504,8 +507,7 @@ def run_over_photos(function, photos, args, device):
     photos: CentralSquares or similar.  args: workers.  -> (M, D) float32 on the CPU for the M
     photos that can be decoded, in their order; and the indices of these photos (M,)
     """
-    pin = device.type == "cuda"
-    loader = DataLoader(photos, 64, num_workers=args.workers, pin_memory=pin)
+    loader = DataLoader(photos, 64, num_workers=args.workers, pin_memory=device.type == "cuda")
     outputs, readable, filled = None, [], 0
     for images, good in progress(loader, desc="photos", unit=" batches", leave=False):
         rows = function(images.to(device, non_blocking=True)).float().cpu()[good]
@@ -641,8 +643,7 @@ def knn(train, test, run):
     train_x, train_y = train.x.to(run.device), train.y.to(run.device)
     votes = []
     for part in test.x.split(1024):
-        similarity = part.to(run.device) @ train_x.T
-        cosine, nearest = similarity.topk(min(20, len(train_x)))  # (B, 20) both
+        cosine, nearest = (part.to(run.device) @ train_x.T).topk(min(20, len(train_x)))  # (B, 20)
         weights = (cosine / 0.07).exp()[..., None]
         labels = train_y[nearest]  # (B, 20), or (B, 20, classes)
         if labels.ndim == 2:
@@ -674,8 +675,7 @@ def logreg_icmlm(train, test, run):
     rates = 10 ** rng.uniform(-1, 2, 25)
     decays = rng.uniform(0, 1e-5, 25)
     trials = list(zip(rates.tolist(), decays.tolist()))
-    order = rng.permutation(len(train.x))
-    held_out, rest = np.split(order, [len(order) // 5 or 1])
+    held_out, rest = np.split(rng.permutation(len(train.x)), [len(train.x) // 5 or 1])
 
     x, y = train.x.to(run.device), train.y.to(run.device)
     cosine = partial(common.lr_factor, total=1)

@@ -396,18 +396,17 @@ class TwoViews(common.Photos):
             return self.photo(index, rng)[0] | {"index": index}
         args = self.args
         crop = partial(common.random_crop, rng, args.crop_min)
-        images = common.read_crops(self.data, index, [crop, crop], args.image_size)
+        photo_q, photo_k = common.read_crops(self.data, index, [crop, crop], args.image_size)
         if args.moco_v1:  # all four vary by up to 0.4, on every photo [MoCo v1's code]
             limits = 0.4 * args.colour_jitter
             jitter = rng.uniform(common.NO_JITTER - limits, common.NO_JITTER + limits, (2, 4))
         else:
-            jitter = np.stack([common.colour_jitter(rng, args.colour_jitter) for _ in images])
+            jitter = np.stack([common.colour_jitter(rng, args.colour_jitter) for _ in "qk"])
         grey = rng.random(2) < args.greyscale
         jitter[grey, 2:] = 0  # saturation 0, so that there is no hue to rotate
         blurred = rng.random(2) < args.blur
         sigma = blurred * rng.uniform(0.1, 2.0, 2) * args.image_size / 224  # MoCo-v2; scale [ours]
         flip_q, flip_k = rng.random(2) < 0.5
-        photo_q, photo_k = images
         caption_q, caption_k = self.two_captions(index, rng)
         # Left and right follow the photo that a caption is compared with: photo q meets caption k
         # (Eq. 11), photo k meets caption q (Eq. 14). [ours: those of Eq. 8 may then disagree]
@@ -604,7 +603,10 @@ def load_pretrained(bert, source):
     """Start from the weights of `source`. A missing pooler is randomly initialised."""
     from transformers import AutoModel
 
-    pretrained, report = AutoModel.from_pretrained(source, output_loading_info=True)
+    try:
+        pretrained, report = AutoModel.from_pretrained(source, output_loading_info=True)
+    except OSError:
+        fail(f"--lm {source} has no weights, only a configuration: --init takes a checkpoint.pth")
     missing = sorted(report["missing_keys"])
     if missing:
         print_main(f"{source} lacks {len(missing)} tensors, which start random: {missing[0]}...")
@@ -828,8 +830,7 @@ def validate(encoders, val, tokenizer, args, device):
     encoders.train()
     image_of_caption = torch.tensor([i for i, row in enumerate(val.captions) for _ in row])
     trained = images @ captions.T  # (N, M)
-    generator = torch.Generator().manual_seed(args.seed)
-    chance = torch.rand(trained.shape, generator=generator)
+    chance = torch.rand(trained.shape, generator=torch.Generator().manual_seed(args.seed))
     result = {"images": len(images), "captions": len(captions)}
     for name, similarity in {"trained": trained, "random": chance}.items():
         result[name] = retrieval_scores(similarity, image_of_caption)
@@ -854,8 +855,7 @@ def retrieval_scores(similarity, image_of_caption):
     for way, dim in {"image to text": 1, "text to image": 0}.items():
         best = similarity.masked_fill(~matching, -math.inf).amax(dim, keepdim=True)
         ties = (similarity == best) & ~matching
-        better = (similarity > best).sum(dim)
-        ranks = better + ties.sum(dim) / 2  # counted from 0
+        ranks = (similarity > best).sum(dim) + ties.sum(dim) / 2  # counted from 0
         scores[way] = {f"R@{k}": 100 * (ranks <= k - 1).float().mean().item() for k in (1, 5, 10)}
         scores[way]["median rank"] = math.floor(np.median(ranks)) + 1  # [VSE++ code]
     return scores

@@ -127,8 +127,7 @@ def caption_images(model, tokenizer, data, image_size, device, args):
     first = 0
     for pixels, readable in progress(batches, desc="captions", unit=" batches", leave=False):
         batch = common.augment(pixels.to(device))
-        features = model.visual["cnn"](batch)  # (B, channels, h, w)
-        image_features = model.textual.project(features)  # (B, S, H)
+        image_features = model.textual.project(model.visual["cnn"](batch))  # (B, S, H)
         captions, _ = beam_search(model.textual, image_features, args.beams)
         before_end = (captions == EOS).cumsum(1) == 0  # (B, T)
         for n in range(len(pixels)):

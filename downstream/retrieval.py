@@ -256,8 +256,7 @@ def train_encoders(data, features, val_data, val_features, vocabulary, args, dev
             optimizer.step()
         if not loss.isfinite():
             fail(f"the loss is not finite in epoch {epoch + 1}: try a lower --lr")
-        similarity = compare(model, val_data, val_features)
-        scores = fold_scores(similarity, image_of_caption(val_data))
+        scores = fold_scores(compare(model, val_data, val_features), image_of_caption(val_data))
         recalls = sum(scores[name] for name in scores if "R@" in name)
         bar.set_postfix(loss=f"{loss.item() / len(batch):.3f}", recalls=f"{recalls:.1f}")
         if recalls > best_recalls:

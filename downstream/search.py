@@ -71,13 +71,18 @@ class Model:
         wordless = [text for text in texts if not any(map(str.isalnum, text))]
         if wordless:
             fail(f"{len(wordless)} of {what} have no letter or digit: {wordless[:20]}")
-        rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        encoded = self.tokenizer(texts, add_special_tokens=False)
+        rows = encoded["input_ids"]  # each the tokens of a text
         unknown = [row.count(self.tokenizer.unk_token_id) for row in rows]
         named = [text for text, count in zip(texts, unknown) if count]
         if named:
             print_main(f"the model does not know every word of {', '.join(named[:20])} "
                        f"({len(named)} of {len(texts)})")  # fmt: skip
         common.check_known(sum(unknown), sum(map(len, rows)), what)
+        split = [x for n, x in enumerate(texts) if len(rows[n]) > len({*encoded.word_ids(n)})]
+        if split:
+            print_main(f"the model knows only pieces of some words of {', '.join(split[:20])} "
+                       f"({len(split)} of {len(texts)})")  # fmt: skip
         alike = [x for x, row, n in zip(texts, rows, unknown) if rows.count(row) > 1 and not n]
         if alike:
             fail(f"{what} must differ, but the model reads some of them alike: {alike[:20]}")
@@ -91,10 +96,9 @@ class Model:
         -> cosines (T, N) of T texts with the N photos that can be decoded, the indices of these in
         `data`, and for each text the indices in `data` of the ten, the nearest first
         """
-        image, caption = self.encoders["image"], self.encoders["caption"]
         given = self.trained, self.device
-        photos, readable = mmcontrastive.encode_images(image, data, *given)
-        vectors = mmcontrastive.encode_captions(caption, self.tokenizer, texts, *given)
+        photos, readable = mmcontrastive.encode_images(self.encoders["image"], data, *given)
+        vectors = mmcontrastive.encode_captions(self.encoders["caption"], self.tokenizer, texts, *given)
         similarity = vectors @ photos.T
         scores, order = similarity.topk(min(10, len(photos)))  # (T, 10)
         nearest = [[readable[n] for n in row] for row in order.tolist()]

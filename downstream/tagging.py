@@ -91,8 +91,7 @@ def tagged_photos(args):
     val = common.caption_data(args.data, args.root, args.val_split, tags=True)
     if args.fraction < 1:
         order = np.random.default_rng(args.seed).permutation(len(train))
-        count = max(1, round(args.fraction * len(train)))
-        train = train.select(np.sort(order[:count]))
+        train = train.select(np.sort(order[: max(1, round(args.fraction * len(train)))]))
     train_tags, val_tags = tags_of_photos(train, args), tags_of_photos(val, args)
     counts = Counter(tag for tags in train_tags for tag in tags)
     if len(counts) < 2:

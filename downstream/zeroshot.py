@@ -191,8 +191,7 @@ def predict_classes(x, data, args, device):
 
     def learn(rows, rates):
         trials = [(rate, layers.DECAY) for rate in rates]  # the decay [ours]
-        cosine = partial(common.lr_factor, total=1)
-        given = train_x, train_y, rows, trials, cosine, args
+        given = train_x, train_y, rows, trials, partial(common.lr_factor, total=1), args
         return layers.train_linear(*given, width=attributes.shape[1], loss_fn=loss_fn)
 
     def predict(layer, rows):

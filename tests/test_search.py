@@ -1,6 +1,7 @@
 """downstream/search.py: photos found by a text, by vectors made one by one"""
 
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 
@@ -181,8 +182,9 @@ WRONG_TEXTS = [
 def test_texts_that_find_nothing_of_their_own(texts, words, trained, tmp_path):
     weights = "--weights", trained / "checkpoint.pth", "--output", tmp_path
     assert words in refusal(["downstream.search", *texts, *weights])
-    lines = run_here(["downstream.search", 40 * "red circle ", "a star", *weights]).splitlines()
+    lines = run_here(["downstream.search", 40 * "red circle ", "one rotzo", *weights]).splitlines()
     assert "1 of the texts are cut at 64 tokens" in lines
+    assert "the model knows only pieces of some words of one rotzo (1 of 2)" in lines
 
 
 def test_names_of_classes(trained, coco_folder, tmp_path):
@@ -222,6 +224,29 @@ def test_files_that_are_no_photos_are_counted(coco_folder, tmp_path):
     printed = run_here(["downstream.embed", tmp_path, *flags, "--output", tmp_path / "out"])
     assert printed.startswith("2 files are left out, whose names") and "a.heic" in printed
     assert "1 photos at 32 px" in printed
+    first = min((coco_folder / "val2017").iterdir())
+    for name, words in (b"two\nlines.jpg", r"has line breaks: "), (b"Gr\xfcn.jpg", "is not in UTF-8"):
+        copy = os.path.join(os.fsencode(tmp_path), name)
+        shutil.copy(first, copy)
+        assert words in refusal(["downstream.embed", tmp_path, *flags, "--output", tmp_path / "out"])
+        os.remove(copy)
+
+
+def test_no_photo_can_be_decoded(trained, tmp_path):
+    for n in range(3):
+        (tmp_path / f"{n}.jpg").write_bytes(b"<html>")
+    for workers in 0, 2:
+        flags = "--weights", trained / "checkpoint.pth", "--workers", workers
+        command = ["downstream.search", "a star", "--root", tmp_path, *flags]
+        wrong = refusal([*command, "--output", tmp_path / "out"])
+        assert "a thousand samples in a row cannot be decoded: see above" in wrong
+
+
+def test_a_checkpoint_without_its_folder(trained, tmp_path):
+    shutil.copy(trained / "checkpoint.pth", tmp_path)
+    flags = "--weights", tmp_path / "checkpoint.pth", "--output", tmp_path
+    wrong = refusal(["downstream.search", "a star", *flags])
+    assert f"there is no folder {tmp_path}/caption_model, which training writes: copy it" in wrong
 
 
 @NEEDS_PICTURES
