@@ -558,8 +558,7 @@ def score(decisions, labels):
     if not decisions.isfinite().all():
         fail("the linear layer has diverged: try a lower --lr")
     if labels.ndim == 1:
-        correct = decisions.argmax(1) == labels
-        return {"top-1": 100 * correct.double().mean().item()}
+        return {"top-1": 100 * (decisions.argmax(1) == labels).double().mean().item()}
     both = zip(decisions.T.numpy(), labels.T.numpy())
     areas = [average_precision(*column) for column in both if {0, 1} <= {*column[1]}]
     if not areas:

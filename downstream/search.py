@@ -96,9 +96,9 @@ class Model:
         -> cosines (T, N) of T texts with the N photos that can be decoded, the indices of these in
         `data`, and for each text the indices in `data` of the ten, the nearest first
         """
-        given = self.trained, self.device
-        photos, readable = mmcontrastive.encode_images(self.encoders["image"], data, *given)
-        vectors = mmcontrastive.encode_captions(self.encoders["caption"], self.tokenizer, texts, *given)
+        encoders, given = self.encoders, (self.trained, self.device)
+        photos, readable = mmcontrastive.encode_images(encoders["image"], data, *given)
+        vectors = mmcontrastive.encode_captions(encoders["caption"], self.tokenizer, texts, *given)
         similarity = vectors @ photos.T
         scores, order = similarity.topk(min(10, len(photos)))  # (T, 10)
         nearest = [[readable[n] for n in row] for row in order.tolist()]

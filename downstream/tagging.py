@@ -151,9 +151,8 @@ def tag_vectors(tags, dim, device):
     pmi = torch.log(both * tags.shape[0] / torch.outer(each, each))  # -inf if no photo has both
     # A symmetric matrix has as singular values its eigenvalues without their signs.
     values, axes = torch.linalg.eigh(pmi.clamp(min=0))
-    values = values.abs()
-    largest = values.argsort(descending=True)[:dim]
-    vectors = axes[:, largest] * values[largest].sqrt()
+    largest = values.abs().argsort(descending=True)[:dim]
+    vectors = axes[:, largest] * values[largest].abs().sqrt()
     return F.normalize(vectors, eps=1e-3)  # a vector of rounding errors stays near 0
 
 

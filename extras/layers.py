@@ -180,8 +180,7 @@ def vgg_probe(run):
     """-> Probe of CONVOLUTIONS, for eval_linear.Run"""
     side = run.args.image_size // 16 // 3  # of the pooled maps
     widths = dict.fromkeys(CONVOLUTIONS, run.backbone.channels * side**2)
-    features_of = partial(convolutions, run.backbone, amp=run.args.amp)
-    return Probe(features_of, widths, len(run.names))
+    return Probe(partial(convolutions, run.backbone, amp=run.args.amp), widths, len(run.names))
 
 
 def learning_rate(peak, iteration, iters):

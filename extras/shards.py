@@ -23,8 +23,7 @@ def save_index(folder, split, data):
     columns = {"images": data.images, "captions": data.captions.joined, "tags": data.tags.joined}
     for name, strings in columns.items():
         encoded = [string.encode() for string in strings]
-        content = np.frombuffer(bytearray().join(encoded), np.uint8)
-        index[name] = torch.from_numpy(content)
+        index[name] = torch.from_numpy(np.frombuffer(bytearray().join(encoded), np.uint8))
         index[f"{name}_ends"] = torch.tensor([0, *map(len, encoded)]).cumsum(0)
     common.save(Path(folder, f"{split}.index"), index)
 

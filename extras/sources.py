@@ -81,8 +81,7 @@ def voc07(root, split):
         if table.keys() != tables[0].keys():
             fail(f"{path} does not list the same photos as {lists[0].name}")
         columns.append([VOC_TRUTH[table[photo]] for photo in ids])  # the lists' orders may differ
-    photos = lists[0].parents[2] / "JPEGImages"
-    paths = [f"{photos}/{photo}.jpg" for photo in ids]
+    paths = [f"{lists[0].parents[2]}/JPEGImages/{photo}.jpg" for photo in ids]
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing:
         fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")

@@ -5,6 +5,7 @@ Also tools/backtranslate.py, whose file it reads. downstream/search.py: test_sea
 
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -567,3 +568,10 @@ def test_learns(easy_scenes, tmp_path):
     scores = result(tmp_path)["retrieval"]
     trained, chance = [scores[name]["text to image"]["R@10"] for name in ("trained", "random")]
     assert trained > chance + 5
+
+
+def test_a_language_model_without_weights(tiny, tiny_lm, tmp_path):
+    """A folder with a tokenizer and a configuration, as caption_model is, ends in one line."""
+    shutil.copytree(tiny_lm, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    wrong = refusal(tiny("mmcontrastive", tmp_path / "run", "--lm", tmp_path / "bare"))
+    assert f"--lm {tmp_path}/bare has no weights, only a configuration" in wrong
