@@ -405,7 +405,7 @@ def top_concepts(counts, pos, num_concepts):
 
 def make_triplets(args, splits, tokenizer):
     """Write what is found in the captions into --output.  splits: CaptionData of train and val"""
-    captions = splits[0].all_captions()
+    captions = splits[0].all_captions() + splits[1].all_captions()
     some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
     rows = tokenizer(some, add_special_tokens=False)["input_ids"]
     unknown = sum(row.count(tokenizer.unk_token_id) for row in rows)

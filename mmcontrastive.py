@@ -401,7 +401,7 @@ class TwoViews(common.Photos):
             limits = 0.4 * args.colour_jitter
             jitter = rng.uniform(common.NO_JITTER - limits, common.NO_JITTER + limits, (2, 4))
         else:
-            jitter = np.stack([common.colour_jitter(rng, args.colour_jitter) for _ in "qk"])
+            jitter = np.stack([common.colour_jitter(rng, args.colour_jitter) for _ in range(2)])
         grey = rng.random(2) < args.greyscale
         jitter[grey, 2:] = 0  # saturation 0, so that there is no hue to rotate
         blurred = rng.random(2) < args.blur
@@ -605,8 +605,8 @@ def load_pretrained(bert, source):
 
     try:
         pretrained, report = AutoModel.from_pretrained(source, output_loading_info=True)
-    except OSError:
-        fail(f"--lm {source} has no weights, only a configuration: --init takes a checkpoint.pth")
+    except OSError as error:  # such as a folder without weights, of an unfinished run of ours
+        fail(f"--lm {source} has no weights that can be read: {error}")
     missing = sorted(report["missing_keys"])
     if missing:
         print_main(f"{source} lacks {len(missing)} tensors, which start random: {missing[0]}...")

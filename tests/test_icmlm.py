@@ -259,7 +259,7 @@ def test_init_of_another_language(tiny, coco_folder, tmp_path):
 
 
 def test_some_words_are_unknown():
-    """From 5% on the share is said: here 3 of 45 tokens, which are capital Greek letters."""
+    """From 5% on the share is said: here 6 of 90 tokens (capital Greek letters)."""
     args = SimpleNamespace(max_words=25, output="", tagger="textblob")
     data = captioned(4 * ["the red dog runs on grass , of a cat"], ["the Σ dog", "Ω Ψ"])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -267,7 +267,7 @@ def test_some_words_are_unknown():
         patch.setattr(common, "print_main", said.append)
         patch.setattr(icmlm, "filter_captions", interrupt)
         icmlm.make_triplets(args, [data, data], TOKENIZER)
-    assert said == ["3 of 45 tokens (7%) of the captions are unknown to the model, which cannot "
+    assert said == ["6 of 90 tokens (7%) of the captions are unknown to the model, which cannot "
                     "tell them apart"]  # fmt: skip
 
 

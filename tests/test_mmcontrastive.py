@@ -574,4 +574,4 @@ def test_a_language_model_without_weights(tiny, tiny_lm, tmp_path):
     """A folder with a tokenizer and a configuration, as caption_model is, ends in one line."""
     shutil.copytree(tiny_lm, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     wrong = refusal(tiny("mmcontrastive", tmp_path / "run", "--lm", tmp_path / "bare"))
-    assert f"--lm {tmp_path}/bare has no weights, only a configuration" in wrong
+    assert f"--lm {tmp_path}/bare has no weights that can be read" in wrong
