@@ -158,7 +158,7 @@ def one_line(text):
 
 def texts(values):
     """A list of strings -> the same, each on one line; None -> None"""
-    if not isinstance(values, list | None):
+    if not isinstance(values, list | None) or not all(isinstance(x, str) for x in values or ()):
         raise ValueError(f"{values!r} is no list of texts")
     return values and [one_line(value) for value in values]
 
@@ -211,13 +211,17 @@ def read_jsonl(file, root):
         for number, line in enumerate(open(file, "rb"), 1):
             if not line.strip():
                 continue
-            content = json.loads(line)
+            pairs = json.loads(line, object_pairs_hook=tuple)
+            content = dict(pairs)
+            if len(content) < len(pairs):  # json would keep the last
+                raise ValueError("a key stands there twice")
             row = {"image": os.path.abspath(Path(root, content.pop("image")))}
             if "caption" in content or row["image"] in paths:
                 raise ValueError(f'{row["image"]} has one line, with a list of all its "captions"')
             row["captions"] = texts(content.pop("captions", None))
             row["tags"] = texts(content.pop("tags", None))
-            row["split"] = one_line(content.pop("split", None) or "")
+            split = content.pop("split", None)
+            [row["split"]] = texts(["" if split is None else split])
             rows.append(row)
             paths.add(row["image"])
             unread |= content
@@ -346,7 +350,8 @@ def read_crops(data, index, crops, size):
         boxes = np.array([crop(full_size) for crop in crops])  # (N, 2, 2)
         smallest = np.ptp(boxes, 1).min(0)  # box's width and height, in pixels
         image.draft("RGB", [*np.ceil(size * full_size / smallest)])
-        if image.mode[0] in "IF" or image.has_transparency_data:
+        deep = image.mode[0] in "IF" or ";16" in str(getattr(image, "tile", ""))
+        if deep or image.has_transparency_data:
             image = importlib.import_module("extras.sources").to_rgb(image)
         image = image.convert("RGB")
         boxes *= image.size / full_size  # draft may have shrunk it
@@ -871,7 +876,8 @@ class Log:
     def write(self, iteration, row):
         """Append a line. The time since `means`, spent on validation, is not counted."""
         if is_main():
-            if self.size() != self.left:
+            command = json.loads(self.path.with_name("args.json").read_bytes())["command"]
+            if self.size() != self.left or command != sys.argv:
                 fail(f"another run has written to {self.path}: give each run its own --output")
             line = json.dumps({"iteration": iteration, **row}) + "\n"
             if self.kept is None:

@@ -9,8 +9,10 @@ import os
 import pickle
 import shutil
 import struct
+import sys
 import time
 import urllib.error
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,13 +101,16 @@ WRONG_LINES = {
     b"{broken": "Expecting property name",
     b"\xe9": "UnicodeDecodeError",
     b'{"image": "b.jpg", "captions": "x"}': "'x' is no list of texts",
-    b'{"image": "b.jpg", "captions": [null]}': "must be str, not None",
-    b'{"image": "b.jpg", "captions": [7]}': "must be str, not int",
+    b'{"image": "b.jpg", "captions": [null]}': "None. is no list of texts",
+    b'{"image": "b.jpg", "captions": [7]}': "7. is no list of texts",
     b'{"image": "b.jpg", "captions": NaN}': "nan is no list of texts",
-    b'{"image": "b.jpg", "tags": [null]}': "must be str, not None",
-    b'{"image": "b.jpg", "tags": [NaN]}': "must be str, not float",
+    b'{"image": "b.jpg", "tags": [null]}': "None. is no list of texts",
+    b'{"image": "b.jpg", "tags": [NaN]}': "nan. is no list of texts",
     b'{"image": "b.jpg", "tags": "x"}': "'x' is no list of texts",
-    b'{"image": "b.jpg", "split": NaN}': "must be str, not float",
+    b'{"image": "b.jpg", "split": NaN}': "nan. is no list of texts",
+    b'{"image": "b.jpg", "split": 0}': "0. is no list of texts",
+    b'{"image": "b.jpg", "split": "val", "split": "train"}': "a key stands there twice",
+    b'{"image": "b.jpg", "image": "c.jpg"}': "a key stands there twice",
     b'{"image": "./a.jpg"}': "/a.jpg has one line, with a list of all its .captions",
     b'{"image": "x/../a.jpg"}': "/a.jpg has one line, with a list of all its .captions",
     b'{"captions": ["x"]}': "KeyError: 'image'",
@@ -273,6 +278,7 @@ def test_files_of_a_killed_save(tmp_path):
 def logs_in(folder, *checkpoints):
     """-> the logs of runs that start in the same folder"""
     args = argparse.Namespace(output=str(folder), batch_size=4, accumulate=1)
+    common.save(folder / "args.json", {"command": sys.argv})
     return [common.Log(args, checkpoint) for checkpoint in checkpoints]
 
 
@@ -294,6 +300,15 @@ def test_two_runs_in_one_folder(tmp_path):
     with pytest.raises(SystemExit, match="another run has written"):
         first.write(4, {"loss": 0.0625})
     third.write(2, {"loss": 6.0})
+
+
+def test_two_runs_that_begin_together(tmp_path):
+    """The first one finds that args.json is no longer its own before it writes a line."""
+    [first] = logs_in(tmp_path, {})
+    common.save(tmp_path / "args.json", {"command": [*sys.argv, "--seed", "1"]})
+    with pytest.raises(SystemExit, match="another run has written"):
+        first.write(1, {"loss": 0.5})
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_the_log_of_a_run_that_goes_on(tmp_path):
@@ -743,3 +758,26 @@ def test_rates_from_foreign_weights(tmp_path):
     gone = argparse.Namespace(init="gone.pth", arch="resnet18", lr=lr, head_lr=head_lr)
     with pytest.raises(SystemExit, match="gone.pth is missing"):
         common.read_init(gone)
+
+
+def test_colours_of_16_bits(tmp_path, monkeypatch):
+    """PIL reads the upper half of each number, which would be dark for 12 bits: it is said."""
+    said = []
+    monkeypatch.setattr(common, "report_once", said.append)
+    row = b"\0" + np.full(8 * 3, 4000, ">u2").tobytes()
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0),  # 16 bits, RGB
+        b"IDAT": zlib.compress(8 * row),
+        b"IEND": b"",
+    }
+    path = tmp_path / "x.png"
+    with open(path, "wb") as file:
+        file.write(b"\x89PNG\r\n\x1a\n")
+        for name, content in chunks.items():
+            checked = name + content
+            file.write(struct.pack(">I", len(content)) + checked)
+            file.write(struct.pack(">I", zlib.crc32(checked)))
+    data = common.CaptionData(np.array([str(path)]), None, None, None, [])
+    [image] = common.read_crops(data, 0, [common.centre_crop], 8)
+    assert (image == 4000 // 256).all()
+    assert said == [f"{path}: of 16-bit colours, PIL reads the upper 8 bits"]
