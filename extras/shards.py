@@ -19,7 +19,9 @@ from common import fail
 
 def save_index(folder, split, data):
     """Write FOLDER/{split}.index.  data: CaptionData; data.images: see open_in_shard"""
+    shards = {place.split("\t")[0] for place in data.images}
     index = {"tag_names": data.tag_names, "tagged": torch.from_numpy(data.tagged)}
+    index["shards"] = {shard: os.path.getsize(shard) for shard in shards}
     columns = {"images": data.images, "captions": data.captions.joined, "tags": data.tags.joined}
     for name, strings in columns.items():
         encoded = [string.encode() for string in strings]
@@ -40,15 +42,16 @@ def caption_data(folder, split):
         fail(f"there is no {path} of tools/make_shards.py. The folder's splits: {found}; "
              "see --train-split and --val-split")  # fmt: skip
     index = torch.load(path, mmap=True, weights_only=True)
-    if "captions_ends" not in index:
+    if "shards" not in index:
         fail(f"{path} is of an earlier version: run tools/make_shards.py --index-only again")
     images, captions, tags = (
         Mapped(index[name].numpy(), index[f"{name}_ends"].numpy())
         for name in ("images", "captions", "tags")
     )
-    shard, *_ = images[0].split("\t")
-    if not os.path.exists(shard):
-        fail(f"{shard} is missing. Was it moved? Run tools/make_shards.py --index-only again")
+    for shard, size in index["shards"].items():
+        if not os.path.exists(shard) or os.path.getsize(shard) != size:
+            fail(f"{shard} is missing, or is not the shard that was indexed: was it moved or "
+                 "changed? Run tools/make_shards.py --index-only again")  # fmt: skip
     captions, tags = common.StringLists(captions), common.StringLists(tags)
     tagged = index["tagged"].numpy()
     return common.CaptionData(images, captions, tags, tagged, index["tag_names"], open_in_shard)

@@ -93,7 +93,8 @@ def to_rgb(image):
     """A PIL image -> RGB; more than 8 bits are scaled to 0..255, transparent pixels lie on white"""
     info = image.info  # with EXIF's orientation
     if image.mode[0] not in "IF" and ";16" in str(getattr(image, "tile", "")):
-        common.report_once(f"{image.filename}: of 16-bit colours, PIL reads the upper 8 bits")
+        common.report_once(f"{image.filename}: of 16-bit colours, PIL reads the upper 8 bits; "
+                           "store 8-bit images if these are too dark")  # fmt: skip
     if image.mode[0] in "IF":
         image = Image.fromarray(to_8_bits(image))
     if image.has_transparency_data:
@@ -117,9 +118,13 @@ def to_8_bits(image):
         no_value = float(tags[GDAL_NODATA].strip(" \0"))
         valid &= ~np.isclose(values, no_value, rtol=1e-6, atol=0)  # float32, written in decimals
     if not valid.any():
-        return np.zeros(values.shape, np.uint8)
+        raise ValueError("no pixel has a value")
     low, high = np.percentile(values[valid], [0.1, 99.9])
     if low == high:  # what differs is less than 0.1%, stars, say
         low, high = values[valid].min(), values[valid].max()
+    inner = values[valid & (values > low) & (values < high)]
+    if inner.size and max(inner.min() - low, high - inner.max()) > np.ptp(inner) > 0:
+        common.report_once(f"{getattr(image, 'filename', image)}: {low:g} or {high:g} is far from "
+                           "all other values. Does it mean that there is none?")  # fmt: skip
     values = np.where(valid, values, low).clip(low, high)
     return (255 * (values - low) / (high - low or 1.0)).round().astype(np.uint8)
