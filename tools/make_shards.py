@@ -34,7 +34,10 @@ from common import fail, print_main, progress
 from extras import shards
 
 ENDINGS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # where Pillow's name for a format is not its ending
-HTML_TAG = re.compile(r"(?i)</?(?:p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h\d)\b[^<>]*>")
+# <b>, </b>, <br/> or <a href="...">, but not "<b and c>" of "a<b and c>d"
+HTML_TAG = re.compile(
+    r"(?i)</?(?:p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h\d)(?:\s+[\w:-]+=[^<>]*)?\s*/?>"
+)
 
 
 def get_args(argv=None):
@@ -172,8 +175,8 @@ def read_shard(path):
     photos, faults, keys = [], [], set()
     try:
         with tarfile.open(path, "r:") as tar:
-            # macOS writes a hidden file ._KEY.jpg beside KEY.jpg.
-            shown = (file for file in tar if not os.path.basename(file.name).startswith("."))
+            # Hidden files and folders: macOS writes ._KEY.jpg beside KEY.jpg.
+            shown = (file for file in tar if not re.search(r"(^|/)\.[^/]", file.name))
             for key, files in itertools.groupby(filter(tarfile.TarInfo.isfile, shown), key_of):
                 files = list(files)
                 if key in keys:
@@ -183,12 +186,17 @@ def read_shard(path):
                 try:
                     photos.append(read_photo(path, tar, files))
                 except Exception as error:  # two photos, no UTF-8, no JSON, wrong types
-                    faults.append(f"{key}: {type(error).__name__}: {error}")
+                    names = [file.name.lower() for file in files]
+                    photos_left_out = sum(name.endswith(common.PHOTO_ENDINGS) for name in names)
+                    fault = f"{key}: {type(error).__name__}: {error}"
+                    faults += [fault] * max(1, photos_left_out)
             tar.fileobj.seek(tar.offset)
             if tar.fileobj.read(512) != bytes(512):  # tarfile takes a broken header for the end
                 raise ValueError(f"it breaks off at byte {tar.offset}")
     except Exception as error:  # no tar file, or it breaks off: what came before is kept
         faults.append(f"{type(error).__name__}: {error}")
+        if str(error) == "invalid header":
+            faults[-1] += ": it is compressed, or no tar file. Uncompress it"
     if not photos and not faults:
         faults.append("it holds no photo")
     return photos, faults
@@ -197,6 +205,10 @@ def read_shard(path):
 def clean(text):
     """Without HTML's tags, and its entities, which the web often escapes twice"""
     return common.one_line(HTML_TAG.sub(" ", html.unescape(html.unescape(text))))
+
+
+def has_html(text):
+    return bool(HTML_TAG.search(html.unescape(html.unescape(text))))
 
 
 def without_repeats(pairs):
@@ -224,6 +236,8 @@ def read_photo(path, tar, files):
     photo, present = beside[found[0]], {".json", ".txt"} & beside.keys()
     content = {suffix: tar.extractfile(beside[suffix]).read() for suffix in present}
     row = json.loads(content.get(".json", "{}"), object_pairs_hook=without_repeats)
+    if not isinstance(row, dict):
+        raise ValueError(f"{beside['.json'].name} is no object with captions")
     lines = content.get(".txt", b"").decode("utf-8-sig").splitlines()
     caption = [row["caption"]] if row.get("caption") else []  # img2dataset writes one, or null
     given = {

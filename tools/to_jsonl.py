@@ -4,8 +4,8 @@
     python tools/to_jsonl.py FOLDER    # with photos KEY.jpg and, in KEY.txt, a caption on each line
 
 It reads .csv, .tsv, .parquet, .json and .jsonl with a photo and its captions in each row, COCO's
-captions_*.json, Karpathy's dataset_*.json and token.txt of Flickr8k. What is certain is read, what
-is not is refused with the flag to give, and what is left out is counted (see docs/running.md).
+captions_*.json and Karpathy's dataset_*.json. What is certain is read, what is not is refused with
+the flag to give or the change to make, and what is left out is counted (see docs/running.md).
 """
 
 import argparse
@@ -19,22 +19,26 @@ import unicodedata
 from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
+from urllib.parse import unquote
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import fail, make_folder, print_main
-from tools.make_shards import clean, without_repeats
+from tools.make_shards import clean, has_html, without_repeats
 
 CAPTIONS = re.compile(r"(captions?|sentences)_?\d*")  # names of columns; sentences: Karpathy's
 WORDS = re.compile("caption|sentence|text|title|tag|label|class|categor|keyword")  # of no photo
 NAMES = re.compile("image|img|photo|pic|file|path|key|name|(^|_)(id|no|nr|number)$")
 SPLITS = dict(restval="train", training="train", validation="val", valid="val", dev="val")
-NOTHING = "", "[]", "nan", "none", "null", "n/a"  # cells in lower case, as programs fill empty ones
+# Cells in lower case, as programs fill empty ones, and errors of spreadsheets
+NOTHING = "", "[]", "nan", "none", "null", "n/a", "<na>"
+NOTHING += "#n/a", "#name?", "#ref!", "#value!", "#div/0!", "#num!", "#null!", "#spill!", "#error!"
 YES, NO = ("1", "1.0", "true", "yes", "y"), ("0", "0.0", "false", "no", "n")
 MARKS = "x", "*", "+", "✓", "✔", "✗", "•", "●"
 VOTES = """true yes y false no n x t f positive negative pos neg present absent ja nein nee oui non
     si sí sim não да нет tak nie evet hayır ya tidak 是 否 有 无 はい いいえ نعم لا हाँ नहीं ہاں نہیں
-    """.split()  # yes and no, which are no tags
+    wahr falsch richtig vrai faux verdadero verdadeiro falso vero waar onwaar prawda fałsz doğru
+    yanlış истина ложь 真 假 صحيح خطأ""".split()  # yes, no, true and false, which are no tags
 NO_WORD = re.compile(r"[\W\d_¹²³½¼¾]*(e[-+]?\d+)?")  # 80%, 3/5, <1, 1e-5
 ENDING = re.compile(f"(?i)({'|'.join(map(re.escape, common.PHOTO_ENDINGS))})$")
 
@@ -72,17 +76,23 @@ def read_items(file, args, notes):
     rows = read_rows(file, args)
     root = os.path.abspath(args.root or (file if file.is_dir() else file.parent))
     columns = choose_columns(file, rows, root, args)
-    names, places, by_path = find_photos(rows, columns["photo"][0], root)
-    separators = {}
-    for column in columns["tags"]:  # the first of | ; and , that the column holds
-        texts = "".join(clean(lower(row.get(column))) for row in rows)
-        separators[column] = next((mark for mark in "|;" if mark in texts), ",")
+    [column] = columns["photo"]
+    names, places, by_path = find_photos(rows, column, root)
+    for name in names:
+        if places[name] is None:
+            fail(f"{file}: a cell of {column} names several photos, {short(name)}: write a row for "
+                 "each photo, or name another column by --image-column")  # fmt: skip
+    separators = {column: separator_of(file, rows, column) for column in columns["tags"]}
     separators |= dict.fromkeys(columns["tags where 1"])  # None
     items = []
     for row, name in zip(rows, names):
         paths = places[name]
         if len(paths) != 1:
-            what = "rows whose name several photos have" if paths else "rows without a photo"
+            what = "rows without a photo"
+            if paths:
+                what = "rows whose name several photos have (write folder/name, or narrow --root)"
+            elif os.path.isfile(os.path.join(root, name)):
+                what = "rows whose file is no photo that is read here"
             notes[what].append([*paths, row])
             continue
         if paths[0] != os.path.join(root, name):
@@ -111,7 +121,9 @@ def read_rows(path, args):
         rows = json_rows(path, text.rstrip())
     else:
         rows = table_rows(path, text, args)
-    if not rows or not all(row and isinstance(row, dict) for row in rows):
+    if not rows:
+        fail(f"{path} has no rows, or none below the names of its columns")
+    if not all(row and isinstance(row, dict) for row in rows):
         fail(f"{path} needs rows with a name for each cell, but begins with {short(rows[:1])}")
     return rows
 
@@ -128,9 +140,12 @@ def short(value):
 def decode(path):
     """-> the text of a file, with lines that end with \\n"""
     text = path.read_bytes().decode("utf-8-sig", errors="replace")
-    if "\0" in text or "\ufffd" in text:
-        fail(f"{path} is not UTF-8 text: save it as such, a spreadsheet as .csv")
-    return text.replace("\r\n", "\n").replace("\r", "\n")  # \r alone: of Excel for Mac
+    text = text.replace("\r\n", "\n").replace("\r", "\n")  # \r alone: of Excel for Mac
+    for number, line in enumerate(text.split("\n"), 1):
+        if "\0" in line or "\ufffd" in line:
+            fail(f"{path} is not UTF-8 text: save it as such, a spreadsheet as .csv. "
+                 f"Line {number}: {short(line)}")  # fmt: skip
+    return text
 
 
 def folder_rows(folder):
@@ -146,7 +161,8 @@ def folder_rows(folder):
         photos.clear()  # the texts are in a folder of their own
     for key in {**texts, **photos}:
         if len(texts[key]) > 1 or texts[key] and len(photos[key]) > 1:
-            fail(f"{folder}: which text is of which photo? {', '.join(texts[key] + photos[key])}")
+            fail(f"{folder}: which text is of which photo? {', '.join(texts[key] + photos[key])}: "
+                 "keep one text and one photo, or rename them")  # fmt: skip
         lines = decode(Path(folder, texts[key][0])).split("\n") if texts[key] else []
         for name in photos[key] or [texts[key][0][:-4]]:
             rows.append({"image": name, "captions": list(filter(str.strip, lines))})
@@ -201,28 +217,37 @@ def json_rows(path, text):
 
 
 def table_rows(path, text, args):
-    """csv or tsv, as the header tells; or token.txt: photo#number, tab, caption, and no quotes"""
-    header = text.lstrip("\n").split("\n")[0]
-    form = {"delimiter": max(",\t|;", key=header.count), "strict": True}
-    if "\t" in header and ENDING.search(re.sub(r"(#\d+)?\t.*", "", header)):
-        text = re.sub(r"#\d+\t", "\t", text)
-        form = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "fieldnames": ["image", "caption"]}
-    reader = csv.DictReader(io.StringIO(text.lstrip("\n")), restval="", **form)
+    """csv or tsv, as the header tells"""
+    body = re.sub(r"^\s*(sep=.\n)?\n*", "", text)  # sep=; is Excel's
+    skipped = text.count("\n") - body.count("\n")
+    lines = body.split("\n")
+    mark = max(",\t|;", key=lines[0].count)
+    csv.field_size_limit(2**31 - 1)  # 131,072 characters otherwise
+    form = {"delimiter": mark, "skipinitialspace": mark in ",;", "strict": True}
+    reader = csv.DictReader(io.StringIO(body), restval="", **form)
     rows, broken = [], []
     try:
-        named_columns(path, args, reader.fieldnames or [])
+        names = reader.fieldnames or []
+        while names and not names[-1].strip():  # nameless columns at the end, as Excel's
+            names.pop()
+        if names:
+            named_columns(path, args, names)
         for row in reader:
-            if None in row:
-                fail(f"{path}, line {reader.line_num}, has too many cells: captions need quotes")
+            line = reader.line_num + skipped
+            if any(map(str.strip, row.pop(None, []))):
+                fail(f"{path}, line {line}, has too many cells: captions need quotes")
             rows.append(row)
-            breaks = "".join(row.values()).count("\n")
-            broken += [f"line {reader.line_num - breaks}: {short(row)}"] if breaks else []
+            for inner in range("".join(row.values()).count("\n")):  # lines within quotes
+                broken.append((line, row, lines[reader.line_num - 1 - inner]))
     except csv.Error as error:
-        fail(f"{path}, line {reader.reader.line_num}: {error}: quotes must be those of csv")
+        line = reader.reader.line_num + skipped
+        fail(f"{path}, line {line}: {error}: quotes must be those of csv")
+    for line, row, inner in broken:
+        if inner.count(mark) == lines[0].count(mark) or len(broken) > 0.01 * len(rows):
+            fail(f"{path}, {len(broken)} lines are within quotes, up to line {line}: {short(row)}. "
+                 "Is a quote not closed? Write texts of several lines as .jsonl or as KEY.txt")
     if broken:
-        print_main(f"{path}: line breaks within quotes in {len(broken)} rows, {broken[0]}")
-    if len(broken) > 0.01 * len(rows):  # captions of several lines can be read from JSON
-        fail(f"{path}, {broken[0]}: a quote takes several lines into one cell. Is it not closed?")
+        print_main(f"{path}: {len(broken)} lines are within quotes, as in {short(broken[0][1])}")
     return rows
 
 
@@ -252,6 +277,8 @@ def choose_columns(file, rows, root, args):
     columns = {"photo": photo or [photo_column(file, rows, others, root)], "captions": captions}
     columns["tags"] = [name for name in tags if name not in marks]
     columns["split"] = [key for key in keys if column_name(key) == "split"]
+    if args.split:
+        columns["split"] = [f"{args.split}, not the column {key}" for key in columns["split"]]
     columns["tags where 1"] = marks
     columns["not used"] = sorted({*keys}.difference(*columns.values()))
     taken = [f"{what}: {short(', '.join(names))}" for what, names in columns.items() if names]
@@ -261,17 +288,29 @@ def choose_columns(file, rows, root, args):
 
 def photo_column(file, rows, keys, root):
     """The column of which nearly all rows name a photo, by its path before by its stem"""
-    found = []
+    found, unsure, numbers, with_endings = [], [], [], {}
     for key in [key for key in keys if not WORDS.search(column_name(key))]:
         names, places, by_path = find_photos(rows, key, root)
         photos = [places[name] for name in names]
-        share = sum(map(bool, photos)) / len(rows)
-        are_numbers = all(name.isdigit() for name in names if name)  # ages or prices, say
-        if share and (NAMES.search(column_name(key)) or not are_numbers):
+        share = sum(photo != [] for photo in photos) / len(rows)
+        if sum(bool(ENDING.search(name)) for name in names) >= 0.5 * len(rows):
+            with_endings[key] = photos
+        if all(name.isdigit() for name in names if name):  # ages or prices, say
+            numbers.append(key)
+        if share and (key not in numbers or NAMES.search(column_name(key))):
             found.append((share >= 0.9, by_path, share, key, photos))
+        elif share:
+            unsure.append(key)
+    if not found and unsure:
+        fail(f"{file}: do the numbers in {unsure[0]} name the photo? Give --image-column")
     if not found:
-        fail(f"{root} holds no photo of {file}, such as {short(rows[0])}: see --root")
+        there = [os.path.relpath(path, root) for path in common.list_photos(root)]
+        fail(f"{root} holds no photo of {file}, such as {short(rows[0])}: see --root. "
+             f"It holds {len(there)} photos {short(there[:1])}")  # fmt: skip
     nearly, by_path, share, best, photos = max(found)
+    for key, others in with_endings.items():
+        if best in numbers and others != photos:  # lines may be numbered like photos by chance
+            fail(f"{file}: which column names the photo, {key} or {best}? Give --image-column")
     for nearly_too, path_too, share_too, key, others in found:
         as_good = path_too > by_path or (nearly_too, path_too) == (nearly, by_path)
         differ = any(one and other and one != other for one, other in zip(photos, others))
@@ -291,9 +330,11 @@ def find_marks(file, rows, columns):
         if not votes:
             continue
         if not found <= {*YES, *NO} and not (len(found) == 1 and found <= {*MARKS}):
-            some = ", ".join(sorted(votes)[:3] + sorted(found - votes)[:1])
+            odd = sorted(votes.difference(YES, NO, MARKS))
+            rest = sorted(votes.intersection(YES + NO + MARKS))
+            some = ", ".join(odd[:2] + sorted(found - votes)[:2] + rest[:2])
             fail(f"{file}: {name} holds {short(some)}: tags are words; or 0 and 1, or yes and no, "
-                 "or one mark, in all cells")  # fmt: skip
+                 "or one mark, in all cells: replace votes by 1 and 0")  # fmt: skip
         marks.append(name)
         for row in rows:
             cell = lower(row.pop(name, ""))
@@ -301,6 +342,21 @@ def find_marks(file, rows, columns):
             if cell not in NOTHING or not found & {*NO}:
                 row[name] = [] if cell in (*NO, *NOTHING) else [name]
     return marks
+
+
+def separator_of(file, rows, column):
+    """The first of | ; and , that cells of a column of tags hold, which it prints, or None"""
+    cells = [clean(row[column]) for row in rows if isinstance(row.get(column), str)]
+    for mark in "|;,":
+        split = [cell for cell in cells if mark in cell]
+        whole = [cell for cell in cells if mark not in cell and re.search("[;,]", cell)]
+        if split and len(whole) > len(split):
+            fail(f"{file}: what separates the tags in {column}, of {short(split[0])} and of "
+                 f"{short(whole[0])}? Use one sign in all cells")  # fmt: skip
+        if split:
+            print_main(f"{file}: the tags in {column} are separated by {mark}")
+            return mark
+    return None
 
 
 def lower(cell):
@@ -339,13 +395,15 @@ def texts_of(row, separators, what, notes):
             text = clean(values)
             if re.fullmatch(r"""\[ ?['"[({].*\]|\w*\( ?['"[({].*\)|\{ ?['"[({].*\}""", text):
                 fail(f"{name} holds a list as text, {short(text)}: write the rows as JSON")
-            values = text.split(separator) if separator else [text]
+            values = text.split(separator) if separator else [values]
             if re.fullmatch(r"[\[({][^][(){}]*[,;|][^][(){}]*[])}]", text):
                 notes["cells that may be lists as text"].append(text)
                 values = []
         for value in values if isinstance(values, list) else [values]:
             value = value.get("raw") if isinstance(value, dict) else value  # Karpathy's
             text = clean(value) if isinstance(value, str) else ""
+            if isinstance(value, str) and has_html(value):
+                notes[f"{what} that lost HTML"].append(value)
             if lower(text) in NOTHING or NO_WORD.fullmatch(text):
                 notes[f"{what} without a letter"].append(row)
             else:
@@ -354,18 +412,40 @@ def texts_of(row, separators, what, notes):
 
 
 def find_photos(rows, column, root):
-    """-> names of photos in the rows; {name: paths below the root}; was any found by its path?"""
-    cells = ["" if lower(row.get(column)) in NOTHING else str(row[column]).strip() for row in rows]
-    names = [cell and os.path.normpath(cell.replace("\\", "/")) for cell in cells]
+    """-> names of photos in the rows; {name: paths below the root, or None if it is several names};
+    was any found by its path?"""
+    names = [photo_name(row.get(column)) for row in rows]
     by_path, by_stem = photos_below(root)
     places = {}
     for name in names:
         path = os.path.join(root, name)
         is_there = ENDING.search(name) and os.path.isfile(path)
         places[name] = [path] if is_there else by_path.get(plain(name), [])
-    if any(places.values()):
-        return names, places, True  # the stem would replace a missing photo by its mask
-    return names, {name: by_stem.get(stem(name).lower(), []) for name in names}, False
+    found_by_path = any(places.values())
+    for name in [name for name in places if not places[name]]:
+        parts = re.split(r"""[][()"'|;,\s]+""", name)
+        found = [ENDING.search(part) or "/" in part and by_stem.get(key(part)) for part in parts]
+        if sum(map(bool, found)) > 1:
+            places[name] = None
+        elif not found_by_path:  # the stem would replace a missing photo by its mask
+            places[name] = longest_end(plain(name).split("/"), by_path) or by_stem.get(key(name), [])
+    return names, places, found_by_path
+
+
+def photo_name(cell):
+    """The path in a cell; that of a link without ?query and #fragment, and with its spaces"""
+    name = "" if lower(cell) in NOTHING else str(cell).strip()
+    if re.match("(?i)https?://", name):
+        name = unquote(re.sub(r"(?i)[?#].*?(?=[|;,\s]+https?:|$)", "", name))
+    return name and os.path.normpath(name.replace("\\", "/"))
+
+
+def longest_end(parts, by_path):
+    """Of images/full/x.jpg, the photos full/x.jpg"""
+    for n in range(1, len(parts) - 1):
+        if "/".join(parts[n:]) in by_path:
+            return by_path["/".join(parts[n:])]
+    return []
 
 
 def plain(name):
@@ -377,13 +457,17 @@ def stem(name):
     return ENDING.sub("", unicodedata.normalize("NFC", os.path.basename(name)))
 
 
+def key(name):
+    return stem(name).lower()
+
+
 @cache
 def photos_below(root):
     """-> {end of a path: paths}, of a/b/1.jpg a/b/1.jpg, b/1.jpg and 1.jpg; {stem: paths}"""
     by_path, by_stem = defaultdict(list), defaultdict(list)
-    for path in common.list_photos(root):
+    for path in filter(os.path.exists, common.list_photos(root)):  # links may point nowhere
         parts = plain(os.path.relpath(path, root)).split("/")
-        by_stem[stem(path).lower()].append(path)
+        by_stem[key(path)].append(path)
         for n in range(len(parts)):
             by_path["/".join(parts[n:])].append(path)
     return by_path, by_stem
@@ -391,17 +475,20 @@ def photos_below(root):
 
 def write(output, rows, notes):
     """Write the lines; print counts of what they hold and of what was left out."""
-    counts = Counter(f"photos ({row.get('split', 'no split')})" for row in rows)
-    have_splits = not counts.keys() <= {"photos (train)", "photos (no split)"}
-    counts["captions"] = sum(len(row["captions"]) for row in rows)
-    tags = Counter(tag for row in rows for tag in row.get("tags", []))
-    counts["tags"] = tags.total()
-    if tags:
-        counts[f"different tags: {short(', '.join(tags))}"] = len(tags)
+    have_splits = {row.get("split", "train") for row in rows} != {"train"}
     for row in rows:
         row["image"] = os.path.relpath(row["image"], output.parent)
         if not have_splits:  # some will be held out
             row.pop("split", None)
+    counts = Counter(f"photos ({row.get('split', 'no split')})" for row in rows)
+    counts["captions"] = sum(len(row["captions"]) for row in rows)
+    tags = Counter(tag for row in rows for tag in row.get("tags", []))
+    counts["tags"] = tags.total()
+    if tags:
+        counts[f"different tags: {short([*tags])}"] = len(tags)
+    if any("tags" in row for row in rows):
+        unknown = [row["image"] for row in rows if "tags" not in row]
+        notes["photos whose tags are not known"] = unknown
     notes["photos without a caption"] = [row["image"] for row in rows if not row["captions"]]
     for what, examples in notes.items():
         if examples:
