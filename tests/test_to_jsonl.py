@@ -13,7 +13,7 @@ import common
 A, B, C = 'two "red" kites, flying', "cats &amp;quot;play&quot;", "ein Bär im Grünen"
 PAIRS = ("1.jpg", A), ("1.jpg", B), ("2.jpg", C)
 CSV = f'img/1.jpg,"two ""red"" kites, flying"\r\nimg/1.jpg,{B}\r\nimg/2.jpg,{C}\r\n'
-TOKEN = "".join(f"{name}#0\t{text}\n" for name, text in (*PAIRS, ("2.jpg.1", "of no photo")))
+TABLE = "image\tcaption\n1.jpg\tdogs\n2.jpg\ta cat\n"
 RESULTS = "".join(f"{name}| 0| {text}\n" for name, text in (("image_name", "comment"), *PAIRS))
 HUB = [{"file_name": name, "text": text, "split": "dev", "tags": ["x"]} for name, text in PAIRS]
 RAW = {"filename": "1.jpg", "split": "restval", "sentences": [{"raw": A}, {"raw": B}]}
@@ -25,7 +25,6 @@ CAPTIONED = {"img/1.jpg": [A, 'cats "play"'], "img/2.jpg": [C]}  # what most of 
 
 FORMATS = {  # the file, flags, and what else the lines of the two photos have
     "photo: filename; captions: sentences; split: split": ({"images": RAW}, "", "train", "test"),
-    "photo: image; captions: caption": (TOKEN, ""),
     "photo: image; captions: caption\n": ("image,caption\r\n" + CSV, ""),
     "photo: image_name; captions: comment; not used: comment_number": (
         RESULTS.replace(" 0", " comment_number", 1), "--caption-column comment",
@@ -186,13 +185,13 @@ TAGGED = "image,caption,X Ray,y,split\n1.jpg,a,0,1,{}\n"
 # The first file, flags, words of the message
 REFUSED = [
     ("where,what\n" + CSV, "", "has no column caption: name it with --caption-column"),
-    (TOKEN, "--tag-column kind", "file has no column kind, but image, caption"),
-    (TOKEN, "--caption-column a b image", "file has no column a, b, but image, caption"),
-    (TOKEN, "--image-column Path", "file has no column path, but image, caption"),
-    (TOKEN, "--caption-column image", "{root} holds no photo of {root}/file, such as {{'image"),
-    (TOKEN.encode("latin-1"), "", "is not UTF-8 text: save it as such"),
-    (TOKEN, "--output {root}/file", "must not be the input file"),
-    (TOKEN, "--root {root}/none", "{root}/none holds no photo of {root}/file"),
+    (TABLE, "--tag-column kind", "file has no column kind, but image, caption"),
+    (TABLE, "--caption-column a b image", "file has no column a, b, but image, caption"),
+    (TABLE, "--image-column Path", "file has no column path, but image, caption"),
+    (TABLE, "--caption-column image", "{root} holds no photo of {root}/file, such as {{'image"),
+    (f"{TABLE}2.jpg\t{C}\n".encode("latin-1"), "", "file, line 4, is not UTF-8 text: save it as"),
+    (TABLE, "--output {root}/file", "must not be the input file"),
+    (TABLE, "--root {root}/none", "{root}/none holds no photo of {root}/file"),
     (CSV, "", "begin with the names of the columns, which are now img/1.jpg,"),
     ("1.jpg a dog\n2.jpg a cat", "", "the names of the columns, which are now 1.jpg a dog"),
     (b"PK\3\4\x14\0\xb4", "", "is not UTF-8 text: save it as such, a spreadsheet as .csv"),
@@ -200,9 +199,9 @@ REFUSED = [
     ('image\tcaption\n1.jpg\t"a\n2.jpg\tb"\n', "", "a quote takes several lines into one cell"),
     ("image,caption\n1.jpg,\n2.jpg,-\n", "", "no caption is left: {root}/photos.jsonl is not wri"),
     (TAGGED + "2.jpg,b,-1,1\n", "--tag-column x_ray", "X Ray holds -1, 0: tags are words; or"),
-    (TAGGED + "2.jpg,b,2,0\n", "--tag-column x-ray y", "X Ray holds 0, 2: tags are words; or 0"),
-    (TOKEN, "--output {root}/file/a.jsonl", "--output {root}/file cannot be a folder: File exists"),
-    (TOKEN, "--output {root}/img", "must end in .jsonl, be no folder, and must not be the input"),
+    (TAGGED + "2.jpg,b,2,0\n", "--tag-column x-ray y", "X Ray holds 2, 0: tags are words; or 0"),
+    (TABLE, "--output {root}/file/a.jsonl", "--output {root}/file cannot be a folder: File exists"),
+    (TABLE, "--output {root}/img", "must end in .jsonl, be no folder, and must not be the input"),
     ("[", "", "file is not valid JSON: Expecting value: line 1"),
     ('{"a": 1}\n\n{"a"', "", "file is not valid JSON: Expecting ':' delimiter: line 3"),
     ('{\n"a": 1\n"b"', "", "file is not valid JSON: Expecting ',' delimiter: line 3"),
@@ -287,7 +286,7 @@ def test_tags_are_printed(convert):
     rows = "image,caption,kind,leak\n1.jpg,a,hai,1\n1.jpg,b,hai,0\n2.jpg,c,iie,1\n"
     printed, lines = convert({"file": rows}, "--tag-column kind leak")
     assert [line["tags"] for line in lines] == [["hai", "leak"], ["iie", "leak"]]
-    assert " 3 different tags: hai, leak, iie\n" in printed
+    assert " 3 different tags: ['hai', 'leak', 'iie']\n" in printed
     assert "1 rows with other tags than their photo's first row, the first: [" in printed
 
 

@@ -30,9 +30,7 @@ CAPTIONS = re.compile(r"(captions?|sentences)_?\d*")  # names of columns; senten
 WORDS = re.compile("caption|sentence|text|title|tag|label|class|categor|keyword")  # of no photo
 NAMES = re.compile("image|img|photo|pic|file|path|key|name|(^|_)(id|no|nr|number)$")
 SPLITS = dict(restval="train", training="train", validation="val", valid="val", dev="val")
-# Cells in lower case, as programs fill empty ones, and errors of spreadsheets
-NOTHING = "", "[]", "nan", "none", "null", "n/a", "<na>"
-NOTHING += "#n/a", "#name?", "#ref!", "#value!", "#div/0!", "#num!", "#null!", "#spill!", "#error!"
+NOTHING = "", *"[] nan none null n/a <na> #n/a #name? #ref! #value! #div/0! #num! #null!".split()
 YES, NO = ("1", "1.0", "true", "yes", "y"), ("0", "0.0", "false", "no", "n")
 MARKS = "x", "*", "+", "✓", "✔", "✗", "•", "●"
 VOTES = """true yes y false no n x t f positive negative pos neg present absent ja nein nee oui non
@@ -76,17 +74,20 @@ def read_items(file, args, notes):
     rows = read_rows(file, args)
     root = os.path.abspath(args.root or (file if file.is_dir() else file.parent))
     columns = choose_columns(file, rows, root, args)
-    [column] = columns["photo"]
-    names, places, by_path = find_photos(rows, column, root)
-    for name in names:
-        if places[name] is None:
-            fail(f"{file}: a cell of {column} names several photos, {short(name)}: write a row for "
-                 "each photo, or name another column by --image-column")  # fmt: skip
-    separators = {column: separator_of(file, rows, column) for column in columns["tags"]}
+    names, places, by_path = find_photos(rows, columns["photo"][0], root)
+    separators = {}
+    for column in columns["tags"]:
+        text = "".join(clean(row[column]) for row in rows if isinstance(row.get(column), str))
+        marks = [mark for mark in "|;," if mark in text] or [","]
+        separators[column] = marks[0]
+        print_main(f"{file}: texts in {column} are split at {' and not at '.join(marks)}")
     separators |= dict.fromkeys(columns["tags where 1"])  # None
     items = []
     for row, name in zip(rows, names):
         paths = places[name]
+        if paths is None:
+            fail(f"{file}: a cell of {columns['photo'][0]} names several photos, {short(name)}: "
+                 "write a row for each, or give --image-column")  # fmt: skip
         if len(paths) != 1:
             what = "rows without a photo"
             if paths:
@@ -120,7 +121,7 @@ def read_rows(path, args):
     elif (text := decode(path)).lstrip().startswith(("{", "[")):
         rows = json_rows(path, text.rstrip())
     else:
-        rows = table_rows(path, text, args)
+        rows = text.strip() and table_rows(path, text, args)
     if not rows:
         fail(f"{path} has no rows, or none below the names of its columns")
     if not all(row and isinstance(row, dict) for row in rows):
@@ -141,10 +142,9 @@ def decode(path):
     """-> the text of a file, with lines that end with \\n"""
     text = path.read_bytes().decode("utf-8-sig", errors="replace")
     text = text.replace("\r\n", "\n").replace("\r", "\n")  # \r alone: of Excel for Mac
-    for number, line in enumerate(text.split("\n"), 1):
-        if "\0" in line or "\ufffd" in line:
-            fail(f"{path} is not UTF-8 text: save it as such, a spreadsheet as .csv. "
-                 f"Line {number}: {short(line)}")  # fmt: skip
+    if lost := re.search("[\0\ufffd]", text):
+        line = text.count("\n", 0, lost.start()) + 1
+        fail(f"{path}, line {line}, is not UTF-8 text: save it as such, a spreadsheet as .csv")
     return text
 
 
@@ -162,7 +162,7 @@ def folder_rows(folder):
     for key in {**texts, **photos}:
         if len(texts[key]) > 1 or texts[key] and len(photos[key]) > 1:
             fail(f"{folder}: which text is of which photo? {', '.join(texts[key] + photos[key])}: "
-                 "keep one text and one photo, or rename them")  # fmt: skip
+                 "keep one KEY.txt and one photo KEY, or rename them")  # fmt: skip
         lines = decode(Path(folder, texts[key][0])).split("\n") if texts[key] else []
         for name in photos[key] or [texts[key][0][:-4]]:
             rows.append({"image": name, "captions": list(filter(str.strip, lines))})
@@ -218,36 +218,37 @@ def json_rows(path, text):
 
 def table_rows(path, text, args):
     """csv or tsv, as the header tells"""
-    body = re.sub(r"^\s*(sep=.\n)?\n*", "", text)  # sep=; is Excel's
+    body = re.sub(r"^\n*(sep=.\n)?\n*", "", text)  # sep=; is Excel's
     skipped = text.count("\n") - body.count("\n")
     lines = body.split("\n")
     mark = max(",\t|;", key=lines[0].count)
     csv.field_size_limit(2**31 - 1)  # 131,072 characters otherwise
     form = {"delimiter": mark, "skipinitialspace": mark in ",;", "strict": True}
     reader = csv.DictReader(io.StringIO(body), restval="", **form)
-    rows, broken = [], []
+    rows, broken, swallowed = [], [], []
     try:
         names = reader.fieldnames or []
         while names and not names[-1].strip():  # nameless columns at the end, as Excel's
             names.pop()
-        if names:
-            named_columns(path, args, names)
+        named_columns(path, args, names)
         for row in reader:
             line = reader.line_num + skipped
             if any(map(str.strip, row.pop(None, []))):
                 fail(f"{path}, line {line}, has too many cells: captions need quotes")
             rows.append(row)
-            for inner in range("".join(row.values()).count("\n")):  # lines within quotes
-                broken.append((line, row, lines[reader.line_num - 1 - inner]))
+            breaks = "".join(row.values()).count("\n")
+            broken += [f"line {line - breaks}: {short(row)}"] * breaks
+            within = lines[reader.line_num - breaks : reader.line_num]
+            if lines[0].count(mark) in [text.count(mark) for text in within]:
+                swallowed.append(broken[-1])
     except csv.Error as error:
         line = reader.reader.line_num + skipped
         fail(f"{path}, line {line}: {error}: quotes must be those of csv")
-    for line, row, inner in broken:
-        if inner.count(mark) == lines[0].count(mark) or len(broken) > 0.01 * len(rows):
-            fail(f"{path}, {len(broken)} lines are within quotes, up to line {line}: {short(row)}. "
-                 "Is a quote not closed? Write texts of several lines as .jsonl or as KEY.txt")
     if broken:
-        print_main(f"{path}: {len(broken)} lines are within quotes, as in {short(broken[0][1])}")
+        print_main(f"{path}: line breaks within quotes: {len(broken)}, the first in {broken[0]}")
+    if swallowed or len(broken) > 0.01 * len(rows):
+        fail(f"{path}, {[*swallowed, *broken][0]}: a quote takes several lines into one cell. Is "
+             "it not closed? Write captions of several lines as .jsonl or KEY.txt")  # fmt: skip
     return rows
 
 
@@ -276,9 +277,8 @@ def choose_columns(file, rows, root, args):
     marks = find_marks(file, rows, tags)
     columns = {"photo": photo or [photo_column(file, rows, others, root)], "captions": captions}
     columns["tags"] = [name for name in tags if name not in marks]
-    columns["split"] = [key for key in keys if column_name(key) == "split"]
-    if args.split:
-        columns["split"] = [f"{args.split}, not the column {key}" for key in columns["split"]]
+    said = f"{args.split}, not the column " if args.split else ""
+    columns["split"] = [said + key for key in keys if column_name(key) == "split"]
     columns["tags where 1"] = marks
     columns["not used"] = sorted({*keys}.difference(*columns.values()))
     taken = [f"{what}: {short(', '.join(names))}" for what, names in columns.items() if names]
@@ -288,33 +288,28 @@ def choose_columns(file, rows, root, args):
 
 def photo_column(file, rows, keys, root):
     """The column of which nearly all rows name a photo, by its path before by its stem"""
-    found, unsure, numbers, with_endings = [], [], [], {}
+    found = []
     for key in [key for key in keys if not WORDS.search(column_name(key))]:
         names, places, by_path = find_photos(rows, key, root)
         photos = [places[name] for name in names]
         share = sum(photo != [] for photo in photos) / len(rows)
-        if sum(bool(ENDING.search(name)) for name in names) >= 0.5 * len(rows):
-            with_endings[key] = photos
-        if all(name.isdigit() for name in names if name):  # ages or prices, say
-            numbers.append(key)
-        if share and (key not in numbers or NAMES.search(column_name(key))):
-            found.append((share >= 0.9, by_path, share, key, photos))
-        elif share:
-            unsure.append(key)
-    if not found and unsure:
-        fail(f"{file}: do the numbers in {unsure[0]} name the photo? Give --image-column")
-    if not found:
-        there = [os.path.relpath(path, root) for path in common.list_photos(root)]
-        fail(f"{root} holds no photo of {file}, such as {short(rows[0])}: see --root. "
-             f"It holds {len(there)} photos {short(there[:1])}")  # fmt: skip
-    nearly, by_path, share, best, photos = max(found)
-    for key, others in with_endings.items():
-        if best in numbers and others != photos:  # lines may be numbered like photos by chance
-            fail(f"{file}: which column names the photo, {key} or {best}? Give --image-column")
-    for nearly_too, path_too, share_too, key, others in found:
+        endings = sum(bool(ENDING.search(name)) for name in names) / len(rows)
+        numbers = all(name.isdigit() for name in names if name)  # ages or prices, say
+        sure = share > 0 and (not numbers or bool(NAMES.search(column_name(key))))
+        found.append((sure, share >= 0.9, by_path, share, key, photos, numbers, endings))
+    sure, nearly, by_path, share, best, photos, numbers, _ = max(found, default=(False,) * 8)
+    if not share:
+        there = list(photos_below(root)[1])[:2]
+        fail(f"{root} holds no photo of {file}, such as {short(rows[0])}: see --root, which holds "
+             f"photos of such names: {short(there)}")  # fmt: skip
+    if not sure:
+        fail(f"{file}: do the numbers in {best} name the photo? Give --image-column")
+    for sure_too, nearly_too, path_too, share_too, key, others, _, endings in found:
         as_good = path_too > by_path or (nearly_too, path_too) == (nearly, by_path)
         differ = any(one and other and one != other for one, other in zip(photos, others))
-        if differ and as_good and share_too >= 0.5:
+        differ &= sure_too and as_good and share_too >= 0.5
+        # Rows may be numbered as the photos are, by chance.
+        if differ or numbers and endings >= 0.5 and others != photos:
             fail(f"{file}: which column names the photo, {best} or {key}? Give --image-column")
     if share < 0.5:
         fail(f"{file}: only {share:.0%} of {best} name a photo below {root}: see --image-column")
@@ -330,9 +325,8 @@ def find_marks(file, rows, columns):
         if not votes:
             continue
         if not found <= {*YES, *NO} and not (len(found) == 1 and found <= {*MARKS}):
-            odd = sorted(votes.difference(YES, NO, MARKS))
-            rest = sorted(votes.intersection(YES + NO + MARKS))
-            some = ", ".join(odd[:2] + sorted(found - votes)[:2] + rest[:2])
+            odd_first = sorted(votes, key=lambda cell: (cell in YES + NO + MARKS, cell))
+            some = ", ".join(odd_first[:3] + sorted(found - votes)[:1])
             fail(f"{file}: {name} holds {short(some)}: tags are words; or 0 and 1, or yes and no, "
                  "or one mark, in all cells: replace votes by 1 and 0")  # fmt: skip
         marks.append(name)
@@ -342,21 +336,6 @@ def find_marks(file, rows, columns):
             if cell not in NOTHING or not found & {*NO}:
                 row[name] = [] if cell in (*NO, *NOTHING) else [name]
     return marks
-
-
-def separator_of(file, rows, column):
-    """The first of | ; and , that cells of a column of tags hold, which it prints, or None"""
-    cells = [clean(row[column]) for row in rows if isinstance(row.get(column), str)]
-    for mark in "|;,":
-        split = [cell for cell in cells if mark in cell]
-        whole = [cell for cell in cells if mark not in cell and re.search("[;,]", cell)]
-        if split and len(whole) > len(split):
-            fail(f"{file}: what separates the tags in {column}, of {short(split[0])} and of "
-                 f"{short(whole[0])}? Use one sign in all cells")  # fmt: skip
-        if split:
-            print_main(f"{file}: the tags in {column} are separated by {mark}")
-            return mark
-    return None
 
 
 def lower(cell):
@@ -412,10 +391,9 @@ def texts_of(row, separators, what, notes):
 
 
 def find_photos(rows, column, root):
-    """-> names of photos in the rows; {name: paths below the root, or None if it is several names};
-    was any found by its path?"""
+    """-> names in the rows; {name: paths below the root, or None: several photos}; by a path?"""
     names = [photo_name(row.get(column)) for row in rows]
-    by_path, by_stem = photos_below(root)
+    by_path = photos_below(root)[0]
     places = {}
     for name in names:
         path = os.path.join(root, name)
@@ -424,11 +402,10 @@ def find_photos(rows, column, root):
     found_by_path = any(places.values())
     for name in [name for name in places if not places[name]]:
         parts = re.split(r"""[][()"'|;,\s]+""", name)
-        found = [ENDING.search(part) or "/" in part and by_stem.get(key(part)) for part in parts]
-        if sum(map(bool, found)) > 1:
+        if sum(bool(ENDING.search(x) or "/" in x and by_end(x, root)) for x in parts) > 1:
             places[name] = None
         elif not found_by_path:  # the stem would replace a missing photo by its mask
-            places[name] = longest_end(plain(name).split("/"), by_path) or by_stem.get(key(name), [])
+            places[name] = by_end(name, root)
     return names, places, found_by_path
 
 
@@ -440,12 +417,17 @@ def photo_name(cell):
     return name and os.path.normpath(name.replace("\\", "/"))
 
 
-def longest_end(parts, by_path):
-    """Of images/full/x.jpg, the photos full/x.jpg"""
-    for n in range(1, len(parts) - 1):
-        if "/".join(parts[n:]) in by_path:
-            return by_path["/".join(parts[n:])]
-    return []
+def by_end(name, root):
+    """The photos with the longest end of a path, full/1.jpg of images/full/1.jpg; or its stem"""
+    by_path, by_stem = photos_below(root)
+    found = [by_path[end] for end in ends(name) if end in by_path]
+    return found[0] if found else by_stem.get(stem(name).lower(), [])
+
+
+def ends(path):
+    """Of a/b/1.jpg: a/b/1.jpg, b/1.jpg and 1.jpg"""
+    parts = plain(path).split("/")
+    return ["/".join(parts[n:]) for n in range(len(parts))]
 
 
 def plain(name):
@@ -457,19 +439,14 @@ def stem(name):
     return ENDING.sub("", unicodedata.normalize("NFC", os.path.basename(name)))
 
 
-def key(name):
-    return stem(name).lower()
-
-
 @cache
 def photos_below(root):
-    """-> {end of a path: paths}, of a/b/1.jpg a/b/1.jpg, b/1.jpg and 1.jpg; {stem: paths}"""
+    """-> {end of a path: paths}; {stem: paths}"""
     by_path, by_stem = defaultdict(list), defaultdict(list)
     for path in filter(os.path.exists, common.list_photos(root)):  # links may point nowhere
-        parts = plain(os.path.relpath(path, root)).split("/")
-        by_stem[key(path)].append(path)
-        for n in range(len(parts)):
-            by_path["/".join(parts[n:])].append(path)
+        by_stem[stem(path).lower()].append(path)
+        for end in ends(os.path.relpath(path, root)):
+            by_path[end].append(path)
     return by_path, by_stem
 
 
