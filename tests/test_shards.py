@@ -1,8 +1,10 @@
 """extras/: shards and their index, odd pixels, Visual Genome, checkpoints of other authors"""
 
 import argparse
+import gzip
 import io
 import json
+import lzma
 import sys
 import tarfile
 from dataclasses import replace
@@ -115,12 +117,33 @@ def test_keys_without_a_photo_or_with_two(folder):
     write_tar(folder / "03.tar", files)
     photos, faults = make_shards.read_shard(folder / "03.tar")
     assert [place.split("\t")[1] for place, *_ in photos] == ["a.jpg", "d.PGM"]
-    assert faults == [
-        "b: ValueError: 0 photos among b.1.jpg, b.2.JPG",
+    assert faults == [  # one for each photo
+        *2 * ["b: ValueError: 0 photos among b.1.jpg, b.2.JPG"],
         "c: ValueError: 0 photos among c.seg.json",
-        "e: ValueError: 2 photos among e.jp2, e.png",
+        *2 * ["e: ValueError: 2 photos among e.jp2, e.png"],
         "f: ValueError: 1 photos among f.TXT, f.jpg, f.txt",
     ]
+
+
+def test_hidden_files_in_shards(folder):
+    """They are left out, as everywhere else; ./KEY.jpg and ../KEY.jpg are not hidden."""
+    files = {"./a.jpg": RED, "../b.jpg": RED, ".c.jpg": RED, "x/._d.jpg": RED, ".x/e.jpg": RED}
+    write_tar(folder / "03.tar", {**files, "./x/.y/f.jpg": RED, "x.y/g.jpg": RED})
+    photos, faults = make_shards.read_shard(folder / "03.tar")
+    names = [place.split("\t")[1] for place, *_ in photos]
+    assert names == ["./a.jpg", "../b.jpg", "x.y/g.jpg"] and not faults
+
+
+def test_what_is_no_shard(folder):
+    """A compressed tar file, and JSON that is a list, end in a sentence."""
+    plain = (folder / "00.tar").read_bytes()
+    for name, pack in ("x.tar.gz", gzip.compress), ("x.tar.xz", lzma.compress):
+        (folder / name).write_bytes(pack(plain))
+        photos, [fault] = make_shards.read_shard(folder / name)
+        assert fault == "ValueError: it is compressed: shards must be uncompressed tar files"
+    write_tar(folder / "03.tar", {"a.jpg": RED, "a.json": b'["a fern"]', "b.jpg": RED})
+    photos, [fault] = make_shards.read_shard(folder / "03.tar")
+    assert fault == "a: ValueError: a.json is no object with captions" and len(photos) == 1
 
 
 def test_html_and_captions_as_in_a_jsonl(tmp_path):
@@ -134,7 +157,9 @@ def test_html_and_captions_as_in_a_jsonl(tmp_path):
     for name in "0.tar", "1.tar":
         files = {**texts, **{f"{x}.jpg": RED for x in "abcd"}}
         write_tar(tmp_path / name, dict(sorted(files.items())))
-    train, _ = index(tmp_path, "*.tar")
+    printed = run_here(index_command(tmp_path, "*.tar"))
+    assert "train: 1 photos have captions from KEY.txt, which lost HTML\n" in printed
+    train = common.caption_data(str(tmp_path))
     plain = ["Rosa & thorn"]
     assert list(train.captions) == [["<i>Rosa</i> &amp; thorn"], plain, plain, ["a fern"]]
     (tmp_path / "1.jpg").write_bytes(RED)

@@ -98,6 +98,29 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
         {"1": ["a"], "2": []},
         "3 captions without a letter, the first: {{'image': '1.jpg', 'caption': ''}}",
     ),
+    "errors of spreadsheets": (
+        {"a.csv": "image,caption\n1.jpg,#DIV/0!\n1.jpg,<NA>\n1.jpg,#name?\n2.jpg,a #N/A\n"},
+        {"1": [], "2": ["a #N/A"]}, "3 captions without a letter, the first: {{'image': '1.jpg', '",
+    ),
+    "signs that are no HTML": (
+        {"a.csv": table("image,caption", "1.jpg,depth <b > 3 m and p<i or q>a",
+                        "2.jpg,<B>1</B> <font size='2'>or</font> <br /> x<a<b")},
+        {"1": ["depth <b > 3 m and p<i or q>a"], "2": ["1 or x<a<b"]},
+        "1 captions that lost HTML, the first: <B>1</B> <font size='2'>or</font> <br /> x<a<b\n",
+    ),
+    "the end of a path that one photo has": (
+        {"a.csv": "image,caption\n/old/img/1.jpg,a\nold/img/2.jpg,b", "small/1.jpg": b""},
+        {"1": ["a"], "2": ["b"]}, "2 rows with a photo that is looked up by name",
+    ),
+    "a name that two photos have": (
+        {"a.csv": "image,caption\n1.jpg,a\n2.jpg,b", "small/1.jpg": b""}, {"2": ["b"]},
+        "1 rows whose name several photos have (write folder/name, or narrow --root), the first: [",
+    ),
+    "files that are no photos": (
+        {"a.csv": "image,caption\nimg/1.jpg,a\nimg/2.heic,b\nimg/3,c\nimg/2.jpg,d",
+         "img/2.heic": b"", "img/3": b""}, {"1": ["a"], "2": ["d"]},
+        "2 rows whose file is no photo that is read here, the first: [{{'image': 'img/2.heic',",
+    ),
     "a caption that is no text": (
         {"a.json": [{"image": "1.jpg", "caption": [{"de": "ein Hund"}, "a", None]}]}, {"1": ["a"]},
         "2 captions without a letter, the first: {{'image': '1.jpg', 'caption': [{{'de': 'ein",
@@ -290,10 +313,37 @@ def test_tags_are_printed(convert):
     assert "1 rows with other tags than their photo's first row, the first: [" in printed
 
 
+def test_what_separates_is_said(convert):
+    rows = "image,caption,kind\n1.jpg,a,oil; wood\n2.jpg,b,\"oil, wood\"\n"
+    printed, lines = convert({"file": rows}, "--tag-column kind")
+    assert "file: texts in kind are split at ; and not at ,\n" in printed
+    assert " 3 different tags: ['oil', 'wood', 'oil, wood']\n" in printed
+
+
+def test_photos_whose_tags_are_not_known(convert):
+    rows = "image,caption,leak\n1.jpg,a,no\n2.jpg,b,\n"
+    printed, _ = convert({"file": rows}, "--tag-column leak")
+    assert "1 photos whose tags are not known, the first: img/2.jpg\n" in printed
+    assert "not known" not in convert({"file": rows})[0]
+
+
+def test_links_that_point_nowhere(convert, tmp_path):
+    """Are no photos, in tables as beside texts."""
+    (tmp_path / "img").mkdir(exist_ok=True)
+    (tmp_path / "img/lost.jpg").symlink_to(tmp_path / "gone.jpg")
+    table_of_two = {"a.csv": "image,caption\nlost.jpg,a\n1.jpg,b"}
+    for files in table_of_two, {"img/lost.txt": "a", "img/1.txt": "b"}:
+        printed, lines = convert(files)
+        (tmp_path / "a.csv").unlink(missing_ok=True)
+        assert "1 rows without a photo, the first: [{'image': '" in printed
+        assert not [line for line in lines if "lost" in line["image"]]
+
+
 @pytest.mark.parametrize("files", ("a.txt a.jpg a.png", "B.txt b.txt b.jpg", "c.txt C.jpg c.jpg"))
 def test_texts_of_several_photos(files, convert):
     message, _ = convert({f"img/{name}": b"words" for name in files.split()}, how=refusal)
     assert f"which text is of which photo? img/{files.split()[0]}" in message
+    assert message.endswith("keep one KEY.txt and one photo KEY, or rename them")
 
 
 def test_split(convert):
@@ -302,7 +352,9 @@ def test_split(convert):
     printed, lines = convert(files, "--split val")
     assert [line["split"] for line in lines] == ["val", "val"]
     assert "2 photos (val)\n" in printed
-    _, lines = convert(files, "--split train")
+    printed, lines = convert(files, "--split train")
+    assert "captions: caption; split: train, not the column split; not used: split\n" in printed
+    assert "2 photos (no split)\n" in printed
     assert not any("split" in line for line in lines)  # of these, some will be held out
 
 
@@ -483,7 +535,77 @@ COLUMNS = {
         "line 3: {'key': 'b', 'caption': 'y\\nc,z\\nd,w'}: a quote takes several lines",
     ),
     "a third column without a header": (
-        ("a.jpg", "b.jpg"), "a.jpg\tx\nb.jpg\t4\ty\n", "line 2, has too many cells",
+        ("a.jpg", "b.jpg"), "key\tcaption\na\tx\nb\t4\ty\n", "line 3, has too many cells",
+    ),
+    "two paths in a cell, with a space": (
+        ("n_1.tif", "s_1.tif"), table("tile,caption", "x/n_1.tif x/s_1.tif,a", "x/s_1.tif,b"),
+        "a cell of tile names several photos, x/n_1.tif x/s_1.tif: write a row",
+    ),
+    "two paths in a cell, without endings": (
+        ("n_1.tif", "s_1.tif"), table("tile;caption", "x/n_1, x/s_1;a", "x/s_1|x/n_1;b"),
+        "a cell of tile names several photos, x/n_1, x/s_1: write a row",
+    ),
+    "two links in a cell, one of a photo that is not here": (
+        ("n_1.tif", "s_1.tif"),
+        table("tile,caption", '"http://x.org/n_1.tif?w=9, http://x.org/z.tif?w=9",a', "s_1.tif,b"),
+        "a cell of tile names several photos, http:/x.org/n_1.tif, http:/x.org/z.tif: write",
+    ),
+    "a name with a comma and a space": (
+        ("bowl, 9.jpg b.jpg", "cup.jpg"), table("file|caption", "bowl, 9.jpg b.jpg|x", "cup.jpg|y"),
+        {"bowl, 9.jpg b": "x", "cup": "y"},
+    ),
+    "numbers beside photos that are not here": (
+        ("1.png", "2.png"), table("id,photo,title", "1,vase_2.png,a", "2,vase_1.png,b"),
+        "which column names the photo, id or photo? Give --image-column", "title",
+    ),
+    "numbers beside links to other photos": (
+        ("1.png", "2.png"),
+        table("no,link,title", "1,https://m.org/2.png?s=1,a", "2,https://m.org/1.png#x,b"),
+        "which column names the photo,", "title",
+    ),
+    "numbers beside links to the same photos": (
+        ("1.png", "2.png"),
+        table("no,link,title", "1,https://m.org/1.png?s=1,a", "2,https://m.org/2.png#x,b"),
+        {"1": "a", "2": "b"}, "title",
+    ),
+    "numbers in a column that is not named like photos": (
+        ("1.png", "2.png"), table("floor,title", "1,a", "2,b"),
+        "do the numbers in 'floor' name the photo? Give --image-column", "title",
+    ),
+    "links": (
+        ("old m\xfchle.jpg", "c.png"),
+        table("url,caption", "HTTPS://m.org/old%20m%C3%BChle.jpg?s=a/b.jpg,x", "http://m.org/c.png,"
+              "y"),
+        {"old m\xfchle": "x", "c": "y"},
+    ),
+    "%20 in a name that is no link": (
+        ("old%20mill.jpg", "c.png"), table("file,caption", "old%20mill.jpg,x", "c.png,y"),
+        {"old%20mill": "x", "c": "y"},
+    ),
+    "no photo of a table": (
+        ("0007.jpg",), table("id,caption", "7,x"),
+        "{'id': '7', 'caption': 'x'}: see --root, which holds photos of such names: ['0007']",
+    ),
+    "spaces before quotes": (
+        ("a.jpg", "b.jpg"), table("image, caption", 'a.jpg, "x, y"', "b.jpg,  z"),
+        {"a": "x, y", "b": "z"},
+    ),
+    "Excel's first line, and empty columns at the end": (
+        ("a.jpg", "b.jpg"), table("sep=;", "image;caption;;", "a.jpg;x;;", "b.jpg;y, z;;"),
+        {"a": "x", "b": "y, z"},
+    ),
+    "a column at the end whose name is missing": (
+        ("a.jpg", "b.jpg"), table("sep=,", "image,caption,", "a.jpg,x,", "b.jpg,y,z"),
+        "line 4, has too many cells",
+    ),
+    "a header alone": (("a.jpg",), "image,caption\n", "has no rows, or none below the names"),
+    "an empty file": (("a.jpg",), "\n", "has no rows, or none below the names"),
+    "a long cell": (
+        ("a.jpg",), table("image,caption,body", f"a.jpg,x,{'y' * 200_000}"), {"a": "x"},
+    ),
+    "a lost character": (
+        ("a.jpg",), table("image,caption", "a.jpg,x", "a.jpg,fa\ufffdade"),
+        "table, line 3, is not UTF-8 text",
     ),
     "a Python list with quotes in its texts": (
         ("a.jpg",), 'image,caption\na.jpg,"[\'it says \'\'go\'\' now\', ""a \'b\' \'c\'""]"\n'
@@ -494,7 +616,7 @@ COLUMNS = {
     ),
     "lists of photos and of captions": (
         ("a.jpg", "b.jpg"), json.dumps({"image": ["a.jpg", "b.jpg"], "caption": ["x", "y"]}),
-        "holds no photo of",
+        "a cell of image names several photos, ['a.jpg', 'b.jpg']: write a row for each",
     ),
     "two images of one id": (
         ("a.jpg", "b.jpg"),
@@ -531,6 +653,13 @@ VOTES = {  # cells of tag columns: the tags of each row, or words of the refusal
     ("sea,port", "x,", ",X", ","): [["sea"], ["port"], []],
     ("sea,port", "✓,✓", "✓,"): [["sea", "port"], ["sea"]],
     ("sea,port", "yes,no", "maybe,yes"): "sea holds yes, maybe: tags are words",
+    ("sea,port", "Wahr,FALSCH", "FALSCH,Wahr"): "sea holds falsch, wahr: tags are words",
+    ("sea,port", "vrai,quay", "faux,pier"): "sea holds faux, vrai: tags are words",
+    ("sea,port", "calm,verdadero", "rough,falso"): "port holds falso, verdadero: tags",
+    ("sea,port", "calm,vero", "rough,pier"): "port holds vero, pier: tags",
+    ("sea,port", "1,0", "2,0", "0,1"): "sea holds 2, 0, 1: tags are words; or 0 and 1, or yes and "
+    "no, or one mark, in all cells: replace votes by 1 and 0",
+    ("sea,port", "#N/A,1", "1,0", "0,#REF!"): [["port"], ["sea"], []],
     ("sea,port", "ja,nein", "nein,ja"): "sea holds ja, nein: tags are words",
     ("sea,port", "75%,quay", "5 %,pier"): "sea holds 5 %, 75%: tags are words",
     ("sea,port", "2/3,quay", "0/3,pier"): "sea holds 0/3, 2/3: tags",
@@ -564,8 +693,31 @@ def test_line_breaks_in_captions(convert, tmp_path):
     """One in two hundred rows is said, and read."""
     rows = [f"1.jpg,caption {n}" for n in range(200)] + ['2.jpg,"a\nb"']
     printed, lines = convert({"file": "\n".join(["image,caption", *rows])})
-    assert "within quotes in 1 rows, line 202: {'image': '2.jpg', 'caption': 'a\\nb'}" in printed
+    words = "within quotes: 1, the first in line 202: {'image': '2.jpg', 'caption': 'a\\nb'}"
+    assert words in printed
     assert lines[1]["captions"] == ["a b"]
+
+
+@pytest.mark.parametrize("between", (0, 1, 60))
+@pytest.mark.parametrize(
+    "header", ("image,caption", "image,caption,month", "caption,image", "image\tcaption")
+)
+def test_rows_that_a_quote_swallows(header, between, convert):
+    """Two stray quotes in 400 rows: each line counts, and what looks like a row is enough."""
+    mark = "\t" if "\t" in header else ","
+    cells = {"image": "1.jpg", "month": "5"}
+    texts = [f"field {n}" for n in range(400)]
+    texts[70], texts[71 + between] = '"a harbour', 'a quay"'
+    rows = [mark.join({**cells, "caption": x}[key] for key in header.split(mark)) for x in texts]
+    message, _ = convert({"file": table(header, *rows)}, how=refusal)
+    assert "file, line 72: {" in message and "Is it not closed? Write captions of" in message
+
+
+def test_lines_within_quotes_are_counted(convert):
+    """Five in one cell of three hundred rows, without a comma"""
+    rows = [f"1.jpg,caption {n}" for n in range(300)] + ['2.jpg,"a\nb\nc\nd\ne"']
+    message, _ = convert({"file": table("image,caption", *rows)}, how=refusal)
+    assert "line 302: {'image': '2.jpg', 'caption': 'a\\nb" in message
 
 
 def test_links_and_hidden_photos(tmp_path):

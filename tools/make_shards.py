@@ -36,7 +36,7 @@ from extras import shards
 ENDINGS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # where Pillow's name for a format is not its ending
 # <b>, </b>, <br/> or <a href="...">, but not "<b and c>" of "a<b and c>d"
 HTML_TAG = re.compile(
-    r"(?i)</?(?:p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h\d)(?:\s+[\w:-]+=[^<>]*)?\s*/?>"
+    r"(?i)</?(?:p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h\d)(?:\s+[\w:-]+=[^<>]*)?(?:\s*/)?>"
 )
 
 
@@ -174,9 +174,12 @@ def read_shard(path):
     """-> rows of photos, see read_photo; what is amiss, the rest of a shard that breaks off, too"""
     photos, faults, keys = [], [], set()
     try:
+        with open(path, "rb") as file:
+            if file.read(2) in (b"\x1f\x8b", b"\xfd7", b"(\xb5"):  # of gzip, xz and zstd
+                raise ValueError("it is compressed: shards must be uncompressed tar files")
         with tarfile.open(path, "r:") as tar:
             # Hidden files and folders: macOS writes ._KEY.jpg beside KEY.jpg.
-            shown = (file for file in tar if not re.search(r"(^|/)\.[^/]", file.name))
+            shown = (file for file in tar if not re.search(r"(^|/)\.[^/.]", file.name))
             for key, files in itertools.groupby(filter(tarfile.TarInfo.isfile, shown), key_of):
                 files = list(files)
                 if key in keys:
@@ -195,8 +198,6 @@ def read_shard(path):
                 raise ValueError(f"it breaks off at byte {tar.offset}")
     except Exception as error:  # no tar file, or it breaks off: what came before is kept
         faults.append(f"{type(error).__name__}: {error}")
-        if str(error) == "invalid header":
-            faults[-1] += ": it is compressed, or no tar file. Uncompress it"
     if not photos and not faults:
         faults.append("it holds no photo")
     return photos, faults
@@ -240,6 +241,7 @@ def read_photo(path, tar, files):
         raise ValueError(f"{beside['.json'].name} is no object with captions")
     lines = content.get(".txt", b"").decode("utf-8-sig").splitlines()
     caption = [row["caption"]] if row.get("caption") else []  # img2dataset writes one, or null
+    html_in = {"KEY.txt": lines, '"caption" of KEY.json': caption}  # which are cleaned
     given = {
         '"captions" of KEY.json': common.texts(row.get("captions")) or [],
         "KEY.txt": map(clean, lines),
@@ -250,6 +252,8 @@ def read_photo(path, tar, files):
         texts = list(filter(None, texts))
         if texts and not captions:
             captions, source = texts, f"captions from {where}"
+            if any(map(has_html, html_in.get(where, []))):
+                source += ", which lost HTML"
         elif texts and texts != captions:
             source += f", not those of {where}"
     tags = common.texts(row.get("tags"))

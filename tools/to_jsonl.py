@@ -303,7 +303,7 @@ def photo_column(file, rows, keys, root):
         fail(f"{root} holds no photo of {file}, such as {short(rows[0])}: see --root, which holds "
              f"photos of such names: {short(there)}")  # fmt: skip
     if not sure:
-        fail(f"{file}: do the numbers in {best} name the photo? Give --image-column")
+        fail(f"{file}: do the numbers in {best!r} name the photo? Give --image-column")
     for sure_too, nearly_too, path_too, share_too, key, others, _, endings in found:
         as_good = path_too > by_path or (nearly_too, path_too) == (nearly, by_path)
         differ = any(one and other and one != other for one, other in zip(photos, others))
