@@ -35,9 +35,8 @@ from extras import shards
 
 ENDINGS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # where Pillow's name for a format is not its ending
 # <b>, </b>, <br/> or <a href="...">, but not "<b and c>" of "a<b and c>d"
-HTML_TAG = re.compile(
-    r"(?i)</?(?:p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h\d)(?:\s+[\w:-]+=[^<>]*)?(?:\s*/)?>"
-)
+HTML_NAMES = "p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h[1-6]"
+HTML_TAG = re.compile(rf"(?i)</?({HTML_NAMES})(\s+[\w:-]+=[^<>]*|\s*/)?>")
 
 
 def get_args(argv=None):
@@ -189,10 +188,8 @@ def read_shard(path):
                 try:
                     photos.append(read_photo(path, tar, files))
                 except Exception as error:  # two photos, no UTF-8, no JSON, wrong types
-                    names = [file.name.lower() for file in files]
-                    photos_left_out = sum(name.endswith(common.PHOTO_ENDINGS) for name in names)
-                    fault = f"{key}: {type(error).__name__}: {error}"
-                    faults += [fault] * max(1, photos_left_out)
+                    lost = sum(file.name.lower().endswith(common.PHOTO_ENDINGS) for file in files)
+                    faults += [f"{key}: {type(error).__name__}: {error}"] * max(1, lost)
             tar.fileobj.seek(tar.offset)
             if tar.fileobj.read(512) != bytes(512):  # tarfile takes a broken header for the end
                 raise ValueError(f"it breaks off at byte {tar.offset}")
