@@ -550,6 +550,10 @@ COLUMNS = {
         table("tile,caption", '"http://x.org/n_1.tif?w=9, http://x.org/z.tif?w=9",a', "s_1.tif,b"),
         "a cell of tile names several photos, http:/x.org/n_1.tif, http:/x.org/z.tif: write",
     ),
+    "a copy's name, whose beginning is another photo's": (
+        ("9 (2).png", "9.png", "cup.png"), table("file,caption", "x/9 (2).jpg,a", "x/cup.jpg,b"),
+        {"9 (2)": "a", "cup": "b"},
+    ),
     "a name with a comma and a space": (
         ("bowl, 9.jpg b.jpg", "cup.jpg"), table("file|caption", "bowl, 9.jpg b.jpg|x", "cup.jpg|y"),
         {"bowl, 9.jpg b": "x", "cup": "y"},

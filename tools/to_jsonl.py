@@ -402,7 +402,9 @@ def find_photos(rows, column, root):
     found_by_path = any(places.values())
     for name in [name for name in places if not places[name]]:
         parts = re.split(r"""[][()"'|;,\s]+""", name)
-        if sum(bool(ENDING.search(x) or "/" in x and by_end(x, root)) for x in parts) > 1:
+        found = [part for part in parts if ENDING.search(part)]
+        found = found or [part for part in parts if "/" in part and by_end(part, root)]
+        if len(found) > 1:
             places[name] = None
         elif not found_by_path:  # the stem would replace a missing photo by its mask
             places[name] = by_end(name, root)
