@@ -3,7 +3,7 @@
     python tools/to_jsonl.py captions.csv --root photos --output photos.jsonl
     python tools/to_jsonl.py FOLDER    # with photos KEY.jpg and, in KEY.txt, a caption on each line
 
-It reads .csv, .tsv, .parquet, .json and .jsonl with a photo and its captions in each row, COCO's
+It reads .csv, .tsv, .json and .jsonl with a photo and its captions in each row, COCO's
 captions_*.json and Karpathy's dataset_*.json. What is certain is read, what is not is refused with
 the flag to give or the change to make, and what is left out is counted (see docs/running.md).
 """
@@ -29,6 +29,7 @@ from tools.make_shards import clean, has_html, without_repeats
 CAPTIONS = re.compile(r"(captions?|sentences)_?\d*")  # names of columns; sentences: Karpathy's
 WORDS = re.compile("caption|sentence|text|title|tag|label|class|categor|keyword")  # of no photo
 NAMES = re.compile("image|img|photo|pic|file|path|key|name|(^|_)(id|no|nr|number)$")
+IMAGES = re.compile("image|img|photo|pic|file|path")
 SPLITS = dict(restval="train", training="train", validation="val", valid="val", dev="val")
 NOTHING = "", *"[] nan none null n/a <na> #n/a #name? #ref! #value! #div/0! #num! #null!".split()
 YES, NO = ("1", "1.0", "true", "yes", "y"), ("0", "0.0", "false", "no", "n")
@@ -89,12 +90,8 @@ def read_items(file, args, notes):
             fail(f"{file}: a cell of {columns['photo'][0]} names several photos, {short(name)}: "
                  "write a row for each, or give --image-column")  # fmt: skip
         if len(paths) != 1:
-            what = "rows without a photo"
-            if paths:
-                what = "rows whose name several photos have (write folder/name, or narrow --root)"
-            elif os.path.isfile(os.path.join(root, name)):
-                what = "rows whose file is no photo that is read here"
-            notes[what].append([*paths, row])
+            several = "rows whose name several photos have (write folder/name, or narrow --root)"
+            notes[several if paths else "rows without a photo"].append([*paths, row])
             continue
         if paths[0] != os.path.join(root, name):
             notes["rows with a photo that is looked up by name"].append([name, paths[0]])
@@ -117,7 +114,7 @@ def read_rows(path, args):
     elif not path.is_file():
         fail(f"there is no {path}")
     elif path.suffix.lower() == ".parquet":
-        rows = parquet_rows(path)
+        fail(f"{path}: docs/running.md writes the rows of a .parquet as photos.jsonl")
     elif (text := decode(path)).lstrip().startswith(("{", "[")):
         rows = json_rows(path, text.rstrip())
     else:
@@ -171,21 +168,6 @@ def folder_rows(folder):
     return rows
 
 
-def parquet_rows(path):
-    try:
-        from pyarrow import parquet
-
-        content = parquet.ParquetFile(path)
-    except ModuleNotFoundError:
-        fail(f"{path}: this format needs a package: python -m pip install pyarrow")
-    except ValueError as error:  # of pyarrow, say for what Git LFS leaves in place of a file
-        fail(f"{path} is not in this format: {error}")
-    filled = [field.name for field in content.schema_arrow if "binary" in str(field.type)]
-    if filled:
-        fail(f"{path} holds photos in {filled[0]}: see docs/running.md, which writes them to files")
-    return content.read().to_pylist()
-
-
 def json_rows(path, text):
     """A list of rows, one on each line, COCO's file, or an object with one list of rows"""
     decoder, rows, end = json.JSONDecoder(object_pairs_hook=without_repeats), [], 0
@@ -218,13 +200,12 @@ def json_rows(path, text):
 
 def table_rows(path, text, args):
     """csv or tsv, as the header tells"""
-    body = re.sub(r"^\n*(sep=.\n)?\n*", "", text)  # sep=; is Excel's
-    skipped = text.count("\n") - body.count("\n")
-    lines = body.split("\n")
+    text = text.lstrip("\n")
+    lines = text.split("\n")
     mark = max(",\t|;", key=lines[0].count)
     csv.field_size_limit(2**31 - 1)  # 131,072 characters otherwise
     form = {"delimiter": mark, "skipinitialspace": mark in ",;", "strict": True}
-    reader = csv.DictReader(io.StringIO(body), restval="", **form)
+    reader = csv.DictReader(io.StringIO(text), restval="", **form)
     rows, broken, swallowed = [], [], []
     try:
         names = reader.fieldnames or []
@@ -232,7 +213,7 @@ def table_rows(path, text, args):
             names.pop()
         named_columns(path, args, names)
         for row in reader:
-            line = reader.line_num + skipped
+            line = reader.line_num
             if any(map(str.strip, row.pop(None, []))):
                 fail(f"{path}, line {line}, has too many cells: captions need quotes")
             rows.append(row)
@@ -242,8 +223,7 @@ def table_rows(path, text, args):
             if lines[0].count(mark) in [text.count(mark) for text in within]:
                 swallowed.append(broken[-1])
     except csv.Error as error:
-        line = reader.reader.line_num + skipped
-        fail(f"{path}, line {line}: {error}: quotes must be those of csv")
+        fail(f"{path}, line {reader.reader.line_num}: {error}: quotes must be those of csv")
     if broken:
         print_main(f"{path}: line breaks within quotes: {len(broken)}, the first in {broken[0]}")
     if swallowed or len(broken) > 0.01 * len(rows):
@@ -293,23 +273,20 @@ def photo_column(file, rows, keys, root):
         names, places, by_path = find_photos(rows, key, root)
         photos = [places[name] for name in names]
         share = sum(photo != [] for photo in photos) / len(rows)
-        endings = sum(bool(ENDING.search(name)) for name in names) / len(rows)
-        numbers = all(name.isdigit() for name in names if name)  # ages or prices, say
-        sure = share > 0 and (not numbers or bool(NAMES.search(column_name(key))))
-        found.append((sure, share >= 0.9, by_path, share, key, photos, numbers, endings))
-    sure, nearly, by_path, share, best, photos, numbers, _ = max(found, default=(False,) * 8)
+        is_number = all(name.isdigit() for name in names if name)  # ages or prices, say
+        if not is_number or share and NAMES.search(column_name(key)):
+            found.append((by_path, share, key, photos))
+    by_path, share, best, photos = max(found, default=(False, 0.0, "", []))
     if not share:
-        there = list(photos_below(root)[1])[:2]
-        fail(f"{root} holds no photo of {file}, such as {short(rows[0])}: see --root, which holds "
-             f"photos of such names: {short(there)}")  # fmt: skip
-    if not sure:
-        fail(f"{file}: do the numbers in {best!r} name the photo? Give --image-column")
-    for sure_too, nearly_too, path_too, share_too, key, others, _, endings in found:
-        as_good = path_too > by_path or (nearly_too, path_too) == (nearly, by_path)
+        there = short(list(photos_below(root)[1])[:2])
+        fail(f"{root} holds no photo of {file}, such as {short(rows[0])}, but photos of such names: "
+             f"{there}. See --root and --image-column")  # fmt: skip
+    for path_too, share_too, key, others in found:
         differ = any(one and other and one != other for one, other in zip(photos, others))
-        differ &= sure_too and as_good and share_too >= 0.5
-        # Rows may be numbered as the photos are, by chance.
-        if differ or numbers and endings >= 0.5 and others != photos:
+        differ &= path_too >= by_path and share_too >= 0.5
+        # Rows may be numbered as the photos are, by chance, while the column image names others.
+        by_name = IMAGES.search(column_name(key)) and not IMAGES.search(column_name(best))
+        if differ or by_name and others != photos:
             fail(f"{file}: which column names the photo, {best} or {key}? Give --image-column")
     if share < 0.5:
         fail(f"{file}: only {share:.0%} of {best} name a photo below {root}: see --image-column")
@@ -375,13 +352,13 @@ def texts_of(row, separators, what, notes):
             if re.fullmatch(r"""\[ ?['"[({].*\]|\w*\( ?['"[({].*\)|\{ ?['"[({].*\}""", text):
                 fail(f"{name} holds a list as text, {short(text)}: write the rows as JSON")
             values = text.split(separator) if separator else [values]
-            if re.fullmatch(r"[\[({][^][(){}]*[,;|][^][(){}]*[])}]", text):
-                notes["cells that may be lists as text"].append(text)
-                values = []
         for value in values if isinstance(values, list) else [values]:
-            value = value.get("raw") if isinstance(value, dict) else value  # Karpathy's
-            text = clean(value) if isinstance(value, str) else ""
-            if isinstance(value, str) and has_html(value):
+            value = value.get("raw", value) if isinstance(value, dict) else value  # Karpathy's
+            if not isinstance(value, str | None):
+                notes[f"{what} that are no text"].append(row)
+                continue
+            text = clean(value or "")
+            if value and has_html(value):
                 notes[f"{what} that lost HTML"].append(value)
             if lower(text) in NOTHING or NO_WORD.fullmatch(text):
                 notes[f"{what} without a letter"].append(row)
