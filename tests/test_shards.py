@@ -249,9 +249,11 @@ def test_wrong_shards(folder):
     index(folder)
     train = ["virtex.py", "--data", folder, "--output", folder / "run", "--train-split"]
     assert "The folder's splits: train, val" in refusal([*train, "train2017"])
+    write_tar(folder / "03.tar", {"a.txt": b"another dog", "a.jpg": RED})  # of another size
+    assert "03.tar is missing, or is not the shard that was indexed" in refusal([*train, "val"])
     for file in folder.glob("*.tar"):
         file.rename(file.with_suffix(".moved"))
-    assert "Was it moved?" in refusal([*train, "train"])
+    assert "was it moved or changed?" in refusal([*train, "train"])
     torch.save({"image_bytes": torch.zeros(1), "tag_names": None}, folder / "old.index")
     assert "earlier version" in refusal([*train, "old"])
 

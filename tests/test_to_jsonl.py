@@ -119,11 +119,11 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
     "files that are no photos": (
         {"a.csv": "image,caption\nimg/1.jpg,a\nimg/2.heic,b\nimg/3,c\nimg/2.jpg,d",
          "img/2.heic": b"", "img/3": b""}, {"1": ["a"], "2": ["d"]},
-        "2 rows whose file is no photo that is read here, the first: [{{'image': 'img/2.heic',",
+        "2 rows without a photo, the first: [{{'image': 'img/2.heic',",
     ),
     "a caption that is no text": (
         {"a.json": [{"image": "1.jpg", "caption": [{"de": "ein Hund"}, "a", None]}]}, {"1": ["a"]},
-        "2 captions without a letter, the first: {{'image': '1.jpg', 'caption': [{{'de': 'ein",
+        "1 captions that are no text, the first: {{'image': '1.jpg', 'caption': [{{'de': 'ein",
     ),
     "two texts of a photo": (
         {"img/1.txt": "a", "img/1.jpg.txt": "b"}, {"1": ["b", "a"], "2": []}, "2 captions\n",
@@ -227,7 +227,7 @@ REFUSED = [
     ("[", "", "file is not valid JSON: Expecting value: line 1"),
     ('{"a": 1}\n\n{"a"', "", "file is not valid JSON: Expecting ':' delimiter: line 3"),
     ('{\n"a": 1\n"b"', "", "file is not valid JSON: Expecting ',' delimiter: line 3"),
-    ("id,caption\n7,a\n8,b\n", "", "such as {{'id': '7', 'caption': 'a'}}: see --root"),
+    ("id,caption\n7,a\n8,b\n", "", "such as {{'id': '7', 'caption': 'a'}}, but photos of such names"),
     ({"a": [{"image": "1.jpg"}], "b": [{"image": "2.jpg"}]}, "", "has no column caption: name it"),
     ({"train": [{"id": "7"}], "val": [], "test": [{"id": "8"}]}, "", "now train, val, test"),
     ({"image": {"0": "1.jpg"}, "caption": {"0": "a"}}, "", "{root} holds no photo of {root}/file"),
@@ -300,7 +300,7 @@ def test_tags_that_are_dictionaries(convert):
     rows = [{**PAIR, "tags": [{"dog": 1}, "cat"]}]
     printed, [line] = convert({"a.json": rows}, "--tag-column tags")
     assert line["tags"] == ["cat"]
-    assert "1 tags without a letter, the first: {'image': '1.jpg', 'caption': 'a'," in printed
+    assert "1 tags that are no text, the first: {'image': '1.jpg', 'caption': 'a'," in printed
 
 
 def test_tags_are_printed(convert):

@@ -275,18 +275,19 @@ def photo_column(file, rows, keys, root):
         share = sum(photo != [] for photo in photos) / len(rows)
         is_number = all(name.isdigit() for name in names if name)  # ages or prices, say
         if not is_number or share and NAMES.search(column_name(key)):
-            found.append((by_path, share, key, photos))
-    by_path, share, best, photos = max(found, default=(False, 0.0, "", []))
+            is_image = bool(IMAGES.search(column_name(key))) and not is_number
+            found.append((by_path, share, key, photos, is_image))
+    by_path, share, best, photos, is_image = max(found, default=(False, 0.0, "", [], False))
     if not share:
         there = short(list(photos_below(root)[1])[:2])
         fail(f"{root} holds no photo of {file}, such as {short(rows[0])}, but photos of such names: "
              f"{there}. See --root and --image-column")  # fmt: skip
-    for path_too, share_too, key, others in found:
+    for path_too, share_too, key, others, image_too in found:
         differ = any(one and other and one != other for one, other in zip(photos, others))
-        differ &= path_too >= by_path and share_too >= 0.5
+        as_good = path_too >= by_path and share_too >= min(share, 0.9) and share_too >= 0.5
         # Rows may be numbered as the photos are, by chance, while the column image names others.
-        by_name = IMAGES.search(column_name(key)) and not IMAGES.search(column_name(best))
-        if differ or by_name and others != photos:
+        better_name = image_too and not is_image and others != photos
+        if differ and as_good or better_name:
             fail(f"{file}: which column names the photo, {best} or {key}? Give --image-column")
     if share < 0.5:
         fail(f"{file}: only {share:.0%} of {best} name a photo below {root}: see --image-column")
