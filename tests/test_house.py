@@ -18,16 +18,16 @@ SMALL = [name for name in FILES if name.startswith(("extras/", "downstream/", "t
 OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "tools", "tests"}
 
 MOST_LINES = {  # of a file, or of all Python files in a folder
-    "common.py": 895,
+    "common.py": 902,
     "virtex.py": 700,
     "tp.py": 680,
     "icmlm.py": 820,
     "mmcontrastive.py": 865,
     "eval_linear.py": 775,
     "README.md": 185,
-    "extras/": 1150,
+    "extras/": 1155,
     "downstream/": 2700,
-    "tools/": 1950,
+    "tools/": 2010,
 }
 FLAGS = {"virtex": 37, "tp": 36, "icmlm": 40, "mmcontrastive": 49}  # beside --help
 
@@ -73,16 +73,16 @@ def test_size(start):
 
 def test_size_of_the_whole():
     """What somebody reads who reads a script; all Python but the tests; the pages"""
-    for script, most in zip(SCRIPTS, (1600, 1580, 1720, 1765), strict=True):
+    for script, most in zip(SCRIPTS, (1605, 1585, 1720, 1770), strict=True):
         assert size_of("common.py", f"{script}.py") <= most, script
-    assert size_of(*TOP, *SMALL) <= 10_520
+    assert size_of(*TOP, *SMALL) <= 10_600
     pages = [name for name in FILES if name.startswith("docs/") and name != "docs/papers.md"]
-    assert len(pages) <= 10 and size_of(*pages) <= 1650
+    assert len(pages) <= 10 and size_of(*pages) <= 1670
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_size_of_small_files(name):
-    assert len(lines_of(name)) <= (420 if name == "tools/to_jsonl.py" else 350)
+    assert len(lines_of(name)) <= (465 if name == "tools/to_jsonl.py" else 350)
 
 
 def main_lines(script):
