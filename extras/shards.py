@@ -21,7 +21,7 @@ def save_index(folder, split, data):
     """Write FOLDER/{split}.index.  data: CaptionData; data.images: see open_in_shard"""
     shards = {place.split("\t")[0] for place in data.images}
     index = {"tag_names": data.tag_names, "tagged": torch.from_numpy(data.tagged)}
-    index["shards"] = {shard: os.path.getsize(shard) for shard in shards}
+    index["shards"] = {shard: os.path.getmtime(shard) for shard in shards}
     columns = {"images": data.images, "captions": data.captions.joined, "tags": data.tags.joined}
     for name, strings in columns.items():
         encoded = [string.encode() for string in strings]
@@ -48,9 +48,9 @@ def caption_data(folder, split):
         Mapped(index[name].numpy(), index[f"{name}_ends"].numpy())
         for name in ("images", "captions", "tags")
     )
-    for shard, size in index["shards"].items():
-        if not os.path.exists(shard) or os.path.getsize(shard) != size:
-            fail(f"{shard} is missing, or is not the shard that was indexed: was it moved or "
+    for shard, time in index["shards"].items():
+        if not os.path.exists(shard) or os.path.getmtime(shard) != time:
+            fail(f"{shard} is missing, or was written after it was indexed: was it moved or "
                  "changed? Run tools/make_shards.py --index-only again")  # fmt: skip
     captions, tags = common.StringLists(captions), common.StringLists(tags)
     tagged = index["tagged"].numpy()

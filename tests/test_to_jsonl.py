@@ -227,7 +227,7 @@ REFUSED = [
     ("[", "", "file is not valid JSON: Expecting value: line 1"),
     ('{"a": 1}\n\n{"a"', "", "file is not valid JSON: Expecting ':' delimiter: line 3"),
     ('{\n"a": 1\n"b"', "", "file is not valid JSON: Expecting ',' delimiter: line 3"),
-    ("id,caption\n7,a\n8,b\n", "", "such as {{'id': '7', 'caption': 'a'}}, but photos of such names"),
+    ("id,caption\n7,a\n8,b\n", "", "such as {{'id': '7', 'caption': 'a'}}, but photos of such"),
     ({"a": [{"image": "1.jpg"}], "b": [{"image": "2.jpg"}]}, "", "has no column caption: name it"),
     ({"train": [{"id": "7"}], "val": [], "test": [{"id": "8"}]}, "", "now train, val, test"),
     ({"image": {"0": "1.jpg"}, "caption": {"0": "a"}}, "", "{root} holds no photo of {root}/file"),

@@ -280,8 +280,8 @@ def photo_column(file, rows, keys, root):
     by_path, share, best, photos, is_image = max(found, default=(False, 0.0, "", [], False))
     if not share:
         there = short(list(photos_below(root)[1])[:2])
-        fail(f"{root} holds no photo of {file}, such as {short(rows[0])}, but photos of such names: "
-             f"{there}. See --root and --image-column")  # fmt: skip
+        fail(f"{root} holds no photo of {file}, such as {short(rows[0])}, but photos of such "
+             f"names: {there}. See --root and --image-column")  # fmt: skip
     for path_too, share_too, key, others, image_too in found:
         differ = any(one and other and one != other for one, other in zip(photos, others))
         as_good = path_too >= by_path and share_too >= min(share, 0.9) and share_too >= 0.5
