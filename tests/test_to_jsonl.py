@@ -557,6 +557,11 @@ COLUMNS = {
         table("image,similar,caption", "iiif/a/max,b.jpg,x", "iiif/b/max,a.jpg,y"),
         "which column names the photo, similar or image? Give --image-column",
     ),
+    "another folder, of which no photo is here": (
+        ("north/1.jpg", "north/2.jpg", "south/3.jpg"),
+        table("image,caption", "trap/north/1.jpg,x", "trap/west/2.jpg,y", "trap/north/2.jpg,z"),
+        {"north/1": "x", "north/2": "z"},
+    ),
     "numbers in a column that is not named like photos": (
         ("1.png", "2.png"), table("floor,title", "1,a", "2,b"),
         "but photos of such names: ['1', '2']. See --root and --image-column", "title",
@@ -620,6 +625,7 @@ COLUMNS = {
 def test_nothing_guessed(case, tmp_path):
     photos, text, expected, *captions = COLUMNS[case]
     for name in photos:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "table").write_bytes(text.encode())
     command = ["tools.to_jsonl", tmp_path / "table", "--output", tmp_path / "photos.jsonl"]

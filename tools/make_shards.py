@@ -183,7 +183,8 @@ def read_shard(path):
                 files = list(files)
                 if key in keys:
                     photos = []  # without the texts that come later
-                    raise ValueError(f"the files of {key} are not adjacent: use tar --sort=name")
+                    raise ValueError(f"the files of {key} are not adjacent, so that the whole "
+                                     "shard is left out: use tar --sort=name")  # fmt: skip
                 keys.add(key)
                 try:
                     photos.append(read_photo(path, tar, files))

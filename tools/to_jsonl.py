@@ -79,9 +79,10 @@ def read_items(file, args, notes):
     separators = {}
     for column in columns["tags"]:
         text = "".join(clean(row[column]) for row in rows if isinstance(row.get(column), str))
-        marks = [mark for mark in "|;," if mark in text] or [","]
-        separators[column] = marks[0]
-        print_main(f"{file}: texts in {column} are split at {' and not at '.join(marks)}")
+        marks = [mark for mark in "|;," if mark in text]
+        separators[column] = marks[0] if marks else ","
+        if marks:
+            print_main(f"{file}: texts in {column} are split at {' and not at '.join(marks)}")
     separators |= dict.fromkeys(columns["tags where 1"])  # None
     items = []
     for row, name in zip(rows, names):
@@ -399,9 +400,14 @@ def photo_name(cell):
 
 def by_end(name, root):
     """The photos with the longest end of a path, full/1.jpg of images/full/1.jpg; or its stem"""
-    by_path, by_stem = photos_below(root)
-    found = [by_path[end] for end in ends(name) if end in by_path]
-    return found[0] if found else by_stem.get(stem(name).lower(), [])
+    by_path, by_stem, folders = photos_below(root)
+    # If the photos lie in several folders, one of the same name in another folder is another one.
+    is_link = re.match("(?i)https?:/", name)
+    with_folder = "/" in name and not is_link and len(folders) > 1
+    for end in ends(name):
+        if end in by_path and ("/" in end or not with_folder):
+            return by_path[end]
+    return [] if with_folder else by_stem.get(stem(name).lower(), [])
 
 
 def ends(path):
@@ -421,13 +427,14 @@ def stem(name):
 
 @cache
 def photos_below(root):
-    """-> {end of a path: paths}; {stem: paths}"""
-    by_path, by_stem = defaultdict(list), defaultdict(list)
+    """-> {end of a path: paths}; {stem: paths}; the folders with photos"""
+    by_path, by_stem, folders = defaultdict(list), defaultdict(list), set()
     for path in filter(os.path.exists, common.list_photos(root)):  # links may point nowhere
+        folders.add(os.path.dirname(path))
         by_stem[stem(path).lower()].append(path)
         for end in ends(os.path.relpath(path, root)):
             by_path[end].append(path)
-    return by_path, by_stem
+    return by_path, by_stem, folders
 
 
 def write(output, rows, notes):
