@@ -232,7 +232,11 @@ def part_of_classes(data, fraction, seed, shots=None):
 
 
 class Classifier(nn.Module):
-    """The backbone, average pooling and a linear layer: (B, 3, h, w) -> logits (B, classes)"""
+    """The backbone, average pooling and a linear layer: (B, 3, h, w) -> logits (B, classes)
+
+    The linear layer starts with weights from N(0, 0.01) and bias 0 [App. A.1, A.3]; in the IN-sup
+    rows, too [ours: they follow torchvision, which has torch's default there].
+    """
 
     def __init__(self, backbone, num_classes):
         super().__init__()

@@ -114,7 +114,8 @@ def tags_of_photos(data, args):
         if not isinstance(content, dict):
             fail(f"--tags {args.tags} is not a concepts.json of tp.py or icmlm.py")
         concepts = {word for words in content.values() for word in words}
-        return [concepts.intersection(words_of(" ".join(texts))) for texts in data.captions]
+        captions = progress(data.captions, desc="tags", total=len(data), leave=False)
+        return [concepts.intersection(words_of(" ".join(texts))) for texts in captions]
     if args.data == "shapes":
         return [scene_tags(scene) for scene in data.images]
     return data.tags

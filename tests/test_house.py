@@ -26,7 +26,7 @@ MOST_LINES = {  # of a file, or of all Python files in a folder
     "eval_linear.py": 775,
     "README.md": 185,
     "extras/": 1155,
-    "downstream/": 2700,
+    "downstream/": 2705,
     "tools/": 2020,
 }
 FLAGS = {"virtex": 37, "tp": 36, "icmlm": 40, "mmcontrastive": 49}  # beside --help
