@@ -27,7 +27,7 @@ MOST_LINES = {  # of a file, or of all Python files in a folder
     "README.md": 185,
     "extras/": 1155,
     "downstream/": 2705,
-    "tools/": 2020,
+    "tools/": 2025,
 }
 FLAGS = {"virtex": 37, "tp": 36, "icmlm": 40, "mmcontrastive": 49}  # beside --help
 
@@ -75,14 +75,14 @@ def test_size_of_the_whole():
     """What somebody reads who reads a script; all Python but the tests; the pages"""
     for script, most in zip(SCRIPTS, (1605, 1585, 1720, 1770), strict=True):
         assert size_of("common.py", f"{script}.py") <= most, script
-    assert size_of(*TOP, *SMALL) <= 10_610
+    assert size_of(*TOP, *SMALL) <= 10_620
     pages = [name for name in FILES if name.startswith("docs/") and name != "docs/papers.md"]
     assert len(pages) <= 10 and size_of(*pages) <= 1670
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_size_of_small_files(name):
-    assert len(lines_of(name)) <= (470 if name == "tools/to_jsonl.py" else 350)
+    assert len(lines_of(name)) <= (480 if name == "tools/to_jsonl.py" else 350)
 
 
 def main_lines(script):

@@ -296,6 +296,13 @@ def test_what_separates_tags(cells, tags, convert):
     assert f" {len(sum(tags, []))} tags\n" in printed
 
 
+def test_columns_with_the_same_tags(convert):
+    rows = [{**PAIR, "bend": "pass", "pull": "fail"}, {**PAIR, "bend": "fail", "pull": ""}]
+    printed, [line] = convert({"a.json": rows}, "--tag-column bend pull")
+    assert line["tags"] == ["pass", "fail"]
+    assert "a.json: bend and pull have the same tags: ['fail']\n" in printed
+
+
 def test_tags_that_are_dictionaries(convert):
     rows = [{**PAIR, "tags": [{"dog": 1}, "cat"]}]
     printed, [line] = convert({"a.json": rows}, "--tag-column tags")
@@ -556,6 +563,16 @@ COLUMNS = {
         ("a.jpg", "b.jpg"),
         table("image,similar,caption", "iiif/a/max,b.jpg,x", "iiif/b/max,a.jpg,y"),
         "which column names the photo, similar or image? Give --image-column",
+    ),
+    "two names in a cell, with a slash": (
+        ("oak.jpg", "elm.jpg", "fir.jpg"), table("image,caption", "oak,x", "elm/fir,y"),
+        "a cell of image names several photos, elm/fir: write a row for each",
+    ),
+    "one row with a list of parts": (
+        ("oak.jpg", "leaf.jpg"),
+        json.dumps({"image": "oak.jpg", "caption": "x", "parts": [{"image": "leaf.jpg",
+                                                                   "caption": "y"}]}),
+        {"oak": "x"},
     ),
     "another folder, of which no photo is here": (
         ("north/1.jpg", "north/2.jpg", "south/3.jpg"),

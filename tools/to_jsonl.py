@@ -18,6 +18,7 @@ import sys
 import unicodedata
 from collections import Counter, defaultdict
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -184,7 +185,8 @@ def json_rows(path, text):
     lists = {name: part for name, part in content.items() if isinstance(part, list) and part}
     tables = {name: part for name, part in lists.items() if isinstance(part[0], dict)}
     is_coco = "images" in tables and "annotations" in tables
-    if not is_coco and len(tables) != 1:
+    is_row = any(CAPTIONS.fullmatch(column_name(name)) for name in content.keys() - tables.keys())
+    if not is_coco and (is_row or len(tables) != 1):
         return rows
     read = ["images", "annotations"] if is_coco else [*tables]
     print_main(f"{path}: read {read}, not {short([name for name in content if name not in read])}")
@@ -258,6 +260,10 @@ def choose_columns(file, rows, root, args):
     marks = find_marks(file, rows, tags)
     columns = {"photo": photo or [photo_column(file, rows, others, root)], "captions": captions}
     columns["tags"] = [name for name in tags if name not in marks]
+    cells = {name: {lower(row.get(name)) for row in rows} for name in columns["tags"]}
+    for one, other in combinations(cells, 2):  # pass and fail of two tests, say
+        if shared := cells[one] & cells[other] - {*NOTHING}:
+            print_main(f"{file}: {one} and {other} have the same tags: {short(sorted(shared))}")
     said = f"{args.split}, not the column " if args.split else ""
     columns["split"] = [said + key for key in keys if column_name(key) == "split"]
     columns["tags where 1"] = marks
@@ -383,6 +389,9 @@ def find_photos(rows, column, root):
         parts = re.split(r"""[][()"'|;,\s]+""", name)
         found = [part for part in parts if ENDING.search(part)]
         found = found or [part for part in parts if "/" in part and by_end(part, root)]
+        stems = {part for part in name.split("/") if part.lower() in photos_below(root)[1]}
+        if len(stems) == name.count("/") + 1:  # s1/s2, of photos s1.jpg and s2.jpg
+            found = [*stems]
         if len(found) > 1:
             places[name] = None
         elif not found_by_path:  # the stem would replace a missing photo by its mask
