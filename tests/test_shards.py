@@ -353,6 +353,25 @@ def test_pixels_without_a_value(case, tmp_path):
     assert abs(seen - expected)[side:].max() < 4
 
 
+def test_a_value_far_from_all_others(monkeypatch):
+    """65535 in a quarter of a tile is named; a frame of zeros around values from 76 on is not."""
+    said = []
+    monkeypatch.setattr(sources.common, "report_once", said.append)
+    tile = np.linspace(0, 3000, 32 * 32).reshape(32, 32).astype(np.uint16)
+    sources.to_rgb(Image.fromarray(tile))
+    framed = np.where(tile > 750, tile // 17, 0).astype(np.uint16)
+    sources.to_rgb(Image.fromarray(framed))
+    assert said == []
+    tile[:8] = 65535
+    sources.to_rgb(Image.fromarray(tile))
+    assert len(said) == 1 and "or 65535 is far from all other values" in said[0]
+
+
+def test_a_tile_without_values():
+    with pytest.raises(ValueError, match="no pixel has a value"):
+        sources.to_rgb(Image.fromarray(np.full((8, 8), np.nan, np.float32)))
+
+
 def test_few_bright_pixels():
     """Stars on a dark sky, fewer than a thousandth, are seen."""
     sky = np.full((100, 100), 7, np.uint16)
