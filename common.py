@@ -285,8 +285,7 @@ def list_photos(folder, endings=PHOTO_ENDINGS):
     """The paths of all photos below a folder, sorted -> list of str
 
     Links to folders are followed, but no folder is read twice, and none above this one: a link to
-    a parent would list each photo many times. Files and folders whose names start with a dot are
-    hidden, and left out.
+    a parent would list each photo many times. What starts with a dot is hidden, and left out.
     """
     paths, visited, start = [], set(), os.path.realpath(folder)
     for parent, folders, files in os.walk(folder, followlinks=True):
@@ -339,10 +338,9 @@ class Photos:
 
 
 def read_crops(data, index, crops, size):
-    """Decode a photo once and cut several crops from it -> list of (size, size, 3) uint8 arrays
-    crops: functions of (width, height) -> two corners. A large JPEG is decoded at a half, a quarter
-    or an eighth of its size if that has enough pixels; resizing is antialiased, unlike in the
-    official VirTex [ours]. Raises Unreadable.
+    """Decode a photo once, and cut several crops from it -> list of uint8 (size, size, 3)
+    crops: functions of (width, height) -> two corners.  Raises Unreadable. A large JPEG is decoded
+    at 1/2, 1/4 or 1/8 of its size if that suffices. Resizing is antialiased, unlike VirTex [ours].
     """
     try:
         image = data.open(data.images[index])
@@ -350,8 +348,10 @@ def read_crops(data, index, crops, size):
         boxes = np.array([crop(full_size) for crop in crops])  # (N, 2, 2)
         smallest = np.ptp(boxes, 1).min(0)  # box's width and height, in pixels
         image.draft("RGB", [*np.ceil(size * full_size / smallest)])
-        deep = image.mode[0] in "IF" or ";16" in str(getattr(image, "tile", ""))
-        if deep or image.has_transparency_data:
+        if image.mode[0] not in "IF" and ";16" in str(getattr(image, "tile", "")):
+            report_once(f"{data.images[index]}: of 16-bit colours, PIL reads the upper 8 bits; "
+                        "store 8-bit images if these are too dark")  # fmt: skip
+        if image.mode[0] in "IF" or image.has_transparency_data:
             image = importlib.import_module("extras.sources").to_rgb(image)
         image = image.convert("RGB")
         boxes *= image.size / full_size  # draft may have shrunk it
@@ -876,7 +876,8 @@ class Log:
     def write(self, iteration, row):
         """Append a line. The time since `means`, spent on validation, is not counted."""
         if is_main():
-            command = json.loads(self.path.with_name("args.json").read_bytes())["command"]
+            first = self.kept is not None  # Has another run begun since we did?
+            command = read_json(self.path.with_name("args.json"))["command"] if first else sys.argv
             if self.size() != self.left or command != sys.argv:
                 fail(f"another run has written to {self.path}: give each run its own --output")
             line = json.dumps({"iteration": iteration, **row}) + "\n"

@@ -642,7 +642,8 @@ def knn(train, test, run):
     train_x, train_y = train.x.to(run.device), train.y.to(run.device)
     votes = []
     for part in test.x.split(1024):
-        cosine, nearest = (part.to(run.device) @ train_x.T).topk(min(20, len(train_x)))  # (B, 20)
+        similarity = part.to(run.device) @ train_x.T
+        cosine, nearest = similarity.topk(min(20, len(train_x)))  # (B, 20) both
         weights = (cosine / 0.07).exp()[..., None]
         labels = train_y[nearest]  # (B, 20), or (B, 20, classes)
         if labels.ndim == 2:

@@ -169,8 +169,10 @@ def beam_search(head, image_features, beams=5):
         log_p[..., PAD][ended] = 0.0  # ...but padding, at no cost
         continued = scores[:, :, None] + log_p  # (B, beams, vocabulary)
         scores, choice = continued.flatten(1).topk(beams)
-        before = tokens.flatten(0, 1)[first_row + choice // vocab_size]  # what is continued
-        tokens = torch.cat([before, (choice % vocab_size)[:, :, None]], 2)  # (B, beams, T + 1)
+        beam = choice // vocab_size  # (B, beams): which hypothesis is continued
+        token = choice % vocab_size  # (B, beams): by which token
+        before = tokens.flatten(0, 1)[first_row + beam]
+        tokens = torch.cat([before, token[:, :, None]], 2)
     return tokens[:, 0], scores[:, 0]
 
 

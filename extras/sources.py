@@ -92,9 +92,6 @@ def voc07(root, split):
 def to_rgb(image):
     """A PIL image -> RGB; more than 8 bits are scaled to 0..255, transparent pixels lie on white"""
     info = image.info  # with EXIF's orientation
-    if image.mode[0] not in "IF" and ";16" in str(getattr(image, "tile", "")):
-        common.report_once(f"{image.filename}: of 16-bit colours, PIL reads the upper 8 bits; "
-                           "store 8-bit images if these are too dark")  # fmt: skip
     if image.mode[0] in "IF":
         image = Image.fromarray(to_8_bits(image))
     if image.has_transparency_data:

@@ -378,7 +378,7 @@ def texts_of(row, separators, what, notes):
 def find_photos(rows, column, root):
     """-> names in the rows; {name: paths below the root, or None: several photos}; by a path?"""
     names = [photo_name(row.get(column)) for row in rows]
-    by_path = photos_below(root)[0]
+    by_path, by_stem, _ = photos_below(root)
     places = {}
     for name in names:
         path = os.path.join(root, name)
@@ -389,7 +389,7 @@ def find_photos(rows, column, root):
         parts = re.split(r"""[][()"'|;,\s]+""", name)
         found = [part for part in parts if ENDING.search(part)]
         found = found or [part for part in parts if "/" in part and by_end(part, root)]
-        stems = {part for part in name.split("/") if part.lower() in photos_below(root)[1]}
+        stems = {part for part in name.split("/") if part.lower() in by_stem}
         if len(stems) == name.count("/") + 1:  # s1/s2, of photos s1.jpg and s2.jpg
             found = [*stems]
         if len(found) > 1:
