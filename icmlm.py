@@ -173,7 +173,7 @@ def get_args(argv=None):
     add("--accumulate", type=common.positive_int, default=1,
         help="split each batch into this many micro-batches, if memory is short")
     add("--compile", action="store_true",
-        help="use torch.compile, which starts slowly but is faster on GPUs")
+        help="use torch.compile for the backbone, on GPUs (whether it gains was not measured)")
     add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
     add("--validate-every", type=common.positive_int, help="iterations between validations")
     add("--checkpoint-every", type=common.positive_int,

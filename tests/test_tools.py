@@ -1,4 +1,4 @@
-"""tools/: benchmark.py measures every method, plot.py draws; tests/fuzz.py for half a minute."""
+"""tools/: benchmark.py measures every method, plot.py draws; tests/fuzz.py for nine seconds."""
 
 import json
 import re
