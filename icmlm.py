@@ -78,7 +78,7 @@ RECIPES = {  #           demo        small       paper: ResNet-50           (dem
     "batch_size":       (32,         64,         512),                  # App. F.1
     "iters":            (440,        None,       500_000),              # App. F.1
     "epochs":           (None,       1.14,       None),                 # of triplets
-    "lr":               (1e-3,       5e-4,       3e-2),                 # App. F.1
+    "lr":               (1e-3,       2e-4,       3e-2),                 # App. F.1
     "warmup":           (0.05,       0.1,        0.0),
     "steps":            ([],         [],         []),                   # App. F.1
     "weight_decay":     (1e-2,       1e-2,       1e-4),                 # App. F.1
