@@ -13,8 +13,6 @@ and the word is predicted from the image features at that place. Both also predi
     one GPU       python icmlm.py --data coco --accumulate 4 --init runs/tp-coco/backbone.pth
     eight GPUs    torchrun --nproc_per_node=8 icmlm.py --data coco \\
                       --init runs/tp-coco/backbone.pth
-    two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
-                      --rdzv-endpoint=HOST:29400 icmlm.py --data coco   (on both; shared --output)
     VG, VGG-16    python tp.py --data vg --labels rotation --output runs/rotation-vg   (one GPU)
                   torchrun --nproc_per_node=4 icmlm.py --data vg --arch vgg16_bn --head att-fc \\
                       --init runs/rotation-vg/backbone.pth
@@ -33,11 +31,12 @@ Where the paper is:
     masked token prediction [Tab. 1]           validate
 
 What to expect: in tfm, the loss `mlm` starts near that of the language model alone, because the
-residual path of the new encoder layer carries its vectors. In att-fc, it starts near ln |V| for a
-vocabulary of |V| tokens. Each validation measures the accuracy of masked token prediction [Tab. 1]
-with the photo, with another photo, and by the language model alone. If the first two are about
-equal, the model ignores the photo. Then start from the backbone of tp.py (--init), use --head
-att-fc, and train its attention first (--warmup-attention 0.25). See docs/logs/icmlm for a run.
+residual path of the new encoder layer passes on the language model's vectors. In att-fc, it starts
+near ln |V| for a vocabulary of |V| tokens. Each validation measures the accuracy of masked token
+prediction [Tab. 1] with the photo, with another photo, and by the language model alone. If the
+first two are about equal, the model ignores the photo. Then start from the backbone of tp.py
+(--init), use --head att-fc, and train its attention first (--warmup-attention 0.25). See
+docs/logs/icmlm for a run.
 """
 
 import argparse
@@ -73,19 +72,19 @@ RECIPES = {  #           demo        small       paper: ResNet-50           (dem
     "lm_layers":        (2,          4,          4),                    # of scratch [ours]
     "num_concepts":     (5000,       5000,       5000),                 # Sec. 4.3
     "lambda_tp":        (4.0,        1.0,        0.1),                  # App. B
-    "warmup_attention": (0.0,        0.0,        0.0),                  # App. F.1
+    "warmup_attention": (0.0,        0.0,        0.0),                  # App. F.1: VGG-16 only
     "optimizer":        ("AdamW",    "AdamW",    "SGD"),                # App. F.1
     "batch_size":       (32,         64,         512),                  # App. F.1
     "iters":            (440,        None,       500_000),              # App. F.1
     "epochs":           (None,       1.14,       None),                 # of triplets
     "lr":               (1e-3,       2e-4,       3e-2),                 # App. F.1
     "warmup":           (0.05,       0.1,        0.0),
-    "steps":            ([],         [],         []),                   # App. F.1
+    "steps":            ([],         [],         []),                   # App. F.1; []: cosine
     "weight_decay":     (1e-2,       1e-2,       1e-4),                 # App. F.1
     "log_every":        (10,         20,         20),
     "validate_every":   (1000,       1000,       10_000),
     "checkpoint_every": (200,        500,        5000),
-    "proxy_triplets":   (2000,       5000,       None),                 # last validation; None: all
+    "proxy_triplets":   (2000,       5000,       None),                 # in the last validation
 }
 # fmt: on
 VGG16 = {  # of the recipe paper, what is different with VGG-16
@@ -228,7 +227,7 @@ def main(args):
     frozen = checkpoint.get("iteration", 0) < frozen_iters
     freeze_backbone(model, frozen)
     ddp = common.data_parallel(model)
-    # Groups of their own: fused SGD needs momentum for all of a group; a frozen backbone has none.
+    # While the backbone is frozen, it has no momentum, and fused SGD needs it for a whole group.
     groups = [
         {"params": model.backbone.parameters()},
         {"params": model.head.parameters(), "lr": args.head_lr},
@@ -252,7 +251,7 @@ def main(args):
         if frozen and iteration > frozen_iters:
             frozen = False
             freeze_backbone(model, frozen)
-            ddp = common.data_parallel(model)  # anew: it averages what it found to need gradients
+            ddp = common.data_parallel(model)  # anew: the old one ignores the backbone's gradients
 
         # Gradients: --accumulate micro-batches, averaged over all processes after the last one
         optimizer.zero_grad()
@@ -287,7 +286,7 @@ def main(args):
             row = {**log.means(), "lr": args.lr * decay}
             bar.set_postfix(loss=f"{row['loss']:.3f}")
             if validating and common.is_main():
-                num_triplets = args.proxy_triplets if last else 5000
+                num_triplets = args.proxy_triplets if last else 5000  # [ours]
                 with common.eager(args.compile):
                     result = validate(model, lm, val_triplets, args, device, num_triplets)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
@@ -304,7 +303,7 @@ def main(args):
 
 
 def freeze_backbone(model, frozen):
-    """All of the model trains, or all but the backbone, whose batch statistics also stay [ours]"""
+    """Train the whole model, or all but the backbone, whose batch statistics then stay [ours]"""
     model.train()
     model.backbone.train(not frozen).requires_grad_(not frozen)
 
@@ -315,7 +314,7 @@ POS = "nn", "nn+adj", "nn+adj+vb"  # --pos [Tab. 4]
 TAGGERS = "textblob", "spacy"  # the first is the default [ours]
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
-# Auxiliary verbs name nothing visible. spaCy tags them apart, TextBlob's Penn tags do not. [ours]
+# Auxiliary verbs name nothing visible. spaCy has a tag for them, TextBlob does not. [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
@@ -334,15 +333,15 @@ def words_of(caption):
 def filter_captions(data, tokenize, max_words):
     """Keep each photo's distinct captions of 3 to 25 tokens [Sec. 4, Datasets] -> CaptionData
 
-    tokenize: caption -> its words, or the language model's tokens [ours].  max_words: the 25
+    tokenize: caption -> its words, or the language model's tokens [ours].  max_words: that 25
     """
     kept = []
     for captions in progress(list(data.captions), desc="caption lengths", leave=False):
         distinct = dict.fromkeys(captions)
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = len(data.all_captions()), sum(map(len, kept))
-    print_main(f"{before - after} of {before} captions are left out, which a photo has twice, or "
-               f"which do not have 3 to {max_words} words or tokens")  # fmt: skip
+    print_main(f"{before - after} of {before} captions are left out: a photo has them twice, or "
+               f"they do not have 3 to {max_words} words or tokens")  # fmt: skip
     if not after:
         fail("a split has no captions left: raise --max-words, join keywords to one caption, or "
              "use virtex.py for Chinese and other languages without spaces")  # fmt: skip
@@ -364,10 +363,10 @@ def tag_words(captions, tagger):
 
 
 def count_concepts(captions, tagger):
-    """The words of the captions by part of speech, with their counts, the most frequent first
+    """The words of the captions by part of speech [Sec. 3.1], with counts, the most frequent first
 
-    -> {"nouns": {word: count}, "adjectives": ..., "verbs": ...}. A word that is tagged in several
-    ways belongs to its most frequent part of speech; all its occurrences count [ours]. [Sec. 3.1]
+    -> {"nouns": {word: count}, "adjectives": ..., "verbs": ...}. A word belongs to what it is
+    tagged as most often, with all its occurrences; if that is none of the three, it is out. [ours]
     """
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
     captions = progress(captions, desc="parts of speech", leave=False)
@@ -392,7 +391,7 @@ def top_concepts(counts, pos, num_concepts):
     parts = [PARTS_OF_SPEECH[name] for name in pos.split("+")]
     chosen = sorted((-count, word, part) for part in parts for word, count in counts[part].items())
     concepts = {word: part for _, word, part in chosen[:num_concepts]}
-    if ("left" in concepts) != ("right" in concepts):  # one alone would be wrong if flipped [ours]
+    if ("left" in concepts) != ("right" in concepts):  # a flipped photo would need the other [ours]
         concepts.pop("left", None)
         concepts.pop("right", None)
     if not concepts:
@@ -424,7 +423,8 @@ def load_triplets(args, splits, tokenizer):
     """-> {concept: part of speech}, the most frequent first; MaskedWords of train; those of val"""
     counts = common.read_json(f"{args.output}/concepts.json")
     concepts = top_concepts(counts, args.pos, args.num_concepts)
-    samples, kept = [], common.read_json(f"{args.output}/captions.json")
+    kept = common.read_json(f"{args.output}/captions.json")
+    samples = []
     with np.load(f"{args.output}/triplets.npz") as arrays:
         for data, captions, triplets in zip(splits, kept, arrays.values()):
             data = replace(data, captions=common.lists(captions))
@@ -433,7 +433,7 @@ def load_triplets(args, splits, tokenizer):
 
 
 def find_triplets(data, concepts, tokenizer):
-    """A triplet for each concept in a caption that is exactly one token [ours] -> (N, 4) int32
+    """A triplet for each concept that is exactly one token of a caption [ours] -> (N, 4) int32
 
     Its columns are the photo, the number of the caption, the position of the token in it, and the
     concept. "shirt" cannot be masked in "t-shirt", which is one word of several tokens.
@@ -465,13 +465,14 @@ class MaskedWords(common.Photos):
         self.concepts = concepts  # {concept: part of speech}
         self.index = {concept: k for k, concept in enumerate(concepts)}
         self.tokenizer = tokenizer
-        # Were left and right of different lengths in tokens, a swap would shift the rest. [ours]
+        # If "left" and "right" had different numbers of tokens, a swap would shift the rest. [ours]
         self.can_swap = {"left", "right"} <= tokenizer.get_vocab().keys()
 
     def __len__(self):
         return len(self.triplets)
 
     def sample(self, index, rng):
+        """-> image, jitter, tokens (T,), mask_pos, target, concept, tags (K,); see `collate`"""
         photo, n, mask_pos, concept = self.triplets[index].tolist()
         sample, flipped = self.photo(photo, rng)
         captions = self.data.captions[photo]
@@ -605,12 +606,10 @@ def tag_head(arch, channels, num_labels):
 def tag_loss(logits, labels):
     """Eq. 2: softmax cross-entropy with multi-hot labels, normalised to sum to one
 
-    logits (B, K), labels (B, K) -> scalar, the mean over the rows that have a label
+    logits (B, K), labels (B, K), at least one in each row -> scalar, the mean over the rows
     """
-    counts = labels.sum(1, keepdim=True)
-    targets = labels / counts.clamp(min=1)
-    total = F.cross_entropy(logits.float(), targets, reduction="sum")
-    return total / (counts > 0).sum().clamp(min=1)
+    targets = labels / labels.sum(1, keepdim=True)
+    return F.cross_entropy(logits.float(), targets)
 
 
 class Tfm(nn.Module):
@@ -678,8 +677,8 @@ class EncoderLayer(nn.Module):
         K = self.per_head(self.key(z))  # Eq. 13
         Q = self.per_head(self.query(z))
         V = self.per_head(self.value(z))
-        # Eq. 14: softmax(K Q^T / sqrt(d_w)) V. The paper's K is what is usually called the query:
-        # row K_i attends to all Q_j.
+        # Eq. 14: softmax(K Q^T / sqrt(D)) V with D = d_w. The paper's K is what is usually called
+        # the query: row K_i attends to all Q_j.
         output = F.scaled_dot_product_attention(
             query=K, key=Q, value=V, attn_mask=mask[:, None, None]
         )
@@ -703,7 +702,7 @@ class AttentionHead(nn.Module):
         """X (B, H * W, d_x), W (B, T, d_w), attention_mask (B, T) -> s (B, H * W)"""
         x = F.relu(self.norm_x(self.sigma_x(x)))  # Eq. 3: (B, H * W, d_z)
         w = F.relu(self.norm_w(self.sigma_w(w)))  # (B, T, d_z)
-        with exact_float32(x.device):  # long sums, then exponentials
+        with exact_float32(x.device):  # because Eq. 4 takes exponentials of these long sums
             scores = x.float() @ w.float().mT / math.sqrt(x.size(-1))  # S (B, H * W, T)
         scores = scores.masked_fill(~attention_mask[:, None], -math.inf)
         return scores.logsumexp(2)  # Eq. 4; [CLS] and [SEP] are among its tokens [ours]
@@ -728,14 +727,14 @@ class AttFc(nn.Module):
         self.sigma_h = nn.Parameter(torch.full((heads,), 1 / heads))  # initialised uniformly [ours]
         self.b_h = nn.Parameter(torch.zeros(1))
         self.fc = nn.Sequential()
-        for d_in in (channels, *(layers - 1) * [width]):
+        for d_in in [channels] + (layers - 1) * [width]:
             self.fc.extend([nn.Linear(d_in, width), nn.LayerNorm(width), nn.ReLU()])
 
     def attention(self, x, token_features, attention_mask):
         """X (B, H * W, d_x), W (B, T, d_w), attention_mask (B, T) -> p (B, H * W)"""
         scores = [head(x, token_features, attention_mask) for head in self.att]
         s = torch.stack(scores, -1)  # [s^1 | s^2 | ...]: (B, H * W, heads)
-        # Not nn.Linear, because the softmax, in which b_h cancels, needs float32 under autocast.
+        # Not nn.Linear, which autocast would compute in half precision. b_h cancels in the softmax.
         s = (s * self.sigma_h).sum(-1) + self.b_h
         return s.softmax(1)  # Eq. 5: p_att
 
@@ -763,7 +762,7 @@ def validate(model, lm, triplets, args, device, num_triplets):
     another triplet, which is what the head predicts without seeing the right one [ours]; by the
     language model alone.  num_triplets: None for all
     """
-    backbone_trains = model.backbone.training  # not while it is frozen
+    backbone_trains = model.backbone.training  # False while it is frozen
     model.eval()
     order = np.random.default_rng(args.seed).permutation(len(triplets))
     chosen = Subset(triplets, order[:num_triplets].tolist())
@@ -774,7 +773,7 @@ def validate(model, lm, triplets, args, device, num_triplets):
             W = lm(batch["tokens"], mask)
             features = model.backbone(common.augment(batch["image"])).float()
         # From here on in float32, because in half precision many tokens tie for the best.
-        another_photo = features.roll(1, 0)  # of the triplet before; they are in random order
+        another_photo = features.roll(1, 0)  # that of the previous triplet; their order is random
         logits = {}
         for name, x in (("with the photo", features), ("with another photo", another_photo)):
             vector = model.head(x, W, mask, mask_pos)

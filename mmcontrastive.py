@@ -66,17 +66,18 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "caption_views":    ("sibling",  "sibling",  "backtranslation"),    # Sec. 4.1
     "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 4.1
     "lm_iters":         (0,          2000,       0),                    # [ours]
-    "lm_layers":        (2,          4,          None),                 # of scratch; None means
-    "lm_width":         (128,        256,        None),                 # as bert-base-uncased
-    "dropout":          (0.0,        0.1,        0.1),                  # of scratch; BERT has 0.1
+    "lm_layers":        (2,          4,          None),                 # of scratch; None: 12
+    "lm_width":         (128,        256,        None),                 # of scratch; None: 768
+    "dropout":          (0.0,        0.1,        0.1),                  # of scratch; 0.1 as BERT
     "mlp_hidden":       (512,        1024,       2048),                 # Sec. 4.1
     "queue":            (256,        512,        32_768),               # Sec. 4.1
     "momentum":         (0.993,      0.998,      0.999),                # Sec. 4.1
-    "bn_splits":        (1,          4,          8),                    # MoCo: 8 GPUs
+    "bn_splits":        (1,          4,          8),                    # Sec. 4.1: 8 GPUs
     "tags":             ("nouns",    "annotated", "annotated"),         # Sec. 4.1; nouns: Sec. 4.4
     "tag_threshold":    (1,          2,          2),                    # Sec. 4.1
     "lambda_ii":        (0.2,        1.0,        1.0),                  # Sec. 4.1
     "lambda_tag":       (2.0,        1.0,        1.0),                  # Sec. 4.1
+    "lambda_cc":        (1.0,        1.0,        1.0),                  # Sec. 4.1
     "lambda_ic":        (0.2,        0.02,       1e-4),                 # Sec. 4.1
     "lambda_ci":        (0.2,        0.02,       1e-4),                 # Sec. 4.1
     "batch_size":       (32,         64,         512),                  # Sec. 4.1
@@ -93,9 +94,9 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
 }
 # fmt: on
 MARGIN = 0.2  # alpha of Eqs. 11, 14 [Sec. 4.1]
-RETRIEVAL_IMAGES = 1000  # of the validation split [Tab. 7], drawn at random [ours]
+RETRIEVAL_IMAGES = 1000  # of the validation split [Sec. 4.4, Tab. 7], drawn at random [ours]
 MAX_TOKENS = 64  # longer captions are truncated [ours]
-# Only of torchvision's networks with residual blocks can the batch norm be replaced.
+# SplitBatchNorm can only replace the batch norm of torchvision's ResNets.
 ARCHS = [name for name, x in common.BACKBONES.items() if x.batch_norm and x.zero_init_residual]
 TAGS = "annotated", "nouns", "nouns-spacy"
 CAPTION_VIEWS = "same", "sibling", "backtranslation"  # sibling: another caption [ours]
@@ -127,7 +128,7 @@ def get_args(argv=None):
         help="strength of the colour jitter; lower it if captions name colours")
     add("--greyscale", type=common.probability, help="probability of turning a view grey")
     add("--blur", type=common.probability, help="probability of blurring a view")
-    add("--moco-v1", action="store_true", help="use MoCo v1's colour jitter, and no blur")
+    add("--moco-v1", action="store_true", help="use MoCo v1's colour jitter; give --blur 0, too")
     add("--caption-views", choices=CAPTION_VIEWS, help="second view of a caption: itself, "
         "another caption of the photo (sibling), or a back-translation")
     add("--backtranslations", help="file that tools/backtranslate.py wrote (default: in --output)")
@@ -152,8 +153,7 @@ def get_args(argv=None):
     add = parser.add_argument_group("losses and their weights [Sec. 4.1]").add_argument
     add("--lambda-ii", type=common.non_negative, help="weight of Eq. 3, photo to photo")
     add("--lambda-tag", type=common.non_negative, help="weight of Eq. 5, photos with common tags")
-    add("--lambda-cc", type=common.non_negative, default=1.0,
-        help="weight of Eq. 8, caption to caption")
+    add("--lambda-cc", type=common.non_negative, help="weight of Eq. 8, caption to caption")
     add("--lambda-ic", type=common.non_negative, help="weight of Eq. 11; raise it for short queues")
     add("--lambda-ci", type=common.non_negative, help="weight of Eq. 14; raise it for short queues")
     add("--temperature", type=common.positive, default=0.07, help="tau of Eqs. 3, 5 and 8")
@@ -192,8 +192,6 @@ def get_args(argv=None):
     # fmt: on
     args = parser.parse_args(argv)
     common.apply_recipe(args, "mmcontrastive", RECIPES)
-    if args.moco_v1:
-        args.blur = 0.0
     if bool(args.lambda_ic) != bool(args.lambda_ci):  # one alone would not train its keys' encoder
         parser.error("--lambda-ic and --lambda-ci go together: give both, or 0 for both")
     return args
@@ -228,7 +226,7 @@ def main(args):
     backbone = encoders["image"].trunk[0]
     if pretrained and not checkpoint:
         load_pretrained(encoders["caption"].trunk.bert, pretrained)
-    common.load_init(init, nn.ModuleDict({"queries": encoders}), backbone)
+    common.load_init(init, nn.ModuleDict({"queries": encoders}), backbone)  # keys copy them
     model = MultimodalContrastive(encoders, queue_size, num_tags)
     model.to(device, memory_format=torch.channels_last)
     if args.compile:
@@ -253,12 +251,12 @@ def main(args):
     more = {}  # the caption encoder's tokenizer is in OUTPUT/caption_model
     bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
     for iteration in bar:
-        # Learning rates: cosine or steps [Sec. 4.1], by iteration; MoCo's code goes by epoch [ours]
+        # Learning rates: cosine [Sec. 4.1] or MoCo v1's steps; per iteration, not per epoch [ours]
         decay = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
         common.set_lr(optimizer, decay)
 
-        # Keys, by the momentum encoders [Sec. 3.1]: of the whole batch, because shuffled batch norm
-        # needs all photos and there is no gradient. Dropout has the last micro-batch's seed.
+        # Keys, by the momentum encoders [Sec. 3.1], of the whole batch at once: they need no
+        # gradient, and shuffled batch norm needs all photos.
         update_momentum(model.queries, model.keys, args.momentum)
         micro_batches = []
         for part in range(args.accumulate):
@@ -268,9 +266,9 @@ def main(args):
             micro_batches.append(batch)
         images_k = torch.cat([augment_view(batch, 1, args) for batch in micro_batches])
         captions_k = [batch.get("captions_k") for batch in micro_batches]
-        with common.autocast(device, args.amp):  # {"image_intra": (B, 128), ...}
+        with common.autocast(device, args.amp):
             keys = model.encode_keys(images_k, captions_k, (args.seed, iteration))
-        for name in "tags", "captioned":  # (B, num_tags) of 0 and 1, (B,)
+        for name in "tags", "captioned":  # (B, num_tags), (B,); the others are (B, dim)
             keys[name] = torch.cat([batch[name] for batch in micro_batches])
 
         # Gradients: --accumulate micro-batches, averaged over all processes after the last one
@@ -319,8 +317,8 @@ def main(args):
 
 
 def usable_photos(args, data):
-    """-> CaptionData of the photos that a loss can use: only Eqs. 3 and 5 can do without a caption
-    [Sec. 3.2, end]; the number of tags in Eq. 5
+    """-> CaptionData of the photos that a loss can use; the number of tags in Eq. 5. Photos without
+    a caption are of use only to Eqs. 3 and 5 [Sec. 3.2, end].
     """
     num_tags = 0
     if args.lambda_tag:
@@ -335,7 +333,7 @@ def usable_photos(args, data):
     if args.lambda_ii or num_tags:
         return data, num_tags
     if not args.lambda_ic:
-        fail("--lambda-ii, --lambda-tag and --lambda-ic are 0, so nothing trains the backbone")
+        fail("--lambda-ii and --lambda-ic are 0 and Eq. 5 is left out: nothing trains the backbone")
     return data.captioned(), 0
 
 
@@ -362,17 +360,17 @@ def read_backtranslations(args, data):
         fail(f"{len(missing)} captions have no back-translation in {path}: "
              "tools/backtranslate.py writes them; --caption-views sibling needs none")  # fmt: skip
     translations = []
-    for by in "fr", "de":
-        texts = {caption: common.one_line(row[by]) or caption for caption, row in rows.items()}
-        translations.append(common.lists([texts[caption] for caption in x] for x in data.captions))
+    for language in "fr", "de":
+        texts = {text: common.one_line(row[language]) or text for text, row in rows.items()}
+        translations.append(common.lists([texts[text] for text in x] for x in data.captions))
     return translations
 
 
 def fit_queue(args, num_photos):
     """K: a multiple of the batch, at most one key per photo [ours]
 
-    Early in an epoch, the queue may still hold a key of the query's own photo, of the epoch before,
-    as a negative: for (K / N)^2 / 2 of the queries of N photos, 4% on COCO, half if K = N.
+    Early in an epoch, the queue may hold the query's own photo, from the epoch before, as a
+    negative. Of N photos this happens to (K / N)^2 / 2 of the queries: 4% on COCO, half if K = N.
     """
     size = min(args.queue, num_photos) // args.batch_size * args.batch_size
     if not size:
@@ -426,7 +424,7 @@ class TwoViews(common.Photos):
         }
 
     def two_captions(self, index, rng):
-        """-> a random caption [ours], and its second view [Sec. 3.1]; ["", ""] if there is none"""
+        """-> a random caption and its second view; only that is translated [Sec. 3.1; ours]"""
         captions = self.data.captions[index]
         if not captions:
             return ["", ""]
@@ -462,7 +460,7 @@ def augment_view(batch, n, args):
     images = common.augment(batch["images"][:, n], batch["jitter"][:, n].float())
     if args.blur == 0:
         return images
-    with common.autocast(images.device, args.amp):  # the first convolution would round it anyway
+    with common.autocast(images.device, args.amp):  # as the first convolution rounds them anyway
         return blur(images, batch["sigma"][:, n].float())
 
 
@@ -547,19 +545,20 @@ class CaptionTrunk(nn.Module):
 
 
 def load_caption_model(args, checkpoint, init, train, val, device):
-    """-> tokenizer, configuration, where the weights are (None: random, or in --init) of BERT"""
+    """-> BERT's tokenizer, configuration, and where its weights are (None: random, or in --init)"""
     if not (args.lambda_cc or args.lambda_ic):
         return None, None, None
-    folder, captions = Path(args.output, "caption_model"), train.all_captions()
-    source = weights = args.lm
+    folder = Path(args.output, "caption_model")
+    source = weights = args.lm  # where tokenizer and configuration are, and where the weights are
     if any(name.startswith("queries.caption.") for name in init.get("model", ())):
         source, weights = Path(args.init).parent / "caption_model", None
     elif args.lm == "scratch":
-        weights = folder if args.lm_iters else None  # a small BERT, which may be trained first
+        weights = folder if args.lm_iters else None  # a small BERT's, if it is trained first
         if not (args.lm_layers or args.lm_iters):
             source = "bert-base-uncased"  # "Ours (scratch)" of Tab. 1
     if common.is_main() and not checkpoint:  # once, for all processes and a run that resumes
         if source == "scratch":
+            captions = train.all_captions()
             common.extra("small_bert").make_caption_model(folder, args, captions, device)
         else:
             for part in read_caption_model(source):
@@ -674,7 +673,7 @@ class MultimodalContrastive(nn.Module):
 
 
 def batch_shuffle(images, seed):
-    """The photos of all processes in random order -> this process's part; where its own keys are"""
+    """-> this process's part of all photos in random order; where the keys of its own photos are"""
     images = common.gather(images)
     order = np.random.default_rng(seed).permutation(len(images))
     order = torch.from_numpy(order).to(images.device, non_blocking=True)
@@ -701,7 +700,7 @@ class Queue(nn.Module):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm that computes its statistics for each `group` images of a training batch, as if
     each group were on a GPU of its own [MoCo]; other layers run once for the whole batch. Every
-    group updates the running statistics [ours]; of many GPUs, only those of the first are saved.
+    group updates the running statistics [ours]; MoCo saves only those of the first GPU.
     """
 
     def __init__(self, channels, group):
@@ -712,7 +711,7 @@ class SplitBatchNorm(nn.BatchNorm2d):
         if not self.training or len(x) <= self.group:
             return super().forward(x)
         groups = x.split(self.group)
-        self.num_batches_tracked.add_(len(groups))  # once, because launches limit small batches
+        self.num_batches_tracked.add_(len(groups))  # one kernel launch, not one a group
         state = self.running_mean, self.running_var, self.weight, self.bias
         parts = [F.batch_norm(group, *state, True, self.momentum, self.eps) for group in groups]
         return torch.cat(parts)
@@ -739,9 +738,9 @@ def update_momentum(queries, keys, m):
 
 
 def contrastive_losses(q, k, queues, args):
-    """Means over the batch [ours] -> {"ii", "tag", "cc", "ic", "ci": scalar}, without those whose
-    weight is 0 (but ii is logged beside tag), and without Eq. 5 if no photo has tags
-    q, k: {name: (B, dim)}, of the same photos and captions; in k also tags (B, T), captioned (B,).
+    """-> {"ii", "tag", "cc", "ic", "ci": scalar}, means over the batch [ours]. A loss of weight 0
+    is left out (but ii is logged beside tag), and so is Eq. 5 if no photo has tags.
+    q, k: {name: (B, dim)} of the same photos; k also has tags (B, num_tags) and captioned (B,).
     A photo without tags adds 0 to Eq. 5, one without a caption adds 0 to Eqs. 8, 11 and 14.
     """
 
@@ -775,7 +774,7 @@ def contrastive_losses(q, k, queues, args):
 
 
 def tag_loss(log_p, tags, queue, threshold):
-    """Eq. 5.  log_p: (B, 1 + K).  tags: (B, T) of 0 and 1.  queue: of tags (K, T) -> (B,)"""
+    """Eq. 5.  log_p (B, 1 + K), tags (B, num_tags) of 0 and 1, queue (K, num_tags) -> (B,)"""
     common_tags = tags.float() @ queue.keys.T  # (B, K): t_p . t_j
     in_queue = (common_tags > threshold) & queue.valid
     positives = F.pad(in_queue, (1, 0), value=True)  # Eq. 4, and the photo's own key
@@ -819,7 +818,7 @@ def validate(encoders, val, tokenizer, args, device):
     """Retrieval among validation photos [Tab. 7] -> content of result.json
 
     "validation": {"image_to_text_R@10": percent, "text_to_image_R@10"}, {} without photos;
-    "retrieval": N "images", M "captions", scores "trained" and "random", of random similarities
+    "retrieval": numbers of "images" (N) and "captions" (M), scores "trained", and "random" ones
     """
     if not len(val):
         return {"validation": {}}

@@ -10,9 +10,7 @@ baselines: annotated tags, and rotations, which also pretrain its VGG-16 [App. F
     laptop        python tp.py
     own photos    python tp.py --data photos.jsonl
     one GPU       python tp.py --data coco
-    eight GPUs    torchrun --nproc_per_node=8 tp.py --data coco   (16 photos a batch norm [ours])
-    two nodes     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d \\
-                      --rdzv-endpoint=HOST:29400 tp.py --data coco   (on both; shared --output)
+    eight GPUs    torchrun --nproc_per_node=8 tp.py --data coco   (batch norm over 16 photos [ours])
     VGG-16        python tp.py --data coco --labels rotation --output runs/rotation
                   python tp.py --data coco --arch vgg16_bn --init runs/rotation/backbone.pth
     labels        python -m downstream.labels photo.jpg --weights runs/tp/checkpoint.pth
@@ -23,7 +21,7 @@ Where the paper is:
     Eq. 2, softmax over all labels         label_loss, tag_loss
     TP-Postag [Sec. 3.1]                   count_concepts, top_concepts, make_labels
     TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; make_labels
-    heads of Fig. 2, module tp             tag_head
+    module tp of Fig. 2                    tag_head
     rotations, recipes [App. F.1]          four_rotations; RECIPES, VGG16, ROTATION
 
 What to expect: the loss starts near ln K for K labels (0.7 K for topics) and soon reaches the loss
@@ -55,7 +53,7 @@ import common
 from common import fail, print_main, progress
 
 LABELS = "postag", "cluster", "lda", "instances", "rotation"
-VAL_IMAGES = 5000  # at most so many photos for validation, drawn by the seed [ours]
+VAL_IMAGES = 5000  # at most this many photos are for validation, drawn by the seed [ours]
 
 # fmt: off
 RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (demo, small [ours])
@@ -71,7 +69,7 @@ RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (de
     "epochs":           (None,       25.0,       None),
     "lr":               (1e-3,       1e-3,       3e-2),                 # App. F.1
     "warmup":           (0.05,       0.05,       0.0),
-    "steps":            ([],         [],         []),                   # App. F.1
+    "steps":            ([],         [],         []),                   # App. F.1; []: cosine
     "weight_decay":     (1e-2,       1e-2,       1e-4),                 # App. F.1
     "log_every":        (10,         20,         20),
     "validate_every":   (400,        2000,       5000),
@@ -165,10 +163,10 @@ def get_args(argv=None):
         help="also keep a model_N.pth every N iterations, to choose the best later")
     # fmt: on
     args = parser.parse_args(argv)
-    paper = VGG16 if args.arch == "vgg16_bn" else {}
+    changes = VGG16 if args.arch == "vgg16_bn" else {}
     if args.labels == "rotation" and args.arch in (None, "vgg16_bn"):
-        paper = ROTATION
-    common.apply_recipe(args, "tp", RECIPES, **paper)
+        changes = ROTATION
+    common.apply_recipe(args, "tp", RECIPES, **changes)
     num_labels = {
         "postag": 1000 if args.arch == "vgg16_bn" else 5000,  # Tab. 2, Sec. 4.3
         "cluster": 200 if args.recipe == "demo" else 1000,  # [ours], Tab. 2
@@ -208,7 +206,7 @@ def main(args):
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
     model = TagPredictor(args.arch, len(names), args.labels)
-    skip = () if init.get("names") == names else "head."  # of other labels
+    skip = () if init.get("names") == names else "head."  # a head for other labels does not fit
     common.load_init(init, model, model.backbone, skip)
     model.to(device, memory_format=torch.channels_last)
     if args.compile:
@@ -281,7 +279,7 @@ POS = "nn", "nn+adj", "nn+adj+vb"  # --pos [Tab. 4]
 TAGGERS = "textblob", "spacy"  # the first is the default [ours]
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
-# Auxiliary verbs name nothing visible. spaCy tags them apart, TextBlob's Penn tags do not. [ours]
+# Auxiliary verbs name nothing visible. spaCy has a tag for them, TextBlob does not. [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
     "shall should will would".split()
@@ -300,15 +298,15 @@ def words_of(caption):
 def filter_captions(data, tokenize, max_words):
     """Keep each photo's distinct captions of 3 to 25 tokens [Sec. 4, Datasets] -> CaptionData
 
-    tokenize: caption -> its words, or the language model's tokens [ours].  max_words: the 25
+    tokenize: caption -> its words, or the language model's tokens [ours].  max_words: that 25
     """
     kept = []
     for captions in progress(list(data.captions), desc="caption lengths", leave=False):
         distinct = dict.fromkeys(captions)
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = len(data.all_captions()), sum(map(len, kept))
-    print_main(f"{before - after} of {before} captions are left out, which a photo has twice, or "
-               f"which do not have 3 to {max_words} words or tokens")  # fmt: skip
+    print_main(f"{before - after} of {before} captions are left out: a photo has them twice, or "
+               f"they do not have 3 to {max_words} words or tokens")  # fmt: skip
     if not after:
         fail("a split has no captions left: raise --max-words, join keywords to one caption, or "
              "use virtex.py for Chinese and other languages without spaces")  # fmt: skip
@@ -330,10 +328,10 @@ def tag_words(captions, tagger):
 
 
 def count_concepts(captions, tagger):
-    """The words of the captions by part of speech, with their counts, the most frequent first
+    """The words of the captions by part of speech [Sec. 3.1], with counts, the most frequent first
 
-    -> {"nouns": {word: count}, "adjectives": ..., "verbs": ...}. A word that is tagged in several
-    ways belongs to its most frequent part of speech; all its occurrences count [ours]. [Sec. 3.1]
+    -> {"nouns": {word: count}, "adjectives": ..., "verbs": ...}. A word belongs to what it is
+    tagged as most often, with all its occurrences; if that is none of the three, it is out. [ours]
     """
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
     captions = progress(captions, desc="parts of speech", leave=False)
@@ -358,7 +356,7 @@ def top_concepts(counts, pos, num_concepts):
     parts = [PARTS_OF_SPEECH[name] for name in pos.split("+")]
     chosen = sorted((-count, word, part) for part in parts for word, count in counts[part].items())
     concepts = {word: part for _, word, part in chosen[:num_concepts]}
-    if ("left" in concepts) != ("right" in concepts):  # one alone would be wrong if flipped [ours]
+    if ("left" in concepts) != ("right" in concepts):  # a flipped photo would need the other [ours]
         concepts.pop("left", None)
         concepts.pop("right", None)
     if not concepts:
@@ -372,7 +370,7 @@ def top_concepts(counts, pos, num_concepts):
 def make_labels(args, splits, device):
     """Write K names and labels (N, K): 1 where a photo has a label, else 0; lda: probabilities.
 
-    splits: CaptionData of train and val. It takes minutes.
+    splits: CaptionData of train and val. This takes minutes.
     """
     if args.labels in ("postag", "lda"):
         splits = [filter_captions(data, words_of, args.max_words) for data in splits]
@@ -421,11 +419,11 @@ def cluster_labels(args, splits, device):
     tokenizer, bert = load_bert(lm, device)
     longest = min(args.max_words, tokenizer.model_max_length - 2)  # [CLS] and [SEP] are added
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
-    vectors = [embed_captions(tokenizer, bert, data.all_captions(), args.amp) for data in splits]
     captions = splits[0].all_captions()
     rows = [tokenizer.tokenize(caption) for caption in captions[:: 1 + len(captions) // 10_000]]
     unknown = sum(row.count(tokenizer.unk_token) for row in rows)
     common.check_known(unknown, sum(map(len, rows)), "the captions")
+    vectors = [embed_captions(tokenizer, bert, data.all_captions(), args.amp) for data in splits]
     # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y is the nearest.
     # [ours: a random start, 20 passes] Under torchrun (OMP_NUM_THREADS=1) it uses one thread.
     k = min(args.num_labels, len(captions))
@@ -434,15 +432,15 @@ def cluster_labels(args, splits, device):
     kmeans.fit(vectors[0])
     names = [captions[n] for n in pairwise_distances_argmin(kmeans.cluster_centers_, vectors[0])]
     labels = []
-    for data, rows in zip(splits, vectors):
-        ends = np.cumsum([len(captions) for captions in data.captions])
-        clusters = np.split(kmeans.predict(rows), ends[:-1])  # of each photo's captions
+    for data, points in zip(splits, vectors):
+        ends = np.cumsum([len(texts) for texts in data.captions])
+        clusters = np.split(kmeans.predict(points), ends[:-1])  # of each photo's captions
         labels.append(multi_hot(clusters, range(k)))
     return names, labels
 
 
 def load_bert(lm, device):
-    """lm: on the hub or in a folder -> tokenizer, BERT without its pooler and head"""
+    """lm: on the hub or in a folder -> tokenizer, BERT without its head; its pooler is not used"""
     import huggingface_hub  # only here, because they take seconds, and most runs need no BERT
     import transformers
 
@@ -530,7 +528,7 @@ class LabelledPhotos(common.Photos):
     def __init__(self, data, labels, names, args):
         super().__init__(data, args)
         self.labels = labels  # (N, K) sparse
-        other = {"left": "right", "right": "left"}  # their labels change places in a mirror [ours]
+        other = {"left": "right", "right": "left"}  # these labels are swapped by a flip [ours]
         index = {name: k for k, name in enumerate(names)}
         self.if_flipped = [index.get(other.get(name), k) for k, name in enumerate(names)]
 
@@ -594,12 +592,10 @@ def tag_head(arch, channels, num_labels):
 def tag_loss(logits, labels):
     """Eq. 2: softmax cross-entropy with multi-hot labels, normalised to sum to one
 
-    logits (B, K), labels (B, K) -> scalar, the mean over the rows that have a label
+    logits (B, K), labels (B, K), at least one in each row -> scalar, the mean over the rows
     """
-    counts = labels.sum(1, keepdim=True)
-    targets = labels / counts.clamp(min=1)
-    total = F.cross_entropy(logits.float(), targets, reduction="sum")
-    return total / (counts > 0).sum().clamp(min=1)
+    targets = labels / labels.sum(1, keepdim=True)
+    return F.cross_entropy(logits.float(), targets)
 
 
 def label_loss(logits, targets, kind):
@@ -630,7 +626,7 @@ def validate(model, photos, frequencies, args, device):
             images, targets = four_rotations(images)
         with common.autocast(device, args.amp):
             features = model.backbone(images)
-        # In half precision many scores would be equal.
+        # The head runs in float32, because in half precision many scores would be equal.
         all_logits.append(model.head(features.float()).cpu())
         all_targets.append(targets.cpu())
     model.train()
@@ -663,13 +659,13 @@ def tag_scores(scores, targets, kind):
 
 
 def average_precision(scores, right):
-    """Of one label, as scikit-learn computes it. (2,000 labels at once take that 22 s, this 0.6.)
+    """Of one label, as scikit-learn computes it, which takes 22 s for 2,000 labels, this 0.6 s
 
     scores: (N,).  right: (N,) bool, one of them at least. The mean over all right photos of the
     precision among the photos with at least their score.
     """
     order = np.argsort(-scores)
-    last = np.append(np.diff(scores[order]) != 0, True)  # of the photos with equal scores
+    last = np.append(np.diff(scores[order]) != 0, True)  # is a photo the last with its score?
     num_right = right[order].cumsum()[last]
     num_photos = np.flatnonzero(last) + 1
     gained = np.diff(num_right, prepend=0)
