@@ -151,7 +151,7 @@ def claim(line, heads, folder, measure):
         elif head.startswith("here"):
             words = "; ".join(verdict(first, scores) for scores in [second, *control])
             cells[head] = re.sub(r"^(?!no test).*?(?= \(|$)", words, text)  # a note stays
-        elif head.startswith("flowers"):
+        elif head.startswith("flowers") and not other:
             maps = [f"own-map-{name}" for name in head.split(", ")]
             words = [verdict(*(scores_of(folder, run, m) for run in runs[:2])) for m in maps]
             cells[head] = ", ".join(SIGNS[word] for word in words if word in SIGNS)
