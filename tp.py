@@ -592,10 +592,12 @@ def tag_head(arch, channels, num_labels):
 def tag_loss(logits, labels):
     """Eq. 2: softmax cross-entropy with multi-hot labels, normalised to sum to one
 
-    logits (B, K), labels (B, K), at least one in each row -> scalar, the mean over the rows
+    logits (B, K), labels (B, K) -> scalar, the mean over the rows that have a label
     """
-    targets = labels / labels.sum(1, keepdim=True)
-    return F.cross_entropy(logits.float(), targets)
+    counts = labels.sum(1, keepdim=True)
+    targets = labels / counts.clamp(min=1)
+    total = F.cross_entropy(logits.float(), targets, reduction="sum")
+    return total / (counts > 0).sum().clamp(min=1)
 
 
 def label_loss(logits, targets, kind):

@@ -71,13 +71,14 @@ def test_count_concepts(tagged, nouns, adjectives, verbs, monkeypatch):
 
 
 def test_tag_loss_is_equation_2():
-    """-sum_k y_k log p_k with y normalised to sum to one, mean over the images"""
-    present = [{0, 3, 6}, {2}, {1, 2, 3, 4, 5}, set(range(7))]
-    logits = 3 * torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
+    """-sum_k y_k log p_k with y normalised to sum to one, mean over the images that have labels"""
+    present = [{0, 3, 6}, {2}, {1, 2, 3, 4, 5}, set(range(7)), set()]
+    logits = 3 * torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     labels, total = torch.tensor([[float(k in row) for k in range(7)] for row in present]), 0.0
     for scores, row in zip(logits.softmax(1).tolist(), present):
         total -= sum(1 / len(row) * math.log(scores[k]) for k in row)
     assert tp.tag_loss(logits, labels).item() == pytest.approx(total / 4, rel=1e-6)
+    assert tp.tag_loss(logits, 0 * labels).item() == 0
     half = logits.bfloat16()  # summed in float32
     assert torch.equal(tp.tag_loss(half, labels), tp.tag_loss(half.float(), labels))
 
