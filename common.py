@@ -114,7 +114,7 @@ def caption_data(name, root=None, split="train", tags=False):
     """One split of --data -> CaptionData.  tags: whether COCO's file of instances is read, too"""
     if "://" in name:
         fail(f"--data {name}: training needs a local copy. Download the shards, then run "
-             "tools/make_shards.py --index-only on them (docs/running.md)")  # fmt: skip
+             "tools/make_shards.py --index-only on them (docs/running.md)")
     if name == "coco":
         return read_photos(coco_photos, split, root or "datasets/coco", tags)
     if name.endswith(".jsonl"):
@@ -130,7 +130,7 @@ def read_photos(read, split, *given):
         missing = [path for path, *_ in photos if not os.path.isfile(path)]
         if missing or not photos:
             fail(f"{split} has {len(photos)} photos, of which {len(missing)} are missing: "
-                 f"{missing[:3]}. See --root, --train-split and --val-split")  # fmt: skip
+                 f"{missing[:3]}. See --root, --train-split and --val-split")
         paths, captions, tags = zip(*photos)
         empty = sum(row.count("") for row in captions)
         if empty:
@@ -147,7 +147,7 @@ def read_json(path):
     try:
         return json.loads(Path(path).read_bytes())
     except Exception as error:
-        fail(f"{path} is missing or no JSON ({error}): see --root, --train-split and --val-split")
+        fail(f"{path} is missing, or is not JSON ({error}): see --root, --train-split, --val-split")
 
 
 def one_line(text):
@@ -159,7 +159,7 @@ def one_line(text):
 def texts(values):
     """A list of strings -> the same, each on one line; None -> None"""
     if not isinstance(values, list | None) or not all(isinstance(x, str) for x in values or ()):
-        raise ValueError(f"{values!r} is no list of texts")
+        raise ValueError(f"{values!r} is not a list of texts")
     return values and [one_line(value) for value in values]
 
 
@@ -183,7 +183,7 @@ def coco_photos(split, root, with_tags):
     strays = [n for n in {**captions, **tags} if n not in files]  # 12 is not "12"
     if repeated or strays:
         print_main(f"{root}: {repeated} images of {split} are listed again; annotations of "
-                   f"{len(strays)} ids are left out, which no image has: {strays[:3]}")  # fmt: skip
+                   f"{len(strays)} ids are left out, which no image has: {strays[:3]}")
     photos = [(os.path.join(root, split, files[n]), captions[n], tags[n]) for n in files]
     return photos, list(dict.fromkeys(names[n] for n in sorted(names)))
 
@@ -227,7 +227,7 @@ def read_jsonl(file, root):
             unread |= content
     except Exception as error:  # no file, no UTF-8, no JSON, no "image", wrong types
         fail(f"{file}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
-             f"{JSONL}. tools/to_jsonl.py converts other files")  # fmt: skip
+             f"{JSONL}. tools/to_jsonl.py converts other files")
     return rows, list(unread)
 
 
@@ -255,7 +255,7 @@ def swap_left_right(caption):
 
 
 def check_known(unknown, total, what):
-    """Fail if the model does not know half of the tokens; say it from 5% on
+    """Fail if the model does not know half of the tokens; warn from 5% on
 
     unknown, total: numbers of tokens.  what: where they are from, for example "the texts"
     """
@@ -350,7 +350,7 @@ def read_crops(data, index, crops, size):
         image.draft("RGB", [*np.ceil(size * full_size / smallest)])
         if image.mode[0] not in "IF" and ";16" in str(getattr(image, "tile", "")):
             report_once(f"{data.images[index]}: of 16-bit colours, PIL reads the upper 8 bits; "
-                        "store 8-bit images if these are too dark")  # fmt: skip
+                        "store 8-bit images if these are too dark")
         if image.mode[0] in "IF" or image.has_transparency_data:
             image = importlib.import_module("extras.sources").to_rgb(image)
         image = image.convert("RGB")
@@ -421,7 +421,7 @@ def load_batches(dataset, collate, args, device, batch_size=64, sampler=None):
     loader = DataLoader(
         dataset, batch_size, sampler=sampler, num_workers=args.workers, collate_fn=collate,
         pin_memory=device.type == "cuda",
-    )  # fmt: skip
+    )
     try:
         for batch in loader if sampler else progress(loader, desc="validation", leave=False):
             yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
@@ -504,7 +504,7 @@ def read_init(args):
         return {}
     if args.head_lr not in (args.lr, None):  # None: there is no such file, as is said below
         print_main(f"--init: these weights were learned elsewhere. The backbone trains at lr "
-                   f"{args.lr:g}; the recipe's is {args.head_lr:g}")  # fmt: skip
+                   f"{args.lr:g}; the recipe's is {args.head_lr:g}")
     if args.init == "imagenet":  # torchvision's, downloaded once
         return build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()
     content = read_checkpoint(args.init)
@@ -713,7 +713,7 @@ def apply_recipe(args, script, table, **changes):
     args.head_lr = args.lr or recipe["lr"]
     if args.init and args.init != "imagenet" and not os.path.exists(args.init):
         args.head_lr = recipe["lr"] = None  # load_checkpoint knows them; a new run will fail
-    elif args.recipe == "small" and args.init and not written_by_us(args.init):
+    elif args.recipe == "small" and args.init and not flags_of(args.init):
         # At the full rate, few photos would spoil weights that were learned from many. --lr is the
         # backbone's; layers from random weights keep the recipe's rate. [ours]
         args.head_lr = recipe["lr"]
@@ -726,21 +726,21 @@ def apply_recipe(args, script, table, **changes):
 OUR_TRAININGS = "virtex", "tp", "icmlm", "mmcontrastive", "finetune", "detection"
 
 
-def args_beside(path):
-    """args.json beside a file -> its content if one of our scripts has written it, else {}"""
+def flags_of(path):
+    """The flags with which a script of ours trained these weights, as the file or args.json beside
+    it says; {} if none of ours did, or if it is no file ("imagenet", "random")
+    """
+    if not os.path.isfile(path):
+        return {}
+    content = read_checkpoint(path)
+    if content.get("script") in OUR_TRAININGS:
+        return content["args"]
     try:
         flags = json.loads(Path(path).with_name("args.json").read_bytes())
         known = flags["script"] in OUR_TRAININGS and flags["arch"] in BACKBONES
     except (OSError, ValueError, TypeError, KeyError, RecursionError):  # none, or a foreign one
         return {}
     return flags if known and type(flags.get("image_size")) in (int, type(None)) else {}
-
-
-def written_by_us(path):
-    """Are these weights from a run of ours? The file says so, or args.json beside it."""
-    if path == "imagenet":
-        return False
-    return bool(args_beside(path)) or read_checkpoint(path).get("script") in OUR_TRAININGS
 
 
 def make_folder(path):
@@ -777,7 +777,7 @@ def read_checkpoint(path):
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
         fail(f"{path} is missing, cut off, or holds more than tensors and numbers ({error!r:.80}). "
-             "Training writes such files, and torch.save(model.state_dict(), FILE)")  # fmt: skip
+             "Training writes such files, and torch.save(model.state_dict(), FILE)")
 
 
 def load_checkpoint(args):
@@ -795,7 +795,7 @@ def load_checkpoint(args):
             vars(args)[name] = now = before
         if before != now and name not in RESUME_CAN_CHANGE:
             fail(f"{args.output} holds a run with {name} {before}, not {now} (None: left out): "
-                 "choose another --output, or delete the folder to start over")  # fmt: skip
+                 "choose another --output, or delete the folder to start over")
     return checkpoint
 
 
@@ -807,7 +807,7 @@ def begin_run(args, checkpoint, *checksums):
     # A file of --init that is gone by now is not missed: the checkpoint has all that is needed.
     if checkpoint and checkpoint["args"]["checksums"][: len(args.checksums)] != args.checksums:
         fail(f"{args.output} holds a run with other data or --init (or --lm, back-translations): "
-             "choose another --output")  # fmt: skip
+             "choose another --output")
     about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
     save(f"{args.output}/args.json", vars(args) | about)
 

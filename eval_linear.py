@@ -54,7 +54,6 @@ SPLITS = {"coco": ("train2017", "val2017"), "voc07": ("trainval", "test")}
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = argparse.ArgumentParser(description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("what is measured").add_argument
@@ -95,7 +94,6 @@ def get_args(argv=None):
         "runs/eval_linear/DATA-PROTOCOL, or DATA-PROTOCOL-K-shots)")
     add("--amp", choices=("bf16", "fp16", "off"), default="off",
         help="precision of the backbone; leave it off for numbers to report")
-    # fmt: on
     args = parser.parse_args(argv)
 
     name = f"--protocol {args.protocol}"
@@ -130,7 +128,7 @@ def get_args(argv=None):
     runs_differ = args.train_images or args.shots or args.hold_out or "random" in args.weights
     if args.protocol in ("svm-virtex", "knn") and args.runs > 1 and not runs_differ:
         parser.error(f"{name} gives all --runs the same score: draw photos by --shots, "
-                     "--train-images or --hold-out")  # fmt: skip
+                     "--train-images or --hold-out")
     return args
 
 
@@ -212,7 +210,7 @@ def measure(runs, data, val):
             results.append(scores | by_chance(scores, test))
             photos = f"{len(train)} training and {len(test)} test photos"
             print_main(f"{run.source}, seed {run.args.seed}, {photos} of {run.args.image_size} px: "
-                       f"{format_scores(results[-1], run.names)}")  # fmt: skip
+                       f"{format_scores(results[-1], run.names)}")
     return results
 
 
@@ -220,11 +218,11 @@ def run_alone():
     """Features are extracted and scored by one process: the others of torchrun end here."""
     os.environ.pop("WORLD_SIZE", None)  # so that it waits for nobody
     if os.environ.get("RANK", "0") != "0":
-        print("the first process measures, this one ends. Without torchrun: unset RANK WORLD_SIZE")
+        print("The first process measures; this one ends. Without torchrun: unset RANK WORLD_SIZE")
         sys.exit()
 
 
-def format_scores(scores, classes):
+def format_scores(scores, classes=()):
     """All but those of single classes"""
     return ", ".join(f"{name} {scores[name]:.2f}" for name in scores if name not in classes)
 
@@ -267,14 +265,8 @@ def is_file(source):
 
 
 def trained_with(source, flag):
-    """The value of a flag when a file was trained, as it says itself (checkpoint.pth, model_N.pth)
-    or args.json beside it; or None
-    """
-    if not is_file(source) or not os.path.isfile(source):
-        return None
-    content = common.read_checkpoint(source)
-    ours = content.get("script") in common.OUR_TRAININGS
-    flags = content["args"] if ours else common.args_beside(source)
+    """The value of a flag when a file was trained; None if nothing says it"""
+    flags = common.flags_of(source)
     whole_photos = flag == "image_size" and flags.get("script") == "detection"
     return None if whole_photos else flags.get(flag)
 
@@ -333,7 +325,7 @@ def label_data(name, root, split):
     shards = os.path.isdir(name) and not os.path.isdir(os.path.join(name, split))
     if not (shards or name in ("shapes", "coco", "vg") or name.endswith(".jsonl")):
         fail(f"no data set {name}: photos in {split}/CLASS/ are --data folder --root FOLDER, other "
-             "--data are shapes, voc07, coco, a .jsonl file or a folder of shards")  # fmt: skip
+             "--data are shapes, voc07, coco, a .jsonl file or a folder of shards")
     captioned = common.caption_data(name, root, split, tags=True)
     if not captioned.tag_names:
         fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
@@ -381,7 +373,7 @@ def photos_below(folders):
     others = [path for paths in files for path in paths if not is_photo(path)]
     if others:
         print_main(f"{len(others)} files are left out, whose names do not end as those of photos "
-                   f"do, for example {others[0]}")  # fmt: skip
+                   f"do, for example {others[0]}")
     return [list(filter(is_photo, paths)) for paths in files]
 
 
@@ -393,7 +385,7 @@ def check_classes(path, names, photos):
              f"Expected is {path.name}/CLASS/PHOTO: see --root, --train-split, --val-split")
     if len(names) == 1:
         fail(f"{path} has only one class, {names[0]}, so there is nothing to learn. Are the other "
-             "classes missing, or is --root a folder too high?")  # fmt: skip
+             "classes missing, or is --root a folder too high?")
     # The folders of a class's photos, below that of the class; "" is that of the class itself
     inner = []
     for name, files in zip(names, photos):
@@ -419,7 +411,7 @@ def report_shared(train, test):
     shared = [image for image in tested if of_file(image, checksum) in content]
     if shared:
         print_main(f"{len(shared)} of {len(tested)} test photos are training photos, too, "
-                   f"which raises the scores: for example {shared[0]}")  # fmt: skip
+                   f"which raises the scores: for example {shared[0]}")
 
 
 def of_file(image, function):
@@ -559,8 +551,10 @@ def score(decisions, labels):
         fail("the linear layer has diverged: try a lower --lr")
     if labels.ndim == 1:
         return {"top-1": 100 * (decisions.argmax(1) == labels).double().mean().item()}
-    both = zip(decisions.T.numpy(), labels.T.numpy())
-    areas = [average_precision(*column) for column in both if {0, 1} <= {*column[1]}]
+    areas = []
+    for decision, truth in zip(decisions.T.numpy(), labels.T.numpy()):
+        if {0, 1} <= {*truth}:
+            areas.append(average_precision(decision, truth))
     if not areas:
         fail("no class has a positive and a negative test photo")
     return {"mAP": statistics.mean(areas)}
@@ -603,11 +597,11 @@ def svms(train, test, run, costs, interpolated=False):
         scores = scikit_learn_svms(*data)
     if not scores:
         fail("no class has positive and negative photos, both in training and in testing: do the "
-             "splits spell their tags alike?")  # fmt: skip
+             "splits spell their tags alike?")
     left_out = [name for name in run.names if name not in scores]
     if left_out:
         common.report_once(f"{len(left_out)} classes are left out, which lack training or test "
-                           f"examples: {', '.join(left_out[:5])}")  # fmt: skip
+                           f"examples: {', '.join(left_out[:5])}")
     return {"mAP": statistics.mean(scores.values()), **scores}
 
 
@@ -746,7 +740,6 @@ class Protocol:
     crop_min: float = 0.08  # of the area: both public codes; VirTex App. A.1 still has 20%
 
 
-# fmt: off
 PROTOCOLS = {
     # [VirTex App. A.1] resize 256, crop 224; ResNet-50: 2048-d; l2-normalised [official code]
     "svm-virtex": Protocol(svm_virtex, "features", "any", {}, unit_length=True),
@@ -768,7 +761,6 @@ PROTOCOLS = {
     "layers": Protocol(vgg_layers, "crops", "any",
         {"epochs": 100, "batch_size": 256, "lr": [0.02] * 3}, colour_jitter=1.0),
 }
-# fmt: on
 
 
 if __name__ == "__main__":

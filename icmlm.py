@@ -61,7 +61,6 @@ from common import fail, print_main, progress
 
 HEADS = "tfm", "att-fc"
 
-# fmt: off
 RECIPES = {  #           demo        small       paper: ResNet-50           (demo, small [ours])
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
     "image_size":       (48,         112,        224),                  # [ours], as in App. F.2
@@ -86,7 +85,6 @@ RECIPES = {  #           demo        small       paper: ResNet-50           (dem
     "checkpoint_every": (200,        500,        5000),
     "proxy_triplets":   (2000,       5000,       None),                 # in the last validation
 }
-# fmt: on
 VGG16 = {  # of the recipe paper, what is different with VGG-16
     "num_concepts": 1000,  # Sec. 4.2
     "lambda_tp": 1.0,  # App. B
@@ -103,7 +101,6 @@ DROPOUT = 0.1  # in tfm, as in BERT, but its attention has none [ours]
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
@@ -179,7 +176,6 @@ def get_args(argv=None):
         help="iterations between saves of checkpoint.pth")
     add("--keep-every", type=common.positive_int,
         help="also keep a model_N.pth every N iterations, to choose the best later")
-    # fmt: on
     args = parser.parse_args(argv)
     vgg = args.arch == "vgg16_bn"
     if args.heads is None:
@@ -212,7 +208,7 @@ def main(args):
     concepts, triplets, val_triplets = load_triplets(args, (train, val), tokenizer)
     iters = args.iters or math.ceil(args.epochs * len(triplets) / args.batch_size)
     print_main(f"{len(train)} photos ({len(val)} for validation), {len(triplets)} triplets, "
-               f"{len(concepts)} concepts, vocabulary of {len(lm.token_embeddings)}")  # fmt: skip
+               f"{len(concepts)} concepts, vocabulary of {len(lm.token_embeddings)}")
     print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
 
     # Model: from random weights, from --init, or from the checkpoint.
@@ -341,10 +337,10 @@ def filter_captions(data, tokenize, max_words):
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = len(data.all_captions()), sum(map(len, kept))
     print_main(f"{before - after} of {before} captions are left out: a photo has them twice, or "
-               f"they do not have 3 to {max_words} words or tokens")  # fmt: skip
+               f"they do not have 3 to {max_words} words or tokens")
     if not after:
         fail("a split has no captions left: raise --max-words, join keywords to one caption, or "
-             "use virtex.py for Chinese and other languages without spaces")  # fmt: skip
+             "use virtex.py for Chinese and other languages without spaces")
     return replace(data, captions=common.lists(kept))
 
 

@@ -55,7 +55,6 @@ from torch.utils.data import DataLoader, default_collate
 import common
 from common import fail, print_main, progress
 
-# fmt: off
 RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.1
     "image_size":       (48,         112,        224),                  # Sec. 4.1
@@ -92,7 +91,6 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "validate_every":   (1000,       1000,       5000),
     "checkpoint_every": (200,        500,        2000),
 }
-# fmt: on
 MARGIN = 0.2  # alpha of Eqs. 11, 14 [Sec. 4.1]
 RETRIEVAL_IMAGES = 1000  # of the validation split [Sec. 4.4, Tab. 7], drawn at random [ours]
 MAX_TOKENS = 64  # longer captions are truncated [ours]
@@ -103,7 +101,6 @@ CAPTION_VIEWS = "same", "sibling", "backtranslation"  # sibling: another caption
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
@@ -189,7 +186,6 @@ def get_args(argv=None):
         help="iterations between saves of checkpoint.pth")
     add("--keep-every", type=common.positive_int,
         help="also keep a model_N.pth every N iterations, to choose the best later")
-    # fmt: on
     args = parser.parse_args(argv)
     common.apply_recipe(args, "mmcontrastive", RECIPES)
     if bool(args.lambda_ic) != bool(args.lambda_ci):  # one alone would not train its keys' encoder
@@ -217,7 +213,7 @@ def main(args):
     photos = TwoViews(train, translations, args)
     iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
     print_main(f"{len(photos)} photos ({len(val)} for validation), {num_tags} tags, queues of "
-               f"{queue_size} keys, caption encoder at lr {args.text_lr:g}")  # fmt: skip
+               f"{queue_size} keys, caption encoder at lr {args.text_lr:g}")
     print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
 
     # Model: from random weights, from --init, or from the checkpoint.
@@ -245,7 +241,7 @@ def main(args):
     done = common.restore(args, checkpoint, iters, state)
 
     lambdas = {"ii": args.lambda_ii, "tag": args.lambda_tag, "cc": args.lambda_cc,
-               "ic": args.lambda_ic, "ci": args.lambda_ci}  # fmt: skip
+               "ic": args.lambda_ic, "ci": args.lambda_ci}
     batches = common.train_batches(photos, partial(collate, tokenizer), args, device, done)
     log = common.Log(args, checkpoint)
     more = {}  # the caption encoder's tokenizer is in OUTPUT/caption_model
@@ -329,7 +325,7 @@ def usable_photos(args, data):
             print_main("no photo has tags, so Eq. 5 is left out; --tags nouns needs only captions")
     if (args.lambda_cc or args.lambda_ic) and not any(data.captions):
         fail("no photo has a caption: with --lambda-cc 0 --lambda-ic 0 --lambda-ci 0, photos alone "
-             "are enough, as in MoCo")  # fmt: skip
+             "are enough, as in MoCo")
     if args.lambda_ii or num_tags:
         return data, num_tags
     if not args.lambda_ic:
@@ -358,7 +354,7 @@ def read_backtranslations(args, data):
     missing = {*data.all_captions()} - rows.keys()
     if missing:
         fail(f"{len(missing)} captions have no back-translation in {path}: "
-             "tools/backtranslate.py writes them; --caption-views sibling needs none")  # fmt: skip
+             "tools/backtranslate.py writes them; --caption-views sibling needs none")
     translations = []
     for language in "fr", "de":
         texts = {text: common.one_line(row[language]) or text for text, row in rows.items()}
@@ -375,10 +371,10 @@ def fit_queue(args, num_photos):
     size = min(args.queue, num_photos) // args.batch_size * args.batch_size
     if not size:
         fail(f"--queue {args.queue} or {num_photos} photos are fewer than a batch of "
-             f"{args.batch_size}: lower --batch-size")  # fmt: skip
+             f"{args.batch_size}: lower --batch-size")
     if size != args.queue:
         print_main(f"queues of {size} keys instead of {args.queue}: a multiple of the batch, at "
-                   "most one per photo; raise --lambda-ic and --lambda-ci as 1 / K")  # fmt: skip
+                   "most one per photo; raise --lambda-ic and --lambda-ci as 1 / K")
     return size
 
 

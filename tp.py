@@ -55,7 +55,6 @@ from common import fail, print_main, progress
 LABELS = "postag", "cluster", "lda", "instances", "rotation"
 VAL_IMAGES = 5000  # at most this many photos are for validation, drawn by the seed [ours]
 
-# fmt: off
 RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (demo, small [ours])
     "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
     "image_size":       (48,         112,        224),                  # [ours], as in App. F.2
@@ -90,11 +89,9 @@ ROTATION = {  # App. F.1; a batch of 128 photos has 512 rotated images [ours]
     "weight_decay": 1e-5,
     "steps": [5 / 6, 11 / 12],
 }
-# fmt: on
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
@@ -161,7 +158,6 @@ def get_args(argv=None):
         help="iterations between saves of checkpoint.pth")
     add("--keep-every", type=common.positive_int,
         help="also keep a model_N.pth every N iterations, to choose the best later")
-    # fmt: on
     args = parser.parse_args(argv)
     changes = VGG16 if args.arch == "vgg16_bn" else {}
     if args.labels == "rotation" and args.arch in (None, "vgg16_bn"):
@@ -306,10 +302,10 @@ def filter_captions(data, tokenize, max_words):
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = len(data.all_captions()), sum(map(len, kept))
     print_main(f"{before - after} of {before} captions are left out: a photo has them twice, or "
-               f"they do not have 3 to {max_words} words or tokens")  # fmt: skip
+               f"they do not have 3 to {max_words} words or tokens")
     if not after:
         fail("a split has no captions left: raise --max-words, join keywords to one caption, or "
-             "use virtex.py for Chinese and other languages without spaces")  # fmt: skip
+             "use virtex.py for Chinese and other languages without spaces")
     return replace(data, captions=common.lists(kept))
 
 
@@ -415,7 +411,7 @@ def cluster_labels(args, splits, device):
         common.extra("small_bert").train(
             lm, splits[0].all_captions(), args.lm_iters, args.seed, device, args.amp,
             max_words=args.max_words,
-        )  # fmt: skip
+        )
     tokenizer, bert = load_bert(lm, device)
     longest = min(args.max_words, tokenizer.model_max_length - 2)  # [CLS] and [SEP] are added
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]

@@ -59,7 +59,6 @@ from torch.utils.data import default_collate
 import common
 from common import fail, print_main, progress
 
-# fmt: off
 RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "arch":             ("resnet18", "resnet18", "resnet50"),  # Sec. 3
     "image_size":       (48,         112,        224),         # Sec. 3
@@ -85,14 +84,12 @@ RECIPES = {  #           demo        small       paper      (demo, small [ours])
     "validate_every":   (400,        2000,       10_000),
     "checkpoint_every": (200,        500,        10_000),
 }
-# fmt: on
 TEXT_ITERS = 600  # --text-first lasts at most as many iterations [ours]
 MAX_LENGTH = 30  # tokens per caption, [SOS] and [EOS] included [official code]
 LOOKAHEAD_K = 5  # iterations [Sec. 3]
 
 
 def get_args(argv=None):
-    # fmt: off
     parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
@@ -163,7 +160,6 @@ def get_args(argv=None):
         help="iterations between saves of checkpoint.pth")
     add("--keep-every", type=common.positive_int,
         help="also keep a model_N.pth every N iterations, to choose the best later")
-    # fmt: on
     args = parser.parse_args(argv)
     common.apply_recipe(args, "virtex", RECIPES)
     if args.hidden % 64:
@@ -196,7 +192,7 @@ def main(args):
     val_photos = Photos(val, tokenizer, args)
     iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
     print_main(f"{len(photos)} photos ({len(val_photos)} for validation), {photos.num_outputs} "
-               f"outputs, heads at lr {args.text_lr:g}")  # fmt: skip
+               f"outputs, heads at lr {args.text_lr:g}")
     print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
 
     # Model: from random weights, from --init, or from the checkpoint.
@@ -205,7 +201,7 @@ def main(args):
     model = Model(
         backbone, photos.num_outputs, args.hidden, args.layers, args.dropout,
         task=args.task, lambda_words=args.lambda_words, init_std=args.init_std
-    )  # fmt: skip
+    )
     common.load_init(init, model, backbone)
     model.to(device, memory_format=torch.channels_last)
     text_iters = min(TEXT_ITERS, round(args.text_first * iters))
@@ -502,7 +498,7 @@ class TextualHead(nn.Module):
     def __init__(
         self, channels, vocab_size, hidden, layers=1, dropout=0.1,
         max_length=MAX_LENGTH, init_std=0.02
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.visual_projection = nn.Linear(channels, hidden)
         self.embedding = Embedding(vocab_size, hidden, dropout, max_length)

@@ -51,7 +51,7 @@ class BoxData:
                 of_image, label = objects[row["image_id"]], class_of[row["category_id"]]
             except Exception as error:  # pycocotools raises several kinds
                 fail(f"{path}, annotation {name}: {error!r} (a KeyError names an id or a field "
-                     "that the file does not have)")  # fmt: skip
+                     "that the file does not have)")
             crowd = row["iscrowd"] and source != "voc"  # those are only difficult [Detectron2]
             if not crowd and min(row["bbox"][2:]) > 0.01:
                 of_image.append([label, *row["bbox"], row["segmentation"]])

@@ -43,7 +43,7 @@ def get_args(argv=None):
     add("--output", default="runs/captioning", help="folder for the results (default %(default)s)")
     add("--beams", type=common.positive_int, default=5, help="width of beam search [Sec. 4.4]")
     add("--evaluate", action="store_true", help="score captions of the validation split [Fig. 6]")
-    add("--data", default="coco", help="data set for --evaluate, as of virtex.py (default coco)")
+    add("--data", default="coco", help="data set for --evaluate, as for virtex.py (default coco)")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--val-split", help="split for --evaluate (default val2017 for coco, else val)")
     add("--workers", type=common.non_negative_int, default=0, help="processes that load photos")
@@ -82,7 +82,7 @@ def load_virtex(path, tokenizer_path=None):
     print_main(f"{path}: trained on {args.get('data', 'unknown data')}")
     if "textual.embedding.words.weight" not in state or args.get("task") == "masked_lm":
         fail(f"{path} is not a captioning model: give a checkpoint.pth of virtex.py, trained with "
-             "--task bicaptioning or captioning")  # fmt: skip
+             "--task bicaptioning or captioning")
     if tokenizer_path:
         tokenizer = read_tokenizer(tokenizer_path)
     elif "tokenizer" in content:
@@ -223,7 +223,7 @@ def evaluate(model, tokenizer, image_size, device, args):
 def score(rows):
     """Captions with their references -> {"CIDEr", "SPICE": percent}
 
-    What cannot be measured here is said, and left out.
+    What cannot be measured here is reported, and left out.
     """
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.spice.spice import Spice

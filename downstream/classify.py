@@ -55,11 +55,11 @@ def main(args):
     result = {"metric": metric, "zero-shot": score, "guessing": guess, "images": len(readable)}
     common.save(Path(args.output, "result.json"), {"args": vars(args), **result})
     print_main(f"{args.data}, {len(readable)} photos of {len(names)} classes: "
-               f"{score:.1f} {metric} by class names, {guess:.1f} by guessing")  # fmt: skip
+               f"{score:.1f} {metric} by class names, {guess:.1f} by guessing")
 
 
 def read_name(name, vocabulary):
-    """-> the name of a class in words, as the docstring of this file says it"""
+    """-> the name of a class in words, as the docstring of this file says"""
     words = []
     for word in name.replace("_", " ").split():
         parts = re.sub("(?<=[a-z])(?=[A-Z])", " ", word)

@@ -31,7 +31,6 @@ import eval_linear
 from common import fail, print_main, progress
 from downstream import boxes, finetune, tasks
 
-# fmt: off
 DATA = "shapes", "voc", "coco", "lvis"
 DEFAULTS = {  #          shapes        voc [Tab. 6]                   coco [Tab. 5]
     "train_split":      ("train",      "2007_trainval+2012_trainval", "train2017"),
@@ -91,7 +90,6 @@ def get_args(argv=None):
     add("--min-score", type=common.fraction_below_1, help="drop detections that score less")
     add("--bn-batches", type=common.positive_int, help="batches for batch norm's final statistics")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision (default off)")
-    # fmt: on
     finetune.add_run_flags(parser)
     args = parser.parse_args(argv)
     column = {"shapes": 0, "voc": 1}.get(args.data, 2)
@@ -122,7 +120,7 @@ def main(args):
     if common.is_main():
         common.save(f"{args.output}/result.json", {"args": vars(args), **scores})
         origin = {"trained": f"from {args.weights}", "random": "from random initialisation"}
-        parts = [f"{eval_linear.format_scores(x, ())} {origin[name]}" for name, x in scores.items()]
+        parts = [f"{eval_linear.format_scores(x)} {origin[name]}" for name, x in scores.items()]
         print_main(f"{args.data}, {args.iters} iterations: {'; '.join(parts)}")
     common.end_distributed()
 
@@ -162,8 +160,10 @@ def fine_tune(train, val, args, device):
         return {}
 
     photos = boxes.BoxPhotos(train, boxes.training_rows(train, args.seed))
-    given = args, device, checkpoint, args.iters, args.warmup, args.steps
-    finetune.run(model, optimizer, photos, boxes.collate, losses_of, after_step, *given)
+    finetune.run(
+        model, optimizer, photos, boxes.collate, losses_of, after_step, args, device, checkpoint,
+        args.iters, args.warmup, args.steps,
+    )
     common.save_weights(f"{args.output}/backbone.pth", backbone)
     return evaluate(val, model, args, device) if common.is_main() else {}
 

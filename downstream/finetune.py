@@ -33,7 +33,6 @@ from common import fail, print_main, progress
 from downstream import pictures, tasks
 from extras import layers
 
-# fmt: off
 DATA = "shapes", "folder", "inat"
 DEFAULTS = {  #          shapes    folder    inat
     "train_split":      ("train",  "train",  "train2018"),  # Sec. 4.3
@@ -84,7 +83,6 @@ def add_run_flags(parser):
     add("--accumulate", type=common.positive_int, default=1, help="split batches, to save memory")
     add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
     add("--checkpoint-every", type=common.positive_int, help="iterations between checkpoints")
-    # fmt: on
 
 
 def main(args):
@@ -109,7 +107,7 @@ def main(args):
         listed = [f"{scores[name]['top-1']} from {origins[name]}" for name in scores]
         guess = next(iter(scores.values()))["commonest class"]
         print_main(f"top-1 on {args.data} after fine-tuning on {len(train)} labels: "
-                   f"{', '.join(listed)}, {guess} by guessing the commonest class")  # fmt: skip
+                   f"{', '.join(listed)}, {guess} by guessing the commonest class")
     common.end_distributed()
 
 
@@ -145,8 +143,10 @@ def fine_tune(train, val, args, device):
         return {"validation_top1": validate(val, model, args, device)["top-1"]}
 
     photos = layers.LabelledPhotos(train, args)
-    given = args, device, checkpoint, iters
-    run(model, optimizer, photos, None, loss_of, after_step, *given, steps=steps)
+    run(
+        model, optimizer, photos, None, loss_of, after_step, args, device, checkpoint, iters,
+        steps=steps,
+    )
     common.save_weights(f"{args.output}/backbone.pth", backbone)
     return validate(val, model, args, device) if common.is_main() else {}
 
@@ -154,7 +154,7 @@ def fine_tune(train, val, args, device):
 def run(
     model, optimizer, photos, collate, loss_of, after_step, args, device, checkpoint, iters,
     warmup=0.0, steps=(),
-):  # fmt: skip
+):
     """The training loop, also of detection.py; it goes on where an earlier run stopped.
 
     loss_of(model, batch) -> {"loss": scalar, ...}.  after_step(iteration) -> scores for the log.
@@ -264,7 +264,7 @@ def validate(val, model, args, device):
     model.train()
     scores = eval_linear.score(logits, torch.from_numpy(val.labels[readable]))
     scores |= eval_linear.by_chance(scores, val)
-    print_main(f"validation: {eval_linear.format_scores(scores, ())}")
+    print_main(f"validation: {eval_linear.format_scores(scores)}")
     return {name: round(score, 2) for name, score in scores.items()}
 
 

@@ -68,7 +68,7 @@ def main(args):
         for word in args.word:
             if word not in positions:
                 fail(f'"{word}" cannot be masked: it must be one token of --lm and a concept of '
-                     f"the training run, as are {', '.join(positions)}")  # fmt: skip
+                     f"the training run, as are {', '.join(positions)}")
         maskable = [{word: positions[word] for word in args.word}]
 
     looked = []  # (number of the scene or path of the photo, word, attention)
@@ -88,7 +88,7 @@ def main(args):
     if args.photos and trained["data"] == "shapes":
         inside, area = attention_inside_boxes(looked)
         print_main(f"attention inside the masked object's box: {100 * np.mean(inside):.1f}%, "
-                   f"its area: {100 * np.mean(area):.1f}% (mean of {len(area)} words)")  # fmt: skip
+                   f"its area: {100 * np.mean(area):.1f}% (mean of {len(area)} words)")
 
 
 def load_icmlm(path, lm_name, device):

@@ -70,7 +70,7 @@ def fonts_for(text):
 
 
 def write(figure, x, y, text, width, most, **style):
-    """Write at pixel (x, y) of a matplotlib figure, in at most so many lines of so many pixels."""
+    """Write at pixel (x, y) of a matplotlib figure, in at most `most` lines of `width` pixels."""
     style |= {"size": FONT_SIZE, "family": fonts_for(text)}
     # parse_math: "$5 and $6" is no formula.
     artist = figure.text(x, y, text, transform=None, parse_math=False, **style)

@@ -38,7 +38,6 @@ import mmcontrastive
 from common import fail, print_main, progress
 from downstream import pictures, tasks
 
-# fmt: off
 RECIPES = {  #        demo    small   paper: Sec. 4.2, after VSE++
     "train_images":  (2000,   None,   None),       # all
     "negatives":     ("mean", "mean", "hardest"),  # see "What to expect"
@@ -73,7 +72,6 @@ def get_args(argv=None):
     add("--lr", type=common.positive, help="learning rate of Adam")
     add("--dim", type=common.positive_int, help="dimension of the common space")
     add("--word-dim", type=common.positive_int, help="dimension of the word embeddings")
-    # fmt: on
     tasks.add_run_flags(parser, "retrieval")
     args = parser.parse_args(argv)
     by_data = "small" if args.data.endswith(".jsonl") else "paper"

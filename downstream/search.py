@@ -59,7 +59,7 @@ class Model:
 
     def __init__(self, args):
         self.device = common.init_distributed()
-        common.make_folder(args.output)  # before the work, in case that it cannot be one
+        common.make_folder(args.output)  # before the work, in case it cannot be one
         self.encoders, self.tokenizer, self.trained = load_encoders(args.weights)
         print_main(f"{args.weights} was trained on {self.trained.data}")
         self.encoders.to(self.device, memory_format=torch.channels_last)
@@ -77,12 +77,12 @@ class Model:
         named = [text for text, count in zip(texts, unknown) if count]
         if named:
             print_main(f"the model does not know every word of {', '.join(named[:20])} "
-                       f"({len(named)} of {len(texts)})")  # fmt: skip
+                       f"({len(named)} of {len(texts)})")
         common.check_known(sum(unknown), sum(map(len, rows)), what)
         split = [x for n, x in enumerate(texts) if len(rows[n]) > len({*encoded.word_ids(n)})]
         if split:
             print_main(f"the model knows only pieces of some words of {', '.join(split[:20])} "
-                       f"({len(split)} of {len(texts)})")  # fmt: skip
+                       f"({len(split)} of {len(texts)})")
         alike = [x for x, row, n in zip(texts, rows, unknown) if rows.count(row) > 1 and not n]
         if alike:
             fail(f"{what} must differ, but the model reads some of them alike: {alike[:20]}")

@@ -96,7 +96,7 @@ def tagged_photos(args):
     counts = Counter(tag for tags in train_tags for tag in tags)
     if len(counts) < 2:
         fail(f"the photos have {len(counts)} different tags, but at least two are needed: give "
-             "--tags a concepts.json of tp.py whose words occur in the captions")  # fmt: skip
+             "--tags a concepts.json of tp.py whose words occur in the captions")
     names = sorted(counts, key=lambda tag: (-counts[tag], tag))[: args.num_tags]
     train = with_tags(train, train_tags, names)
     val = with_tags(val, val_tags, names)

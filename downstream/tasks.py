@@ -22,7 +22,6 @@ def argument_parser(description, **more):
 
 def add_flags(parser, data=None):
     """Which backbone, on which data.  data: the choices of --data, if not any captioned photos"""
-    # fmt: off
     add = parser.add_argument_group("backbone and data").add_argument
     add("--weights", default="runs/virtex/backbone.pth",
         help="the backbone: a file that eval_linear.py reads, imagenet or random")
@@ -36,14 +35,13 @@ def add_flags(parser, data=None):
         "weights' training, from args.json beside them; else 224, or 48 for shapes)")
     add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count()),
         help="processes that load photos; with 0 the main process does")
-    # fmt: on
 
 
 def add_weights(parser, method):
     """--weights of the programs that use a trained model of a method"""
     parser.add_argument("--weights", default=f"runs/{method}/checkpoint.pth",
         help=f"checkpoint.pth or model_N.pth of {method}.py; if you trained on photos.jsonl, it "
-        f"is in runs/{method}-photos (default %(default)s)")  # fmt: skip
+        f"is in runs/{method}-photos (default %(default)s)")
 
 
 def add_run_flags(parser, script):
@@ -123,9 +121,9 @@ def report(runs, args, task, metric, in_words):
     for name, scores in runs.items():
         results = eval_linear.over_runs(scores)
         content[name], content["std"][name] = results["mean"], results["std"]
-        print_main(f"{name:18} {eval_linear.format_scores(results['mean'], ())}")
+        print_main(f"{name:18} {eval_linear.format_scores(results['mean'])}")
         if len(scores) > 1:
-            print_main(f"{'':16} ± {eval_linear.format_scores(results['std'], ())}")
+            print_main(f"{'':16} ± {eval_linear.format_scores(results['std'])}")
     common.save(f"{args.output}/result.json", content)
     scores = [f"{content[name][metric]:.1f} {in_words[name]}" for name in runs]
     print_main(f"{task} {args.data}: {metric} {', '.join(scores)}")
@@ -134,7 +132,7 @@ def report(runs, args, task, metric, in_words):
 def compared_runs(args):
     """-> {"trained": args}, of --weights random {"random": args}; on shapes (minutes) both
 
-    A wrong file ends it here.
+    A file that cannot be read ends the run here.
     """
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     args.arch = backbone.arch

@@ -3,7 +3,7 @@
 Sariyildiz, Perez, Larlus. Learning Visual Representations with Caption Annotations. ECCV 2020,
 App. C, Tab. 6.
 
-Every class has a vector of attributes, as the colour of a bird's bill. A bilinear function of
+Every class has a vector of attributes, such as the colour of a bird's bill. A bilinear function of
 frozen features and attributes scores how well a photo and a class match (Eq. 9). It is learned from
 photos of the seen classes (Eqs. 11, 12). Test photos are of seen and of unseen classes, and each
 gets the best-scoring of all classes (Eq. 10).
@@ -18,10 +18,10 @@ FOLDER holds the published archives, unpacked: photos, and the proposed splits o
     Animals_with_Attributes2/JPEGImages/<class>/*.jpg      for --data awa2
     xlsa17/data/{CUB,AWA2}/att_splits.mat and res101.mat   the latter for labels, file names
 
-In the built-in scenes a class is a shape in a colour, as "red star"; two colours of each shape are
-unseen. VGG-16 is measured after each of its last three convolutions as in the paper, a ResNet after
-its last. "top-1" is the accuracy over all test photos, although Tab. 6 may mean over classes.
-"seen" and "unseen" are means over the classes of each kind [Xian et al.].
+In the built-in scenes a class is a colour and a shape, say "red star"; two colours of each shape
+are unseen. VGG-16 is measured after each of its last three convolutions as in the paper, a ResNet
+after its last. "top-1" is the accuracy over all test photos, although Tab. 6 may be a mean over
+classes. "seen" and "unseen" are means over the classes of each kind [Xian et al.].
 """
 
 import argparse
@@ -164,7 +164,7 @@ def layer_features(backbone, data, args, device):
     names, function = [""], eval_linear.pooled
     if backbone.arch == "vgg16_bn":
         names = layers.CONVOLUTIONS
-        function = lambda *given, amp: torch.cat(layers.convolutions(*given, amp), 1)
+        function = lambda trunk, images, amp: torch.cat(layers.convolutions(trunk, images, amp), 1)
     data, features = tasks.central_features(backbone, data, args, device, function)
     parts = features.chunk(len(names), 1)
     return {name: F.normalize(part) for name, part in zip(names, parts)}, data

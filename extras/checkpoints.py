@@ -53,7 +53,7 @@ def load_backbone(path, arch=None):
         differing[candidate] = sorted({name for name, _ in shapes(state) ^ shapes(expected)})
     found = min(differing, key=lambda candidate: len(differing[candidate]))
     if differing[found]:
-        fail(f"{path} is no {found} of torchvision, the closest: {differing[found][:5]} differ")
+        fail(f"{path} is not torchvision's {found}, the closest: {differing[found][:5]} differ")
     if arch not in (None, found):
         fail(f"{path} is a {found}, not --arch {arch}")
     backbone = common.build_backbone(found)

@@ -120,7 +120,7 @@ def train(probe, data, run, score, learning_rate, decay=0.0):
     ddp = common.data_parallel(probe)
 
     iters = math.ceil(args.epochs * len(data) / args.batch_size)
-    epoch = math.ceil(len(data) / args.batch_size)  # in iterations
+    epoch_iters = math.ceil(len(data) / args.batch_size)
     crops = {"crop_min": run.protocol.crop_min, "colour_jitter": run.protocol.colour_jitter}
     crops = argparse.Namespace(**vars(args), **crops, accumulate=1)
     batches = common.train_batches(LabelledPhotos(data, crops), None, crops, run.device, done)
@@ -133,12 +133,12 @@ def train(probe, data, run, score, learning_rate, decay=0.0):
         optimizer.zero_grad()
         sum(losses).backward()  # the layers share no parameters: each is trained on its own
         optimizer.step()
-        if common.is_main() and (iteration % epoch == 0 or iteration == iters):
-            parts = {"model": probe.layers.state_dict(), "optimizer": optimizer.state_dict()}
-            common.save(path, parts | {"settings": settings, "iteration": iteration})
-        if common.is_main() and iteration % (10 * epoch) == 0 and iteration < iters:
+        if common.is_main() and (iteration % epoch_iters == 0 or iteration == iters):
+            state = {"model": probe.layers.state_dict(), "optimizer": optimizer.state_dict()}
+            common.save(path, state | {"settings": settings, "iteration": iteration})
+        if common.is_main() and iteration % (10 * epoch_iters) == 0 and iteration < iters:
             scores = [f"{metric} {percent:.2f}" for metric, percent in score().items()]
-            print_main(f"epoch {iteration // epoch}: {', '.join(scores)}")
+            print_main(f"epoch {iteration // epoch_iters}: {', '.join(scores)}")
     return score() if common.is_main() else {}
 
 

@@ -35,7 +35,7 @@ def require_spaces(captions):
     """For what needs words: Chinese, Japanese, Thai... write no spaces between them."""
     if sum(" " in caption for caption in captions) < len(captions) / 2:
         fail("most captions have no space between words: join keywords to one caption. For "
-             "Chinese use virtex.py, mmcontrastive.py or tp.py --labels cluster")  # fmt: skip
+             "Chinese use virtex.py, mmcontrastive.py or tp.py --labels cluster")
 
 
 def find_nouns(captions, tagger, path):
@@ -47,11 +47,11 @@ def find_nouns(captions, tagger, path):
         from textblob.en.taggers import PatternTagger  # its lexicon is in the package
 
         pattern = PatternTagger()
-        tagged = (pair for row in words for pair in pattern.tag(" ".join(row), tokenize=False))
+        pairs = (pair for row in words for pair in pattern.tag(" ".join(row), tokenize=False))
     else:
-        tagged = tag_by_spacy(words)
+        pairs = tag_by_spacy(words)
     counts, as_noun = Counter(), Counter()
-    for word, tag in tagged:
+    for word, tag in pairs:
         counts[word] += 1
         as_noun[word] += (tag or "").startswith(("NN", "nouns"))  # TextBlob's tag, or spaCy's
     nouns = [word for word in counts if len(word) > 1 and as_noun[word] > counts[word] / 2]
@@ -72,7 +72,7 @@ def tag_by_spacy(rows):
         nlp = spacy.load(SPACY_MODEL, disable=["parser", "ner", "lemmatizer"])
     except (ModuleNotFoundError, OSError):  # the latter: there is no such model
         fail("spaCy needs two commands: python -m pip install spacy, and python -m spacy download "
-             f"{SPACY_MODEL}")  # fmt: skip
+             f"{SPACY_MODEL}")
     documents = (spacy.tokens.Doc(nlp.vocab, words) for words in rows)
     for document in nlp.pipe(documents):
         for token in document:

@@ -36,14 +36,12 @@ def caption_data(folder, split):
     if not path.exists():
         found = ", ".join(sorted(file.stem for file in path.parent.glob("*.index")))
         if not found:
-            fail(f"--data {folder} is no folder of indexed shards. Photos KEY.jpg with captions in "
-                 f"KEY.txt: python tools/to_jsonl.py {folder}. Tar files of such photos: python "
-                 f"tools/make_shards.py --index-only '{folder}/*.tar'")  # fmt: skip
+            fail(f"--data {folder} is not a folder of indexed shards. Photos KEY.jpg with captions "
+                 f"in KEY.txt: python tools/to_jsonl.py {folder}. Tar files of such photos: python "
+                 f"tools/make_shards.py --index-only '{folder}/*.tar'")
         fail(f"there is no {path} of tools/make_shards.py. The folder's splits: {found}; "
-             "see --train-split and --val-split")  # fmt: skip
+             "see --train-split and --val-split")
     index = torch.load(path, mmap=True, weights_only=True)
-    if "shards" not in index:
-        fail(f"{path} is of an earlier version: run tools/make_shards.py --index-only again")
     images, captions, tags = (
         Mapped(index[name].numpy(), index[f"{name}_ends"].numpy())
         for name in ("images", "captions", "tags")
@@ -51,7 +49,7 @@ def caption_data(folder, split):
     for shard, time in index["shards"].items():
         if not os.path.exists(shard) or os.path.getmtime(shard) != time:
             fail(f"{shard} is missing, or was written after it was indexed: was it moved or "
-                 "changed? Run tools/make_shards.py --index-only again")  # fmt: skip
+                 "changed? Run tools/make_shards.py --index-only again")
     captions, tags = common.StringLists(captions), common.StringLists(tags)
     tagged = index["tagged"].numpy()
     return common.CaptionData(images, captions, tags, tagged, index["tag_names"], open_in_shard)

@@ -98,7 +98,7 @@ def make_language_model(folder, args, init, data, device):
     train(
         folder, captions, args.lm_iters, args.seed, device, args.amp,
         layers=args.lm_layers, max_words=args.max_words,
-    )  # fmt: skip
+    )
 
 
 def make_caption_model(folder, args, captions, device):

@@ -25,7 +25,7 @@ def caption_data(name, root, split):
     if os.path.isdir(name):
         return extra("shards").caption_data(name, split)
     fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of shards; "
-         "python tools/to_jsonl.py FILE converts other files")  # fmt: skip
+         "python tools/to_jsonl.py FILE converts other files")
 
 
 def visual_genome(split, root):
@@ -106,7 +106,7 @@ def to_8_bits(image):
     """A PIL image of integers or floats -> (H, W) uint8; pixels without a value are black.
 
     The range is that of the values, without the lowest and the highest 0.1%: a few broken pixels
-    would leave no contrast to the others.
+    would leave the others no contrast.
     """
     values = np.asarray(image, float)
     valid = (np.abs(values) < HUGE) & ~np.isin(values, NO_VALUES)  # NaN is not below
@@ -122,6 +122,6 @@ def to_8_bits(image):
     inner = values[valid & (values > low) & (values < high)]
     if inner.size and max(inner.min() - low, high - inner.max()) > np.ptp(inner) > 0:
         common.report_once(f"{getattr(image, 'filename', image)}: {low:g} or {high:g} is far from "
-                           "all other values. Does it mean that there is none?")  # fmt: skip
+                           "all other values. Does it mean that there is none?")
     values = np.where(valid, values, low).clip(low, high)
     return (255 * (values - low) / (high - low or 1.0)).round().astype(np.uint8)

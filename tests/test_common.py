@@ -100,15 +100,15 @@ def test_jsonl(tmp_path):
 WRONG_LINES = {
     b"{broken": "Expecting property name",
     b"\xe9": "UnicodeDecodeError",
-    b'{"image": "b.jpg", "captions": "x"}': "'x' is no list of texts",
-    b'{"image": "b.jpg", "captions": [null]}': "None. is no list of texts",
-    b'{"image": "b.jpg", "captions": [7]}': "7. is no list of texts",
-    b'{"image": "b.jpg", "captions": NaN}': "nan is no list of texts",
-    b'{"image": "b.jpg", "tags": [null]}': "None. is no list of texts",
-    b'{"image": "b.jpg", "tags": [NaN]}': "nan. is no list of texts",
-    b'{"image": "b.jpg", "tags": "x"}': "'x' is no list of texts",
-    b'{"image": "b.jpg", "split": NaN}': "nan. is no list of texts",
-    b'{"image": "b.jpg", "split": 0}': "0. is no list of texts",
+    b'{"image": "b.jpg", "captions": "x"}': "'x' is not a list of texts",
+    b'{"image": "b.jpg", "captions": [null]}': "None. is not a list of texts",
+    b'{"image": "b.jpg", "captions": [7]}': "7. is not a list of texts",
+    b'{"image": "b.jpg", "captions": NaN}': "nan is not a list of texts",
+    b'{"image": "b.jpg", "tags": [null]}': "None. is not a list of texts",
+    b'{"image": "b.jpg", "tags": [NaN]}': "nan. is not a list of texts",
+    b'{"image": "b.jpg", "tags": "x"}': "'x' is not a list of texts",
+    b'{"image": "b.jpg", "split": NaN}': "nan. is not a list of texts",
+    b'{"image": "b.jpg", "split": 0}': "0. is not a list of texts",
     b'{"image": "b.jpg", "split": "val", "split": "train"}': "a key stands there twice",
     b'{"image": "b.jpg", "image": "c.jpg"}': "a key stands there twice",
     b'{"image": "./a.jpg"}': "/a.jpg has one line, with a list of all its .captions",
@@ -186,7 +186,7 @@ def test_what_coco_files_leave_out(tmp_path, capsys):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ('{"images": []', "captions_train.json is missing or no JSON (Expecting"),
+        ('{"images": []', "captions_train.json is missing, or is not JSON (Expecting"),
         ('{"images": [], "annotations": []}', "train has 0 photos, of which 0 are missing: []"),
         ('{"images": []}', "is not in the layout of COCO: KeyError('annotations')"),
         ('["a.jpg"]', "is not in the layout of COCO: TypeError"),
@@ -531,7 +531,7 @@ def test_list_photos(tmp_path):
     found = common.list_photos(tmp_path / "photos")
     assert [str(Path(p).relative_to(tmp_path)) for p in found] == [
         "photos/a/1.JPG", "photos/b/3.jfif", "photos/c/4.png"
-    ]  # fmt: skip
+    ]
 
 
 def test_left_and_right():
@@ -733,7 +733,8 @@ def test_rates_from_foreign_weights(tmp_path):
     unless a run of ours wrote the weights; in the other recipes the rates stay."""
     weights = {"layer1.weight": torch.zeros(2)}
     torch.save(weights, tmp_path / "foreign.pth")
-    torch.save(weights | {"script": "tp", "args": {}}, tmp_path / "checkpoint.pth")
+    ours = {"script": "tp", "args": {"arch": "resnet18"}}
+    torch.save(weights | ours, tmp_path / "checkpoint.pth")
     (tmp_path / "run").mkdir()
     torch.save(weights, tmp_path / "run/backbone.pth")
     (tmp_path / "run/args.json").write_text('{"script": "tp", "arch": "resnet18"}')

@@ -22,10 +22,10 @@ import common
 ABOUT = {
     "virtex": ("forward backward text_lr", "forward backward", "tokenizer.model", "--hidden 128"),
     "tp": ("", "loss top1 top5 mAP", "concepts.json labels.json labels.npz val_labels.npz",
-           "--pos nn"),  # fmt: skip
+           "--pos nn"),
     "icmlm": ("mlm tp", "mlm tp", "concepts.json captions.json triplets.npz", "--head att-fc"),
     "mmcontrastive": ("ii tag cc ic ci text_lr", "image_to_text_R@10 text_to_image_R@10",
-                      "caption_model", "--inter-dim 16"),  # fmt: skip
+                      "caption_model", "--inter-dim 16"),
 }
 FILES = {script: set(row[2].split()) for script, row in ABOUT.items()}
 RUN_FILES = {"args.json", "metrics.jsonl", "checkpoint.pth", "backbone.pth", "result.json"}

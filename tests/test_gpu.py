@@ -38,7 +38,7 @@ OWN = {
     # In batches of 8 its losses differ by 9% in bf16, also on a CPU.
     "mmcontrastive": ["--lr", 0.003, "--text-lr", 0.003, "--data", "shapes", "--batch-size", 64,
                       "--queue", 64],
-}  # fmt: skip
+}
 
 every_script = pytest.mark.parametrize("script", SCRIPTS)
 

@@ -268,7 +268,7 @@ def test_some_words_are_unknown():
         patch.setattr(icmlm, "filter_captions", interrupt)
         icmlm.make_triplets(args, [data, data], TOKENIZER)
     assert said == ["6 of 90 tokens (7%) of the captions are unknown to the model, which cannot "
-                    "tell them apart"]  # fmt: skip
+                    "tell them apart"]
 
 
 def interrupt(*_):

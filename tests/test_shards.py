@@ -98,7 +98,7 @@ def test_layouts_of_others(tmp_path):
         "b/1.seg.png": b"no photo of ours", "b/1.JPEG": RED, "b/1.cls": b"7", "2.txt": b"lost",
         "3.jpg": RED, "3.json": b'{"caption": "a cat"}',
         "./x/ä b: 4.jpg": RED, "./x/ä b: 4.json": b'{"caption": null}',
-    }  # fmt: skip
+    }
     write_tar(folder / "a at 3: b.tar", files)
     write_tar(folder / "b.tar", files)
     for data in index(folder, "*.tar"):
@@ -143,7 +143,7 @@ def test_what_is_no_shard(folder):
         assert fault == "ValueError: it is compressed: shards must be uncompressed tar files"
     write_tar(folder / "03.tar", {"a.jpg": RED, "a.json": b'["a fern"]', "b.jpg": RED})
     photos, [fault] = make_shards.read_shard(folder / "03.tar")
-    assert fault == "a: ValueError: a.json is no object with captions" and len(photos) == 1
+    assert fault == "a: ValueError: a.json is not an object with captions" and len(photos) == 1
 
 
 def test_html_and_captions_as_in_a_jsonl(tmp_path):
@@ -153,7 +153,7 @@ def test_html_and_captions_as_in_a_jsonl(tmp_path):
         "b.txt": b"<i>Rosa</i> &amp; thorn",
         "c.json": b'{"caption": "<i>Rosa</i> &amp; thorn"}',
         "d.json": b'{"captions": []}', "d.txt": b"a fern",
-    }  # fmt: skip
+    }
     for name in "0.tar", "1.tar":
         files = {**texts, **{f"{x}.jpg": RED for x in "abcd"}}
         write_tar(tmp_path / name, dict(sorted(files.items())))
@@ -179,7 +179,7 @@ def test_which_captions_are_read(tmp_path):
         "d.json": b'{"captions": ["a fern"]}', "d.txt": b"a tree\n",
         "e.json": b'{"captions": ["a fern"], "captions": ["a tree"]}',
         **{f"{x}.jpg": RED for x in "abcdef"},
-    }  # fmt: skip
+    }
     for name in "0.tar", "1.tar":
         write_tar(tmp_path / name, dict(sorted(files.items())))
     printed = run_here(index_command(tmp_path, "*.tar"))
@@ -227,8 +227,8 @@ def test_wrong_shards(folder):
     for message, kept, text in (
         ("ValueError: the files of a are not adjacent", 0, {"a.txt": b"late"}),
         ("b: JSONDecodeError: Expecting ", 1, {"b.json": b"{"}),
-        ("b: ValueError: 'dog' is no list of texts", 1, {"b.json": b'{"captions": "dog"}'}),
-        ("b: ValueError: [None] is no list of texts", 1, {"b.json": b'{"tags": [null]}'}),
+        ("b: ValueError: 'dog' is not a list of texts", 1, {"b.json": b'{"captions": "dog"}'}),
+        ("b: ValueError: [None] is not a list of texts", 1, {"b.json": b'{"tags": [null]}'}),
         ("b: UnicodeDecodeError: 'utf-8' codec can't", 1, {"b.txt": b"caf\xe9" * 999}),
     ):
         write_tar(folder / "03.tar", {"a.jpg": RED, "b.jpg": RED, **text})
@@ -254,8 +254,6 @@ def test_wrong_shards(folder):
     for file in folder.glob("*.tar"):
         file.rename(file.with_suffix(".moved"))
     assert "was it moved or changed?" in refusal([*train, "train"])
-    torch.save({"image_bytes": torch.zeros(1), "tag_names": None}, folder / "old.index")
-    assert "earlier version" in refusal([*train, "old"])
 
 
 def test_tags_that_are_not_given(tmp_path):
@@ -437,7 +435,7 @@ def test_checkpoints_of_others(key, prefix, more, tmp_path):
     assert loaded.arch == "resnet18"
     assert all(torch.equal(x, state[name]) for name, x in loaded.state_dict().items())
     torch.save(state | {"layer4.9.conv1.weight": torch.zeros(2)}, tmp_path / "x.pth")
-    with pytest.raises(SystemExit, match=r"is no resnet18 .*\['layer4.9.conv1.weight'\] differ"):
+    with pytest.raises(SystemExit, match=r"not torchvision's resnet18, .*\['layer4.9.conv1"):
         checkpoints.load_backbone(tmp_path / "x.pth")
 
 

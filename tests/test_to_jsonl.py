@@ -41,7 +41,7 @@ FORMATS = {  # the file, flags, and what else the lines of the two photos have
         "id,name,caption\n" + CSV.replace("img/", "7,"), "",
     ),
     "file: photo: image; captions: caption\n ": ({"annotations": ROWS, "info": {"year": 2014}}, ""),
-}  # fmt: skip
+}
 
 def table(header, *rows):
     return "\n".join([header, *rows])
@@ -191,7 +191,7 @@ MEANT = {  # files, the captions of img/1.jpg and img/2.jpg, words of the output
         {"a.csv": "\ufeffImage;Caption\r\n1.jpg;a, b\r\n"}, {"1": ["a, b"]},
         "photo: Image; captions: Caption\n",
     ),
-}  # fmt: skip
+}
 
 TAGS = [  # cells of two photos, their tags
     (("Mass, left|Opacity", "Mass, right"), [["Mass, left", "Opacity"], ["Mass, right"]]),
@@ -223,7 +223,7 @@ REFUSED = [
     (TAGGED + "2.jpg,b,-1,1\n", "--tag-column x_ray", "X Ray holds -1, 0: tags are words; or"),
     (TAGGED + "2.jpg,b,2,0\n", "--tag-column x-ray y", "X Ray holds 2, 0: tags are words; or 0"),
     (TABLE, "--output {root}/file/a.jsonl", "--output {root}/file cannot be a folder: File exists"),
-    (TABLE, "--output {root}/img", "must end in .jsonl, be no folder, and must not be the input"),
+    (TABLE, "--output {root}/img", "must end in .jsonl, and be neither a folder nor the input"),
     ("[", "", "file is not valid JSON: Expecting value: line 1"),
     ('{"a": 1}\n\n{"a"', "", "file is not valid JSON: Expecting ':' delimiter: line 3"),
     ('{\n"a": 1\n"b"', "", "file is not valid JSON: Expecting ',' delimiter: line 3"),
@@ -635,7 +635,7 @@ COLUMNS = {
                     "annotations": [{"image_id": 1, "caption": "x"}]}),
         "several images have the same id",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", COLUMNS)

@@ -18,7 +18,7 @@ WRONG = [
     ("tools.crop_coco --root {tmp} --output {tmp}/a", "--root is the folder of COCO"),
     ("tools.crop_coco --margin -1", "--margin: invalid whole number (0 or more) value: '-1'"),
     ("tools.label_list --root {tmp} --output {tmp}/file/a.jsonl", IS_NO_FOLDER),
-    ("tools.label_list --root {tmp} --output {tmp}", "must end in .jsonl, and be no folder"),
+    ("tools.label_list --root {tmp} --output {tmp}", "end in .jsonl, and must not be a folder"),
     ("tools.label_list --root {tmp} --output {tmp}/a.jsonl", "has only one class, images, so"),
     ("tools.make_shards --output {tmp}/file", IS_NO_FOLDER),
     ("downstream.tagging --tags {tmp}/none.json", "none.json is not a concepts.json of tp.py"),

@@ -33,7 +33,7 @@ def get_args(argv=None):
     add("--train-split", help="split to translate (default train2017 for coco, else train)")
     add("--output", default="backtranslations.jsonl", help="file that mmcontrastive.py reads")
     add("--translator", default="Helsinki-NLP/opus-mt-{}-{}",
-        help="models of the hub or folders; the two {} are languages, say en and fr")  # fmt: skip
+        help="models of the hub or folders; the two {} are languages, say en and fr")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision; default bf16 if supported")
     args = parser.parse_args(argv)
     args.train_split = args.train_split or ("train2017" if args.data == "coco" else "train")

@@ -29,7 +29,7 @@ def get_args(argv=None):
     add = parser.add_argument
     add("--root", default="datasets/coco", help="holds annotations/, train2017/ and val2017/")
     add("--output", default="datasets/coco-crops", help="image folder to write")
-    add("--margin", type=common.non_negative_int, default=30, help="most pixels at an edge")
+    add("--margin", type=common.non_negative_int, default=30, help="most pixels to move an edge")
     return parser.parse_args(argv)
 
 
@@ -47,7 +47,7 @@ def main(args):
         for row in content["annotations"]:
             if not row["iscrowd"] and row["image_id"] in files:
                 folder = f"{args.output}/{split}/{names[row['category_id']]}"
-                common.make_folder(folder)
+                os.makedirs(folder, exist_ok=True)
                 file = f"{folder}/{row['id']}.jpg"
                 objects[files[row["image_id"]]].append((row["id"], row["bbox"], file))
         with Pool() as pool:
@@ -55,7 +55,7 @@ def main(args):
             done = sum(common.progress(done, desc=split, total=len(objects), unit=" photos"))
         others = len(content["annotations"]) - done
         common.print_main(f"{split}: {done} crops written; {others} objects left out, which are "
-                          "crowds, or of a photo that is not listed or not readable")  # fmt: skip
+                          "crowds, or of a photo that is not listed or not readable")
 
 
 def crop(margin, work):

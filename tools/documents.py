@@ -208,7 +208,7 @@ NO_SCORES = "|".join([
     r"\]\([^)]*\)",
     r"\b(?:arXiv|[Pp]ython|torch|transformers) [\d.]+",
     r"\b(?:Sec|App|Tab|Fig|Eq)s?\.\s[\w.]+(?:, [A-Z]?\.?[\d.]+)*",
-])  # fmt: skip
+])
 
 
 def blocks(text):

@@ -34,7 +34,7 @@ def get_args(argv=None):
 def main(args):
     output = Path(args.output)
     if output.suffix != ".jsonl" or output.is_dir():
-        fail(f"--output {output} must end in .jsonl, and be no folder")
+        fail(f"--output {output} must end in .jsonl, and must not be a folder")
     common.make_folder(output.absolute().parent)
     data = folder_labels(args.root, "train")
     if len(data.names) < (args.classes or 1):
@@ -46,7 +46,8 @@ def main(args):
     drawn = sorted(rng.sample(data.names, args.classes or len(data.names)))
     for name in drawn:
         rng.shuffle(photos[name])
-        few += [name] if len(photos[name]) < (args.per_class or 1) else []
+        if len(photos[name]) < (args.per_class or 1):
+            few.append(name)
         for image in photos[name][: args.per_class]:
             lines.append(json.dumps({"image": image, "tags": [name], "split": "train"}) + "\n")
     output.write_text("".join(lines))

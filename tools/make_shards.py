@@ -46,7 +46,7 @@ def get_args(argv=None):
     add("--data", default="shapes", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--index-only", metavar="SHARDS", help="index existing shards: path with {00..99}, * or ?; "
-        "without {split}, one shard in twenty (at most 5) becomes the split val")  # fmt: skip
+        "without {split}, one shard in twenty (at most 5) becomes the split val")
     add("--splits", nargs="+", help="default train2017 val2017 for coco, else train val")
     add("--per-shard", type=common.positive_int, default=5000, help="photos per shard")
     add("--output", default="shards", help="folder for the shards and the index")
@@ -154,7 +154,7 @@ def write_index(folder, paths):
                     print_main(common.one_line(f"{path}: {faults[0]}; left out: {len(faults)}"))
             if not photos[split]:
                 fail(f"no photo of the split {split} can be read, see above. Expected: uncompressed"
-                     " tar files with KEY.jpg and, beside it, KEY.txt or KEY.json")  # fmt: skip
+                     " tar files with KEY.jpg and, beside it, KEY.txt or KEY.json")
     tags = [tag for rows in photos.values() for _, _, tags, _ in rows for tag in tags or ()]
     tag_names = list(dict.fromkeys(tags))  # of all splits alike
     for split, rows in photos.items():
@@ -170,7 +170,7 @@ def write_index(folder, paths):
 
 
 def read_shard(path):
-    """-> rows of photos, see read_photo; what is amiss, the rest of a shard that breaks off, too"""
+    """-> rows of photos, see read_photo; a message for each fault, also if the shard breaks off"""
     photos, faults, keys = [], [], set()
     try:
         with open(path, "rb") as file:
@@ -184,7 +184,7 @@ def read_shard(path):
                 if key in keys:
                     photos = []  # without the texts that come later
                     raise ValueError(f"the files of {key} are not adjacent, so that the whole "
-                                     "shard is left out: use tar --sort=name")  # fmt: skip
+                                     "shard is left out: use tar --sort=name")
                 keys.add(key)
                 try:
                     photos.append(read_photo(path, tar, files))
@@ -236,7 +236,7 @@ def read_photo(path, tar, files):
     content = {suffix: tar.extractfile(beside[suffix]).read() for suffix in present}
     row = json.loads(content.get(".json", "{}"), object_pairs_hook=without_repeats)
     if not isinstance(row, dict):
-        raise ValueError(f"{beside['.json'].name} is no object with captions")
+        raise ValueError(f"{beside['.json'].name} is not an object with captions")
     lines = content.get(".txt", b"").decode("utf-8-sig").splitlines()
     caption = [row["caption"]] if row.get("caption") else []  # img2dataset writes one, or null
     html_in = {"KEY.txt": lines, '"caption" of KEY.json': caption}  # which are cleaned

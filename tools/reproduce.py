@@ -41,7 +41,7 @@ def get_args(argv=None):
     add = parser.add_argument
     add("tables", nargs="+", metavar="TABLE", help='how titles start: "VirTex" means all of VirTex')
     add("--rows", default="", metavar="TEXT", help="only rows whose name contains TEXT")
-    add("--dry-run", action="store_true", help="print the commands, and what they read is missing")
+    add("--dry-run", action="store_true", help="print the commands, and which files they lack")
     add("--processes", type=int, default=1, help="torchrun processes, one per GPU")
     add("--seeds", type=int, default=1, help="train each run N times: mean and deviation")
     add("--output", default="runs/papers", help="folder for all runs")
@@ -49,7 +49,7 @@ def get_args(argv=None):
     add("--labelled", nargs="+", default=["labelled"], metavar="FOLDER",
         help="folders with train/<class>/ and val/<class>/: each backbone is measured on each")
     add("--seen", type=int, default=100_096, help='"own photos": photos that each row sees')
-    add("--minilm", metavar="FOLDER", help='"own photos": a pretrained BERT, for the rows with one')
+    add("--minilm", metavar="FOLDER", help='"own photos": a pretrained BERT, for rows that use one')
     add("--clip", metavar="NAME", help='"own photos": say openai/clip-vit-base-patch32')
     add("--imagenet", metavar="WEIGHTS", help="ResNet-18 for the rows from ImageNet: a file with "
         'torchvision\'s weights, or "imagenet", which downloads them')

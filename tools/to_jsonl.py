@@ -62,7 +62,7 @@ def main(args):
     output = Path(os.path.abspath(args.output))
     files = [Path(os.path.abspath(file)) for file in args.files]
     if output.suffix != ".jsonl" or output.is_dir() or output in files:
-        fail(f"--output {output} must end in .jsonl, be no folder, and must not be the input file")
+        fail(f"--output {output} must end in .jsonl, and be neither a folder nor the input file")
     make_folder(output.parent)
     notes = defaultdict(list)  # what was left out or changed: all examples of it
     items = []
@@ -90,7 +90,7 @@ def read_items(file, args, notes):
         paths = places[name]
         if paths is None:
             fail(f"{file}: a cell of {columns['photo'][0]} names several photos, {short(name)}: "
-                 "write a row for each, or give --image-column")  # fmt: skip
+                 "write a row for each, or give --image-column")
         if len(paths) != 1:
             several = "rows whose name several photos have (write folder/name, or narrow --root)"
             notes[several if paths else "rows without a photo"].append([*paths, row])
@@ -161,7 +161,7 @@ def folder_rows(folder):
     for key in {**texts, **photos}:
         if len(texts[key]) > 1 or texts[key] and len(photos[key]) > 1:
             fail(f"{folder}: which text is of which photo? {', '.join(texts[key] + photos[key])}: "
-                 "keep one KEY.txt and one photo KEY, or rename them")  # fmt: skip
+                 "keep one KEY.txt and one photo KEY, or rename them")
         lines = decode(Path(folder, texts[key][0])).split("\n") if texts[key] else []
         for name in photos[key] or [texts[key][0][:-4]]:
             rows.append({"image": name, "captions": list(filter(str.strip, lines))})
@@ -231,7 +231,7 @@ def table_rows(path, text, args):
         print_main(f"{path}: line breaks within quotes: {len(broken)}, the first in {broken[0]}")
     if swallowed or len(broken) > 0.01 * len(rows):
         fail(f"{path}, {[*swallowed, *broken][0]}: a quote takes several lines into one cell. Is "
-             "it not closed? Write captions of several lines as .jsonl or KEY.txt")  # fmt: skip
+             "it not closed? Write captions of several lines as .jsonl or KEY.txt")
     return rows
 
 
@@ -249,7 +249,7 @@ def named_columns(path, args, keys):
     if not captions and not tags:
         fail(f"{path} has no column caption: name it with --caption-column (or --tag-column), or "
              f"begin with the names of the columns, which are now {short(', '.join(keys))}")
-    return photo, captions, tags  # fmt: skip
+    return photo, captions, tags
 
 
 def choose_columns(file, rows, root, args):
@@ -288,7 +288,7 @@ def photo_column(file, rows, keys, root):
     if not share:
         there = short(list(photos_below(root)[1])[:2])
         fail(f"{root} holds no photo of {file}, such as {short(rows[0])}, but photos of such "
-             f"names: {there}. See --root and --image-column")  # fmt: skip
+             f"names: {there}. See --root and --image-column")
     for path_too, share_too, key, others, image_too in found:
         differ = any(one and other and one != other for one, other in zip(photos, others))
         as_good = path_too >= by_path and share_too >= min(share, 0.9) and share_too >= 0.5
@@ -313,7 +313,7 @@ def find_marks(file, rows, columns):
             odd_first = sorted(votes, key=lambda cell: (cell in YES + NO + MARKS, cell))
             some = ", ".join(odd_first[:3] + sorted(found - votes)[:1])
             fail(f"{file}: {name} holds {short(some)}: tags are words; or 0 and 1, or yes and no, "
-                 "or one mark, in all cells: replace votes by 1 and 0")  # fmt: skip
+                 "or one mark, in all cells: replace votes by 1 and 0")
         marks.append(name)
         for row in rows:
             cell = lower(row.pop(name, ""))
