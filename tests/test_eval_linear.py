@@ -476,7 +476,7 @@ def test_what_cannot_be_decoded_and_two_processes(folder, tmp_path):
     alone = result(tmp_path)["backbones"]
     first, second = in_two_processes(until_its_end, command(tmp_path, tmp_path))
     assert result(tmp_path)["backbones"] == alone and "all of it" in first
-    assert second.startswith("the first process measures, this one ends.")
+    assert second.startswith("The first process measures; this one ends.")
     flags = "--protocol sgd-virtex --batch-size 16 --epochs 15"
     output, _ = in_two_processes(run_here, command(tmp_path, tmp_path, flags))
     assert output.count("epoch 10: top-1") == 1

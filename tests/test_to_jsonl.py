@@ -212,7 +212,7 @@ REFUSED = [
     (TABLE, "--image-column Path", "file has no column path, but image, caption"),
     (TABLE, "--caption-column image", "{root} holds no photo of {root}/file, such as {{'image"),
     (f"{TABLE}2.jpg\t{C}\n".encode("latin-1"), "", "file, line 4, is not UTF-8 text: save it as"),
-    (TABLE, "--output {root}/file", "must not be the input file"),
+    (TABLE, "--output {root}/file", "nor the input file"),
     (TABLE, "--root {root}/none", "{root}/none holds no photo of {root}/file"),
     (CSV, "", "begin with the names of the columns, which are now img/1.jpg,"),
     ("1.jpg a dog\n2.jpg a cat", "", "the names of the columns, which are now 1.jpg a dog"),
