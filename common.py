@@ -214,10 +214,10 @@ def read_jsonl(file, root):
             pairs = json.loads(line, object_pairs_hook=tuple)
             content = dict(pairs)
             if len(content) < len(pairs):  # json would keep the last
-                raise ValueError("a key stands there twice")
+                raise ValueError("a key occurs twice")
             row = {"image": os.path.abspath(Path(root, content.pop("image")))}
             if "caption" in content or row["image"] in paths:
-                raise ValueError(f'{row["image"]} has one line, with a list of all its "captions"')
+                raise ValueError(f'{row["image"]} needs a single line, with the list "captions"')
             row["captions"] = texts(content.pop("captions", None))
             row["tags"] = texts(content.pop("tags", None))
             split = content.pop("split", None)
@@ -490,7 +490,7 @@ def build_backbone(arch, zero_init_residual=False, **kwargs):
     try:
         model = getattr(models, arch)(**kwargs)
     except OSError as error:  # from urllib
-        fail(f"the weights of {arch} cannot be downloaded ({error}): is there a network?")
+        fail(f"the weights of {arch} cannot be downloaded ({error}): are you online?")
     layers = [(name, getattr(model, name)) for name in row.layers.split()]
     backbone = nn.Sequential(OrderedDict(layers))
     backbone.arch = arch
@@ -777,7 +777,7 @@ def read_checkpoint(path):
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
         fail(f"{path} is missing, cut off, or holds more than tensors and numbers ({error!r:.80}). "
-             "Training writes such files, and torch.save(model.state_dict(), FILE)")
+             "Training and torch.save(model.state_dict(), FILE) write such files")
 
 
 def load_checkpoint(args):

@@ -65,7 +65,7 @@ def get_args(argv=None):
     add("--runs", type=common.positive_int, default=1,
         help="repeat with this many seeds, and report the mean and the deviation")
     add("--seed", type=common.non_negative_int, default=0,
-        help="seed of the first run; it determines which photos are drawn")
+        help="seed of the first run; it also decides which photos are drawn")
     add = parser.add_argument_group("data").add_argument
     add("--data", default="shapes", help="labelled photos: shapes (built in), voc07, folder, or "
         "captioned photos with tags, which are coco, a .jsonl file or a folder of shards")
@@ -78,7 +78,7 @@ def get_args(argv=None):
     add("--train-images", type=common.positive_int,
         help="train on at most this many photos (default: 2000 for shapes, else all)")
     add("--shots", type=common.positive_int,
-        help="train on this many photos of each class; their other labels count, too")
+        help="train on this many photos of each class, with all labels that they have")
     add("--hold-out", type=common.fraction_below_1, default=0.0, metavar="FRACTION",
         help="test on this fraction of the training split, not on --val-split; train on the rest")
     add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count()),
@@ -172,7 +172,7 @@ def main(args):
                 runs.append(Run(flags, protocol, source, backbone, data.names, device))
             results[source] += measure(runs, data, val)
     if len(test_rows) < 50:
-        print_main(f"the scores are rough: they are of {len(test_rows)} photos only")
+        print_main(f"the scores are rough: they are of only {len(test_rows)} photos")
     if common.is_main():
         report(results, sizes, data.names, args)
     common.end_distributed()
@@ -244,7 +244,7 @@ def report(results, sizes, classes, args):
         if args.runs > 1:
             cells = [f"{cell} ± {scores['std'][name]:.2f}" for cell, name in zip(cells, columns)]
         print(f"{source:{width}}", *(f"{cell:>15}" for cell in cells))
-    print(f"all of it, also for each class and run: {path}{replaced}")
+    print(f"all scores, by class and run, are in {path}{replaced}")
 
 
 def over_runs(runs):
@@ -345,7 +345,7 @@ def folder_labels(root, split):
     """{split}/<class>/<photo>, or deeper -> LabelData"""
     path = Path(root, split)
     if not path.is_dir():
-        fail(f"there is no folder {path}. Expected is {split}/CLASS/PHOTO: see --root")
+        fail(f"there is no folder {path}. Expected: {split}/CLASS/PHOTO: see --root")
     names = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
     names = [name for name in names if not name.startswith(".")]
     photos = photos_below([path / name for name in names])
@@ -354,7 +354,7 @@ def folder_labels(root, split):
     pairs = [os.path.split(photo) for files in photos for photo in files]
     repeated = len(pairs) - len({(real(folder), name) for folder, name in pairs})
     if repeated:
-        print_main(f"{path}: {repeated} photos are listed again, by links to other folders")
+        print_main(f"{path}: {repeated} photos are listed twice, because of links")
     loose = [name for name in os.listdir(path) if name.lower().endswith(common.PHOTO_ENDINGS)]
     if loose:
         print_main(f"{path}: {len(loose)} photos are in no folder of a class and are left out")
@@ -372,8 +372,8 @@ def photos_below(folders):
     is_photo = lambda path: path.lower().endswith(common.PHOTO_ENDINGS)
     others = [path for paths in files for path in paths if not is_photo(path)]
     if others:
-        print_main(f"{len(others)} files are left out, whose names do not end as those of photos "
-                   f"do, for example {others[0]}")
+        print_main(f"{len(others)} files are left out, because their names are not those of "
+                   f"photos, for example {others[0]}")
     return [list(filter(is_photo, paths)) for paths in files]
 
 
@@ -382,7 +382,7 @@ def check_classes(path, names, photos):
     empty = [name for name, files in zip(names, photos) if not files]
     if empty or not names:
         fail(f"{path} has {len(names)} folders, and no photos in {', '.join(empty[:5]) or 'any'}. "
-             f"Expected is {path.name}/CLASS/PHOTO: see --root, --train-split, --val-split")
+             f"Expected: {path.name}/CLASS/PHOTO: see --root, --train-split, --val-split")
     if len(names) == 1:
         fail(f"{path} has only one class, {names[0]}, so there is nothing to learn. Are the other "
              "classes missing, or is --root a folder too high?")

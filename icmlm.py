@@ -107,7 +107,7 @@ def get_args(argv=None):
     add("--data", default="shapes",
         help="shapes (built in), coco, vg, the path of a .jsonl file, or a folder of shards")
     add("--recipe", choices=common.RECIPE_NAMES,
-        help="the defaults listed below: demo (for shapes), small (for a .jsonl) or paper")
+        help="the table of defaults below: demo (for shapes), small (for a .jsonl) or paper")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its own folder)")
     add("--train-split", help="split for training (default train2017 for coco, else train)")
     add("--val-split", help="split for validation (default val2017 for coco, else val)")
@@ -162,14 +162,14 @@ def get_args(argv=None):
 
     add = parser.add_argument_group("run").add_argument
     add("--output",
-        help="folder in which the same command resumes (default runs/SCRIPT or runs/SCRIPT-DATA)")
+        help="folder for results, and for resuming (default runs/SCRIPT or runs/SCRIPT-DATA)")
     add("--seed", type=common.non_negative_int, default=0, help="seed of all random numbers")
     add("--amp", choices=("bf16", "fp16", "off"),
         help="mixed precision (default bf16 if the device supports it, else off)")
     add("--accumulate", type=common.positive_int, default=1,
         help="split each batch into this many micro-batches, if memory is short")
     add("--compile", action="store_true",
-        help="use torch.compile for the backbone, on GPUs (whether it gains was not measured)")
+        help="use torch.compile for the backbone, on GPUs (its gain was not measured)")
     add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
     add("--validate-every", type=common.positive_int, help="iterations between validations")
     add("--checkpoint-every", type=common.positive_int,
@@ -339,7 +339,7 @@ def filter_captions(data, tokenize, max_words):
     print_main(f"{before - after} of {before} captions are left out: a photo has them twice, or "
                f"they do not have 3 to {max_words} words or tokens")
     if not after:
-        fail("a split has no captions left: raise --max-words, join keywords to one caption, or "
+        fail("a split has no captions left: raise --max-words, join keywords into a caption, or "
              "use virtex.py for Chinese and other languages without spaces")
     return replace(data, captions=common.lists(kept))
 
@@ -391,7 +391,7 @@ def top_concepts(counts, pos, num_concepts):
         concepts.pop("left", None)
         concepts.pop("right", None)
     if not concepts:
-        fail(f"no caption that is kept has a word to predict (--pos {pos})")
+        fail(f"no remaining caption has a word to predict (--pos {pos})")
     return concepts
 
 
@@ -518,7 +518,7 @@ def load_language_model(name, device, amp):
             name, attn_implementation="sdpa", output_loading_info=True
         )
     except huggingface_hub.errors.LocalEntryNotFoundError:
-        fail(f"--lm {name} is no folder here, and the hub (huggingface.co) cannot be reached")
+        fail(f"--lm {name} is not a folder, and the hub (huggingface.co) cannot be reached")
     except (OSError, ValueError):
         fail(f"--lm {name}: give {kind}, on the hub or in a folder, or scratch")
     missing = sorted(report["missing_keys"])

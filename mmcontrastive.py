@@ -107,7 +107,7 @@ def get_args(argv=None):
     add("--data", default="shapes",
         help="shapes (built in), coco, vg, the path of a .jsonl file, or a folder of shards")
     add("--recipe", choices=common.RECIPE_NAMES,
-        help="the defaults listed below: demo (for shapes), small (for a .jsonl) or paper")
+        help="the table of defaults below: demo (for shapes), small (for a .jsonl) or paper")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its own folder)")
     add("--train-split", help="split for training (default train2017 for coco, else train)")
     add("--val-split", help="split for validation (default val2017 for coco, else val)")
@@ -172,14 +172,14 @@ def get_args(argv=None):
 
     add = parser.add_argument_group("run").add_argument
     add("--output",
-        help="folder in which the same command resumes (default runs/SCRIPT or runs/SCRIPT-DATA)")
+        help="folder for results, and for resuming (default runs/SCRIPT or runs/SCRIPT-DATA)")
     add("--seed", type=common.non_negative_int, default=0, help="seed of all random numbers")
     add("--amp", choices=("bf16", "fp16", "off"),
         help="mixed precision (default bf16 if the device supports it, else off)")
     add("--accumulate", type=common.positive_int, default=1,
         help="split each batch into this many micro-batches, if memory is short")
     add("--compile", action="store_true",
-        help="use torch.compile for the backbone, on GPUs (whether it gains was not measured)")
+        help="use torch.compile for the backbone, on GPUs (its gain was not measured)")
     add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
     add("--validate-every", type=common.positive_int, help="iterations between validations")
     add("--checkpoint-every", type=common.positive_int,
@@ -374,7 +374,7 @@ def fit_queue(args, num_photos):
              f"{args.batch_size}: lower --batch-size")
     if size != args.queue:
         print_main(f"queues of {size} keys instead of {args.queue}: a multiple of the batch, at "
-                   "most one per photo; raise --lambda-ic and --lambda-ci as 1 / K")
+                   "most one per photo; scale --lambda-ic and --lambda-ci by 1 / K")
     return size
 
 
@@ -589,7 +589,7 @@ def read_caption_model(source):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, model_max_length=MAX_TOKENS)
         return tokenizer, transformers.AutoConfig.from_pretrained(source)
     except huggingface_hub.errors.LocalEntryNotFoundError:
-        fail(f"--lm {source} is no folder here, and the hub (huggingface.co) cannot be reached")
+        fail(f"--lm {source} is not a folder, and the hub (huggingface.co) cannot be reached")
     except (OSError, ValueError):
         fail(f"--lm {source}: give a BERT, on the hub or in a folder, or scratch")
 
@@ -604,7 +604,7 @@ def load_pretrained(bert, source):
         fail(f"--lm {source} has no weights that can be read: {error}")
     missing = sorted(report["missing_keys"])
     if missing:
-        print_main(f"{source} lacks {len(missing)} tensors, which start random: {missing[0]}...")
+        print_main(f"{source} lacks {len(missing)} tensors, drawn at random now: {missing[0]}...")
     bert.load_state_dict(pretrained.state_dict())
 
 

@@ -34,7 +34,7 @@ def tagged(args, data):
 def require_spaces(captions):
     """For what needs words: Chinese, Japanese, Thai... write no spaces between them."""
     if sum(" " in caption for caption in captions) < len(captions) / 2:
-        fail("most captions have no space between words: join keywords to one caption. For "
+        fail("most captions have no space between words: join keywords into a caption. For "
              "Chinese use virtex.py, mmcontrastive.py or tp.py --labels cluster")
 
 

@@ -109,10 +109,10 @@ WRONG_LINES = {
     b'{"image": "b.jpg", "tags": "x"}': "'x' is not a list of texts",
     b'{"image": "b.jpg", "split": NaN}': "nan. is not a list of texts",
     b'{"image": "b.jpg", "split": 0}': "0. is not a list of texts",
-    b'{"image": "b.jpg", "split": "val", "split": "train"}': "a key stands there twice",
-    b'{"image": "b.jpg", "image": "c.jpg"}': "a key stands there twice",
-    b'{"image": "./a.jpg"}': "/a.jpg has one line, with a list of all its .captions",
-    b'{"image": "x/../a.jpg"}': "/a.jpg has one line, with a list of all its .captions",
+    b'{"image": "b.jpg", "split": "val", "split": "train"}': "a key occurs twice",
+    b'{"image": "b.jpg", "image": "c.jpg"}': "a key occurs twice",
+    b'{"image": "./a.jpg"}': "/a.jpg needs a single line, with the list .captions",
+    b'{"image": "x/../a.jpg"}': "/a.jpg needs a single line, with the list .captions",
     b'{"captions": ["x"]}': "KeyError: 'image'",
 }
 
@@ -141,7 +141,7 @@ def test_what_is_left_out_of_a_jsonl_is_said_once(tmp_path, capsys):
 def test_caption_is_no_key(tmp_path):
     rows = {"image": "b.jpg", "captions": []}, {"image": "a.jpg", "caption": "a dog"}
     path = write_jsonl(tmp_path / "data.jsonl", *rows)
-    with pytest.raises(SystemExit, match="line 2: .*a.jpg has one line, with a list of all its"):
+    with pytest.raises(SystemExit, match="line 2: .*a.jpg needs a single line, with the list"):
         common.caption_data(path)
 
 
@@ -338,7 +338,7 @@ def test_imagenet_without_a_network(monkeypatch):
 
     monkeypatch.setattr(torchvision.models, "resnet18", resnet18)
     args = argparse.Namespace(init="imagenet", arch="resnet18", lr=1.0, head_lr=1.0)
-    with pytest.raises(SystemExit, match="weights of resnet18 cannot be downloaded .*network?"):
+    with pytest.raises(SystemExit, match="weights of resnet18 cannot be downloaded .*are you online"):
         common.read_init(args)
 
 

@@ -304,7 +304,7 @@ def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path, rea
     code, printed = run_copy(tmp_path, f"{script}.py", *flags, *whole)
     assert code == 0 and " tensors" in printed, printed
     code, printed = run_copy(tmp_path, f"{script}.py", "--data", "shapes")
-    assert code == 1 and "error: extras is missing: copy our folder extras to the script" in printed
+    assert code == 1 and "error: extras is missing: copy our folder extras to" in printed
 
 
 @every_script

@@ -93,7 +93,7 @@ def test_photos_in_folders(tmp_path):
     (train / "b/far").symlink_to(tmp_path / "far")
     with contextlib.redirect_stdout(io.StringIO()) as output:
         data = eval_linear.folder_labels(tmp_path, "train")
-    left_out = "2 files are left out, whose names do not end as those of photos do, for example "
+    left_out = "2 files are left out, because their names are not those of photos, for example "
     left_out += f"{train}/a/6.heic"
     assert left_out in output.getvalue()
     assert "1 photos are in no folder of a class and are left out" in output.getvalue()
@@ -104,10 +104,10 @@ def test_photos_in_folders(tmp_path):
     (train / "b/linked").symlink_to(train / "a")
     with contextlib.redirect_stdout(io.StringIO()) as output:
         eval_linear.folder_labels(tmp_path, "train")
-    assert "2 photos are listed again, by links to other folders" in output.getvalue()
+    assert "2 photos are listed twice, because of links" in output.getvalue()
     (train / "c").mkdir()
     wrong = refusal(command(tmp_path, tmp_path))
-    assert "and no photos in c. Expected is train/CLASS/PHOTO: see --root" in wrong
+    assert "and no photos in c. Expected: train/CLASS/PHOTO: see --root" in wrong
 
 
 @pytest.mark.parametrize("protocol", ["knn", "sgd-mct", "svm-virtex", "sgd-virtex"])
@@ -472,10 +472,10 @@ def test_what_cannot_be_decoded_and_two_processes(folder, tmp_path):
     output = run_here(command(tmp_path, tmp_path))
     assert f"cannot decode {blue}/3.png (cannot identify image file" in output
     assert f"cannot decode {blue}/link.png ([Errno 2] No such file" in output
-    assert "the scores are rough: they are of 32 photos only" in output
+    assert "the scores are rough: they are of only 32 photos" in output
     alone = result(tmp_path)["backbones"]
     first, second = in_two_processes(until_its_end, command(tmp_path, tmp_path))
-    assert result(tmp_path)["backbones"] == alone and "all of it" in first
+    assert result(tmp_path)["backbones"] == alone and "all scores" in first
     assert second.startswith("The first process measures; this one ends.")
     flags = "--protocol sgd-virtex --batch-size 16 --epochs 15"
     output, _ = in_two_processes(run_here, command(tmp_path, tmp_path, flags))
@@ -715,8 +715,8 @@ def test_in_a_copy(files, folder, tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--root /no", "there is no folder /no/train. Expected is train/CLASS/PHOTO"),
-        ("--root {tmp}", "{tmp}/train has 0 folders, and no photos in any. Expected is"),
+        ("--root /no", "there is no folder /no/train. Expected: train/CLASS/PHOTO"),
+        ("--root {tmp}", "{tmp}/train has 0 folders, and no photos in any. Expected: "),
         ("--shots 0", "argument --shots: invalid whole number (1 or more) value: '0'"),
         ("--train-images -5", "--train-images: invalid whole number (1 or more) value: '-5'"),
         ("--hold-out -0.2", "argument --hold-out: invalid fraction (0 to below 1) value: '-0.2'"),

@@ -97,7 +97,7 @@ def test_no_hub(script, flags, coco_folder, tmp_path, monkeypatch):
     flags = f"--data coco --root {coco_folder} --output {tmp_path} --lm some/bert {flags}".split()
     began = time.perf_counter()
     message = refusal([f"{script.__name__}.py", *flags])
-    assert "--lm some/bert is no folder here, and the hub (huggingface.co) cannot be" in message
+    assert "--lm some/bert is not a folder, and the hub (huggingface.co) cannot be" in message
     assert time.perf_counter() - began < 10
 
 

@@ -77,7 +77,7 @@ def test_search(trained, coco_folder, tmp_path):
     broken = folder / "broken.jpg"
     broken = f"{broken} (cannot identify image file {str(broken)!r})"
     wanted = [f"{trained / 'checkpoint.pth'} was trained on coco"]
-    left_out = "1 files are left out, whose names do not end as those of photos do, for example "
+    left_out = "1 files are left out, because their names are not those of photos, for example "
     wanted.append(f"{left_out}{folder / 'notes.txt'}")
     wanted.append(f"the model knows only pieces of some words of {texts[1]} (1 of 2)")
     wanted.append(f"cannot decode {broken}: the next photo is used")
@@ -223,7 +223,7 @@ def test_files_that_are_no_photos_are_counted(coco_folder, tmp_path):
     shutil.copy(min((coco_folder / "val2017").iterdir()), tmp_path)
     flags = "--weights", "random", "--arch", "resnet18", "--image-size", 32, "--workers", 0
     printed = run_here(["downstream.embed", tmp_path, *flags, "--output", tmp_path / "out"])
-    assert printed.startswith("2 files are left out, whose names") and "a.heic" in printed
+    assert printed.startswith("2 files are left out, because their") and "a.heic" in printed
     assert "1 photos at 32 px" in printed
     first = min((coco_folder / "val2017").iterdir())
     command = ["downstream.embed", tmp_path, *flags, "--output", tmp_path / "out"]
