@@ -31,6 +31,15 @@ FILES = {script: set(row[2].split()) for script, row in ABOUT.items()}
 RUN_FILES = {"args.json", "metrics.jsonl", "checkpoint.pth", "backbone.pth", "result.json"}
 ALWAYS = {"iteration", "loss", "lr", "images_per_s", "data_wait"}
 
+RATES_OF_GROUPS = {  # with --lr 0.05 --text-lr 0.02; the backbone comes first
+    "virtex": [0.05, 0.02, 0.02], "tp": [0.05] * 2, "icmlm": [0.05] * 3,
+    "mmcontrastive": [0.05, 0.05, 0.02],
+}
+
+ABOUT_RATES = {  # of the layers that start from random weights
+    "virtex": ["text_lr"], "tp": ["head_lr"], "icmlm": ["head_lr"],
+    "mmcontrastive": ["head_lr", "text_lr"],
+}
 WARMUP = "--head", "att-fc", "--warmup-attention", 0.4  # four of ten iterations
 every_script = pytest.mark.parametrize("script", SCRIPTS)
 
@@ -40,6 +49,7 @@ def test_output_directory(script, tiny, tmp_path):
     """Each file of the contract; the backbone is torchvision's but for the classifier."""
     logged, validated, *_ = map(str.split, ABOUT[script])
     flags = ("--validate-every", 2) if validated else ()
+    flags += ("--text-lr", 0.02) if "text_lr" in logged else ()
     output = run_here(tiny(script, tmp_path, "--iters", 3, "--keep-every", 2, *flags))
     assert files_in(tmp_path) == RUN_FILES | FILES[script] | {"model_2.pth"} and result(tmp_path)
     args = json.loads((tmp_path / "args.json").read_text())
@@ -50,7 +60,8 @@ def test_output_directory(script, tiny, tmp_path):
         assert row.keys() == ALWAYS | {*logged} | scores
         lr = 0.05 * common.lr_factor(n, 3, args["warmup"])
         assert (row["iteration"], row["lr"]) == (n + 1, pytest.approx(lr, rel=1e-5))
-        assert row.get("text_lr", row["lr"]) == row["lr"]
+        if "text_lr" in logged:
+            assert row["text_lr"] == pytest.approx(0.4 * lr, rel=1e-5)
     assert n == 2
     measure = f'python eval_linear.py --weights "{tmp_path}/backbone.pth" random --data folder'
     assert output.splitlines()[-1].startswith(f"measure it: {measure}")
@@ -60,6 +71,8 @@ def test_output_directory(script, tiny, tmp_path):
     checkpoint = checkpoint_in(tmp_path)
     model = torch.load(tmp_path / "model_2.pth", weights_only=True)
     assert checkpoint.keys() - model.keys() - {"lookahead"} == {"optimizer", "scaler"}
+    groups = checkpoint["optimizer"]["param_groups"]
+    assert [group["initial_lr"] for group in groups] == RATES_OF_GROUPS[script]
     assert (model["script"], model["iteration"], model["args"]["lr"]) == (script, 2, 0.05)
     assert model["model"].keys() == checkpoint["model"].keys()
 
@@ -94,6 +107,16 @@ def test_killed_three_times_ends_with_the_same_bits(script, tiny, tmp_path):
         assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@every_script
+def test_validation_changes_no_training(script, tiny, tmp_path):
+    """Dropout, batch norm and a frozen backbone are as before, and no random number is drawn."""
+    flags = "--iters", 5, *(WARMUP if script == "icmlm" else ())
+    run_here(tiny(script, tmp_path / "last", *flags))
+    run_here(tiny(script, tmp_path / "each", *flags, "--validate-every", 1))
+    last, each = [(tmp_path / name / "backbone.pth").read_bytes() for name in ("last", "each")]
+    assert last == each
+
+
 QUARTER = (1 + math.sqrt(0.5)) / 2  # of a cosine
 COSINE = {0: 3e-2, 25_000: 3e-2 * QUARTER, 50_000: 1.5e-2, 100_000: 0}
 STEPS = {0: 1e-4, 79_999: 1e-4, 80_000: 1e-5, 89_999: 1e-5, 90_000: 1e-6, 100_000: 1e-6}
@@ -108,7 +131,10 @@ RATES = {  # on coco: the optimizer, weight decay, learning rates by iteration
     "tp --labels rotation": ("RAdam", 1e-5, ROTNET),
     "icmlm": ("SGD", 1e-4, {5 * n: rate for n, rate in COSINE.items()}),
     "icmlm --arch vgg16_bn": ("RAdam", 1e-3, {2 * n: rate for n, rate in STEPS.items()}),
+    "mmcontrastive": ("SGD", 1e-4, {0: 0.03, 23_103: 0.015, 46_206: 0}),  # 200 x 118,287 / 512
 }
+BATCHES = {"virtex": 256, "tp": 128, "icmlm": 512, "mmcontrastive": 512}
+BATCHES["icmlm --arch vgg16_bn"] = 896
 
 
 @pytest.mark.parametrize("command", RATES)
@@ -117,16 +143,19 @@ def test_learning_rates_of_the_papers(command):
     script, *flags = command.split()
     args = importlib.import_module(script).get_args(["--data", "coco", *flags])
     kind, decay, rates = RATES[command]
-    text_lr = getattr(args, "text_lr", args.lr / 200)  # VirTex Sec. 3: 1e-3 beside 0.2
+    share = 4e-5 / 0.03 if script == "mmcontrastive" else 1 / 200  # VirTex Sec. 3: 1e-3 / 0.2
+    text_lr = getattr(args, "text_lr", args.lr / 200)
+    iters = args.iters or round(args.epochs * 118_287 / args.batch_size)
+    assert iters == max(rates) and args.batch_size == BATCHES.get(command, BATCHES[script])
     groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (args.lr, text_lr)]
     optimizer = common.build_optimizer(args, groups)
-    assert type(optimizer).__name__ == kind and args.iters == max(rates)
+    assert type(optimizer).__name__ == kind
     assert [group["weight_decay"] for group in optimizer.param_groups] == [decay, decay]
     for iteration, rate in rates.items():
         steps = getattr(args, "steps", ())
-        common.set_lr(optimizer, common.lr_factor(iteration, args.iters, args.warmup, steps))
+        common.set_lr(optimizer, common.lr_factor(iteration, iters, args.warmup, steps))
         found = [group["lr"] for group in optimizer.param_groups]
-        assert found == pytest.approx([rate, rate / 200], rel=1e-9, abs=1e-15)
+        assert found == pytest.approx([rate, rate * share], rel=1e-9, abs=1e-15)
 
 
 def test_means_over_the_log_interval(tiny, tmp_path):
@@ -299,7 +328,12 @@ def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path, rea
         code, printed = run_copy(tmp_path, *command)
         assert code == 0, printed
     assert "--init: loaded 120 of 120 tensors" in printed
-    assert (tmp_path / f"runs/{script}-photos/backbone.pth").exists()
+    run = tmp_path / f"runs/{script}-photos"
+    args = json.loads((run / "args.json").read_text())
+    groups = checkpoint_in(run)["optimizer"]["param_groups"]
+    of_backbone, *others = [group["initial_lr"] for group in groups]
+    assert of_backbone == args["lr"] == pytest.approx(0.1 * args["head_lr"])
+    assert {*others} == {*map(args.get, ABOUT_RATES[script])}
     whole = "--init", f"runs/{script}-photos/checkpoint.pth", "--output", "again"
     code, printed = run_copy(tmp_path, f"{script}.py", *flags, *whole)
     assert code == 0 and " tensors" in printed, printed

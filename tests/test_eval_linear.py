@@ -97,7 +97,7 @@ def test_photos_in_folders(tmp_path):
     left_out += f"{train}/a/6.heic"
     assert left_out in output.getvalue()
     assert "1 photos are in no folder of a class and are left out" in output.getvalue()
-    assert "listed again" not in output.getvalue()
+    assert "listed twice" not in output.getvalue()
     assert list(data.images) == [f"{train}/{name}" for name in photos]
     assert data.labels.tolist() == [0, 0, 1, 1] and data.names == ["a", "b"]
     assert {*pictures.images_in(train).images} == {*data.images, f"{train}/9.MPO"}
@@ -503,6 +503,45 @@ def files(tmp_path_factory):
     for name in "AB":
         common.save_weights(folder / f"{name}.pth", common.build_backbone("resnet18"))
     return f"{folder}/A.pth", f"{folder}/B.pth"
+
+
+@pytest.mark.parametrize("protocol, side, width", [
+    ("svm-virtex", 56, 512), ("svm-icmlm", 64, 2048), ("logreg-icmlm", 64, 512),
+    ("sgd-mct", 56, 512),
+])
+def test_what_is_extracted(protocol, side, width, files, folder, tmp_path, monkeypatch):
+    """Each protocol's central square of a photo of 64 px, and its features, of length 1 or not"""
+    squares, features = [], []
+    centre_crop, run_over_photos = common.centre_crop, eval_linear.run_over_photos
+
+    def crop(size, side_fraction):
+        corner, end = centre_crop(np.array([64, 64]), side_fraction)
+        squares.append(end - corner)
+        return centre_crop(size, side_fraction)
+
+    def run(*given):
+        features.append(run_over_photos(*given))
+        return features[-1]
+
+    monkeypatch.setattr(common, "centre_crop", crop)
+    monkeypatch.setattr(eval_linear, "run_over_photos", run)
+    flags = "" if "svm" in protocol else "--epochs 1"
+    flags += f" --protocol {protocol} --image-size 64 --weights {files[0]}"
+    evaluate(tmp_path, folder, flags)
+    assert np.allclose(squares, side)
+    for x, _ in features:
+        assert x.shape == (32, width)
+        assert torch.allclose(x.norm(dim=1), torch.ones(32)) == (protocol != "sgd-mct")
+
+
+def test_shots(folder):
+    """K photos of each class, others with another seed"""
+    data = eval_linear.folder_labels(folder, "train")
+    args = SimpleNamespace(seed=0, hold_out=0.0, shots=5, train_images=None, protocol="knn")
+    train, test = eval_linear.draw_photos(data, data, args)
+    assert np.bincount(data.labels[train]).tolist() == [5, 5] and len(test) == len(data)
+    args.seed = 1
+    assert {*eval_linear.draw_photos(data, data, args)[0]} != {*train}
 
 
 @pytest.mark.parametrize(

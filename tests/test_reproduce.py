@@ -73,8 +73,8 @@ def test_photos_seen():
     assert {*seen.values()} == {100_096}
 
 
-def test_selection_and_mean(tmp_path):
-    """Early stopping takes the best kept model; own-mean is over the folders, for each seed."""
+def test_selection(tmp_path):
+    """Early stopping takes the best kept model."""
     name = f"{tmp_path}/virtex/model_{{}}.pth"
     scores = {name.format(n): {"mean": {"mAP": mAP}} for n, mAP in ((5, 70.0), (10, 60.0))}
     write(tmp_path / "virtex", {})
@@ -84,6 +84,19 @@ def test_selection_and_mean(tmp_path):
     steps = Steps(reproduce.get_args(["VirTex", "--output", f"{tmp_path}"]))
     _, best = steps.train("virtex", 0)
     assert best.read_text().endswith("model_5.pth")
+
+
+def test_mean_of_sets(tmp_path):
+    """README's first score"""
+    sets = [tmp_path / name for name in "abc"]
+    flags = "own photos", "--labelled", *map(str, sets), "--output", f"{tmp_path}"
+    weights = f"{tmp_path}/own-tp/backbone.pth"
+    write(tmp_path / "own-tp", {})
+    for folder, mAP in zip(sets, (10.0, 20.0, 60.0)):
+        scores = {"backbones": {weights: {"mean": {"mAP": mAP}}}}
+        write(tmp_path / f"own-tp/own-map-{folder.name}", scores)
+    steps = Steps(reproduce.get_args(flags))
+    assert steps.scores("own-mean", "own-tp", 0) == [30.0] and not steps.commands
 
 
 def test_records(tmp_path, monkeypatch):

@@ -25,6 +25,25 @@ WRONG = [
 ]
 
 
+def test_own_words(tmp_path):
+    """The frequent nouns, verbs and adjectives; photos of the other split have them or not."""
+    shared = {0: "a dog runs", 1: "a dog sits", 2: "a red ball"}
+    rows = []
+    for n in range(40):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{n}.png")
+        captions = ["the photo"] + ([shared[n % 10]] if n % 10 in shared else [])
+        split = "val" if n >= 30 else "train"
+        rows.append({"image": f"{n}.png", "captions": captions, "split": split})
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    output = tmp_path / "words.jsonl"
+    run_here(["tools.own_words", tmp_path / "a.jsonl", "--output", output])
+    found = list(map(json.loads, output.read_text().splitlines()))
+    assert [row["image"] for row in found] == [str(tmp_path / f"{n}.png") for n in range(30, 40)]
+    assert found[0]["tags"][0] == "dog" and found[1]["tags"][0] == "dog"  # 20%; "photo" is in all
+    assert {*found[2]["tags"]} == {"red", "ball"} and not any(row["tags"] for row in found[3:])
+    assert sorted(row["split"] for row in found) == ["learn"] * 5 + ["score"] * 5
+
+
 def test_benchmark_runs(monkeypatch):
     """Each method's step beside its floor, with a small BERT."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}

@@ -236,6 +236,29 @@ def tokenizer(tokenizer_path):
     return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
 
 
+def test_a_step_is_clipped_and_followed_by_look_ahead(tiny, tmp_path, monkeypatch):
+    """All weights, at a norm of 10, every fifth time; the loss is both directions'."""
+    norms, clip = [], nn.utils.clip_grad_norm_
+
+    def record(weights, norm):
+        norms.append((len(weights), norm))
+        return clip(weights, norm)
+
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", record)
+    for iters in (4, 5):
+        output = tmp_path / str(iters)
+        printed = run_here(tiny("virtex", output, "--iters", iters, "--fraction", 0.5))
+        assert printed.startswith("12 photos (")
+        checkpoint = torch.load(output / "checkpoint.pth", weights_only=True)
+        model, slow = checkpoint["model"], checkpoint["lookahead"]
+        weights = [name for name in slow if not re.search("running|num_batches", name)]
+        assert (iters == 5) == all(torch.equal(model[name], slow[name]) for name in weights)
+        for row in metrics(output):
+            assert row["loss"] == pytest.approx(row["forward"] + row["backward"], rel=1e-5)
+    assert len(norms) == 9 and {norm for _, norm in norms} == {10.0}
+    assert {number for number, _ in norms} == {len(checkpoint["optimizer"]["state"])}
+
+
 def test_subset(coco_folder):
     """Fig. 4: --fraction, --captions-per-image: the right counts; the seed alone decides which."""
 
