@@ -52,6 +52,23 @@ def test_beam_search_written_out():
 
 
 @torch.no_grad()
+def test_word_attention_is_that_of_torch():
+    """Sec. 4.4: the last layer's over the image, the mean over heads and over a word's tokens"""
+    head, tokens = tiny_model().textual, torch.tensor([SOS, 4, 9, 6, 7, 10])
+    image_features = head.project(random_features(1, 5, 3, 3))
+    first, last = head.transformer.layers
+    future = torch.ones(6, 6).triu(1).bool()
+    x = first(head.embedding(tokens[None]), image_features, tgt_mask=future)
+    x = last.norm1(x + last.self_attn(x, x, x, attn_mask=future)[0])
+    _, [weights] = last.multihead_attn(x, image_features, image_features)
+    pieces = ["▁a", "▁sur", "f", "board", "▁rider"]
+    words = captioning.word_attention(head, image_features, tokens, pieces)
+    assert [word for word, _ in words] == ["a", "surfboard", "rider"]
+    for (_, found), rows in zip(words, ([0], [1, 2, 3], [4])):  # row t predicts token t + 1
+        torch.testing.assert_close(found, weights[rows].mean(0).view(3, 3))
+
+
+@torch.no_grad()
 def test_official_checkpoint_gives_the_official_logits(tmp_path):
     """To 1e-5, in both directions; without the backward one it is a model of forward captioning."""
     tokenizer_path = tmp_path / "tokenizer.model"

@@ -787,3 +787,15 @@ def test_colours_of_16_bits(tmp_path, monkeypatch):
     assert (image == 4000 // 256).all()
     assert len(said) == 1
     assert said[0].startswith(f"{path}: of 16-bit colours, PIL reads the upper 8 bits; store")
+
+
+def test_speed_and_waiting(tmp_path, monkeypatch):
+    """Two micro-batches of four photos in two seconds, half a second of them without data"""
+    now = [10.0]
+    monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
+    args = argparse.Namespace(batch_size=8, accumulate=2, output=tmp_path)
+    log = common.Log(args, {})
+    for loss in (1.0, 3.0):
+        log.add(loss=torch.tensor(loss))
+    log.waited, now[0] = 0.5, 12.0
+    assert log.means() == {"loss": 2.0, "images_per_s": 4.0, "data_wait": 0.25}

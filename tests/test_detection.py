@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -226,3 +227,13 @@ def test_heads_are_those_of_detectron2(model):
         assert heads.box_head.fc6.weight.max().item() == pytest.approx(limit, rel=0.001)
         heads = detector("coco", "--schedule", "9x").roi_heads
         assert len(norms(heads.box_head)) == len(norms(heads.mask_head)) == 4
+
+
+def test_rare_classes_of_lvis():
+    """max(1, sqrt(0.001 / f)) times, in the mean over seeds [VirTex App. A.3]"""
+    objects = 4 * [[[1], [2]]] + 9996 * [[[1]]]  # class 1 in all photos, class 2 in four
+    data = MagicMock(source="lvis", objects_of=objects.__getitem__, __len__=lambda _: 10_000)
+    rows = np.concatenate([boxes.training_rows(data, seed) for seed in range(20)])
+    times = np.bincount(rows) / 20
+    assert (times[4:] == 1).all()
+    assert times[:4].mean() == pytest.approx(np.sqrt(0.001 / 0.0004), abs=0.15)

@@ -87,3 +87,17 @@ def test_a_caption_of_another_language(trained, example, tmp_path):
     command = ["downstream.masked_words", example[0], *flags]
     wrong = refusal([*command, "--weights", trained["tfm"] / "checkpoint.pth"])
     assert "3 of 3 tokens (100%) of the captions are unknown to the model" in wrong
+
+
+def test_attention_inside_boxes():
+    """Of the object that a word names; all of a map inside its box, or none"""
+    scene = next(n for n in range(99) if len(shapes.objects_of(n)) == 1)
+    [named] = shapes.objects_of(scene)
+    left, top, right, bottom = named.box
+    place = (torch.arange(200) + 0.5) / 200
+    rows, columns = (top < place) & (place < bottom), (left < place) & (place < right)
+    inside = (rows[:, None] & columns).float()
+    looked = [(scene, named.shape, x / x.sum()) for x in (inside, 1 - inside)]
+    shares, areas = masked_words.attention_inside_boxes([*looked, (scene, "left", inside)])
+    assert shares == pytest.approx([1, 0], abs=0.02)
+    assert areas == pytest.approx([(right - left) * (bottom - top)] * 2, abs=1e-3)

@@ -233,6 +233,30 @@ def samples_of(data, translations=(), **flags):
     return mmcontrastive.TwoViews(data, translations, SimpleNamespace(**plain | flags))
 
 
+@pytest.mark.parametrize("moco_v1", (False, True))
+def test_two_views(moco_v1, tmp_path):
+    """Two crops with colours of their own; a fifth is grey, half are blurred [MoCo-v2's code]"""
+    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "0.png")
+    data = captioned(["a dog"], images=photos_at(tmp_path / "0.png"))
+    changed = {"crop_min": 0.2, "colour_jitter": 1.0, "greyscale": 0.2, "blur": 0.5}
+    photos = samples_of(data, **changed, moco_v1=moco_v1)
+    samples = [photos[0, epoch, 0] for epoch in range(400)]
+    names = "images", "jitter", "sigma"
+    views, jitter, sigma = (np.stack([sample[name] for sample in samples]) for name in names)
+    assert (views[:, 0] != views[:, 1]).any((1, 2, 3)).all()
+    grey, blurred = jitter[:, :, 2] == 0, sigma > 0
+    assert (0.14 < grey.mean(0)).all() and (grey.mean(0) < 0.26).all()
+    assert (jitter[grey][:, 3] == 0).all()
+    assert (0.42 < blurred.mean(0)).all() and (blurred.mean(0) < 0.58).all()
+    assert sigma[blurred].min() < 0.3 * 24 / 224 and 1.8 * 24 / 224 < sigma.max() < 2 * 24 / 224
+    same = (jitter == common.NO_JITTER).all(2)  # v1 jitters each photo, v2 four fifths
+    assert same.mean() == 0 if moco_v1 else 0.12 < same.mean() < 0.2
+    hue = 0.4 if moco_v1 else 0.1
+    assert 0.9 * hue < np.abs(jitter[:, :, 3]).max() <= hue
+    assert (jitter[:, 0] != jitter[:, 1]).any(1).mean() > 0.9
+
+
 def test_left_and_right_follow_the_photo_that_a_caption_meets(tmp_path):
     """The query photo meets the key's caption, the key photo the query's (Eqs. 9 to 13)."""
     straight, path = torch.randint(255, (24, 24, 3)).byte().numpy(), tmp_path / "0.png"

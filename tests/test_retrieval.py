@@ -112,3 +112,13 @@ def test_captions_of_another_language(coco_folder, tmp_path):
     flags = "--data", tmp_path / "photos.jsonl", "--output", tmp_path, "--workers", 0
     wrong = refusal(["downstream.retrieval", *flags, "--weights", "random", "--arch", "resnet18"])
     assert "36 of 36 tokens (100%) of the captions of val are unknown to the model" in wrong
+
+
+def test_folds():
+    """The mean over parts that are searched one by one; what does not fill a part is left out."""
+    owners = np.arange(11).repeat([2, 1, 3, 1, 2, 2, 1, 1, 1, 2, 1])
+    similarity = torch.rand(11, 17, generator=torch.Generator().manual_seed(0))
+    first = retrieval.fold_scores(similarity[:5, :9], owners[:9])
+    second = retrieval.fold_scores(similarity[5:10, 9:16], owners[9:16] - 5)
+    expected = {name: (first[name] + second[name]) / 2 for name in first}
+    assert retrieval.fold_scores(similarity, owners, 2) == pytest.approx(expected, abs=1e-4)

@@ -96,3 +96,10 @@ def test_script(coco_folder, tmp_path):
     last = printed.splitlines()[-1]
     assert last.startswith("tagging of coco: mIOU@5 ") and "at random initialisation" in last
     assert "24 training and 12 validation photos" in printed
+
+
+def test_nearest_tags():
+    """By cosine, the nearest first; the length of the output does not matter."""
+    features = torch.tensor([[1.0, 3, 2], [60, -10, 20]])
+    ranked = tagging.nearest_tags(torch.nn.Identity(), features, torch.eye(3))
+    assert ranked.tolist() == [[1, 2, 0], [0, 2, 1]]

@@ -5,6 +5,7 @@ import unicodedata
 
 import numpy as np
 import pytest
+import transformers
 from conftest import CPU, captioned
 from PIL import Image
 
@@ -78,6 +79,21 @@ def test_the_small_bert_knows_all_characters():
     tokenizer = small_bert.train_tokenizer([*captions, 20 * THAI])
     tokens = np.concatenate(tokenizer([*captions, 20 * THAI])["input_ids"])
     assert not np.isin(tokenizer.unk_token_id, tokens)
+
+
+def test_the_small_bert_learns(tmp_path):
+    """A masked word that the rest of its caption tells, by heart"""
+    captions = ["a red dog runs", "two blue cats sleep", "one green bird sings", "five old men talk"]
+    small_bert.train(tmp_path, captions, 120, 0, CPU, "off", layers=1, width=128)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    tokens = tokenizer(captions, return_tensors="pt", padding=True)["input_ids"]
+    right = []
+    for place in (1, 2, 3):
+        masked = tokens.clone()
+        masked[:, place] = tokenizer.mask_token_id
+        right += (model(masked).logits[:, place].argmax(1) == tokens[:, place]).tolist()
+    assert np.mean(right) > 0.8
 
 
 def test_long_captions_train_the_tokenizer():

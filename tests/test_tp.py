@@ -294,6 +294,8 @@ def test_every_label_set_learns(labels, tiny, coco_folder, tmp_path):
     photo, names = next((coco_folder / "val2017").iterdir()), checkpoint_in(tmp_path)["names"]
     output = run_here(["downstream.labels", "--weights", tmp_path / "model_50.pth", photo])
     assert output.startswith(f"{photo}\n") and sum(name in output for name in names) >= 4
+    percents = [float(line.split("%")[0]) for line in output.splitlines()[1:]]
+    assert percents == sorted(percents, reverse=True) and percents[0] > percents[-1]
 
 
 def test_learns(easy_scenes, tmp_path):
