@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -265,15 +264,6 @@ def test_average_precision_is_that_of_scikit_learn(decimals):
         for given in (scores, np.zeros(300, np.float32)):
             expected = average_precision_score(right, given)
             assert tp.average_precision(given, right) == pytest.approx(expected, abs=1e-9)
-
-
-def test_tag_scores_of_many_labels_take_seconds():
-    """3,000 photos and 2,000 labels, for which scikit-learn takes 20 seconds and more"""
-    rng = np.random.default_rng(0)
-    scores, targets = rng.random((3000, 2000), np.float32), rng.random((3000, 2000)) < 0.01
-    started = time.process_time()
-    tp.tag_scores(scores, targets, "postag")
-    assert time.process_time() - started < 3
 
 
 @pytest.mark.parametrize("labels", tp.LABELS)
