@@ -35,8 +35,7 @@ RATES_OF_GROUPS = {  # with --lr 0.05 --text-lr 0.02; the backbone comes first
     "virtex": [0.05, 0.02, 0.02], "tp": [0.05] * 2, "icmlm": [0.05] * 3,
     "mmcontrastive": [0.05, 0.05, 0.02],
 }
-
-ABOUT_RATES = {  # of the layers that start from random weights
+RATES_OF_NEW_LAYERS = {  # beside a backbone from --init: the flags
     "virtex": ["text_lr"], "tp": ["head_lr"], "icmlm": ["head_lr"],
     "mmcontrastive": ["head_lr", "text_lr"],
 }
@@ -122,19 +121,17 @@ COSINE = {0: 3e-2, 25_000: 3e-2 * QUARTER, 50_000: 1.5e-2, 100_000: 0}
 STEPS = {0: 1e-4, 79_999: 1e-4, 80_000: 1e-5, 89_999: 1e-5, 90_000: 1e-6, 100_000: 1e-6}
 ROTNET = {0: 1e-3, 99_999: 1e-3, 100_000: 1e-4, 109_999: 1e-4, 110_000: 1e-5, 120_000: 1e-5}
 VIRTEX = {0: 0, 1: 2e-5, 5000: 0.1, 10_000: 0.2, 132_500: 0.2 * QUARTER, 255_000: 0.1, 500_000: 0}
-RATES = {  # on coco: the optimizer, weight decay, learning rates by iteration
-    "virtex": ("SGD", 1e-4, VIRTEX),  # Sec. 3: 10K iterations of warm-up
-    "tp": ("SGD", 1e-4, COSINE),  # ICMLM App. F.1, as all others
-    "tp --arch resnet50 --labels rotation": ("SGD", 1e-4, COSINE),
-    "tp --arch vgg16_bn": ("RAdam", 1e-3, STEPS),
-    "tp --arch vgg16_bn --labels rotation": ("RAdam", 1e-5, ROTNET),
-    "tp --labels rotation": ("RAdam", 1e-5, ROTNET),
-    "icmlm": ("SGD", 1e-4, {5 * n: rate for n, rate in COSINE.items()}),
-    "icmlm --arch vgg16_bn": ("RAdam", 1e-3, {2 * n: rate for n, rate in STEPS.items()}),
-    "mmcontrastive": ("SGD", 1e-4, {0: 0.03, 23_103: 0.015, 46_206: 0}),  # 200 x 118,287 / 512
+RATES = {  # on coco: the optimizer, weight decay, batch size, learning rates by iteration
+    "virtex": ("SGD", 1e-4, 256, VIRTEX),  # Sec. 3: 10K iterations of warm-up
+    "tp": ("SGD", 1e-4, 128, COSINE),  # ICMLM App. F.1, as all others
+    "tp --arch resnet50 --labels rotation": ("SGD", 1e-4, 128, COSINE),
+    "tp --arch vgg16_bn": ("RAdam", 1e-3, 128, STEPS),
+    "tp --arch vgg16_bn --labels rotation": ("RAdam", 1e-5, 128, ROTNET),
+    "tp --labels rotation": ("RAdam", 1e-5, 128, ROTNET),
+    "icmlm": ("SGD", 1e-4, 512, {5 * n: rate for n, rate in COSINE.items()}),
+    "icmlm --arch vgg16_bn": ("RAdam", 1e-3, 896, {2 * n: rate for n, rate in STEPS.items()}),
+    "mmcontrastive": ("SGD", 1e-4, 512, {0: 0.03, 23_103: 0.015, 46_206: 0}),  # 200 x 118,287 / 512
 }
-BATCHES = {"virtex": 256, "tp": 128, "icmlm": 512, "mmcontrastive": 512}
-BATCHES["icmlm --arch vgg16_bn"] = 896
 
 
 @pytest.mark.parametrize("command", RATES)
@@ -142,11 +139,11 @@ def test_learning_rates_of_the_papers(command):
     """Those of the backbone and of parameters with a rate of their own"""
     script, *flags = command.split()
     args = importlib.import_module(script).get_args(["--data", "coco", *flags])
-    kind, decay, rates = RATES[command]
+    kind, decay, batch_size, rates = RATES[command]
     share = 4e-5 / 0.03 if script == "mmcontrastive" else 1 / 200  # VirTex Sec. 3: 1e-3 / 0.2
     text_lr = getattr(args, "text_lr", args.lr / 200)
     iters = args.iters or round(args.epochs * 118_287 / args.batch_size)
-    assert iters == max(rates) and args.batch_size == BATCHES.get(command, BATCHES[script])
+    assert iters == max(rates) and args.batch_size == batch_size
     groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (args.lr, text_lr)]
     optimizer = common.build_optimizer(args, groups)
     assert type(optimizer).__name__ == kind
@@ -329,16 +326,17 @@ def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path, rea
         assert code == 0, printed
     assert "--init: loaded 120 of 120 tensors" in printed
     run = tmp_path / f"runs/{script}-photos"
+    assert (run / "backbone.pth").exists()
     args = json.loads((run / "args.json").read_text())
     groups = checkpoint_in(run)["optimizer"]["param_groups"]
     of_backbone, *others = [group["initial_lr"] for group in groups]
     assert of_backbone == args["lr"] == pytest.approx(0.1 * args["head_lr"])
-    assert {*others} == {*map(args.get, ABOUT_RATES[script])}
+    assert {*others} == {*map(args.get, RATES_OF_NEW_LAYERS[script])}
     whole = "--init", f"runs/{script}-photos/checkpoint.pth", "--output", "again"
     code, printed = run_copy(tmp_path, f"{script}.py", *flags, *whole)
     assert code == 0 and " tensors" in printed, printed
     code, printed = run_copy(tmp_path, f"{script}.py", "--data", "shapes")
-    assert code == 1 and "error: extras is missing: copy our folder extras to" in printed
+    assert code == 1 and "error: extras is missing: copy our folder extras to the script" in printed
 
 
 @every_script

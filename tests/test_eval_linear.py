@@ -506,18 +506,17 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("protocol, side, width", [
-    ("svm-virtex", 56, 512), ("svm-icmlm", 64, 2048), ("logreg-icmlm", 64, 512),
-    ("sgd-mct", 56, 512),
+    ("svm-virtex", 35, 512), ("svm-icmlm", 40, 2048), ("logreg-icmlm", 40, 512),
+    ("sgd-mct", 35, 512),
 ])
 def test_what_is_extracted(protocol, side, width, files, folder, tmp_path, monkeypatch):
-    """Each protocol's central square of a photo of 64 px, and its features, of length 1 or not"""
+    """The central square of photos of 40 x 40, and features, which have length 1 but for sgd-mct"""
     squares, features = [], []
     centre_crop, run_over_photos = common.centre_crop, eval_linear.run_over_photos
 
-    def crop(size, side_fraction):
-        corner, end = centre_crop(np.array([64, 64]), side_fraction)
-        squares.append(end - corner)
-        return centre_crop(size, side_fraction)
+    def crop(*given, **flags):
+        squares.append(centre_crop(*given, **flags))
+        return squares[-1]
 
     def run(*given):
         features.append(run_over_photos(*given))
@@ -528,7 +527,7 @@ def test_what_is_extracted(protocol, side, width, files, folder, tmp_path, monke
     flags = "" if "svm" in protocol else "--epochs 1"
     flags += f" --protocol {protocol} --image-size 64 --weights {files[0]}"
     evaluate(tmp_path, folder, flags)
-    assert np.allclose(squares, side)
+    assert np.allclose([end - corner for corner, end in squares], side)
     for x, _ in features:
         assert x.shape == (32, width)
         assert torch.allclose(x.norm(dim=1), torch.ones(32)) == (protocol != "sgd-mct")

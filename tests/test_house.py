@@ -27,7 +27,7 @@ MOST_LINES = {  # of a file, or of all Python files in a folder
     "README.md": 185,
     "extras/": 1150,
     "downstream/": 2700,
-    "tools/": 2026,
+    "tools/": 2025,
 }
 FLAGS = {"virtex": 37, "tp": 36, "icmlm": 40, "mmcontrastive": 49}  # beside --help
 

@@ -435,7 +435,8 @@ def test_checkpoints_of_others(key, prefix, more, tmp_path):
     assert loaded.arch == "resnet18"
     assert all(torch.equal(x, state[name]) for name, x in loaded.state_dict().items())
     torch.save(state | {"layer4.9.conv1.weight": torch.zeros(2)}, tmp_path / "x.pth")
-    with pytest.raises(SystemExit, match=r"not torchvision's resnet18, .*\['layer4.9.conv1"):
+    message = r"is not torchvision's resnet18, .*\['layer4.9.conv1.weight'\] differ"
+    with pytest.raises(SystemExit, match=message):
         checkpoints.load_backbone(tmp_path / "x.pth")
 
 

@@ -29,7 +29,7 @@ def get_args(argv=None):
     add = parser.add_argument
     add("--root", default="datasets/coco", help="holds annotations/, train2017/ and val2017/")
     add("--output", default="datasets/coco-crops", help="image folder to write")
-    add("--margin", type=common.non_negative_int, default=30, help="most pixels to move an edge")
+    add("--margin", type=common.non_negative_int, default=30, help="pixels an edge may move by")
     return parser.parse_args(argv)
 
 

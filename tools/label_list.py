@@ -42,12 +42,11 @@ def main(args):
     photos = {name: [] for name in data.names}
     for image, label in zip(data.images, data.labels):
         photos[data.names[label]].append(str(Path(image).resolve()))
-    rng, lines, few = random.Random(args.seed), [], []
+    rng, lines = random.Random(args.seed), []
     drawn = sorted(rng.sample(data.names, args.classes or len(data.names)))
+    few = [name for name in drawn if len(photos[name]) < (args.per_class or 1)]
     for name in drawn:
         rng.shuffle(photos[name])
-        if len(photos[name]) < (args.per_class or 1):
-            few.append(name)
         for image in photos[name][: args.per_class]:
             lines.append(json.dumps({"image": image, "tags": [name], "split": "train"}) + "\n")
     output.write_text("".join(lines))
