@@ -104,9 +104,8 @@ class CaptionData:
         keep = [n for n, captions in enumerate(self.captions) if captions]
         if not keep:
             fail(f"no photo has a caption. A .jsonl has {JSONL}")
-        if len(keep) == len(self):
-            return self
-        print_main(f"{len(self) - len(keep)} of {len(self)} photos have no caption: left out")
+        if len(keep) < len(self):
+            print_main(f"{len(self) - len(keep)} of {len(self)} photos have no caption: left out")
         return self.select(keep)
 
 
@@ -510,7 +509,8 @@ def read_init(args):
     content = read_checkpoint(args.init)
     if content.get("script") == args.script and content["args"]["arch"] == args.arch:
         return content
-    if content.keys() == build_backbone(args.arch).state_dict().keys():
+    shapes = {name: x.shape for name, x in build_backbone(args.arch).state_dict().items()}
+    if shapes == {name: getattr(x, "shape", None) for name, x in content.items()}:
         return content
     return extra("checkpoints").load_backbone(args.init, args.arch).state_dict()
 

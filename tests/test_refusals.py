@@ -33,6 +33,7 @@ INIT = [
     ("--init {tmp}/bad.jsonl", "bad.jsonl is missing, cut off, or holds more than"),
     ("--init {tmp}/tiny.pth --arch resnet18", "tiny.pth holds no ResNet or VGG"),
     ("--init {tmp}/resnet18.pth", "resnet18.pth is a resnet18, not --arch resnet50"),
+    ("--init {tmp}/wide.pth", "wide.pth is a wide_resnet50_2, not --arch resnet50"),
 ]
 RANGES = [
     ("--batch-size 0", "argument --batch-size: invalid whole number (1 or more) value: '0'"),
@@ -109,6 +110,10 @@ def wrong_files(coco_folder, tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     torch.save({"w": torch.zeros(1)}, folder / "tiny.pth")
     common.save_weights(folder / "resnet18.pth", common.build_backbone("resnet18"))
+    with torch.device("meta"):  # the same names as resnet50, other shapes, and a small file
+        wide = common.build_backbone("wide_resnet50_2").state_dict()
+    small = {name: torch.zeros((), dtype=x.dtype).expand(x.shape) for name, x in wide.items()}
+    torch.save(small, folder / "wide.pth")
     return folder
 
 
