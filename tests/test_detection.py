@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, checkpoint_in, refusal, result, run_here
+from conftest import CPU, checkpoint_in, metrics, refusal, result, run_here
 from PIL import Image
 
 import common
@@ -185,6 +185,7 @@ def test_pyramid(coco, tmp_path):
     flags += " --workers 0 --log-every 1 --rois 2 --bn-batches 1 --iters 1 --root"
     command = "downstream.detection", *RESNET18, *flags.split(), coco, "--output", tmp_path / "out"
     run_here(command)
+    assert metrics(tmp_path / "out")[0]["lr"] == 0  # warm-up
     backbone = torch.load(tmp_path / "out" / "backbone.pth", weights_only=True)
     for name, value in checkpoint_in(tmp_path / "out")["model"].items():
         if "body" in name:
@@ -193,6 +194,25 @@ def test_pyramid(coco, tmp_path):
     file = coco / "annotations" / "instances_photos.json"
     file.write_text(file.read_text().replace('"bbox": [5, ', '"bbox": [6, '))  # one more pixel
     assert "out holds a run with other data or --init" in refusal(command)
+
+
+@pytest.mark.parametrize(
+    "flags, lr, iters, warmup, drops, score, detections",
+    [
+        ("voc", 0.02, 24_000, 100, [18_000, 22_000], 0.05, 100),
+        ("voc --batch-size 8", 0.01, 24_000, 100, [18_000, 22_000], 0.05, 100),
+        ("coco", 0.02, 180_000, 1000, [120_000, 160_000], 0.05, 100),
+        ("lvis", 0.02, 180_000, 1000, [120_000, 160_000], 1e-4, 300),
+        ("coco --schedule 9x", 0.08, 202_500, 1000, [187_500, 197_500], 0.05, 100),
+    ],
+)
+def test_recipes(flags, lr, iters, warmup, drops, score, detections):
+    """In iterations: the warm-up, and where the rate falls [VirTex Sec. 4.3, App. A.3]"""
+    args = detection.get_args([*RESNET18, "--data", *flags.split()])
+    assert (args.lr, args.iters) == (lr, iters)
+    assert (args.min_score, args.detections) == (score, detections)
+    in_iterations = [round(fraction * args.iters) for fraction in (args.warmup, *args.steps)]
+    assert in_iterations == [warmup, *drops]
 
 
 def detector(*flags, backbone=None):

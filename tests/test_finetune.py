@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import checkpoint_in, files_in, in_two_processes, metrics, photos_at, refusal
-from conftest import result, run_here
+from conftest import checkpoint_in, files_in, in_two_processes, kill_at, metrics, photos_at
+from conftest import refusal, result, run_here
 from PIL import Image
 
 import common
@@ -46,6 +46,26 @@ def test_two_processes_compare_with_random(few_scenes, tmp_path):
     run_here(command)
     assert result(folder) == content
     assert (folder / "checkpoint.pth").stat().st_mtime_ns == trained
+
+
+def test_schedule_and_exact_resume(few_scenes, tmp_path):
+    """The rate falls to a tenth at 70% and 90%; a run that was killed ends with the same bits."""
+    few_scenes(20, 3)
+    start = "--weights", "random", "--arch", "resnet18", "--fraction", 1, "--epochs", 5
+    command = ["downstream.finetune", *TINY, *start, "--checkpoint-every", 2, "--output"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_here([*command, whole])
+    kill_at(5, [*command, killed])
+    assert checkpoint_in(killed)["iteration"] == 4
+    run_here([*command, killed])
+    rows = metrics(whole)
+    done = np.arange(len(rows)) / len(rows)  # before each iteration
+    rates = 0.1 * 6 / 256 * np.select([done < 0.7, done < 0.9], [1, 0.1], 0.01)
+    assert len(rows) >= 10 and [row["lr"] for row in rows] == pytest.approx(rates)
+    for one, two in zip(rows, metrics(killed), strict=True):
+        assert all(one.get(key) == two.get(key) for key in ("loss", "validation_top1"))
+    weights = [checkpoint_in(folder)["model"] for folder in (whole, killed)]
+    assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
 
 
 def test_it_resumes_by_content(few_scenes, tmp_path):
