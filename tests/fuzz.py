@@ -1,6 +1,6 @@
 """Feed the scripts bad input: nothing may be lost, hang, or run code from a file
 
-    python tests/fuzz.py --minutes 20 --seed 1 --scripts tp icmlm
+    python tests/fuzz.py --cases 500 --seed 1 --scripts tp icmlm
     python tests/fuzz.py --seed 1 --case 17       # repeat one case, with its output
 
 A file of a killed run is damaged, a line of photos.jsonl made wrong, or the run killed again; then
@@ -15,7 +15,6 @@ it is started again. Seed and number decide everything.
 import argparse
 import contextlib
 import importlib
-import itertools
 import json
 import os
 import random
@@ -23,7 +22,6 @@ import re
 import shutil
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -53,7 +51,7 @@ def get_args(argv=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--minutes", type=float, default=1.0, help="how long")
+    add("--cases", type=int, default=30, help="how many")
     add("--seed", type=int, default=0, help="of the cases")
     add("--case", type=int, help="only this one, with its output")
     add("--scripts", choices=SCRIPTS, nargs="+", default=list(SCRIPTS), help="only these")
@@ -67,14 +65,11 @@ def main(args):
         common.save_weights("weights.pth", common.build_backbone("resnet18"))
         for name in set(args.scripts) - {"eval_linear"}:
             make_runs(name)
-        stop = time.time() + 60 * args.minutes
-        for number in itertools.count() if args.case is None else [args.case]:
+        for number in range(args.cases) if args.case is None else [args.case]:
             what, ending, output = one_case(number, args)
             counts[ending] += 1
             if ending in ENDINGS[3:] or args.case is not None:
                 print(f"case {number}, {what}: {ending}\n{output[-3000:]}")
-            if time.time() > stop:
-                break
     print(", ".join(f"{counts[ending]} {ending}" for ending in ENDINGS))
     sys.exit(any(counts[ending] for ending in ENDINGS[3:]))
 

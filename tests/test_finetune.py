@@ -129,6 +129,21 @@ def test_one_class_is_an_error(tmp_path):
     assert f"all photos of {tmp_path}/train2018.json are of one class" in wrong
 
 
+def test_inaturalist(tmp_path):
+    """Annotations in another order than the photos; categories that have photos are classes."""
+    ids, categories = (7, 3, 5), {5: 40, 7: 12, 3: 40}
+    (tmp_path / "a").mkdir()
+    for n in ids:
+        (tmp_path / "a" / f"{n}.jpg").touch()
+    content = {"images": [{"id": n, "file_name": f"a/{n}.jpg"} for n in ids]}
+    content["categories"] = [{"id": n} for n in (12, 13, 40)]
+    pairs = [{"image_id": n, "category_id": k} for n, k in categories.items()]
+    (tmp_path / "train2018.json").write_text(json.dumps(content | {"annotations": pairs}))
+    data = finetune.labelled_split("inat", str(tmp_path), "train2018")
+    assert list(data.images) == [f"{tmp_path}/a/{n}.jpg" for n in ids]
+    assert [data.names[k] for k in data.labels] == [12, 40, 40] and data.names == [12, 40]
+
+
 def test_photos_in_both_splits_are_counted(tmp_path):
     for n in range(4):
         photo = tmp_path / "train" / "ab"[n % 2] / f"{n}.png"

@@ -3,12 +3,14 @@
 import argparse
 import gzip
 import io
+import itertools
 import json
 import lzma
 import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -468,6 +470,25 @@ def test_spacy_or_its_model_is_missing(spacy, monkeypatch):
     monkeypatch.setitem(sys.modules, "spacy", spacy)
     with pytest.raises(SystemExit, match="python -m spacy download en_core_web_sm"):
         next(nouns.tag_by_spacy([["a", "dog"]]))
+
+
+def test_nouns_of_spacy(monkeypatch, tmp_path):
+    """Words of two letters or more that are nouns more often than not, the most frequent first"""
+    kinds = {"a": ["NOUN"], "dog": ["NOUN"], "left": ["NOUN"], "runs": ["VERB", "VERB", "NOUN"]}
+    kinds |= {"rex": ["PROPN"], "park": ["NOUN", "NOUN", "VERB"], "big": ["ADJ"]}
+    kinds = {word: itertools.cycle(tags) for word, tags in kinds.items()}
+
+    def pipe(documents):
+        for words in documents:
+            yield [SimpleNamespace(text=word, pos_=next(kinds[word])) for word in words]
+
+    documents = SimpleNamespace(Doc=lambda vocab, words: words)
+    nlp = SimpleNamespace(vocab=None, pipe=pipe)
+    spacy = SimpleNamespace(tokens=documents, load=lambda *given, **more: nlp)
+    monkeypatch.setitem(sys.modules, "spacy", spacy)
+    captions = ["A big dog runs left.", "Rex runs, a dog runs", "park, park, park", "dog dog park"]
+    nouns.find_nouns(captions, "nouns-spacy", f"{tmp_path}/nouns.json")
+    assert json.loads((tmp_path / "nouns.json").read_text()) == ["dog", "park", "rex"]
 
 
 def test_a_folder_without_an_index(tmp_path):

@@ -1,4 +1,4 @@
-"""tools/: benchmark.py measures every method, plot.py draws; tests/fuzz.py for nine seconds."""
+"""tools/: benchmark.py measures every method, plot.py draws; twelve cases of tests/fuzz.py."""
 
 import json
 import re
@@ -120,9 +120,9 @@ def test_wrong_folders(command, message, tmp_path):
 
 def test_bad_input():
     """Damaged files, wrong lines and SIGKILL: nothing lost, no hang, no code run"""
-    args = fuzz.get_args("--minutes 0.15 --seed 1 --scripts tp eval_linear".split())
+    args = fuzz.get_args("--cases 12 --seed 1 --scripts tp eval_linear".split())
     code, printed = fork_and_read(fuzz.main, args)
     assert code == 0, printed
     counts = {ending: int(n) for n, ending in re.findall(r"(\d+) (\w+)", printed.splitlines()[-1])}
-    assert counts["accepted"] + counts["refused"]
+    assert sum(counts.values()) == 12 and counts["accepted"] and counts["refused"]
     assert not any(counts[ending] for ending in ("unclear", "hang", "code", "lost"))
