@@ -292,8 +292,9 @@ def test_every_label_set_learns(labels, tiny, coco_folder, tmp_path):
     squares = CentralSquares(photo_files([photo]), kept["args"]["image_size"], side_fraction=1.0)
     logits = model(common.augment(torch.from_numpy(squares[0][0])[None]))[0]
     best = (logits.sigmoid() if labels == "lda" else logits.softmax(0)).topk(min(10, len(names)))
-    lines = [f"{100 * share:5.1f}%  {names[k]}" for share, k in zip(*map(torch.Tensor.tolist, best))]
-    assert [line.strip() for line in output.splitlines()[1:]] == [line.strip() for line in lines]
+    shares = zip(best.values.tolist(), best.indices.tolist())
+    lines = [f"  {100 * share:5.1f}%  {names[k]}" for share, k in shares]
+    assert output.splitlines()[1:] == lines
 
 
 def test_learns(easy_scenes, tmp_path):
