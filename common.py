@@ -104,8 +104,9 @@ class CaptionData:
         keep = [n for n, captions in enumerate(self.captions) if captions]
         if not keep:
             fail(f"no photo has a caption. A .jsonl has {JSONL}")
-        if len(keep) < len(self):
-            print_main(f"{len(self) - len(keep)} of {len(self)} photos have no caption: left out")
+        if len(keep) == len(self):
+            return self
+        print_main(f"{len(self) - len(keep)} of {len(self)} photos have no caption: left out")
         return self.select(keep)
 
 
@@ -507,10 +508,9 @@ def read_init(args):
     if args.init == "imagenet":  # torchvision's, downloaded once
         return build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()
     content = read_checkpoint(args.init)
-    if content.get("script") == args.script and content["args"]["arch"] == args.arch:
-        return content
+    same_script = content.get("script") == args.script and content["args"]["arch"] == args.arch
     shapes = {name: x.shape for name, x in build_backbone(args.arch).state_dict().items()}
-    if shapes == {name: getattr(x, "shape", None) for name, x in content.items()}:
+    if same_script or shapes == {name: getattr(x, "shape", None) for name, x in content.items()}:
         return content
     return extra("checkpoints").load_backbone(args.init, args.arch).state_dict()
 
