@@ -62,6 +62,7 @@ def test_schedule_and_exact_resume(few_scenes, tmp_path):
     done = np.arange(len(rows)) / len(rows)  # before each iteration
     rates = 0.1 * 6 / 256 * np.select([done < 0.7, done < 0.9], [1, 0.1], 0.01)
     assert len(rows) >= 10 and [row["lr"] for row in rows] == pytest.approx(rates)
+    assert all("loss" in row for row in rows) and any("validation_top1" in row for row in rows)
     for one, two in zip(rows, metrics(killed), strict=True):
         assert all(one.get(key) == two.get(key) for key in ("loss", "validation_top1"))
     weights = [checkpoint_in(folder)["model"] for folder in (whole, killed)]
