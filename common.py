@@ -90,9 +90,8 @@ class CaptionData:
 
     def select(self, keep):
         """-> CaptionData of the photos with the indices `keep`"""
-        images, captions = self.images[keep], self.captions[keep]
-        tags, tagged = self.tags[keep], self.tagged[keep]
-        return replace(self, images=images, captions=captions, tags=tags, tagged=tagged)
+        columns = "images", "captions", "tags", "tagged"
+        return replace(self, **{name: getattr(self, name)[keep] for name in columns})
 
     def checksum(self):
         """It differs if a photo, a caption, a tag, or the order of tag_names differs."""
@@ -508,9 +507,10 @@ def read_init(args):
     if args.init == "imagenet":  # torchvision's, downloaded once
         return build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()
     content = read_checkpoint(args.init)
-    same_script = content.get("script") == args.script and content["args"]["arch"] == args.arch
+    if content.get("script") == args.script and content["args"]["arch"] == args.arch:
+        return content
     shapes = {name: x.shape for name, x in build_backbone(args.arch).state_dict().items()}
-    if same_script or shapes == {name: getattr(x, "shape", None) for name, x in content.items()}:
+    if shapes == {name: getattr(x, "shape", None) for name, x in content.items()}:
         return content
     return extra("checkpoints").load_backbone(args.init, args.arch).state_dict()
 
