@@ -277,27 +277,41 @@ KEEP_COLOURS = (0, 0, 0), (0, 1, 0), (0, 0, 1)
 TURN_COLOURS = (0, 0, 0), (0, 0, 1), (0, -1, 0)
 PHOTO_ENDINGS = ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm"
 PHOTO_ENDINGS = tuple(PHOTO_ENDINGS.split())
+# Of a NAS (@eaDir has thumbnails of each photo), of Windows, Linux, and archives of macOS
+ADDED_FOLDERS = "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found", "__MACOSX"
 report_once = cache(tqdm.write)  # once per process: each worker of a DataLoader has its own
 
 
-def list_photos(folder, endings=PHOTO_ENDINGS):
-    """The paths of all photos below a folder, sorted -> list of str
+def is_hidden(name):
+    """Does it start with a dot, or is it a folder that a file system or an archiver adds?"""
+    return name.startswith(".") or name in ADDED_FOLDERS
 
-    Links to folders are followed, but no folder is read twice, and none above this one: a link to
-    a parent would list each photo many times. What starts with a dot is hidden, and left out.
+
+def list_photos(folder, endings=PHOTO_ENDINGS):
+    """The paths of all photos below a folder, sorted -> list of str. Says what is left out.
+
+    Links to folders are followed, but no folder is read twice: a link may lead back.
     """
-    paths, visited, start = [], set(), os.path.realpath(folder)
+    photos, others, hidden, visited = [], [], [], set()
     for parent, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(parent)
-        if real in visited or start.startswith(f"{real}/"):
+        if real in visited:
             folders.clear()
             continue
         visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        hidden += [os.path.join(parent, name) for name in folders + files if is_hidden(name)]
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
         for name in files:
-            if name.lower().endswith(endings) and not name.startswith("."):
-                paths.append(os.path.join(parent, name))
-    return sorted(paths)
+            if not is_hidden(name):
+                found = photos if name.lower().endswith(endings) else others
+                found.append(os.path.join(parent, name))
+    if others:
+        print_main(f"{len(others)} files are left out, because their names are not those of "
+                   f"photos, for example {min(others)}")
+    if hidden:
+        print_main(f"{len(hidden)} files and folders are left out, which are hidden or added by a "
+                   f"file system or an archiver, for example {min(hidden)}")
+    return sorted(photos)
 
 
 class Unreadable(Exception):
