@@ -113,9 +113,9 @@ def choose_defaults(args, parser):
     """Refuse flags that --protocol does not take, and give those that were left out its values."""
     protocol = PROTOCOLS[args.protocol]
     name = f"--protocol {args.protocol}"
-    defaults = dict(protocol.flags)
     if protocol.metric == "top-1" and args.data != "folder":
         parser.error(f"{name} needs one label per photo: --data folder")
+    defaults = dict(protocol.flags)
     if args.protocol == "layers" and args.data != "folder":
         # As DeeperCluster's code for VOC; the first two rates [ours]
         defaults |= {"epochs": 60, "batch_size": 128, "lr": [0.01, 0.01, 0.02]}
@@ -137,14 +137,8 @@ def choose_defaults(args, parser):
     for flag, value in defaults.items():
         if getattr(args, flag) is None:
             setattr(args, flag, value)
-
-    with_clip = any(source.startswith("clip:") for source in args.weights)
-    if args.protocol == "layers" and (args.arch != "vgg16_bn" or with_clip):
+    if args.protocol == "layers" and args.arch != "vgg16_bn":
         parser.error(f"{name} is for VGG-16: --arch vgg16_bn")
-    runs_differ = args.train_images or args.shots or args.hold_out or "random" in args.weights
-    if args.protocol in ("svm-virtex", "knn") and args.runs > 1 and not runs_differ:
-        parser.error(f"{name} gives all --runs the same score: draw photos by --shots, "
-                     "--train-images or --hold-out")
 
 
 def main(args):
@@ -179,10 +173,9 @@ def main(args):
         runs = []
         for seed in group:
             flags = copy.copy(args)
-            flags.seed = seed
-            flags.image_size = sizes[source]
-            train_rows, test_rows = draw_photos(data, val, flags)
-            runs.append(Run(flags, source, backbone, data.names, device, train_rows, test_rows))
+            flags.seed, flags.image_size = seed, sizes[source]
+            rows = draw_photos(data, val, flags)
+            runs.append(Run(flags, protocol, source, backbone, data.names, device, *rows))
         for run, decisions in zip(runs, decide(runs, data, val)):
             if common.is_main():
                 scores = measure(decisions, run)
@@ -202,16 +195,13 @@ class Run:
     """One classifier on a backbone: what its protocol is told beside the photos"""
 
     args: argparse.Namespace  # with the seed and the image size of this run
+    protocol: "Protocol"
     source: str  # one of --weights
     backbone: nn.Module  # frozen, in eval mode, on the device
     names: list  # of the classes
     device: torch.device
     train_rows: np.ndarray  # the photos, as draw_photos gives them
     test_rows: np.ndarray
-
-    @property
-    def protocol(self):
-        return PROTOCOLS[self.args.protocol]
 
 
 def decide(runs, data, val):
@@ -388,36 +378,33 @@ def folder_labels(root, split):
     from torchvision.datasets.folder import find_classes  # only here: the import takes seconds
 
     path = Path(root, split)
-    expected = f"Expected: {split}/CLASS/PHOTO: see --root, --train-split and --val-split"
+    expected = f"Expected: {split}/CLASS/PHOTO: see --root, --train-split, --val-split"
     try:
         names = [name for name in find_classes(path)[0] if not common.is_hidden(name)]
     except OSError as error:  # there is no such folder, or none within it
         fail(f"{str(error).rstrip('.')}. {expected}")
+    if len(names) < 2:
+        fail(f"{path} has fewer than two classes: {', '.join(names) or 'none'}. Is --root a folder "
+             f"too high? {expected}")
     photos = common.list_photos(path)
     places = [photo.removeprefix(f"{path}{os.sep}").split(os.sep) for photo in photos]
-    loose = sum(len(place) == 1 for place in places)
+    rows = sorted((place[0], photo) for place, photo in zip(places, photos) if len(place) > 1)
+    loose = len(photos) - len(rows)
     if loose:
         print_main(f"{path}: {loose} photos are in no folder of a class and are left out")
-    rows = sorted((place[0], photo) for place, photo in zip(places, photos) if len(place) > 1)
-    found = {name for name, _ in rows}
-    empty = [name for name in names if name not in found]
-    if empty or not names:
-        fail(f"{path} has no photos in {', '.join(empty[:5]) or 'any folder'}. {expected}")
-    if len(names) == 1:
-        fail(f"{path} has only one class, {names[0]}, so there is nothing to learn. Are the other "
-             "classes missing, or is --root a folder too high?")
+    numbers = {name: k for k, name in enumerate(names)}
+    labels = np.array([numbers[name] for name, _ in rows], int)
+    empty = [name for name in names if numbers[name] not in labels]
+    if empty:
+        fail(f"{path} has no photos in {', '.join(empty[:5])}. {expected}")
 
     # In Places and SUN397, a/airfield is a class, and the letters are none.
     inner = {(place[0], place[1]) for place in places if len(place) > 2}
-    all_inner = {folder for _, folder in inner}
-    in_class = any(len(place) == 2 for place in places)
-    if not in_class and len(inner) < len(names) * len(all_inner):
+    per_class = len({folder for _, folder in inner})
+    if all(len(place) != 2 for place in places) and len(inner) < len(names) * per_class:
         print_main(f"{path}: no class has photos of its own, only folders such as "
-                   f"{'/'.join(min(inner))}. If these are the classes, make links to them in a "
-                   f"folder for --root: mkdir -p ROOT/{split}; "
-                   f"ln -s {path.resolve()}/*/* ROOT/{split}")
-    numbers = {name: k for k, name in enumerate(names)}
-    labels = np.array([numbers[name] for name, _ in rows])
+                   f"{'/'.join(min(inner))}. If these are the classes, make links to them in a new "
+                   f"--root: mkdir -p ROOT/{split}; ln -s {path.resolve()}/*/* ROOT/{split}")
     return LabelData(np.array([photo for _, photo in rows], common.STRINGS), labels, names)
 
 
@@ -431,20 +418,20 @@ def check_same_classes(train, test):
 
 def report_shared(train, test):
     """Say how many test photos are training photos, too, by the bytes of their files."""
-    tested = test.images[:: 1 + len(test) // 10_000]  # at most 10,000, evenly spaced
-    sizes = {of_file(image, os.path.getsize) for image in tested}
-    similar = [image for image in train.images if of_file(image, os.path.getsize) in sizes]
-    checksum = lambda path: hashlib.sha256(Path(path).read_bytes()).digest()
-    content = {of_file(image, checksum) for image in similar}
-    shared = [image for image in tested if of_file(image, checksum) in content]
+
+    def content(path):
+        return hashlib.sha256(Path(path).read_bytes()).digest()
+
+    files = []
+    for images in (train.images, test.images[:: 1 + len(test) // 10_000]):  # at most 10,000
+        files.append([x for x in images if isinstance(x, str) and os.path.isfile(x)])
+    trained, tested = files
+    sizes = {os.path.getsize(path) for path in tested}
+    similar = {content(path) for path in trained if os.path.getsize(path) in sizes}
+    shared = [path for path in tested if content(path) in similar]
     if shared:
         print_main(f"{len(shared)} of {len(tested)} test photos are training photos, too, "
                    f"which raises the scores: for example {shared[0]}")
-
-
-def of_file(image, function):
-    """function(path). Scenes and photos in shards are no files: they are compared as they are."""
-    return function(image) if isinstance(image, str) and os.path.isfile(image) else image
 
 
 def draw_photos(data, val, args):

@@ -1,7 +1,5 @@
 """The SVMs of svm-virtex and extras/svm.py: costs, scores, the minimum of the loss."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -44,8 +42,8 @@ def test_svms_are_those_of_scikit_learn(monkeypatch):
     train_y[train_y[:, 5] == 1, 5] = -1  # f: nothing to learn from
     train, test = [eval_linear.Outputs(*map(torch.from_numpy, pair))
                    for pair in ((x[:90], train_y), (x[90:], test_y))]
-    args = SimpleNamespace(protocol="svm-virtex", seed=0)
-    run = eval_linear.Run(args, "random", None, list("abcdef"), CPU, None, None)
+    protocol = eval_linear.PROTOCOLS["svm-virtex"]
+    run = eval_linear.Run(None, protocol, "random", None, list("abcdef"), CPU, None, None)
     results, chosen = eval_linear.measure(eval_linear.svm_virtex(train, test, run), run), []
     assert list(results) == ["mAP", *"abcd", "chance"]
     assert results["mAP"] == pytest.approx(np.mean([results[name] for name in "abcd"]))
