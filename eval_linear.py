@@ -70,7 +70,6 @@ def get_args(argv=None):
     add("--seed", type=common.non_negative_int, default=0,
         help="seed of the first run; it also decides which photos are drawn")
     add("--embed", metavar="FOLDER", help="only write the features of these photos (see above)")
-
     add = parser.add_argument_group("data").add_argument
     add("--data", default="shapes", help="labelled photos: shapes (built in), voc07, folder, or "
         "captioned photos with tags, which are coco, a .jsonl file or a folder of shards")
@@ -88,14 +87,12 @@ def get_args(argv=None):
         help="test on this fraction of the training split, not on --val-split; train on the rest")
     add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count()),
         help="processes that load photos; with 0 the main process loads them")
-
     add = parser.add_argument_group("linear layers (the defaults are the protocol's)").add_argument
     add("--epochs", type=common.positive_int, help="passes over the training photos")
     add("--batch-size", type=common.positive_int, help="photos per iteration over all processes")
     add("--lr", type=common.positive, nargs="+", help="peak learning rate; layers takes three")
     add("--steps", type=common.fraction_below_1, nargs="+", metavar="FRACTION", help="fractions of "
         "training after which sgd-virtex divides the rate by 10 (default: cosine decay)")
-
     add = parser.add_argument_group("run").add_argument
     add("--output", help="folder for result.json and the linear layers (default: "
         "runs/eval_linear/DATA-PROTOCOL, or DATA-PROTOCOL-K-shots; for --embed: runs/embed)")
