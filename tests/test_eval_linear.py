@@ -109,7 +109,7 @@ def test_photos_in_folders(tmp_path):
     data, output = labels_in(tmp_path)
     left_out = "2 files are left out, because their names are not those of photos, for example "
     assert f"{left_out}{train}/a/6.heic" in output
-    assert "3 hidden files and folders, or those of a file system or an archiver" in output
+    assert "3 files and folders are left out, which are hidden or added by a file system" in output
     assert "1 photos are in no folder of a class and are left out" in output
     assert list(data.images) == [f"{train}/{name}" for name in photos]
     assert data.labels.tolist() == [0, 0, 1, 2, 2] and data.names == ["a", "a-b", "b"]
@@ -132,7 +132,7 @@ def test_what_file_systems_and_archivers_add(folder, tmp_path):
     flags = "--protocol knn --hold-out 0.5"
     output = run_here(command(tmp_path / "added", tmp_path, flags))
     assert "2 classes: blue, red" in output and "16 training and 16 test photos" in output
-    assert "12 hidden files and folders, or those of a file system or an archiver, are" in output
+    assert "12 files and folders are left out, which are hidden or added by a file system or" in output
     assert evaluate(tmp_path / "plain", folder, flags) == result(tmp_path / "added")["backbones"]
 
 
