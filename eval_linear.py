@@ -164,9 +164,9 @@ def main(args):
     for source in args.weights:
         groups += [(source, [seed]) for seed in seeds] if source == "random" else [(source, seeds)]
     results = {source: [] for source in args.weights}
-    of_classes = [f"{layer} {name}".strip() for layer in protocol.layers for name in data.names]
     for source, group in groups:
-        backbone = frozen_backbone(source, archs[source], group[0], device)
+        backbone = load_backbone(source, archs[source], group[0]).eval().requires_grad_(False)
+        backbone.to(device, memory_format=torch.channels_last)
         runs = []
         for seed in group:
             flags = copy.copy(args)
@@ -179,11 +179,11 @@ def main(args):
                 results[source].append(scores)
                 photos = f"{len(run.train_rows)} training and {len(run.test_rows)} test photos"
                 print_main(f"{source}, seed {run.args.seed}, {photos} of {sizes[source]} px: "
-                           f"{format_scores(scores, of_classes)}")
+                           f"{format_scores(scores, data.names)}")
     if len(test_rows) < 50:
         print_main(f"the scores are rough: they are of only {len(test_rows)} photos")
     if common.is_main():
-        report(results, sizes, of_classes, args)
+        report(results, sizes, data.names, args)
     common.end_distributed()
 
 
@@ -226,12 +226,12 @@ def run_alone():
         sys.exit()
 
 
-def format_scores(scores, of_classes=()):
+def format_scores(scores, classes=()):
     """All but those of single classes"""
-    return ", ".join(f"{name} {scores[name]:.2f}" for name in scores if name not in of_classes)
+    return ", ".join(f"{name} {scores[name]:.2f}" for name in scores if name not in classes)
 
 
-def report(results, sizes, of_classes, args):
+def report(results, sizes, classes, args):
     """Print a line for each backbone; write result.json, which has the classes' scores, too.
 
     results: {source: [scores of a run]}.  sizes: {source: pixels}
@@ -240,7 +240,7 @@ def report(results, sizes, of_classes, args):
     path = f"{args.output}/result.json"
     replaced = ", instead of an earlier call's" if os.path.exists(path) else ""
     common.save(path, {"args": vars(args), "image_size": sizes, "backbones": results})
-    columns = [name for name in results[args.weights[0]]["mean"] if name not in of_classes]
+    columns = [name for name in results[args.weights[0]]["mean"] if name not in classes]
     width = max(map(len, results))
     print(" " * width, *(f"{column:>15}" for column in columns))
     for source, scores in results.items():
@@ -314,12 +314,6 @@ def load_backbone(source, arch, seed):
             backbone.load_state_dict(content)
             return backbone
     return common.extra("checkpoints").load_backbone(source, arch)  # or give --arch, for a copy
-
-
-def frozen_backbone(source, arch, seed, device):
-    backbone = load_backbone(source, arch, seed)
-    backbone.to(device, memory_format=torch.channels_last)
-    return backbone.eval().requires_grad_(False)
 
 
 # ------------------------------------------------------------------------------- labelled photos
@@ -401,7 +395,7 @@ def folder_labels(root, split):
     if all(len(place) != 2 for place in places) and len(inner) < len(names) * per_class:
         print_main(f"{path}: no class has photos of its own, only folders such as "
                    f"{'/'.join(min(inner))}. If these are the classes, make links to them in a new "
-                   f"--root: mkdir -p ROOT/{split}; ln -s {path.resolve()}/*/* ROOT/{split}")
+                   f'--root: mkdir -p ROOT/{split}; ln -s "{path.resolve()}"/*/* ROOT/{split}')
     return LabelData(np.array([photo for _, photo in rows], common.STRINGS), labels, names)
 
 
@@ -443,10 +437,9 @@ def draw_photos(data, val, args):
         chosen = [np.flatnonzero(column == 1)[: args.shots] for column in columns.T]
         rest = rest[np.unique(np.concatenate(chosen))]
     train = np.sort(rest[: args.train_images])
-    fewest = 5 if args.protocol == "logreg-icmlm" else 1  # it chooses by a fifth of them
-    if len(train) < fewest or not len(test):
+    if not len(train) or not len(test):
         fail(f"{len(train)} training and {len(test)} test photos are left by --shots, "
-             f"--train-images and --hold-out: {args.protocol} needs {fewest} and 1")
+             "--train-images and --hold-out")
     return train, test
 
 
@@ -552,7 +545,8 @@ def embed(args, archs, sizes, device):
     if not paths:
         fail(f"there is no photo in the folder {args.embed} or its subfolders")
     common.make_folder(args.output)
-    backbone = frozen_backbone(source, archs[source], args.seed, device)
+    backbone = load_backbone(source, archs[source], args.seed).eval()
+    backbone.to(device, memory_format=torch.channels_last)
     photos = LabelData(np.array(paths, common.STRINGS), np.zeros(len(paths)), [])
     features_of = partial(pooled, backbone, amp=args.amp)
     squares = CentralSquares(photos, sizes[source])
@@ -567,15 +561,21 @@ def embed(args, archs, sizes, device):
 
 
 def measure(decisions, run):
-    """Outputs of a run -> {metric: percent} of each linear layer, and what guesses would score"""
+    """Outputs of a run -> {metric or class: percent}, and what guesses would score
+
+    Of several linear layers: {"C-11 mAP": percent, ...}
+    """
     protocol = run.protocol
     labels = decisions.y
     if protocol.metric == "mAP":
         labels = torch.from_numpy(label_columns(labels.numpy(), len(run.names)))
     scores = {}
     for layer, x in zip(protocol.layers, decisions.x.chunk(len(protocol.layers), 1)):
-        for name, percent in score(x, labels, run.names, protocol.interpolated).items():
-            scores[f"{layer} {name}".strip()] = percent
+        of_layer = score(x, labels, run.names, protocol.interpolated)
+        if layer:  # the metric alone
+            metric = next(iter(of_layer))
+            of_layer = {f"{layer} {metric}": of_layer[metric]}
+        scores |= of_layer
     return scores | by_chance(labels)
 
 
@@ -607,13 +607,12 @@ def average_precision(decision, truth, interpolated=False):
 
     interpolated: takes the best precision at this or a higher recall [Goyal et al. 2019].
     """
-    from sklearn.metrics import average_precision_score, precision_recall_curve
+    from sklearn.metrics import precision_recall_curve
 
-    if not interpolated:
-        return 100 * float(average_precision_score(truth, decision))
     precision, recall, _ = precision_recall_curve(truth, decision)  # recall falls
-    highest = np.maximum.accumulate(precision)
-    return 100 * float(-np.sum(np.diff(recall) * highest[:-1]))
+    if interpolated:
+        precision = np.maximum.accumulate(precision)
+    return 100 * float(-np.sum(np.diff(recall) * precision[:-1]))
 
 
 def by_chance(labels):
@@ -748,7 +747,7 @@ def train_probe(probe, train, test, run, learning_rate, decay=0.0):
         with torch.no_grad():
             return outputs_of(logits_of, test, np.arange(len(test)), run)
 
-    scores = lambda: format_scores(measure(decisions(), run))
+    scores = lambda: format_scores(measure(decisions(), run), run.names)
     common.extra("layers").train(probe, train, run, scores, learning_rate, decay)
     return decisions() if common.is_main() else None
 
