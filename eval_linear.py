@@ -48,7 +48,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import common
-from common import fail, print_main, progress
+from common import fail, number, print_main, progress
 
 SPLITS = {"coco": ("train2017", "val2017"), "voc07": ("trainval", "test")}
 
@@ -62,9 +62,9 @@ def get_args(argv=None):
     add("--arch", choices=common.BACKBONES, help="architecture of random and imagenet (default: "
         "that of the first file, else resnet50; vgg16_bn for --protocol layers)")
     add("--protocol", choices=PROTOCOLS, default="svm-virtex", help="see the table above")
-    add("--runs", type=common.positive_int, default=1,
+    add("--runs", type=number("int > 0"), default=1,
         help="repeat with this many seeds, and report the mean and the deviation")
-    add("--seed", type=common.non_negative_int, default=0,
+    add("--seed", type=number("int >= 0"), default=0,
         help="seed of the first run; it also decides which photos are drawn")
     add = parser.add_argument_group("data").add_argument
     add("--data", default="shapes", help="labelled photos: shapes (built in), voc07, folder, or "
@@ -73,21 +73,21 @@ def get_args(argv=None):
     add("--train-split", help="training split (default: trainval for voc07, train2017 for "
         "coco, else train)")
     add("--val-split", help="test split (default: test for voc07, val2017 for coco, else val)")
-    add("--image-size", type=common.positive_int, help="side of a crop in pixels (default: the "
+    add("--image-size", type=number("int > 0"), help="side of a crop in pixels (default: the "
         "one each file was trained at; if unknown, the first file's; else 224, or 48 for shapes)")
-    add("--train-images", type=common.positive_int,
+    add("--train-images", type=number("int > 0"),
         help="train on at most this many photos (default: 2000 for shapes, else all)")
-    add("--shots", type=common.positive_int,
+    add("--shots", type=number("int > 0"),
         help="train on this many photos of each class, with all labels that they have")
-    add("--hold-out", type=common.fraction_below_1, default=0.0, metavar="FRACTION",
+    add("--hold-out", type=number(">= 0, < 1"), default=0.0, metavar="FRACTION",
         help="test on this fraction of the training split, not on --val-split; train on the rest")
-    add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count()),
+    add("--workers", type=number("int >= 0"), default=min(8, os.cpu_count()),
         help="processes that load photos; with 0 the main process loads them")
     add = parser.add_argument_group("linear layers (the defaults are the protocol's)").add_argument
-    add("--epochs", type=common.positive_int, help="passes over the training photos")
-    add("--batch-size", type=common.positive_int, help="photos per iteration over all processes")
-    add("--lr", type=common.positive, nargs="+", help="peak learning rate; layers takes three")
-    add("--steps", type=common.fraction_below_1, nargs="+", metavar="FRACTION", help="fractions of "
+    add("--epochs", type=number("int > 0"), help="passes over the training photos")
+    add("--batch-size", type=number("int > 0"), help="photos per iteration over all processes")
+    add("--lr", type=number("> 0"), nargs="+", help="peak learning rate; layers takes three")
+    add("--steps", type=number(">= 0, < 1"), nargs="+", metavar="FRACTION", help="fractions of "
         "training after which sgd-virtex divides the rate by 10 (default: cosine decay)")
     add = parser.add_argument_group("run").add_argument
     add("--output", help="folder for result.json and the linear layers (default: "

@@ -15,20 +15,20 @@ import torch
 
 import common
 import eval_linear
-from common import fail, print_main
+from common import fail, number, print_main
 from downstream import pictures, tasks
 
 
 def get_args(argv=None):
-    parser = tasks.argument_parser(__doc__)
+    parser = common.Parser(__doc__)
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="folder of photos; its subfolders are read, too")
     add("--weights", required=True, help="a file for eval_linear.py, imagenet or random")
     add("--arch", choices=common.BACKBONES, help="network for random, imagenet (default resnet50)")
-    add("--image-size", type=common.positive_int, help="side in pixels (default: as in training)")
+    add("--image-size", type=number("int > 0"), help="side in pixels (default: as in training)")
     add("--output", default="runs/embed", help="folder for the two files (default %(default)s)")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision (default off)")
-    add("--workers", type=common.non_negative_int, default=2, help="processes that load photos")
+    add("--workers", type=number("int >= 0"), default=2, help="processes that load photos")
     return parser.parse_args(argv)
 
 

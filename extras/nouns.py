@@ -9,9 +9,10 @@ from pathlib import Path
 import regex
 
 import common
-from common import LETTERS, fail, progress
+from common import fail, progress
 
 NUM_NOUNS = 1000  # at most [ours]
+LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
 WORD = regex.compile(rf"{LETTERS}(?:-{LETTERS})*")  # t-shirt is one
 SPACY_MODEL = "en_core_web_sm"  # its smallest English one [ours]
 SPACY_TAGS = {"NOUN": "nouns", "PROPN": "nouns", "ADJ": "adjectives", "VERB": "verbs"}

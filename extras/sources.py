@@ -1,18 +1,13 @@
-"""Visual Genome's captions, VOC07's labels, and photos whose pixels need more than a conversion"""
+"""Visual Genome's captions and VOC07's labels"""
 
 import os
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 import common
 from common import extra, fail, one_line, print_main, progress, read_photos
 
-# By convention these mean that there is no measurement, often without a tag
-NO_VALUES = -9999.0, -32768.0, -99999.0, -(2.0**31)
-HUGE = 1e19  # what programs write for "no value": 1e20, float32's own limits
-GDAL_NODATA = 42113  # the tag of a TIFF with its own mark for pixels without a value
 VOC_TRUTH = {"1": 1, "-1": 0, "0": -1}  # their yes, no and "difficult"
 
 
@@ -87,41 +82,3 @@ def voc07(root, split):
         fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
     names = [path.name.removesuffix(f"_{split}.txt") for path in lists]
     return np.array(paths, common.STRINGS), np.array(columns, np.int8).T, names
-
-
-def to_rgb(image):
-    """A PIL image -> RGB; more than 8 bits are scaled to 0..255, transparent pixels lie on white"""
-    info = image.info  # with EXIF's orientation
-    if image.mode[0] in "IF":
-        image = Image.fromarray(to_8_bits(image))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    image = image.convert("RGB")
-    image.info = info
-    return image
-
-
-def to_8_bits(image):
-    """A PIL image of integers or floats -> (H, W) uint8; pixels without a value are black.
-
-    The range is that of the values, without the lowest and the highest 0.1%: a few broken pixels
-    would leave the others no contrast.
-    """
-    values = np.asarray(image, float)
-    valid = (np.abs(values) < HUGE) & ~np.isin(values, NO_VALUES)  # NaN is not below
-    tags = getattr(image, "tag_v2", {})  # only a TIFF has some
-    if GDAL_NODATA in tags:
-        no_value = float(tags[GDAL_NODATA].strip(" \0"))
-        valid &= ~np.isclose(values, no_value, rtol=1e-6, atol=0)  # float32, written in decimals
-    if not valid.any():
-        raise ValueError("no pixel has a value")
-    low, high = np.percentile(values[valid], [0.1, 99.9])
-    if low == high:  # what differs is less than 0.1%, stars, say
-        low, high = values[valid].min(), values[valid].max()
-    inner = values[valid & (values > low) & (values < high)]
-    if inner.size and max(inner.min() - low, high - inner.max()) > np.ptp(inner) > 0:
-        common.report_once(f"{getattr(image, 'filename', image)}: {low:g} or {high:g} is far from "
-                           "all other values. Does it mean that there is none?")
-    values = np.where(valid, values, low).clip(low, high)
-    return (255 * (values - low) / (high - low or 1.0)).round().astype(np.uint8)

@@ -38,7 +38,7 @@ def tiny_model(task="bicaptioning", max_length=10):
     """Two layers per direction in float64, all random, no dropout; counts what it classifies"""
     torch.manual_seed(0)
     sizes = 12, HIDDEN, LAYERS
-    model = virtex.TASKS[task][0](FeaturesAsGiven(5), *sizes, max_length=max_length, task=task)
+    model = virtex.MODELS[task][0](FeaturesAsGiven(5), *sizes, max_length=max_length, task=task)
     model.rows = []
     output = model.textual.output if hasattr(model, "text_losses") else model.textual["output"]
     output.register_forward_hook(lambda *passed: model.rows.append(len(passed[-1])))
@@ -52,7 +52,7 @@ def random_features(*shape):
 def losses_of(model, features, captions, task="bicaptioning", masked=None):
     """The means of the losses of these captions, batched as in training"""
     texts = [*zip(captions, masked or captions)] if task == "masked_lm" else captions
-    batch = virtex.TASKS[task][1].collate_text(None, texts)
+    batch = virtex.MODELS[task][1].collate_text(None, texts)
     return {name: total / n for name, (total, n) in model(features, batch).items()}
 
 
@@ -154,7 +154,7 @@ def test_weights_at_the_start():
 @pytest.mark.parametrize("task", virtex.TASKS)
 def test_parameter_groups(task):
     """Sec. 3: no weight decay on norms and biases in the Transformers; the backbone's own rate."""
-    model = virtex.TASKS[task][0](FeaturesAsGiven(5), 12, hidden=64, layers=2, task=task)
+    model = virtex.MODELS[task][0](FeaturesAsGiven(5), 12, hidden=64, layers=2, task=task)
     model.visual["cnn"].weight = nn.Parameter(torch.zeros(3))
     backbone, no_decay = set(model.visual.parameters()), set()
     for head in (head for head in model.children() if isinstance(head, virtex.TextualHead)):

@@ -8,7 +8,6 @@ MarianMT models of the hub [ours] translate each caption to French and back, and
 Writes lines {"caption", "fr", "de"}, batch by batch; interrupted, the same command resumes.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -25,8 +24,7 @@ MAX_TOKENS = 128  # per translation
 
 
 def get_args(argv=None):
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = common.Parser(__doc__)
     add = parser.add_argument
     add("--data", default="coco", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")

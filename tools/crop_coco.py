@@ -21,6 +21,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
+from common import number
 
 
 def get_args(argv=None):
@@ -29,7 +30,7 @@ def get_args(argv=None):
     add = parser.add_argument
     add("--root", default="datasets/coco", help="holds annotations/, train2017/ and val2017/")
     add("--output", default="datasets/coco-crops", help="image folder to write")
-    add("--margin", type=common.non_negative_int, default=30, help="pixels an edge may move by")
+    add("--margin", type=number("int >= 0"), default=30, help="pixels an edge may move by")
     return parser.parse_args(argv)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
-from common import fail, print_main
+from common import fail, number, print_main
 from eval_linear import folder_labels
 
 
@@ -24,9 +24,9 @@ def get_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("--root", required=True, help="image folder, with train/<class>/<image>")
-    add("--classes", type=common.positive_int, help="number of classes to draw (default all)")
-    add("--per-class", type=common.positive_int, help="images to draw of each class (default all)")
-    add("--seed", type=common.non_negative_int, default=0, help="seed of the draws")
+    add("--classes", type=number("int > 0"), help="number of classes to draw (default all)")
+    add("--per-class", type=number("int > 0"), help="images to draw of each class (default all)")
+    add("--seed", type=number("int >= 0"), default=0, help="seed of the draws")
     add("--output", default="label_list.jsonl", help=".jsonl to write")
     return parser.parse_args(argv)
 

@@ -10,7 +10,6 @@ and tags of the photo KEY.jpg (or .png...), a copy of its file. The index holds 
 shards: if you move them, make it again with --index-only.
 """
 
-import argparse
 import glob
 import html
 import io
@@ -40,15 +39,14 @@ HTML_TAG = re.compile(rf"(?i)</?({HTML_NAMES})(\s+[\w:-]+=[^<>]*|\s*/)?>")
 
 
 def get_args(argv=None):
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = common.Parser(__doc__)
     add = parser.add_argument
     add("--data", default="shapes", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--index-only", metavar="SHARDS", help="index existing shards: path with {00..99}, * or ?; "
         "without {split}, one shard in twenty (at most 5) becomes the split val")
     add("--splits", nargs="+", help="default train2017 val2017 for coco, else train val")
-    add("--per-shard", type=common.positive_int, default=5000, help="photos per shard")
+    add("--per-shard", type=common.number("int > 0"), default=5000, help="photos per shard")
     add("--output", default="shards", help="folder for the shards and the index")
     return parser.parse_args(argv)
 
