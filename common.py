@@ -112,34 +112,41 @@ class CaptionData:
         return self.select(keep)
 
 
-def caption_data(name, root=None, split="train", tags=False):
-    """One split of --data -> CaptionData.  tags: whether COCO's file of instances is read, too"""
+def caption_data(name, root=None, splits=("train", "val"), tags=False):
+    """-> CaptionData of each of the splits of --data.  tags: whether COCO's are read, too"""
     if name == "coco":
-        return read_photos(coco_photos, split, root or "datasets/coco", tags)
+        return read_photos(coco_photos, splits, root or "datasets/coco", tags)
     if name.endswith(".jsonl"):
-        return read_photos(jsonl_photos, split, root or os.path.dirname(name), name)
-    return extra("sources").caption_data(name, root, split)  # shapes, vg, shards
+        return read_photos(jsonl_photos, splits, root or os.path.dirname(name), name)
+    return extra("sources").caption_data(name, root, splits)  # shapes, vg, shards
 
 
-def read_photos(read, split, *given):
-    """-> CaptionData.  read(split, *given) -> [(path, captions, tags or None)], names of tags"""
-    data = [None]
+def read_photos(read, splits, *given):
+    """-> CaptionData of each split
+
+    read(splits, *given) yields for each split [(path, captions, tags or None)] and names of tags
+    """
+    data = [None for _ in splits]
     if is_main():  # one process reads, because the annotations of COCO take 3 GB meanwhile
-        photos, tag_names = read(split, *given)
-        missing = [path for path, *_ in photos if not os.path.isfile(path)]
-        if missing or not photos:
-            fail(f"{split} has {len(photos)} photos, of which {len(missing)} are missing: "
-                 f"{missing[:3]}. See --root, --train-split and --val-split")
-        paths, captions, tags = zip(*photos)
-        empty = sum(row.count("") for row in captions)
-        if empty:
-            print_main(f"{empty} captions of {split} are empty: left out")
-        tagged = np.array([row is not None for row in tags])
-        tags = lists(dict.fromkeys(row or ()) for row in tags)
-        data = [CaptionData(np.array(paths, STRINGS), lists(captions), tags, tagged, tag_names)]
+        found = read(splits, *given)
+        data = [to_caption_data(split, *next(found)) for split in splits]
     if world_size() > 1:
         dist.broadcast_object_list(data)
-    return data[0]
+    return data
+
+
+def to_caption_data(split, photos, tag_names):
+    missing = [path for path, *_ in photos if not os.path.isfile(path)]
+    if missing or not photos:
+        fail(f"{split} has {len(photos)} photos, of which {len(missing)} are missing: "
+             f"{missing[:3]}. See --root, --train-split and --val-split")
+    paths, captions, tags = zip(*photos)
+    empty = sum(row.count("") for row in captions)
+    if empty:
+        print_main(f"{empty} captions of {split} are empty: left out")
+    tagged = np.array([row is not None for row in tags])
+    tags = lists(dict.fromkeys(row or ()) for row in tags)
+    return CaptionData(np.array(paths, STRINGS), lists(captions), tags, tagged, tag_names)
 
 
 def read_json(path):
@@ -162,72 +169,65 @@ def texts(values):
     return values and [one_line(value) for value in values]
 
 
-def coco_photos(split, root, with_tags):
+def coco_photos(splits, root, with_tags):
     """From annotations/captions_{split}.json; tags are categories of instances_{split}.json"""
-    instances = f"{root}/annotations/instances_{split}.json"
-    captions, tags, names = defaultdict(list), defaultdict(list), {}
-    content = read_json(f"{root}/annotations/captions_{split}.json")
-    try:
-        files = {row["id"]: row["file_name"] for row in content["images"]}
-        for row in content["annotations"]:
-            captions[row["image_id"]].append(one_line(row["caption"]))
-        repeated = len(content["images"]) - len(files)
-        if with_tags and os.path.exists(instances):
-            content = read_json(instances)
-            names = {row["id"]: one_line(row["name"]) for row in content["categories"]}
+    for split in splits:
+        instances = f"{root}/annotations/instances_{split}.json"
+        captions, tags, names = defaultdict(list), defaultdict(list), {}
+        content = read_json(f"{root}/annotations/captions_{split}.json")
+        try:
+            files = {row["id"]: row["file_name"] for row in content["images"]}
             for row in content["annotations"]:
-                tags[row["image_id"]].append(names[row["category_id"]])
-    except Exception as error:
-        fail(f"{root}, split {split}, is not in the layout of COCO: {error!r}")
-    strays = [n for n in {**captions, **tags} if n not in files]  # 12 is not "12"
-    if repeated or strays:
-        print_main(f"{root}: {repeated} images of {split} are listed again; annotations of "
-                   f"{len(strays)} ids are left out, which no image has: {strays[:3]}")
-    photos = [(os.path.join(root, split, files[n]), captions[n], tags[n]) for n in files]
-    return photos, list(dict.fromkeys(names[n] for n in sorted(names)))
+                captions[row["image_id"]].append(one_line(row["caption"]))
+            repeated = len(content["images"]) - len(files)
+            if with_tags and os.path.exists(instances):
+                content = read_json(instances)
+                names = {row["id"]: one_line(row["name"]) for row in content["categories"]}
+                for row in content["annotations"]:
+                    tags[row["image_id"]].append(names[row["category_id"]])
+        except Exception as error:
+            fail(f"{root}, split {split}, is not in the layout of COCO: {error!r}")
+        strays = [n for n in {**captions, **tags} if n not in files]  # 12 is not "12"
+        if repeated or strays:
+            print_main(f"{root}: {repeated} images of {split} are listed again; annotations of "
+                       f"{len(strays)} ids are left out, which no image has: {strays[:3]}")
+        photos = [(os.path.join(root, split, files[n]), captions[n], tags[n]) for n in files]
+        yield photos, list(dict.fromkeys(names[n] for n in sorted(names)))
 
 
-def jsonl_photos(split, root, file):
+def jsonl_photos(splits, root, file):
     """One {"image", "captions", "tags", "split"} per line, of which only "image" is needed. Paths
     start from `root`. If no line has a split, the first, 21st, 41st... belong to val.
     """
-    rows, unread = read_jsonl(file, root)
-    if not any(row["split"] for row in rows):
-        for row in rows[::20]:
-            row["split"] = "val"
-    sizes = Counter(row["split"] or "train" for row in rows)
-    report_once(f"{file}: photos {dict(sizes)}; keys that are not read: {unread}")
-    tag_names = [tag for row in rows for tag in row["tags"] or () if tag]
-    chosen = [row for row in rows if (row["split"] or "train") == split]
-    photos = [(row["image"], row["captions"] or [], row["tags"]) for row in chosen]
-    return photos, list(dict.fromkeys(tag_names))
-
-
-def read_jsonl(file, root):
-    """-> [{"image": path, "captions", "tags": lists or None, "split"}], keys that are not read"""
-    rows, paths, unread, number = [], set(), {}, 0
+    rows, names, unread = [], {}, {}
+    number = 0
     try:
-        for number, line in enumerate(open(file, "rb"), 1):
-            if not line.strip():
-                continue
-            pairs = json.loads(line, object_pairs_hook=tuple)
-            content = dict(pairs)
-            if len(content) < len(pairs):  # json would keep the last
-                raise ValueError("a key occurs twice")
-            row = {"image": os.path.abspath(Path(root, content.pop("image")))}
-            if "caption" in content or row["image"] in paths:
-                raise ValueError(f'{row["image"]} needs a single line, with the list "captions"')
-            row["captions"] = texts(content.pop("captions", None))
-            row["tags"] = texts(content.pop("tags", None))
-            split = content.pop("split", None)
-            [row["split"]] = texts(["" if split is None else split])
-            rows.append(row)
-            paths.add(row["image"])
-            unread |= content
+        for number, line in enumerate(open(file, encoding="utf-8-sig"), 1):
+            if not line.isspace():
+                row = json.loads(line)
+                rows.append(jsonl_row(row, root))
+                unread |= dict.fromkeys(row.keys() - {"image", "captions", "tags", "split"})
     except Exception as error:  # no file, no UTF-8, no JSON, no "image", wrong types
         fail(f"{file}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
              f"{JSONL}. tools/to_jsonl.py converts other files")
-    return rows, list(unread)
+    if len({path for path, *_ in rows}) < len(rows):
+        [(path, _)] = Counter(path for path, *_ in rows).most_common(1)
+        fail(f'{file}: {path} needs a single line, with the list "captions"')
+    if not any(split for *_, split in rows):
+        rows = [(*row, "" if n % 20 else "val") for n, (*row, _) in enumerate(rows)]
+    sizes = Counter(split or "train" for *_, split in rows)
+    print_main(f"{file}: photos {dict(sizes)}; keys that are not read: {sorted(unread)}")
+    names = list(dict.fromkeys(tag for _, _, tags, _ in rows for tag in tags or () if tag))
+    for split in splits:
+        yield [row[:3] for row in rows if (row[3] or "train") == split], names
+
+
+def jsonl_row(row, root):
+    """A line of a .jsonl -> path, captions, tags or None, split or "" """
+    if "caption" in row:
+        raise ValueError('it needs the list "captions"')
+    path = os.path.abspath(os.path.join(root, row["image"]))
+    return path, texts(row.get("captions")) or [], texts(row.get("tags")), row.get("split") or ""
 
 
 def fingerprint(names, *columns):

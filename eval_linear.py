@@ -326,7 +326,7 @@ def label_data(name, root, split):
     if not (shards or name in ("shapes", "coco", "vg") or name.endswith(".jsonl")):
         fail(f"no data set {name}: photos in {split}/CLASS/ are --data folder --root FOLDER, other "
              "--data are shapes, voc07, coco, a .jsonl file or a folder of shards")
-    captioned = common.caption_data(name, root, split, tags=True)
+    [captioned] = common.caption_data(name, root, [split], tags=True)
     if not captioned.tag_names:
         fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
     if not captioned.tagged.all():

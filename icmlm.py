@@ -191,8 +191,9 @@ def main(args):
     init = common.read_init(args)  # a backbone's weights, None without --init
 
     # Data: a frozen language model, and one triplet for each word that can be masked.
-    train = common.caption_data(args.data, args.root, args.train_split).captioned()
-    val = common.caption_data(args.data, args.root, args.val_split).captioned()
+    splits = args.train_split, args.val_split
+    train, val = common.caption_data(args.data, args.root, splits)
+    train, val = train.captioned(), val.captioned()
     lm_name = f"{args.output}/language_model" if args.lm == "scratch" else args.lm
     checkpoint = common.begin_run(args, train.checksum(), val.checksum())  # {} for a new run
     if args.lm == "scratch" and common.is_main() and not checkpoint:

@@ -203,10 +203,11 @@ def main(args):
     # Data: photos, some of which may have no captions or no tags [Sec. 3.2, end].
     bn_group = batchnorm_group(args)
     tags = args.lambda_tag and args.tags == "annotated"
-    train = common.caption_data(args.data, args.root, args.train_split, tags)
+    splits = [args.train_split] + [args.val_split] * bool(args.lambda_ic)  # MoCo has no retrieval
+    train, *val = common.caption_data(args.data, args.root, splits, tags)
     train, num_tags = usable_photos(args, train)
     translations = read_backtranslations(args, train)
-    val = retrieval_photos(args) if args.lambda_ic else train.select([])  # MoCo has no retrieval
+    val = retrieval_photos(val[0], args.seed) if val else train.select([])
     translated = common.fingerprint([], *[texts.joined for texts in translations])
     checkpoint = common.begin_run(args, train.checksum(), val.checksum(), translated)
     queue_size = fit_queue(args, len(train))
@@ -331,14 +332,13 @@ def usable_photos(args, data):
     return data.captioned(), 0
 
 
-def retrieval_photos(args):
+def retrieval_photos(data, seed):
     """Validation photos that have a caption, RETRIEVAL_IMAGES at most -> CaptionData"""
-    data = common.caption_data(args.data, args.root, args.val_split)
     if not any(data.captions):
         print_main("no validation photo has a caption, so retrieval is not measured")
         return data.select([])
     data = data.captioned()
-    chosen = np.random.default_rng(args.seed).permutation(len(data))[:RETRIEVAL_IMAGES]
+    chosen = np.random.default_rng(seed).permutation(len(data))[:RETRIEVAL_IMAGES]
     return data.select(np.sort(chosen))
 
 

@@ -187,8 +187,8 @@ def main(args):
 
     # Data: photos, and labels made from their captions. Photos without a label are left out.
     with_tags = args.labels == "instances"  # TP-Label [Sec. 4]
-    train = common.caption_data(args.data, args.root, args.train_split, with_tags)
-    val = common.caption_data(args.data, args.root, args.val_split, with_tags)
+    splits = args.train_split, args.val_split
+    train, val = common.caption_data(args.data, args.root, splits, with_tags)
     checkpoint = common.begin_run(args, train.checksum(), val.checksum())  # {} for a new run
     if common.is_main() and not checkpoint:
         make_labels(args, (train, val), device)  # once, for all processes

@@ -175,9 +175,10 @@ def main(args):
 
     # Data: photos with captions, and a tokenizer learned from the captions.
     Model, Photos = MODELS[args.task]  # classes
-    train = common.caption_data(args.data, args.root, args.train_split, Photos.reads_tags)
+    splits = args.train_split, args.val_split
+    train, val = common.caption_data(args.data, args.root, splits, Photos.reads_tags)
     train = subset(train, args.fraction, args.captions_per_image, args.seed).captioned()
-    val = common.caption_data(args.data, args.root, args.val_split, Photos.reads_tags).captioned()
+    val = val.captioned()
     checkpoint = common.begin_run(args, train.checksum(), val.checksum())  # {} for a new run
     if common.is_main() and not checkpoint:  # once, for all processes
         model = train_tokenizer(train.all_captions(), args.vocab_size)

@@ -209,7 +209,8 @@ def evaluate(model, tokenizer, image_size, device, args):
         fail("pycocoevalcap is missing: python -m pip install pycocoevalcap")
     if not shutil.which("java"):
         fail("Java is missing: apt-get install default-jre-headless")
-    val = common.caption_data(args.data, args.root, args.val_split).captioned()
+    [val] = common.caption_data(args.data, args.root, [args.val_split])
+    val = val.captioned()
     rows = []
     for n, caption, *_ in caption_images(model, tokenizer, val, image_size, device, args):
         references = val.captions[n]

@@ -108,7 +108,8 @@ def load_icmlm(path, lm_name, device):
 def validation_photos(args, trained, tokenizer):
     """-> CaptionData of --photos random photos of the validation split, with a caption of each"""
     root = args.root or trained["root"]
-    data = common.caption_data(trained["data"], root, trained["val_split"]).captioned()
+    [data] = common.caption_data(trained["data"], root, [trained["val_split"]])
+    data = data.captioned()
     order = np.random.default_rng(0).permutation(len(data))
     data = data.select(np.sort(order[: args.photos]))
     data = icmlm.filter_captions(data, tokenizer.tokenize, trained["max_words"]).captioned()

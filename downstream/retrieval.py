@@ -123,7 +123,8 @@ def main(args):
 
 def captioned_photos(args, split, max_photos):
     """At most `max_photos` random captioned photos of a split -> CaptionData"""
-    data = common.caption_data(args.data, args.root, split).captioned()
+    [data] = common.caption_data(args.data, args.root, [split])
+    data = data.captioned()
     order = np.random.default_rng(args.seed).permutation(len(data))
     return data.select(order[:max_photos])
 

@@ -44,7 +44,7 @@ def main(args):
         data = images_in(args.root)
     else:
         trained = model.trained
-        data = common.caption_data(trained.data, trained.root, trained.val_split)
+        [data] = common.caption_data(trained.data, trained.root, [trained.val_split])
     model.check_texts(args.texts, "the texts")
     path = Path(args.output, "search.png")
     _, readable, nearest = model.find(args.texts, data, path)

@@ -87,8 +87,8 @@ def tagged_photos(args):
 
     Names are the --num-tags most frequent tags of the training photos, most frequent first.
     """
-    train = common.caption_data(args.data, args.root, args.train_split, tags=True)
-    val = common.caption_data(args.data, args.root, args.val_split, tags=True)
+    splits = args.train_split, args.val_split
+    train, val = common.caption_data(args.data, args.root, splits, tags=True)
     if args.fraction < 1:
         order = np.random.default_rng(args.seed).permutation(len(train))
         train = train.select(np.sort(order[: max(1, round(args.fraction * len(train)))]))

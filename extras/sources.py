@@ -11,40 +11,41 @@ from common import extra, fail, one_line, print_main, progress, read_photos
 VOC_TRUTH = {"1": 1, "-1": 0, "0": -1}  # their yes, no and "difficult"
 
 
-def caption_data(name, root, split):
-    """One split of --data -> common.CaptionData"""
+def caption_data(name, root, splits):
+    """-> common.CaptionData of each split of --data"""
     if name == "shapes":
-        return extra("shapes").caption_data(split)
+        return [extra("shapes").caption_data(split) for split in splits]
     if name == "vg":
-        return read_photos(visual_genome, split, root or "datasets/vg")
+        return read_photos(visual_genome, splits, root or "datasets/vg")
     if os.path.isdir(name):
-        return extra("shards").caption_data(name, split)
+        return [extra("shards").caption_data(name, split) for split in splits]
     fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of shards; "
          "python tools/to_jsonl.py FILE converts other files")
 
 
-def visual_genome(split, root):
-    """-> (path, captions, no tags) of each photo of a fixed random 103K / 5K split; no names
+def visual_genome(splits, root):
+    """Yield (path, captions, no tags) of each photo of a fixed random 103K / 5K split; no names
 
     Each region's phrase is a caption of its photo. The root holds region_descriptions.json,
     image_data.json, VG_100K/ and VG_100K_2/.
     """
-    if split not in ("train", "val"):
-        fail(f"--data vg has the splits train and val, not {split}")
-    paths = {}
-    for row in entries(root, "image_data.json"):
-        paths[row["image_id"]] = os.path.join(root, *row["url"].split("/")[-2:])
-    ids = np.random.default_rng(0).permutation(sorted(paths)).tolist()
-    num_val = min(5000, len(ids) // 10)
-    keep = set(ids[:num_val] if split == "val" else ids[num_val:])
-    regions, found = entries(root, "region_descriptions.json"), []
-    for row in progress(regions, desc="captions", total=len(paths), leave=False):
-        if row["id"] in keep:
-            captions = [one_line(region["phrase"]) for region in row["regions"]]
-            found.append((paths[row["id"]], captions, []))
-    if lost := len(keep) - len(found):
-        print_main(f"{root}: left out {lost} photos of {split}, which have no regions")
-    return found, []
+    for split in splits:
+        if split not in ("train", "val"):
+            fail(f"--data vg has the splits train and val, not {split}")
+        paths = {}
+        for row in entries(root, "image_data.json"):
+            paths[row["image_id"]] = os.path.join(root, *row["url"].split("/")[-2:])
+        ids = np.random.default_rng(0).permutation(sorted(paths)).tolist()
+        num_val = min(5000, len(ids) // 10)
+        keep = set(ids[:num_val] if split == "val" else ids[num_val:])
+        regions, found = entries(root, "region_descriptions.json"), []
+        for row in progress(regions, desc="captions", total=len(paths), leave=False):
+            if row["id"] in keep:
+                captions = [one_line(region["phrase"]) for region in row["regions"]]
+                found.append((paths[row["id"]], captions, []))
+        if lost := len(keep) - len(found):
+            print_main(f"{root}: left out {lost} photos of {split}, which have no regions")
+        yield found, []
 
 
 def entries(root, name):

@@ -45,7 +45,7 @@ def main(args):
     path = Path(args.output)
     path.parent.mkdir(parents=True, exist_ok=True)
     done = keep_whole_lines(path)
-    data = common.caption_data(args.data, args.root, args.train_split)
+    [data] = common.caption_data(args.data, args.root, [args.train_split])
     todo = [caption for caption in dict.fromkeys(data.all_captions()) if caption not in done]
     todo.sort(key=len)  # similar lengths in a batch: less padding
     print_main(f"{len(done)} captions are in {path} already, {len(todo)} to translate")

@@ -37,8 +37,8 @@ def get_args(argv=None):
 def main(args):
     if not args.output.endswith(".jsonl"):
         fail(f"--output {args.output} must end in .jsonl")
-    train = common.caption_data(args.data, split="train").captioned()
-    val = common.caption_data(args.data, split="val").captioned()
+    train, val = common.caption_data(args.data)
+    train, val = train.captioned(), val.captioned()
     words = choose_words(train, args.num_words)
     order = np.random.default_rng(args.seed).permutation(len(val))
     learn = set(order[: len(val) // 2].tolist())
