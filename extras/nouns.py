@@ -20,6 +20,7 @@ SPACY_TAGS = {"NOUN": "nouns", "PROPN": "nouns", "ADJ": "adjectives", "VERB": "v
 
 def tagged(args, data):
     """-> CaptionData whose tags are the most frequent nouns of its captions [Sec. 4.4]"""
+    common.make_folder(args.output)
     path = Path(args.output, "nouns.json")
     if common.is_main() and not Path(args.output, "checkpoint.pth").exists():
         find_nouns(data.all_captions(), args.tags, path)  # once, for all processes
