@@ -8,6 +8,7 @@ import json
 import math
 import operator
 import os
+import re
 import sys
 import textwrap
 import time
@@ -20,14 +21,12 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-import regex
 import torch
 import torch.distributed as dist
 from PIL import Image, ImageOps
 from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-
 
 
 def fail(message):
@@ -241,7 +240,7 @@ def fingerprint(names, *columns):
 
 def swap_left_right(caption):
     """The caption of the flipped photo: left and right, as whole words [ours], are swapped."""
-    return regex.sub(r"\b(?i:(left)|right)\b", lambda word: "right" if word[1] else "left", caption)
+    return re.sub(r"\b(?i:(left)|right)\b", lambda word: "right" if word[1] else "left", caption)
 
 
 def check_known(tokenizer, captions, name):
@@ -469,17 +468,15 @@ def constants_on(device):
 
 # ------------------------------------------------------------------ backbones and their optimizers
 
-# Channels of the features, names of the modules that make them, one after the other; can its blocks
-# start as identities? Has it batch norm?
-Backbone = namedtuple("Backbone", "channels layers zero_init_residual batch_norm")
-RESNET = "conv1 bn1 relu maxpool layer1 layer2 layer3 layer4"
+# Channels of the features; can its blocks start as identities? Has it batch norm?
+Backbone = namedtuple("Backbone", "channels zero_init_residual batch_norm")
 BACKBONES = {  # torchvision's; a new one is one line
-    "resnet18": Backbone(512, RESNET, True, True),
-    "resnet50": Backbone(2048, RESNET, True, True),
-    "resnet101": Backbone(2048, RESNET, True, True),
-    "wide_resnet50_2": Backbone(2048, RESNET, True, True),
-    "vgg16_bn": Backbone(512, "features", False, True),
-    "convnext_tiny": Backbone(768, "features", False, False),  # [ours]
+    "resnet18": Backbone(512, True, True),
+    "resnet50": Backbone(2048, True, True),
+    "resnet101": Backbone(2048, True, True),
+    "wide_resnet50_2": Backbone(2048, True, True),
+    "vgg16_bn": Backbone(512, False, True),
+    "convnext_tiny": Backbone(768, False, False),  # [ours]
 }
 
 
@@ -496,7 +493,7 @@ def build_backbone(arch, zero_init_residual=False, **kwargs):
         model = getattr(models, arch)(**kwargs)
     except OSError as error:  # from urllib
         fail(f"the weights of {arch} cannot be downloaded ({error}): are you online?")
-    layers = [(name, getattr(model, name)) for name in row.layers.split()]
+    *layers, _, _ = model.named_children()  # the last two are pooling and the classifier
     backbone = nn.Sequential(OrderedDict(layers))
     backbone.arch = arch
     backbone.channels = row.channels
