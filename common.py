@@ -9,6 +9,7 @@ import math
 import operator
 import os
 import re
+import signal
 import sys
 import textwrap
 import time
@@ -567,6 +568,9 @@ def init_distributed():
     sys.__stdout__.reconfigure(errors="replace", line_buffering=True)  # "?" if there is no UTF-8
     if sys.platform == "linux":  # the default of Python 3.14 would copy the data for each worker
         torch.multiprocessing.set_start_method("fork", force=True)
+    RUN["pid"] = os.getpid()
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     local = dist.get_node_local_rank(0)
     backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
@@ -636,13 +640,35 @@ def choose_amp(device, requested):
     return requested or ("bf16" if native else "off")
 
 
+def default_workers():
+    """How many processes load photos for each process that trains, by the cores it may use"""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine, by torchrun
+    if torch.cuda.is_available():
+        cores = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count())
+        return min(24, max(1, len(cores) // processes - 1))
+    return min(8, os.cpu_count() // 2 // processes)
+
+
 def print_main(message):
     """Print a line from the first process only, without breaking the progress bar."""
     if is_main():
         tqdm.write(message)
 
 
+class LogFile:
+    """Where bars are written without a terminal: lines instead of one line that is overwritten"""
+
+    def write(self, text):
+        sys.stderr.write(text.replace("\r", "\n"))
+
+    def flush(self):
+        sys.stderr.flush()
+
+
 def progress(iterable, **kwargs):
+    """A bar; without a terminal a line each 30 seconds"""
+    if not sys.stderr.isatty():
+        kwargs |= {"file": LogFile(), "mininterval": 30, "delay": 30}
     return tqdm(iterable, disable=not is_main(), dynamic_ncols=True, **kwargs)
 
 
@@ -657,7 +683,8 @@ GONE = {"--compile": "nobody has seen it gain; leave it out"}
 # Where data are (fingerprints compare the contents), how fast training goes, what is measured
 FORMAT = 2  # of checkpoints; 1 compared other checksums
 RESUME_CAN_CHANGE = """given output data root workers amp accumulate log_every checkpoint_every
-keep_every validate_every""".split()
+save_minutes keep_every validate_every""".split()
+RUN = {}  # how far it is: what `stop` says
 
 
 def number(bounds):
@@ -740,8 +767,7 @@ def apply_recipe(args, script, flags, **changes):
         recipe |= {"iters": None, "epochs": None}
     year = "2017" if data == "coco" else ""
     recipe |= {"script": script, "train_split": f"train{year}", "val_split": f"val{year}"}
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine, by torchrun
-    recipe["workers"] = min(8, os.cpu_count() // 2 // processes)
+    recipe["workers"] = default_workers()
     recipe["output"] = f"runs/{script}-{Path(data).stem}".removesuffix("-shapes")
     scale = (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]
     for name in "lr", "text_lr":
@@ -840,13 +866,51 @@ def begin_run(args, *fingerprints):
 
 def restore(args, checkpoint, iters, state):
     """Load the checkpoint into `state`, {name: model, optimizer...} -> the iterations done"""
+    RUN.update(iters=iters, done=0, saved=0, saved_at=time.monotonic())
     if not checkpoint:
         return 0
     for name, module in state.items():
         if checkpoint[name]:  # a scaler that was not in use has no state
             module.load_state_dict(checkpoint[name])
-    print_main(f"{args.output}: {checkpoint['iteration']} of {iters} iterations are done")
-    return checkpoint["iteration"]
+    done = checkpoint["iteration"]
+    RUN.update(done=done, saved=done)
+    print_main(f"{args.output}: {done} of {iters} iterations are done")
+    return done
+
+
+def iterations(done, iters):
+    """The bar over the iterations that are left. After twenty it says once how long they take."""
+
+    def count():
+        for iteration in range(done + 1, iters + 1):
+            RUN["done"] = iteration - 1
+            if iteration == done + 5:  # the first ones are slow
+                started = time.monotonic()
+            if iteration == done + 20:
+                minutes = (time.monotonic() - started) / 15 * (iters - iteration) / 60
+                if minutes > 1:
+                    print_main(f"about {minutes:.0f} minutes are left")
+            yield iteration
+
+    return progress(count(), initial=done, total=iters, unit=" its")
+
+
+def stop(number, frame):
+    """Ctrl-C and SIGTERM end the first process in one line, and all others silently."""
+    if os.getpid() == RUN["pid"] and is_main():
+        tqdm.write("")
+        if "saved" in RUN:
+            tqdm.write(f"stopped after {RUN['done']} of {RUN['iters']} iterations; the checkpoint "
+                       f"is of {RUN['saved']}; the same command goes on", file=sys.stderr)
+        else:
+            tqdm.write("stopped before training began", file=sys.stderr)
+    os._exit(128 + number)
+
+
+def save_is_due(args, iteration):
+    """Has --checkpoint-every passed, or --save-minutes since the last save?"""
+    minutes = (time.monotonic() - RUN["saved_at"]) / 60
+    return iteration % args.checkpoint_every == 0 or minutes > args.save_minutes
 
 
 def save_checkpoint(args, name, iteration, state, more=None):
@@ -855,6 +919,8 @@ def save_checkpoint(args, name, iteration, state, more=None):
     check_finite(content["model"].values())
     content |= {"script": args.script, "args": vars(args), "iteration": iteration}
     save(f"{args.output}/{name}", content | (more or {}))
+    if name == "checkpoint.pth":
+        RUN.update(saved=iteration, saved_at=time.monotonic())
 
 
 def check_finite(values):

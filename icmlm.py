@@ -145,10 +145,12 @@ FLAGS = {
         "split each batch into this many micro-batches, if memory is short"),
     "log_every":         (10,          20,          20,                  "int > 0",
         "iterations between lines of metrics.jsonl"),
-    "validate_every":    (1000,        1000,        10_000,              "int > 0",
-        "iterations between validations"),
+    "validate_every":    (1000,        None,        10_000,              "int > 0",
+        "iterations between validations (2,000, or a fifth of a shorter run)"),
     "checkpoint_every":  (200,         500,         5000,                "int > 0",
-        "iterations between saves of checkpoint.pth"),
+        "iterations between saves of checkpoint.pth; each validation saves, too"),
+    "save_minutes":      (2.0,         2.0,         10.0,                "> 0",
+        "minutes after which checkpoint.pth is saved in any case"),
     "keep_every":        (None,        None,        None,                "int > 0",
         "also keep a model_N.pth every N iterations, to choose the best later"),
     "proxy_triplets":    (2000,        5000,        None,                "int > 0",
@@ -205,6 +207,7 @@ def main(args):
     common.barrier()
     concepts, triplets, val_triplets = load_triplets(args, (train, val), tokenizer)
     iters = args.iters or math.ceil(args.epochs * len(triplets) / args.batch_size)
+    validate_every = args.validate_every or min(2000, math.ceil(iters / 5))
     print_main(f"{len(train)} photos ({len(val)} for validation), {len(triplets)} triplets, "
                f"{len(concepts)} concepts, vocabulary of {len(lm.token_embeddings)}")
     print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
@@ -233,7 +236,7 @@ def main(args):
     batches = common.train_batches(triplets, collate, args, device, done)
     log = common.Log(args, checkpoint)
     more = {"concepts": concepts}  # for downstream/masked_words.py
-    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
+    bar = common.iterations(done, iters)
     for iteration in bar:
         # Learning rates: warm-up [ours], then cosine decay or steps [App. F.1]
         decay = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
@@ -273,10 +276,10 @@ def main(args):
 
         # Log, validate, save
         last = iteration == iters
-        validating = last or iteration % args.validate_every == 0
+        validating = last or iteration % validate_every == 0
         if validating or iteration % args.log_every == 0:
             row = {**log.means(), "lr": args.lr * decay}
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
                 num_triplets = args.proxy_triplets if last else 5000  # [ours]
                 result = validate(model, lm, val_triplets, args, device, num_triplets)
@@ -287,7 +290,7 @@ def main(args):
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, more)
-        if last or iteration % args.checkpoint_every == 0:
+        if validating or common.save_is_due(args, iteration):
             common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
 
     common.end_run(args, model.backbone)  # eval_linear.py says what the backbone is worth

@@ -128,10 +128,12 @@ FLAGS = {
         "split each batch into this many micro-batches, if memory is short"),
     "log_every":         (10,          20,          20,                  "int > 0",
         "iterations between lines of metrics.jsonl"),
-    "validate_every":    (400,         2000,        5000,                "int > 0",
-        "iterations between validations"),
+    "validate_every":    (400,         None,        5000,                "int > 0",
+        "iterations between validations (2,000, or a fifth of a shorter run)"),
     "checkpoint_every":  (200,         500,         5000,                "int > 0",
-        "iterations between saves of checkpoint.pth"),
+        "iterations between saves of checkpoint.pth; each validation saves, too"),
+    "save_minutes":      (2.0,         2.0,         10.0,                "> 0",
+        "minutes after which checkpoint.pth is saved in any case"),
     "keep_every":        (None,        None,        None,                "int > 0",
         "also keep a model_N.pth every N iterations, to choose the best later"),
 }
@@ -201,6 +203,7 @@ def main(args):
     photos = LabelledPhotos(train, labels, names, args)
     val_photos = LabelledPhotos(val.select(chosen), val_labels[chosen], names, args)
     iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
+    validate_every = args.validate_every or min(2000, math.ceil(iters / 5))
     print_main(f"{len(photos)} photos ({len(val_photos)} for validation), {len(names)} labels")
     print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
 
@@ -223,7 +226,7 @@ def main(args):
     batches = common.train_batches(photos, None, args, device, done)
     log = common.Log(args, checkpoint)
     more = {"names": names}  # for downstream/labels.py
-    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
+    bar = common.iterations(done, iters)
     for iteration in bar:
         # Learning rates: warm-up [ours], then cosine decay or steps [App. F.1]
         decay = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
@@ -252,10 +255,10 @@ def main(args):
 
         # Log, validate, save
         last = iteration == iters
-        validating = last or iteration % args.validate_every == 0
+        validating = last or iteration % validate_every == 0
         if validating or iteration % args.log_every == 0:
             row = {**log.means(), "lr": args.lr * decay}
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
                 result = validate(model, val_photos, labels.mean(0), args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
@@ -265,7 +268,7 @@ def main(args):
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, more)
-        if last or iteration % args.checkpoint_every == 0:
+        if validating or common.save_is_due(args, iteration):
             common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
 
     common.end_run(args, model.backbone)  # eval_linear.py says what the backbone is worth

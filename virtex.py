@@ -143,10 +143,12 @@ FLAGS = {
         "split each batch into this many micro-batches, if memory is short"),
     "log_every":           (10,             20,             20,             "int > 0",
         "iterations between lines of metrics.jsonl"),
-    "validate_every":      (400,            2000,           10_000,         "int > 0",
-        "iterations between validations"),
+    "validate_every":      (400,            None,           10_000,         "int > 0",
+        "iterations between validations (2,000, or a fifth of a shorter run)"),
     "checkpoint_every":    (200,            500,            10_000,         "int > 0",
-        "iterations between saves of checkpoint.pth"),
+        "iterations between saves of checkpoint.pth; each validation saves, too"),
+    "save_minutes":        (2.0,            2.0,            10.0,           "> 0",
+        "minutes after which checkpoint.pth is saved in any case"),
     "keep_every":          (None,           None,           None,           "int > 0",
         "also keep a model_N.pth every N iterations, to choose the best later"),
 }
@@ -188,6 +190,7 @@ def main(args):
     photos = Photos(train, tokenizer, args)
     val_photos = Photos(val, tokenizer, args)
     iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
+    validate_every = args.validate_every or min(2000, math.ceil(iters / 5))
     print_main(f"{len(photos)} photos ({len(val_photos)} for validation), {photos.num_outputs} "
                f"outputs, heads at lr {args.text_lr:g}")
     print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
@@ -218,7 +221,7 @@ def main(args):
     batches = common.train_batches(photos, photos.collate, args, device, done)
     log = common.Log(args, checkpoint)
     more = {"tokenizer": tokenizer.serialized_model_proto()}  # for downstream/captioning.py
-    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
+    bar = common.iterations(done, iters)
     for iteration in bar:
         # Learning rates: warm-up, then cosine decay [Sec. 3]
         decay = common.lr_factor(iteration - 1, iters, args.warmup)
@@ -249,11 +252,11 @@ def main(args):
 
         # Log, validate, save
         last = iteration == iters
-        validating = last or iteration % args.validate_every == 0
+        validating = last or iteration % validate_every == 0
         if validating or iteration % args.log_every == 0:
             row = {**log.means(), "lr": args.lr * decay}
             row["text_lr"] = args.text_lr * decay
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
                 result = validate(model, val_photos, args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
@@ -263,7 +266,7 @@ def main(args):
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, more)
-        if last or iteration % args.checkpoint_every == 0:
+        if validating or common.save_is_due(args, iteration):
             common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
 
     common.end_run(args, backbone)  # eval_linear.py says what the backbone is worth
