@@ -199,35 +199,32 @@ def jsonl_photos(splits, root, file):
     """One {"image", "captions", "tags", "split"} per line, of which only "image" is needed. Paths
     start from `root`. If no line has a split, the first, 21st, 41st... belong to val.
     """
-    rows, names, unread = [], {}, {}
-    number = 0
+    rows, paths, unread, number = [], set(), {}, 0
     try:
-        for number, line in enumerate(open(file, encoding="utf-8-sig"), 1):
-            if not line.isspace():
-                row = json.loads(line)
-                rows.append(jsonl_row(row, root))
-                unread |= dict.fromkeys(row.keys() - {"image", "captions", "tags", "split"})
+        for number, line in enumerate(open(file, "rb"), 1):
+            if not line.strip():
+                continue
+            content = json.loads(line)
+            path = os.path.abspath(os.path.join(root, content.pop("image")))
+            if "caption" in content or path in paths:
+                raise ValueError(f'{path} needs a single line, with the list "captions"')
+            captions = texts(content.pop("captions", None)) or []
+            tags = texts(content.pop("tags", None))
+            split = content.pop("split", None)
+            [split] = texts(["" if split is None else split])
+            rows.append((path, captions, tags, split))
+            paths.add(path)
+            unread |= content
     except Exception as error:  # no file, no UTF-8, no JSON, no "image", wrong types
         fail(f"{file}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
              f"{JSONL}. tools/to_jsonl.py converts other files")
-    if len({path for path, *_ in rows}) < len(rows):
-        [(path, _)] = Counter(path for path, *_ in rows).most_common(1)
-        fail(f'{file}: {path} needs a single line, with the list "captions"')
     if not any(split for *_, split in rows):
         rows = [(*row, "" if n % 20 else "val") for n, (*row, _) in enumerate(rows)]
     sizes = Counter(split or "train" for *_, split in rows)
-    print_main(f"{file}: photos {dict(sizes)}; keys that are not read: {sorted(unread)}")
-    names = list(dict.fromkeys(tag for _, _, tags, _ in rows for tag in tags or () if tag))
+    print_main(f"{file}: photos {dict(sizes)}; keys that are not read: {list(unread)}")
+    tag_names = list(dict.fromkeys(tag for _, _, tags, _ in rows for tag in tags or () if tag))
     for split in splits:
-        yield [row[:3] for row in rows if (row[3] or "train") == split], names
-
-
-def jsonl_row(row, root):
-    """A line of a .jsonl -> path, captions, tags or None, split or "" """
-    if "caption" in row:
-        raise ValueError('it needs the list "captions"')
-    path = os.path.abspath(os.path.join(root, row["image"]))
-    return path, texts(row.get("captions")) or [], texts(row.get("tags")), row.get("split") or ""
+        yield [row[:3] for row in rows if (row[3] or "train") == split], tag_names
 
 
 def fingerprint(names, *columns):

@@ -120,6 +120,12 @@ def captioned(*captions, images=None, tags=None, tag_names=()):
     return common.CaptionData(images, common.lists(captions), tags, tagged, list(tag_names))
 
 
+def one_split(name, root=None, split="train", tags=False):
+    """One of the splits that common.caption_data reads -> CaptionData"""
+    [data] = common.caption_data(name, root, [split], tags)
+    return data
+
+
 class FeaturesAsGiven(torch.nn.Module):
     """In place of the backbone: images in, the same out."""
 
@@ -431,7 +437,7 @@ def tiny_lm(coco_folder, tmp_path_factory):
     """The folder of a BERT of one layer and 64 dimensions that has read coco_folder's captions."""
     from extras import small_bert  # only here: it takes a second, and not every process needs it
 
-    captions = common.caption_data("coco", str(coco_folder), "train2017").all_captions()
+    captions = one_split("coco", str(coco_folder), "train2017").all_captions()
     folder = tmp_path_factory.mktemp("lm")
     small_bert.train(folder, captions, 40, 0, CPU, "off", layers=1, width=64)
     return folder

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torchvision
 from conftest import NEEDS_PICTURES, WIDTH, checkpoint_in, random_weights, refusal, result, run_here
+from conftest import one_split
 from test_virtex import OfficialHead, captions_of, logits_of, random_features, tiny_model
 from torch import nn
 
@@ -150,7 +151,7 @@ def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
     written = json.loads((output / "captions.json").read_text())["captions"]
     assert [row["image"] for row in written] == list(map(str, photos))
     captions = [row["caption"] for row in written]
-    data = common.caption_data("coco", str(coco_folder), "val2017")
+    data = one_split("coco", str(coco_folder), "val2017")
     truth = dict(enumerate(data.captions))
     fake.compute_score.assert_called_with(truth, {n: [text] for n, text in enumerate(captions)})
     assert lines == [

@@ -223,7 +223,7 @@ def test_trainings(watch, tiny, tiny_lm, tmp_path, monkeypatch, script):
     monkeypatch.setattr(icmlm, "load_language_model", language_model)
     monkeypatch.setattr(virtex, "LOOKAHEAD_K", 2)
     for name, value in (("greyscale", 0.5), ("blur", 0.5), ("lm_layers", 1), ("lm_width", 64)):
-        monkeypatch.setitem(mmcontrastive.RECIPES, name, (value, value, value))
+        monkeypatch.setitem(mmcontrastive.FLAGS, name, (value, value, value))
     for n, flags in enumerate(TRAININGS[script]):
         print(script, flags)  # shown if it fails
         train(watch, tiny(script, tmp_path / str(n), *LONG, *flags.split()))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import CPU, FeaturesAsGiven, captioned, files_in, kill_at, metrics, photos_at
+from conftest import one_split
 from conftest import random_weights, refusal, result, run_here
 from PIL import Image
 from tokenizers import BertWordPieceTokenizer
@@ -483,7 +484,7 @@ def test_the_first_step_written_out(head, tiny, tmp_path, monkeypatch):
     run_here(command)
     args = icmlm.get_args(command[1:])
     tokenizer, lm = icmlm.load_language_model(args.lm, CPU, "off")
-    data = [common.caption_data("coco", args.root, f"{split}2017") for split in ("train", "val")]
+    data = [one_split("coco", args.root, f"{split}2017") for split in ("train", "val")]
     concepts, triplets, _ = icmlm.load_triplets(args, data, tokenizer)  # those of the run
     torch.manual_seed(3)
     model = icmlm.ICMLM(args, lm.token_embeddings.size(1), len(concepts))
@@ -520,7 +521,7 @@ def test_without_lambda_tags_do_not_train_the_backbone(tiny, tmp_path):
 
 def test_warm_up_of_the_attention(tiny, tmp_path, monkeypatch):
     """As long as it lasts, the backbone is that of --init, with its batch statistics."""
-    monkeypatch.setitem(icmlm.RECIPES, "steps", 3 * ([0.5, 0.75],))
+    monkeypatch.setitem(icmlm.FLAGS, "steps", 3 * ([0.5, 0.75],))
     init = tmp_path / "init.pth"
     common.save_weights(init, common.build_backbone("resnet18"))
     flags = "--head att-fc --heads 2 --warmup-attention 0.5 --iters 8 --keep-every 4".split()
@@ -538,7 +539,7 @@ def test_warm_up_of_the_attention(tiny, tmp_path, monkeypatch):
 
 def test_learns(easy_scenes, tmp_path, monkeypatch):
     """An eighth of the demo, on easier scenes: the photo tells words that the text does not"""
-    monkeypatch.setitem(icmlm.RECIPES, "proxy_triplets", 3 * (500,))
+    monkeypatch.setitem(icmlm.FLAGS, "proxy_triplets", 3 * (500,))
     flags = ["--iters", 80, "--lm-iters", 40, "--image-size", 32, "--seed", 2]  # 1 comes later
     run_here(["icmlm.py", *flags, "--output", tmp_path])
     words = result(tmp_path)["masked_words"]

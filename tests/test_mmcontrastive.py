@@ -14,6 +14,7 @@ import torch
 import torchvision.transforms.functional as TF
 import transformers
 from conftest import CPU, captioned, checkpoint_in, files_in, metrics, photos_at, refusal, result
+from conftest import one_split
 from conftest import run_here
 from PIL import Image
 from scipy.stats import rankdata
@@ -331,7 +332,7 @@ def photos_without(coco_folder, tmp_path, captions_in=("train", "val")):
     """The scenes in a .jsonl, some without captions, some without tags -> its path"""
     rows = []
     for split in ("train", "val"):
-        data = common.caption_data("coco", str(coco_folder), f"{split}2017", tags=True)
+        data = one_split("coco", str(coco_folder), f"{split}2017", tags=True)
         for n, image in enumerate(data.images):
             row = {"image": image, "split": split}
             if n % 3 and split in captions_in:
@@ -354,7 +355,7 @@ def test_a_step_written_out(tiny, coco_folder, tmp_path):
     old = torch.load(run / "model_3.pth", weights_only=True)["model"]
     new, row = checkpoint_in(run)["model"], metrics(run)[-1]
     args = mmcontrastive.get_args(command[1:])
-    train = common.caption_data(args.data, None, "train")
+    train = one_split(args.data, None, "train")
     tokenizer, config = mmcontrastive.read_caption_model(run / "caption_model")
     encoders = mmcontrastive.build_encoders(args, config, bn_group=4)
     model = mmcontrastive.MultimodalContrastive(encoders, 24, len(train.tag_names))
@@ -432,7 +433,7 @@ def test_backtranslate_and_train_on_it(tiny, tiny_lm, coco_folder, tmp_path):
     """Killed half-way and started again it has every caption once, both ways; training reads it."""
     path = tmp_path / "run" / "backtranslations.jsonl"
     command = tiny("mmcontrastive", path.parent, "--caption-views", "backtranslation", "--iters", 3)
-    data = common.caption_data("coco", str(coco_folder), "train2017")
+    data = one_split("coco", str(coco_folder), "train2017")
     captions = data.all_captions()
     first = sorted(set(captions))[:70]
     done = [{"caption": caption, "fr": "not made", "de": "again"} for caption in first]
@@ -556,7 +557,7 @@ def test_photos_without_captions(tiny, coco_folder, tmp_path):
 
 def test_what_is_left_out_is_said(tiny, coco_folder, tmp_path):
     """Eq. 5 of a .jsonl without tags, and the ends of captions of more than 64 tokens"""
-    data = common.caption_data("coco", str(coco_folder), "train2017")
+    data = one_split("coco", str(coco_folder), "train2017")
     rows = [{"image": image, "captions": ["dog " * 70]} for image in data.images]
     path = tmp_path / "photos.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))

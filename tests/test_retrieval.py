@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEEDS_PICTURES, refusal, result, run_here
+from conftest import one_split
 from PIL import Image
 
 import common
@@ -89,7 +90,7 @@ def test_script(coco_folder, tmp_path):
 
 def test_random_crops(coco_folder):
     """A crop of each photo, then a flipped one of each; the seed draws them."""
-    photos = common.caption_data("coco", str(coco_folder), "val2017").select(np.arange(3))
+    photos = one_split("coco", str(coco_folder), "val2017").select(np.arange(3))
     args = retrieval.get_args(["--image-size", "32"])
     crops = retrieval.RandomCrops(photos, args)
     assert len(crops) == 3 * args.crops

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CPU, NEEDS_PICTURES, photos_at, refusal, result, run_here
+from conftest import one_split
 from PIL import Image
 from test_mmcontrastive import assert_same_scores, literal_scores
 
@@ -45,7 +46,7 @@ def vectors_of(folder, data, captions):
 def test_retrieval_of_the_validation_split(trained, coco_folder):
     """Tab. 7, from vectors of the checkpoint's encoders made one by one; its baseline is chance."""
     encoders, tokenizer, flags = search.load_encoders(trained / "checkpoint.pth")
-    val = common.caption_data("coco", str(coco_folder), "val2017")
+    val = one_split("coco", str(coco_folder), "val2017")
     paths = [*val.images]
     paths[5] = "no photo"
     broken = dataclasses.replace(val, images=photos_at(*paths))

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import OWN, TINY, in_two_processes, kill_at, refusal, run_here
+from conftest import one_split
 from PIL import Image, TiffImagePlugin
 
 import common
@@ -62,7 +63,7 @@ def index_command(folder, pattern):
 def index(folder, pattern="{00..02}.tar"):
     """tools/make_shards.py --index-only -> CaptionData of train and val"""
     run_here(index_command(folder, pattern))
-    return [common.caption_data(str(folder), split=split) for split in ("train", "val")]
+    return [one_split(str(folder), split=split) for split in ("train", "val")]
 
 
 def test_what_shards_hold(folder):
@@ -161,7 +162,7 @@ def test_html_and_captions_as_in_a_jsonl(tmp_path):
         write_tar(tmp_path / name, dict(sorted(files.items())))
     printed = run_here(index_command(tmp_path, "*.tar"))
     assert "train: 1 photos have captions from KEY.txt, which lost HTML\n" in printed
-    train = common.caption_data(str(tmp_path))
+    train = one_split(str(tmp_path))
     plain = ["Rosa & thorn"]
     assert list(train.captions) == [["<i>Rosa</i> &amp; thorn"], plain, plain, ["a fern"]]
     (tmp_path / "1.jpg").write_bytes(RED)
@@ -169,7 +170,7 @@ def test_html_and_captions_as_in_a_jsonl(tmp_path):
     (tmp_path / "photos.jsonl").write_text(json.dumps(row))
     flags = "--data", tmp_path / "photos.jsonl", "--splits", "train", "--output", tmp_path / "out"
     run_here(["tools.make_shards", *flags])
-    assert list(common.caption_data(str(tmp_path / "out")).captions) == [row["captions"]]
+    assert list(one_split(str(tmp_path / "out")).captions) == [row["captions"]]
 
 
 def test_which_captions_are_read(tmp_path):
@@ -185,7 +186,7 @@ def test_which_captions_are_read(tmp_path):
     for name in "0.tar", "1.tar":
         write_tar(tmp_path / name, dict(sorted(files.items())))
     printed = run_here(index_command(tmp_path, "*.tar"))
-    data = common.caption_data(str(tmp_path))
+    data = one_split(str(tmp_path))
     assert list(data.captions) == [["a fern"], ["a moss"], ["a moss"], ["a fern"], []]
     for line in (
         '1 photos have captions from "captions" of KEY.json, not those of "caption" of KEY.json',
@@ -205,14 +206,14 @@ def test_brackets_in_folders(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"image": "1.jpg", "captions": ["a"], "split": "train"}')
     flags = "--data", tmp_path / "a.jsonl", "--splits", "train", "--output", folder
     run_here(["tools.make_shards", *flags])
-    assert list(common.caption_data(str(folder)).captions) == [["a"]]
+    assert list(one_split(str(folder)).captions) == [["a"]]
     assert "holds shards of train" in refusal(["tools.make_shards", *flags])
     (folder / "train.index").unlink()
     line = refusal(["virtex.py", "--data", folder, "--output", tmp_path / "run"])
     pattern = line.split("--index-only ")[1].strip("'").replace("*", "{split}-*")
     flags = "--index-only", pattern, "--splits", "train", "--output", folder
     run_here(["tools.make_shards", *flags])
-    assert list(common.caption_data(str(folder)).captions) == [["a"]]
+    assert list(one_split(str(folder)).captions) == [["a"]]
 
 
 def test_all_splits_are_read_before_the_first_is_written(tmp_path):
@@ -268,7 +269,7 @@ def test_tags_that_are_not_given(tmp_path):
     data = "--data", tmp_path / "photos.jsonl", "--splits", "train", "--output", tmp_path
     run_here(["tools.make_shards", *data])
     for name in "photos.jsonl", "":
-        data = common.caption_data(f"{tmp_path}/{name}")
+        data = one_split(f"{tmp_path}/{name}")
         assert data.tagged.tolist() == [True, True, False, False]
         assert data.select([2, 0]).tagged.tolist() == [False, True]
         assert len(eval_linear.label_data(f"{tmp_path}/{name}", None, "train")) == 2
@@ -280,7 +281,7 @@ def test_training_on_shards(few_scenes, tmp_path):
     data = tmp_path / "shards"
     run_here(["tools.make_shards", "--output", data, "--per-shard", 25])
     assert len([*data.glob("train-*.tar")]) == 3
-    made, scenes = common.caption_data(str(data)), common.caption_data("shapes")
+    made, scenes = one_split(str(data)), one_split("shapes")
     assert list(made.captions) == list(scenes.captions)
     [one], [other] = (common.read_crops(d, 7, [common.centre_crop], 64) for d in (made, scenes))
     assert np.abs(one.astype(int) - other).mean() < 5  # JPEG
@@ -313,7 +314,7 @@ def test_copies_of_files(tmp_path):
     assert f"cannot decode {tmp_path}/c.jpg" in run_here(["tools.make_shards", *flags])
     copied = []
     for split in "train", "val":
-        data = common.caption_data(str(tmp_path / "shards"), split=split)
+        data = one_split(str(tmp_path / "shards"), split=split)
         copied += [data.open(place).fp.getvalue() for place in data.images]
     names = "a.jpg", "b.png", "d.jpg", "e.TIF", "f.webp"
     assert copied == [(tmp_path / name).read_bytes() for name in names]
@@ -394,7 +395,7 @@ def test_visual_genome(tmp_path):
     (tmp_path / "region_descriptions.json").write_text(json.dumps(regions))
     seen = {}
     for split in "train", "val":
-        data = common.caption_data("vg", str(tmp_path), split)
+        data = one_split("vg", str(tmp_path), split)
         seen[split] = [int(Path(path).stem) for path in data.images]
         assert data.tag_names == []
         for k, captions in zip(seen[split], data.captions):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from conftest import ROOT, refusal, run_here
+from conftest import one_split
 from PIL import Image
 
 import common
@@ -415,7 +416,7 @@ def test_a_folder_without_texts(convert, tmp_path):
 
 def test_what_it_writes_is_read(convert, tmp_path):
     convert({"file": json.dumps(RAW)})
-    train = common.caption_data(str(tmp_path / "photos.jsonl"))
+    train = one_split(str(tmp_path / "photos.jsonl"))
     assert list(train.captions) == [CAPTIONED["img/1.jpg"]]
 
 
@@ -430,7 +431,7 @@ def test_photos_inside_parquet(convert, tmp_path, monkeypatch):
     text = (ROOT / "docs/running.md").read_text()
     monkeypatch.chdir(tmp_path)
     exec(text.split("```python\n")[1].split("```")[0], {})
-    val = common.caption_data("photos.jsonl", split="val")
+    val = one_split("photos.jsonl", split="val")
     assert list(val.captions) == [["a"]] and open(val.images[0], "rb").read() == photo
 
 

@@ -7,6 +7,7 @@ import fuzz
 import pytest
 import transformers
 from conftest import NEEDS_PICTURES, fork_and_read, refusal, run_here
+from conftest import one_split
 from PIL import Image
 
 import common
@@ -105,7 +106,7 @@ def test_crops_and_their_list(tmp_path):
     draw = ["tools.label_list", "--root", crops, "--output", lines, "--per-class"]
     assert "1 classes have fewer photos than --per-class, the first: cat\n" in run_here([*draw, 2])
     assert run_here([*draw, 1]).startswith("2 photos of 2 classes\n")
-    train = common.caption_data(str(lines))
+    train = one_split(str(lines))
     assert train.tag_names == ["cat", "dog"] and list(train.tags) == [["cat"], ["dog"]]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import CPU, captioned, checkpoint_in, metrics, photos_at, result, run_here
+from conftest import one_split
 from scipy import sparse
 from sklearn.cluster import KMeans
 from sklearn.metrics import average_precision_score
@@ -106,7 +107,7 @@ def test_clusters_are_equation_1(tiny_lm, coco_folder, tmp_path, monkeypatch):
     """A caption's label is the centre nearest to its [CLS] vector, the mean of its cluster.
     A photo has the labels of all its captions; a cluster is called by the nearest of them.
     """
-    captions = common.caption_data("coco", str(coco_folder), "train2017").all_captions()
+    captions = one_split("coco", str(coco_folder), "train2017").all_captions()
     captions = list(dict.fromkeys(captions))
     rng = np.random.default_rng(0)
     some = [rng.choice(captions, rng.integers(1, 4), replace=False).tolist() for _ in range(26)]

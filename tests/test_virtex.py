@@ -15,6 +15,7 @@ import sentencepiece
 import torch
 import torchvision
 from conftest import CPU, ROOT, FeaturesAsGiven, captioned, metrics, photos_at, random_weights
+from conftest import one_split
 from conftest import in_two_processes, refusal, result, run_here
 from PIL import Image
 from torch import nn
@@ -266,7 +267,7 @@ def test_subset(coco_folder):
         data = virtex.subset(full, fraction, number, seed)
         return {data.images[i]: (data.captions[i], data.tags[i]) for i in range(len(data))}
 
-    full = common.caption_data("coco", str(coco_folder), "train2017")
+    full = one_split("coco", str(coco_folder), "train2017")
     every, half, two = rows(1.0), rows(0.5), rows(1.0, 2)
     assert list(every) == list(two) == list(full.images)
     assert len(half) == 12 and len(rows(0.001)) == 1 and rows(0.25).keys() < half.keys()
@@ -444,7 +445,7 @@ def test_token_classification_written_out():
 @pytest.mark.parametrize("task", virtex.TASKS)
 def test_every_task_learns_its_captions(task, tiny, tmp_path, monkeypatch):
     """24 pictures by heart: the loss falls by half a nat, and validation knows its terms."""
-    monkeypatch.setitem(virtex.RECIPES, "zero_residual", 3 * (False,))  # slower at first
+    monkeypatch.setitem(virtex.FLAGS, "zero_residual", 3 * (False,))  # slower at first
     run_here(tiny("virtex", tmp_path, "--task", task, "--iters", 90, "--crop-min", 0.9))
     rows = metrics(tmp_path)
     losses = [row["loss"] for row in rows]
