@@ -12,7 +12,6 @@ from conftest import one_split
 from test_virtex import OfficialHead, captions_of, logits_of, random_features, tiny_model
 from torch import nn
 
-import common
 import virtex
 from downstream import captioning
 from virtex import EOS, PAD, SOS, UNK

@@ -10,7 +10,6 @@ from conftest import NEEDS_PICTURES, fork_and_read, refusal, run_here
 from conftest import one_split
 from PIL import Image
 
-import common
 from tools import benchmark, plot
 
 IS_NO_FOLDER = "--output {tmp}/file cannot be a folder: File exists"
