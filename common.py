@@ -734,7 +734,9 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(argv)
         for word in unknown:
             flag = word.partition("=")[0]
-            close = difflib.get_close_matches(flag, self._option_string_actions, 1, 0.75)
+            flags = list(self._option_string_actions)
+            close = [name for name in flags if name.startswith(flag)]
+            close = close or difflib.get_close_matches(flag, flags, 1, 0.75)
             hint = f"did you mean {close[0]}?" if close else "there is no such flag: see --help"
             self.error(f"{flag}: {GONE.get(flag, hint)}")
         given = (name for name, value in vars(args).items() if value != self.get_default(name))
