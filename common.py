@@ -6,6 +6,8 @@ import importlib
 import json
 import math
 import os
+import platform
+import subprocess
 import sys
 import time
 import unicodedata
@@ -808,8 +810,29 @@ def begin_run(args, checkpoint, *checksums):
     if checkpoint and checkpoint["args"]["checksums"][: len(args.checksums)] != args.checksums:
         fail(f"{args.output} holds a run with other data or --init (or --lm, back-translations): "
              "choose another --output")
-    about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
-    save(f"{args.output}/args.json", vars(args) | about)
+    seconds = checkpoint.get("seconds", 0)  # of the run's earlier parts
+    save(f"{args.output}/args.json", vars(args) | circumstances() | {"seconds": round(seconds)})
+    args.began = time.time() - seconds
+
+
+def circumstances():
+    """-> what a number needs beside it, for args.json and result.json; commit: None without git"""
+    describe = "git describe --always --dirty --exclude='*'"
+    folder = Path(__file__).resolve().parent
+    git = subprocess.run(describe, shell=True, cwd=folder, capture_output=True, text=True)
+    cpuinfo = Path("/proc/cpuinfo")
+    names = regex.findall("model name.*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    machine = f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"
+    if torch.cuda.is_available():
+        machine = f"{torch.cuda.device_count()} {torch.cuda.get_device_name()}, {machine}"
+    return {
+        "command": sys.argv,
+        "processes": world_size(),
+        "commit": git.stdout.strip() or None,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine,
+        "torch": torch.__version__,
+    }
 
 
 def restore(args, checkpoint, iters, state):
@@ -827,8 +850,12 @@ def save_checkpoint(args, name, iteration, state, more=None):
     """Write `state`, {name: model, optimizer...}, and `more`; no weight may be infinite or NaN."""
     content = {key: module.state_dict() for key, module in state.items()}
     check_finite(content["model"].values())
+    seconds = time.time() - args.began
     content |= {"script": args.script, "args": vars(args), "iteration": iteration}
-    save(f"{args.output}/{name}", content | (more or {}))
+    save(f"{args.output}/{name}", content | {"seconds": seconds} | (more or {}))
+    if is_main():
+        path = f"{args.output}/args.json"
+        save(path, read_json(path) | {"seconds": round(seconds)})
 
 
 def check_finite(values):
