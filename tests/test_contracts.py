@@ -54,7 +54,8 @@ def test_output_directory(script, tiny, tmp_path):
     assert files_in(tmp_path) >= RUN_FILES | FILES[script] | {"model_2.pth"} and result(tmp_path)
     args = json.loads((tmp_path / "args.json").read_text())
     assert args["iters"] == 3 and args["recipe"] == "paper" and args["processes"] == 1
-    assert args["torch"] == torch.__version__ and "command" in args
+    assert args["torch"] == torch.__version__
+    assert {"command", "commit", "date", "machine", "seconds"} <= args.keys()
     for n, row in enumerate(metrics(tmp_path)):
         scores = {f"validation_{name}" for name in validated if n > 0}
         assert row.keys() >= ALWAYS | {*logged} | scores
@@ -225,7 +226,8 @@ def test_a_full_disk_and_another_amp(tiny, tmp_path):
     run_here(tiny("virtex", tmp_path, *flags))
     path = tmp_path / "checkpoint.pth"
     unfinished = tmp_path / f"checkpoint.pth.{os.getpid()}.tmp"
-    torch.save({**checkpoint_in(tmp_path), "iteration": 1}, path)  # as if it had been killed
+    killed = {**checkpoint_in(tmp_path), "iteration": 1, "seconds": 1000}  # as if it had been
+    torch.save(killed, path)
     kept = path.read_bytes()
     unfinished.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
@@ -236,6 +238,7 @@ def test_a_full_disk_and_another_amp(tiny, tmp_path):
     run_here(tiny("virtex", tmp_path, *flags, "--amp", "fp16", "--accumulate", 2))
     checkpoint = checkpoint_in(tmp_path)
     assert checkpoint["iteration"] == 3 and checkpoint["scaler"]
+    assert json.loads((tmp_path / "args.json").read_text())["seconds"] >= 1000  # of both parts
     assert all(value.isfinite().all() for value in checkpoint["model"].values())
 
 
@@ -329,6 +332,7 @@ def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path, rea
     run = tmp_path / f"runs/{script}-photos"
     assert (run / "backbone.pth").exists()
     args = json.loads((run / "args.json").read_text())
+    assert args["commit"] is None  # there is no git
     groups = checkpoint_in(run)["optimizer"]["param_groups"]
     of_backbone, *others = [group["initial_lr"] for group in groups]
     assert of_backbone == args["lr"] == pytest.approx(0.1 * args["head_lr"])

@@ -16,8 +16,8 @@ On a page these lines mark a table: its measures, with headings; then its rows, 
     <!-- table comparison: own_words = own words | minutes; rows MoCo | Words alone -->
     <!-- end -->
 
-A column may have two measures (`mean / minutes`), also of another table (`default: mean = later`). A
-loss has two digits, other numbers have one, and those that are whole in scores.csv have none.
+A column may have two measures (`mean / minutes`), also of another table (`default: mean`). A loss
+has two digits, other numbers have one, and those that are whole in scores.csv have none.
 
     <!-- differences comparison: mean = three sets | own_words = own words -->
 
