@@ -810,9 +810,11 @@ def begin_run(args, checkpoint, *checksums):
     if checkpoint and checkpoint["args"]["checksums"][: len(args.checksums)] != args.checksums:
         fail(f"{args.output} holds a run with other data or --init (or --lm, back-translations): "
              "choose another --output")
-    seconds = checkpoint.get("seconds", 0)  # of the run's earlier parts
-    save(f"{args.output}/args.json", vars(args) | circumstances() | {"seconds": round(seconds)})
-    args.began = time.time() - seconds
+    path = f"{args.output}/args.json"
+    earlier = read_json(path) if checkpoint and os.path.exists(path) else {}
+    seconds = earlier.get("seconds", 0)  # of the parts of an interrupted run
+    about = {"seconds": seconds, "began": time.time() - seconds}
+    save(path, vars(args) | circumstances() | about)
 
 
 def circumstances():
@@ -850,12 +852,12 @@ def save_checkpoint(args, name, iteration, state, more=None):
     """Write `state`, {name: model, optimizer...}, and `more`; no weight may be infinite or NaN."""
     content = {key: module.state_dict() for key, module in state.items()}
     check_finite(content["model"].values())
-    seconds = time.time() - args.began
     content |= {"script": args.script, "args": vars(args), "iteration": iteration}
-    save(f"{args.output}/{name}", content | {"seconds": seconds} | (more or {}))
+    save(f"{args.output}/{name}", content | (more or {}))
     if is_main():
-        path = f"{args.output}/args.json"
-        save(path, read_json(path) | {"seconds": round(seconds)})
+        about = read_json(f"{args.output}/args.json")
+        about["seconds"] = round(time.time() - about["began"])
+        save(f"{args.output}/args.json", about)
 
 
 def check_finite(values):

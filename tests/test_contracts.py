@@ -226,8 +226,9 @@ def test_a_full_disk_and_another_amp(tiny, tmp_path):
     run_here(tiny("virtex", tmp_path, *flags))
     path = tmp_path / "checkpoint.pth"
     unfinished = tmp_path / f"checkpoint.pth.{os.getpid()}.tmp"
-    killed = {**checkpoint_in(tmp_path), "iteration": 1, "seconds": 1000}  # as if it had been
-    torch.save(killed, path)
+    torch.save({**checkpoint_in(tmp_path), "iteration": 1}, path)  # as if it had been killed
+    args = json.loads((tmp_path / "args.json").read_text())
+    (tmp_path / "args.json").write_text(json.dumps({**args, "seconds": 1000}))
     kept = path.read_bytes()
     unfinished.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
