@@ -8,8 +8,10 @@ import json
 import math
 import operator
 import os
+import platform
 import re
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -858,9 +860,31 @@ def begin_run(args, *fingerprints):
         if name not in RESUME_CAN_CHANGE and earlier.get(name, now) != now:
             fail(f"{args.output} holds a run with {name} {earlier[name]}, not {now} (None: left "
                  "out): choose another --output, or delete the folder to start over")
-    about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
-    save(f"{args.output}/args.json", vars(args) | about)
+    path = f"{args.output}/args.json"
+    seconds = read_json(path).get("seconds", 0) if checkpoint and os.path.exists(path) else 0
+    RUN["began"] = time.time() - seconds  # of the parts of an interrupted run
+    save(path, vars(args) | circumstances() | {"seconds": seconds})
     return checkpoint
+
+
+def circumstances():
+    """-> what a number needs beside it, for args.json and result.json; commit: None without git"""
+    describe = "git describe --always --dirty --exclude='*'"
+    folder = Path(__file__).resolve().parent
+    git = subprocess.run(describe, shell=True, cwd=folder, capture_output=True, text=True)
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall("model name.*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    machine = f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"
+    if torch.cuda.is_available():
+        machine = f"{torch.cuda.device_count()} {torch.cuda.get_device_name()}, {machine}"
+    return {
+        "command": sys.argv,
+        "processes": world_size(),
+        "commit": git.stdout.strip() or None,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine,
+        "torch": torch.__version__,
+    }
 
 
 def restore(args, checkpoint, iters, state):
@@ -920,6 +944,10 @@ def save_checkpoint(args, name, iteration, state, more=None):
     save(f"{args.output}/{name}", content | (more or {}))
     if name == "checkpoint.pth":
         RUN.update(saved=iteration, saved_at=time.monotonic())
+        if is_main():
+            about = read_json(f"{args.output}/args.json")
+            about["seconds"] = round(time.time() - RUN["began"])
+            save(f"{args.output}/args.json", about)
 
 
 def check_finite(values):

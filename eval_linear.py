@@ -235,7 +235,8 @@ def report(results, sizes, classes, args):
     results = {source: over_runs(runs) for source, runs in results.items()}
     path = f"{args.output}/result.json"
     replaced = ", instead of an earlier call's" if os.path.exists(path) else ""
-    common.save(path, {"args": vars(args), "image_size": sizes, "backbones": results})
+    content = {"args": vars(args), "image_size": sizes, "backbones": results}
+    common.save(path, content | common.circumstances())
     columns = [name for name in results[args.weights[0]]["mean"] if name not in classes]
     width = max(map(len, results))
     print(" " * width, *(f"{column:>15}" for column in columns))
