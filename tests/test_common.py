@@ -339,8 +339,8 @@ def test_bounds_of_numbers(bounds, good, bad, words, capsys):
             parser.parse_args([f"--rate={text}"])
         printed = capsys.readouterr().err
         assert ended.value.code == 2 and printed.count("\n") == 1
-        assert re.fullmatch(f"error: --rate must be (a whole number |a number )?{words}, not {text}",
-                            printed.strip())
+        expected = f"error: --rate must be (a whole number |a number )?{words}, not {text}\n"
+        assert re.fullmatch(expected, printed)
 
 
 FLAGS = {
@@ -770,15 +770,16 @@ def test_recipes(given, recipe, expected):
 
 
 def test_rates_from_foreign_weights(tmp_path):
-    """In `small` the backbone gets a tenth of the recipe's rate, or --lr, unless a run of ours wrote
-    the weights; in the other recipes the rate stays."""
+    """In `small` the backbone gets a tenth of the recipe's rate, or --lr, unless a run of ours has
+    written the weights; in the other recipes the rate stays."""
     weights = common.build_backbone("resnet18").state_dict()
     torch.save(weights, tmp_path / "foreign.pth")
     (tmp_path / "run").mkdir()
     torch.save(weights, tmp_path / "run/backbone.pth")
     (tmp_path / "run/args.json").write_text('{"script": "tp", "arch": "resnet18"}')
-    torch.save({"script": "tp", "args": {"arch": "resnet18"}, "model": {f"backbone.{n}": x for n, x in
-               weights.items()}}, tmp_path / "checkpoint.pth")
+    model = {f"backbone.{name}": value for name, value in weights.items()}
+    ours = {"script": "tp", "args": {"arch": "resnet18"}, "model": model}
+    torch.save(ours, tmp_path / "checkpoint.pth")
 
     def rate(init, recipe="small", given=()):
         args = argparse.Namespace(init=f"{tmp_path}/{init}", arch="resnet18", recipe=recipe, lr=1.0,

@@ -344,7 +344,8 @@ def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path, rea
     assert of_backbone == args["lr"] == pytest.approx(0.1 * usual * 16 / 64)
     assert {*others} == {*map(args.get, RATES_OF_NEW_LAYERS[script])}
     code, printed = run_copy(tmp_path, f"{script}.py", "--data", "shapes")
-    assert code == 1 and "error: extras is missing: copy our folder extras beside the script" in printed
+    assert code == 1
+    assert "error: extras is missing: copy our folder extras beside the script" in printed
 
 
 @every_script

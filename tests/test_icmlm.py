@@ -527,7 +527,8 @@ def test_warm_up_of_the_attention(tiny, tmp_path):
 
 def test_learns(easy_scenes, tmp_path):
     """An eighth of the demo, on easier scenes: the photo tells words that the text does not"""
-    flags = ["--proxy-triplets", 500, "--iters", 80, "--lm-iters", 40, "--image-size", 32, "--seed", 2]  # 1 comes later
+    flags = ["--iters", 80, "--lm-iters", 40, "--image-size", 32, "--seed", 2]  # 1 comes later
+    flags += ["--proxy-triplets", 500]
     run_here(["icmlm.py", *flags, "--output", tmp_path])
     words = result(tmp_path)["masked_words"]
     top1 = words["with the photo"]["top1"]

@@ -470,7 +470,7 @@ GREEK = ["ένας σκύλος στο χιόνι", "δύο παιδιά παί�
 
 
 def test_captions_of_another_language(tiny, tiny_lm, coco_folder, tmp_path):
-    """Half of the tokens unknown to --lm or more: refused. From 5% on it is said, with the share."""
+    """If --lm does not know half of the tokens, it is refused; from 5% on the share is said."""
     flags = ["--lambda-tag", 0, "--iters", 1, "--lm", tiny_lm]
     photos = sorted((coco_folder / "train2017").iterdir())
 
