@@ -1,7 +1,7 @@
 """List the images of an image folder in a .jsonl for tp.py: the class of each is its only tag.
 
-    python tools/label_list.py --root datasets/imagenet --per-class 100
-    python tools/label_list.py --root datasets/imagenet --per-class 1000 --classes 100
+    python papers/label_list.py --root datasets/imagenet --per-class 100
+    python papers/label_list.py --root datasets/imagenet --per-class 1000 --classes 100
     python tp.py --data label_list.jsonl --val-split train --labels instances
 
 The first two commands make S-ImageNet with 1K and with 100 classes [ICMLM Sec. 4.2].

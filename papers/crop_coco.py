@@ -1,6 +1,6 @@
 """Cut the objects out of COCO's photos, as an image folder: "iconic" images  [VirTex App. A.1]
 
-    python tools/crop_coco.py --output datasets/coco-crops      # crops of train2017
+    python papers/crop_coco.py --output datasets/coco-crops      # crops of train2017
     python -m downstream.finetune --data folder --root datasets/coco-crops --weights random \\
         --arch resnet50 --epochs 90 --steps 30 60
 
