@@ -18,6 +18,7 @@ SEEDS=${SEEDS:-0}
 SEEN=${SEEN:-100096}
 OUT=${OUT:-runs/compare}
 IMAGENET=${IMAGENET:-imagenet}
+ONLY="" STARTED="" FAILED="" ROWS=""
 
 PHOTOS=$1
 SETS=()

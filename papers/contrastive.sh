@@ -18,7 +18,7 @@ trap "exit 130" INT
 RUN=${RUN:-torchrun --nproc_per_node=8}  # on one GPU: RUN=python
 DATA=${DATA:-datasets}                   # the folder of all data sets
 OUT=${OUT:-runs/papers}                  # the folder of all runs
-ONLY="$*"
+ONLY="$*" STARTED="" FAILED=""
 
 once() {  # FOLDER COMMAND...: runs it with --output OUT/FOLDER, unless its result is there
     [[ -z $ONLY || " $ONLY " == *" ${1%%/*} "* ]] || return 0

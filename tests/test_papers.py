@@ -4,8 +4,10 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import ROOT, refusal, run_here
@@ -19,6 +21,10 @@ TABLES = "virtex", "icmlm", "contrastive"
 STAND_IN = r"""#!/bin/sh
 case $1 in -c | -) exec "$REAL_PYTHON" "$@" ;; esac
 printf '%s\0' "${0##*/}" "$@" END >> "$LOG"
+if [ -n "$WAIT" ]; then
+    trap "exit 1" INT  # as our scripts do
+    sleep 100
+fi
 for word; do
     case $flag in
         --output) output=$word ;;
@@ -61,15 +67,24 @@ class Shell:
         self.env |= {"LOG": str(self.log), "OUT": str(self.out)}
         self.env |= {"DATA": f"{self.folder}/data sets", "PHOTO": f"{self.folder}/a photo.jpg"}
 
-    def run(self, name, *given, **env):
-        """-> [its words] of each command that was started, and what ended the shell script"""
+    def start(self, name, *given, **env):
         self.log.write_text("")
-        ended = subprocess.run(
+        return subprocess.Popen(
             ["bash", ROOT / f"papers/{name}.sh", *map(str, given)],
-            env={**os.environ, **self.env, **env}, cwd=self.folder, capture_output=True, text=True,
+            env={**os.environ, **self.env, **env}, cwd=self.folder, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
-        commands = self.log.read_text().split("\0END\0")[:-1]
-        return [command.split("\0") for command in commands], ended
+
+    def commands(self):
+        """-> [its words] of each command that was started"""
+        return [words.split("\0") for words in self.log.read_text().split("\0END\0")[:-1]]
+
+    def run(self, name, *given, **env):
+        """-> commands, exit status, standard output, standard error"""
+        process = self.start(name, *given, **env)
+        printed, errors = process.communicate()
+        return self.commands(), process.returncode, printed, errors
 
     def parsed(self, words):
         """-> launcher, script, args by its own get_args"""
@@ -96,10 +111,10 @@ def test_tables(shell):
     """
     commands = []
     for name in TABLES:
-        found, ended = shell.run(name)
-        assert ended.returncode == 0 and "another command" not in ended.stdout, ended.stderr
+        found, code, printed, errors = shell.run(name)
+        assert code == 0 and errors == "" and "another command" not in printed
         commands += found
-    again, _ = shell.run("icmlm")
+    again, *_ = shell.run("icmlm")
     assert all(words[-1].endswith(".jsonl") for words in again)
 
     for path in shell.out.glob("*/*.pth"):  # they hold nothing that a parser could read
@@ -119,7 +134,7 @@ def test_tables(shell):
 
 def test_selection(shell):
     """`best` takes the kept model that is best on VOC07; the measures are of it."""
-    commands, _ = shell.run("virtex", "virtex")
+    commands, *_ = shell.run("virtex", "virtex")
     best = shell.out / "virtex/best.pth"
     assert best.read_text() == "10\n"
     measures = commands[2:]
@@ -128,11 +143,12 @@ def test_selection(shell):
 
 def test_failures(shell):
     """A row that fails does not stop the others, and is named; so is a run that no row has."""
-    commands, ended = shell.run("icmlm", "tp-labels", "tp", "nonsense", FAIL="tp-labels")
+    given = "tp-labels", "tp", "nonsense"
+    commands, code, _, errors = shell.run("icmlm", *given, FAIL="tp-labels")
     outputs = [words[-1].removeprefix(f"{shell.out}/") for words in commands]
     assert outputs[0] == "tp-labels" and outputs[-1] == "tp/coco-icmlm"
-    assert ended.returncode == 1 and "no row has a run nonsense" in ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith(f"# FAILED: {shell.out}/tp-labels")
+    assert code == 1 and "no row has a run nonsense" in errors
+    assert errors.splitlines()[-1].startswith(f"# FAILED: {shell.out}/tp-labels")
 
 
 def test_interrupted(shell):
@@ -143,8 +159,18 @@ def test_interrupted(shell):
         (run / file).touch()
     assert len(shell.run("icmlm", "tp")[0]) == 4
     (run / "backbone.pth").touch()
-    commands, ended = shell.run("icmlm", "tp", DATA="elsewhere")
-    assert not commands and "has the result of another command: python tp.py" in ended.stdout
+    commands, _, printed, _ = shell.run("icmlm", "tp", DATA="elsewhere")
+    assert not commands and "has the result of another command: python tp.py" in printed
+
+
+def test_ctrl_c(shell):
+    """It ends the shell script, too, although the command that it reaches exits by itself."""
+    process = shell.start("icmlm", WAIT="yes")
+    while not shell.commands() and process.poll() is None:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130 and len(shell.commands()) == 1
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -173,8 +199,8 @@ def test_compare(shell):
     photos = shell.folder / "my photos.jsonl"
     photos.touch()
     given = [photos, *sets, "--", "--arch", "resnet50"]
-    commands, ended = shell.run("compare", *given, SEEDS="0 1", SEEN="6400")
-    assert ended.returncode == 0, ended.stderr
+    commands, code, printed, errors = shell.run("compare", *given, SEEDS="0 1", SEEN="6400")
+    assert code == 0 and errors == ""
     seen, measured = {}, []
     for words in commands:
         _, script, args = shell.parsed(words)
@@ -187,7 +213,7 @@ def test_compare(shell):
     parts = {name: n for name, n in seen.items() if name.endswith(("/tp-half", "/language-model"))}
     assert {*parts.values()} == {3200, 64}
     assert {n for output, n in seen.items() if output not in parts} == {6400}
-    table = ended.stdout.split("|  | on flowers | on a; b | mean | own words |\n")[1]
+    table = printed.split("|  | on flowers | on a; b | mean | own words |\n")[1]
     rows = table.splitlines()[1:]
     assert rows[0] == "| random | 60.5 ± 0.7 | 60.5 ± 0.7 | 60.5 ± 0.7 | 60.5 ± 0.7 |"
     assert rows[1] == "| imagenet | 60.0 | 60.0 | 60.0 | 60.0 |"
@@ -200,12 +226,19 @@ def test_compare_without_a_score(shell):
     """A mean is over all sets, or there is none."""
     (shell.folder / "a").mkdir()
     (shell.folder / "b").mkdir()
-    _, ended = shell.run("compare", "a", "a", "b", FAIL="tp/on b")
-    assert "\n| tp | 60.0 |  |  | 60.0 |\n" in ended.stdout and ended.returncode == 1
-    _, ended = shell.run("compare", "a", "a", "../it's; here/a")
-    assert ended.returncode == 2 and "cannot tell folders of one name apart: a" in ended.stderr
-    _, ended = shell.run("compare", "a", "c")
-    assert ended.returncode == 2 and ended.stderr == "error: there is no c\n"
+    _, code, printed, _ = shell.run("compare", "a", "a", "b", FAIL="tp/on b")
+    assert "\n| tp | 60.0 |  |  | 60.0 |\n" in printed and code == 1
+
+
+def test_compare_refuses(shell):
+    (shell.folder / "a").mkdir()
+    for given, message in [
+        (["a", "a", "../it's; here/a"], "the table cannot tell folders of one name apart: a"),
+        (["a", "c"], "there is no c"),
+        (["a", "--", "a"], "give captioned photos and labelled folders: "),
+    ]:
+        commands, code, _, errors = shell.run("compare", *given)
+        assert not commands and code == 2 and errors.startswith(f"error: {message}")
 
 
 def test_crops_and_their_list(tmp_path):
