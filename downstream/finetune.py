@@ -1,7 +1,7 @@
 """Fine-tuning: a backbone and a linear layer, trained end to end on labelled photos.
 
 Desai, Johnson. VirTex: Learning Visual Representations from Textual Annotations. CVPR 2021,
-Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3; App. A.1, Fig. 4 (IN-sup: see docs/papers.md).
+Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3; App. A.1, Fig. 4 (IN-sup: see papers/virtex.sh).
 
 While eval_linear.py freezes the backbone, here training starts from it. Batch norm is per process,
 as in the paper's code.

@@ -44,7 +44,6 @@ from common import fail
 REPO = Path(__file__).resolve().parent.parent
 SCORES = REPO / "docs/scores.csv"
 PAGES = [REPO / "README.md", *sorted(REPO.glob("docs/**/*.md"))]
-PAGES = [page for page in PAGES if page.name != "papers.md"]  # which has the papers' numbers
 FIELDS = "table", "row", "measure", "scores", "command", "seconds", "commit", "date", "machine"
 MARKED = re.compile(r"(<!-- (table|differences) ([^>]+?) -->\n+)((?:\|.*\n)*)(\n*<!-- end -->)")
 
