@@ -267,29 +267,7 @@ YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.311
 KEEP_GREY = (1, 0, 0), (0, 0, 0), (0, 0, 0)  # they multiply (Y, I, Q) from the right
 KEEP_COLOURS = (0, 0, 0), (0, 1, 0), (0, 0, 1)
 TURN_COLOURS = (0, 0, 0), (0, 0, 1), (0, -1, 0)
-PHOTO_ENDINGS = ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm"
-PHOTO_ENDINGS = tuple(PHOTO_ENDINGS.split())
 report_once = cache(tqdm.write)  # once per process: each worker of a DataLoader has its own
-
-
-def list_photos(folder, endings=PHOTO_ENDINGS):
-    """The paths of all photos below a folder, sorted -> list of str
-
-    Links to folders are followed, but no folder is read twice, and none above this one: a link to
-    a parent would list each photo many times. What starts with a dot is hidden, and left out.
-    """
-    paths, visited, start = [], set(), os.path.realpath(folder)
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(parent)
-        if real in visited or start.startswith(f"{real}/"):
-            folders.clear()
-            continue
-        visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in files:
-            if name.lower().endswith(endings) and not name.startswith("."):
-                paths.append(os.path.join(parent, name))
-    return sorted(paths)
 
 
 class Unreadable(Exception):

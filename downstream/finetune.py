@@ -261,8 +261,8 @@ def validate(val, model, args, device):
     squares = eval_linear.CentralSquares(val, args.image_size)
     logits, readable = eval_linear.run_over_photos(logits_of, squares, args, device)
     model.train()
-    scores = eval_linear.score(logits, torch.from_numpy(val.labels[readable]))
-    scores |= eval_linear.by_chance(scores, val)
+    labels = torch.from_numpy(val.labels[readable])
+    scores = eval_linear.score(logits, labels, val.names) | eval_linear.by_chance(labels)
     print_main(f"validation: {eval_linear.format_scores(scores)}")
     return {name: round(score, 2) for name, score in scores.items()}
 

@@ -25,7 +25,7 @@ from PIL import Image
 from torch import nn
 
 import common
-from extras import shapes
+from extras import folders, shapes
 
 
 def test_captioned(capsys):
@@ -568,7 +568,7 @@ def test_list_photos(tmp_path):
     Path(tmp_path, "elsewhere").mkdir()
     Path(tmp_path, "elsewhere/4.png").touch()
     Path(tmp_path, "photos/c").symlink_to(tmp_path / "elsewhere")
-    found = common.list_photos(tmp_path / "photos")
+    found = folders.list_photos(tmp_path / "photos")
     assert [str(Path(p).relative_to(tmp_path)) for p in found] == [
         "photos/a/1.JPG", "photos/b/3.jfif", "photos/c/4.png"
     ]

@@ -135,7 +135,6 @@ def test_mistakes(
 
 RANDOM = "--weights random --arch resnet18"
 DOWNSTREAM = [  # words of the message after --output, which is a file
-    f"embed . {RANDOM}",
     f"tagging {RANDOM}",
     f"zeroshot {RANDOM}",
     f"retrieval {RANDOM}",
