@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -321,6 +321,8 @@ def read_crops(data, index, crops, size):
         boxes *= image.size / full_size  # draft may have shrunk it
         cut = [image.resize((size, size), Image.BILINEAR, [*box.flat]) for box in boxes]
         return [np.array(ImageOps.exif_transpose(crop)) for crop in cut]  # as people see them
+    except UnidentifiedImageError:
+        raise Unreadable(f"{data.images[index]} (it is no image that PIL can read)")
     except Exception as error:  # PIL's decoders raise a dozen kinds
         raise Unreadable(f"{data.images[index]} ({error or type(error).__name__})")
 
