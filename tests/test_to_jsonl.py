@@ -28,8 +28,15 @@ KARPATHY = [
     {"filename": "2.jpg", "split": "test", "sentences": [{"raw": C}]},
 ]
 IN_COCO = [{**row, "filepath": "img"} for row in KARPATHY]
-TURNS = [[{"from": "human", "value": "?"}, {"from": "gpt", "value": text}] for _, text in PAIRS]
-CHATS = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": C}]]
+LLAVA = [
+    {"image": name, "talk": [{"from": "Human", "value": "?"}, {"from": "gpt", "value": text}]}
+    for name, text in PAIRS
+]
+CHATS = [
+    {"images": [name], "messages": [{"role": "user", "content": "?"},
+                                    {"role": "assistant", "content": text}]}
+    for name, text in PAIRS
+]
 
 LAYOUTS = {  # FILE, its content, flags
     "a table": ("a.csv", "image,caption\n" + CELLS, ""),
@@ -48,10 +55,8 @@ LAYOUTS = {  # FILE, its content, flags
     "an object": ("a.json", {"data": ROWS, "year": 2014}, ""),
     "Karpathy's COCO": ("a.json", {"images": IN_COCO, "dataset": "coco"}, ""),
     "Karpathy's Flickr": ("img/a.json", {"images": KARPATHY, "dataset": "flickr8k"}, ""),
-    "LLaVA": (
-        "a.json", [{"image": name, "talk": turns} for (name, _), turns in zip(PAIRS, TURNS)],
-        "--captions talk",
-    ),
+    "LLaVA": ("a.json", LLAVA, "--captions talk"),
+    "chats": ("a.jsonl", "\n".join(map(json.dumps, CHATS)), "--image images --captions messages"),
 }
 
 
@@ -107,12 +112,6 @@ METADATA = "\n".join(json.dumps({"file_name": name, "text": text}) for name, tex
 ))
 def test_folders(files, convert):
     assert captions_of(convert(files, given=[""])[1]) == CAPTIONED
-
-
-def test_messages_and_lists_of_one_photo(convert):
-    rows = [{"images": ["img/2.jpg"], "messages": chat} for chat in CHATS]
-    _, lines = convert({"a.json": rows}, "--image images --captions messages")
-    assert captions_of(lines) == {"img/2.jpg": [C]}
 
 
 def test_columns_are_printed(convert):
@@ -189,11 +188,11 @@ REFUSED = [  # {file: content}, flags, words of the message
     (table("image,filename,text", "b,b,a"), "", ", filename it has image and filename; the fir"),
     (table("image,text,caption", "b,b,a"), "", "sentences it has text and caption; the first l"),
     (table("image,text,text", "b,b,a"), "", "a.csv has two columns named 'text': rename one"),
-    (table("image,text", "b,a", "b,a,b"), "", "line 3, has 3 cells, but the first line names 2"),
-    (table("image,text", "b,a", "b"), "", "line 3, has 1 cells, but the first line names 2"),
-    (table("image,text,", "b,a,", "b,a,b"), "", "line 3, has 3 cells, but the first line names 2"),
-    (table("image,text", 'b,"a" b'), "", "line 2: ',' expected after '\"': quotes must be those"),
-    (table("image,text", 'b,"a'), "", "a.csv, line 2: unexpected end of data: quotes must be"),
+    (table("image,text", "b,a", "b,a,b"), "", "line 3, has 3 cells, but 2 columns are named"),
+    (table("image,text", "b,a", "b"), "", "line 3, has 1 cells, but 2 columns are named"),
+    (table("image,text,", "b,a,", "b,a,b"), "", "line 3, has 3 cells, but 2 columns are named"),
+    (table("image,text", 'b,"a" b'), "", "after line 1: ',' expected after '\"': quotes must be"),
+    (table("image,text", 'b,"a'), "", "a.csv, after line 1: unexpected end of data: quotes mu"),
     (table("image,text", "img/1.jpg,\"['a', 'b']\""), "", "line 2: text holds ['a', 'b']: write"),
     (table("image,text", "\"{'path': 'b'}\",a"), "", "line 2: {{'path': 'b'}} is not the path of"),
     (table("image,text", "3.jpg,a"), "", "photo; that of the first is ['{root}/3.jpg']: cells"),
@@ -207,7 +206,8 @@ REFUSED = [  # {file: content}, flags, words of the message
     ({"a.json": ["img/1.jpg"]}, "", 'a.json has no rows such as {{"image": "1.jpg", "captions"'),
     ({"a.json": [{**ROW, "image": ["1", "2"]}]}, "", "row 1: ['1', '2'] is not the path of one"),
     ({"a.json": [{**ROW, "text": {"de": "a"}}]}, "", "row 1: text holds {{'de': 'a'}}: write"),
-    ({"a.json": TWICE}, "", "a.json: several images have the id 1, such as b"),
+    ({"a.json": [{**ROW, "text": [{"from": "bot", "value": "a"}]}]}, "", "text holds {{'from':"),
+    ({"a.json": TWICE}, "", "a.json: the image b has no id, or that of another image"),
 ]
 
 
@@ -239,7 +239,7 @@ def test_rows_that_a_quote_swallows(header, between, convert):
     cells = {"image": "img/1.jpg", "month": "5"}
     rows = [mark.join({**cells, "caption": x}[name] for name in header.split(mark)) for x in texts]
     message, _ = convert(table(header, *rows), how=refusal)
-    assert f"a.csv, line 72: a quote takes {between + 2} lines into one cell, a harbour" in message
+    assert f"a.csv: a quote joins the lines 72 to {73 + between}" in message
 
 
 # ---------------------------------------------------------------------------------- splits and tags
@@ -283,7 +283,7 @@ def test_splits_that_would_be_mixed(convert):
     message, _ = convert(files, given=["a.csv"], how=refusal)
     assert "photos are in folders train and validation, but no column says their spl" in message
     message, _ = convert(files, given=["a.csv", "img/a.csv"], how=refusal)
-    assert "a.csv has no column split, and its folder is not named train, val or test: giv" in message
+    assert "a.csv has no column split, and its folder is not named train, val or tes" in message
     _, lines = convert(files, "--split-name train", given=["a.csv"])
     assert not any("split" in line for line in lines)
 
@@ -309,11 +309,11 @@ def test_tags(case, convert):
 
 def test_tags_in_lists(convert):
     """An empty list says that no tag fits. Photos may have tags alone."""
-    rows = [{"image": "img/1.jpg", "tags": ["a", "b"]}, {"image": "img/2.jpg", "tags": []}]
-    printed, lines = convert({"a.json": rows}, "--tags tags")
-    assert [line["tags"] for line in lines] == [["a", "b"], []]
+    rows = [{"image": "img/1.jpg", "tags": ["a; b", "c"]}, {"image": "img/2.jpg", "tags": []}]
+    printed, lines = convert({"a.json": rows}, "--tags tags --separator ;")
+    assert [line["tags"] for line in lines] == [["a; b", "c"], []]
     assert " 2 photos with known tags\n" in printed
-    assert " 2 tags, 2 different ones: a, b\n" in printed
+    assert " 2 tags, 2 different ones: a; b, c\n" in printed
 
 
 def test_votes(convert):
@@ -322,7 +322,7 @@ def test_votes(convert):
     assert "a.csv, line 3: --tags-if-1 x needs 1 or 0 (true, false, yes, no), not -1" in message
 
 
-# --------------------------------------------------------------------------------- optional packages
+# -------------------------------------------------------------------------------- optional packages
 
 
 @pytest.mark.parametrize("name, package", [("a.xlsx", "openpyxl"), ("a.parquet", "pyarrow")])
@@ -334,12 +334,13 @@ def test_missing_packages(name, package, convert, monkeypatch):
 
 def test_excel(convert, tmp_path):
     book = pytest.importorskip("openpyxl").Workbook()
-    for cells in ("image", "text", None), ("img/1.jpg", 3, None), ("img/1.jpg", "NA"), (None,):
+    for cells in ("image", "text", None), ("img/1.jpg", 3, None), ("img/1.jpg", 7), (None,):
         book.active.append(cells)
+    book.active["B3"].number_format = "000"
     book.create_sheet("notes")
     book.save(tmp_path / "a.xlsx")
     printed, lines = convert({}, given=["a.xlsx"])
-    assert lines == [{"image": "img/1.jpg", "captions": ["3", "NA"]}]
+    assert lines == [{"image": "img/1.jpg", "captions": ["3", "007"]}]
     assert "a.xlsx: read the sheet Sheet, not ['notes']\n" in printed
 
 
@@ -364,15 +365,17 @@ def jpeg(colour):
 
 def test_photos_inside_parquet(convert, parquet, tmp_path):
     """As on the Hub; as datasets writes them without their bytes; as img2dataset, one not found"""
-    parquet("a.parquet", [{"image": {"bytes": jpeg("red"), "path": "1.jpg"}, "captions": ["a", "b"]}])
+    hub = {"image": {"bytes": jpeg("red"), "path": "1.jpg"}, "captions": ["a", "b"]}
+    parquet("a.parquet", [hub])
     _, [line] = convert({}, given=["a.parquet"])
-    assert (tmp_path / line["image"]).read_bytes() == jpeg("red") and line["captions"] == ["a", "b"]
-    path = str(tmp_path / "img/2.jpg")
-    parquet("a.parquet", [{"image": {"bytes": None, "path": path}, "text": "c"}])
-    assert captions_of(convert({}, given=["a.parquet"])[1]) == {"img/2.jpg": ["c"]}
-    parquet("a.parquet", [{"jpg": jpeg("blue"), "caption": "d"}, {"jpg": None, "caption": "e"}])
+    assert (tmp_path / line["image"]).read_bytes() == jpeg("red")
+    assert line["captions"] == ["a", "b"]
+    hub["image"] = {"bytes": None, "path": str(tmp_path / "img/2.jpg")}
+    parquet("a.parquet", [hub])
+    assert captions_of(convert({}, given=["a.parquet"])[1]) == {"img/2.jpg": ["a", "b"]}
+    parquet("a.parquet", [{"jpg": jpeg("blue"), "text": "c"}, {"jpg": None, "text": "d"}])
     printed, [line] = convert({}, "--image jpg", given=["a.parquet"])
-    assert (tmp_path / line["image"]).read_bytes() == jpeg("blue") and line["captions"] == ["d"]
+    assert (tmp_path / line["image"]).read_bytes() == jpeg("blue") and line["captions"] == ["c"]
     assert "1 rows without a photo, the first: [" in printed
 
 

@@ -26,10 +26,13 @@ IMAGES = "image", "file_name", "filepath", "filename"  # columns that need no fl
 CAPTIONS = "captions", "caption", "text", "title", "sentences"
 SPLITS = {"train": "train", "training": "train", "restval": "train", "test": "test",
           "val": "val", "valid": "val", "validation": "val", "dev": "val"}
+ROW = '{"image": "1.jpg", "captions": ["a dog"]}'  # what messages show
 TEXT_ENDINGS = ".txt", ".caption"  # beside KEY.jpg; the second is kohya's
 YES, NO = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no", "")
 NO_WORDS = "na", "n/a", "#n/a", "<na>", "nan", "none", "null"
-LIST_AS_TEXT = re.compile(r"""(?s)\[\s*['"[({].*\]|\w*\(\s*['"[({].*\)|\{\s*['"[({].*\}""")
+LIST_AS_TEXT = re.compile(
+    r"""(?s)\[\s*['"[({].*\]|\{\s*['"].*\}|\(\s*(['"]).*\1\s*,.*\)|array\(.*\)"""
+)
 
 # Copied from common.py and make_shards.py, whose torch would take 0.5 GB and five seconds.
 PHOTO_ENDINGS = ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm"
@@ -82,7 +85,7 @@ def files_of(path):
     if path.is_dir():
         found = sorted([*path.glob("metadata.*"), *path.glob("*/metadata.*")])
         return [file for file in found if file.suffix in (".csv", ".jsonl", ".parquet")
-                and (file.parent == path or file.parent.name in SPLITS)] or [path]
+                and (file.parent == path or file.parent.name.lower() in SPLITS)] or [path]
     if not path.exists():
         fail(f"there is no {path}")
     if path.suffix.lower() not in READERS:
@@ -148,20 +151,19 @@ def read_csv(path):
     header = text.split("\n")[0]
     mark = max(",\t;|", key=header.count)
     form = {"delimiter": mark, "skipinitialspace": mark in ",;", "strict": True}
-    reader, lines = csv.reader(io.StringIO(text), **form), []
+    reader, lines, number = csv.reader(io.StringIO(text), **form), [], 0
     try:
         for cells in reader:
-            for cell in cells:
-                # If a stray quote joined rows, each line break comes with the marks of a row.
-                breaks = cell.count("\n")
-                if breaks and cell.count(mark) >= breaks * header.count(mark):
-                    fail(f"{path}, line {reader.line_num - breaks}: a quote takes {breaks + 1} "
-                         f"lines into one cell, {short(cell)}. If it is not closed, close it; if "
-                         "this text has several lines, write the table as .xlsx or .jsonl")
-            lines.append((f"line {reader.line_num}", cells))
+            first, number = number + 1, reader.line_num
+            # If a quote is not closed, its cell holds the separators of at least one row.
+            if any("\n" in cell and cell.count(mark) >= header.count(mark) for cell in cells):
+                fail(f"{path}: a quote joins the lines {first} to {number}, {short(cells)}. If it "
+                     "is not closed, close it; if the text has several lines, write the table as "
+                     ".xlsx or .jsonl")
+            lines.append((number, cells))
     except csv.Error as error:
-        fail(f"{path}, line {reader.line_num}: {error}: quotes must be those of csv")
-    return named_rows(path, lines)
+        fail(f"{path}, after line {number}: {error}: quotes must be those of csv")
+    return named_rows(path, "line", lines)
 
 
 def read_excel(path):
@@ -173,13 +175,19 @@ def read_excel(path):
     sheet, *others = openpyxl.load_workbook(path, data_only=True).worksheets
     if others:
         print(f"{path}: read the sheet {sheet.title}, not {[x.title for x in others]}")
-    rows = enumerate(sheet.iter_rows(values_only=True), 1)
-    return named_rows(path, [(f"row {n}", list(map(as_text, cells))) for n, cells in rows])
+    rows = enumerate(sheet.iter_rows(), 1)
+    return named_rows(path, "row", [(number, list(map(shown, cells))) for number, cells in rows])
 
 
-def named_rows(path, lines):
-    """lines: [(place, cells)], of which the first one names the columns"""
-    lines = [(place, cells) for place, cells in lines if any(map(str.strip, cells))]
+def shown(cell):
+    """Of Excel, as text: a 7 whose format is 0000 is shown as 0007"""
+    is_padded = isinstance(cell.value, int) and {*cell.number_format} == {"0"}
+    return as_text(cell.value).zfill(len(cell.number_format) if is_padded else 0)
+
+
+def named_rows(path, unit, lines):
+    """lines: [(number, cells)], of which the first one names the columns.  unit: line or row"""
+    lines = [(number, cells) for number, cells in lines if any(map(str.strip, cells))]
     if len(lines) < 2:
         fail(f"{path} has no rows below the names of its columns")
     names = [cell.strip() for cell in lines[0][1]]
@@ -188,11 +196,11 @@ def named_rows(path, lines):
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         fail(f"{path} has two columns named {repeated[0]!r}: rename one")
-    for place, cells in lines:
+    for number, cells in lines:
         if len(cells) < len(names) or any(map(str.strip, cells[len(names) :])):
-            fail(f"{path}, {place}, has {len(cells)} cells, but the first line names {len(names)} "
-                 f"columns: {short(cells)}. A text that holds the separator needs quotes")
-    return names, [(place, dict(zip(names, cells))) for place, cells in lines[1:]]
+            fail(f"{path}, {unit} {number}, has {len(cells)} cells, but {len(names)} columns are "
+                 f"named: {short(cells)}. A text that holds the separator needs quotes")
+    return names, [(f"{unit} {number}", dict(zip(names, cells))) for number, cells in lines[1:]]
 
 
 def read_parquet(path):
@@ -223,7 +231,7 @@ def read_json(path):
     elif len(rows) == 1 and isinstance(rows[0], dict) and path.suffix.lower() == ".json":
         rows = rows_within(path, rows[0])
     if not rows or not all(row and isinstance(row, dict) for row in rows):
-        fail(f"{path} has no rows" + ' such as {"image": "1.jpg", "captions": ["a dog"]}')
+        fail(f"{path} has no rows such as {ROW}")
     names = list(dict.fromkeys(name for row in rows for name in row))
     return names, [(f"row {n}", row) for n, row in enumerate(rows, 1)]
 
@@ -244,16 +252,16 @@ def rows_within(path, content):
     read = coco if {*coco} <= lists.keys() else [*lists]
     if content.keys() & {*IMAGES} or len(read) != 1 and read != coco:
         fail(f"{path} is one object, with {short(', '.join(content))}: write a list of rows such "
-             'as [{"image": "1.jpg", "captions": ["a dog"]}]')
+             f"as [{ROW}, ...]")
     unread = [name for name in content if name not in read]
     print(f"{path}: read {' and '.join(read)}; not used: {short(', '.join(unread))}")
     if read != coco:
         return lists[read[0]]
-    files = {}
+    files = {None: None}
     for image in lists["images"]:
         name = image.get("file_name")
         if files.setdefault(image.get("id"), name) != name:
-            fail(f"{path}: several images have the id {image.get('id')}, such as {name}")
+            fail(f"{path}: the image {name} has no id, or that of another image")
     rows = [{**row, "file_name": files.get(row.get("image_id"))} for row in lists["annotations"]]
     return lists["images"] + rows
 
@@ -317,7 +325,7 @@ def choose_columns(file, names, args):
 
 def photo_path(cells, root, ending, output_folder, where):
     """-> the path of a photo, or ""; one inside the table becomes a file beside the output"""
-    cell = cells[0] if len(cells) == 1 else "/".join(map(as_text, cells))
+    cell = cells[0] if len(cells) == 1 else "/".join(filter(None, map(as_text, cells)))
     if isinstance(cell, list) and len(cell) == 1:
         cell = cell[0]
     if isinstance(cell, dict):  # Hugging Face's
@@ -339,20 +347,22 @@ def texts_of(row, columns, what, where, notes, separator=None):
     """-> the texts in these cells, on one line each, without HTML"""
     texts = []
     for column in columns:
-        for written in texts_in(row.get(column), f"{where}: {column}"):
-            for part in written.split(separator) if separator else [written]:
-                part = html.unescape(html.unescape(part))  # the web often escapes twice
-                text = " ".join(HTML_TAG.sub(" ", part).split())
-                if HTML_TAG.search(part):
-                    notes[f"{what} that lost HTML"].append(part)
-                if "\n" in part.strip():
-                    notes[f"{what} with line breaks, now spaces"].append(part)
-                if not text:
-                    notes[f"empty {what}, left out"].append(where)
-                    continue
-                if text.lower() in NO_WORDS or not any(map(str.isalpha, text)):
-                    notes[f"{what} without a word (NA, nan, None, null...), kept"].append(text)
-                texts.append(text)
+        cell = row.get(column)
+        if separator and isinstance(cell, str):
+            cell = cell.split(separator)
+        for written in texts_in(cell, f"{where}: {column}"):
+            written = html.unescape(html.unescape(written))  # the web often escapes twice
+            text = " ".join(HTML_TAG.sub(" ", written).split())
+            if HTML_TAG.search(written):
+                notes[f"{what} that lost HTML"].append(written)
+            if "\n" in written.strip():
+                notes[f"{what} with line breaks, now spaces"].append(written)
+            if not text:
+                notes[f"empty {what}, left out"].append(where)
+                continue
+            if text.lower() in NO_WORDS or not any(map(str.isalpha, text)):
+                notes[f"{what} without a word (NA, nan, None, null...), kept"].append(text)
+            texts.append(text)
     return texts
 
 
@@ -361,9 +371,11 @@ def texts_in(cell, where):
     if isinstance(cell, list):
         return [text for item in cell for text in texts_in(item, where)]
     if isinstance(cell, dict):
-        if cell.get("from", cell.get("role")) in ("human", "user", "system"):
+        speaker = as_text(cell.get("from", cell.get("role"))).lower()
+        if speaker in ("human", "user", "system"):
             return []
-        cell = cell.get("raw", cell.get("value", cell.get("content", cell)))
+        if speaker in ("", "gpt", "assistant"):
+            cell = cell.get("raw", cell.get("value", cell.get("content", cell)))
     if isinstance(cell, dict | list | bytes) or LIST_AS_TEXT.fullmatch(as_text(cell)):
         fail(f"{where} holds {short(cell)}: write texts, and lists of texts in a .json")
     return [] if cell is None else [str(cell)]
