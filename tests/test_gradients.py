@@ -28,28 +28,39 @@ import virtex
 def steps():
     """A list, to which each step of an optimizer adds: names of the trained model's parameters
     (`names`) and of those with a gradient (`trained`), the other networks' parameters (`frozen`),
-    rates of the groups, weights `before` and `after` the step.
+    rates of the groups, rates of `dropout` that is on, weights `before` and `after` the step.
     """
     called, rows = {}, []
 
     def call(module, inputs):
         called[id(module)] = module
 
+    def weights_in(optimizer):
+        return [weight for group in optimizer.param_groups for weight in group["params"]]
+
     def begin(optimizer, *_):
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        weights = weights_in(optimizer)
         model = next(x for x in called.values() if {*weights} <= {*x.parameters()})
         own = dict(model.named_parameters())
         of_all = {weight for module in called.values() for weight in module.parameters()}
         trained = {name for name, x in own.items() if x.grad is not None and x.grad.any()}
         assert {own[name] for name in trained} <= {*weights}, "not in the optimizer"
-        step = SimpleNamespace(names=own.keys(), trained=trained, frozen=of_all - {*own.values()})
-        step.rates = [group["lr"] for group in optimizer.param_groups]
-        step.before = torch.cat([weight.detach().flatten() for weight in weights])
+        modules = [module for module in model.modules() if module.training]
+        dropout = {x.p for x in modules if isinstance(x, nn.Dropout)}
+        dropout |= {x.dropout for x in modules if isinstance(x, nn.MultiheadAttention)}
+        step = SimpleNamespace(
+            names=own.keys(),
+            trained=trained,
+            frozen=of_all - {*own.values()},
+            rates=[group["lr"] for group in optimizer.param_groups],
+            dropout=dropout,
+            before=torch.cat([weight.detach().flatten() for weight in weights]),
+        )
         rows.append(step)
 
     def end(optimizer, *_):
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        rows[-1].after = torch.cat([weight.detach().flatten() for weight in weights])
+        after = [weight.detach().flatten() for weight in weights_in(optimizer)]
+        rows[-1].after = torch.cat(after)
 
     hooks = [register_module_forward_pre_hook(call), register_optimizer_step_pre_hook(begin)]
     hooks.append(register_optimizer_step_post_hook(end))
@@ -122,7 +133,7 @@ LOSSES = [  # script, flags, loss; what it trains, as beginnings of names
     ("icmlm", "--head att-fc --heads 2 --layers 2", "mlm", "backbone head"),
     ("icmlm", "--head att-fc", "tp", "backbone tags"),
     ("icmlm", "--head tfm --lambda-tp 0", "tp", "tags"),
-    # Contrastive paper Sec. 3: of Eqs. 3, 5, 8, 11 and 14 the queries' encoders learn, not the keys'
+    # Contrastive paper, Eqs. 3, 5, 8, 11, 14: the encoder of the queries, not that of the keys
     ("mmcontrastive", "", "ii", "queries.image.trunk queries.image.mlps.image_intra"),
     ("mmcontrastive", "--tag-threshold 0", "tag",
      "queries.image.trunk queries.image.mlps.image_intra"),
@@ -130,7 +141,8 @@ LOSSES = [  # script, flags, loss; what it trains, as beginnings of names
     ("mmcontrastive", "", "ic", "queries.image.trunk queries.image.mlps.image_inter"),
     ("mmcontrastive", "", "ci", "queries.caption.trunk queries.caption.mlps.caption_inter"),
 ]
-# What is added to all scores of a softmax, or to a channel before its batch norm, changes nothing.
+# What is added to all scores of a softmax, or to a channel before its batch norm, has no gradient
+# but rounding errors. (In VGG-16 the biases of convolutions and norms have the same kind of name.)
 NO_EFFECT = r"head\.layers\.\d\.query\.bias|head\.b_h|self\.key\.bias|features\.\d+\.bias"
 
 
@@ -243,3 +255,10 @@ def test_look_ahead(train, steps):
             expected = slow = slow + 0.5 * (expected - slow)
         torch.testing.assert_close(steps[n].before, expected, rtol=1e-6, atol=1e-8)
         assert not torch.equal(steps[n].before, steps[n].after)
+
+
+@pytest.mark.parametrize("script", ("virtex", "icmlm", "mmcontrastive"))
+def test_dropout(script, train, steps):
+    """A tenth, in the heads of VirTex [official code], in tfm and in a BERT that is trained"""
+    train(script, "--iters 1")
+    assert steps[0].dropout == {0.1}

@@ -102,7 +102,7 @@ def test_random_crops(coco_folder):
 
 
 def test_captions_follow_their_crops(monkeypatch):
-    """Crops with an odd number are flipped: left and right change places in their captions alone."""
+    """Odd crops are flipped: left and right change places in their captions, and in no other."""
     data, val = captioned(["left of it"], ["it is right"]), captioned(["above it"])
     of_photos = {0: ("left of it", "right of it"), 1: ("it is right", "it is left")}
     features = torch.tensor([[[1.0, crop, photo] for photo in (0, 1)] for crop in range(4)])

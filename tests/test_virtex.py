@@ -196,28 +196,6 @@ def test_loss_at_the_start():
     assert 10.5 < loss() < 13.5
 
 
-def test_lookahead_written_out():
-    """Every 5 steps slow += 0.5 (fast - slow) and fast = slow; the momentum goes on."""
-    parameter = nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
-    model = nn.ParameterList([parameter])
-    slow_model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD([parameter], lr=0.05, momentum=0.9)
-    fast = slow = 3.0
-    velocity = 0.0
-    for n in range(1, 14):
-        velocity = 0.9 * velocity + 2 * fast  # the slope of a parabola
-        fast -= 0.05 * velocity
-        if n % 5 == 0:
-            slow += 0.5 * (fast - slow)
-            fast = slow
-        optimizer.zero_grad()
-        (parameter**2).backward()
-        optimizer.step()
-        if n % 5 == 0:
-            virtex.look_ahead(slow_model, model, alpha=0.5)
-        assert parameter.item() == pytest.approx(fast, abs=1e-12)
-
-
 def captions_of(scenes):
     for scene in scenes:
         yield from shapes.describe(shapes.objects_of(scene))
