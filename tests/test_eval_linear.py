@@ -595,6 +595,41 @@ def test_what_is_extracted(protocol, side, width, files, folder, tmp_path, monke
         assert torch.allclose(x.norm(dim=1), torch.ones(32)) == (protocol != "sgd-mct")
 
 
+@pytest.mark.parametrize("flags", ("sgd-virtex --batch-size 16", LAYERS))
+def test_layers_on_crops_are_scored_on_central_squares(flags, folder, tmp_path, monkeypatch):
+    """VirTex App. A.1: photos are resized to 256, of which the central 224 are scored."""
+    squares, centre_crop = [], common.centre_crop
+
+    def crop(*given, **flags):
+        squares.append(centre_crop(*given, **flags))
+        return squares[-1]
+
+    monkeypatch.setattr(common, "centre_crop", crop)
+    evaluate(tmp_path, folder, f"--protocol {flags} --epochs 1")
+    corner = 40 * (1 - 224 / 256) / 2
+    assert np.allclose(squares, [2 * [corner], 2 * [40 - corner]]) and len(squares) == 32
+
+
+def test_held_out_photos_are_not_trained_on(folder):
+    """A quarter of the photos is tested on, the others are trained on; also with --shots."""
+    data = eval_linear.folder_labels(folder, "train")
+    args = SimpleNamespace(seed=0, hold_out=0.25, shots=None, train_images=None, protocol="knn")
+    train, test = eval_linear.draw_photos(data, data, args)
+    assert sorted([*train, *test]) == list(range(32)) and len(test) == 8
+    args.shots = 2
+    few, same = eval_linear.draw_photos(data, data, args)
+    assert {*few} < {*train} and same.tolist() == test.tolist()
+    assert np.bincount(data.labels[few]).tolist() == [2, 2]
+
+
+def test_over_runs():
+    """The deviation is that of a sample (its square is divided by N - 1), 0 for a single run."""
+    of_three = eval_linear.over_runs([{"mAP": 1.0}, {"mAP": 2.0}, {"mAP": 6.0}])
+    assert of_three["mean"] == {"mAP": 3.0}
+    assert of_three["std"] == {"mAP": pytest.approx(math.sqrt((4 + 1 + 9) / 2))}
+    assert eval_linear.over_runs([{"mAP": 1.0}])["std"] == {"mAP": 0.0}
+
+
 def test_shots(folder):
     """K photos of each class, others with another seed"""
     data = eval_linear.folder_labels(folder, "train")

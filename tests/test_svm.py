@@ -59,6 +59,26 @@ def test_svms_are_those_of_scikit_learn(monkeypatch):
     assert again == pytest.approx(results, abs=1e-9)
 
 
+def test_svm_icmlm_interpolates(monkeypatch):
+    """ICMLM App. F.2: at each recall the best precision at this or a higher one; here C is 1."""
+    rng = np.random.default_rng(2)
+    x, direction = rng.normal(size=(120, 12)), rng.normal(size=12)
+    y = (x @ direction + 6 * rng.normal(size=120) > 2).astype(np.int8)[:, None]
+    monkeypatch.setattr(svm, "choose_costs", lambda x, y, costs: x.new_ones(y.shape[1]))
+    unit = torch.from_numpy(normalize(x))
+    train = eval_linear.Features(unit[:60], torch.from_numpy(y[:60]))
+    test = eval_linear.Features(unit[60:], torch.from_numpy(y[60:]))
+    run = SimpleNamespace(names=["a"], device=CPU, args=SimpleNamespace(seed=0))
+    classifier = LinearSVC(dual=False, class_weight={1: 2}, tol=1e-8).fit(unit[:60], y[:60, 0])
+    order = np.argsort(-classifier.decision_function(unit[60:]))
+    right = y[60:, 0][order]
+    precision = right.cumsum() / np.arange(1, 61)
+    best = np.maximum.accumulate(precision[::-1])[::-1]
+    expected = 100 * (best * right).sum() / right.sum()
+    assert eval_linear.svm_icmlm(train, test, run)["a"] == pytest.approx(expected, abs=1e-6)
+    assert eval_linear.svm_virtex(train, test, run)["a"] < expected - 0.5
+
+
 @pytest.mark.parametrize("width", (12, 150))  # fewer features than images, and more
 @pytest.mark.parametrize("cost", (1e-5, 0.1, 10.0, 1e5))
 @pytest.mark.parametrize("start", (None, 100.0))
