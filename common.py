@@ -458,6 +458,7 @@ BACKBONES = {  # torchvision's; a new one is one line
     "vgg16_bn": Backbone(512, False, True),
     "convnext_tiny": Backbone(768, False, False),  # [ours]
 }
+AFTER_FEATURES = "avgpool", "fc", "classifier"
 
 
 def build_backbone(arch, zero_init_residual=False, **kwargs):
@@ -473,7 +474,7 @@ def build_backbone(arch, zero_init_residual=False, **kwargs):
         model = getattr(models, arch)(**kwargs)
     except OSError as error:  # from urllib
         fail(f"the weights of {arch} cannot be downloaded ({error}): are you online?")
-    *layers, _, _ = model.named_children()  # the last two are pooling and the classifier
+    layers = [(name, x) for name, x in model.named_children() if name not in AFTER_FEATURES]
     backbone = nn.Sequential(OrderedDict(layers))
     backbone.arch = arch
     backbone.channels = row.channels

@@ -330,7 +330,7 @@ def test_validation_written_out(tiny, coco_folder, tmp_path, monkeypatch):
     model.load_state_dict(state)
     tags, rows = {}, []
     for split in "train", "val":
-        data = common.caption_data("coco", str(coco_folder), f"{split}2017", True)
+        data = one_split("coco", str(coco_folder), f"{split}2017", True)
         tags[split] = np.array([[name in row for name in data.tag_names] for row in data.tags])
     chosen = np.random.default_rng(0).permutation(len(data))[:9]
     for n in chosen:

@@ -430,7 +430,7 @@ def test_tags_follow_the_special_tokens(tokenizer, coco_folder):
 
 def test_validation_is_the_mean_over_tokens(tokenizer, coco_folder):
     """Of all photos, each alone, without dropout; unknown tokens do not count."""
-    data = common.caption_data("coco", str(coco_folder), "val2017").select(range(5))
+    data = one_split("coco", str(coco_folder), "val2017").select(range(5))
     data.captions = common.lists([["a circle 犬"], ["a"], ["犬"], ["a large red square"], ["a star"]])
     args = virtex.get_args("--image-size 32 --workers 0 --amp off".split())
     photos = virtex.CaptionedPhotos(data, tokenizer, args)
