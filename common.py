@@ -1,12 +1,19 @@
 """What the scripts share: captioned photos, batches, backbones, processes, and what a run writes"""
 
 import argparse
-import contextlib
+import difflib
 import importlib
+import io
 import json
 import math
+import operator
 import os
+import platform
+import re
+import signal
+import subprocess
 import sys
+import textwrap
 import time
 import unicodedata
 import zlib
@@ -15,19 +22,14 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from pprint import pformat
 
 import numpy as np
-import regex
 import torch
 import torch.distributed as dist
-from PIL import Image, ImageOps, PngImagePlugin
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-
-torch.serialization.add_safe_globals([argparse.Namespace])  # DINO's checkpoints hold one
-PngImagePlugin.MAX_TEXT_CHUNK = 2**26  # PIL would refuse photos with 1 MB of text
 
 
 def fail(message):
@@ -42,15 +44,13 @@ def extra(name):
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as error:
-        fail(f"{error.name} is missing: copy our folder extras to the script, or pip install it")
+        if not error.name.startswith("extras"):
+            raise
+        fail(f"{error.name} is missing: copy our folder extras beside the script")
 
 
 # ------------------------------------------------------------------------------ captioned photos
 
-LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
-ACCENTS = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # of decomposed, lower-case Latin letters
-# Invisible characters and halves of surrogate pairs, but not joiners within words
-INVISIBLE = regex.compile(r"(?!(?<=[^\s\p{C}])[\u200c\u200d](?=[^\s\p{C}]))[\p{Cf}\p{Cs}]")
 STRINGS = "T"  # numpy's dtype of strings of any length, in one block of memory
 JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} on each line'
 
@@ -71,6 +71,11 @@ def lists(rows):
     return StringLists(np.array(["\n".join(filter(None, row)) for row in rows], STRINGS))
 
 
+def open_photo(path):
+    """-> PIL image, not yet decoded. Of a path, PIL maps some turned TIFFs in the wrong shape."""
+    return Image.open(io.BytesIO(Path(path).read_bytes()))
+
+
 @dataclass
 class CaptionData:
     """What every source gives: photos, each with captions and tags, either of which may be empty"""
@@ -80,7 +85,7 @@ class CaptionData:
     tags: StringLists  # tags[i]: a list of some of tag_names
     tagged: np.ndarray  # (N,) bool: are the tags known? If so, [] means that none fits
     tag_names: list  # of all splits; [] if there are no tags, or if they were not asked for
-    open: callable = Image.open  # images[i] -> PIL image, not yet decoded
+    open: callable = open_photo  # images[i] -> PIL image, not yet decoded
 
     def __len__(self):
         return len(self.images)
@@ -95,8 +100,8 @@ class CaptionData:
 
     def checksum(self):
         """It differs if a photo, a caption, a tag, or the order of tag_names differs."""
-        photos = fingerprint(self.images, self.captions, self.tags, self.tagged)
-        return zlib.crc32(repr(self.tag_names).encode(), photos)
+        captions, tags = self.captions.joined, self.tags.joined
+        return fingerprint(self.images, captions, tags, self.tagged, self.tag_names)
 
     def captioned(self):
         """-> CaptionData of the photos that have a caption"""
@@ -109,37 +114,41 @@ class CaptionData:
         return self.select(keep)
 
 
-def caption_data(name, root=None, split="train", tags=False):
-    """One split of --data -> CaptionData.  tags: whether COCO's file of instances is read, too"""
-    if "://" in name:
-        fail(f"--data {name}: training needs a local copy. Download the shards, then run "
-             "tools/make_shards.py --index-only on them (docs/running.md)")
+def caption_data(name, root=None, splits=("train", "val"), tags=False):
+    """-> CaptionData of each of the splits of --data.  tags: whether COCO's are read, too"""
     if name == "coco":
-        return read_photos(coco_photos, split, root or "datasets/coco", tags)
+        return read_photos(coco_photos, splits, root or "datasets/coco", tags)
     if name.endswith(".jsonl"):
-        return read_photos(jsonl_photos, split, root or os.path.dirname(name), name)
-    return extra("sources").caption_data(name, root, split)  # shapes, vg, shards
+        return read_photos(jsonl_photos, splits, root or os.path.dirname(name), name)
+    return extra("sources").caption_data(name, root, splits)  # shapes, vg, shards
 
 
-def read_photos(read, split, *given):
-    """-> CaptionData.  read(split, *given) -> [(path, captions, tags or None)], names of tags"""
-    data = [None]
+def read_photos(read, splits, *given):
+    """-> CaptionData of each split
+
+    read(splits, *given) yields for each split [(path, captions, tags or None)] and names of tags
+    """
+    data = [None for _ in splits]
     if is_main():  # one process reads, because the annotations of COCO take 3 GB meanwhile
-        photos, tag_names = read(split, *given)
-        missing = [path for path, *_ in photos if not os.path.isfile(path)]
-        if missing or not photos:
-            fail(f"{split} has {len(photos)} photos, of which {len(missing)} are missing: "
-                 f"{missing[:3]}. See --root, --train-split and --val-split")
-        paths, captions, tags = zip(*photos)
-        empty = sum(row.count("") for row in captions)
-        if empty:
-            print_main(f"{empty} captions of {split} are empty: left out")
-        tagged = np.array([row is not None for row in tags])
-        tags = lists(dict.fromkeys(row or ()) for row in tags)
-        data = [CaptionData(np.array(paths, STRINGS), lists(captions), tags, tagged, tag_names)]
+        found = read(splits, *given)
+        data = [to_caption_data(split, *next(found)) for split in splits]
     if world_size() > 1:
         dist.broadcast_object_list(data)
-    return data[0]
+    return data
+
+
+def to_caption_data(split, photos, tag_names):
+    missing = [path for path, *_ in photos if not os.path.isfile(path)]
+    if missing or not photos:
+        fail(f"{split} has {len(photos)} photos, of which {len(missing)} are missing: "
+             f"{missing[:3]}. See --root, --train-split and --val-split")
+    paths, captions, tags = zip(*photos)
+    empty = sum(row.count("") for row in captions)
+    if empty:
+        print_main(f"{empty} captions of {split} are empty: left out")
+    tagged = np.array([row is not None for row in tags])
+    tags = lists(dict.fromkeys(row or ()) for row in tags)
+    return CaptionData(np.array(paths, STRINGS), lists(captions), tags, tagged, tag_names)
 
 
 def read_json(path):
@@ -150,9 +159,9 @@ def read_json(path):
 
 
 def one_line(text):
-    """NFC, single spaces, nothing invisible except for joiners within words"""
-    text = INVISIBLE.sub("", unicodedata.normalize("NFC", text))
-    return " ".join(text.split())
+    """NFC, with single spaces and no line break"""
+    text = text.encode(errors="ignore").decode()  # without halves of surrogate pairs
+    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def texts(values):
@@ -162,109 +171,92 @@ def texts(values):
     return values and [one_line(value) for value in values]
 
 
-def coco_photos(split, root, with_tags):
+def coco_photos(splits, root, with_tags):
     """From annotations/captions_{split}.json; tags are categories of instances_{split}.json"""
-    instances = f"{root}/annotations/instances_{split}.json"
-    captions, tags, names = defaultdict(list), defaultdict(list), {}
-    content = read_json(f"{root}/annotations/captions_{split}.json")
-    try:
-        files = {row["id"]: row["file_name"] for row in content["images"]}
-        for row in content["annotations"]:
-            captions[row["image_id"]].append(one_line(row["caption"]))
-        repeated = len(content["images"]) - len(files)
-        if with_tags and os.path.exists(instances):
-            content = read_json(instances)
-            names = {row["id"]: one_line(row["name"]) for row in content["categories"]}
+    for split in splits:
+        instances = f"{root}/annotations/instances_{split}.json"
+        captions, tags, names = defaultdict(list), defaultdict(list), {}
+        content = read_json(f"{root}/annotations/captions_{split}.json")
+        try:
+            files = {row["id"]: row["file_name"] for row in content["images"]}
             for row in content["annotations"]:
-                tags[row["image_id"]].append(names[row["category_id"]])
-    except Exception as error:
-        fail(f"{root}, split {split}, is not in the layout of COCO: {error!r}")
-    strays = [n for n in {**captions, **tags} if n not in files]  # 12 is not "12"
-    if repeated or strays:
-        print_main(f"{root}: {repeated} images of {split} are listed again; annotations of "
-                   f"{len(strays)} ids are left out, which no image has: {strays[:3]}")
-    photos = [(os.path.join(root, split, files[n]), captions[n], tags[n]) for n in files]
-    return photos, list(dict.fromkeys(names[n] for n in sorted(names)))
+                captions[row["image_id"]].append(one_line(row["caption"]))
+            repeated = len(content["images"]) - len(files)
+            if with_tags and os.path.exists(instances):
+                content = read_json(instances)
+                names = {row["id"]: one_line(row["name"]) for row in content["categories"]}
+                for row in content["annotations"]:
+                    tags[row["image_id"]].append(names[row["category_id"]])
+        except Exception as error:
+            fail(f"{root}, split {split}, is not in the layout of COCO: {error!r}")
+        strays = [n for n in {**captions, **tags} if n not in files]  # 12 is not "12"
+        if repeated or strays:
+            print_main(f"{root}: {repeated} images of {split} are listed again; annotations of "
+                       f"{len(strays)} ids are left out, which no image has: {strays[:3]}")
+        photos = [(os.path.join(root, split, files[n]), captions[n], tags[n]) for n in files]
+        yield photos, list(dict.fromkeys(names[n] for n in sorted(names)))
 
 
-def jsonl_photos(split, root, file):
+def jsonl_photos(splits, root, file):
     """One {"image", "captions", "tags", "split"} per line, of which only "image" is needed. Paths
     start from `root`. If no line has a split, the first, 21st, 41st... belong to val.
     """
-    rows, unread = read_jsonl(file, root)
-    if not any(row["split"] for row in rows):
-        for row in rows[::20]:
-            row["split"] = "val"
-    sizes = Counter(row["split"] or "train" for row in rows)
-    report_once(f"{file}: photos {dict(sizes)}; keys that are not read: {unread}")
-    tag_names = [tag for row in rows for tag in row["tags"] or () if tag]
-    chosen = [row for row in rows if (row["split"] or "train") == split]
-    photos = [(row["image"], row["captions"] or [], row["tags"]) for row in chosen]
-    return photos, list(dict.fromkeys(tag_names))
-
-
-def read_jsonl(file, root):
-    """-> [{"image": path, "captions", "tags": lists or None, "split"}], keys that are not read"""
     rows, paths, unread, number = [], set(), {}, 0
     try:
         for number, line in enumerate(open(file, "rb"), 1):
             if not line.strip():
                 continue
-            pairs = json.loads(line, object_pairs_hook=tuple)
-            content = dict(pairs)
-            if len(content) < len(pairs):  # json would keep the last
-                raise ValueError("a key occurs twice")
-            row = {"image": os.path.abspath(Path(root, content.pop("image")))}
-            if "caption" in content or row["image"] in paths:
-                raise ValueError(f'{row["image"]} needs a single line, with the list "captions"')
-            row["captions"] = texts(content.pop("captions", None))
-            row["tags"] = texts(content.pop("tags", None))
+            content = json.loads(line)
+            path = os.path.abspath(os.path.join(root, content.pop("image")))
+            if "caption" in content or path in paths:
+                raise ValueError(f'{path} needs a single line, with the list "captions"')
+            captions = texts(content.pop("captions", None)) or []
+            tags = texts(content.pop("tags", None))
             split = content.pop("split", None)
-            [row["split"]] = texts(["" if split is None else split])
-            rows.append(row)
-            paths.add(row["image"])
+            [split] = texts(["" if split is None else split])
+            rows.append((path, captions, tags, split))
+            paths.add(path)
             unread |= content
     except Exception as error:  # no file, no UTF-8, no JSON, no "image", wrong types
         fail(f"{file}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
              f"{JSONL}. tools/to_jsonl.py converts other files")
-    return rows, list(unread)
+    if not any(split for *_, split in rows):
+        rows = [(*row, "" if n % 20 else "val") for n, (*row, _) in enumerate(rows)]
+    sizes = Counter(split or "train" for *_, split in rows)
+    print_main(f"{file}: photos {dict(sizes)}; keys that are not read: {list(unread)}")
+    tag_names = list(dict.fromkeys(tag for _, _, tags, _ in rows for tag in tags or () if tag))
+    for split in splits:
+        yield [row[:3] for row in rows if (row[3] or "train") == split], tag_names
 
 
 def fingerprint(names, *columns):
-    """A checksum of photos' names, without folders, their sizes, and columns (captions, labels)"""
-    total = 0
-    for name, *row in zip(map(str, names), *columns):
-        size = os.path.isfile(name) and os.path.getsize(name)
-        total = zlib.crc32(repr([os.path.basename(name), size, *row]).encode(), total)
-    return total
-
-
-def checksum(path):
-    """Of the content of a file, or of all files in a folder; 0 if there is none"""
-    path, total = Path(path), 0
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        if file.is_file():
-            total = zlib.crc32(file.read_bytes(), zlib.crc32(file.name.encode(), total))
+    """A checksum of photos' names, without folders, and of columns (captions, tags, labels)"""
+    names = [os.path.basename(str(name)) for name in names]
+    total = zlib.crc32("\0".join(names).encode())
+    for column in columns:
+        total = zlib.crc32("\0".join(map(str, column)).encode(), total)
     return total
 
 
 def swap_left_right(caption):
     """The caption of the flipped photo: left and right, as whole words [ours], are swapped."""
-    return regex.sub(r"\b(?i:(left)|right)\b", lambda word: "right" if word[1] else "left", caption)
+    return re.sub(r"\b(?i:(left)|right)\b", lambda word: "right" if word[1] else "left", caption)
 
 
-def check_known(unknown, total, what):
-    """Fail if the model does not know half of the tokens; warn from 5% on
+def check_known(tokenizer, captions, name):
+    """Fail if a vocabulary that was not learned from the captions lacks half of their tokens.
 
-    unknown, total: numbers of tokens.  what: where they are from, for example "the texts"
+    tokenizer: of transformers.  name: of the model, for the message. It warns from 5% on.
     """
-    if not total:
-        return
-    share = f"{unknown} of {total} tokens ({100 * unknown / total:.0f}%) of {what} are unknown"
-    if unknown >= 0.5 * total:
-        fail(f"{share} to the model: it has learned from captions with other words or letters")
-    if unknown >= 0.05 * total:
-        print_main(f"{share} to the model, which cannot tell them apart")
+    some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
+    rows = tokenizer(some, add_special_tokens=False)["input_ids"]
+    tokens = [token for row in rows for token in row]
+    unknown = tokens.count(tokenizer.unk_token_id) / max(1, len(tokens))
+    share = f"{unknown:.0%} of the captions' tokens are unknown to {name}"
+    if unknown >= 0.5:
+        fail(f"{share}: it has learned from texts with other words or letters")
+    if unknown >= 0.05:
+        print_main(f"{share}, which cannot tell them apart")
 
 
 # ----------------------------------------------------------------------------- photos to batches
@@ -275,43 +267,7 @@ YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.311
 KEEP_GREY = (1, 0, 0), (0, 0, 0), (0, 0, 0)  # they multiply (Y, I, Q) from the right
 KEEP_COLOURS = (0, 0, 0), (0, 1, 0), (0, 0, 1)
 TURN_COLOURS = (0, 0, 0), (0, 0, 1), (0, -1, 0)
-PHOTO_ENDINGS = ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm"
-PHOTO_ENDINGS = tuple(PHOTO_ENDINGS.split())
-# Of a NAS (@eaDir has thumbnails of each photo), of Windows, Linux, and archives of macOS
-ADDED_FOLDERS = "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found", "__MACOSX"
 report_once = cache(tqdm.write)  # once per process: each worker of a DataLoader has its own
-
-
-def is_hidden(name):
-    """Does it start with a dot, or is it a folder that a file system or an archiver adds?"""
-    return name.startswith(".") or name in ADDED_FOLDERS
-
-
-def list_photos(folder, endings=PHOTO_ENDINGS):
-    """The paths of all photos below a folder, sorted -> list of str. Says what is left out.
-
-    Links to folders are followed, but no folder is read twice: a link may lead back.
-    """
-    photos, others, hidden, visited = [], [], [], set()
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(parent)
-        if real in visited:
-            folders.clear()
-            continue
-        visited.add(real)
-        hidden += [os.path.join(parent, name) for name in folders + files if is_hidden(name)]
-        folders[:] = sorted(name for name in folders if not is_hidden(name))
-        for name in files:
-            if not is_hidden(name):
-                found = photos if name.lower().endswith(endings) else others
-                found.append(os.path.join(parent, name))
-    if others:
-        print_main(f"{len(others)} files are left out, because their names are not those of "
-                   f"photos, for example {min(others)}")
-    if hidden:
-        print_main(f"{len(hidden)} files and folders are left out, which are hidden or added by a "
-                   f"file system or an archiver, for example {min(hidden)}")
-    return sorted(photos)
 
 
 class Unreadable(Exception):
@@ -361,17 +317,32 @@ def read_crops(data, index, crops, size):
         boxes = np.array([crop(full_size) for crop in crops])  # (N, 2, 2)
         smallest = np.ptp(boxes, 1).min(0)  # box's width and height, in pixels
         image.draft("RGB", [*np.ceil(size * full_size / smallest)])
-        if image.mode[0] not in "IF" and ";16" in str(getattr(image, "tile", "")):
-            report_once(f"{data.images[index]}: of 16-bit colours, PIL reads the upper 8 bits; "
-                        "store 8-bit images if these are too dark")
-        if image.mode[0] in "IF" or image.has_transparency_data:
-            image = importlib.import_module("extras.sources").to_rgb(image)
-        image = image.convert("RGB")
+        image = to_rgb(image)
         boxes *= image.size / full_size  # draft may have shrunk it
         cut = [image.resize((size, size), Image.BILINEAR, [*box.flat]) for box in boxes]
         return [np.array(ImageOps.exif_transpose(crop)) for crop in cut]  # as people see them
+    except UnidentifiedImageError:
+        raise Unreadable(f"{data.images[index]} (it is no image that PIL can read)")
     except Exception as error:  # PIL's decoders raise a dozen kinds
         raise Unreadable(f"{data.images[index]} ({error or type(error).__name__})")
+
+
+def to_rgb(image):
+    """PIL image -> RGB: 16-bit greys are scaled from their own range, transparency is white"""
+    info = image.info  # with EXIF's orientation
+    if image.mode == "F":
+        raise ValueError("of floats: convert it to 8 bits, with a range of your choice")
+    if image.mode[0] == "I":
+        values = np.asarray(image)
+        low, high = np.percentile(values, [0.1, 99.9])  # without a few broken pixels
+        values = 255 * (values.clip(low, high) - low) / max(high - low, 1)
+        image = Image.fromarray(values.round().astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    image = image.convert("RGB")
+    image.info = info
+    return image
 
 
 def random_crop(rng, min_area, size):
@@ -477,18 +448,17 @@ def constants_on(device):
 
 # ------------------------------------------------------------------ backbones and their optimizers
 
-# Channels of the features, names of the modules that make them, one after the other; can its blocks
-# start as identities? Has it batch norm?
-Backbone = namedtuple("Backbone", "channels layers zero_init_residual batch_norm")
-RESNET = "conv1 bn1 relu maxpool layer1 layer2 layer3 layer4"
+# Channels of the features; can its blocks start as identities? Has it batch norm?
+Backbone = namedtuple("Backbone", "channels zero_init_residual batch_norm")
 BACKBONES = {  # torchvision's; a new one is one line
-    "resnet18": Backbone(512, RESNET, True, True),
-    "resnet50": Backbone(2048, RESNET, True, True),
-    "resnet101": Backbone(2048, RESNET, True, True),
-    "wide_resnet50_2": Backbone(2048, RESNET, True, True),
-    "vgg16_bn": Backbone(512, "features", False, True),
-    "convnext_tiny": Backbone(768, "features", False, False),  # [ours]
+    "resnet18": Backbone(512, True, True),
+    "resnet50": Backbone(2048, True, True),
+    "resnet101": Backbone(2048, True, True),
+    "wide_resnet50_2": Backbone(2048, True, True),
+    "vgg16_bn": Backbone(512, False, True),
+    "convnext_tiny": Backbone(768, False, False),  # [ours]
 }
+AFTER_FEATURES = "avgpool", "fc", "classifier"
 
 
 def build_backbone(arch, zero_init_residual=False, **kwargs):
@@ -504,7 +474,7 @@ def build_backbone(arch, zero_init_residual=False, **kwargs):
         model = getattr(models, arch)(**kwargs)
     except OSError as error:  # from urllib
         fail(f"the weights of {arch} cannot be downloaded ({error}): are you online?")
-    layers = [(name, getattr(model, name)) for name in row.layers.split()]
+    layers = [(name, x) for name, x in model.named_children() if name not in AFTER_FEATURES]
     backbone = nn.Sequential(OrderedDict(layers))
     backbone.arch = arch
     backbone.channels = row.channels
@@ -512,34 +482,27 @@ def build_backbone(arch, zero_init_residual=False, **kwargs):
 
 
 def read_init(args):
-    """--init -> {}, the content of a checkpoint of the same script, or a backbone's state dict"""
-    if not args.init:
-        return {}
-    if args.head_lr not in (args.lr, None):  # None: there is no such file, as is said below
-        print_main(f"--init: these weights were learned elsewhere. The backbone trains at lr "
-                   f"{args.lr:g}; the recipe's is {args.head_lr:g}")
-    if args.init == "imagenet":  # torchvision's, downloaded once
-        return build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()
-    content = read_checkpoint(args.init)
-    if content.get("script") == args.script and content["args"]["arch"] == args.arch:
-        return content
-    shapes = {name: x.shape for name, x in build_backbone(args.arch).state_dict().items()}
-    if shapes == {name: getattr(x, "shape", None) for name, x in content.items()}:
-        return content
-    return extra("checkpoints").load_backbone(args.init, args.arch).state_dict()
+    """--init -> a backbone's state dict; None without --init, and if the run goes on
 
-
-def load_init(init, model, backbone, skip=()):
-    """Start from what read_init returned: a backbone, or all tensors of the model that fit, except
-    those whose names start with `skip`, because their classes or words are different.
+    At its full rate, the recipe small would spoil weights that were learned from many photos: the
+    backbone's --lr is divided by ten, unless it is given or a script of ours has trained it. [ours]
     """
-    if init:
-        module = model if "model" in init else backbone
-        state = module.state_dict()
-        start = [(n, x) for n, x in init.get("model", init).items() if not n.startswith(skip)]
-        fit = {name: x for name, x in start if name in state and x.shape == state[name].shape}
-        module.load_state_dict(fit, strict=module is backbone)  # a backbone fits exactly
-        print_main(f"--init: loaded {len(fit)} of {len(state)} tensors")
+    if not args.init or os.path.exists(f"{args.output}/checkpoint.pth"):
+        return None
+    if args.init == "imagenet":  # torchvision's, downloaded once
+        state = build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()
+    else:
+        state = read_checkpoint(args.init)
+        ours = build_backbone(args.arch).state_dict()
+        shapes = {name: getattr(x, "shape", None) for name, x in state.items()}
+        if shapes != {name: x.shape for name, x in ours.items()}:
+            state = extra("checkpoints").load_backbone(args.init, args.arch).state_dict()
+    print_main(f"--init: the backbone starts from {args.init}, all other layers at random")
+    if args.recipe == "small" and "lr" not in args.given and not flags_of(args.init):
+        args.lr *= 0.1
+        print_main(f"these weights were learned elsewhere: the backbone trains at lr {args.lr:g}, "
+                   f"the recipe's is {10 * args.lr:g}")
+    return state
 
 
 def build_optimizer(args, parameters, lr=None):
@@ -585,6 +548,9 @@ def init_distributed():
     sys.__stdout__.reconfigure(errors="replace", line_buffering=True)  # "?" if there is no UTF-8
     if sys.platform == "linux":  # the default of Python 3.14 would copy the data for each worker
         torch.multiprocessing.set_start_method("fork", force=True)
+    RUN["pid"] = os.getpid()
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     local = dist.get_node_local_rank(0)
     backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
@@ -646,11 +612,6 @@ def autocast(device, amp):
     return torch.autocast(device.type, HALF.get(amp), enabled=amp != "off")
 
 
-def eager(compiled):
-    """For validation after --compile, which would compile the network anew for its other batches"""
-    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-
-
 def choose_amp(device, requested):
     """--amp if it is given, else bf16 [ours] if the device has it natively, else "off" """
     native = torch.cpu._is_avx512_bf16_supported()
@@ -659,79 +620,141 @@ def choose_amp(device, requested):
     return requested or ("bf16" if native else "off")
 
 
+def default_workers():
+    """How many processes load photos for each process that trains, by the cores it may use"""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine, by torchrun
+    if torch.cuda.is_available():
+        cores = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count())
+        return min(24, max(1, len(cores) // processes - 1))
+    return min(8, os.cpu_count() // 2 // processes)
+
+
 def print_main(message):
     """Print a line from the first process only, without breaking the progress bar."""
     if is_main():
         tqdm.write(message)
 
 
+class LogFile:
+    """Where bars are written without a terminal: lines instead of one line that is overwritten"""
+
+    def write(self, text):
+        sys.stderr.write(text.replace("\r", "\n"))
+
+    def flush(self):
+        sys.stderr.flush()
+
+
 def progress(iterable, **kwargs):
+    """A bar; without a terminal a line each 30 seconds"""
+    if not sys.stderr.isatty():
+        kwargs |= {"file": LogFile(), "mininterval": 30, "delay": 30}
     return tqdm(iterable, disable=not is_main(), dynamic_ncols=True, **kwargs)
 
 
 # -------------------------------------------------------------------------------- a training run
 
-RECIPE_NAMES = "demo", "small", "paper"
-# Where data are (checksums compare the contents), how fast training goes, what is measured
-RESUME_CAN_CHANGE = """output data root workers amp compile accumulate log_every
-checkpoint_every keep_every validate_every""".split()
+RECIPES = "demo", "small", "paper"
+OPTIMIZERS = "SGD", "AdamW", "RAdam"
+PRECISIONS = "bf16", "fp16", "off"
+COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+IN_WORDS = {">": "above", ">=": "at least", "<": "below", "<=": "at most"}
+GONE = {"--compile": "nobody has seen it gain; leave it out"}
+# Where data are (fingerprints compare the contents), how fast training goes, what is measured
+FORMAT = 2  # of checkpoints; 1 compared other checksums
+RESUME_CAN_CHANGE = """given output data root workers amp accumulate log_every checkpoint_every
+save_minutes keep_every validate_every""".split()
+RUN = {}  # how far it is: what `stop` says
 
 
-def number(what, convert, low, high=9e18):
-    """-> the `type` of a flag; argparse calls a value out of range an "invalid WHAT value" """
+def number(bounds):
+    """The type of a flag -> text -> an int or float within bounds: "int > 0", ">= 0, < 1" """
+    kind, name = (int, "a whole number") if bounds.startswith("int") else (float, "a number")
+    limits = [bound.split() for bound in bounds.removeprefix("int").split(",")]
+    allowed = " and ".join(f"{IN_WORDS[sign]} {limit}" for sign, limit in limits)
 
-    def parse(text):
-        value = convert(text)
-        if not low <= value <= high:
-            raise ValueError
+    def convert(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {name} {allowed}, not {text}")
+        inside = (COMPARISONS[sign](value, float(limit)) for sign, limit in limits)
+        if not all(inside) or not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"must be {allowed}, not {text}")
         return value
 
-    parse.__name__ = what
-    return parse
+    return convert
 
 
-non_negative_int = number("whole number (0 or more)", int, 0)
-positive_int = number("whole number (1 or more)", int, 1)
-non_negative = number("number (0 or more)", float, 0)
-positive = number("number (above 0)", float, 1e-30)
-probability = number("fraction (0 to 1)", float, 0, 1)
-fraction_below_1 = number("fraction (0 to below 1)", float, 0, 0.999999999)
-fraction_above_0 = number("fraction (above 0, up to 1)", float, 1e-9, 1)
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line; it makes a flag of each row of a table
+
+    flags: {name: (its value in the recipes demo, small, paper; what may be given; help)}. What may
+    be given is str, bool, a choice of names, or the bounds of a `number`.
+    """
+
+    def __init__(self, doc, flags=None, **more):
+        layout = partial(argparse.RawTextHelpFormatter, max_help_position=26, width=80)
+        super().__init__(description=doc, formatter_class=layout, allow_abbrev=False, **more)
+        if flags:
+            self.usage = f"python {self.prog} [--FLAG VALUE ...]"
+            head = "".join(f"{name:14}" for name in RECIPES)
+            self.description += f"\n{'default of --recipe':26}{head}may be"
+        for name, (*values, given, about) in (flags or {}).items():
+            how = {"type": number(given), "metavar": ""} if type(given) is str else {}
+            if given is bool:
+                how, given = {"action": argparse.BooleanOptionalAction}, "given or not"
+            elif given is str:
+                how, given = {"metavar": ""}, "text"
+            elif type(given) is not str:
+                how, given = {"choices": list(given), "metavar": ""}, ", ".join(given)
+            row = "".join(f"{'-' if value is None else value!s:14}" for value in values)
+            text = f"{row}{given}\n{about}".replace("%", "%%")
+            lines = [line for part in text.splitlines() for line in textwrap.wrap(part, 54)]
+            self.add_argument(f"--{name.replace('_', '-')}", help="\n".join(lines), **how)
+
+    def parse_args(self, argv=None):
+        args, unknown = self.parse_known_args(argv)
+        for word in unknown:
+            flag = word.partition("=")[0]
+            flags = list(self._option_string_actions)
+            close = [name for name in flags if name.startswith(flag)]
+            close = close or difflib.get_close_matches(flag, flags, 1, 0.75)
+            hint = f"did you mean {close[0]}?" if close else "there is no such flag: see --help"
+            self.error(f"{flag}: {GONE.get(flag, hint)}")
+        given = (name for name, value in vars(args).items() if value != self.get_default(name))
+        args.given = list(given)
+        return args
+
+    def error(self, message):
+        """In one line, without usage"""
+        message = message.removeprefix("argument ").replace(": must be", " must be", 1)
+        self.exit(2, f"error: {message}\n")
 
 
-def recipe_table(table):
-    """For --help: the defaults of the three recipes"""
-    return pformat({"defaults of --recipe": RECIPE_NAMES, **table}, sort_dicts=False)
-
-
-def apply_recipe(args, script, table, **changes):
+def apply_recipe(args, script, flags, **changes):
     """Give flags that were left out the recipe's values, with learning rates for the batch size.
 
-    table: {name: (demo, small, paper)}, with or without a flag.  changes: what replaces paper's
+    flags: see Parser.  changes: what replaces the values of the recipe paper
     """
-    by_data = "small" if args.data.endswith(".jsonl") else "paper"
-    args.recipe = args.recipe or ("demo" if args.data == "shapes" else by_data)
-    recipe = {name: row[RECIPE_NAMES.index(args.recipe)] for name, row in table.items()}
+    data = args.data or flags["data"][0]
+    by_data = "small" if data.endswith(".jsonl") else "paper"
+    args.recipe = args.recipe or ("demo" if data == "shapes" else by_data)
+    column = RECIPES.index(args.recipe)
+    recipe = {name: row[column] for name, row in flags.items()}
     recipe |= changes if args.recipe == "paper" else {}
     if args.iters and args.epochs:
         fail("give --iters or --epochs, not both")
     if args.iters or args.epochs:
         recipe |= {"iters": None, "epochs": None}
-    year = "2017" if args.data == "coco" else ""
+    year = "2017" if data == "coco" else ""
     recipe |= {"script": script, "train_split": f"train{year}", "val_split": f"val{year}"}
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine, by torchrun
-    recipe["workers"] = min(8, os.cpu_count() // 2 // processes)
-    recipe["output"] = f"runs/{script}-{Path(args.data).stem}".removesuffix("-shapes")
+    recipe["workers"] = default_workers()
+    recipe["output"] = f"runs/{script}-{Path(data).stem}".removesuffix("-shapes")
     scale = (args.batch_size or recipe["batch_size"]) / recipe["batch_size"]
-    recipe |= {name: scale * recipe[name] for name in ("lr", "text_lr") if name in recipe}  # [ours]
-    args.head_lr = args.lr or recipe["lr"]
-    if args.init and args.init != "imagenet" and not os.path.exists(args.init):
-        args.head_lr = recipe["lr"] = None  # load_checkpoint knows them; a new run will fail
-    elif args.recipe == "small" and args.init and not flags_of(args.init):
-        # At the full rate, few photos would spoil weights that were learned from many. --lr is the
-        # backbone's; layers from random weights keep the recipe's rate. [ours]
-        args.head_lr = recipe["lr"]
-        recipe["lr"] *= 0.1
+    for name in "lr", "text_lr":
+        if name in recipe:
+            recipe[name] *= scale  # [ours]
     for name, value in recipe.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
@@ -794,47 +817,104 @@ def read_checkpoint(path):
              "Training and torch.save(model.state_dict(), FILE) write such files")
 
 
-def load_checkpoint(args):
-    """What the same command saved in --output, {} for a new run"""
+def begin_run(args, *fingerprints):
+    """Begin a run, or resume it, once the data are read -> {} or its checkpoint; write args.json
+
+    fingerprints: of all that is learned from. With other data or flags, a run is not resumed.
+    """
     if args.batch_size % (args.accumulate * world_size()):
         fail(f"--batch-size {args.batch_size} cannot be divided by processes times --accumulate")
+    args.format, args.fingerprints = FORMAT, list(fingerprints)
     make_folder(args.output)
     path = f"{args.output}/checkpoint.pth"
-    if not os.path.exists(path):
-        return {}
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path) if os.path.exists(path) else {}
+    earlier = checkpoint.get("args", vars(args))
+    if earlier.get("format") != FORMAT:
+        fail(f"{args.output} was written by an earlier version: it can be measured and captioned, "
+             "not resumed; use tag before-less, or choose another --output")
+    if earlier["fingerprints"] != args.fingerprints:
+        fail(f"{args.output} holds a run with other data (or --lm, or back-translations): choose "
+             "another --output, or delete the folder to start over")
+    if "lr" not in args.given:
+        args.lr = earlier["lr"]  # see read_init, which this run does not call again
     for name, now in vars(args).items():
-        before = checkpoint["args"].get(name, now)  # a flag may be new
-        if now is None and name in ("lr", "head_lr"):  # see apply_recipe
-            vars(args)[name] = now = before
-        if before != now and name not in RESUME_CAN_CHANGE:
-            fail(f"{args.output} holds a run with {name} {before}, not {now} (None: left out): "
-                 "choose another --output, or delete the folder to start over")
+        if name not in RESUME_CAN_CHANGE and earlier.get(name, now) != now:
+            fail(f"{args.output} holds a run with {name} {earlier[name]}, not {now} (None: left "
+                 "out): choose another --output, or delete the folder to start over")
+    path = f"{args.output}/args.json"
+    seconds = read_json(path).get("seconds", 0) if checkpoint and os.path.exists(path) else 0
+    RUN["began"] = time.time() - seconds  # of the parts of an interrupted run
+    save(path, vars(args) | circumstances() | {"seconds": seconds})
     return checkpoint
 
 
-def begin_run(args, checkpoint, *checksums):
-    """Refuse to resume with other data; write args.json.  checksums: of all beside --init"""
-    args.checksums = list(checksums)
-    if os.path.isfile(getattr(args, "init", None) or ""):
-        args.checksums.append(checksum(args.init))
-    # A file of --init that is gone by now is not missed: the checkpoint has all that is needed.
-    if checkpoint and checkpoint["args"]["checksums"][: len(args.checksums)] != args.checksums:
-        fail(f"{args.output} holds a run with other data or --init (or --lm, back-translations): "
-             "choose another --output")
-    about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
-    save(f"{args.output}/args.json", vars(args) | about)
+def circumstances():
+    """-> what a number needs beside it, for args.json and result.json; commit: None without git"""
+    describe = "git describe --always --dirty --exclude='*'"
+    folder = Path(__file__).resolve().parent
+    git = subprocess.run(describe, shell=True, cwd=folder, capture_output=True, text=True)
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall("model name.*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    machine = f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"
+    if torch.cuda.is_available():
+        machine = f"{torch.cuda.device_count()} {torch.cuda.get_device_name()}, {machine}"
+    return {
+        "command": sys.argv,
+        "processes": world_size(),
+        "commit": git.stdout.strip() or None,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine,
+        "torch": torch.__version__,
+    }
 
 
 def restore(args, checkpoint, iters, state):
     """Load the checkpoint into `state`, {name: model, optimizer...} -> the iterations done"""
+    RUN.update(iters=iters, done=0, saved=0, saved_at=time.monotonic())
     if not checkpoint:
         return 0
     for name, module in state.items():
         if checkpoint[name]:  # a scaler that was not in use has no state
             module.load_state_dict(checkpoint[name])
-    print_main(f"{args.output}: {checkpoint['iteration']} of {iters} iterations are done")
-    return checkpoint["iteration"]
+    done = checkpoint["iteration"]
+    RUN.update(done=done, saved=done)
+    print_main(f"{args.output}: {done} of {iters} iterations are done")
+    return done
+
+
+def iterations(done, iters):
+    """The bar over the iterations that are left. After twenty it says once how long they take."""
+
+    def count():
+        for iteration in range(done + 1, iters + 1):
+            RUN["done"] = iteration - 1
+            if iteration == done + 5:  # the first ones are slow
+                started = time.monotonic()
+            if iteration == done + 20:
+                minutes = (time.monotonic() - started) / 15 * (iters - iteration) / 60
+                if minutes > 1:
+                    print_main(f"about {minutes:.0f} minutes are left")
+            yield iteration
+
+    return progress(count(), initial=done, total=iters, unit=" its")
+
+
+def stop(number, frame):
+    """Ctrl-C and SIGTERM end the first process in one line, and all others silently."""
+    if os.getpid() == RUN["pid"] and is_main():
+        tqdm.write("")
+        if "saved" in RUN:
+            tqdm.write(f"stopped after {RUN['done']} of {RUN['iters']} iterations; the checkpoint "
+                       f"is of {RUN['saved']}; the same command goes on", file=sys.stderr)
+        else:
+            tqdm.write("stopped before training began", file=sys.stderr)
+    os._exit(128 + number)
+
+
+def save_is_due(args, iteration):
+    """Has --checkpoint-every passed, or --save-minutes since the last save?"""
+    minutes = (time.monotonic() - RUN["saved_at"]) / 60
+    return iteration % args.checkpoint_every == 0 or minutes > args.save_minutes
 
 
 def save_checkpoint(args, name, iteration, state, more=None):
@@ -843,6 +923,12 @@ def save_checkpoint(args, name, iteration, state, more=None):
     check_finite(content["model"].values())
     content |= {"script": args.script, "args": vars(args), "iteration": iteration}
     save(f"{args.output}/{name}", content | (more or {}))
+    if name == "checkpoint.pth":
+        RUN.update(saved=iteration, saved_at=time.monotonic())
+        if is_main():
+            about = read_json(f"{args.output}/args.json")
+            about["seconds"] = round(time.time() - RUN["began"])
+            save(f"{args.output}/args.json", about)
 
 
 def check_finite(values):
@@ -857,16 +943,15 @@ class Log:
     def __init__(self, args, checkpoint):
         self.photos = args.batch_size / args.accumulate  # in each micro-batch
         self.path = Path(args.output, "metrics.jsonl")
-        self.left = self.size()  # of the file after our last write, in bytes
-        # A run that goes on keeps the lines up to its checkpoint. A kill may have left half a line.
-        lines = self.path.read_text().splitlines(True) if self.left else []
-        lines = [line for line in lines if line.endswith("}\n")]
-        done = checkpoint.get("iteration", 0)
-        self.kept = [line for line in lines if json.loads(line)["iteration"] <= done]
+        if is_main() and self.path.exists():
+            # A run that goes on keeps the lines up to its checkpoint. A kill may leave half a line.
+            done = checkpoint.get("iteration", 0)
+            lines = [x for x in self.path.read_text().splitlines(True) if x.endswith("}\n")]
+            kept = [line for line in lines if json.loads(line)["iteration"] <= done]
+            temporary = Path(f"{self.path}.{os.getpid()}.tmp")
+            temporary.write_text("".join(kept))
+            os.replace(temporary, self.path)
         self.begin()
-
-    def size(self):
-        return self.path.stat().st_size if self.path.exists() else 0
 
     def begin(self):
         self.losses = []  # of each micro-batch
@@ -890,20 +975,8 @@ class Log:
     def write(self, iteration, row):
         """Append a line. The time since `means`, spent on validation, is not counted."""
         if is_main():
-            first = self.kept is not None  # Has another run begun since we did?
-            command = read_json(self.path.with_name("args.json"))["command"] if first else sys.argv
-            if self.size() != self.left or command != sys.argv:
-                fail(f"another run has written to {self.path}: give each run its own --output")
-            line = json.dumps({"iteration": iteration, **row}) + "\n"
-            if self.kept is None:
-                with open(self.path, "a") as file:
-                    file.write(line)
-            else:  # Our first line. Only now are lines after the checkpoint dropped.
-                temporary = Path(f"{self.path}.{os.getpid()}.tmp")
-                temporary.write_text("".join(self.kept) + line)
-                os.replace(temporary, self.path)
-                self.kept = None
-            self.left = self.size()
+            with open(self.path, "a") as file:
+                file.write(json.dumps({"iteration": iteration, **row}) + "\n")
         self.begin()
 
 

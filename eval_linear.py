@@ -49,23 +49,22 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import common
-from common import fail, print_main, progress
+from common import fail, number, print_main, progress
 
 SPLITS = {"coco": ("train2017", "val2017"), "voc07": ("trainval", "test")}
 
 
 def get_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = common.Parser(__doc__)
     add = parser.add_argument_group("what is measured").add_argument
     add("--weights", nargs="+", default=["runs/virtex/backbone.pth", "random"],
         help="the backbones: files, random, imagenet or clip:NAME (see above)")
     add("--arch", choices=common.BACKBONES, help="architecture of random and imagenet (default: "
         "that of the first file, else resnet50; vgg16_bn for --protocol layers)")
     add("--protocol", choices=PROTOCOLS, default="svm-virtex", help="see the table above")
-    add("--runs", type=common.positive_int, default=1,
+    add("--runs", type=number("int > 0"), default=1,
         help="repeat with this many seeds, and report the mean and the deviation")
-    add("--seed", type=common.non_negative_int, default=0,
+    add("--seed", type=number("int >= 0"), default=0,
         help="seed of the first run; it also decides which photos are drawn")
     add("--embed", metavar="FOLDER", help="only write the features of these photos (see above)")
     add = parser.add_argument_group("data").add_argument
@@ -75,21 +74,21 @@ def get_args(argv=None):
     add("--train-split", help="training split (default: trainval for voc07, train2017 for "
         "coco, else train)")
     add("--val-split", help="test split (default: test for voc07, val2017 for coco, else val)")
-    add("--image-size", type=common.positive_int, help="side of a crop in pixels (default: the "
+    add("--image-size", type=number("int > 0"), help="side of a crop in pixels (default: the "
         "one each file was trained at; if unknown, the first file's; else 224, or 48 for shapes)")
-    add("--train-images", type=common.positive_int,
+    add("--train-images", type=number("int > 0"),
         help="train on at most this many photos (default: 2000 for shapes, else all)")
-    add("--shots", type=common.positive_int,
+    add("--shots", type=number("int > 0"),
         help="train on this many photos of each class, with all labels that they have")
-    add("--hold-out", type=common.fraction_below_1, default=0.0, metavar="FRACTION",
+    add("--hold-out", type=number(">= 0, < 1"), default=0.0, metavar="FRACTION",
         help="test on this fraction of the training split, not on --val-split; train on the rest")
-    add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count()),
+    add("--workers", type=number("int >= 0"), default=common.default_workers(),
         help="processes that load photos; with 0 the main process loads them")
     add = parser.add_argument_group("linear layers (the defaults are the protocol's)").add_argument
-    add("--epochs", type=common.positive_int, help="passes over the training photos")
-    add("--batch-size", type=common.positive_int, help="photos per iteration over all processes")
-    add("--lr", type=common.positive, nargs="+", help="peak learning rate; layers takes three")
-    add("--steps", type=common.fraction_below_1, nargs="+", metavar="FRACTION", help="fractions of "
+    add("--epochs", type=number("int > 0"), help="passes over the training photos")
+    add("--batch-size", type=number("int > 0"), help="photos per iteration over all processes")
+    add("--lr", type=number("> 0"), nargs="+", help="peak learning rate; layers takes three")
+    add("--steps", type=number(">= 0, < 1"), nargs="+", metavar="FRACTION", help="fractions of "
         "training after which sgd-virtex divides the rate by 10 (default: cosine decay)")
     add = parser.add_argument_group("run").add_argument
     add("--output", help="folder for result.json and the linear layers (default: "
@@ -233,7 +232,8 @@ def report(results, sizes, classes, args):
     results = {source: over_runs(runs) for source, runs in results.items()}
     path = f"{args.output}/result.json"
     replaced = ", instead of an earlier call's" if os.path.exists(path) else ""
-    common.save(path, {"args": vars(args), "image_size": sizes, "backbones": results})
+    content = {"args": vars(args), "image_size": sizes, "backbones": results}
+    common.save(path, content | common.circumstances())
     columns = [name for name in results[args.weights[0]]["mean"] if name not in classes]
     width = max(map(len, results))
     print(" " * width, *(f"{column:>15}" for column in columns))
@@ -340,7 +340,7 @@ def label_data(name, root, split):
     if not (shards or name in ("shapes", "coco", "vg") or name.endswith(".jsonl")):
         fail(f"no data set {name}: photos in {split}/CLASS/ are --data folder --root FOLDER, other "
              "--data are shapes, voc07, coco, a .jsonl file or a folder of shards")
-    captioned = common.caption_data(name, root, split, tags=True)
+    [captioned] = common.caption_data(name, root, [split], tags=True)
     if not captioned.tag_names:
         fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
     if not captioned.tagged.all():
@@ -359,16 +359,17 @@ def folder_labels(root, split):
     """{split}/<class>/<photo>, or deeper -> LabelData"""
     from torchvision.datasets.folder import find_classes  # only here: the import takes seconds
 
+    folders = common.extra("folders")
     path = Path(root, split)
     expected = f"Expected: {split}/CLASS/PHOTO: see --root, --train-split, --val-split"
     try:
-        names = [name for name in find_classes(path)[0] if not common.is_hidden(name)]
+        names = [name for name in find_classes(path)[0] if not folders.is_hidden(name)]
     except OSError as error:  # there is no such folder, or none within it
         fail(f"{str(error).rstrip('.')}. {expected}")
     if len(names) < 2:
         fail(f"{path} has fewer than two classes: {', '.join(names) or 'none'}. Is --root a folder "
              f"too high? {expected}")
-    photos = common.list_photos(path)
+    photos = folders.list_photos(path)
     places = [photo.removeprefix(f"{path}{os.sep}").split(os.sep) for photo in photos]
     rows = sorted((place[0], photo) for place, photo in zip(places, photos) if len(place) > 1)
     loose = len(photos) - len(rows)
@@ -532,7 +533,7 @@ def extract_features(run, data, draws):
 def embed(args, archs, sizes, device):
     """Write the features of all photos below a folder, and the list of their paths."""
     [source] = args.weights
-    paths = common.list_photos(args.embed)
+    paths = common.extra("folders").list_photos(args.embed)
     if not paths:
         fail(f"there is no photo in the folder {args.embed} or its subfolders")
     common.make_folder(args.output)

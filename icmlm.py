@@ -39,10 +39,10 @@ first two are about equal, the model ignores the photo. Then start from the back
 docs/logs/icmlm for a run.
 """
 
-import argparse
 import math
 import os
 import time
+import zlib
 from array import array
 from collections import Counter, defaultdict
 from contextlib import contextmanager
@@ -60,30 +60,102 @@ import common
 from common import fail, print_main, progress
 
 HEADS = "tfm", "att-fc"
-
-RECIPES = {  #           demo        small       paper: ResNet-50           (demo, small [ours])
-    "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
-    "image_size":       (48,         112,        224),                  # [ours], as in App. F.2
-    "crop_min":         (1.0,        0.5,        0.2),                  # [ours]
-    "colour_jitter":    (0.0,        0.4,        1.0),                  # [ours]
-    "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.2
-    "lm_iters":         (200,        2000,       20_000),               # [ours]
-    "lm_layers":        (2,          4,          4),                    # of scratch [ours]
-    "num_concepts":     (5000,       5000,       5000),                 # Sec. 4.3
-    "lambda_tp":        (4.0,        1.0,        0.1),                  # App. B
-    "warmup_attention": (0.0,        0.0,        0.0),                  # App. F.1: VGG-16 only
-    "optimizer":        ("AdamW",    "AdamW",    "SGD"),                # App. F.1
-    "batch_size":       (32,         64,         512),                  # App. F.1
-    "iters":            (440,        None,       500_000),              # App. F.1
-    "epochs":           (None,       1.14,       None),                 # of triplets
-    "lr":               (1e-3,       2e-4,       3e-2),                 # App. F.1
-    "warmup":           (0.05,       0.1,        0.0),
-    "steps":            ([],         [],         []),                   # App. F.1; []: cosine
-    "weight_decay":     (1e-2,       1e-2,       1e-4),                 # App. F.1
-    "log_every":        (10,         20,         20),
-    "validate_every":   (1000,       1000,       10_000),
-    "checkpoint_every": (200,        500,        5000),
-    "proxy_triplets":   (2000,       5000,       None),                 # in the last validation
+POS = "nn", "nn+adj", "nn+adj+vb"  # nouns, adjectives, verbs [Tab. 4]
+TAGGERS = "textblob", "spacy"  # the first is the default [ours]
+# Each flag: its values in the recipes demo, small [ours] and paper; what may be given; help. Round
+# brackets say what None stands for.
+FLAGS = {
+    # name                demo         small        paper                what may be given; help
+    # Data
+    "data":              ("shapes",    "shapes",    "shapes",            str,
+        "shapes (built in), coco, vg, the path of a .jsonl file, or a folder of shards"),
+    "recipe":            (None,        None,        None,                common.RECIPES,
+        "which column of this table the defaults come from (demo for shapes, small for a "
+        ".jsonl, else paper)"),
+    "root":              (None,        None,        None,                str,
+        "folder of the data (datasets/NAME; for a .jsonl, its own folder)"),
+    "train_split":       (None,        None,        None,                str,
+        "split for training (train2017 for coco, else train)"),
+    "val_split":         (None,        None,        None,                str,
+        "split for validation (val2017 for coco, else val)"),
+    "image_size":        (48,          112,         224,                 "int > 0",
+        "side of the crops in pixels; the cost grows with its square [as in App. F.2]"),
+    "crop_min":          (1.0,         0.5,         0.2,                 "> 0, <= 1",
+        "smallest crop, as a fraction of the photo's area [ours]"),
+    "colour_jitter":     (0.0,         0.4,         1.0,                 ">= 0",
+        "strength of the colour jitter; lower it if captions name colours [ours]"),
+    "workers":           (None,        None,        None,                "int >= 0",
+        "processes that load photos (a share of the cores); raise it if data_wait exceeds 0.05"),
+    # Language model and concepts
+    "lm":                ("scratch",   "scratch",   "bert-base-uncased", str,
+        "a BERT or RoBERTa from the hub or a folder, or scratch, which trains a small one first"
+        " [Sec. 3.2: BERT-base; uncased: ours]"),
+    "lm_iters":          (200,         2000,        20_000,              "int > 0",
+        "iterations of training --lm scratch; raise them with the captions [ours]"),
+    "lm_layers":         (2,           4,           4,                   "int > 0",
+        "layers of --lm scratch [ours]"),
+    "pos":               ("nn+adj+vb", "nn+adj+vb", "nn+adj+vb",         POS,
+        "parts of speech of the words to predict [Sec. 4.2, Tab. 4]"),
+    "tagger":            ("textblob",  "textblob",  "textblob",          TAGGERS,
+        "what finds the parts of speech; the paper uses spacy"),
+    "max_words":         (25,          25,          25,                  "int > 0",
+        "longer captions are left out [Sec. 4]; raise it for reports"),
+    "num_concepts":      (5000,        5000,        5000,                "int > 0",
+        "mask and predict this many words, the most frequent ones [Sec. 4.2, 4.3]"),
+    # Model
+    "arch":              ("resnet18",  "resnet18",  "resnet50",          common.BACKBONES,
+        "architecture of the backbone; resnet18 suits few photos or a CPU [Sec. 4.3]"),
+    "init":              (None,        None,        None,                str,
+        "weights that the backbone starts from: imagenet, or a file with a backbone"),
+    "head":              ("tfm",       "tfm",       "tfm",               HEADS,
+        "how the photo helps; att-fc gives better backbones on VOC [Sec. 4.1]"),
+    "layers":            (1,           1,           1,                   "int > 0",
+        "layers of tfm, or of fc in att-fc; two mostly give a worse backbone [Tab. 5]"),
+    "heads":             (1,           1,           1,                   "int > 0",
+        "attention heads of tfm or att-fc [Sec. 4.3]"),
+    # Optimisation
+    "batch_size":        (32,          64,          512,                 "int > 0",
+        "triplets per iteration, over all processes [App. F.1]"),
+    "iters":             (440,         None,        500_000,             "int > 0",
+        "training iterations; raise them with the data [App. F.1]"),
+    "epochs":            (None,        1.14,        None,                "> 0",
+        "passes over the triplets, instead of --iters"),
+    "optimizer":         ("AdamW",     "AdamW",     "SGD",               common.OPTIMIZERS,
+        "how the weights are updated [App. F.1]"),
+    "lr":                (1e-3,        2e-4,        0.03,                "> 0",
+        "peak learning rate; lower it if the loss is not finite [App. F.1]"),
+    "head_lr":           (None,        None,        None,                "> 0",
+        "peak learning rate of the layers above the backbone, which start anew (that of --lr)"),
+    "warmup":            (0.05,        0.1,         0.0,                 ">= 0, < 1",
+        "length of the learning rate's warm-up, as a fraction of training [ours]"),
+    "weight_decay":      (0.01,        0.01,        1e-4,                ">= 0",
+        "weight decay; raise it if photos are few [App. F.1]"),
+    "lambda_tp":         (4.0,         1.0,         0.1,                 ">= 0",
+        "weight of tag prediction [Eq. 8, App. B]; with 0 the backbone does not learn from tags"),
+    "warmup_attention":  (0.0,         0.0,         0.0,                 ">= 0, < 1",
+        "fraction of training in which the backbone is frozen; it needs --init [App. F.1: "
+        "VGG-16]"),
+    # Run
+    "output":            (None,        None,        None,                str,
+        "folder for results, and for resuming (runs/SCRIPT, or runs/SCRIPT-DATA)"),
+    "seed":              (0,           0,           0,                   "int >= 0",
+        "seed of all random numbers"),
+    "amp":               (None,        None,        None,                common.PRECISIONS,
+        "mixed precision (bf16 if the device supports it, else off)"),
+    "accumulate":        (1,           1,           1,                   "int > 0",
+        "split each batch into this many micro-batches, if memory is short"),
+    "log_every":         (10,          20,          20,                  "int > 0",
+        "iterations between lines of metrics.jsonl"),
+    "validate_every":    (1000,        None,        10_000,              "int > 0",
+        "iterations between validations (2,000, or a fifth of a shorter run)"),
+    "checkpoint_every":  (200,         500,         5000,                "int > 0",
+        "iterations between saves of checkpoint.pth; each validation saves, too"),
+    "save_minutes":      (2.0,         2.0,         10.0,                "> 0",
+        "minutes after which checkpoint.pth is saved in any case"),
+    "keep_every":        (None,        None,        None,                "int > 0",
+        "also keep a model_N.pth every N iterations, to choose the best later"),
+    "proxy_triplets":    (2000,        5000,        None,                "int > 0",
+        "masked words of the last validation (all of them)"),
 }
 VGG16 = {  # of the recipe paper, what is different with VGG-16
     "num_concepts": 1000,  # Sec. 4.2
@@ -101,112 +173,46 @@ DROPOUT = 0.1  # in tfm, as in BERT, but its attention has none [ours]
 
 
 def get_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    add = parser.add_argument_group("data").add_argument
-    add("--data", default="shapes",
-        help="shapes (built in), coco, vg, the path of a .jsonl file, or a folder of shards")
-    add("--recipe", choices=common.RECIPE_NAMES,
-        help="the table of defaults below: demo (for shapes), small (for a .jsonl) or paper")
-    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its own folder)")
-    add("--train-split", help="split for training (default train2017 for coco, else train)")
-    add("--val-split", help="split for validation (default val2017 for coco, else val)")
-    add("--image-size", type=common.positive_int,
-        help="side of the crops in pixels; the cost grows with its square")
-    add("--crop-min", type=common.fraction_above_0,
-        help="smallest crop, as a fraction of the photo's area")
-    add("--colour-jitter", type=common.non_negative,
-        help="strength of the colour jitter; lower it if captions name colours")
-    add("--workers", type=common.non_negative_int,
-        help="processes that load photos (default: a share of the cores, at most 8); raise it if "
-        "data_wait exceeds 0.05")
-
-    add = parser.add_argument_group("language model and concepts").add_argument
-    add("--lm",
-        help="a BERT or RoBERTa, from the hub or a folder, or scratch: train a small one first")
-    add("--lm-iters", type=common.positive_int,
-        help="iterations of training the small BERT of --lm scratch; raise them with the captions")
-    add("--pos", choices=POS, default=POS[-1],
-        help="parts of speech that are masked, and predicted as tags [Sec. 4.2]")
-    add("--num-concepts", type=common.positive_int,
-        help="mask and predict this many words, the most frequent ones [Sec. 4.2, 4.3]")
-    add("--tagger", choices=TAGGERS, default=TAGGERS[0],
-        help="what finds the parts of speech; the paper uses spacy")
-    add("--max-words", type=common.positive_int, default=25,
-        help="longer captions are left out [Sec. 4]; raise it for reports")
-
-    add = parser.add_argument_group("model").add_argument
-    add("--arch", choices=common.BACKBONES,
-        help="architecture of the backbone; resnet18 suits few photos or a CPU")
-    add("--init",
-        help="weights to start from: a backbone, a checkpoint.pth (with its heads), or imagenet")
-    add("--head", choices=HEADS, default=HEADS[0],
-        help="how the photo helps; att-fc gives better backbones on VOC [Sec. 4.1]")
-    add("--layers", type=common.positive_int, default=1,
-        help="layers of tfm, or of fc in att-fc; two mostly give a worse backbone [Tab. 5]")
-    add("--heads", type=common.positive_int,
-        help="attention heads of tfm or att-fc (default 1 [Sec. 4.3]; VGG-16: 12 [Sec. 4])")
-
-    add = parser.add_argument_group("optimisation").add_argument
-    add("--batch-size", type=common.positive_int, help="triplets per iteration, over all processes")
-    add("--iters", type=common.positive_int, help="training iterations; raise them with the data")
-    add("--epochs", type=common.positive, help="passes over the triplets, instead of --iters")
-    add("--lr", type=common.positive, help="peak learning rate; lower it if the loss is not finite")
-    add("--warmup", type=common.fraction_below_1,
-        help="length of the learning rate's warm-up, as a fraction of training")
-    add("--weight-decay", type=common.non_negative, help="weight decay; raise it if photos are few")
-    add("--lambda-tp", type=common.non_negative,
-        help="weight of tag prediction [Eq. 8]; with 0 the backbone does not learn from tags")
-    add("--warmup-attention", type=common.fraction_below_1,
-        help="fraction of training in which the backbone is frozen; it needs --init")
-
-    add = parser.add_argument_group("run").add_argument
-    add("--output",
-        help="folder for results, and for resuming (default runs/SCRIPT or runs/SCRIPT-DATA)")
-    add("--seed", type=common.non_negative_int, default=0, help="seed of all random numbers")
-    add("--amp", choices=("bf16", "fp16", "off"),
-        help="mixed precision (default bf16 if the device supports it, else off)")
-    add("--accumulate", type=common.positive_int, default=1,
-        help="split each batch into this many micro-batches, if memory is short")
-    add("--compile", action="store_true",
-        help="use torch.compile for the backbone, on GPUs (its gain was not measured)")
-    add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
-    add("--validate-every", type=common.positive_int, help="iterations between validations")
-    add("--checkpoint-every", type=common.positive_int,
-        help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=common.positive_int,
-        help="also keep a model_N.pth every N iterations, to choose the best later")
+    parser = common.Parser(__doc__, FLAGS)
+    parser.add_argument("--steps", type=common.number(">= 0, < 1"), nargs="+",
+        help="divide the rates by 10 after these fractions of training,\ninstead of the cosine")
     args = parser.parse_args(argv)
     vgg = args.arch == "vgg16_bn"
-    if args.heads is None:
-        args.heads = 12 if vgg else 1  # VGG-16: one head is worse [App. B]; App. E has 8
+    if vgg and args.heads is None:
+        args.heads = 12  # one head is worse [App. B]; Sec. 4 has 12, App. E 8
     if args.warmup_attention is None and not (args.init and args.head == "att-fc"):
         args.warmup_attention = 0.0  # attention needs trained features
-    common.apply_recipe(args, "icmlm", RECIPES, **(VGG16 if vgg else {}))
+    common.apply_recipe(args, "icmlm", FLAGS, **(VGG16 if vgg else {}))
+    args.head_lr = args.head_lr or args.lr
+    args.steps = args.steps or []  # cosine
     return args
 
 
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    init = {} if checkpoint else common.read_init(args)  # starting weights, {} without --init
+    init = common.read_init(args)  # a backbone's weights, None without --init
 
     # Data: a frozen language model, and one triplet for each word that can be masked.
-    train = common.caption_data(args.data, args.root, args.train_split).captioned()
-    val = common.caption_data(args.data, args.root, args.val_split).captioned()
-    lm_checksum = 0 if args.lm == "scratch" else common.checksum(args.lm)
-    common.begin_run(args, checkpoint, train.checksum(), val.checksum(), lm_checksum)
+    splits = args.train_split, args.val_split
+    train, val = common.caption_data(args.data, args.root, splits)
+    train, val = train.captioned(), val.captioned()
     lm_name = f"{args.output}/language_model" if args.lm == "scratch" else args.lm
+    checkpoint = common.begin_run(args, train.checksum(), val.checksum())  # {} for a new run
     if args.lm == "scratch" and common.is_main() and not checkpoint:
-        common.extra("small_bert").make_language_model(lm_name, args, init, train, device)
+        common.extra("small_bert").make_language_model(lm_name, args, train, device)
     common.barrier()
     tokenizer, lm = load_language_model(lm_name, device, args.amp)
+    teacher = zlib.crc32(lm.token_embeddings.cpu().numpy().tobytes())  # it is in no checkpoint
+    if checkpoint and checkpoint["teacher"] != teacher:
+        fail(f"{args.output} holds a run with another language model than {lm_name}: choose "
+             "another --output, or delete the folder to start over")
     if common.is_main() and not checkpoint:
         make_triplets(args, (train, val), tokenizer)  # once, for all processes
     common.barrier()
     concepts, triplets, val_triplets = load_triplets(args, (train, val), tokenizer)
     iters = args.iters or math.ceil(args.epochs * len(triplets) / args.batch_size)
+    validate_every = args.validate_every or min(2000, math.ceil(iters / 5))
     print_main(f"{len(train)} photos ({len(val)} for validation), {len(triplets)} triplets, "
                f"{len(concepts)} concepts, vocabulary of {len(lm.token_embeddings)}")
     print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
@@ -214,11 +220,9 @@ def main(args):
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
     model = ICMLM(args, lm.token_embeddings.size(1), len(concepts))
-    same_words = list(init.get("concepts", ())) == list(concepts)
-    common.load_init(init, model, model.backbone, skip=() if same_words else "tags.")
+    if init:
+        model.backbone.load_state_dict(init)
     model.to(device, memory_format=torch.channels_last)
-    if args.compile:
-        model.backbone.compile()
     frozen_iters = int(args.warmup_attention * iters)  # App. F.1
     frozen = checkpoint.get("iteration", 0) < frozen_iters
     freeze_backbone(model, frozen)
@@ -236,8 +240,8 @@ def main(args):
 
     batches = common.train_batches(triplets, collate, args, device, done)
     log = common.Log(args, checkpoint)
-    more = {"concepts": concepts}  # for --init, downstream/masked_words.py
-    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
+    more = {"concepts": concepts, "teacher": teacher}  # for downstream/masked_words.py
+    bar = common.iterations(done, iters)
     for iteration in bar:
         # Learning rates: warm-up [ours], then cosine decay or steps [App. F.1]
         decay = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
@@ -277,14 +281,13 @@ def main(args):
 
         # Log, validate, save
         last = iteration == iters
-        validating = last or iteration % args.validate_every == 0
+        validating = last or iteration % validate_every == 0
         if validating or iteration % args.log_every == 0:
             row = {**log.means(), "lr": args.lr * decay}
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
                 num_triplets = args.proxy_triplets if last else 5000  # [ours]
-                with common.eager(args.compile):
-                    result = validate(model, lm, val_triplets, args, device, num_triplets)
+                result = validate(model, lm, val_triplets, args, device, num_triplets)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
@@ -292,7 +295,7 @@ def main(args):
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, more)
-        if last or iteration % args.checkpoint_every == 0:
+        if validating or common.save_is_due(args, iteration):
             common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
 
     common.end_run(args, model.backbone)  # eval_linear.py says what the backbone is worth
@@ -306,8 +309,6 @@ def freeze_backbone(model, frozen):
 
 # ------------------------------------------ captions to concepts: this section is copied from tp.py
 
-POS = "nn", "nn+adj", "nn+adj+vb"  # --pos [Tab. 4]
-TAGGERS = "textblob", "spacy"  # the first is the default [ours]
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
 # Auxiliary verbs name nothing visible. spaCy has a tag for them, TextBlob does not. [ours]
@@ -317,7 +318,8 @@ AUXILIARIES = set(
 )
 # Group 1 is a word: letters, also joined by ' or - ("can't", "t-shirt"), but not the x of "2x". A
 # possessive 's matches without a group, and is dropped. [ours]
-JOINED = rf"{common.LETTERS}(?:(?!['’]s\b)['’-]{common.LETTERS})*"
+LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
+JOINED = rf"{LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*"
 WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({JOINED})", regex.I)
 
 
@@ -400,11 +402,8 @@ def top_concepts(counts, pos, num_concepts):
 
 def make_triplets(args, splits, tokenizer):
     """Write what is found in the captions into --output.  splits: CaptionData of train and val"""
-    captions = splits[0].all_captions() + splits[1].all_captions()
-    some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
-    rows = tokenizer(some, add_special_tokens=False)["input_ids"]
-    unknown = sum(row.count(tokenizer.unk_token_id) for row in rows)
-    common.check_known(unknown, sum(map(len, rows)), "the captions")
+    if args.lm != "scratch":
+        common.check_known(tokenizer, splits[0].all_captions(), f"--lm {args.lm}")
     longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     common.save(f"{args.output}/captions.json", [list(data.captions) for data in splits])

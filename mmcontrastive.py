@@ -37,7 +37,6 @@ Validation measures retrieval in both directions (Tab. 7). A finished run is in 
 are few, read docs/mmcontrastive.md, because some settings only work together.
 """
 
-import argparse
 import copy
 import json
 import math
@@ -53,181 +52,184 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 import common
-from common import fail, print_main, progress
+from common import fail, print_main
 
-RECIPES = {  #           demo        small       paper      (demo, small [ours])
-    "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.1
-    "image_size":       (48,         112,        224),                  # Sec. 4.1
-    "crop_min":         (1.0,        0.2,        0.2),                  # Sec. 4.1: MoCo-v2
-    "colour_jitter":    (0.0,        0.4,        1.0),                  # Sec. 4.1: MoCo-v2
-    "greyscale":        (0.0,        0.0,        0.2),                  # Sec. 4.1: MoCo-v2
-    "blur":             (0.0,        0.0,        0.5),                  # Sec. 4.1: MoCo-v2
-    "caption_views":    ("sibling",  "sibling",  "backtranslation"),    # Sec. 4.1
-    "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 4.1
-    "lm_iters":         (0,          2000,       0),                    # [ours]
-    "lm_layers":        (2,          4,          None),                 # of scratch; None: 12
-    "lm_width":         (128,        256,        None),                 # of scratch; None: 768
-    "dropout":          (0.0,        0.1,        0.1),                  # of scratch; 0.1 as BERT
-    "mlp_hidden":       (512,        1024,       2048),                 # Sec. 4.1
-    "queue":            (256,        512,        32_768),               # Sec. 4.1
-    "momentum":         (0.993,      0.998,      0.999),                # Sec. 4.1
-    "bn_splits":        (1,          4,          8),                    # Sec. 4.1: 8 GPUs
-    "tags":             ("nouns",    "annotated", "annotated"),         # Sec. 4.1; nouns: Sec. 4.4
-    "tag_threshold":    (1,          2,          2),                    # Sec. 4.1
-    "lambda_ii":        (0.2,        1.0,        1.0),                  # Sec. 4.1
-    "lambda_tag":       (2.0,        1.0,        1.0),                  # Sec. 4.1
-    "lambda_cc":        (1.0,        1.0,        1.0),                  # Sec. 4.1
-    "lambda_ic":        (0.2,        0.02,       1e-4),                 # Sec. 4.1
-    "lambda_ci":        (0.2,        0.02,       1e-4),                 # Sec. 4.1
-    "batch_size":       (32,         64,         512),                  # Sec. 4.1
-    "iters":            (440,        None,       None),
-    "epochs":           (None,       15.0,       200.0),                # Sec. 4.1
-    "optimizer":        ("AdamW",    "AdamW",    "SGD"),                # Sec. 4.1
-    "lr":               (1e-3,       1e-3,       0.03),                 # Sec. 4.1
-    "text_lr":          (5e-4,       3e-4,       4e-5),                 # Sec. 4.1
-    "warmup":           (0.05,       0.1,        0.0),
-    "weight_decay":     (1e-2,       1e-2,       1e-4),                 # Sec. 4.1
-    "log_every":        (10,         20,         20),
-    "validate_every":   (1000,       1000,       5000),
-    "checkpoint_every": (200,        500,        2000),
-}
-MARGIN = 0.2  # alpha of Eqs. 11, 14 [Sec. 4.1]
-RETRIEVAL_IMAGES = 1000  # of the validation split [Sec. 4.4, Tab. 7], drawn at random [ours]
-MAX_TOKENS = 64  # longer captions are truncated [ours]
 # SplitBatchNorm can only replace the batch norm of torchvision's ResNets.
 ARCHS = [name for name, x in common.BACKBONES.items() if x.batch_norm and x.zero_init_residual]
 TAGS = "annotated", "nouns", "nouns-spacy"
 CAPTION_VIEWS = "same", "sibling", "backtranslation"  # sibling: another caption [ours]
+# Each flag: its values in the recipes demo, small [ours] and paper; what may be given; help. Round
+# brackets say what None stands for.
+FLAGS = {
+    # name                demo        small        paper                what may be given; help
+    # Data
+    "data":              ("shapes",   "shapes",    "shapes",            str,
+        "shapes (built in), coco, vg, the path of a .jsonl file, or a folder of shards"),
+    "recipe":            (None,       None,        None,                common.RECIPES,
+        "which column of this table the defaults come from (demo for shapes, small for a "
+        ".jsonl, else paper)"),
+    "root":              (None,       None,        None,                str,
+        "folder of the data (datasets/NAME; for a .jsonl, its own folder)"),
+    "train_split":       (None,       None,        None,                str,
+        "split for training (train2017 for coco, else train)"),
+    "val_split":         (None,       None,        None,                str,
+        "split for validation (val2017 for coco, else val)"),
+    "tags":              ("nouns",    "annotated", "annotated",         TAGS,
+        "tags of --data, or nouns of the captions [Sec. 4.1, 4.4]"),
+    "workers":           (None,       None,        None,                "int >= 0",
+        "processes that load photos (a share of the cores); raise it if data_wait exceeds 0.05"),
+    # Views of photos and captions
+    "image_size":        (48,         112,         224,                 "int > 0",
+        "side of the crops in pixels; the cost grows with its square [Sec. 4.1]"),
+    "crop_min":          (1.0,        0.2,         0.2,                 "> 0, <= 1",
+        "smallest crop, as a fraction of the photo's area [Sec. 4.1: MoCo-v2]"),
+    "colour_jitter":     (0.0,        0.4,         1.0,                 ">= 0",
+        "strength of the colour jitter; lower it if captions name colours [Sec. 4.1: MoCo-v2]"),
+    "greyscale":         (0.0,        0.0,         0.2,                 ">= 0, <= 1",
+        "probability of turning a view grey [Sec. 4.1: MoCo-v2]"),
+    "blur":              (0.0,        0.0,         0.5,                 ">= 0, <= 1",
+        "probability of blurring a view [Sec. 4.1: MoCo-v2]"),
+    "moco_v1":           (False,      False,       False,               bool,
+        "use MoCo v1's colour jitter; give --blur 0, too"),
+    "caption_views":     ("sibling",  "sibling",   "backtranslation",   CAPTION_VIEWS,
+        "second view of a caption: itself, another caption of the photo, or a back-translation "
+        "[Sec. 4.1]"),
+    "backtranslations":  (None,       None,        None,                str,
+        "file that tools/backtranslate.py wrote (in --output)"),
+    # Model
+    "arch":              ("resnet18", "resnet18",  "resnet50",          ARCHS,
+        "architecture of the backbone; resnet18 suits few photos or a CPU [Sec. 4.1]"),
+    "init":              (None,       None,        None,                str,
+        "weights that the backbone starts from: imagenet, or a file with a backbone"),
+    "lm":                ("scratch",  "scratch",   "bert-base-uncased", str,
+        "caption encoder: a BERT from the hub or a folder, or scratch: random weights [Sec. "
+        "4.1: BERT-base; uncased: ours]"),
+    "lm_iters":          (0,          2000,        0,                   "int >= 0",
+        "iterations of training --lm scratch on the captions alone, before all else [ours]"),
+    "lm_layers":         (2,          4,           None,                "int > 0",
+        "layers of --lm scratch (BERT-base's)"),
+    "lm_width":          (128,        256,         None,                "int > 0",
+        "width of --lm scratch (BERT-base's)"),
+    "dropout":           (0.0,        0.1,         0.1,                 ">= 0, < 1",
+        "dropout in --lm scratch [BERT]"),
+    "mlp_hidden":        (512,        1024,        2048,                "int >= 0",
+        "hidden width of the MLPs; 0: linear [Sec. 4.1]"),
+    "intra_dim":         (128,        128,         128,                 "int >= 0",
+        "width of a modality's own space [Sec. 4.1]; 0: one space for all [Sec. 4.4]"),
+    "inter_dim":         (1024,       1024,        1024,                "int > 0",
+        "width of the common space [Sec. 4.1]"),
+    "queue":             (256,        512,         32_768,              "int > 0",
+        "K, the keys in a queue; lower it for few photos [Sec. 4.1]"),
+    "momentum":          (0.993,      0.998,       0.999,               ">= 0, < 1",
+        "m of Sec. 3.1; lower it for short runs [Sec. 4.1]"),
+    "bn_splits":         (1,          4,           8,                   "int > 0",
+        "groups of a batch with their own batch-norm statistics; with 1 a query can recognise "
+        "its key [Sec. 4.1: 8 GPUs]"),
+    # Losses
+    "lambda_ii":         (0.2,        1.0,         1.0,                 ">= 0",
+        "weight of Eq. 3, photo to photo [Sec. 4.1]"),
+    "lambda_tag":        (2.0,        1.0,         1.0,                 ">= 0",
+        "weight of Eq. 5, photos with common tags [Sec. 4.1]"),
+    "lambda_cc":         (1.0,        1.0,         1.0,                 ">= 0",
+        "weight of Eq. 8, caption to caption [Sec. 4.1]"),
+    "lambda_ic":         (0.2,        0.02,        1e-4,                ">= 0",
+        "weight of Eq. 11; raise it for short queues [Sec. 4.1]"),
+    "lambda_ci":         (0.2,        0.02,        1e-4,                ">= 0",
+        "weight of Eq. 14; raise it for short queues [Sec. 4.1]"),
+    "temperature":       (0.07,       0.07,        0.07,                "> 0",
+        "tau of Eqs. 3, 5 and 8 [Sec. 4.1]"),
+    "tag_threshold":     (1,          2,           2,                   ">= 0",
+        "epsilon of Eq. 4; 0 suits few tags [Sec. 4.1]"),
+    # Optimisation
+    "batch_size":        (32,         64,          512,                 "int > 0",
+        "photos per iteration, over all processes [Sec. 4.1]"),
+    "iters":             (440,        None,        None,                "int > 0",
+        "training iterations; raise them with the data"),
+    "epochs":            (None,       15.0,        200.0,               "> 0",
+        "passes over the photos, instead of --iters [Sec. 4.1]"),
+    "optimizer":         ("AdamW",    "AdamW",     "SGD",               common.OPTIMIZERS,
+        "how the weights are updated [Sec. 4.1]"),
+    "lr":                (1e-3,       1e-3,        0.03,                "> 0",
+        "peak learning rate of the image encoder; lower it if the loss is not finite [Sec. 4.1]"),
+    "head_lr":           (None,       None,        None,                "> 0",
+        "peak learning rate of the layers above the backbone, which start anew (that of --lr)"),
+    "text_lr":           (5e-4,       3e-4,        4e-5,                ">= 0",
+        "peak learning rate of the caption encoder; 4e-5 suits a pretrained BERT [Sec. 4.1]"),
+    "warmup":            (0.05,       0.1,         0.0,                 ">= 0, < 1",
+        "length of the learning rate's warm-up, as a fraction of training [ours]"),
+    "weight_decay":      (0.01,       0.01,        1e-4,                ">= 0",
+        "weight decay; raise it if photos are few [Sec. 4.1]"),
+    # Run
+    "output":            (None,       None,        None,                str,
+        "folder for results, and for resuming (runs/SCRIPT, or runs/SCRIPT-DATA)"),
+    "seed":              (0,          0,           0,                   "int >= 0",
+        "seed of all random numbers"),
+    "amp":               (None,       None,        None,                common.PRECISIONS,
+        "mixed precision (bf16 if the device supports it, else off)"),
+    "accumulate":        (1,          1,           1,                   "int > 0",
+        "split each batch into this many micro-batches, if memory is short"),
+    "log_every":         (10,         20,          20,                  "int > 0",
+        "iterations between lines of metrics.jsonl"),
+    "validate_every":    (1000,       None,        5000,                "int > 0",
+        "iterations between validations (2,000, or a fifth of a shorter run)"),
+    "checkpoint_every":  (200,        500,         2000,                "int > 0",
+        "iterations between saves of checkpoint.pth; each validation saves, too"),
+    "save_minutes":      (2.0,        2.0,         10.0,                "> 0",
+        "minutes after which checkpoint.pth is saved in any case"),
+    "keep_every":        (None,       None,        None,                "int > 0",
+        "also keep a model_N.pth every N iterations, to choose the best later"),
+}
+MARGIN = 0.2  # alpha of Eqs. 11, 14 [Sec. 4.1]
+RETRIEVAL_IMAGES = 1000  # of the validation split [Sec. 4.4, Tab. 7], drawn at random [ours]
+MAX_TOKENS = 64  # longer captions are truncated [ours]
 
 
 def get_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    add = parser.add_argument_group("data").add_argument
-    add("--data", default="shapes",
-        help="shapes (built in), coco, vg, the path of a .jsonl file, or a folder of shards")
-    add("--recipe", choices=common.RECIPE_NAMES,
-        help="the table of defaults below: demo (for shapes), small (for a .jsonl) or paper")
-    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its own folder)")
-    add("--train-split", help="split for training (default train2017 for coco, else train)")
-    add("--val-split", help="split for validation (default val2017 for coco, else val)")
-    add("--tags", choices=TAGS, help="tags of --data, or nouns of the captions [Sec. 4.1, 4.4]")
-    add("--workers", type=common.non_negative_int,
-        help="processes that load photos (default: a share of the cores, at most 8); raise it if "
-        "data_wait exceeds 0.05")
-
-    add = parser.add_argument_group("views of photos and captions [Sec. 4.1]").add_argument
-    add("--image-size", type=common.positive_int,
-        help="side of the crops in pixels; the cost grows with its square")
-    add("--crop-min", type=common.fraction_above_0,
-        help="smallest crop, as a fraction of the photo's area")
-    add("--colour-jitter", type=common.non_negative,
-        help="strength of the colour jitter; lower it if captions name colours")
-    add("--greyscale", type=common.probability, help="probability of turning a view grey")
-    add("--blur", type=common.probability, help="probability of blurring a view")
-    add("--moco-v1", action="store_true", help="use MoCo v1's colour jitter; give --blur 0, too")
-    add("--caption-views", choices=CAPTION_VIEWS, help="second view of a caption: itself, "
-        "another caption of the photo (sibling), or a back-translation")
-    add("--backtranslations", help="file that tools/backtranslate.py wrote (default: in --output)")
-
-    add = parser.add_argument_group("model [Sec. 4.1]").add_argument
-    add("--arch", choices=ARCHS,
-        help="architecture of the backbone; resnet18 suits few photos or a CPU")
-    add("--init",
-        help="weights to start from: a backbone, a checkpoint.pth (with its heads), or imagenet")
-    add("--lm", help="caption encoder: a BERT from the hub or a folder, or scratch: random weights")
-    add("--lm-iters", type=common.non_negative_int,
-        help="iterations of training --lm scratch on the captions alone, before all else")
-    add("--mlp-hidden", type=common.non_negative_int, help="hidden width of the MLPs (0: linear)")
-    add("--intra-dim", type=common.non_negative_int, default=128,
-        help="width of a modality's own space; 0: one space for all [Sec. 4.4]")
-    add("--inter-dim", type=common.positive_int, default=1024, help="width of the common space")
-    add("--queue", type=common.positive_int, help="K, the keys in a queue; lower it for few photos")
-    add("--momentum", type=common.fraction_below_1, help="m of Sec. 3.1; lower it for short runs")
-    add("--bn-splits", type=common.positive_int, help="groups of a batch with their own batch-norm "
-        "statistics; with 1 a query can recognise its key")
-
-    add = parser.add_argument_group("losses and their weights [Sec. 4.1]").add_argument
-    add("--lambda-ii", type=common.non_negative, help="weight of Eq. 3, photo to photo")
-    add("--lambda-tag", type=common.non_negative, help="weight of Eq. 5, photos with common tags")
-    add("--lambda-cc", type=common.non_negative, help="weight of Eq. 8, caption to caption")
-    add("--lambda-ic", type=common.non_negative, help="weight of Eq. 11; raise it for short queues")
-    add("--lambda-ci", type=common.non_negative, help="weight of Eq. 14; raise it for short queues")
-    add("--temperature", type=common.positive, default=0.07, help="tau of Eqs. 3, 5 and 8")
-    add("--tag-threshold", type=common.non_negative, help="epsilon of Eq. 4; 0 suits few tags")
-
-    add = parser.add_argument_group("optimisation").add_argument
-    add("--batch-size", type=common.positive_int, help="photos per iteration, over all processes")
-    add("--iters", type=common.positive_int, help="training iterations; raise them with the data")
-    add("--epochs", type=common.positive, help="passes over the photos, instead of --iters")
-    add("--lr", type=common.positive,
-        help="peak learning rate of the image encoder; lower it if the loss is not finite")
-    add("--text-lr", type=common.non_negative,
-        help="peak learning rate of the caption encoder; 4e-5 suits a pretrained BERT")
-    add("--warmup", type=common.fraction_below_1,
-        help="length of the learning rate's warm-up, as a fraction of training")
-    add("--steps", type=common.fraction_below_1, nargs="+",
-        help="divide the rates by 10 after these fractions of training; MoCo v1: 0.6 0.8")
-    add("--weight-decay", type=common.non_negative, help="weight decay; raise it if photos are few")
-
-    add = parser.add_argument_group("run").add_argument
-    add("--output",
-        help="folder for results, and for resuming (default runs/SCRIPT or runs/SCRIPT-DATA)")
-    add("--seed", type=common.non_negative_int, default=0, help="seed of all random numbers")
-    add("--amp", choices=("bf16", "fp16", "off"),
-        help="mixed precision (default bf16 if the device supports it, else off)")
-    add("--accumulate", type=common.positive_int, default=1,
-        help="split each batch into this many micro-batches, if memory is short")
-    add("--compile", action="store_true",
-        help="use torch.compile for the backbone, on GPUs (its gain was not measured)")
-    add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
-    add("--validate-every", type=common.positive_int, help="iterations between validations")
-    add("--checkpoint-every", type=common.positive_int,
-        help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=common.positive_int,
-        help="also keep a model_N.pth every N iterations, to choose the best later")
+    parser = common.Parser(__doc__, FLAGS)
+    parser.add_argument("--steps", type=common.number(">= 0, < 1"), nargs="+",
+        help="divide the rates by 10 after these fractions of training,\n"
+        "instead of the cosine; MoCo v1: 0.6 0.8")
     args = parser.parse_args(argv)
-    common.apply_recipe(args, "mmcontrastive", RECIPES)
+    common.apply_recipe(args, "mmcontrastive", FLAGS)
+    args.head_lr = args.head_lr or args.lr
     if bool(args.lambda_ic) != bool(args.lambda_ci):  # one alone would not train its keys' encoder
-        parser.error("--lambda-ic and --lambda-ci go together: give both, or 0 for both")
+        fail("--lambda-ic and --lambda-ci go together: give both, or 0 for both")
     return args
 
 
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    init = {} if checkpoint else common.read_init(args)  # starting weights, {} without --init
+    init = common.read_init(args)  # a backbone's weights, None without --init
 
     # Data: photos, some of which may have no captions or no tags [Sec. 3.2, end].
-    bn_group = batchnorm_group(args)
     tags = args.lambda_tag and args.tags == "annotated"
-    train = common.caption_data(args.data, args.root, args.train_split, tags)
+    splits = [args.train_split] + [args.val_split] * bool(args.lambda_ic)  # MoCo has no retrieval
+    train, *val = common.caption_data(args.data, args.root, splits, tags)
     train, num_tags = usable_photos(args, train)
     translations = read_backtranslations(args, train)
-    val = retrieval_photos(args) if args.lambda_ic else train.select([])  # MoCo has no retrieval
-    translated = common.fingerprint(train.images, *translations)
-    common.begin_run(args, checkpoint, train.checksum(), val.checksum(), translated)
+    val = retrieval_photos(val[0], args.seed) if val else train.select([])
+    translated = common.fingerprint([], *[texts.joined for texts in translations])
+    checkpoint = common.begin_run(args, train.checksum(), val.checksum(), translated)
     queue_size = fit_queue(args, len(train))
-    tokenizer, config, pretrained = load_caption_model(args, checkpoint, init, train, val, device)
+    tokenizer, config, pretrained = load_caption_model(args, checkpoint, train, device)
     photos = TwoViews(train, translations, args)
     iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
+    validate_every = args.validate_every or min(2000, math.ceil(iters / 5))
     print_main(f"{len(photos)} photos ({len(val)} for validation), {num_tags} tags, queues of "
                f"{queue_size} keys, caption encoder at lr {args.text_lr:g}")
     print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
 
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
-    encoders = build_encoders(args, config, bn_group)
+    encoders = build_encoders(args, config, batchnorm_group(args))
     backbone = encoders["image"].trunk[0]
     if pretrained and not checkpoint:
         load_pretrained(encoders["caption"].trunk.bert, pretrained)
-    common.load_init(init, nn.ModuleDict({"queries": encoders}), backbone)  # keys copy them
+    if init:
+        backbone.load_state_dict(init)  # before the momentum encoders copy it
     model = MultimodalContrastive(encoders, queue_size, num_tags)
     model.to(device, memory_format=torch.channels_last)
-    if args.compile:
-        model.queries["image"].trunk.compile()
-        model.keys["image"].trunk.compile()
     ddp = common.data_parallel(model).train()  # all processes get the first one's weights
     groups = [
         {"params": encoders["image"].trunk.parameters()},
@@ -245,7 +247,7 @@ def main(args):
     batches = common.train_batches(photos, partial(collate, tokenizer), args, device, done)
     log = common.Log(args, checkpoint)
     more = {}  # the caption encoder's tokenizer is in OUTPUT/caption_model
-    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
+    bar = common.iterations(done, iters)
     for iteration in bar:
         # Learning rates: cosine [Sec. 4.1] or MoCo v1's steps; per iteration, not per epoch [ours]
         decay = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
@@ -288,14 +290,13 @@ def main(args):
 
         # Log, validate, save
         last = iteration == iters
-        validating = last or iteration % args.validate_every == 0
+        validating = last or iteration % validate_every == 0
         if validating or iteration % args.log_every == 0:
             row = {**log.means(), "lr": args.lr * decay}
             row["text_lr"] = args.text_lr * decay
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
-                with common.eager(args.compile):
-                    result = validate(model.queries, val, tokenizer, args, device)
+                result = validate(model.queries, val, tokenizer, args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
@@ -303,7 +304,7 @@ def main(args):
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, more)
-        if last or iteration % args.checkpoint_every == 0:
+        if validating or common.save_is_due(args, iteration):
             common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
 
     common.end_run(args, backbone)  # eval_linear.py says what the backbone is worth
@@ -333,14 +334,13 @@ def usable_photos(args, data):
     return data.captioned(), 0
 
 
-def retrieval_photos(args):
+def retrieval_photos(data, seed):
     """Validation photos that have a caption, RETRIEVAL_IMAGES at most -> CaptionData"""
-    data = common.caption_data(args.data, args.root, args.val_split)
     if not any(data.captions):
         print_main("no validation photo has a caption, so retrieval is not measured")
         return data.select([])
     data = data.captioned()
-    chosen = np.random.default_rng(args.seed).permutation(len(data))[:RETRIEVAL_IMAGES]
+    chosen = np.random.default_rng(seed).permutation(len(data))[:RETRIEVAL_IMAGES]
     return data.select(np.sort(chosen))
 
 
@@ -540,39 +540,34 @@ class CaptionTrunk(nn.Module):
         return output.last_hidden_state[:, 0] if pooled is None else pooled
 
 
-def load_caption_model(args, checkpoint, init, train, val, device):
-    """-> BERT's tokenizer, configuration, and where its weights are (None: random, or in --init)"""
+def load_caption_model(args, checkpoint, train, device):
+    """-> BERT's tokenizer, its configuration, and where its weights are (None: random)"""
     if not (args.lambda_cc or args.lambda_ic):
         return None, None, None
     folder = Path(args.output, "caption_model")
-    source = weights = args.lm  # where tokenizer and configuration are, and where the weights are
-    if any(name.startswith("queries.caption.") for name in init.get("model", ())):
-        source, weights = Path(args.init).parent / "caption_model", None
-    elif args.lm == "scratch":
-        weights = folder if args.lm_iters else None  # a small BERT's, if it is trained first
-        if not (args.lm_layers or args.lm_iters):
-            source = "bert-base-uncased"  # "Ours (scratch)" of Tab. 1
+    captions = train.all_captions()
+    small = args.lm == "scratch" and (args.lm_layers or args.lm_iters)
     if common.is_main() and not checkpoint:  # once, for all processes and a run that resumes
-        if source == "scratch":
-            captions = train.all_captions()
+        if small:
             common.extra("small_bert").make_caption_model(folder, args, captions, device)
-        else:
+        else:  # "Ours (scratch)" of Tab. 1 has BERT's configuration and tokenizer
+            source = "bert-base-uncased" if args.lm == "scratch" else args.lm
             for part in read_caption_model(source):
                 part.save_pretrained(folder)
     common.barrier()
     tokenizer, config = read_caption_model(folder)
     if args.lm == "scratch":
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
-    for data, what in (train, "captions"), (val, "validation captions"):
-        captions = data.all_captions()
-        some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
-        rows = tokenizer(some, add_special_tokens=False)["input_ids"] if some else []
-        unknown = sum(row.count(tokenizer.unk_token_id) for row in rows)
-        common.check_known(unknown, sum(map(len, rows)), f"the {what}")
-        cut = sum(len(row) > MAX_TOKENS - 2 for row in rows)  # [CLS] and [SEP] are added
-        if cut > 0.01 * len(some):
-            print_main(f"{cut} of {len(some)} {what} are cut at {MAX_TOKENS} tokens")
-    return tokenizer, config, weights
+    if not small:
+        common.check_known(tokenizer, captions, f"--lm {args.lm}")
+    some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
+    rows = tokenizer(some, add_special_tokens=False)["input_ids"]
+    cut = sum(len(row) > MAX_TOKENS - 2 for row in rows)  # [CLS] and [SEP] are added
+    if cut > 0.01 * len(some):
+        print_main(f"{cut} of {len(some)} captions are cut at {MAX_TOKENS} tokens")
+    if args.lm == "scratch":
+        return tokenizer, config, folder if args.lm_iters else None
+    return tokenizer, config, args.lm
 
 
 def read_caption_model(source):

@@ -30,7 +30,6 @@ at least ln n. If the validation scores stall near those of the frequencies, tra
 predict fewer labels (--num-labels, --pos nn). A finished run is in docs/logs/tp.
 """
 
-import argparse
 import math
 import os
 import time
@@ -53,26 +52,90 @@ import common
 from common import fail, print_main, progress
 
 LABELS = "postag", "cluster", "lda", "instances", "rotation"
+POS = "nn", "nn+adj", "nn+adj+vb"  # nouns, adjectives, verbs [Tab. 4]
+TAGGERS = "textblob", "spacy"  # the first is the default [ours]
 VAL_IMAGES = 5000  # at most this many photos are for validation, drawn by the seed [ours]
 
-RECIPES = {  #           demo        small       paper: ResNet-50 [App. F.1] (demo, small [ours])
-    "arch":             ("resnet18", "resnet18", "resnet50"),           # Sec. 4.3
-    "image_size":       (48,         112,        224),                  # [ours], as in App. F.2
-    "crop_min":         (1.0,        0.5,        0.2),                  # [ours]
-    "colour_jitter":    (0.0,        0.4,        1.0),                  # [ours]
-    "lm":               ("scratch",  "scratch",  "bert-base-uncased"),  # Sec. 3.1
-    "lm_iters":         (400,        2000,       20_000),               # [ours]
-    "optimizer":        ("AdamW",    "AdamW",    "SGD"),                # App. F.1
-    "batch_size":       (32,         64,         128),                  # App. F.1
-    "iters":            (560,        None,       100_000),              # App. F.1
-    "epochs":           (None,       25.0,       None),
-    "lr":               (1e-3,       1e-3,       3e-2),                 # App. F.1
-    "warmup":           (0.05,       0.05,       0.0),
-    "steps":            ([],         [],         []),                   # App. F.1; []: cosine
-    "weight_decay":     (1e-2,       1e-2,       1e-4),                 # App. F.1
-    "log_every":        (10,         20,         20),
-    "validate_every":   (400,        2000,       5000),
-    "checkpoint_every": (200,        500,        5000),
+# Each flag: its values in the recipes demo, small [ours] and paper; what may be given; help. Round
+# brackets say what None stands for.
+FLAGS = {
+    # name                demo         small        paper                what may be given; help
+    # Data
+    "data":              ("shapes",    "shapes",    "shapes",            str,
+        "shapes (built in), coco, vg, the path of a .jsonl file, or a folder of shards"),
+    "recipe":            (None,        None,        None,                common.RECIPES,
+        "which column of this table the defaults come from (demo for shapes, small for a "
+        ".jsonl, else paper)"),
+    "root":              (None,        None,        None,                str,
+        "folder of the data (datasets/NAME; for a .jsonl, its own folder)"),
+    "train_split":       (None,        None,        None,                str,
+        "split for training (train2017 for coco, else train)"),
+    "val_split":         (None,        None,        None,                str,
+        "split for validation (val2017 for coco, else val)"),
+    "image_size":        (48,          112,         224,                 "int > 0",
+        "side of the crops in pixels; the cost grows with its square [as in App. F.2]"),
+    "crop_min":          (1.0,         0.5,         0.2,                 "> 0, <= 1",
+        "smallest crop, as a fraction of the photo's area [ours]"),
+    "colour_jitter":     (0.0,         0.4,         1.0,                 ">= 0",
+        "strength of the colour jitter; lower it if captions name colours [ours]"),
+    "workers":           (None,        None,        None,                "int >= 0",
+        "processes that load photos (a share of the cores); raise it if data_wait exceeds 0.05"),
+    # Labels
+    "labels":            ("postag",    "postag",    "postag",            LABELS,
+        "what is predicted [Sec. 3.1, 4]"),
+    "num_labels":        (None,        None,        None,                "int > 0",
+        "K: at most this many words, clusters or topics (see NUM_LABELS)"),
+    "pos":               ("nn+adj+vb", "nn+adj+vb", "nn+adj+vb",         POS,
+        "parts of speech of the words to predict [Sec. 4.2, Tab. 4]"),
+    "tagger":            ("textblob",  "textblob",  "textblob",          TAGGERS,
+        "what finds the parts of speech; the paper uses spacy"),
+    "max_words":         (25,          25,          25,                  "int > 0",
+        "longer captions are left out [Sec. 4]; raise it for reports"),
+    "lm":                ("scratch",   "scratch",   "bert-base-uncased", str,
+        "for --labels cluster: a BERT from the hub or a folder, or scratch, which trains a "
+        "small one on the captions first [Sec. 3.1: BERT-base; uncased: ours]"),
+    "lm_iters":          (400,         2000,        20_000,              "int > 0",
+        "iterations of training --lm scratch; raise them with the captions [ours]"),
+    # Model and optimisation
+    "arch":              ("resnet18",  "resnet18",  "resnet50",          common.BACKBONES,
+        "architecture of the backbone; resnet18 suits few photos or a CPU [Sec. 4.3]"),
+    "init":              (None,        None,        None,                str,
+        "weights that the backbone starts from: imagenet, or a file with a backbone"),
+    "batch_size":        (32,          64,          128,                 "int > 0",
+        "photos per iteration, over all processes [App. F.1]"),
+    "iters":             (560,         None,        100_000,             "int > 0",
+        "training iterations; raise them with the data [App. F.1]"),
+    "epochs":            (None,        25.0,        None,                "> 0",
+        "passes over the photos, instead of --iters"),
+    "optimizer":         ("AdamW",     "AdamW",     "SGD",               common.OPTIMIZERS,
+        "how the weights are updated [App. F.1]"),
+    "lr":                (1e-3,        1e-3,        0.03,                "> 0",
+        "peak learning rate; lower it if the loss is not finite [App. F.1]"),
+    "head_lr":           (None,        None,        None,                "> 0",
+        "peak learning rate of the layers above the backbone, which start anew (that of --lr)"),
+    "warmup":            (0.05,        0.05,        0.0,                 ">= 0, < 1",
+        "length of the learning rate's warm-up, as a fraction of training [ours]"),
+    "weight_decay":      (0.01,        0.01,        1e-4,                ">= 0",
+        "weight decay; raise it if photos are few [App. F.1]"),
+    # Run
+    "output":            (None,        None,        None,                str,
+        "folder for results, and for resuming (runs/SCRIPT, or runs/SCRIPT-DATA)"),
+    "seed":              (0,           0,           0,                   "int >= 0",
+        "seed of all random numbers"),
+    "amp":               (None,        None,        None,                common.PRECISIONS,
+        "mixed precision (bf16 if the device supports it, else off)"),
+    "accumulate":        (1,           1,           1,                   "int > 0",
+        "split each batch into this many micro-batches, if memory is short"),
+    "log_every":         (10,          20,          20,                  "int > 0",
+        "iterations between lines of metrics.jsonl"),
+    "validate_every":    (400,         None,        5000,                "int > 0",
+        "iterations between validations (2,000, or a fifth of a shorter run)"),
+    "checkpoint_every":  (200,         500,         5000,                "int > 0",
+        "iterations between saves of checkpoint.pth; each validation saves, too"),
+    "save_minutes":      (2.0,         2.0,         10.0,                "> 0",
+        "minutes after which checkpoint.pth is saved in any case"),
+    "keep_every":        (None,        None,        None,                "int > 0",
+        "also keep a model_N.pth every N iterations, to choose the best later"),
 }
 # What the paper changes for VGG-16, and for its pretraining on rotations.
 VGG16 = {  # App. F.1
@@ -91,100 +154,44 @@ ROTATION = {  # App. F.1; a batch of 128 photos has 512 rotated images [ours]
 }
 
 
+# K of --num-labels, if it is left out
+NUM_LABELS = {  # --labels: (demo, small and paper, paper with VGG-16)
+    "postag":  (5000, 5000, 1000),  # Sec. 4.3, Tab. 2
+    "cluster": (200, 1000, 1000),  # [ours], Tab. 2
+    "lda":     (40, 40, 40),  # Sec. 4.2
+}
+
+
 def get_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    add = parser.add_argument_group("data").add_argument
-    add("--data", default="shapes",
-        help="shapes (built in), coco, vg, the path of a .jsonl file, or a folder of shards")
-    add("--recipe", choices=common.RECIPE_NAMES,
-        help="the table of defaults below: demo (for shapes), small (for a .jsonl) or paper")
-    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its own folder)")
-    add("--train-split", help="split for training (default train2017 for coco, else train)")
-    add("--val-split", help="split for validation (default val2017 for coco, else val)")
-    add("--image-size", type=common.positive_int,
-        help="side of the crops in pixels; the cost grows with its square")
-    add("--crop-min", type=common.fraction_above_0,
-        help="smallest crop, as a fraction of the photo's area")
-    add("--colour-jitter", type=common.non_negative,
-        help="strength of the colour jitter; lower it if captions name colours")
-    add("--workers", type=common.non_negative_int,
-        help="processes that load photos (default: a share of the cores, at most 8); raise it if "
-        "data_wait exceeds 0.05")
-
-    add = parser.add_argument_group("labels").add_argument
-    add("--labels", choices=LABELS, default=LABELS[0], help="what to predict [Sec. 3.1, 4]")
-    add("--num-labels", type=common.positive_int,
-        help="K: at most this many words (default 5000; VGG-16: 1000), clusters (1000; shapes: "
-        "200) or topics (40) [Tab. 2, 4]")
-    add("--pos", choices=POS, default=POS[-1],
-        help="parts of speech of the words to predict [Sec. 4.2, Tab. 4]")
-    add("--tagger", choices=TAGGERS, default=TAGGERS[0],
-        help="what finds the parts of speech; the paper uses spacy")
-    add("--max-words", type=common.positive_int, default=25,
-        help="longer captions are left out [Sec. 4]; raise it for reports")
-    add("--lm", help="for --labels cluster: a BERT from the hub or a folder, or scratch, which "
-        "trains a small one on the captions first")
-    add("--lm-iters", type=common.positive_int,
-        help="iterations of training --lm scratch; raise them with the captions")
-
-    add = parser.add_argument_group("model and optimisation").add_argument
-    add("--arch", choices=common.BACKBONES,
-        help="architecture of the backbone; resnet18 suits few photos or a CPU")
-    add("--init",
-        help="weights to start from: a backbone, a checkpoint.pth (with its heads), or imagenet")
-    add("--batch-size", type=common.positive_int, help="photos per iteration, over all processes")
-    add("--iters", type=common.positive_int, help="training iterations; raise them with the data")
-    add("--epochs", type=common.positive, help="passes over the photos, instead of --iters")
-    add("--lr", type=common.positive,
-        help="peak learning rate; lower it if the loss is not finite")
-    add("--warmup", type=common.fraction_below_1,
-        help="length of the learning rate's warm-up, as a fraction of training")
-    add("--weight-decay", type=common.non_negative, help="weight decay; raise it if photos are few")
-
-    add = parser.add_argument_group("run").add_argument
-    add("--output",
-        help="folder for results, and for resuming (default runs/SCRIPT or runs/SCRIPT-DATA)")
-    add("--seed", type=common.non_negative_int, default=0, help="seed of all random numbers")
-    add("--amp", choices=("bf16", "fp16", "off"),
-        help="mixed precision (default bf16 if the device supports it, else off)")
-    add("--accumulate", type=common.positive_int, default=1,
-        help="split each batch into this many micro-batches, if memory is short")
-    add("--compile", action="store_true",
-        help="use torch.compile for the backbone, on GPUs (its gain was not measured)")
-    add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
-    add("--validate-every", type=common.positive_int, help="iterations between validations")
-    add("--checkpoint-every", type=common.positive_int,
-        help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=common.positive_int,
-        help="also keep a model_N.pth every N iterations, to choose the best later")
+    parser = common.Parser(__doc__, FLAGS)
+    parser.add_argument("--steps", type=common.number(">= 0, < 1"), nargs="+",
+        help="divide the rates by 10 after these fractions of training,\ninstead of the cosine")
     args = parser.parse_args(argv)
     changes = VGG16 if args.arch == "vgg16_bn" else {}
     if args.labels == "rotation" and args.arch in (None, "vgg16_bn"):
         changes = ROTATION
-    common.apply_recipe(args, "tp", RECIPES, **changes)
-    num_labels = {
-        "postag": 1000 if args.arch == "vgg16_bn" else 5000,  # Tab. 2, Sec. 4.3
-        "cluster": 200 if args.recipe == "demo" else 1000,  # [ours], Tab. 2
-        "lda": 40,  # Sec. 4.2
-    }
-    if args.num_labels and args.labels not in num_labels:
-        parser.error(f"--labels {args.labels} fixes K: leave out --num-labels")
-    args.num_labels = args.num_labels or num_labels.get(args.labels)
+    common.apply_recipe(args, "tp", FLAGS, **changes)
+    args.head_lr = args.head_lr or args.lr
+    args.steps = args.steps or []  # cosine
+    if args.num_labels and args.labels not in NUM_LABELS:
+        fail(f"--labels {args.labels} fixes K: leave out --num-labels")
+    if not args.num_labels and args.labels in NUM_LABELS:
+        demo, usual, vgg = NUM_LABELS[args.labels]
+        usual = demo if args.recipe == "demo" else usual
+        args.num_labels = vgg if args.arch == "vgg16_bn" else usual
     return args
 
 
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    init = {} if checkpoint else common.read_init(args)  # starting weights, {} without --init
+    init = common.read_init(args)  # a backbone's weights, None without --init
 
     # Data: photos, and labels made from their captions. Photos without a label are left out.
     with_tags = args.labels == "instances"  # TP-Label [Sec. 4]
-    train = common.caption_data(args.data, args.root, args.train_split, with_tags)
-    val = common.caption_data(args.data, args.root, args.val_split, with_tags)
-    common.begin_run(args, checkpoint, train.checksum(), val.checksum())
+    splits = args.train_split, args.val_split
+    train, val = common.caption_data(args.data, args.root, splits, with_tags)
+    checkpoint = common.begin_run(args, train.checksum(), val.checksum())  # {} for a new run
     if common.is_main() and not checkpoint:
         make_labels(args, (train, val), device)  # once, for all processes
     common.barrier()
@@ -196,17 +203,16 @@ def main(args):
     photos = LabelledPhotos(train, labels, names, args)
     val_photos = LabelledPhotos(val.select(chosen), val_labels[chosen], names, args)
     iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
+    validate_every = args.validate_every or min(2000, math.ceil(iters / 5))
     print_main(f"{len(photos)} photos ({len(val_photos)} for validation), {len(names)} labels")
     print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
 
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
     model = TagPredictor(args.arch, len(names), args.labels)
-    skip = () if init.get("names") == names else "head."  # a head for other labels does not fit
-    common.load_init(init, model, model.backbone, skip)
+    if init:
+        model.backbone.load_state_dict(init)
     model.to(device, memory_format=torch.channels_last)
-    if args.compile:
-        model.backbone.compile()
     ddp = common.data_parallel(model).train()  # all processes get the first one's weights
     groups = [
         {"params": model.backbone.parameters()},
@@ -219,8 +225,8 @@ def main(args):
 
     batches = common.train_batches(photos, None, args, device, done)
     log = common.Log(args, checkpoint)
-    more = {"names": names}  # for --init, downstream/labels.py
-    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
+    more = {"names": names}  # for downstream/labels.py
+    bar = common.iterations(done, iters)
     for iteration in bar:
         # Learning rates: warm-up [ours], then cosine decay or steps [App. F.1]
         decay = common.lr_factor(iteration - 1, iters, args.warmup, args.steps)
@@ -249,13 +255,12 @@ def main(args):
 
         # Log, validate, save
         last = iteration == iters
-        validating = last or iteration % args.validate_every == 0
+        validating = last or iteration % validate_every == 0
         if validating or iteration % args.log_every == 0:
             row = {**log.means(), "lr": args.lr * decay}
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
-                with common.eager(args.compile):
-                    result = validate(model, val_photos, labels.mean(0), args, device)
+                result = validate(model, val_photos, labels.mean(0), args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
@@ -263,7 +268,7 @@ def main(args):
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, more)
-        if last or iteration % args.checkpoint_every == 0:
+        if validating or common.save_is_due(args, iteration):
             common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
 
     common.end_run(args, model.backbone)  # eval_linear.py says what the backbone is worth
@@ -271,8 +276,6 @@ def main(args):
 
 # --------------------------------------- captions to concepts: this section is copied in icmlm.py
 
-POS = "nn", "nn+adj", "nn+adj+vb"  # --pos [Tab. 4]
-TAGGERS = "textblob", "spacy"  # the first is the default [ours]
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
 # Auxiliary verbs name nothing visible. spaCy has a tag for them, TextBlob does not. [ours]
@@ -282,7 +285,8 @@ AUXILIARIES = set(
 )
 # Group 1 is a word: letters, also joined by ' or - ("can't", "t-shirt"), but not the x of "2x". A
 # possessive 's matches without a group, and is dropped. [ours]
-JOINED = rf"{common.LETTERS}(?:(?!['’]s\b)['’-]{common.LETTERS})*"
+LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
+JOINED = rf"{LETTERS}(?:(?!['’]s\b)['’-]{LETTERS})*"
 WORD = regex.compile(rf"['’]s\b|(?<![^\W_])({JOINED})", regex.I)
 
 
@@ -416,9 +420,8 @@ def cluster_labels(args, splits, device):
     longest = min(args.max_words, tokenizer.model_max_length - 2)  # [CLS] and [SEP] are added
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     captions = splits[0].all_captions()
-    rows = [tokenizer.tokenize(caption) for caption in captions[:: 1 + len(captions) // 10_000]]
-    unknown = sum(row.count(tokenizer.unk_token) for row in rows)
-    common.check_known(unknown, sum(map(len, rows)), "the captions")
+    if args.lm != "scratch":
+        common.check_known(tokenizer, captions, f"--lm {args.lm}")
     vectors = [embed_captions(tokenizer, bert, data.all_captions(), args.amp) for data in splits]
     # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y is the nearest.
     # [ours: a random start, 20 passes] Under torchrun (OMP_NUM_THREADS=1) it uses one thread.

@@ -39,7 +39,6 @@ they start to use the image features. If training stalls on the plateau, train l
 docs/logs/virtex.
 """
 
-import argparse
 import copy
 import io
 import math
@@ -59,30 +58,99 @@ from torch.utils.data import default_collate
 import common
 from common import fail, print_main, progress
 
-RECIPES = {  #           demo        small       paper      (demo, small [ours])
-    "arch":             ("resnet18", "resnet18", "resnet50"),  # Sec. 3
-    "image_size":       (48,         112,        224),         # Sec. 3
-    "crop_min":         (1.0,        0.5,        0.2),         # Sec. 3
-    "colour_jitter":    (0.0,        0.4,        1.0),         # official code
-    "vocab_size":       (None,       None,       10_000),      # Sec. 3; None: by the captions
-    "hidden":           (256,        512,        2048),        # Sec. 4.1
-    "init_std":         (None,       None,       0.02),        # official code; None means H^-0.5
-    "zero_residual":    (False,      False,      True),        # official code; others [ours]
-    "dropout":          (0.0,        0.1,        0.1),         # official code
-    "batch_size":       (32,         64,         256),         # Sec. 3
-    "iters":            (540,        None,       500_000),     # Sec. 3
-    "epochs":           (None,       25.0,       None),
-    "optimizer":        ("AdamW",    "AdamW",    "SGD"),       # Sec. 3
-    "lr":               (2e-3,       1e-3,       0.2),         # Sec. 3
-    "text_lr":          (5e-4,       5e-4,       1e-3),        # Sec. 3
-    "text_first":       (0.0,        0.2,        0.0),         # small [ours]
-    "lambda_words":     (0.0,        2.0,        0.0),         # small [ours]
-    "warmup":           (0.05,       0.05,       0.02),        # Sec. 3: 10K of 500K iterations
-    "weight_decay":     (1e-2,       1e-2,       1e-4),        # Sec. 3
-    "lookahead_alpha":  (1.0,        1.0,        0.5),         # Sec. 3; 1: no look-ahead
-    "log_every":        (10,         20,         20),
-    "validate_every":   (400,        2000,       10_000),
-    "checkpoint_every": (200,        500,        10_000),
+TASKS = ("bicaptioning", "captioning", "masked_lm", "token_classification",
+         "multilabel_classification")
+# Each flag: its values in the recipes demo, small [ours] and paper; what may be given; help. Round
+# brackets say what None stands for.
+FLAGS = {
+    # name                  demo            small           paper           what may be given; help
+    # Data
+    "data":                ("shapes",       "shapes",       "shapes",       str,
+        "shapes (built in), coco, vg, the path of a .jsonl file, or a folder of shards"),
+    "recipe":              (None,           None,           None,           common.RECIPES,
+        "which column of this table the defaults come from (demo for shapes, small for a "
+        ".jsonl, else paper)"),
+    "root":                (None,           None,           None,           str,
+        "folder of the data (datasets/NAME; for a .jsonl, its own folder)"),
+    "train_split":         (None,           None,           None,           str,
+        "split for training (train2017 for coco, else train)"),
+    "val_split":           (None,           None,           None,           str,
+        "split for validation (val2017 for coco, else val)"),
+    "fraction":            (1.0,            1.0,            1.0,            "> 0, <= 1",
+        "use this fraction of the photos; set --iters accordingly [Fig. 4]"),
+    "captions_per_image":  (None,           None,           None,           "int > 0",
+        "use at most this many captions of a photo [Fig. 4]"),
+    "image_size":          (48,             112,            224,            "int > 0",
+        "side of the crops in pixels; the cost grows with its square [Sec. 3]"),
+    "crop_min":            (1.0,            0.5,            0.2,            "> 0, <= 1",
+        "smallest crop, as a fraction of the photo's area [Sec. 3]"),
+    "colour_jitter":       (0.0,            0.4,            1.0,            ">= 0",
+        "strength of the colour jitter; lower it if captions name colours [official code]"),
+    "vocab_size":          (None,           None,           10_000,         "int > 0",
+        "tokens of the vocabulary [Sec. 3] (by the number of captions)"),
+    "workers":             (None,           None,           None,           "int >= 0",
+        "processes that load photos (a share of the cores); raise it if data_wait exceeds 0.05"),
+    # Model
+    "arch":                ("resnet18",     "resnet18",     "resnet50",     common.BACKBONES,
+        "architecture of the backbone; resnet18 suits few photos or a CPU [Sec. 3]"),
+    "zero_residual":       (False,          False,          True,           bool,
+        "start the residual blocks as identities [official code]"),
+    "init":                (None,           None,           None,           str,
+        "weights that the backbone starts from: imagenet, or a file with a backbone"),
+    "task":                ("bicaptioning", "bicaptioning", "bicaptioning", TASKS,
+        "what is predicted; all but the default are ablations [Tab. 1, Fig. 5]"),
+    "layers":              (1,              1,              1,              "int > 0",
+        "L, layers of a textual head; 2 or 3 generally help [Sec. 4.2]"),
+    "hidden":              (256,            512,            2048,           "int > 0",
+        "H, width of the heads, which sets A = H / 64 and F = 4H; larger is better but slower "
+        "[Sec. 4.1]"),
+    "init_std":            (None,           None,           0.02,           "> 0",
+        "standard deviation of the heads' first weights [official code] (H^-0.5 [ours]: with "
+        "0.02, narrow heads ignore the photo)"),
+    "dropout":             (0.0,            0.1,            0.1,            ">= 0, < 1",
+        "dropout in the heads; raise it if captions are few [official code]"),
+    # Optimisation
+    "batch_size":          (32,             64,             256,            "int > 0",
+        "photos per iteration, over all processes [Sec. 3]"),
+    "iters":               (540,            None,           500_000,        "int > 0",
+        "training iterations; raise them with the data [Sec. 3]"),
+    "epochs":              (None,           25.0,           None,           "> 0",
+        "passes over the photos, instead of --iters"),
+    "optimizer":           ("AdamW",        "AdamW",        "SGD",          common.OPTIMIZERS,
+        "how the weights are updated [Sec. 3]"),
+    "lr":                  (2e-3,           1e-3,           0.2,            "> 0",
+        "peak learning rate of the backbone; lower it if the loss is not finite [Sec. 3]"),
+    "text_lr":             (5e-4,           5e-4,           1e-3,           "> 0",
+        "peak learning rate of the heads; lower it if their loss rises [Sec. 3]"),
+    "text_first":          (0.0,            0.2,            0.0,            ">= 0",
+        "train the heads on captions alone first, for this share of the iterations [ours]"),
+    "lambda_words":        (0.0,            2.0,            0.0,            ">= 0",
+        "weight of predicting words from the photo alone; helps if photos are few [ours]"),
+    "warmup":              (0.05,           0.05,           0.02,           ">= 0, < 1",
+        "length of the learning rate's warm-up, as a fraction of training [Sec. 3: 10K of 500K]"),
+    "weight_decay":        (0.01,           0.01,           1e-4,           ">= 0",
+        "weight decay; raise it if photos are few [Sec. 3]"),
+    "lookahead_alpha":     (1.0,            1.0,            0.5,            "> 0, <= 1",
+        "alpha of look-ahead; 1 switches it off [Sec. 3]"),
+    # Run
+    "output":              (None,           None,           None,           str,
+        "folder for results, and for resuming (runs/SCRIPT, or runs/SCRIPT-DATA)"),
+    "seed":                (0,              0,              0,              "int >= 0",
+        "seed of all random numbers"),
+    "amp":                 (None,           None,           None,           common.PRECISIONS,
+        "mixed precision (bf16 if the device supports it, else off)"),
+    "accumulate":          (1,              1,              1,              "int > 0",
+        "split each batch into this many micro-batches, if memory is short"),
+    "log_every":           (10,             20,             20,             "int > 0",
+        "iterations between lines of metrics.jsonl"),
+    "validate_every":      (400,            None,           10_000,         "int > 0",
+        "iterations between validations (2,000, or a fifth of a shorter run)"),
+    "checkpoint_every":    (200,            500,            10_000,         "int > 0",
+        "iterations between saves of checkpoint.pth; each validation saves, too"),
+    "save_minutes":        (2.0,            2.0,            10.0,           "> 0",
+        "minutes after which checkpoint.pth is saved in any case"),
+    "keep_every":          (None,           None,           None,           "int > 0",
+        "also keep a model_N.pth every N iterations, to choose the best later"),
 }
 TEXT_ITERS = 600  # --text-first lasts at most as many iterations [ours]
 MAX_LENGTH = 30  # tokens per caption, [SOS] and [EOS] included [official code]
@@ -90,80 +158,10 @@ LOOKAHEAD_K = 5  # iterations [Sec. 3]
 
 
 def get_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, epilog=common.recipe_table(RECIPES),
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    add = parser.add_argument_group("data").add_argument
-    add("--data", default="shapes",
-        help="shapes (built in), coco, vg, the path of a .jsonl file, or a folder of shards")
-    add("--recipe", choices=common.RECIPE_NAMES,
-        help="the table of defaults below: demo (for shapes), small (for a .jsonl) or paper")
-    add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its own folder)")
-    add("--train-split", help="split for training (default train2017 for coco, else train)")
-    add("--val-split", help="split for validation (default val2017 for coco, else val)")
-    add("--fraction", type=common.fraction_above_0, default=1.0,
-        help="use this fraction of the photos; set --iters accordingly [Fig. 4]")
-    add("--captions-per-image", type=common.positive_int,
-        help="use at most this many captions of a photo [Fig. 4]")
-    add("--image-size", type=common.positive_int,
-        help="side of the crops in pixels; the cost grows with its square")
-    add("--crop-min", type=common.fraction_above_0,
-        help="smallest crop, as a fraction of the photo's area")
-    add("--colour-jitter", type=common.non_negative,
-        help="strength of the colour jitter; lower it if captions name colours")
-    add("--workers", type=common.non_negative_int,
-        help="processes that load photos (default: a share of the cores, at most 8); raise it if "
-        "data_wait exceeds 0.05")
-
-    add = parser.add_argument_group("model").add_argument
-    add("--arch", choices=common.BACKBONES,
-        help="architecture of the backbone; resnet18 suits few photos or a CPU")
-    add("--init",
-        help="weights to start from: a backbone, a checkpoint.pth (with its heads), or imagenet")
-    add("--task", choices=TASKS, default="bicaptioning",
-        help="what is predicted; all but the default are ablations [Tab. 1, Fig. 5]")
-    add("--layers", type=common.positive_int, default=1,
-        help="L, layers of a textual head; 2 or 3 generally help [Sec. 4.2]")
-    add("--hidden", type=common.positive_int,
-        help="H, width of the heads, which sets A = H/64 and F = 4H; larger is better but slower")
-    add("--dropout", type=common.fraction_below_1,
-        help="dropout in the heads; raise it if captions are few")
-
-    add = parser.add_argument_group("optimisation").add_argument
-    add("--batch-size", type=common.positive_int, help="photos per iteration, over all processes")
-    add("--iters", type=common.positive_int, help="training iterations; raise them with the data")
-    add("--epochs", type=common.positive, help="passes over the photos, instead of --iters")
-    add("--lr", type=common.positive,
-        help="peak learning rate of the backbone; lower it if the loss is not finite")
-    add("--text-lr", type=common.positive,
-        help="peak learning rate of the heads; lower it if their loss rises")
-    add("--text-first", type=common.non_negative,
-        help="train the heads on captions alone first, for this share of the iterations")
-    add("--lambda-words", type=common.non_negative,
-        help="weight of predicting words from the photo alone; helps if photos are few")
-    add("--warmup", type=common.fraction_below_1,
-        help="length of the learning rate's warm-up, as a fraction of training")
-    add("--weight-decay", type=common.non_negative, help="weight decay; raise it if photos are few")
-
-    add = parser.add_argument_group("run").add_argument
-    add("--output",
-        help="folder for results, and for resuming (default runs/SCRIPT or runs/SCRIPT-DATA)")
-    add("--seed", type=common.non_negative_int, default=0, help="seed of all random numbers")
-    add("--amp", choices=("bf16", "fp16", "off"),
-        help="mixed precision (default bf16 if the device supports it, else off)")
-    add("--accumulate", type=common.positive_int, default=1,
-        help="split each batch into this many micro-batches, if memory is short")
-    add("--compile", action="store_true",
-        help="use torch.compile for the backbone, on GPUs (its gain was not measured)")
-    add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
-    add("--validate-every", type=common.positive_int, help="iterations between validations")
-    add("--checkpoint-every", type=common.positive_int,
-        help="iterations between saves of checkpoint.pth")
-    add("--keep-every", type=common.positive_int,
-        help="also keep a model_N.pth every N iterations, to choose the best later")
-    args = parser.parse_args(argv)
-    common.apply_recipe(args, "virtex", RECIPES)
+    args = common.Parser(__doc__, FLAGS).parse_args(argv)
+    common.apply_recipe(args, "virtex", FLAGS)
     if args.hidden % 64:
-        parser.error(f"--hidden {args.hidden} must be a multiple of 64 (A = H / 64 heads)")
+        fail(f"--hidden {args.hidden} must be a multiple of 64 (A = H / 64 heads)")
     if not args.task.endswith("captioning"):
         args.lambda_words = 0.0  # the ablations have no such loss
     if args.task.endswith("classification"):
@@ -175,22 +173,24 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
-    checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    init = {} if checkpoint else common.read_init(args)  # starting weights, {} without --init
+    init = common.read_init(args)  # a backbone's weights, None without --init
 
     # Data: photos with captions, and a tokenizer learned from the captions.
-    Model, Photos = TASKS[args.task]  # classes
-    train = common.caption_data(args.data, args.root, args.train_split, Photos.reads_tags)
+    Model, Photos = MODELS[args.task]  # classes
+    splits = args.train_split, args.val_split
+    train, val = common.caption_data(args.data, args.root, splits, Photos.reads_tags)
     train = subset(train, args.fraction, args.captions_per_image, args.seed).captioned()
-    val = common.caption_data(args.data, args.root, args.val_split, Photos.reads_tags).captioned()
-    common.begin_run(args, checkpoint, train.checksum(), val.checksum())
-    if common.is_main() and not checkpoint:
-        make_tokenizer(args, train.all_captions(), init)  # once, for all processes
+    val = val.captioned()
+    checkpoint = common.begin_run(args, train.checksum(), val.checksum())  # {} for a new run
+    if common.is_main() and not checkpoint:  # once, for all processes
+        model = train_tokenizer(train.all_captions(), args.vocab_size)
+        Path(args.output, "tokenizer.model").write_bytes(model)
     common.barrier()
-    tokenizer = load_tokenizer(args, train.all_captions() + val.all_captions())
+    tokenizer = load_tokenizer(args, train.all_captions())
     photos = Photos(train, tokenizer, args)
     val_photos = Photos(val, tokenizer, args)
     iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
+    validate_every = args.validate_every or min(2000, math.ceil(iters / 5))
     print_main(f"{len(photos)} photos ({len(val_photos)} for validation), {photos.num_outputs} "
                f"outputs, heads at lr {args.text_lr:g}")
     print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
@@ -202,13 +202,12 @@ def main(args):
         backbone, photos.num_outputs, args.hidden, args.layers, args.dropout,
         task=args.task, lambda_words=args.lambda_words, init_std=args.init_std
     )
-    common.load_init(init, model, backbone)
+    if init:
+        backbone.load_state_dict(init)
     model.to(device, memory_format=torch.channels_last)
     text_iters = min(TEXT_ITERS, round(args.text_first * iters))
-    if text_iters and not checkpoint and "model" not in init and common.is_main():
+    if text_iters and not checkpoint and common.is_main():
         language_first(model, photos, text_iters, args, device)
-    if args.compile:
-        model.visual["cnn"].compile()  # not the heads, because captions differ in length
     ddp = common.data_parallel(model).train()  # all processes get the first one's weights
     slow_model = copy.deepcopy(model)  # of look-ahead; copied after DDP has made all equal
     groups = parameter_groups(model, args.text_lr)
@@ -221,8 +220,8 @@ def main(args):
 
     batches = common.train_batches(photos, photos.collate, args, device, done)
     log = common.Log(args, checkpoint)
-    more = {"tokenizer": tokenizer.serialized_model_proto()}  # for --init, downstream/captioning.py
-    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
+    more = {"tokenizer": tokenizer.serialized_model_proto()}  # for downstream/captioning.py
+    bar = common.iterations(done, iters)
     for iteration in bar:
         # Learning rates: warm-up, then cosine decay [Sec. 3]
         decay = common.lr_factor(iteration - 1, iters, args.warmup)
@@ -253,14 +252,13 @@ def main(args):
 
         # Log, validate, save
         last = iteration == iters
-        validating = last or iteration % args.validate_every == 0
+        validating = last or iteration % validate_every == 0
         if validating or iteration % args.log_every == 0:
             row = {**log.means(), "lr": args.lr * decay}
             row["text_lr"] = args.text_lr * decay
-            bar.set_postfix(loss=f"{row['loss']:.3f}")
+            bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
-                with common.eager(args.compile):
-                    result = validate(model, val_photos, args, device)
+                result = validate(model, val_photos, args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
@@ -268,7 +266,7 @@ def main(args):
         if args.keep_every and iteration % args.keep_every == 0:
             name = f"model_{iteration}.pth"
             common.save_checkpoint(args, name, iteration, {"model": model}, more)
-        if last or iteration % args.checkpoint_every == 0:
+        if validating or common.save_is_due(args, iteration):
             common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
 
     common.end_run(args, backbone)  # eval_linear.py says what the backbone is worth
@@ -276,6 +274,7 @@ def main(args):
 
 # ---------------------------------------------------------------------------- captions to tokens
 
+ACCENTS = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # of decomposed, lower-case Latin letters
 PAD = UNK = 0  # padding and unknown tokens share an id, as in the official model
 SOS, EOS, MASK = 1, 2, 3
 
@@ -299,31 +298,17 @@ def subset(data, fraction, captions_per_image, seed):
 def normalise(caption):
     """Lower-case, without accents [Sec. 3]: of Latin letters only, NFKD first, NFC last [ours]"""
     decomposed = unicodedata.normalize("NFKD", caption).lower()
-    return unicodedata.normalize("NFC", re.sub(common.ACCENTS, "", decomposed))
-
-
-def make_tokenizer(args, captions, init):
-    """Write the tokenizer of --init's checkpoint, or one that is trained on the captions"""
-    if "tokenizer" in init:
-        model = init["tokenizer"]
-    else:
-        model = train_tokenizer(captions, args.vocab_size)
-    Path(args.output, "tokenizer.model").write_bytes(model)
+    return unicodedata.normalize("NFC", re.sub(ACCENTS, "", decomposed))
 
 
 def load_tokenizer(args, captions):
-    """-> what make_tokenizer wrote; says if captions are cut, fails if it knows too few words"""
+    """-> the tokenizer in --output; says how many captions are cut"""
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=f"{args.output}/tokenizer.model")
     some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
-    rows = [tokenizer.encode(normalise(caption), out_type=str) for caption in some]
+    rows = [tokenizer.encode(normalise(caption)) for caption in some]
     cut = sum(len(row) > MAX_LENGTH - 2 for row in rows) / len(rows)
     if cut > 0.01:
         print_main(f"{cut:.0%} of the captions are cut at {MAX_LENGTH - 2} tokens")
-    # Unknown letters stand together in one token, of which each counts here; a space does not.
-    tokens = [token for row in rows for token in row if token != "▁"]
-    lengths = [len(token) for token in tokens if tokenizer.piece_to_id(token) == UNK]
-    known = len(tokens) - len(lengths)
-    common.check_known(sum(lengths), known + sum(lengths), "the captions")
     return tokenizer
 
 
@@ -684,7 +669,7 @@ class Classifier(nn.Module):
         return {self.task: (F.cross_entropy(logits, targets, reduction="sum"), len(images))}
 
 
-TASKS = {  # of --task: model and data set
+MODELS = {  # of --task: model and data set
     "bicaptioning": (VirTex, CaptionedPhotos),
     "captioning": (VirTex, CaptionedPhotos),
     "masked_lm": (MaskedLM, MaskedPhotos),

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import common
 import virtex
-from common import fail, print_main, progress
+from common import fail, number, print_main, progress
 from downstream import tasks
 from downstream.pictures import draw_attention, photo_files
 from eval_linear import CentralSquares
@@ -35,18 +35,18 @@ from virtex import EOS, MASK, PAD, SOS
 
 
 def get_args(argv=None):
-    parser = tasks.argument_parser(__doc__)
+    parser = common.Parser(__doc__)
     add = parser.add_argument
     add("photos", nargs="*", metavar="PHOTO", help="photos to caption")
     tasks.add_weights(parser, "virtex")
     add("--tokenizer", help="SentencePiece .model file, which official weights need")
     add("--output", default="runs/captioning", help="folder for the results (default %(default)s)")
-    add("--beams", type=common.positive_int, default=5, help="width of beam search [Sec. 4.4]")
+    add("--beams", type=number("int > 0"), default=5, help="width of beam search [Sec. 4.4]")
     add("--evaluate", action="store_true", help="score captions of the validation split [Fig. 6]")
     add("--data", default="coco", help="data set for --evaluate, as for virtex.py (default coco)")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--val-split", help="split for --evaluate (default val2017 for coco, else val)")
-    add("--workers", type=common.non_negative_int, default=0, help="processes that load photos")
+    add("--workers", type=number("int >= 0"), default=0, help="processes that load photos")
     args = parser.parse_args(argv)
     if bool(args.photos) == args.evaluate:
         parser.error("give either photos or --evaluate")
@@ -103,9 +103,9 @@ def load_virtex(path, tokenizer_path=None):
         max_length=len(state["textual.embedding.positions.weight"]),
         task="bicaptioning" if bidirectional else "captioning",
     )
-    for name in ("visual.cnn.fc.weight", "visual.cnn.fc.bias"):  # official: ImageNet's classifier
-        state.pop(name, None)
-    model.load_state_dict(state)
+    # Left out: layers that only a loss of the training needs, and the official file's classifier
+    ours = model.state_dict()
+    model.load_state_dict({name: x for name, x in state.items() if name in ours})
     return model.eval(), tokenizer, args.get("image_size", 224)
 
 
@@ -209,7 +209,8 @@ def evaluate(model, tokenizer, image_size, device, args):
         fail("pycocoevalcap is missing: python -m pip install pycocoevalcap")
     if not shutil.which("java"):
         fail("Java is missing: apt-get install default-jre-headless")
-    val = common.caption_data(args.data, args.root, args.val_split).captioned()
+    [val] = common.caption_data(args.data, args.root, [args.val_split])
+    val = val.captioned()
     rows = []
     for n, caption, *_ in caption_images(model, tokenizer, val, image_size, device, args):
         references = val.captions[n]

@@ -17,11 +17,11 @@ import torch
 import common
 import eval_linear
 from common import print_main
-from downstream import search, tasks
+from downstream import search
 
 
 def get_args(argv=None):
-    parser = tasks.argument_parser(__doc__)
+    parser = common.Parser(__doc__)
     add = parser.add_argument
     add("--data", default="shapes", help="labelled photos, given as for eval_linear.py")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")

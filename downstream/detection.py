@@ -10,7 +10,7 @@ the same settings. All layers are trained; batch norm is synchronised, and re-es
 --root holds VOC2007/ and VOC2012/; or annotations/instances_{split}.json (LVIS: lvis_{split}.json)
 beside train2017/ and val2017/. A VOC split is YEAR_LIST, or several joined by +. On shapes a second
 detector is trained from random initialisation, into OUTPUT/random. The same command resumes. The
-flags of VirTex's Tabs. 1, 7 and 8 are in docs/papers.md.
+flags of VirTex's Tabs. 1, 7 and 8 are in papers/virtex.sh.
 
 Scores are COCO's AP (IoU 0.50 to 0.95), AP50 and AP75, on VOC with VOC07's 11 recalls. The papers
 use Detectron2, we use torchvision's parts [ours]. Known differences: box losses are smooth L1 with
@@ -28,7 +28,7 @@ from torch import nn
 
 import common
 import eval_linear
-from common import fail, print_main, progress
+from common import fail, number, print_main, progress
 from downstream import boxes, finetune, tasks
 
 DATA = "shapes", "voc", "coco", "lvis"
@@ -75,20 +75,20 @@ INITIAL_STD = {  # Detectron2
 
 
 def get_args(argv=None):
-    parser = tasks.argument_parser(__doc__, conflict_handler="resolve")
+    parser = common.Parser(__doc__, conflict_handler="resolve")
     tasks.add_flags(parser, DATA)
     add = parser.add_argument_group("model and optimisation").add_argument
-    add("--image-size", type=common.positive_int, help="shorter side of photos in pixels")
+    add("--image-size", type=number("int > 0"), help="shorter side of photos in pixels")
     add("--model", choices=("fpn", "c4"), help="c4 has no feature pyramid [Sec. 4.3]")
     add("--frozen-bn", action="store_true", help="keep batch norm as it is [Sec. 4.3, LVIS]")
     add("--schedule", choices=["9x"],
         help="longer training, from random weights, with batch norm in the heads [Tab. 1]")
-    add("--batch-size", type=common.positive_int, help="photos per iteration over all processes")
-    add("--iters", type=common.positive_int, help="training iterations")
-    add("--lr", type=common.positive, help="peak learning rate; lower it if the loss is not finite")
-    add("--rois", type=common.positive_int, help="RoIs per training photo; fewer save memory")
-    add("--min-score", type=common.fraction_below_1, help="drop detections that score less")
-    add("--bn-batches", type=common.positive_int, help="batches for batch norm's final statistics")
+    add("--batch-size", type=number("int > 0"), help="photos per iteration over all processes")
+    add("--iters", type=number("int > 0"), help="training iterations")
+    add("--lr", type=number("> 0"), help="peak learning rate; lower it if the loss is not finite")
+    add("--rois", type=number("int > 0"), help="RoIs per training photo; fewer save memory")
+    add("--min-score", type=number(">= 0, < 1"), help="drop detections that score less")
+    add("--bn-batches", type=number("int > 0"), help="batches for batch norm's final statistics")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision (default off)")
     finetune.add_run_flags(parser)
     args = parser.parse_args(argv)
@@ -133,8 +133,7 @@ def fine_tune(train, val, args, device):
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     if not hasattr(backbone, "layer4"):
         fail(f"{backbone.arch} has no layer1 to layer4: give a ResNet")
-    checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    common.begin_run(args, checkpoint, common.fingerprint(train.images, train.objects))
+    checkpoint = common.begin_run(args, common.fingerprint(train.images, train.objects))
     print_main(f"{args.weights}: {args.iters} iterations at lr {args.lr:g}, into {args.output}")
 
     if args.frozen_bn:

@@ -1,7 +1,7 @@
 """Fine-tuning: a backbone and a linear layer, trained end to end on labelled photos.
 
 Desai, Johnson. VirTex: Learning Visual Representations from Textual Annotations. CVPR 2021,
-Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3; App. A.1, Fig. 4 (IN-sup: see docs/papers.md).
+Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3; App. A.1, Fig. 4 (IN-sup: see papers/virtex.sh).
 
 While eval_linear.py freezes the backbone, here training starts from it. Batch norm is per process,
 as in the paper's code.
@@ -29,7 +29,7 @@ from torch import nn
 
 import common
 import eval_linear
-from common import fail, print_main, progress
+from common import fail, number, print_main, progress
 from downstream import pictures, tasks
 from extras import layers
 
@@ -52,19 +52,19 @@ STEPS = 0.7, 0.9  # of the run: where the learning rate falls to a tenth [Sec. 4
 
 
 def get_args(argv=None):
-    parser = tasks.argument_parser(__doc__)
+    parser = common.Parser(__doc__)
     tasks.add_flags(parser, DATA)
     add = parser.add_argument_group("labels and optimisation").add_argument
-    add("--fraction", type=common.fraction_above_0,
+    add("--fraction", type=number("> 0, <= 1"),
         help="use this fraction of the training photos of each class (default 1; shapes: 0.02)")
-    add("--shots", type=common.positive_int, help="use this many training photos of each class")
-    add("--batch-size", type=common.positive_int, help="photos per iteration over all processes")
-    add("--epochs", type=common.positive, help="passes over the photos (default 100; shapes: 40)")
-    add("--lr", type=common.positive, help="peak learning rate, on shapes of both runs (default "
+    add("--shots", type=number("int > 0"), help="use this many training photos of each class")
+    add("--batch-size", type=number("int > 0"), help="photos per iteration over all processes")
+    add("--epochs", type=number("> 0"), help="passes over the photos (default 100; shapes: 40)")
+    add("--lr", type=number("> 0"), help="peak learning rate, on shapes of both runs (default "
         f"{LR} for batches of {BATCH}, {RANDOM_LR} for random weights, scaled to --batch-size)")
-    add("--steps", type=common.positive, nargs="+", metavar="EPOCHS", help="epochs after which "
+    add("--steps", type=number("> 0"), nargs="+", metavar="EPOCHS", help="epochs after which "
         "the learning rate falls to a tenth (default: 70%% and 90%% of --epochs)")
-    add("--weight-decay", type=common.non_negative, help="of all weights (default 1e-4 [Sec. 4.3])")
+    add("--weight-decay", type=number(">= 0"), help="of all weights (default 1e-4 [Sec. 4.3])")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision (default bf16 if supported)")
     add_run_flags(parser)
     args = parser.parse_args(argv)
@@ -79,10 +79,10 @@ def add_run_flags(parser):
     """Also of detection.py"""
     add = parser.add_argument_group("run").add_argument
     add("--output", help="folder of the run (default runs/TASK, or runs/TASK-DATA)")
-    add("--seed", type=common.non_negative_int, default=0, help="random seed")
-    add("--accumulate", type=common.positive_int, default=1, help="split batches, to save memory")
-    add("--log-every", type=common.positive_int, help="iterations between lines of metrics.jsonl")
-    add("--checkpoint-every", type=common.positive_int, help="iterations between checkpoints")
+    add("--seed", type=number("int >= 0"), default=0, help="random seed")
+    add("--accumulate", type=number("int > 0"), default=1, help="split batches, to save memory")
+    add("--log-every", type=number("int > 0"), help="iterations between lines of metrics.jsonl")
+    add("--checkpoint-every", type=number("int > 0"), help="iterations between checkpoints")
 
 
 def main(args):
@@ -113,8 +113,7 @@ def main(args):
 
 def fine_tune(train, val, args, device):
     """Train into args.output -> scores on `val`; {} in all processes but the first"""
-    checkpoint = common.load_checkpoint(args)  # {} unless the same command was interrupted
-    common.begin_run(args, checkpoint, common.fingerprint(train.images, train.labels.tolist()))
+    checkpoint = common.begin_run(args, common.fingerprint(train.images, train.labels))
     usual = RANDOM_LR if args.weights == "random" else LR
     lr = args.lr or usual * args.batch_size / BATCH
     iters = math.ceil(args.epochs * len(train) / args.batch_size)

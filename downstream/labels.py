@@ -18,7 +18,7 @@ from extras.checkpoints import of_script
 
 
 def get_args(argv=None):
-    parser = tasks.argument_parser(__doc__)
+    parser = common.Parser(__doc__)
     parser.add_argument("photos", nargs="+", metavar="PHOTO", help="photos to label")
     tasks.add_weights(parser, "tp")
     return parser.parse_args(argv)

@@ -22,7 +22,7 @@ from PIL import Image
 
 import common
 import icmlm
-from common import fail, print_main
+from common import fail, number, print_main
 from downstream import tasks
 from downstream.pictures import draw_attention, photo_files
 from eval_linear import CentralSquares
@@ -31,12 +31,12 @@ from extras.checkpoints import of_script
 
 
 def get_args(argv=None):
-    parser = tasks.argument_parser(__doc__)
+    parser = common.Parser(__doc__)
     add = parser.add_argument
     add("photo", nargs="?", help="a photo; give --caption and --word with it")
     add("--caption", help="what the photo shows")
     add("--word", type=str.lower, nargs="+", help="words of the caption, masked one at a time")
-    add("--photos", type=common.positive_int, metavar="N", help="take N validation photos instead")
+    add("--photos", type=number("int > 0"), metavar="N", help="take N validation photos instead")
     tasks.add_weights(parser, "icmlm")
     add("--lm", help="language model (default: that of the training run)")
     add("--root", help="folder of the data (default: that of the training run)")
@@ -57,8 +57,7 @@ def main(args):
         data = replace(photo_files([args.photo]), captions=captions)
     else:
         data = validation_photos(args, trained, tokenizer)
-    tokens = [token for caption in data.all_captions() for token in tokenizer.tokenize(caption)]
-    common.check_known(tokens.count(tokenizer.unk_token), len(tokens), "the captions")
+    common.check_known(tokenizer, data.all_captions(), "the language model")
     maskable = [{} for _ in range(len(data))]  # of each photo {word: where it occurs first}
     names = list(concepts)
     for photo, _, position, concept in icmlm.find_triplets(data, concepts, tokenizer).tolist():
@@ -109,7 +108,8 @@ def load_icmlm(path, lm_name, device):
 def validation_photos(args, trained, tokenizer):
     """-> CaptionData of --photos random photos of the validation split, with a caption of each"""
     root = args.root or trained["root"]
-    data = common.caption_data(trained["data"], root, trained["val_split"]).captioned()
+    [data] = common.caption_data(trained["data"], root, [trained["val_split"]])
+    data = data.captioned()
     order = np.random.default_rng(0).permutation(len(data))
     data = data.select(np.sort(order[: args.photos]))
     data = icmlm.filter_captions(data, tokenizer.tokenize, trained["max_words"]).captioned()

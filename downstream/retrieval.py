@@ -38,45 +38,50 @@ import mmcontrastive
 from common import fail, print_main, progress
 from downstream import pictures, tasks
 
-RECIPES = {  #        demo    small   paper: Sec. 4.2, after VSE++
-    "train_images":  (2000,   None,   None),       # all
-    "negatives":     ("mean", "mean", "hardest"),  # see "What to expect"
-    "epochs":        (8,      3,      15),         # at each of the two learning rates
-    "lr":            (1e-3,   1e-3,   2e-4),       # in the second half a tenth of it
-    "crops":         (2,      4,      10),         # a photo; VSE++: new ones each epoch [ours]
-    "crop_min":      (0.8,    0.2,    0.08),       # smallest part of the photo's area [VSE++ code]
-    "dim":           (256,    256,    1024),
-    "word_dim":      (128,    128,    300),
+FLAGS = {  # see common.Parser; paper: Sec. 4.2, after VSE++
+    # name            demo     small    paper       what may be given; help
+    "recipe":        (None,    None,    None,       common.RECIPES,
+        "where the defaults come from (demo for shapes, small for a .jsonl, else paper)"),
+    "train_images":  (2000,    None,    None,       "int > 0",
+        "train on at most this many photos (all)"),
+    "test_images":   (1000,    1000,    1000,       "int > 0",
+        "test on this many photos"),
+    "folds":         (1,       1,       1,          "int > 0",
+        "average over this many parts of them"),
+    "epochs":        (8,       3,       15,         "int > 0",
+        "epochs at --lr, and as many at a tenth of it"),
+    "negatives":     ("mean",  "mean",  "hardest",  ("hardest", "mean"),
+        "the captions of other photos that count; take mean if the loss stays at 0.4"),
+    "lr":            (1e-3,    1e-3,    2e-4,       "> 0",
+        "learning rate of Adam"),
+    "crops":         (2,       4,       10,         "int > 0",
+        "stored random crops of each photo; VSE++ draws new ones each epoch [ours]"),
+    "crop_min":      (0.8,     0.2,     0.08,       "> 0, <= 1",
+        "smallest crop, as a fraction of the photo's area [VSE++ code]"),
+    "dim":           (256,     256,     1024,       "int > 0",
+        "dimension of the common space"),
+    "word_dim":      (128,     128,     300,        "int > 0",
+        "dimension of the word embeddings"),
 }
 BATCH_SIZE = 128  # pairs of a photo and a caption [Sec. 4.2]
 HELD_OUT = 5000  # photos at most: 113K of COCO's 118K are trained on, as in the paper
 MARGIN = 0.2  # of the loss [VSE++ code]
 MAX_NORM = 2.0  # of the gradient [VSE++ code]
 MIN_COUNT = 4  # how often a word must occur in the training captions to be kept [VSE++ code]
-WORD = regex.compile(r"[\w\p{M}]+(?:['’-][\w\p{M}]+)*")  # t-shirt and can't are single words [ours]
+# t-shirt and can't are single words [ours]
+WORD = regex.compile(r"[\w\p{M}]+(?:['’-][\w\p{M}]+)*")
 START, END, UNKNOWN = range(3)  # before and after each caption, and for words that are not kept
 IN_WORDS = {**tasks.IN_WORDS, "chance": "by chance"}
 
 
 def get_args(argv=None):
-    parser = tasks.argument_parser(__doc__, epilog=common.recipe_table(RECIPES))
+    parser = common.Parser(__doc__, FLAGS)
     tasks.add_flags(parser)
-    add = parser.add_argument_group("retrieval").add_argument
-    add("--recipe", choices=common.RECIPE_NAMES,
-        help="column of the defaults below: demo (for shapes), small (for a .jsonl) or paper")
-    add("--train-images", type=common.positive_int, help="train on at most this many photos")
-    add("--test-images", type=common.positive_int, default=1000, help="test on this many photos")
-    add("--folds", type=common.positive_int, default=1, help="average over this many parts of them")
-    add("--epochs", type=common.positive_int, help="epochs at --lr, and as many at a tenth of it")
-    add("--negatives", choices=("hardest", "mean"), help="take mean if the loss stays at 0.4")
-    add("--lr", type=common.positive, help="learning rate of Adam")
-    add("--dim", type=common.positive_int, help="dimension of the common space")
-    add("--word-dim", type=common.positive_int, help="dimension of the word embeddings")
     tasks.add_run_flags(parser, "retrieval")
     args = parser.parse_args(argv)
     by_data = "small" if args.data.endswith(".jsonl") else "paper"
     args.recipe = args.recipe or ("demo" if args.data == "shapes" else by_data)
-    recipe = {name: x[common.RECIPE_NAMES.index(args.recipe)] for name, x in RECIPES.items()}
+    recipe = {name: row[common.RECIPES.index(args.recipe)] for name, row in FLAGS.items()}
     tasks.fill_defaults(parser, args, "retrieval", **recipe)
     return args
 
@@ -90,10 +95,11 @@ def main(args):
     test = captioned_photos(args, args.val_split, args.test_images)
     eval_linear.report_shared(train, test)
     vocabulary = count_words(train.all_captions())
-    known = [word in vocabulary for word in words_of(test.all_captions())]
-    common.check_known(known.count(False), len(known), f"the captions of {args.val_split}")
+    words = words_of(test.all_captions())
+    unknown = sum(word not in vocabulary for word in words)
     counts = f"{len(train)} training, {len(val)} validation and {len(test)} test photos"
-    print_main(f"{counts}, {len(vocabulary)} words")
+    print_main(f"{counts}, {len(vocabulary)} words, which lack {unknown} of the test captions' "
+               f"{len(words)}")
 
     runs = defaultdict(list)
     for name, seeds, backbone in tasks.backbones(args, device):
@@ -117,7 +123,8 @@ def main(args):
 
 def captioned_photos(args, split, max_photos):
     """At most `max_photos` random captioned photos of a split -> CaptionData"""
-    data = common.caption_data(args.data, args.root, split).captioned()
+    [data] = common.caption_data(args.data, args.root, [split])
+    data = data.captioned()
     order = np.random.default_rng(args.seed).permutation(len(data))
     return data.select(order[:max_photos])
 

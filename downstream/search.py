@@ -14,14 +14,14 @@ import torch
 
 import common
 import mmcontrastive
-from common import fail, print_main
+from common import fail, number, print_main
 from downstream import tasks
 from downstream.pictures import draw_nearest, images_in
 from extras.checkpoints import of_script
 
 
 def get_args(argv=None):
-    parser = tasks.argument_parser(__doc__)
+    parser = common.Parser(__doc__)
     add = parser.add_argument
     add("texts", nargs="+", metavar="TEXT", help="what to look for, worded like a caption")
     add("--root", help="folder of photos, with its subfolders (default: the validation split)")
@@ -35,7 +35,7 @@ def add_flags(parser, name):
     tasks.add_weights(parser, "mmcontrastive")
     add("--output", default=f"runs/{name}", help="folder for the results (default %(default)s)")
     add("--amp", choices=("bf16", "fp16", "off"), help="precision (default bf16 if supported)")
-    add("--workers", type=common.non_negative_int, default=2, help="processes that load photos")
+    add("--workers", type=number("int >= 0"), default=2, help="processes that load photos")
 
 
 def main(args):
@@ -44,7 +44,7 @@ def main(args):
         data = images_in(args.root)
     else:
         trained = model.trained
-        data = common.caption_data(trained.data, trained.root, trained.val_split)
+        [data] = common.caption_data(trained.data, trained.root, [trained.val_split])
     model.check_texts(args.texts, "the texts")
     path = Path(args.output, "search.png")
     _, readable, nearest = model.find(args.texts, data, path)
@@ -78,7 +78,7 @@ class Model:
         if named:
             print_main(f"the model does not know every word of {', '.join(named[:20])} "
                        f"({len(named)} of {len(texts)})")
-        common.check_known(sum(unknown), sum(map(len, rows)), what)
+        common.check_known(self.tokenizer, texts, "the model")
         split = [x for n, x in enumerate(texts) if len(rows[n]) > len({*encoded.word_ids(n)})]
         if split:
             print_main(f"the model knows only pieces of some words of {', '.join(split[:20])} "

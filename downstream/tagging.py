@@ -32,7 +32,7 @@ from torch import nn
 
 import common
 import eval_linear
-from common import fail, print_main, progress
+from common import fail, number, print_main, progress
 from downstream import tasks
 from extras import shapes
 
@@ -42,19 +42,19 @@ IN_WORDS = {**tasks.IN_WORDS, FREQUENT: f"by the {FREQUENT}"}
 
 
 def get_args(argv=None):
-    parser = tasks.argument_parser(__doc__)
+    parser = common.Parser(__doc__)
     tasks.add_flags(parser)
     add = parser.add_argument_group("tags").add_argument
     add("--tags", metavar="FILE", help="concepts.json of tp.py, whose words are the tags")
-    add("--num-tags", type=common.positive_int, default=18157, help="size of the vocabulary")
-    add("--dim", type=common.positive_int, default=4096, help="maximum width of tag vectors")
+    add("--num-tags", type=number("int > 0"), default=18157, help="size of the vocabulary")
+    add("--dim", type=number("int > 0"), default=4096, help="maximum width of tag vectors")
     fraction = "use this fraction of the training photos (default 0.2 for shapes, else 1)"
-    add("--fraction", type=common.fraction_above_0, help=fraction)
+    add("--fraction", type=number("> 0, <= 1"), help=fraction)
     add = parser.add_argument_group("MLP").add_argument
-    add("--hidden", type=common.positive_int, default=2048, help="width of the hidden layer")
-    add("--epochs", type=common.positive_int, default=10, help="passes over the training photos")
-    add("--batch-size", type=common.positive_int, default=128, help="photos per iteration")
-    add("--lr", type=common.positive, default=1e-3, help="peak learning rate of AdamW [ours]")
+    add("--hidden", type=number("int > 0"), default=2048, help="width of the hidden layer")
+    add("--epochs", type=number("int > 0"), default=10, help="passes over the training photos")
+    add("--batch-size", type=number("int > 0"), default=128, help="photos per iteration")
+    add("--lr", type=number("> 0"), default=1e-3, help="peak learning rate of AdamW [ours]")
     tasks.add_run_flags(parser, "tagging")
     args = parser.parse_args(argv)
     tasks.fill_defaults(parser, args, "tagging", fraction=0.2 if args.data == "shapes" else 1.0)
@@ -87,8 +87,8 @@ def tagged_photos(args):
 
     Names are the --num-tags most frequent tags of the training photos, most frequent first.
     """
-    train = common.caption_data(args.data, args.root, args.train_split, tags=True)
-    val = common.caption_data(args.data, args.root, args.val_split, tags=True)
+    splits = args.train_split, args.val_split
+    train, val = common.caption_data(args.data, args.root, splits, tags=True)
     if args.fraction < 1:
         order = np.random.default_rng(args.seed).permutation(len(train))
         train = train.select(np.sort(order[: max(1, round(args.fraction * len(train)))]))

@@ -1,23 +1,16 @@
 """What the tasks share: flags, frozen backbones, their features, runs compared, and the report"""
 
 import argparse
-import os
 from functools import partial
 
 import torch
 
 import common
 import eval_linear
-from common import print_main
+from common import number, print_main
 from extras import layers
 
 IN_WORDS = {"trained": "trained", "random": "at random initialisation"}  # in the last line printed
-
-
-def argument_parser(description, **more):
-    """argparse's, but it prints a docstring as it is, and takes no abbreviated flags"""
-    more |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    return argparse.ArgumentParser(description=description, **more)
 
 
 def add_flags(parser, data=None):
@@ -31,9 +24,9 @@ def add_flags(parser, data=None):
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--train-split", help="split to train on (default train, or as named by the data set)")
     add("--val-split", help="split to test on (default val, or as named by the data set)")
-    add("--image-size", type=common.positive_int, help="crop side in pixels (default: that of the "
+    add("--image-size", type=number("int > 0"), help="crop side in pixels (default: that of the "
         "weights' training, from args.json beside them; else 224, or 48 for shapes)")
-    add("--workers", type=common.non_negative_int, default=min(8, os.cpu_count()),
+    add("--workers", type=number("int >= 0"), default=common.default_workers(),
         help="processes that load photos; with 0 the main process does")
 
 
@@ -47,8 +40,8 @@ def add_weights(parser, method):
 def add_run_flags(parser, script):
     """The flags of tasks that freeze the backbone"""
     add = parser.add_argument_group("run").add_argument
-    add("--runs", type=common.positive_int, default=1, help="number of seeds to average over")
-    add("--seed", type=common.non_negative_int, default=0, help="seed of the first run")
+    add("--runs", type=number("int > 0"), default=1, help="number of seeds to average over")
+    add("--seed", type=number("int >= 0"), default=0, help="seed of the first run")
     add("--output", default=f"runs/{script}", help="folder for the results (default %(default)s)")
     add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision (default off)")
 

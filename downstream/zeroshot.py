@@ -37,7 +37,7 @@ import torch.nn.functional as F
 
 import common
 import eval_linear
-from common import fail, print_main
+from common import fail, number, print_main
 from downstream import pictures, tasks
 from extras import layers, shapes
 
@@ -52,11 +52,11 @@ LOCATIONS = "trainval_loc", "test_seen_loc", "test_unseen_loc"  # their names in
 
 
 def get_args(argv=None):
-    parser = tasks.argument_parser(__doc__)
+    parser = common.Parser(__doc__)
     tasks.add_flags(parser, ("shapes", *LAYOUTS))
     add = parser.add_argument_group("bilinear function").add_argument
-    add("--epochs", type=common.positive_int, default=100, help="passes over the training photos")
-    add("--batch-size", type=common.positive_int, default=256, help="photos per iteration")
+    add("--epochs", type=number("int > 0"), default=100, help="passes over the training photos")
+    add("--batch-size", type=number("int > 0"), default=256, help="photos per iteration")
     tasks.add_run_flags(parser, "zeroshot")
     parser.set_defaults(runs=5)  # Tab. 6
     args = parser.parse_args(argv)

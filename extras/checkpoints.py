@@ -1,5 +1,6 @@
 """Weights for --init and eval_linear.py: our checkpoints, files of other authors, and CLIP"""
 
+import argparse
 import re
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 import common
 from common import fail, print_main
 
+torch.serialization.add_safe_globals([argparse.Namespace])  # DINO's checkpoints hold one
 MIDDLE = "layer2.0.conv1.weight", "features.7.weight"  # what each ResNet, each VGG has
 CLASSIFIER = re.compile(r"(fc|classifier|head|projection_head|prototypes|projector)\b")
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import regex
 
 import common
-from common import LETTERS, fail, progress
+from common import fail, progress
 
 NUM_NOUNS = 1000  # at most [ours]
+LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
 WORD = regex.compile(rf"{LETTERS}(?:-{LETTERS})*")  # t-shirt is one
 SPACY_MODEL = "en_core_web_sm"  # its smallest English one [ours]
 SPACY_TAGS = {"NOUN": "nouns", "PROPN": "nouns", "ADJ": "adjectives", "VERB": "verbs"}
@@ -19,6 +20,7 @@ SPACY_TAGS = {"NOUN": "nouns", "PROPN": "nouns", "ADJ": "adjectives", "VERB": "v
 
 def tagged(args, data):
     """-> CaptionData whose tags are the most frequent nouns of its captions [Sec. 4.4]"""
+    common.make_folder(args.output)
     path = Path(args.output, "nouns.json")
     if common.is_main() and not Path(args.output, "checkpoint.pth").exists():
         find_nouns(data.all_captions(), args.tags, path)  # once, for all processes

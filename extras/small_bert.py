@@ -6,8 +6,6 @@ to predict the tokens of its caption, because TP-Cluster needs its vector. [ours
 
 import itertools
 import math
-import shutil
-from pathlib import Path
 
 import numpy as np
 import regex
@@ -87,12 +85,8 @@ def train(folder, captions, iters, seed, device, amp, layers=4, width=256, max_w
     tokenizer.save_pretrained(folder)
 
 
-def make_language_model(folder, args, init, data, device):
-    """icmlm.py --lm scratch: train a small BERT, or copy that of the run that --init continues"""
-    earlier = Path(args.init or "").parent / "language_model"
-    if "model" in init and earlier.exists():
-        shutil.copytree(earlier, folder, dirs_exist_ok=True)
-        return
+def make_language_model(folder, args, data, device):
+    """icmlm.py --lm scratch: train a small BERT on the captions"""
     captions = data.all_captions()
     common.extra("nouns").require_spaces(captions)  # ICMLM predicts words
     train(
@@ -122,6 +116,7 @@ def shuffled_forever(captions, seed):
             yield captions[i]
 
 
+ACCENTS = "(?<=[a-zß-ɏ])[\u0300-\u036f]+"  # of decomposed, lower-case Latin letters
 UNSPACED = regex.compile(r"\p{Han}|\p{Hiragana}|\p{Katakana}|\p{Thai}|\p{Lao}|\p{Khmer}")
 
 
@@ -133,7 +128,7 @@ def train_tokenizer(captions, max_length=MAX_LENGTH):
     """
     names = "pad", "unk", "cls", "sep", "mask"
     special = {f"{name}_token": f"[{name.upper()}]" for name in names}
-    accents = normalizers.Replace(tokenizers.Regex(common.ACCENTS), "")
+    accents = normalizers.Replace(tokenizers.Regex(ACCENTS), "")
     lower = normalizers.BertNormalizer(lowercase=True, strip_accents=False)
     normalizer = normalizers.Sequence([lower, normalizers.NFD(), accents, normalizers.NFC()])
     # The letters are given in order; otherwise each training would number them differently.

@@ -1,68 +1,67 @@
-"""Visual Genome's captions, VOC07's labels, and photos whose pixels need more than a conversion"""
+"""Visual Genome's captions and VOC07's labels"""
 
+import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 import common
 from common import extra, fail, one_line, print_main, progress, read_photos
 
-# By convention these mean that there is no measurement, often without a tag
-NO_VALUES = -9999.0, -32768.0, -99999.0, -(2.0**31)
-HUGE = 1e19  # what programs write for "no value": 1e20, float32's own limits
-GDAL_NODATA = 42113  # the tag of a TIFF with its own mark for pixels without a value
 VOC_TRUTH = {"1": 1, "-1": 0, "0": -1}  # their yes, no and "difficult"
 
 
-def caption_data(name, root, split):
-    """One split of --data -> common.CaptionData"""
+def caption_data(name, root, splits):
+    """-> common.CaptionData of each split of --data"""
     if name == "shapes":
-        return extra("shapes").caption_data(split)
+        return [extra("shapes").caption_data(split) for split in splits]
     if name == "vg":
-        return read_photos(visual_genome, split, root or "datasets/vg")
+        return read_photos(visual_genome, splits, root or "datasets/vg")
     if os.path.isdir(name):
-        return extra("shards").caption_data(name, split)
+        return [extra("shards").caption_data(name, split) for split in splits]
     fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of shards; "
          "python tools/to_jsonl.py FILE converts other files")
 
 
-def visual_genome(split, root):
-    """-> (path, captions, no tags) of each photo of a fixed random 103K / 5K split; no names
+def visual_genome(splits, root):
+    """Yield (path, captions, no tags) of each photo of a fixed random 103K / 5K split; no names
 
     Each region's phrase is a caption of its photo. The root holds region_descriptions.json,
     image_data.json, VG_100K/ and VG_100K_2/.
     """
-    if split not in ("train", "val"):
-        fail(f"--data vg has the splits train and val, not {split}")
-    paths = {}
-    for row in entries(root, "image_data.json"):
-        paths[row["image_id"]] = os.path.join(root, *row["url"].split("/")[-2:])
-    ids = np.random.default_rng(0).permutation(sorted(paths)).tolist()
-    num_val = min(5000, len(ids) // 10)
-    keep = set(ids[:num_val] if split == "val" else ids[num_val:])
-    regions, found = entries(root, "region_descriptions.json"), []
-    for row in progress(regions, desc="captions", total=len(paths), leave=False):
-        if row["id"] in keep:
-            captions = [one_line(region["phrase"]) for region in row["regions"]]
-            found.append((paths[row["id"]], captions, []))
-    if lost := len(keep) - len(found):
-        print_main(f"{root}: left out {lost} photos of {split}, which have no regions")
-    return found, []
+    for split in splits:
+        if split not in ("train", "val"):
+            fail(f"--data vg has the splits train and val, not {split}")
+        paths = {}
+        for row in entries(root, "image_data.json"):
+            paths[row["image_id"]] = os.path.join(root, *row["url"].split("/")[-2:])
+        ids = np.random.default_rng(0).permutation(sorted(paths)).tolist()
+        num_val = min(5000, len(ids) // 10)
+        keep = set(ids[:num_val] if split == "val" else ids[num_val:])
+        regions, found = entries(root, "region_descriptions.json"), []
+        for row in progress(regions, desc="captions", total=len(paths), leave=False):
+            if row["id"] in keep:
+                captions = [one_line(region["phrase"]) for region in row["regions"]]
+                found.append((paths[row["id"]], captions, []))
+        if lost := len(keep) - len(found):
+            print_main(f"{root}: left out {lost} photos of {split}, which have no regions")
+        yield found, []
 
 
 def entries(root, name):
-    """The entries of a JSON list, one by one: the files have up to 700 MB"""
-    try:
-        import ijson  # only Visual Genome needs it
-    except ModuleNotFoundError:
-        fail("ijson is missing: python -m pip install ijson")
-    path = os.path.join(root, name)
-    if not os.path.isfile(path):
+    """The entries of a JSON list, one by one: together, those of 700 MB would take several GB"""
+    path = Path(root, name)
+    if not path.is_file():
         fail(f"there is no {path}: --root is the folder of Visual Genome's files")
-    with open(path, "rb") as file:
-        yield from ijson.items(file, "item")
+    text, decoder = path.read_text(encoding="utf-8"), json.JSONDecoder()
+    between = re.compile(r"[\s,[\]]*")
+    end = between.match(text).end()
+    while end < len(text):
+        entry, end = decoder.raw_decode(text, end)
+        yield entry
+        end = between.match(text, end).end()
 
 
 def voc07(root, split):
@@ -87,41 +86,3 @@ def voc07(root, split):
         fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
     names = [path.name.removesuffix(f"_{split}.txt") for path in lists]
     return np.array(paths, common.STRINGS), np.array(columns, np.int8).T, names
-
-
-def to_rgb(image):
-    """A PIL image -> RGB; more than 8 bits are scaled to 0..255, transparent pixels lie on white"""
-    info = image.info  # with EXIF's orientation
-    if image.mode[0] in "IF":
-        image = Image.fromarray(to_8_bits(image))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    image = image.convert("RGB")
-    image.info = info
-    return image
-
-
-def to_8_bits(image):
-    """A PIL image of integers or floats -> (H, W) uint8; pixels without a value are black.
-
-    The range is that of the values, without the lowest and the highest 0.1%: a few broken pixels
-    would leave the others no contrast.
-    """
-    values = np.asarray(image, float)
-    valid = (np.abs(values) < HUGE) & ~np.isin(values, NO_VALUES)  # NaN is not below
-    tags = getattr(image, "tag_v2", {})  # only a TIFF has some
-    if GDAL_NODATA in tags:
-        no_value = float(tags[GDAL_NODATA].strip(" \0"))
-        valid &= ~np.isclose(values, no_value, rtol=1e-6, atol=0)  # float32, written in decimals
-    if not valid.any():
-        raise ValueError("no pixel has a value")
-    low, high = np.percentile(values[valid], [0.1, 99.9])
-    if low == high:  # what differs is less than 0.1%, stars, say
-        low, high = values[valid].min(), values[valid].max()
-    inner = values[valid & (values > low) & (values < high)]
-    if inner.size and max(inner.min() - low, high - inner.max()) > np.ptp(inner) > 0:
-        common.report_once(f"{getattr(image, 'filename', image)}: {low:g} or {high:g} is far from "
-                           "all other values. Does it mean that there is none?")
-    values = np.where(valid, values, low).clip(low, high)
-    return (255 * (values - low) / (high - low or 1.0)).round().astype(np.uint8)

@@ -120,6 +120,12 @@ def captioned(*captions, images=None, tags=None, tag_names=()):
     return common.CaptionData(images, common.lists(captions), tags, tagged, list(tag_names))
 
 
+def one_split(name, root=None, split="train", tags=False):
+    """One of the splits that common.caption_data reads -> CaptionData"""
+    [data] = common.caption_data(name, root, [split], tags)
+    return data
+
+
 class FeaturesAsGiven(torch.nn.Module):
     """In place of the backbone: images in, the same out."""
 
@@ -172,8 +178,9 @@ def refusal(command):
     with pytest.raises(SystemExit) as stopped, contextlib.redirect_stderr(errors):
         run_here(command)
     message = str(stopped.value)
-    if message == "2":  # of parser.error, after the usage
-        message = errors.getvalue().splitlines()[-1].split(": ", 1)[1]
+    if message == "2":  # of common.Parser; argparse's own has the program's name before it
+        message = errors.getvalue().splitlines()[-1]
+        message = message[message.index("error: ") :]
     del stopped  # its traceback holds the run, and this frame
     gc.collect()
     assert message.startswith("error: ") and "\n" not in message, message
@@ -431,7 +438,7 @@ def tiny_lm(coco_folder, tmp_path_factory):
     """The folder of a BERT of one layer and 64 dimensions that has read coco_folder's captions."""
     from extras import small_bert  # only here: it takes a second, and not every process needs it
 
-    captions = common.caption_data("coco", str(coco_folder), "train2017").all_captions()
+    captions = one_split("coco", str(coco_folder), "train2017").all_captions()
     folder = tmp_path_factory.mktemp("lm")
     small_bert.train(folder, captions, 40, 0, CPU, "off", layers=1, width=64)
     return folder

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torchvision
 from conftest import NEEDS_PICTURES, WIDTH, checkpoint_in, random_weights, refusal, result, run_here
+from conftest import one_split
 from test_virtex import OfficialHead, captions_of, logits_of, random_features, tiny_model
 from torch import nn
 
-import common
 import virtex
 from downstream import captioning
 from virtex import EOS, PAD, SOS, UNK
@@ -134,7 +134,7 @@ def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
     trained = checkpoint_in(tmp_path)["model"]
     model, _, image_size = captioning.load_virtex(tmp_path / "model_20.pth")
     state = model.state_dict()
-    assert image_size == 32 and all(torch.equal(state[key], trained[key]) for key in trained)
+    assert image_size == 32 and all(torch.equal(x, trained[key]) for key, x in state.items())
     output = tmp_path / "use"
     command = "downstream.captioning", "--weights", tmp_path / "model_10.pth", "--output", output
     photos, broken = sorted((coco_folder / "val2017").iterdir()), tmp_path / "broken.jpg"
@@ -150,7 +150,7 @@ def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
     written = json.loads((output / "captions.json").read_text())["captions"]
     assert [row["image"] for row in written] == list(map(str, photos))
     captions = [row["caption"] for row in written]
-    data = common.caption_data("coco", str(coco_folder), "val2017")
+    data = one_split("coco", str(coco_folder), "val2017")
     truth = dict(enumerate(data.captions))
     fake.compute_score.assert_called_with(truth, {n: [text] for n, text in enumerate(captions)})
     assert lines == [

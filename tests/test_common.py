@@ -7,12 +7,11 @@ import math
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import struct
-import sys
 import time
 import urllib.error
-import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +20,12 @@ import pytest
 import torch
 import torchvision
 from conftest import ROOT, TORCHRUN, Touch, captioned, photos_at, run_script
-from PIL import Image, PngImagePlugin
+from conftest import one_split
+from PIL import Image
 from torch import nn
 
 import common
-from extras import shapes
+from extras import folders, shapes
 
 
 def test_captioned(capsys):
@@ -44,7 +44,7 @@ def test_captioned(capsys):
 def test_coco(coco_folder, tmp_path):
     """Images, their captions and their tags belong together; a file of instances is optional."""
     root = shutil.copytree(coco_folder, tmp_path / "coco")
-    data = common.caption_data("coco", str(root), "val2017", tags=True)
+    data = one_split("coco", str(root), "val2017", tags=True)
     assert len(data) == 12 and data.tag_names == list(shapes.SHAPES)
     for i, scene in enumerate(range(1000, 1012)):
         objects = shapes.objects_of(scene)
@@ -52,9 +52,9 @@ def test_coco(coco_folder, tmp_path):
         assert data.captions[i] == shapes.describe(objects)
         assert set(data.tags[i]) == {o.shape for o in objects}
         assert len(data.tags[i]) == len(set(data.tags[i]))
-    untagged = [common.caption_data("coco", str(root), "val2017")]
+    untagged = [one_split("coco", str(root), "val2017")]
     (root / "annotations" / "instances_val2017.json").unlink()
-    untagged.append(common.caption_data("coco", str(root), "val2017", tags=True))
+    untagged.append(one_split("coco", str(root), "val2017", tags=True))
     for other in untagged:
         assert other.tag_names == other.tags[0] == []
         assert other.all_captions() == data.all_captions()
@@ -81,18 +81,18 @@ def test_jsonl(tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", *rows)
     spaced = (tmp_path / "data.jsonl").read_text().replace("\n", "\n \n")
     (tmp_path / "data.jsonl").write_text(spaced, encoding="utf-8-sig")
-    train, val = (common.caption_data(path, split=split) for split in ("train", "val"))
+    train, val = (one_split(path, split=split) for split in ("train", "val"))
     captions = [["one", "two"], [], ["four"], ["five"]]  # a line without a split is of train
     assert [train.captions[i] for i in range(4)] == captions
     assert [train.tags[i] for i in range(4)] == [[], ["cat", "dog"], [], ["dog"]]
     assert val.captions[0] == ["three"] and val.tags[0] == ["cow"] and len(val) == 1
     assert train.tag_names == val.tag_names == ["cat", "dog", "cow"]
     moved = shutil.copy(path, f"{tmp_path}-moved.jsonl")
-    assert list(common.caption_data(moved, str(tmp_path)).images) == list(train.images)
+    assert list(one_split(moved, str(tmp_path)).images) == list(train.images)
     assert train.images[0] == str(tmp_path / "0.jpg") and train.images[3] == absolute
     # Without splits, every twentieth photo is for validation, the rest for training.
     path = write_jsonl(tmp_path / "other.jsonl", *({"image": f"{n}.jpg"} for n in range(41)))
-    train, val = (common.caption_data(path, split=x).images for x in ("train", "val"))
+    train, val = (one_split(path, split=x).images for x in ("train", "val"))
     assert list(val) == photos_at(*(tmp_path / f"{n}.jpg" for n in (0, 20, 40))).tolist()
     assert len(train) == 38 and not {*train} & {*val}
 
@@ -109,8 +109,6 @@ WRONG_LINES = {
     b'{"image": "b.jpg", "tags": "x"}': "'x' is not a list of texts",
     b'{"image": "b.jpg", "split": NaN}': "nan. is not a list of texts",
     b'{"image": "b.jpg", "split": 0}': "0. is not a list of texts",
-    b'{"image": "b.jpg", "split": "val", "split": "train"}': "a key occurs twice",
-    b'{"image": "b.jpg", "image": "c.jpg"}': "a key occurs twice",
     b'{"image": "./a.jpg"}': "/a.jpg needs a single line, with the list .captions",
     b'{"image": "x/../a.jpg"}': "/a.jpg needs a single line, with the list .captions",
     b'{"captions": ["x"]}': "KeyError: 'image'",
@@ -123,36 +121,45 @@ def test_bad_lines(line, tmp_path):
     (tmp_path / "data.jsonl").write_bytes(b'{"image": "a.jpg"}\n\n' + line)
     expected = f"^error: .*/data.jsonl, line 3: .*{WRONG_LINES[line]}.* Expected.*: "
     with pytest.raises(SystemExit, match=expected + '{"image": "photo.jpg"'):
-        common.caption_data(f"{tmp_path}/data.jsonl")
+        one_split(f"{tmp_path}/data.jsonl")
 
 
-def test_what_is_left_out_of_a_jsonl_is_said_once(tmp_path, capsys):
+def test_what_is_left_out_of_a_jsonl_is_said(tmp_path, capsys):
     rows = [{"image": f"{n}.jpg", "labels": ["x"], "Split": "val"} for n in range(3)]
-    rows += [{"image": "3.jpg", "split": "train", "tags": [""], "captions": ["a", "", "\u200b"]}]
+    rows += [{"image": "3.jpg", "split": "train", "tags": [""], "captions": ["a", "", " "]}]
     path = write_jsonl(tmp_path / "data.jsonl", *rows)
-    for _ in range(2):
-        data = common.caption_data(path)
+    data = one_split(path)
     keys = f"{path}: photos {{'train': 4}}; keys that are not read: ['labels', 'Split']\n"
     printed = capsys.readouterr().out
     assert printed.count(keys) == 1 and "2 captions of train are empty: left out" in printed
     assert data.tag_names == [] and data.tagged.tolist() == [False, False, False, True]
 
 
+def test_both_splits_from_one_reading(tmp_path, monkeypatch):
+    rows = [{"image": f"{n}.jpg", "split": "val" if n > 2 else "train"} for n in range(5)]
+    path = write_jsonl(tmp_path / "data.jsonl", *rows)
+    lines = []
+    loads = common.json.loads
+    monkeypatch.setattr(common.json, "loads", lambda line: lines.append(line) or loads(line))
+    train, val = common.caption_data(path)
+    assert (len(train), len(val), len(lines)) == (3, 2, 5)
+
+
 def test_caption_is_no_key(tmp_path):
     rows = {"image": "b.jpg", "captions": []}, {"image": "a.jpg", "caption": "a dog"}
     path = write_jsonl(tmp_path / "data.jsonl", *rows)
     with pytest.raises(SystemExit, match="line 2: .*a.jpg needs a single line, with the list"):
-        common.caption_data(path)
+        one_split(path)
 
 
 def test_a_split_without_photos(tmp_path, capsys):
     """null is no split, no captions and no tags; the splits that there are stand in the output."""
     row = {"image": "a.jpg", "captions": None, "tags": None, "split": None}
     path = write_jsonl(tmp_path / "data.jsonl", row, {"image": "b.jpg", "split": "a"})
-    data = common.caption_data(path)
+    data = one_split(path)
     assert data.captions[0] == [] and not data.tagged.any()
     with pytest.raises(SystemExit, match="^error: val has 0 photos, .* --val-split$"):
-        common.caption_data(path, split="val")
+        one_split(path, split="val")
     assert "photos {'train': 1, 'a': 1}" in capsys.readouterr().out
 
 
@@ -175,7 +182,7 @@ def test_what_coco_files_leave_out(tmp_path, capsys):
     coco_file(tmp_path, annotations=of, images=images + images[:1])
     instances = [{"image_id": n, "category_id": 5} for n in (1, 9)]
     coco_file(tmp_path, "instances", annotations=instances, categories=[{"id": 5, "name": "cat"}])
-    data = common.caption_data("coco", str(tmp_path), "train", tags=True)
+    data = one_split("coco", str(tmp_path), "train", tags=True)
     assert [*data.captions] == [["photo 0"], ["photo 1", "photo 1"]]
     assert [*data.tags] == [[], ["cat"]]
     printed = capsys.readouterr().out
@@ -201,14 +208,14 @@ def test_files_that_are_not_coco_s(content, message, tmp_path):
     coco_file(tmp_path)
     (tmp_path / "annotations/captions_train.json").write_text(content)
     with pytest.raises(SystemExit) as stopped:
-        common.caption_data("coco", str(tmp_path), "train")
+        one_split("coco", str(tmp_path), "train")
     assert message in str(stopped.value) and "\n" not in str(stopped.value)
 
 
 def test_fingerprint(coco_folder, tmp_path):
     """The same in another folder; another if a name, a caption or a label is."""
     moved = shutil.copytree(coco_folder, tmp_path / "elsewhere")
-    read = lambda root: common.caption_data("coco", str(root), "train2017", tags=True)
+    read = lambda root: one_split("coco", str(root), "train2017", tags=True)
     one, other = read(coco_folder), read(moved)
     of = lambda data: common.fingerprint(data.images, data.captions, data.tags)
     assert of(one) == of(other) != of(one.select(range(23)))
@@ -231,38 +238,33 @@ def test_checksum_of_data():
     assert one.checksum() != captioned(["a"], [], tags=tags, tag_names=["cat", "dog"]).checksum()
 
 
-def test_checksum_of_files(tmp_path):
-    """Of the content of a file, or of the files in a folder"""
-    folder, file = tmp_path / "lm", tmp_path / "lm/vocab.txt"
-    assert common.checksum(folder) == 0
-    folder.mkdir()
-    file.write_text("a b")
-    of_file, of_folder = common.checksum(file), common.checksum(folder)
-    file.write_text("a c")
-    assert common.checksum(file) != of_file and common.checksum(folder) != of_folder
-    file.write_text("a b")
-    (folder / "cache").mkdir()
-    assert (common.checksum(file), common.checksum(folder)) == (of_file, of_folder)
-    file.rename(folder / "words.txt")
-    assert common.checksum(folder) != of_folder
-
-
 def test_a_url_is_no_data():
-    with pytest.raises(SystemExit, match="^error: --data https://a.org/0.tar: .* --index-only .*$"):
-        common.caption_data("https://a.org/0.tar")
+    with pytest.raises(SystemExit, match="^error: no data set https://a.org/0.tar: "):
+        one_split("https://a.org/0.tar")
+
+
+class Vocabulary:
+    """A tokenizer that knows no word with an x"""
+
+    unk_token_id = 7
+
+    def __call__(self, texts, add_special_tokens):
+        rows = [[7 if "x" in word else 1 for word in text.split()] for text in texts]
+        return {"input_ids": rows}
 
 
 @pytest.mark.parametrize("unknown, said", [(0, False), (4, False), (5, True), (49, True)])
 def test_unknown_tokens_are_counted(unknown, said, capsys):
-    common.check_known(unknown, 100, "the captions")
-    common.check_known(0, 0, "no captions")
-    expected = f"{unknown} of 100 tokens ({unknown}%) of the captions are unknown"
+    captions = ["x"] * unknown + ["a b"] * ((100 - unknown) // 2) + ["a"] * ((100 - unknown) % 2)
+    common.check_known(Vocabulary(), captions, "--lm bert")
+    common.check_known(Vocabulary(), [], "--lm bert")
+    expected = f"{unknown}% of the captions' tokens are unknown to --lm bert, which"
     assert (expected in capsys.readouterr().out) == said
 
 
 def test_words_that_a_model_does_not_know():
-    with pytest.raises(SystemExit, match="^error: 50 of 100 tokens .50%. of the names are unknown"):
-        common.check_known(50, 100, "the names")
+    with pytest.raises(SystemExit, match="^error: 50% of the captions' tokens are unknown to me: "):
+        common.check_known(Vocabulary(), ["x a"] * 50, "me")
 
 
 def test_files_of_a_killed_save(tmp_path):
@@ -275,53 +277,20 @@ def test_files_of_a_killed_save(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"args.json.8.tmp", "my.tmp"}
 
 
-def logs_in(folder, *checkpoints):
-    """-> the logs of runs that start in the same folder"""
-    args = argparse.Namespace(output=str(folder), batch_size=4, accumulate=1)
-    common.save(folder / "args.json", {"command": sys.argv})
-    return [common.Log(args, checkpoint) for checkpoint in checkpoints]
-
-
-def test_two_runs_in_one_folder(tmp_path):
-    """The one that finds lines of the other stops, and what the other has written stays."""
-    path = tmp_path / "metrics.jsonl"
-    [first] = logs_in(tmp_path, {})
-    first.write(1, {"loss": 0.5})
-    [second] = logs_in(tmp_path, {})
-    first.write(2, {"loss": 0.25})
-    kept = path.read_text()
-    with pytest.raises(SystemExit, match="another run has written to .*: give each run its own"):
-        second.write(1, {"loss": 7.0})
-    assert path.read_text() == kept and kept.count("\n") == 2
-    first.write(3, {"loss": 0.125})
-    [third] = logs_in(tmp_path, {})
-    third.write(1, {"loss": 7.0})  # before the first one's next line
-    assert path.read_text() == '{"iteration": 1, "loss": 7.0}\n'
-    with pytest.raises(SystemExit, match="another run has written"):
-        first.write(4, {"loss": 0.0625})
-    third.write(2, {"loss": 6.0})
-
-
-def test_two_runs_that_begin_together(tmp_path):
-    """The first one finds that args.json is no longer its own before it writes a line."""
-    [first] = logs_in(tmp_path, {})
-    common.save(tmp_path / "args.json", {"command": [*sys.argv, "--seed", "1"]})
-    with pytest.raises(SystemExit, match="another run has written"):
-        first.write(1, {"loss": 0.5})
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
 def test_the_log_of_a_run_that_goes_on(tmp_path):
-    """Its lines come first; those that a kill has left are replaced by its own."""
+    """It keeps the lines up to the checkpoint; those behind it, and half a line, are gone."""
     path = tmp_path / "metrics.jsonl"
     lines = [f'{{"iteration": {n}}}\n' for n in (1, 2, 3)]
     path.write_text("".join(lines) + '{"itera')
-    [log] = logs_in(tmp_path, {"iteration": 2})
-    assert path.read_text() == "".join(lines) + '{"itera'
+    args = argparse.Namespace(output=str(tmp_path), batch_size=4, accumulate=1)
+    log = common.Log(args, {"iteration": 2})
+    assert path.read_text() == "".join(lines[:2])
     log.write(3, {"loss": 1.0})
     log.write(4, {"loss": 2.0})
     expected = lines[:2] + ['{"iteration": 3, "loss": 1.0}\n', '{"iteration": 4, "loss": 2.0}\n']
     assert path.read_text() == "".join(expected)
+    common.Log(args, {})  # a new run
+    assert path.read_text() == ""
 
 
 def test_rank_alone_is_no_torchrun(monkeypatch):
@@ -337,7 +306,7 @@ def test_imagenet_without_a_network(monkeypatch):
         raise urllib.error.URLError("Name or service not known")
 
     monkeypatch.setattr(torchvision.models, "resnet18", resnet18)
-    args = argparse.Namespace(init="imagenet", arch="resnet18", lr=1.0, head_lr=1.0)
+    args = argparse.Namespace(init="imagenet", arch="resnet18", output="runs/none")
     with pytest.raises(SystemExit, match="of resnet18 cannot be downloaded .*are you online"):
         common.read_init(args)
 
@@ -348,21 +317,79 @@ def test_a_terminal_without_utf8():
     assert (ended.returncode, ended.stdout) == (0, "caf?\n")
 
 
-def test_ranges_of_numbers():
-    """What a flag's type accepts, and what argparse says of anything else"""
-    for kind, good, bad in (
-        (common.non_negative_int, ("0", "7"), ("-1", "1.5")),
-        (common.positive_int, ("1", "7"), ("0", "-1")),
-        (common.positive, ("1e-9", "30"), ("0", "-1", "nan", "inf")),
-        (common.non_negative, ("0", "1e4"), ("-1", "nan", "inf")),
-        (common.probability, ("0", "1"), ("-0.1", "1.1", "nan")),
-        (common.fraction_below_1, ("0", "0.999"), ("1", "500", "-0.1", "nan")),
-        (common.fraction_above_0, ("1", "1e-3"), ("0", "50", "nan")),
-    ):
-        assert [kind(text) for text in good] == list(map(float, good))
-        for text in bad:
-            with pytest.raises((argparse.ArgumentTypeError, ValueError)):
-                kind(text)
+BOUNDS = [
+    ("int >= 0", ("0", "7"), ("-1", "1.5"), "at least 0"),
+    ("int > 0", ("1", "7"), ("0", "-1"), "above 0"),
+    ("> 0", ("1e-9", "30"), ("0", "-1", "nan", "inf"), "above 0"),
+    (">= 0", ("0", "1e4"), ("-1", "nan", "inf"), "at least 0"),
+    (">= 0, <= 1", ("0", "1"), ("-0.1", "1.1", "nan"), "at least 0 and at most 1"),
+    (">= 0, < 1", ("0", "0.999"), ("1", "500", "-0.1", "nan"), "at least 0 and below 1"),
+    ("> 0, <= 1", ("1", "1e-3"), ("0", "50", "nan"), "above 0 and at most 1"),
+]
+
+
+@pytest.mark.parametrize("bounds, good, bad, words", BOUNDS)
+def test_bounds_of_numbers(bounds, good, bad, words, capsys):
+    """What a flag accepts, and the one line that answers anything else"""
+    parser = common.Parser("A program", {"rate": (None, None, None, bounds, "how fast")})
+    for text in good:
+        assert parser.parse_args(["--rate", text]).rate == float(text)
+    for text in (*bad, "x"):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args([f"--rate={text}"])
+        printed = capsys.readouterr().err
+        assert ended.value.code == 2 and printed.count("\n") == 1
+        expected = f"error: --rate must be (a whole number |a number )?{words}, not {text}\n"
+        assert re.fullmatch(expected, printed)
+
+
+FLAGS = {
+    "data": ("shapes", "shapes", "shapes", str, "what to learn from"),
+    "recipe": (None, None, None, common.RECIPES, "where defaults come from"),
+    "batch_size": (32, 64, 256, "int > 0", "photos per iteration [Sec. 3]"),
+    "grey": (False, False, True, bool, "in 50% of all cases"),
+}
+
+
+def test_the_table_is_the_help(capsys):
+    """In 80 columns: each flag with its three values, its bounds or choices, and its help"""
+    with pytest.raises(SystemExit) as ended:
+        common.Parser("What it does\n", FLAGS).parse_args(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0 and max(map(len, lines)) <= 80
+    assert lines[0].startswith("usage: ") and lines[0].endswith("[--FLAG VALUE ...]")
+    words = [line.split() for line in lines]
+    assert ["default", "of", "--recipe", "demo", "small", "paper", "may", "be"] in words
+    assert ["--batch-size", "32", "64", "256", "int", ">", "0"] in words
+    assert "photos per iteration [Sec. 3]" in [line.strip() for line in lines]
+    assert "in 50% of all cases" in [line.strip() for line in lines]
+    assert ["--recipe", "-", "-", "-", "demo,", "small,"] in words
+    assert ["paper"] in words  # the choices go on
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--batchsize", "3"], "--batchsize: did you mean --batch-size?"),
+        (["--compile"], "--compile: nobody has seen it gain"),
+        (["--foo=3"], "--foo: there is no such flag: see --help"),
+        (["--recipe", "big"], "--recipe: invalid choice: 'big'"),
+        (["--batch-size"], "--batch-size: expected one argument"),
+        (["photos"], "photos: there is no such flag"),
+    ],
+)
+def test_wrong_flags_are_answered_in_one_line(argv, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        common.Parser("What it does", FLAGS).parse_args(argv)
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and printed.startswith(f"error: {message}")
+    assert printed.count("\n") == 1
+
+
+def test_what_is_given():
+    args = common.Parser("What it does", FLAGS).parse_args(["--batch-size", "3", "--no-grey"])
+    assert args.given == ["batch_size", "grey"] and args.grey is False and args.recipe is None
+
 
 
 def box(left, top, right, bottom):
@@ -439,7 +466,6 @@ BROKEN = exif((ORIENTATION, 3, 1, b"\0\6\0\0"), (COPYRIGHT, 2, 99, b"\0\0\x0f\0"
         ("16-bit.tif", Image.fromarray((65535 * RAMP).astype(np.uint16)), {}),
         ("hounsfield.tif", Image.fromarray((3000 * RAMP - 1000).astype(np.int32)), {}),
         ("32-bit.tif", Image.fromarray((255 * RAMP).astype(np.int32)), {}),
-        ("float.tif", Image.fromarray(RAMP.astype(np.float32)), {}),
         ("cmyk.jpg", PICTURE.convert("CMYK"), {"quality": 95}),
         ("alpha.png", Image.merge("LA", (INK, ALPHA)), {}),
         ("alpha.webp", Image.merge("RGBA", (INK, INK, INK, ALPHA)), {"lossless": True}),
@@ -459,15 +485,25 @@ def test_one_picture_in_many_files(tmp_path, name, image, settings):
 
 
 def test_odd_pictures(tmp_path):
-    """A constant of 16 bits is black; NaN is 0; a megabyte of text does no harm."""
+    """A constant of 16 bits is black; floats have no range of their own, so they are refused."""
     Image.fromarray(np.full((8, 8), 777, np.uint16)).save(tmp_path / "a.png")
     assert (read(tmp_path / "a.png") == 0).all()
-    Image.fromarray(np.array([[0, 1], [np.nan, 1]], np.float32)).save(tmp_path / "a.tif")
-    assert read(tmp_path / "a.tif", size=2)[..., 0].tolist() == [[0, 255], [0, 255]]
-    text = PngImagePlugin.PngInfo()
-    text.add_text("prompt", "x" * 3_000_000, zip=True)
-    PICTURE.save(tmp_path / "b.png", pnginfo=text)
-    assert apart(read(tmp_path / "b.png"), resized(PICTURE)) == 0
+    Image.fromarray(np.ones((2, 2), np.float32)).save(tmp_path / "a.tif")
+    with pytest.raises(common.Unreadable, match="a.tif .of floats: convert it to 8 bits"):
+        read(tmp_path / "a.tif")
+
+
+@pytest.mark.parametrize("mode", ("L", "P", "I;16", "RGBA", "CMYK"))
+def test_turned_tiffs(tmp_path, mode):
+    """Without compression, PIL would map the file with rows of the wrong length."""
+    picture = PICTURE.resize((60, 40))
+    if mode == "I;16":
+        stored = Image.fromarray(257 * np.asarray(picture, np.uint16))
+    else:
+        stored = picture.convert("RGB").convert(mode) if mode == "CMYK" else picture.convert(mode)
+    stored = stored.transpose(Image.Transpose.ROTATE_90)
+    stored.save(tmp_path / "a.tif", exif=SIDEWAYS)
+    assert apart(read(tmp_path / "a.tif"), resized(picture)) < 3
 
 
 def test_unreadable_photos(capsys):
@@ -502,10 +538,10 @@ def test_random_crop(width, height):
     area = (right - left) * (bottom - top) / (width * height)
     aspect = (right - left) / (bottom - top)
     assert left.min() >= 0 and top.min() >= 0 and right.max() <= width and bottom.max() <= height
-    for start, end, side in (left, right, width), (top, bottom, height):  # anywhere
-        room = side - (end - start)
-        places = (start / room)[room > 1]
-        assert places.min() < 0.05 and places.max() > 0.95
+    room = size - boxes[:, 1] + boxes[:, 0]
+    places = (boxes[:, 0] / room)[(room > 1).all(1)]  # (N, 2): anywhere
+    assert places.min(0).max() < 0.05 and places.max(0).min() > 0.95
+    assert abs(np.corrcoef(places.T)[0, 1]) < 0.1
     assert 0.2 - 1e-9 <= area.min() < 0.22 and 0.8 < area.max() <= 1 + 1e-9
     assert 3 / 4 - 1e-9 <= aspect.min() < 0.77 and 1.3 < aspect.max() <= 4 / 3 + 1e-9
     square = common.centre_crop(np.array([512, 256]), 224 / 256)
@@ -532,7 +568,7 @@ def test_list_photos(tmp_path):
     Path(tmp_path, "elsewhere").mkdir()
     Path(tmp_path, "elsewhere/4.png").touch()
     Path(tmp_path, "photos/c").symlink_to(tmp_path / "elsewhere")
-    found = common.list_photos(tmp_path / "photos")
+    found = folders.list_photos(tmp_path / "photos")
     assert [str(Path(p).relative_to(tmp_path)) for p in found] == [
         "photos/a/1.JPG", "photos/b/3.jfif", "photos/c/4.png"
     ]
@@ -708,6 +744,7 @@ def test_checkpoints_that_run_code_are_refused(tmp_path, monkeypatch):
 
 TABLE = {"batch_size": (32, 64, 256), "lr": (0.01, 0.2, 0.4), "image_size": (48, 112, 224)}
 TABLE |= {"iters": (900, None, 5000), "epochs": (None, 20.0, None), "margin": (7, 8, 9)}
+TABLE |= {"data": ("shapes", "shapes", "shapes"), "recipe": (None, None, None)}
 
 
 @pytest.mark.parametrize(
@@ -733,60 +770,29 @@ def test_recipes(given, recipe, expected):
 
 
 def test_rates_from_foreign_weights(tmp_path):
-    """In `small` the backbone gets a tenth of the recipe's rate, or --lr, and new layers all of it,
-    unless a run of ours wrote the weights; in the other recipes the rates stay."""
-    weights = {"layer1.weight": torch.zeros(2)}
+    """In `small` the backbone gets a tenth of the recipe's rate, or --lr, unless a run of ours has
+    written the weights; in the other recipes the rate stays."""
+    weights = common.build_backbone("resnet18").state_dict()
     torch.save(weights, tmp_path / "foreign.pth")
-    ours = {"script": "tp", "args": {"arch": "resnet18"}}
-    torch.save(weights | ours, tmp_path / "checkpoint.pth")
     (tmp_path / "run").mkdir()
     torch.save(weights, tmp_path / "run/backbone.pth")
     (tmp_path / "run/args.json").write_text('{"script": "tp", "arch": "resnet18"}')
+    model = {f"backbone.{name}": value for name, value in weights.items()}
+    ours = {"script": "tp", "args": {"arch": "resnet18"}, "model": model}
+    torch.save(ours, tmp_path / "checkpoint.pth")
 
-    def rates(init, **flags):
-        left_out = dict.fromkeys(TABLE) | {"data": "a.jsonl", "recipe": None}
-        init = init if init == "imagenet" else f"{tmp_path}/{init}"
-        args = argparse.Namespace(**left_out | flags | {"init": init})
-        common.apply_recipe(args, "tp", TABLE)
-        return args.lr, args.head_lr
+    def rate(init, recipe="small", given=()):
+        args = argparse.Namespace(init=f"{tmp_path}/{init}", arch="resnet18", recipe=recipe, lr=1.0,
+                                  given=given, output=f"{tmp_path}/new")
+        state = common.read_init(args)
+        assert all(torch.equal(value, state[name]) for name, value in weights.items())
+        return args.lr
 
-    usual = rates("run/backbone.pth")
-    assert usual[0] == usual[1] and rates("checkpoint.pth") == usual
-    for init in "foreign.pth", "imagenet":
-        assert rates(init) == (pytest.approx(usual[0] / 10), usual[1])
-        assert rates(init, lr=3.0) == (3.0, usual[1])
-        lr, head_lr = rates(init, recipe="paper")
-        assert lr == head_lr
-    assert rates("run/backbone.pth", lr=3.0) == (3.0, 3.0)
-    assert rates("gone.pth") == (None, None)  # those of the checkpoint, if there is one
-    lr, head_lr = rates("gone.pth", lr=3.0)
-    gone = argparse.Namespace(init="gone.pth", arch="resnet18", lr=lr, head_lr=head_lr)
+    assert rate("foreign.pth") == pytest.approx(0.1)
+    assert rate("foreign.pth", given=["lr"]) == rate("foreign.pth", recipe="paper") == 1.0
+    assert rate("run/backbone.pth") == rate("checkpoint.pth") == 1.0
     with pytest.raises(SystemExit, match="gone.pth is missing"):
-        common.read_init(gone)
-
-
-def test_colours_of_16_bits(tmp_path, monkeypatch):
-    """PIL reads the upper half of each number, which would be dark for 12 bits: it is said."""
-    said = []
-    monkeypatch.setattr(common, "report_once", said.append)
-    row = b"\0" + np.full(8 * 3, 4000, ">u2").tobytes()
-    chunks = {
-        b"IHDR": struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0),  # 16 bits, RGB
-        b"IDAT": zlib.compress(8 * row),
-        b"IEND": b"",
-    }
-    path = tmp_path / "x.png"
-    with open(path, "wb") as file:
-        file.write(b"\x89PNG\r\n\x1a\n")
-        for name, content in chunks.items():
-            checked = name + content
-            file.write(struct.pack(">I", len(content)) + checked)
-            file.write(struct.pack(">I", zlib.crc32(checked)))
-    data = common.CaptionData(np.array([str(path)]), None, None, None, [])
-    [image] = common.read_crops(data, 0, [common.centre_crop], 8)
-    assert (image == 4000 // 256).all()
-    assert len(said) == 1
-    assert said[0].startswith(f"{path}: of 16-bit colours, PIL reads the upper 8 bits; store")
+        rate("gone.pth")
 
 
 def test_speed_and_waiting(tmp_path, monkeypatch):

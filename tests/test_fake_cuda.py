@@ -5,7 +5,7 @@ own `main` trains with them for a few steps: augmentation, forward pass in bf16,
 optimizer, look-ahead, momentum update, queues. Tensors of two devices in one operation raise an
 error, and so does whatever makes the host wait for the GPU.
 
-Not here: numbers, backward passes (which need a driver; gradients are zeros), kernels, --compile,
+Not here: numbers, backward passes (which need a driver; gradients are zeros), kernels,
 several processes, and what transformers asks the GPU about masks (it knows fake tensors and does
 not ask them). Validation, checkpoints and the lines of metrics.jsonl may wait.
 """
@@ -223,7 +223,8 @@ def test_trainings(watch, tiny, tiny_lm, tmp_path, monkeypatch, script):
     monkeypatch.setattr(icmlm, "load_language_model", language_model)
     monkeypatch.setattr(virtex, "LOOKAHEAD_K", 2)
     for name, value in (("greyscale", 0.5), ("blur", 0.5), ("lm_layers", 1), ("lm_width", 64)):
-        monkeypatch.setitem(mmcontrastive.RECIPES, name, (value, value, value))
+        rest = mmcontrastive.FLAGS[name][3:]  # what may be given; help
+        monkeypatch.setitem(mmcontrastive.FLAGS, name, (value, value, value, *rest))
     for n, flags in enumerate(TRAININGS[script]):
         print(script, flags)  # shown if it fails
         train(watch, tiny(script, tmp_path / str(n), *LONG, *flags.split()))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import CPU, FeaturesAsGiven, captioned, files_in, kill_at, metrics, photos_at
+from conftest import one_split
 from conftest import random_weights, refusal, result, run_here
 from PIL import Image
 from tokenizers import BertWordPieceTokenizer
@@ -108,7 +109,8 @@ REPORT = 5 * "the lungs are clear and wide. "  # 30 words
 def test_long_captions(script, flags, tmp_path, monkeypatch):
     """None is of 3 to 25 words: that is said before a language model is trained."""
     monkeypatch.setattr(small_bert, "train_tokenizer", None)
-    monkeypatch.setattr(common, "caption_data", lambda *_: captioned([REPORT], [REPORT]))
+    data = captioned([REPORT], [REPORT])
+    monkeypatch.setattr(common, "caption_data", lambda *_: [data, data])
     message = refusal([f"{script.__name__}.py", "--output", tmp_path, *flags.split()])
     assert "raise --max-words" in message
 
@@ -120,7 +122,7 @@ def test_max_words(tmp_path):
     args = icmlm.get_args(["--output", str(tmp_path), "--lm-iters", "1", "--max-words", "700"])
     args.amp = "off"
     folder = tmp_path / "language_model"
-    small_bert.make_language_model(folder, args, {}, data, CPU)
+    small_bert.make_language_model(folder, args, data, CPU)
     tokenizer, lm = icmlm.load_language_model(str(folder), CPU, "off")
     tokens = tokenizer(report, return_tensors="pt")["input_ids"]
     assert tokens.shape == (1, 702) and lm(tokens, tokens > 0).isfinite().all()
@@ -203,6 +205,24 @@ def test_heads_are_their_equations(head, written, heads, layers, monkeypatch):
         assert p.max() > 1.1 / 6  # not even
 
 
+@torch.no_grad()
+def test_dropout_of_tfm():
+    """As in BERT: a tenth of what either part adds to the residual path"""
+    torch.manual_seed(0)
+    layer = random_weights(icmlm.EncoderLayer(8, heads=1), 0.3).train()
+    z, mask = torch.randn(2, 5, 8), torch.ones(2, 5).bool()
+    torch.manual_seed(1)
+    found = layer(z, mask)
+    torch.manual_seed(1)
+    attention = (layer.key(z) @ layer.query(z).mT / math.sqrt(8)).softmax(2)
+    merged = layer.out_proj(attention @ layer.value(z))
+    expected = layer.norm1(z + F.dropout(merged, 0.1))
+    inner = layer.linear2(layer.linear1(expected).relu())
+    expected = layer.norm2(expected + F.dropout(inner, 0.1))
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, layer.eval()(z, mask))
+
+
 @pytest.mark.parametrize("amp", ("off", "bf16"))
 def test_eq4_is_computed_in_float32(amp, monkeypatch):
     """Where the product of Eq. 4 is made, neither TF32 nor half precision is in force; afterwards
@@ -234,41 +254,28 @@ HINDI = ["एक लाल कार और एक कुत्ता", "दो 
 
 @pytest.mark.parametrize("captions", (GREEK, HINDI), ids=("Greek", "Hindi"))
 def test_captions_of_another_language(captions, tiny, coco_folder, tmp_path, no_training):
-    """An English --lm, and the small BERT of an English run that --init continues, are refused."""
+    """With an English --lm they are refused."""
     photos = sorted((coco_folder / "train2017").iterdir())
     rows = [{"image": str(path), "captions": captions} for path in photos]
     path = tmp_path / "photos.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     command = tiny("icmlm", tmp_path / "lm", "--data", path, "--root", tmp_path, "--iters", 1)
     message = refusal(command)
-    assert "(100%) of the captions are unknown to the model" in message
+    assert "100% of the captions' tokens are unknown to --lm" in message
     assert "checkpoint.pth" not in files_in(tmp_path / "lm")
 
 
-def test_init_of_another_language(tiny, coco_folder, tmp_path):
-    """The small BERT of the run that --init continues reads English, the captions are Greek."""
-    flags = "--lm scratch --lm-iters 2 --iters 1".split()
-    run_here(tiny("icmlm", tmp_path / "english", *flags))
-    photos = sorted((coco_folder / "train2017").iterdir())
-    rows = [{"image": str(path), "captions": GREEK} for path in photos]
-    path = tmp_path / "photos.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    flags += ["--data", path, "--root", tmp_path, "--init", tmp_path / "english/checkpoint.pth"]
-    message = refusal(tiny("icmlm", tmp_path / "greek", *flags))
-    assert "(100%) of the captions are unknown to the model" in message
-
-
 def test_some_words_are_unknown():
-    """From 5% on the share is said: here 6 of 90 tokens (capital Greek letters)."""
-    args = SimpleNamespace(max_words=25, output="", tagger="textblob")
+    """From 5% on the share is said: here 3 of 45 tokens (capital Greek letters)."""
+    args = SimpleNamespace(max_words=25, output="", tagger="textblob", lm="FOLDER")
     data = captioned(4 * ["the red dog runs on grass , of a cat"], ["the Σ dog", "Ω Ψ"])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         said = []
         patch.setattr(common, "print_main", said.append)
         patch.setattr(icmlm, "filter_captions", interrupt)
         icmlm.make_triplets(args, [data, data], TOKENIZER)
-    assert said == ["6 of 90 tokens (7%) of the captions are unknown to the model, which cannot "
-                    "tell them apart"]
+    assert said == ["7% of the captions' tokens are unknown to --lm FOLDER, which cannot tell "
+                    "them apart"]
 
 
 def interrupt(*_):
@@ -284,7 +291,7 @@ def test_another_language_model_in_the_same_folder(tiny, tmp_path):
     run_here(command)
     assert "2 of 2 iterations are done" in run_here(command)
     small_bert.train(folder, 9 * captions, 2, 1, CPU, "off", layers=1, width=64)
-    assert "holds a run with other data or --init" in refusal(command)
+    assert "holds a run with another language model" in refusal(command)
 
 
 def test_validates_while_it_trains(tiny, tmp_path):
@@ -483,7 +490,7 @@ def test_the_first_step_written_out(head, tiny, tmp_path, monkeypatch):
     run_here(command)
     args = icmlm.get_args(command[1:])
     tokenizer, lm = icmlm.load_language_model(args.lm, CPU, "off")
-    data = [common.caption_data("coco", args.root, f"{split}2017") for split in ("train", "val")]
+    data = [one_split("coco", args.root, f"{split}2017") for split in ("train", "val")]
     concepts, triplets, _ = icmlm.load_triplets(args, data, tokenizer)  # those of the run
     torch.manual_seed(3)
     model = icmlm.ICMLM(args, lm.token_embeddings.size(1), len(concepts))
@@ -518,12 +525,12 @@ def test_without_lambda_tags_do_not_train_the_backbone(tiny, tmp_path):
     assert result(tmp_path / "0")["validation"].keys() == {"mlm", "tp"}
 
 
-def test_warm_up_of_the_attention(tiny, tmp_path, monkeypatch):
+def test_warm_up_of_the_attention(tiny, tmp_path):
     """As long as it lasts, the backbone is that of --init, with its batch statistics."""
-    monkeypatch.setitem(icmlm.RECIPES, "steps", 3 * ([0.5, 0.75],))
     init = tmp_path / "init.pth"
     common.save_weights(init, common.build_backbone("resnet18"))
     flags = "--head att-fc --heads 2 --warmup-attention 0.5 --iters 8 --keep-every 4".split()
+    flags += ["--steps", 0.5, 0.75]
     run_here(tiny("icmlm", tmp_path, *flags, "--validate-every", 6, "--init", init))
     given, ended = (torch.load(x, weights_only=True) for x in (init, tmp_path / "backbone.pth"))
     model = torch.load(tmp_path / "model_4.pth", weights_only=True)["model"]
@@ -536,10 +543,10 @@ def test_warm_up_of_the_attention(tiny, tmp_path, monkeypatch):
     assert [row["lr"] for row in rows] == pytest.approx(4 * [5e-2] + 2 * [5e-3] + 2 * [5e-4])
 
 
-def test_learns(easy_scenes, tmp_path, monkeypatch):
+def test_learns(easy_scenes, tmp_path):
     """An eighth of the demo, on easier scenes: the photo tells words that the text does not"""
-    monkeypatch.setitem(icmlm.RECIPES, "proxy_triplets", 3 * (500,))
     flags = ["--iters", 80, "--lm-iters", 40, "--image-size", 32, "--seed", 2]  # 1 comes later
+    flags += ["--proxy-triplets", 500]
     run_here(["icmlm.py", *flags, "--output", tmp_path])
     words = result(tmp_path)["masked_words"]
     top1 = words["with the photo"]["top1"]

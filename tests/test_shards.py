@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import OWN, TINY, in_two_processes, kill_at, refusal, run_here
-from PIL import Image, TiffImagePlugin
+from conftest import one_split
+from PIL import Image
 
 import common
 import eval_linear
-from extras import checkpoints, nouns, shards, sources
+from extras import checkpoints, nouns, shards
 from tools import make_shards
 
 
@@ -62,7 +63,7 @@ def index_command(folder, pattern):
 def index(folder, pattern="{00..02}.tar"):
     """tools/make_shards.py --index-only -> CaptionData of train and val"""
     run_here(index_command(folder, pattern))
-    return [common.caption_data(str(folder), split=split) for split in ("train", "val")]
+    return [one_split(str(folder), split=split) for split in ("train", "val")]
 
 
 def test_what_shards_hold(folder):
@@ -161,7 +162,7 @@ def test_html_and_captions_as_in_a_jsonl(tmp_path):
         write_tar(tmp_path / name, dict(sorted(files.items())))
     printed = run_here(index_command(tmp_path, "*.tar"))
     assert "train: 1 photos have captions from KEY.txt, which lost HTML\n" in printed
-    train = common.caption_data(str(tmp_path))
+    train = one_split(str(tmp_path))
     plain = ["Rosa & thorn"]
     assert list(train.captions) == [["<i>Rosa</i> &amp; thorn"], plain, plain, ["a fern"]]
     (tmp_path / "1.jpg").write_bytes(RED)
@@ -169,7 +170,7 @@ def test_html_and_captions_as_in_a_jsonl(tmp_path):
     (tmp_path / "photos.jsonl").write_text(json.dumps(row))
     flags = "--data", tmp_path / "photos.jsonl", "--splits", "train", "--output", tmp_path / "out"
     run_here(["tools.make_shards", *flags])
-    assert list(common.caption_data(str(tmp_path / "out")).captions) == [row["captions"]]
+    assert list(one_split(str(tmp_path / "out")).captions) == [row["captions"]]
 
 
 def test_which_captions_are_read(tmp_path):
@@ -185,7 +186,7 @@ def test_which_captions_are_read(tmp_path):
     for name in "0.tar", "1.tar":
         write_tar(tmp_path / name, dict(sorted(files.items())))
     printed = run_here(index_command(tmp_path, "*.tar"))
-    data = common.caption_data(str(tmp_path))
+    data = one_split(str(tmp_path))
     assert list(data.captions) == [["a fern"], ["a moss"], ["a moss"], ["a fern"], []]
     for line in (
         '1 photos have captions from "captions" of KEY.json, not those of "caption" of KEY.json',
@@ -205,14 +206,14 @@ def test_brackets_in_folders(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"image": "1.jpg", "captions": ["a"], "split": "train"}')
     flags = "--data", tmp_path / "a.jsonl", "--splits", "train", "--output", folder
     run_here(["tools.make_shards", *flags])
-    assert list(common.caption_data(str(folder)).captions) == [["a"]]
+    assert list(one_split(str(folder)).captions) == [["a"]]
     assert "holds shards of train" in refusal(["tools.make_shards", *flags])
     (folder / "train.index").unlink()
     line = refusal(["virtex.py", "--data", folder, "--output", tmp_path / "run"])
     pattern = line.split("--index-only ")[1].strip("'").replace("*", "{split}-*")
     flags = "--index-only", pattern, "--splits", "train", "--output", folder
     run_here(["tools.make_shards", *flags])
-    assert list(common.caption_data(str(folder)).captions) == [["a"]]
+    assert list(one_split(str(folder)).captions) == [["a"]]
 
 
 def test_all_splits_are_read_before_the_first_is_written(tmp_path):
@@ -268,7 +269,7 @@ def test_tags_that_are_not_given(tmp_path):
     data = "--data", tmp_path / "photos.jsonl", "--splits", "train", "--output", tmp_path
     run_here(["tools.make_shards", *data])
     for name in "photos.jsonl", "":
-        data = common.caption_data(f"{tmp_path}/{name}")
+        data = one_split(f"{tmp_path}/{name}")
         assert data.tagged.tolist() == [True, True, False, False]
         assert data.select([2, 0]).tagged.tolist() == [False, True]
         assert len(eval_linear.label_data(f"{tmp_path}/{name}", None, "train")) == 2
@@ -280,7 +281,7 @@ def test_training_on_shards(few_scenes, tmp_path):
     data = tmp_path / "shards"
     run_here(["tools.make_shards", "--output", data, "--per-shard", 25])
     assert len([*data.glob("train-*.tar")]) == 3
-    made, scenes = common.caption_data(str(data)), common.caption_data("shapes")
+    made, scenes = one_split(str(data)), one_split("shapes")
     assert list(made.captions) == list(scenes.captions)
     [one], [other] = (common.read_crops(d, 7, [common.centre_crop], 64) for d in (made, scenes))
     assert np.abs(one.astype(int) - other).mean() < 5  # JPEG
@@ -313,71 +314,10 @@ def test_copies_of_files(tmp_path):
     assert f"cannot decode {tmp_path}/c.jpg" in run_here(["tools.make_shards", *flags])
     copied = []
     for split in "train", "val":
-        data = common.caption_data(str(tmp_path / "shards"), split=split)
+        data = one_split(str(tmp_path / "shards"), split=split)
         copied += [data.open(place).fp.getvalue() for place in data.images]
     names = "a.jpg", "b.png", "d.jpg", "e.TIF", "f.webp"
     assert copied == [(tmp_path / name).read_bytes() for name in names]
-
-
-SLOPE = np.linspace(200, 900, 64 * 64).reshape(64, 64)  # metres
-NO_VALUES = {  # dtype, the value of a corner, its side in pixels, the tag of GDAL
-    "no tag": (np.float32, -9999, 16, None),
-    "fill value of climate data": (np.float32, 1e20, 16, None),
-    "lowest integer": (np.int32, -2147483648, 16, None),
-    "lowest of 16 bits": (np.float32, -32768, 16, None),
-    "lowest float": (np.float32, np.finfo(np.float32).min, 16, None),
-    "infinite": (np.float32, -np.inf, 16, None),
-    "not a number": (np.float32, np.nan, 16, None),
-    "tag of a float": (np.float32, -32767.5, 16, "-32767.5"),
-    "tag of the lowest float": (np.float32, -3.4028235e38, 16, "-3.40282346638529e+38"),
-    "tag of an integer": (np.int32, -2147483648, 16, "-2147483648"),
-    "tag of 16 bits": (np.uint16, 65535, 16, "65535"),
-    "one broken pixel": (np.float32, 1e6, 1, None),
-}
-
-
-@pytest.mark.parametrize("case", NO_VALUES)
-def test_pixels_without_a_value(case, tmp_path):
-    """They do not count for the range, and are black; a broken pixel is white."""
-    dtype, value, side, tag = NO_VALUES[case]
-    values = SLOPE.astype(dtype)
-    values[:side, :side] = value
-    tags = TiffImagePlugin.ImageFileDirectory_v2()
-    if tag:
-        tags[42113] = tag
-    Image.fromarray(values).save(tmp_path / "x.tif", tiffinfo=tags)
-    with Image.open(tmp_path / "x.tif") as image:
-        seen = np.asarray(sources.to_rgb(image))[..., 0].astype(int)
-    expected = 255 * (SLOPE - SLOPE[0, side]) / np.ptp(SLOPE[SLOPE >= SLOPE[0, side]])
-    assert (seen[:side, :side] == (255 if case == "one broken pixel" else 0)).all()
-    assert abs(seen - expected)[side:].max() < 4
-
-
-def test_a_value_far_from_all_others(monkeypatch):
-    """65535 in a quarter of a tile is named; a frame of zeros around values from 76 on is not."""
-    said = []
-    monkeypatch.setattr(sources.common, "report_once", said.append)
-    tile = np.linspace(0, 3000, 32 * 32).reshape(32, 32).astype(np.uint16)
-    sources.to_rgb(Image.fromarray(tile))
-    framed = np.where(tile > 750, tile // 17, 0).astype(np.uint16)
-    sources.to_rgb(Image.fromarray(framed))
-    assert said == []
-    tile[:8] = 65535
-    sources.to_rgb(Image.fromarray(tile))
-    assert len(said) == 1 and "or 65535 is far from all other values" in said[0]
-
-
-def test_a_tile_without_values():
-    with pytest.raises(ValueError, match="no pixel has a value"):
-        sources.to_rgb(Image.fromarray(np.full((8, 8), np.nan, np.float32)))
-
-
-def test_few_bright_pixels():
-    """Stars on a dark sky, fewer than a thousandth, are seen."""
-    sky = np.full((100, 100), 7, np.uint16)
-    sky[50, 50] = 4000
-    assert np.asarray(sources.to_rgb(Image.fromarray(sky)))[50, 50, 0] == 255
-    assert np.asarray(sources.to_rgb(Image.fromarray(sky))).sum() == 3 * 255
 
 
 def test_visual_genome(tmp_path):
@@ -394,7 +334,7 @@ def test_visual_genome(tmp_path):
     (tmp_path / "region_descriptions.json").write_text(json.dumps(regions))
     seen = {}
     for split in "train", "val":
-        data = common.caption_data("vg", str(tmp_path), split)
+        data = one_split("vg", str(tmp_path), split)
         seen[split] = [int(Path(path).stem) for path in data.images]
         assert data.tag_names == []
         for k, captions in zip(seen[split], data.captions):

@@ -15,6 +15,7 @@ import sentencepiece
 import torch
 import torchvision
 from conftest import CPU, ROOT, FeaturesAsGiven, captioned, metrics, photos_at, random_weights
+from conftest import one_split
 from conftest import in_two_processes, refusal, result, run_here
 from PIL import Image
 from torch import nn
@@ -38,7 +39,7 @@ def tiny_model(task="bicaptioning", max_length=10):
     """Two layers per direction in float64, all random, no dropout; counts what it classifies"""
     torch.manual_seed(0)
     sizes = 12, HIDDEN, LAYERS
-    model = virtex.TASKS[task][0](FeaturesAsGiven(5), *sizes, max_length=max_length, task=task)
+    model = virtex.MODELS[task][0](FeaturesAsGiven(5), *sizes, max_length=max_length, task=task)
     model.rows = []
     output = model.textual.output if hasattr(model, "text_losses") else model.textual["output"]
     output.register_forward_hook(lambda *passed: model.rows.append(len(passed[-1])))
@@ -52,7 +53,7 @@ def random_features(*shape):
 def losses_of(model, features, captions, task="bicaptioning", masked=None):
     """The means of the losses of these captions, batched as in training"""
     texts = [*zip(captions, masked or captions)] if task == "masked_lm" else captions
-    batch = virtex.TASKS[task][1].collate_text(None, texts)
+    batch = virtex.MODELS[task][1].collate_text(None, texts)
     return {name: total / n for name, (total, n) in model(features, batch).items()}
 
 
@@ -154,7 +155,7 @@ def test_weights_at_the_start():
 @pytest.mark.parametrize("task", virtex.TASKS)
 def test_parameter_groups(task):
     """Sec. 3: no weight decay on norms and biases in the Transformers; the backbone's own rate."""
-    model = virtex.TASKS[task][0](FeaturesAsGiven(5), 12, hidden=64, layers=2, task=task)
+    model = virtex.MODELS[task][0](FeaturesAsGiven(5), 12, hidden=64, layers=2, task=task)
     model.visual["cnn"].weight = nn.Parameter(torch.zeros(3))
     backbone, no_decay = set(model.visual.parameters()), set()
     for head in (head for head in model.children() if isinstance(head, virtex.TextualHead)):
@@ -194,28 +195,6 @@ def test_loss_at_the_start():
         if isinstance(module, torchvision.models.resnet.Bottleneck):
             nn.init.ones_(module.bn3.weight)
     assert 10.5 < loss() < 13.5
-
-
-def test_lookahead_written_out():
-    """Every 5 steps slow += 0.5 (fast - slow) and fast = slow; the momentum goes on."""
-    parameter = nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
-    model = nn.ParameterList([parameter])
-    slow_model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD([parameter], lr=0.05, momentum=0.9)
-    fast = slow = 3.0
-    velocity = 0.0
-    for n in range(1, 14):
-        velocity = 0.9 * velocity + 2 * fast  # the slope of a parabola
-        fast -= 0.05 * velocity
-        if n % 5 == 0:
-            slow += 0.5 * (fast - slow)
-            fast = slow
-        optimizer.zero_grad()
-        (parameter**2).backward()
-        optimizer.step()
-        if n % 5 == 0:
-            virtex.look_ahead(slow_model, model, alpha=0.5)
-        assert parameter.item() == pytest.approx(fast, abs=1e-12)
 
 
 def captions_of(scenes):
@@ -266,7 +245,7 @@ def test_subset(coco_folder):
         data = virtex.subset(full, fraction, number, seed)
         return {data.images[i]: (data.captions[i], data.tags[i]) for i in range(len(data))}
 
-    full = common.caption_data("coco", str(coco_folder), "train2017")
+    full = one_split("coco", str(coco_folder), "train2017")
     every, half, two = rows(1.0), rows(0.5), rows(1.0, 2)
     assert list(every) == list(two) == list(full.images)
     assert len(half) == 12 and len(rows(0.001)) == 1 and rows(0.25).keys() < half.keys()
@@ -296,6 +275,16 @@ def test_flipped_photos_have_flipped_captions(tokenizer, tmp_path):
     assert 15 < flipped < 45
 
 
+def test_each_epoch_reads_one_of_a_photo_s_captions(tokenizer, coco_folder):
+    """Any of them, drawn anew; in validation always the same"""
+    captions = ["a circle", "a square", "a star"]
+    data = captioned(captions, images=photos_at(next((coco_folder / "val2017").iterdir())))
+    photos = virtex.CaptionedPhotos(data, tokenizer, virtex.get_args([]))
+    read = [tokenizer.decode(photos[0, epoch, 0]["text"]) for epoch in range(60)]
+    assert min(read.count(caption) for caption in captions) > 10
+    assert {tokenizer.decode(photos[0]["text"]) for _ in range(9)} == {captions[0]}
+
+
 def test_long_captions_are_truncated_before_they_are_reversed(tokenizer, coco_folder):
     """Of a long caption both directions see the first 30 tokens; a short one keeps its [EOS]."""
     long, paths = " ".join(captions_of([0])), sorted((coco_folder / "val2017").iterdir())
@@ -316,9 +305,8 @@ def test_long_captions_are_truncated_before_they_are_reversed(tokenizer, coco_fo
 def test_captions_that_are_cut_are_counted(tokenizer_path, capsys, tmp_path):
     """One line at the start, if they are more than 1%"""
     args = virtex.get_args(["--output", str(tmp_path)])
-    init = {"tokenizer": tokenizer_path.read_bytes()}
+    (tmp_path / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
     for captions, said in ((2 * ["a circle"], False), (["a circle", 40 * "a circle "], True)):
-        virtex.make_tokenizer(args, captions, init)
         virtex.load_tokenizer(args, captions)
         assert ("50% of the captions are cut at 28 tokens" in capsys.readouterr().out) == said
 
@@ -381,17 +369,6 @@ def test_language_first_in_two_processes(tiny, tmp_path):
     in_two_processes(run_here, tiny("virtex", tmp_path, "--iters", 6, "--text-first", 0.5))
 
 
-def test_captions_of_another_language(tiny, coco_folder, tmp_path):
-    """A tokenizer that does not know them, from --init, is refused."""
-    photos = sorted((coco_folder / "train2017").iterdir())
-    rows = [{"image": str(path), "captions": ["كلب يركض في الحديقة"]} for path in photos]
-    (tmp_path / "arabic.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    run_here(tiny("virtex", tmp_path / "run", "--iters", 1))
-    flags = "--data", tmp_path / "arabic.jsonl", "--init", tmp_path / "run/checkpoint.pth"
-    message = refusal(tiny("virtex", tmp_path / "again", *flags))
-    assert re.search(r"\d+ of \d+ tokens .* of the captions are unknown to the model", message)
-
-
 def test_tags_in_another_order(tiny, coco_folder, tmp_path):
     """They come from all splits of a .jsonl: another split can change their numbers."""
     photos = sorted((coco_folder / "train2017").iterdir())
@@ -405,7 +382,7 @@ def test_tags_in_another_order(tiny, coco_folder, tmp_path):
     command = tiny("virtex", tmp_path / "run", *flags)
     run_here(command)
     file.write_text("\n".join(map(json.dumps, rows[3:] + rows[:3])))
-    assert "holds a run with other data or --init" in refusal(command)
+    assert "holds a run with other data" in refusal(command)
 
 
 def test_masked_lm_written_out():
@@ -441,11 +418,42 @@ def test_token_classification_written_out():
     assert loss.item() == pytest.approx(total / 6, abs=1e-6)
 
 
+def test_tags_follow_the_special_tokens(tokenizer, coco_folder):
+    """The tags of a photo are 4, 5, 6...; photos without tags are left out."""
+    paths = photos_at(*sorted((coco_folder / "val2017").iterdir())[:3])
+    tags = {"tags": [["dog", "cat"], [], ["cow"]], "tag_names": ["cat", "cow", "dog"]}
+    data = captioned(["a"], ["b"], ["c"], images=paths, **tags)
+    photos = virtex.TaggedPhotos(data, tokenizer, virtex.get_args([]))
+    assert [photos[n]["text"] for n in range(len(photos))] == [[6, 4], [5]]
+    assert photos.num_outputs == 7
+
+
+def test_validation_is_the_mean_over_tokens(tokenizer, coco_folder):
+    """Of all photos, each alone, without dropout; unknown tokens do not count."""
+    data = one_split("coco", str(coco_folder), "val2017").select(range(5))
+    data.captions = common.lists([["a circle 犬"], ["a"], ["犬"], ["a large red square"], ["a star"]])
+    args = virtex.get_args("--image-size 32 --workers 0 --amp off".split())
+    photos = virtex.CaptionedPhotos(data, tokenizer, args)
+    sizes = photos.num_outputs, 64, 1, 0.5
+    model = random_weights(virtex.VirTex(FeaturesAsGiven(3), *sizes), 0.1).train()
+    found = virtex.validate(model, photos, args, CPU)["validation"]
+    model.eval()
+    terms = {"forward": [], "backward": []}
+    for photo in (photos[n] for n in range(5)):
+        image = common.augment(torch.from_numpy(photo["image"])[None])
+        for name, tokens in ("forward", photo["text"]), ("backward", photo["text"][::-1]):
+            head = model.textual if name == "forward" else model.backward_textual
+            logits = logits_of(head, head.project(image), torch.tensor([tokens[:-1]]))
+            log_p = logits[0].log_softmax(-1)
+            terms[name] += [-log_p[t, x].item() for t, x in enumerate(tokens[1:]) if x != UNK]
+    assert found == {name: pytest.approx(np.mean(row), rel=1e-5) for name, row in terms.items()}
+
+
 @pytest.mark.parametrize("task", virtex.TASKS)
-def test_every_task_learns_its_captions(task, tiny, tmp_path, monkeypatch):
+def test_every_task_learns_its_captions(task, tiny, tmp_path):
     """24 pictures by heart: the loss falls by half a nat, and validation knows its terms."""
-    monkeypatch.setitem(virtex.RECIPES, "zero_residual", 3 * (False,))  # slower at first
-    run_here(tiny("virtex", tmp_path, "--task", task, "--iters", 90, "--crop-min", 0.9))
+    flags = "--iters", 90, "--crop-min", 0.9, "--no-zero-residual"  # slower at first
+    run_here(tiny("virtex", tmp_path, "--task", task, *flags))
     rows = metrics(tmp_path)
     losses = [row["loss"] for row in rows]
     assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.5

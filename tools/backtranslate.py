@@ -8,7 +8,6 @@ MarianMT models of the hub [ours] translate each caption to French and back, and
 Writes lines {"caption", "fr", "de"}, batch by batch; interrupted, the same command resumes.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -25,8 +24,7 @@ MAX_TOKENS = 128  # per translation
 
 
 def get_args(argv=None):
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = common.Parser(__doc__)
     add = parser.add_argument
     add("--data", default="coco", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
@@ -47,7 +45,7 @@ def main(args):
     path = Path(args.output)
     path.parent.mkdir(parents=True, exist_ok=True)
     done = keep_whole_lines(path)
-    data = common.caption_data(args.data, args.root, args.train_split)
+    [data] = common.caption_data(args.data, args.root, [args.train_split])
     todo = [caption for caption in dict.fromkeys(data.all_captions()) if caption not in done]
     todo.sort(key=len)  # similar lengths in a batch: less padding
     print_main(f"{len(done)} captions are in {path} already, {len(todo)} to translate")

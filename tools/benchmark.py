@@ -8,7 +8,6 @@ Floors and steps take turns, in the same precision and memory format, on random 
 device already. On a shared machine only the ratios are meaningful.
 """
 
-import argparse
 import copy
 import itertools
 import statistics
@@ -23,6 +22,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
+from common import number
 import icmlm
 import mmcontrastive
 import tp
@@ -33,15 +33,14 @@ STEPS = 5  # per turn of a method: VirTex's look-ahead updates its slow weights 
 
 
 def get_args(argv=None):
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = common.Parser(__doc__)
     add = parser.add_argument
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="methods to measure")
     add("--arch", choices=common.BACKBONES, default="resnet50", help="backbone of all methods")
-    add("--hidden", type=common.positive_int, default=1024, help="width H of VirTex's heads")
-    add("--image-size", type=common.positive_int, default=224, help="side of the photos in pixels")
-    add("--batch-size", type=common.positive_int, default=16, help="number of photos in a step")
-    add("--rounds", type=common.positive_int, default=4, help=f"rounds of {STEPS} steps to time")
+    add("--hidden", type=number("int > 0"), default=1024, help="width H of VirTex's heads")
+    add("--image-size", type=number("int > 0"), default=224, help="side of the photos in pixels")
+    add("--batch-size", type=number("int > 0"), default=16, help="number of photos in a step")
+    add("--rounds", type=number("int > 0"), default=4, help=f"rounds of {STEPS} steps to time")
     add("--amp", choices=("bf16", "off"), help="precision (default bf16 if the device supports it)")
     add("--compile", action="store_true", help="use torch.compile, for what the scripts compile")
     return parser.parse_args(argv)

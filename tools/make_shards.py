@@ -10,7 +10,6 @@ and tags of the photo KEY.jpg (or .png...), a copy of its file. The index holds 
 shards: if you move them, make it again with --index-only.
 """
 
-import argparse
 import glob
 import html
 import io
@@ -31,7 +30,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import fail, print_main, progress
-from extras import shards
+from extras import folders, shards
 
 ENDINGS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # where Pillow's name for a format is not its ending
 # <b>, </b>, <br/> or <a href="...">, but not "<b and c>" of "a<b and c>d"
@@ -40,15 +39,14 @@ HTML_TAG = re.compile(rf"(?i)</?({HTML_NAMES})(\s+[\w:-]+=[^<>]*|\s*/)?>")
 
 
 def get_args(argv=None):
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = common.Parser(__doc__)
     add = parser.add_argument
     add("--data", default="shapes", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
     add("--index-only", metavar="SHARDS", help="index existing shards: path with {00..99}, * or ?; "
         "without {split}, one shard in twenty (at most 5) becomes the split val")
     add("--splits", nargs="+", help="default train2017 val2017 for coco, else train val")
-    add("--per-shard", type=common.positive_int, default=5000, help="photos per shard")
+    add("--per-shard", type=common.number("int > 0"), default=5000, help="photos per shard")
     add("--output", default="shards", help="folder for the shards and the index")
     return parser.parse_args(argv)
 
@@ -63,9 +61,8 @@ def main(args):
         for split in args.splits:
             if any(Path(args.output).glob(f"{glob.escape(split)}-*.tar")):
                 fail(f"{args.output} holds shards of {split}: delete them or change --output")
-        read = partial(common.caption_data, args.data, args.root, tags=True)
-        splits = {split: read(split=split) for split in args.splits}  # all, before one is written
-        for split, data in splits.items():
+        found = common.caption_data(args.data, args.root, args.splits, tags=True)
+        for split, data in zip(args.splits, found):
             write_shards(args, split, data)
         paths = defaultdict(list)
         for path in sorted(Path(args.output).glob("*-*.tar")):  # earlier splits, too
@@ -189,7 +186,7 @@ def read_shard(path):
                 try:
                     photos.append(read_photo(path, tar, files))
                 except Exception as error:  # two photos, no UTF-8, no JSON, wrong types
-                    lost = sum(file.name.lower().endswith(common.PHOTO_ENDINGS) for file in files)
+                    lost = sum(file.name.lower().endswith(folders.PHOTO_ENDINGS) for file in files)
                     faults += [f"{key}: {type(error).__name__}: {error}"] * max(1, lost)
             tar.fileobj.seek(tar.offset)
             if tar.fileobj.read(512) != bytes(512):  # tarfile takes a broken header for the end
@@ -229,7 +226,7 @@ def read_photo(path, tar, files):
     "captions" and "tags" are read as in a .jsonl; KEY.txt and "caption" of other tools are cleaned.
     """
     beside = {file.name.removeprefix(key_of(file)).lower(): file for file in files}
-    found = [suffix for suffix in beside if suffix in common.PHOTO_ENDINGS]
+    found = [suffix for suffix in beside if suffix in folders.PHOTO_ENDINGS]
     if len(found) != 1 or len(beside) < len(files):  # .txt and .TXT
         raise ValueError(f"{len(found)} photos among {', '.join(file.name for file in files)}")
     photo, present = beside[found[0]], {".json", ".txt"} & beside.keys()

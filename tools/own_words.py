@@ -11,7 +11,6 @@ other to be scored. A backbone that was trained on the captions of the training 
 labels on such photos, so this probe tells what it learned there, not what it is worth elsewhere.
 """
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -22,16 +21,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 import tp
-from common import fail, print_main
+from common import fail, number, print_main
 
 
 def get_args(argv=None):
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = common.Parser(__doc__)
     add = parser.add_argument
     add("data", metavar="JSONL", help="captioned photos, with the splits train and val")
-    add("--num-words", type=common.positive_int, default=50, help="how many words to take")
-    add("--seed", type=common.non_negative_int, default=0, help="seed that draws the two halves")
+    add("--num-words", type=number("int > 0"), default=50, help="how many words to take")
+    add("--seed", type=number("int >= 0"), default=0, help="seed that draws the two halves")
     add("--output", default="own_words.jsonl", help="the file to write")
     return parser.parse_args(argv)
 
@@ -39,8 +37,8 @@ def get_args(argv=None):
 def main(args):
     if not args.output.endswith(".jsonl"):
         fail(f"--output {args.output} must end in .jsonl")
-    train = common.caption_data(args.data, split="train").captioned()
-    val = common.caption_data(args.data, split="val").captioned()
+    train, val = common.caption_data(args.data)
+    train, val = train.captioned(), val.captioned()
     words = choose_words(train, args.num_words)
     order = np.random.default_rng(args.seed).permutation(len(val))
     learn = set(order[: len(val) // 2].tolist())

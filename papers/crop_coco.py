@@ -1,0 +1,80 @@
+"""Cut the objects out of COCO's photos, as an image folder: "iconic" images  [VirTex App. A.1]
+
+    python papers/crop_coco.py --output datasets/coco-crops      # crops of train2017
+    python -m downstream.finetune --data folder --root datasets/coco-crops --weights random \\
+        --arch resnet50 --epochs 90 --steps 30 60
+
+Each edge of a box moves outwards by 0 to 30 pixels, at random. Crowds are left out [ours]. Writes
+train/<category>/<annotation>.jpg and val/... into --output.
+"""
+
+import os
+import random
+import sys
+from collections import defaultdict
+from functools import partial
+from multiprocessing import Pool
+from pathlib import Path
+
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common
+from common import number
+
+
+def get_args(argv=None):
+    parser = common.Parser(__doc__)
+    add = parser.add_argument
+    add("--root", default="datasets/coco", help="holds annotations/, train2017/ and val2017/")
+    add("--output", default="datasets/coco-crops", help="image folder to write")
+    add("--margin", type=number("int >= 0"), default=30, help="pixels an edge may move by")
+    return parser.parse_args(argv)
+
+
+def main(args):
+    common.make_folder(args.output)
+    for split in "train", "val":
+        path = f"{args.root}/annotations/instances_{split}2017.json"
+        photos = f"{args.root}/{split}2017"
+        if not os.path.isdir(photos) or not os.path.isfile(path):
+            common.fail(f"there is no {path}, or no {photos}: --root is the folder of COCO")
+        content = common.read_json(path)
+        names = {row["id"]: row["name"] for row in content["categories"]}
+        files = {row["id"]: f"{photos}/{row['file_name']}" for row in content["images"]}
+        objects = defaultdict(list)
+        for row in content["annotations"]:
+            if not row["iscrowd"] and row["image_id"] in files:
+                folder = f"{args.output}/{split}/{names[row['category_id']]}"
+                os.makedirs(folder, exist_ok=True)
+                file = f"{folder}/{row['id']}.jpg"
+                objects[files[row["image_id"]]].append((row["id"], row["bbox"], file))
+        with Pool() as pool:
+            done = pool.imap_unordered(partial(crop, args.margin), objects.items(), chunksize=16)
+            done = sum(common.progress(done, desc=split, total=len(objects), unit=" photos"))
+        others = len(content["annotations"]) - done
+        common.print_main(f"{split}: {done} crops written; {others} objects left out, which are "
+                          "crowds, or of a photo that is not listed or not readable")
+
+
+def crop(margin, work):
+    """work: path of a photo, its objects [(seed, box, file of the crop)] -> number of crops"""
+    path, objects = work
+    try:
+        photo = Image.open(path).convert("RGB")
+    except OSError as error:  # missing, cut off, or no photo
+        common.print_main(f"cannot decode {path} ({error})")
+        return 0
+    for seed, (x, y, width, height), file in objects:
+        rng = random.Random(seed)
+        left = max(0, round(x - rng.uniform(0, margin)))
+        top = max(0, round(y - rng.uniform(0, margin)))
+        right = min(photo.width, round(x + width + rng.uniform(0, margin)))
+        bottom = min(photo.height, round(y + height + rng.uniform(0, margin)))
+        box = left, top, max(right, left + 1), max(bottom, top + 1)
+        photo.crop(box).save(file, quality=95)
+    return len(objects)
+
+
+if __name__ == "__main__":
+    main(get_args())
