@@ -136,6 +136,21 @@ def test_what_file_systems_and_archivers_add(folder, tmp_path):
     assert evaluate(tmp_path / "plain", folder, flags) == result(tmp_path / "added")["backbones"]
 
 
+def test_a_turned_tiff(tmp_path):
+    """Uncompressed, grey and turned by its EXIF: opened by its path alone, it would be stripes."""
+    rng = np.random.default_rng(0)
+    photo = Image.fromarray(rng.integers(256, size=(24, 40), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    for name in "ab":
+        (tmp_path / "train" / name).mkdir(parents=True)
+    photo.save(tmp_path / "train/a/1.tif", exif=exif)
+    photo.transpose(Image.ROTATE_270).save(tmp_path / "train/b/2.png")
+    data, _ = labels_in(tmp_path)
+    [turned, _], [upright, _] = eval_linear.CentralSquares(data, 24, side_fraction=1.0)
+    assert np.array_equal(turned, upright)
+
+
 DEEPER = [  # the photos of two classes; is it said that the folders within may be the classes?
     ("a/airfield/1.png a/alley/2.png b/bakery/3.png", True),
     ("a/airfield/x/1.png b/bakery/3.png", True),
