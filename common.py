@@ -620,13 +620,13 @@ def choose_amp(device, requested):
     return requested or ("bf16" if native else "off")
 
 
-def default_workers():
-    """How many processes load photos for each process that trains, by the cores it may use"""
+def default_workers(measuring=False):
+    """How many processes load photos for each process that trains or measures, by its cores"""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine, by torchrun
     if torch.cuda.is_available():
         cores = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count())
         return min(24, max(1, len(cores) // processes - 1))
-    return min(8, os.cpu_count() // 2 // processes)
+    return min(8, os.cpu_count() // (1 if measuring else 2) // processes)
 
 
 def print_main(message):

@@ -82,7 +82,7 @@ def get_args(argv=None):
         help="train on this many photos of each class, with all labels that they have")
     add("--hold-out", type=number(">= 0, < 1"), default=0.0, metavar="FRACTION",
         help="test on this fraction of the training split, not on --val-split; train on the rest")
-    add("--workers", type=number("int >= 0"), default=common.default_workers(),
+    add("--workers", type=number("int >= 0"), default=common.default_workers(measuring=True),
         help="processes that load photos; with 0 the main process loads them")
     add = parser.add_argument_group("linear layers (the defaults are the protocol's)").add_argument
     add("--epochs", type=number("int > 0"), help="passes over the training photos")
