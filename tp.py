@@ -22,7 +22,7 @@ Where the paper is:
     TP-Postag [Sec. 3.1]                   count_concepts, top_concepts, make_labels
     TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; make_labels
     module tp of Fig. 2                    tag_head
-    rotations, recipes [App. F.1]          four_rotations; RECIPES, VGG16, ROTATION
+    rotations, recipes [App. F.1]          four_rotations; FLAGS, VGG16, ROTATION
 
 What to expect: the loss starts near ln K for K labels (0.7 K for topics) and soon reaches the loss
 of predicting the label frequencies. It never comes near zero, because a photo with n labels costs
