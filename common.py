@@ -845,7 +845,17 @@ def begin_run(args, *fingerprints):
     seconds = read_json(path).get("seconds", 0) if checkpoint and os.path.exists(path) else 0
     RUN["began"] = time.time() - seconds  # of the parts of an interrupted run
     save(path, vars(args) | circumstances() | {"seconds": seconds})
+    barrier()
+    check_shared(args.output, checkpoint.get("iteration", 0), os.path.exists(path))
     return checkpoint
+
+
+def check_shared(folder, *numbers):
+    """Fail if what the processes have found in --output differs: then nodes do not share it."""
+    mine = torch.tensor([numbers])
+    if (gather(mine) != mine).any():
+        fail(f"--output {folder} is not the same folder on all nodes, or holds another state on "
+             "one of them: give a folder that they share")
 
 
 def circumstances():

@@ -119,6 +119,7 @@ def train(probe, data, run, scores, learning_rate, decay=0.0):
     elif saved:
         print_main(f"{path} is of other flags, photos or weights: it is trained anew")
 
+    common.check_shared(args.output, done)
     ddp = common.data_parallel(probe)
     iters = math.ceil(args.epochs * len(data) / args.batch_size)
     epoch_iters = math.ceil(len(data) / args.batch_size)
