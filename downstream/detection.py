@@ -104,8 +104,8 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     runs = tasks.compared_runs(args)
-    for package in ["pycocotools", "lvis"] if args.data == "lvis" else ["pycocotools"]:
-        if not importlib.util.find_spec(package):
+    for package in ["pycocotools", "faster-coco-eval"] if args.data == "lvis" else ["pycocotools"]:
+        if not importlib.util.find_spec(package.replace("-", "_")):
             fail(f"{package} is needed to score detections: pip install {package}")
     train = boxes.load(args.data, args.root, args.train_split)
     val = boxes.load(args.data, args.root, args.val_split)
@@ -267,17 +267,20 @@ def evaluate(val, model, args, device):
         for sample, output in zip(batch["samples"], outputs):
             i = sample["image_id"].item()
             rows_of[i] = result_rows(val, i, output)
+    if len(rows_of) < len(val):
+        lost = len(val) - len(rows_of)
+        print_main(f"{lost} of {len(val)} photos cannot be decoded: left out of the score")
     results = [row for rows in rows_of.values() for row in rows]
     common.save(f"{args.output}/detections.json", results)
     boxes.draw(val, results, f"{args.output}/detections.png")
-    return boxes.score(val, results)
+    return boxes.score(val, results, list(rows_of))
 
 
 def result_rows(val, i, output):
     """The detections of one photo -> rows of image_id, category_id, bbox, score, segmentation"""
     from pycocotools import mask
 
-    category_ids = list(val.names)
+    category_ids = list(val.categories)
     output = {name: values.float().cpu().numpy() for name, values in output.items()}
     rows = []
     for n, (left, top, right, bottom) in enumerate(output["boxes"].tolist()):
