@@ -9,6 +9,7 @@ import torch
 from conftest import CPU
 from PIL import Image
 
+import eval_linear
 from downstream import boxes, detection
 
 mask = pytest.importorskip("pycocotools.mask")
@@ -324,6 +325,20 @@ def test_refusals(tmp_path, part, change, message):
     coco_layout(tmp_path, **{part: lambda rows: change(rows) and None})
     with pytest.raises(SystemExit, match=message):
         boxes.load("coco", str(tmp_path), "val2017")
+
+
+def test_names_with_spaces_in_lists_of_classes(tmp_path):
+    """For eval_linear.py --data voc07"""
+    folder = voc_layout(tmp_path, "2007", name="photo {}")
+    lists = folder / "ImageSets" / "Main"
+    (lists / "cup_test.txt").write_text("photo 0  1\nphoto 1 -1\nphoto 2  0\n")
+    (lists / "dog_test.txt").write_text("photo 2 -1\n\nphoto 1  1 \nphoto 0\t1\n")
+    data = eval_linear.label_data("voc07", str(tmp_path), "test")
+    assert data.names == ["cup", "dog"] and data.labels.tolist() == [[1, 1], [0, 1], [-1, 0]]
+    assert data.images[2] == str(folder / "JPEGImages" / "photo 2.jpg")
+    (lists / "dog_test.txt").write_text("photo 0 1\nphoto1\n")
+    with pytest.raises(SystemExit, match="expected a photo's name and 1, 0 or -1, not 'photo1'"):
+        eval_linear.label_data("voc07", str(tmp_path), "test")
 
 
 def test_files_of_voc_that_are_missing(tmp_path):
