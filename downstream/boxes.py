@@ -98,7 +98,6 @@ def fitting(images, name):
     images: as in COCO's files, with a "path"; without "width" and "height" they get the photo's.
     name: for the lines that are printed.  -> the images that fit
     """
-    pictures.photo_files([image["path"] for image in images])  # it fails if some are missing
     fit, others = [], defaultdict(list)
     for image in common.progress(images, desc="sizes of photos", leave=False):
         given = [float(image.get(side) or 0) for side in ("width", "height")]
@@ -133,7 +132,10 @@ def complete(content, source, name):
     coco = COCO()
     coco.imgs = {image["id"]: image for image in content["images"]}
     coco.cats = {category["id"]: category for category in content["categories"]}
-    images = content["images"] if source == "shapes" else fitting(content["images"], name)
+    images = content["images"]
+    if source != "shapes":
+        pictures.photo_files([image["path"] for image in images])  # it fails if some are missing
+        images = fitting(images, name)
     kept = {image["id"] for image in images}
     rows, counts, total = [], Counter(), len(content["annotations"])
     for number, row in enumerate(content["annotations"], 1):
