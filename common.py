@@ -8,8 +8,10 @@ import json
 import math
 import operator
 import os
+import platform
 import re
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -291,29 +293,7 @@ YIQ = (0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.311
 KEEP_GREY = (1, 0, 0), (0, 0, 0), (0, 0, 0)  # they multiply (Y, I, Q) from the right
 KEEP_COLOURS = (0, 0, 0), (0, 1, 0), (0, 0, 1)
 TURN_COLOURS = (0, 0, 0), (0, 0, 1), (0, -1, 0)
-PHOTO_ENDINGS = ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm"
-PHOTO_ENDINGS = tuple(PHOTO_ENDINGS.split())
 report_once = cache(tqdm.write)  # once per process: each worker of a DataLoader has its own
-
-
-def list_photos(folder, endings=PHOTO_ENDINGS):
-    """The paths of all photos below a folder, sorted -> list of str
-
-    Links to folders are followed, but no folder is read twice, and none above this one: a link to
-    a parent would list each photo many times. What starts with a dot is hidden, and left out.
-    """
-    paths, visited, start = [], set(), os.path.realpath(folder)
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(parent)
-        if real in visited or start.startswith(f"{real}/"):
-            folders.clear()
-            continue
-        visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in files:
-            if name.lower().endswith(endings) and not name.startswith("."):
-                paths.append(os.path.join(parent, name))
-    return sorted(paths)
 
 
 class Unreadable(Exception):
@@ -760,7 +740,9 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(argv)
         for word in unknown:
             flag = word.partition("=")[0]
-            close = difflib.get_close_matches(flag, self._option_string_actions, 1, 0.75)
+            flags = list(self._option_string_actions)
+            close = [name for name in flags if name.startswith(flag)]
+            close = close or difflib.get_close_matches(flag, flags, 1, 0.75)
             hint = f"did you mean {close[0]}?" if close else "there is no such flag: see --help"
             self.error(f"{flag}: {GONE.get(flag, hint)}")
         given = (name for name, value in vars(args).items() if value != self.get_default(name))
@@ -882,9 +864,31 @@ def begin_run(args, *fingerprints):
         if name not in RESUME_CAN_CHANGE and earlier.get(name, now) != now:
             fail(f"{args.output} holds a run with {name} {earlier[name]}, not {now} (None: left "
                  "out): choose another --output, or delete the folder to start over")
-    about = {"command": sys.argv, "torch": torch.__version__, "processes": world_size()}
-    save(f"{args.output}/args.json", vars(args) | about)
+    path = f"{args.output}/args.json"
+    seconds = read_json(path).get("seconds", 0) if checkpoint and os.path.exists(path) else 0
+    RUN["began"] = time.time() - seconds  # of the parts of an interrupted run
+    save(path, vars(args) | circumstances() | {"seconds": seconds})
     return checkpoint
+
+
+def circumstances():
+    """-> what a number needs beside it, for args.json and result.json; commit: None without git"""
+    describe = "git describe --always --dirty --exclude='*'"
+    folder = Path(__file__).resolve().parent
+    git = subprocess.run(describe, shell=True, cwd=folder, capture_output=True, text=True)
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall("model name.*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    machine = f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"
+    if torch.cuda.is_available():
+        machine = f"{torch.cuda.device_count()} {torch.cuda.get_device_name()}, {machine}"
+    return {
+        "command": sys.argv,
+        "processes": world_size(),
+        "commit": git.stdout.strip() or None,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine,
+        "torch": torch.__version__,
+    }
 
 
 def restore(args, checkpoint, iters, state):
@@ -944,6 +948,10 @@ def save_checkpoint(args, name, iteration, state, more=None):
     save(f"{args.output}/{name}", content | (more or {}))
     if name == "checkpoint.pth":
         RUN.update(saved=iteration, saved_at=time.monotonic())
+        if is_main():
+            about = read_json(f"{args.output}/args.json")
+            about["seconds"] = round(time.time() - RUN["began"])
+            save(f"{args.output}/args.json", about)
 
 
 def check_finite(values):

@@ -7,6 +7,7 @@
         --data folder --root photos --shots 10 --runs 5
     torchrun --nproc_per_node=8 eval_linear.py --weights runs/virtex-coco/backbone.pth \\
         --data folder --root imagenet --protocol sgd-virtex
+    python eval_linear.py --embed photos --weights runs/virtex-photos/backbone.pth
 
 --weights are measured one after the other, on the same photos: backbone.pth, checkpoint.pth or
 model_N.pth of ours, an official VirTex checkpoint, files of MoCo, SwAV, VICReg, DINO or
@@ -28,16 +29,18 @@ Photos have several labels, or one (--data folder), which top-1 needs. Linear la
 Tab. 2, is --protocol sgd-virtex --lr 30 --steps 0.6 0.8; PCL's has --lr 5.
 Early stopping: train with --keep-every, give --weights runs/NAME/model_*.pth, and take the best on
 VOC07 with --train-split train --val-split val [VirTex Sec. 3], or with --hold-out 0.2 [ours].
+--embed FOLDER measures nothing, and needs no labels: of all photos in this folder and those within
+it, features.npy has the average of the backbone's last feature maps (N, D), files.json the paths.
 """
 
 import argparse
+import copy
 import hashlib
-import importlib.util
 import os
 import statistics
 import sys
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -54,8 +57,7 @@ SPLITS = {"coco": ("train2017", "val2017"), "voc07": ("trainval", "test")}
 
 
 def get_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = common.Parser(__doc__)
     add = parser.add_argument_group("what is measured").add_argument
     add("--weights", nargs="+", default=["runs/virtex/backbone.pth", "random"],
         help="the backbones: files, random, imagenet or clip:NAME (see above)")
@@ -66,6 +68,7 @@ def get_args(argv=None):
         help="repeat with this many seeds, and report the mean and the deviation")
     add("--seed", type=number("int >= 0"), default=0,
         help="seed of the first run; it also decides which photos are drawn")
+    add("--embed", metavar="FOLDER", help="only write the features of these photos (see above)")
     add = parser.add_argument_group("data").add_argument
     add("--data", default="shapes", help="labelled photos: shapes (built in), voc07, folder, or "
         "captioned photos with tags, which are coco, a .jsonl file or a folder of shards")
@@ -81,7 +84,7 @@ def get_args(argv=None):
         help="train on this many photos of each class, with all labels that they have")
     add("--hold-out", type=number(">= 0, < 1"), default=0.0, metavar="FRACTION",
         help="test on this fraction of the training split, not on --val-split; train on the rest")
-    add("--workers", type=number("int >= 0"), default=min(8, os.cpu_count()),
+    add("--workers", type=number("int >= 0"), default=common.default_workers(),
         help="processes that load photos; with 0 the main process loads them")
     add = parser.add_argument_group("linear layers (the defaults are the protocol's)").add_argument
     add("--epochs", type=number("int > 0"), help="passes over the training photos")
@@ -91,86 +94,91 @@ def get_args(argv=None):
         "training after which sgd-virtex divides the rate by 10 (default: cosine decay)")
     add = parser.add_argument_group("run").add_argument
     add("--output", help="folder for result.json and the linear layers (default: "
-        "runs/eval_linear/DATA-PROTOCOL, or DATA-PROTOCOL-K-shots)")
+        "runs/eval_linear/DATA-PROTOCOL, or DATA-PROTOCOL-K-shots; for --embed: runs/embed)")
     add("--amp", choices=("bf16", "fp16", "off"), default="off",
         help="precision of the backbone; leave it off for numbers to report")
     args = parser.parse_args(argv)
+    args.weights = list(dict.fromkeys(args.weights))
+    if args.embed and len(args.weights) > 1:
+        parser.error("--embed writes the features of one backbone: name it by --weights")
+    choose_defaults(args, parser)
+    return args
 
-    name = f"--protocol {args.protocol}"
+
+def choose_defaults(args, parser):
+    """Refuse flags that --protocol does not take, and give those that were left out its values."""
     protocol = PROTOCOLS[args.protocol]
+    name = f"--protocol {args.protocol}"
+    if protocol.metric == "top-1" and args.data != "folder":
+        parser.error(f"{name} needs one label per photo: --data folder")
     defaults = dict(protocol.flags)
-    if args.protocol == "layers":
-        args.arch = args.arch or "vgg16_bn"
-        if args.arch != "vgg16_bn" or any(source.startswith("clip:") for source in args.weights):
-            parser.error("--protocol layers is for VGG-16: --arch vgg16_bn")
-        if args.data != "folder":  # as DeeperCluster's code for VOC; the first two rates [ours]
-            defaults |= {"epochs": 60, "batch_size": 128, "lr": [0.01, 0.01, 0.02]}
+    if args.protocol == "layers" and args.data != "folder":
+        # As DeeperCluster's code for VOC; the first two rates [ours]
+        defaults |= {"epochs": 60, "batch_size": 128, "lr": [0.01, 0.01, 0.02]}
     for flag in ("epochs", "batch_size", "lr", "steps"):
-        if vars(args)[flag] and flag not in defaults:
+        if getattr(args, flag) and flag not in defaults:
             parser.error(f"{name} takes no --{flag.replace('_', '-')}")
     if args.lr and len(args.lr) != len(defaults["lr"]):
         parser.error(f"{name} takes {len(defaults['lr'])} values of --lr")
-    if protocol.labels == "one" and args.data != "folder":
-        parser.error(f"{name} needs one label per photo: --data folder")
+    if args.batch_size and "lr" in defaults:  # rates are scaled to the batch [ours]
+        scale = args.batch_size / defaults["batch_size"]
+        defaults["lr"] = [scale * lr for lr in defaults["lr"]]
 
-    # Flags that were left out take the protocol's values. Rates are scaled to --batch-size [ours].
-    if args.batch_size and "lr" in defaults:
-        defaults["lr"] = [args.batch_size / defaults["batch_size"] * lr for lr in defaults["lr"]]
     defaults["train_split"], defaults["val_split"] = SPLITS.get(args.data, ("train", "val"))
     defaults["train_images"] = 2000 if args.data == "shapes" else None
     data = Path(args.root or "folder").resolve() if args.data == "folder" else Path(args.data)
     shots = f"-{args.shots}-shots" if args.shots else ""
-    name_of_data = data.name.removesuffix(".jsonl")
-    defaults["output"] = f"runs/eval_linear/{name_of_data}-{args.protocol}{shots}"
+    name_of_run = f"eval_linear/{data.name.removesuffix('.jsonl')}-{args.protocol}{shots}"
+    defaults["output"] = "runs/embed" if args.embed else f"runs/{name_of_run}"
     for flag, value in defaults.items():
-        if vars(args)[flag] is None:
+        if getattr(args, flag) is None:
             setattr(args, flag, value)
-    runs_differ = args.train_images or args.shots or args.hold_out or "random" in args.weights
-    if args.protocol in ("svm-virtex", "knn") and args.runs > 1 and not runs_differ:
-        parser.error(f"{name} gives all --runs the same score: draw photos by --shots, "
-                     "--train-images or --hold-out")
-    return args
+    if args.protocol == "layers" and args.arch != "vgg16_bn":
+        parser.error(f"{name} is for VGG-16: --arch vgg16_bn")
 
 
 def main(args):
     protocol = PROTOCOLS[args.protocol]
-    if protocol.trained_on == "features":
+    if args.embed or protocol.trained_on == "features":
         run_alone()
     device = common.init_distributed()
     # Full float32 on GPUs, too: TF32, which training uses, would round each product to 10 bits.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    common.make_folder(args.output)
-
-    # Check all files now, before the first hour of measuring.
-    files = [source for source in args.weights if is_file(source)]
-    archs = {path: load_backbone(path, args.arch, 0).arch for path in files}
-    arch = args.arch or next(iter(archs.values()), "resnet50")
-    sizes = {path: trained_with(path, "image_size") for path in files}
-    usual_size = next(filter(None, sizes.values()), 48 if args.data == "shapes" else 224)
+    archs, sizes = look_into_files(args)
+    if args.embed:
+        embed(args, archs, sizes, device)
+        return
 
     data = label_data(args.data, args.root, args.train_split)
     val = data if args.hold_out else label_data(args.data, args.root, args.val_split)
     check_same_classes(data, val)
     train_rows, test_rows = draw_photos(data, val, args)
     report_shared(data.select(train_rows), val.select(test_rows))
+    common.make_folder(args.output)
 
-    results = {}
+    # Each run has other random weights. All runs of any other backbone share its features.
+    groups = []
     seeds = range(args.seed, args.seed + args.runs)
     for source in args.weights:
-        sizes[source] = args.image_size or sizes.get(source) or usual_size
-        results[source] = []
-        # Each run has other random weights. All runs of any other backbone share its features.
-        for group in [[seed] for seed in seeds] if source == "random" else [seeds]:
-            backbone = load_backbone(source, archs.get(source, arch), group[0])
-            backbone.to(device, memory_format=torch.channels_last)
-            backbone.eval().requires_grad_(False)
-            runs = []
-            for seed in group:
-                changed = {"seed": seed, "image_size": sizes[source]}
-                flags = argparse.Namespace(**vars(args) | changed)
-                runs.append(Run(flags, protocol, source, backbone, data.names, device))
-            results[source] += measure(runs, data, val)
+        groups += [(source, [seed]) for seed in seeds] if source == "random" else [(source, seeds)]
+    results = {source: [] for source in args.weights}
+    for source, group in groups:
+        backbone = load_backbone(source, archs[source], group[0]).eval().requires_grad_(False)
+        backbone.to(device, memory_format=torch.channels_last)
+        runs = []
+        for seed in group:
+            flags = copy.copy(args)
+            flags.seed, flags.image_size = seed, sizes[source]
+            rows = draw_photos(data, val, flags)
+            runs.append(Run(flags, protocol, source, backbone, data.names, device, *rows))
+        for run, decisions in zip(runs, decide(runs, data, val)):
+            if common.is_main():
+                scores = measure(decisions, run)
+                results[source].append(scores)
+                photos = f"{len(run.train_rows)} training and {len(run.test_rows)} test photos"
+                print_main(f"{source}, seed {run.args.seed}, {photos} of {sizes[source]} px: "
+                           f"{format_scores(scores, data.names)}")
     if len(test_rows) < 50:
         print_main(f"the scores are rough: they are of only {len(test_rows)} photos")
     if common.is_main():
@@ -180,7 +188,7 @@ def main(args):
 
 @dataclass
 class Run:
-    """What a protocol is told beside the photos"""
+    """One classifier on a backbone: what its protocol is told beside the photos"""
 
     args: argparse.Namespace  # with the seed and the image size of this run
     protocol: "Protocol"
@@ -188,30 +196,25 @@ class Run:
     backbone: nn.Module  # frozen, in eval mode, on the device
     names: list  # of the classes
     device: torch.device
+    train_rows: np.ndarray  # the photos, as draw_photos gives them
+    test_rows: np.ndarray
 
 
-def measure(runs, data, val):
-    """Runs of one backbone -> [{metric: percent} of each]; [] in all processes but the first"""
+def decide(runs, data, val):
+    """Runs of one backbone -> yield the decisions of each on its test photos: Outputs, or None in
+    all processes but the first
+    """
     protocol = runs[0].protocol
-    draws = [draw_photos(data, val, run.args) for run in runs]
     if protocol.trained_on == "features":  # extracted once: the runs draw rows of these matrices
-        all_train, all_test = zip(*draws)
-        train_x = extract_features(runs[0], data, all_train)
-        test_x = extract_features(runs[0], val, all_test)
-    results = []
-    for run, (train_rows, test_rows) in zip(runs, draws):
-        train, test = data.select(train_rows), val.select(test_rows)
+        train_x = extract_features(runs[0], data, [run.train_rows for run in runs])
+        test_x = extract_features(runs[0], val, [run.test_rows for run in runs])
+    for run in runs:
         torch.manual_seed(run.args.seed)
         if protocol.trained_on == "features":
-            scores = protocol.score(train_x.select(train_rows), test_x.select(test_rows), run)
+            train, test = train_x.select(run.train_rows), test_x.select(run.test_rows)
         else:
-            scores = protocol.score(train, test, run)
-        if common.is_main():
-            results.append(scores | by_chance(scores, test))
-            photos = f"{len(train)} training and {len(test)} test photos"
-            print_main(f"{run.source}, seed {run.args.seed}, {photos} of {run.args.image_size} px: "
-                       f"{format_scores(results[-1], run.names)}")
-    return results
+            train, test = data.select(run.train_rows), val.select(run.test_rows)
+        yield protocol.decide(train, test, run)
 
 
 def run_alone():
@@ -235,7 +238,8 @@ def report(results, sizes, classes, args):
     results = {source: over_runs(runs) for source, runs in results.items()}
     path = f"{args.output}/result.json"
     replaced = ", instead of an earlier call's" if os.path.exists(path) else ""
-    common.save(path, {"args": vars(args), "image_size": sizes, "backbones": results})
+    content = {"args": vars(args), "image_size": sizes, "backbones": results}
+    common.save(path, content | common.circumstances())
     columns = [name for name in results[args.weights[0]]["mean"] if name not in classes]
     width = max(map(len, results))
     print(" " * width, *(f"{column:>15}" for column in columns))
@@ -269,6 +273,25 @@ def trained_with(source, flag):
     flags = common.flags_of(source)
     whole_photos = flag == "image_size" and flags.get("script") == "detection"
     return None if whole_photos else flags.get(flag)
+
+
+def look_into_files(args):
+    """Open all files now, before the first hour of measuring -> for each of --weights its
+    architecture, and the side of its photos in pixels: {source: ...} both
+
+    What nothing says of one of them is that of the first file that says it.
+    """
+    archs, sizes = {}, {}
+    for source in filter(is_file, args.weights):
+        archs[source] = load_backbone(source, args.arch, 0).arch
+        sizes[source] = trained_with(source, "image_size")
+    first_arch = args.arch or next(iter(archs.values()), "resnet50")
+    on_scenes = args.data == "shapes" and not args.embed
+    first_size = next(filter(None, sizes.values()), 48 if on_scenes else 224)
+    for source in args.weights:
+        archs.setdefault(source, first_arch)
+        sizes[source] = args.image_size or sizes.get(source) or first_size
+    return archs, sizes
 
 
 def load_backbone(source, arch, seed):
@@ -343,93 +366,64 @@ def label_data(name, root, split):
 
 def folder_labels(root, split):
     """{split}/<class>/<photo>, or deeper -> LabelData"""
+    from torchvision.datasets.folder import find_classes  # only here: the import takes seconds
+
+    folders = common.extra("folders")
     path = Path(root, split)
-    if not path.is_dir():
-        fail(f"there is no folder {path}. Expected: {split}/CLASS/PHOTO: see --root")
-    names = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
-    names = [name for name in names if not name.startswith(".")]
-    photos = photos_below([path / name for name in names])
-    check_classes(path, names, photos)
-    real = cache(os.path.realpath)  # of each folder once, because there may be a million photos
-    pairs = [os.path.split(photo) for files in photos for photo in files]
-    repeated = len(pairs) - len({(real(folder), name) for folder, name in pairs})
-    if repeated:
-        print_main(f"{path}: {repeated} photos are listed twice, because of links")
-    loose = [name for name in os.listdir(path) if name.lower().endswith(common.PHOTO_ENDINGS)]
+    expected = f"Expected: {split}/CLASS/PHOTO: see --root, --train-split, --val-split"
+    try:
+        names = [name for name in find_classes(path)[0] if not folders.is_hidden(name)]
+    except OSError as error:  # there is no such folder, or none within it
+        fail(f"{str(error).rstrip('.')}. {expected}")
+    if len(names) < 2:
+        fail(f"{path} has fewer than two classes: {', '.join(names) or 'none'}. Is --root a folder "
+             f"too high? {expected}")
+    photos = folders.list_photos(path)
+    places = [photo.removeprefix(f"{path}{os.sep}").split(os.sep) for photo in photos]
+    rows = sorted((place[0], photo) for place, photo in zip(places, photos) if len(place) > 1)
+    loose = len(photos) - len(rows)
     if loose:
-        print_main(f"{path}: {len(loose)} photos are in no folder of a class and are left out")
-    labels = np.repeat(np.arange(len(names)), [len(files) for files in photos])
-    paths = np.array([photo for files in photos for photo in files], common.STRINGS)
-    return LabelData(paths, labels, names)
+        print_main(f"{path}: {loose} photos are in no folder of a class and are left out")
+    numbers = {name: k for k, name in enumerate(names)}
+    labels = np.array([numbers[name] for name, _ in rows], int)
+    empty = [name for name in names if numbers[name] not in labels]
+    if empty:
+        fail(f"{path} has no photos in {', '.join(empty[:5])}. {expected}")
 
-
-def photos_below(folders):
-    """-> [[path of each photo below a folder], ...]; other files are counted"""
-    files = [common.list_photos(folder, "") for folder in folders]  # all: each ends with ""
-    odd = [x for paths in files for x in paths if x != x.encode(errors="ignore").decode()]
-    if odd:
-        fail(f"the name of {odd[0]!r} is not in UTF-8: rename this file")
-    is_photo = lambda path: path.lower().endswith(common.PHOTO_ENDINGS)
-    others = [path for paths in files for path in paths if not is_photo(path)]
-    if others:
-        print_main(f"{len(others)} files are left out, because their names are not those of "
-                   f"photos, for example {others[0]}")
-    return [list(filter(is_photo, paths)) for paths in files]
-
-
-def check_classes(path, names, photos):
-    """Two classes or more, each with photos.  photos: paths of each"""
-    empty = [name for name, files in zip(names, photos) if not files]
-    if empty or not names:
-        fail(f"{path} has {len(names)} folders, and no photos in {', '.join(empty[:5]) or 'any'}. "
-             f"Expected: {path.name}/CLASS/PHOTO: see --root, --train-split, --val-split")
-    if len(names) == 1:
-        fail(f"{path} has only one class, {names[0]}, so there is nothing to learn. Are the other "
-             "classes missing, or is --root a folder too high?")
-    # The folders of a class's photos, below that of the class; "" is that of the class itself
-    inner = []
-    for name, files in zip(names, photos):
-        inner.append({os.path.dirname(photo)[len(f"{path / name}/") :] for photo in files})
-    shared = sorted(set.intersection(*inner))
-    if "" not in set.union(*inner) and len(shared) > 1:
-        fail(f"all of {', '.join(names[:5])} in {path} have the folders {', '.join(shared[:5])}: "
-             "these are the likely classes. Is --root or --train-split a folder too high?")
+    # In Places and SUN397, a/airfield is a class, and the letters are none.
+    inner = {(place[0], place[1]) for place in places if len(place) > 2}
+    per_class = len({folder for _, folder in inner})
+    if all(len(place) != 2 for place in places) and len(inner) < len(names) * per_class:
+        print_main(f"{path}: no class has photos of its own, only folders such as "
+                   f"{'/'.join(min(inner))}. If these are the classes, make links to them in a new "
+                   f'--root: mkdir -p ROOT/{split}; ln -s "{path.resolve()}"/*/* ROOT/{split}')
+    return LabelData(np.array([photo for _, photo in rows], common.STRINGS), labels, names)
 
 
 def check_same_classes(train, test):
+    """Fail if two splits differ in their classes, of which it says the first names."""
     if train.names != test.names:
         fail(f"the splits differ in their classes: {sorted({*train.names} ^ {*test.names})[:5]}")
+    more = ", ..." if len(train.names) > 5 else ""
+    print_main(f"{len(train.names)} classes: {', '.join(map(str, list(train.names)[:5]))}{more}")
 
 
 def report_shared(train, test):
     """Say how many test photos are training photos, too, by the bytes of their files."""
-    tested = test.images[:: 1 + len(test) // 10_000]  # at most 10,000, evenly spaced
-    sizes = {of_file(image, os.path.getsize) for image in tested}
-    similar = [image for image in train.images if of_file(image, os.path.getsize) in sizes]
-    checksum = lambda path: hashlib.sha256(Path(path).read_bytes()).digest()
-    content = {of_file(image, checksum) for image in similar}
-    shared = [image for image in tested if of_file(image, checksum) in content]
+
+    def content(path):
+        return hashlib.sha256(Path(path).read_bytes()).digest()
+
+    files = []
+    for images in (train.images, test.images[:: 1 + len(test) // 10_000]):  # at most 10,000
+        files.append([x for x in images if isinstance(x, str) and os.path.isfile(x)])
+    trained, tested = files
+    sizes = {os.path.getsize(path) for path in tested}
+    similar = {content(path) for path in trained if os.path.getsize(path) in sizes}
+    shared = [path for path in tested if content(path) in similar]
     if shared:
         print_main(f"{len(shared)} of {len(tested)} test photos are training photos, too, "
                    f"which raises the scores: for example {shared[0]}")
-
-
-def of_file(image, function):
-    """function(path). Scenes and photos in shards are no files: they are compared as they are."""
-    return function(image) if isinstance(image, str) and os.path.isfile(image) else image
-
-
-def by_chance(metrics, data):
-    """What guesses score: {"commonest class": percent} beside top-1, beside mAP {"chance": percent}
-
-    The average precision of a random order is about the fraction of positives.
-    """
-    if any("top-1" in name for name in metrics):
-        return {"commonest class": 100 * np.bincount(data.labels).max().item() / len(data)}
-    labels = label_columns(data.labels, len(data.names))
-    fractions = (labels == 1).sum(0) / (labels >= 0).sum(0)
-    scored = fractions[(0 < fractions) & (fractions < 1)]
-    return {"chance": 100 * scored.mean().item()}
 
 
 def draw_photos(data, val, args):
@@ -444,10 +438,9 @@ def draw_photos(data, val, args):
         chosen = [np.flatnonzero(column == 1)[: args.shots] for column in columns.T]
         rest = rest[np.unique(np.concatenate(chosen))]
     train = np.sort(rest[: args.train_images])
-    fewest = 5 if args.protocol == "logreg-icmlm" else 1  # it chooses by a fifth of them
-    if len(train) < fewest or not len(test):
+    if not len(train) or not len(test):
         fail(f"{len(train)} training and {len(test)} test photos are left by --shots, "
-             f"--train-images and --hold-out: {args.protocol} needs {fewest} and 1")
+             "--train-images and --hold-out")
     return train, test
 
 
@@ -510,66 +503,136 @@ def run_over_photos(function, photos, args, device):
         filled += len(rows)
     if not filled:
         fail(f"none of the {len(photos)} photos can be decoded")
+    if not outputs[:filled].sum().isfinite():
+        fail("the outputs are not finite: the weights are broken, or try --amp off")
     return outputs[:filled], np.flatnonzero(readable)
 
 
 @dataclass
-class Features:
-    """Of photos that can be decoded, on the CPU"""
+class Outputs:
+    """Of photos that can be decoded, on the CPU: features, or the decisions of a classifier"""
 
-    x: torch.Tensor  # (N, D) float32
+    x: torch.Tensor  # (N, D); decisions have a column for each class, NaN if nothing was learned
     y: torch.Tensor  # labels as in LabelData
     rows: np.ndarray = None  # (N,) the photos' indices in their LabelData
 
     def select(self, rows):
         """Not copied if they are all, which may fill the memory"""
         keep = np.isin(self.rows, rows)
-        return self if keep.all() else Features(self.x[keep], self.y[keep], self.rows[keep])
+        return self if keep.all() else Outputs(self.x[keep], self.y[keep], self.rows[keep])
+
+
+def outputs_of(function, data, rows, run):
+    """function(uint8 (B, size, size, 3)) -> (B, D), on the photos with these indices -> Outputs"""
+    squares = CentralSquares(data.select(rows), run.args.image_size, run.protocol.side_fraction)
+    x, readable = run_over_photos(function, squares, run.args, run.device)
+    return Outputs(x, torch.from_numpy(data.labels[rows[readable]]), rows[readable])
 
 
 def extract_features(run, data, draws):
-    """-> Features as the protocol has them.  draws: of each run, the rows of its photos in data"""
+    """-> Outputs: features as the protocol has them.  draws: the indices of each run's photos"""
 
     def features_of(images):
         features = pooled(run.backbone, images, run.args.amp, run.protocol.grid)
         return F.normalize(features) if run.protocol.unit_length else features
 
-    rows = np.unique(np.concatenate(draws))
-    squares = CentralSquares(data.select(rows), run.args.image_size, run.protocol.side_fraction)
-    x, readable = run_over_photos(features_of, squares, run.args, run.device)
-    if not x.sum().isfinite():
-        fail("the features are not finite: the weights are broken, or try --amp off")
-    return Features(x, torch.from_numpy(data.labels[rows[readable]]), rows[readable])
+    return outputs_of(features_of, data, np.unique(np.concatenate(draws)), run)
 
 
-# ------------------------------- protocols on features: (train: Features, test: Features, run: Run)
+def embed(args, archs, sizes, device):
+    """Write the features of all photos below a folder, and the list of their paths."""
+    [source] = args.weights
+    paths = common.extra("folders").list_photos(args.embed)
+    if not paths:
+        fail(f"there is no photo in the folder {args.embed} or its subfolders")
+    common.make_folder(args.output)
+    backbone = load_backbone(source, archs[source], args.seed).eval()
+    backbone.to(device, memory_format=torch.channels_last)
+    photos = LabelData(np.array(paths, common.STRINGS), np.zeros(len(paths)), [])
+    features_of = partial(pooled, backbone, amp=args.amp)
+    squares = CentralSquares(photos, sizes[source])
+    features, readable = run_over_photos(features_of, squares, args, device)
+    np.save(f"{args.output}/features.npy", features)
+    common.save(f"{args.output}/files.json", photos.images[readable].tolist())
+    print_main(f"{len(features)} photos of {sizes[source]} px, {features.shape[1]} features each: "
+               f"{args.output}/features.npy")
 
 
-def score(decisions, labels):
-    """decisions (N, classes) -> {"top-1": percent}; {"mAP": percent} with several labels"""
-    if not decisions.isfinite().all():
-        fail("the linear layer has diverged: try a lower --lr")
+# ---------------------------------------------------------------------------------------- scores
+
+
+def measure(decisions, run):
+    """Outputs of a run -> {metric or class: percent}, and what guesses would score
+
+    Of several linear layers: {"C-11 mAP": percent, ...}
+    """
+    protocol = run.protocol
+    labels = decisions.y
+    if protocol.metric == "mAP":
+        labels = torch.from_numpy(label_columns(labels.numpy(), len(run.names)))
+    scores = {}
+    for layer, x in zip(protocol.layers, decisions.x.chunk(len(protocol.layers), 1)):
+        of_layer = score(x, labels, run.names, protocol.interpolated)
+        if layer:  # the metric alone
+            metric = next(iter(of_layer))
+            of_layer = {f"{layer} {metric}": of_layer[metric]}
+        scores |= of_layer
+    return scores | by_chance(labels)
+
+
+def score(decisions, labels, names, interpolated=False):
+    """-> {"top-1": percent}, with several labels {"mAP": percent, class: average precision, ...}
+
+    decisions: (N, classes); those of a class may be NaN: it has no score. Neither has one that all
+    or none of the photos have.  labels: (N,) or (N, classes), as in LabelData
+    """
     if labels.ndim == 1:
         return {"top-1": 100 * (decisions.argmax(1) == labels).double().mean().item()}
-    areas = []
-    for decision, truth in zip(decisions.T.numpy(), labels.T.numpy()):
-        if {0, 1} <= {*truth}:
-            areas.append(average_precision(decision, truth))
+    areas = {}
+    for name, decision, truth in zip(names, decisions.T.numpy(), labels.T.numpy()):
+        if (truth == 1).any() and (truth == 0).any() and not np.isnan(decision).any():
+            counted = truth >= 0  # the others are "difficult"
+            areas[name] = average_precision(decision[counted], truth[counted], interpolated)
     if not areas:
-        fail("no class has a positive and a negative test photo")
-    return {"mAP": statistics.mean(areas)}
+        fail("no class has positive and negative photos, both in training and in testing: do the "
+             "splits spell their tags alike?")
+    left_out = [str(name) for name in names if name not in areas]
+    if left_out:
+        common.report_once(f"{len(left_out)} classes are left out, which lack training or test "
+                           f"examples: {', '.join(left_out[:5])}")
+    return {"mAP": statistics.mean(areas.values()), **areas}
 
 
-def average_precision(decision, truth):
-    """(N,) both, truth -1 is not counted -> percent: the area under the whole curve, not VOC07's"""
-    from sklearn.metrics import average_precision_score
+def average_precision(decision, truth, interpolated=False):
+    """(N,) both -> percent: the area under the whole curve, not VOC07's mean over eleven recalls
 
-    counted = truth >= 0
-    return 100 * float(average_precision_score(truth[counted], decision[counted]))
+    interpolated: takes the best precision at this or a higher recall [Goyal et al. 2019].
+    """
+    from sklearn.metrics import precision_recall_curve
+
+    precision, recall, _ = precision_recall_curve(truth, decision)  # recall falls
+    if interpolated:
+        precision = np.maximum.accumulate(precision)
+    return 100 * float(-np.sum(np.diff(recall) * precision[:-1]))
+
+
+def by_chance(labels):
+    """What guesses score: {"commonest class": percent} for top-1, {"chance": percent} for mAP
+
+    The average precision of a random order is about the fraction of positives.  labels: as in score
+    """
+    if labels.ndim == 1:
+        return {"commonest class": 100 * labels.bincount().max().item() / len(labels)}
+    fractions = (labels == 1).sum(0).double() / (labels >= 0).sum(0)
+    scored = fractions[(0 < fractions) & (fractions < 1)]
+    return {"chance": 100 * scored.mean().item()}
+
+
+# --------------- protocols on features: (train: Outputs, test: Outputs, run: Run) -> test's Outputs
 
 
 def svm_virtex(train, test, run):
-    """One SVM per class [VirTex App. A.1] -> {"mAP": percent, class: average precision, ...}
+    """One SVM per class [VirTex App. A.1]
 
     Squared hinge loss, positives weighted 2, C by 3-fold cross-validation; "difficult" photos are
     negatives in training, and left out in testing [official code].
@@ -584,51 +647,19 @@ def svm_icmlm(train, test, run):
     On COCO this makes 9,680 SVMs in 8192 dimensions.
     """
     costs = 10 ** np.random.default_rng(run.args.seed).uniform(-5, 5, 40)
-    return svms(train, test, run, sorted(costs), interpolated=True)
+    return svms(train, test, run, sorted(costs))
 
 
-def svms(train, test, run, costs, interpolated=False):
-    """By extras/svm.py, all at once [ours]: in a tenth of LIBLINEAR's time, which a copy takes"""
-    train_y, test_y = [label_columns(part.y.numpy(), len(run.names)) for part in (train, test)]
-    data = train.x.numpy(), train_y, test.x.numpy(), test_y, run.names, costs
-    if importlib.util.find_spec("extras") or interpolated:
-        scores = common.extra("svm").svm_probe(*data, run.device, interpolated)
-    else:
-        scores = scikit_learn_svms(*data)
-    if not scores:
-        fail("no class has positive and negative photos, both in training and in testing: do the "
-             "splits spell their tags alike?")
-    left_out = [name for name in run.names if name not in scores]
-    if left_out:
-        common.report_once(f"{len(left_out)} classes are left out, which lack training or test "
-                           f"examples: {', '.join(left_out[:5])}")
-    return {"mAP": statistics.mean(scores.values()), **scores}
-
-
-def scikit_learn_svms(train_x, train_y, test_x, test_y, names, costs):
-    """One after the other -> {class: average precision in percent}
-
-    The primal problem has the same solution as the paper's dual one, and is solved sooner [ours].
-    """
-    from joblib import parallel_config
-    from sklearn.model_selection import GridSearchCV
-    from sklearn.svm import LinearSVC
-
-    # The default tol of 1e-4 stops too early, which changes a class by up to 0.04 points.
-    svm = LinearSVC(dual=False, class_weight={True: 2}, max_iter=2000, tol=1e-6)
-    search = GridSearchCV(svm, {"C": costs}, scoring="average_precision", cv=3)
-    train_x, test_x = np.float64(train_x), np.float64(test_x)
-    scores = {}
-    for k, name in enumerate(progress(names, desc="SVMs", leave=False)):
-        positive, truth = train_y[:, k] == 1, test_y[:, k]
-        rarer = min(positive.sum(), (~positive).sum())
-        if rarer == 0 or not {0, 1} <= {*truth}:
-            continue
-        classifier = search if rarer >= 3 else svm  # one for each fold; otherwise C is 1
-        with parallel_config("threading", n_jobs=-1):  # LIBLINEAR lets other threads run
-            classifier.fit(train_x, positive)
-        scores[name] = average_precision(classifier.decision_function(test_x), truth)
-    return scores
+def svms(train, test, run, costs):
+    """Classes that lack positives or negatives, in training or in testing, get no SVM."""
+    positive = label_columns(train.y.numpy(), len(run.names)) == 1
+    truth = label_columns(test.y.numpy(), len(run.names))
+    learnable = positive.any(0) & ~positive.all(0) & (truth == 1).any(0) & (truth == 0).any(0)
+    decisions = np.full(truth.shape, np.nan)
+    if learnable.any():
+        decisions[:, learnable] = common.extra("svm").svm_decisions(
+            train.x.numpy(), positive[:, learnable], test.x.numpy(), costs, run.device)
+    return replace(test, x=torch.from_numpy(decisions))
 
 
 def knn(train, test, run):
@@ -643,7 +674,7 @@ def knn(train, test, run):
         if labels.ndim == 2:
             labels = F.one_hot(labels, len(run.names))
         votes.append((weights * (labels == 1)).sum(1).cpu())  # (B, classes)
-    return score(torch.cat(votes), test.y)
+    return replace(test, x=torch.cat(votes))
 
 
 def sgd_mct(train, test, run):
@@ -652,12 +683,12 @@ def sgd_mct(train, test, run):
     def lr_factor(fraction):
         return 0.2 ** sum(fraction >= epoch / 60 for epoch in (30, 40, 50))
 
+    layers = common.extra("layers")
     x, y = train.x.to(run.device), train.y.to(run.device)
     trials = [(run.args.lr[0], 0.0)]  # no weight decay
-    layers = common.extra("layers")
     [layer] = layers.train_linear(x, y, np.arange(len(x)), trials, lr_factor, run.args)
     common.save_weights(layers.path_of(run), layer)
-    return score(layers.predict(layer, test.x), test.y)
+    return replace(test, x=layers.predict(layer, test.x))
 
 
 def logreg_icmlm(train, test, run):
@@ -671,20 +702,21 @@ def logreg_icmlm(train, test, run):
     trials = list(zip(rates.tolist(), decays.tolist()))
     held_out, rest = np.split(rng.permutation(len(train.x)), [len(train.x) // 5 or 1])
 
+    layers = common.extra("layers")
     x, y = train.x.to(run.device), train.y.to(run.device)
     cosine = partial(common.lr_factor, total=1)
-    layers = common.extra("layers")
-    tried = layers.train_linear(x, y, rest, trials, cosine, run.args)
-    found = [layers.predict(layer, train.x[held_out]) for layer in tried]
-    accuracies = [(x.argmax(1) == train.y[held_out]).double().mean().item() for x in found]
+    accuracies = []
+    for layer in layers.train_linear(x, y, rest, trials, cosine, run.args):
+        found = layers.predict(layer, train.x[held_out]).argmax(1)
+        accuracies.append((found == train.y[held_out]).double().mean().item())
     best = trials[np.argmax(accuracies)]
     print_main(f"chosen: learning rate {best[0]:.3g}, weight decay {best[1]:.2g}")
     [layer] = layers.train_linear(x, y, np.arange(len(x)), [best], cosine, run.args)
     common.save_weights(layers.path_of(run), layer)
-    return score(layers.predict(layer, test.x), test.y)
+    return replace(test, x=layers.predict(layer, test.x))
 
 
-# -------------------------------- protocols on crops: (train: LabelData, test: LabelData, run: Run)
+# ------------- protocols on crops: (train: LabelData, test: LabelData, run: Run) -> test's Outputs
 
 
 def sgd_virtex(train, test, run):
@@ -697,29 +729,28 @@ def sgd_virtex(train, test, run):
         return peak * common.lr_factor(iteration, iters, steps=run.args.steps)
 
     layers = common.extra("layers")
-    probe = layers.Probe(features_of, {"": run.backbone.channels}, len(run.names))
-    return layers.train(probe, train, run, partial(score_probe, probe, test, run), learning_rate)
+    probe = layers.Probe(features_of, [run.backbone.channels], len(run.names))
+    return train_probe(probe, train, test, run, learning_rate)
 
 
 def vgg_layers(train, test, run):
     """A linear layer after each of VGG-16's last three convolutions [ICMLM Sec. 4]"""
     layers = common.extra("layers")
     probe = layers.vgg_probe(run)
-    scores = partial(score_probe, probe, test, run)
-    return layers.train(probe, train, run, scores, layers.learning_rate, layers.DECAY)
+    return train_probe(probe, train, test, run, layers.learning_rate, layers.DECAY)
 
 
-@torch.no_grad()
-def score_probe(probe, test, run):
-    """extras.layers.Probe, on central squares -> {"top-1": percent} or {"C-11 top-1": ..., ...}"""
-    squares = CentralSquares(test, run.args.image_size)
-    logits_of = lambda images: torch.cat(probe(images), 1)  # (B, layers * classes)
-    logits, readable = run_over_photos(logits_of, squares, run.args, run.device)
-    labels, scores = torch.from_numpy(test.labels[readable]), {}
-    for name, part in zip(probe.names, logits.chunk(len(probe.names), 1)):
-        for metric, percent in score(part, labels).items():
-            scores[f"{name} {metric}".strip()] = percent
-    return scores
+def train_probe(probe, train, test, run, learning_rate, decay=0.0):
+    """See extras.layers.train -> Outputs, (N, layers * classes), or None: see `decide`"""
+
+    def decisions():
+        logits_of = lambda images: torch.cat(probe(images), 1)
+        with torch.no_grad():
+            return outputs_of(logits_of, test, np.arange(len(test)), run)
+
+    scores = lambda: format_scores(measure(decisions(), run), run.names)
+    common.extra("layers").train(probe, train, run, scores, learning_rate, decay)
+    return decisions() if common.is_main() else None
 
 
 # ------------------------------------------------------------------ all protocols, with settings
@@ -729,10 +760,12 @@ def score_probe(probe, test, run):
 class Protocol:
     """A function and the settings of its paper"""
 
-    score: callable  # (train, test, run) -> {metric: percent}
+    decide: callable  # (train, test, run) -> Outputs: decisions on the test photos
     trained_on: str  # "features" of central squares, extracted once, or random "crops"
-    labels: str  # of each photo: "one", or "any" number of them
+    metric: str  # "mAP", "top-1", for which photos have one label, or "either", as their labels are
     flags: dict  # defaults of the flags that it takes; lr: a peak for each linear layer
+    interpolated: bool = False  # see average_precision
+    layers: tuple = ("",)  # names of its linear layers, "" if there is one
     side_fraction: float = 224 / 256  # of the central square's side and the photo's shorter side
     grid: int = 1  # features are average-pooled to grid x grid
     unit_length: bool = False  # features are l2-normalised
@@ -742,24 +775,26 @@ class Protocol:
 
 PROTOCOLS = {
     # [VirTex App. A.1] resize 256, crop 224; ResNet-50: 2048-d; l2-normalised [official code]
-    "svm-virtex": Protocol(svm_virtex, "features", "any", {}, unit_length=True),
+    "svm-virtex": Protocol(svm_virtex, "features", "mAP", {}, unit_length=True),
     # [ICMLM App. F.2] smallest side 224, crop 224; 8192-d
-    "svm-icmlm": Protocol(svm_icmlm, "features", "any", {}, 1.0, grid=2, unit_length=True),
+    "svm-icmlm": Protocol(svm_icmlm, "features", "mAP", {},
+        interpolated=True, side_fraction=1.0, grid=2, unit_length=True),
     # As DINO reports it
-    "knn": Protocol(knn, "features", "any", {}, unit_length=True),
+    "knn": Protocol(knn, "features", "either", {}, unit_length=True),
     # [contrastive paper Sec. 4.2] 2048-d; 3 steps, no weight decay; the crop [ours]
-    "sgd-mct": Protocol(sgd_mct, "features", "one",
+    "sgd-mct": Protocol(sgd_mct, "features", "top-1",
         {"epochs": 60, "batch_size": 256, "lr": [30.0]}),
     # [ICMLM App. F.2] 2048-d; cosine, lr is searched; epochs and l2 [ours]
-    "logreg-icmlm": Protocol(logreg_icmlm, "features", "one",
-        {"epochs": 100, "batch_size": 1024}, 1.0, unit_length=True),
+    "logreg-icmlm": Protocol(logreg_icmlm, "features", "top-1",
+        {"epochs": 100, "batch_size": 1024}, side_fraction=1.0, unit_length=True),
     # [VirTex Sec. 4.1, App. A.1] cosine (no steps), no weight decay
-    "sgd-virtex": Protocol(sgd_virtex, "crops", "one",
+    "sgd-virtex": Protocol(sgd_virtex, "crops", "top-1",
         {"epochs": 100, "batch_size": 256, "lr": [0.3], "steps": ()}),
     # [ICMLM Sec. 4] DeeperCluster's code, for ImageNet; for Places --lr 0.01 0.01 0.02. The jitter
     # is half of SimCLR's [ours], which ICMLM cites.
-    "layers": Protocol(vgg_layers, "crops", "any",
-        {"epochs": 100, "batch_size": 256, "lr": [0.02] * 3}, colour_jitter=1.0),
+    "layers": Protocol(vgg_layers, "crops", "either",
+        {"arch": "vgg16_bn", "epochs": 100, "batch_size": 256, "lr": [0.02] * 3},
+        layers=("C-11", "C-12", "C-13"), colour_jitter=1.0),
 }
 
 

@@ -203,7 +203,6 @@ def main(args):
     init = common.read_init(args)  # a backbone's weights, None without --init
 
     # Data: photos, some of which may have no captions or no tags [Sec. 3.2, end].
-    bn_group = batchnorm_group(args)
     tags = args.lambda_tag and args.tags == "annotated"
     splits = [args.train_split] + [args.val_split] * bool(args.lambda_ic)  # MoCo has no retrieval
     train, *val = common.caption_data(args.data, args.root, splits, tags)
@@ -223,7 +222,7 @@ def main(args):
 
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
-    encoders = build_encoders(args, config, bn_group)
+    encoders = build_encoders(args, config, batchnorm_group(args))
     backbone = encoders["image"].trunk[0]
     if pretrained and not checkpoint:
         load_pretrained(encoders["caption"].trunk.bert, pretrained)

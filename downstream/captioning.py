@@ -103,9 +103,9 @@ def load_virtex(path, tokenizer_path=None):
         max_length=len(state["textual.embedding.positions.weight"]),
         task="bicaptioning" if bidirectional else "captioning",
     )
-    for name in ("visual.cnn.fc.weight", "visual.cnn.fc.bias"):  # official: ImageNet's classifier
-        state.pop(name, None)
-    model.load_state_dict(state)
+    # Left out: layers that only a loss of the training needs, and the official file's classifier
+    ours = model.state_dict()
+    model.load_state_dict({name: x for name, x in state.items() if name in ours})
     return model.eval(), tokenizer, args.get("image_size", 224)
 
 

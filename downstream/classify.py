@@ -49,9 +49,10 @@ def main(args):
     similarity, readable, _ = model.find(texts, data, path)
     print_main(f"the photos nearest to each class are in {path}")
 
-    scores = eval_linear.score(similarity.T, torch.from_numpy(data.labels[readable]))
-    [(metric, score)] = scores.items()
-    [guess] = eval_linear.by_chance(scores, data).values()
+    labels = torch.from_numpy(data.labels[readable])
+    scores = eval_linear.score(similarity.T, labels, data.names)
+    metric, score = next(iter(scores.items()))  # the others are of single classes
+    [guess] = eval_linear.by_chance(labels).values()
     result = {"metric": metric, "zero-shot": score, "guessing": guess, "images": len(readable)}
     common.save(Path(args.output, "result.json"), {"args": vars(args), **result})
     print_main(f"{args.data}, {len(readable)} photos of {len(names)} classes: "

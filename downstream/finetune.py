@@ -1,7 +1,7 @@
 """Fine-tuning: a backbone and a linear layer, trained end to end on labelled photos.
 
 Desai, Johnson. VirTex: Learning Visual Representations from Textual Annotations. CVPR 2021,
-Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3; App. A.1, Fig. 4 (IN-sup: see docs/papers.md).
+Sec. 4.3, Tab. 3 (iNaturalist 2018), App. A.3; App. A.1, Fig. 4 (IN-sup: see papers/virtex.sh).
 
 While eval_linear.py freezes the backbone, here training starts from it. Batch norm is per process,
 as in the paper's code.
@@ -267,8 +267,8 @@ def validate(val, model, args, device):
     squares = eval_linear.CentralSquares(val, args.image_size)
     logits, readable = eval_linear.run_over_photos(logits_of, squares, args, device)
     model.train()
-    scores = eval_linear.score(logits, torch.from_numpy(val.labels[readable]))
-    scores |= eval_linear.by_chance(scores, val)
+    labels = torch.from_numpy(val.labels[readable])
+    scores = eval_linear.score(logits, labels, val.names) | eval_linear.by_chance(labels)
     print_main(f"validation: {eval_linear.format_scores(scores)}")
     return {name: round(score, 2) for name, score in scores.items()}
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 import common
 from common import fail
-from eval_linear import photos_below
+from extras import folders
 
 FONT_SIZE = 11  # in points
 LINE = 20  # pixels for a line of text
@@ -32,8 +32,8 @@ def photo_files(paths):
 
 
 def images_in(folder):
-    """-> CaptionData, without captions, of all photos below a folder; other files are counted"""
-    [paths] = photos_below([folder])
+    """-> CaptionData, without captions, of all photos below a folder"""
+    paths = folders.list_photos(folder)
     if not paths:
         fail(f"there is no photo in the folder {folder} or its subfolders")
     return photo_files(paths)

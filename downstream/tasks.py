@@ -1,14 +1,13 @@
 """What the tasks share: flags, frozen backbones, their features, runs compared, and the report"""
 
 import argparse
-import os
 from functools import partial
 
 import torch
 
 import common
 import eval_linear
-from common import fail, number, print_main
+from common import number, print_main
 from extras import layers
 
 IN_WORDS = {"trained": "trained", "random": "at random initialisation"}  # in the last line printed
@@ -27,7 +26,7 @@ def add_flags(parser, data=None):
     add("--val-split", help="split to test on (default val, or as named by the data set)")
     add("--image-size", type=number("int > 0"), help="crop side in pixels (default: that of the "
         "weights' training, from args.json beside them; else 224, or 48 for shapes)")
-    add("--workers", type=number("int >= 0"), default=min(8, os.cpu_count()),
+    add("--workers", type=number("int >= 0"), default=common.default_workers(),
         help="processes that load photos; with 0 the main process does")
 
 
@@ -93,10 +92,7 @@ def extract_features(backbone, photos, args, device, function=eval_linear.pooled
     the indices of these photos (M,)
     """
     features_of = partial(function, backbone, amp=args.amp)
-    x, readable = eval_linear.run_over_photos(features_of, photos, args, device)
-    if not x.sum().isfinite():
-        fail("the features are not finite: the weights are broken, or try --amp off")
-    return x, readable
+    return eval_linear.run_over_photos(features_of, photos, args, device)
 
 
 def central_features(backbone, data, args, device, function=eval_linear.pooled):

@@ -1,12 +1,12 @@
 """Linear layers of eval_linear.py and downstream/, trained on features or on random crops"""
 
-import argparse
+import copy
 import hashlib
 import math
 import os
+import zlib
 from functools import partial
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -21,11 +21,10 @@ RESUME_CAN_CHANGE = "weights", "data", "root", "runs", "output", "workers"
 
 
 def path_of(run):
-    """The file in --output that keeps the linear layers of an eval_linear.Run"""
-    name = quote(os.fsencode(run.source), safe="")
-    if len(name) > 150:  # a file's name has at most 255 bytes
-        name = hashlib.sha256(os.fsencode(run.source)).hexdigest()[:16]
-    return Path(run.args.output, f"{run.args.protocol}_{name}_{run.args.seed}.pth")
+    """The file in --output for the linear layers of an eval_linear.Run"""
+    name = "-".join(run.source.split(os.sep)[-2:])  # of many files, this is run and backbone.pth
+    number = zlib.crc32(os.fsencode(run.source))
+    return Path(run.args.output, f"{run.args.protocol}-{name}-{number:08x}-{run.args.seed}.pth")
 
 
 def linear_layer(width, num_classes):
@@ -76,28 +75,30 @@ class Probe(nn.Module):
     """uint8 (B, size, size, 3), jitter (B, 4) or None -> [logits (B, classes) of each layer]
 
     features_of(images, jitter) -> [features (B, width) of each layer], without gradients.
-    widths: {name of a layer: its width}
+    widths: of each layer
     """
 
     def __init__(self, features_of, widths, num_classes):
         super().__init__()
         self.features_of = features_of
-        self.names = list(widths)
-        self.layers = nn.ModuleList(linear_layer(width, num_classes) for width in widths.values())
+        self.layers = nn.ModuleList(linear_layer(width, num_classes) for width in widths)
 
     def forward(self, images, jitter=None):
         features = self.features_of(images, jitter=jitter)
         return [layer(x) for layer, x in zip(self.layers, features)]
 
 
-def train(probe, data, run, score, learning_rate, decay=0.0):
-    """SGD with momentum 0.9 in all processes -> score() in the first one, {} in all others
+def train(probe, data, run, scores, learning_rate, decay=0.0):
+    """SGD with momentum 0.9 in all processes; the same command resumes after the last whole epoch
 
-    data: eval_linear.LabelData.  run: eval_linear.Run.  score() -> {metric: percent}, also printed
-    every ten epochs.  learning_rate(peak, iteration, iterations), iterations counted from 0.
-    decay: of the weights. The layers are saved after each epoch; the same command resumes there.
+    data: eval_linear.LabelData.  run: eval_linear.Run.  scores() -> a text, printed every ten
+    epochs.  learning_rate(peak, iteration, iterations), iterations counted from 0.  decay: of the
+    weights
     """
-    args = run.args
+    args = copy.copy(run.args)
+    args.crop_min = run.protocol.crop_min
+    args.colour_jitter = run.protocol.colour_jitter
+    args.accumulate = 1
     if args.batch_size % common.world_size():
         fail(f"--batch-size {args.batch_size} cannot be divided by the number of processes")
     groups = [{"params": layer.parameters()} for layer in probe.to(run.device).layers]
@@ -117,13 +118,11 @@ def train(probe, data, run, score, learning_rate, decay=0.0):
         print_main(f"{path}: resuming from iteration {done}")
     elif saved:
         print_main(f"{path} is of other flags, photos or weights: it is trained anew")
-    ddp = common.data_parallel(probe)
 
+    ddp = common.data_parallel(probe)
     iters = math.ceil(args.epochs * len(data) / args.batch_size)
     epoch_iters = math.ceil(len(data) / args.batch_size)
-    crops = {"crop_min": run.protocol.crop_min, "colour_jitter": run.protocol.colour_jitter}
-    crops = argparse.Namespace(**vars(args), **crops, accumulate=1)
-    batches = common.train_batches(LabelledPhotos(data, crops), None, crops, run.device, done)
+    batches = common.train_batches(LabelledPhotos(data, args), None, args, run.device, done)
     for iteration in progress(range(done + 1, iters + 1), initial=done, total=iters):
         batch = next(batches)
         for group, peak in zip(optimizer.param_groups, args.lr):
@@ -135,11 +134,9 @@ def train(probe, data, run, score, learning_rate, decay=0.0):
         optimizer.step()
         if common.is_main() and (iteration % epoch_iters == 0 or iteration == iters):
             state = {"model": probe.layers.state_dict(), "optimizer": optimizer.state_dict()}
-            common.save(path, state | {"settings": settings, "iteration": iteration})
+            common.save(path, {**state, "settings": settings, "iteration": iteration})
         if common.is_main() and iteration % (10 * epoch_iters) == 0 and iteration < iters:
-            scores = [f"{metric} {percent:.2f}" for metric, percent in score().items()]
-            print_main(f"epoch {iteration // epoch_iters}: {', '.join(scores)}")
-    return score() if common.is_main() else {}
+            print_main(f"epoch {iteration // epoch_iters}: {scores()}")
 
 
 def hash_of_weights(module):
@@ -179,7 +176,7 @@ DECAY = 1e-5  # of the weights and of the learning rates [DeeperCluster's code]
 def vgg_probe(run):
     """-> Probe of CONVOLUTIONS, for eval_linear.Run"""
     side = run.args.image_size // 16 // 3  # of the pooled maps
-    widths = dict.fromkeys(CONVOLUTIONS, run.backbone.channels * side**2)
+    widths = [run.backbone.channels * side**2] * len(CONVOLUTIONS)
     return Probe(partial(convolutions, run.backbone, amp=run.args.amp), widths, len(run.names))
 
 

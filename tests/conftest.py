@@ -178,8 +178,9 @@ def refusal(command):
     with pytest.raises(SystemExit) as stopped, contextlib.redirect_stderr(errors):
         run_here(command)
     message = str(stopped.value)
-    if message == "2":  # of parser.error, after the usage
-        message = errors.getvalue().splitlines()[-1].split(": ", 1)[1]
+    if message == "2":  # of common.Parser; argparse's own has the program's name before it
+        message = errors.getvalue().splitlines()[-1]
+        message = message[message.index("error: ") :]
     del stopped  # its traceback holds the run, and this frame
     gc.collect()
     assert message.startswith("error: ") and "\n" not in message, message

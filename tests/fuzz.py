@@ -10,6 +10,8 @@ it is started again. Seed and number decide everything.
     traceback            a traceback after damage to a file that the run itself wrote
     unclear, hang        defects: a traceback after damage to the user's files; not done in time
     code, lost           defects: a file ran code; the checkpoint is lost, or final weights differ
+
+It exits with 1 if there are defects.
 """
 
 import argparse
@@ -59,6 +61,7 @@ def get_args(argv=None):
 
 
 def main(args):
+    """-> {ending: how many cases}"""
     counts = Counter()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, contextlib.chdir(folder):
         make_photos()
@@ -71,7 +74,7 @@ def main(args):
             if ending in ENDINGS[3:] or args.case is not None:
                 print(f"case {number}, {what}: {ending}\n{output[-3000:]}")
     print(", ".join(f"{counts[ending]} {ending}" for ending in ENDINGS))
-    sys.exit(any(counts[ending] for ending in ENDINGS[3:]))
+    return counts
 
 
 def make_photos():
@@ -181,4 +184,5 @@ def wrong_line(rng):
 
 
 if __name__ == "__main__":
-    main(get_args())
+    found = main(get_args())
+    sys.exit(any(found[ending] for ending in ENDINGS[3:]))

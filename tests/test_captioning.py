@@ -134,7 +134,7 @@ def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
     trained = checkpoint_in(tmp_path)["model"]
     model, _, image_size = captioning.load_virtex(tmp_path / "model_20.pth")
     state = model.state_dict()
-    assert image_size == 32 and all(torch.equal(state[key], trained[key]) for key in trained)
+    assert image_size == 32 and all(torch.equal(x, trained[key]) for key, x in state.items())
     output = tmp_path / "use"
     command = "downstream.captioning", "--weights", tmp_path / "model_10.pth", "--output", output
     photos, broken = sorted((coco_folder / "val2017").iterdir()), tmp_path / "broken.jpg"

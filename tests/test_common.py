@@ -25,7 +25,7 @@ from PIL import Image
 from torch import nn
 
 import common
-from extras import shapes
+from extras import folders, shapes
 
 
 def test_captioned(capsys):
@@ -339,8 +339,8 @@ def test_bounds_of_numbers(bounds, good, bad, words, capsys):
             parser.parse_args([f"--rate={text}"])
         printed = capsys.readouterr().err
         assert ended.value.code == 2 and printed.count("\n") == 1
-        assert re.fullmatch(f"error: --rate must be (a whole number |a number )?{words}, not {text}",
-                            printed.strip())
+        expected = f"error: --rate must be (a whole number |a number )?{words}, not {text}\n"
+        assert re.fullmatch(expected, printed)
 
 
 FLAGS = {
@@ -568,7 +568,7 @@ def test_list_photos(tmp_path):
     Path(tmp_path, "elsewhere").mkdir()
     Path(tmp_path, "elsewhere/4.png").touch()
     Path(tmp_path, "photos/c").symlink_to(tmp_path / "elsewhere")
-    found = common.list_photos(tmp_path / "photos")
+    found = folders.list_photos(tmp_path / "photos")
     assert [str(Path(p).relative_to(tmp_path)) for p in found] == [
         "photos/a/1.JPG", "photos/b/3.jfif", "photos/c/4.png"
     ]
@@ -782,15 +782,16 @@ def test_recipes(given, recipe, expected):
 
 
 def test_rates_from_foreign_weights(tmp_path):
-    """In `small` the backbone gets a tenth of the recipe's rate, or --lr, unless a run of ours wrote
-    the weights; in the other recipes the rate stays."""
+    """In `small` the backbone gets a tenth of the recipe's rate, or --lr, unless a run of ours has
+    written the weights; in the other recipes the rate stays."""
     weights = common.build_backbone("resnet18").state_dict()
     torch.save(weights, tmp_path / "foreign.pth")
     (tmp_path / "run").mkdir()
     torch.save(weights, tmp_path / "run/backbone.pth")
     (tmp_path / "run/args.json").write_text('{"script": "tp", "arch": "resnet18"}')
-    torch.save({"script": "tp", "args": {"arch": "resnet18"}, "model": {f"backbone.{n}": x for n, x in
-               weights.items()}}, tmp_path / "checkpoint.pth")
+    model = {f"backbone.{name}": value for name, value in weights.items()}
+    ours = {"script": "tp", "args": {"arch": "resnet18"}, "model": model}
+    torch.save(ours, tmp_path / "checkpoint.pth")
 
     def rate(init, recipe="small", given=()):
         args = argparse.Namespace(init=f"{tmp_path}/{init}", arch="resnet18", recipe=recipe, lr=1.0,

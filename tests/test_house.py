@@ -1,35 +1,20 @@
-"""The house: width, size, flags, copies, who imports whom, and that the documents are right."""
+"""The house: width, flags, copies, who imports whom, and commands and links on the pages."""
 
-import argparse
 import ast
 import importlib
 import re
 import shlex
-from collections import Counter
 
 import pytest
 from conftest import ROOT, SCRIPTS, run_script
 
-PATTERNS = "*.py extras/*.py downstream/*.py tools/*.py tests/*.py README.md docs/**/*.md".split()
+PATTERNS = "*.py extras/*.py downstream/*.py tools/*.py papers/*.py tests/*.py".split()
+PATTERNS += "README.md docs/**/*.md".split()
 FILES = {str(p.relative_to(ROOT)): p for x in PATTERNS for p in sorted(ROOT.glob(x))}
 TOP = [name for name in FILES if name.endswith(".py") and "/" not in name]
 ROOMS = [name for name in FILES if name.startswith(("extras/", "downstream/"))]
-SMALL = [name for name in FILES if name.startswith(("extras/", "downstream/", "tools/"))]
-OURS = {name.removesuffix(".py") for name in TOP} | {"extras", "downstream", "tools", "tests"}
-
-MOST_LINES = {  # of a file, or of all Python files in a folder
-    "common.py": 902,
-    "virtex.py": 696,
-    "tp.py": 676,
-    "icmlm.py": 815,
-    "mmcontrastive.py": 860,
-    "eval_linear.py": 768,
-    "README.md": 185,
-    "extras/": 1150,
-    "downstream/": 2700,
-    "tools/": 2025,
-}
-FLAGS = {"virtex": 37, "tp": 36, "icmlm": 40, "mmcontrastive": 49}  # beside --help
+OURS = {name.removesuffix(".py") for name in TOP}
+OURS |= {"extras", "downstream", "tools", "papers", "tests"}
 
 # What of ours a file imports at its top. (Scripts load extras with common.extra, when a flag asks.)
 ALLOWED = {
@@ -45,70 +30,9 @@ def lines_of(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_width(name):
-    """No line is wider than 100 columns, but for rows of tables, and commands on papers.md."""
-    lines = "" if name == "docs/papers.md" else lines_of(name)
-    wide = [n for n, line in enumerate(lines, 1) if len(line) > 100 and line[0] != "|"]
+    """No line is wider than 100 columns, but for rows of tables, and papers/*.sh."""
+    wide = [n for n, line in enumerate(lines_of(name), 1) if len(line) > 100 and line[0] != "|"]
     assert wide == []
-
-
-def size_of(*starts):
-    """The lines of all Python files and pages whose names start like this
-
-    Comments of pages, which their readers do not see, are not counted.
-    """
-    lines = 0
-    for name in FILES:
-        if name.startswith(starts) and name.endswith(".md"):
-            text = re.sub(r"<!--.*?-->\n*", "", FILES[name].read_text(), flags=re.S)
-            lines += len(text.splitlines())
-        elif name.startswith(starts):
-            lines += len(lines_of(name))
-    return lines
-
-
-@pytest.mark.parametrize("start", MOST_LINES)
-def test_size(start):
-    assert size_of(start) <= MOST_LINES[start]
-
-
-def test_size_of_the_whole():
-    """What somebody reads who reads a script; all Python but the tests; the pages"""
-    for script, most in zip(SCRIPTS, (1605, 1585, 1720, 1770), strict=True):
-        assert size_of("common.py", f"{script}.py") <= most, script
-    assert size_of(*TOP, *SMALL) <= 10_590
-    pages = [name for name in FILES if name.startswith("docs/") and name != "docs/papers.md"]
-    assert len(pages) <= 10 and size_of(*pages) <= 1770
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_size_of_small_files(name):
-    assert len(lines_of(name)) <= (480 if name == "tools/to_jsonl.py" else 350)
-
-
-def main_lines(script):
-    """How often each line stands in the script's main; empty lines do not count"""
-    name = f"{script}.py"
-    for node in ast.parse(FILES[name].read_text()).body:
-        if isinstance(node, ast.FunctionDef) and node.name == "main":
-            return Counter(filter(None, lines_of(name)[node.lineno - 1 : node.end_lineno]))
-
-
-def test_mains_are_alike():
-    """Differences between two mains are differences between two papers."""
-    mains = {script: main_lines(script) for script in SCRIPTS}
-    alike = mains["virtex"] & mains["tp"] & mains["icmlm"] & mains["mmcontrastive"]
-    for script, lines in mains.items():
-        others = lines - alike
-        print(f"\n{script}: {others.total()} lines of main are not in all four\n")
-        print("\n".join(others.elements()))
-    assert alike.total() >= 45, "the lines that are not in all four mains are printed above"
-
-
-def test_refusals():
-    """At most 65 places where the scripts of the top level refuse something"""
-    nodes = [node for name in TOP for node in ast.walk(ast.parse(FILES[name].read_text()))]
-    calls = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
-    assert sum(call in ("fail", "common.fail", "parser.error") for call in calls) <= 65
 
 
 def copies(name):
@@ -128,34 +52,25 @@ def test_copies():
 
 
 def flags_of(script):
-    """{flag: what argparse knows of it} of a script, without --help"""
-    parsers = []
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(AttributeError):  # there are no args
-        keep = lambda parser, _: parsers.append(parser)
-        patch.setattr(argparse.ArgumentParser, "parse_args", keep)
-        importlib.import_module(script).get_args([])
-    return {action.option_strings[0]: action for action in parsers[0]._actions[1:]}
-
-
-@pytest.mark.parametrize("script", FLAGS)
-def test_flags(script):
-    flags = flags_of(script)
-    assert len(flags) <= FLAGS[script] and all(action.help for action in flags.values())
+    """{name: (what may be given, help without its sources)} of a script's table"""
+    table = importlib.import_module(script).FLAGS
+    return {name: (given, re.sub(r" \[[^]]*\]", "", about)) for name, (*_, given, about) in
+            table.items()}
 
 
 # Flags that are not the same thing in every script that has them
-DIFFERENT = "--arch --init --lm --lm-iters --layers --pos".split()
-DIFFERENT += "--batch-size --epochs --lr --text-lr".split()
+DIFFERENT = "arch init lm lm_iters lm_layers layers pos dropout num_labels".split()
+DIFFERENT += "batch_size epochs lr head_lr text_lr".split()
 
 
 def test_shared_flags():
     """Flags that mean the same are spelled and explained alike."""
     seen = {}
     for script in SCRIPTS:
-        for flag, action in flags_of(script).items():
-            about = action.type, action.choices, action.default, action.nargs, action.help
-            if flag not in DIFFERENT:
-                assert seen.setdefault(flag, about) == about, (script, flag)
+        for name, about in flags_of(script).items():
+            assert about[1], (script, name)
+            if name not in DIFFERENT:
+                assert seen.setdefault(name, about) == about, (script, name)
 
 
 def imported(tree):

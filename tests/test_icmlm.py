@@ -109,7 +109,8 @@ REPORT = 5 * "the lungs are clear and wide. "  # 30 words
 def test_long_captions(script, flags, tmp_path, monkeypatch):
     """None is of 3 to 25 words: that is said before a language model is trained."""
     monkeypatch.setattr(small_bert, "train_tokenizer", None)
-    monkeypatch.setattr(common, "caption_data", lambda *_: captioned([REPORT], [REPORT]))
+    data = captioned([REPORT], [REPORT])
+    monkeypatch.setattr(common, "caption_data", lambda *_: [data, data])
     message = refusal([f"{script.__name__}.py", "--output", tmp_path, *flags.split()])
     assert "raise --max-words" in message
 
@@ -121,7 +122,7 @@ def test_max_words(tmp_path):
     args = icmlm.get_args(["--output", str(tmp_path), "--lm-iters", "1", "--max-words", "700"])
     args.amp = "off"
     folder = tmp_path / "language_model"
-    small_bert.make_language_model(folder, args, {}, data, CPU)
+    small_bert.make_language_model(folder, args, data, CPU)
     tokenizer, lm = icmlm.load_language_model(str(folder), CPU, "off")
     tokens = tokenizer(report, return_tensors="pt")["input_ids"]
     assert tokens.shape == (1, 702) and lm(tokens, tokens > 0).isfinite().all()
@@ -526,7 +527,8 @@ def test_warm_up_of_the_attention(tiny, tmp_path):
 
 def test_learns(easy_scenes, tmp_path):
     """An eighth of the demo, on easier scenes: the photo tells words that the text does not"""
-    flags = ["--proxy-triplets", 500, "--iters", 80, "--lm-iters", 40, "--image-size", 32, "--seed", 2]  # 1 comes later
+    flags = ["--iters", 80, "--lm-iters", 40, "--image-size", 32, "--seed", 2]  # 1 comes later
+    flags += ["--proxy-triplets", 500]
     run_here(["icmlm.py", *flags, "--output", tmp_path])
     words = result(tmp_path)["masked_words"]
     top1 = words["with the photo"]["top1"]

@@ -470,7 +470,7 @@ GREEK = ["ένας σκύλος στο χιόνι", "δύο παιδιά παί�
 
 
 def test_captions_of_another_language(tiny, tiny_lm, coco_folder, tmp_path):
-    """Half of the tokens unknown to --lm or more: refused. From 5% on it is said, with the share."""
+    """If --lm does not know half of the tokens, it is refused; from 5% on the share is said."""
     flags = ["--lambda-tag", 0, "--iters", 1, "--lm", tiny_lm]
     photos = sorted((coco_folder / "train2017").iterdir())
 
@@ -550,12 +550,12 @@ def test_what_is_left_out_is_said(tiny, coco_folder, tmp_path):
 
 
 RANGES = [
-    ("--momentum 1.5", "--momentum: invalid fraction (0 to below 1) value: '1.5'"),
-    ("--lambda-ic -1", "--lambda-ic: invalid number (0 or more) value: '-1'"),
-    ("--bn-splits 0", "--bn-splits: invalid whole number (1 or more) value: '0'"),
-    ("--steps 30 60", "--steps: invalid fraction (0 to below 1) value: '30'"),
-    ("--temperature 0", "--temperature: invalid number (above 0) value: '0'"),
-    ("--queue many", "--queue: invalid whole number (1 or more) value: 'many'"),
+    ("--momentum 1.5", "--momentum must be at least 0 and below 1, not 1.5"),
+    ("--lambda-ic -1", "--lambda-ic must be at least 0, not -1"),
+    ("--bn-splits 0", "--bn-splits must be above 0, not 0"),
+    ("--steps 30 60", "--steps must be at least 0 and below 1, not 30"),
+    ("--temperature 0", "--temperature must be above 0, not 0"),
+    ("--queue many", "--queue must be a whole number above 0, not many"),
 ]
 
 

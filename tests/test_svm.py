@@ -1,7 +1,5 @@
 """The SVMs of svm-virtex and extras/svm.py: costs, scores, the minimum of the loss."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -42,52 +40,23 @@ def test_svms_are_those_of_scikit_learn(monkeypatch):
     train_y[:, 3] = np.arange(90) < 2  # d: two positives, too few to choose: the cost is 1
     test_y[test_y[:, 4] == 1, 4] = 0  # e: nothing to find in testing
     train_y[train_y[:, 5] == 1, 5] = -1  # f: nothing to learn from
-    features = x[:90], train_y, x[90:], test_y
-    costs = [0.01, 0.1, 1.0, 10.0]
-    results, chosen = svm.svm_probe(*features, "abcdef", costs), []
-    assert list(results) == list("abcd")
+    train, test = [eval_linear.Outputs(*map(torch.from_numpy, pair))
+                   for pair in ((x[:90], train_y), (x[90:], test_y))]
+    protocol = eval_linear.PROTOCOLS["svm-virtex"]
+    run = eval_linear.Run(None, protocol, "random", None, list("abcdef"), CPU, None, None)
+    results, chosen = eval_linear.measure(eval_linear.svm_virtex(train, test, run), run), []
+    assert list(results) == ["mAP", *"abcd", "chance"]
+    assert results["mAP"] == pytest.approx(np.mean([results[name] for name in "abcd"]))
     for k, name in enumerate("abcd"):
-        cost, scores = literal_svms(*features, k)
+        cost, scores = literal_svms(x[:90], train_y, x[90:], test_y, k)
         chosen.append(cost)
         assert results[name] == pytest.approx(scores.pop(cost), abs=1e-9)
         assert any(abs(other - results[name]) > 1e-3 for other in scores.values()), "no choice"
     assert len(set(chosen[:3])) > 1 and chosen[3] == 1
     monkeypatch.setattr(svm, "GROUP", 1)
     monkeypatch.setattr(svm, "BLOCK", 7)
-    assert svm.svm_probe(*features, "abcdef", costs) == pytest.approx(results, abs=1e-9)
-
-
-def test_svm_virtex_and_in_a_copy(monkeypatch):
-    """extras/svm.py and, where there is no folder extras, LIBLINEAR: two solvers, the same scores
-
-    The labels of one class are enough for no choice of the cost. "Difficult" ones are among them.
-    """
-    rng = np.random.default_rng(1)
-    x, directions = rng.normal(size=(140, 12)), rng.normal(size=(12, 4))
-    y = (x @ directions + 4 * rng.normal(size=(140, 4)) > 2).astype(np.int8)
-    y[rng.random(y.shape) < 0.1] = -1
-    y[:90, 3] = np.arange(90) < 2
-    unit = torch.from_numpy(normalize(x))
-    train = eval_linear.Features(unit[:90], torch.from_numpy(y[:90]))
-    test = eval_linear.Features(unit[90:], torch.from_numpy(y[90:]))
-    solvers = []
-    for module, name in (svm, "solve_svms"), (LinearSVC, "fit"):
-        original = getattr(module, name)
-        used = lambda *given, name=name, original=original, **more: (
-            solvers.append(name) or original(*given, **more)
-        )
-        monkeypatch.setattr(module, name, used)
-    run = SimpleNamespace(names=list("abcd"), device=CPU)
-    batched = eval_linear.svm_virtex(train, test, run)
-    assert set(solvers) == {"solve_svms"}
-    solvers.clear()
-    monkeypatch.setattr(eval_linear.importlib.util, "find_spec", lambda name: None)
-    alone = eval_linear.svm_virtex(train, test, run)
-    assert set(solvers) == {"fit"}
-    assert batched.keys() == {"mAP", *"abcd"} and len({*batched.values()}) == 5
-    assert batched == pytest.approx(alone, abs=1e-9)
-    scores = [batched[name] for name in "abcd"]
-    assert batched["mAP"] == pytest.approx(np.mean(scores))
+    again = eval_linear.measure(eval_linear.svm_virtex(train, test, run), run)
+    assert again == pytest.approx(results, abs=1e-9)
 
 
 @pytest.mark.parametrize("width", (12, 150))  # fewer features than images, and more
@@ -123,7 +92,7 @@ def test_interpolated_average_precision():
     above = decision >= thresholds[:, None]
     precisions = (above * truth).sum(1) / above.sum(1)
     gains = np.diff((above * truth).sum(1) / truth.sum(), prepend=0)  # of recall
-    expected = sum(gain * precisions[n:].max() for n, gain in enumerate(gains))
-    given = decision[:, None], truth[:, None], "a"
-    assert svm.average_precisions(*given, interpolated=True) == {"a": pytest.approx(100 * expected)}
-    assert svm.average_precisions(*given)["a"] < 100 * expected - 0.1
+    expected = 100 * sum(gain * precisions[n:].max() for n, gain in enumerate(gains))
+    found = eval_linear.average_precision(decision, truth, interpolated=True)
+    assert found == pytest.approx(expected)
+    assert eval_linear.average_precision(decision, truth) < expected - 0.1

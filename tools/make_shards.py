@@ -30,7 +30,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import fail, print_main, progress
-from extras import shards
+from extras import folders, shards
 
 ENDINGS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # where Pillow's name for a format is not its ending
 # <b>, </b>, <br/> or <a href="...">, but not "<b and c>" of "a<b and c>d"
@@ -187,7 +187,7 @@ def read_shard(path):
                 try:
                     photos.append(read_photo(path, tar, files))
                 except Exception as error:  # two photos, no UTF-8, no JSON, wrong types
-                    lost = sum(file.name.lower().endswith(common.PHOTO_ENDINGS) for file in files)
+                    lost = sum(file.name.lower().endswith(folders.PHOTO_ENDINGS) for file in files)
                     faults += [f"{key}: {type(error).__name__}: {error}"] * max(1, lost)
             tar.fileobj.seek(tar.offset)
             if tar.fileobj.read(512) != bytes(512):  # tarfile takes a broken header for the end
@@ -227,7 +227,7 @@ def read_photo(path, tar, files):
     "captions" and "tags" are read as in a .jsonl; KEY.txt and "caption" of other tools are cleaned.
     """
     beside = {file.name.removeprefix(key_of(file)).lower(): file for file in files}
-    found = [suffix for suffix in beside if suffix in common.PHOTO_ENDINGS]
+    found = [suffix for suffix in beside if suffix in folders.PHOTO_ENDINGS]
     if len(found) != 1 or len(beside) < len(files):  # .txt and .TXT
         raise ValueError(f"{len(found)} photos among {', '.join(file.name for file in files)}")
     photo, present = beside[found[0]], {".json", ".txt"} & beside.keys()

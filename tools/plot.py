@@ -3,6 +3,7 @@
     python tools/plot.py runs/virtex                                  # all terms of one run
     python tools/plot.py runs/tp runs/tp-wide --output tp.png         # the terms that both have
     python tools/plot.py runs/* --tensorboard           # then: tensorboard --logdir runs
+    python tools/plot.py docs/scores.csv --output docs/growth.png     # the picture of results.md
 
 The pale line shows the values, and the strong one a running mean over a twentieth of the run.
 Scores on the validation split are dotted, in the panel of their term. You can draw runs that are
@@ -10,6 +11,7 @@ still in progress.
 """
 
 import argparse
+import csv
 import importlib.util
 import json
 import sys
@@ -39,6 +41,8 @@ def get_args(argv=None):
 def main(args):
     from matplotlib.figure import Figure  # only here: it takes a second, which --help saves
 
+    if args.runs[0].endswith(".csv"):
+        return draw_growth(args.runs[0], args.output or "growth.png")
     short = [Path(path).resolve().name for path in args.runs]
     names = short if len(set(short)) == len(short) else args.runs
     runs = {name: read_run(path) for name, path in zip(names, args.runs)}
@@ -117,6 +121,53 @@ def draw_term(panel, term, runs):
     panel.set(title=term, xlabel="iteration")
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def draw_growth(path, output):
+    """Scores over photos seen, and over minutes, from the tables growth-PHOTOS of scores.csv"""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+    tables = {}  # {table: {(row, measure): scores of the seeds}}
+    with open(path, newline="") as file:
+        for line in csv.DictReader(file):
+            scores = [float(score) for score in line["scores"].split()]
+            tables.setdefault(line["table"], {})[line["row"], line["measure"]] = scores
+    seen = [int(name.removeprefix("growth-")) for name in tables if name.startswith("growth-")]
+    steps = [tables[f"growth-{photos}"] for photos in seen]
+    names = list(dict.fromkeys(name for name, _ in steps[0]))
+
+    figure = Figure(figsize=(7.8, 5.7), layout="constrained")
+    panels = figure.subplots(2, 2, sharex="col", sharey="row")
+    labels = {"mean": "mean mAP of the three sets", "own_words": "mAP of own words"}
+    for (measure, label), (left, right) in zip(labels.items(), panels):
+        for number, name in enumerate(names):
+            style = {"color": f"C{number}", "marker": "os^D"[number % 4]}
+            minutes = [step[name, "minutes"][0] for step in steps]
+            for panel, x in (left, seen), (right, minutes):
+                y = [np.mean(step[name, measure]) for step in steps]
+                panel.plot(x, y, **style, label=name)
+                for place, photos in zip(x, seen):  # each seed of the comparison, pale
+                    if photos == 100_096:
+                        seeds = tables["comparison"][name, measure]
+                        panel.plot([place] * len(seeds), seeds, **style, alpha=0.3, linestyle="")
+        for panel in left, right:
+            random = np.mean(tables["comparison"]["Random initialisation", measure])
+            panel.axhline(random, color="grey", linestyle=":")
+            panel.text(1, random, "random weights ", color="grey", ha="right", va="bottom",
+                transform=panel.get_yaxis_transform())
+            panel.set_xscale("log")
+            panel.grid(alpha=0.3)
+            panel.spines[["top", "right"]].set_visible(False)
+        left.set_ylabel(label)
+    for panel, ticks, label in zip(panels[1], (seen, (2, 5, 10, 20, 50)), ("photos seen",
+            "minutes of one core")):
+        panel.set(xticks=ticks, xlabel=label)
+        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        panel.xaxis.set_minor_formatter(NullFormatter())
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=len(names))
+    figure.savefig(output, dpi=150)
+    print(f"{', '.join(names)}: {output}")
 
 
 def running_mean(y):

@@ -1,13 +1,12 @@
 """List the images of an image folder in a .jsonl for tp.py: the class of each is its only tag.
 
-    python tools/label_list.py --root datasets/imagenet --per-class 100
-    python tools/label_list.py --root datasets/imagenet --per-class 1000 --classes 100
+    python papers/label_list.py --root datasets/imagenet --per-class 100
+    python papers/label_list.py --root datasets/imagenet --per-class 1000 --classes 100
     python tp.py --data label_list.jsonl --val-split train --labels instances
 
 The first two commands make S-ImageNet with 1K and with 100 classes [ICMLM Sec. 4.2].
 """
 
-import argparse
 import json
 import random
 import sys
@@ -20,8 +19,7 @@ from eval_linear import folder_labels
 
 
 def get_args(argv=None):
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = common.Parser(__doc__)
     add = parser.add_argument
     add("--root", required=True, help="image folder, with train/<class>/<image>")
     add("--classes", type=number("int > 0"), help="number of classes to draw (default all)")

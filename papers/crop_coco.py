@@ -1,6 +1,6 @@
 """Cut the objects out of COCO's photos, as an image folder: "iconic" images  [VirTex App. A.1]
 
-    python tools/crop_coco.py --output datasets/coco-crops      # crops of train2017
+    python papers/crop_coco.py --output datasets/coco-crops      # crops of train2017
     python -m downstream.finetune --data folder --root datasets/coco-crops --weights random \\
         --arch resnet50 --epochs 90 --steps 30 60
 
@@ -8,7 +8,6 @@ Each edge of a box moves outwards by 0 to 30 pixels, at random. Crowds are left 
 train/<category>/<annotation>.jpg and val/... into --output.
 """
 
-import argparse
 import os
 import random
 import sys
@@ -26,8 +25,7 @@ from downstream import boxes
 
 
 def get_args(argv=None):
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = common.Parser(__doc__)
     add = parser.add_argument
     add("--root", default="datasets/coco", help="holds annotations/, train2017/ and val2017/")
     add("--output", default="datasets/coco-crops", help="image folder to write")
