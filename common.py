@@ -265,7 +265,8 @@ def mirrored(names):
     swapped = np.flatnonzero(becomes != np.arange(len(names)))
     if len(swapped) and is_main():
         first, other = names[swapped[0]], names[becomes[swapped[0]]]
-        report_once(f"in mirrored photos {len(swapped)} labels change sides: {first!r} is {other!r}")
+        count = f"{len(swapped)} labels change sides"
+        report_once(f"in mirrored photos {count}: {first!r} is {other!r}")
     return becomes
 
 
