@@ -98,7 +98,7 @@ def fitting(images, name):
     images: as in COCO's files, with a "path"; without "width" and "height" they get the photo's.
     name: for the lines that are printed.  -> the images that fit
     """
-    fit, others = [], defaultdict(list)
+    fit, others, unclear = [], defaultdict(list), 0
     for image in common.progress(images, desc="sizes of photos", leave=False):
         given = [float(image.get(side) or 0) for side in ("width", "height")]
         try:
@@ -107,17 +107,22 @@ def fitting(images, name):
         except Exception:  # PIL's decoders raise a dozen kinds
             others["which cannot be opened"].append(image)
             continue
-        size = [*photo.size]
-        turned = orientation >= 5
-        if turned and photo.format != "TIFF":  # PIL itself turns those
-            size.reverse()
+        size = stored = [*photo.size]
+        if orientation >= 5 and photo.format == "TIFF":  # PIL itself turns those
+            stored = size[::-1]
+        elif orientation >= 5:
+            size = stored[::-1]
         if given == size or 0 in given:
             image["width"], image["height"] = size
+            unclear += orientation > 1 and (0 in given or size == stored)
             fit.append(image)
-        elif turned and given == size[::-1]:
+        elif given == stored:
             others["annotated as they are stored, not as EXIF turns them"].append(image)
         else:
             others["annotated with another size"].append(image)
+    if unclear:
+        print_main(f"{name}: EXIF turns or mirrors {unclear} photos whose annotated size does not "
+                   "tell whether boxes are of the turned photo: they are taken as such")
     for reason, found in others.items():
         count = f"{len(found)} of {len(images)} photos are left out"
         print_main(f"{name}: {count}, {reason}: {found[0]['path']}")
@@ -162,10 +167,11 @@ def complete(content, source, name):
         except Exception as error:  # pycocotools raises several kinds
             fail(f"{name}, annotation {row.get('id', number)}: {error!r} (a KeyError names an id "
                  "or a field that the file does not have)")
+        empty = not min(width, height) > 0.01  # or NaN
         beyond = max(-x, -y, x + width - photo["width"], y + height - photo["height"])
         counts["leave their photo (a box is x, y, width, height)"] += beyond > 1
-        counts["have a box without area: left out"] += min(width, height) <= 0.01
-        if min(width, height) > 0.01:
+        counts["have a box without area: left out"] += empty
+        if not empty:
             rows.append(row)
     kind = "difficult: learned, but" if source == "voc" else "crowds (iscrowd 1): not learned and"
     counts[f"are {kind} not scored"] = sum(row["iscrowd"] for row in rows)

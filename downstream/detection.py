@@ -8,9 +8,9 @@ the same settings. All layers are trained; batch norm is synchronised, and re-es
     COCO or LVIS    torchrun --nproc_per_node=8 -m downstream.detection --data coco   (or lvis)
 
 --root holds VOC2007/ and VOC2012/; or annotations/instances_{split}.json (LVIS: lvis_{split}.json)
-beside train2017/ and val2017/. A VOC split is YEAR_LIST, or several joined by +. On shapes a second
-detector is trained from random initialisation, into OUTPUT/random. The same command resumes. The
-flags of VirTex's Tabs. 1, 7 and 8 are in papers/virtex.sh.
+beside train2017/ and val2017/. A VOC split is YEAR_LIST, or several joined by +. Boxes are of
+photos as EXIF turns them. On shapes a second detector is trained from random initialisation, into
+OUTPUT/random. The same command resumes. Commands of VirTex's Tabs. 1, 7, 8: papers/virtex.sh.
 
 Scores are COCO's AP (IoU 0.50 to 0.95), AP50 and AP75, on VOC with VOC07's 11 recalls. The papers
 use Detectron2, we use torchvision's parts [ours]. Known differences: box losses are smooth L1 with

@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, checkpoint_in, metrics, refusal, result, run_here
+from conftest import CPU, checkpoint_in, kill_at, metrics, refusal, result, run_here
 from PIL import Image
 
 import common
@@ -157,6 +157,7 @@ def test_precise_bn(coco, monkeypatch):
 
 
 def test_pyramid(coco, tmp_path):
+    """The real script: its files; a killed run ends with the same bits; other boxes are refused."""
     flags = "--data coco --train-split photos --val-split photos --image-size 32 --batch-size 2"
     flags += " --workers 0 --log-every 1 --rois 2 --bn-batches 1 --iters 1 --root"
     command = "downstream.detection", *RESNET18, *flags.split(), coco, "--output", tmp_path / "out"
@@ -167,6 +168,15 @@ def test_pyramid(coco, tmp_path):
         if "body" in name:
             assert torch.equal(value, backbone.pop(name.removeprefix("rcnn.backbone.body.")))
     assert not backbone and len(result(tmp_path / "out")["random"]) == 6
+
+    longer = [*command[:-1], tmp_path / "whole", "--iters", 5, "--checkpoint-every", 2]
+    run_here(longer)
+    kill_at(4, [*longer, "--output", tmp_path / "killed"])
+    assert checkpoint_in(tmp_path / "killed")["iteration"] == 2
+    run_here([*longer, "--output", tmp_path / "killed"])
+    whole, killed = (checkpoint_in(tmp_path / name)["model"] for name in ("whole", "killed"))
+    assert all(torch.equal(value, killed[name]) for name, value in whole.items())
+
     file = coco / "annotations" / "instances_photos.json"
     file.write_text(file.read_text().replace('"bbox": [5, ', '"bbox": [6, '))  # one more pixel
     assert "out holds a run with other data" in refusal(command)
