@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -348,6 +348,8 @@ def read_crops(data, index, crops, size):
         boxes *= image.size / full_size  # draft may have shrunk it
         cut = [image.resize((size, size), Image.BILINEAR, [*box.flat]) for box in boxes]
         return [np.array(ImageOps.exif_transpose(crop)) for crop in cut]  # as people see them
+    except UnidentifiedImageError:
+        raise Unreadable(f"{data.images[index]} (it is no image that PIL can read)")
     except Exception as error:  # PIL's decoders raise a dozen kinds
         raise Unreadable(f"{data.images[index]} ({error or type(error).__name__})")
 
@@ -483,6 +485,7 @@ BACKBONES = {  # torchvision's; a new one is one line
     "vgg16_bn": Backbone(512, False, True),
     "convnext_tiny": Backbone(768, False, False),  # [ours]
 }
+AFTER_FEATURES = "avgpool", "fc", "classifier"
 
 
 def build_backbone(arch, zero_init_residual=False, **kwargs):
@@ -498,7 +501,7 @@ def build_backbone(arch, zero_init_residual=False, **kwargs):
         model = getattr(models, arch)(**kwargs)
     except OSError as error:  # from urllib
         fail(f"the weights of {arch} cannot be downloaded ({error}): are you online?")
-    *layers, _, _ = model.named_children()  # the last two are pooling and the classifier
+    layers = [(name, x) for name, x in model.named_children() if name not in AFTER_FEATURES]
     backbone = nn.Sequential(OrderedDict(layers))
     backbone.arch = arch
     backbone.channels = row.channels

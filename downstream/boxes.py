@@ -89,7 +89,7 @@ def load(source, root, split):
                  "Without them LVIS's score misses most wrong detections: use --data coco")
         return BoxData(complete(content, source, name), source)
     except KeyError as error:
-        fail(f"{name} is not in the format of {source}: an entry lacks {error}")
+        fail(f"{name} is not in the format of {source}: it, or an entry, lacks {error}")
 
 
 def fitting(images, name):
@@ -182,8 +182,8 @@ def complete(content, source, name):
         if count:
             print_main(f"{name}: {count} of {total} annotations {what}")
     if all(row["iscrowd"] for row in rows):
-        fail(f"{name}: no object is left to score. Labelling tools write iscrowd 1 for painted "
-             "masks, too: if yours are objects, set it to 0")
+        why = ": tools write iscrowd 1 for painted masks, too; if yours are objects, set it to 0"
+        fail(f"{name} has no object to score{why if rows else ''}")
     return {**content, "images": images, "annotations": rows}
 
 

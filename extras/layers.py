@@ -17,7 +17,7 @@ import common
 from common import fail, print_main, progress
 
 # Resuming may change these: photos and weights are compared by their content.
-RESUME_CAN_CHANGE = "weights", "data", "root", "runs", "output", "workers"
+RESUME_CAN_CHANGE = "given", "weights", "data", "root", "runs", "output", "workers"
 
 
 def path_of(run):

@@ -1,6 +1,8 @@
 """Visual Genome's captions and VOC07's labels"""
 
+import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -49,16 +51,17 @@ def visual_genome(splits, root):
 
 
 def entries(root, name):
-    """The entries of a JSON list, one by one: the files have up to 700 MB"""
-    try:
-        import ijson  # only Visual Genome needs it
-    except ModuleNotFoundError:
-        fail("ijson is missing: python -m pip install ijson")
-    path = os.path.join(root, name)
-    if not os.path.isfile(path):
+    """The entries of a JSON list, one by one: together, those of 700 MB would take several GB"""
+    path = Path(root, name)
+    if not path.is_file():
         fail(f"there is no {path}: --root is the folder of Visual Genome's files")
-    with open(path, "rb") as file:
-        yield from ijson.items(file, "item")
+    text, decoder = path.read_text(encoding="utf-8"), json.JSONDecoder()
+    between = re.compile(r"[\s,[\]]*")
+    end = between.match(text).end()
+    while end < len(text):
+        entry, end = decoder.raw_decode(text, end)
+        yield entry
+        end = between.match(text, end).end()
 
 
 def voc07(root, split):

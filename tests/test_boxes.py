@@ -105,7 +105,7 @@ def voc_layout(root, year, orientations=(1, 1, 1), swapped=False, name="00000{}"
 def coco_layout(root, kind="instances", split="val2017", masks=True, ids=(3, 18), **changes):
     """A file in the format of COCO, or of LVIS, and its three photos -> its content
 
-    changes: of parts of the content, by a function
+    changes: functions that change a part of the content
     """
     names = dict(zip(ids, COLOURS))
     number_of = {name: number for number, name in names.items()}
@@ -128,7 +128,7 @@ def coco_layout(root, kind="instances", split="val2017", masks=True, ids=(3, 18)
             polygon = [x, y, x + w, y, x + w, y + h, x, y + h]
             content["annotations"].append({**row, "segmentation": [polygon] if masks else []})
     for part, change in changes.items():
-        content[part] = change(content[part]) or content[part]
+        change(content[part])
     (root / "annotations").mkdir(exist_ok=True)
     (root / "annotations" / f"{kind}_{split}.json").write_text(json.dumps(content))
     return content
@@ -313,18 +313,19 @@ def test_classes_are_matched_by_name(tmp_path):
     [
         ("images", lambda rows: rows[1].update(id=100), "2 of the images have the id 100"),
         ("categories", lambda rows: rows[1].update(id=3), "2 of the categories have the id 3"),
-        ("categories", lambda rows: rows[1].pop("name"), "an entry lacks 'name'"),
+        ("categories", lambda rows: rows[1].pop("name"), "it, or an entry, lacks 'name'"),
+        ("annotations", lambda rows: rows.clear(), "_val2017.json has no object to score$"),
         ("annotations", lambda rows: rows[1].update(image_id=7), r"annotation 901: KeyError\(7\)"),
         ("annotations", lambda rows: rows[1].pop("bbox"), r"annotation 901: KeyError\('bbox'\)"),
         (
             "annotations",
-            lambda rows: [row.update(iscrowd=1) for row in rows] and None,
-            "no object is left to score. Labelling tools write iscrowd 1 for painted",
+            lambda rows: [row.update(iscrowd=1) for row in rows],
+            "has no object to score: tools write iscrowd 1 for painted masks, too",
         ),
     ],
 )
 def test_refusals(tmp_path, part, change, message):
-    coco_layout(tmp_path, **{part: lambda rows: change(rows) and None})
+    coco_layout(tmp_path, **{part: change})
     with pytest.raises(SystemExit, match=message):
         boxes.load("coco", str(tmp_path), "val2017")
 

@@ -538,10 +538,10 @@ def test_random_crop(width, height):
     area = (right - left) * (bottom - top) / (width * height)
     aspect = (right - left) / (bottom - top)
     assert left.min() >= 0 and top.min() >= 0 and right.max() <= width and bottom.max() <= height
-    for start, end, side in (left, right, width), (top, bottom, height):  # anywhere
-        room = side - (end - start)
-        places = (start / room)[room > 1]
-        assert places.min() < 0.05 and places.max() > 0.95
+    room = size - boxes[:, 1] + boxes[:, 0]
+    places = (boxes[:, 0] / room)[(room > 1).all(1)]  # (N, 2): anywhere
+    assert places.min(0).max() < 0.05 and places.max(0).min() > 0.95
+    assert abs(np.corrcoef(places.T)[0, 1]) < 0.1
     assert 0.2 - 1e-9 <= area.min() < 0.22 and 0.8 < area.max() <= 1 + 1e-9
     assert 3 / 4 - 1e-9 <= aspect.min() < 0.77 and 1.3 < aspect.max() <= 4 / 3 + 1e-9
     square = common.centre_crop(np.array([512, 256]), 224 / 256)

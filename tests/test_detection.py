@@ -163,6 +163,9 @@ def test_pyramid(coco, tmp_path):
     command = "downstream.detection", *RESNET18, *flags.split(), coco, "--output", tmp_path / "out"
     run_here(command)
     assert metrics(tmp_path / "out")[0]["lr"] == 0  # warm-up
+    others, of_norms = checkpoint_in(tmp_path / "out")["optimizer"]["param_groups"]
+    assert (others["weight_decay"], of_norms["weight_decay"]) == (1e-4, 0)  # Detectron2
+    assert len(of_norms["params"]) == 2 * (20 + 8)
     backbone = torch.load(tmp_path / "out" / "backbone.pth", weights_only=True)
     for name, value in checkpoint_in(tmp_path / "out")["model"].items():
         if "body" in name:

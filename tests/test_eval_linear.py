@@ -532,7 +532,7 @@ def test_what_cannot_be_decoded_and_two_processes(folder, tmp_path):
     (blue / "3.png").write_text("no picture")
     (blue / "link.png").symlink_to(tmp_path / "nowhere.png")
     output = run_here(command(tmp_path, tmp_path))
-    assert f"cannot decode {blue}/3.png (cannot identify image file" in output
+    assert f"cannot decode {blue}/3.png (it is no image that PIL can read" in output
     assert f"cannot decode {blue}/link.png ([Errno 2] No such file" in output
     assert "the scores are rough: they are of only 32 photos" in output
     alone = result(tmp_path)["backbones"]
@@ -595,6 +595,41 @@ def test_what_is_extracted(protocol, side, width, files, folder, tmp_path, monke
         assert torch.allclose(x.norm(dim=1), torch.ones(32)) == (protocol != "sgd-mct")
 
 
+@pytest.mark.parametrize("flags", ("sgd-virtex --batch-size 16", LAYERS))
+def test_layers_on_crops_are_scored_on_central_squares(flags, folder, tmp_path, monkeypatch):
+    """VirTex App. A.1: photos are resized to 256, of which the central 224 are scored."""
+    squares, centre_crop = [], common.centre_crop
+
+    def crop(*given, **flags):
+        squares.append(centre_crop(*given, **flags))
+        return squares[-1]
+
+    monkeypatch.setattr(common, "centre_crop", crop)
+    evaluate(tmp_path, folder, f"--protocol {flags} --epochs 1")
+    corner = 40 * (1 - 224 / 256) / 2
+    assert np.allclose(squares, [2 * [corner], 2 * [40 - corner]]) and len(squares) == 32
+
+
+def test_held_out_photos_are_not_trained_on(folder):
+    """A quarter of the photos is tested on, the others are trained on; also with --shots."""
+    data = eval_linear.folder_labels(folder, "train")
+    args = SimpleNamespace(seed=0, hold_out=0.25, shots=None, train_images=None, protocol="knn")
+    train, test = eval_linear.draw_photos(data, data, args)
+    assert sorted([*train, *test]) == list(range(32)) and len(test) == 8
+    args.shots = 2
+    few, same = eval_linear.draw_photos(data, data, args)
+    assert {*few} < {*train} and same.tolist() == test.tolist()
+    assert np.bincount(data.labels[few]).tolist() == [2, 2]
+
+
+def test_over_runs():
+    """The deviation is that of a sample (its square is divided by N - 1), 0 for a single run."""
+    of_three = eval_linear.over_runs([{"mAP": 1.0}, {"mAP": 2.0}, {"mAP": 6.0}])
+    assert of_three["mean"] == {"mAP": 3.0}
+    assert of_three["std"] == {"mAP": pytest.approx(math.sqrt((4 + 1 + 9) / 2))}
+    assert eval_linear.over_runs([{"mAP": 1.0}])["std"] == {"mAP": 0.0}
+
+
 def test_shots(folder):
     """K photos of each class, others with another seed"""
     data = eval_linear.folder_labels(folder, "train")
@@ -651,8 +686,6 @@ def test_a_killed_training_of_layers_resumes(files, folder, tmp_path):
     assert "resuming from iteration 6" in run_here(killed)
     photo = tmp_path / "moved/train/red/0.png"
     photo.rename(photo.with_stem("zero"))
-    assert anew in run_here(killed)
-    Image.new("RGB", (40, 40)).save(photo.with_stem("zero"))  # another photo under its name
     assert anew in run_here(killed)
 
 
@@ -823,19 +856,25 @@ def test_results_of_other_data_and_protocols_are_kept(folder, tmp_path):
 
 
 def test_in_a_copy(files, folder, tmp_path):
-    """eval_linear.py and common.py alone: knn of a backbone.pth beside its args.json"""
+    """eval_linear.py and common.py alone: knn on a .jsonl, of a backbone.pth and its args.json"""
     for name in ("eval_linear.py", "common.py"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copy(files[0], tmp_path / "backbone.pth")
     (tmp_path / "args.json").write_text('{"script": "tp", "arch": "resnet18"}')
     flags = f"--weights {tmp_path}/backbone.pth"
-    knn = f"{flags} --protocol knn"
-    finished(run_script(*command(tmp_path, folder, knn), cwd=tmp_path))
-    [copied] = result(tmp_path)["backbones"].values()
-    [here] = evaluate(tmp_path / "here", folder, knn).values()
+    rows = []
+    for n, path in enumerate(sorted(folder.rglob("*.png"))):
+        row = {"image": str(path), "tags": [path.parent.name], "split": ("train", "val")[n % 2]}
+        rows.append(row)
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    knn = ["--data", tmp_path / "a.jsonl", "--protocol", "knn", "--workers", 0]
+    script = "eval_linear.py", *flags.split(), *knn
+    finished(run_script(*script, "--output", tmp_path / "copied", cwd=tmp_path))
+    run_here([*script, "--output", tmp_path / "here"])
+    [copied], [here] = (result(tmp_path / x)["backbones"].values() for x in ("copied", "here"))
     assert copied["mean"] == pytest.approx(here["mean"])
     ended = run_script(*command(tmp_path, folder, flags), cwd=tmp_path)
-    assert ended.returncode == 1 and "copy our folder extras to the script" in ended.stderr
+    assert ended.returncode == 1 and "copy our folder extras beside the script" in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -846,15 +885,15 @@ def test_in_a_copy(files, folder, tmp_path):
         ("--root {tmp}/hidden", "{tmp}/hidden/train has fewer than two classes: none. Is --root"),
         ("--embed {root} --weights {A} random", "--embed writes the features of one backbone"),
         ("--embed {tmp}/train --weights {A}", "there is no photo in the folder {tmp}/train or its"),
-        ("--shots 0", "argument --shots: invalid whole number (1 or more) value: '0'"),
-        ("--train-images -5", "--train-images: invalid whole number (1 or more) value: '-5'"),
-        ("--hold-out -0.2", "argument --hold-out: invalid fraction (0 to below 1) value: '-0.2'"),
-        ("--protocol sgd-mct --epochs 0", "--epochs: invalid whole number (1 or more) value: '0'"),
-        ("--runs 0", "argument --runs: invalid whole number (1 or more) value: '0'"),
-        ("--seed -1", "argument --seed: invalid whole number (0 or more) value: '-1'"),
-        ("--image-size 0", "argument --image-size: invalid whole number (1 or more) value: '0'"),
-        ("--protocol sgd-mct --lr -1", "argument --lr: invalid number (above 0) value: '-1'"),
-        ("--protocol sgd-virtex --steps 30 60", "--steps: invalid fraction (0 to below 1)"),
+        ("--shots 0", "--shots must be above 0, not 0"),
+        ("--train-images -5", "--train-images must be above 0, not -5"),
+        ("--hold-out -0.2", "--hold-out must be at least 0 and below 1, not -0.2"),
+        ("--protocol sgd-mct --epochs 0", "--epochs must be above 0, not 0"),
+        ("--runs 0", "--runs must be above 0, not 0"),
+        ("--seed -1", "--seed must be at least 0, not -1"),
+        ("--image-size 0", "--image-size must be above 0, not 0"),
+        ("--protocol sgd-mct --lr -1", "--lr must be above 0, not -1"),
+        ("--protocol sgd-virtex --steps 30 60", "--steps must be at least 0 and below 1"),
         ("--steps 0.5", "--protocol svm-virtex takes no --steps"),
         ("--root /no --data voc07", "/no has no VOC2007/ImageSets/Main/<class>_trainval.txt"),
         ("--data {tmp}/photos.jsonl --train-split val", "has no tags to score"),

@@ -205,6 +205,24 @@ def test_heads_are_their_equations(head, written, heads, layers, monkeypatch):
         assert p.max() > 1.1 / 6  # not even
 
 
+@torch.no_grad()
+def test_dropout_of_tfm():
+    """As in BERT: a tenth of what either part adds to the residual path"""
+    torch.manual_seed(0)
+    layer = random_weights(icmlm.EncoderLayer(8, heads=1), 0.3).train()
+    z, mask = torch.randn(2, 5, 8), torch.ones(2, 5).bool()
+    torch.manual_seed(1)
+    found = layer(z, mask)
+    torch.manual_seed(1)
+    attention = (layer.key(z) @ layer.query(z).mT / math.sqrt(8)).softmax(2)
+    merged = layer.out_proj(attention @ layer.value(z))
+    expected = layer.norm1(z + F.dropout(merged, 0.1))
+    inner = layer.linear2(layer.linear1(expected).relu())
+    expected = layer.norm2(expected + F.dropout(inner, 0.1))
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, layer.eval()(z, mask))
+
+
 @pytest.mark.parametrize("amp", ("off", "bf16"))
 def test_eq4_is_computed_in_float32(amp, monkeypatch):
     """Where the product of Eq. 4 is made, neither TF32 nor half precision is in force; afterwards

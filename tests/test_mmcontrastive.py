@@ -199,6 +199,38 @@ def test_queries_and_keys_are_those_of_their_equations(training, bn_group):
 
 
 @torch.no_grad()
+def test_captions_do_not_attend_to_padding():
+    """BERT's pooled output of each caption is what it gives for that caption alone."""
+    trunk = mmcontrastive.CaptionTrunk(small_config()).eval()
+    tokens, lengths = torch.randint(1, 30, (3, 6)), (6, 2, 4)
+    visible = torch.arange(6) < torch.tensor(lengths)[:, None]
+    vectors = trunk(torch.stack([tokens, visible.long()]))
+    for row, length, vector in zip(tokens, lengths, vectors):
+        alone = trunk.bert(input_ids=row[None, :length]).pooler_output[0]
+        close(vector, alone)
+
+
+@pytest.mark.parametrize(
+    "queue, photos, size", [(64, 1000, 64), (70, 1000, 64), (1000, 37, 32), (8, 8, 8)]
+)
+def test_queues_fit_the_data(queue, photos, size, capsys):
+    """A multiple of the batch, and at most one key per photo; another size is said."""
+    args = SimpleNamespace(queue=queue, batch_size=8)
+    assert mmcontrastive.fit_queue(args, photos) == size
+    said = f"queues of {size} keys instead of {queue}" in capsys.readouterr().out
+    assert said == (size != queue)
+
+
+def test_photos_of_the_retrieval(coco_folder, monkeypatch):
+    """Tab. 7: among 1,000 photos of the validation split, or all; here five, by the seed"""
+    assert mmcontrastive.RETRIEVAL_IMAGES == 1000
+    monkeypatch.setattr(mmcontrastive, "RETRIEVAL_IMAGES", 5)
+    flags = ["--data", "coco", "--root", str(coco_folder), "--seed"]
+    one, other = [mmcontrastive.retrieval_photos(mmcontrastive.get_args([*flags, x])) for x in "01"]
+    assert len(one) == len(other) == 5 and list(one.images) != list(other.images)
+
+
+@torch.no_grad()
 def test_groups_have_batch_statistics_of_their_own():
     """Shuffled batch norm: each photo's query and key are those of its group of two, alone."""
     model, plain, photos = tiny_model(bn_group=2), tiny_model(), torch.randn(8, 3, 64, 64)

@@ -18,11 +18,11 @@ import pytest
 import torch
 from conftest import OWN, TINY, in_two_processes, kill_at, refusal, run_here
 from conftest import one_split
-from PIL import Image, TiffImagePlugin
+from PIL import Image
 
 import common
 import eval_linear
-from extras import checkpoints, nouns, shards, sources
+from extras import checkpoints, nouns, shards
 from tools import make_shards
 
 
@@ -318,67 +318,6 @@ def test_copies_of_files(tmp_path):
         copied += [data.open(place).fp.getvalue() for place in data.images]
     names = "a.jpg", "b.png", "d.jpg", "e.TIF", "f.webp"
     assert copied == [(tmp_path / name).read_bytes() for name in names]
-
-
-SLOPE = np.linspace(200, 900, 64 * 64).reshape(64, 64)  # metres
-NO_VALUES = {  # dtype, the value of a corner, its side in pixels, the tag of GDAL
-    "no tag": (np.float32, -9999, 16, None),
-    "fill value of climate data": (np.float32, 1e20, 16, None),
-    "lowest integer": (np.int32, -2147483648, 16, None),
-    "lowest of 16 bits": (np.float32, -32768, 16, None),
-    "lowest float": (np.float32, np.finfo(np.float32).min, 16, None),
-    "infinite": (np.float32, -np.inf, 16, None),
-    "not a number": (np.float32, np.nan, 16, None),
-    "tag of a float": (np.float32, -32767.5, 16, "-32767.5"),
-    "tag of the lowest float": (np.float32, -3.4028235e38, 16, "-3.40282346638529e+38"),
-    "tag of an integer": (np.int32, -2147483648, 16, "-2147483648"),
-    "tag of 16 bits": (np.uint16, 65535, 16, "65535"),
-    "one broken pixel": (np.float32, 1e6, 1, None),
-}
-
-
-@pytest.mark.parametrize("case", NO_VALUES)
-def test_pixels_without_a_value(case, tmp_path):
-    """They do not count for the range, and are black; a broken pixel is white."""
-    dtype, value, side, tag = NO_VALUES[case]
-    values = SLOPE.astype(dtype)
-    values[:side, :side] = value
-    tags = TiffImagePlugin.ImageFileDirectory_v2()
-    if tag:
-        tags[42113] = tag
-    Image.fromarray(values).save(tmp_path / "x.tif", tiffinfo=tags)
-    with Image.open(tmp_path / "x.tif") as image:
-        seen = np.asarray(sources.to_rgb(image))[..., 0].astype(int)
-    expected = 255 * (SLOPE - SLOPE[0, side]) / np.ptp(SLOPE[SLOPE >= SLOPE[0, side]])
-    assert (seen[:side, :side] == (255 if case == "one broken pixel" else 0)).all()
-    assert abs(seen - expected)[side:].max() < 4
-
-
-def test_a_value_far_from_all_others(monkeypatch):
-    """65535 in a quarter of a tile is named; a frame of zeros around values from 76 on is not."""
-    said = []
-    monkeypatch.setattr(sources.common, "report_once", said.append)
-    tile = np.linspace(0, 3000, 32 * 32).reshape(32, 32).astype(np.uint16)
-    sources.to_rgb(Image.fromarray(tile))
-    framed = np.where(tile > 750, tile // 17, 0).astype(np.uint16)
-    sources.to_rgb(Image.fromarray(framed))
-    assert said == []
-    tile[:8] = 65535
-    sources.to_rgb(Image.fromarray(tile))
-    assert len(said) == 1 and "or 65535 is far from all other values" in said[0]
-
-
-def test_a_tile_without_values():
-    with pytest.raises(ValueError, match="no pixel has a value"):
-        sources.to_rgb(Image.fromarray(np.full((8, 8), np.nan, np.float32)))
-
-
-def test_few_bright_pixels():
-    """Stars on a dark sky, fewer than a thousandth, are seen."""
-    sky = np.full((100, 100), 7, np.uint16)
-    sky[50, 50] = 4000
-    assert np.asarray(sources.to_rgb(Image.fromarray(sky)))[50, 50, 0] == 255
-    assert np.asarray(sources.to_rgb(Image.fromarray(sky))).sum() == 3 * 255
 
 
 def test_visual_genome(tmp_path):

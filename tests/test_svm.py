@@ -1,5 +1,7 @@
 """The SVMs of svm-virtex and extras/svm.py: costs, scores, the minimum of the loss."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -57,6 +59,30 @@ def test_svms_are_those_of_scikit_learn(monkeypatch):
     monkeypatch.setattr(svm, "BLOCK", 7)
     again = eval_linear.measure(eval_linear.svm_virtex(train, test, run), run)
     assert again == pytest.approx(results, abs=1e-9)
+
+
+def test_svm_icmlm_interpolates(monkeypatch):
+    """ICMLM App. F.2: at each recall the best precision at this or a higher one; here C is 1."""
+    rng = np.random.default_rng(2)
+    x, direction = rng.normal(size=(120, 12)), rng.normal(size=12)
+    y = (x @ direction + 6 * rng.normal(size=120) > 2).astype(np.int8)[:, None]
+    monkeypatch.setattr(svm, "choose_costs", lambda x, y, costs: x.new_ones(y.shape[1]))
+    unit = torch.from_numpy(normalize(x))
+    train = eval_linear.Outputs(unit[:60], torch.from_numpy(y[:60]))
+    test = eval_linear.Outputs(unit[60:], torch.from_numpy(y[60:]))
+    classifier = LinearSVC(dual=False, class_weight={1: 2}, tol=1e-8).fit(unit[:60], y[:60, 0])
+    order = np.argsort(-classifier.decision_function(unit[60:]))
+    right = y[60:, 0][order]
+    precision = right.cumsum() / np.arange(1, 61)
+    best = np.maximum.accumulate(precision[::-1])[::-1]
+    expected = 100 * (best * right).sum() / right.sum()
+    scores = {}
+    for name in "svm-icmlm", "svm-virtex":
+        protocol, args = eval_linear.PROTOCOLS[name], SimpleNamespace(seed=0)
+        run = eval_linear.Run(args, protocol, "random", None, ["a"], CPU, None, None)
+        scores[name] = eval_linear.measure(protocol.decide(train, test, run), run)["a"]
+    assert scores["svm-icmlm"] == pytest.approx(expected, abs=1e-6)
+    assert scores["svm-virtex"] < expected - 0.5
 
 
 @pytest.mark.parametrize("width", (12, 150))  # fewer features than images, and more

@@ -100,6 +100,28 @@ def test_tag_heads():
         x = norm(convolution(x)).clamp(min=0)
         assert x.shape == features.shape
     torch.testing.assert_close(head(features), head[-1](x.mean((2, 3))))
+    # App. F.1: RotNet's VGG-16 has the fully connected layers of VGG-16, at 7 x 7 places.
+    with torch.device("meta"):
+        rotations = tp.TagPredictor("vgg16_bn", 4, "rotation").head
+        words = tp.TagPredictor("vgg16_bn", 4, "postag").head
+    linear = [module for module in rotations.modules() if isinstance(module, nn.Linear)]
+    sizes = [(module.in_features, module.out_features) for module in linear]
+    assert sizes == [(512 * 7 * 7, 4096), (4096, 4096), (4096, 4)]
+    assert [type(module) for module in words] == [type(module) for module in head]
+
+
+@pytest.mark.parametrize(
+    "flags, number",
+    [
+        ("--data coco", 5000),  # Sec. 4.3
+        ("--data coco --arch vgg16_bn", 1000),  # Sec. 4.2, Tab. 2
+        ("--data coco --labels cluster", 1000),  # Tab. 2
+        ("--data coco --labels lda --arch vgg16_bn", 40),  # Sec. 4.2
+        ("--data coco --labels lda --num-labels 100", 100),
+    ],
+)
+def test_how_many_labels(flags, number):
+    assert tp.get_args(flags.split()).num_labels == number
 
 
 @torch.no_grad()
@@ -296,6 +318,31 @@ def test_every_label_set_learns(labels, tiny, coco_folder, tmp_path):
     shares = zip(best.values.tolist(), best.indices.tolist())
     lines = [f"  {100 * share:5.1f}%  {names[k]}" for share, k in shares]
     assert output.splitlines()[1:] == lines
+
+
+def test_validation_written_out(tiny, coco_folder, tmp_path, monkeypatch):
+    """Some validation photos, each with its own labels; beside the frequencies in training"""
+    monkeypatch.setattr(tp, "VAL_IMAGES", 9)
+    command = tiny("tp", tmp_path, "--labels", "instances", "--iters", 2)
+    run_here(command)
+    args, state = tp.get_args(command[1:]), checkpoint_in(tmp_path)["model"]
+    model = tp.TagPredictor(args.arch, len(shapes.SHAPES), args.labels).eval()
+    model.load_state_dict(state)
+    tags, rows = {}, []
+    for split in "train", "val":
+        data = one_split("coco", str(coco_folder), f"{split}2017", True)
+        tags[split] = np.array([[name in row for name in data.tag_names] for row in data.tags])
+    chosen = np.random.default_rng(0).permutation(len(data))[:9]
+    for n in chosen:
+        [pixels] = common.read_crops(data, n, [common.centre_crop], 32)
+        rows.append(model(common.augment(torch.from_numpy(pixels)[None]))[0].detach())
+    logits, right = torch.stack(rows), tags["val"][chosen]
+    expected = expected_scores(logits.numpy(), right)
+    expected["loss"] = tp.tag_loss(logits, torch.tensor(right).float()).item()
+    assert result(tmp_path)["validation"] == pytest.approx(expected, abs=0.0051)
+    frequencies = np.tile(tags["train"].mean(0), (9, 1))
+    expected = expected_scores(frequencies, right)
+    assert result(tmp_path)["label_frequencies"] == pytest.approx(expected, abs=0.0051)
 
 
 def test_learns(easy_scenes, tmp_path):

@@ -197,28 +197,6 @@ def test_loss_at_the_start():
     assert 10.5 < loss() < 13.5
 
 
-def test_lookahead_written_out():
-    """Every 5 steps slow += 0.5 (fast - slow) and fast = slow; the momentum goes on."""
-    parameter = nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
-    model = nn.ParameterList([parameter])
-    slow_model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD([parameter], lr=0.05, momentum=0.9)
-    fast = slow = 3.0
-    velocity = 0.0
-    for n in range(1, 14):
-        velocity = 0.9 * velocity + 2 * fast  # the slope of a parabola
-        fast -= 0.05 * velocity
-        if n % 5 == 0:
-            slow += 0.5 * (fast - slow)
-            fast = slow
-        optimizer.zero_grad()
-        (parameter**2).backward()
-        optimizer.step()
-        if n % 5 == 0:
-            virtex.look_ahead(slow_model, model, alpha=0.5)
-        assert parameter.item() == pytest.approx(fast, abs=1e-12)
-
-
 def captions_of(scenes):
     for scene in scenes:
         yield from shapes.describe(shapes.objects_of(scene))
@@ -295,6 +273,16 @@ def test_flipped_photos_have_flipped_captions(tokenizer, tmp_path):
         assert words == f"{side} of the bright circle"
         flipped += not white_on_the_left
     assert 15 < flipped < 45
+
+
+def test_each_epoch_reads_one_of_a_photo_s_captions(tokenizer, coco_folder):
+    """Any of them, drawn anew; in validation always the same"""
+    captions = ["a circle", "a square", "a star"]
+    data = captioned(captions, images=photos_at(next((coco_folder / "val2017").iterdir())))
+    photos = virtex.CaptionedPhotos(data, tokenizer, virtex.get_args([]))
+    read = [tokenizer.decode(photos[0, epoch, 0]["text"]) for epoch in range(60)]
+    assert min(read.count(caption) for caption in captions) > 10
+    assert {tokenizer.decode(photos[0]["text"]) for _ in range(9)} == {captions[0]}
 
 
 def test_long_captions_are_truncated_before_they_are_reversed(tokenizer, coco_folder):
@@ -428,6 +416,37 @@ def test_token_classification_written_out():
         words = set(caption) - {UNK, SOS, EOS, MASK}
         total -= sum(log_p[word].item() / len(words) for word in words)
     assert loss.item() == pytest.approx(total / 6, abs=1e-6)
+
+
+def test_tags_follow_the_special_tokens(tokenizer, coco_folder):
+    """The tags of a photo are 4, 5, 6...; photos without tags are left out."""
+    paths = photos_at(*sorted((coco_folder / "val2017").iterdir())[:3])
+    tags = {"tags": [["dog", "cat"], [], ["cow"]], "tag_names": ["cat", "cow", "dog"]}
+    data = captioned(["a"], ["b"], ["c"], images=paths, **tags)
+    photos = virtex.TaggedPhotos(data, tokenizer, virtex.get_args([]))
+    assert [photos[n]["text"] for n in range(len(photos))] == [[6, 4], [5]]
+    assert photos.num_outputs == 7
+
+
+def test_validation_is_the_mean_over_tokens(tokenizer, coco_folder):
+    """Of all photos, each alone, without dropout; unknown tokens do not count."""
+    data = one_split("coco", str(coco_folder), "val2017").select(range(5))
+    data.captions = common.lists([["a circle 犬"], ["a"], ["犬"], ["a large red square"], ["a star"]])
+    args = virtex.get_args("--image-size 32 --workers 0 --amp off".split())
+    photos = virtex.CaptionedPhotos(data, tokenizer, args)
+    sizes = photos.num_outputs, 64, 1, 0.5
+    model = random_weights(virtex.VirTex(FeaturesAsGiven(3), *sizes), 0.1).train()
+    found = virtex.validate(model, photos, args, CPU)["validation"]
+    model.eval()
+    terms = {"forward": [], "backward": []}
+    for photo in (photos[n] for n in range(5)):
+        image = common.augment(torch.from_numpy(photo["image"])[None])
+        for name, tokens in ("forward", photo["text"]), ("backward", photo["text"][::-1]):
+            head = model.textual if name == "forward" else model.backward_textual
+            logits = logits_of(head, head.project(image), torch.tensor([tokens[:-1]]))
+            log_p = logits[0].log_softmax(-1)
+            terms[name] += [-log_p[t, x].item() for t, x in enumerate(tokens[1:]) if x != UNK]
+    assert found == {name: pytest.approx(np.mean(row), rel=1e-5) for name, row in terms.items()}
 
 
 @pytest.mark.parametrize("task", virtex.TASKS)

@@ -61,9 +61,8 @@ def main(args):
         for split in args.splits:
             if any(Path(args.output).glob(f"{glob.escape(split)}-*.tar")):
                 fail(f"{args.output} holds shards of {split}: delete them or change --output")
-        read = partial(common.caption_data, args.data, args.root, tags=True)
-        splits = {split: read(split=split) for split in args.splits}  # all, before one is written
-        for split, data in splits.items():
+        found = common.caption_data(args.data, args.root, args.splits, tags=True)
+        for split, data in zip(args.splits, found):
             write_shards(args, split, data)
         paths = defaultdict(list)
         for path in sorted(Path(args.output).glob("*-*.tar")):  # earlier splits, too
