@@ -83,10 +83,13 @@ def load(source, root, split):
                 image["path"] = f"{root}/{split}/{image['file_name']}"
             elif source == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
                 image["path"] = "/".join([root, *image["coco_url"].split("/")[-2:]])
-        negatives = [image.get("neg_category_ids") for image in content["images"]]
-        if source == "lvis" and (None in negatives or not any(negatives)):
-            fail(f"{name} lacks neg_category_ids, the classes that are known not to be in a photo. "
-                 "Without them LVIS's score misses most wrong detections: use --data coco")
+        if source == "lvis":
+            negatives = [image.get("neg_category_ids") for image in content["images"]]
+            if None in negatives or not any(negatives):
+                fail(f"{name} lacks neg_category_ids, the classes known not to be in a photo. "
+                     "Without them LVIS's score misses most wrong detections: use --data coco")
+            for category in content["categories"]:
+                category.setdefault("frequency", "f")  # for scores that we do not print
         return BoxData(complete(content, source, name), source)
     except KeyError as error:
         fail(f"{name} is not in the format of {source}: it, or an entry, lacks {error}")
