@@ -185,8 +185,8 @@ def complete(content, source, name):
         if count:
             print_main(f"{name}: {count} of {total} annotations {what}")
     if all(row["iscrowd"] for row in rows):
-        why = ": tools write iscrowd 1 for painted masks, too; if yours are objects, set it to 0"
-        fail(f"{name} has no object to score{why if rows else ''}")
+        hint = ": tools write iscrowd 1 for painted masks, too; if yours are objects, set it to 0"
+        fail(f"{name} has no object to score{hint if rows and source != 'voc' else ''}")
     return {**content, "images": images, "annotations": rows}
 
 
@@ -203,7 +203,7 @@ def voc(root, split):
         photo_list = folder / "ImageSets" / "Main" / f"{image_set}.txt"
         if not photo_list.is_file():
             fail(f"there is no {photo_list}: a split is 2007_test or 2007_trainval+2012_trainval")
-        lines = photo_list.read_text().splitlines()
+        lines = photo_list.read_text("utf-8-sig").splitlines()
         files = [folder / "Annotations" / f"{line.strip()}.xml" for line in lines if line.strip()]
         missing = [file for file in files if not file.is_file()]
         if missing:
