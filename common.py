@@ -238,9 +238,36 @@ def fingerprint(names, *columns):
     return total
 
 
-def swap_left_right(caption):
-    """The caption of the flipped photo: left and right, as whole words [ours], are swapped."""
-    return re.sub(r"\b(?i:(left)|right)\b", lambda word: "right" if word[1] else "left", caption)
+def swap_left_right(text):
+    """The text of the mirrored photo: left and right are swapped as whole words, also between
+    underscores (turn_left), and their capitals stay. [ours]
+    """
+
+    def other_side(word):
+        other = "right" if word[0].lower() == "left" else "left"
+        if word[0].istitle():
+            return other.title()
+        return other.upper() if word[0].isupper() else other
+
+    return re.sub(r"(?<![^\W_])(?i:left|right)(?![^\W_])", other_side, text)
+
+
+def mirrored(names):
+    """For each of the labels the index of the one that it becomes in a mirrored photo -> (N,)
+
+    It is another one if left and right, swapped, make of its name another of the names.
+    """
+    becomes = np.arange(len(names))
+    for k, name in enumerate(names):
+        other = swap_left_right(str(name))  # iNaturalist's are numbers
+        if other != name and other in names:
+            becomes[k] = names.index(other)
+    swapped = np.flatnonzero(becomes != np.arange(len(names)))
+    if len(swapped) and is_main():
+        first, other = names[swapped[0]], names[becomes[swapped[0]]]
+        count = f"{len(swapped)} labels change sides"
+        report_once(f"in mirrored photos {count}: {first!r} is {other!r}")
+    return becomes
 
 
 def check_known(tokenizer, captions, name):

@@ -577,7 +577,19 @@ def test_list_photos(tmp_path):
 def test_left_and_right():
     """Of whole words, in any case. (Which photos are flipped: test_virtex.py, test_tp.py)"""
     caption = "Left of a bright cleft: left, RIGHT-handed"
-    assert common.swap_left_right(caption) == "right of a bright cleft: right, left-handed"
+    assert common.swap_left_right(caption) == "Right of a bright cleft: right, LEFT-handed"
+    assert common.swap_left_right("turn_Left_2, lefts, left2") == "turn_Right_2, lefts, left2"
+
+
+def test_mirrored_labels(capsys):
+    """A side becomes the other one if that is a label, too; it is said once."""
+    names = ["turn_left", "cat", "turn_right", "left lung", "Right-Hand", "Left-Hand", "cat"]
+    common.report_once.cache_clear()
+    for _ in range(2):
+        assert common.mirrored(names).tolist() == [2, 1, 0, 3, 5, 4, 6]
+    said = "in mirrored photos 4 labels change sides: 'turn_left' is 'turn_right'\n"
+    assert capsys.readouterr().out == said
+    assert common.mirrored(["left", 7]).tolist() == [0, 1] and not capsys.readouterr().out
 
 
 def take(batches, size, batch_size, ranks=1, seed=0, start=0):

@@ -145,6 +145,23 @@ def test_inaturalist(tmp_path):
     assert [data.names[k] for k in data.labels] == [12, 40, 40] and data.names == [12, 40]
 
 
+def test_photos_of_inaturalist_without_labels(tmp_path, capsys):
+    """Some are left out, with a count; the test split has no labels at all."""
+    for n in range(3):
+        (tmp_path / f"{n}.jpg").touch()
+    content = {"images": [{"id": n, "file_name": f"{n}.jpg"} for n in range(3)]}
+    file = tmp_path / "test2018.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(SystemExit, match="test2018.json has no annotations"):
+        finetune.labelled_split("inat", str(tmp_path), "test2018")
+    pairs = [{"image_id": 2, "category_id": 4}, {"image_id": 0, "category_id": 6}]
+    file.write_text(json.dumps(content | {"annotations": pairs}))
+    data = finetune.labelled_split("inat", str(tmp_path), "test2018")
+    assert [data.names[k] for k in data.labels] == [6, 4]
+    assert list(data.images) == [f"{tmp_path}/{n}.jpg" for n in (0, 2)]
+    assert "1 of 3 photos have no label: left out" in capsys.readouterr().out
+
+
 def test_photos_in_both_splits_are_counted(tmp_path):
     for n in range(4):
         photo = tmp_path / "train" / "ab"[n % 2] / f"{n}.png"
