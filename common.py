@@ -255,18 +255,16 @@ def swap_left_right(text):
 def mirrored(names):
     """For each of the labels the index of the one that it becomes in a mirrored photo -> (N,)
 
-    It is another one if left and right, swapped, make of its name another of the names.
+    It is another one if left and right, swapped, make of its name another of the names. [ours]
     """
     becomes = np.arange(len(names))
-    for k, name in enumerate(names):
-        other = swap_left_right(str(name))  # iNaturalist's are numbers
+    for k, name in enumerate(map(str, names)):  # iNaturalist's are numbers
+        other = swap_left_right(name)
         if other != name and other in names:
             becomes[k] = names.index(other)
-    swapped = np.flatnonzero(becomes != np.arange(len(names)))
-    if len(swapped) and is_main():
-        first, other = names[swapped[0]], names[becomes[swapped[0]]]
-        count = f"{len(swapped)} labels change sides"
-        report_once(f"in mirrored photos {count}: {first!r} is {other!r}")
+    swapped = [name for k, name in enumerate(names) if becomes[k] != k]
+    if swapped and is_main():
+        report_once(f"in mirrored photos {len(swapped)} labels change sides: {swapped[:2]}")
     return becomes
 
 
@@ -808,20 +806,16 @@ def flags_of(path):
 
 
 def make_folder(path):
-    """Create --output, and remove what a `save` that was killed more than an hour ago has left."""
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         fail(f"--output {path} cannot be a folder: {error.strerror}")
-    for file in Path(path).glob("*.*.[0-9]*.tmp") if is_main() else ():
-        if time.time() - file.lstat().st_mtime > 3600:  # a younger one may still be in use
-            file.unlink()
 
 
 def save(path, content):
     """The first process writes JSON, or what torch.save takes. A crash leaves the old file."""
     if is_main():
-        temporary = f"{path}.{os.getpid()}.tmp"  # what a crash leaves; see make_folder
+        temporary = f"{path}.tmp"
         with open(temporary, "wb") as file:
             if f"{path}".endswith(".json"):
                 file.write(json.dumps(content, indent=1, ensure_ascii=False).encode())
@@ -985,7 +979,7 @@ class Log:
             done = checkpoint.get("iteration", 0)
             lines = [x for x in self.path.read_text().splitlines(True) if x.endswith("}\n")]
             kept = [line for line in lines if json.loads(line)["iteration"] <= done]
-            temporary = Path(f"{self.path}.{os.getpid()}.tmp")
+            temporary = Path(f"{self.path}.tmp")
             temporary.write_text("".join(kept))
             os.replace(temporary, self.path)
         self.begin()

@@ -527,15 +527,13 @@ class LabelledPhotos(common.Photos):
     def __init__(self, data, labels, names, args):
         super().__init__(data, args)
         self.labels = labels  # (N, K) sparse
-        other = {"left": "right", "right": "left"}  # these labels are swapped by a flip [ours]
-        index = {name: k for k, name in enumerate(names)}
-        self.if_flipped = [index.get(other.get(name), k) for k, name in enumerate(names)]
+        self.mirrored = common.mirrored(names)  # left and right are swapped by a flip [ours]
 
     def sample(self, index, rng):
         """-> image uint8 (size, size, 3), jitter (4,), targets (K,)"""
         sample, flipped = self.photo(index, rng)
         targets = self.labels[[index]].toarray()[0]
-        return sample | {"targets": targets[self.if_flipped] if flipped else targets}
+        return sample | {"targets": targets[self.mirrored] if flipped else targets}
 
 
 def four_rotations(images):

@@ -149,11 +149,19 @@ def hash_of_weights(module):
 
 
 class LabelledPhotos(common.Photos):
-    """Random crops with their labels"""
+    """Random crops with their labels, of which left and right are swapped if a photo is mirrored"""
+
+    def __init__(self, data, args):
+        super().__init__(data, args)
+        self.mirrored = common.mirrored(data.names)
 
     def sample(self, index, rng):
         """-> image uint8 (size, size, 3), jitter (4,), labels () or (classes,)"""
-        return self.photo(index, rng)[0] | {"labels": self.data.labels[index]}
+        sample, flipped = self.photo(index, rng)
+        labels = self.data.labels[index]
+        if flipped:
+            labels = labels[self.mirrored] if np.ndim(labels) else self.mirrored[labels]
+        return sample | {"labels": labels}
 
 
 def classification_loss(logits, labels):

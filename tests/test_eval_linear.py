@@ -17,7 +17,7 @@ import torch
 import torchvision
 import transformers
 from conftest import CPU, REAL, ROOT, finished, in_two_processes, kill_at, refusal, result
-from conftest import run_here, run_script
+from conftest import photos_at, run_here, run_script
 from PIL import Image
 from sklearn.metrics import average_precision_score
 from torch import nn
@@ -868,6 +868,27 @@ def test_results_of_other_data_and_protocols_are_kept(folder, tmp_path):
         assert args.output == "runs/eval_linear/birds-svm-virtex"
     output = [run_here(command(tmp_path, folder, "--protocol knn")) for _ in range(2)]
     assert [", instead of an earlier call's" in text for text in output] == [False, True]
+
+
+@pytest.mark.parametrize("several", (False, True))
+def test_sides_of_mirrored_photos(several, tmp_path):
+    """turn_left becomes turn_right in the photos that are mirrored, and in no other."""
+    names = ["straight", "turn_left", "turn_right"]
+    photo = np.zeros((16, 16, 3), np.uint8)
+    photo[:, :8] = 255  # the left half is white
+    Image.fromarray(photo).save(tmp_path / "a.png")
+    labels = np.array([[0, 1, 0]], np.int8) if several else np.array([1])
+    data = eval_linear.LabelData(photos_at(tmp_path / "a.png"), labels, names)
+    crops = SimpleNamespace(image_size=16, crop_min=0.9, colour_jitter=0.0)
+    photos = layers.LabelledPhotos(data, crops)
+    seen = set()
+    for epoch in range(20):
+        sample = photos[0, epoch, 0]
+        side = "turn_left" if sample["image"][8, 3, 0] > sample["image"][8, 12, 0] else "turn_right"
+        label = sample["labels"].argmax() if several else sample["labels"]
+        assert names[label] == side
+        seen.add(side)
+    assert len(seen) == 2
 
 
 def test_in_a_copy(files, folder, tmp_path):
