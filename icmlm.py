@@ -460,8 +460,6 @@ class MaskedWords(common.Photos):
         self.concepts = concepts  # {concept: part of speech}
         self.index = {concept: k for k, concept in enumerate(concepts)}
         self.tokenizer = tokenizer
-        # If "left" and "right" had different numbers of tokens, a swap would shift the rest. [ours]
-        self.can_swap = {"left", "right"} <= tokenizer.get_vocab().keys()
 
     def __len__(self):
         return len(self.triplets)
@@ -471,11 +469,14 @@ class MaskedWords(common.Photos):
         photo, n, mask_pos, concept = self.triplets[index].tolist()
         sample, flipped = self.photo(photo, rng)
         captions = self.data.captions[photo]
-        caption = captions[n]
+        encoded = self.tokenizer(captions[n])
         if flipped:
             captions = [common.swap_left_right(caption) for caption in captions]
-            caption = captions[n] if self.can_swap else caption
-        tokens = torch.tensor(self.tokenizer(caption)["input_ids"])
+            swapped = self.tokenizer(captions[n])
+            # If LEFT is two tokens and RIGHT one, a swap would move the words between them. [ours]
+            if swapped.word_ids() == encoded.word_ids():
+                encoded = swapped
+        tokens = torch.tensor(encoded["input_ids"])
         target = int(tokens[mask_pos])
         tokens[mask_pos] = self.tokenizer.mask_token_id
         tags = np.zeros(len(self.index), np.float32)

@@ -421,6 +421,33 @@ def test_no_swap_by_pieces(tmp_path):
                 assert sample["tags"][2:4].tolist() == ([0, 1] if blue_left else [1, 0])
 
 
+@pytest.mark.parametrize("sign", ("LEFT", "Left", "LEFT of RIGHT"))
+def test_no_swap_that_moves_words(sign, tmp_path):
+    """To a cased BERT, the capitals of a sign are several tokens, unlike what it is swapped for."""
+    pieces = "LE ##FT Le ##ft R ##I ##GHT".split()
+    tokenizer = BertWordPieceTokenizer(
+        {word: n for n, word in enumerate([*VOCABULARY, *pieces])}, lowercase=False
+    )
+    special = {f"{x}_token": f"[{x.upper()}]" for x in ("pad", "unk", "cls", "sep", "mask")}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer, **special
+    )
+    Image.new("RGB", (40, 40)).save(tmp_path / "0.png")
+    caption = f"a red {sign} the dog on the cat"
+    data = captioned([caption], images=photos_at(tmp_path / "0.png"))
+    triplets = icmlm.find_triplets(data, CONCEPTS, tokenizer)
+    args = SimpleNamespace(image_size=16, crop_min=1.0, colour_jitter=0.0, seed=0)
+    samples, swapped = icmlm.MaskedWords(data, triplets, PARTS, tokenizer, args), set()
+    for n, (*_, concept) in enumerate(triplets.tolist()):
+        for epoch in range(8):
+            sample = samples[0, epoch, n]
+            assert sample["target"] == tokenizer.convert_tokens_to_ids(CONCEPTS[concept])
+            tokens = sample["tokens"].tolist()
+            tokens[sample["mask_pos"]] = sample["target"]
+            swapped.add(tokenizer.decode(tokens[1:-1]) != caption)
+    assert len(triplets) == 3 and swapped == {False}
+
+
 @torch.no_grad()
 def test_accuracies_written_out(tmp_path):
     """Tab. 1: top-1 and top-5, by part of speech, counted triplet by triplet; each caption also
