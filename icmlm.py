@@ -435,20 +435,30 @@ def find_triplets(data, concepts, tokenizer):
     """
     index = {concept: k for k, concept in enumerate(concepts)}
     triplets = array("i")
+    occurrences = 0  # of all concepts, also as several tokens
     for photo in progress(range(len(data)), desc="triplets", leave=False):
         for n, caption in enumerate(data.captions[photo]):
             encoded = tokenizer(caption, return_offsets_mapping=True)
-            positions = {span: t for t, span in enumerate(encoded["offset_mapping"])}
+            positions = {}
+            for t, (start, end) in enumerate(encoded["offset_mapping"]):
+                # Some tokenizers count the space before a word as a part of its token.
+                space = len(caption[start:end]) - len(caption[start:end].lstrip())
+                positions[start + space, end] = t
             for match in WORD.finditer(caption):
                 concept = index.get(match[0].lower())
-                t = positions.get(match.span())
-                if concept is None or t is None:
+                if concept is None:
                     continue
-                if encoded["input_ids"][t] != tokenizer.unk_token_id:
+                occurrences += 1
+                t = positions.get(match.span())
+                if t is not None and encoded["input_ids"][t] != tokenizer.unk_token_id:
                     triplets.extend((photo, n, t, concept))
     if not triplets:
         fail("no caption holds a word to mask: see --pos and --num-concepts of icmlm.py")
-    return np.array(triplets).reshape(-1, 4)
+    triplets = np.array(triplets).reshape(-1, 4)
+    if len(triplets) < occurrences / 2:
+        print_main(f"only {len(triplets)} of {occurrences} words to mask are single tokens of the "
+                   "language model, and the others are left out: is it one for these captions?")
+    return triplets
 
 
 class MaskedWords(common.Photos):

@@ -15,7 +15,8 @@ from conftest import CPU, FeaturesAsGiven, captioned, files_in, kill_at, metrics
 from conftest import one_split
 from conftest import random_weights, refusal, result, run_here
 from PIL import Image
-from tokenizers import BertWordPieceTokenizer
+from tokenizers import BertWordPieceTokenizer, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import trainers
 from torch import nn
 
 import common
@@ -358,6 +359,62 @@ def test_only_whole_words_of_one_token_are_masked():
     assert tokenizer("a café")["input_ids"] == tokenizer("a cafe")["input_ids"]
     triplets = icmlm.find_triplets(data, ["cafe", "café"], tokenizer)
     assert triplets.tolist() == [[0, 0, 2, 1], [1, 0, 2, 0]]
+
+
+def byte_level(captions, trim):
+    """A BPE tokenizer in the layout of RoBERTa's. trim: spans without the space before a word"""
+    pieces = Tokenizer(models.BPE(unk_token="<unk>"))
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    pieces.train_from_iterator(captions, trainers.BpeTrainer(special_tokens=special, vocab_size=90))
+    ends = ("</s>", 2), ("<s>", 0)
+    pieces.post_processor = processors.RobertaProcessing(*ends, trim, add_prefix_space=False)
+    return pieces
+
+
+def metaspace(captions, _):
+    """A Unigram model as SentencePiece's, whose tokens hold the space before a word"""
+    words = {word for caption in captions for word in caption.replace(",", "").split()}
+    vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", ",", *(f"▁{x}" for x in sorted(words))]
+    pieces = Tokenizer(models.Unigram([(word, -1.0) for word in vocabulary], unk_id=3))
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    ends = [("<s>", 0), ("</s>", 2)]
+    pieces.post_processor = processors.TemplateProcessing("<s> $A </s>", None, ends)
+    return pieces
+
+
+@pytest.mark.parametrize("kind, trim", ((byte_level, True), (byte_level, False), (metaspace, None)))
+def test_spaces_before_words(kind, trim, capsys):
+    """Whether or not the span of a token holds the space before its word, the word is found."""
+    captions = ["dogs run in the snow", "a red dog runs", "the snow, red dogs"]
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=kind(50 * captions, trim), unk_token="<unk>", mask_token="<mask>"
+    )
+    [(start, _)] = [
+        span for span in tokenizer(captions[0], return_offsets_mapping=True)["offset_mapping"]
+        if captions[0][slice(*span)].strip() == "snow"
+    ]
+    assert captions[0][start] == ("s" if trim else " ")
+    concepts = ["snow", "dogs", "red"]
+    triplets = icmlm.find_triplets(captioned(captions), concepts, tokenizer)
+    masked = []
+    for _, n, t, concept in triplets.tolist():
+        [token] = tokenizer.convert_ids_to_tokens([tokenizer(captions[n])["input_ids"][t]])
+        assert token.lstrip("▁Ġ") == concepts[concept]
+        masked.append((n, concepts[concept]))
+    expected = {(0, "dogs"), (0, "snow"), (1, "red"), (2, "snow"), (2, "red"), (2, "dogs")}
+    assert {*masked} == expected and len(masked) == len(expected)
+    assert not capsys.readouterr().out
+
+
+def test_few_words_are_single_tokens(capsys):
+    """Fewer than half of the words to mask: it is said with both numbers."""
+    words = ["surfboard", "dog"]
+    both = "surfboard surfboard dog dog"
+    icmlm.find_triplets(captioned([both]), words, TOKENIZER)
+    assert not capsys.readouterr().out
+    icmlm.find_triplets(captioned([both, "a surfboard"]), words, TOKENIZER)
+    assert capsys.readouterr().out.startswith("only 2 of 5 words to mask are single tokens")
 
 
 PARTS = {"dog": "nouns", "cat": "nouns"} | dict.fromkeys(("left", "right", "red"), "adjectives")
