@@ -311,6 +311,12 @@ def freeze_backbone(model, frozen):
 
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
+# Of COCO's categories, bear and sink are verbs to TextBlob, and orange and remote are adjectives.
+WHO_TAGGED = {  # said where only nouns are kept
+    "textblob": "TextBlob says which words are nouns, and calls some of them verbs or adjectives, "
+    "for example bear and orange; the paper used spaCy (--tagger spacy)",
+    "spacy": "spaCy says which words are nouns, as in the paper",
+}
 # Auxiliary verbs name nothing visible. spaCy has a tag for them, TextBlob does not. [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
@@ -409,6 +415,8 @@ def make_triplets(args, splits, tokenizer):
     common.save(f"{args.output}/captions.json", [list(data.captions) for data in splits])
     counts = count_concepts(splits[0].all_captions(), args.tagger)
     common.save(f"{args.output}/concepts.json", counts)
+    if args.pos == "nn":
+        print_main(WHO_TAGGED[args.tagger])
     concepts = top_concepts(counts, args.pos, args.num_concepts)
     triplets = [find_triplets(data, concepts, tokenizer) for data in splits]
     np.savez(f"{args.output}/triplets.npz", *triplets)
