@@ -318,7 +318,7 @@ def written_out(captions, triplets):
     return rows
 
 
-def test_triplets_are_photo_caption_and_masked_word(tmp_path):
+def test_triplets_are_photo_caption_and_masked_word(tmp_path, capsys):
     """Sec. 4, Datasets: each concept of each caption of 3 to 25 tokens that is not repeated. A run
     that resumes reads what was found."""
     longest, pieces = "the dog is on" + 21 * " the", "cat" + 8 * " surfboards"  # 25 tokens
@@ -338,6 +338,10 @@ def test_triplets_are_photo_caption_and_masked_word(tmp_path):
     assert concepts == {"surfboards": "nouns", "dog": "nouns", "cat": "nouns", "red": "adjectives"}
     args.num_concepts = 3
     assert len(icmlm.load_triplets(args, [data, val], TOKENIZER)[0]) == 3
+    assert "which words are nouns" not in capsys.readouterr().out
+    args.pos = "nn"
+    icmlm.make_triplets(args, [data, val], TOKENIZER)
+    assert "TextBlob says which words are nouns, and" in capsys.readouterr().out
 
 
 def test_only_whole_words_of_one_token_are_masked():
