@@ -429,6 +429,7 @@ def cluster_labels(args, splits, device):
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     captions = splits[0].all_captions()
     if args.lm != "scratch":
+        common.check_tokenizer(tokenizer, captions, f"--lm {args.lm}")
         common.check_known(tokenizer, captions, f"--lm {args.lm}")
     vectors = [embed_captions(tokenizer, bert, data.all_captions(), args.amp) for data in splits]
     # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y is the nearest.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -90,6 +91,86 @@ def test_no_language_model(tmp_path, monkeypatch):
         small_bert.train(tmp_path / "lm", ["a dog"], 3, 0, CPU, "off", layers=1, width=64)
     assert not (tmp_path / "lm").exists()
 
+
+
+GERMAN = ["Ein Mädchen läuft", "Das T-Shirt ist rot"]
+EXPECTED = ["Ein", "Mädchen", "läuft"]
+
+
+def german(folder, config):
+    """A cased BERT's tokenizer in a folder, which splits at white space alone, as its file says"""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    letters = sorted({*" ".join(GERMAN).lower()} - {" "})
+    words = " ".join(GERMAN).split() + ["ein", *letters, *(f"##{letter}" for letter in letters)]
+    vocabulary = {word: n for n, word in enumerate(dict.fromkeys([*special, *words]))}
+    pieces = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    pieces.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    pieces.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    pieces.save(str(folder / "tokenizer.json"))
+    transformers.BertConfig(**SIZES).save_pretrained(folder)
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("config", ({}, {"tokenizer_class": "BertTokenizer"}))
+def test_another_tokenizer_than_the_folders(config, tmp_path, capsys):
+    """transformers lower-cases for it; the line says what to write, and that helps."""
+    tokenizer = german(tmp_path, config)
+    assert tokenizer.tokenize(GERMAN[0]) != EXPECTED
+    common.check_tokenizer(tokenizer, ["rot", *GERMAN], "--lm x")
+    printed = capsys.readouterr().out
+    assert f"--lm x reads 'Ein Mädchen läuft' as ['ein', " in printed and f"{EXPECTED}" in printed
+    assert printed.count("\n") == 1
+    tokenizer = german(tmp_path, json.loads(printed.split("tokenizer_config.json ")[1]))
+    assert tokenizer.tokenize(GERMAN[0]) == EXPECTED and tokenizer.mask_token_id == 4
+    common.check_tokenizer(tokenizer, ["rot", *GERMAN], "--lm x")
+    assert not capsys.readouterr().out
+
+
+def test_tokenizers_that_are_rebuilt_as_they_were(tmp_path, tiny_lm, capsys):
+    """An uncased BERT, RoBERTa's and XLM-R's classes, --lm scratch, and vocab.txt alone: silence"""
+    captions = ["A red Dog, on the grass!", "t-shirts  in Köln", "dogs"]
+    bert = BertWordPieceTokenizer()
+    bert.train_from_iterator(captions, show_progress=False)
+    roberta = byte_level(50 * captions, True)
+    xlmr = metaspace(captions, None)
+    xlmr.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    )
+    kinds = {"Bert": bert._tokenizer, "Roberta": roberta, "XLMRoberta": xlmr}
+    for kind, pieces in kinds.items():
+        folder = tmp_path / kind
+        config = getattr(transformers, f"{kind}Config")(**SIZES)
+        config.save_pretrained(folder)
+        pieces.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(f'{{"tokenizer_class": "{kind}Tokenizer"}}')
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        assert type(tokenizer).__name__ == f"{kind}Tokenizer"
+        common.check_tokenizer(tokenizer, captions, kind)
+        assert len(set(tokenizer("A red Dog")["input_ids"])) > 3
+    (tmp_path / "Bert" / "tokenizer.json").unlink()
+    bert.save_model(str(tmp_path / "Bert"))
+    for folder in tmp_path / "Bert", tiny_lm:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        common.check_tokenizer(tokenizer, captions, "x")
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ("icmlm", "tp", "mmcontrastive"))
+def test_scripts_name_another_tokenizer(script, tiny, tiny_lm, tmp_path):
+    """Once, with one of the captions both ways, before they train"""
+    folder = tmp_path / "lm"
+    shutil.copytree(tiny_lm, folder)
+    (folder / "tokenizer_config.json").unlink()
+    content = json.loads((folder / "tokenizer.json").read_text())
+    pattern = {"String": "there is"}
+    content["normalizer"] = {"type": "Replace", "pattern": pattern, "content": "the circle is"}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    flags = ["--labels", "cluster", "--num-labels", 4] if script == "tp" else []
+    printed = run_here(tiny(script, tmp_path / "run", "--lm", folder, "--iters", 1, *flags))
+    assert printed.count(f"--lm {folder} reads 'there is a") == 1
+    assert printed.count("but tokenizer.json says ['the', 'circle', ") == 1
 
 
 @pytest.mark.parametrize("script, flags", ((icmlm, ""), (tp, "--labels cluster")))
