@@ -268,6 +268,32 @@ def mirrored(names):
     return becomes
 
 
+def check_tokenizer(tokenizer, captions, name):
+    """Say so, with an example, if a tokenizer does not read captions as its tokenizer.json says.
+
+    Of a BertTokenizer's file, transformers 5 takes the vocabulary alone; without a setting in
+    tokenizer_config.json, it writes all words in lower case.  name: of the model, for the message
+    """
+    from huggingface_hub import try_to_load_from_cache  # only here: most runs have no such model
+    from tokenizers import Tokenizer
+
+    path = f"{tokenizer.name_or_path}/tokenizer.json"
+    if not os.path.isdir(tokenizer.name_or_path):
+        path = try_to_load_from_cache(tokenizer.name_or_path, "tokenizer.json")
+    if not isinstance(path, str) or not os.path.exists(path):
+        return
+    own = Tokenizer.from_file(path)
+    own.no_truncation()
+    for caption in captions[:: 1 + len(captions) // 100]:
+        read, expected = tokenizer.tokenize(caption), own.encode(caption, add_special_tokens=False)
+        if read != expected.tokens:
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens_map}
+            print_main(f"{name} reads {caption!r} as {read}, but tokenizer.json says "
+                       f"{expected.tokens}. If the model was trained on the latter, write into "
+                       f"tokenizer_config.json {json.dumps(config)}")
+            return
+
+
 def check_known(tokenizer, captions, name):
     """Fail if a vocabulary that was not learned from the captions lacks half of their tokens.
 
