@@ -879,15 +879,16 @@ def begin_run(args, *fingerprints):
     if earlier.get("format") != FORMAT:
         fail(f"{args.output} was written by an earlier version: it can be measured and captioned, "
              "not resumed; use tag before-less, or choose another --output")
-    if earlier["fingerprints"] != args.fingerprints:
-        fail(f"{args.output} holds a run with other data (or --lm, or back-translations): choose "
-             "another --output, or delete the folder to start over")
     if "lr" not in args.given:
         args.lr = earlier["lr"]  # see read_init, which this run does not call again
-    for name, now in vars(args).items():
-        if name not in RESUME_CAN_CHANGE and earlier.get(name, now) != now:
-            fail(f"{args.output} holds a run with {name} {earlier[name]}, not {now} (None: left "
-                 "out): choose another --output, or delete the folder to start over")
+    differing = [name for name, now in vars(args).items() if earlier.get(name, now) != now]
+    for name in differing:
+        if name not in RESUME_CAN_CHANGE and name != "fingerprints":
+            fail(f"{args.output} holds a run with {name} {earlier[name]}, not {vars(args)[name]} "
+                 "(None: left out): choose another --output, or delete the folder to start over")
+    if "fingerprints" in differing:
+        fail(f"{args.output} holds a run with other data (or --lm, or back-translations): choose "
+             "another --output, or delete the folder to start over")
     path = f"{args.output}/args.json"
     seconds = read_json(path).get("seconds", 0) if checkpoint and os.path.exists(path) else 0
     RUN["began"] = time.time() - seconds  # of the parts of an interrupted run
@@ -900,7 +901,7 @@ def begin_run(args, *fingerprints):
 def check_shared(folder, *numbers):
     """Fail if what the processes have found in --output differs: then nodes do not share it."""
     mine = torch.tensor([numbers])
-    if (gather(mine) != mine).any():
+    if world_size() > 1 and (gather(mine) != mine).any():
         fail(f"--output {folder} is not the same folder on all nodes, or holds another state on "
              "one of them: give a folder that they share")
 
