@@ -255,19 +255,43 @@ def swap_left_right(text):
 def mirrored(names):
     """For each of the labels the index of the one that it becomes in a mirrored photo -> (N,)
 
-    It is another one if left and right, swapped, make of its name another of the names.
+    It is another one if left and right, swapped, make of its name another of the names. [ours]
     """
     becomes = np.arange(len(names))
-    for k, name in enumerate(names):
-        other = swap_left_right(str(name))  # iNaturalist's are numbers
+    for k, name in enumerate(map(str, names)):  # iNaturalist's are numbers
+        other = swap_left_right(name)
         if other != name and other in names:
             becomes[k] = names.index(other)
-    swapped = np.flatnonzero(becomes != np.arange(len(names)))
-    if len(swapped) and is_main():
-        first, other = names[swapped[0]], names[becomes[swapped[0]]]
-        count = f"{len(swapped)} labels change sides"
-        report_once(f"in mirrored photos {count}: {first!r} is {other!r}")
+    swapped = [name for k, name in enumerate(names) if becomes[k] != k]
+    if swapped and is_main():
+        report_once(f"in mirrored photos {len(swapped)} labels change sides: {swapped[:2]}")
     return becomes
+
+
+def check_tokenizer(tokenizer, captions, name):
+    """Say so, with an example, if a tokenizer does not read captions as its tokenizer.json says.
+
+    Of a BertTokenizer's file, transformers 5 takes the vocabulary alone; without a setting in
+    tokenizer_config.json, it writes all words in lower case.  name: of the model, for the message
+    """
+    from huggingface_hub import try_to_load_from_cache  # only here: most runs have no such model
+    from tokenizers import Tokenizer
+
+    path = f"{tokenizer.name_or_path}/tokenizer.json"
+    if not os.path.isdir(tokenizer.name_or_path):
+        path = try_to_load_from_cache(tokenizer.name_or_path, "tokenizer.json")
+    if not isinstance(path, str) or not os.path.exists(path):
+        return
+    own = Tokenizer.from_file(path)
+    own.no_truncation()
+    for caption in captions[:: 1 + len(captions) // 100]:
+        read, expected = tokenizer.tokenize(caption), own.encode(caption, add_special_tokens=False)
+        if read != expected.tokens:
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens_map}
+            print_main(f"{name} reads {caption!r} as {read}, but tokenizer.json says "
+                       f"{expected.tokens}. If the model was trained on the latter, write into "
+                       f"tokenizer_config.json {json.dumps(config)}")
+            return
 
 
 def check_known(tokenizer, captions, name):
@@ -647,13 +671,13 @@ def choose_amp(device, requested):
     return requested or ("bf16" if native else "off")
 
 
-def default_workers():
-    """How many processes load photos for each process that trains, by the cores it may use"""
+def default_workers(measuring=False):
+    """How many processes load photos for each process that trains or measures, by its cores"""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine, by torchrun
     if torch.cuda.is_available():
         cores = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count())
         return min(24, max(1, len(cores) // processes - 1))
-    return min(8, os.cpu_count() // 2 // processes)
+    return min(8, os.cpu_count() // (1 if measuring else 2) // processes)
 
 
 def print_main(message):
@@ -808,20 +832,16 @@ def flags_of(path):
 
 
 def make_folder(path):
-    """Create --output, and remove what a `save` that was killed more than an hour ago has left."""
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         fail(f"--output {path} cannot be a folder: {error.strerror}")
-    for file in Path(path).glob("*.*.[0-9]*.tmp") if is_main() else ():
-        if time.time() - file.lstat().st_mtime > 3600:  # a younger one may still be in use
-            file.unlink()
 
 
 def save(path, content):
     """The first process writes JSON, or what torch.save takes. A crash leaves the old file."""
     if is_main():
-        temporary = f"{path}.{os.getpid()}.tmp"  # what a crash leaves; see make_folder
+        temporary = f"{path}.tmp"
         with open(temporary, "wb") as file:
             if f"{path}".endswith(".json"):
                 file.write(json.dumps(content, indent=1, ensure_ascii=False).encode())
@@ -872,7 +892,17 @@ def begin_run(args, *fingerprints):
     seconds = read_json(path).get("seconds", 0) if checkpoint and os.path.exists(path) else 0
     RUN["began"] = time.time() - seconds  # of the parts of an interrupted run
     save(path, vars(args) | circumstances() | {"seconds": seconds})
+    barrier()
+    check_shared(args.output, checkpoint.get("iteration", 0), os.path.exists(path))
     return checkpoint
+
+
+def check_shared(folder, *numbers):
+    """Fail if what the processes have found in --output differs: then nodes do not share it."""
+    mine = torch.tensor([numbers])
+    if (gather(mine) != mine).any():
+        fail(f"--output {folder} is not the same folder on all nodes, or holds another state on "
+             "one of them: give a folder that they share")
 
 
 def circumstances():
@@ -975,7 +1005,7 @@ class Log:
             done = checkpoint.get("iteration", 0)
             lines = [x for x in self.path.read_text().splitlines(True) if x.endswith("}\n")]
             kept = [line for line in lines if json.loads(line)["iteration"] <= done]
-            temporary = Path(f"{self.path}.{os.getpid()}.tmp")
+            temporary = Path(f"{self.path}.tmp")
             temporary.write_text("".join(kept))
             os.replace(temporary, self.path)
         self.begin()

@@ -311,6 +311,12 @@ def freeze_backbone(model, frozen):
 
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
+# Of COCO's categories, bear and sink are verbs to TextBlob, and orange and remote are adjectives.
+WHO_TAGGED = {  # said where only nouns are kept
+    "textblob": "TextBlob says which words are nouns, and calls some of them verbs or adjectives, "
+    "for example bear and orange; the paper used spaCy (--tagger spacy)",
+    "spacy": "spaCy says which words are nouns, as in the paper",
+}
 # Auxiliary verbs name nothing visible. spaCy has a tag for them, TextBlob does not. [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
@@ -403,12 +409,15 @@ def top_concepts(counts, pos, num_concepts):
 def make_triplets(args, splits, tokenizer):
     """Write what is found in the captions into --output.  splits: CaptionData of train and val"""
     if args.lm != "scratch":
+        common.check_tokenizer(tokenizer, splits[0].all_captions(), f"--lm {args.lm}")
         common.check_known(tokenizer, splits[0].all_captions(), f"--lm {args.lm}")
     longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     common.save(f"{args.output}/captions.json", [list(data.captions) for data in splits])
     counts = count_concepts(splits[0].all_captions(), args.tagger)
     common.save(f"{args.output}/concepts.json", counts)
+    if args.pos == "nn":
+        print_main(WHO_TAGGED[args.tagger])
     concepts = top_concepts(counts, args.pos, args.num_concepts)
     triplets = [find_triplets(data, concepts, tokenizer) for data in splits]
     np.savez(f"{args.output}/triplets.npz", *triplets)
@@ -435,20 +444,30 @@ def find_triplets(data, concepts, tokenizer):
     """
     index = {concept: k for k, concept in enumerate(concepts)}
     triplets = array("i")
+    occurrences = 0  # of all concepts, also as several tokens
     for photo in progress(range(len(data)), desc="triplets", leave=False):
         for n, caption in enumerate(data.captions[photo]):
             encoded = tokenizer(caption, return_offsets_mapping=True)
-            positions = {span: t for t, span in enumerate(encoded["offset_mapping"])}
+            positions = {}
+            for t, (start, end) in enumerate(encoded["offset_mapping"]):
+                # Some tokenizers count the space before a word as a part of its token.
+                space = len(caption[start:end]) - len(caption[start:end].lstrip())
+                positions[start + space, end] = t
             for match in WORD.finditer(caption):
                 concept = index.get(match[0].lower())
-                t = positions.get(match.span())
-                if concept is None or t is None:
+                if concept is None:
                     continue
-                if encoded["input_ids"][t] != tokenizer.unk_token_id:
+                occurrences += 1
+                t = positions.get(match.span())
+                if t is not None and encoded["input_ids"][t] != tokenizer.unk_token_id:
                     triplets.extend((photo, n, t, concept))
     if not triplets:
         fail("no caption holds a word to mask: see --pos and --num-concepts of icmlm.py")
-    return np.array(triplets).reshape(-1, 4)
+    triplets = np.array(triplets).reshape(-1, 4)
+    if len(triplets) < occurrences / 2:
+        print_main(f"only {len(triplets)} of {occurrences} words to mask are single tokens of the "
+                   "language model, and the others are left out: is it one for these captions?")
+    return triplets
 
 
 class MaskedWords(common.Photos):
@@ -460,8 +479,6 @@ class MaskedWords(common.Photos):
         self.concepts = concepts  # {concept: part of speech}
         self.index = {concept: k for k, concept in enumerate(concepts)}
         self.tokenizer = tokenizer
-        # If "left" and "right" had different numbers of tokens, a swap would shift the rest. [ours]
-        self.can_swap = {"left", "right"} <= tokenizer.get_vocab().keys()
 
     def __len__(self):
         return len(self.triplets)
@@ -471,11 +488,14 @@ class MaskedWords(common.Photos):
         photo, n, mask_pos, concept = self.triplets[index].tolist()
         sample, flipped = self.photo(photo, rng)
         captions = self.data.captions[photo]
-        caption = captions[n]
+        encoded = self.tokenizer(captions[n])
         if flipped:
             captions = [common.swap_left_right(caption) for caption in captions]
-            caption = captions[n] if self.can_swap else caption
-        tokens = torch.tensor(self.tokenizer(caption)["input_ids"])
+            swapped = self.tokenizer(captions[n])
+            # If LEFT is two tokens and RIGHT one, a swap would move the words between them. [ours]
+            if swapped.word_ids() == encoded.word_ids():
+                encoded = swapped
+        tokens = torch.tensor(encoded["input_ids"])
         target = int(tokens[mask_pos])
         tokens[mask_pos] = self.tokenizer.mask_token_id
         tags = np.zeros(len(self.index), np.float32)

@@ -552,8 +552,10 @@ def load_caption_model(args, checkpoint, train, device):
             common.extra("small_bert").make_caption_model(folder, args, captions, device)
         else:  # "Ours (scratch)" of Tab. 1 has BERT's configuration and tokenizer
             source = "bert-base-uncased" if args.lm == "scratch" else args.lm
-            for part in read_caption_model(source):
-                part.save_pretrained(folder)
+            tokenizer, config = read_caption_model(source)
+            common.check_tokenizer(tokenizer, captions, f"--lm {args.lm}")
+            tokenizer.save_pretrained(folder)
+            config.save_pretrained(folder)
     common.barrier()
     tokenizer, config = read_caption_model(folder)
     if args.lm == "scratch":

@@ -22,7 +22,7 @@ Where the paper is:
     TP-Postag [Sec. 3.1]                   count_concepts, top_concepts, make_labels
     TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; make_labels
     module tp of Fig. 2                    tag_head
-    rotations, recipes [App. F.1]          four_rotations; RECIPES, VGG16, ROTATION
+    rotations, recipes [App. F.1]          four_rotations; FLAGS, VGG16, ROTATION
 
 What to expect: the loss starts near ln K for K labels (0.7 K for topics) and soon reaches the loss
 of predicting the label frequencies. It never comes near zero, because a photo with n labels costs
@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from scipy import sparse
 from sklearn.cluster import KMeans
 from sklearn.decomposition import LatentDirichletAllocation
-from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, CountVectorizer
 from sklearn.metrics import pairwise_distances_argmin
 from sklearn.preprocessing import MultiLabelBinarizer
 from torch import nn
@@ -278,6 +278,12 @@ def main(args):
 
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
+# Of COCO's categories, bear and sink are verbs to TextBlob, and orange and remote are adjectives.
+WHO_TAGGED = {  # said where only nouns are kept
+    "textblob": "TextBlob says which words are nouns, and calls some of them verbs or adjectives, "
+    "for example bear and orange; the paper used spaCy (--tagger spacy)",
+    "spacy": "spaCy says which words are nouns, as in the paper",
+}
 # Auxiliary verbs name nothing visible. spaCy has a tag for them, TextBlob does not. [ours]
 AUXILIARIES = set(
     "be am is are was were been being do does did have has had having can could may might must "
@@ -377,6 +383,8 @@ def make_labels(args, splits, device):
     if args.labels == "postag":  # TP-Postag: which words a photo's captions have [Sec. 3.1]
         counts = count_concepts(splits[0].all_captions(), args.tagger)
         common.save(f"{args.output}/concepts.json", counts)
+        if args.pos == "nn":
+            print_main(WHO_TAGGED[args.tagger])
         names = top_concepts(counts, args.pos, args.num_labels)
         vectorizer = CountVectorizer(analyzer=words_of, vocabulary=list(names), binary=True)
         labels = [vectorizer.transform(map(" ".join, data.captions)) for data in splits]
@@ -421,6 +429,7 @@ def cluster_labels(args, splits, device):
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     captions = splits[0].all_captions()
     if args.lm != "scratch":
+        common.check_tokenizer(tokenizer, captions, f"--lm {args.lm}")
         common.check_known(tokenizer, captions, f"--lm {args.lm}")
     vectors = [embed_captions(tokenizer, bert, data.all_captions(), args.amp) for data in splits]
     # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y is the nearest.
@@ -476,15 +485,22 @@ def embed_captions(tokenizer, bert, captions, amp, batch_size=256):
     return vectors
 
 
+# Of scikit-learn's stop words, those that captions use for what is seen: fire hydrant, front door,
+# mountain side, table top, full plate. [ours]
+VISIBLE = set("back bill bottom cry empty fill fire front full mill side thick thin top".split())
+
+
 def lda_labels(splits, num_labels, seed):
     """TP-LDA [Sec. 4]: topic probabilities -> names, [(N, K) sparse]
 
     A photo's captions form one document, the vocabulary is the 10K most frequent words without
-    English stop words, and each topic is named by its five most probable words. [ours]
+    English stop words (scikit-learn's, but for VISIBLE), and each topic is named by its five most
+    probable words. [ours]
     """
     words = regex.compile(r"[\p{L}\p{M}]{2,}").findall
+    stop_words = sorted(ENGLISH_STOP_WORDS - VISIBLE)
     vectorizer = CountVectorizer(
-        tokenizer=words, token_pattern=None, stop_words="english", max_features=10_000
+        tokenizer=words, token_pattern=None, stop_words=stop_words, max_features=10_000
     )
     vectorizer.fit(map(" ".join, splits[0].captions))
     counts = [vectorizer.transform(map(" ".join, data.captions)) for data in splits]
@@ -527,15 +543,13 @@ class LabelledPhotos(common.Photos):
     def __init__(self, data, labels, names, args):
         super().__init__(data, args)
         self.labels = labels  # (N, K) sparse
-        other = {"left": "right", "right": "left"}  # these labels are swapped by a flip [ours]
-        index = {name: k for k, name in enumerate(names)}
-        self.if_flipped = [index.get(other.get(name), k) for k, name in enumerate(names)]
+        self.mirrored = common.mirrored(names)  # left and right are swapped by a flip [ours]
 
     def sample(self, index, rng):
         """-> image uint8 (size, size, 3), jitter (4,), targets (K,)"""
         sample, flipped = self.photo(index, rng)
         targets = self.labels[[index]].toarray()[0]
-        return sample | {"targets": targets[self.if_flipped] if flipped else targets}
+        return sample | {"targets": targets[self.mirrored] if flipped else targets}
 
 
 def four_rotations(images):

@@ -83,6 +83,9 @@ def load(source, root, split):
                 image["path"] = f"{root}/{split}/{image['file_name']}"
             elif source == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
                 image["path"] = "/".join([root, *image["coco_url"].split("/")[-2:]])
+        for path, times in Counter(row["path"] for row in content["images"]).most_common(1):
+            if times > 1:  # Label Studio writes a photo once for each annotator
+                fail(f"{name} lists {path} {times} times: give all of its objects one image_id")
         if source == "lvis":
             negatives = [image.get("neg_category_ids") for image in content["images"]]
             if None in negatives or not any(negatives):

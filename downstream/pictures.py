@@ -15,6 +15,7 @@ import common
 from common import fail
 from extras import folders
 
+os.environ.pop("MPLBACKEND", None)  # a Jupyter kernel's, which may not be installed here
 FONT_SIZE = 11  # in points
 LINE = 20  # pixels for a line of text
 GAP = 8  # pixels between photos

@@ -9,7 +9,7 @@ from pathlib import Path
 import regex
 
 import common
-from common import fail, progress
+from common import fail, print_main, progress
 
 NUM_NOUNS = 1000  # at most [ours]
 LETTERS = r"\p{L}[\p{L}\p{M}\u200c\u200d]*"  # with their marks and joiners
@@ -46,6 +46,9 @@ def find_nouns(captions, tagger, path):
     captions = progress(captions, desc="nouns", unit=" captions", leave=False)
     words = (WORD.findall(caption.lower()) for caption in captions)
     if tagger == "nouns":
+        print_main("TextBlob says which words are nouns, and calls some of them verbs or "
+                   "adjectives, for example bear and orange; --tags nouns-spacy asks spaCy, as "
+                   "the paper of tp.py does")
         from textblob.en.taggers import PatternTagger  # its lexicon is in the package
 
         pattern = PatternTagger()

@@ -122,9 +122,22 @@ def test_what_spice_lacks(monkeypatch, capsys):
     row = {"image": "1.jpg", "caption": "a dog", "references": ["the dog", "dogs"]}
     fake = no_metrics(monkeypatch)
     fake.Spice = MagicMock(side_effect=OSError("no CoreNLP"))
-    assert captioning.score([row]) == {"CIDEr": pytest.approx(12.3)}
+    assert captioning.score([row, row]) == {"CIDEr": pytest.approx(12.3)}
     assert "SPICE was not measured: no CoreNLP" in capsys.readouterr().out
-    fake.compute_score.assert_called_with({0: row["references"]}, {0: ["a dog"]})
+    truth, written = dict.fromkeys(range(2), row["references"]), dict.fromkeys(range(2), ["a dog"])
+    fake.compute_score.assert_called_with(truth, written)
+
+
+def test_cider_of_few_photos(monkeypatch, capsys):
+    """Of one it is left out, of fewer than a hundred it is doubted."""
+    row = {"image": "1.jpg", "caption": "a dog", "references": ["the dog", "dogs"]}
+    no_metrics(monkeypatch)
+    assert captioning.score([row]).keys() == {"SPICE"}
+    assert "CIDEr is left out: of one photo it is 0" in capsys.readouterr().out
+    for number, doubted in (99, True), (100, False):
+        assert captioning.score(number * [row]).keys() == {"CIDEr", "SPICE"}
+        printed = capsys.readouterr().out
+        assert ("CIDEr of fewer than 100 photos means little" in printed) == doubted
 
 
 @NEEDS_PICTURES

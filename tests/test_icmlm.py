@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -15,7 +16,8 @@ from conftest import CPU, FeaturesAsGiven, captioned, files_in, kill_at, metrics
 from conftest import one_split
 from conftest import random_weights, refusal, result, run_here
 from PIL import Image
-from tokenizers import BertWordPieceTokenizer
+from tokenizers import BertWordPieceTokenizer, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import trainers
 from torch import nn
 
 import common
@@ -89,6 +91,86 @@ def test_no_language_model(tmp_path, monkeypatch):
         small_bert.train(tmp_path / "lm", ["a dog"], 3, 0, CPU, "off", layers=1, width=64)
     assert not (tmp_path / "lm").exists()
 
+
+
+GERMAN = ["Ein Mädchen läuft", "Das T-Shirt ist rot"]
+EXPECTED = ["Ein", "Mädchen", "läuft"]
+
+
+def german(folder, config):
+    """A cased BERT's tokenizer in a folder, which splits at white space alone, as its file says"""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    letters = sorted({*" ".join(GERMAN).lower()} - {" "})
+    words = " ".join(GERMAN).split() + ["ein", *letters, *(f"##{letter}" for letter in letters)]
+    vocabulary = {word: n for n, word in enumerate(dict.fromkeys([*special, *words]))}
+    pieces = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    pieces.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    pieces.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    pieces.save(str(folder / "tokenizer.json"))
+    transformers.BertConfig(**SIZES).save_pretrained(folder)
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("config", ({}, {"tokenizer_class": "BertTokenizer"}))
+def test_another_tokenizer_than_the_folders(config, tmp_path, capsys):
+    """transformers lower-cases for it; the line says what to write, and that helps."""
+    tokenizer = german(tmp_path, config)
+    assert tokenizer.tokenize(GERMAN[0]) != EXPECTED
+    common.check_tokenizer(tokenizer, ["rot", *GERMAN], "--lm x")
+    printed = capsys.readouterr().out
+    assert "--lm x reads 'Ein Mädchen läuft' as ['ein', " in printed and f"{EXPECTED}" in printed
+    assert printed.count("\n") == 1
+    tokenizer = german(tmp_path, json.loads(printed.split("tokenizer_config.json ")[1]))
+    assert tokenizer.tokenize(GERMAN[0]) == EXPECTED and tokenizer.mask_token_id == 4
+    common.check_tokenizer(tokenizer, ["rot", *GERMAN], "--lm x")
+    assert not capsys.readouterr().out
+
+
+def test_tokenizers_that_are_rebuilt_as_they_were(tmp_path, tiny_lm, capsys):
+    """An uncased BERT, RoBERTa's and XLM-R's classes, --lm scratch, and vocab.txt alone: silence"""
+    captions = ["A red Dog, on the grass!", "t-shirts  in Köln", "dogs"]
+    bert = BertWordPieceTokenizer()
+    bert.train_from_iterator(captions, show_progress=False)
+    roberta = byte_level(50 * captions, True)
+    xlmr = metaspace(captions, None)
+    xlmr.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    )
+    kinds = {"Bert": bert._tokenizer, "Roberta": roberta, "XLMRoberta": xlmr}
+    for kind, pieces in kinds.items():
+        folder = tmp_path / kind
+        config = getattr(transformers, f"{kind}Config")(**SIZES)
+        config.save_pretrained(folder)
+        pieces.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(f'{{"tokenizer_class": "{kind}Tokenizer"}}')
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        assert type(tokenizer).__name__ == f"{kind}Tokenizer"
+        common.check_tokenizer(tokenizer, captions, kind)
+        assert len(set(tokenizer("A red Dog")["input_ids"])) > 3
+    (tmp_path / "Bert" / "tokenizer.json").unlink()
+    bert.save_model(str(tmp_path / "Bert"))
+    for folder in tmp_path / "Bert", tiny_lm:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        common.check_tokenizer(tokenizer, captions, "x")
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ("icmlm", "tp", "mmcontrastive"))
+def test_scripts_name_another_tokenizer(script, tiny, tiny_lm, tmp_path):
+    """Once, with one of the captions both ways, before they train"""
+    folder = tmp_path / "lm"
+    shutil.copytree(tiny_lm, folder)
+    (folder / "tokenizer_config.json").unlink()
+    content = json.loads((folder / "tokenizer.json").read_text())
+    pattern = {"String": "there is"}
+    content["normalizer"] = {"type": "Replace", "pattern": pattern, "content": "the circle is"}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    flags = ["--labels", "cluster", "--num-labels", 4] if script == "tp" else []
+    printed = run_here(tiny(script, tmp_path / "run", "--lm", folder, "--iters", 1, *flags))
+    assert printed.count(f"--lm {folder} reads 'there is a") == 1
+    assert printed.count("but tokenizer.json says ['the', 'circle', ") == 1
 
 
 @pytest.mark.parametrize("script, flags", ((icmlm, ""), (tp, "--labels cluster")))
@@ -317,7 +399,7 @@ def written_out(captions, triplets):
     return rows
 
 
-def test_triplets_are_photo_caption_and_masked_word(tmp_path):
+def test_triplets_are_photo_caption_and_masked_word(tmp_path, capsys):
     """Sec. 4, Datasets: each concept of each caption of 3 to 25 tokens that is not repeated. A run
     that resumes reads what was found."""
     longest, pieces = "the dog is on" + 21 * " the", "cat" + 8 * " surfboards"  # 25 tokens
@@ -337,6 +419,10 @@ def test_triplets_are_photo_caption_and_masked_word(tmp_path):
     assert concepts == {"surfboards": "nouns", "dog": "nouns", "cat": "nouns", "red": "adjectives"}
     args.num_concepts = 3
     assert len(icmlm.load_triplets(args, [data, val], TOKENIZER)[0]) == 3
+    assert "which words are nouns" not in capsys.readouterr().out
+    args.pos = "nn"
+    icmlm.make_triplets(args, [data, val], TOKENIZER)
+    assert "TextBlob says which words are nouns, and" in capsys.readouterr().out
 
 
 def test_only_whole_words_of_one_token_are_masked():
@@ -358,6 +444,62 @@ def test_only_whole_words_of_one_token_are_masked():
     assert tokenizer("a café")["input_ids"] == tokenizer("a cafe")["input_ids"]
     triplets = icmlm.find_triplets(data, ["cafe", "café"], tokenizer)
     assert triplets.tolist() == [[0, 0, 2, 1], [1, 0, 2, 0]]
+
+
+def byte_level(captions, trim):
+    """A BPE tokenizer in the layout of RoBERTa's. trim: spans without the space before a word"""
+    pieces = Tokenizer(models.BPE(unk_token="<unk>"))
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    pieces.train_from_iterator(captions, trainers.BpeTrainer(special_tokens=special, vocab_size=90))
+    ends = ("</s>", 2), ("<s>", 0)
+    pieces.post_processor = processors.RobertaProcessing(*ends, trim, add_prefix_space=False)
+    return pieces
+
+
+def metaspace(captions, _):
+    """A Unigram model as SentencePiece's, whose tokens hold the space before a word"""
+    words = {word for caption in captions for word in caption.replace(",", "").split()}
+    vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", ",", *(f"▁{x}" for x in sorted(words))]
+    pieces = Tokenizer(models.Unigram([(word, -1.0) for word in vocabulary], unk_id=3))
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    ends = [("<s>", 0), ("</s>", 2)]
+    pieces.post_processor = processors.TemplateProcessing("<s> $A </s>", None, ends)
+    return pieces
+
+
+@pytest.mark.parametrize("kind, trim", ((byte_level, True), (byte_level, False), (metaspace, None)))
+def test_spaces_before_words(kind, trim, capsys):
+    """Whether or not the span of a token holds the space before its word, the word is found."""
+    captions = ["dogs run in the snow", "a red dog runs", "the snow, red dogs"]
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=kind(50 * captions, trim), unk_token="<unk>", mask_token="<mask>"
+    )
+    [(start, _)] = [
+        span for span in tokenizer(captions[0], return_offsets_mapping=True)["offset_mapping"]
+        if captions[0][slice(*span)].strip() == "snow"
+    ]
+    assert captions[0][start] == ("s" if trim else " ")
+    concepts = ["snow", "dogs", "red"]
+    triplets = icmlm.find_triplets(captioned(captions), concepts, tokenizer)
+    masked = []
+    for _, n, t, concept in triplets.tolist():
+        [token] = tokenizer.convert_ids_to_tokens([tokenizer(captions[n])["input_ids"][t]])
+        assert token.lstrip("▁Ġ") == concepts[concept]
+        masked.append((n, concepts[concept]))
+    expected = {(0, "dogs"), (0, "snow"), (1, "red"), (2, "snow"), (2, "red"), (2, "dogs")}
+    assert {*masked} == expected and len(masked) == len(expected)
+    assert not capsys.readouterr().out
+
+
+def test_few_words_are_single_tokens(capsys):
+    """Fewer than half of the words to mask: it is said with both numbers."""
+    words = ["surfboard", "dog"]
+    both = "surfboard surfboard dog dog"
+    icmlm.find_triplets(captioned([both]), words, TOKENIZER)
+    assert not capsys.readouterr().out
+    icmlm.find_triplets(captioned([both, "a surfboard"]), words, TOKENIZER)
+    assert capsys.readouterr().out.startswith("only 2 of 5 words to mask are single tokens")
 
 
 PARTS = {"dog": "nouns", "cat": "nouns"} | dict.fromkeys(("left", "right", "red"), "adjectives")
@@ -419,6 +561,33 @@ def test_no_swap_by_pieces(tmp_path):
             if photo == 3:  # of the left alone; its tags are swapped nevertheless
                 blue_left = sample["image"][8, 2, 2] > 100
                 assert sample["tags"][2:4].tolist() == ([0, 1] if blue_left else [1, 0])
+
+
+@pytest.mark.parametrize("sign", ("LEFT", "Left", "LEFT of RIGHT"))
+def test_no_swap_that_moves_words(sign, tmp_path):
+    """To a cased BERT, the capitals of a sign are several tokens, unlike what it is swapped for."""
+    pieces = "LE ##FT Le ##ft R ##I ##GHT".split()
+    tokenizer = BertWordPieceTokenizer(
+        {word: n for n, word in enumerate([*VOCABULARY, *pieces])}, lowercase=False
+    )
+    special = {f"{x}_token": f"[{x.upper()}]" for x in ("pad", "unk", "cls", "sep", "mask")}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer, **special
+    )
+    Image.new("RGB", (40, 40)).save(tmp_path / "0.png")
+    caption = f"a red {sign} the dog on the cat"
+    data = captioned([caption], images=photos_at(tmp_path / "0.png"))
+    triplets = icmlm.find_triplets(data, CONCEPTS, tokenizer)
+    args = SimpleNamespace(image_size=16, crop_min=1.0, colour_jitter=0.0, seed=0)
+    samples, swapped = icmlm.MaskedWords(data, triplets, PARTS, tokenizer, args), set()
+    for n, (*_, concept) in enumerate(triplets.tolist()):
+        for epoch in range(8):
+            sample = samples[0, epoch, n]
+            assert sample["target"] == tokenizer.convert_tokens_to_ids(CONCEPTS[concept])
+            tokens = sample["tokens"].tolist()
+            tokens[sample["mask_pos"]] = sample["target"]
+            swapped.add(tokenizer.decode(tokens[1:-1]) != caption)
+    assert len(triplets) == 3 and swapped == {False}
 
 
 @torch.no_grad()

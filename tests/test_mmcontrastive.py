@@ -543,12 +543,13 @@ def score_of(row, query):
     return row[f"validation_{query}_to_{other}_R@10"]
 
 
-def test_nouns_as_tags(tmp_path):
+def test_nouns_as_tags(tmp_path, capsys):
     """Words that are nouns more often than not, by frequency; a resumed run reads them again."""
     data = captioned(["a dog runs left of a tree", "a dog's tree, dogs run"], ["a dog leaves"], [])
     args = SimpleNamespace(output=tmp_path, tags="nouns")
     tagged = nouns.tagged(args, data)
     assert tagged.tag_names == ["dog", "tree", "dogs"]
+    assert "TextBlob says which words are nouns, and" in capsys.readouterr().out
     assert list(tagged.tags) == [["dog", "tree", "dogs"], ["dog"], []]
     (tmp_path / "checkpoint.pth").touch()
     (tmp_path / "nouns.json").write_text('["runs"]')

@@ -6,7 +6,7 @@ import re
 import fuzz
 import pytest
 import transformers
-from conftest import NEEDS_PICTURES, ROOT, refusal, run_here
+from conftest import NEEDS_PICTURES, ROOT, finished, refusal, run_here, run_script
 from PIL import Image
 
 from tools import benchmark, plot
@@ -71,6 +71,24 @@ def test_plot(tmp_path):
     assert "metrics.jsonl is missing" in refusal(["tools.plot", tmp_path])
     growth = run_here(["tools.plot", ROOT / "docs/scores.csv", "--output", other])
     assert growth.startswith("VirTex + ours, Words alone") and Image.open(other).width == 1170
+
+
+@NEEDS_PICTURES
+@pytest.mark.parametrize("module", ("downstream.pictures", "tools.plot"))
+def test_in_a_jupyter_cell(module, tmp_path):
+    """Its commands inherit a backend of matplotlib that may not be installed; none is needed."""
+    (tmp_path / "metrics.jsonl").write_text(2 * '{"iteration": 10, "loss": 1.0}\n')
+    script = {
+        "downstream.pictures": "module.draw_rows('curves.png', [('a dog', [])] * 2)",
+        "tools.plot": "module.main(module.get_args(['.']))",
+    }[module]
+    script = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; import {module} as module; {script}"
+    backend = "none_inline"
+    finished(run_script("-c", script, cwd=tmp_path, MPLBACKEND=backend))
+    with Image.open(tmp_path / "curves.png") as image:
+        assert min(image.size) > 0
+    check = run_script("-c", "import matplotlib.figure", MPLBACKEND=backend)
+    assert "is not a valid value for backend" in check.stderr
 
 
 @pytest.mark.parametrize("command, message", WRONG)

@@ -208,6 +208,9 @@ def test_postag_labels(tmp_path, capsys):
     assert "2 of 6 captions are left out" in capsys.readouterr().out
     fewer = labels_in(tmp_path, train, val, "--num-labels 2")
     assert words(fewer, fewer.train) == [{"dog", "red"}, {"dog", "red"}, set()]
+    assert "are nouns" not in capsys.readouterr().out
+    labels_in(tmp_path, train, val, "--pos nn")
+    assert "TextBlob says which words are nouns, and" in capsys.readouterr().out
 
 
 def test_topics_are_probabilities(tmp_path):
@@ -225,6 +228,14 @@ def test_topics_are_probabilities(tmp_path):
     topics = [name.split(", ") for name in labels.names]
     assert {"dog", "grass"} < set(topics[dog]) and {"bus", "street"} < set(topics[bus])
     assert [len(topic) for topic in topics] == [5, 5] and not {"the", "on"} & set(topics[dog])
+
+
+def test_topics_keep_what_is_seen(tmp_path):
+    """scikit-learn's English stop words take the fire of a fire hydrant, and front, side and top"""
+    seen = "fire front side top".split()
+    train = captioned(*20 * [["the fire on the side of it", "top in front of them"]])
+    labels = labels_in(tmp_path, train, train, "--labels lda --num-labels 1")
+    assert sorted(labels.names[0].split(", ")) == seen
 
 
 def test_labels_go_with_their_photos(tmp_path):

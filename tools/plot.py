@@ -14,6 +14,7 @@ import argparse
 import csv
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def get_args(argv=None):
 
 
 def main(args):
+    os.environ.pop("MPLBACKEND", None)  # a Jupyter kernel's, which may not be installed here
     from matplotlib.figure import Figure  # only here: it takes a second, which --help saves
 
     if args.runs[0].endswith(".csv"):
