@@ -206,15 +206,21 @@ def test_lvis(tmp_path, version):
     data = boxes.load("lvis", str(tmp_path), split)
     assert score(data, tmp_path) == MASKS
     results = json.loads((tmp_path / "detections.json").read_text())
-    empty = mask.encode(np.zeros((HEIGHT, WIDTH), np.uint8, order="F"))
+    nothing = mask.encode(np.zeros((HEIGHT, WIDTH), np.uint8, order="F"))
     wrong = {"bbox": [0, 0, 9, 9], "score": 0.99, "category_id": 3}
-    wrong["segmentation"] = {**empty, "counts": empty["counts"].decode()}
+    wrong["segmentation"] = {**nothing, "counts": nothing["counts"].decode()}
     for image, category, right in (102, 3, True), (102, 18, True), (101, 3, False):
         more = [*results, {**wrong, "image_id": image, "category_id": category}]
         assert (boxes.score(data, more, range(3)) == MASKS) == right
-    coco_layout(tmp_path, "lvis", split)  # no lists of negatives
-    with pytest.raises(SystemExit, match="lacks neg_category_ids"):
-        boxes.load("lvis", str(tmp_path), split)
+
+    def empty(rows):
+        for image in rows:
+            image["neg_category_ids"] = []
+
+    for more in {}, {"images": empty}:  # no lists of negatives
+        coco_layout(tmp_path, "lvis", split, **more)
+        with pytest.raises(SystemExit, match="lacks neg_category_ids"):
+            boxes.load("lvis", str(tmp_path), split)
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "TIFF"])
