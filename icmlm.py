@@ -203,7 +203,7 @@ def main(args):
         common.extra("small_bert").make_language_model(lm_name, args, train, device)
     common.barrier()
     tokenizer, lm = load_language_model(lm_name, device, args.amp)
-    teacher = zlib.crc32(lm.token_embeddings.cpu().numpy().tobytes())  # it is in no checkpoint
+    teacher = checksum(lm)
     if checkpoint and checkpoint["teacher"] != teacher:
         fail(f"{args.output} holds a run with another language model than {lm_name}: choose "
              "another --output, or delete the folder to start over")
@@ -545,6 +545,11 @@ def load_language_model(name, device, amp):
         fail(f"--lm {name} is not {kind}, but {type(model).__name__} without {missing[:3]}")
     model.float().to(device)  # transformers 5 keeps half precision
     return tokenizer, LanguageModel(model, amp)
+
+
+def checksum(lm):
+    """Of its token embeddings: the weights of LanguageModel are in no checkpoint"""
+    return zlib.crc32(lm.token_embeddings.cpu().numpy().tobytes())
 
 
 class LanguageModel(nn.Module):

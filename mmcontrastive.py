@@ -211,6 +211,7 @@ def main(args):
     val = retrieval_photos(val[0], args.seed) if val else train.select([])
     translated = common.fingerprint([], *[texts.joined for texts in translations])
     checkpoint = common.begin_run(args, train.checksum(), val.checksum(), translated)
+    bn_group = batchnorm_group(args)
     queue_size = fit_queue(args, len(train))
     tokenizer, config, pretrained = load_caption_model(args, checkpoint, train, device)
     photos = TwoViews(train, translations, args)
@@ -222,7 +223,7 @@ def main(args):
 
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
-    encoders = build_encoders(args, config, batchnorm_group(args))
+    encoders = build_encoders(args, config, bn_group)
     backbone = encoders["image"].trunk[0]
     if pretrained and not checkpoint:
         load_pretrained(encoders["caption"].trunk.bert, pretrained)

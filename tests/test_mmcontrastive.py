@@ -225,8 +225,8 @@ def test_photos_of_the_retrieval(coco_folder, monkeypatch):
     """Tab. 7: among 1,000 photos of the validation split, or all; here five, by the seed"""
     assert mmcontrastive.RETRIEVAL_IMAGES == 1000
     monkeypatch.setattr(mmcontrastive, "RETRIEVAL_IMAGES", 5)
-    flags = ["--data", "coco", "--root", str(coco_folder), "--seed"]
-    one, other = [mmcontrastive.retrieval_photos(mmcontrastive.get_args([*flags, x])) for x in "01"]
+    data = one_split("coco", str(coco_folder), "val2017")
+    one, other = [mmcontrastive.retrieval_photos(data, seed) for seed in (0, 1)]
     assert len(one) == len(other) == 5 and list(one.images) != list(other.images)
 
 
