@@ -287,7 +287,7 @@ WRONG = [
     ("papers.label_list --root {tmp} --output {tmp}/file/a.jsonl", IS_NO_FOLDER),
     ("papers.label_list --root {tmp} --output {tmp}",
      "must end in .jsonl, and must not be a folder"),
-    ("papers.label_list --root {tmp} --output {tmp}/a.jsonl", "has fewer than two classes: images. Is --root"),
+    ("papers.label_list --root {tmp} --output {tmp}/a.jsonl", "has fewer than two classes: images"),
 ]
 
 
