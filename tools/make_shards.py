@@ -234,8 +234,12 @@ def read_photo(path, tar, files):
     row = json.loads(content.get(".json", "{}"), object_pairs_hook=without_repeats)
     if not isinstance(row, dict):
         raise ValueError(f"{beside['.json'].name} is not an object with captions")
-    lines = content.get(".txt", b"").decode("utf-8-sig").splitlines()
-    caption = [row["caption"]] if row.get("caption") else []  # img2dataset writes one, or null
+    text = content.get(".txt", b"").decode("utf-8-sig")
+    caption = row.get("caption") or []  # of other tools: a text, a list of texts, or null
+    # img2dataset writes the same into KEY.txt, also if it is a list or has line breaks.
+    same = common.one_line(text) == common.one_line(str(caption))
+    caption = [caption] if isinstance(caption, str) else common.texts(caption)
+    lines = caption if same else text.splitlines()
     html_in = {"KEY.txt": lines, '"caption" of KEY.json': caption}  # which are cleaned
     given = {
         '"captions" of KEY.json': common.texts(row.get("captions")) or [],
