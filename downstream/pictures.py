@@ -138,7 +138,7 @@ def draw_attention(image, caption, words, path, side=192, columns=6):
         heat = (attention / attention.max()).float().cpu()
         heat = F.interpolate(heat[None, None], (side, side), mode="bicubic")
         heat = heat[0, 0, :, :, None].clamp(0, 1).numpy()
-        pixels = photo + 0.7 * heat * (np.array([255, 140, 0]) - photo)  # orange where it looks
+        pixels = photo + 0.6 * heat * (np.array([255, 140, 0]) - photo)  # orange where it looks
         photos.append((pixels.astype(np.uint8), word))
     rows = [("", photos[n : n + columns]) for n in range(0, len(photos), columns)]
     rows[0] = caption, photos[:columns]
