@@ -238,9 +238,34 @@ def fingerprint(names, *columns):
     return total
 
 
-def swap_left_right(caption):
-    """The caption of the flipped photo: left and right, as whole words [ours], are swapped."""
-    return re.sub(r"\b(?i:(left)|right)\b", lambda word: "right" if word[1] else "left", caption)
+def swap_left_right(text):
+    """The text of the mirrored photo: left and right are swapped as whole words, also between
+    underscores (turn_left), and their capitals stay. [ours]
+    """
+
+    def other_side(word):
+        other = "right" if word[0].lower() == "left" else "left"
+        if word[0].istitle():
+            return other.title()
+        return other.upper() if word[0].isupper() else other
+
+    return re.sub(r"(?<![^\W_])(?i:left|right)(?![^\W_])", other_side, text)
+
+
+def mirrored(names):
+    """For each of the labels the index of the one that it becomes in a mirrored photo -> (N,)
+
+    It is another one if left and right, swapped, make of its name another of the names. [ours]
+    """
+    becomes = np.arange(len(names))
+    for k, name in enumerate(map(str, names)):  # iNaturalist's are numbers
+        other = swap_left_right(name)
+        if other != name and other in names:
+            becomes[k] = names.index(other)
+    swapped = [name for k, name in enumerate(names) if becomes[k] != k]
+    if swapped and is_main():
+        report_once(f"in mirrored photos {len(swapped)} labels change sides: {swapped[:2]}")
+    return becomes
 
 
 def check_tokenizer(tokenizer, captions, name):
@@ -646,13 +671,13 @@ def choose_amp(device, requested):
     return requested or ("bf16" if native else "off")
 
 
-def default_workers():
-    """How many processes load photos for each process that trains, by the cores it may use"""
+def default_workers(measuring=False):
+    """How many processes load photos for each process that trains or measures, by its cores"""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine, by torchrun
     if torch.cuda.is_available():
         cores = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count())
         return min(24, max(1, len(cores) // processes - 1))
-    return min(8, os.cpu_count() // 2 // processes)
+    return min(8, os.cpu_count() // (1 if measuring else 2) // processes)
 
 
 def print_main(message):
@@ -807,20 +832,16 @@ def flags_of(path):
 
 
 def make_folder(path):
-    """Create --output, and remove what a `save` that was killed more than an hour ago has left."""
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         fail(f"--output {path} cannot be a folder: {error.strerror}")
-    for file in Path(path).glob("*.*.[0-9]*.tmp") if is_main() else ():
-        if time.time() - file.lstat().st_mtime > 3600:  # a younger one may still be in use
-            file.unlink()
 
 
 def save(path, content):
     """The first process writes JSON, or what torch.save takes. A crash leaves the old file."""
     if is_main():
-        temporary = f"{path}.{os.getpid()}.tmp"  # what a crash leaves; see make_folder
+        temporary = f"{path}.tmp"
         with open(temporary, "wb") as file:
             if f"{path}".endswith(".json"):
                 file.write(json.dumps(content, indent=1, ensure_ascii=False).encode())
@@ -858,20 +879,31 @@ def begin_run(args, *fingerprints):
     if earlier.get("format") != FORMAT:
         fail(f"{args.output} was written by an earlier version: it can be measured and captioned, "
              "not resumed; use tag before-less, or choose another --output")
-    if earlier["fingerprints"] != args.fingerprints:
-        fail(f"{args.output} holds a run with other data (or --lm, or back-translations): choose "
-             "another --output, or delete the folder to start over")
     if "lr" not in args.given:
         args.lr = earlier["lr"]  # see read_init, which this run does not call again
-    for name, now in vars(args).items():
-        if name not in RESUME_CAN_CHANGE and earlier.get(name, now) != now:
-            fail(f"{args.output} holds a run with {name} {earlier[name]}, not {now} (None: left "
-                 "out): choose another --output, or delete the folder to start over")
+    differing = [name for name, now in vars(args).items() if earlier.get(name, now) != now]
+    for name in differing:
+        if name not in RESUME_CAN_CHANGE and name != "fingerprints":
+            fail(f"{args.output} holds a run with {name} {earlier[name]}, not {vars(args)[name]} "
+                 "(None: left out): choose another --output, or delete the folder to start over")
+    if "fingerprints" in differing:
+        fail(f"{args.output} holds a run with other data (or --lm, or back-translations): choose "
+             "another --output, or delete the folder to start over")
     path = f"{args.output}/args.json"
     seconds = read_json(path).get("seconds", 0) if checkpoint and os.path.exists(path) else 0
     RUN["began"] = time.time() - seconds  # of the parts of an interrupted run
     save(path, vars(args) | circumstances() | {"seconds": seconds})
+    barrier()
+    check_shared(args.output, checkpoint.get("iteration", 0), os.path.exists(path))
     return checkpoint
+
+
+def check_shared(folder, *numbers):
+    """Fail if what the processes have found in --output differs: then nodes do not share it."""
+    mine = torch.tensor([numbers])
+    if world_size() > 1 and (gather(mine) != mine).any():
+        fail(f"--output {folder} is not the same folder on all nodes, or holds another state on "
+             "one of them: give a folder that they share")
 
 
 def circumstances():
@@ -974,7 +1006,7 @@ class Log:
             done = checkpoint.get("iteration", 0)
             lines = [x for x in self.path.read_text().splitlines(True) if x.endswith("}\n")]
             kept = [line for line in lines if json.loads(line)["iteration"] <= done]
-            temporary = Path(f"{self.path}.{os.getpid()}.tmp")
+            temporary = Path(f"{self.path}.tmp")
             temporary.write_text("".join(kept))
             os.replace(temporary, self.path)
         self.begin()

@@ -25,8 +25,7 @@ result is one table, and in --output result.json: {"args", "image_size", "backbo
     layers         linear layers on VGG-16's last 3 convolutions, with augmentation      either
 
 Photos have several labels, or one (--data folder), which top-1 needs. Linear layers are kept in
---output, from which sgd-virtex and layers resume. MoCo's probe of ImageNet, which VirTex quotes in
-Tab. 2, is --protocol sgd-virtex --lr 30 --steps 0.6 0.8; PCL's has --lr 5.
+--output, from which sgd-virtex and layers resume.
 Early stopping: train with --keep-every, give --weights runs/NAME/model_*.pth, and take the best on
 VOC07 with --train-split train --val-split val [VirTex Sec. 3], or with --hold-out 0.2 [ours].
 --embed FOLDER measures nothing, and needs no labels: of all photos in this folder and those within
@@ -46,7 +45,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -84,7 +82,7 @@ def get_args(argv=None):
         help="train on this many photos of each class, with all labels that they have")
     add("--hold-out", type=number(">= 0, < 1"), default=0.0, metavar="FRACTION",
         help="test on this fraction of the training split, not on --val-split; train on the rest")
-    add("--workers", type=number("int >= 0"), default=common.default_workers(),
+    add("--workers", type=number("int >= 0"), default=common.default_workers(measuring=True),
         help="processes that load photos; with 0 the main process loads them")
     add = parser.add_argument_group("linear layers (the defaults are the protocol's)").add_argument
     add("--epochs", type=number("int > 0"), help="passes over the training photos")
@@ -205,16 +203,12 @@ def decide(runs, data, val):
     all processes but the first
     """
     protocol = runs[0].protocol
-    if protocol.trained_on == "features":  # extracted once: the runs draw rows of these matrices
-        train_x = extract_features(runs[0], data, [run.train_rows for run in runs])
-        test_x = extract_features(runs[0], val, [run.test_rows for run in runs])
+    if protocol.trained_on == "features":  # extracted once, in place of the photos
+        data = extract_features(runs[0], data, [run.train_rows for run in runs])
+        val = extract_features(runs[0], val, [run.test_rows for run in runs])
     for run in runs:
         torch.manual_seed(run.args.seed)
-        if protocol.trained_on == "features":
-            train, test = train_x.select(run.train_rows), test_x.select(run.test_rows)
-        else:
-            train, test = data.select(run.train_rows), val.select(run.test_rows)
-        yield protocol.decide(train, test, run)
+        yield protocol.decide(data.select(run.train_rows), val.select(run.test_rows), run)
 
 
 def run_alone():
@@ -264,10 +258,6 @@ def over_runs(runs):
 # ------------------------------------------------------------------------------------- backbones
 
 
-def is_file(source):
-    return source not in ("random", "imagenet") and not source.startswith("clip:")
-
-
 def trained_with(source, flag):
     """The value of a flag when a file was trained; None if nothing says it"""
     flags = common.flags_of(source)
@@ -282,9 +272,10 @@ def look_into_files(args):
     What nothing says of one of them is that of the first file that says it.
     """
     archs, sizes = {}, {}
-    for source in filter(is_file, args.weights):
-        archs[source] = load_backbone(source, args.arch, 0).arch
-        sizes[source] = trained_with(source, "image_size")
+    for source in args.weights:
+        if source not in ("random", "imagenet") and not source.startswith("clip:"):
+            archs[source] = load_backbone(source, args.arch, 0).arch
+            sizes[source] = trained_with(source, "image_size")
     first_arch = args.arch or next(iter(archs.values()), "resnet50")
     on_scenes = args.data == "shapes" and not args.embed
     first_size = next(filter(None, sizes.values()), 48 if on_scenes else 224)
@@ -330,7 +321,7 @@ class LabelData:
     images: np.ndarray  # (N,) of paths, or of what `open` takes instead
     labels: np.ndarray
     names: list
-    open: callable = Image.open  # images[i] -> PIL image, not yet decoded
+    open: callable = common.CaptionData.open  # images[i] -> PIL image, not yet decoded
 
     def __len__(self):
         return len(self.images)
@@ -517,7 +508,7 @@ class Outputs:
     rows: np.ndarray = None  # (N,) the photos' indices in their LabelData
 
     def select(self, rows):
-        """Not copied if they are all, which may fill the memory"""
+        """Those of `rows`, not copied if they are all, which may fill the memory"""
         keep = np.isin(self.rows, rows)
         return self if keep.all() else Outputs(self.x[keep], self.y[keep], self.rows[keep])
 

@@ -22,7 +22,7 @@ Where the paper is:
     TP-Postag [Sec. 3.1]                   count_concepts, top_concepts, make_labels
     TP-LDA, TP-Label [Sec. 4]              lda_labels, label_loss; make_labels
     module tp of Fig. 2                    tag_head
-    rotations, recipes [App. F.1]          four_rotations; RECIPES, VGG16, ROTATION
+    rotations, recipes [App. F.1]          four_rotations; FLAGS, VGG16, ROTATION
 
 What to expect: the loss starts near ln K for K labels (0.7 K for topics) and soon reaches the loss
 of predicting the label frequencies. It never comes near zero, because a photo with n labels costs
@@ -542,15 +542,13 @@ class LabelledPhotos(common.Photos):
     def __init__(self, data, labels, names, args):
         super().__init__(data, args)
         self.labels = labels  # (N, K) sparse
-        other = {"left": "right", "right": "left"}  # these labels are swapped by a flip [ours]
-        index = {name: k for k, name in enumerate(names)}
-        self.if_flipped = [index.get(other.get(name), k) for k, name in enumerate(names)]
+        self.mirrored = common.mirrored(names)  # left and right are swapped by a flip [ours]
 
     def sample(self, index, rng):
         """-> image uint8 (size, size, 3), jitter (4,), targets (K,)"""
         sample, flipped = self.photo(index, rng)
         targets = self.labels[[index]].toarray()[0]
-        return sample | {"targets": targets[self.if_flipped] if flipped else targets}
+        return sample | {"targets": targets[self.mirrored] if flipped else targets}
 
 
 def four_rotations(images):

@@ -209,12 +209,13 @@ def main(args):
     if text_iters and not checkpoint and common.is_main():
         language_first(model, photos, text_iters, args, device)
     ddp = common.data_parallel(model).train()  # all processes get the first one's weights
-    slow_model = copy.deepcopy(model)  # of look-ahead; copied after DDP has made all equal
     groups = parameter_groups(model, args.text_lr)
     optimizer = common.build_optimizer(args, groups)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     state = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    state["lookahead"] = slow_model
+    if args.lookahead_alpha < 1:
+        slow_model = copy.deepcopy(model)  # after DDP has made all processes' weights equal
+        state["lookahead"] = slow_model
     weights = [*model.parameters()]  # listed once, because it takes time
     done = common.restore(args, checkpoint, iters, state)
 
@@ -247,7 +248,7 @@ def main(args):
         nn.utils.clip_grad_norm_(weights, 10.0)
         scaler.step(optimizer)
         scaler.update()
-        if iteration % LOOKAHEAD_K == 0:
+        if args.lookahead_alpha < 1 and iteration % LOOKAHEAD_K == 0:
             look_ahead(slow_model, model, args.lookahead_alpha)
 
         # Log, validate, save

@@ -1,69 +1,58 @@
 """Photos with boxes for detection.py: VOC, COCO, LVIS and the built-in scenes; scores; a picture"""
 
 import contextlib
+import importlib.util
 import io
 import json
-from collections import Counter
+import warnings
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 import common
-from common import fail
+from common import fail, print_main
 from downstream import pictures
-from extras import shapes, sources
+from extras import shapes
 
 SCORES = "AP", "AP50", "AP75"
 
 
 class BoxData:
-    """Photos with boxes in COCO's JSON format, which pycocotools scores; VOC is converted to it.
+    """Photos with boxes
 
-    content: {"images", "annotations", "categories"}.  images: (N,) of paths, or of what `open`
-    takes instead.  source, path: where they are from.  names: {category id: name}.  masks: whether
-    there are any.  objects: JSON for each photo, [[class from 1, x, y, w, h, segmentation], ...],
-    without COCO's crowds and without empty boxes.
+    content: {"images", "annotations", "categories"} as in COCO's files, which pycocotools scores.
+    source: "shapes", "voc", "coco" or "lvis".  images: (N,) of paths or scenes.  ids, sizes: of
+    images.  categories: {id: name}, in the order of the classes, which is that of their names,
+    because ids may differ between splits.  mirrored: see common.mirrored.  masks: whether there are
+    any.  objects: JSON for each photo, [[class from 1, x, y, w, h, segmentation], ...], without
+    COCO's crowds.
     """
 
-    def __init__(self, content, images, source, path=None, open=Image.open):
-        from pycocotools.coco import COCO
-
+    def __init__(self, content, source):
         self.content = content
-        self.images = images
         self.source = source
-        self.open = open
-        self.ids = [image["id"] for image in content["images"]]
-        self.sizes = [(image.get("width"), image.get("height")) for image in content["images"]]
-        categories = sorted(content["categories"], key=lambda category: category["id"])
-        self.names = {category["id"]: category["name"] for category in categories}
-        class_of = {category: k for k, category in enumerate(self.names, 1)}
-        objects = {image: [] for image in self.ids}
-        coco = COCO()
-        coco.imgs = {image["id"]: image for image in content["images"]}
-        for number, row in enumerate(content["annotations"], 1):
-            name = row.get("id", number)
-            try:
-                complete(row, number, coco)
-                of_image, label = objects[row["image_id"]], class_of[row["category_id"]]
-            except Exception as error:  # pycocotools raises several kinds
-                fail(f"{path}, annotation {name}: {error!r} (a KeyError names an id or a field "
-                     "that the file does not have)")
-            crowd = row["iscrowd"] and source != "voc"  # those are only difficult [Detectron2]
-            if not crowd and min(row["bbox"][2:]) > 0.01:
-                of_image.append([label, *row["bbox"], row["segmentation"]])
-
-        rows = content["annotations"]
+        self.open = shapes.draw if source == "shapes" else common.open_photo
+        images, rows = content["images"], content["annotations"]
+        paths = [image["path"] for image in images]
+        self.images = np.array(paths, object if source == "shapes" else common.STRINGS)
+        self.ids = [image["id"] for image in images]
+        self.sizes = [(image["width"], image["height"]) for image in images]
+        categories = sorted((row["name"], row["id"]) for row in content["categories"])
+        self.categories = {number: name for name, number in categories}
+        self.names = list(self.categories.values())
+        self.mirrored = torch.from_numpy(common.mirrored(self.names))
         self.masks = any(row["segmentation"] and not row["iscrowd"] for row in rows)
-        if self.masks:
-            content["annotations"] = [row for row in rows if row["segmentation"]]
-            objects = {image: [o for o in objects[image] if o[-1]] for image in objects}
-        left_out = len(rows) - len(content["annotations"])
-        if left_out:
-            common.print_main(f"{path}: {left_out} annotations have no mask, and are left out")
+        class_of = {number: k for k, number in enumerate(self.categories, 1)}
+        objects = {number: [] for number in self.ids}
+        for row in rows:
+            if source == "voc" or not row["iscrowd"]:  # VOC's are only difficult [Detectron2]
+                found = [class_of[row["category_id"]], *row["bbox"], row["segmentation"]]
+                objects[row["image_id"]].append(found)
         self.objects = np.array([json.dumps(found) for found in objects.values()], common.STRINGS)
 
     def __len__(self):
@@ -73,81 +62,193 @@ class BoxData:
         return json.loads(self.objects[i])
 
 
-def load(name, root, split):
+def load(source, root, split):
     """One split of "shapes", "voc", "coco" or "lvis" -> BoxData"""
-    if name == "shapes":
-        return shapes_objects(split)
-    root = root or f"datasets/{name}"
-    if name == "voc":
-        return voc_objects(root, split)
-    kind = "lvis" if name == "lvis" else "instances"
-    path = f"{root}/annotations/{kind}_{split}.json"
-    content = common.read_json(path)
-    paths = []
-    for image in content["images"]:
-        file = f"{split}/{image.get('file_name')}"
-        if name == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
-            file = "/".join(image["coco_url"].split("/")[-2:])
-        paths.append(f"{root}/{file}")
-    return BoxData(content, pictures.photo_files(paths).images, name, path)
+    root = root or f"datasets/{source}"
+    name = f"{root}, {split}"
+    if source == "shapes":
+        content = scenes(split)
+    elif source == "voc":
+        content = voc(root, split)
+    else:
+        name = f"{root}/annotations/{'lvis' if source == 'lvis' else 'instances'}_{split}.json"
+        content = common.read_json(name)
+    try:
+        for part in "images", "categories":
+            for number, times in Counter(row["id"] for row in content[part]).most_common(1):
+                if times > 1:
+                    fail(f"{name}: {times} of the {part} have the id {number}")
+        for image in content["images"]:
+            if source == "coco":
+                image["path"] = f"{root}/{split}/{image['file_name']}"
+            elif source == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
+                image["path"] = "/".join([root, *image["coco_url"].split("/")[-2:]])
+        for path, times in Counter(row["path"] for row in content["images"]).most_common(1):
+            if times > 1:  # Label Studio writes a photo once for each annotator
+                fail(f"{name} lists {path} {times} times: give all of its objects one image_id")
+        if source == "lvis":
+            negatives = [image.get("neg_category_ids") for image in content["images"]]
+            if None in negatives or not any(negatives):
+                fail(f"{name} lacks neg_category_ids, the classes known not to be in a photo. "
+                     "Without them LVIS's score misses most wrong detections: use --data coco")
+            for category in content["categories"]:
+                category.setdefault("frequency", "f")  # for scores that we do not print
+        return BoxData(complete(content, source, name), source)
+    except KeyError as error:
+        fail(f"{name} is not in the format of {source}: it, or an entry, lacks {error}")
 
 
-def complete(row, number, coco):
-    """Add to an annotation what people's own COCO files may lack. Its number becomes its id."""
-    _, _, width, height = row["bbox"] = [float(value) for value in row["bbox"]]
-    found = row.get("segmentation") or []
-    if isinstance(found, list):  # of polygons; otherwise run lengths
-        found = [polygon for polygon in found if len(polygon) >= 6 and len(polygon) % 2 == 0]
-    # Ids count from 1, because pycocotools takes 0 for no match.
-    row |= {"id": number, "iscrowd": row.get("iscrowd") or 0, "segmentation": found}
-    if row.get("area") is None:
-        row["area"] = int(coco.annToMask(row).sum()) if found else width * height
+def fitting(images, name):
+    """Leave out photos whose size is not the annotated one. Boxes are of photos as EXIF turns them.
+
+    images: as in COCO's files, with a "path"; without "width" and "height" they get the photo's.
+    name: for the lines that are printed.  -> the images that fit
+    """
+    fit, others, unclear = [], defaultdict(list), 0
+    for image in common.progress(images, desc="sizes of photos", leave=False):
+        given = [float(image.get(side) or 0) for side in ("width", "height")]
+        try:
+            with Image.open(image["path"]) as photo:  # it reads the first bytes only
+                orientation = Image.Image.getexif(photo).get(ExifTags.Base.Orientation, 1)
+        except Exception:  # PIL's decoders raise a dozen kinds
+            others["which cannot be opened"].append(image)
+            continue
+        size = stored = [*photo.size]
+        if orientation >= 5 and photo.format == "TIFF":  # PIL itself turns those
+            stored = size[::-1]
+        elif orientation >= 5:
+            size = stored[::-1]
+        if given == size or 0 in given:
+            image["width"], image["height"] = size
+            unclear += orientation > 1 and (0 in given or size == stored)
+            fit.append(image)
+        elif given == stored:
+            others["annotated as they are stored, not as EXIF turns them"].append(image)
+        else:
+            others["annotated with another size"].append(image)
+    if unclear:
+        print_main(f"{name}: EXIF turns or mirrors {unclear} photos whose annotated size does not "
+                   "tell whether boxes are of the turned photo: they are taken as such")
+    for reason, found in others.items():
+        count = f"{len(found)} of {len(images)} photos are left out"
+        print_main(f"{name}: {count}, {reason}: {found[0]['path']}")
+    return fit
 
 
-def voc_objects(root, split):
+def complete(content, source, name):
+    """-> content with all that pycocotools needs. What is odd or left out is counted."""
+    from pycocotools import mask
+    from pycocotools.coco import COCO
+
+    coco = COCO()
+    coco.imgs = {image["id"]: image for image in content["images"]}
+    coco.cats = {category["id"]: category for category in content["categories"]}
+    images = content["images"]
+    if source != "shapes":
+        pictures.photo_files([image["path"] for image in images])  # it fails if some are missing
+        images = fitting(images, name)
+    kept = {image["id"] for image in images}
+    rows, counts, total = [], Counter(), len(content["annotations"])
+    for number, row in enumerate(content["annotations"], 1):
+        try:
+            photo, _ = coco.imgs[row["image_id"]], coco.cats[row["category_id"]]
+            if row["image_id"] not in kept:
+                continue
+            x, y, width, height = map(float, row["bbox"])
+            counts["have swapped corners: put in order"] += width < 0 or height < 0
+            x, width = min(x, x + width), abs(width)
+            y, height = min(y, y + height), abs(height)
+            if source == "voc":  # which counts pixels from 1; the last one belongs to the box
+                x, y, width, height = x - 1, y - 1, width + 1, height + 1
+            found = row.get("segmentation") or []
+            if isinstance(found, list):  # of polygons; otherwise run lengths
+                polygons = [part for part in found if len(part) >= 6 and len(part) % 2 == 0]
+                counts["have a polygon without three corners: left out"] += polygons != found
+                found = polygons
+            # Ids count from 1, because pycocotools takes 0 for no match.
+            row |= {"id": number, "bbox": [x, y, width, height], "segmentation": found}
+            row["iscrowd"] = int(row.get("iscrowd") or 0)
+            if row.get("area") is None:
+                row["area"] = int(mask.area(coco.annToRLE(row))) if found else width * height
+        except Exception as error:  # pycocotools raises several kinds
+            fail(f"{name}, annotation {row.get('id', number)}: {error!r} (a KeyError names an id "
+                 "or a field that the file does not have)")
+        empty = not min(width, height) > 0.01  # or NaN
+        beyond = max(-x, -y, x + width - photo["width"], y + height - photo["height"])
+        counts["leave their photo (a box is x, y, width, height)"] += beyond > 1
+        counts["have a box without area: left out"] += empty
+        if not empty:
+            rows.append(row)
+    kind = "difficult: learned, but" if source == "voc" else "crowds (iscrowd 1): not learned and"
+    counts[f"are {kind} not scored"] = sum(row["iscrowd"] for row in rows)
+    if any(row["segmentation"] and not row["iscrowd"] for row in rows):
+        counts["have no mask: left out"] = sum(not row["segmentation"] for row in rows)
+        rows = [row for row in rows if row["segmentation"]]
+    for what, count in counts.items():
+        if count:
+            print_main(f"{name}: {count} of {total} annotations {what}")
+    if all(row["iscrowd"] for row in rows):
+        hint = ": tools write iscrowd 1 for painted masks, too; if yours are objects, set it to 0"
+        fail(f"{name} has no object to score{hint if rows and source != 'voc' else ''}")
+    return {**content, "images": images, "annotations": rows}
+
+
+def voc(root, split):
     """Annotations/*.xml of the photos in ImageSets/Main/{list}.txt, of one year or several
 
-    A difficult object becomes a crowd, which pycocotools ignores (see plain_iou). -> BoxData
+    -> content as in COCO's files, but with VOC's counting of pixels. A difficult object becomes a
+    crowd, which pycocotools ignores (see plain_iou).
     """
-    paths, rows = [], []
+    images, rows = [], []
     for part in split.split("+"):
         year, _, image_set = part.partition("_")
         folder = Path(root, f"VOC{year}")
         photo_list = folder / "ImageSets" / "Main" / f"{image_set}.txt"
         if not photo_list.is_file():
             fail(f"there is no {photo_list}: a split is 2007_test or 2007_trainval+2012_trainval")
-        for name in photo_list.read_text().split():
-            paths.append(str(folder / "JPEGImages" / f"{name}.jpg"))
-            tree = ElementTree.parse(folder / "Annotations" / f"{name}.xml")
-            for element in tree.getroot().findall("object"):
-                box = {edge.tag: float(edge.text) for edge in element.find("bndbox")}
-                left, top = box["xmin"] - 1, box["ymin"] - 1  # VOC counts pixels from 1
-                row = {"image_id": len(paths), "category_id": element.find("name").text}
-                row["bbox"] = [left, top, box["xmax"] - left, box["ymax"] - top]
-                row["iscrowd"] = int(element.findtext("difficult", "0"))
-                rows.append(row)
-    classes = sorted({row["category_id"] for row in rows})
-    content = coco_format(range(1, len(paths) + 1), rows, {name: name for name in classes})
-    return BoxData(content, pictures.photo_files(paths).images, "voc")
+        lines = photo_list.read_text("utf-8-sig").splitlines()
+        files = [folder / "Annotations" / f"{line.strip()}.xml" for line in lines if line.strip()]
+        missing = [file for file in files if not file.is_file()]
+        if missing:
+            fail(f"{len(missing)} of {len(files)} photos of {photo_list} have no annotations, the "
+                 f"first is {missing[0]}. A photo without objects needs an XML without objects")
+        for file in files:
+            image = {"id": len(images) + 1, "path": f"{folder}/JPEGImages/{file.stem}.jpg"}
+            images.append(image)
+            try:
+                tree = ElementTree.parse(file)
+                image |= {side: tree.findtext(f"size/{side}") for side in ("width", "height")}
+                for found in tree.iterfind("object"):
+                    edges = {edge.tag: float(edge.text) for edge in found.find("bndbox")}
+                    left, top = edges["xmin"], edges["ymin"]
+                    rows.append({
+                        "image_id": image["id"],
+                        "category_id": found.find("name").text.strip(),
+                        "bbox": [left, top, edges["xmax"] - left, edges["ymax"] - top],
+                        "iscrowd": int(found.findtext("difficult") or 0),
+                    })
+            except Exception as error:  # no XML, or no name, box or number in it
+                fail(f"{file} is no XML, or an object in it has no name, box or number ({error})")
+    names = {row["category_id"]: row["category_id"] for row in rows}
+    return as_coco(images, rows, names)
 
 
-def shapes_objects(split, side=96):
-    """The built-in scenes, drawn at 96 px; only the first 500 of the validation split"""
-    scenes = shapes.SPLITS.get(split) or fail(f"--data shapes has no split {split}")
-    scenes = scenes[:500] if split == "val" else scenes
+def scenes(split, side=96):
+    """The built-in scenes, drawn at 96 px; only the first 500 of the validation split -> content"""
+    numbers = shapes.SPLITS.get(split) or fail(f"--data shapes has no split {split}")
+    numbers = numbers[:500] if split == "val" else numbers
+    images = [{"id": n, "path": n, "width": side, "height": side} for n in numbers]
     rows = []
-    for scene in scenes:
-        for o in shapes.objects_of(scene):
+    for n in numbers:
+        for o in shapes.objects_of(n):
             left, top, _, _ = o.box
             box = [side * left, side * top, 2 * side * o.radius, 2 * side * o.radius]
             category = shapes.SHAPES.index(o.shape)
-            rows.append({"image_id": scene, "category_id": category, "bbox": box})
-    content = coco_format(scenes, rows, dict(enumerate(shapes.SHAPES)))
-    return BoxData(content, np.array(scenes, object), "shapes", open=shapes.draw)
+            rows.append({"image_id": n, "category_id": category, "bbox": box})
+    return as_coco(images, rows, dict(enumerate(shapes.SHAPES)))
 
 
-def coco_format(image_ids, annotations, names):
-    images = [{"id": image_id} for image_id in image_ids]
+def as_coco(images, annotations, names):
     categories = [{"id": category, "name": name} for category, name in names.items()]
     return {"images": images, "annotations": annotations, "categories": categories}
 
@@ -159,8 +260,8 @@ def training_rows(data, seed):
     of photos with its rarest class. Fractions are rounded at random, once [ours].
     """
     rows = [i for i in range(len(data)) if data.objects_of(i)]
-    if not rows:
-        fail("no photo of the training split has an object: see --train-split")
+    if len(rows) < len(data):
+        print_main(f"{len(data) - len(rows)} photos without objects are not trained on")
     if data.source != "lvis":
         return rows
     labels_of = [{found[0] for found in data.objects_of(i)} for i in rows]
@@ -187,32 +288,34 @@ class BoxPhotos(common.Photos):
 
     def sample(self, index, rng):
         i = self.rows[index]
-        try:  # boxes refer to the photo turned upright, and its size must fit, as in Detectron2
-            photo = ImageOps.exif_transpose(sources.to_rgb(self.data.open(self.data.images[i])))
-            if self.data.sizes[i] not in (photo.size, (None, None)):
-                raise ValueError(f"{photo.size} upright, {self.data.sizes[i]} in the annotations")
+        try:
+            photo = self.data.open(self.data.images[i])
+            photo = ImageOps.exif_transpose(common.to_rgb(photo))
+            if photo.size != self.data.sizes[i]:
+                raise ValueError(f"its size is {photo.size}, not {self.data.sizes[i]}")
         except Exception as error:  # PIL's decoders raise a dozen kinds
             raise common.Unreadable(f"{self.data.images[i]} ({error})") from error
         image = torch.from_numpy(np.array(photo)).permute(2, 0, 1).contiguous()
         sample = {"image": image, "image_id": torch.tensor(i)}
         if rng is not None:
             flipped = bool(rng.integers(2))
-            sample |= make_target(self.data, i, image, flipped)
+            sample |= make_target(self.data, i, flipped)
             sample["image"] = image.flip(2) if flipped else image
         return sample
 
 
-def make_target(data, i, image, flipped):
+def make_target(data, i, flipped):
     """The objects of a photo -> boxes (N, 4) as corners, labels (N,), masks (N, H, W) if any"""
     from pycocotools.coco import COCO
 
-    _, height, width = image.shape
+    width, height = data.sizes[i]
     objects = data.objects_of(i)
     labels = torch.tensor([found[0] for found in objects])
     boxes = torch.tensor([found[1:5] for found in objects])
     boxes[:, 2:] += boxes[:, :2]
     if flipped:
         boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
+        labels = 1 + data.mirrored[labels - 1]
     target = {"boxes": boxes, "labels": labels}
     if data.masks:
         coco = COCO()
@@ -234,45 +337,46 @@ def collate(samples):
     return {"samples": Samples(samples)}
 
 
-def score(val, results):
-    """Rows of evaluate -> {"AP", "AP50", "AP75"} in percent, with masks also {"mask AP", ...}"""
-    scores = dict(zip(SCORES, average_precision(val, results, "bbox")))
+def score(val, results, photos):
+    """-> {"AP", "AP50", "AP75"} in percent, with masks also {"mask AP", ...}
+
+    results: detections in COCO's format.  photos: indices of those that count
+    """
+    scores = average_precision(val, results, photos, "bbox")
     if val.masks:
-        masks = average_precision(val, results, "segm")
-        scores |= {f"mask {name}": value for name, value in zip(SCORES, masks)}
+        masks = average_precision(val, results, photos, "segm")
+        scores |= {f"mask {name}": value for name, value in masks.items()}
     return scores
 
 
-def average_precision(val, results, kind):
-    """kind: "bbox" or "segm" -> AP, AP50, AP75 in percent, by pycocotools or, for LVIS, lvis"""
+def average_precision(val, results, photos, kind):
+    """kind: "bbox" or "segm" -> {"AP", "AP50", "AP75"}, those of LVIS by faster-coco-eval"""
     if not results:
-        return 0.0, 0.0, 0.0
-    results = [dict(row) for row in results]  # both packages write into the rows
+        return dict.fromkeys(SCORES, 0.0)
     if val.source == "lvis":
-        from lvis import LVIS, LVISEval, LVISResults
+        from faster_coco_eval import COCO, COCOeval_faster
 
-        np.float = float  # for lvis 0.5.3: numpy 1.24 dropped it
-        LVIS._load_json = lambda self, content: content  # completed, not as in the file
-        truth = LVIS(val.content)
-        evaluation = LVISEval(truth, LVISResults(truth, results, max_dets=300), kind)
-        evaluation.run()
-        return [100 * float(evaluation.get_results()[name]) for name in SCORES]
+        COCOeval = partial(COCOeval_faster, lvis_style=True)
+    else:
+        from pycocotools.coco import COCO
+        from pycocotools.cocoeval import COCOeval
 
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
+    results = [dict(row) for row in results]  # both packages write into the rows
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO()
         truth.dataset = val.content
         truth.createIndex()
         evaluation = COCOeval(truth, truth.loadRes(results), kind)
+        evaluation.params.imgIds = [val.ids[i] for i in photos]
+        if val.source == "lvis":
+            evaluation.params.maxDets = [300]
         if val.source == "voc":
             evaluation.params.recThrs = np.linspace(0, 1, 11)  # VOC07's, as Detectron2 on 2007_test
             evaluation.computeIoU = partial(plain_iou, evaluation)
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
-    return [100 * float(value) for value in evaluation.stats[:3]]
+    return {name: 100 * float(value) for name, value in zip(SCORES, evaluation.stats)}
 
 
 def plain_iou(evaluation, image, category):
@@ -289,28 +393,31 @@ def plain_iou(evaluation, image, category):
     return mask.iou(detections, objects, [0] * len(objects))
 
 
-def draw(val, results, path, side=320):
-    """Draw eight validation photos, resized to squares, with detections that score above 0.5."""
+def draw(val, results, path):
+    """Draw eight validation photos with detections that score above 0.5."""
+    if not importlib.util.find_spec("matplotlib"):
+        return print_main(f"{path} is not drawn: pip install matplotlib")
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
     from pycocotools import mask
 
     samples = BoxPhotos(val, range(len(val)))
-    photos = []
+    figure = Figure((14, 7), layout="constrained")
     for n in range(min(8, len(val))):
         sample = samples[n]
         pixels = sample["image"].permute(1, 2, 0).numpy()
-        height, width, _ = pixels.shape
-        scale = np.array([side / width, side / height] * 2)
         image_id = val.ids[sample["image_id"]]
-        shown = [row for row in results if row["image_id"] == image_id and row["score"] > 0.5]
-        for row in shown if val.masks else ():
-            pixels[mask.decode(row["segmentation"]) > 0, 0] = 255  # red
-        photo = Image.fromarray(pixels).resize((side, side))
-        canvas = ImageDraw.Draw(photo)
-        for row in shown:
-            x, y, w, h = row["bbox"]
-            corners = (scale * (x, y, x + w, y + h)).tolist()
-            name = f" {val.names[row['category_id']]} {row['score']:.2f}"
-            canvas.rectangle(corners, outline="yellow", width=2)
-            canvas.text(corners[:2], name, "yellow")
-        photos.append((np.asarray(photo), ""))
-    pictures.draw_rows(path, [("", photos[:4]), ("", photos[4:])], below=0, side=side)
+        axes = figure.add_subplot(2, 4, n + 1)
+        axes.axis("off")
+        for row in [row for row in results if row["image_id"] == image_id and row["score"] > 0.5]:
+            if val.masks:
+                pixels[mask.decode(row["segmentation"]) > 0, 0] = 255  # red
+            x, y, width, height = row["bbox"]
+            axes.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor="yellow"))
+            name = f"{val.categories[row['category_id']]} {row['score']:.2f}"
+            style = {"family": pictures.fonts_for(name), "parse_math": False, "clip_on": True}
+            axes.text(x, y, name, color="yellow", va="top", **style)
+        axes.imshow(pixels)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # letters without a font: see pictures.NO_FONT
+        figure.savefig(path)

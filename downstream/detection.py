@@ -8,9 +8,9 @@ the same settings. All layers are trained; batch norm is synchronised, and re-es
     COCO or LVIS    torchrun --nproc_per_node=8 -m downstream.detection --data coco   (or lvis)
 
 --root holds VOC2007/ and VOC2012/; or annotations/instances_{split}.json (LVIS: lvis_{split}.json)
-beside train2017/ and val2017/. A VOC split is YEAR_LIST, or several joined by +. On shapes a second
-detector is trained from random initialisation, into OUTPUT/random. The same command resumes. The
-flags of VirTex's Tabs. 1, 7 and 8 are in papers/virtex.sh.
+beside train2017/ and val2017/. A VOC split is YEAR_LIST, or several joined by +. Boxes are of
+photos as EXIF turns them. On shapes a second detector is trained from random initialisation, into
+OUTPUT/random. The same command resumes. Commands of VirTex's Tabs. 1, 7, 8: papers/virtex.sh.
 
 Scores are COCO's AP (IoU 0.50 to 0.95), AP50 and AP75, on VOC with VOC07's 11 recalls. The papers
 use Detectron2, we use torchvision's parts [ours]. Known differences: box losses are smooth L1 with
@@ -104,8 +104,8 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     runs = tasks.compared_runs(args)
-    for package in ["pycocotools", "lvis"] if args.data == "lvis" else ["pycocotools"]:
-        if not importlib.util.find_spec(package):
+    for package in ["pycocotools", "faster-coco-eval"] if args.data == "lvis" else ["pycocotools"]:
+        if not importlib.util.find_spec(package.replace("-", "_")):
             fail(f"{package} is needed to score detections: pip install {package}")
     train = boxes.load(args.data, args.root, args.train_split)
     val = boxes.load(args.data, args.root, args.val_split)
@@ -267,17 +267,20 @@ def evaluate(val, model, args, device):
         for sample, output in zip(batch["samples"], outputs):
             i = sample["image_id"].item()
             rows_of[i] = result_rows(val, i, output)
+    if len(rows_of) < len(val):
+        lost = len(val) - len(rows_of)
+        print_main(f"{lost} of {len(val)} photos cannot be decoded: left out of the score")
     results = [row for rows in rows_of.values() for row in rows]
     common.save(f"{args.output}/detections.json", results)
     boxes.draw(val, results, f"{args.output}/detections.png")
-    return boxes.score(val, results)
+    return boxes.score(val, results, list(rows_of))
 
 
 def result_rows(val, i, output):
     """The detections of one photo -> rows of image_id, category_id, bbox, score, segmentation"""
     from pycocotools import mask
 
-    category_ids = list(val.names)
+    category_ids = list(val.categories)
     output = {name: values.float().cpu().numpy() for name, values in output.items()}
     rows = []
     for n, (left, top, right, bottom) in enumerate(output["boxes"].tolist()):

@@ -206,13 +206,19 @@ def labelled_split(name, root, split):
 
 def inat_labels(root, split):
     """{split}.json of iNaturalist 2018, photos below `root` -> eval_linear.LabelData"""
-    content = common.read_json(f"{root}/{split}.json")
+    path = f"{root}/{split}.json"
+    content = common.read_json(path)
+    if not content.get("annotations"):
+        fail(f"{path} has no annotations, like iNaturalist's test2018.json: name a labelled split")
     category_of = {row["image_id"]: row["category_id"] for row in content["annotations"]}
-    paths = [os.path.join(root, image["file_name"]) for image in content["images"]]
-    categories = [category_of[image["id"]] for image in content["images"]]
-    names, labels = np.unique(categories, return_inverse=True)
+    images = [image for image in content["images"] if image["id"] in category_of]
+    lost = len(content["images"]) - len(images)
+    if lost:
+        print_main(f"{path}: {lost} of {len(content['images'])} photos have no label: left out")
+    paths = [os.path.join(root, image["file_name"]) for image in images]
+    names, labels = np.unique([category_of[image["id"]] for image in images], return_inverse=True)
     if len(names) < 2:
-        fail(f"all photos of {root}/{split}.json are of one class")
+        fail(f"all photos of {path} are of one class")
     return eval_linear.LabelData(pictures.photo_files(paths).images, labels, names.tolist())
 
 

@@ -26,7 +26,7 @@ def add_flags(parser, data=None):
     add("--val-split", help="split to test on (default val, or as named by the data set)")
     add("--image-size", type=number("int > 0"), help="crop side in pixels (default: that of the "
         "weights' training, from args.json beside them; else 224, or 48 for shapes)")
-    add("--workers", type=number("int >= 0"), default=common.default_workers(),
+    add("--workers", type=number("int >= 0"), default=common.default_workers(measuring=True),
         help="processes that load photos; with 0 the main process does")
 
 

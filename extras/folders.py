@@ -15,7 +15,7 @@ def is_hidden(name):
     return name.startswith(".") or name in ADDED_FOLDERS
 
 
-def list_photos(folder, endings=PHOTO_ENDINGS):
+def list_photos(folder):
     """The paths of all photos below a folder, sorted -> list of str. Says what is left out.
 
     Links to folders are followed, but no folder is read twice: a link may lead back.
@@ -31,7 +31,7 @@ def list_photos(folder, endings=PHOTO_ENDINGS):
         folders[:] = sorted(name for name in folders if not is_hidden(name))
         for name in files:
             if not is_hidden(name):
-                found = photos if name.lower().endswith(endings) else others
+                found = photos if name.lower().endswith(PHOTO_ENDINGS) else others
                 found.append(os.path.join(parent, name))
     if others:
         print_main(f"{len(others)} files are left out, because their names are not those of "

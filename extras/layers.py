@@ -119,6 +119,7 @@ def train(probe, data, run, scores, learning_rate, decay=0.0):
     elif saved:
         print_main(f"{path} is of other flags, photos or weights: it is trained anew")
 
+    common.check_shared(args.output, done)
     ddp = common.data_parallel(probe)
     iters = math.ceil(args.epochs * len(data) / args.batch_size)
     epoch_iters = math.ceil(len(data) / args.batch_size)
@@ -148,11 +149,19 @@ def hash_of_weights(module):
 
 
 class LabelledPhotos(common.Photos):
-    """Random crops with their labels"""
+    """Random crops with their labels, of which left and right are swapped if a photo is mirrored"""
+
+    def __init__(self, data, args):
+        super().__init__(data, args)
+        self.mirrored = common.mirrored(data.names)
 
     def sample(self, index, rng):
         """-> image uint8 (size, size, 3), jitter (4,), labels () or (classes,)"""
-        return self.photo(index, rng)[0] | {"labels": self.data.labels[index]}
+        sample, flipped = self.photo(index, rng)
+        labels = self.data.labels[index]
+        if flipped:
+            labels = labels[self.mirrored] if np.ndim(labels) else self.mirrored[labels]
+        return sample | {"labels": labels}
 
 
 def classification_loss(logits, labels):

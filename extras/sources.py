@@ -73,16 +73,28 @@ def voc07(root, split):
     lists = [path for f in folders for path in sorted(f.glob(f"ImageSets/Main/*_{split}.txt"))]
     if not lists:
         fail(f"{root} has no VOC2007/ImageSets/Main/<class>_{split}.txt: --root is VOCdevkit")
-    tables = [dict(np.loadtxt(path, str, ndmin=2)) for path in lists]  # {photo: "1", "-1" or "0"}
+    tables = [voc07_list(path) for path in lists]
     ids = list(tables[0])
     columns = []
     for path, table in zip(lists, tables):
         if table.keys() != tables[0].keys():
             fail(f"{path} does not list the same photos as {lists[0].name}")
-        columns.append([VOC_TRUTH[table[photo]] for photo in ids])  # the lists' orders may differ
+        columns.append([table[photo] for photo in ids])  # the lists' orders may differ
     paths = [f"{lists[0].parents[2]}/JPEGImages/{photo}.jpg" for photo in ids]
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing:
         fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
     names = [path.name.removesuffix(f"_{split}.txt") for path in lists]
     return np.array(paths, common.STRINGS), np.array(columns, np.int8).T, names
+
+
+def voc07_list(path):
+    """Lines such as "000012 -1"; names may have spaces -> {photo: 1 yes, 0 no, -1 "difficult"}"""
+    table = {}
+    for line in path.read_text().splitlines():
+        words = line.rsplit(maxsplit=1)
+        if len(words) == 2 and words[1] in VOC_TRUTH:
+            table[words[0].strip()] = VOC_TRUTH[words[1]]
+        elif words:
+            fail(f"{path}: expected a photo's name and 1, 0 or -1, not {line!r}")
+    return table

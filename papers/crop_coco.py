@@ -16,11 +16,12 @@ from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
 
-from PIL import Image
+from PIL import ImageOps
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import number
+from downstream import boxes
 
 
 def get_args(argv=None):
@@ -41,7 +42,9 @@ def main(args):
             common.fail(f"there is no {path}, or no {photos}: --root is the folder of COCO")
         content = common.read_json(path)
         names = {row["id"]: row["name"] for row in content["categories"]}
-        files = {row["id"]: f"{photos}/{row['file_name']}" for row in content["images"]}
+        for image in content["images"]:
+            image["path"] = f"{photos}/{image['file_name']}"
+        files = {image["id"]: image["path"] for image in boxes.fitting(content["images"], path)}
         objects = defaultdict(list)
         for row in content["annotations"]:
             if not row["iscrowd"] and row["image_id"] in files:
@@ -54,15 +57,15 @@ def main(args):
             done = sum(common.progress(done, desc=split, total=len(objects), unit=" photos"))
         others = len(content["annotations"]) - done
         common.print_main(f"{split}: {done} crops written; {others} objects left out, which are "
-                          "crowds, or of a photo that is not listed or not readable")
+                          "crowds, or of a photo that is left out, not listed or not readable")
 
 
 def crop(margin, work):
     """work: path of a photo, its objects [(seed, box, file of the crop)] -> number of crops"""
     path, objects = work
     try:
-        photo = Image.open(path).convert("RGB")
-    except OSError as error:  # missing, cut off, or no photo
+        photo = ImageOps.exif_transpose(common.to_rgb(common.open_photo(path)))
+    except Exception as error:  # PIL's decoders raise a dozen kinds
         common.print_main(f"cannot decode {path} ({error})")
         return 0
     for seed, (x, y, width, height), file in objects:

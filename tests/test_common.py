@@ -5,12 +5,10 @@ import itertools
 import json
 import math
 import multiprocessing
-import os
 import pickle
 import re
 import shutil
 import struct
-import time
 import urllib.error
 from dataclasses import replace
 from pathlib import Path
@@ -265,16 +263,6 @@ def test_unknown_tokens_are_counted(unknown, said, capsys):
 def test_words_that_a_model_does_not_know():
     with pytest.raises(SystemExit, match="^error: 50% of the captions' tokens are unknown to me: "):
         common.check_known(Vocabulary(), ["x a"] * 50, "me")
-
-
-def test_files_of_a_killed_save(tmp_path):
-    """They go at the next start, if they are older than an hour; nothing else goes."""
-    for name, minutes in ("checkpoint.pth.7.tmp", 61), ("args.json.8.tmp", 59), ("my.tmp", 99):
-        (tmp_path / name).touch()
-        written = time.time() - 60 * minutes
-        os.utime(tmp_path / name, (written, written))
-    common.make_folder(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"args.json.8.tmp", "my.tmp"}
 
 
 def test_the_log_of_a_run_that_goes_on(tmp_path):
@@ -577,7 +565,19 @@ def test_list_photos(tmp_path):
 def test_left_and_right():
     """Of whole words, in any case. (Which photos are flipped: test_virtex.py, test_tp.py)"""
     caption = "Left of a bright cleft: left, RIGHT-handed"
-    assert common.swap_left_right(caption) == "right of a bright cleft: right, left-handed"
+    assert common.swap_left_right(caption) == "Right of a bright cleft: right, LEFT-handed"
+    assert common.swap_left_right("turn_Left_2, lefts, left2") == "turn_Right_2, lefts, left2"
+
+
+def test_mirrored_labels(capsys):
+    """A side becomes the other one if that is a label, too; it is said once."""
+    names = ["turn_left", "cat", "turn_right", "left lung", "Right-Hand", "Left-Hand", "cat"]
+    common.report_once.cache_clear()
+    for _ in range(2):
+        assert common.mirrored(names).tolist() == [2, 1, 0, 3, 5, 4, 6]
+    said = "in mirrored photos 4 labels change sides: ['turn_left', 'turn_right']\n"
+    assert capsys.readouterr().out == said
+    assert common.mirrored(["left", 7]).tolist() == [0, 1] and not capsys.readouterr().out
 
 
 def take(batches, size, batch_size, ranks=1, seed=0, start=0):

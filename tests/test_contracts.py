@@ -224,6 +224,26 @@ def test_other_captions_under_the_same_names(tmp_path):
     assert "holds a run with other data" in refusal(command)
 
 
+def test_nodes_that_do_not_share_the_folder(tiny, tmp_path, monkeypatch):
+    """Neither at the first start nor when they go on would all have the same state."""
+    command = tiny("virtex", "run", "--iters", 2, "--checkpoint-every", 1)
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+
+    def start():
+        os.chdir(tmp_path / os.environ["RANK"])
+        return refusal(command)
+
+    for message in in_two_processes(start):
+        assert "--output run is not the same folder on all nodes" in message
+    monkeypatch.chdir(tmp_path / "0")
+    run_here(command)
+    shutil.copytree(tmp_path / "0/run", tmp_path / "1/run", dirs_exist_ok=True)
+    (tmp_path / "1/run/checkpoint.pth").unlink()
+    for message in in_two_processes(start):
+        assert "--output run is not the same folder on all nodes" in message
+
+
 def test_a_full_disk_and_another_amp(tiny, tmp_path):
     """A checkpoint that cannot be written leaves the one before. --amp, --accumulate may change."""
     flags = ["--iters", 3, "--lr", 0.01]

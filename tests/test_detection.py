@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, checkpoint_in, metrics, refusal, result, run_here
+from conftest import CPU, checkpoint_in, kill_at, metrics, refusal, result, run_here
 from PIL import Image
 
 import common
@@ -43,7 +43,7 @@ def coco(tmp_path):
 def test_coco_objects(coco):
     """Classes from 1 by their ids, corners and masks flipped; crowds and empty boxes left out."""
     data = boxes.load("coco", str(coco), "photos")
-    assert list(data.names.values()) == ["cat", "cup"] and data.ids == list(range(10, 16))
+    assert data.names == ["cat", "cup"] and data.ids == list(range(10, 16))
     assert [found[:5] for found in data.objects_of(2)] == [[2, 5, 10, 22, 22], [2, 9, 10, 30, 30]]
     photo = np.asarray(Image.open(coco / "photos" / "2.png"))
     seen = set()
@@ -80,37 +80,13 @@ def test_own_coco_file(coco, form):
     file.write_text(json.dumps(content))
     data = boxes.load("coco", str(coco), "photos")
     assert [row["area"] for row in data.content["annotations"]] == areas
-    masks = boxes.make_target(data, 3, torch.zeros(3, 56, 64), False)["masks"]
+    masks = boxes.make_target(data, 3, False)["masks"]
     assert masks.sum() == masks[0, 10:33, 5:28].sum() + masks[1, 10:40, 9:39].sum() == 23**2 + 30**2
-    assert list(boxes.score(data, results).values()) == 6 * [100.0]
+    assert list(boxes.score(data, results, range(6)).values()) == 6 * [100.0]
     content["annotations"][4]["category_id"] = 99
     file.write_text(json.dumps(content))
     with pytest.raises(SystemExit, match=r"annotation 4: KeyError\(99\)"):
         boxes.load("coco", str(coco), "photos")
-
-
-VOC = """<annotation><size><width>60</width></size>{}</annotation>"""
-OBJECT = """<object><name>{}</name><difficult>{}</difficult><bndbox><xmin>{}</xmin><ymin>{}</ymin>
-<xmax>{}</xmax><ymax>{}</ymax></bndbox><part><name>head</name></part></object>"""
-
-
-def test_voc_objects(tmp_path):
-    """Both years; pixels count from 1 and the last belongs to the box; difficult ones stay."""
-    one = [("dog", 0, 1, 1, 20, 20), ("dog", 1, 31, 1, 50, 20), ("cat", 0, 1, 31, 20, 50)]
-    for year, name, objects in (("2007", "000012", one), ("2012", "2008_01", one[2:])):
-        xml = VOC.format("".join(OBJECT.format(*found) for found in objects))
-        files = {f"Annotations/{name}.xml": xml, "ImageSets/Main/trainval.txt": f"{name}\n"}
-        files[f"JPEGImages/{name}.jpg"] = ""
-        for file, text in files.items():
-            path = tmp_path / f"VOC{year}" / file
-            path.parent.mkdir(parents=True)
-            path.write_text(text)
-    data = boxes.load("voc", str(tmp_path), "2007_trainval+2012_trainval")
-    assert list(data.names) == ["cat", "dog"] and not data.masks and len(data) == 2
-    expected = [[2, 0, 0, 20, 20, []], [2, 30, 0, 20, 20, []], [1, 0, 30, 20, 20, []]]
-    assert data.objects_of(0) == expected and data.objects_of(1) == expected[2:]
-    assert [row["iscrowd"] for row in data.content["annotations"]] == [0, 1, 0, 0]
-    assert data.images[1] == str(tmp_path / "VOC2012" / "JPEGImages" / "2008_01.jpg")
 
 
 def voc07_ap(rows, count, threshold):
@@ -134,7 +110,7 @@ def test_voc07_score():
         name, (w, h), x = rng.choice(["cat", "dog"]), rng.uniform(30, 70, 2), 100 * (n % 6)
         row = {"image_id": 1 + n // 6, "category_id": name, "bbox": [x, 0, w, h]}
         difficult = int(rng.random() < 0.3)
-        more = {"id": n + 1, "area": w * h, "iscrowd": difficult, "difficult": difficult}
+        more = {"id": n + 1, "area": w * h, "iscrowd": difficult, "segmentation": []}
         objects.append({**row, **more})
         found = [row["bbox"] + rng.normal(0, s, 4) for s in (3, 3, 6, 30)[rng.integers(3) :]]
         found.append([x + 1, 1, w / 3, h / 3])  # too small, also for a difficult one
@@ -146,11 +122,11 @@ def test_voc07_score():
             common_area = max(0, common_width) * max(0, min(top + height, h) - top)
             overlap = common_area / (width * height + w * h - common_area)
             rows[name].append((score, overlap, n, difficult))
-    images = [{"id": n + 1} for n in range(50)]
+    images = [{"id": n + 1, "path": "", "width": 600, "height": 70} for n in range(50)]
     categories = [{"id": name, "name": name} for name in rows]
     content = {"images": images, "annotations": objects, "categories": categories}
-    scores = boxes.score(boxes.BoxData(content, images, "voc"), results)
-    counts = Counter(o["category_id"] for o in objects if not o["difficult"])
+    scores = boxes.score(boxes.BoxData(content, "voc"), results, range(50))
+    counts = Counter(o["category_id"] for o in objects if not o["iscrowd"])
     aps = []
     for threshold in np.arange(0.5, 1, 0.05):
         of_classes = [voc07_ap(rows[name], counts[name], threshold) for name in rows]
@@ -181,6 +157,7 @@ def test_precise_bn(coco, monkeypatch):
 
 
 def test_pyramid(coco, tmp_path):
+    """The real script: its files; a killed run ends with the same bits; other boxes are refused."""
     flags = "--data coco --train-split photos --val-split photos --image-size 32 --batch-size 2"
     flags += " --workers 0 --log-every 1 --rois 2 --bn-batches 1 --iters 1 --root"
     command = "downstream.detection", *RESNET18, *flags.split(), coco, "--output", tmp_path / "out"
@@ -194,9 +171,18 @@ def test_pyramid(coco, tmp_path):
         if "body" in name:
             assert torch.equal(value, backbone.pop(name.removeprefix("rcnn.backbone.body.")))
     assert not backbone and len(result(tmp_path / "out")["random"]) == 6
+
+    longer = [*command[:-1], tmp_path / "whole", "--iters", 5, "--checkpoint-every", 2]
+    run_here(longer)
+    kill_at(4, [*longer, "--output", tmp_path / "killed"])
+    assert checkpoint_in(tmp_path / "killed")["iteration"] == 2
+    run_here([*longer, "--output", tmp_path / "killed"])
+    whole, killed = (checkpoint_in(tmp_path / name)["model"] for name in ("whole", "killed"))
+    assert all(torch.equal(value, killed[name]) for name, value in whole.items())
+
     file = coco / "annotations" / "instances_photos.json"
     file.write_text(file.read_text().replace('"bbox": [5, ', '"bbox": [6, '))  # one more pixel
-    assert "out holds a run with other data or --init" in refusal(command)
+    assert "out holds a run with other data" in refusal(command)
 
 
 @pytest.mark.parametrize(

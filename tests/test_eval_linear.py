@@ -17,7 +17,7 @@ import torch
 import torchvision
 import transformers
 from conftest import CPU, REAL, ROOT, finished, in_two_processes, kill_at, refusal, result
-from conftest import run_here, run_script
+from conftest import photos_at, run_here, run_script
 from PIL import Image
 from sklearn.metrics import average_precision_score
 from torch import nn
@@ -134,6 +134,21 @@ def test_what_file_systems_and_archivers_add(folder, tmp_path):
     assert "2 classes: blue, red" in output and "16 training and 16 test photos" in output
     assert "12 files and folders are left out, which are hidden or added by a file" in output
     assert evaluate(tmp_path / "plain", folder, flags) == result(tmp_path / "added")["backbones"]
+
+
+def test_a_turned_tiff(tmp_path):
+    """Uncompressed, grey and turned by its EXIF: opened by its path alone, it would be stripes."""
+    rng = np.random.default_rng(0)
+    photo = Image.fromarray(rng.integers(256, size=(24, 40), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    for name in "ab":
+        (tmp_path / "train" / name).mkdir(parents=True)
+    photo.save(tmp_path / "train/a/1.tif", exif=exif)
+    photo.transpose(Image.ROTATE_270).save(tmp_path / "train/b/2.png")
+    data, _ = labels_in(tmp_path)
+    [turned, _], [upright, _] = eval_linear.CentralSquares(data, 24, side_fraction=1.0)
+    assert np.array_equal(turned, upright)
 
 
 DEEPER = [  # the photos of two classes; is it said that the folders within may be the classes?
@@ -853,6 +868,27 @@ def test_results_of_other_data_and_protocols_are_kept(folder, tmp_path):
         assert args.output == "runs/eval_linear/birds-svm-virtex"
     output = [run_here(command(tmp_path, folder, "--protocol knn")) for _ in range(2)]
     assert [", instead of an earlier call's" in text for text in output] == [False, True]
+
+
+@pytest.mark.parametrize("several", (False, True))
+def test_sides_of_mirrored_photos(several, tmp_path):
+    """turn_left becomes turn_right in the photos that are mirrored, and in no other."""
+    names = ["straight", "turn_left", "turn_right"]
+    photo = np.zeros((16, 16, 3), np.uint8)
+    photo[:, :8] = 255  # the left half is white
+    Image.fromarray(photo).save(tmp_path / "a.png")
+    labels = np.array([[0, 1, 0]], np.int8) if several else np.array([1])
+    data = eval_linear.LabelData(photos_at(tmp_path / "a.png"), labels, names)
+    crops = SimpleNamespace(image_size=16, crop_min=0.9, colour_jitter=0.0)
+    photos = layers.LabelledPhotos(data, crops)
+    seen = set()
+    for epoch in range(20):
+        sample = photos[0, epoch, 0]
+        side = "turn_left" if sample["image"][8, 3, 0] > sample["image"][8, 12, 0] else "turn_right"
+        label = sample["labels"].argmax() if several else sample["labels"]
+        assert names[label] == side
+        seen.add(side)
+    assert len(seen) == 2
 
 
 def test_in_a_copy(files, folder, tmp_path):

@@ -96,17 +96,17 @@ def test_it_resumes_by_content(few_scenes, tmp_path):
     [
         ("--epochs 90 --steps 30 95", "--steps are epochs, from 1 on, and training ends after 90"),
         ("--epochs 90 --steps 0.6", "--steps are epochs, from 1 on, and training ends after 90"),
-        ("--steps 0", "argument --steps: invalid number (above 0) value: '0'"),
-        ("--fraction 50", "argument --fraction: invalid fraction (above 0, up to 1) value: '50'"),
-        ("--shots 0", "argument --shots: invalid whole number (1 or more) value: '0'"),
-        ("--epochs 0", "argument --epochs: invalid number (above 0) value: '0'"),
-        ("--batch-size 0", "argument --batch-size: invalid whole number (1 or more) value: '0'"),
-        ("--accumulate 0", "argument --accumulate: invalid whole number (1 or more) value: '0'"),
-        ("--weight-decay -1", "argument --weight-decay: invalid number (0 or more) value: '-1'"),
-        ("--seed -1", "argument --seed: invalid whole number (0 or more) value: '-1'"),
-        ("--log-every 0", "argument --log-every: invalid whole number (1 or more) value: '0'"),
-        ("--image-size 0", "argument --image-size: invalid whole number (1 or more) value: '0'"),
-        ("--workers -1", "argument --workers: invalid whole number (0 or more) value: '-1'"),
+        ("--steps 0", "--steps must be above 0, not 0"),
+        ("--fraction 50", "--fraction must be above 0 and at most 1, not 50"),
+        ("--shots 0", "--shots must be above 0, not 0"),
+        ("--epochs 0", "--epochs must be above 0, not 0"),
+        ("--batch-size 0", "--batch-size must be above 0, not 0"),
+        ("--accumulate 0", "--accumulate must be above 0, not 0"),
+        ("--weight-decay -1", "--weight-decay must be at least 0, not -1"),
+        ("--seed -1", "--seed must be at least 0, not -1"),
+        ("--log-every 0", "--log-every must be above 0, not 0"),
+        ("--image-size 0", "--image-size must be above 0, not 0"),
+        ("--workers -1", "--workers must be at least 0, not -1"),
     ],
 )
 def test_ranges(flags, words):
@@ -117,7 +117,7 @@ def test_ranges(flags, words):
 def test_ranges_of_tasks_on_features(task):
     for flag in "--runs 0", "--epochs 0", "--image-size 0", "--seed -1", "--workers -1":
         wrong = refusal([f"downstream.{task}", *flag.split()])
-        assert f"argument {flag.split()[0]}: invalid whole number" in wrong
+        assert f"{flag.split()[0]} must be " in wrong
 
 
 def test_one_class_is_an_error(tmp_path):
@@ -143,6 +143,23 @@ def test_inaturalist(tmp_path):
     data = finetune.labelled_split("inat", str(tmp_path), "train2018")
     assert list(data.images) == [f"{tmp_path}/a/{n}.jpg" for n in ids]
     assert [data.names[k] for k in data.labels] == [12, 40, 40] and data.names == [12, 40]
+
+
+def test_photos_of_inaturalist_without_labels(tmp_path, capsys):
+    """Some are left out, with a count; the test split has no labels at all."""
+    for n in range(3):
+        (tmp_path / f"{n}.jpg").touch()
+    content = {"images": [{"id": n, "file_name": f"{n}.jpg"} for n in range(3)]}
+    file = tmp_path / "test2018.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(SystemExit, match="test2018.json has no annotations"):
+        finetune.labelled_split("inat", str(tmp_path), "test2018")
+    pairs = [{"image_id": 2, "category_id": 4}, {"image_id": 0, "category_id": 6}]
+    file.write_text(json.dumps(content | {"annotations": pairs}))
+    data = finetune.labelled_split("inat", str(tmp_path), "test2018")
+    assert [data.names[k] for k in data.labels] == [6, 4]
+    assert list(data.images) == [f"{tmp_path}/{n}.jpg" for n in (0, 2)]
+    assert "1 of 3 photos have no label: left out" in capsys.readouterr().out
 
 
 def test_photos_in_both_splits_are_counted(tmp_path):

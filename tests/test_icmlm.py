@@ -120,7 +120,7 @@ def test_another_tokenizer_than_the_folders(config, tmp_path, capsys):
     assert tokenizer.tokenize(GERMAN[0]) != EXPECTED
     common.check_tokenizer(tokenizer, ["rot", *GERMAN], "--lm x")
     printed = capsys.readouterr().out
-    assert f"--lm x reads 'Ein Mädchen läuft' as ['ein', " in printed and f"{EXPECTED}" in printed
+    assert "--lm x reads 'Ein Mädchen läuft' as ['ein', " in printed and f"{EXPECTED}" in printed
     assert printed.count("\n") == 1
     tokenizer = german(tmp_path, json.loads(printed.split("tokenizer_config.json ")[1]))
     assert tokenizer.tokenize(GERMAN[0]) == EXPECTED and tokenizer.mask_token_id == 4

@@ -262,6 +262,16 @@ def test_crops_and_their_list(tmp_path):
     assert sorted(path.name for path in crops.glob("train/*/*")) == ["0.jpg", "1.jpg", "2.jpg"]
     width, height = Image.open(crops / "val/dog/1.jpg").size
     assert 30 <= width <= 41 and 15 <= height <= 26
+
+    exif = Image.Exif()
+    exif[0x0112] = 6  # boxes are of the photo that EXIF turns
+    red = Image.new("RGB", (60, 90), (90, 90, 90))
+    red.paste((250, 0, 0), (10, 20, 40, 35))
+    red.transpose(Image.Transpose.ROTATE_90).save(root / "val2017/7.jpg", exif=exif, quality=95)
+    run_here(["papers.crop_coco", "--root", root, "--output", tmp_path / "turned", "--margin", 0])
+    seen = Image.open(tmp_path / "turned/val/dog/0.jpg").resize((1, 1)).getpixel((0, 0))
+    assert seen == pytest.approx([250, 0, 0], abs=25)
+
     draw = ["papers.label_list", "--root", crops, "--output", lines, "--per-class"]
     assert "1 classes have fewer photos than --per-class, the first: cat\n" in run_here([*draw, 2])
     assert run_here([*draw, 1]).startswith("2 photos of 2 classes\n")
