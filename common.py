@@ -278,7 +278,7 @@ def check_tokenizer(tokenizer, captions, name):
     from tokenizers import Tokenizer
 
     path = f"{tokenizer.name_or_path}/tokenizer.json"
-    if not os.path.isdir(tokenizer.name_or_path):
+    if tokenizer.name_or_path and not os.path.isdir(tokenizer.name_or_path):  # on the hub
         path = try_to_load_from_cache(tokenizer.name_or_path, "tokenizer.json")
     if not isinstance(path, str) or not os.path.exists(path):
         return

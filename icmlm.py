@@ -311,10 +311,9 @@ def freeze_backbone(model, frozen):
 
 PARTS_OF_SPEECH = {"nn": "nouns", "adj": "adjectives", "vb": "verbs"}
 PENN = {"NN": "nouns", "JJ": "adjectives", "VB": "verbs"}  # first two letters of textblob's tags
-# Of COCO's categories, bear and sink are verbs to TextBlob, and orange and remote are adjectives.
 WHO_TAGGED = {  # said where only nouns are kept
-    "textblob": "TextBlob says which words are nouns, and calls some of them verbs or adjectives, "
-    "for example bear and orange; the paper used spaCy (--tagger spacy)",
+    "textblob": "TextBlob says which words are nouns, and mistakes some for verbs, for example "
+    "bear and sink; the paper used spaCy (--tagger spacy)",
     "spacy": "spaCy says which words are nouns, as in the paper",
 }
 # Auxiliary verbs name nothing visible. spaCy has a tag for them, TextBlob does not. [ours]

@@ -118,7 +118,7 @@ def validation_photos(args, trained, tokenizer):
 
 @torch.no_grad()
 def explain(model, lm, tokenizer, pixels, caption, positions):
-    """Print the best predictions for each word -> attention (words, h, w), the best of each
+    """Print a table of the best predictions -> attention (words, h, w), the best of each word
 
     pixels: uint8 (size, size, 3).  positions: {word: index of its token in the caption}
     """
@@ -138,17 +138,20 @@ def explain(model, lm, tokenizer, pixels, caption, positions):
     vector = model.head(features, token_features, attention_mask, mask_pos)
     with_photo = model.head.scores(vector, lm)  # Eq. 6
     without = lm.mlm_head(icmlm.at_mask(token_features, mask_pos))
-    predicted = []
+    table = [("masked word", "with the photo", "without it")]
     for n, word in enumerate(positions):
-        predicted.append(best_words(tokenizer, with_photo[n], number=1))
-        print_main(f"{tokenizer.decode(tokens[n])}  ({word})")
-        print_main(f"with the photo: {best_words(tokenizer, with_photo[n])}")
-        print_main(f"without it: {best_words(tokenizer, without[n])}")
+        guesses = [best_words(tokenizer, logits[n]) for logits in (with_photo, without)]
+        table.append((word, *guesses))
+    print_main(caption)
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for row in table:
+        print_main("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    predicted = [best_words(tokenizer, logits, number=1) for logits in with_photo]
     maps = attention_maps(model.head, features, token_features, attention_mask, mask_pos)
     return maps.cpu(), predicted
 
 
-def best_words(tokenizer, logits, number=5):
+def best_words(tokenizer, logits, number=3):
     """logits (|V|,) -> "dog 71.0%, cat 12.5%, ..." """
     probabilities, tokens = logits.softmax(0).topk(number)
     words = [tokenizer.decode([token]).strip() for token in tokens.tolist()]

@@ -128,8 +128,9 @@ def draw_nearest(path, texts, data, nearest, scores, side=128):
 def draw_attention(image, caption, words, path, side=192, columns=6):
     """The photo, then the photo under the attention map of each word, bicubically enlarged.
 
-    words: [(word, (h, w) not negative), ...]. [VirTex Sec. 4.4] Brightness is relative to the
-    map's maximum, so that a uniform map looks uniform [ours]; VirTex, App. B, maps each to [0, 1].
+    words: [(word, (h, w) not negative), ...]. [VirTex Sec. 4.4] The orange is relative to the map's
+    maximum, so that a uniform map looks uniform, and where it is 0 the photo stays as it is [ours];
+    VirTex, App. B, maps each to [0, 1].
     """
     photo = np.asarray(image.resize((side, side), Image.BICUBIC), np.float32)
     photos = [(photo.astype(np.uint8), "")]
@@ -137,8 +138,8 @@ def draw_attention(image, caption, words, path, side=192, columns=6):
         heat = (attention / attention.max()).float().cpu()
         heat = F.interpolate(heat[None, None], (side, side), mode="bicubic")
         heat = heat[0, 0, :, :, None].clamp(0, 1).numpy()
-        pixels = photo * (0.35 + 0.25 * heat) + heat * (102, 70, 0)  # dimmed, then brightened
-        photos.append((pixels.clip(0, 255).astype(np.uint8), word))
+        pixels = photo + 0.6 * heat * (np.array([255, 140, 0]) - photo)  # orange where it looks
+        photos.append((pixels.astype(np.uint8), word))
     rows = [("", photos[n : n + columns]) for n in range(0, len(photos), columns)]
     rows[0] = caption, photos[:columns]
     lines = 1 + 16 * len(caption) // (len(photos[:columns]) * side)  # a letter has up to 16 pixels

@@ -46,9 +46,8 @@ def find_nouns(captions, tagger, path):
     captions = progress(captions, desc="nouns", unit=" captions", leave=False)
     words = (WORD.findall(caption.lower()) for caption in captions)
     if tagger == "nouns":
-        print_main("TextBlob says which words are nouns, and calls some of them verbs or "
-                   "adjectives, for example bear and orange; --tags nouns-spacy asks spaCy, as "
-                   "the paper of tp.py does")
+        print_main("TextBlob says which words are nouns, and mistakes some for verbs, for example "
+                   "bear and sink; --tags nouns-spacy asks spaCy, as the paper of tp.py does")
         from textblob.en.taggers import PatternTagger  # its lexicon is in the package
 
         pattern = PatternTagger()

@@ -199,6 +199,28 @@ def test_which_captions_are_read(tmp_path):
     assert "e: ValueError: an object has a key twice: [('captions', ['a fern'])" in printed
 
 
+def test_captions_of_several_lines(tmp_path):
+    """A line break in "caption" is no second caption, and a list has several; KEY.txt may be either
+    written out by img2dataset, or captions of its own, one a line."""
+    files = {
+        "a.json": b'{"caption": "Red collar\\nwith bell"}', "a.txt": b"Red collar\nwith bell",
+        "b.json": b'{"caption": ["a red dog", "a\\ndog"]}',
+        "c.json": b'{"caption": ["a fern"]}', "c.txt": b"['a fern']",
+        "d.json": b'{"caption": "a fern by a moss"}', "d.txt": b"a fern\na moss",
+        "e.json": b'{"caption": ["a fern", 3]}',
+        **{f"{x}.jpg": RED for x in "abcde"},
+    }
+    for name in "0.tar", "1.tar":
+        write_tar(tmp_path / name, dict(sorted(files.items())))
+    printed = run_here(index_command(tmp_path, "*.tar"))
+    expected = ["Red collar with bell"], ["a red dog", "a dog"], ["a fern"], ["a fern", "a moss"]
+    assert list(one_split(str(tmp_path)).captions) == list(expected)
+    assert "train: 4 photos, 6 captions, 0 tags\n" in printed
+    assert "train: 2 photos have captions from KEY.txt\n" in printed
+    assert '1 photos have captions from KEY.txt, not those of "caption" of KEY.json\n' in printed
+    assert "e: ValueError: ['a fern', 3] is not a list of texts" in printed
+
+
 def test_brackets_in_folders(tmp_path):
     """In the paths of --output, of --index-only, and of the message that names the latter."""
     folder = tmp_path / "roll [3]" / "x[a-b]"

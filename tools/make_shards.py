@@ -203,10 +203,6 @@ def clean(text):
     return common.one_line(HTML_TAG.sub(" ", html.unescape(html.unescape(text))))
 
 
-def has_html(text):
-    return bool(HTML_TAG.search(html.unescape(html.unescape(text))))
-
-
 def without_repeats(pairs):
     """Of a JSON object, of which Python would keep the last value of a key"""
     content = dict(pairs)
@@ -234,23 +230,24 @@ def read_photo(path, tar, files):
     row = json.loads(content.get(".json", "{}"), object_pairs_hook=without_repeats)
     if not isinstance(row, dict):
         raise ValueError(f"{beside['.json'].name} is not an object with captions")
-    lines = content.get(".txt", b"").decode("utf-8-sig").splitlines()
-    caption = [row["caption"]] if row.get("caption") else []  # img2dataset writes one, or null
-    html_in = {"KEY.txt": lines, '"caption" of KEY.json': caption}  # which are cleaned
-    given = {
-        '"captions" of KEY.json': common.texts(row.get("captions")) or [],
-        "KEY.txt": map(clean, lines),
-        '"caption" of KEY.json': map(clean, caption),
-    }
-    captions, source = [], "no caption in a KEY.txt or KEY.json"
-    for where, texts in given.items():
-        texts = list(filter(None, texts))
+    text = content.get(".txt", b"").decode("utf-8-sig")
+    caption = row.get("caption") or []  # of other tools: a text, a list of texts, or null
+    # img2dataset writes the same into KEY.txt, also if it is a list or has line breaks.
+    same = common.one_line(text) == common.one_line(str(caption))
+    caption = [caption] if isinstance(caption, str) else common.texts(caption)
+    lines = caption if same else text.splitlines()
+    captions = list(filter(None, common.texts(row.get("captions")) or []))
+    source = 'captions from "captions" of KEY.json'
+    for where, given in ("KEY.txt", lines), ('"caption" of KEY.json', caption):
+        texts = list(filter(None, map(clean, given)))
         if texts and not captions:
             captions, source = texts, f"captions from {where}"
-            if any(map(has_html, html_in.get(where, []))):
+            if texts != list(filter(None, map(common.one_line, given))):
                 source += ", which lost HTML"
         elif texts and texts != captions:
             source += f", not those of {where}"
+    if not captions:
+        source = "no caption in a KEY.txt or KEY.json"
     tags = common.texts(row.get("tags"))
     name = common.one_line(photo.name)  # to look at; without tabs
     place = f"{os.path.abspath(path)}\t{name}\t{photo.offset_data}\t{photo.size}"
