@@ -599,9 +599,10 @@ def init_distributed():
     sys.__stdout__.reconfigure(errors="replace", line_buffering=True)  # "?" if there is no UTF-8
     if sys.platform == "linux":  # the default of Python 3.14 would copy the data for each worker
         torch.multiprocessing.set_start_method("fork", force=True)
-    RUN["pid"] = os.getpid()
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
+    for number in signal.SIGINT, signal.SIGTERM:
+        signal.signal(number, stop)
+        # Workers end as the operating system ends them, silently.
+        os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
     local = dist.get_node_local_rank(0)
     backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
@@ -959,7 +960,7 @@ def iterations(done, iters):
 
 def stop(number, frame):
     """Ctrl-C and SIGTERM end the first process in one line, and all others silently."""
-    if os.getpid() == RUN["pid"] and is_main():
+    if is_main():
         tqdm.write("")
         if "saved" in RUN:
             tqdm.write(f"stopped after {RUN['done']} of {RUN['iters']} iterations; the checkpoint "
