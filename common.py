@@ -691,7 +691,8 @@ class LogFile:
     """Where bars are written without a terminal: lines instead of one line that is overwritten"""
 
     def write(self, text):
-        sys.stderr.write(text.replace("\r", "\n"))
+        if text.strip():  # else the bar is cleared, or ends
+            sys.stderr.write(text.strip() + "\n")
 
     def flush(self):
         sys.stderr.flush()
