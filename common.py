@@ -99,7 +99,7 @@ class CaptionData:
         return replace(self, **{name: getattr(self, name)[keep] for name in columns})
 
     def checksum(self):
-        """It differs if a photo, a caption, a tag, or the order of tag_names differs."""
+        """It differs if a photo's name, a caption, a tag, or the order of tag_names differs."""
         captions, tags = self.captions.joined, self.tags.joined
         return fingerprint(self.images, captions, tags, self.tagged, self.tag_names)
 
@@ -138,10 +138,12 @@ def read_photos(read, splits, *given):
 
 
 def to_caption_data(split, photos, tag_names):
+    if not photos:
+        fail(f"no photo belongs to the split {split}: see --train-split and --val-split")
     missing = [path for path, *_ in photos if not os.path.isfile(path)]
-    if missing or not photos:
-        fail(f"{split} has {len(photos)} photos, of which {len(missing)} are missing: "
-             f"{missing[:3]}. See --root, --train-split and --val-split")
+    if missing:
+        fail(f"{len(missing)} of {len(photos)} photos of {split} are missing: {missing[:3]}. See "
+             "--root, --train-split and --val-split")
     paths, captions, tags = zip(*photos)
     empty = sum(row.count("") for row in captions)
     if empty:
@@ -712,12 +714,12 @@ OPTIMIZERS = "SGD", "AdamW", "RAdam"
 PRECISIONS = "bf16", "fp16", "off"
 COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 IN_WORDS = {">": "above", ">=": "at least", "<": "below", "<=": "at most"}
-GONE = {"--compile": "nobody has seen it gain; leave it out"}
-# Where data are (fingerprints compare the contents), how fast training goes, what is measured
+GONE = {"--compile": "this flag was removed, because nobody had seen it gain: leave it out"}
 FORMAT = 2  # of checkpoints; 1 compared other checksums
+# Where data are (fingerprints compare the contents), how fast training goes, what is measured
 RESUME_CAN_CHANGE = """given output data root workers amp accumulate log_every checkpoint_every
 save_minutes keep_every validate_every""".split()
-RUN = {}  # how far it is: what `stop` says
+RUN = {}  # how far a run is: for `stop`, `save_is_due` and the seconds in args.json
 
 
 def number(bounds):
@@ -774,6 +776,8 @@ class Parser(argparse.ArgumentParser):
             close = [name for name in flags if name.startswith(flag)]
             close = close or difflib.get_close_matches(flag, flags, 1, 0.75)
             hint = f"did you mean {close[0]}?" if close else "there is no such flag: see --help"
+            if not word.startswith("-"):
+                hint = "it needs a flag before it: see --help"
             self.error(f"{flag}: {GONE.get(flag, hint)}")
         given = (name for name, value in vars(args).items() if value != self.get_default(name))
         args.given = list(given)
@@ -880,9 +884,9 @@ def begin_run(args, *fingerprints):
     earlier = checkpoint.get("args", vars(args))
     if earlier.get("format") != FORMAT:
         fail(f"{args.output} was written by an earlier version: it can be measured and captioned, "
-             "not resumed; use tag before-less, or choose another --output")
+             "but not resumed. Choose another --output, or go on with `git checkout before-less`")
     if "lr" not in args.given:
-        args.lr = earlier["lr"]  # see read_init, which this run does not call again
+        args.lr = earlier["lr"]  # read_init may have divided it, but does not when a run goes on
     differing = [name for name, now in vars(args).items() if earlier.get(name, now) != now]
     for name in differing:
         if name not in RESUME_CAN_CHANGE and name != "fingerprints":
@@ -955,6 +959,7 @@ def iterations(done, iters):
                 if minutes > 1:
                     print_main(f"about {minutes:.0f} minutes are left")
             yield iteration
+        RUN["done"] = iters
 
     return progress(count(), initial=done, total=iters, unit=" its")
 
@@ -964,8 +969,10 @@ def stop(number, frame):
     if is_main():
         tqdm.write("")
         if "saved" in RUN:
-            tqdm.write(f"stopped after {RUN['done']} of {RUN['iters']} iterations; the checkpoint "
-                       f"is of {RUN['saved']}; the same command goes on", file=sys.stderr)
+            saved = f"the checkpoint is of {RUN['saved']}; the same command goes on from there"
+            saved = saved if RUN["saved"] else "none was saved; the same command starts over"
+            tqdm.write(f"stopped after {RUN['done']} of {RUN['iters']} iterations; {saved}",
+                       file=sys.stderr)
         else:
             tqdm.write("stopped before training began", file=sys.stderr)
     os._exit(128 + number)

@@ -22,7 +22,7 @@ ALL_SCRIPTS = [
     ("--val-split val2014", "captions_val2014.json is missing, or is not JSON"),
     ("--data shapes --train-split test", "--data shapes has no split test"),
     ("--data {tmp}/bad.jsonl", WRONG_LINE + "Expected, in UTF-8: " + JSONL),
-    ("--data {tmp}/gone.jsonl", "train has 24 photos, of which 24 are missing: ['"),
+    ("--data {tmp}/gone.jsonl", "24 of 24 photos of train are missing: ['"),
     ("--data", "--data: expected one argument"),
     ("--batch 8", "--batch: did you mean --batch-size?"),
     ("--iters 5 --epochs 1", "give --iters or --epochs, not both"),

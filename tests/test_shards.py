@@ -242,7 +242,7 @@ def test_all_splits_are_read_before_the_first_is_written(tmp_path):
     (tmp_path / "1.jpg").write_bytes(RED)
     (tmp_path / "a.jsonl").write_text('{"image": "1.jpg", "split": "train"}')
     command = ["tools.make_shards", "--data", tmp_path / "a.jsonl", "--output", tmp_path / "out"]
-    assert "val has 0 photos" in refusal(command)
+    assert "no photo belongs to the split val" in refusal(command)
     assert not list((tmp_path / "out").iterdir())
 
 
