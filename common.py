@@ -203,6 +203,8 @@ def jsonl_photos(splits, root, file):
     """One {"image", "captions", "tags", "split"} per line, of which only "image" is needed. Paths
     start from `root`. If no line has a split, the first, 21st, 41st... belong to val.
     """
+    if not os.path.isfile(file):
+        fail(f"there is no file {file}")
     rows, paths, unread, number = [], set(), {}, 0
     try:
         for number, line in enumerate(open(file, "rb"), 1):
@@ -219,7 +221,7 @@ def jsonl_photos(splits, root, file):
             rows.append((path, captions, tags, split))
             paths.add(path)
             unread |= content
-    except Exception as error:  # no file, no UTF-8, no JSON, no "image", wrong types
+    except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
         fail(f"{file}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
              f"{JSONL}. tools/to_jsonl.py converts other files")
     if not any(split for *_, split in rows):

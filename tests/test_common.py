@@ -156,7 +156,8 @@ def test_a_split_without_photos(tmp_path, capsys):
     path = write_jsonl(tmp_path / "data.jsonl", row, {"image": "b.jpg", "split": "a"})
     data = one_split(path)
     assert data.captions[0] == [] and not data.tagged.any()
-    with pytest.raises(SystemExit, match="^error: no photo belongs to the split val: .* --val-split$"):
+    message = "^error: no photo belongs to the split val: .* --val-split$"
+    with pytest.raises(SystemExit, match=message):
         one_split(path, split="val")
     assert "photos {'train': 1, 'a': 1}" in capsys.readouterr().out
 

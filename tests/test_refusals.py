@@ -18,7 +18,7 @@ WRONG_LINE = "bad.jsonl, line 2: KeyError: 'image'. "
 # After --data coco: flags, and words of the message.
 ALL_SCRIPTS = [
     ("--data nonsense", "no data set nonsense: --data is shapes, coco, vg, a .jsonl"),
-    ("--data missing.jsonl", "missing.jsonl, line 0: FileNotFoundError: [Errno 2] No such file"),
+    ("--data missing.jsonl", "there is no file missing.jsonl"),
     ("--val-split val2014", "captions_val2014.json is missing, or is not JSON"),
     ("--data shapes --train-split test", "--data shapes has no split test"),
     ("--data {tmp}/bad.jsonl", WRONG_LINE + "Expected, in UTF-8: " + JSONL),
