@@ -29,7 +29,7 @@ from torch import nn
 
 import common
 import eval_linear
-from common import fail, number, print_main, progress
+from common import fail, number, print_main
 from downstream import pictures, tasks
 from extras import layers
 
@@ -165,7 +165,7 @@ def run(
     ddp = common.data_parallel(model).train()
     batches = common.train_batches(photos, collate, args, device, done)
     log = common.Log(args, checkpoint)
-    bar = progress(range(done + 1, iters + 1), initial=done, total=iters, unit=" its")
+    bar = common.iterations(done, iters)
     for iteration in bar:
         common.set_lr(optimizer, common.lr_factor(iteration - 1, iters, warmup, steps))
 
