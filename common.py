@@ -757,16 +757,17 @@ class Parser(argparse.ArgumentParser):
             self.usage = f"python {self.prog} [--FLAG VALUE ...]"
             head = "".join(f"{name:14}" for name in RECIPES)
             self.description += f"\n{'default of --recipe':26}{head}may be"
-        for name, (*values, given, about) in (flags or {}).items():
-            how = {"type": number(given), "metavar": ""} if type(given) is str else {}
-            if given is bool:
-                how, given = {"action": argparse.BooleanOptionalAction}, "given or not"
-            elif given is str:
-                how, given = {"metavar": ""}, "text"
-            elif type(given) is not str:
-                how, given = {"choices": list(given), "metavar": ""}, ", ".join(given)
+        for name, (*values, allowed, about) in (flags or {}).items():
+            if allowed is bool:
+                shown, how = "given or not", {"action": argparse.BooleanOptionalAction}
+            elif allowed is str:
+                shown, how = "text", {"metavar": ""}
+            elif isinstance(allowed, str):  # bounds
+                shown, how = allowed, {"type": number(allowed), "metavar": ""}
+            else:
+                shown, how = ", ".join(allowed), {"choices": list(allowed), "metavar": ""}
             row = "".join(f"{'-' if value is None else value!s:14}" for value in values)
-            text = f"{row}{given}\n{about}".replace("%", "%%")
+            text = f"{row}{shown}\n{about}".replace("%", "%%")
             lines = [line for part in text.splitlines() for line in textwrap.wrap(part, 54)]
             self.add_argument(f"--{name.replace('_', '-')}", help="\n".join(lines), **how)
 

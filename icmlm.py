@@ -408,8 +408,9 @@ def top_concepts(counts, pos, num_concepts):
 def make_triplets(args, splits, tokenizer):
     """Write what is found in the captions into --output.  splits: CaptionData of train and val"""
     if args.lm != "scratch":
-        common.check_tokenizer(tokenizer, splits[0].all_captions(), f"--lm {args.lm}")
-        common.check_known(tokenizer, splits[0].all_captions(), f"--lm {args.lm}")
+        captions = splits[0].all_captions()
+        common.check_tokenizer(tokenizer, captions, f"--lm {args.lm}")
+        common.check_known(tokenizer, captions, f"--lm {args.lm}")
     longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     common.save(f"{args.output}/captions.json", [list(data.captions) for data in splits])

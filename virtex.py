@@ -182,11 +182,12 @@ def main(args):
     train = subset(train, args.fraction, args.captions_per_image, args.seed).captioned()
     val = val.captioned()
     checkpoint = common.begin_run(args, train.checksum(), val.checksum())  # {} for a new run
+    captions = train.all_captions()
     if common.is_main() and not checkpoint:  # once, for all processes
-        model = train_tokenizer(train.all_captions(), args.vocab_size)
+        model = train_tokenizer(captions, args.vocab_size)
         Path(args.output, "tokenizer.model").write_bytes(model)
     common.barrier()
-    tokenizer = load_tokenizer(args, train.all_captions())
+    tokenizer = load_tokenizer(args, captions)
     photos = Photos(train, tokenizer, args)
     val_photos = Photos(val, tokenizer, args)
     iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)

@@ -29,25 +29,28 @@ def visual_genome(splits, root):
     """Yield (path, captions, no tags) of each photo of a fixed random 103K / 5K split; no names
 
     Each region's phrase is a caption of its photo. The root holds region_descriptions.json,
-    image_data.json, VG_100K/ and VG_100K_2/.
+    image_data.json, VG_100K/ and VG_100K_2/. Both splits come from one reading.
     """
     for split in splits:
         if split not in ("train", "val"):
             fail(f"--data vg has the splits train and val, not {split}")
-        paths = {}
-        for row in entries(root, "image_data.json"):
-            paths[row["image_id"]] = os.path.join(root, *row["url"].split("/")[-2:])
-        ids = np.random.default_rng(0).permutation(sorted(paths)).tolist()
-        num_val = min(5000, len(ids) // 10)
-        keep = set(ids[:num_val] if split == "val" else ids[num_val:])
-        regions, found = entries(root, "region_descriptions.json"), []
-        for row in progress(regions, desc="captions", total=len(paths), leave=False):
-            if row["id"] in keep:
+    paths = {}
+    for row in entries(root, "image_data.json"):
+        paths[row["image_id"]] = os.path.join(root, *row["url"].split("/")[-2:])
+    ids = np.random.default_rng(0).permutation(sorted(paths)).tolist()
+    num_val = min(5000, len(ids) // 10)
+    members = {"train": set(ids[num_val:]), "val": set(ids[:num_val])}
+    found = {split: [] for split in splits}
+    regions = entries(root, "region_descriptions.json")
+    for row in progress(regions, desc="captions", total=len(paths), leave=False):
+        for split in splits:
+            if row["id"] in members[split]:
                 captions = [one_line(region["phrase"]) for region in row["regions"]]
-                found.append((paths[row["id"]], captions, []))
-        if lost := len(keep) - len(found):
+                found[split].append((paths[row["id"]], captions, []))
+    for split in splits:
+        if lost := len(members[split]) - len(found[split]):
             print_main(f"{root}: left out {lost} photos of {split}, which have no regions")
-        yield found, []
+        yield found[split], []
 
 
 def entries(root, name):
