@@ -93,7 +93,7 @@ def labels_in(root):
     """-> LabelData of train/, what was printed"""
     common.report_once.cache_clear()
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        data = eval_linear.folder_labels(root, "train")
+        data = eval_linear.label_data("folder", root, "train")
     return data, output.getvalue()
 
 
@@ -149,30 +149,6 @@ def test_a_turned_tiff(tmp_path):
     data, _ = labels_in(tmp_path)
     [turned, _], [upright, _] = eval_linear.CentralSquares(data, 24, side_fraction=1.0)
     assert np.array_equal(turned, upright)
-
-
-DEEPER = [  # the photos of two classes; is it said that the folders within may be the classes?
-    ("a/airfield/1.png a/alley/2.png b/bakery/3.png", True),
-    ("a/airfield/x/1.png b/bakery/3.png", True),
-    ("a/images/1.png b/images/2.png", False),  # Tiny ImageNet
-    ("a/old/1.png a/new/2.png b/old/3.png b/new/4.png", False),
-    ("a/airfield/1.png a/2.png b/bakery/3.png", False),
-]
-
-
-@pytest.mark.parametrize("photos, said", DEEPER)
-def test_classes_below_letters(photos, said, tmp_path):
-    """Places and SUN397 have a/airfield: a line says what to do, which then works."""
-    make_files(tmp_path / "train", photos.split())
-    data, output = labels_in(tmp_path)
-    assert data.names == ["a", "b"] and len(data) == len(photos.split())
-    words = "no class has photos of its own, only folders such as a/airfield. If these are"
-    assert (words in output) == said
-    if said:
-        advice = output.split("new --root: ")[1].replace("ROOT", f"{tmp_path}/links")
-        subprocess.run(advice, shell=True, check=True)
-        data, output = labels_in(tmp_path / "links")
-        assert {"airfield", "bakery"} <= set(data.names) and words not in output
 
 
 def test_classes_are_named(tmp_path):
@@ -276,7 +252,7 @@ def test_test_photos_that_are_training_photos_are_counted(copies, count, folder,
     for old, new in copies:
         shutil.copy(tmp_path / "train" / old, tmp_path / "val" / new)
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        train, val = (eval_linear.folder_labels(tmp_path, split) for split in ("train", "val"))
+        train, val = (eval_linear.label_data("folder", tmp_path, split) for split in ("train", "val"))
         eval_linear.report_shared(train, val)
     said = f"{count} of {len(val)} test photos are training photos, too"
     assert said in output.getvalue()
@@ -627,7 +603,7 @@ def test_layers_on_crops_are_scored_on_central_squares(flags, folder, tmp_path, 
 
 def test_held_out_photos_are_not_trained_on(folder):
     """A quarter of the photos is tested on, the others are trained on; also with --shots."""
-    data = eval_linear.folder_labels(folder, "train")
+    data = eval_linear.label_data("folder", folder, "train")
     args = SimpleNamespace(seed=0, hold_out=0.25, shots=None, train_images=None, protocol="knn")
     train, test = eval_linear.draw_photos(data, data, args)
     assert sorted([*train, *test]) == list(range(32)) and len(test) == 8
@@ -647,7 +623,7 @@ def test_over_runs():
 
 def test_shots(folder):
     """K photos of each class, others with another seed"""
-    data = eval_linear.folder_labels(folder, "train")
+    data = eval_linear.label_data("folder", folder, "train")
     args = SimpleNamespace(seed=0, hold_out=0.0, shots=5, train_images=None, protocol="knn")
     train, test = eval_linear.draw_photos(data, data, args)
     assert np.bincount(data.labels[train]).tolist() == [5, 5] and len(test) == len(data)
@@ -800,7 +776,7 @@ def test_features_are_extracted_once(files, folder, tmp_path, monkeypatch):
     flags = "--protocol knn --runs 3 --hold-out 0.4 --train-images 4 --weights"
     evaluate(tmp_path / "one", folder, f"{flags} {files[0]}")
     args = eval_linear.get_args(command(tmp_path, folder, f"{flags} random")[1:])
-    data = eval_linear.folder_labels(folder, "train")
+    data = eval_linear.label_data("folder", folder, "train")
     drawn = []
     for seed in range(3):
         args.seed = seed
