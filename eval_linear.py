@@ -198,7 +198,7 @@ def main(args):
         report(results, draws, sizes, causes, data.names, args)
     common.end_distributed()
     if causes:
-        fail(f"{len(causes)} of {len(args.weights)} backbones could not be opened: see above")
+        fail(f"not measured: {', '.join(causes)}; the causes stand below the table")
 
 
 @dataclass

@@ -252,7 +252,8 @@ def test_test_photos_that_are_training_photos_are_counted(copies, count, folder,
     for old, new in copies:
         shutil.copy(tmp_path / "train" / old, tmp_path / "val" / new)
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        train, val = (eval_linear.label_data("folder", tmp_path, split) for split in ("train", "val"))
+        train = eval_linear.label_data("folder", tmp_path, "train")
+        val = eval_linear.label_data("folder", tmp_path, "val")
         eval_linear.report_shared(train, val)
     said = f"{count} of {len(val)} test photos are training photos, too"
     assert said in output.getvalue()
@@ -635,18 +636,23 @@ def test_shots(folder):
     "protocol", ["svm-virtex", "logreg-icmlm --epochs 2", "sgd-virtex --batch-size 16 --epochs 2"]
 )
 def test_several_backbones(protocol, files, folder, tmp_path):
-    """--weights A B random equals three single calls; each has its line and files of its layers."""
+    """--weights A B random equals three single calls, but for comparisons; each has its line, the
+    best first, and files of its layers.
+    """
     flags, sources = f"--protocol {protocol} --shots 5 --runs 2 --weights", [*files, "random"]
     output = run_here(command(tmp_path / "all", folder, f"{flags} {' '.join(sources)}"))
     together = result(tmp_path / "all")["backbones"]
-    assert list(together) == sources
-    for source in sources:
+    assert together.keys() == {*sources}
+    scores = []
+    for source in together:
         one = evaluate(tmp_path / "one", folder, f"{flags} {source} --arch resnet18")
-        assert one == {source: together[source]}
+        assert together[source] == {**together[source], **one[source]}
         mean, std = together[source]["mean"], together[source]["std"]
+        scores.append(next(iter(mean.values())))
         [metric] = mean.keys() - {"blue", "red", "commonest class", "chance"}
         cells = f"{source} {mean[metric]:.2f} ± {std[metric]:.2f}".split()
         assert cells in [line.split()[: len(cells)] for line in output.splitlines()]
+    assert scores == sorted(scores, reverse=True)
     assert len(list((tmp_path / "all").glob("*.pth"))) == (0 if "svm" in protocol else 6)
 
 
@@ -912,7 +918,10 @@ def test_in_a_copy(files, folder, tmp_path):
         ("--protocol layers --weights {A}", "A.pth is a resnet18, not --arch vgg16_bn"),
         ("--protocol layers --arch resnet50", "--protocol layers is for VGG-16"),
         ("--protocol layers --lr 1 2", "--protocol layers takes 3 values of --lr"),
-        ("--weights {A} none.pth", "none.pth is missing, cut off, or"),
+        ("--weights none.pth", "none.pth"),
+        ("--weights {A} none.pth", "not measured: none.pth; the causes stand below the table"),
+        ("--protocol knn --both-ways --hold-out 0.2", "--both-ways is for svm-virtex, svm-icmlm"),
+        ("--protocol sgd-mct --both-ways", "--both-ways is for svm-virtex, svm-icmlm and knn"),
         ("--hold-out 0.999", "0 training and 32 test photos"),
         ("--data imagenet", "imagenet: photos in train/CLASS/ are --data folder --root FOLDER"),
         ("--data {root}", "{root}: photos in train/CLASS/ are --data folder --root FOLDER"),
