@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 DRAWS = 1000
-PART = 100  # draws at a time: for 50,000 photos, their counts take 20 MB
+PART = 50  # draws at a time: for 50,000 photos, their counts take 10 MB
 WHAT_INTERVALS_SAY = ("In brackets: 95% intervals over other test photos of this kind; another "
     "training moves a score by about a point.")
 
@@ -76,7 +76,8 @@ def rank(decision, truth):
 
 def average_precision(order, places, ends, interpolated, counts):
     """One class, as `rank` gives it -> percent (draws,); has it both kinds of photos (draws,)?"""
-    found = counts[order].cumsum(0)  # photos down to each place
+    found = counts.take(order, axis=0)
+    np.cumsum(found, axis=0, out=found)  # photos down to each place; in place it is twice as fast
     positives = counts[order[places]]
     right = positives.cumsum(0)
     last = np.searchsorted(places, ends, side="right") - 1  # the last positive that is as good
