@@ -61,8 +61,8 @@ def main(args):
     if args.weights:
         eval_linear.main(eval_linear.get_args(["--weights", *args.weights, *flags]))
     else:
-        print_main("measure with it: python eval_linear.py --weights runs/virtex-photos/backbone.pth "
-                   f"random {shlex.join(flags)}")
+        weights = "runs/virtex-photos/backbone.pth random"
+        print_main(f"measure: python eval_linear.py --weights {weights} {shlex.join(flags)}")
 
 
 def words_of_photos(data):
