@@ -3,8 +3,6 @@
     python eval_linear.py                       what virtex.py has learned, and a random backbone
     python eval_linear.py --weights runs/virtex/backbone.pth runs/tp/backbone.pth random imagenet \\
         --data voc07 --root VOCdevkit
-    python eval_linear.py --weights runs/tp-photos/backbone.pth random \\
-        --data folder --root photos --shots 10 --runs 5
     torchrun --nproc_per_node=8 eval_linear.py --weights runs/virtex-coco/backbone.pth \\
         --data folder --root imagenet --protocol sgd-virtex
     python eval_linear.py --embed photos --weights runs/virtex-photos/backbone.pth
@@ -12,8 +10,9 @@
 --weights are measured one after the other, on the same photos: backbone.pth, checkpoint.pth or
 model_N.pth of ours, an official VirTex checkpoint, files of MoCo, SwAV, VICReg, DINO or
 torchvision; "imagenet" (torchvision's, downloaded), "random", or clip:NAME, to compare with. The
-result is one table, and in --output result.json: {"args", "image_size", "backbones": {WEIGHTS:
-{"mean", "std", "runs"}}}, scores in percent.
+result is one table, the best first, below it how far each is from random and imagenet; in --output
+result.json: {"args", "image_size", "backbones": {WEIGHTS: {"mean", "std", "runs"; of several also
+"interval", "differences"}}, "not_measured"}, scores in percent.
 
     protocol       classifier on the frozen backbone, which is always in eval mode       score
     svm-virtex     one SVM per class on pooled features, cost by cross-validation        mAP
@@ -150,6 +149,8 @@ def main(args):
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     archs, sizes, causes = open_weights(args)
+    if len(archs) > 1:
+        common.extra("bootstrap")  # compares them. A copy lacks it: that is said before measuring
     if args.embed:
         embed(args, archs, sizes, device)
         return
@@ -191,9 +192,9 @@ def main(args):
                 photos = f"{len(run.train_rows)} training and {len(run.test_rows)} test photos"
                 print_main(f"{source}, seed {run.args.seed}, {photos} of {sizes[source]} px: "
                            f"{format_scores(scores, data.names)}")
-    num_tested = len(test_rows) + (len(train_rows) if args.both_ways else 0)
-    if num_tested < 300:
-        print_main(f"the scores are rough: they are of only {num_tested} photos")
+    tested = len(test_rows) + args.both_ways * len(train_rows)
+    if tested < 300:
+        print_main(f"the scores are rough: they are of only {tested} photos")
     if common.is_main():
         report(results, draws, sizes, causes, data.names, args)
     common.end_distributed()
@@ -242,35 +243,31 @@ def format_scores(scores, classes=()):
 
 
 def report(results, draws, sizes, causes, classes, args):
-    """Print a line for each backbone, the best first, and how they differ; write result.json, which
-    has the classes' scores, too
+    """Print a line for each backbone, the best first, and how they differ; write result.json
 
-    results: {source: [scores of a run]}.  draws: {source: [scores_of_draws of a run]}.  sizes:
-    {source: pixels}.  causes: {source: why it was not measured}
+    results: {source: [scores of a run]}.  draws: {source: [scores_of_draws of a run]}.  sizes and
+    causes: see open_weights.  classes: their scores are not printed
     """
-    columns = [name for name in next(iter(results.values()))[0] if name not in classes]
-    *metrics, _ = columns  # the last is what guesses score
+    *metrics, guess = [name for name in next(iter(results.values()))[0] if name not in classes]
     rows = [(source, over_runs(runs)) for source, runs in results.items()]
     rows.sort(key=lambda row: -max(row[1]["mean"][metric] for metric in metrics))
-    results = dict(rows)
-    verdict = common.extra("bootstrap").compare(results, draws) if len(results) > 1 else []
+    verdict = common.extra("bootstrap").compare(dict(rows), draws) if len(rows) > 1 else []
     path = f"{args.output}/result.json"
     replaced = ", instead of an earlier call's" if os.path.exists(path) else ""
-    content = {"args": vars(args), "image_size": sizes, "backbones": results}
-    content |= {"not_measured": causes, **common.circumstances()}
-    common.save(path, content)
+    content = {"args": vars(args), "image_size": sizes, "backbones": dict(rows)}
+    common.save(path, content | {"not_measured": causes} | common.circumstances())
 
     width = max(map(len, args.weights))
-    print(" " * width, *(f"{column:>15}" for column in columns))
-    for source, scores in results.items():
-        cells = [f"{scores['mean'][column]:.2f}" for column in columns]
-        if args.runs > 1:
-            cells = [f"{cell} ± {scores['std'][name]:.2f}" for cell, name in zip(cells, columns)]
+    print(" " * width, *(f"{column:>15}" for column in (*metrics, guess)))
+    for source, scores in rows:
+        cells = []
+        for column in (*metrics, guess):
+            deviation = f" ± {scores['std'][column]:.2f}" if args.runs > 1 else ""
+            cells.append(f"{scores['mean'][column]:.2f}{deviation}")
         print(f"{source:{width}}", *(f"{cell:>15}" for cell in cells))
     for source, cause in causes.items():
         print(f"{source:{width}} not measured: {cause}")
-    print(f"all scores, by class and run, are in {path}{replaced}")
-    print("\n".join(verdict))
+    print(f"all scores, by class and run, are in {path}{replaced}", *verdict, sep="\n")
 
 
 def over_runs(runs):
@@ -294,8 +291,8 @@ def trained_with(source, flag):
 
 
 def open_weights(args):
-    """Open all of --weights now, before the first hour of measuring -> for each its architecture,
-    and the side of its photos in pixels: {source: ...} both; {source: why it cannot be opened}
+    """Open all of --weights before the first hour of measuring -> {source: architecture}, {source:
+    side of its photos in pixels}, {source: why it cannot be opened}
 
     What nothing says of one of them is that of the first file that says it.
     """
@@ -310,7 +307,7 @@ def open_weights(args):
         except (SystemExit, OSError) as error:  # from `fail`; from the hub, in several lines
             causes[source] = str(error).removeprefix("error: ").splitlines()[0]
     own = [source for source in args.weights if source not in REFERENCES] or args.weights
-    if not archs.keys() & set(own):  # random weights alone say nothing
+    if causes.keys() >= set(own):  # random weights alone say nothing
         fail(causes[own[0]])
     for source, cause in causes.items():
         print_main(f"{source} will not be measured: {cause}")
@@ -369,8 +366,7 @@ class LabelData:
 def label_data(name, root, split):
     """One split of "folder", "voc07", or of captioned photos with tags -> LabelData"""
     if name == "folder":
-        folders = common.extra("folders")
-        return LabelData(*folders.labelled_photos(root or "datasets/folder", split))
+        return LabelData(*common.extra("folders").labelled(root or "datasets/folder", split))
     if name == "voc07":
         return LabelData(*common.extra("sources").voc07(root or "datasets/voc07", split))
     shards = os.path.isdir(name) and not os.path.isdir(os.path.join(name, split))
@@ -641,8 +637,6 @@ def svm_virtex(train, test, run):
 def svm_icmlm(train, test, run):
     """The same with 40 log-uniform costs [ICMLM App. F.2], all of which are tried [ours: the paper
     uses Optuna]; interpolated precision, as in the code of Goyal et al.
-
-    On COCO this makes 9,680 SVMs in 8192 dimensions.
     """
     costs = 10 ** np.random.default_rng(run.args.seed).uniform(-5, 5, 40)
     return svms(train, test, run, sorted(costs))
@@ -790,8 +784,7 @@ PROTOCOLS = {
     # [VirTex Sec. 4.1, App. A.1] cosine (no steps), no weight decay
     "sgd-virtex": Protocol(sgd_virtex, "crops", "top-1",
         {"epochs": 100, "batch_size": 256, "lr": [0.3], "steps": ()}),
-    # [ICMLM Sec. 4] DeeperCluster's code, for ImageNet; for Places --lr 0.01 0.01 0.02. The jitter
-    # is half of SimCLR's [ours], which ICMLM cites.
+    # [ICMLM Sec. 4] DeeperCluster's, for ImageNet; for Places --lr 0.01 0.01 0.02; jitter [ours]
     "layers": Protocol(vgg_layers, "crops", "either",
         {"arch": "vgg16_bn", "epochs": 100, "batch_size": 256, "lr": [0.02] * 3},
         layers=("C-11", "C-12", "C-13"), colour_jitter=1.0),

@@ -11,8 +11,8 @@ import numpy as np
 
 DRAWS = 1000
 PART = 50  # draws at a time: for 50,000 photos, their counts take 10 MB
-WHAT_INTERVALS_SAY = ("In brackets: 95% intervals over other test photos of this kind; another "
-    "training moves a score by about a point.")
+WHAT_INTERVALS_SAY = ("In brackets: 95% over other test photos of this kind. Another training "
+    "moves a score, too: on photos by about a point.")
 
 
 def counts_of_draws(photos, seed):
@@ -100,11 +100,11 @@ def interval(value, draws):
 def compare(results, draws):
     """Add the "interval" and the "differences" of each row to `results` -> [sentence]
 
-    A row is compared with random and imagenet, if they are there, else with the last.
+    A row is compared with random and imagenet, if they are there, else with the best, the first.
     results: {backbone: {"mean": {metric: percent}}}.  draws: {backbone: [scores_of_draws of a run]}
     """
     references = [name for name in ("random", "imagenet") if name in results]
-    references = references or list(results)[-1:]
+    references = references or list(results)[:1]
     sentences = []
     drawn = {}  # the mean over the runs
     for name, runs in draws.items():

@@ -45,7 +45,7 @@ def list_photos(folder):
     return sorted(photos)
 
 
-def labelled_photos(root, split):
+def labelled(root, split):
     """{split}/<class>/<photo>, or deeper -> paths (N,), labels (N,), names of the classes"""
     from torchvision.datasets.folder import find_classes  # only here: the import takes seconds
 

@@ -198,7 +198,7 @@ def first(scores):
 
 
 def test_sentences():
-    """Above, below, neither; random and imagenet, if they are there, else the last row"""
+    """Above, below, neither; random and imagenet, if they are there, else the best row"""
     of_draws = np.tile([-2.0, -1.0, 0.0, 1.0, 2.0], 10)
     draws = {"imagenet": 0 * of_draws, "mine": of_draws, "random": 0 * of_draws}
     scores = {"imagenet": 93.0, "mine": 41.5, "random": 37.0}
@@ -215,7 +215,7 @@ def test_sentences():
     rows = {"mine": {"mean": {"mAP": 38.0}}, "theirs": {"mean": {"mAP": 37.0}}}
     runs = {"mine": runs["mine"], "theirs": runs["random"]}
     sentence, _ = bootstrap.compare(rows, runs)
-    said = "mine cannot be told apart from theirs: the difference is 1.0 points (-1.0 to 3.0)"
+    said = "theirs cannot be told apart from mine: the difference is -1.0 points (-3.0 to 1.0)"
     assert sentence == said
 
 
@@ -224,8 +224,8 @@ def test_layers_are_compared_one_by_one():
     rows = {name: {"mean": dict.fromkeys(names, score)} for name, score in (("A", 9.0), ("B", 1.0))}
     runs = {name: [dict.fromkeys(names, np.zeros(50))] for name in rows}
     first, second, _ = bootstrap.compare(rows, runs)
-    assert first == "C-11 mAP: A is 8.0 points above B (8.0 to 8.0)"
-    assert second.startswith("C-12 mAP: A is")
+    assert first == "C-11 mAP: B is 8.0 points below A (8.0 to 8.0)"
+    assert second.startswith("C-12 mAP: B is")
 
 
 def test_both_ways_is_the_mean_of_two_calls(files, folder, tmp_path):

@@ -893,6 +893,9 @@ def test_in_a_copy(files, folder, tmp_path):
     assert copied["mean"] == pytest.approx(here["mean"])
     ended = run_script(*command(tmp_path, folder, flags), cwd=tmp_path)
     assert ended.returncode == 1 and "copy our folder extras beside the script" in ended.stderr
+    ended = run_script(*script[:3], "random", *script[3:], cwd=tmp_path)  # two are compared
+    assert ended.returncode == 1 and "copy our folder extras beside the script" in ended.stderr
+    assert "seed 0" not in ended.stdout
 
 
 @pytest.mark.parametrize(
