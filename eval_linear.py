@@ -192,7 +192,7 @@ def main(args):
                 photos = f"{len(run.train_rows)} training and {len(run.test_rows)} test photos"
                 print_main(f"{source}, seed {run.args.seed}, {photos} of {sizes[source]} px: "
                            f"{format_scores(scores, data.names)}")
-    tested = len(test_rows) + args.both_ways * len(train_rows)
+    tested = len(data) + len(val) if args.both_ways else len(test_rows)
     if tested < 300:
         print_main(f"the scores are rough: they are of only {tested} photos")
     if common.is_main():

@@ -110,8 +110,8 @@ def compare(results, draws):
     for name, runs in draws.items():
         drawn[name] = {metric: np.mean([run[metric] for run in runs], 0) for metric in runs[0]}
     for name, row in results.items():
-        row["interval"], row["differences"] = {}, {other: {} for other in references}
-        row["differences"].pop(name, None)
+        row["interval"] = {}
+        row["differences"] = {other: {} for other in references if other != name}
         for metric in drawn[name]:
             row["interval"][metric] = interval(row["mean"][metric], drawn[name][metric])
             for other, differences in row["differences"].items():

@@ -11,8 +11,8 @@ running mean over a twentieth of the run. Scores on the validation split are dot
 their term. You can draw runs that are still in progress.
 
 Bars: result.json of eval_linear.py, which has intervals if it compared several backbones. The
-interval of a difference stands below the name; it is narrower than those of the two scores are
-together, because both have the same test photos.
+interval of a difference stands below the name. It decides: those of two scores may overlap although
+one is better on nearly every draw of the same photos.
 """
 
 import argparse
