@@ -127,7 +127,7 @@ def test_what_is_left_out_of_a_jsonl_is_said(tmp_path, capsys):
     rows += [{"image": "3.jpg", "split": "train", "tags": [""], "captions": ["a", "", " "]}]
     path = write_jsonl(tmp_path / "data.jsonl", *rows)
     data = one_split(path)
-    keys = f"{path}: photos {{'train': 4}}; keys that are not read: ['labels', 'Split']\n"
+    keys = f"{path}: 4 photos in train; keys that are not read: labels, Split\n"
     printed = capsys.readouterr().out
     assert printed.count(keys) == 1 and "2 captions of train are empty: left out" in printed
     assert data.tag_names == [] and data.tagged.tolist() == [False, False, False, True]
@@ -159,7 +159,7 @@ def test_a_split_without_photos(tmp_path, capsys):
     message = "^error: no photo belongs to the split val: .* --val-split$"
     with pytest.raises(SystemExit, match=message):
         one_split(path, split="val")
-    assert "photos {'train': 1, 'a': 1}" in capsys.readouterr().out
+    assert "1 photos in train, 1 photos in a" in capsys.readouterr().out
 
 
 def coco_file(root, kind="captions", **content):
