@@ -157,10 +157,13 @@ def to_caption_data(split, photos, tag_names):
 
 
 def read_json(path):
+    if not os.path.isfile(path):
+        fail(f"there is no {path}: see --root, --train-split and --val-split, or download it "
+             "(docs/running.md)")
     try:
         return json.loads(Path(path).read_bytes())
-    except Exception as error:
-        fail(f"{path} is missing, or is not JSON ({error}): see --root, --train-split, --val-split")
+    except ValueError as error:
+        fail(f"{path} is not JSON: {error}")
 
 
 def one_line(text):
@@ -214,9 +217,11 @@ def jsonl_photos(splits, root, file):
             if not line.strip():
                 continue
             content = json.loads(line)
+            if "image" not in content or "caption" in content:
+                raise ValueError('it needs "image", and "captions" instead of "caption"')
             path = os.path.abspath(os.path.join(root, content.pop("image")))
-            if "caption" in content or path in paths:
-                raise ValueError(f'{path} needs a single line, with the list "captions"')
+            if path in paths:
+                raise ValueError(f"{path} has an earlier line: join the two")
             captions = texts(content.pop("captions", None)) or []
             tags = texts(content.pop("tags", None))
             split = content.pop("split", None)
@@ -225,7 +230,7 @@ def jsonl_photos(splits, root, file):
             paths.add(path)
             unread |= content
     except Exception as error:  # no UTF-8, no JSON, no "image", wrong types
-        fail(f"{file}, line {number}: {type(error).__name__}: {error}. Expected, in UTF-8: "
+        fail(f"{file}, line {number}: {error or type(error).__name__}. Expected, in UTF-8: "
              f"{JSONL}. tools/to_jsonl.py converts other files")
     if not any(split for *_, split in rows):
         rows = [(*row, "" if n % 20 else "val") for n, (*row, _) in enumerate(rows)]
