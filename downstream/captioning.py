@@ -146,9 +146,10 @@ def beam_search(head, image_features, beams=5):
 
     image_features (B, S, H). A hypothesis that has ended keeps its score and competes on. The
     search is over when all have ended or have the maximum length. After the first token each has
-    two continuations, and no token follows itself [official code]. [SOS] stays in front, as in
-    training, and at most 29 tokens follow it [ours]: the official search drops it after the first
-    step, which shifts all positions by one, and writes 30, so that its captions often differ.
+    two continuations, and no token follows itself [official code; that [SOS] does not: ours]. [SOS]
+    stays in front, as in training, and at most 29 tokens follow it [ours]: the official search
+    drops it after the first step, which shifts all positions by one, and writes 30, so that its
+    captions often differ.
     """
     batch, vocab_size = len(image_features), head.output.out_features
     device = image_features.device

@@ -130,7 +130,7 @@ def test_words_from_the_image_alone():
 
 def test_weights_at_the_start():
     """Sec. 3: the directions share all but their Transformers, which start alike [official code].
-    N(0, 0.02), biases 0 [official code]
+    N(0, 0.02) [official code], biases 0 [ours]
     """
     model = virtex.VirTex(FeaturesAsGiven(64), 200, hidden=64, layers=2)
     forward, backward = model.textual, model.backward_textual
