@@ -615,8 +615,8 @@ def init_distributed():
         torch.multiprocessing.set_start_method("fork", force=True)
     for number in signal.SIGINT, signal.SIGTERM:
         signal.signal(number, stop)
-        # Workers end as the operating system ends them, silently.
-        os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+        if hasattr(os, "register_at_fork"):  # workers end silently, as the system ends them
+            os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
     local = dist.get_node_local_rank(0)
     backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
@@ -1006,6 +1006,7 @@ def iterations(done, iters):
 
 def stop(number, frame):
     """Ctrl-C and SIGTERM end the first process in one line, and all others silently."""
+    signal.signal(number, signal.SIG_IGN)  # Slurm and torchrun both send one
     if is_main():
         tqdm.write("")
         if "saved" in RUN:
