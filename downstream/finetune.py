@@ -112,7 +112,10 @@ def fine_tune(train, val, args, device):
     print_main(f"{args.weights}: {iters} iterations at lr {lr:.3g}, into {args.output}")
 
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
-    model = Classifier(backbone, len(train.names))
+    # The linear layer starts from N(0, 0.01) [App. A.1, A.3], as in the IN-sup rows [ours: they
+    # follow torchvision, which has torch's default there].
+    linear = layers.linear_layer(backbone.channels, len(train.names))
+    model = nn.Sequential(backbone, nn.AdaptiveAvgPool2d(1), nn.Flatten(), linear)
     model.to(device, memory_format=torch.channels_last)
     optimizer = common.build_optimizer(args, model.parameters(), lr=lr)
 
@@ -223,22 +226,6 @@ def part_of_classes(data, fraction, seed, shots=None):
         members = shuffled[data.labels[shuffled] == k]
         keep.extend(members[: shots or max(1, round(fraction * len(members)))])
     return data.select(np.sort(keep))
-
-
-class Classifier(nn.Module):
-    """The backbone, average pooling and a linear layer: (B, 3, h, w) -> logits (B, classes)
-
-    The linear layer starts with weights from N(0, 0.01) and bias 0 [App. A.1, A.3]; in the IN-sup
-    rows, too [ours: they follow torchvision, which has torch's default there].
-    """
-
-    def __init__(self, backbone, num_classes):
-        super().__init__()
-        self.backbone = backbone
-        self.linear = layers.linear_layer(backbone.channels, num_classes)
-
-    def forward(self, images):
-        return self.linear(self.backbone(images).mean((2, 3)))
 
 
 @torch.no_grad()
