@@ -161,6 +161,6 @@ def report(runs, args, task, metric, in_words=IN_WORDS):
         print_main(f"{name:18} {eval_linear.format_scores(results['mean'])}")
         if len(scores) > 1:
             print_main(f"{'':16} ± {eval_linear.format_scores(results['std'])}")
-    common.save(f"{args.output}/result.json", content)
+    common.save(f"{args.output}/result.json", content | common.circumstances())
     scores = [f"{content[name][metric]:.1f} {in_words[name]}" for name in runs]
     print_main(f"{task} {args.data}: {metric} {', '.join(scores)}")

@@ -55,7 +55,7 @@ def crop(margin, work):
     try:
         photo = ImageOps.exif_transpose(common.to_rgb(common.open_photo(path)))
     except Exception as error:  # PIL's decoders raise a dozen kinds
-        common.print_main(f"cannot decode {path} ({error}): its {len(objects)} objects are left out")
+        common.print_main(f"cannot decode {path} ({error}): {len(objects)} objects are left out")
         return 0
     for (x, y, width, height), file in objects:
         rng = random.Random(Path(file).stem)

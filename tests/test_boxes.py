@@ -367,8 +367,8 @@ def test_categories_of_one_name(tmp_path, capsys):
 
     coco_layout(tmp_path, categories=add, annotations=use)
     data = boxes.load("coco", str(tmp_path), "val2017")
-    said = capsys.readouterr().out
-    assert "1 of 3 categories have the name of an earlier one: their objects are of that one" in said
+    said = "1 of 3 categories have the name of an earlier one: their objects are of that one"
+    assert said in capsys.readouterr().out
     assert data.names == ["cup", "dog"] and score(data, tmp_path) == MASKS
 
 
