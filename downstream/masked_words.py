@@ -93,7 +93,6 @@ def load_icmlm(path, lm_name, device):
     """-> model in eval mode, lm, tokenizer, concepts {word: part of speech}, flags of training"""
     checkpoint = tasks.read_model("icmlm", path)
     trained = checkpoint["args"]
-    print_main(f"{path}: trained on {trained['data']}")
     concepts = checkpoint["concepts"]
     lm_name = lm_name or trained["lm"]
     if lm_name == "scratch":

@@ -60,7 +60,6 @@ class Model:
         self.device = common.init_distributed()
         common.make_folder(args.output)  # before the work, in case it cannot be one
         self.encoders, self.tokenizer, self.trained = load_encoders(args.weights)
-        print_main(f"{args.weights} was trained on {self.trained.data}")
         self.encoders.to(self.device, memory_format=torch.channels_last)
         self.trained.amp = common.choose_amp(self.device, args.amp)
         self.trained.workers = args.workers

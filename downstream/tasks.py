@@ -43,11 +43,13 @@ def add_weights(parser, method):
 
 
 def read_model(script, path):
-    """-> what a checkpoint.pth or model_N.pth of a script holds"""
+    """-> what a checkpoint.pth or model_N.pth of a script holds; says what it was trained on"""
     others = sorted(map(str, Path("runs").glob(f"{script}*/checkpoint.pth")))
     if others and not Path(path).exists():
         fail(f"there is no {path}: give --weights one of {', '.join(others)}")
-    return checkpoints.of_script(script, path)
+    content = checkpoints.of_script(script, path)
+    print_main(f"{path}: trained on {content['args']['data']}")
+    return content
 
 
 def fill_defaults(parser, args, script, **defaults):

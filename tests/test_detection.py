@@ -72,7 +72,8 @@ def test_own_coco_file(coco, form):
         runs = [56 * x + y, h] + (w - 1) * [56 - h, h]  # down each column
         rle = {"size": [56, 64], "counts": [*runs, 56 * 64 - sum(runs)]}
         string = {**rle, "counts": frPyObjects(rle, 56, 64)["counts"].decode()}
-        row["id"], _ = n, row.pop("area")
+        row["id"] = n
+        del row["area"]
         if not row["iscrowd"]:
             results.append({**row, "segmentation": string, "score": 0.9})
             row["segmentation"] = {"string": string, "list": rle}.get(form, row["segmentation"])

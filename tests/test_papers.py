@@ -242,7 +242,6 @@ def test_compare_refuses(shell):
 
 def test_crops_and_their_list(tmp_path):
     """crop_coco.py makes an image folder of COCO's objects, of which label_list.py draws some."""
-    pytest.importorskip("pycocotools")
     root, crops, lines = tmp_path / "coco", tmp_path / "crops", tmp_path / "list.jsonl"
     categories = [{"id": 3, "name": "dog"}, {"id": 5, "name": "cat"}]
     for split in ("train", "val"):
