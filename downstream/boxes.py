@@ -40,7 +40,7 @@ class BoxData:
         self.images = np.array(paths, object if source == "shapes" else common.STRINGS)
         self.ids = [image["id"] for image in images]
         self.sizes = [(image["width"], image["height"]) for image in images]
-        categories = sorted((row["name"], row["id"]) for row in content["categories"])
+        categories = sorted((str(row["name"]), row["id"]) for row in content["categories"])
         self.categories = {number: name for name, number in categories}
         self.names = list(self.categories.values())
         self.mirrored = torch.from_numpy(common.mirrored(self.names))
@@ -69,30 +69,32 @@ def load(source, root, split):
     elif source == "voc":
         content = voc(root, split)
     else:
-        name = f"{root}/annotations/{'lvis' if source == 'lvis' else 'instances'}_{split}.json"
-        content = tasks.read_coco(name, "images", "annotations", "categories")
-    try:
+        kind, where = ("lvis", "coco_url") if source == "lvis" else ("instances", "file_name")
+        name = f"{root}/annotations/{kind}_{split}.json"
+        content = tasks.read_coco(
+            name,
+            images=["id", where],
+            categories=["id", "name"],
+            annotations=["image_id", "category_id", "bbox"],
+        )
         for image in content["images"]:
-            if source == "coco":
-                image["path"] = f"{root}/{split}/{image['file_name']}"
-            elif source == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
-                image["path"] = "/".join([root, *image["coco_url"].split("/")[-2:]])
-        # Label Studio writes a photo once for each annotator.
-        for part, key in ("images", "id"), ("images", "path"), ("categories", "id"):
-            for value, times in Counter(row[key] for row in content[part]).most_common(1):
-                if times > 1:
-                    fail(f"{name}: {times} of the {part} have the {key} {value}: list it once, "
-                         "with all of its objects")
-        if source == "lvis":
-            negatives = [image.get("neg_category_ids") for image in content["images"]]
-            if None in negatives or not any(negatives):
-                fail(f"{name} lacks neg_category_ids, the classes known not to be in a photo. "
-                     "Without them LVIS's score misses most wrong detections: use --data coco")
-            for category in content["categories"]:
-                category.setdefault("frequency", "f")  # for scores that we do not print
-        return BoxData(complete(content, source, name), source)
-    except KeyError as error:
-        fail(f"{name} is not in the format of {source}: it, or an entry, lacks {error}")
+            image["path"] = f"{root}/{split}/{image[where]}"
+            if source == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
+                image["path"] = "/".join([root, *image[where].split("/")[-2:]])
+    # Label Studio writes a photo once for each annotator.
+    for part, key in ("images", "id"), ("images", "path"), ("categories", "id"):
+        for value, times in Counter(row[key] for row in content[part]).most_common(1):
+            if times > 1:
+                fail(f"{name}: {times} of the {part} have the {key} {value}: list it once, with "
+                     "all of its objects")
+    if source == "lvis":
+        negatives = [image.get("neg_category_ids") for image in content["images"]]
+        if None in negatives or not any(negatives):
+            fail(f"{name} lacks neg_category_ids, the classes known not to be in a photo. Without "
+                 "them LVIS's score misses most wrong detections: use --data coco")
+        for category in content["categories"]:
+            category.setdefault("frequency", "f")  # for scores that we do not print
+    return BoxData(complete(content, source, name), source)
 
 
 def fitting(images, name):
@@ -135,7 +137,7 @@ def fitting(images, name):
 def complete(content, source, name):
     """-> content with all that pycocotools needs. What is odd or left out is counted."""
     photos = {image["id"]: image for image in content["images"]}
-    names = {category["id"]: category["name"] for category in content["categories"]}
+    names = {category["id"]: str(category["name"]) for category in content["categories"]}
     ids = {title: number for number, title in reversed(names.items())}  # the first of each name
     if len(ids) < len(names):
         print_main(f"{name}: {len(names) - len(ids)} of {len(names)} categories have the name of "
@@ -169,7 +171,7 @@ def complete(content, source, name):
             row["area"] = row.get("area") or width * height
         except Exception as error:  # of any kind, as files are
             fail(f"{name}, annotation {row.get('id', number)}: {error!r} (a KeyError names an id "
-                 "or a field that the file does not have)")
+                 "that the file does not have)")
         empty = not min(width, height) > 0.01  # or NaN
         beyond = max(-x, -y, x + width - photo["width"], y + height - photo["height"])
         counts["leave their photo (a box is x, y, width, height)"] += beyond > 1

@@ -201,7 +201,8 @@ def labelled_split(name, root, split):
 def inat_labels(root, split):
     """{split}.json of iNaturalist 2018, photos below `root` -> eval_linear.LabelData"""
     path = f"{root}/{split}.json"
-    content = tasks.read_coco(path, "images", "annotations")
+    of_label = "image_id", "category_id"
+    content = tasks.read_coco(path, images=("id", "file_name"), annotations=of_label)
     category_of = {row["image_id"]: row["category_id"] for row in content["annotations"]}
     images = [image for image in content["images"] if image["id"] in category_of]
     lost = len(content["images"]) - len(images)

@@ -69,14 +69,20 @@ def fill_defaults(parser, args, script, **defaults):
             setattr(args, name, value)
 
 
-def read_coco(path, *parts):
-    """A JSON file in the format of COCO -> its content, which has these lists of objects"""
+def read_coco(path, **needed):
+    """A JSON file in the format of COCO -> its content
+
+    needed: {name of a list: the keys that each of its entries must have}
+    """
     content = common.read_json(path)
-    for part in parts:
+    for part, keys in needed.items():
         rows = content.get(part) if isinstance(content, dict) else None
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            fail(f"{path} has no {part}, as a list of objects. Is it of a test split without "
-                 "labels, or in a format other than COCO's?")
+        if not isinstance(rows, list):
+            fail(f"{path} has no list of {part}. Is it of a test split without labels, or in a "
+                 "format other than COCO's?")
+        for row in rows:
+            if not isinstance(row, dict) or not row.keys() >= set(keys):
+                fail(f"{path}, {part}: {str(row):.80} is no object with {', '.join(keys)}")
     return content
 
 

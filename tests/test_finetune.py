@@ -153,7 +153,7 @@ def test_photos_of_inaturalist_without_labels(tmp_path, capsys):
     content = {"images": [{"id": n, "file_name": f"{n}.jpg"} for n in range(3)]}
     file = tmp_path / "test2018.json"
     file.write_text(json.dumps(content))
-    with pytest.raises(SystemExit, match="test2018.json has no annotations"):
+    with pytest.raises(SystemExit, match="test2018.json has no list of annotations"):
         finetune.labelled_split("inat", str(tmp_path), "test2018")
     pairs = [{"image_id": 2, "category_id": 4}, {"image_id": 0, "category_id": 6}]
     file.write_text(json.dumps(content | {"annotations": pairs}))
