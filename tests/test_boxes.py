@@ -329,10 +329,10 @@ def test_classes_are_matched_by_name(tmp_path):
         ),
         ("images", lambda rows: rows.insert(0, 7), "images: 7 is no object with id, file_name"),
         ("categories", lambda rows: rows[1].update(id=3), "2 of the categories have the id 3"),
-        ("categories", lambda rows: rows[1].pop("name"), "{'id': 18, .* is no object with id, name"),
+        ("categories", lambda rows: rows[1].pop("name"), "{'id': 18, .* is no object with id, "),
         ("annotations", lambda rows: rows.clear(), "_val2017.json has no object to score$"),
         ("annotations", lambda rows: rows[1].update(image_id=7), r"annotation 901: KeyError\(7\)"),
-        ("annotations", lambda rows: rows[1].pop("bbox"), "s: {'image.* is no object with .*, bbox"),
+        ("annotations", lambda rows: rows[1].pop("bbox"), "{'image.* is no object with .*, bbox"),
         (
             "annotations",
             lambda rows: [row.update(iscrowd=1) for row in rows],
