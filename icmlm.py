@@ -211,11 +211,10 @@ def main(args):
         make_triplets(args, (train, val), tokenizer)  # once, for all processes
     common.barrier()
     concepts, triplets, val_triplets = load_triplets(args, (train, val), tokenizer)
-    iters = args.iters or math.ceil(args.epochs * len(triplets) / args.batch_size)
-    validate_every = args.validate_every or min(2000, math.ceil(iters / 5))
-    print_main(f"{len(train)} photos ({len(val)} for validation), {len(triplets)} triplets, "
-               f"{len(concepts)} concepts, vocabulary of {len(lm.token_embeddings)}")
-    print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
+    counts = len(train), len(val)
+    outputs = (f"{len(triplets):,} masked words to predict among {len(lm.token_embeddings):,} "
+               f"tokens, {len(concepts):,} concepts")
+    iters, validate_every = common.plan_run(args, device, len(triplets), counts, outputs)
 
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
@@ -286,19 +285,16 @@ def main(args):
             row = {**log.means(), "lr": args.lr * decay}
             bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
+                print_main(f"validation after {iteration:,} of {iters:,} iterations:")
                 num_triplets = args.proxy_triplets if last else 5000  # [ours]
                 result = validate(model, lm, val_triplets, args, device, num_triplets)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if args.keep_every and iteration % args.keep_every == 0:
-            name = f"model_{iteration}.pth"
-            common.save_checkpoint(args, name, iteration, {"model": model}, more)
-        if validating or common.save_is_due(args, iteration):
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
+        common.save_if_due(args, iteration, state, more, validating)
 
-    common.end_run(args, model.backbone)  # eval_linear.py says what the backbone is worth
+    common.end_run(args, model.backbone, "masked_words --photos 4")
 
 
 def freeze_backbone(model, frozen):
@@ -343,8 +339,9 @@ def filter_captions(data, tokenize, max_words):
         distinct = dict.fromkeys(captions)
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = len(data.all_captions()), sum(map(len, kept))
-    print_main(f"{before - after} of {before} captions are left out: a photo has them twice, or "
-               f"they do not have 3 to {max_words} words or tokens")
+    if before > after:
+        print_main(f"{before - after:,} of {before:,} captions are left out: a photo has them "
+                   f"twice, or they do not have 3 to {max_words} words or tokens")
     if not after:
         fail("a split has no captions left: raise --max-words, join keywords into a caption, or "
              "use virtex.py for Chinese and other languages without spaces")
@@ -408,9 +405,7 @@ def top_concepts(counts, pos, num_concepts):
 def make_triplets(args, splits, tokenizer):
     """Write what is found in the captions into --output.  splits: CaptionData of train and val"""
     if args.lm != "scratch":
-        captions = splits[0].all_captions()
-        common.check_tokenizer(tokenizer, captions, f"--lm {args.lm}")
-        common.check_known(tokenizer, captions, f"--lm {args.lm}")
+        common.check_tokenizer(tokenizer, splits[0].all_captions(), f"--lm {args.lm}")
     longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     common.save(f"{args.output}/captions.json", [list(data.captions) for data in splits])
@@ -810,12 +805,13 @@ def validate(model, lm, triplets, args, device, num_triplets):
     freeze_backbone(model, frozen=not backbone_trains)
 
     loss = {"mlm": round(mlm, 4), "tp": round(tp, 4)}
-    print_main(f"validation loss: {loss}")
     parts_of_speech = np.array(list(triplets.concepts.values()))[concepts]  # (N,)
     words = {"triplets": len(concepts)}
     for name, rows in ranks.items():
         words[name] = accuracies(torch.cat(rows).cpu().numpy(), parts_of_speech)
-        print_main(f"masked words, {name}: {words[name]}")
+    common.print_table("loss", {"this model": loss})
+    title = f"{len(concepts):,} masked words, % right"
+    common.print_table(title, {name: words[name] for name in ranks})
     return {"validation": loss, "masked_words": words}
 
 

@@ -202,10 +202,9 @@ def main(args):
     chosen = np.sort(order[:VAL_IMAGES])
     photos = LabelledPhotos(train, labels, names, args)
     val_photos = LabelledPhotos(val.select(chosen), val_labels[chosen], names, args)
-    iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
-    validate_every = args.validate_every or min(2000, math.ceil(iters / 5))
-    print_main(f"{len(photos)} photos ({len(val_photos)} for validation), {len(names)} labels")
-    print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
+    counts = len(photos), len(val_photos)
+    outputs = f"{len(names):,} labels to predict"
+    iters, validate_every = common.plan_run(args, device, len(photos), counts, outputs)
 
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
@@ -260,18 +259,15 @@ def main(args):
             row = {**log.means(), "lr": args.lr * decay}
             bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
+                print_main(f"validation after {iteration:,} of {iters:,} iterations:")
                 result = validate(model, val_photos, labels.mean(0), args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if args.keep_every and iteration % args.keep_every == 0:
-            name = f"model_{iteration}.pth"
-            common.save_checkpoint(args, name, iteration, {"model": model}, more)
-        if validating or common.save_is_due(args, iteration):
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
+        common.save_if_due(args, iteration, state, more, validating)
 
-    common.end_run(args, model.backbone)  # eval_linear.py says what the backbone is worth
+    common.end_run(args, model.backbone, "labels PHOTO")
 
 
 # --------------------------------------- captions to concepts: this section is copied in icmlm.py
@@ -310,8 +306,9 @@ def filter_captions(data, tokenize, max_words):
         distinct = dict.fromkeys(captions)
         kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
     before, after = len(data.all_captions()), sum(map(len, kept))
-    print_main(f"{before - after} of {before} captions are left out: a photo has them twice, or "
-               f"they do not have 3 to {max_words} words or tokens")
+    if before > after:
+        print_main(f"{before - after:,} of {before:,} captions are left out: a photo has them "
+                   f"twice, or they do not have 3 to {max_words} words or tokens")
     if not after:
         fail("a split has no captions left: raise --max-words, join keywords into a caption, or "
              "use virtex.py for Chinese and other languages without spaces")
@@ -429,7 +426,6 @@ def cluster_labels(args, splits, device):
     captions = splits[0].all_captions()
     if args.lm != "scratch":
         common.check_tokenizer(tokenizer, captions, f"--lm {args.lm}")
-        common.check_known(tokenizer, captions, f"--lm {args.lm}")
     vectors = [embed_captions(tokenizer, bert, data.all_captions(), args.amp) for data in splits]
     # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y is the nearest.
     # [ours: a random start, 20 passes] Under torchrun (OMP_NUM_THREADS=1) it uses one thread.
@@ -647,10 +643,10 @@ def validate(model, photos, frequencies, args, device):
     logits, targets = torch.cat(all_logits), torch.cat(all_targets)
     scores = {"loss": round(label_loss(logits, targets, args.labels).item(), 4)}
     scores |= tag_scores(logits.numpy(), targets.numpy(), args.labels)
-    print_main(f"validation, {len(photos)} photos: {scores}")
     frequencies = np.broadcast_to(frequencies, targets.shape)
     alone = tag_scores(frequencies, targets.numpy(), args.labels)
-    print_main(f"by label frequencies alone: {alone}")
+    rows = {"this model": scores, "label frequencies alone": alone}
+    common.print_table(f"{len(photos):,} photos", rows)
     return {"validation": scores, "label_frequencies": alone}
 
 

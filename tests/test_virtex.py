@@ -130,7 +130,7 @@ def test_words_from_the_image_alone():
 
 def test_weights_at_the_start():
     """Sec. 3: the directions share all but their Transformers, which start alike [official code].
-    N(0, 0.02), biases 0 [official code]
+    N(0, 0.02) [official code], biases 0 [ours]
     """
     model = virtex.VirTex(FeaturesAsGiven(64), 200, hidden=64, layers=2)
     forward, backward = model.textual, model.backward_textual
@@ -227,7 +227,7 @@ def test_a_step_is_clipped_and_followed_by_look_ahead(tiny, tmp_path, monkeypatc
     for iters in (4, 5):
         output = tmp_path / str(iters)
         printed = run_here(tiny("virtex", output, "--iters", iters, "--fraction", 0.5))
-        assert printed.startswith("12 photos (")
+        assert printed.startswith("12 photos to learn from, 12 to check; ")
         checkpoint = torch.load(output / "checkpoint.pth", weights_only=True)
         model, slow = checkpoint["model"], checkpoint["lookahead"]
         weights = [name for name in slow if not re.search("running|num_batches", name)]

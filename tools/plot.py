@@ -192,9 +192,9 @@ def bar_label(source, row, metric):
 
 
 def draw_growth(path, output):
-    """Scores over photos seen, and over minutes, from the tables growth-PHOTOS of scores.csv"""
+    """Scores over minutes, from the tables growth-PHOTOS of scores.csv; to be read on a phone"""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import NullFormatter
 
     tables = {}  # {table: {(row, measure): scores of the seeds}}
     with open(path, newline="") as file:
@@ -205,35 +205,36 @@ def draw_growth(path, output):
     steps = [tables[f"growth-{photos}"] for photos in seen]
     names = list(dict.fromkeys(name for name, _ in steps[0]))
 
-    figure = Figure(figsize=(7.8, 5.7), layout="constrained")
-    panels = figure.subplots(2, 2, sharex="col", sharey="row")
-    labels = {"mean": "mean mAP of the three sets", "own_words": "mAP of own words"}
-    for (measure, label), (left, right) in zip(labels.items(), panels):
+    figure = Figure(figsize=(5.2, 3.7), layout="constrained")
+    panels = figure.subplots(1, 2)
+    titles = {"mean": "Three sets (mAP)", "own_words": "Own words (mAP)"}
+    for panel, (measure, title) in zip(panels, titles.items()):
         for number, name in enumerate(names):
             style = {"color": f"C{number}", "marker": "os^D"[number % 4]}
             minutes = [step[name, "minutes"][0] for step in steps]
-            for panel, x in (left, seen), (right, minutes):
-                y = [np.mean(step[name, measure]) for step in steps]
-                panel.plot(x, y, **style, label=name)
-                for place, photos in zip(x, seen):  # each seed of the comparison, pale
-                    if photos == 100_096:
-                        seeds = tables["comparison"][name, measure]
-                        panel.plot([place] * len(seeds), seeds, **style, alpha=0.3, linestyle="")
-        for panel in left, right:
-            random = np.mean(tables["comparison"]["Random initialisation", measure])
-            panel.axhline(random, color="grey", linestyle=":")
-            panel.text(1, random, "random weights ", color="grey", ha="right", va="bottom",
-                transform=panel.get_yaxis_transform())
-            panel.set_xscale("log")
-            panel.grid(alpha=0.3)
-            panel.spines[["top", "right"]].set_visible(False)
-        left.set_ylabel(label)
-    for panel, ticks, label in zip(panels[1], (seen, (2, 5, 10, 20, 50)), ("photos seen",
-            "minutes of one core")):
-        panel.set(xticks=ticks, xlabel=label)
-        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            scores = [np.mean(step[name, measure]) for step in steps]
+            panel.plot(minutes, scores, **style, label=name)
+            for x, photos in zip(minutes, seen):
+                if photos == 100_096:  # the seeds of the comparison, pale
+                    seeds = tables["comparison"][name, measure]
+                    panel.plot([x] * len(seeds), seeds, **style, alpha=0.3, linestyle="")
+        random = np.mean(tables["comparison"]["Random initialisation", measure])
+        panel.axhline(random, color="grey", linestyle=":")
+        panel.text(1, random, "random weights", color="grey", ha="right", va="bottom",
+            transform=panel.get_yaxis_transform())
+        panel.set_title(title, fontsize="medium")
+        panel.set(xscale="log", xlabel="minutes of one core")
+        panel.set_xticks([2, 5, 10, 20, 50], ["2", "5", "10", "20", "50"])
         panel.xaxis.set_minor_formatter(NullFormatter())
-    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=len(names))
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    for x, score, photos in zip(minutes, scores, seen):  # at the last curve, on the right
+        panel.annotate(f"{photos // 1000}k", (x, score), (0, -8), ha="center", va="top",
+            textcoords="offset points", color=style["color"])
+    panels[0].plot([], [], "o", color="grey", alpha=0.4, label="other seeds")
+    panels[0].plot([], [], " ", label="25k: photos seen")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3,
+        columnspacing=1, handlelength=1.5)
     figure.savefig(output, dpi=150)
     print(f"{', '.join(names)}: {output}")
 

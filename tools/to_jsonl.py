@@ -43,7 +43,10 @@ HTML_TAG = re.compile(rf"(?i)</?({HTML_NAMES})(\s+[\w:-]+=[^<>]*|\s*/)?>")
 
 def get_args(argv=None):
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=layout, allow_abbrev=False
+    )
+    parser.error = fail  # in one line, without usage
     add = parser.add_argument
     columns = {"nargs": "+", "metavar": "COLUMN", "default": []}
     add("files", nargs="+", metavar="FILE", help="a file with captions, or a folder")
