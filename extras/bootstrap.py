@@ -26,7 +26,7 @@ def counts_of_draws(photos, seed):
 def scores_of_draws(decisions, labels, rows, photos, interpolated=False, seed=0):
     """The scores of one run on one backbone -> {metric: percent of each draw (DRAWS,)}
 
-    decisions: {metric: (N, classes)}, NaN for a class without a score.  labels: (N,), or (N,
+    decisions: {metric: (N, classes)}, NaN for a class that was not learned.  labels: (N,), or (N,
     classes) of 1, 0 and -1, which does not count.  rows: (N,) the photos' indices among the
     `photos` that are drawn from.  interpolated: see eval_linear.average_precision.  seed: the same
     for all that is compared
@@ -36,8 +36,10 @@ def scores_of_draws(decisions, labels, rows, photos, interpolated=False, seed=0)
         if labels.ndim == 1:
             score = partial(top_1, (x.argmax(1) == labels).numpy())
         else:
-            columns = zip(x.T.numpy(), labels.T.numpy())
-            rankings = [rank(*column) for column in columns if not np.isnan(column[0]).any()]
+            rankings = []
+            for decision, truth in zip(x.T.numpy(), labels.T.numpy()):
+                if (truth == 1).any() and not np.isnan(decision).any():
+                    rankings.append(rank(decision, truth))
             score = partial(mean_average_precision, rankings, interpolated)
         parts = [score(counts[rows]) for counts in counts_of_draws(photos, seed)]
         scores[metric] = np.concatenate(parts)

@@ -18,7 +18,7 @@ import common
 import eval_linear
 from extras import bootstrap
 
-N, CLASSES = 60, 5
+N, CLASSES = 60, 7
 
 
 @pytest.fixture(autouse=True)
@@ -52,13 +52,14 @@ def interpolated(truth, decision):
 
 @pytest.mark.parametrize("precision", [average_precision_score, interpolated])
 def test_map_of_literal_draws(precision):
-    """Equal decisions, "difficult" labels, a class that few draws have, and one that was not
-    learned; photos that are drawn from, but not among the rows (of another run).
+    """Equal decisions, "difficult" labels, a class that few draws have, one that was not learned,
+    one that no photo has, and one that all have; photos of another run, which are drawn, too
     """
     rng = np.random.default_rng(0)
     labels = rng.integers(-1, 2, (N, CLASSES)).astype(np.int8)
     labels[:, 1] = 0
     labels[7, 1] = 1
+    labels[:, 5], labels[:, 6] = 0, 1
     decisions = (labels + rng.normal(size=(N, CLASSES))).round(1)
     decisions[:, 3] = np.nan
     rows = np.sort(rng.choice(80, N, replace=False))
