@@ -1023,7 +1023,8 @@ def save_if_due(args, iteration, state, more=None, validated=False):
     """Write checkpoint.pth after a validation, --checkpoint-every or --save-minutes since the last
     one; with --keep-every model_N.pth.  state, more: see save_checkpoint
     """
-    if args.keep_every and iteration % args.keep_every == 0:
+    keep_every = getattr(args, "keep_every", None)  # downstream has no such flag
+    if keep_every and iteration % keep_every == 0:
         name = f"model_{iteration}.pth"
         save_checkpoint(args, name, iteration, {"model": state["model"]}, more)
     minutes = (time.monotonic() - RUN["saved_at"]) / 60
