@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import math
+import multiprocessing
 import operator
 import os
 import platform
@@ -726,6 +727,18 @@ def progress(iterable, **kwargs):
     if not sys.stderr.isatty():
         kwargs |= {"file": LogFile(), "mininterval": 30, "delay": 30}
     return tqdm(iterable, disable=not is_main(), dynamic_ncols=True, **kwargs)
+
+
+def on_all_cores(function, items, desc):
+    """Yield function(part) for parts of the items, in their order, from one process per core."""
+    size = max(1000, len(items) // (8 * os.cpu_count()))
+    if len(items) <= size:
+        yield function(items)
+        return
+    parts = [items[start : start + size] for start in range(0, len(items), size)]
+    with multiprocessing.Pool() as pool:
+        results = pool.imap(function, parts)
+        yield from progress(results, desc=desc, total=len(parts), leave=False)
 
 
 # -------------------------------------------------------------------------------- a training run
