@@ -33,11 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import fail, print_main, progress
 from extras import folders, shards
+from tools.to_jsonl import HTML_TAG
 
 ENDINGS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # where Pillow's name for a format is not its ending
-# <b>, </b>, <br/> or <a href="...">, but not "<b and c>" of "a<b and c>d"
-HTML_NAMES = "p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h[1-6]"
-HTML_TAG = re.compile(rf"(?i)</?({HTML_NAMES})(\s+[\w:-]+=[^<>]*|\s*/)?>")
 
 
 def get_args(argv=None):
@@ -194,8 +192,6 @@ def read_shard(path):
                 raise ValueError(f"it breaks off at byte {tar.offset}")
     except Exception as error:  # no tar file, or it breaks off: what came before is kept
         faults.append(f"{type(error).__name__}: {error}")
-    if not photos and not faults:
-        faults.append("it holds no photo")
     return photos, faults
 
 
@@ -223,17 +219,18 @@ def read_photo(path, tar, files):
     row = json.loads(content.get(".json", "{}"))
     if not isinstance(row, dict):
         raise ValueError(f"{beside['.json'].name} is not an object with captions")
-    caption = row.get("caption") or []  # of other tools: a text, a list of texts, or null
+    caption = row.get("caption")  # of other tools: a text, a list of texts, or null
     text = content.get(".txt", b"").decode("utf-8-sig")
     if common.one_line(text) == common.one_line(str(caption)):
         text = ""  # img2dataset writes "caption" there, too, also a list, or one with line breaks
-    captions, source = list(filter(None, common.texts(row.get("captions")) or [])), ""
-    if captions:
-        source = 'captions from "captions" of KEY.json'
-    caption = [caption] if isinstance(caption, str) else caption
-    for where, given in ("KEY.txt", text.splitlines()), ('"caption" of KEY.json', caption):
-        given = list(filter(None, common.texts(given)))
-        cleaned = list(filter(None, map(clean, given)))
+    captions, source = [], "no caption in a KEY.txt or KEY.json"
+    for where, given, convert in (
+        ('"captions" of KEY.json', row.get("captions"), common.one_line),
+        ("KEY.txt", text.splitlines(), clean),
+        ('"caption" of KEY.json', [caption] if isinstance(caption, str) else caption, clean),
+    ):
+        given = list(filter(None, common.texts(given) or []))
+        cleaned = list(filter(None, map(convert, given)))
         if cleaned and not captions:
             captions, source = cleaned, f"captions from {where}"
             source += ", which lost HTML" if cleaned != given else ""
@@ -242,7 +239,6 @@ def read_photo(path, tar, files):
     tags = common.texts(row.get("tags"))
     name = common.one_line(photo.name)  # to look at; without tabs
     place = f"{os.path.abspath(path)}\t{name}\t{photo.offset_data}\t{photo.size}"
-    source = source or "no caption in a KEY.txt or KEY.json"
     return place, captions, tags and list(filter(None, tags)), source
 
 
