@@ -62,10 +62,10 @@ def test_loader_benchmark(tmp_path):
     flags = "--loader", tmp_path, "--baseline", ROOT, "--image-size", 32, "--rounds", 1
     first, *rows = run_here(["tools.benchmark", *flags]).splitlines()
     assert first.startswith("3 photos, crops of 32 px, 1 rounds")
-    row = r"(files as they are|shrunk to 256 px) +(baseline|this code) +\d+\.\d photos/s and core .*"
-    found = [re.fullmatch(row, line).groups() for line in rows]
     kinds, codes = ("files as they are", "shrunk to 256 px"), ("baseline", "this code")
-    assert found == [(kind, code) for kind in kinds for code in codes]
+    expected = [(kind, code) for kind in kinds for code in codes]
+    for line, (kind, code) in zip(rows, expected, strict=True):
+        assert re.fullmatch(rf"{kind} +{code} +\d+\.\d photos/s and core .*", line)
 
 
 @NEEDS_PICTURES
