@@ -1010,6 +1010,8 @@ def stop(number, frame):
                        file=sys.stderr)
         else:
             tqdm.write("stopped before training began", file=sys.stderr)
+    for process in multiprocessing.active_children():  # of on_all_cores: they would print errors
+        process.terminate()
     os._exit(128 + number)
 
 
