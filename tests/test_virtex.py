@@ -306,8 +306,8 @@ def test_captions_that_are_cut_are_counted(tokenizer_path, capsys, tmp_path):
     """One line at the start, if they are more than 1%"""
     args = virtex.get_args(["--output", str(tmp_path)])
     (tmp_path / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
-    for captions, said in ((2 * ["a circle"], False), (["a circle", 40 * "a circle "], True)):
-        virtex.load_tokenizer(args, captions)
+    for caption, said in ("a circle", False), (40 * "a circle ", True):
+        virtex.load_tokenizer(args, captioned(["a circle"], [caption]))
         assert ("50% of the captions are cut at 28 tokens" in capsys.readouterr().out) == said
 
 
