@@ -758,7 +758,10 @@ OPTIMIZERS = "SGD", "AdamW", "RAdam"
 PRECISIONS = "bf16", "fp16", "off"
 COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 IN_WORDS = {">": "above", ">=": "at least", "<": "below", "<=": "at most"}
-GONE = {"--compile": "this flag was removed, because nobody had seen it gain: leave it out"}
+GONE = {
+    "--compile": "this flag was removed, because nobody had seen it gain: leave it out",
+    "--text-first": "this flag was removed, because it had gained too little: leave it out",
+}
 FORMAT = 2  # of checkpoints; 1 compared other checksums
 # Where data are (fingerprints compare the contents), how fast training goes, what is measured
 RESUME_CAN_CHANGE = """given output data root workers amp accumulate log_every checkpoint_every

@@ -35,8 +35,7 @@ and of 12.9 if zero_residual is False, instead of ln 10000 = 9.2. The output lay
 embedding, so at first each position predicts the token that it has just read. Then comes a plateau,
 on which the heads write plausible captions without looking at the photo. The loss falls again once
 they start to use the image features. If training stalls on the plateau, train longer or raise
---text-lr. The recipe small trains the heads on the captions alone first. A finished run is in
-docs/logs/virtex.
+--text-lr. A finished run is in docs/logs/virtex.
 """
 
 import copy
@@ -122,8 +121,6 @@ FLAGS = {
         "peak learning rate of the backbone; lower it if the loss is not finite [Sec. 3]"),
     "text_lr":             (5e-4,           5e-4,           1e-3,           "> 0",
         "peak learning rate of the heads; lower it if their loss rises [Sec. 3]"),
-    "text_first":          (0.0,            0.2,            0.0,            ">= 0",
-        "train the heads on captions alone first, for this share of the iterations [ours]"),
     "lambda_words":        (0.0,            2.0,            0.0,            ">= 0",
         "weight of predicting words from the photo alone; helps if photos are few [ours]"),
     "warmup":              (0.05,           0.05,           0.02,           ">= 0, < 1",
@@ -152,7 +149,6 @@ FLAGS = {
     "keep_every":          (None,           None,           None,           "int > 0",
         "also keep a model_N.pth every N iterations, to choose the best later"),
 }
-TEXT_ITERS = 600  # --text-first lasts at most as many iterations [ours]
 MAX_LENGTH = 30  # tokens per caption, [SOS] and [EOS] included [official code]
 LOOKAHEAD_K = 5  # iterations [Sec. 3]
 
@@ -164,8 +160,6 @@ def get_args(argv=None):
         fail(f"--hidden {args.hidden} must be a multiple of 64 (A = H / 64 heads)")
     if not args.task.endswith("captioning"):
         args.lambda_words = 0.0  # the ablations have no such loss
-    if args.task.endswith("classification"):
-        args.text_first = 0.0  # there are no heads that could read
     args.init_std = args.init_std or args.hidden**-0.5  # with 0.02, narrow heads ignore the photo
     return args
 
@@ -203,9 +197,6 @@ def main(args):
     if init:
         backbone.load_state_dict(init)
     model.to(device, memory_format=torch.channels_last)
-    text_iters = min(TEXT_ITERS, round(args.text_first * iters))
-    if text_iters and not checkpoint and common.is_main():
-        language_first(model, photos, text_iters, args, device)
     ddp = common.data_parallel(model).train()  # all processes get the first one's weights
     groups = parameter_groups(model, args.text_lr)
     optimizer = common.build_optimizer(args, groups)
@@ -335,29 +326,6 @@ def train_tokenizer(captions, vocab_size=None):
         minloglevel=3,
     )
     return model.getvalue()
-
-
-def language_first(model, photos, iters, args, device):
-    """Train the heads on captions alone, with zeros as image features: if photos are few, they
-    should not be used up for learning English. [ours; other scripts' language models do the same]
-    """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # the backbone gets no gradient
-    captions = sorted(photos.data.all_captions(), key=len)
-    batch_size = min(64, len(captions))
-    rng = np.random.default_rng(args.seed)
-    no_photo = torch.zeros(batch_size, 1, args.hidden, device=device)  # (B, S, H)
-    for iteration in progress(range(iters), desc="captions alone"):
-        common.set_lr(optimizer, common.lr_factor(iteration, iters, warmup=0.1))
-        # Captions of similar length, because half of a random batch would be padding.
-        start = rng.integers(len(captions) - batch_size + 1)
-        chosen = captions[start : start + batch_size]
-        batch = photos.collate_text([photos.text(caption, rng) for caption in chosen])
-        with common.autocast(device, "off" if args.amp == "fp16" else args.amp):  # no scaler
-            sums = model.text_losses(no_photo, {name: x.to(device) for name, x in batch.items()})
-        optimizer.zero_grad()
-        sum(total / number for total, number in sums.values()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
 
 
 # --------------------------------------------------------------------------- samples and batches

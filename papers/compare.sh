@@ -87,9 +87,8 @@ for seed in $SEEDS; do
     [[ " ${FLAGS[*]} " == *" --init "* ]] && rates=(--lr 5e-5 --head-lr 1e-3)
     row moco mmcontrastive.py $SEEN --lambda-tag 0 --lambda-cc 0 --lambda-ic 0 --lambda-ci 0 "${rates[@]}"
 
-    # The paper's loss; with text first; with both additions of the recipe, text first and the words from the image alone
-    row virtex-paper virtex.py $SEEN --lambda-words 0 --text-first 0
-    row virtex-text-first virtex.py $SEEN --lambda-words 0
+    # The paper's loss; with the recipe's addition, the words from the image alone
+    row virtex-paper virtex.py $SEEN --lambda-words 0
     row virtex virtex.py $SEEN
     row words-alone virtex.py $SEEN --task token_classification
     row tp tp.py $SEEN

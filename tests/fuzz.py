@@ -38,7 +38,7 @@ ENDINGS = "accepted", "refused", "traceback", "unclear", "hang", "code", "lost"
 DATA = "--data photos.jsonl --image-size 32 --workers 0"
 RUN = f"{DATA} --output run --batch-size 8 --amp off --iters 4 --checkpoint-every 2 --log-every 1"
 SCRIPTS = {
-    "virtex": f"{RUN} --hidden 64 --text-first 0.5",
+    "virtex": f"{RUN} --hidden 64",
     "tp": f"{RUN} --num-labels 9 --init weights.pth",
     "icmlm": f"{RUN} --lm-iters 2 --init weights.pth",
     "mmcontrastive": f"{RUN} --lm-iters 2 --queue 8",

@@ -207,7 +207,7 @@ def test_other_captions_under_the_same_names(tmp_path):
 
     common.save_weights(init, common.build_backbone("resnet18"))
     flags = "--data", path, "--output", output, "--init", init, "--iters", 1, "--batch-size", 2
-    small = "--image-size", 32, "--hidden", 64, "--text-first", 0, "--workers", 0
+    small = "--image-size", 32, "--hidden", 64, "--workers", 0
     command = "virtex.py", *flags, *small
     write("a dog")
     assert "these weights were learned elsewhere" in run_here(command)
@@ -346,7 +346,7 @@ def test_copied_into_an_empty_folder(script, coco_folder, tiny_lm, tmp_path, rea
     common.save_weights(tmp_path / "weights.pth", common.build_backbone("resnet18"))
     flags = "--data photos.jsonl --iters 2 --image-size 32 --workers 0 --batch-size 16".split()
     flags += ["--lm", tiny_lm] if script in ("icmlm", "mmcontrastive") else []
-    flags += ["--text-first", 0.5, "--lambda-words", 2] if script == "virtex" else []
+    flags += ["--lambda-words", 2] if script == "virtex" else []
     command = f"{script}.py", *flags, "--init", "weights.pth"
     if script == "virtex":
         printed = finished(run_script(*command, cwd=tmp_path)).stdout

@@ -340,33 +340,9 @@ def test_mask_tokens():
         assert chosen.tolist() == [False, *length * [True], *len(end) * [False]]
 
 
-def test_language_first_moves_what_it_uses(tokenizer):
-    """All of the heads but the projection of the image, which is not there"""
-    args = virtex.get_args("--hidden 64 --amp off".split())
-    model = virtex.VirTex(FeaturesAsGiven(5), tokenizer.get_piece_size(), args.hidden)
-    before = copy.deepcopy(model.state_dict())
-    photos = virtex.CaptionedPhotos(captioned(["a circle"]), tokenizer, args)
-    virtex.language_first(model, photos, 3, args, CPU)
-    after = model.state_dict()
-    unmoved = {name.split(".")[1] for name in after if torch.equal(after[name], before[name])}
-    assert unmoved == {"visual_projection"}
-
-
-@pytest.mark.parametrize("task", ["bicaptioning", "masked_lm"])
-def test_language_first(task, tiny, tmp_path, monkeypatch):
-    """Captions alone lower the first loss with photos; a run that goes on reads none again."""
-    command = tiny("virtex", tmp_path / "read", "--task", task, "--iters", 1, "--text-first", 40)
-    run_here(command)
-    run_here(tiny("virtex", tmp_path / "unread", "--task", task, "--iters", 1))
-    read, unread = (metrics(tmp_path / name)[0]["loss"] for name in ("read", "unread"))
-    assert read < unread - 0.3
-    monkeypatch.delattr(virtex, "language_first")
-    run_here(command)
-
-
-def test_language_first_in_two_processes(tiny, tmp_path):
-    """Only the first one reads the captions; look-ahead's slow weights are equal, too."""
-    in_two_processes(run_here, tiny("virtex", tmp_path, "--iters", 6, "--text-first", 0.5))
+def test_two_processes(tiny, tmp_path):
+    """They give the same as one; look-ahead's slow weights are equal, too."""
+    in_two_processes(run_here, tiny("virtex", tmp_path, "--iters", 6, "--lookahead-alpha", 0.5))
 
 
 def test_tags_in_another_order(tiny, coco_folder, tmp_path):
