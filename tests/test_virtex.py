@@ -267,7 +267,7 @@ def test_flipped_photos_have_flipped_captions(tokenizer, tmp_path):
     photos = virtex.CaptionedPhotos(data, tokenizer, args)
     for seed in range(60):
         sample = photos.sample(0, np.random.default_rng(seed))
-        image, words = sample["image"], tokenizer.decode(sample["text"])
+        image, words = sample["image"].float(), tokenizer.decode(sample["text"])
         white_on_the_left = image[:, :16].mean() > image[:, 16:].mean()
         side = "left" if white_on_the_left else "right"
         assert words == f"{side} of the bright circle"
