@@ -416,7 +416,7 @@ def test_validation_is_the_mean_over_tokens(tokenizer, coco_folder):
     model.eval()
     terms = {"forward": [], "backward": []}
     for photo in (photos[n] for n in range(5)):
-        image = common.augment(torch.from_numpy(photo["image"])[None])
+        image = common.augment(photo["image"][None])
         for name, tokens in ("forward", photo["text"]), ("backward", photo["text"][::-1]):
             head = model.textual if name == "forward" else model.backward_textual
             logits = logits_of(head, head.project(image), torch.tensor([tokens[:-1]]))
