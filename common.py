@@ -16,6 +16,7 @@ import sys
 import textwrap
 import time
 import unicodedata
+import zipfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass, replace
@@ -536,6 +537,18 @@ def build_backbone(arch, zero_init_residual=False, **kwargs):
     return backbone
 
 
+def shapes(state):
+    """{name: tensor} -> {name: shape}; None for what is no tensor"""
+    return {name: getattr(value, "shape", None) for name, value in state.items()}
+
+
+def backbone_shapes(arch):
+    """-> {name: shape} of a backbone's tensors, without the memory for them"""
+    importlib.import_module("torchvision")  # which fails on this device with PyTorch 2.6
+    with torch.device("meta"):
+        return shapes(build_backbone(arch).state_dict())
+
+
 def read_init(args):
     """--init -> a backbone's state dict; None without --init, and if the run goes on
 
@@ -548,9 +561,7 @@ def read_init(args):
         state = build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()
     else:
         state = read_checkpoint(args.init)
-        ours = build_backbone(args.arch).state_dict()
-        shapes = {name: getattr(x, "shape", None) for name, x in state.items()}
-        if shapes != {name: x.shape for name, x in ours.items()}:
+        if shapes(state) != backbone_shapes(args.arch):
             state = extra("checkpoints").load_backbone(args.init, args.arch).state_dict()
     print_main(f"--init: the backbone starts from {args.init}, all other layers at random")
     if args.recipe == "small" and "lr" not in args.given and not flags_of(args.init):
@@ -837,7 +848,10 @@ def flags_of(path):
         known = flags["script"] in OUR_TRAININGS and flags["arch"] in BACKBONES
     except (OSError, ValueError, TypeError, KeyError, RecursionError):  # none, or a foreign one
         return {}
-    return flags if known and type(flags.get("image_size")) in (int, type(None)) else {}
+    if not known or type(flags.get("image_size")) not in (int, type(None)):
+        return {}
+    ours = shapes(content) == backbone_shapes(flags["arch"])
+    return flags if ours else {}  # of another author, beside a run of ours
 
 
 def make_folder(path):
@@ -864,13 +878,33 @@ def save_weights(path, module):
     save(path, {name: v.cpu().contiguous() for name, v in module.state_dict().items()})
 
 
+class Ignored:
+    """What stands for other objects in a file: flags of other authors, numbers of NumPy..."""
+
+    def __init__(self, *given):
+        pass
+
+    def __setstate__(self, state):
+        pass
+
+
 def read_checkpoint(path):
     """-> the dict in a file, its tensors on the CPU. No code of the file is run."""
+    if not os.path.isfile(path):
+        fail(f"there is no file {path}")
     try:
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
+        if f"{path}".endswith(".safetensors"):
+            from safetensors.torch import load_file  # it comes with transformers
+
+            return load_file(path)
+        others = []  # names of classes and functions
+        if zipfile.is_zipfile(path):
+            others = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        with torch.serialization.safe_globals([(Ignored, name) for name in others]):
+            return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
-        fail(f"{path} is missing, cut off, or holds more than tensors and numbers ({error!r:.80}). "
-             "Training and torch.save(model.state_dict(), FILE) write such files")
+        fail(f"{path} is cut off, or holds more than tensors and numbers ({error!r:.80}). Training "
+             "and torch.save(model.state_dict(), FILE) write files that can be read")
 
 
 def begin_run(args, *fingerprints):
@@ -884,6 +918,8 @@ def begin_run(args, *fingerprints):
     make_folder(args.output)
     path = f"{args.output}/checkpoint.pth"
     checkpoint = read_checkpoint(path) if os.path.exists(path) else {}
+    if checkpoint and "script" not in checkpoint:
+        fail(f"{path} is not of a script of ours: choose another --output")
     earlier = checkpoint.get("args", vars(args))
     if earlier.get("format") != FORMAT:
         fail(f"{args.output} was written by an earlier version: it can be measured and captioned, "

@@ -301,7 +301,7 @@ def load_backbone(source, arch, seed):
     if arch:  # a copy of this script and common.py reads a backbone.pth, too
         backbone = common.build_backbone(arch)
         content = common.read_checkpoint(source)
-        if content.keys() == backbone.state_dict().keys():
+        if common.shapes(content) == common.shapes(backbone.state_dict()):
             backbone.load_state_dict(content)
             return backbone
     return common.extra("checkpoints").load_backbone(source, arch)  # or give --arch, for a copy
