@@ -299,6 +299,14 @@ def check_tokenizer(tokenizer, captions, name):
             return
 
 
+def limit_tokens(tokenizer, config):
+    """A folder may not say how many tokens its model can read: no more than it has positions."""
+    positions = config.max_position_embeddings
+    if "roberta" in config.model_type:  # numbers them from there
+        positions -= config.pad_token_id + 1
+    tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
+
+
 def check_known(tokenizer, captions, name):
     """Fail if a vocabulary that was not learned from the captions lacks half of their tokens.
 

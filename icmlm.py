@@ -543,6 +543,7 @@ def load_language_model(name, device, amp):
     missing = sorted(report["missing_keys"])
     if missing or not (hasattr(model, "cls") or hasattr(model, "lm_head")):
         fail(f"--lm {name} is not {kind}, but {type(model).__name__} without {missing[:3]}")
+    common.limit_tokens(tokenizer, model.config)
     model.float().to(device)  # transformers 5 keeps half precision
     return tokenizer, LanguageModel(model, amp)
 

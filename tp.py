@@ -465,6 +465,7 @@ def load_bert(lm, device):
     missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
     if missing:
         fail(f"--lm {lm} lacks weights: {sorted(missing)[:3]}")
+    common.limit_tokens(tokenizer, bert.config)
     return tokenizer, bert.float().to(device).eval()  # transformers 5 keeps the file's precision
 
 

@@ -83,6 +83,7 @@ class Translator:
 
         self.tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForSeq2SeqLM.from_pretrained(name)
+        model.generation_config.max_length = None  # or else it warns of MAX_TOKENS at each batch
         self.model = model.float().to(device).eval()  # transformers 5 keeps the file's precision
         self.device, self.amp = device, amp
 
