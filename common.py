@@ -927,7 +927,7 @@ def begin_run(args, *fingerprints):
     path = f"{args.output}/checkpoint.pth"
     checkpoint = read_checkpoint(path) if os.path.exists(path) else {}
     if checkpoint and "script" not in checkpoint:
-        fail(f"{path} is not of a script of ours: choose another --output")
+        fail(f"{path} is of no script of ours: choose another --output")
     earlier = checkpoint.get("args", vars(args))
     if earlier.get("format") != FORMAT:
         fail(f"{args.output} was written by an earlier version: it can be measured and captioned, "

@@ -936,7 +936,7 @@ def test_in_a_copy(files, folder, tmp_path):
         ("--protocol layers --weights {A}", "A.pth is a resnet18, not --arch vgg16_bn"),
         ("--protocol layers --arch resnet50", "--protocol layers is for VGG-16"),
         ("--protocol layers --lr 1 2", "--protocol layers takes 3 values of --lr"),
-        ("--weights {A} none.pth", "none.pth is missing, cut off, or"),
+        ("--weights {A} none.pth", "there is no file none.pth"),
         ("--hold-out 0.999", "0 training and 32 test photos"),
         ("--data imagenet", "imagenet: photos in train/CLASS/ are --data folder --root FOLDER"),
         ("--data {root}", "{root}: photos in train/CLASS/ are --data folder --root FOLDER"),
