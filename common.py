@@ -19,6 +19,7 @@ import unicodedata
 import zipfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -869,16 +870,30 @@ def make_folder(path):
         fail(f"--output {path} cannot be a folder: {error.strerror}")
 
 
-def save(path, content):
-    """The first process writes JSON, or what torch.save takes. A crash leaves the old file."""
-    if is_main():
-        temporary = f"{path}.tmp"
+@contextmanager
+def writing(path):
+    """A file for bytes, which becomes `path` when all are written: a crash leaves the old file."""
+    temporary = f"{path}.tmp"
+    try:
         with open(temporary, "wb") as file:
+            yield file
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        Path(temporary).unlink(missing_ok=True)
+        reason = error if isinstance(error, OSError) else error.__context__  # of torch.save
+        if not isinstance(reason, OSError):
+            raise
+        fail(f"{path} cannot be written ({reason.strerror}): what was there before is kept")
+
+
+def save(path, content):
+    """The first process writes JSON, or what torch.save takes."""
+    if is_main():
+        with writing(path) as file:
             if f"{path}".endswith(".json"):
                 file.write(json.dumps(content, indent=1, ensure_ascii=False).encode())
             else:
                 torch.save(content, file)
-        os.replace(temporary, path)
 
 
 def save_weights(path, module):
@@ -1062,9 +1077,8 @@ class Log:
             done = checkpoint.get("iteration", 0)
             lines = [x for x in self.path.read_text().splitlines(True) if x.endswith("}\n")]
             kept = [line for line in lines if json.loads(line)["iteration"] <= done]
-            temporary = Path(f"{self.path}.tmp")
-            temporary.write_text("".join(kept))
-            os.replace(temporary, self.path)
+            with writing(self.path) as file:
+                file.write("".join(kept).encode())
         self.begin()
 
     def begin(self):

@@ -543,7 +543,8 @@ def embed(args, archs, sizes, device):
     features_of = partial(pooled, backbone, amp=args.amp)
     squares = CentralSquares(photos, sizes[source])
     features, readable = run_over_photos(features_of, squares, args, device)
-    np.save(f"{args.output}/features.npy", features)
+    with common.writing(f"{args.output}/features.npy") as file:
+        np.save(file, features)
     common.save(f"{args.output}/files.json", photos.images[readable].tolist())
     print_main(f"{len(features)} photos of {sizes[source]} px, {features.shape[1]} features each: "
                f"{args.output}/features.npy")

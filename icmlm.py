@@ -420,7 +420,8 @@ def make_triplets(args, splits, tokenizer):
         print_main(WHO_TAGGED[args.tagger])
     concepts = top_concepts(counts, args.pos, args.num_concepts)
     triplets = [find_triplets(data, concepts, tokenizer) for data in splits]
-    np.savez(f"{args.output}/triplets.npz", *triplets)
+    with common.writing(f"{args.output}/triplets.npz") as file:
+        np.savez(file, *triplets)
 
 
 def load_triplets(args, splits, tokenizer):

@@ -400,8 +400,9 @@ def make_labels(args, splits, device):
         names = ["0°", "90°", "180°", "270°"]
         labels = [np.ones((len(data), 4)) for data in splits]
     common.save(f"{args.output}/labels.json", list(names))
-    for file, rows in zip(("labels.npz", "val_labels.npz"), labels):
-        sparse.save_npz(f"{args.output}/{file}", sparse.csr_array(rows, dtype=np.float32))
+    for name, rows in zip(("labels.npz", "val_labels.npz"), labels):
+        with common.writing(f"{args.output}/{name}") as file:
+            sparse.save_npz(file, sparse.csr_array(rows, dtype=np.float32))
 
 
 def load_labels(folder):

@@ -46,7 +46,6 @@ import re
 import time
 import unicodedata
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import sentencepiece
@@ -185,7 +184,8 @@ def main(args):
     captions = train.all_captions()
     if common.is_main() and not checkpoint:  # once, for all processes
         model = train_tokenizer(captions, args.vocab_size)
-        Path(args.output, "tokenizer.model").write_bytes(model)
+        with common.writing(f"{args.output}/tokenizer.model") as file:
+            file.write(model)
     common.barrier()
     tokenizer = load_tokenizer(args, captions)
     photos = Photos(train, tokenizer, args)

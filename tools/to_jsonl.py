@@ -429,7 +429,13 @@ def write(output, photos, args, notes):
     for photo in photos:
         photo["image"] = os.path.relpath(photo["image"], output.parent)
     lines = [json.dumps(photo, ensure_ascii=False) + "\n" for photo in photos]
-    output.write_text("".join(lines), encoding="utf-8", errors="replace")
+    temporary = Path(f"{output}.tmp")
+    try:
+        temporary.write_text("".join(lines), encoding="utf-8", errors="replace")
+        temporary.replace(output)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        fail(f"{output} cannot be written ({error.strerror})")
     print(f"the first line: {lines[0]}use it with --data {output}")
 
 
