@@ -708,7 +708,11 @@ def default_workers(measuring=False):
 def print_main(message):
     """Print a line from the first process only, without breaking the progress bar."""
     if is_main():
-        tqdm.write(message)
+        try:
+            tqdm.write(message)
+        except BrokenPipeError:  # by `| head -1`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would complain when it ends
+            fail("standard output is closed")
 
 
 class LogFile:

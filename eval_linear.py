@@ -10,9 +10,9 @@
     python eval_linear.py --embed photos --weights runs/virtex-photos/backbone.pth
 
 --weights are measured one after the other, on the same photos: backbone.pth, checkpoint.pth or
-model_N.pth of ours, an official VirTex checkpoint, files of MoCo, SwAV, VICReg, DINO or
-torchvision; "imagenet" (torchvision's, downloaded), "random", or clip:NAME, to compare with. The
-result is one table, and in --output result.json: {"args", "image_size", "backbones": {WEIGHTS:
+model_N.pth of ours, an official VirTex checkpoint, files of MoCo, SwAV, VICReg, DINO, Lightly,
+torchvision, timm or transformers (also .safetensors); "imagenet" (torchvision's, downloaded),
+"random", or clip:NAME, to compare with. The result is one table, and in --output result.json: {"args", "image_size", "backbones": {WEIGHTS:
 {"mean", "std", "runs"}}}, scores in percent.
 
     protocol       classifier on the frozen backbone, which is always in eval mode       score

@@ -7,8 +7,11 @@ import math
 import multiprocessing
 import pickle
 import re
+import resource
 import shutil
 import struct
+import subprocess
+import sys
 import urllib.error
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, TORCHRUN, Touch, captioned, photos_at, run_script
-from conftest import one_split
+from conftest import ROOT, TORCHRUN, Touch, captioned, files_in, fork_and_read, one_split
+from conftest import photos_at, run_script
 from PIL import Image
 from torch import nn
 
@@ -741,6 +744,44 @@ def test_checkpoints_that_run_code_are_refused(tmp_path, monkeypatch):
         with pytest.raises(SystemExit, match=f"{name} is cut off, or holds more than"):
             common.read_checkpoint(name)
     assert not (tmp_path / "ran").exists()
+
+
+class Copy:
+    def __reduce__(self):  # a function that PyTorch does not block by its module
+        return shutil.copy, ("weights.pth", "ran"), {"state": 1}
+
+
+def test_what_lies_beside_weights_is_not_built(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(2), "flags": Copy(), "class": Copy}, "weights.pth")
+    content = common.read_checkpoint("weights.pth")
+    assert torch.equal(content["w"], torch.ones(2)) and content.keys() == {"w", "flags", "class"}
+    assert isinstance(content["flags"], common.Ignored) and content["class"] is common.Ignored
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name, value", [("x.pth", torch.zeros(10**5)), ("x.json", "x" * 10**5)])
+def test_a_full_disk(name, value, tmp_path):
+    """What cannot be written as a whole leaves the old file, no half one, and a line."""
+    path = tmp_path / name
+    common.save(path, {"value": 1})
+    before = path.read_bytes()
+
+    def fill():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        common.save(path, {"value": value})
+
+    code, printed = fork_and_read(fill)
+    kept = "cannot be written (File too large): what was there before is kept"
+    assert code == 1 and printed == f"error: {path} {kept}\n"
+    assert path.read_bytes() == before and files_in(tmp_path) == {name}
+
+
+def test_standard_output_is_closed():
+    code = "import common; [common.print_main(str(n)) for n in range(100_000)]"
+    command = f"'{sys.executable}' -c '{code}' | head -1"
+    process = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert (process.stdout, process.stderr) == ("0\n", "error: standard output is closed\n")
 
 
 TABLE = {"batch_size": (32, 64, 256), "lr": (0.01, 0.2, 0.4), "image_size": (48, 112, 224)}
