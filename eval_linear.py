@@ -12,8 +12,8 @@
 --weights are measured one after the other, on the same photos: backbone.pth, checkpoint.pth or
 model_N.pth of ours, an official VirTex checkpoint, files of MoCo, SwAV, VICReg, DINO, Lightly,
 torchvision, timm or transformers (also .safetensors); "imagenet" (torchvision's, downloaded),
-"random", or clip:NAME, to compare with. The result is one table, and in --output result.json: {"args", "image_size", "backbones": {WEIGHTS:
-{"mean", "std", "runs"}}}, scores in percent.
+"random", or clip:NAME, to compare with. The result is one table, and in --output result.json:
+{"args", "image_size", "backbones": {WEIGHTS: {"mean", "std", "runs"}}}, scores in percent.
 
     protocol       classifier on the frozen backbone, which is always in eval mode       score
     svm-virtex     one SVM per class on pooled features, cost by cross-validation        mAP

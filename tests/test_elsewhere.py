@@ -74,7 +74,7 @@ def test_the_page(code, tmp_path, monkeypatch, real_models):
 
 
 def of_torchvision(folder):
-    """Beside the weights lie flags with a path, and a score of NumPy, as in many training scripts"""
+    """Beside the weights lie flags with a path, and scores of NumPy, as other scripts save"""
     net = statistics(torchvision.models.resnet18())
     flags = argparse.Namespace(lr=0.1, output=pathlib.Path("x"))
     beside = {"args": flags, "best_accuracy": np.float64(3.5), "history": np.arange(3.0)}
