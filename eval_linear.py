@@ -3,8 +3,6 @@
     python eval_linear.py                       what virtex.py has learned, and a random backbone
     python eval_linear.py --weights runs/virtex/backbone.pth runs/tp/backbone.pth random imagenet \\
         --data voc07 --root VOCdevkit
-    python eval_linear.py --weights runs/tp-photos/backbone.pth random \\
-        --data folder --root photos --shots 10 --runs 5
     torchrun --nproc_per_node=8 eval_linear.py --weights runs/virtex-coco/backbone.pth \\
         --data folder --root imagenet --protocol sgd-virtex
     python eval_linear.py --embed photos --weights runs/virtex-photos/backbone.pth
@@ -12,8 +10,10 @@
 --weights are measured one after the other, on the same photos: backbone.pth, checkpoint.pth or
 model_N.pth of ours, an official VirTex checkpoint, files of MoCo, SwAV, VICReg, DINO, Lightly,
 torchvision, timm or transformers (also .safetensors); "imagenet" (torchvision's, downloaded),
-"random", or clip:NAME, to compare with. The result is one table, and in --output result.json:
-{"args", "image_size", "backbones": {WEIGHTS: {"mean", "std", "runs"}}}, scores in percent.
+"random", or clip:NAME, to compare with. The result is one table, the best first, below it how far
+each is from random and imagenet; in --output result.json: {"args", "image_size", "backbones":
+{WEIGHTS: {"mean", "std", "runs"; of several also "interval", "differences"}}, "not_measured"},
+scores in percent.
 
     protocol       classifier on the frozen backbone, which is always in eval mode       score
     svm-virtex     one SVM per class on pooled features, cost by cross-validation        mAP
@@ -35,6 +35,7 @@ it, features.npy has the average of the backbone's last feature maps (N, D), fil
 import argparse
 import copy
 import hashlib
+import itertools
 import os
 import statistics
 import sys
@@ -51,6 +52,7 @@ from torch.utils.data import DataLoader, Dataset
 import common
 from common import fail, number, print_main, progress
 
+REFERENCES = "random", "imagenet"  # what a backbone is compared with
 SPLITS = {"coco": ("train2017", "val2017"), "voc07": ("trainval", "test")}
 
 
@@ -82,6 +84,8 @@ def get_args(argv=None):
         help="train on this many photos of each class, with all labels that they have")
     add("--hold-out", type=number(">= 0, < 1"), default=0.0, metavar="FRACTION",
         help="test on this fraction of the training split, not on --val-split; train on the rest")
+    add("--both-ways", action="store_true",
+        help="also learn from the test split and test on the training split: scores are of both")
     add("--workers", type=number("int >= 0"), default=common.default_workers(measuring=True),
         help="processes that load photos; with 0 the main process loads them")
     add = parser.add_argument_group("linear layers (the defaults are the protocol's)").add_argument
@@ -113,6 +117,8 @@ def choose_defaults(args, parser):
     if args.protocol == "layers" and args.data != "folder":
         # As DeeperCluster's code for VOC; the first two rates [ours]
         defaults |= {"epochs": 60, "batch_size": 128, "lr": [0.01, 0.01, 0.02]}
+    if args.both_ways and (args.hold_out or "epochs" in defaults):
+        parser.error("--both-ways is for svm-virtex, svm-icmlm and knn, without --hold-out")
     for flag in ("epochs", "batch_size", "lr", "steps"):
         if getattr(args, flag) and flag not in defaults:
             parser.error(f"{name} takes no --{flag.replace('_', '-')}")
@@ -143,7 +149,9 @@ def main(args):
     # Full float32 on GPUs, too: TF32, which training uses, would round each product to 10 bits.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    archs, sizes = look_into_files(args)
+    archs, sizes, causes = open_weights(args)
+    if len(archs) > 1:
+        common.extra("bootstrap")  # compares them. A copy lacks it: that is said before measuring
     if args.embed:
         embed(args, archs, sizes, device)
         return
@@ -158,30 +166,41 @@ def main(args):
     # Each run has other random weights. All runs of any other backbone share its features.
     groups = []
     seeds = range(args.seed, args.seed + args.runs)
-    for source in args.weights:
-        groups += [(source, [seed]) for seed in seeds] if source == "random" else [(source, seeds)]
-    results = {source: [] for source in args.weights}
-    for source, group in groups:
+    ways = [(data, val), (val, data)] if args.both_ways else [(data, val)]
+    for source in archs:
+        of_source = [[seed] for seed in seeds] if source == "random" else [seeds]
+        groups += itertools.product([source], of_source, range(len(ways)))
+    results = {source: [] for source in archs}
+    draws = {source: [] for source in archs}  # the same photos for all, others for each way
+    for source, group, way in groups:
+        learned, tested = ways[way]
         backbone = load_backbone(source, archs[source], group[0]).eval().requires_grad_(False)
         backbone.to(device, memory_format=torch.channels_last)
         runs = []
         for seed in group:
             flags = copy.copy(args)
             flags.seed, flags.image_size = seed, sizes[source]
-            rows = draw_photos(data, val, flags)
+            rows = draw_photos(learned, tested, flags)
             runs.append(Run(flags, protocol, source, backbone, data.names, device, *rows))
-        for run, decisions in zip(runs, decide(runs, data, val)):
+        for run, decisions in zip(runs, decide(runs, learned, tested)):
             if common.is_main():
                 scores = measure(decisions, run)
                 results[source].append(scores)
+                if len(archs) > 1:
+                    draws[source].append(common.extra("bootstrap").scores_of_draws(
+                        *by_metric(decisions, run), decisions.rows, len(tested),
+                        protocol.interpolated, seed=way))
                 photos = f"{len(run.train_rows)} training and {len(run.test_rows)} test photos"
                 print_main(f"{source}, seed {run.args.seed}, {photos} of {sizes[source]} px: "
                            f"{format_scores(scores, data.names)}")
-    if len(test_rows) < 50:
-        print_main(f"the scores are rough: they are of only {len(test_rows)} photos")
+    tested = len(data) + len(val) if args.both_ways else len(test_rows)
+    if tested < 300:
+        print_main(f"the scores are rough: they are of only {tested} photos")
     if common.is_main():
-        report(results, sizes, data.names, args)
+        report(results, draws, sizes, causes, data.names, args)
     common.end_distributed()
+    if causes:
+        fail(f"not measured: {', '.join(causes)}; the causes stand below the table")
 
 
 @dataclass
@@ -224,25 +243,32 @@ def format_scores(scores, classes=()):
     return ", ".join(f"{name} {scores[name]:.2f}" for name in scores if name not in classes)
 
 
-def report(results, sizes, classes, args):
-    """Print a line for each backbone; write result.json, which has the classes' scores, too.
+def report(results, draws, sizes, causes, classes, args):
+    """Print a line for each backbone, the best first, and how they differ; write result.json
 
-    results: {source: [scores of a run]}.  sizes: {source: pixels}
+    results: {source: [scores of a run]}.  draws: {source: [scores_of_draws of a run]}.  sizes and
+    causes: see open_weights.  classes: their scores are not printed
     """
-    results = {source: over_runs(runs) for source, runs in results.items()}
+    *metrics, guess = [name for name in next(iter(results.values()))[0] if name not in classes]
+    rows = [(source, over_runs(runs)) for source, runs in results.items()]
+    rows.sort(key=lambda row: -max(row[1]["mean"][metric] for metric in metrics))
+    verdict = common.extra("bootstrap").compare(dict(rows), draws) if len(rows) > 1 else []
     path = f"{args.output}/result.json"
     replaced = ", instead of an earlier call's" if os.path.exists(path) else ""
-    content = {"args": vars(args), "image_size": sizes, "backbones": results}
-    common.save(path, content | common.circumstances())
-    columns = [name for name in results[args.weights[0]]["mean"] if name not in classes]
-    width = max(map(len, results))
-    print(" " * width, *(f"{column:>15}" for column in columns))
-    for source, scores in results.items():
-        cells = [f"{scores['mean'][column]:.2f}" for column in columns]
-        if args.runs > 1:
-            cells = [f"{cell} ± {scores['std'][name]:.2f}" for cell, name in zip(cells, columns)]
+    content = {"args": vars(args), "image_size": sizes, "backbones": dict(rows)}
+    common.save(path, content | {"not_measured": causes} | common.circumstances())
+
+    width = max(map(len, args.weights))
+    print(" " * width, *(f"{column:>15}" for column in (*metrics, guess)))
+    for source, scores in rows:
+        cells = []
+        for column in (*metrics, guess):
+            deviation = f" ± {scores['std'][column]:.2f}" if args.runs > 1 else ""
+            cells.append(f"{scores['mean'][column]:.2f}{deviation}")
         print(f"{source:{width}}", *(f"{cell:>15}" for cell in cells))
-    print(f"all scores, by class and run, are in {path}{replaced}")
+    for source, cause in causes.items():
+        print(f"{source:{width}} not measured: {cause}")
+    print(f"all scores, by class and run, are in {path}{replaced}", *verdict, sep="\n")
 
 
 def over_runs(runs):
@@ -265,24 +291,32 @@ def trained_with(source, flag):
     return None if whole_photos else flags.get(flag)
 
 
-def look_into_files(args):
-    """Open all files now, before the first hour of measuring -> for each of --weights its
-    architecture, and the side of its photos in pixels: {source: ...} both
+def open_weights(args):
+    """Open all of --weights before the first hour of measuring -> {source: architecture}, {source:
+    side of its photos in pixels}, {source: why it cannot be opened}
 
     What nothing says of one of them is that of the first file that says it.
     """
-    archs, sizes = {}, {}
-    for source in args.weights:
-        if source not in ("random", "imagenet") and not source.startswith("clip:"):
-            archs[source] = load_backbone(source, args.arch, 0).arch
+    archs, sizes, causes = {}, {}, {}
+    for source in sorted(args.weights, key=lambda source: source in REFERENCES):  # files first
+        arch = args.arch
+        if source in REFERENCES and not arch:
+            arch = next((x for x in archs.values() if x in common.BACKBONES), "resnet50")
+        try:
+            archs[source] = load_backbone(source, arch, 0).arch
             sizes[source] = trained_with(source, "image_size")
-    first_arch = args.arch or next(iter(archs.values()), "resnet50")
+        except (SystemExit, OSError) as error:  # from `fail`; from the hub, in several lines
+            causes[source] = str(error).removeprefix("error: ").splitlines()[0]
+    own = [source for source in args.weights if source not in REFERENCES] or args.weights
+    if causes.keys() >= set(own):  # random weights alone say nothing
+        fail(causes[own[0]])
+    for source, cause in causes.items():
+        print_main(f"{source} will not be measured: {cause}")
     on_scenes = args.data == "shapes" and not args.embed
     first_size = next(filter(None, sizes.values()), 48 if on_scenes else 224)
-    for source in args.weights:
-        archs.setdefault(source, first_arch)
-        sizes[source] = args.image_size or sizes.get(source) or first_size
-    return archs, sizes
+    for source in sizes:
+        sizes[source] = args.image_size or sizes[source] or first_size
+    return archs, sizes, causes
 
 
 def load_backbone(source, arch, seed):
@@ -333,7 +367,7 @@ class LabelData:
 def label_data(name, root, split):
     """One split of "folder", "voc07", or of captioned photos with tags -> LabelData"""
     if name == "folder":
-        return folder_labels(root or "datasets/folder", split)
+        return LabelData(*common.extra("folders").labelled(root or "datasets/folder", split))
     if name == "voc07":
         return LabelData(*common.extra("sources").voc07(root or "datasets/voc07", split))
     shards = os.path.isdir(name) and not os.path.isdir(os.path.join(name, split))
@@ -353,42 +387,6 @@ def label_data(name, root, split):
     for row, tags in enumerate(captioned.tags):
         labels[row, [column[tag] for tag in tags]] = 1
     return LabelData(captioned.images, labels, captioned.tag_names, captioned.open)
-
-
-def folder_labels(root, split):
-    """{split}/<class>/<photo>, or deeper -> LabelData"""
-    from torchvision.datasets.folder import find_classes  # only here: the import takes seconds
-
-    folders = common.extra("folders")
-    path = Path(root, split)
-    expected = f"Expected: {split}/CLASS/PHOTO: see --root, --train-split, --val-split"
-    try:
-        names = [name for name in find_classes(path)[0] if not folders.is_hidden(name)]
-    except OSError as error:  # there is no such folder, or none within it
-        fail(f"{str(error).rstrip('.')}. {expected}")
-    if len(names) < 2:
-        fail(f"{path} has fewer than two classes: {', '.join(names) or 'none'}. Is --root a folder "
-             f"too high? {expected}")
-    photos = folders.list_photos(path)
-    places = [photo.removeprefix(f"{path}{os.sep}").split(os.sep) for photo in photos]
-    rows = sorted((place[0], photo) for place, photo in zip(places, photos) if len(place) > 1)
-    loose = len(photos) - len(rows)
-    if loose:
-        print_main(f"{path}: {loose} photos are in no folder of a class and are left out")
-    numbers = {name: k for k, name in enumerate(names)}
-    labels = np.array([numbers[name] for name, _ in rows], int)
-    empty = [name for name in names if numbers[name] not in labels]
-    if empty:
-        fail(f"{path} has no photos in {', '.join(empty[:5])}. {expected}")
-
-    # In Places and SUN397, a/airfield is a class, and the letters are none.
-    inner = {(place[0], place[1]) for place in places if len(place) > 2}
-    per_class = len({folder for _, folder in inner})
-    if all(len(place) != 2 for place in places) and len(inner) < len(names) * per_class:
-        print_main(f"{path}: no class has photos of its own, only folders such as "
-                   f"{'/'.join(min(inner))}. If these are the classes, make links to them in a new "
-                   f'--root: mkdir -p ROOT/{split}; ln -s "{path.resolve()}"/*/* ROOT/{split}')
-    return LabelData(np.array([photo for _, photo in rows], common.STRINGS), labels, names)
 
 
 def check_same_classes(train, test):
@@ -558,18 +556,24 @@ def measure(decisions, run):
 
     Of several linear layers: {"C-11 mAP": percent, ...}
     """
-    protocol = run.protocol
-    labels = decisions.y
-    if protocol.metric == "mAP":
-        labels = torch.from_numpy(label_columns(labels.numpy(), len(run.names)))
     scores = {}
-    for layer, x in zip(protocol.layers, decisions.x.chunk(len(protocol.layers), 1)):
-        of_layer = score(x, labels, run.names, protocol.interpolated)
-        if layer:  # the metric alone
-            metric = next(iter(of_layer))
-            of_layer = {f"{layer} {metric}": of_layer[metric]}
+    of_metrics, labels = by_metric(decisions, run)
+    for metric, x in of_metrics.items():
+        of_layer = score(x, labels, run.names, run.protocol.interpolated)
+        if metric not in of_layer:  # without the classes
+            of_layer = {metric: next(iter(of_layer.values()))}
         scores |= of_layer
     return scores | by_chance(labels)
+
+
+def by_metric(decisions, run):
+    """Outputs of a run -> {"mAP", "C-11 top-1" or similar: (N, classes)}, labels as in score"""
+    protocol, labels = run.protocol, decisions.y
+    if protocol.metric == "mAP":
+        labels = torch.from_numpy(label_columns(labels.numpy(), len(run.names)))
+    metric = "top-1" if labels.ndim == 1 else "mAP"
+    names = [f"{layer} {metric}".strip() for layer in protocol.layers]
+    return dict(zip(names, decisions.x.chunk(len(names), 1))), labels
 
 
 def score(decisions, labels, names, interpolated=False):
@@ -635,8 +639,6 @@ def svm_virtex(train, test, run):
 def svm_icmlm(train, test, run):
     """The same with 40 log-uniform costs [ICMLM App. F.2], all of which are tried [ours: the paper
     uses Optuna]; interpolated precision, as in the code of Goyal et al.
-
-    On COCO this makes 9,680 SVMs in 8192 dimensions.
     """
     costs = 10 ** np.random.default_rng(run.args.seed).uniform(-5, 5, 40)
     return svms(train, test, run, sorted(costs))
@@ -742,7 +744,9 @@ def train_probe(probe, train, test, run, learning_rate, decay=0.0):
 
     scores = lambda: format_scores(measure(decisions(), run), run.names)
     common.extra("layers").train(probe, train, run, scores, learning_rate, decay)
-    return decisions() if common.is_main() else None
+    if common.is_main():
+        found = decisions()
+        return replace(found, rows=run.test_rows[found.rows])  # as for features: of all photos
 
 
 # ------------------------------------------------------------------ all protocols, with settings
@@ -782,8 +786,7 @@ PROTOCOLS = {
     # [VirTex Sec. 4.1, App. A.1] cosine (no steps), no weight decay
     "sgd-virtex": Protocol(sgd_virtex, "crops", "top-1",
         {"epochs": 100, "batch_size": 256, "lr": [0.3], "steps": ()}),
-    # [ICMLM Sec. 4] DeeperCluster's code, for ImageNet; for Places --lr 0.01 0.01 0.02. The jitter
-    # is half of SimCLR's [ours], which ICMLM cites.
+    # [ICMLM Sec. 4] DeeperCluster's, for ImageNet; for Places --lr 0.01 0.01 0.02; jitter [ours]
     "layers": Protocol(vgg_layers, "crops", "either",
         {"arch": "vgg16_bn", "epochs": 100, "batch_size": 256, "lr": [0.02] * 3},
         layers=("C-11", "C-12", "C-13"), colour_jitter=1.0),

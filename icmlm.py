@@ -47,6 +47,7 @@ from array import array
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import regex
@@ -211,11 +212,10 @@ def main(args):
         make_triplets(args, (train, val), tokenizer)  # once, for all processes
     common.barrier()
     concepts, triplets, val_triplets = load_triplets(args, (train, val), tokenizer)
-    iters = args.iters or math.ceil(args.epochs * len(triplets) / args.batch_size)
-    validate_every = args.validate_every or min(2000, math.ceil(iters / 5))
-    print_main(f"{len(train)} photos ({len(val)} for validation), {len(triplets)} triplets, "
-               f"{len(concepts)} concepts, vocabulary of {len(lm.token_embeddings)}")
-    print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
+    counts = len(train), len(val)
+    outputs = (f"{len(triplets):,} masked words to predict among {len(lm.token_embeddings):,} "
+               f"tokens, {len(concepts):,} concepts")
+    iters, validate_every = common.plan_run(args, device, len(triplets), counts, outputs)
 
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
@@ -286,19 +286,16 @@ def main(args):
             row = {**log.means(), "lr": args.lr * decay}
             bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
+                print_main(f"validation after {iteration:,} of {iters:,} iterations:")
                 num_triplets = args.proxy_triplets if last else 5000  # [ours]
                 result = validate(model, lm, val_triplets, args, device, num_triplets)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if args.keep_every and iteration % args.keep_every == 0:
-            name = f"model_{iteration}.pth"
-            common.save_checkpoint(args, name, iteration, {"model": model}, more)
-        if validating or common.save_is_due(args, iteration):
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
+        common.save_if_due(args, iteration, state, more, validating)
 
-    common.end_run(args, model.backbone)  # eval_linear.py says what the backbone is worth
+    common.end_run(args, model.backbone, "masked_words --photos 4")
 
 
 def freeze_backbone(model, frozen):
@@ -338,31 +335,49 @@ def filter_captions(data, tokenize, max_words):
 
     tokenize: caption -> its words, or the language model's tokens [ours].  max_words: that 25
     """
-    kept = []
-    for captions in progress(list(data.captions), desc="caption lengths", leave=False):
-        distinct = dict.fromkeys(captions)
-        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
-    before, after = len(data.all_captions()), sum(map(len, kept))
-    print_main(f"{before - after} of {before} captions are left out: a photo has them twice, or "
-               f"they do not have 3 to {max_words} words or tokens")
+    keep = partial(captions_of_length, tokenize=tokenize, max_words=max_words)
+    rows, kept = list(data.captions), []
+    for part in common.on_all_cores(keep, rows, "caption lengths"):
+        kept += part
+    before, after = sum(map(len, rows)), sum(map(len, kept))
+    if before > after:
+        print_main(f"{before - after:,} of {before:,} captions are left out: a photo has them "
+                   f"twice, or they do not have 3 to {max_words} words or tokens")
     if not after:
         fail("a split has no captions left: raise --max-words, join keywords into a caption, or "
              "use virtex.py for Chinese and other languages without spaces")
     return replace(data, captions=common.lists(kept))
 
 
-def tag_words(captions, tagger):
-    """Yield (word, "nouns" | "adjectives" | "verbs" | None) for each word of the captions."""
-    rows = map(words_of, captions)
+def captions_of_length(rows, tokenize, max_words):
+    """Lists of captions -> the same without repeated, short and long captions"""
+    kept = []
+    for captions in rows:
+        distinct = dict.fromkeys(captions)
+        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
+    return kept
+
+
+def count_tags(captions, tagger):
+    """-> {(word, "nouns" | "adjectives" | "verbs" | None): how often it is tagged as that}"""
     if tagger == "spacy":
-        yield from common.extra("nouns").tag_by_spacy(rows)
-        return
+        captions = progress(captions, desc="parts of speech", leave=False)
+        return Counter(common.extra("nouns").tag_by_spacy(map(words_of, captions)))
+    counts = Counter()
+    for part in common.on_all_cores(count_tags_of_textblob, captions, "parts of speech"):
+        counts.update(part)
+    return counts
+
+
+def count_tags_of_textblob(captions):
     from textblob.en.taggers import PatternTagger  # its lexicon is in the package
 
     pattern = PatternTagger()
-    for words in rows:
-        for word, tag in pattern.tag(" ".join(words), tokenize=False):
-            yield word, PENN.get(tag[:2])
+    counts = Counter()
+    for caption in captions:
+        tags = pattern.tag(" ".join(words_of(caption)), tokenize=False)
+        counts.update((word, PENN.get(tag[:2])) for word, tag in tags)
+    return counts
 
 
 def count_concepts(captions, tagger):
@@ -372,16 +387,14 @@ def count_concepts(captions, tagger):
     tagged as most often, with all its occurrences; if that is none of the three, it is out. [ours]
     """
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
-    captions = progress(captions, desc="parts of speech", leave=False)
-    for word, part in tag_words(captions, tagger):
+    for (word, part), number in count_tags(captions, tagger).items():
         if part == "verbs" and word in AUXILIARIES:
             part = None
-        if len(word) > 1 and not regex.search("['’]", word):  # [ours]
-            counts[word][part] += 1
+        counts[word][part] += number
     concepts = {part: {} for part in PARTS_OF_SPEECH.values()}
     for word in sorted(counts, key=lambda word: (-counts[word].total(), word)):
         part = max(counts[word], key=counts[word].get)
-        if part:
+        if part and len(word) > 1 and not regex.search("['’]", word):  # [ours]
             concepts[part][word] = counts[word].total()
     return concepts
 
@@ -408,9 +421,7 @@ def top_concepts(counts, pos, num_concepts):
 def make_triplets(args, splits, tokenizer):
     """Write what is found in the captions into --output.  splits: CaptionData of train and val"""
     if args.lm != "scratch":
-        captions = splits[0].all_captions()
-        common.check_tokenizer(tokenizer, captions, f"--lm {args.lm}")
-        common.check_known(tokenizer, captions, f"--lm {args.lm}")
+        common.check_tokenizer(tokenizer, splits[0].all_captions(), f"--lm {args.lm}")
     longest = min(args.max_words, tokenizer.model_max_length - 2)  # beside [CLS] and [SEP]
     splits = [filter_captions(data, tokenizer.tokenize, longest) for data in splits]
     common.save(f"{args.output}/captions.json", [list(data.captions) for data in splits])
@@ -444,10 +455,30 @@ def find_triplets(data, concepts, tokenizer):
     concept. "shirt" cannot be masked in "t-shirt", which is one word of several tokens.
     """
     index = {concept: k for k, concept in enumerate(concepts)}
+    find = partial(triplets_of, index=index, tokenizer=tokenizer)
     triplets = array("i")
     occurrences = 0  # of all concepts, also as several tokens
-    for photo in progress(range(len(data)), desc="triplets", leave=False):
-        for n, caption in enumerate(data.captions[photo]):
+    rows = list(enumerate(data.captions))
+    for found, number in common.on_all_cores(find, rows, "triplets"):
+        triplets.extend(found)
+        occurrences += number
+    if not triplets:
+        fail("no caption holds a word to mask: see --pos and --num-concepts of icmlm.py")
+    triplets = np.array(triplets).reshape(-1, 4)
+    if len(triplets) < occurrences / 2:
+        print_main(f"only {len(triplets)} of {occurrences} words to mask are single tokens of the "
+                   "language model, and the others are left out: is it one for these captions?")
+    return triplets
+
+
+def triplets_of(rows, index, tokenizer):
+    """rows: (photo, its captions).  index: {concept: its number} -> triplets in one array, the
+    number of concepts that the captions hold
+    """
+    triplets = array("i")
+    occurrences = 0
+    for photo, captions in rows:
+        for n, caption in enumerate(captions):
             encoded = tokenizer(caption, return_offsets_mapping=True)
             positions = {}
             for t, (start, end) in enumerate(encoded["offset_mapping"]):
@@ -462,13 +493,7 @@ def find_triplets(data, concepts, tokenizer):
                 t = positions.get(match.span())
                 if t is not None and encoded["input_ids"][t] != tokenizer.unk_token_id:
                     triplets.extend((photo, n, t, concept))
-    if not triplets:
-        fail("no caption holds a word to mask: see --pos and --num-concepts of icmlm.py")
-    triplets = np.array(triplets).reshape(-1, 4)
-    if len(triplets) < occurrences / 2:
-        print_main(f"only {len(triplets)} of {occurrences} words to mask are single tokens of the "
-                   "language model, and the others are left out: is it one for these captions?")
-    return triplets
+    return triplets, occurrences
 
 
 class MaskedWords(common.Photos):
@@ -812,12 +837,13 @@ def validate(model, lm, triplets, args, device, num_triplets):
     freeze_backbone(model, frozen=not backbone_trains)
 
     loss = {"mlm": round(mlm, 4), "tp": round(tp, 4)}
-    print_main(f"validation loss: {loss}")
     parts_of_speech = np.array(list(triplets.concepts.values()))[concepts]  # (N,)
     words = {"triplets": len(concepts)}
     for name, rows in ranks.items():
         words[name] = accuracies(torch.cat(rows).cpu().numpy(), parts_of_speech)
-        print_main(f"masked words, {name}: {words[name]}")
+    common.print_table("loss", {"this model": loss})
+    title = f"{len(concepts):,} masked words, % right"
+    common.print_table(title, {name: words[name] for name in ranks})
     return {"validation": loss, "masked_words": words}
 
 

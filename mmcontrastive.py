@@ -215,11 +215,9 @@ def main(args):
     queue_size = fit_queue(args, len(train))
     tokenizer, config, pretrained = load_caption_model(args, checkpoint, train, device)
     photos = TwoViews(train, translations, args)
-    iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
-    validate_every = args.validate_every or min(2000, math.ceil(iters / 5))
-    print_main(f"{len(photos)} photos ({len(val)} for validation), {num_tags} tags, queues of "
-               f"{queue_size} keys, caption encoder at lr {args.text_lr:g}")
-    print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
+    outputs = f"{num_tags:,} tags, queues of {queue_size:,} keys"
+    counts = len(photos), len(val)
+    iters, validate_every = common.plan_run(args, device, len(photos), counts, outputs)
 
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
@@ -297,18 +295,15 @@ def main(args):
             row["text_lr"] = args.text_lr * decay
             bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
+                print_main(f"validation after {iteration:,} of {iters:,} iterations:")
                 result = validate(model.queries, val, tokenizer, args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if args.keep_every and iteration % args.keep_every == 0:
-            name = f"model_{iteration}.pth"
-            common.save_checkpoint(args, name, iteration, {"model": model}, more)
-        if validating or common.save_is_due(args, iteration):
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
+        common.save_if_due(args, iteration, state, more, validating)
 
-    common.end_run(args, backbone)  # eval_linear.py says what the backbone is worth
+    common.end_run(args, backbone, 'search "TEXT"')
 
 
 # ------------------------------------------------------------------ photos and captions, two views
@@ -391,7 +386,8 @@ class TwoViews(common.Photos):
             return self.photo(index, rng)[0] | {"index": index}
         args = self.args
         crop = partial(common.random_crop, rng, args.crop_min)
-        photo_q, photo_k = common.read_crops(self.data, index, [crop, crop], args.image_size)
+        crops = common.read_crops(self.data, index, [crop, crop], args.image_size)
+        photo_q, photo_k = map(torch.from_numpy, crops)
         if args.moco_v1:  # all four vary by up to 0.4, on every photo [MoCo v1's code]
             limits = 0.4 * args.colour_jitter
             jitter = rng.uniform(common.NO_JITTER - limits, common.NO_JITTER + limits, (2, 4))
@@ -406,13 +402,13 @@ class TwoViews(common.Photos):
         # Left and right follow the photo that a caption is compared with: photo q meets caption k
         # (Eq. 11), photo k meets caption q (Eq. 14). [ours: those of Eq. 8 may then disagree]
         if flip_q:
-            photo_q = photo_q[:, ::-1]
+            photo_q = photo_q.flip(1)
             caption_k = common.swap_left_right(caption_k)
         if flip_k:
-            photo_k = photo_k[:, ::-1]
+            photo_k = photo_k.flip(1)
             caption_q = common.swap_left_right(caption_q)
         return {
-            "images": np.stack([photo_q, photo_k]),
+            "images": torch.stack([photo_q, photo_k]),
             "jitter": jitter,
             "sigma": sigma,
             "captions": [caption_q, caption_k],
@@ -561,8 +557,6 @@ def load_caption_model(args, checkpoint, train, device):
     tokenizer, config = read_caption_model(folder)
     if args.lm == "scratch":
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
-    if not small:
-        common.check_known(tokenizer, captions, f"--lm {args.lm}")
     some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
     rows = tokenizer(some, add_special_tokens=False)["input_ids"]
     longest = tokenizer.model_max_length
@@ -596,14 +590,14 @@ def read_caption_model(source):
 
 
 def load_pretrained(bert, source):
-    """Start from the weights of `source`. A missing pooler is randomly initialised."""
+    """Start from the weights of `source`. A missing pooler is drawn at random, and learns here."""
     from transformers import AutoModel
 
     try:
         pretrained, report = AutoModel.from_pretrained(source, output_loading_info=True)
     except OSError as error:  # such as a folder without weights, of an unfinished run of ours
         fail(f"--lm {source} has no weights that can be read: {error}")
-    missing = sorted(report["missing_keys"])
+    missing = sorted(name for name in report["missing_keys"] if "pooler" not in name)
     if missing:
         print_main(f"{source} lacks {len(missing)} tensors, drawn at random now: {missing[0]}...")
     bert.load_state_dict(pretrained.state_dict())
@@ -830,9 +824,9 @@ def validate(encoders, val, tokenizer, args, device):
     result = {"images": len(images), "captions": len(captions)}
     for name, similarity in {"trained": trained, "random": chance}.items():
         result[name] = retrieval_scores(similarity, image_of_caption)
-        for way, scores in result[name].items():
-            listed = ", ".join(f"{score} {value:.3g}" for score, value in scores.items())
-            print_main(f"retrieval among {len(images)} photos, {name}, {way}: {listed}")
+    for way in result["trained"]:
+        rows = {"this model": result["trained"][way], "random": result["random"][way]}
+        common.print_table(f"{way}, of {len(images):,} photos", rows)
     to_text, to_image = result["trained"]["image to text"], result["trained"]["text to image"]
     validation = {"image_to_text_R@10": to_text["R@10"], "text_to_image_R@10": to_image["R@10"]}
     return {"validation": validation, "retrieval": result}

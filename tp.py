@@ -35,6 +35,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import regex
@@ -202,10 +203,9 @@ def main(args):
     chosen = np.sort(order[:VAL_IMAGES])
     photos = LabelledPhotos(train, labels, names, args)
     val_photos = LabelledPhotos(val.select(chosen), val_labels[chosen], names, args)
-    iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
-    validate_every = args.validate_every or min(2000, math.ceil(iters / 5))
-    print_main(f"{len(photos)} photos ({len(val_photos)} for validation), {len(names)} labels")
-    print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
+    counts = len(photos), len(val_photos)
+    outputs = f"{len(names):,} labels to predict"
+    iters, validate_every = common.plan_run(args, device, len(photos), counts, outputs)
 
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
@@ -260,18 +260,15 @@ def main(args):
             row = {**log.means(), "lr": args.lr * decay}
             bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
+                print_main(f"validation after {iteration:,} of {iters:,} iterations:")
                 result = validate(model, val_photos, labels.mean(0), args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if args.keep_every and iteration % args.keep_every == 0:
-            name = f"model_{iteration}.pth"
-            common.save_checkpoint(args, name, iteration, {"model": model}, more)
-        if validating or common.save_is_due(args, iteration):
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
+        common.save_if_due(args, iteration, state, more, validating)
 
-    common.end_run(args, model.backbone)  # eval_linear.py says what the backbone is worth
+    common.end_run(args, model.backbone, "labels PHOTO")
 
 
 # --------------------------------------- captions to concepts: this section is copied in icmlm.py
@@ -305,31 +302,49 @@ def filter_captions(data, tokenize, max_words):
 
     tokenize: caption -> its words, or the language model's tokens [ours].  max_words: that 25
     """
-    kept = []
-    for captions in progress(list(data.captions), desc="caption lengths", leave=False):
-        distinct = dict.fromkeys(captions)
-        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
-    before, after = len(data.all_captions()), sum(map(len, kept))
-    print_main(f"{before - after} of {before} captions are left out: a photo has them twice, or "
-               f"they do not have 3 to {max_words} words or tokens")
+    keep = partial(captions_of_length, tokenize=tokenize, max_words=max_words)
+    rows, kept = list(data.captions), []
+    for part in common.on_all_cores(keep, rows, "caption lengths"):
+        kept += part
+    before, after = sum(map(len, rows)), sum(map(len, kept))
+    if before > after:
+        print_main(f"{before - after:,} of {before:,} captions are left out: a photo has them "
+                   f"twice, or they do not have 3 to {max_words} words or tokens")
     if not after:
         fail("a split has no captions left: raise --max-words, join keywords into a caption, or "
              "use virtex.py for Chinese and other languages without spaces")
     return replace(data, captions=common.lists(kept))
 
 
-def tag_words(captions, tagger):
-    """Yield (word, "nouns" | "adjectives" | "verbs" | None) for each word of the captions."""
-    rows = map(words_of, captions)
+def captions_of_length(rows, tokenize, max_words):
+    """Lists of captions -> the same without repeated, short and long captions"""
+    kept = []
+    for captions in rows:
+        distinct = dict.fromkeys(captions)
+        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
+    return kept
+
+
+def count_tags(captions, tagger):
+    """-> {(word, "nouns" | "adjectives" | "verbs" | None): how often it is tagged as that}"""
     if tagger == "spacy":
-        yield from common.extra("nouns").tag_by_spacy(rows)
-        return
+        captions = progress(captions, desc="parts of speech", leave=False)
+        return Counter(common.extra("nouns").tag_by_spacy(map(words_of, captions)))
+    counts = Counter()
+    for part in common.on_all_cores(count_tags_of_textblob, captions, "parts of speech"):
+        counts.update(part)
+    return counts
+
+
+def count_tags_of_textblob(captions):
     from textblob.en.taggers import PatternTagger  # its lexicon is in the package
 
     pattern = PatternTagger()
-    for words in rows:
-        for word, tag in pattern.tag(" ".join(words), tokenize=False):
-            yield word, PENN.get(tag[:2])
+    counts = Counter()
+    for caption in captions:
+        tags = pattern.tag(" ".join(words_of(caption)), tokenize=False)
+        counts.update((word, PENN.get(tag[:2])) for word, tag in tags)
+    return counts
 
 
 def count_concepts(captions, tagger):
@@ -339,16 +354,14 @@ def count_concepts(captions, tagger):
     tagged as most often, with all its occurrences; if that is none of the three, it is out. [ours]
     """
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
-    captions = progress(captions, desc="parts of speech", leave=False)
-    for word, part in tag_words(captions, tagger):
+    for (word, part), number in count_tags(captions, tagger).items():
         if part == "verbs" and word in AUXILIARIES:
             part = None
-        if len(word) > 1 and not regex.search("['’]", word):  # [ours]
-            counts[word][part] += 1
+        counts[word][part] += number
     concepts = {part: {} for part in PARTS_OF_SPEECH.values()}
     for word in sorted(counts, key=lambda word: (-counts[word].total(), word)):
         part = max(counts[word], key=counts[word].get)
-        if part:
+        if part and len(word) > 1 and not regex.search("['’]", word):  # [ours]
             concepts[part][word] = counts[word].total()
     return concepts
 
@@ -430,7 +443,6 @@ def cluster_labels(args, splits, device):
     captions = splits[0].all_captions()
     if args.lm != "scratch":
         common.check_tokenizer(tokenizer, captions, f"--lm {args.lm}")
-        common.check_known(tokenizer, captions, f"--lm {args.lm}")
     vectors = [embed_captions(tokenizer, bert, data.all_captions(), args.amp) for data in splits]
     # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y is the nearest.
     # [ours: a random start, 20 passes] Under torchrun (OMP_NUM_THREADS=1) it uses one thread.
@@ -649,10 +661,10 @@ def validate(model, photos, frequencies, args, device):
     logits, targets = torch.cat(all_logits), torch.cat(all_targets)
     scores = {"loss": round(label_loss(logits, targets, args.labels).item(), 4)}
     scores |= tag_scores(logits.numpy(), targets.numpy(), args.labels)
-    print_main(f"validation, {len(photos)} photos: {scores}")
     frequencies = np.broadcast_to(frequencies, targets.shape)
     alone = tag_scores(frequencies, targets.numpy(), args.labels)
-    print_main(f"by label frequencies alone: {alone}")
+    rows = {"this model": scores, "label frequencies alone": alone}
+    common.print_table(f"{len(photos):,} photos", rows)
     return {"validation": scores, "label_frequencies": alone}
 
 

@@ -181,20 +181,17 @@ def main(args):
     train = subset(train, args.fraction, args.captions_per_image, args.seed).captioned()
     val = val.captioned()
     checkpoint = common.begin_run(args, train.checksum(), val.checksum())  # {} for a new run
-    captions = train.all_captions()
     if common.is_main() and not checkpoint:  # once, for all processes
-        model = train_tokenizer(captions, args.vocab_size)
+        model = train_tokenizer(train.all_captions(), args.vocab_size)
         with common.writing(f"{args.output}/tokenizer.model") as file:
             file.write(model)
     common.barrier()
-    tokenizer = load_tokenizer(args, captions)
+    tokenizer = load_tokenizer(args, train)
     photos = Photos(train, tokenizer, args)
     val_photos = Photos(val, tokenizer, args)
-    iters = args.iters or math.ceil(args.epochs * len(photos) / args.batch_size)
-    validate_every = args.validate_every or min(2000, math.ceil(iters / 5))
-    print_main(f"{len(photos)} photos ({len(val_photos)} for validation), {photos.num_outputs} "
-               f"outputs, heads at lr {args.text_lr:g}")
-    print_main(f"{iters} iterations at lr {args.lr:g}, amp {args.amp}, on {device}: {args.output}")
+    counts = len(photos), len(val_photos)
+    outputs = f"{photos.num_outputs:,} {'tags' if Photos.reads_tags else 'tokens'} to predict"
+    iters, validate_every = common.plan_run(args, device, len(photos), counts, outputs)
 
     # Model: from random weights, from --init, or from the checkpoint.
     torch.manual_seed(args.seed)
@@ -240,7 +237,7 @@ def main(args):
             with common.autocast(device, args.amp):
                 sums = ddp(images, batch)  # {name: (sum of losses, number)}
             losses = {name: total / number for name, (total, number) in sums.items()}
-            loss = sum(losses.values())  # Eq. 1: both directions
+            loss = sum(losses.values())  # Eq. 1: both directions; and the words' [ours]
             scaler.scale(loss / args.accumulate).backward()
             log.add(loss=loss, **losses)
 
@@ -260,18 +257,15 @@ def main(args):
             row["text_lr"] = args.text_lr * decay
             bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
             if validating and common.is_main():
+                print_main(f"validation after {iteration:,} of {iters:,} iterations:")
                 result = validate(model, val_photos, args, device)
                 row |= {f"validation_{name}": x for name, x in result["validation"].items()}
                 # Before the checkpoint, so that no finished run lacks its result
                 common.save(f"{args.output}/result.json", result)
             log.write(iteration, row)
-        if args.keep_every and iteration % args.keep_every == 0:
-            name = f"model_{iteration}.pth"
-            common.save_checkpoint(args, name, iteration, {"model": model}, more)
-        if validating or common.save_is_due(args, iteration):
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state, more)
+        common.save_if_due(args, iteration, state, more, validating)
 
-    common.end_run(args, backbone)  # eval_linear.py says what the backbone is worth
+    common.end_run(args, backbone, "captioning PHOTO")
 
 
 # ---------------------------------------------------------------------------- captions to tokens
@@ -303,11 +297,11 @@ def normalise(caption):
     return unicodedata.normalize("NFC", re.sub(ACCENTS, "", decomposed))
 
 
-def load_tokenizer(args, captions):
+def load_tokenizer(args, data):
     """-> the tokenizer in --output; says how many captions are cut"""
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=f"{args.output}/tokenizer.model")
-    some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
-    rows = [tokenizer.encode(normalise(caption)) for caption in some]
+    some = data.captions[:: 1 + len(data) // 10_000]  # all would take a minute
+    rows = [tokenizer.encode(normalise(captions[0])) for captions in some]
     cut = sum(len(row) > MAX_LENGTH - 2 for row in rows) / len(rows)
     if cut > 0.01:
         print_main(f"{cut:.0%} of the captions are cut at {MAX_LENGTH - 2} tokens")
@@ -323,6 +317,9 @@ def train_tokenizer(captions, vocab_size=None):
     """
     characters = {*normalise("".join(captions))}
     by_captions = min(10_000, len(characters) + max(1000, len(captions) // 8))
+    if vocab_size and vocab_size < len(characters) + 4:  # the others are special tokens
+        fail(f"--vocab-size {vocab_size} is too small: {len(characters)} characters and 4 special "
+             "tokens occur")
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=map(normalise, progress(captions, desc="tokenizer")),
@@ -580,8 +577,10 @@ def validate(model, photos, args, device):
             numbers[name] += int(number)
     model.train()
     means = {name: totals[name] / numbers[name] for name in totals}
-    for name, loss in means.items():
-        print_main(f"validation loss, {name}: {loss:.2f}")
+    knowing_nothing = {name: math.log(photos.num_outputs) for name in means}
+    if "words" in means:
+        knowing_nothing["words"] *= args.lambda_words
+    common.print_table("loss in nats", {"this model": means, "knowing nothing": knowing_nothing})
     return {"validation": means}
 
 

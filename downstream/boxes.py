@@ -1,10 +1,8 @@
 """Photos with boxes for detection.py: VOC, COCO, LVIS and the built-in scenes; scores; a picture"""
 
 import contextlib
-import importlib.util
 import io
 import json
-import warnings
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,7 @@ from PIL import ExifTags, Image, ImageOps
 
 import common
 from common import fail, print_main
-from downstream import pictures
+from downstream import pictures, tasks
 from extras import shapes
 
 SCORES = "AP", "AP50", "AP75"
@@ -42,7 +40,7 @@ class BoxData:
         self.images = np.array(paths, object if source == "shapes" else common.STRINGS)
         self.ids = [image["id"] for image in images]
         self.sizes = [(image["width"], image["height"]) for image in images]
-        categories = sorted((row["name"], row["id"]) for row in content["categories"])
+        categories = sorted((str(row["name"]), row["id"]) for row in content["categories"])
         self.categories = {number: name for name, number in categories}
         self.names = list(self.categories.values())
         self.mirrored = torch.from_numpy(common.mirrored(self.names))
@@ -71,31 +69,32 @@ def load(source, root, split):
     elif source == "voc":
         content = voc(root, split)
     else:
-        name = f"{root}/annotations/{'lvis' if source == 'lvis' else 'instances'}_{split}.json"
-        content = common.read_json(name)
-    try:
-        for part in "images", "categories":
-            for number, times in Counter(row["id"] for row in content[part]).most_common(1):
-                if times > 1:
-                    fail(f"{name}: {times} of the {part} have the id {number}")
+        kind, where = ("lvis", "coco_url") if source == "lvis" else ("instances", "file_name")
+        name = f"{root}/annotations/{kind}_{split}.json"
+        content = tasks.read_coco(
+            name,
+            images=["id", where],
+            categories=["id", "name"],
+            annotations=["image_id", "category_id", "bbox"],
+        )
         for image in content["images"]:
-            if source == "coco":
-                image["path"] = f"{root}/{split}/{image['file_name']}"
-            elif source == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
-                image["path"] = "/".join([root, *image["coco_url"].split("/")[-2:]])
-        for path, times in Counter(row["path"] for row in content["images"]).most_common(1):
-            if times > 1:  # Label Studio writes a photo once for each annotator
-                fail(f"{name} lists {path} {times} times: give all of its objects one image_id")
-        if source == "lvis":
-            negatives = [image.get("neg_category_ids") for image in content["images"]]
-            if None in negatives or not any(negatives):
-                fail(f"{name} lacks neg_category_ids, the classes known not to be in a photo. "
-                     "Without them LVIS's score misses most wrong detections: use --data coco")
-            for category in content["categories"]:
-                category.setdefault("frequency", "f")  # for scores that we do not print
-        return BoxData(complete(content, source, name), source)
-    except KeyError as error:
-        fail(f"{name} is not in the format of {source}: it, or an entry, lacks {error}")
+            image["path"] = f"{root}/{split}/{image[where]}"
+            if source == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
+                image["path"] = "/".join([root, *image[where].split("/")[-2:]])
+    # Label Studio writes a photo once for each annotator.
+    for part, key in ("images", "id"), ("images", "path"), ("categories", "id"):
+        for value, times in Counter(row[key] for row in content[part]).most_common(1):
+            if times > 1:
+                fail(f"{name}: {times} of the {part} have the {key} {value}: list it once, with "
+                     "all of its objects")
+    if source == "lvis":
+        negatives = [image.get("neg_category_ids") for image in content["images"]]
+        if None in negatives or not any(negatives):
+            fail(f"{name} lacks neg_category_ids, the classes known not to be in a photo. Without "
+                 "them LVIS's score misses most wrong detections: use --data coco")
+        for category in content["categories"]:
+            category.setdefault("frequency", "f")  # for scores that we do not print
+    return BoxData(complete(content, source, name), source)
 
 
 def fitting(images, name):
@@ -137,12 +136,12 @@ def fitting(images, name):
 
 def complete(content, source, name):
     """-> content with all that pycocotools needs. What is odd or left out is counted."""
-    from pycocotools import mask
-    from pycocotools.coco import COCO
-
-    coco = COCO()
-    coco.imgs = {image["id"]: image for image in content["images"]}
-    coco.cats = {category["id"]: category for category in content["categories"]}
+    photos = {image["id"]: image for image in content["images"]}
+    names = {category["id"]: str(category["name"]) for category in content["categories"]}
+    ids = {title: number for number, title in reversed(names.items())}  # the first of each name
+    if len(ids) < len(names):
+        print_main(f"{name}: {len(names) - len(ids)} of {len(names)} categories have the name of "
+                   "an earlier one: their objects are of that one")
     images = content["images"]
     if source != "shapes":
         pictures.photo_files([image["path"] for image in images])  # it fails if some are missing
@@ -151,7 +150,7 @@ def complete(content, source, name):
     rows, counts, total = [], Counter(), len(content["annotations"])
     for number, row in enumerate(content["annotations"], 1):
         try:
-            photo, _ = coco.imgs[row["image_id"]], coco.cats[row["category_id"]]
+            photo, category = photos[row["image_id"]], ids[names[row["category_id"]]]
             if row["image_id"] not in kept:
                 continue
             x, y, width, height = map(float, row["bbox"])
@@ -165,14 +164,14 @@ def complete(content, source, name):
                 polygons = [part for part in found if len(part) >= 6 and len(part) % 2 == 0]
                 counts["have a polygon without three corners: left out"] += polygons != found
                 found = polygons
-            # Ids count from 1, because pycocotools takes 0 for no match.
-            row |= {"id": number, "bbox": [x, y, width, height], "segmentation": found}
-            row["iscrowd"] = int(row.get("iscrowd") or 0)
-            if row.get("area") is None:
-                row["area"] = int(mask.area(coco.annToRLE(row))) if found else width * height
-        except Exception as error:  # pycocotools raises several kinds
+            # Ids count from 1, because pycocotools takes 0 for no match. It needs an area, for
+            # scores of small and of large objects, which we do not print.
+            row |= {"id": number, "category_id": category, "bbox": [x, y, width, height]}
+            row |= {"segmentation": found, "iscrowd": int(row.get("iscrowd") or 0)}
+            row["area"] = row.get("area") or width * height
+        except Exception as error:  # of any kind, as files are
             fail(f"{name}, annotation {row.get('id', number)}: {error!r} (a KeyError names an id "
-                 "or a field that the file does not have)")
+                 "that the file does not have)")
         empty = not min(width, height) > 0.01  # or NaN
         beyond = max(-x, -y, x + width - photo["width"], y + height - photo["height"])
         counts["leave their photo (a box is x, y, width, height)"] += beyond > 1
@@ -190,7 +189,8 @@ def complete(content, source, name):
     if all(row["iscrowd"] for row in rows):
         hint = ": tools write iscrowd 1 for painted masks, too; if yours are objects, set it to 0"
         fail(f"{name} has no object to score{hint if rows and source != 'voc' else ''}")
-    return {**content, "images": images, "annotations": rows}
+    categories = [row for row in content["categories"] if row["id"] in ids.values()]
+    return {**content, "images": images, "annotations": rows, "categories": categories}
 
 
 def voc(root, split):
@@ -286,6 +286,15 @@ class BoxPhotos(common.Photos):
     def __len__(self):
         return len(self.rows)
 
+    def __getitem__(self, key):
+        """In validation None stands for a photo that cannot be decoded."""
+        if isinstance(key, tuple):
+            return super().__getitem__(key)
+        try:
+            return self.sample(key, None)
+        except common.Unreadable as error:
+            common.report_once(f"cannot decode {error}: left out of the score")
+
     def sample(self, index, rng):
         i = self.rows[index]
         try:
@@ -334,7 +343,7 @@ class Samples(list):
 
 
 def collate(samples):
-    return {"samples": Samples(samples)}
+    return {"samples": Samples(filter(None, samples))}
 
 
 def score(val, results, photos):
@@ -395,16 +404,18 @@ def plain_iou(evaluation, image, category):
 
 def draw(val, results, path):
     """Draw eight validation photos with detections that score above 0.5."""
-    if not importlib.util.find_spec("matplotlib"):
-        return print_main(f"{path} is not drawn: pip install matplotlib")
-    from matplotlib.figure import Figure
+    figure = pictures.new_figure(path, 1400, 700)
+    if not figure:
+        return
     from matplotlib.patches import Rectangle
     from pycocotools import mask
 
-    samples = BoxPhotos(val, range(len(val)))
-    figure = Figure((14, 7), layout="constrained")
-    for n in range(min(8, len(val))):
+    figure.set_layout_engine("constrained")
+    samples = BoxPhotos(val, range(min(8, len(val))))
+    for n in samples.rows:
         sample = samples[n]
+        if sample is None:
+            continue
         pixels = sample["image"].permute(1, 2, 0).numpy()
         image_id = val.ids[sample["image_id"]]
         axes = figure.add_subplot(2, 4, n + 1)
@@ -418,6 +429,4 @@ def draw(val, results, path):
             style = {"family": pictures.fonts_for(name), "parse_math": False, "clip_on": True}
             axes.text(x, y, name, color="yellow", va="top", **style)
         axes.imshow(pixels)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # letters without a font: see pictures.NO_FONT
-        figure.savefig(path)
+    figure.savefig(path)

@@ -33,8 +33,6 @@ from eval_linear import CentralSquares
 from extras import checkpoints
 from virtex import EOS, MASK, PAD, SOS
 
-FEW = 100  # photos, for CIDEr [ours]
-
 
 def get_args(argv=None):
     parser = common.Parser(__doc__)
@@ -146,9 +144,10 @@ def beam_search(head, image_features, beams=5):
 
     image_features (B, S, H). A hypothesis that has ended keeps its score and competes on. The
     search is over when all have ended or have the maximum length. After the first token each has
-    two continuations, and no token follows itself [official code]. [SOS] stays in front, as in
-    training, and at most 29 tokens follow it [ours]: the official search drops it after the first
-    step, which shifts all positions by one, and writes 30, so that its captions often differ.
+    two continuations, and no token follows itself [official code; that [SOS] does not: ours]. [SOS]
+    stays in front, as in training, and at most 29 tokens follow it [ours]: the official search
+    drops it after the first step, which shifts all positions by one, and writes 30, so that its
+    captions often differ.
     """
     batch, vocab_size = len(image_features), head.output.out_features
     device = image_features.device
@@ -226,8 +225,7 @@ def evaluate(model, tokenizer, image_size, device, args):
 def score(rows):
     """Captions with their references -> {"CIDEr", "SPICE": percent}
 
-    What cannot be measured here is reported, and left out, as is CIDEr of one photo. A word counts
-    less in CIDEr, the more photos have it in their references: if all have it, it counts nothing.
+    What cannot be measured here is reported, and left out.
     """
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.spice.spice import Spice
@@ -236,14 +234,11 @@ def score(rows):
     references = [[{"caption": text} for text in row["references"]] for row in rows]
     truth = PTBTokenizer().tokenize(dict(enumerate(references)))
     written = PTBTokenizer().tokenize({n: [row] for n, row in enumerate(rows)})
-    metrics, scores = {"CIDEr": Cider, "SPICE": Spice}, {}
-    if len(rows) == 1:
-        print_main("CIDEr is left out: of one photo it is 0, whatever the caption")
-        del metrics["CIDEr"]
-    elif len(rows) < FEW:
-        print_main(f"CIDEr of fewer than {FEW} photos means little: it weights words by how many "
-                   "of these photos have them")
-    for name, metric in metrics.items():
+    if len(rows) < 100:
+        print_main("CIDEr of fewer than 100 photos means little: a word that all of them have in "
+                   "their references counts nothing, so that a single photo has CIDEr 0")
+    scores = {}
+    for name, metric in ("CIDEr", Cider), ("SPICE", Spice):
         try:
             scores[name] = 100 * metric().compute_score(truth, written)[0]
             print_main(f"{name} {scores[name]:.1f} on {len(rows)} images")

@@ -51,6 +51,7 @@ DEFAULTS = {  #          shapes        voc [Tab. 6]                   coco [Tab.
     "detections":       (100,          100,                           100),   # Detectron2
     "log_every":        (10,           20,                            20),
     "checkpoint_every": (100,          1000,                          2000),
+    "save_minutes":     (2.0,          10.0,                          10.0),
 }
 PROPOSALS = {  # (fpn, c4): Detectron2's for 512 RoIs, scaled with --rois
     "rpn_pre_nms_top_n_train":  (2000, 12_000),
@@ -89,8 +90,7 @@ def get_args(argv=None):
     add("--rois", type=number("int > 0"), help="RoIs per training photo; fewer save memory")
     add("--min-score", type=number(">= 0, < 1"), help="drop detections that score less")
     add("--bn-batches", type=number("int > 0"), help="batches for batch norm's final statistics")
-    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision (default off)")
-    finetune.add_run_flags(parser)
+    finetune.add_training_flags(parser)
     args = parser.parse_args(argv)
     column = {"shapes": 0, "voc": 1}.get(args.data, 2)
     recipe = finetune.SGD | {name: row[column] for name, row in DEFAULTS.items()}
@@ -117,12 +117,7 @@ def main(args):
     print_main(f"{len(train)} + {len(val)} photos, {len(train.names)} classes, on {device}")
 
     scores = {name: fine_tune(train, val, run, device) for name, run in runs.items()}
-    if common.is_main():
-        common.save(f"{args.output}/result.json", {"args": vars(args), **scores})
-        origin = {"trained": f"from {args.weights}", "random": "from random initialisation"}
-        parts = [f"{eval_linear.format_scores(x)} {origin[name]}" for name, x in scores.items()]
-        print_main(f"{args.data}, {args.iters} iterations: {'; '.join(parts)}")
-    common.end_distributed()
+    tasks.report_trainings(scores, args, "detection on", "AP")
 
 
 def fine_tune(train, val, args, device):
@@ -259,21 +254,21 @@ def evaluate(val, model, args, device):
     """Write detections.json, in COCO's results format, and a picture -> {score: percent}"""
     photos = boxes.BoxPhotos(val, range(len(val)))
     model.eval()
-    rows_of = {}  # each photo once, even if it replaces an unreadable one
+    results, scored = [], []
     # Four photos at a time: 300 masks of one are 0.4 GB.
     for batch in common.load_batches(photos, boxes.collate, args, device, batch_size=4):
-        with common.autocast(device, args.amp):
-            outputs = model(batch)
-        for sample, output in zip(batch["samples"], outputs):
-            i = sample["image_id"].item()
-            rows_of[i] = result_rows(val, i, output)
-    if len(rows_of) < len(val):
-        lost = len(val) - len(rows_of)
+        if batch["samples"]:
+            with common.autocast(device, args.amp):
+                outputs = model(batch)
+            for sample, output in zip(batch["samples"], outputs):
+                scored.append(sample["image_id"].item())
+                results += result_rows(val, scored[-1], output)
+    if len(scored) < len(val):
+        lost = len(val) - len(scored)
         print_main(f"{lost} of {len(val)} photos cannot be decoded: left out of the score")
-    results = [row for rows in rows_of.values() for row in rows]
     common.save(f"{args.output}/detections.json", results)
     boxes.draw(val, results, f"{args.output}/detections.png")
-    return boxes.score(val, results, list(rows_of))
+    return boxes.score(val, results, scored)
 
 
 def result_rows(val, i, output):

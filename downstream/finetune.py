@@ -20,7 +20,6 @@ backbone, randomly initialised, is trained into OUTPUT/random, and the last line
 """
 
 import math
-import os
 import time
 
 import numpy as np
@@ -43,6 +42,7 @@ DEFAULTS = {  #          shapes    folder    inat
     "crop_min":         (0.2,      0.08,     0.08),         # see below
     "log_every":        (10,       20,       20),
     "checkpoint_every": (100,      1000,     5000),
+    "save_minutes":     (2.0,      2.0,      10.0),
 }
 # crop_min: App. A.1 says "20-100%", which the authors' list of changes corrects to 8-100% for
 # ImageNet; their iNaturalist configuration has 8-100%, and so has torchvision's training (IN-sup).
@@ -53,7 +53,7 @@ STEPS = 0.7, 0.9  # of the run: where the learning rate falls to a tenth [Sec. 4
 
 def get_args(argv=None):
     parser = common.Parser(__doc__)
-    tasks.add_flags(parser, DATA)
+    tasks.add_flags(parser, DATA, amp=None)
     add = parser.add_argument_group("labels and optimisation").add_argument
     add("--fraction", type=number("> 0, <= 1"),
         help="use this fraction of the training photos of each class (default 1; shapes: 0.02)")
@@ -65,8 +65,7 @@ def get_args(argv=None):
     add("--steps", type=number("> 0"), nargs="+", metavar="EPOCHS", help="epochs after which "
         "the learning rate falls to a tenth (default: 70%% and 90%% of --epochs)")
     add("--weight-decay", type=number(">= 0"), help="of all weights (default 1e-4 [Sec. 4.3])")
-    add("--amp", choices=("bf16", "fp16", "off"), help="precision (default bf16 if supported)")
-    add_run_flags(parser)
+    add_training_flags(parser)
     args = parser.parse_args(argv)
     defaults = {name: row[DATA.index(args.data)] for name, row in DEFAULTS.items()}
     tasks.fill_defaults(parser, args, "finetune", colour_jitter=0.0, **SGD, **defaults)
@@ -75,14 +74,13 @@ def get_args(argv=None):
     return args
 
 
-def add_run_flags(parser):
+def add_training_flags(parser):
     """Also of detection.py"""
-    add = parser.add_argument_group("run").add_argument
-    add("--output", help="folder of the run (default runs/TASK, or runs/TASK-DATA)")
-    add("--seed", type=number("int >= 0"), default=0, help="random seed")
+    add = parser.add_argument_group("training").add_argument
     add("--accumulate", type=number("int > 0"), default=1, help="split batches, to save memory")
     add("--log-every", type=number("int > 0"), help="iterations between lines of metrics.jsonl")
     add("--checkpoint-every", type=number("int > 0"), help="iterations between checkpoints")
+    add("--save-minutes", type=number("> 0"), help="minutes after which a checkpoint is due, too")
 
 
 def main(args):
@@ -101,14 +99,7 @@ def main(args):
     print_main(f"{counts}, {len(train.names)} classes, on {device}, amp {args.amp}")
 
     scores = {name: fine_tune(train, val, run, device) for name, run in runs.items()}
-    if common.is_main():
-        common.save(f"{args.output}/result.json", {"args": vars(args), **scores})
-        origins = {"trained": args.weights, "random": "random initialisation"}
-        listed = [f"{scores[name]['top-1']} from {origins[name]}" for name in scores]
-        guess = next(iter(scores.values()))["commonest class"]
-        print_main(f"top-1 on {args.data} after fine-tuning on {len(train)} labels: "
-                   f"{', '.join(listed)}, {guess} by guessing the commonest class")
-    common.end_distributed()
+    tasks.report_trainings(scores, args, "fine-tuning on", "top-1")
 
 
 def fine_tune(train, val, args, device):
@@ -121,7 +112,10 @@ def fine_tune(train, val, args, device):
     print_main(f"{args.weights}: {iters} iterations at lr {lr:.3g}, into {args.output}")
 
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
-    model = Classifier(backbone, len(train.names))
+    # The linear layer starts from N(0, 0.01) [App. A.1, A.3], as in the IN-sup rows [ours: they
+    # follow torchvision, which has torch's default there].
+    linear = layers.linear_layer(backbone.channels, len(train.names))
+    model = nn.Sequential(backbone, nn.AdaptiveAvgPool2d(1), nn.Flatten(), linear)
     model.to(device, memory_format=torch.channels_last)
     optimizer = common.build_optimizer(args, model.parameters(), lr=lr)
 
@@ -189,8 +183,7 @@ def run(
             row["lr"] = optimizer.param_groups[0]["lr"]
             log.write(iteration, row | scores)
             bar.set_postfix(loss=f"{row['loss']:.3f}")
-        if iteration % args.checkpoint_every == 0 or iteration == iters:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state)
+        common.save_if_due(args, iteration, state, validated=iteration == iters)
 
 
 def labelled_split(name, root, split):
@@ -207,15 +200,14 @@ def labelled_split(name, root, split):
 def inat_labels(root, split):
     """{split}.json of iNaturalist 2018, photos below `root` -> eval_linear.LabelData"""
     path = f"{root}/{split}.json"
-    content = common.read_json(path)
-    if not content.get("annotations"):
-        fail(f"{path} has no annotations, like iNaturalist's test2018.json: name a labelled split")
+    of_label = "image_id", "category_id"
+    content = tasks.read_coco(path, images=("id", "file_name"), annotations=of_label)
     category_of = {row["image_id"]: row["category_id"] for row in content["annotations"]}
     images = [image for image in content["images"] if image["id"] in category_of]
     lost = len(content["images"]) - len(images)
     if lost:
         print_main(f"{path}: {lost} of {len(content['images'])} photos have no label: left out")
-    paths = [os.path.join(root, image["file_name"]) for image in images]
+    paths = [f"{root}/{image['file_name']}" for image in images]
     names, labels = np.unique([category_of[image["id"]] for image in images], return_inverse=True)
     if len(names) < 2:
         fail(f"all photos of {path} are of one class")
@@ -234,22 +226,6 @@ def part_of_classes(data, fraction, seed, shots=None):
         members = shuffled[data.labels[shuffled] == k]
         keep.extend(members[: shots or max(1, round(fraction * len(members)))])
     return data.select(np.sort(keep))
-
-
-class Classifier(nn.Module):
-    """The backbone, average pooling and a linear layer: (B, 3, h, w) -> logits (B, classes)
-
-    The linear layer starts with weights from N(0, 0.01) and bias 0 [App. A.1, A.3]; in the IN-sup
-    rows, too [ours: they follow torchvision, which has torch's default there].
-    """
-
-    def __init__(self, backbone, num_classes):
-        super().__init__()
-        self.backbone = backbone
-        self.linear = layers.linear_layer(backbone.channels, num_classes)
-
-    def forward(self, images):
-        return self.linear(self.backbone(images).mean((2, 3)))
 
 
 @torch.no_grad()

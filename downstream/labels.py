@@ -14,7 +14,6 @@ from common import print_main
 from downstream import tasks
 from downstream.pictures import photo_files
 from eval_linear import CentralSquares
-from extras.checkpoints import of_script
 
 
 def get_args(argv=None):
@@ -28,7 +27,7 @@ def get_args(argv=None):
 def main(args):
     device = common.init_distributed()
     photos = photo_files(args.photos)
-    checkpoint = of_script("tp", args.weights)
+    checkpoint = tasks.read_model("tp", args.weights)
     names, trained = checkpoint["names"], checkpoint["args"]
     model = tp.TagPredictor(trained["arch"], len(names), trained["labels"])
     model.load_state_dict(checkpoint["model"])

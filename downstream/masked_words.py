@@ -27,7 +27,6 @@ from downstream import tasks
 from downstream.pictures import draw_attention, photo_files
 from eval_linear import CentralSquares
 from extras import shapes
-from extras.checkpoints import of_script
 
 
 def get_args(argv=None):
@@ -92,9 +91,8 @@ def main(args):
 
 def load_icmlm(path, lm_name, device):
     """-> model in eval mode, lm, tokenizer, concepts {word: part of speech}, flags of training"""
-    checkpoint = of_script("icmlm", path)
+    checkpoint = tasks.read_model("icmlm", path)
     trained = checkpoint["args"]
-    print_main(f"{path}: trained on {trained['data']}")
     concepts = checkpoint["concepts"]
     lm_name = lm_name or trained["lm"]
     if lm_name == "scratch":

@@ -65,6 +65,7 @@ def fonts_for(text):
         having = [name for name, letters in letters_of_fonts().items() if ord(letter) in letters]
         if not having:
             common.report_once(NO_FONT)
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # matplotlib's, of each letter
         elif not set(having) & set(families):
             families.append(having[0])
     return families
@@ -84,33 +85,38 @@ def write(figure, x, y, text, width, most, **style):
         artist.set_text("\n".join(lines))
 
 
+def new_figure(path, width, height):
+    """A figure of matplotlib of this many pixels; None, and a line, if it is not installed"""
+    if not importlib.util.find_spec("matplotlib"):
+        return common.print_main(f"{path} is not drawn: pip install matplotlib")
+    from matplotlib.figure import Figure
+
+    return Figure((width / 100, height / 100), dpi=100)
+
+
 def draw_rows(path, rows, above=1, below=1, side=128):
     """Draw rows of photos, with a text above each row and one below each photo
 
     rows: [(text above, [(pixels uint8 (side, side, 3), text below), ...]), ...].
     above, below: the most lines of these texts
     """
-    if not importlib.util.find_spec("matplotlib"):
-        return common.print_main(f"{path} is not drawn: pip install matplotlib")
-    from matplotlib.figure import Figure
-
     columns = max(len(photos) for _, photos in rows)
     width = GAP + columns * (side + GAP)
     room_above = [above * LINE if title else 0 for title, _ in rows]
     height = GAP + sum(room_above) + len(rows) * (side + below * LINE + 8)
-    figure = Figure((width / 100, height / 100), dpi=100)
+    figure = new_figure(path, width, height)
+    if not figure:
+        return
     bottom = height - GAP
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # letters without a font: see NO_FONT
-        for room, (title, photos) in zip(room_above, rows):
-            bottom -= room + side
-            write(figure, GAP, bottom + side + 6, title, width - 2 * GAP, above, va="bottom")
-            for column, (pixels, text) in enumerate(photos):
-                x = GAP + column * (side + GAP)
-                figure.figimage(pixels, x, bottom)
-                write(figure, x + side / 2, bottom - 3, text, side, below, ha="center", va="top")
-            bottom -= below * LINE + 8
-        figure.savefig(path)
+    for room, (title, photos) in zip(room_above, rows):
+        bottom -= room + side
+        write(figure, GAP, bottom + side + 6, title, width - 2 * GAP, above, va="bottom")
+        for column, (pixels, text) in enumerate(photos):
+            x = GAP + column * (side + GAP)
+            figure.figimage(pixels, x, bottom)
+            write(figure, x + side / 2, bottom - 3, text, side, below, ha="center", va="top")
+        bottom -= below * LINE + 8
+    figure.savefig(path)
 
 
 def draw_nearest(path, texts, data, nearest, scores, side=128):

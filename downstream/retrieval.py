@@ -13,8 +13,8 @@ training photos, at most 5,000, is held out to choose the best epoch.
     COCO          python -m downstream.retrieval --data coco --weights FILE
                   ... --test-images 5000 --folds 5: the mean of five folds of 1,000 photos
 
-Scores: R@K, the percentage of queries whose match is among the first K; Med r, the match's median
-rank. A photo's match is the best of its captions. A random backbone and chance are scored as well.
+Scores: R@K, the percentage of queries whose match is among the first K; the match's median rank,
+"Med r". A photo's match is the best of its captions. A random backbone and chance are scored, too.
 
 What to expect: the loss per pair starts at 0.4 (twice the margin, all vectors alike). If it stays
 there with the paper's hardest negatives, they are too hard for this backbone: --negatives mean.
@@ -36,7 +36,7 @@ import common
 import eval_linear
 import mmcontrastive
 from common import fail, print_main, progress
-from downstream import pictures, tasks
+from downstream import tasks
 
 FLAGS = {  # see common.Parser; paper: Sec. 4.2, after VSE++
     # name            demo     small    paper       what may be given; help
@@ -62,6 +62,8 @@ FLAGS = {  # see common.Parser; paper: Sec. 4.2, after VSE++
         "dimension of the common space"),
     "word_dim":      (128,     128,     300,        "int > 0",
         "dimension of the word embeddings"),
+    "runs":          (1,       1,       1,          "int > 0",
+        "number of seeds to average over"),
 }
 BATCH_SIZE = 128  # pairs of a photo and a caption [Sec. 4.2]
 HELD_OUT = 5000  # photos at most: 113K of COCO's 118K are trained on, as in the paper
@@ -77,7 +79,6 @@ IN_WORDS = {**tasks.IN_WORDS, "chance": "by chance"}
 def get_args(argv=None):
     parser = common.Parser(__doc__, FLAGS)
     tasks.add_flags(parser)
-    tasks.add_run_flags(parser, "retrieval")
     args = parser.parse_args(argv)
     by_data = "small" if args.data.endswith(".jsonl") else "paper"
     args.recipe = args.recipe or ("demo" if args.data == "shapes" else by_data)
@@ -112,8 +113,6 @@ def main(args):
         for seed in seeds:
             model = train_encoders(*given, seed)
             similarity = compare(model, test_data, test_x)  # (N photos, M captions)
-            if not runs:
-                draw_retrieved(test_data, similarity, f"{args.output}/retrieval.png")
             runs[name].append(fold_scores(similarity, owners, args.folds))
     for _ in runs["random"]:
         chance = torch.rand_like(similarity)
@@ -156,7 +155,7 @@ def crop_features(backbone, data, args, device):
     """-> CaptionData of the photos that can be decoded; features (crops, N, channels) of their
     RandomCrops
     """
-    features, readable = tasks.extract_features(backbone, RandomCrops(data, args), args, device)
+    features, readable = tasks.features_of(backbone, RandomCrops(data, args), args, device)
     readable = readable[: len(readable) // args.crops]
     return data.select(readable), features.view(args.crops, len(readable), -1)
 
@@ -286,8 +285,7 @@ def compare(model, data, features):
 def fold_scores(similarity, image_of_caption, folds=1):
     """The photos, in their order, in folds of equal size -> {"image to text R@1": mean, ...}
 
-    R@K in percent, Med r: mmcontrastive.retrieval_scores.  similarity: (N, M).
-    image_of_caption: (M,).
+    Scores are those of mmcontrastive.retrieval_scores.  similarity: (N, M).  image_of_caption: (M,)
     """
     size = len(similarity) // folds
     scores_of_folds = []
@@ -295,24 +293,10 @@ def fold_scores(similarity, image_of_caption, folds=1):
         inside = (image_of_caption >= first) & (image_of_caption < first + size)
         owners = torch.from_numpy(image_of_caption[inside] - first)
         fold = similarity[first : first + size, inside]
-        scores = {}
-        for way, found in mmcontrastive.retrieval_scores(fold, owners).items():
-            for name, score in found.items():
-                scores[f"{way} {name}".replace("median rank", "Med r")] = score
+        of_ways = mmcontrastive.retrieval_scores(fold, owners)
+        scores = {f"{way} {name}": x for way, found in of_ways.items() for name, x in found.items()}
         scores_of_folds.append(scores)
     return eval_linear.over_runs(scores_of_folds)["mean"]
-
-
-def draw_retrieved(data, similarity, path):
-    """For a caption of each of five photos, draw the eight nearest photos."""
-    photos = np.arange(min(5, len(data)))
-    first = np.searchsorted(image_of_caption(data), photos)  # the columns of these captions
-    of_captions = similarity[:, first].T  # (5, N)
-    ranks = 1 + (of_captions > of_captions[photos, photos][:, None]).sum(1)
-    texts = [f"{data.captions[i][0]} (its own photo is number {ranks[i]})" for i in photos]
-    scores, nearest = of_captions.topk(min(8, len(data)))
-    pictures.draw_nearest(path, texts, data, nearest.tolist(), scores.tolist())
-    print_main(f"the photos nearest to some captions are in {path}")
 
 
 if __name__ == "__main__":

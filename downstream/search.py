@@ -17,7 +17,6 @@ import mmcontrastive
 from common import fail, number, print_main
 from downstream import tasks
 from downstream.pictures import draw_nearest, images_in
-from extras.checkpoints import of_script
 
 
 def get_args(argv=None):
@@ -61,7 +60,6 @@ class Model:
         self.device = common.init_distributed()
         common.make_folder(args.output)  # before the work, in case it cannot be one
         self.encoders, self.tokenizer, self.trained = load_encoders(args.weights)
-        print_main(f"{args.weights} was trained on {self.trained.data}")
         self.encoders.to(self.device, memory_format=torch.channels_last)
         self.trained.amp = common.choose_amp(self.device, args.amp)
         self.trained.workers = args.workers
@@ -110,10 +108,7 @@ class Model:
 def load_encoders(path):
     """A checkpoint.pth or model_N.pth of mmcontrastive.py -> its query encoders in eval mode, the
     tokenizer, and the flags of that run"""
-    others = ", ".join(sorted(map(str, Path("runs").glob("mmcontrastive*/checkpoint.pth"))))
-    if others and not Path(path).exists():
-        fail(f"there is no {path}: give --weights one of {others}")
-    content = of_script("mmcontrastive", path)
+    content = tasks.read_model("mmcontrastive", path)
     trained = argparse.Namespace(**content["args"])
     if not trained.lambda_ic:
         fail(f"{path} was trained without --lambda-ic: photos and captions share no space in it")

@@ -55,7 +55,7 @@ def get_args(argv=None):
     add("--epochs", type=number("int > 0"), default=10, help="passes over the training photos")
     add("--batch-size", type=number("int > 0"), default=128, help="photos per iteration")
     add("--lr", type=number("> 0"), default=1e-3, help="peak learning rate of AdamW [ours]")
-    tasks.add_run_flags(parser, "tagging")
+    add("--runs", type=number("int > 0"), default=1, help="number of seeds to average over")
     args = parser.parse_args(argv)
     tasks.fill_defaults(parser, args, "tagging", fraction=0.2 if args.data == "shapes" else 1.0)
     return args

@@ -2,20 +2,21 @@
 
 import argparse
 from functools import partial
+from pathlib import Path
 
 import torch
 
 import common
 import eval_linear
-from common import number, print_main
-from extras import layers
+from common import fail, number, print_main
+from extras import checkpoints, layers
 
 IN_WORDS = {"trained": "trained", "random": "at random initialisation"}  # in the last line printed
 
 
-def add_flags(parser, data=None):
+def add_flags(parser, data=None, amp="off"):
     """Which backbone, on which data.  data: the choices of --data, if not any captioned photos"""
-    add = parser.add_argument_group("backbone and data").add_argument
+    add = parser.add_argument_group("backbone, data and run").add_argument
     add("--weights", default="runs/virtex/backbone.pth",
         help="the backbone: a file that eval_linear.py reads, imagenet or random")
     add("--arch", choices=common.BACKBONES, help="network; needed for imagenet and random")
@@ -28,6 +29,10 @@ def add_flags(parser, data=None):
         "weights' training, from args.json beside them; else 224, or 48 for shapes)")
     add("--workers", type=number("int >= 0"), default=common.default_workers(measuring=True),
         help="processes that load photos; with 0 the main process does")
+    add("--seed", type=number("int >= 0"), default=0, help="random seed, of the first run")
+    add("--amp", choices=common.PRECISIONS, default=amp,
+        help=f"precision (default {amp or 'bf16 if supported'})")
+    add("--output", help="folder for the results (default runs/TASK, or runs/TASK-DATA)")
 
 
 def add_weights(parser, method):
@@ -37,13 +42,14 @@ def add_weights(parser, method):
         f"is in runs/{method}-photos (default %(default)s)")
 
 
-def add_run_flags(parser, script):
-    """The flags of tasks that freeze the backbone"""
-    add = parser.add_argument_group("run").add_argument
-    add("--runs", type=number("int > 0"), default=1, help="number of seeds to average over")
-    add("--seed", type=number("int >= 0"), default=0, help="seed of the first run")
-    add("--output", default=f"runs/{script}", help="folder for the results (default %(default)s)")
-    add("--amp", choices=("bf16", "fp16", "off"), default="off", help="precision (default off)")
+def read_model(script, path):
+    """-> what a checkpoint.pth or model_N.pth of a script holds; says what it was trained on"""
+    others = sorted(map(str, Path("runs").glob(f"{script}*/checkpoint.pth")))
+    if others and not Path(path).exists():
+        fail(f"there is no {path}: give --weights one of {', '.join(others)}")
+    content = checkpoints.of_script(script, path)
+    print_main(f"{path}: trained on {content['args']['data']}")
+    return content
 
 
 def fill_defaults(parser, args, script, **defaults):
@@ -57,10 +63,30 @@ def fill_defaults(parser, args, script, **defaults):
     size = eval_linear.trained_with(args.weights, "image_size")
     size = size or (48 if args.data == "shapes" else 224)
     usual = {"train_split": f"train{year}", "val_split": f"val{year}", "image_size": size}
-    usual["output"] = f"runs/{script}-{args.data}".removesuffix("-shapes")
+    usual["output"] = f"runs/{script}-{Path(args.data).stem}".removesuffix("-shapes")
     for name, value in (usual | defaults).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
+
+
+def read_coco(path, **needed):
+    """A JSON file in the format of COCO -> its content
+
+    needed: {name of a list: the keys that each of its entries must have}
+    """
+    content = common.read_json(path)
+    for part, keys in needed.items():
+        rows = content.get(part) if isinstance(content, dict) else None
+        if not isinstance(rows, list):
+            fail(f"{path} has no list of {part}. Is it of a test split without labels, or in a "
+                 "format other than COCO's?")
+        for row in rows:
+            if not isinstance(row, dict) or not row.keys() >= set(keys):
+                fail(f"{path}, {part}: {str(row):.80} is no object with {', '.join(keys)}")
+    return content
+
+
+# --------------------------------------------------------------------- tasks on frozen backbones
 
 
 def begin(args):
@@ -85,38 +111,22 @@ def backbones(args, device):
         yield name, of_runs, backbone.eval().requires_grad_(False)
 
 
-def extract_features(backbone, photos, args, device, function=eval_linear.pooled):
-    """function(backbone, uint8 (B, size, size, 3), amp) -> (B, D), on all photos
-
-    photos: eval_linear.CentralSquares or similar -> (M, D) of the M photos that can be decoded, and
-    the indices of these photos (M,)
+def features_of(backbone, photos, args, device, function=eval_linear.pooled):
+    """photos: eval_linear.CentralSquares or similar -> features (M, D) of the M photos that can be
+    decoded, and the indices of these (M,).  function(backbone, uint8 (B, size, size, 3), amp)
     """
-    features_of = partial(function, backbone, amp=args.amp)
-    return eval_linear.run_over_photos(features_of, photos, args, device)
+    function = partial(function, backbone, amp=args.amp)
+    return eval_linear.run_over_photos(function, photos, args, device)
 
 
 def central_features(backbone, data, args, device, function=eval_linear.pooled):
-    """Features of the central squares -> `data` of the photos that can be decoded; (M, D)"""
+    """Of the central squares -> `data` of the photos that can be decoded; their features (M, D)"""
     squares = eval_linear.CentralSquares(data, args.image_size)
-    x, readable = extract_features(backbone, squares, args, device, function)
+    x, readable = features_of(backbone, squares, args, device, function)
     return data.select(readable), x
 
 
-def report(runs, args, task, metric, in_words):
-    """Print all scores, write result.json; the last line compares them by `metric`
-
-    runs: {name: [{metric: percent} of each run]}.  in_words: {name: how the last line calls it}
-    """
-    content = {"args": vars(args), "std": {}, "runs": runs}
-    for name, scores in runs.items():
-        results = eval_linear.over_runs(scores)
-        content[name], content["std"][name] = results["mean"], results["std"]
-        print_main(f"{name:18} {eval_linear.format_scores(results['mean'])}")
-        if len(scores) > 1:
-            print_main(f"{'':16} ± {eval_linear.format_scores(results['std'])}")
-    common.save(f"{args.output}/result.json", content)
-    scores = [f"{content[name][metric]:.1f} {in_words[name]}" for name in runs]
-    print_main(f"{task} {args.data}: {metric} {', '.join(scores)}")
+# ------------------------------------------------------------------------- tasks that fine-tune
 
 
 def compared_runs(args):
@@ -135,3 +145,30 @@ def compared_runs(args):
         changed = {"weights": "random", "weights_hash": None, "output": f"{args.output}/random"}
         runs["random"] = argparse.Namespace(**{**vars(args), **changed})
     return runs
+
+
+def report_trainings(scores, args, task, metric):
+    """The last line of main.  scores: {"trained" or "random": {metric: percent}}; see `report`"""
+    if common.is_main():
+        report({name: [of_run] for name, of_run in scores.items()}, args, task, metric)
+    common.end_distributed()
+
+
+# --------------------------------------------------------------------------------------- report
+
+
+def report(runs, args, task, metric, in_words=IN_WORDS):
+    """Print all scores, write result.json; the last line compares them by `metric`
+
+    runs: {name: [{metric: percent} of each run]}.  in_words: {name: how the last line calls it}
+    """
+    content = {"args": vars(args), "std": {}, "runs": runs}
+    for name, scores in runs.items():
+        results = eval_linear.over_runs(scores)
+        content[name], content["std"][name] = results["mean"], results["std"]
+        print_main(f"{name:18} {eval_linear.format_scores(results['mean'])}")
+        if len(scores) > 1:
+            print_main(f"{'':16} ± {eval_linear.format_scores(results['std'])}")
+    common.save(f"{args.output}/result.json", content | common.circumstances())
+    scores = [f"{content[name][metric]:.1f} {in_words[name]}" for name in runs]
+    print_main(f"{task} {args.data}: {metric} {', '.join(scores)}")

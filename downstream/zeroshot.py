@@ -57,8 +57,7 @@ def get_args(argv=None):
     add = parser.add_argument_group("bilinear function").add_argument
     add("--epochs", type=number("int > 0"), default=100, help="passes over the training photos")
     add("--batch-size", type=number("int > 0"), default=256, help="photos per iteration")
-    tasks.add_run_flags(parser, "zeroshot")
-    parser.set_defaults(runs=5)  # Tab. 6
+    add("--runs", type=number("int > 0"), default=5, help="seeds to average over [Tab. 6]")
     args = parser.parse_args(argv)
     if args.train_split or args.val_split:
         parser.error("zeroshot has splits of its own: leave out --train-split and --val-split")

@@ -198,6 +198,8 @@ def convolutions(backbone, images, amp="off", jitter=None):
     """uint8 (B, size, size, 3) -> for each of CONVOLUTIONS its maps, average-pooled 3x3
 
     At 224 pixels (B, 512 * 4 * 4): the "roughly 9K" of ICMLM App. C. [DeeperCluster's code]
+    Its code also frames the photo with one pixel of zeros, which moves features as much as a shift
+    of the photo by a pixel. Here is no frame. [ours]
     """
     features = []
     maps = common.augment(images, jitter)

@@ -62,10 +62,11 @@ measure-on() {  # SET NAME WEIGHTS FLAGS...
 }
 
 measure() {  # NAME WEIGHTS FLAGS...: on all sets, and on own words
-    local set
+    local set ways=()
     for set in "${SETS[@]}"; do measure-on "$set" "$@"; done
     [ -f "$OUT/own_words.jsonl" ] || return
-    once "seed-$seed/$1/own words" python "$REPO/eval_linear.py" --weights "$2" --image-size 112 --data "$OUT/own_words.jsonl" --train-split learn --val-split score --seed "$seed" "${@:3}"
+    [ "$(wc -l < "$OUT/own_words.jsonl")" -ge 1000 ] || ways=(--both-ways)  # each half is learned from and scored
+    once "seed-$seed/$1/own words" python "$REPO/eval_linear.py" --weights "$2" --image-size 112 --data "$OUT/own_words.jsonl" --train-split learn --val-split score "${ways[@]}" --seed "$seed" "${@:3}"
 }
 
 row() {  # NAME SCRIPT PHOTOS FLAGS...

@@ -5,13 +5,12 @@
         --arch resnet50 --epochs 90 --steps 30 60
 
 Each edge of a box moves outwards by 0 to 30 pixels, at random. Crowds are left out [ours]. Writes
-train/<category>/<annotation>.jpg and val/... into --output.
+train/<category>/<number of the annotation>.jpg and val/... into --output.
 """
 
 import os
 import random
 import sys
-from collections import defaultdict
 from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
@@ -36,40 +35,30 @@ def get_args(argv=None):
 def main(args):
     common.make_folder(args.output)
     for split in "train", "val":
-        path = f"{args.root}/annotations/instances_{split}2017.json"
-        photos = f"{args.root}/{split}2017"
-        if not os.path.isdir(photos) or not os.path.isfile(path):
-            common.fail(f"there is no {path}, or no {photos}: --root is the folder of COCO")
-        content = common.read_json(path)
-        names = {row["id"]: row["name"] for row in content["categories"]}
-        for image in content["images"]:
-            image["path"] = f"{photos}/{image['file_name']}"
-        files = {image["id"]: image["path"] for image in boxes.fitting(content["images"], path)}
-        objects = defaultdict(list)
-        for row in content["annotations"]:
-            if not row["iscrowd"] and row["image_id"] in files:
-                folder = f"{args.output}/{split}/{names[row['category_id']]}"
+        data = boxes.load("coco", args.root, f"{split}2017")
+        work = {image: [] for image in data.ids}  # {id of a photo: [(box, file of the crop)]}
+        for row in data.content["annotations"]:
+            if not row["iscrowd"]:
+                folder = f"{args.output}/{split}/{data.categories[row['category_id']]}"
                 os.makedirs(folder, exist_ok=True)
-                file = f"{folder}/{row['id']}.jpg"
-                objects[files[row["image_id"]]].append((row["id"], row["bbox"], file))
+                work[row["image_id"]].append((row["bbox"], f"{folder}/{row['id']}.jpg"))
         with Pool() as pool:
-            done = pool.imap_unordered(partial(crop, args.margin), objects.items(), chunksize=16)
-            done = sum(common.progress(done, desc=split, total=len(objects), unit=" photos"))
-        others = len(content["annotations"]) - done
-        common.print_main(f"{split}: {done} crops written; {others} objects left out, which are "
-                          "crowds, or of a photo that is left out, not listed or not readable")
+            pairs = [pair for pair in zip(data.images.tolist(), work.values()) if pair[1]]
+            done = pool.imap_unordered(partial(crop, args.margin), pairs, chunksize=16)
+            done = sum(common.progress(done, desc=split, total=len(pairs), unit=" photos"))
+        common.print_main(f"{split}: {done} crops written")
 
 
 def crop(margin, work):
-    """work: path of a photo, its objects [(seed, box, file of the crop)] -> number of crops"""
+    """work: path of a photo, its objects [(box, file of the crop)] -> number of crops"""
     path, objects = work
     try:
         photo = ImageOps.exif_transpose(common.to_rgb(common.open_photo(path)))
     except Exception as error:  # PIL's decoders raise a dozen kinds
-        common.print_main(f"cannot decode {path} ({error})")
+        common.print_main(f"cannot decode {path} ({error}): {len(objects)} objects are left out")
         return 0
-    for seed, (x, y, width, height), file in objects:
-        rng = random.Random(seed)
+    for (x, y, width, height), file in objects:
+        rng = random.Random(Path(file).stem)
         left = max(0, round(x - rng.uniform(0, margin)))
         top = max(0, round(y - rng.uniform(0, margin)))
         right = min(photo.width, round(x + width + rng.uniform(0, margin)))

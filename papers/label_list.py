@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import fail, number, print_main
-from eval_linear import folder_labels
+from eval_linear import label_data
 
 
 def get_args(argv=None):
@@ -34,7 +34,7 @@ def main(args):
     if output.suffix != ".jsonl" or output.is_dir():
         fail(f"--output {output} must end in .jsonl, and must not be a folder")
     common.make_folder(output.absolute().parent)
-    data = folder_labels(args.root, "train")
+    data = label_data("folder", args.root, "train")
     if len(data.names) < (args.classes or 1):
         fail(f"{args.root}/train holds {len(data.names)} classes, fewer than --classes")
     photos = {name: [] for name in data.names}

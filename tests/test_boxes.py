@@ -10,7 +10,7 @@ from conftest import CPU
 from PIL import Image
 
 import eval_linear
-from downstream import boxes, detection
+from downstream import boxes, detection, finetune
 
 mask = pytest.importorskip("pycocotools.mask")
 COLOURS = {"cup": (250, 0, 0), "dog": (0, 250, 0)}
@@ -275,7 +275,10 @@ def test_broken_photos(tmp_path, capsys):
     data = boxes.load("coco", str(tmp_path), "val2017")
     assert "1 of 3 photos are left out, which cannot be opened" in capsys.readouterr().out
     assert len(data) == 2 and score(data, tmp_path) == MASKS
-    assert "1 of 2 photos cannot be decoded: left out of the score" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "000000000002.jpg (" in said and "): left out of the score" in said
+    assert "next photo" not in said
+    assert "1 of 2 photos cannot be decoded: left out of the score" in said
 
 
 def test_odd_boxes(tmp_path, capsys):
@@ -319,11 +322,17 @@ def test_classes_are_matched_by_name(tmp_path):
     "part, change, message",
     [
         ("images", lambda rows: rows[1].update(id=100), "2 of the images have the id 100"),
+        (
+            "images",
+            lambda rows: rows[1].update(file_name=rows[0]["file_name"]),
+            "2 of the images have the path .*000000000000.jpg: list it once, with all of its",
+        ),
+        ("images", lambda rows: rows.insert(0, 7), "images: 7 is no object with id, file_name"),
         ("categories", lambda rows: rows[1].update(id=3), "2 of the categories have the id 3"),
-        ("categories", lambda rows: rows[1].pop("name"), "it, or an entry, lacks 'name'"),
+        ("categories", lambda rows: rows[1].pop("name"), "{'id': 18, .* is no object with id, "),
         ("annotations", lambda rows: rows.clear(), "_val2017.json has no object to score$"),
         ("annotations", lambda rows: rows[1].update(image_id=7), r"annotation 901: KeyError\(7\)"),
-        ("annotations", lambda rows: rows[1].pop("bbox"), r"annotation 901: KeyError\('bbox'\)"),
+        ("annotations", lambda rows: rows[1].pop("bbox"), "{'image.* is no object with .*, bbox"),
         (
             "annotations",
             lambda rows: [row.update(iscrowd=1) for row in rows],
@@ -335,6 +344,32 @@ def test_refusals(tmp_path, part, change, message):
     coco_layout(tmp_path, **{part: change})
     with pytest.raises(SystemExit, match=message):
         boxes.load("coco", str(tmp_path), "val2017")
+
+
+def test_a_list_is_no_file_of_coco(tmp_path):
+    coco_layout(tmp_path)
+    file = tmp_path / "annotations" / "instances_val2017.json"
+    file.write_text("[]")
+    with pytest.raises(SystemExit, match="_val2017.json has no list of images"):
+        boxes.load("coco", str(tmp_path), "val2017")
+    with pytest.raises(SystemExit, match="_val2017.json has no list of images"):
+        finetune.inat_labels(f"{tmp_path}/annotations", "instances_val2017")
+
+
+def test_categories_of_one_name(tmp_path, capsys):
+    """They are one class, as Roboflow's project of dogs has "dog" twice; a line says so."""
+
+    def add(rows):
+        rows.append({"id": 77, "name": "dog"})
+
+    def use(rows):
+        rows[2]["category_id"] = 77
+
+    coco_layout(tmp_path, categories=add, annotations=use)
+    data = boxes.load("coco", str(tmp_path), "val2017")
+    said = "1 of 3 categories have the name of an earlier one: their objects are of that one"
+    assert said in capsys.readouterr().out
+    assert data.names == ["cup", "dog"] and score(data, tmp_path) == MASKS
 
 
 def test_names_with_spaces_in_lists_of_classes(tmp_path):

@@ -64,8 +64,8 @@ def test_output_directory(script, tiny, tmp_path):
         if "text_lr" in logged:
             assert row["text_lr"] == pytest.approx(0.4 * lr, rel=1e-5)
     assert n == 2
-    measure = f'python eval_linear.py --weights "{tmp_path}/backbone.pth" random --data folder'
-    assert output.splitlines()[-1].startswith(f"measure it: {measure}")
+    measure = f"eval_linear.py --weights {tmp_path}/backbone.pth random imagenet --data folder"
+    assert f"measure it:  python {measure}" in output
     state = torch.load(tmp_path / "backbone.pth", weights_only=True)
     wrong = torchvision.models.resnet18().load_state_dict(state, strict=False)
     assert wrong.missing_keys == ["fc.weight", "fc.bias"] and not wrong.unexpected_keys
@@ -176,10 +176,10 @@ def test_what_a_folder_refuses(tiny, tmp_path):
     run_here([*command, "--keep-every", 1])
     checkpoint, path = checkpoint_in(tmp_path), tmp_path / "checkpoint.pth"
     for name, other, message in (
-        ("lr", 0.2, "holds a run with lr 0.2, not 0.05 (None: left out): choose another --output"),
-        ("epochs", 3.0, "holds a run with epochs 3.0, not None (None: left out)"),
+        ("lr", 0.2, "holds a run with lr 0.2, not 0.05: choose another --output"),
+        ("epochs", 3.0, "holds a run with epochs 3.0, not left out: choose another"),
         ("script", "tp", "holds a run with script tp, not virtex"),
-        ("fingerprints", [0], "holds a run with other data (or --lm, or back-translations)"),
+        ("fingerprints", [0], "holds a run with other data (photos, captions, tags"),
         ("format", None, "was written by an earlier version: it can be measured and captioned"),
     ):
         torch.save({**checkpoint, "args": {**checkpoint["args"], name: other}}, path)

@@ -93,7 +93,7 @@ def labels_in(root):
     """-> LabelData of train/, what was printed"""
     common.report_once.cache_clear()
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        data = eval_linear.folder_labels(root, "train")
+        data = eval_linear.label_data("folder", root, "train")
     return data, output.getvalue()
 
 
@@ -276,7 +276,8 @@ def test_test_photos_that_are_training_photos_are_counted(copies, count, folder,
     for old, new in copies:
         shutil.copy(tmp_path / "train" / old, tmp_path / "val" / new)
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        train, val = (eval_linear.folder_labels(tmp_path, split) for split in ("train", "val"))
+        train = eval_linear.label_data("folder", tmp_path, "train")
+        val = eval_linear.label_data("folder", tmp_path, "val")
         eval_linear.report_shared(train, val)
     said = f"{count} of {len(val)} test photos are training photos, too"
     assert said in output.getvalue()
@@ -627,7 +628,7 @@ def test_layers_on_crops_are_scored_on_central_squares(flags, folder, tmp_path, 
 
 def test_held_out_photos_are_not_trained_on(folder):
     """A quarter of the photos is tested on, the others are trained on; also with --shots."""
-    data = eval_linear.folder_labels(folder, "train")
+    data = eval_linear.label_data("folder", folder, "train")
     args = SimpleNamespace(seed=0, hold_out=0.25, shots=None, train_images=None, protocol="knn")
     train, test = eval_linear.draw_photos(data, data, args)
     assert sorted([*train, *test]) == list(range(32)) and len(test) == 8
@@ -647,7 +648,7 @@ def test_over_runs():
 
 def test_shots(folder):
     """K photos of each class, others with another seed"""
-    data = eval_linear.folder_labels(folder, "train")
+    data = eval_linear.label_data("folder", folder, "train")
     args = SimpleNamespace(seed=0, hold_out=0.0, shots=5, train_images=None, protocol="knn")
     train, test = eval_linear.draw_photos(data, data, args)
     assert np.bincount(data.labels[train]).tolist() == [5, 5] and len(test) == len(data)
@@ -659,18 +660,23 @@ def test_shots(folder):
     "protocol", ["svm-virtex", "logreg-icmlm --epochs 2", "sgd-virtex --batch-size 16 --epochs 2"]
 )
 def test_several_backbones(protocol, files, folder, tmp_path):
-    """--weights A B random equals three single calls; each has its line and files of its layers."""
+    """--weights A B random equals three single calls, but for comparisons; each has its line, the
+    best first, and files of its layers.
+    """
     flags, sources = f"--protocol {protocol} --shots 5 --runs 2 --weights", [*files, "random"]
     output = run_here(command(tmp_path / "all", folder, f"{flags} {' '.join(sources)}"))
     together = result(tmp_path / "all")["backbones"]
-    assert list(together) == sources
-    for source in sources:
+    assert together.keys() == {*sources}
+    scores = []
+    for source in together:
         one = evaluate(tmp_path / "one", folder, f"{flags} {source} --arch resnet18")
-        assert one == {source: together[source]}
+        assert together[source] == {**together[source], **one[source]}
         mean, std = together[source]["mean"], together[source]["std"]
+        scores.append(next(iter(mean.values())))
         [metric] = mean.keys() - {"blue", "red", "commonest class", "chance"}
         cells = f"{source} {mean[metric]:.2f} ± {std[metric]:.2f}".split()
         assert cells in [line.split()[: len(cells)] for line in output.splitlines()]
+    assert scores == sorted(scores, reverse=True)
     assert len(list((tmp_path / "all").glob("*.pth"))) == (0 if "svm" in protocol else 6)
 
 
@@ -800,7 +806,7 @@ def test_features_are_extracted_once(files, folder, tmp_path, monkeypatch):
     flags = "--protocol knn --runs 3 --hold-out 0.4 --train-images 4 --weights"
     evaluate(tmp_path / "one", folder, f"{flags} {files[0]}")
     args = eval_linear.get_args(command(tmp_path, folder, f"{flags} random")[1:])
-    data = eval_linear.folder_labels(folder, "train")
+    data = eval_linear.label_data("folder", folder, "train")
     drawn = []
     for seed in range(3):
         args.seed = seed
@@ -911,6 +917,9 @@ def test_in_a_copy(files, folder, tmp_path):
     assert copied["mean"] == pytest.approx(here["mean"])
     ended = run_script(*command(tmp_path, folder, flags), cwd=tmp_path)
     assert ended.returncode == 1 and "copy our folder extras beside the script" in ended.stderr
+    ended = run_script(*script[:3], "random", *script[3:], cwd=tmp_path)  # two are compared
+    assert ended.returncode == 1 and "copy our folder extras beside the script" in ended.stderr
+    assert "seed 0" not in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -936,7 +945,10 @@ def test_in_a_copy(files, folder, tmp_path):
         ("--protocol layers --weights {A}", "A.pth is a resnet18, not --arch vgg16_bn"),
         ("--protocol layers --arch resnet50", "--protocol layers is for VGG-16"),
         ("--protocol layers --lr 1 2", "--protocol layers takes 3 values of --lr"),
-        ("--weights {A} none.pth", "there is no file none.pth"),
+        ("--weights none.pth", "there is no file none.pth"),
+        ("--weights {A} none.pth", "not measured: none.pth; the causes stand below the table"),
+        ("--protocol knn --both-ways --hold-out 0.2", "--both-ways is for svm-virtex, svm-icmlm"),
+        ("--protocol sgd-mct --both-ways", "--both-ways is for svm-virtex, svm-icmlm and knn"),
         ("--hold-out 0.999", "0 training and 32 test photos"),
         ("--data imagenet", "imagenet: photos in train/CLASS/ are --data folder --root FOLDER"),
         ("--data {root}", "{root}: photos in train/CLASS/ are --data folder --root FOLDER"),

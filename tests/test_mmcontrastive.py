@@ -541,7 +541,7 @@ def test_validates_while_it_trains(tiny, tmp_path):
         assert score == rows[5][f"validation_{name}"]
     assert content["retrieval"]["trained"]["image to text"]["R@10"] == score_of(rows[5], "image")
     assert content["retrieval"]["trained"]["text to image"]["R@10"] == score_of(rows[5], "text")
-    assert output.count("retrieval among 12 photos, trained, text to image") == 3
+    assert output.count("text to image, of 12 photos") == 3
 
 
 def score_of(row, query):

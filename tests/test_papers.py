@@ -249,8 +249,8 @@ def test_crops_and_their_list(tmp_path):
         for n, (category, crowd) in enumerate([(3, 0), (3, 0), (5, 0), (5, 1)]):
             row = {"id": n, "image_id": 7, "category_id": category, "iscrowd": crowd}
             objects.append({**row, "bbox": [10 + n, 20, 30, 15]})
+        objects[1]["bbox"] = [41, 35, -30, -15]  # corners in another order
         image = {"id": 7, "file_name": "7.jpg"}
-        objects.append({**row, "id": 4, "image_id": 8, "iscrowd": 0})  # of no photo
         content = {"images": [image], "annotations": objects, "categories": categories}
         (root / f"{split}2017").mkdir(parents=True)
         (root / "annotations").mkdir(exist_ok=True)
@@ -258,9 +258,10 @@ def test_crops_and_their_list(tmp_path):
         Image.new("RGB", (90, 60)).save(root / f"{split}2017/7.jpg")
     crop = ["papers.crop_coco", "--root", root, "--output", crops, "--margin", 5]
     counts = run_here(crop)
-    assert "train: 3 crops written; 2 objects left out, which are crowds, or of a photo" in counts
-    assert sorted(path.name for path in crops.glob("train/*/*")) == ["0.jpg", "1.jpg", "2.jpg"]
-    width, height = Image.open(crops / "val/dog/1.jpg").size
+    assert "train: 3 crops written\n" in counts
+    assert "_train2017.json: 1 of 4 annotations are crowds (iscrowd 1): not learned" in counts
+    assert sorted(path.name for path in crops.glob("train/*/*")) == ["1.jpg", "2.jpg", "3.jpg"]
+    width, height = Image.open(crops / "val/dog/2.jpg").size
     assert 30 <= width <= 41 and 15 <= height <= 26
 
     exif = Image.Exif()
@@ -269,7 +270,7 @@ def test_crops_and_their_list(tmp_path):
     red.paste((250, 0, 0), (10, 20, 40, 35))
     red.transpose(Image.Transpose.ROTATE_90).save(root / "val2017/7.jpg", exif=exif, quality=95)
     run_here(["papers.crop_coco", "--root", root, "--output", tmp_path / "turned", "--margin", 0])
-    seen = Image.open(tmp_path / "turned/val/dog/0.jpg").resize((1, 1)).getpixel((0, 0))
+    seen = Image.open(tmp_path / "turned/val/dog/1.jpg").resize((1, 1)).getpixel((0, 0))
     assert seen == pytest.approx([250, 0, 0], abs=25)
 
     draw = ["papers.label_list", "--root", crops, "--output", lines, "--per-class"]
@@ -282,7 +283,8 @@ def test_crops_and_their_list(tmp_path):
 IS_NO_FOLDER = "--output {tmp}/file cannot be a folder: File exists"
 WRONG = [
     ("papers.crop_coco --output {tmp}/file", IS_NO_FOLDER),
-    ("papers.crop_coco --root {tmp} --output {tmp}/a", "--root is the folder of COCO"),
+    ("papers.crop_coco --root {tmp} --output {tmp}/a",
+     "{tmp}/annotations/instances_train2017.json is missing, or is not JSON"),
     ("papers.crop_coco --margin -1", "--margin must be at least 0, not -1"),
     ("papers.label_list --root {tmp} --output {tmp}/file/a.jsonl", IS_NO_FOLDER),
     ("papers.label_list --root {tmp} --output {tmp}",

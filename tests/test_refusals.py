@@ -13,13 +13,13 @@ from conftest import SCRIPTS, refusal
 import common
 
 JSONL = '{"image": "photo.jpg", "captions": ["...", ...], "tags": ["...", ...]} on each line'
-WRONG_LINE = "bad.jsonl, line 2: KeyError: 'image'. "
+WRONG_LINE = "bad.jsonl, line 2: it needs \"image\", and \"captions\" instead of \"caption\". "
 
 # After --data coco: flags, and words of the message.
 ALL_SCRIPTS = [
     ("--data nonsense", "no data set nonsense: --data is shapes, coco, vg, a .jsonl"),
     ("--data missing.jsonl", "there is no file missing.jsonl"),
-    ("--val-split val2014", "captions_val2014.json is missing, or is not JSON"),
+    ("--val-split val2014", "captions_val2014.json: see --root"),
     ("--data shapes --train-split test", "--data shapes has no split test"),
     ("--data {tmp}/bad.jsonl", WRONG_LINE + "Expected, in UTF-8: " + JSONL),
     ("--data {tmp}/gone.jsonl", "24 of 24 photos of train are missing: ['"),

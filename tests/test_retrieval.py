@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import NEEDS_PICTURES, captioned, one_split, result, run_here
-from PIL import Image
+from conftest import captioned, one_split, result, run_here
 
 import common
 from downstream import retrieval
@@ -66,7 +65,6 @@ def test_unit_vectors():
     assert model.words.weight.abs().max() <= 0.1
 
 
-@NEEDS_PICTURES
 def test_script(coco_folder, tmp_path):
     """Two seeds: what it prints and writes"""
     weights = tmp_path / "backbone.pth"
@@ -85,7 +83,6 @@ def test_script(coco_folder, tmp_path):
     start = f"\nretrieval on coco: {last} {content['trained'][last]:.1f} trained, "
     assert start in printed and printed.endswith(f", {content['chance'][last]:.1f} by chance\n")
     assert "21 training, 3 validation and 12 test photos, " in printed
-    assert Image.open(tmp_path / "retrieval.png").size == (8 * 136 + 8, 5 * 176 + 8)
 
 
 def test_random_crops(coco_folder):

@@ -104,6 +104,14 @@ def test_table():
             tables.with_tables(f"<!-- {marker} -->\n<!-- end -->", LINES)
 
 
+def test_how_and_lengths():
+    page = tables.with_tables("<!-- table longer: mean; rows TP = `tp.py` -->\n<!-- end -->", LINES)
+    assert "|  | how | mean |\n" in page and "| TP | `tp.py` | 56.1 |\n" in page
+    lines = len((tables.REPO / "tp.py").read_text().splitlines())
+    [_, counted, _] = tables.with_lengths("| [tp.py](docs/tp.md) | 1 | 2 |").split(" | ")
+    assert abs(int(counted) - lines) <= 5 and int(counted) % 10 == 0
+
+
 def test_differences():
     """Two runs: Student's t-test with equal variances. More runs add to its deviation."""
     runs = {"a": [52.0, 51.9, 52.4], "b": [47.1, 48.9], "c": [30.0, 33.0, 31.0, 36.0]}

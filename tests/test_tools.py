@@ -9,6 +9,8 @@ import transformers
 from conftest import NEEDS_PICTURES, ROOT, finished, refusal, run_here, run_script
 from PIL import Image
 
+import eval_linear
+from extras import shapes
 from tools import benchmark, plot
 
 WRONG = [
@@ -36,6 +38,28 @@ def test_own_words(tmp_path):
     assert sorted(row["split"] for row in found) == ["learn"] * 5 + ["score"] * 5
 
 
+def test_own_words_both_ways(tmp_path, monkeypatch):
+    """Few photos are learned from and scored; 1,000 are not. Without --weights a line says how."""
+    calls, rows = [], []
+    monkeypatch.setattr(eval_linear, "main", lambda args: calls.append(args))
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    for n in range(1010):
+        (tmp_path / f"{n}.png").symlink_to("a.png")
+        captions = ["a dog runs" if n % 4 == 0 else "the photo"]
+        row = {"image": f"{n}.png", "captions": captions, "split": "train" if n < 10 else "val"}
+        rows.append(json.dumps(row))
+    for number in (1009, 1010):
+        (tmp_path / "a.jsonl").write_text("\n".join(rows[:number]))
+        command = ["tools.own_words", tmp_path / "a.jsonl", "--output", tmp_path / "words.jsonl"]
+        said = run_here(command)
+        assert ("--val-split score --both-ways\n" in said) == (number < 1010)
+        assert said.split("measure: python eval_linear.py")[1].count("--weights") == 1
+        run_here([*command, "--weights", "A.pth", "random"])
+    assert [args.weights for args in calls] == [["A.pth", "random"]] * 2
+    assert [args.both_ways for args in calls] == [True, False]
+    assert {args.data for args in calls} == {f"{tmp_path}/words.jsonl"}
+
+
 def test_benchmark_runs(monkeypatch):
     """Each method's step beside its floor, with a small BERT."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -54,6 +78,19 @@ def test_benchmark_runs(monkeypatch):
         assert text == name and float(share) == pytest.approx(100 * speed / floor, rel=0.05)
 
 
+def test_loader_benchmark(tmp_path):
+    """This code beside another checkout's, on the files and on smaller ones"""
+    for n in range(3):
+        shapes.draw(n, 600).save(tmp_path / f"{n}.jpg")
+    flags = "--loader", tmp_path, "--baseline", ROOT, "--image-size", 32, "--rounds", 1
+    first, *rows = run_here(["tools.benchmark", *flags]).splitlines()
+    assert first.startswith("3 photos, crops of 32 px, 1 rounds")
+    kinds, codes = ("files as they are", "shrunk to 256 px"), ("baseline", "this code")
+    expected = [(kind, code) for kind in kinds for code in codes]
+    for line, (kind, code) in zip(rows, expected, strict=True):
+        assert re.fullmatch(rf"{kind} +{code} +\d+\.\d photos/s and core .*", line)
+
+
 @NEEDS_PICTURES
 def test_plot(tmp_path):
     """One panel per term that all runs have, also of validation alone; or those asked for."""
@@ -70,7 +107,61 @@ def test_plot(tmp_path):
         assert Image.open(more[-1] if more else picture).width == 675 * (1 + terms.count(","))
     assert "metrics.jsonl is missing" in refusal(["tools.plot", tmp_path])
     growth = run_here(["tools.plot", ROOT / "docs/scores.csv", "--output", other])
-    assert growth.startswith("VirTex + ours, Words alone") and Image.open(other).width == 1170
+    assert growth.startswith("VirTex + ours, Words alone") and Image.open(other).width == 780
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are saved, instead of their files"""
+    figure, saved = pytest.importorskip("matplotlib.figure"), []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, dpi: saved.append(self))
+    return saved
+
+
+@NEEDS_PICTURES
+def test_axes_of_curves(tmp_path, figures):
+    """Units; no percentage above 100; the legend says what is dotted, if anything is."""
+    rows = []
+    for n in (10, 20):
+        row = {"iteration": n, "loss": 2.0, "forward": 1.0, "validation_top5": 100.0, "lr": 0.1}
+        rows.append(row | {"validation_image_to_text_R@10": 99.0})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    terms = ["--terms", "loss", "forward", "top5", "image_to_text_R@10", "lr"]
+    run_here(["tools.plot", tmp_path, *terms])
+    run_here(["tools.plot", tmp_path, "--terms", "loss"])
+    curves, loss = figures
+    units = [panel.get_ylabel() for panel in curves.axes]
+    assert units == ["nats", "nats per token", "%", "%", "learning rate"]
+    assert [panel.get_ylim()[1] for panel in curves.axes[2:4]] == [100, pytest.approx(100, abs=1)]
+    assert max(panel.get_ylim()[1] for panel in curves.axes) == 100
+    legends = [[text.get_text() for text in figure.legends[0].get_texts()] for figure in figures]
+    assert legends == [[tmp_path.name, "on the validation split"], [tmp_path.name]]
+
+
+@NEEDS_PICTURES
+def test_bars(tmp_path, figures):
+    """Of each backbone its score and interval, and its difference; one alone has no interval."""
+    row = {"mean": {"mAP": 41.5, "dog": 80.0, "chance": 10.0}}
+    content = {"args": {"data": "folder", "root": "flowers", "protocol": "knn"}}
+    more = {"interval": {"mAP": [39.0, 44.0]}}
+    difference = {"mAP": {"points": 4.5, "interval": [2.5, 6.5]}}
+    several = {
+        "runs/tp/backbone.pth": row | more | {"differences": {"random": difference}},
+        "random": {"mean": {"mAP": 37.0}, "interval": {"mAP": [36.0, 38.0]}, "differences": {}},
+    }
+    for backbones in (several, {"A.pth": row}):
+        path = tmp_path / "result.json"
+        path.write_text(json.dumps(content | {"backbones": backbones}))
+        printed = run_here(["tools.plot", path])
+        assert printed.startswith("mAP of") and printed.endswith(f"{tmp_path}/scores.png\n")
+    [panel], [alone] = (figure.axes for figure in figures)
+    assert [bar.get_width() for bar in panel.patches] == [41.5, 37.0]
+    assert [list(x.get_xdata()) for x in panel.lines[:2]] == [[39.0, 44.0], [36.0, 38.0]]
+    labels = [label.get_text() for label in panel.get_yticklabels()]
+    assert labels == ["tp\n+4.5 (+2.5 to +6.5) against random", "random"]
+    assert [bar.get_width() for bar in alone.patches] == [41.5]
+    path.write_text('{"validation": {}}')
+    assert "is no result.json of eval_linear.py" in refusal(["tools.plot", path])
 
 
 @NEEDS_PICTURES

@@ -1,17 +1,20 @@
 """Make a probe of the words in photos' own captions: is what captions say in the backbone?
 
-    python tools/own_words.py photos.jsonl
-    python eval_linear.py --weights runs/virtex-photos/backbone.pth random --data own_words.jsonl \\
-        --train-split learn --val-split score
+    python tools/own_words.py photos.jsonl --weights runs/virtex-photos/backbone.pth imagenet random
+    python tools/own_words.py photos.jsonl   # only makes the probe, and says how to measure with it
 
 The words are the 50 most frequent nouns, verbs and adjectives of the training captions that between
 2% and 30% of the training photos have. They become the tags of the validation photos: a photo has a
 word if one of its captions has it. One half of the validation photos is there to learn from, the
 other to be scored. A backbone that was trained on the captions of the training photos has seen such
 labels on such photos, so this probe tells what it learned there, not what it is worth elsewhere.
+
+With fewer than 1,000 validation photos, each half is learned from and scored once: the score is the
+mean. The interval of a difference, which eval_linear.py prints, says how many points are noise.
 """
 
 import json
+import shlex
 import sys
 from collections import Counter
 from pathlib import Path
@@ -20,6 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
+import eval_linear
 import tp
 from common import fail, number, print_main
 
@@ -28,6 +32,7 @@ def get_args(argv=None):
     parser = common.Parser(__doc__)
     add = parser.add_argument
     add("data", metavar="JSONL", help="captioned photos, with the splits train and val")
+    add("--weights", nargs="+", help="backbones to measure with it, as eval_linear.py takes them")
     add("--num-words", type=number("int > 0"), default=50, help="how many words to take")
     add("--seed", type=number("int >= 0"), default=0, help="seed that draws the two halves")
     add("--output", default="own_words.jsonl", help="the file to write")
@@ -51,6 +56,13 @@ def main(args):
             }
             file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
     print_main(f"{args.output}: {len(val)} photos, {len(words)} words: {', '.join(words)}")
+    flags = ["--data", args.output, "--train-split", "learn", "--val-split", "score"]
+    flags += ["--both-ways"] if len(val) < 1000 else []
+    if args.weights:
+        eval_linear.main(eval_linear.get_args(["--weights", *args.weights, *flags]))
+    else:
+        weights = "runs/virtex-photos/backbone.pth random"
+        print_main(f"measure: python eval_linear.py --weights {weights} {shlex.join(flags)}")
 
 
 def words_of_photos(data):

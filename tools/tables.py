@@ -13,17 +13,19 @@ run's result.json, such as validation_loss.forward.
 
 On a page these lines mark a table: its measures, with headings; then its rows, if not all of them.
 
-    <!-- table comparison: own_words = own words | minutes; rows MoCo | Words alone -->
+    <!-- table comparison: own_words = own words | minutes; rows MoCo = `--queue 64` | TP -->
     <!-- end -->
 
-A column may have two measures (`mean / minutes`), also of another table (`default: mean`). A loss
-has two digits, other numbers have one, and those that are whole in scores.csv have none.
+What follows a row's name, as here, becomes a column "how". A column may have two measures (`mean /
+minutes`), also of another table (`default: mean`). A loss has two digits, other numbers have one,
+and those that are whole in scores.csv have none.
 
     <!-- differences comparison: mean = three sets | own_words = own words -->
 
 This marks a table whose lines begin with `| MoCo > Words alone | any text |`. For each measure they
 get both means, and the difference with its 95% interval by Student's t, whose deviation is pooled
-over all runs that stand in the table.
+over all runs that stand in the table. In a cell after a link to a script, such as
+`| [tp.py](docs/tp.md) | 690 |`, its lines are counted, in tens.
 """
 
 import argparse
@@ -69,7 +71,7 @@ def main(args):
         lines = with_results(lines, args)
         write_scores(lines)
     for page in PAGES:
-        page.write_text(with_tables(page.read_text(), lines))
+        page.write_text(with_lengths(with_tables(page.read_text(), lines)))
 
 
 def read_scores():
@@ -103,23 +105,38 @@ def with_tables(text, lines):
     return MARKED.sub(replaced, text)
 
 
+def with_lengths(text):
+    """A page that says how many lines the scripts have"""
+
+    def counted(match):
+        lines = len((REPO / match[2]).read_text().splitlines())
+        return f"{match[1]} {round(lines, -1)} |"
+
+    return re.sub(r"(\[(\w+\.py)\]\(\S*\) \|) \d+ \|", counted, text)
+
+
 def read_marker(content):
-    """"a: b = c | d; rows f | g" -> "a", {"b": "c", "d": "d"}, ["f", "g"] """
+    """"a: b = c | d; rows f = g | h" -> "a", {"b": "c", "d": ""}, {"f": "g", "h": ""} """
     columns, _, rows = content.partition("; rows ")
     table, _, columns = columns.partition(": ")
-    pairs = [column.partition(" = ") for column in columns.split(" | ")]
-    heads = {measure: heading or measure for measure, _, heading in pairs}
-    return table, heads, rows.split(" | ") if rows else []
+    heads, notes = (dict(x.partition(" = ")[::2] for x in y.split(" | ")) for y in (columns, rows))
+    return table, {measure: head or measure for measure, head in heads.items()}, notes
 
 
 def table_of_scores(tables, content, _):
-    table, heads, rows = read_marker(content)
+    table, heads, notes = read_marker(content)
     known = tables.get(table, {})
+    rows = list(filter(None, notes))
     missing = [row for row in rows if row not in known]
     if missing or not known:
         fail(f"docs/scores.csv has no {', '.join(missing) or 'line'} in a table {table}")
     lines = [[row, *(cell_of(tables, table, row, x) for x in heads)] for row in rows or known]
-    return in_markdown(["", *heads.values()], lines)
+    heads = ["", *heads.values()]
+    if any(notes.values()):
+        heads.insert(1, "how")
+        for line in lines:
+            line.insert(1, notes[line[0]])
+    return in_markdown(heads, lines)
 
 
 def in_markdown(heads, lines):

@@ -34,16 +34,20 @@ LIST_AS_TEXT = re.compile(
     r"""(?s)\[\s*['"[({].*\]|\{\s*['"].*\}|\(\s*(['"]).*\1\s*,.*\)|array\(.*\)"""
 )
 
-# Copied from extras/folders.py and make_shards.py, whose torch would take 0.5 GB and five seconds.
+# Copied from extras/folders.py, whose torch would take 0.5 GB and five seconds.
 PHOTO_ENDINGS = ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm"
 PHOTO_ENDINGS = tuple(PHOTO_ENDINGS.split())
+# <b>, </b>, <br/> or <a href="...">, but not "<b and c>" of "a<b and c>d"
 HTML_NAMES = "p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h[1-6]"
 HTML_TAG = re.compile(rf"(?i)</?({HTML_NAMES})(\s+[\w:-]+=[^<>]*|\s*/)?>")
 
 
 def get_args(argv=None):
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=layout, allow_abbrev=False
+    )
+    parser.error = fail  # in one line, without usage
     add = parser.add_argument
     columns = {"nargs": "+", "metavar": "COLUMN", "default": []}
     add("files", nargs="+", metavar="FILE", help="a file with captions, or a folder")
