@@ -18,7 +18,6 @@ import sys
 import textwrap
 import time
 import unicodedata
-import zipfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from contextlib import contextmanager
@@ -898,15 +897,12 @@ def flags_of(path):
     content = read_checkpoint(path)
     if content.get("script") in OUR_TRAININGS:
         return content["args"]
-    try:
-        flags = json.loads(Path(path).with_name("args.json").read_bytes())
-        known = flags["script"] in OUR_TRAININGS and flags["arch"] in BACKBONES
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # none, or a foreign one
+    beside = Path(path).with_name("args.json")
+    flags = read_json(beside) if beside.exists() else {}
+    if flags.get("script") not in OUR_TRAININGS:
         return {}
-    if not known or type(flags.get("image_size")) not in (int, type(None)):
-        return {}
-    ours = shapes(content) == backbone_shapes(flags["arch"])
-    return flags if ours else {}  # of another author, beside a run of ours
+    # A file of another author may lie beside a run of ours.
+    return flags if shapes(content) == backbone_shapes(flags["arch"]) else {}
 
 
 def make_folder(path):
@@ -947,33 +943,14 @@ def save_weights(path, module):
     save(path, {name: v.cpu().contiguous() for name, v in module.state_dict().items()})
 
 
-class Ignored:
-    """What stands for other objects in a file: flags of other authors, numbers of NumPy..."""
-
-    def __init__(self, *given):
-        pass
-
-    def __setstate__(self, state):
-        pass
-
-
 def read_checkpoint(path):
     """-> the dict in a file, its tensors on the CPU. No code of the file is run."""
     if not os.path.isfile(path):
         fail(f"there is no file {path}")
     try:
-        if f"{path}".endswith(".safetensors"):
-            from safetensors.torch import load_file  # it comes with transformers
-
-            return load_file(path)
-        others = []  # names of classes and functions
-        if zipfile.is_zipfile(path):
-            others = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        with torch.serialization.safe_globals([(Ignored, name) for name in others]):
-            return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
-        fail(f"{path} is cut off, or holds more than tensors and numbers ({error!r:.80}). Training "
-             "and torch.save(model.state_dict(), FILE) write files that can be read")
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception:  # from zipfile, pickle or torch; or it holds no dict
+        return extra("checkpoints").read_others(path)
 
 
 def begin_run(args, *fingerprints):

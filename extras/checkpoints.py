@@ -2,8 +2,10 @@
 
 import os
 import re
+import zipfile
 
 import torch
+from safetensors.torch import load_file  # it comes with transformers
 from torch import nn
 
 import common
@@ -31,6 +33,31 @@ def of_script(script, path):
     if content.get("script") != script:
         fail(f"{path} is not a checkpoint.pth or model_N.pth of {script}.py")
     return content
+
+
+class Ignored:
+    """What stands for other objects in a file: flags of other authors, numbers of NumPy..."""
+
+    def __init__(self, *given):
+        pass
+
+    def __setstate__(self, state):
+        pass
+
+
+def read_others(path):
+    """A file that holds more than torch.load allows, or .safetensors -> its dict. No code is run."""
+    try:
+        if f"{path}".endswith(".safetensors"):
+            return load_file(path)
+        others = []  # names of classes and functions
+        if zipfile.is_zipfile(path):
+            others = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        with torch.serialization.safe_globals([(Ignored, name) for name in others]):
+            return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
+        fail(f"{path} is cut off, or holds more than tensors and numbers ({error!r:.80}). Training "
+             "and torch.save(model.state_dict(), FILE) write files that can be read")
 
 
 def load_backbone(path, arch=None):

@@ -26,7 +26,7 @@ from PIL import Image, ImageOps
 from torch import nn
 
 import common
-from extras import folders, shapes
+from extras import checkpoints, folders, shapes
 
 
 def test_captioned(capsys):
@@ -801,7 +801,8 @@ def test_what_lies_beside_weights_is_not_built(tmp_path, monkeypatch):
     torch.save({"w": torch.ones(2), "flags": Copy(), "class": Copy}, "weights.pth")
     content = common.read_checkpoint("weights.pth")
     assert torch.equal(content["w"], torch.ones(2)) and content.keys() == {"w", "flags", "class"}
-    assert isinstance(content["flags"], common.Ignored) and content["class"] is common.Ignored
+    assert isinstance(content["flags"], checkpoints.Ignored)
+    assert content["class"] is checkpoints.Ignored
     assert not (tmp_path / "ran").exists()
 
 
