@@ -561,6 +561,8 @@ def measure(decisions, run):
         if metric not in of_layer:  # without the classes
             of_layer = {metric: next(iter(of_layer.values()))}
         scores |= of_layer
+    if labels.ndim == 2:  # chance, like mAP, is of classes that were learned (see svms)
+        labels = labels[:, ~x.isnan().any(0)]
     return scores | by_chance(labels)
 
 
