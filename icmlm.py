@@ -47,6 +47,7 @@ from array import array
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import regex
@@ -334,11 +335,11 @@ def filter_captions(data, tokenize, max_words):
 
     tokenize: caption -> its words, or the language model's tokens [ours].  max_words: that 25
     """
-    kept = []
-    for captions in progress(list(data.captions), desc="caption lengths", leave=False):
-        distinct = dict.fromkeys(captions)
-        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
-    before, after = len(data.all_captions()), sum(map(len, kept))
+    keep = partial(captions_of_length, tokenize=tokenize, max_words=max_words)
+    rows, kept = list(data.captions), []
+    for part in common.on_all_cores(keep, rows, "caption lengths"):
+        kept += part
+    before, after = sum(map(len, rows)), sum(map(len, kept))
     if before > after:
         print_main(f"{before - after:,} of {before:,} captions are left out: a photo has them "
                    f"twice, or they do not have 3 to {max_words} words or tokens")
@@ -348,18 +349,35 @@ def filter_captions(data, tokenize, max_words):
     return replace(data, captions=common.lists(kept))
 
 
-def tag_words(captions, tagger):
-    """Yield (word, "nouns" | "adjectives" | "verbs" | None) for each word of the captions."""
-    rows = map(words_of, captions)
+def captions_of_length(rows, tokenize, max_words):
+    """Lists of captions -> the same without repeated, short and long captions"""
+    kept = []
+    for captions in rows:
+        distinct = dict.fromkeys(captions)
+        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
+    return kept
+
+
+def count_tags(captions, tagger):
+    """-> {(word, "nouns" | "adjectives" | "verbs" | None): how often it is tagged as that}"""
     if tagger == "spacy":
-        yield from common.extra("nouns").tag_by_spacy(rows)
-        return
+        captions = progress(captions, desc="parts of speech", leave=False)
+        return Counter(common.extra("nouns").tag_by_spacy(map(words_of, captions)))
+    counts = Counter()
+    for part in common.on_all_cores(count_tags_of_textblob, captions, "parts of speech"):
+        counts.update(part)
+    return counts
+
+
+def count_tags_of_textblob(captions):
     from textblob.en.taggers import PatternTagger  # its lexicon is in the package
 
     pattern = PatternTagger()
-    for words in rows:
-        for word, tag in pattern.tag(" ".join(words), tokenize=False):
-            yield word, PENN.get(tag[:2])
+    counts = Counter()
+    for caption in captions:
+        tags = pattern.tag(" ".join(words_of(caption)), tokenize=False)
+        counts.update((word, PENN.get(tag[:2])) for word, tag in tags)
+    return counts
 
 
 def count_concepts(captions, tagger):
@@ -369,16 +387,14 @@ def count_concepts(captions, tagger):
     tagged as most often, with all its occurrences; if that is none of the three, it is out. [ours]
     """
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
-    captions = progress(captions, desc="parts of speech", leave=False)
-    for word, part in tag_words(captions, tagger):
+    for (word, part), number in count_tags(captions, tagger).items():
         if part == "verbs" and word in AUXILIARIES:
             part = None
-        if len(word) > 1 and not regex.search("['’]", word):  # [ours]
-            counts[word][part] += 1
+        counts[word][part] += number
     concepts = {part: {} for part in PARTS_OF_SPEECH.values()}
     for word in sorted(counts, key=lambda word: (-counts[word].total(), word)):
         part = max(counts[word], key=counts[word].get)
-        if part:
+        if part and len(word) > 1 and not regex.search("['’]", word):  # [ours]
             concepts[part][word] = counts[word].total()
     return concepts
 
@@ -438,10 +454,30 @@ def find_triplets(data, concepts, tokenizer):
     concept. "shirt" cannot be masked in "t-shirt", which is one word of several tokens.
     """
     index = {concept: k for k, concept in enumerate(concepts)}
+    find = partial(triplets_of, index=index, tokenizer=tokenizer)
     triplets = array("i")
     occurrences = 0  # of all concepts, also as several tokens
-    for photo in progress(range(len(data)), desc="triplets", leave=False):
-        for n, caption in enumerate(data.captions[photo]):
+    rows = list(enumerate(data.captions))
+    for found, number in common.on_all_cores(find, rows, "triplets"):
+        triplets.extend(found)
+        occurrences += number
+    if not triplets:
+        fail("no caption holds a word to mask: see --pos and --num-concepts of icmlm.py")
+    triplets = np.array(triplets).reshape(-1, 4)
+    if len(triplets) < occurrences / 2:
+        print_main(f"only {len(triplets)} of {occurrences} words to mask are single tokens of the "
+                   "language model, and the others are left out: is it one for these captions?")
+    return triplets
+
+
+def triplets_of(rows, index, tokenizer):
+    """rows: (photo, its captions).  index: {concept: its number} -> triplets in one array, the
+    number of concepts that the captions hold
+    """
+    triplets = array("i")
+    occurrences = 0
+    for photo, captions in rows:
+        for n, caption in enumerate(captions):
             encoded = tokenizer(caption, return_offsets_mapping=True)
             positions = {}
             for t, (start, end) in enumerate(encoded["offset_mapping"]):
@@ -456,13 +492,7 @@ def find_triplets(data, concepts, tokenizer):
                 t = positions.get(match.span())
                 if t is not None and encoded["input_ids"][t] != tokenizer.unk_token_id:
                     triplets.extend((photo, n, t, concept))
-    if not triplets:
-        fail("no caption holds a word to mask: see --pos and --num-concepts of icmlm.py")
-    triplets = np.array(triplets).reshape(-1, 4)
-    if len(triplets) < occurrences / 2:
-        print_main(f"only {len(triplets)} of {occurrences} words to mask are single tokens of the "
-                   "language model, and the others are left out: is it one for these captions?")
-    return triplets
+    return triplets, occurrences
 
 
 class MaskedWords(common.Photos):

@@ -386,7 +386,8 @@ class TwoViews(common.Photos):
             return self.photo(index, rng)[0] | {"index": index}
         args = self.args
         crop = partial(common.random_crop, rng, args.crop_min)
-        photo_q, photo_k = common.read_crops(self.data, index, [crop, crop], args.image_size)
+        crops = common.read_crops(self.data, index, [crop, crop], args.image_size)
+        photo_q, photo_k = map(torch.from_numpy, crops)
         if args.moco_v1:  # all four vary by up to 0.4, on every photo [MoCo v1's code]
             limits = 0.4 * args.colour_jitter
             jitter = rng.uniform(common.NO_JITTER - limits, common.NO_JITTER + limits, (2, 4))
@@ -401,13 +402,13 @@ class TwoViews(common.Photos):
         # Left and right follow the photo that a caption is compared with: photo q meets caption k
         # (Eq. 11), photo k meets caption q (Eq. 14). [ours: those of Eq. 8 may then disagree]
         if flip_q:
-            photo_q = photo_q[:, ::-1]
+            photo_q = photo_q.flip(1)
             caption_k = common.swap_left_right(caption_k)
         if flip_k:
-            photo_k = photo_k[:, ::-1]
+            photo_k = photo_k.flip(1)
             caption_q = common.swap_left_right(caption_q)
         return {
-            "images": np.stack([photo_q, photo_k]),
+            "images": torch.stack([photo_q, photo_k]),
             "jitter": jitter,
             "sigma": sigma,
             "captions": [caption_q, caption_k],

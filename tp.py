@@ -35,6 +35,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import regex
@@ -301,11 +302,11 @@ def filter_captions(data, tokenize, max_words):
 
     tokenize: caption -> its words, or the language model's tokens [ours].  max_words: that 25
     """
-    kept = []
-    for captions in progress(list(data.captions), desc="caption lengths", leave=False):
-        distinct = dict.fromkeys(captions)
-        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
-    before, after = len(data.all_captions()), sum(map(len, kept))
+    keep = partial(captions_of_length, tokenize=tokenize, max_words=max_words)
+    rows, kept = list(data.captions), []
+    for part in common.on_all_cores(keep, rows, "caption lengths"):
+        kept += part
+    before, after = sum(map(len, rows)), sum(map(len, kept))
     if before > after:
         print_main(f"{before - after:,} of {before:,} captions are left out: a photo has them "
                    f"twice, or they do not have 3 to {max_words} words or tokens")
@@ -315,18 +316,35 @@ def filter_captions(data, tokenize, max_words):
     return replace(data, captions=common.lists(kept))
 
 
-def tag_words(captions, tagger):
-    """Yield (word, "nouns" | "adjectives" | "verbs" | None) for each word of the captions."""
-    rows = map(words_of, captions)
+def captions_of_length(rows, tokenize, max_words):
+    """Lists of captions -> the same without repeated, short and long captions"""
+    kept = []
+    for captions in rows:
+        distinct = dict.fromkeys(captions)
+        kept.append([text for text in distinct if 3 <= len(tokenize(text)) <= max_words])
+    return kept
+
+
+def count_tags(captions, tagger):
+    """-> {(word, "nouns" | "adjectives" | "verbs" | None): how often it is tagged as that}"""
     if tagger == "spacy":
-        yield from common.extra("nouns").tag_by_spacy(rows)
-        return
+        captions = progress(captions, desc="parts of speech", leave=False)
+        return Counter(common.extra("nouns").tag_by_spacy(map(words_of, captions)))
+    counts = Counter()
+    for part in common.on_all_cores(count_tags_of_textblob, captions, "parts of speech"):
+        counts.update(part)
+    return counts
+
+
+def count_tags_of_textblob(captions):
     from textblob.en.taggers import PatternTagger  # its lexicon is in the package
 
     pattern = PatternTagger()
-    for words in rows:
-        for word, tag in pattern.tag(" ".join(words), tokenize=False):
-            yield word, PENN.get(tag[:2])
+    counts = Counter()
+    for caption in captions:
+        tags = pattern.tag(" ".join(words_of(caption)), tokenize=False)
+        counts.update((word, PENN.get(tag[:2])) for word, tag in tags)
+    return counts
 
 
 def count_concepts(captions, tagger):
@@ -336,16 +354,14 @@ def count_concepts(captions, tagger):
     tagged as most often, with all its occurrences; if that is none of the three, it is out. [ours]
     """
     counts = defaultdict(Counter)  # of the parts of speech that each word is tagged as
-    captions = progress(captions, desc="parts of speech", leave=False)
-    for word, part in tag_words(captions, tagger):
+    for (word, part), number in count_tags(captions, tagger).items():
         if part == "verbs" and word in AUXILIARIES:
             part = None
-        if len(word) > 1 and not regex.search("['’]", word):  # [ours]
-            counts[word][part] += 1
+        counts[word][part] += number
     concepts = {part: {} for part in PARTS_OF_SPEECH.values()}
     for word in sorted(counts, key=lambda word: (-counts[word].total(), word)):
         part = max(counts[word], key=counts[word].get)
-        if part:
+        if part and len(word) > 1 and not regex.search("['’]", word):  # [ours]
             concepts[part][word] = counts[word].total()
     return concepts
 

@@ -182,12 +182,11 @@ def main(args):
     train = subset(train, args.fraction, args.captions_per_image, args.seed).captioned()
     val = val.captioned()
     checkpoint = common.begin_run(args, train.checksum(), val.checksum())  # {} for a new run
-    captions = train.all_captions()
     if common.is_main() and not checkpoint:  # once, for all processes
-        model = train_tokenizer(captions, args.vocab_size)
+        model = train_tokenizer(train.all_captions(), args.vocab_size)
         Path(args.output, "tokenizer.model").write_bytes(model)
     common.barrier()
-    tokenizer = load_tokenizer(args, captions)
+    tokenizer = load_tokenizer(args, train)
     photos = Photos(train, tokenizer, args)
     val_photos = Photos(val, tokenizer, args)
     counts = len(photos), len(val_photos)
@@ -298,11 +297,11 @@ def normalise(caption):
     return unicodedata.normalize("NFC", re.sub(ACCENTS, "", decomposed))
 
 
-def load_tokenizer(args, captions):
+def load_tokenizer(args, data):
     """-> the tokenizer in --output; says how many captions are cut"""
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=f"{args.output}/tokenizer.model")
-    some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
-    rows = [tokenizer.encode(normalise(caption)) for caption in some]
+    some = data.captions[:: 1 + len(data) // 10_000]  # all would take a minute
+    rows = [tokenizer.encode(normalise(captions[0])) for captions in some]
     cut = sum(len(row) > MAX_LENGTH - 2 for row in rows) / len(rows)
     if cut > 0.01:
         print_main(f"{cut:.0%} of the captions are cut at {MAX_LENGTH - 2} tokens")

@@ -183,8 +183,7 @@ def run(
             row["lr"] = optimizer.param_groups[0]["lr"]
             log.write(iteration, row | scores)
             bar.set_postfix(loss=f"{row['loss']:.3f}")
-        if common.save_is_due(args, iteration) or iteration == iters:
-            common.save_checkpoint(args, "checkpoint.pth", iteration, state)
+        common.save_if_due(args, iteration, state, validated=iteration == iters)
 
 
 def labelled_split(name, root, split):

@@ -69,4 +69,12 @@ def labelled(root, split):
     empty = [name for name in names if numbers[name] not in labels]
     if empty:
         fail(f"{path} has no photos in {', '.join(empty[:5])}. {expected}")
+
+    # In Places and SUN397, a/airfield is a class, and the letters are none.
+    inner = {(place[0], place[1]) for place in places if len(place) > 2}
+    per_class = len({folder for _, folder in inner})
+    if all(len(place) != 2 for place in places) and len(inner) < len(names) * per_class:
+        print_main(f"{path}: no class has photos of its own, only folders such as "
+                   f"{'/'.join(min(inner))}. If these are the classes, make links to them in a new "
+                   f'--root: mkdir -p ROOT/{split}; ln -s "{path.resolve()}"/*/* ROOT/{split}')
     return np.array([photo for _, photo in rows], STRINGS), labels, names

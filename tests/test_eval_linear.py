@@ -151,6 +151,30 @@ def test_a_turned_tiff(tmp_path):
     assert np.array_equal(turned, upright)
 
 
+DEEPER = [  # the photos of two classes; is it said that the folders within may be the classes?
+    ("a/airfield/1.png a/alley/2.png b/bakery/3.png", True),
+    ("a/airfield/x/1.png b/bakery/3.png", True),
+    ("a/images/1.png b/images/2.png", False),  # Tiny ImageNet
+    ("a/old/1.png a/new/2.png b/old/3.png b/new/4.png", False),
+    ("a/airfield/1.png a/2.png b/bakery/3.png", False),
+]
+
+
+@pytest.mark.parametrize("photos, said", DEEPER)
+def test_classes_below_letters(photos, said, tmp_path):
+    """Places and SUN397 have a/airfield: a line says what to do, which then works."""
+    make_files(tmp_path / "train", photos.split())
+    data, output = labels_in(tmp_path)
+    assert data.names == ["a", "b"] and len(data) == len(photos.split())
+    words = "no class has photos of its own, only folders such as a/airfield. If these are"
+    assert (words in output) == said
+    if said:
+        advice = output.split("new --root: ")[1].replace("ROOT", f"{tmp_path}/links")
+        subprocess.run(advice, shell=True, check=True)
+        data, output = labels_in(tmp_path / "links")
+        assert {"airfield", "bakery"} <= set(data.names) and words not in output
+
+
 def test_classes_are_named(tmp_path):
     """Their number, and the first five of them"""
     make_files(tmp_path / "train", [f"{name}/1.png" for name in "abcdefg"])

@@ -502,6 +502,16 @@ def test_few_words_are_single_tokens(capsys):
     assert capsys.readouterr().out.startswith("only 2 of 5 words to mask are single tokens")
 
 
+def test_triplets_on_all_cores(monkeypatch):
+    """Photos with and without captions, in other processes: the same triplets in the same order"""
+    rows = [["a dog", "a red dog left of the cat"], [], ["the cat"], ["a bird", "dog dog"]]
+    data = captioned(*600 * rows)
+    triplets = icmlm.find_triplets(data, CONCEPTS, TOKENIZER)
+    assert triplets[-1, 0] == len(data) - 1
+    monkeypatch.setattr(common, "on_all_cores", lambda function, items, desc: [function(items)])
+    assert np.array_equal(triplets, icmlm.find_triplets(data, CONCEPTS, TOKENIZER))
+
+
 PARTS = {"dog": "nouns", "cat": "nouns"} | dict.fromkeys(("left", "right", "red"), "adjectives")
 CONCEPTS = list(PARTS)
 

@@ -10,7 +10,7 @@ from conftest import one_split, refusal, run_here
 from PIL import Image
 
 from extras import folders
-from tools import make_shards, to_jsonl
+from tools import to_jsonl
 
 A, B, C = 'two "red" kites, flying', "cats &amp;quot;play&quot;", "ein Bär im Grünen"
 PAIRS = ("img/1.jpg", A), ("img/1.jpg", B), ("img/2.jpg", C)
@@ -397,7 +397,6 @@ def test_parquet_files_of_one_name(convert, parquet, tmp_path):
 def test_copies():
     """to_jsonl.py imports nothing that needs torch."""
     assert to_jsonl.PHOTO_ENDINGS == folders.PHOTO_ENDINGS
-    assert to_jsonl.HTML_TAG == make_shards.HTML_TAG
     assert to_jsonl.ADDED_FOLDERS == folders.ADDED_FOLDERS
 
 

@@ -10,6 +10,7 @@ from conftest import NEEDS_PICTURES, ROOT, finished, refusal, run_here, run_scri
 from PIL import Image
 
 import eval_linear
+from extras import shapes
 from tools import benchmark, plot
 
 WRONG = [
@@ -75,6 +76,19 @@ def test_benchmark_runs(monkeypatch):
         (speed, comment), (floor, _) = speeds[method], speeds[name]
         share, text = comment.split("% of the ")
         assert text == name and float(share) == pytest.approx(100 * speed / floor, rel=0.05)
+
+
+def test_loader_benchmark(tmp_path):
+    """This code beside another checkout's, on the files and on smaller ones"""
+    for n in range(3):
+        shapes.draw(n, 600).save(tmp_path / f"{n}.jpg")
+    flags = "--loader", tmp_path, "--baseline", ROOT, "--image-size", 32, "--rounds", 1
+    first, *rows = run_here(["tools.benchmark", *flags]).splitlines()
+    assert first.startswith("3 photos, crops of 32 px, 1 rounds")
+    kinds, codes = ("files as they are", "shrunk to 256 px"), ("baseline", "this code")
+    expected = [(kind, code) for kind in kinds for code in codes]
+    for line, (kind, code) in zip(rows, expected, strict=True):
+        assert re.fullmatch(rf"{kind} +{code} +\d+\.\d photos/s and core .*", line)
 
 
 @NEEDS_PICTURES

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import shutil
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,11 +68,19 @@ def test_count_concepts(tagged, nouns, adjectives, verbs, monkeypatch):
     """ICMLM Sec. 3.1, of captions that a tagger gave as "word/n word/a word/v word/-"."""
     parts = {"n": "nouns", "a": "adjectives", "v": "verbs", "-": None}
     words = [(token[:-2], parts[token[-1]]) for token in tagged.split()]
-    monkeypatch.setattr(tp, "tag_words", lambda *_: iter(words))
+    monkeypatch.setattr(tp, "count_tags", lambda *_: Counter(words))
     found = []
     for concepts in tp.count_concepts([], "textblob").values():
         found.append(" ".join(f"{word}:{count}" for word, count in concepts.items()))
     assert found == [nouns, adjectives, verbs]
+
+
+def test_count_concepts_on_all_cores(monkeypatch):
+    """Parts of the captions, in other processes: the same words, counts and order"""
+    captions = [text for n in range(500) for text in shapes.describe(shapes.objects_of(n))]
+    counts = tp.count_concepts(captions, "textblob")
+    monkeypatch.setattr(common, "on_all_cores", lambda function, items, desc: [function(items)])
+    assert json.dumps(counts) == json.dumps(tp.count_concepts(captions, "textblob"))
 
 
 def test_tag_loss_is_equation_2():

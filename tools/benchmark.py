@@ -2,21 +2,30 @@
 backbone (for mmcontrastive.py also of BERT, and a forward pass of momentum copies of both)
 
     python tools/benchmark.py                                     # ResNet-50, 224 px, batch 16
-    python tools/benchmark.py --hidden 2048 --batch-size 256 --compile
+    python tools/benchmark.py --hidden 2048 --batch-size 256
 
 Floors and steps take turns, in the same precision and memory format, on random data that are on the
-device already. On a shared machine only the ratios are meaningful.
+device already. On a shared machine only the ratios are meaningful. How many photos a core decodes
+and crops, beside another checkout of this repository:
+
+    python tools/benchmark.py --loader datasets/coco/val2017 --baseline ../before
 """
 
 import copy
+import importlib.util
+import io
 import itertools
 import statistics
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
@@ -27,6 +36,7 @@ import icmlm
 import mmcontrastive
 import tp
 import virtex
+from tools.make_shards import photo_file
 
 BERT_BASE = BertConfig()  # random weights of its size cost as much as pretrained ones
 STEPS = 5  # per turn of a method: VirTex's look-ahead updates its slow weights every 5 steps
@@ -42,11 +52,19 @@ def get_args(argv=None):
     add("--batch-size", type=number("int > 0"), default=16, help="number of photos in a step")
     add("--rounds", type=number("int > 0"), default=4, help=f"rounds of {STEPS} steps to time")
     add("--amp", choices=("bf16", "off"), help="precision (default bf16 if the device supports it)")
-    add("--compile", action="store_true", help="use torch.compile, for what the scripts compile")
+    add("--loader", metavar="FOLDER", help="measure decoding and cropping of the JPEGs in it")
+    add("--baseline", metavar="FOLDER", help="another checkout, for --loader")
     return parser.parse_args(argv)
 
 
 def main(args):
+    if args.loader:
+        measure_loader(args)
+    else:
+        measure_steps(args)
+
+
+def measure_steps(args):
     device = common.init_distributed()
     args.amp = common.choose_amp(device, args.amp)
     cuda = device.type == "cuda"
@@ -107,8 +125,6 @@ def floor(args, batch, device, contrastive=False):
         networks.append(mmcontrastive.CaptionTrunk(BERT_BASE))
     networks.to(device, memory_format=torch.channels_last)
     keys = copy.deepcopy(networks) if contrastive else []
-    for backbone in (*networks[:1], *keys[:1]) if args.compile else ():
-        backbone.compile()
     while True:
         networks.zero_grad()
         with common.autocast(device, args.amp):
@@ -130,10 +146,8 @@ def training_step(method, args, batch, device):
     flags += f" --batch-size {args.batch_size} --amp {args.amp} {more.format(args.hidden)}"
     script_args = script.get_args(flags.split())
     losses = losses_of(script_args, batch, device)
-    model, groups, compiled = next(losses)  # the model comes first, then the losses of the steps
+    model, groups = next(losses)  # the model comes first, then the losses of the steps
     model.to(device, memory_format=torch.channels_last)
-    for module in compiled if args.compile else ():
-        module.compile()
     optimizer = common.build_optimizer(script_args, groups)
     for loss in losses:
         loss.backward()
@@ -147,7 +161,7 @@ def training_step(method, args, batch, device):
 def virtex_losses(args, batch, device):
     backbone = common.build_backbone(args.arch)
     model = virtex.VirTex(backbone, 10_000, args.hidden, args.layers, args.dropout)
-    yield model, virtex.parameter_groups(model, args.text_lr), [backbone]
+    yield model, virtex.parameter_groups(model, args.text_lr)
     slow_model = copy.deepcopy(model)
     for iteration in itertools.count(1):
         images = common.augment(batch["images"][:, 0], batch["jitter"][:, 0])
@@ -160,7 +174,7 @@ def virtex_losses(args, batch, device):
 
 def tp_losses(args, batch, device):
     model = tp.TagPredictor(args.arch, args.num_labels)
-    yield model, model.parameters(), [model.backbone]
+    yield model, model.parameters()
     while True:
         images = common.augment(batch["images"][:, 0], batch["jitter"][:, 0])
         with common.autocast(device, args.amp):
@@ -171,7 +185,7 @@ def tp_losses(args, batch, device):
 def icmlm_losses(args, batch, device):
     lm = icmlm.LanguageModel(BertForMaskedLM(BERT_BASE).to(device), args.amp)
     model = icmlm.ICMLM(args, BERT_BASE.hidden_size, args.num_concepts)
-    yield model, model.parameters(), [model.backbone]
+    yield model, model.parameters()
     mask = batch["captions"][1].bool()
     while True:
         images = common.augment(batch["images"][:, 0], batch["jitter"][:, 0])
@@ -186,7 +200,7 @@ def icmlm_losses(args, batch, device):
 def mmcontrastive_losses(args, batch, device):
     encoders = mmcontrastive.build_encoders(args, BERT_BASE, mmcontrastive.batchnorm_group(args))
     model = mmcontrastive.MultimodalContrastive(encoders, args.queue, num_tags=0)
-    yield model, encoders.parameters(), [model.queries["image"].trunk, model.keys["image"].trunk]
+    yield model, encoders.parameters()
     for queue in model.queues.values():
         queue.valid.fill_(True)
     while True:
@@ -208,6 +222,45 @@ METHODS = {
     "icmlm": (icmlm, icmlm_losses, ""),
     "mmcontrastive": (mmcontrastive, mmcontrastive_losses, "--bn-splits 4"),
 }
+
+
+# ------------------------------------------------------------------------------ files to crops
+
+
+def measure_loader(args):
+    """Print photos per second and core of this code and of --baseline, in turns on the same crops.
+
+    CPU time of one thread, from bytes in memory to uint8 crops with jitter and flips.
+    """
+    torch.set_num_threads(1)  # as in a worker
+    paths = sorted(Path(args.loader).rglob("*.jpg"))
+    files = {
+        "files as they are": [path.read_bytes() for path in paths],
+        "shrunk to 256 px": [photo_file(common.open_photo, 256, path)[1] for path in paths],
+    }
+    codes = {"this code": common}
+    if args.baseline:
+        spec = importlib.util.spec_from_file_location("baseline", f"{args.baseline}/common.py")
+        codes = {"baseline": importlib.util.module_from_spec(spec)} | codes
+        spec.loader.exec_module(codes["baseline"])
+    settings = SimpleNamespace(image_size=args.image_size, crop_min=0.2, colour_jitter=1.0)
+    seconds = defaultdict(list)  # of each round, which the first one warms up
+    for number in common.progress(range(1 + args.rounds), desc="rounds", leave=False):
+        for (kind, contents), (name, code) in itertools.product(files.items(), codes.items()):
+            data = SimpleNamespace(images=contents, open=lambda x: Image.open(io.BytesIO(x)))
+            photos = code.Photos(data, settings)
+            start = time.process_time()
+            for index in range(len(contents)):
+                photos.photo(index, np.random.default_rng([number, index]))
+            seconds[kind, name].append((time.process_time() - start) / len(contents))
+    first = next(iter(seconds.values()))[1:]
+    print(f"{len(paths)} photos, crops of {args.image_size} px, {args.rounds} rounds; medians, and "
+          "how many times the first row (least to most)")
+    for (kind, name), times in seconds.items():
+        ratios = sorted(before / now for before, now in zip(first, times[1:]))
+        print(f"{kind:20}{name:12}{1 / statistics.median(times[1:]):8.1f} photos/s and core   "
+              f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+
 
 if __name__ == "__main__":
     main(get_args())

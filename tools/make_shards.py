@@ -1,13 +1,14 @@
 """Write a data set as shards, tar files in WebDataset's layout, with an index for --data
 
     python tools/make_shards.py --data photos.jsonl --output shards
-    python tools/make_shards.py --index-only 'photos/{000000..004000}.tar' --output shards
+    python tools/make_shards.py --data photos.jsonl --size 256 --output shards
+    python tools/make_shards.py --index-only photos/{000000..004000}.tar --output shards
     python tools/make_shards.py --index-only 'photos/{split}-*.tar' --splits train val
     python virtex.py --data shards
 
 Shards of other tools (WebDataset, img2dataset) need only the index. In ours, KEY.json has captions
-and tags of the photo KEY.jpg (or .png...), a copy of its file. The index holds the paths of the
-shards: if you move them, make it again with --index-only.
+and tags of the photo KEY.jpg (or .png...), which is a copy of its file, or smaller with --size. The
+index holds the paths of the shards: if you move them, make it again with --index-only.
 """
 
 import glob
@@ -15,6 +16,7 @@ import html
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -25,17 +27,15 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import ImageOps
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 from common import fail, print_main, progress
 from extras import folders, shards
+from tools.to_jsonl import HTML_TAG
 
 ENDINGS = {"JPEG": "jpg", "JPEG2000": "jp2"}  # where Pillow's name for a format is not its ending
-# <b>, </b>, <br/> or <a href="...">, but not "<b and c>" of "a<b and c>d"
-HTML_NAMES = "p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h[1-6]"
-HTML_TAG = re.compile(rf"(?i)</?({HTML_NAMES})(\s+[\w:-]+=[^<>]*|\s*/)?>")
 
 
 def get_args(argv=None):
@@ -43,9 +43,11 @@ def get_args(argv=None):
     add = parser.add_argument
     add("--data", default="shapes", help="shapes (built in), coco, vg, a .jsonl, folder of shards")
     add("--root", help="folder of the data (default datasets/NAME; for a .jsonl, its folder)")
-    add("--index-only", metavar="SHARDS", help="index existing shards: path with {00..99}, * or ?; "
-        "without {split}, one shard in twenty (at most 5) becomes the split val")
+    add("--index-only", nargs="+", metavar="SHARD", help="index existing shards: paths, also with "
+        "* or ?; without {split}, one shard in twenty (at most 5) becomes the split val")
     add("--splits", nargs="+", help="default train2017 val2017 for coco, else train val")
+    add("--size", type=common.number("int > 0"), help="shrink larger photos, so that the shorter "
+        "side has this many pixels, and write them as JPEGs of quality 95")
     add("--per-shard", type=common.number("int > 0"), default=5000, help="photos per shard")
     add("--output", default="shards", help="folder for the shards and the index")
     return parser.parse_args(argv)
@@ -72,10 +74,10 @@ def main(args):
 
 
 def write_shards(args, split, data):
-    """Decode the photos of a split on all cores, and write those that can be decoded, in order."""
+    """Decode or shrink a split's photos on all cores; write those that can be decoded, in order."""
     tagged = bool(data.tag_names) & data.tagged
     with multiprocessing.Pool() as pool:
-        files = pool.imap(partial(photo_file, data.open), data.images, chunksize=20)
+        files = pool.imap(partial(photo_file, data.open, args.size), data.images, chunksize=20)
         files = iter(progress(files, desc=split, total=len(data), unit=" photos"))
         for number, start in enumerate(range(0, len(data), args.per_shard)):
             with tarfile.open(f"{args.output}/{split}-{number:06d}.tar", "w") as tar:
@@ -93,48 +95,49 @@ def write_shards(args, split, data):
                         tar.addfile(entry, io.BytesIO(content))
 
 
-def photo_file(open_photo, place):
-    """-> ending and bytes of a photo's own file, or of a JPEG, if it was drawn; None, an error"""
+def photo_file(open_photo, size, place):
+    """-> ending and bytes of its own file, or of a JPEG if it is drawn or shrunk; None, an error"""
     try:
         image = open_photo(place)
-        if not image.format:
+        shrunk = size and size < min(image.size)
+        if shrunk:
+            sides = [math.ceil(size * side / min(image.size)) for side in image.size]
+            image = common.to_rgb(image)
+            image.thumbnail(sides)
+            image = ImageOps.exif_transpose(image)
+        if shrunk or not image.format:
             content = io.BytesIO()
-            image.save(content, "JPEG", quality=90)
+            image.save(content, "JPEG", quality=95)
             return "jpg", content.getvalue()
-        image.fp.seek(0)
-        content = image.fp.read()
-        Image.open(io.BytesIO(content)).load()  # raises if the file is truncated
+        content = image.fp.getvalue()
+        image.load()  # raises if the file is truncated
         return ENDINGS.get(image.format, image.format.lower()), content
     except Exception as error:  # PIL's decoders raise many kinds
         return None, common.one_line(f"{type(error).__name__}: {error}")
 
 
-def find_shards(pattern, splits):
+def find_shards(patterns, splits):
     """--index-only -> {split: paths}"""
-    if "{split}" in pattern:
-        return {split: shard_paths(pattern.replace("{split}", split)) for split in splits}
-    paths = shard_paths(pattern)
+    if "{split}" in patterns[0]:
+        return {split: shard_paths(patterns, split) for split in splits}
+    paths = shard_paths(patterns)
     if len(paths) == 1:
-        fail(f"{pattern} is one shard, and validation needs another one")
+        fail(f"{paths[0]} is one shard, and validation needs another one")
     num_val = min(5, max(1, len(paths) // 20))  # some 10,000 photos are enough
     val = sorted(map(str, np.random.default_rng(0).permutation(paths)[:num_val]))
     print_main(f"held out for validation: {', '.join(val)}")
     return {"train": [path for path in paths if path not in val], "val": val}
 
 
-def shard_paths(pattern):
-    """ "a/{08..11}.tar" or "a/*.tar" -> sorted paths; with braces all files must be there"""
-    patterns = [pattern]
-    if braces := re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", pattern):
-        before, first, last, after = braces.groups()
-        numbers = range(int(first), int(last) + 1)
-        patterns = [f"{before}{number:0{len(first)}}{after}" for number in numbers]
+def shard_paths(patterns, split=""):
+    """Paths, also with * or ?, in which {split} stands for the split -> those of files, sorted"""
     paths = []
-    for name in patterns:
-        found = glob.glob(name.replace("[", "[[]"))  # brackets are only characters
+    for pattern in patterns:
+        pattern = pattern.replace("{split}", split)
+        found = glob.glob(pattern.replace("[", "[[]"))  # brackets are only characters
         if not found:
-            fail(f"--index-only {pattern}: there is no {name}")
-        paths += filter(os.path.isfile, found)
+            fail(f"--index-only: there is no {pattern}")
+        paths += found
     return sorted(paths)
 
 
@@ -170,9 +173,6 @@ def read_shard(path):
     """-> rows of photos, see read_photo; a message for each fault, also if the shard breaks off"""
     photos, faults, keys = [], [], set()
     try:
-        with open(path, "rb") as file:
-            if file.read(2) in (b"\x1f\x8b", b"\xfd7", b"(\xb5"):  # of gzip, xz and zstd
-                raise ValueError("it is compressed: shards must be uncompressed tar files")
         with tarfile.open(path, "r:") as tar:
             # Hidden files and folders: macOS writes ._KEY.jpg beside KEY.jpg.
             shown = (file for file in tar if not re.search(r"(^|/)\.[^/.]", file.name))
@@ -186,29 +186,18 @@ def read_shard(path):
                 try:
                     photos.append(read_photo(path, tar, files))
                 except Exception as error:  # two photos, no UTF-8, no JSON, wrong types
-                    lost = sum(file.name.lower().endswith(folders.PHOTO_ENDINGS) for file in files)
-                    faults += [f"{key}: {type(error).__name__}: {error}"] * max(1, lost)
+                    faults.append(f"{key}: {type(error).__name__}: {error}")
             tar.fileobj.seek(tar.offset)
             if tar.fileobj.read(512) != bytes(512):  # tarfile takes a broken header for the end
                 raise ValueError(f"it breaks off at byte {tar.offset}")
     except Exception as error:  # no tar file, or it breaks off: what came before is kept
         faults.append(f"{type(error).__name__}: {error}")
-    if not photos and not faults:
-        faults.append("it holds no photo")
     return photos, faults
 
 
 def clean(text):
     """Without HTML's tags, and its entities, which the web often escapes twice"""
     return common.one_line(HTML_TAG.sub(" ", html.unescape(html.unescape(text))))
-
-
-def without_repeats(pairs):
-    """Of a JSON object, of which Python would keep the last value of a key"""
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError(f"an object has a key twice: {common.one_line(str(pairs))[:150]}")
-    return content
 
 
 def key_of(file):
@@ -227,27 +216,26 @@ def read_photo(path, tar, files):
         raise ValueError(f"{len(found)} photos among {', '.join(file.name for file in files)}")
     photo, present = beside[found[0]], {".json", ".txt"} & beside.keys()
     content = {suffix: tar.extractfile(beside[suffix]).read() for suffix in present}
-    row = json.loads(content.get(".json", "{}"), object_pairs_hook=without_repeats)
+    row = json.loads(content.get(".json", "{}"))
     if not isinstance(row, dict):
         raise ValueError(f"{beside['.json'].name} is not an object with captions")
+    caption = row.get("caption")  # of other tools: a text, a list of texts, or null
     text = content.get(".txt", b"").decode("utf-8-sig")
-    caption = row.get("caption") or []  # of other tools: a text, a list of texts, or null
-    # img2dataset writes the same into KEY.txt, also if it is a list or has line breaks.
-    same = common.one_line(text) == common.one_line(str(caption))
-    caption = [caption] if isinstance(caption, str) else common.texts(caption)
-    lines = caption if same else text.splitlines()
-    captions = list(filter(None, common.texts(row.get("captions")) or []))
-    source = 'captions from "captions" of KEY.json'
-    for where, given in ("KEY.txt", lines), ('"caption" of KEY.json', caption):
-        texts = list(filter(None, map(clean, given)))
-        if texts and not captions:
-            captions, source = texts, f"captions from {where}"
-            if texts != list(filter(None, map(common.one_line, given))):
-                source += ", which lost HTML"
-        elif texts and texts != captions:
+    if common.one_line(text) == common.one_line(str(caption)):
+        text = ""  # img2dataset writes "caption" there, too, also a list, or one with line breaks
+    captions, source = [], "no caption in a KEY.txt or KEY.json"
+    for where, given, convert in (
+        ('"captions" of KEY.json', row.get("captions"), common.one_line),
+        ("KEY.txt", text.splitlines(), clean),
+        ('"caption" of KEY.json', [caption] if isinstance(caption, str) else caption, clean),
+    ):
+        given = list(filter(None, common.texts(given) or []))
+        cleaned = list(filter(None, map(convert, given)))
+        if cleaned and not captions:
+            captions, source = cleaned, f"captions from {where}"
+            source += ", which lost HTML" if cleaned != given else ""
+        elif cleaned and cleaned != captions:
             source += f", not those of {where}"
-    if not captions:
-        source = "no caption in a KEY.txt or KEY.json"
     tags = common.texts(row.get("tags"))
     name = common.one_line(photo.name)  # to look at; without tabs
     place = f"{os.path.abspath(path)}\t{name}\t{photo.offset_data}\t{photo.size}"

@@ -34,10 +34,11 @@ LIST_AS_TEXT = re.compile(
     r"""(?s)\[\s*['"[({].*\]|\{\s*['"].*\}|\(\s*(['"]).*\1\s*,.*\)|array\(.*\)"""
 )
 
-# Copied from extras/folders.py and make_shards.py, whose torch would take 0.5 GB and five seconds.
+# Copied from extras/folders.py, whose torch would take 0.5 GB and five seconds.
 PHOTO_ENDINGS = ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm"
 PHOTO_ENDINGS = tuple(PHOTO_ENDINGS.split())
 ADDED_FOLDERS = "@eaDir #recycle @Recycle #snapshot $RECYCLE.BIN lost+found __MACOSX".split()
+# <b>, </b>, <br/> or <a href="...">, but not "<b and c>" of "a<b and c>d"
 HTML_NAMES = "p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h[1-6]"
 HTML_TAG = re.compile(rf"(?i)</?({HTML_NAMES})(\s+[\w:-]+=[^<>]*|\s*/)?>")
 
