@@ -424,6 +424,10 @@ def draw_photos(data, val, args):
     if args.shots:
         columns = label_columns(data.labels[rest], len(data.names))
         chosen = [np.flatnonzero(column == 1)[: args.shots] for column in columns.T]
+        fewer = sum(len(rows) < args.shots for rows in chosen)
+        if fewer and common.is_main():
+            common.report_once(f"{fewer} of {len(chosen)} classes have fewer training photos than "
+                               f"--shots {args.shots}: all of them are taken")
         rest = rest[np.unique(np.concatenate(chosen))]
     train = np.sort(rest[: args.train_images])
     if not len(train) or not len(test):

@@ -655,6 +655,16 @@ def test_over_runs():
     assert eval_linear.over_runs([{"mAP": 1.0}])["std"] == {"mAP": 0.0}
 
 
+def test_more_shots_than_photos(capsys):
+    """The folder of the result will be called 4-shots."""
+    labels = np.array([0, 0, 0, 0, 1, 1, 2])
+    data = eval_linear.LabelData(np.arange(7), labels, ["a", "b", "c"])
+    args = SimpleNamespace(seed=0, hold_out=0.0, shots=4, train_images=None, protocol="knn")
+    common.report_once.cache_clear()
+    assert len(eval_linear.draw_photos(data, data, args)[0]) == 7
+    assert "2 of 3 classes have fewer training photos than --shots 4" in capsys.readouterr().out
+
+
 def test_shots(folder):
     """K photos of each class, others with another seed"""
     data = eval_linear.label_data("folder", folder, "train")
