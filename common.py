@@ -271,13 +271,25 @@ def swap_left_right(text):
 def mirrored(names):
     """For each of the labels the index of the one that it becomes in a mirrored photo -> (N,)
 
-    It is another one if left and right, swapped, make of its name another of the names. [ours]
+    It is another one if left and right, swapped, make of its name another of the names. If none is
+    exactly that, leftHand also becomes rightHand or Righthand. [ours]
     """
     becomes = np.arange(len(names))
-    for k, name in enumerate(map(str, names)):  # iNaturalist's are numbers
+    names = list(map(str, names))  # iNaturalist's are numbers
+    lower = [name.lower() for name in names]
+    alone = []
+    for k, name in enumerate(names):
         other = swap_left_right(name)
+        inside = re.sub("left|right", lambda side: OTHER_SIDE[side[0]], lower[k])
         if other != name and other in names:
             becomes[k] = names.index(other)
+        elif inside != lower[k] and lower.count(inside) == lower.count(lower[k]) == 1:
+            becomes[k] = lower.index(inside)
+        elif other != name:
+            alone.append(name)
+    if alone and is_main():
+        report_once(f"in mirrored photos {len(alone)} labels stay, which name a side, because no "
+                    f"label is the same with the other side: {alone[:2]}")
     swapped = [name for k, name in enumerate(names) if becomes[k] != k]
     if swapped and is_main():
         report_once(f"in mirrored photos {len(swapped)} labels change sides: {swapped[:2]}")
@@ -418,6 +430,8 @@ def to_rgb(image):
         values = np.asarray(image)
         low, high = np.percentile(values, [0.1, 99.9])  # without a few broken pixels
         values = 255 * (values.clip(low, high) - low) / max(high - low, 1)
+        if image.format == "TIFF" and image.tag_v2.get(262) == 0:
+            values = 255 - values  # low values are white, as in X-rays: PIL says so of 8 bits only
         image = Image.fromarray(values.round().astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -987,15 +1001,24 @@ def begin_run(args, *fingerprints):
     save(path, vars(args) | circumstances() | {"seconds": seconds})
     barrier()
     check_shared(args.output, checkpoint.get("iteration", 0), os.path.exists(path))
+    learned_from = [item for item in vars(args).items() if item[0] not in RESUME_CAN_CHANGE]
+    if differ_among_processes(zlib.crc32(repr(sorted(learned_from)).encode())):
+        fail("the processes have different flags or data: start all nodes by the same command")
     return checkpoint
 
 
 def check_shared(folder, *numbers):
     """Fail if what the processes have found in --output differs: then nodes do not share it."""
-    mine = torch.tensor([numbers])
-    if world_size() > 1 and (gather(mine) != mine).any():
+    if differ_among_processes(*numbers):
         fail(f"--output {folder} is not the same folder on all nodes, or holds another state on "
              "one of them: give a folder that they share")
+
+
+def differ_among_processes(*numbers):
+    """-> bool, the same in all processes"""
+    mine = torch.tensor([numbers])
+    found = gather(mine)
+    return bool((found != found[:1]).any())
 
 
 def circumstances():

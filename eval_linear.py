@@ -425,6 +425,10 @@ def draw_photos(data, val, args):
     if args.shots:
         columns = label_columns(data.labels[rest], len(data.names))
         chosen = [np.flatnonzero(column == 1)[: args.shots] for column in columns.T]
+        fewer = sum(len(rows) < args.shots for rows in chosen)
+        if fewer and common.is_main():
+            common.report_once(f"{fewer} of {len(chosen)} classes have fewer training photos than "
+                               f"--shots {args.shots}: all of them are taken")
         rest = rest[np.unique(np.concatenate(chosen))]
     train = np.sort(rest[: args.train_images])
     if not len(train) or not len(test):
@@ -563,6 +567,8 @@ def measure(decisions, run):
         if metric not in of_layer:  # without the classes
             of_layer = {metric: next(iter(of_layer.values()))}
         scores |= of_layer
+    if labels.ndim == 2:  # chance, like mAP, is of classes that were learned (see svms)
+        labels = labels[:, ~x.isnan().any(0)]
     return scores | by_chance(labels)
 
 

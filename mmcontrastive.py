@@ -579,7 +579,9 @@ def read_caption_model(source):
     try:
         if not os.path.isdir(source):  # asks once; transformers would ask for a minute
             huggingface_hub.snapshot_download(source, allow_patterns="config.json")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, model_max_length=MAX_TOKENS)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            source, model_max_length=MAX_TOKENS, padding_side="right"
+        )
         config = transformers.AutoConfig.from_pretrained(source)
     except huggingface_hub.errors.LocalEntryNotFoundError:
         fail(f"--lm {source} is not a folder, and the hub (huggingface.co) cannot be reached")

@@ -46,7 +46,7 @@ class Ignored:
 
 
 def read_others(path):
-    """A file that holds more than torch.load allows, or .safetensors -> its dict. No code is run."""
+    """A file with more than torch.load allows, or .safetensors -> its dict. No code is run."""
     try:
         if f"{path}".endswith(".safetensors"):
             return load_file(path)

@@ -528,6 +528,18 @@ def test_odd_pictures(tmp_path):
         read(tmp_path / "a.tif")
 
 
+@pytest.mark.parametrize("of_pixels", (np.uint8, np.uint16))
+def test_tiffs_in_which_zero_is_white(tmp_path, of_pixels):
+    """PIL inverts those of 8 bits itself, and also when it writes them."""
+    values = np.linspace(0, np.iinfo(of_pixels).max, 64).astype(of_pixels).reshape(8, 8)
+    stored = values if of_pixels == np.uint8 else values.max() - values
+    Image.fromarray(stored).save(tmp_path / "a.tif", tiffinfo={262: 0})
+    with Image.open(tmp_path / "a.tif") as image:
+        assert image.tag_v2[262] == 0
+    expected = resized(Image.fromarray(np.linspace(0, 255, 64).astype(np.uint8).reshape(8, 8)))
+    assert apart(read(tmp_path / "a.tif"), expected) < 2
+
+
 @pytest.mark.parametrize("mode", ("L", "P", "I;16", "RGBA", "CMYK"))
 def test_turned_tiffs(tmp_path, mode):
     """Without compression, PIL would map the file with rows of the wrong length."""
@@ -622,9 +634,25 @@ def test_mirrored_labels(capsys):
     common.report_once.cache_clear()
     for _ in range(2):
         assert common.mirrored(names).tolist() == [2, 1, 0, 3, 5, 4, 6]
-    said = "in mirrored photos 4 labels change sides: ['turn_left', 'turn_right']\n"
-    assert capsys.readouterr().out == said
-    assert common.mirrored(["left", 7]).tolist() == [0, 1] and not capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("in mirrored photos 1 labels stay, which name a side")
+    assert said[0].endswith("['left lung']")
+    assert said[1:] == ["in mirrored photos 4 labels change sides: ['turn_left', 'turn_right']"]
+    assert common.mirrored(["left", 7]).tolist() == [0, 1]
+    assert "1 labels stay" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("names, expected", [
+    (["leftHand", "other", "rightHand"], [2, 1, 0]),
+    (["RIGHT1", "LEFT1"], [1, 0]),
+    (["Left", "straight", "right"], [2, 1, 0]),
+    (["bright left lamp", "bright right lamp", "brleft"], [1, 0, 2]),
+    (["Left", "left", "right", "Right"], [3, 2, 1, 0]),
+    (["Left", "left", "right"], [0, 2, 1]),
+])
+def test_sides_within_words_of_labels(names, expected):
+    """Of labels, unlike captions: the mirrored one is among them, so that it is no other word."""
+    assert common.mirrored(names).tolist() == expected
 
 
 def take(batches, size, batch_size, ranks=1, seed=0, start=0):

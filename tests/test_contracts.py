@@ -247,6 +247,18 @@ def test_nodes_that_do_not_share_the_folder(tiny, tmp_path, monkeypatch):
         assert "--output run is not the same folder on all nodes" in message
 
 
+def test_nodes_with_other_flags(tiny, tmp_path, monkeypatch):
+    """Each would move its copy of the weights by rates of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def start():
+        rate = ("0.01", "0.02")[int(os.environ["RANK"])]
+        return refusal(tiny("virtex", "run", "--iters", 2, "--lr", rate))
+
+    for message in in_two_processes(start):
+        assert "the processes have different flags or data" in message
+
+
 def test_a_full_disk_and_another_amp(tiny, tmp_path):
     """A checkpoint that cannot be written leaves the one before. --amp, --accumulate may change."""
     flags = ["--iters", 3, "--lr", 0.01]
