@@ -20,6 +20,7 @@ import time
 import unicodedata
 import zlib
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -270,13 +271,25 @@ def swap_left_right(text):
 def mirrored(names):
     """For each of the labels the index of the one that it becomes in a mirrored photo -> (N,)
 
-    It is another one if left and right, swapped, make of its name another of the names. [ours]
+    It is another one if left and right, swapped, make of its name another of the names. If none is
+    exactly that, leftHand also becomes rightHand or Righthand. [ours]
     """
     becomes = np.arange(len(names))
-    for k, name in enumerate(map(str, names)):  # iNaturalist's are numbers
+    names = list(map(str, names))  # iNaturalist's are numbers
+    lower = [name.lower() for name in names]
+    alone = []
+    for k, name in enumerate(names):
         other = swap_left_right(name)
+        inside = re.sub("left|right", lambda side: OTHER_SIDE[side[0]], lower[k])
         if other != name and other in names:
             becomes[k] = names.index(other)
+        elif inside != lower[k] and lower.count(inside) == lower.count(lower[k]) == 1:
+            becomes[k] = lower.index(inside)
+        elif other != name:
+            alone.append(name)
+    if alone and is_main():
+        report_once(f"in mirrored photos {len(alone)} labels stay, which name a side, because no "
+                    f"label is the same with the other side: {alone[:2]}")
     swapped = [name for k, name in enumerate(names) if becomes[k] != k]
     if swapped and is_main():
         report_once(f"in mirrored photos {len(swapped)} labels change sides: {swapped[:2]}")
@@ -308,6 +321,14 @@ def check_tokenizer(tokenizer, captions, name):
                        f"{expected.tokens}. If the model was trained on the latter, write into "
                        f"tokenizer_config.json {json.dumps(config)}")
             return
+
+
+def limit_tokens(tokenizer, config):
+    """A folder may not say how many tokens its model can read: no more than it has positions."""
+    positions = config.max_position_embeddings
+    if "roberta" in config.model_type:  # numbers them from there
+        positions -= config.pad_token_id + 1
+    tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
 
 
 def check_known(tokenizer, captions, name):
@@ -409,6 +430,8 @@ def to_rgb(image):
         values = np.asarray(image)
         low, high = np.percentile(values, [0.1, 99.9])  # without a few broken pixels
         values = 255 * (values.clip(low, high) - low) / max(high - low, 1)
+        if image.format == "TIFF" and image.tag_v2.get(262) == 0:
+            values = 255 - values  # low values are white, as in X-rays: PIL says so of 8 bits only
         image = Image.fromarray(values.round().astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -565,6 +588,18 @@ def build_backbone(arch, zero_init_residual=False, **kwargs):
     return backbone
 
 
+def shapes(state):
+    """{name: tensor} -> {name: shape}; None for what is no tensor"""
+    return {name: getattr(value, "shape", None) for name, value in state.items()}
+
+
+def backbone_shapes(arch):
+    """-> {name: shape} of a backbone's tensors, without the memory for them"""
+    importlib.import_module("torchvision")  # which fails on this device with PyTorch 2.6
+    with torch.device("meta"):
+        return shapes(build_backbone(arch).state_dict())
+
+
 def read_init(args):
     """--init -> a backbone's state dict; None without --init, and if the run goes on
 
@@ -577,9 +612,7 @@ def read_init(args):
         state = build_backbone(args.arch, weights="IMAGENET1K_V1").state_dict()
     else:
         state = read_checkpoint(args.init)
-        ours = build_backbone(args.arch).state_dict()
-        shapes = {name: getattr(x, "shape", None) for name, x in state.items()}
-        if shapes != {name: x.shape for name, x in ours.items()}:
+        if shapes(state) != backbone_shapes(args.arch):
             state = extra("checkpoints").load_backbone(args.init, args.arch).state_dict()
     print_main(f"--init: the backbone starts from {args.init}, all other layers at random")
     if args.recipe == "small" and "lr" not in args.given and not flags_of(args.init):
@@ -718,7 +751,11 @@ def default_workers(measuring=False):
 def print_main(message):
     """Print a line from the first process only, without breaking the progress bar."""
     if is_main():
-        tqdm.write(message)
+        try:
+            tqdm.write(message)
+        except BrokenPipeError:  # by `| head -1`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would complain when it ends
+            fail("standard output is closed")
 
 
 class LogFile:
@@ -877,12 +914,12 @@ def flags_of(path):
     content = read_checkpoint(path)
     if content.get("script") in OUR_TRAININGS:
         return content["args"]
-    try:
-        flags = json.loads(Path(path).with_name("args.json").read_bytes())
-        known = flags["script"] in OUR_TRAININGS and flags["arch"] in BACKBONES
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # none, or a foreign one
+    beside = Path(path).with_name("args.json")
+    flags = read_json(beside) if beside.exists() else {}
+    if flags.get("script") not in OUR_TRAININGS:
         return {}
-    return flags if known and type(flags.get("image_size")) in (int, type(None)) else {}
+    # A file of another author may lie beside a run of ours.
+    return flags if shapes(content) == backbone_shapes(flags["arch"]) else {}
 
 
 def make_folder(path):
@@ -892,16 +929,30 @@ def make_folder(path):
         fail(f"--output {path} cannot be a folder: {error.strerror}")
 
 
-def save(path, content):
-    """The first process writes JSON, or what torch.save takes. A crash leaves the old file."""
-    if is_main():
-        temporary = f"{path}.tmp"
+@contextmanager
+def writing(path):
+    """A file for bytes, which becomes `path` when all are written: a crash leaves the old file."""
+    temporary = f"{path}.tmp"
+    try:
         with open(temporary, "wb") as file:
+            yield file
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        Path(temporary).unlink(missing_ok=True)
+        reason = error if isinstance(error, OSError) else error.__context__  # of torch.save
+        if not isinstance(reason, OSError):
+            raise
+        fail(f"{path} cannot be written ({reason.strerror}): what was there before is kept")
+
+
+def save(path, content):
+    """The first process writes JSON, or what torch.save takes."""
+    if is_main():
+        with writing(path) as file:
             if f"{path}".endswith(".json"):
                 file.write(json.dumps(content, indent=1, ensure_ascii=False).encode())
             else:
                 torch.save(content, file)
-        os.replace(temporary, path)
 
 
 def save_weights(path, module):
@@ -911,11 +962,12 @@ def save_weights(path, module):
 
 def read_checkpoint(path):
     """-> the dict in a file, its tensors on the CPU. No code of the file is run."""
+    if not os.path.isfile(path):
+        fail(f"there is no file {path}")
     try:
         return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:  # from zipfile, pickle or torch; or it holds no dict
-        fail(f"{path} is missing, cut off, or holds more than tensors and numbers ({error!r:.80}). "
-             "Training and torch.save(model.state_dict(), FILE) write such files")
+    except Exception:  # from zipfile, pickle or torch; or it holds no dict
+        return extra("checkpoints").read_others(path)
 
 
 def begin_run(args, *fingerprints):
@@ -929,6 +981,8 @@ def begin_run(args, *fingerprints):
     make_folder(args.output)
     path = f"{args.output}/checkpoint.pth"
     checkpoint = read_checkpoint(path) if os.path.exists(path) else {}
+    if checkpoint and "script" not in checkpoint:
+        fail(f"{path} is of no script of ours: choose another --output")
     earlier = checkpoint.get("args", vars(args))
     if earlier.get("format") != FORMAT:
         fail(f"{args.output} was written by an earlier version: it can be measured and captioned, "
@@ -950,15 +1004,24 @@ def begin_run(args, *fingerprints):
     save(path, vars(args) | circumstances() | {"seconds": seconds})
     barrier()
     check_shared(args.output, checkpoint.get("iteration", 0), os.path.exists(path))
+    learned_from = [item for item in vars(args).items() if item[0] not in RESUME_CAN_CHANGE]
+    if differ_among_processes(zlib.crc32(repr(sorted(learned_from)).encode())):
+        fail("the processes have different flags or data: start all nodes by the same command")
     return checkpoint
 
 
 def check_shared(folder, *numbers):
     """Fail if what the processes have found in --output differs: then nodes do not share it."""
-    mine = torch.tensor([numbers])
-    if world_size() > 1 and (gather(mine) != mine).any():
+    if differ_among_processes(*numbers):
         fail(f"--output {folder} is not the same folder on all nodes, or holds another state on "
              "one of them: give a folder that they share")
+
+
+def differ_among_processes(*numbers):
+    """-> bool, the same in all processes"""
+    mine = torch.tensor([numbers])
+    found = gather(mine)
+    return bool((found != found[:1]).any())
 
 
 def circumstances():
@@ -1100,9 +1163,8 @@ class Log:
             done = checkpoint.get("iteration", 0)
             lines = [x for x in self.path.read_text().splitlines(True) if x.endswith("}\n")]
             kept = [line for line in lines if json.loads(line)["iteration"] <= done]
-            temporary = Path(f"{self.path}.tmp")
-            temporary.write_text("".join(kept))
-            os.replace(temporary, self.path)
+            with writing(self.path) as file:
+                file.write("".join(kept).encode())
         self.begin()
 
     def begin(self):

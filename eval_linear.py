@@ -8,11 +8,12 @@
     python eval_linear.py --embed photos --weights runs/virtex-photos/backbone.pth
 
 --weights are measured one after the other, on the same photos: backbone.pth, checkpoint.pth or
-model_N.pth of ours, an official VirTex checkpoint, files of MoCo, SwAV, VICReg, DINO or
-torchvision; "imagenet" (torchvision's, downloaded), "random", or clip:NAME, to compare with. The
-result is one table, the best first, below it how far each is from random and imagenet; in --output
-result.json: {"args", "image_size", "backbones": {WEIGHTS: {"mean", "std", "runs"; of several also
-"interval", "differences"}}, "not_measured"}, scores in percent.
+model_N.pth of ours, an official VirTex checkpoint, files of MoCo, SwAV, VICReg, DINO, Lightly,
+torchvision, timm or transformers (also .safetensors); "imagenet" (torchvision's, downloaded),
+"random", or clip:NAME, to compare with. The result is one table, the best first, below it how far
+each is from random and imagenet; in --output result.json: {"args", "image_size", "backbones":
+{WEIGHTS: {"mean", "std", "runs"; of several also "interval", "differences"}}, "not_measured"},
+scores in percent.
 
     protocol       classifier on the frozen backbone, which is always in eval mode       score
     svm-virtex     one SVM per class on pooled features, cost by cross-validation        mAP
@@ -334,7 +335,7 @@ def load_backbone(source, arch, seed):
     if arch:  # a copy of this script and common.py reads a backbone.pth, too
         backbone = common.build_backbone(arch)
         content = common.read_checkpoint(source)
-        if content.keys() == backbone.state_dict().keys():
+        if common.shapes(content) == common.shapes(backbone.state_dict()):
             backbone.load_state_dict(content)
             return backbone
     return common.extra("checkpoints").load_backbone(source, arch)  # or give --arch, for a copy
@@ -424,6 +425,10 @@ def draw_photos(data, val, args):
     if args.shots:
         columns = label_columns(data.labels[rest], len(data.names))
         chosen = [np.flatnonzero(column == 1)[: args.shots] for column in columns.T]
+        fewer = sum(len(rows) < args.shots for rows in chosen)
+        if fewer and common.is_main():
+            common.report_once(f"{fewer} of {len(chosen)} classes have fewer training photos than "
+                               f"--shots {args.shots}: all of them are taken")
         rest = rest[np.unique(np.concatenate(chosen))]
     train = np.sort(rest[: args.train_images])
     if not len(train) or not len(test):
@@ -540,7 +545,8 @@ def embed(args, archs, sizes, device):
     features_of = partial(pooled, backbone, amp=args.amp)
     squares = CentralSquares(photos, sizes[source])
     features, readable = run_over_photos(features_of, squares, args, device)
-    np.save(f"{args.output}/features.npy", features)
+    with common.writing(f"{args.output}/features.npy") as file:
+        np.save(file, features)
     common.save(f"{args.output}/files.json", photos.images[readable].tolist())
     print_main(f"{len(features)} photos of {sizes[source]} px, {features.shape[1]} features each: "
                f"{args.output}/features.npy")
@@ -561,6 +567,8 @@ def measure(decisions, run):
         if metric not in of_layer:  # without the classes
             of_layer = {metric: next(iter(of_layer.values()))}
         scores |= of_layer
+    if labels.ndim == 2:  # chance, like mAP, is of classes that were learned (see svms)
+        labels = labels[:, ~x.isnan().any(0)]
     return scores | by_chance(labels)
 
 

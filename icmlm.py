@@ -431,7 +431,8 @@ def make_triplets(args, splits, tokenizer):
         print_main(WHO_TAGGED[args.tagger])
     concepts = top_concepts(counts, args.pos, args.num_concepts)
     triplets = [find_triplets(data, concepts, tokenizer) for data in splits]
-    np.savez(f"{args.output}/triplets.npz", *triplets)
+    with common.writing(f"{args.output}/triplets.npz") as file:
+        np.savez(file, *triplets)
 
 
 def load_triplets(args, splits, tokenizer):
@@ -568,6 +569,7 @@ def load_language_model(name, device, amp):
     missing = sorted(report["missing_keys"])
     if missing or not (hasattr(model, "cls") or hasattr(model, "lm_head")):
         fail(f"--lm {name} is not {kind}, but {type(model).__name__} without {missing[:3]}")
+    common.limit_tokens(tokenizer, model.config)
     model.float().to(device)  # transformers 5 keeps half precision
     return tokenizer, LanguageModel(model, amp)
 

@@ -559,9 +559,10 @@ def load_caption_model(args, checkpoint, train, device):
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = args.dropout
     some = captions[:: 1 + len(captions) // 10_000]  # all would take a minute
     rows = tokenizer(some, add_special_tokens=False)["input_ids"]
-    cut = sum(len(row) > MAX_TOKENS - 2 for row in rows)  # [CLS] and [SEP] are added
+    longest = tokenizer.model_max_length
+    cut = sum(len(row) > longest - 2 for row in rows)  # [CLS] and [SEP] are added
     if cut > 0.01 * len(some):
-        print_main(f"{cut} of {len(some)} captions are cut at {MAX_TOKENS} tokens")
+        print_main(f"{cut} of {len(some)} captions are cut at {longest} tokens")
     if args.lm == "scratch":
         return tokenizer, config, folder if args.lm_iters else None
     return tokenizer, config, args.lm
@@ -578,12 +579,16 @@ def read_caption_model(source):
     try:
         if not os.path.isdir(source):  # asks once; transformers would ask for a minute
             huggingface_hub.snapshot_download(source, allow_patterns="config.json")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, model_max_length=MAX_TOKENS)
-        return tokenizer, transformers.AutoConfig.from_pretrained(source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            source, model_max_length=MAX_TOKENS, padding_side="right"
+        )
+        config = transformers.AutoConfig.from_pretrained(source)
     except huggingface_hub.errors.LocalEntryNotFoundError:
         fail(f"--lm {source} is not a folder, and the hub (huggingface.co) cannot be reached")
     except (OSError, ValueError):
         fail(f"--lm {source}: give a BERT, on the hub or in a folder, or scratch")
+    common.limit_tokens(tokenizer, config)
+    return tokenizer, config
 
 
 def load_pretrained(bert, source):

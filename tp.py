@@ -413,8 +413,9 @@ def make_labels(args, splits, device):
         names = ["0°", "90°", "180°", "270°"]
         labels = [np.ones((len(data), 4)) for data in splits]
     common.save(f"{args.output}/labels.json", list(names))
-    for file, rows in zip(("labels.npz", "val_labels.npz"), labels):
-        sparse.save_npz(f"{args.output}/{file}", sparse.csr_array(rows, dtype=np.float32))
+    for name, rows in zip(("labels.npz", "val_labels.npz"), labels):
+        with common.writing(f"{args.output}/{name}") as file:
+            sparse.save_npz(file, sparse.csr_array(rows, dtype=np.float32))
 
 
 def load_labels(folder):
@@ -445,7 +446,7 @@ def cluster_labels(args, splits, device):
     vectors = [embed_captions(tokenizer, bert, data.all_captions(), args.amp) for data in splits]
     # Eq. 1: centres xi that minimise the sum of |vector - its nearest centre|^2; y is the nearest.
     # [ours: a random start, 20 passes] Under torchrun (OMP_NUM_THREADS=1) it uses one thread.
-    k = min(args.num_labels, len(captions))
+    k = min(args.num_labels, len({*captions}))
     print_main(f"k-means: {k} clusters of {len(captions)} captions")
     kmeans = KMeans(k, init="random", n_init=1, max_iter=20, random_state=args.seed, copy_x=False)
     kmeans.fit(vectors[0])
@@ -468,7 +469,8 @@ def load_bert(lm, device):
     try:
         if not os.path.isdir(lm):  # this asks the hub once; transformers would ask for a minute
             huggingface_hub.snapshot_download(lm, allow_patterns="config.json")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(lm)
+        # The vector of the first token must be that of [CLS], not of padding.
+        tokenizer = transformers.AutoTokenizer.from_pretrained(lm, padding_side="right")
         bert, report = transformers.AutoModel.from_pretrained(lm, output_loading_info=True)
     except huggingface_hub.errors.LocalEntryNotFoundError:
         fail(f"--lm {lm} is not a folder, and the hub (huggingface.co) cannot be reached")
@@ -477,6 +479,7 @@ def load_bert(lm, device):
     missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
     if missing:
         fail(f"--lm {lm} lacks weights: {sorted(missing)[:3]}")
+    common.limit_tokens(tokenizer, bert.config)
     return tokenizer, bert.float().to(device).eval()  # transformers 5 keeps the file's precision
 
 

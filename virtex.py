@@ -45,7 +45,6 @@ import re
 import time
 import unicodedata
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import sentencepiece
@@ -178,7 +177,8 @@ def main(args):
     checkpoint = common.begin_run(args, train.checksum(), val.checksum())  # {} for a new run
     if common.is_main() and not checkpoint:  # once, for all processes
         model = train_tokenizer(train.all_captions(), args.vocab_size)
-        Path(args.output, "tokenizer.model").write_bytes(model)
+        with common.writing(f"{args.output}/tokenizer.model") as file:
+            file.write(model)
     common.barrier()
     tokenizer = load_tokenizer(args, train)
     photos = Photos(train, tokenizer, args)

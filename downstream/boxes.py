@@ -164,14 +164,18 @@ def complete(content, source, name):
                 polygons = [part for part in found if len(part) >= 6 and len(part) % 2 == 0]
                 counts["have a polygon without three corners: left out"] += polygons != found
                 found = polygons
+            elif found["size"] != [photo["height"], photo["width"]]:
+                counts["have a mask of another size than their photo: left out"] += 1
+                found = []
             # Ids count from 1, because pycocotools takes 0 for no match. It needs an area, for
             # scores of small and of large objects, which we do not print.
             row |= {"id": number, "category_id": category, "bbox": [x, y, width, height]}
             row |= {"segmentation": found, "iscrowd": int(row.get("iscrowd") or 0)}
-            row["area"] = row.get("area") or width * height
+            row["area"] = float(row.get("area") or width * height)
         except Exception as error:  # of any kind, as files are
             fail(f"{name}, annotation {row.get('id', number)}: {error!r} (a KeyError names an id "
                  "that the file does not have)")
+        counts["are smaller than a pixel (boxes are in pixels)"] += max(width, height) < 1
         empty = not min(width, height) > 0.01  # or NaN
         beyond = max(-x, -y, x + width - photo["width"], y + height - photo["height"])
         counts["leave their photo (a box is x, y, width, height)"] += beyond > 1

@@ -84,9 +84,10 @@ class Model:
         alike = [x for x, row, n in zip(texts, rows, unknown) if rows.count(row) > 1 and not n]
         if alike:
             fail(f"{what} must differ, but the model reads some of them alike: {alike[:20]}")
-        cut = sum(len(row) > mmcontrastive.MAX_TOKENS - 2 for row in rows)
+        longest = self.tokenizer.model_max_length
+        cut = sum(len(row) > longest - 2 for row in rows)
         if cut:
-            print_main(f"{cut} of {what} are cut at {mmcontrastive.MAX_TOKENS} tokens")
+            print_main(f"{cut} of {what} are cut at {longest} tokens")
 
     def find(self, texts, data, path):
         """Draw a row of the ten nearest photos for each text.  data: CaptionData or similar

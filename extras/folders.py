@@ -9,8 +9,8 @@ from common import STRINGS, fail, print_main
 
 PHOTO_ENDINGS = ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm"
 PHOTO_ENDINGS = tuple(PHOTO_ENDINGS.split())
-# Of a NAS (@eaDir has thumbnails of each photo), of Windows, Linux, and archives of macOS
-ADDED_FOLDERS = "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found", "__MACOSX"
+# Of a NAS (@eaDir has thumbnails, the next three what was deleted), Windows, Linux, and macOS
+ADDED_FOLDERS = "@eaDir #recycle @Recycle #snapshot $RECYCLE.BIN lost+found __MACOSX".split()
 
 
 def is_hidden(name):

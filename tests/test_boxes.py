@@ -306,6 +306,39 @@ def test_odd_boxes(tmp_path, capsys):
     assert len(data.objects_of(0)) == len(data.content["annotations"]) - 2 == 3
 
 
+def test_run_lengths_of_another_size(tmp_path, capsys):
+    """A mask whose height and width are swapped, say, would be learned in the wrong place."""
+
+    def change(rows):
+        for row in rows:
+            counts = [100, 200, WIDTH * HEIGHT - 300]
+            row["segmentation"] = {"size": [HEIGHT, WIDTH], "counts": counts}
+        rows[0]["segmentation"] = {"size": [WIDTH, HEIGHT], "counts": counts}
+
+    coco_layout(tmp_path, annotations=change)
+    data = boxes.load("coco", str(tmp_path), "val2017")
+    said = "1 of 4 annotations have a mask of another size than their photo: left out"
+    assert said in capsys.readouterr().out
+    assert len(data.content["annotations"]) == 3
+
+
+def test_numbers_as_text_and_fractions(tmp_path, capsys):
+    """An area that is a text can be scored; boxes in fractions of the photo are counted."""
+
+    def change(rows):
+        for row in rows:
+            row |= {"area": str(row["area"]), "bbox": list(map(str, row["bbox"]))}
+        x, y, w, h = map(float, rows[0]["bbox"])
+        rows[0]["bbox"] = [x / WIDTH, y / HEIGHT, w / WIDTH, h / HEIGHT]
+
+    coco_layout(tmp_path, masks=False, annotations=change)
+    data = boxes.load("coco", str(tmp_path), "val2017")
+    assert "1 of 4 annotations are smaller than a pixel" in capsys.readouterr().out
+    results = [{"image_id": row["image_id"], "bbox": row["bbox"], "score": 1.0,
+                "category_id": row["category_id"]} for row in data.content["annotations"]]
+    assert boxes.score(data, results, range(len(data))) == BOXES
+
+
 def test_classes_are_matched_by_name(tmp_path):
     """Ids may differ between splits; detections have those of the validation split."""
     coco_layout(tmp_path, split="train2017")

@@ -7,8 +7,11 @@ import math
 import multiprocessing
 import pickle
 import re
+import resource
 import shutil
 import struct
+import subprocess
+import sys
 import urllib.error
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +20,13 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, TORCHRUN, Touch, captioned, photos_at, run_script
-from conftest import one_split
+from conftest import ROOT, TORCHRUN, Touch, captioned, files_in, fork_and_read, one_split
+from conftest import photos_at, run_script
 from PIL import Image, ImageOps
 from torch import nn
 
 import common
-from extras import folders, shapes
+from extras import checkpoints, folders, shapes
 
 
 def test_captioned(capsys):
@@ -525,6 +528,18 @@ def test_odd_pictures(tmp_path):
         read(tmp_path / "a.tif")
 
 
+@pytest.mark.parametrize("of_pixels", (np.uint8, np.uint16))
+def test_tiffs_in_which_zero_is_white(tmp_path, of_pixels):
+    """PIL inverts those of 8 bits itself, and also when it writes them."""
+    values = np.linspace(0, np.iinfo(of_pixels).max, 64).astype(of_pixels).reshape(8, 8)
+    stored = values if of_pixels == np.uint8 else values.max() - values
+    Image.fromarray(stored).save(tmp_path / "a.tif", tiffinfo={262: 0})
+    with Image.open(tmp_path / "a.tif") as image:
+        assert image.tag_v2[262] == 0
+    expected = resized(Image.fromarray(np.linspace(0, 255, 64).astype(np.uint8).reshape(8, 8)))
+    assert apart(read(tmp_path / "a.tif"), expected) < 2
+
+
 @pytest.mark.parametrize("mode", ("L", "P", "I;16", "RGBA", "CMYK"))
 def test_turned_tiffs(tmp_path, mode):
     """Without compression, PIL would map the file with rows of the wrong length."""
@@ -619,9 +634,25 @@ def test_mirrored_labels(capsys):
     common.report_once.cache_clear()
     for _ in range(2):
         assert common.mirrored(names).tolist() == [2, 1, 0, 3, 5, 4, 6]
-    said = "in mirrored photos 4 labels change sides: ['turn_left', 'turn_right']\n"
-    assert capsys.readouterr().out == said
-    assert common.mirrored(["left", 7]).tolist() == [0, 1] and not capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("in mirrored photos 1 labels stay, which name a side")
+    assert said[0].endswith("['left lung']")
+    assert said[1:] == ["in mirrored photos 4 labels change sides: ['turn_left', 'turn_right']"]
+    assert common.mirrored(["left", 7]).tolist() == [0, 1]
+    assert "1 labels stay" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("names, expected", [
+    (["leftHand", "other", "rightHand"], [2, 1, 0]),
+    (["RIGHT1", "LEFT1"], [1, 0]),
+    (["Left", "straight", "right"], [2, 1, 0]),
+    (["bright left lamp", "bright right lamp", "brleft"], [1, 0, 2]),
+    (["Left", "left", "right", "Right"], [3, 2, 1, 0]),
+    (["Left", "left", "right"], [0, 2, 1]),
+])
+def test_sides_within_words_of_labels(names, expected):
+    """Of labels, unlike captions: the mirrored one is among them, so that it is no other word."""
+    assert common.mirrored(names).tolist() == expected
 
 
 def take(batches, size, batch_size, ranks=1, seed=0, start=0):
@@ -783,9 +814,48 @@ def test_checkpoints_that_run_code_are_refused(tmp_path, monkeypatch):
     torch.save({"model": Touch()}, "evil.pth")
     (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Touch(), 2))
     for name in ("evil.pth", "evil.pkl"):
-        with pytest.raises(SystemExit, match=f"{name} is missing, cut off, or holds more than"):
+        with pytest.raises(SystemExit, match=f"{name} is cut off, or holds more than"):
             common.read_checkpoint(name)
     assert not (tmp_path / "ran").exists()
+
+
+class Copy:
+    def __reduce__(self):  # a function that PyTorch does not block by its module
+        return shutil.copy, ("weights.pth", "ran"), {"state": 1}
+
+
+def test_what_lies_beside_weights_is_not_built(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(2), "flags": Copy(), "class": Copy}, "weights.pth")
+    content = common.read_checkpoint("weights.pth")
+    assert torch.equal(content["w"], torch.ones(2)) and content.keys() == {"w", "flags", "class"}
+    assert isinstance(content["flags"], checkpoints.Ignored)
+    assert content["class"] is checkpoints.Ignored
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name, value", [("x.pth", torch.zeros(10**5)), ("x.json", "x" * 10**5)])
+def test_a_full_disk(name, value, tmp_path):
+    """What cannot be written as a whole leaves the old file, no half one, and a line."""
+    path = tmp_path / name
+    common.save(path, {"value": 1})
+    before = path.read_bytes()
+
+    def fill():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        common.save(path, {"value": value})
+
+    code, printed = fork_and_read(fill)
+    kept = "cannot be written (File too large): what was there before is kept"
+    assert code == 1 and printed == f"error: {path} {kept}\n"
+    assert path.read_bytes() == before and files_in(tmp_path) == {name}
+
+
+def test_standard_output_is_closed():
+    code = "import common; [common.print_main(str(n)) for n in range(100_000)]"
+    command = f"'{sys.executable}' -c '{code}' | head -1"
+    process = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert (process.stdout, process.stderr) == ("0\n", "error: standard output is closed\n")
 
 
 TABLE = {"batch_size": (32, 64, 256), "lr": (0.01, 0.2, 0.4), "image_size": (48, 112, 224)}

@@ -1,5 +1,6 @@
 """What all four training scripts promise, as one table over them: resuming, files, processes."""
 
+import argparse
 import gc
 import importlib
 import json
@@ -183,9 +184,11 @@ def test_what_a_folder_refuses(tiny, tmp_path):
     ):
         torch.save({**checkpoint, "args": {**checkpoint["args"], name: other}}, path)
         assert f"{tmp_path} {message}" in refusal(command)
+    torch.save({"model": {}, "args": argparse.Namespace(lr=0.1)}, path)
+    assert f"{path} is of no script of ours: choose another --output" in refusal(command)
     torch.save(checkpoint, path)
     path.write_bytes(path.read_bytes()[:900])
-    assert f"{path} is missing, cut off, or holds more than" in refusal(command)
+    assert f"{path} is cut off, or holds more than" in refusal(command)
     assert {"model_1.pth", "backbone.pth"} <= files_in(tmp_path) and path.stat().st_size == 900
 
 
@@ -242,6 +245,18 @@ def test_nodes_that_do_not_share_the_folder(tiny, tmp_path, monkeypatch):
     (tmp_path / "1/run/checkpoint.pth").unlink()
     for message in in_two_processes(start):
         assert "--output run is not the same folder on all nodes" in message
+
+
+def test_nodes_with_other_flags(tiny, tmp_path, monkeypatch):
+    """Each would move its copy of the weights by rates of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def start():
+        rate = ("0.01", "0.02")[int(os.environ["RANK"])]
+        return refusal(tiny("virtex", "run", "--iters", 2, "--lr", rate))
+
+    for message in in_two_processes(start):
+        assert "the processes have different flags or data" in message
 
 
 def test_a_full_disk_and_another_amp(tiny, tmp_path):

@@ -119,7 +119,7 @@ def test_photos_in_folders(tmp_path):
     assert "train has no photos in c. Expected: train/CLASS/PHOTO: see --root" in wrong
 
 
-ADDED = "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found", "__MACOSX", ".thumbs"
+ADDED = "@eaDir", "#recycle", "@Recycle", "$RECYCLE.BIN", "lost+found", "__MACOSX", ".thumbs"
 
 
 def test_what_file_systems_and_archivers_add(folder, tmp_path):
@@ -132,7 +132,7 @@ def test_what_file_systems_and_archivers_add(folder, tmp_path):
     flags = "--protocol knn --hold-out 0.5"
     output = run_here(command(tmp_path / "added", tmp_path, flags))
     assert "2 classes: blue, red" in output and "16 training and 16 test photos" in output
-    assert "12 files and folders are left out, which are hidden or added by a file" in output
+    assert "14 files and folders are left out, which are hidden or added by a file" in output
     assert evaluate(tmp_path / "plain", folder, flags) == result(tmp_path / "added")["backbones"]
 
 
@@ -244,6 +244,15 @@ def test_chance_stands_beside_map():
     assert eval_linear.measure(decisions, run_of("svm-virtex", "abc")) == perfect
     perfect = {"top-1": 100, "commonest class": 50}
     assert eval_linear.measure(decisions, run_of("sgd-mct", "abc")) == perfect
+
+
+def test_chance_is_of_the_classes_that_have_a_score():
+    """Class b was not learned: neither mAP nor chance counts it."""
+    truth = torch.tensor([[1, 1], [0, 1], [0, 1], [0, 0]], dtype=torch.int8)
+    decisions = torch.tensor([[3.0, torch.nan], [2, torch.nan], [1, torch.nan], [0, torch.nan]])
+    outputs = eval_linear.Outputs(decisions, truth)
+    expected = {"mAP": 100, "a": 100, "chance": 25}
+    assert eval_linear.measure(outputs, run_of("svm-virtex", "ab")) == expected
 
 
 def test_each_layer_has_its_scores():
@@ -646,6 +655,16 @@ def test_over_runs():
     assert eval_linear.over_runs([{"mAP": 1.0}])["std"] == {"mAP": 0.0}
 
 
+def test_more_shots_than_photos(capsys):
+    """The folder of the result will be called 4-shots."""
+    labels = np.array([0, 0, 0, 0, 1, 1, 2])
+    data = eval_linear.LabelData(np.arange(7), labels, ["a", "b", "c"])
+    args = SimpleNamespace(seed=0, hold_out=0.0, shots=4, train_images=None, protocol="knn")
+    common.report_once.cache_clear()
+    assert len(eval_linear.draw_photos(data, data, args)[0]) == 7
+    assert "2 of 3 classes have fewer training photos than --shots 4" in capsys.readouterr().out
+
+
 def test_shots(folder):
     """K photos of each class, others with another seed"""
     data = eval_linear.label_data("folder", folder, "train")
@@ -945,7 +964,7 @@ def test_in_a_copy(files, folder, tmp_path):
         ("--protocol layers --weights {A}", "A.pth is a resnet18, not --arch vgg16_bn"),
         ("--protocol layers --arch resnet50", "--protocol layers is for VGG-16"),
         ("--protocol layers --lr 1 2", "--protocol layers takes 3 values of --lr"),
-        ("--weights none.pth", "none.pth"),
+        ("--weights none.pth", "there is no file none.pth"),
         ("--weights {A} none.pth", "not measured: none.pth; the causes stand below the table"),
         ("--protocol knn --both-ways --hold-out 0.2", "--both-ways is for svm-virtex, svm-icmlm"),
         ("--protocol sgd-mct --both-ways", "--both-ways is for svm-virtex, svm-icmlm and knn"),

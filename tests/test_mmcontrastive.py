@@ -453,13 +453,19 @@ def marian_models(tiny_lm, folder):
     config = transformers.MarianConfig(**sizes, **tokens, forced_eos_token_id=end, init_std=0.5)
     for n, pair in enumerate(("en-fr", "fr-en", "en-de", "de-en")):
         torch.manual_seed(n)
-        transformers.MarianMTModel(config).save_pretrained(folder / pair)
+        model = transformers.MarianMTModel(config)
+        model.generation_config.max_length = 512  # as in those of the hub
+        model.save_pretrained(folder / pair)
         tokenizer.save_pretrained(folder / pair)
     return str(folder / "{}-{}")
 
 
-def test_backtranslate_and_train_on_it(tiny, tiny_lm, coco_folder, tmp_path):
-    """Killed half-way and started again it has every caption once, both ways; training reads it."""
+def test_backtranslate_and_train_on_it(tiny, tiny_lm, coco_folder, tmp_path, monkeypatch):
+    """Killed half-way and started again it has every caption once, both ways; training reads it.
+
+    Nothing is warned of at each batch.
+    """
+    monkeypatch.setattr(transformers.generation.utils.logger, "warning", pytest.fail)
     path = tmp_path / "run" / "backtranslations.jsonl"
     command = tiny("mmcontrastive", path.parent, "--caption-views", "backtranslation", "--iters", 3)
     data = one_split("coco", str(coco_folder), "train2017")

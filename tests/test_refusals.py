@@ -29,9 +29,9 @@ ALL_SCRIPTS = [
     ("--output {tmp}/bad.jsonl", "bad.jsonl cannot be a folder: File exists"),
 ]
 INIT = [
-    ("--init none.pth", "none.pth is missing, cut off, or holds more than"),
-    ("--init {tmp}/bad.jsonl", "bad.jsonl is missing, cut off, or holds more than"),
-    ("--init {tmp}/tiny.pth --arch resnet18", "tiny.pth holds no ResNet or VGG"),
+    ("--init none.pth", "there is no file none.pth"),
+    ("--init {tmp}/bad.jsonl", "bad.jsonl is cut off, or holds more than"),
+    ("--init {tmp}/tiny.pth --arch resnet18", "tiny.pth holds no ResNet, VGG or ConvNeXt"),
     ("--init {tmp}/resnet18.pth", "resnet18.pth is a resnet18, not --arch resnet50"),
     ("--init {tmp}/wide.pth", "wide.pth is a wide_resnet50_2, not --arch resnet50"),
 ]

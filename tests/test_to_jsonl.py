@@ -397,3 +397,15 @@ def test_parquet_files_of_one_name(convert, parquet, tmp_path):
 def test_copies():
     """to_jsonl.py imports nothing that needs torch."""
     assert to_jsonl.PHOTO_ENDINGS == folders.PHOTO_ENDINGS
+    assert to_jsonl.ADDED_FOLDERS == folders.ADDED_FOLDERS
+
+
+def test_deleted_photos_stay_deleted(tmp_path, convert):
+    """A NAS keeps them, with their captions, in the folder from which they were deleted."""
+    for inner in "", "#recycle", "b/@Recycle", "@eaDir/1.jpg":
+        (tmp_path / "a" / inner).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (2, 2)).save(tmp_path / "a" / inner / "1.jpg")
+        (tmp_path / "a" / inner / "1.txt").write_text("a dog")
+    printed, lines = convert({}, given=["a"])
+    assert [line["image"] for line in lines] == ["a/1.jpg"]
+    assert "files and folders are left out, which a file system or an archiver" in printed

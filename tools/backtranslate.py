@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
-from common import print_main, progress
+from common import fail, print_main, progress
 
 BATCH_SIZE = 64
 MAX_TOKENS = 128  # per translation
@@ -81,8 +81,12 @@ class Translator:
     def __init__(self, name, device, amp):
         from transformers import AutoModelForSeq2SeqLM, AutoTokenizer  # only here: it takes seconds
 
-        self.tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForSeq2SeqLM.from_pretrained(name)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(name)
+            model = AutoModelForSeq2SeqLM.from_pretrained(name)
+        except OSError:
+            fail(f"{name} cannot be read: --translator is of the hub (huggingface.co) or a folder")
+        model.generation_config.max_length = None  # or else it warns of MAX_TOKENS at each batch
         self.model = model.float().to(device).eval()  # transformers 5 keeps the file's precision
         self.device, self.amp = device, amp
 

@@ -80,7 +80,10 @@ def write_shards(args, split, data):
         files = pool.imap(partial(photo_file, data.open, args.size), data.images, chunksize=20)
         files = iter(progress(files, desc=split, total=len(data), unit=" photos"))
         for number, start in enumerate(range(0, len(data), args.per_shard)):
-            with tarfile.open(f"{args.output}/{split}-{number:06d}.tar", "w") as tar:
+            with (
+                common.writing(f"{args.output}/{split}-{number:06d}.tar") as file,
+                tarfile.open(fileobj=file, mode="w") as tar,
+            ):
                 for n in range(start, min(start + args.per_shard, len(data))):
                     ending, photo = next(files)
                     if not ending:

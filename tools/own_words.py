@@ -47,14 +47,14 @@ def main(args):
     words = choose_words(train, args.num_words)
     order = np.random.default_rng(args.seed).permutation(len(val))
     learn = set(order[: len(val) // 2].tolist())
-    with open(args.output, "w") as file:
+    with common.writing(args.output) as file:
         for n, photo_words in enumerate(words_of_photos(val)):
             row = {
                 "image": str(Path(val.images[n]).resolve()),
                 "tags": [word for word in words if word in photo_words],
                 "split": "learn" if n in learn else "score",
             }
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
     print_main(f"{args.output}: {len(val)} photos, {len(words)} words: {', '.join(words)}")
     flags = ["--data", args.output, "--train-split", "learn", "--val-split", "score"]
     flags += ["--both-ways"] if len(val) < 1000 else []

@@ -37,6 +37,7 @@ LIST_AS_TEXT = re.compile(
 # Copied from extras/folders.py, whose torch would take 0.5 GB and five seconds.
 PHOTO_ENDINGS = ".jpg .jpeg .jpe .jfif .mpo .png .webp .avif .gif .bmp .tif .tiff .jp2 .ppm .pgm"
 PHOTO_ENDINGS = tuple(PHOTO_ENDINGS.split())
+ADDED_FOLDERS = "@eaDir #recycle @Recycle #snapshot $RECYCLE.BIN lost+found __MACOSX".split()
 # <b>, </b>, <br/> or <a href="...">, but not "<b and c>" of "a<b and c>d"
 HTML_NAMES = "p|br|b|i|u|em|strong|div|span|a|ul|ol|li|font|h[1-6]"
 HTML_TAG = re.compile(rf"(?i)</?({HTML_NAMES})(\s+[\w:-]+=[^<>]*|\s*/)?>")
@@ -273,11 +274,17 @@ def rows_within(path, content):
 def read_folder(folder):
     """KEY.jpg, and beside it KEY.txt or KEY.caption with a caption on each line"""
     keys, rows = defaultdict(lambda: ([], [])), []  # {key: (photos, texts)}
+    added = []
     for name in sorted(glob.glob("**", root_dir=folder, recursive=True)):  # none that is hidden
         path = os.path.join(folder, name)
         key, ending = os.path.splitext(path)
-        if ending.lower() in TEXT_ENDINGS + PHOTO_ENDINGS:
+        if not {*ADDED_FOLDERS}.isdisjoint(name.split(os.sep)):
+            added.append(path)
+        elif ending.lower() in TEXT_ENDINGS + PHOTO_ENDINGS:
             keys[key][ending.lower() in TEXT_ENDINGS].append(path)
+    if added:
+        print(f"{folder}: {len(added)} files and folders are left out, which a file system or an "
+              f"archiver has added, the first: {added[0]}")
     if not any(photos and texts for photos, texts in keys.values()):
         fail(f"{folder} has neither metadata.csv or .jsonl nor KEY.txt beside KEY.jpg: name the "
              "file that holds the captions, or put the texts beside the photos")
@@ -433,7 +440,13 @@ def write(output, photos, args, notes):
     for photo in photos:
         photo["image"] = os.path.relpath(photo["image"], output.parent)
     lines = [json.dumps(photo, ensure_ascii=False) + "\n" for photo in photos]
-    output.write_text("".join(lines), encoding="utf-8", errors="replace")
+    temporary = Path(f"{output}.tmp")
+    try:
+        temporary.write_text("".join(lines), encoding="utf-8", errors="replace")
+        temporary.replace(output)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        fail(f"{output} cannot be written ({error.strerror})")
     print(f"the first line: {lines[0]}use it with --data {output}")
 
 
