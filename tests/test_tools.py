@@ -107,7 +107,8 @@ def test_plot(tmp_path):
         assert Image.open(more[-1] if more else picture).width == 675 * (1 + terms.count(","))
     assert "metrics.jsonl is missing" in refusal(["tools.plot", tmp_path])
     growth = run_here(["tools.plot", ROOT / "docs/scores.csv", "--output", other])
-    assert growth.startswith("VirTex + ours, text first, Words alone") and Image.open(other).width == 780
+    assert growth.startswith("VirTex + ours, text first, Words alone")
+    assert Image.open(other).width == 780
 
 
 @pytest.fixture

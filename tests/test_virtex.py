@@ -341,7 +341,7 @@ def test_mask_tokens():
 
 
 def test_two_processes(tiny, tmp_path):
-    """They give the same as one; look-ahead's slow weights are equal, too."""
+    """Their weights stay equal, look-ahead's slow ones, too."""
     in_two_processes(run_here, tiny("virtex", tmp_path, "--iters", 6, "--lookahead-alpha", 0.5))
 
 
