@@ -580,7 +580,8 @@ def build_backbone(arch, zero_init_residual=False, **kwargs):
     try:
         model = getattr(models, arch)(**kwargs)
     except OSError as error:  # from urllib
-        fail(f"the weights of {arch} cannot be downloaded ({error}): are you online?")
+        fail(f"the weights of {arch} cannot be downloaded ({error}): are you online? If not, give "
+             "a file with such weights")
     layers = [(name, x) for name, x in model.named_children() if name not in AFTER_FEATURES]
     backbone = nn.Sequential(OrderedDict(layers))
     backbone.arch = arch
@@ -880,6 +881,8 @@ def apply_recipe(args, script, flags, **changes):
     flags: see Parser.  changes: what replaces the values of the recipe paper
     """
     data = args.data or flags["data"][0]
+    if args.root and data == "shapes":
+        fail("--root is for other data than the built-in shapes: give --data, too")
     by_data = "small" if data.endswith(".jsonl") else "paper"
     args.recipe = args.recipe or ("demo" if data == "shapes" else by_data)
     column = RECIPES.index(args.recipe)
@@ -914,9 +917,11 @@ def flags_of(path):
     content = read_checkpoint(path)
     if content.get("script") in OUR_TRAININGS:
         return content["args"]
-    beside = Path(path).with_name("args.json")
-    flags = read_json(beside) if beside.exists() else {}
-    if flags.get("script") not in OUR_TRAININGS:
+    try:
+        flags = dict(json.loads(Path(path).with_name("args.json").read_bytes()))
+    except (OSError, ValueError, TypeError):  # none, or of another program
+        return {}
+    if flags.get("script") not in OUR_TRAININGS or flags.get("arch") not in BACKBONES:
         return {}
     # A file of another author may lie beside a run of ours.
     return flags if shapes(content) == backbone_shapes(flags["arch"]) else {}
@@ -1019,9 +1024,8 @@ def check_shared(folder, *numbers):
 
 def differ_among_processes(*numbers):
     """-> bool, the same in all processes"""
-    mine = torch.tensor([numbers])
-    found = gather(mine)
-    return bool((found != found[:1]).any())
+    found = gather(torch.tensor([numbers]))
+    return world_size() > 1 and bool((found != found[:1]).any())
 
 
 def circumstances():
@@ -1057,6 +1061,8 @@ def plan_run(args, device, samples, counts, outputs):
                f"{args.image_size} px, {outputs}")
     print_main(f"{iters:,} iterations of {args.batch_size} are {passes:.3g} passes; learning rates "
                f"{', '.join(rates)}; amp {args.amp} on {device}; into {args.output}")
+    if counts[0] < 1000 and not args.init:
+        print_main("that is few for random weights: see whether --init imagenet is better")
     return iters, args.validate_every or min(2000, math.ceil(iters / 5))
 
 
@@ -1113,7 +1119,7 @@ def stop(number, frame):
             tqdm.write(f"stopped after {RUN['done']} of {RUN['iters']} iterations; {saved}",
                        file=sys.stderr)
         else:
-            tqdm.write("stopped before training began", file=sys.stderr)
+            tqdm.write("stopped; there was nothing to save yet", file=sys.stderr)
     for process in multiprocessing.active_children():  # of on_all_cores: they would print errors
         process.terminate()
     os._exit(128 + number)
@@ -1200,7 +1206,8 @@ def end_run(args, backbone, task):
     task: of downstream/, with its flags: what the whole model can do
     """
     save_weights(f"{args.output}/backbone.pth", backbone)
-    data = "" if args.data == "shapes" else " imagenet --data folder --root LABELLED_PHOTOS"
+    start = shlex.quote(args.init or "imagenet")
+    data = "" if args.data == "shapes" else f" {start} --data folder --root LABELLED_PHOTOS"
     folder = shlex.quote(args.output)
     print_main(f"measure it:  python eval_linear.py --weights {folder}/backbone.pth random{data}\n"
                f"use it:      python -m downstream.{task} --weights {folder}/checkpoint.pth")

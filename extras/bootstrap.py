@@ -99,14 +99,12 @@ def interval(value, draws):
     return (value + np.quantile(draws - draws.mean(), [0.025, 0.975])).tolist()
 
 
-def compare(results, draws):
+def compare(results, draws, references):
     """Add the "interval" and the "differences" of each row to `results` -> [sentence]
 
-    A row is compared with random and imagenet, if they are there, else with the best, the first.
-    results: {backbone: {"mean": {metric: percent}}}.  draws: {backbone: [scores_of_draws of a run]}
+    results: {backbone: {"mean": {metric: percent}}}.  draws: {backbone: [scores_of_draws of a
+    run]}.  references: backbones that each row is compared with
     """
-    references = [name for name in ("random", "imagenet") if name in results]
-    references = references or list(results)[:1]
     sentences = []
     drawn = {}  # the mean over the runs
     for name, runs in draws.items():

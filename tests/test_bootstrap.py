@@ -199,13 +199,13 @@ def first(scores):
 
 
 def test_sentences():
-    """Above, below, neither; random and imagenet, if they are there, else the best row"""
+    """Above, below, neither, for each reference"""
     of_draws = np.tile([-2.0, -1.0, 0.0, 1.0, 2.0], 10)
     draws = {"imagenet": 0 * of_draws, "mine": of_draws, "random": 0 * of_draws}
     scores = {"imagenet": 93.0, "mine": 41.5, "random": 37.0}
     rows = {name: {"mean": {"mAP": score}} for name, score in scores.items()}
     runs = {name: [{"mAP": values}] for name, values in draws.items()}
-    assert bootstrap.compare(rows, runs) == [
+    assert bootstrap.compare(rows, runs, ["random", "imagenet"]) == [
         "imagenet is 56.0 points above random (56.0 to 56.0)",
         "mine is 4.5 points above random (2.5 to 6.5)",
         "mine is 51.5 points below imagenet (49.5 to 53.5)",
@@ -215,7 +215,7 @@ def test_sentences():
     assert rows["random"]["differences"]["imagenet"]["mAP"]["points"] == -56
     rows = {"mine": {"mean": {"mAP": 38.0}}, "theirs": {"mean": {"mAP": 37.0}}}
     runs = {"mine": runs["mine"], "theirs": runs["random"]}
-    sentence, _ = bootstrap.compare(rows, runs)
+    sentence, _ = bootstrap.compare(rows, runs, ["mine"])
     said = "theirs cannot be told apart from mine: the difference is -1.0 points (-3.0 to 1.0)"
     assert sentence == said
 
@@ -224,7 +224,7 @@ def test_layers_are_compared_one_by_one():
     names = "C-11 mAP", "C-12 mAP"
     rows = {name: {"mean": dict.fromkeys(names, score)} for name, score in (("A", 9.0), ("B", 1.0))}
     runs = {name: [dict.fromkeys(names, np.zeros(50))] for name in rows}
-    first, second, _ = bootstrap.compare(rows, runs)
+    first, second, _ = bootstrap.compare(rows, runs, ["A"])
     assert first == "C-11 mAP: B is 8.0 points below A (8.0 to 8.0)"
     assert second.startswith("C-12 mAP: B is")
 

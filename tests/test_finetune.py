@@ -42,7 +42,7 @@ def test_two_processes_compare_with_random(few_scenes, tmp_path):
     # As if it had been killed while the second one was trained.
     trained = (folder / "checkpoint.pth").stat().st_mtime_ns
     (random / "checkpoint.pth").unlink()
-    run_here(command)
+    in_two_processes(run_here, command)
     assert result(folder)["runs"] == content["runs"]
     assert (folder / "checkpoint.pth").stat().st_mtime_ns == trained
 
