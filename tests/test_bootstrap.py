@@ -244,6 +244,19 @@ def test_both_ways_is_the_mean_of_two_calls(files, folder, tmp_path):
     assert found["mean"]["top-1"] == pytest.approx(np.mean(scores))
 
 
+def test_weights_that_a_run_began_from(files, folder, tmp_path):
+    """They are what it is compared with, like random and imagenet."""
+    begun, run = files[0], tmp_path / "run"
+    run.mkdir()
+    shutil.copy(files[1], run / "backbone.pth")
+    flags = {"script": "virtex", "arch": "resnet18", "image_size": 32, "init": begun}
+    (run / "args.json").write_text(json.dumps(flags))
+    words = [*command(tmp_path / "out", folder, begun, run / "backbone.pth", "random")]
+    run_here([*words, "--protocol", "knn"])
+    differences = result(tmp_path / "out")["backbones"][f"{run}/backbone.pth"]["differences"]
+    assert differences.keys() == {begun, "random"}
+
+
 def test_what_cannot_be_opened(files, folder, tmp_path, monkeypatch):
     """A missing file, a hub's model and weights without a network: a line each, code 1, and the
     others are measured. If none of the user's own can be opened, nothing is.
