@@ -30,7 +30,6 @@ at least ln n. If the validation scores stall near those of the frequencies, tra
 predict fewer labels (--num-labels, --pos nn). A finished run is in docs/logs/tp.
 """
 
-import math
 import os
 import time
 from collections import Counter, defaultdict

@@ -3,7 +3,6 @@
 In most tests the backbone is `FeaturesAsGiven`: what is passed as images are the features.
 """
 
-import copy
 import itertools
 import json
 import math
