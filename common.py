@@ -658,6 +658,7 @@ def set_lr(optimizer, factor):
 # ---------------------------------------------------------------------- processes and precision
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STOPPED_BY = signal.SIGINT, signal.SIGTERM  # see `stop`
 
 
 def init_distributed():
@@ -667,10 +668,14 @@ def init_distributed():
     sys.__stdout__.reconfigure(errors="replace", line_buffering=True)  # "?" if there is no UTF-8
     if sys.platform == "linux":  # the default of Python 3.14 would copy the data for each worker
         torch.multiprocessing.set_start_method("fork", force=True)
-    for number in signal.SIGINT, signal.SIGTERM:
+    for number in STOPPED_BY:
         signal.signal(number, stop)
-        if hasattr(os, "register_at_fork"):  # workers end silently, as the system ends them
-            os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(
+            before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, STOPPED_BY),
+            after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOPPED_BY),
+            after_in_child=end_silently,
+        )
     local = dist.get_node_local_rank(0)
     backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
@@ -683,6 +688,13 @@ def init_distributed():
             print("waiting for all processes (without torchrun: unset RANK WORLD_SIZE)")
         dist.init_process_group(backend, timeout=timedelta(hours=6))  # while one makes labels
     return device
+
+
+def end_silently():
+    """Let the system end a worker, also by a signal that came while it was forked."""
+    for number in STOPPED_BY:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPED_BY)
 
 
 def end_distributed():

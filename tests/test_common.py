@@ -921,3 +921,24 @@ def test_speed_and_waiting(tmp_path, monkeypatch):
         log.add(loss=torch.tensor(loss))
     log.waited, now[0] = 0.5, 12.0
     assert log.means() == {"loss": 2.0, "images_per_s": 4.0, "data_wait": 0.25}
+
+
+FORKS = """
+import os, signal, time, common
+common.init_distributed()
+for _ in range(5):
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(10)
+        os._exit(0)
+    os.kill(pid, signal.SIGTERM)
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+print("ended")
+"""
+
+
+def test_a_worker_that_is_ended_while_it_is_forked():
+    """It ends at once. Else multiprocessing.Pool would wait for it forever."""
+    command = [sys.executable, "-c", FORKS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "ended\n", done.stderr
