@@ -41,7 +41,9 @@ they start to use the image features. If training stalls on the plateau, train l
 import copy
 import io
 import math
+import os
 import re
+import shlex
 import time
 import unicodedata
 from collections import Counter
@@ -256,7 +258,8 @@ def main(args):
             log.write(iteration, row)
         common.save_if_due(args, iteration, state, more, validating)
 
-    common.end_run(args, backbone, "captioning PHOTO")
+    examples = filter(os.path.isfile, map(str, val.images[:2]))  # not scenes, nor in shards
+    common.end_run(args, backbone, f"captioning {shlex.join(examples) or 'PHOTO'}")
 
 
 # ---------------------------------------------------------------------------- captions to tokens
