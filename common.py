@@ -264,7 +264,6 @@ def swap_left_right(text):
     """The text of the mirrored photo: left and right are swapped as whole words, also between
     underscores (turn_left), and their capitals stay. [ours]
     """
-
     return SIDE.sub(lambda word: OTHER_SIDE[word[0]], text)
 
 
@@ -893,8 +892,6 @@ def apply_recipe(args, script, flags, **changes):
     flags: see Parser.  changes: what replaces the values of the recipe paper
     """
     data = args.data or flags["data"][0]
-    if args.root and data == "shapes":
-        fail("--root is for other data than the built-in shapes: give --data, too")
     by_data = "small" if data.endswith(".jsonl") else "paper"
     args.recipe = args.recipe or ("demo" if data == "shapes" else by_data)
     column = RECIPES.index(args.recipe)

@@ -111,8 +111,6 @@ def choose_defaults(args, parser):
     """Refuse flags that --protocol does not take, and give those that were left out its values."""
     protocol = PROTOCOLS[args.protocol]
     name = f"--protocol {args.protocol}"
-    if args.root and args.data == "shapes":
-        parser.error("--root is for other data than the built-in scenes: give --data folder, too")
     if protocol.metric == "top-1" and args.data != "folder":
         parser.error(f"{name} needs one label per photo: --data folder")
     defaults = dict(protocol.flags)
@@ -254,11 +252,11 @@ def report(results, draws, sizes, causes, classes, args):
     *metrics, guess = [name for name in next(iter(results.values()))[0] if name not in classes]
     rows = [(source, over_runs(runs)) for source, runs in results.items()]
     rows.sort(key=lambda row: -max(row[1]["mean"][metric] for metric in metrics))
-    references = [source for source in results if source in REFERENCES]
-    starts = {os.path.abspath(common.flags_of(source).get("init") or "") for source in results}
-    references += [source for source in results if os.path.abspath(source) in starts]
     verdict = []
     if len(rows) > 1:
+        starts = {os.path.abspath(common.flags_of(source).get("init") or "") for source in results}
+        references = [source for source in results if source in REFERENCES]
+        references += [source for source in results if os.path.abspath(source) in starts]
         references = references or [rows[0][0]]  # else the best
         verdict = common.extra("bootstrap").compare(dict(rows), draws, references)
     path = f"{args.output}/result.json"

@@ -16,6 +16,8 @@ VOC_TRUTH = {"1": 1, "-1": 0, "0": -1}  # their yes, no and "difficult"
 def caption_data(name, root, splits):
     """-> common.CaptionData of each split of --data"""
     if name == "shapes":
+        if root:
+            fail("--root is for other data than the built-in shapes: give --data, too")
         return [extra("shapes").caption_data(split) for split in splits]
     if name == "vg":
         return read_photos(visual_genome, splits, root or "datasets/vg")

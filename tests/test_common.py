@@ -879,7 +879,7 @@ TABLE |= {"data": ("shapes", "shapes", "shapes"), "recipe": (None, None, None)}
 )
 def test_recipes(given, recipe, expected):
     """--data chooses one unless --recipe does; a flag given wins; rows without a flag, too."""
-    left_out = dict.fromkeys(TABLE) | {"data": "shapes", "recipe": None, "init": None, "root": None}
+    left_out = dict.fromkeys(TABLE) | {"data": "shapes", "recipe": None, "init": None}
     args = argparse.Namespace(**left_out | given)
     common.apply_recipe(args, "virtex", TABLE, margin=1)
     assert vars(args).items() >= {"recipe": recipe, **expected}.items()
