@@ -225,7 +225,7 @@ def evaluate(model, tokenizer, image_size, device, args):
 def score(rows):
     """Captions with their references -> {"CIDEr", "SPICE": percent}
 
-    What cannot be measured here is reported, and left out.
+    What cannot be measured here is reported, and left out, as is CIDEr of one photo.
     """
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.spice.spice import Spice
@@ -234,11 +234,14 @@ def score(rows):
     references = [[{"caption": text} for text in row["references"]] for row in rows]
     truth = PTBTokenizer().tokenize(dict(enumerate(references)))
     written = PTBTokenizer().tokenize({n: [row] for n, row in enumerate(rows)})
-    if len(rows) < 100:
-        print_main("CIDEr of fewer than 100 photos means little: a word that all of them have in "
-                   "their references counts nothing, so that a single photo has CIDEr 0")
-    scores = {}
-    for name, metric in ("CIDEr", Cider), ("SPICE", Spice):
+    metrics, scores = {"CIDEr": Cider, "SPICE": Spice}, {}
+    if len(rows) == 1:
+        print_main("CIDEr is left out: of one photo it is 0, whatever the caption")
+        del metrics["CIDEr"]
+    elif len(rows) < 100:
+        print_main("CIDEr of fewer than 100 photos means little: a word counts less, the more of "
+                   "them have it in their references")
+    for name, metric in metrics.items():
         try:
             scores[name] = 100 * metric().compute_score(truth, written)[0]
             print_main(f"{name} {scores[name]:.1f} on {len(rows)} images")

@@ -129,9 +129,11 @@ def test_what_spice_lacks(monkeypatch, capsys):
 
 
 def test_cider_of_few_photos(monkeypatch, capsys):
-    """Of fewer than a hundred it is doubted."""
+    """Of one it is left out, of fewer than a hundred it is doubted."""
     row = {"image": "1.jpg", "caption": "a dog", "references": ["the dog", "dogs"]}
     no_metrics(monkeypatch)
+    assert captioning.score([row]).keys() == {"SPICE"}
+    assert "CIDEr is left out: of one photo it is 0" in capsys.readouterr().out
     for number, doubted in (99, True), (100, False):
         assert captioning.score(number * [row]).keys() == {"CIDEr", "SPICE"}
         printed = capsys.readouterr().out
