@@ -3,7 +3,7 @@
 import contextlib
 import io
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
@@ -65,18 +65,13 @@ def load(source, root, split):
     root = root or f"datasets/{source}"
     name = f"{root}, {split}"
     if source == "shapes":
-        content = scenes(split)
-    elif source == "voc":
+        return BoxData(scenes(split), source)
+    if source == "voc":
         content = voc(root, split)
     else:
         kind, where = ("lvis", "coco_url") if source == "lvis" else ("instances", "file_name")
         name = f"{root}/annotations/{kind}_{split}.json"
-        content = tasks.read_coco(
-            name,
-            images=["id", where],
-            categories=["id", "name"],
-            annotations=["image_id", "category_id", "bbox"],
-        )
+        content = tasks.read_coco(name)
         for image in content["images"]:
             image["path"] = f"{root}/{split}/{image[where]}"
             if source == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
@@ -88,8 +83,7 @@ def load(source, root, split):
                 fail(f"{name}: {times} of the {part} have the {key} {value}: list it once, with "
                      "all of its objects")
     if source == "lvis":
-        negatives = [image.get("neg_category_ids") for image in content["images"]]
-        if None in negatives or not any(negatives):
+        if not any(image.get("neg_category_ids") for image in content["images"]):
             fail(f"{name} lacks neg_category_ids, the classes known not to be in a photo. Without "
                  "them LVIS's score misses most wrong detections: use --data coco")
         for category in content["categories"]:
@@ -98,88 +92,74 @@ def load(source, root, split):
 
 
 def fitting(images, name):
-    """Leave out photos whose size is not the annotated one. Boxes are of photos as EXIF turns them.
+    """-> the images whose size in the file is that of the photo as EXIF turns it, as boxes must be
 
     images: as in COCO's files, with a "path"; without "width" and "height" they get the photo's.
-    name: for the lines that are printed.  -> the images that fit
+    name: for the lines that are printed
     """
-    fit, others, unclear = [], defaultdict(list), 0
+    fit, others, turned = [], [], 0
     for image in common.progress(images, desc="sizes of photos", leave=False):
         given = [float(image.get(side) or 0) for side in ("width", "height")]
         try:
             with Image.open(image["path"]) as photo:  # it reads the first bytes only
                 orientation = Image.Image.getexif(photo).get(ExifTags.Base.Orientation, 1)
+                size = list(photo.size)
         except Exception:  # PIL's decoders raise a dozen kinds
-            others["which cannot be opened"].append(image)
+            others.append(image["path"])
             continue
-        size = stored = [*photo.size]
-        if orientation >= 5 and photo.format == "TIFF":  # PIL itself turns those
-            stored = size[::-1]
-        elif orientation >= 5:
-            size = stored[::-1]
+        if orientation >= 5 and photo.format != "TIFF":  # PIL itself turns those
+            size.reverse()
         if given == size or 0 in given:
             image["width"], image["height"] = size
-            unclear += orientation > 1 and (0 in given or size == stored)
+            turned += orientation > 1
             fit.append(image)
-        elif given == stored:
-            others["annotated as they are stored, not as EXIF turns them"].append(image)
         else:
-            others["annotated with another size"].append(image)
-    if unclear:
-        print_main(f"{name}: EXIF turns or mirrors {unclear} photos whose annotated size does not "
-                   "tell whether boxes are of the turned photo: they are taken as such")
-    for reason, found in others.items():
-        count = f"{len(found)} of {len(images)} photos are left out"
-        print_main(f"{name}: {count}, {reason}: {found[0]['path']}")
+            others.append(image["path"])
+    if turned:
+        print_main(f"{name}: EXIF turns or mirrors {turned} photos, whose boxes are taken as those "
+                   "of the turned photo")
+    if others:
+        print_main(f"{name}: {len(others)} of {len(images)} photos are left out, which cannot be "
+                   "opened, or whose annotated width and height are not those of the photo as "
+                   f"EXIF turns it: {others[0]}")
     return fit
 
 
 def complete(content, source, name):
     """-> content with all that pycocotools needs. What is odd or left out is counted."""
-    photos = {image["id"]: image for image in content["images"]}
-    names = {category["id"]: str(category["name"]) for category in content["categories"]}
-    ids = {title: number for number, title in reversed(names.items())}  # the first of each name
-    if len(ids) < len(names):
-        print_main(f"{name}: {len(names) - len(ids)} of {len(names)} categories have the name of "
-                   "an earlier one: their objects are of that one")
     images = content["images"]
-    if source != "shapes":
-        pictures.photo_files([image["path"] for image in images])  # it fails if some are missing
-        images = fitting(images, name)
-    kept = {image["id"] for image in images}
+    pictures.photo_files([image["path"] for image in images])  # it fails if some are missing
+    images = fitting(images, name)
+    photos = {image["id"]: image for image in images}
     rows, counts, total = [], Counter(), len(content["annotations"])
     for number, row in enumerate(content["annotations"], 1):
-        try:
-            photo, category = photos[row["image_id"]], ids[names[row["category_id"]]]
-            if row["image_id"] not in kept:
-                continue
-            x, y, width, height = map(float, row["bbox"])
-            counts["have swapped corners: put in order"] += width < 0 or height < 0
-            x, width = min(x, x + width), abs(width)
-            y, height = min(y, y + height), abs(height)
-            if source == "voc":  # which counts pixels from 1; the last one belongs to the box
-                x, y, width, height = x - 1, y - 1, width + 1, height + 1
-            found = row.get("segmentation") or []
-            if isinstance(found, list):  # of polygons; otherwise run lengths
-                polygons = [part for part in found if len(part) >= 6 and len(part) % 2 == 0]
-                counts["have a polygon without three corners: left out"] += polygons != found
-                found = polygons
-            elif found["size"] != [photo["height"], photo["width"]]:
-                counts["have a mask of another size than their photo: left out"] += 1
-                found = []
-            # Ids count from 1, because pycocotools takes 0 for no match. It needs an area, for
-            # scores of small and of large objects, which we do not print.
-            row |= {"id": number, "category_id": category, "bbox": [x, y, width, height]}
-            row |= {"segmentation": found, "iscrowd": int(row.get("iscrowd") or 0)}
-            row["area"] = float(row.get("area") or width * height)
-        except Exception as error:  # of any kind, as files are
-            fail(f"{name}, annotation {row.get('id', number)}: {error!r} (a KeyError names an id "
-                 "that the file does not have)")
-        counts["are smaller than a pixel (boxes are in pixels)"] += max(width, height) < 1
+        if row["image_id"] not in photos:
+            counts["are of none of the photos that are read: left out"] += 1
+            continue
+        photo = photos[row["image_id"]]
+        x, y, width, height = map(float, row["bbox"])
+        counts["have swapped corners: put in order"] += width < 0 or height < 0
+        x, width = min(x, x + width), abs(width)
+        y, height = min(y, y + height), abs(height)
+        if source == "voc":  # which counts pixels from 1; the last one belongs to the box
+            x, y, width, height = x - 1, y - 1, width + 1, height + 1
+        found = row.get("segmentation") or []
+        if isinstance(found, list):  # of polygons; otherwise run lengths
+            polygons = [part for part in found if len(part) >= 6 and len(part) % 2 == 0]
+            counts["have a polygon without three corners: left out"] += polygons != found
+            found = polygons
+        elif found["size"] != [photo["height"], photo["width"]]:
+            counts["have a mask of another size than their photo: left out"] += 1
+            found = []
+        # Ids count from 1, because pycocotools takes 0 for no match. It needs an area, for scores
+        # of small and of large objects, which we do not print.
+        row |= {"id": number, "bbox": [x, y, width, height], "area": width * height}
+        row |= {"segmentation": found, "iscrowd": int(row.get("iscrowd") or 0)}
         empty = not min(width, height) > 0.01  # or NaN
         beyond = max(-x, -y, x + width - photo["width"], y + height - photo["height"])
-        counts["leave their photo (a box is x, y, width, height)"] += beyond > 1
         counts["have a box without area: left out"] += empty
+        counts["leave their photo (a box is x, y, width, height)"] += beyond > 1
+        counts["are smaller than a pixel (boxes are in pixels)"] += max(width, height) < 1
         if not empty:
             rows.append(row)
     kind = "difficult: learned, but" if source == "voc" else "crowds (iscrowd 1): not learned and"
@@ -191,10 +171,9 @@ def complete(content, source, name):
         if count:
             print_main(f"{name}: {count} of {total} annotations {what}")
     if all(row["iscrowd"] for row in rows):
-        hint = ": tools write iscrowd 1 for painted masks, too; if yours are objects, set it to 0"
-        fail(f"{name} has no object to score{hint if rows and source != 'voc' else ''}")
-    categories = [row for row in content["categories"] if row["id"] in ids.values()]
-    return {**content, "images": images, "annotations": rows, "categories": categories}
+        fail(f"{name} has no object to score. Tools write iscrowd 1 for painted masks, too: if "
+             "yours are objects, set it to 0")
+    return {**content, "images": images, "annotations": rows}
 
 
 def voc(root, split):
@@ -210,14 +189,10 @@ def voc(root, split):
         photo_list = folder / "ImageSets" / "Main" / f"{image_set}.txt"
         if not photo_list.is_file():
             fail(f"there is no {photo_list}: a split is 2007_test or 2007_trainval+2012_trainval")
-        lines = photo_list.read_text("utf-8-sig").splitlines()
-        files = [folder / "Annotations" / f"{line.strip()}.xml" for line in lines if line.strip()]
-        missing = [file for file in files if not file.is_file()]
-        if missing:
-            fail(f"{len(missing)} of {len(files)} photos of {photo_list} have no annotations, the "
-                 f"first is {missing[0]}. A photo without objects needs an XML without objects")
-        for file in files:
-            image = {"id": len(images) + 1, "path": f"{folder}/JPEGImages/{file.stem}.jpg"}
+        names = map(str.strip, photo_list.read_text("utf-8-sig").splitlines())
+        for name in filter(None, names):
+            file = folder / "Annotations" / f"{name}.xml"
+            image = {"id": len(images) + 1, "path": f"{folder}/JPEGImages/{name}.jpg"}
             images.append(image)
             try:
                 tree = ElementTree.parse(file)
@@ -231,30 +206,29 @@ def voc(root, split):
                         "bbox": [left, top, edges["xmax"] - left, edges["ymax"] - top],
                         "iscrowd": int(found.findtext("difficult") or 0),
                     })
-            except Exception as error:  # no XML, or no name, box or number in it
-                fail(f"{file} is no XML, or an object in it has no name, box or number ({error})")
-    names = {row["category_id"]: row["category_id"] for row in rows}
-    return as_coco(images, rows, names)
+            except Exception as error:  # no file, no XML, or no name, box or number in it
+                fail(f"{file} cannot be read ({error!r}): each photo needs an XML, and each object "
+                     "in it a name and a box")
+    names = dict.fromkeys(row["category_id"] for row in rows)
+    categories = [{"id": name, "name": name} for name in names]
+    return {"images": images, "annotations": rows, "categories": categories}
 
 
-def scenes(split, side=96):
+def scenes(split):
     """The built-in scenes, drawn at 96 px; only the first 500 of the validation split -> content"""
-    numbers = shapes.SPLITS.get(split) or fail(f"--data shapes has no split {split}")
+    numbers = shapes.SPLITS[split]
     numbers = numbers[:500] if split == "val" else numbers
-    images = [{"id": n, "path": n, "width": side, "height": side} for n in numbers]
     rows = []
     for n in numbers:
         for o in shapes.objects_of(n):
             left, top, _, _ = o.box
-            box = [side * left, side * top, 2 * side * o.radius, 2 * side * o.radius]
-            category = shapes.SHAPES.index(o.shape)
-            rows.append({"image_id": n, "category_id": category, "bbox": box})
-    return as_coco(images, rows, dict(enumerate(shapes.SHAPES)))
-
-
-def as_coco(images, annotations, names):
-    categories = [{"id": category, "name": name} for category, name in names.items()]
-    return {"images": images, "annotations": annotations, "categories": categories}
+            side = 2 * 96 * o.radius
+            row = {"image_id": n, "category_id": shapes.SHAPES.index(o.shape)}
+            row |= {"bbox": [96 * left, 96 * top, side, side], "segmentation": []}
+            rows.append({**row, "id": len(rows) + 1, "area": side**2, "iscrowd": 0})
+    images = [{"id": n, "path": n, "width": 96, "height": 96} for n in numbers]
+    categories = [{"id": k, "name": name} for k, name in enumerate(shapes.SHAPES)]
+    return {"images": images, "annotations": rows, "categories": categories}
 
 
 def training_rows(data, seed):

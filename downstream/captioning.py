@@ -13,7 +13,6 @@ official evaluation: resize 256, centre crop 224, or in proportion for other ima
 
 import importlib.util
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -84,14 +83,15 @@ def load_virtex(path, tokenizer_path=None):
         fail(f"{path} is not a captioning model: give a checkpoint.pth of virtex.py, trained with "
              "--task bicaptioning or captioning")
     if tokenizer_path:
-        tokenizer = read_tokenizer(tokenizer_path)
+        tokenizer = sentencepiece.SentencePieceProcessor(model_file=f"{tokenizer_path}")
     elif "tokenizer" in content:
         tokenizer = sentencepiece.SentencePieceProcessor(model_proto=content["tokenizer"])
     else:
         fail(f"{path} has no tokenizer: add --tokenizer coco_10k.model")
     vocab_size, hidden = state["textual.embedding.words.weight"].shape
-    if tokenizer.get_piece_size() != vocab_size:
-        fail(f"the tokenizer has {tokenizer.get_piece_size()} tokens, but {path} has {vocab_size}")
+    ids = tokenizer.piece_to_id(["[SOS]", "[EOS]", "[MASK]"])
+    if tokenizer.get_piece_size() != vocab_size or ids != [SOS, EOS, MASK]:
+        fail(f"--tokenizer {tokenizer_path} is not the one with which {path} was trained")
 
     layers = [name for name in state if re.match(r"textual\..*\.linear1\.bias", name)]
     bidirectional = any(name.startswith("backward_textual.") for name in state)
@@ -107,15 +107,6 @@ def load_virtex(path, tokenizer_path=None):
     ours = model.state_dict()
     model.load_state_dict({name: x for name, x in state.items() if name in ours})
     return model.eval(), tokenizer, args.get("image_size", 224)
-
-
-def read_tokenizer(path):
-    if not os.path.isfile(path):
-        fail(f"there is no {path}: --tokenizer is a SentencePiece .model file")
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=f"{path}")
-    if tokenizer.piece_to_id(["[SOS]", "[EOS]", "[MASK]"]) != [SOS, EOS, MASK]:
-        fail(f"{path} must have [SOS], [EOS], [MASK] as ids 1, 2, 3")
-    return tokenizer
 
 
 @torch.no_grad()

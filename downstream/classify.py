@@ -5,8 +5,8 @@
 
 Nothing is trained here. Each photo gets the class whose name, in a caption such as "a photo of a
 daisy", is nearest in the common space of photos and captions (downstream/search.py). The names
-golden_retriever and GoldenRetriever are read as golden retriever; the latter is not if it is one
-word to the model. Draws the ten photos nearest to each class in classify.png of --output.
+golden_retriever and GoldenRetriever are read as golden retriever. Draws the ten photos nearest to
+each class in classify.png of --output.
 """
 
 import re
@@ -39,12 +39,10 @@ def get_args(argv=None):
 def main(args):
     model = search.Model(args)
     data = eval_linear.label_data(args.data, args.root, args.val_split)
-    names = [read_name(name, model.tokenizer.get_vocab()) for name in data.names]
-    model.check_texts(names, "the names of the classes")
-    around = args.prompt.replace("{}", " ").strip()
-    if any(map(str.isalnum, around)):
-        model.check_texts([around], "the words of --prompt")
+    names = [re.sub("(?<=[a-z])(?=[A-Z])", " ", name.replace("_", " ")) for name in data.names]
     texts = [args.prompt.replace("{}", name) for name in names]
+    print_main(f"{len(texts)} classes, the first: {', '.join(texts[:5])}")
+    model.check_texts(texts)
     path = Path(args.output, "classify.png")
     similarity, readable, _ = model.find(texts, data, path)
     print_main(f"the photos nearest to each class are in {path}")
@@ -57,17 +55,6 @@ def main(args):
     common.save(Path(args.output, "result.json"), {"args": vars(args), **result})
     print_main(f"{args.data}, {len(readable)} photos of {len(names)} classes: "
                f"{score:.1f} {metric} by class names, {guess:.1f} by guessing")
-
-
-def read_name(name, vocabulary):
-    """-> the name of a class in words, as the docstring of this file says"""
-    words = []
-    for word in name.replace("_", " ").split():
-        parts = re.sub("(?<=[a-z])(?=[A-Z])", " ", word)
-        words.append(word if word.lower() in vocabulary else parts)
-    if len(words) < len(" ".join(words).split()):
-        print_main(f'the class {name} is read as "{" ".join(words)}"')
-    return " ".join(words)
 
 
 if __name__ == "__main__":

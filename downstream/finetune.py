@@ -64,7 +64,6 @@ def get_args(argv=None):
         f"{LR} for batches of {BATCH}, {RANDOM_LR} for random weights, scaled to --batch-size)")
     add("--steps", type=number("> 0"), nargs="+", metavar="EPOCHS", help="epochs after which "
         "the learning rate falls to a tenth (default: 70%% and 90%% of --epochs)")
-    add("--weight-decay", type=number(">= 0"), help="of all weights (default 1e-4 [Sec. 4.3])")
     add_training_flags(parser)
     args = parser.parse_args(argv)
     defaults = {name: row[DATA.index(args.data)] for name, row in DEFAULTS.items()}
@@ -200,8 +199,7 @@ def labelled_split(name, root, split):
 def inat_labels(root, split):
     """{split}.json of iNaturalist 2018, photos below `root` -> eval_linear.LabelData"""
     path = f"{root}/{split}.json"
-    of_label = "image_id", "category_id"
-    content = tasks.read_coco(path, images=("id", "file_name"), annotations=of_label)
+    content = tasks.read_coco(path)
     category_of = {row["image_id"]: row["category_id"] for row in content["annotations"]}
     images = [image for image in content["images"] if image["id"] in category_of]
     lost = len(content["images"]) - len(images)

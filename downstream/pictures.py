@@ -13,7 +13,6 @@ from PIL import Image
 
 import common
 from common import fail
-from extras import folders
 
 os.environ.pop("MPLBACKEND", None)  # a Jupyter kernel's, which may not be installed here
 FONT_SIZE = 11  # in points
@@ -30,14 +29,6 @@ def photo_files(paths):
     none = common.lists([] for _ in paths)
     images, tagged = np.array(paths, common.STRINGS), np.zeros(len(paths), bool)
     return common.CaptionData(images, none, none, tagged, [])
-
-
-def images_in(folder):
-    """-> CaptionData, without captions, of all photos below a folder"""
-    paths = folders.list_photos(folder)
-    if not paths:
-        fail(f"there is no photo in the folder {folder} or its subfolders")
-    return photo_files(paths)
 
 
 @cache
@@ -94,16 +85,16 @@ def new_figure(path, width, height):
     return Figure((width / 100, height / 100), dpi=100)
 
 
-def draw_rows(path, rows, above=1, below=1, side=128):
-    """Draw rows of photos, with a text above each row and one below each photo
+def draw_rows(path, rows, above=1, side=128):
+    """Draw rows of photos, with a text above each row and a line below each photo
 
     rows: [(text above, [(pixels uint8 (side, side, 3), text below), ...]), ...].
-    above, below: the most lines of these texts
+    above: the most lines of the text above
     """
     columns = max(len(photos) for _, photos in rows)
     width = GAP + columns * (side + GAP)
     room_above = [above * LINE if title else 0 for title, _ in rows]
-    height = GAP + sum(room_above) + len(rows) * (side + below * LINE + 8)
+    height = GAP + sum(room_above) + len(rows) * (side + LINE + 8)
     figure = new_figure(path, width, height)
     if not figure:
         return
@@ -114,8 +105,8 @@ def draw_rows(path, rows, above=1, below=1, side=128):
         for column, (pixels, text) in enumerate(photos):
             x = GAP + column * (side + GAP)
             figure.figimage(pixels, x, bottom)
-            write(figure, x + side / 2, bottom - 3, text, side, below, ha="center", va="top")
-        bottom -= below * LINE + 8
+            write(figure, x + side / 2, bottom - 3, text, side, 1, ha="center", va="top")
+        bottom -= LINE + 8
     figure.savefig(path)
 
 

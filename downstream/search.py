@@ -16,7 +16,8 @@ import common
 import mmcontrastive
 from common import fail, number, print_main
 from downstream import tasks
-from downstream.pictures import draw_nearest, images_in
+from downstream.pictures import draw_nearest, photo_files
+from extras import folders
 
 
 def get_args(argv=None):
@@ -40,11 +41,14 @@ def add_flags(parser, name):
 def main(args):
     model = Model(args)
     if args.root:
-        data = images_in(args.root)
+        paths = folders.list_photos(args.root)
+        if not paths:
+            fail(f"there is no photo in the folder {args.root} or its subfolders")
+        data = photo_files(paths)
     else:
         trained = model.trained
         [data] = common.caption_data(trained.data, trained.root, [trained.val_split])
-    model.check_texts(args.texts, "the texts")
+    model.check_texts(args.texts)
     path = Path(args.output, "search.png")
     _, readable, nearest = model.find(args.texts, data, path)
     if args.root:
@@ -64,30 +68,22 @@ class Model:
         self.trained.amp = common.choose_amp(self.device, args.amp)
         self.trained.workers = args.workers
 
-    def check_texts(self, texts, what):
-        """Refuse texts that are empty, alike or mostly unknown; name those with unknown words."""
-        wordless = [text for text in texts if not any(map(str.isalnum, text))]
-        if wordless:
-            fail(f"{len(wordless)} of {what} have no letter or digit: {wordless[:20]}")
-        encoded = self.tokenizer(texts, add_special_tokens=False)
-        rows = encoded["input_ids"]  # each the tokens of a text
-        unknown = [row.count(self.tokenizer.unk_token_id) for row in rows]
-        named = [text for text, count in zip(texts, unknown) if count]
-        if named:
-            print_main(f"the model does not know every word of {', '.join(named[:20])} "
-                       f"({len(named)} of {len(texts)})")
+    def check_texts(self, texts):
+        """Refuse texts of unknown words; name those that the model does not read as they are."""
         common.check_known(self.tokenizer, texts, "the model")
-        split = [x for n, x in enumerate(texts) if len(rows[n]) > len({*encoded.word_ids(n)})]
-        if split:
-            print_main(f"the model knows only pieces of some words of {', '.join(split[:20])} "
-                       f"({len(split)} of {len(texts)})")
-        alike = [x for x, row, n in zip(texts, rows, unknown) if rows.count(row) > 1 and not n]
-        if alike:
-            fail(f"{what} must differ, but the model reads some of them alike: {alike[:20]}")
-        longest = self.tokenizer.model_max_length
-        cut = sum(len(row) > longest - 2 for row in rows)
-        if cut:
-            print_main(f"{cut} of {what} are cut at {longest} tokens")
+        rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        longest = self.tokenizer.model_max_length - 2  # without [CLS] and [SEP]
+        unknown = [text for text, row in zip(texts, rows) if self.tokenizer.unk_token_id in row]
+        alike = [text for text, row in zip(texts, rows) if rows.count(row) > 1]
+        cut = [text for text, row in zip(texts, rows) if len(row) > longest]
+        for what, found in (
+            ("does not know every word of", unknown),
+            ("cannot tell apart", alike),
+            (f"reads only {longest} tokens of", cut),
+        ):
+            if found:
+                some = ", ".join(found[:20])
+                print_main(f"the model {what} {some} ({len(found)} of {len(texts)})")
 
     def find(self, texts, data, path):
         """Draw a row of the ten nearest photos for each text.  data: CaptionData or similar

@@ -69,20 +69,12 @@ def fill_defaults(parser, args, script, **defaults):
             setattr(args, name, value)
 
 
-def read_coco(path, **needed):
-    """A JSON file in the format of COCO -> its content
-
-    needed: {name of a list: the keys that each of its entries must have}
-    """
+def read_coco(path):
+    """A JSON file in the format of COCO -> its content"""
     content = common.read_json(path)
-    for part, keys in needed.items():
-        rows = content.get(part) if isinstance(content, dict) else None
-        if not isinstance(rows, list):
-            fail(f"{path} has no list of {part}. Is it of a test split without labels, or in a "
-                 "format other than COCO's?")
-        for row in rows:
-            if not isinstance(row, dict) or not row.keys() >= set(keys):
-                fail(f"{path}, {part}: {str(row):.80} is no object with {', '.join(keys)}")
+    if "annotations" not in content:
+        fail(f"{path} has no annotations. Is it of a test split without labels, or in a format "
+             "other than COCO's?")
     return content
 
 
@@ -111,18 +103,14 @@ def backbones(args, device):
         yield name, of_runs, backbone.eval().requires_grad_(False)
 
 
-def features_of(backbone, photos, args, device, function=eval_linear.pooled):
-    """photos: eval_linear.CentralSquares or similar -> features (M, D) of the M photos that can be
-    decoded, and the indices of these (M,).  function(backbone, uint8 (B, size, size, 3), amp)
+def central_features(backbone, data, args, device, features_of=eval_linear.pooled):
+    """Of the central squares -> `data` of the photos that can be decoded; their features (M, D)
+
+    features_of(backbone, uint8 (B, size, size, 3), amp=) -> (B, D)
     """
-    function = partial(function, backbone, amp=args.amp)
-    return eval_linear.run_over_photos(function, photos, args, device)
-
-
-def central_features(backbone, data, args, device, function=eval_linear.pooled):
-    """Of the central squares -> `data` of the photos that can be decoded; their features (M, D)"""
     squares = eval_linear.CentralSquares(data, args.image_size)
-    x, readable = features_of(backbone, squares, args, device, function)
+    features_of = partial(features_of, backbone, amp=args.amp)
+    x, readable = eval_linear.run_over_photos(features_of, squares, args, device)
     return data.select(readable), x
 
 

@@ -10,7 +10,7 @@ from conftest import CPU
 from PIL import Image
 
 import eval_linear
-from downstream import boxes, detection, finetune
+from downstream import boxes, detection
 
 mask = pytest.importorskip("pycocotools.mask")
 COLOURS = {"cup": (250, 0, 0), "dog": (0, 250, 0)}
@@ -239,24 +239,21 @@ def test_turned_photos(tmp_path, capsys, format):
     file = tmp_path / "annotations" / "instances_val2017.json"
     file.write_text(json.dumps(content))
     data = boxes.load("coco", str(tmp_path), "val2017")
-    unclear = "EXIF turns or mirrors {} photos whose annotated size does not tell"
-    assert unclear.format(3) in capsys.readouterr().out
+    assert "EXIF turns or mirrors 7 photos, whose boxes are taken as" in capsys.readouterr().out
     assert len(data) == 8 and score(data, tmp_path) == MASKS
 
     for image in images:
-        del image["width"]  # boxes alone do not tell
+        del image["width"]
     file.write_text(json.dumps(content))
     assert score(boxes.load("coco", str(tmp_path), "val2017"), tmp_path) == MASKS
-    assert unclear.format(7) in capsys.readouterr().out
 
     for image in images:
         image |= {"width": HEIGHT, "height": WIDTH} if image["id"] >= 4 else size
     images[1]["width"] = 64
     file.write_text(json.dumps(content))
     data = boxes.load("coco", str(tmp_path), "val2017")
-    said = capsys.readouterr().out
-    assert "4 of 8 photos are left out, annotated as they are stored, not as EXIF turns" in said
-    assert "1 of 8 photos are left out, annotated with another size" in said
+    said = "5 of 8 photos are left out, which cannot be opened, or whose annotated width and height"
+    assert said in capsys.readouterr().out
     assert data.ids == [0, 2, 3] and score(data, tmp_path) == MASKS
 
 
@@ -273,7 +270,7 @@ def test_broken_photos(tmp_path, capsys):
         file = tmp_path / "val2017" / f"{n:012}.jpg"
         file.write_bytes(file.read_bytes()[:kept])
     data = boxes.load("coco", str(tmp_path), "val2017")
-    assert "1 of 3 photos are left out, which cannot be opened" in capsys.readouterr().out
+    assert "1 of 3 photos are left out, which cannot be opened, or" in capsys.readouterr().out
     assert len(data) == 2 and score(data, tmp_path) == MASKS
     said = capsys.readouterr().out
     assert "000000000002.jpg (" in said and "): left out of the score" in said
@@ -322,18 +319,19 @@ def test_run_lengths_of_another_size(tmp_path, capsys):
     assert len(data.content["annotations"]) == 3
 
 
-def test_numbers_as_text_and_fractions(tmp_path, capsys):
-    """An area that is a text can be scored; boxes in fractions of the photo are counted."""
+def test_strays_and_fractions(tmp_path, capsys):
+    """Counted: annotations without a photo, boxes in fractions of the photo; these are scored."""
 
     def change(rows):
-        for row in rows:
-            row |= {"area": str(row["area"]), "bbox": list(map(str, row["bbox"]))}
+        rows.append({**rows[1], "image_id": "100"})
         x, y, w, h = map(float, rows[0]["bbox"])
         rows[0]["bbox"] = [x / WIDTH, y / HEIGHT, w / WIDTH, h / HEIGHT]
 
     coco_layout(tmp_path, masks=False, annotations=change)
     data = boxes.load("coco", str(tmp_path), "val2017")
-    assert "1 of 4 annotations are smaller than a pixel" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1 of 5 annotations are smaller than a pixel" in said
+    assert "1 of 5 annotations are of none of the photos that are read: left out" in said
     results = [{"image_id": row["image_id"], "bbox": row["bbox"], "score": 1.0,
                 "category_id": row["category_id"]} for row in data.content["annotations"]]
     assert boxes.score(data, results, range(len(data))) == BOXES
@@ -360,16 +358,11 @@ def test_classes_are_matched_by_name(tmp_path):
             lambda rows: rows[1].update(file_name=rows[0]["file_name"]),
             "2 of the images have the path .*000000000000.jpg: list it once, with all of its",
         ),
-        ("images", lambda rows: rows.insert(0, 7), "images: 7 is no object with id, file_name"),
         ("categories", lambda rows: rows[1].update(id=3), "2 of the categories have the id 3"),
-        ("categories", lambda rows: rows[1].pop("name"), "{'id': 18, .* is no object with id, "),
-        ("annotations", lambda rows: rows.clear(), "_val2017.json has no object to score$"),
-        ("annotations", lambda rows: rows[1].update(image_id=7), r"annotation 901: KeyError\(7\)"),
-        ("annotations", lambda rows: rows[1].pop("bbox"), "{'image.* is no object with .*, bbox"),
         (
             "annotations",
             lambda rows: [row.update(iscrowd=1) for row in rows],
-            "has no object to score: tools write iscrowd 1 for painted masks, too",
+            "has no object to score. Tools write iscrowd 1 for painted masks, too",
         ),
     ],
 )
@@ -383,26 +376,8 @@ def test_a_list_is_no_file_of_coco(tmp_path):
     coco_layout(tmp_path)
     file = tmp_path / "annotations" / "instances_val2017.json"
     file.write_text("[]")
-    with pytest.raises(SystemExit, match="_val2017.json has no list of images"):
+    with pytest.raises(SystemExit, match="_val2017.json has no annotations. Is it of a test split"):
         boxes.load("coco", str(tmp_path), "val2017")
-    with pytest.raises(SystemExit, match="_val2017.json has no list of images"):
-        finetune.inat_labels(f"{tmp_path}/annotations", "instances_val2017")
-
-
-def test_categories_of_one_name(tmp_path, capsys):
-    """They are one class, as Roboflow's project of dogs has "dog" twice; a line says so."""
-
-    def add(rows):
-        rows.append({"id": 77, "name": "dog"})
-
-    def use(rows):
-        rows[2]["category_id"] = 77
-
-    coco_layout(tmp_path, categories=add, annotations=use)
-    data = boxes.load("coco", str(tmp_path), "val2017")
-    said = "1 of 3 categories have the name of an earlier one: their objects are of that one"
-    assert said in capsys.readouterr().out
-    assert data.names == ["cup", "dog"] and score(data, tmp_path) == MASKS
 
 
 def test_names_with_spaces_in_lists_of_classes(tmp_path):
@@ -423,10 +398,10 @@ def test_files_of_voc_that_are_missing(tmp_path):
     folder = voc_layout(tmp_path, "2012")
     file = folder / "Annotations" / "000001.xml"
     file.write_text(file.read_text().replace("<name>dog</name>", "", 1))
-    with pytest.raises(SystemExit, match=r"000001.xml is no XML, or an object in it has no name"):
+    with pytest.raises(SystemExit, match="000001.xml cannot be read .AttributeError"):
         boxes.load("voc", str(tmp_path), "2012_test")
     file.unlink()
-    with pytest.raises(SystemExit, match=r"1 of 3 photos of .*test.txt have no annotations"):
+    with pytest.raises(SystemExit, match="000001.xml cannot be read .FileNotFoundError"):
         boxes.load("voc", str(tmp_path), "2012_test")
 
 

@@ -175,8 +175,3 @@ def test_caption_and_evaluate(tiny, coco_folder, tmp_path, monkeypatch):
     assert "give either photos or --evaluate" in refusal([*evaluate, photos[0]])
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert "apt-get install default-jre-headless" in refusal(evaluate)
-
-
-def test_a_tokenizer_that_is_not_there():
-    with pytest.raises(SystemExit, match="there is no none.model: --tokenizer is a SentencePiece"):
-        captioning.read_tokenizer("none.model")

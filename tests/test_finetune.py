@@ -99,26 +99,10 @@ def test_it_resumes_by_content(few_scenes, tmp_path):
         ("--epochs 90 --steps 0.6", "--steps are epochs, from 1 on, and training ends after 90"),
         ("--steps 0", "--steps must be above 0, not 0"),
         ("--fraction 50", "--fraction must be above 0 and at most 1, not 50"),
-        ("--shots 0", "--shots must be above 0, not 0"),
-        ("--epochs 0", "--epochs must be above 0, not 0"),
-        ("--batch-size 0", "--batch-size must be above 0, not 0"),
-        ("--accumulate 0", "--accumulate must be above 0, not 0"),
-        ("--weight-decay -1", "--weight-decay must be at least 0, not -1"),
-        ("--seed -1", "--seed must be at least 0, not -1"),
-        ("--log-every 0", "--log-every must be above 0, not 0"),
-        ("--image-size 0", "--image-size must be above 0, not 0"),
-        ("--workers -1", "--workers must be at least 0, not -1"),
     ],
 )
 def test_ranges(flags, words):
     assert words in refusal(["downstream.finetune", *flags.split()])
-
-
-@pytest.mark.parametrize("task", ["retrieval", "tagging", "zeroshot"])
-def test_ranges_of_tasks_on_features(task):
-    for flag in "--runs 0", "--epochs 0", "--image-size 0", "--seed -1", "--workers -1":
-        wrong = refusal([f"downstream.{task}", *flag.split()])
-        assert f"{flag.split()[0]} must be " in wrong
 
 
 def test_one_class_is_an_error(tmp_path):
@@ -153,7 +137,7 @@ def test_photos_of_inaturalist_without_labels(tmp_path, capsys):
     content = {"images": [{"id": n, "file_name": f"{n}.jpg"} for n in range(3)]}
     file = tmp_path / "test2018.json"
     file.write_text(json.dumps(content))
-    with pytest.raises(SystemExit, match="test2018.json has no list of annotations"):
+    with pytest.raises(SystemExit, match="test2018.json has no annotations"):
         finetune.labelled_split("inat", str(tmp_path), "test2018")
     pairs = [{"image_id": 2, "category_id": 4}, {"image_id": 0, "category_id": 6}]
     file.write_text(json.dumps(content | {"annotations": pairs}))

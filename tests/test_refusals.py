@@ -156,14 +156,6 @@ def test_output_that_is_a_file(words, wrong_files, monkeypatch):
     assert "--output bad.jsonl cannot be a folder: File exists" in refusal(command)
 
 
-def test_tags_of_another_layout(wrong_files, coco_folder, tmp_path):
-    """labels.json of a run is a list; concepts.json has words for each part of speech."""
-    (tmp_path / "labels.json").write_text('["dog", "cat"]')
-    command = ["downstream.tagging", "--data", "coco", "--root", coco_folder, *RANDOM.split()]
-    command += ["--output", tmp_path, "--tags", tmp_path / "labels.json"]
-    assert "labels.json is not a concepts.json of tp.py or icmlm.py" in refusal(command)
-
-
 @pytest.mark.parametrize("command", [f"{script}.py" for script in SCRIPTS] + TRAINED_DOWNSTREAM)
 def test_a_batch_that_cannot_be_divided(command, monkeypatch, tmp_path):
     if "detection" in command:

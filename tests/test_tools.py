@@ -15,7 +15,6 @@ from tools import benchmark, plot
 
 WRONG = [
     ("tools.make_shards --output {tmp}/file", "{tmp}/file cannot be a folder: File exists"),
-    ("downstream.tagging --tags {tmp}/none.json", "none.json is not a concepts.json of tp.py"),
 ]
 
 
