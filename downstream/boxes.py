@@ -77,17 +77,14 @@ def load(source, root, split):
             if source == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
                 image["path"] = "/".join([root, *image[where].split("/")[-2:]])
     # Label Studio writes a photo once for each annotator.
-    for part, key in ("images", "id"), ("images", "path"), ("categories", "id"):
+    for part, key in ("images", "id"), ("images", "path"):
         for value, times in Counter(row[key] for row in content[part]).most_common(1):
             if times > 1:
                 fail(f"{name}: {times} of the {part} have the {key} {value}: list it once, with "
                      "all of its objects")
-    if source == "lvis":
-        if not any(image.get("neg_category_ids") for image in content["images"]):
-            fail(f"{name} lacks neg_category_ids, the classes known not to be in a photo. Without "
-                 "them LVIS's score misses most wrong detections: use --data coco")
-        for category in content["categories"]:
-            category.setdefault("frequency", "f")  # for scores that we do not print
+    if source == "lvis" and not any(row.get("neg_category_ids") for row in content["images"]):
+        fail(f"{name} lacks neg_category_ids, the classes known not to be in a photo. Without them "
+             "LVIS's score misses most wrong detections: use --data coco")
     return BoxData(complete(content, source, name), source)
 
 

@@ -118,15 +118,14 @@ def draw(scene, side=96):
     shade = shade + rng.integers(-12, 13, (3, 3, 3))
     background = Image.fromarray(shade.astype(np.uint8)).resize((side, side), Image.BICUBIC)
     image = background.resize((big, big), Image.NEAREST)
-    canvas = ImageDraw.Draw(image)
     for o in objects_of(scene):
         colour = np.clip(COLOURS[o.colour] + rng.integers(-18, 19, 3), 0, 255)
-        draw_object(image, canvas, o, tuple(colour.tolist()), big)
+        draw_object(image, o, tuple(colour.tolist()))
     return image.reduce(2)
 
 
-def draw_object(image, canvas, o, colour, side):
-    """canvas: ImageDraw of the image, which has `side` x `side` pixels"""
+def draw_object(image, o, colour):
+    canvas, side = ImageDraw.Draw(image), image.width
     angle = math.radians(o.angle)
     cos, sin = math.cos(angle), math.sin(angle)
     turned = outline(o.shape) @ np.array([[cos, sin], [-sin, cos]])

@@ -155,30 +155,30 @@ def test_precise_bn(coco, monkeypatch):
 def test_pyramid(coco, tmp_path):
     """The real script: its files; a killed run ends with the same bits; other boxes are refused."""
     flags = "--data coco --train-split photos --val-split photos --image-size 32 --batch-size 2"
-    flags += " --workers 0 --log-every 1 --rois 2 --bn-batches 1 --iters 1 --root"
-    command = "downstream.detection", *RESNET18, *flags.split(), coco, "--output", tmp_path / "out"
-    run_here(command)
-    assert metrics(tmp_path / "out")[0]["lr"] == 0  # warm-up
-    others, of_norms = checkpoint_in(tmp_path / "out")["optimizer"]["param_groups"]
+    flags += " --workers 0 --log-every 1 --rois 2 --bn-batches 1 --iters 3 --checkpoint-every 1"
+    command = "downstream.detection", *RESNET18, *flags.split(), "--root", coco, "--output"
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_here([*command, whole])
+    content = checkpoint_in(whole)
+    assert metrics(whole)[0]["lr"] == 0  # warm-up
+    others, of_norms = content["optimizer"]["param_groups"]
     assert (others["weight_decay"], of_norms["weight_decay"]) == (1e-4, 0)  # Detectron2
     assert len(of_norms["params"]) == 2 * (20 + 8)
-    backbone = torch.load(tmp_path / "out" / "backbone.pth", weights_only=True)
-    for name, value in checkpoint_in(tmp_path / "out")["model"].items():
+    backbone = torch.load(whole / "backbone.pth", weights_only=True)
+    for name, value in content["model"].items():
         if "body" in name:
             assert torch.equal(value, backbone.pop(name.removeprefix("rcnn.backbone.body.")))
-    assert not backbone and len(result(tmp_path / "out")["random"]) == 6
+    assert not backbone and len(result(whole)["random"]) == 6
 
-    longer = [*command[:-1], tmp_path / "whole", "--iters", 5, "--checkpoint-every", 2]
-    run_here(longer)
-    kill_at(4, [*longer, "--output", tmp_path / "killed"])
-    assert checkpoint_in(tmp_path / "killed")["iteration"] == 2
-    run_here([*longer, "--output", tmp_path / "killed"])
-    whole, killed = (checkpoint_in(tmp_path / name)["model"] for name in ("whole", "killed"))
-    assert all(torch.equal(value, killed[name]) for name, value in whole.items())
+    kill_at(2, [*command, killed])
+    assert checkpoint_in(killed)["iteration"] == 1
+    run_here([*command, killed])
+    resumed = checkpoint_in(killed)["model"]
+    assert all(torch.equal(value, resumed[name]) for name, value in content["model"].items())
 
     file = coco / "annotations" / "instances_photos.json"
     file.write_text(file.read_text().replace('"bbox": [5, ', '"bbox": [6, '))  # one more pixel
-    assert "out holds a run with other data" in refusal(command)
+    assert "whole holds a run with other data" in refusal([*command, whole])
 
 
 @pytest.mark.parametrize(
