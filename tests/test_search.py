@@ -206,17 +206,3 @@ def test_letters_of_other_languages(monkeypatch, tmp_path):
         assert 8 <= columns.min() and columns.max() <= 108 and np.ptp(columns) > 50
     assert said == {pictures.NO_FONT}
     assert drawn("$x$ $y$")[1] != drawn("x y")[1], "dollars are no formula"
-
-
-SCRIPTS = {"Korean": "고양이", "Arabic": "قطة", "Hindi": "बिल्ली"}
-
-
-@NEEDS_PICTURES
-@pytest.mark.parametrize("language", SCRIPTS)
-def test_scripts_of_installed_fonts(language):
-    """Each letter has a family that has it, if a font with it is installed."""
-    letters, text = pictures.letters_of_fonts(), SCRIPTS[language]
-    if not all(any(ord(letter) in codes for codes in letters.values()) for letter in text):
-        pytest.skip(f"no font for {language} is installed")
-    families = pictures.fonts_for(text)
-    assert all(any(ord(letter) in letters[name] for name in families) for letter in text)
