@@ -95,7 +95,9 @@ def main(args):
     train = train.select(np.arange(held_out, len(train)))
     test = captioned_photos(args, args.val_split, args.test_images)
     eval_linear.report_shared(train, test)
-    vocabulary = count_words(train.all_captions())
+    frequencies = Counter(words_of(train.all_captions())).most_common()
+    kept = [word for word, count in frequencies if count >= MIN_COUNT]
+    vocabulary = {word: i for i, word in enumerate(kept, UNKNOWN + 1)}
     words = words_of(test.all_captions())
     unknown = sum(word not in vocabulary for word in words)
     counts = f"{len(train)} training, {len(val)} validation and {len(test)} test photos"
@@ -164,13 +166,6 @@ def crop_features(backbone, data, args, device):
 
 def words_of(captions):
     return WORD.findall("\n".join(captions).lower())
-
-
-def count_words(captions):
-    """The words that occur at least MIN_COUNT times, the most frequent first -> {word: id}"""
-    counts = Counter(words_of(captions)).most_common()
-    words = [word for word, count in counts if count >= MIN_COUNT]
-    return {word: i for i, word in enumerate(words, UNKNOWN + 1)}
 
 
 class CommonSpace(nn.Module):

@@ -105,46 +105,25 @@ def test_ranges(flags, words):
     assert words in refusal(["downstream.finetune", *flags.split()])
 
 
-def test_one_class_is_an_error(tmp_path):
-    content = {"categories": [{"id": 3}, {"id": 5}]}
-    content["images"] = [{"id": n, "file_name": f"{n}.jpg"} for n in range(2)]
-    content["annotations"] = [{"image_id": n, "category_id": 5} for n in range(2)]
-    (tmp_path / "train2018.json").write_text(json.dumps(content))
-    command = ["downstream.finetune", "--data", "inat", "--root", tmp_path, "--weights", "random"]
-    wrong = refusal([*command, "--arch", "resnet18", "--output", tmp_path / "run"])
-    assert f"all photos of {tmp_path}/train2018.json are of one class" in wrong
-
-
-def test_inaturalist(tmp_path):
-    """Annotations in another order than the photos; categories that have photos are classes."""
-    ids, categories = (7, 3, 5), {5: 40, 7: 12, 3: 40}
-    (tmp_path / "a").mkdir()
+def test_inaturalist(tmp_path, capsys):
+    """Annotations in another order than the photos; categories that have photos are classes; photos
+    without a label are counted, and files with one class, or without labels, are refused.
+    """
+    ids, categories = (7, 3, 5, 9), {5: 40, 7: 12, 3: 40}
     for n in ids:
-        (tmp_path / "a" / f"{n}.jpg").touch()
-    content = {"images": [{"id": n, "file_name": f"a/{n}.jpg"} for n in ids]}
-    content["categories"] = [{"id": n} for n in (12, 13, 40)]
-    pairs = [{"image_id": n, "category_id": k} for n, k in categories.items()]
-    (tmp_path / "train2018.json").write_text(json.dumps(content | {"annotations": pairs}))
-    data = finetune.labelled_split("inat", str(tmp_path), "train2018")
-    assert list(data.images) == [f"{tmp_path}/a/{n}.jpg" for n in ids]
-    assert [data.names[k] for k in data.labels] == [12, 40, 40] and data.names == [12, 40]
-
-
-def test_photos_of_inaturalist_without_labels(tmp_path, capsys):
-    """Some are left out, with a count; the test split has no labels at all."""
-    for n in range(3):
         (tmp_path / f"{n}.jpg").touch()
-    content = {"images": [{"id": n, "file_name": f"{n}.jpg"} for n in range(3)]}
-    file = tmp_path / "test2018.json"
-    file.write_text(json.dumps(content))
-    with pytest.raises(SystemExit, match="test2018.json has no annotations"):
-        finetune.labelled_split("inat", str(tmp_path), "test2018")
-    pairs = [{"image_id": 2, "category_id": 4}, {"image_id": 0, "category_id": 6}]
+    content = {"images": [{"id": n, "file_name": f"{n}.jpg"} for n in ids]}
+    pairs = [{"image_id": n, "category_id": k} for n, k in categories.items()]
+    file = tmp_path / "train2018.json"
     file.write_text(json.dumps(content | {"annotations": pairs}))
-    data = finetune.labelled_split("inat", str(tmp_path), "test2018")
-    assert [data.names[k] for k in data.labels] == [6, 4]
-    assert list(data.images) == [f"{tmp_path}/{n}.jpg" for n in (0, 2)]
-    assert "1 of 3 photos have no label: left out" in capsys.readouterr().out
+    data = finetune.labelled_split("inat", str(tmp_path), "train2018")
+    assert list(data.images) == [f"{tmp_path}/{n}.jpg" for n in ids[:3]]
+    assert [data.names[k] for k in data.labels] == [12, 40, 40] and data.names == [12, 40]
+    assert "1 of 4 photos have no label: left out" in capsys.readouterr().out
+    for more, message in ({"annotations": pairs[:1]}, "of one class"), ({}, "has no annotations"):
+        file.write_text(json.dumps(content | more))
+        with pytest.raises(SystemExit, match=message):
+            finetune.labelled_split("inat", str(tmp_path), "train2018")
 
 
 def test_photos_in_both_splits_are_counted(tmp_path):
