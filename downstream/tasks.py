@@ -124,13 +124,12 @@ def compared_runs(args):
     """
     backbone = eval_linear.load_backbone(args.weights, args.arch, args.seed)
     args.arch = backbone.arch
-    args.weights_hash = None  # a run resumes from the same weights only, whatever their file's name
+    args.weights_hash = layers.hash_of_weights(backbone)  # a path may get other weights
     if args.weights == "random":
         return {"random": args}
-    args.weights_hash = layers.hash_of_weights(backbone)
     runs = {"trained": args}
     if args.data == "shapes":
-        changed = {"weights": "random", "weights_hash": None, "output": f"{args.output}/random"}
+        changed = {"weights": "random", "output": f"{args.output}/random"}
         runs["random"] = argparse.Namespace(**{**vars(args), **changed})
     return runs
 
