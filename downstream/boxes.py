@@ -76,11 +76,10 @@ def load(source, root, split):
             image["path"] = f"{root}/{split}/{image[where]}"
             if source == "lvis":  # in both folders of COCO: .../train2017/000000391895.jpg
                 image["path"] = "/".join([root, *image[where].split("/")[-2:]])
-    # Label Studio writes a photo once for each annotator.
-    for part, key in ("images", "id"), ("images", "path"):
-        for value, times in Counter(row[key] for row in content[part]).most_common(1):
+    for key in "id", "path":  # Label Studio writes a photo once for each annotator
+        for value, times in Counter(row[key] for row in content["images"]).most_common(1):
             if times > 1:
-                fail(f"{name}: {times} of the {part} have the {key} {value}: list it once, with "
+                fail(f"{name}: {times} of the images have the {key} {value}: list it once, with "
                      "all of its objects")
     if source == "lvis" and not any(row.get("neg_category_ids") for row in content["images"]):
         fail(f"{name} lacks neg_category_ids, the classes known not to be in a photo. Without them "
