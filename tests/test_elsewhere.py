@@ -21,6 +21,7 @@ import eval_linear
 PAGE = (ROOT / "docs/running.md").read_text()
 SECTION = PAGE.split("## Using the backbone elsewhere\n")[1].split("\n## ")[0]
 FIRST, *BLOCKS = re.findall(r"^```python\n(.*?)^```$", SECTION, re.M | re.S)
+RUNS = {"virtex-photos": "resnet18", "vgg": "vgg16_bn"}
 
 
 def packages(code):
@@ -53,15 +54,17 @@ def test_the_page(code, tmp_path, monkeypatch, real_models):
     for package in packages(code):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "runs/virtex-photos"
-    folder.mkdir(parents=True)
-    backbone = statistics(common.build_backbone("resnet18"))
-    common.save_weights(folder / "backbone.pth", backbone)
-    flags = {"script": "virtex", "arch": "resnet18", "image_size": 112}
-    common.save(folder / "args.json", flags)
+    for name, arch in RUNS.items():
+        if f"runs/{name}/backbone.pth" in FIRST + code:
+            backbone = statistics(common.build_backbone(arch))
+            folder = tmp_path / "runs" / name
+            folder.mkdir(parents=True)
+            common.save_weights(folder / "backbone.pth", backbone)
+            flags = {"script": "virtex", "arch": arch, "image_size": 112}
+            common.save(folder / "args.json", flags)
     found = {}
     exec(FIRST + code, found)
-    maps = backbone(found["images"])
+    maps = backbone(found["images"])  # of the last one that the block reads
     assert "maps" in found or "features" in found
     if "maps" in found:
         torch.testing.assert_close(found["maps"], maps, rtol=1e-4, atol=1e-4)
