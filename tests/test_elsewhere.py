@@ -21,7 +21,7 @@ import eval_linear
 PAGE = (ROOT / "docs/running.md").read_text()
 SECTION = PAGE.split("## Using the backbone elsewhere\n")[1].split("\n## ")[0]
 FIRST, *BLOCKS = re.findall(r"^```python\n(.*?)^```$", SECTION, re.M | re.S)
-RUNS = {"virtex-photos": "resnet18", "vgg": "vgg16_bn"}
+RUNS = {"virtex-photos": "resnet18", "vgg": "vgg16_bn", "convnext": "convnext_tiny"}
 
 
 def packages(code):
