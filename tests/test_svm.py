@@ -85,6 +85,15 @@ def test_svm_icmlm_interpolates(monkeypatch):
     assert scores["svm-virtex"] < expected - 0.5
 
 
+def test_of_equal_costs_the_lowest_is_chosen(monkeypatch):
+    """The same three scores in another order have the same mean, but for the last bit."""
+    scores = iter([0.3, 0.2, 0.1, 0.1, 0.2, 0.3])
+    monkeypatch.setattr("sklearn.metrics.average_precision_score", lambda *_: next(scores))
+    x = torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    positive = np.arange(9)[:, None] < 4
+    assert svm.choose_costs(x, positive, [0.1, 1.0]).tolist() == [0.1]
+
+
 @pytest.mark.parametrize("width", (12, 150))  # fewer features than images, and more
 @pytest.mark.parametrize("cost", (1e-5, 0.1, 10.0, 1e5))
 @pytest.mark.parametrize("start", (None, 100.0))
