@@ -372,10 +372,10 @@ def label_data(name, root, split):
     [captioned] = common.caption_data(name, root, [split], tags=True)
     if not captioned.tag_names:
         fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
-    if not captioned.tagged.all():
-        keep = np.flatnonzero(captioned.tagged)
-        left_out = f"{len(captioned) - len(keep)} of {len(captioned)} photos are left out"
-        print_main(f'{left_out}, which have no "tags"; "tags": [] says that none fits')
+    keep = np.flatnonzero(captioned.tagged)
+    if len(keep) < len(captioned):
+        print_main(f"{len(captioned) - len(keep)} of {len(captioned)} photos are left out, which "
+                   'have no "tags"; "tags": [] says that none fits')
         captioned = captioned.select(keep)
     column = {name: k for k, name in enumerate(captioned.tag_names)}
     labels = np.zeros((len(captioned), len(column)), np.int8)
@@ -755,7 +755,6 @@ class Protocol:
     grid: int = 1  # features are average-pooled to grid x grid
     unit_length: bool = False  # features are l2-normalised
     colour_jitter: float = 0.0
-    crop_min: float = 0.08  # of the area: both public codes; VirTex App. A.1 still has 20%
 
 
 PROTOCOLS = {
