@@ -173,7 +173,7 @@ def test_differences_of_repeated_runs(flags, files, folder, tmp_path, monkeypatc
                 assert decisions.rows.tolist() == list(place)
                 x, y = decisions.x[found], decisions.y[found]
                 if run.protocol.metric == "mAP":
-                    of_classes = [average_precision_score(y == c, x[:, c]) for c in (0, 1)]
+                    of_classes = [average_precision_score(y[:, c], x[:, c]) for c in (0, 1)]
                     scores.append(100 * np.mean(of_classes))
                 else:
                     scores.append(100 * np.mean((x.argmax(1) == y).tolist()))
