@@ -709,14 +709,13 @@ def test_size_and_architecture_of_the_training(files, folder, tmp_path):
     assert run_here([*words, "--image-size", "24"]).count(" test photos of 24 px") == 3
 
 
-FOREIGN = ['{"script": "train.py", "arch": "r50", "image_size": 999}', '{"script": "virtex", "ar']
-FOREIGN += ['{"image_size": [224, 224]}', '["virtex"]', "null", "\ufffe\ud800"]
+FOREIGN = '{"image_size": [224, 224]}', '{"script": "x.py", "arch": "r50", "image_size": 9}'
 
 
 @pytest.mark.parametrize("content", FOREIGN)
 def test_args_json_of_another_program_is_as_good_as_none(content, files, tmp_path):
     shutil.copy(files[0], tmp_path / "weights.pth")
-    (tmp_path / "args.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+    (tmp_path / "args.json").write_text(content)
     path = str(tmp_path / "weights.pth")
     assert eval_linear.trained_with(path, "arch") is None
     assert eval_linear.trained_with(path, "image_size") is None
@@ -892,10 +891,11 @@ def test_in_a_copy(files, folder, tmp_path):
     run_here([*script, "--output", tmp_path / "here"])
     [copied], [here] = (result(tmp_path / x)["backbones"].values() for x in ("copied", "here"))
     assert copied["mean"] == pytest.approx(here["mean"])
+    lacking = "the folder extras is missing: copy it beside the script"
     ended = run_script(*command(tmp_path, folder, flags), cwd=tmp_path)
-    assert ended.returncode == 1 and "the folder extras is missing: copy it beside the script" in ended.stderr
+    assert ended.returncode == 1 and lacking in ended.stderr
     ended = run_script(*script[:3], "random", *script[3:], cwd=tmp_path)  # two are compared
-    assert ended.returncode == 1 and "the folder extras is missing: copy it beside the script" in ended.stderr
+    assert ended.returncode == 1 and lacking in ended.stderr
     assert "seed 0" not in ended.stdout
 
 
