@@ -67,7 +67,7 @@ def entries(root, name):
 
 
 def voc07(root, split):
-    """ImageSets/Main/<class>_{split}.txt, photos in JPEGImages/
+    """ImageSets/Main/<class>_{split}.txt with lines such as "000012 -1", photos in JPEGImages/
 
     -> paths (N,), labels (N, classes) int8: 1 yes, 0 no, -1 "difficult"; names of the classes
     """
@@ -75,7 +75,10 @@ def voc07(root, split):
     lists = [path for f in folders for path in sorted(f.glob(f"ImageSets/Main/*_{split}.txt"))]
     if not lists:
         fail(f"{root} has no VOC2007/ImageSets/Main/<class>_{split}.txt: --root is VOCdevkit")
-    tables = [voc07_list(path) for path in lists]
+    tables = []  # {photo: 1 yes, 0 no, -1 "difficult"} of each class
+    for path in lists:
+        lines = [line.rsplit(maxsplit=1) for line in path.read_text().splitlines() if line.strip()]
+        tables.append({photo.strip(): VOC_TRUTH[truth] for photo, truth in lines})
     columns = []
     for table in tables:
         columns.append([table[photo] for photo in tables[0]])  # the lists' orders may differ
@@ -85,13 +88,3 @@ def voc07(root, split):
         fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
     names = [path.name.removesuffix(f"_{split}.txt") for path in lists]
     return np.array(paths, common.STRINGS), np.array(columns, np.int8).T, names
-
-
-def voc07_list(path):
-    """Lines such as "000012 -1"; names may have spaces -> {photo: 1 yes, 0 no, -1 "difficult"}"""
-    table = {}
-    for line in path.read_text().splitlines():
-        if line.strip():
-            photo, truth = line.rsplit(maxsplit=1)
-            table[photo.strip()] = VOC_TRUTH[truth]
-    return table
