@@ -79,10 +79,9 @@ def voc07(root, split):
     for path in lists:
         lines = [line.rsplit(maxsplit=1) for line in path.read_text().splitlines() if line.strip()]
         tables.append({photo.strip(): VOC_TRUTH[truth] for photo, truth in lines})
-    columns = []
-    for table in tables:
-        columns.append([table[photo] for photo in tables[0]])  # the lists' orders may differ
-    paths = [f"{lists[0].parents[2]}/JPEGImages/{photo}.jpg" for photo in tables[0]]
+    photos = dict.fromkeys(photo for table in tables for photo in table)  # orders may differ
+    columns = [[table[photo] for photo in photos] for table in tables]
+    paths = [f"{lists[0].parents[2]}/JPEGImages/{photo}.jpg" for photo in photos]
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing:
         fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
