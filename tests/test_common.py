@@ -22,7 +22,6 @@ import torchvision
 from conftest import ROOT, TORCHRUN, Touch, captioned, files_in, fork_and_read, one_split
 from conftest import photos_at, run_script
 from PIL import Image, ImageOps
-from torch import nn
 
 import common
 from extras import checkpoints, shapes
