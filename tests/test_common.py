@@ -14,7 +14,6 @@ import subprocess
 import sys
 import urllib.error
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,10 +22,9 @@ import torchvision
 from conftest import ROOT, TORCHRUN, Touch, captioned, files_in, fork_and_read, one_split
 from conftest import photos_at, run_script
 from PIL import Image, ImageOps
-from torch import nn
 
 import common
-from extras import checkpoints, folders, shapes
+from extras import checkpoints, shapes
 
 
 def test_captioned(capsys):
@@ -604,21 +602,6 @@ def test_random_crop_where_none_fits(width, height):
     top, left, h, w = RandomResizedCrop.get_params(photo, [1.5, 1.5], [3 / 4, 4 / 3])
     box = common.random_crop(np.random.default_rng(0), 1.0, np.array([width, height]))
     assert np.abs(np.ravel(box) - [left, top, left + w, top + h]).max() < 1
-
-
-def test_list_photos(tmp_path):
-    """Links are followed, each folder once; hidden files and what is no photo are left out."""
-    for name in "a/1.JPG", "a/.hidden.jpg", ".thumbs/2.jpg", "b/3.jfif", "b/notes.txt":
-        Path(tmp_path, "photos", name).parent.mkdir(parents=True, exist_ok=True)
-        Path(tmp_path, "photos", name).touch()
-    Path(tmp_path, "photos/a/parent").symlink_to(tmp_path / "photos")
-    Path(tmp_path, "elsewhere").mkdir()
-    Path(tmp_path, "elsewhere/4.png").touch()
-    Path(tmp_path, "photos/c").symlink_to(tmp_path / "elsewhere")
-    found = folders.list_photos(tmp_path / "photos")
-    assert [str(Path(p).relative_to(tmp_path)) for p in found] == [
-        "photos/a/1.JPG", "photos/b/3.jfif", "photos/c/4.png"
-    ]
 
 
 def test_left_and_right():
