@@ -110,7 +110,7 @@ def test_max_words(tmp_path):
     assert tokens.shape == (1, 107) and lm(tokens, tokens > 0).isfinite().all()
     icmlm.make_triplets(args, [data, data], tokenizer)
     _, samples, _ = icmlm.load_triplets(args, [data, data], tokenizer)
-    assert len(samples) == 45  # lungs, clear, wide
+    assert len(samples) == 2 * 45  # of both photos: lungs, clear, wide
 
 
 def linear(x, w, name):
