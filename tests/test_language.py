@@ -1,4 +1,4 @@
-"""extras/language.py: language models of others, their tokenizers, and whether they fit captions."""
+"""extras/language.py: language models of others, and whether their tokenizers fit captions."""
 
 import json
 import re
