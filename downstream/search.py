@@ -70,7 +70,7 @@ class Model:
 
     def check_texts(self, texts):
         """Refuse texts of unknown words; name those that the model does not read as they are."""
-        common.check_known(self.tokenizer, texts, "the model")
+        common.extra("language").check_known(self.tokenizer, texts, "the model")
         rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         longest = self.tokenizer.model_max_length - 2  # without [CLS] and [SEP]
         unknown = [text for text, row in zip(texts, rows) if self.tokenizer.unk_token_id in row]
@@ -109,7 +109,7 @@ def load_encoders(path):
     folder = Path(path).parent / "caption_model"
     if not folder.is_dir():
         fail(f"there is no folder {folder}, which training writes: copy it with {path}")
-    tokenizer, bert_config = mmcontrastive.read_caption_model(folder)
+    tokenizer, bert_config = common.extra("language").load_tokenizer(folder)
     encoders = mmcontrastive.build_encoders(trained, bert_config)
     state = content["model"].items()
     queries = {name: value for name, value in state if name.startswith("queries.")}
