@@ -79,12 +79,18 @@ def read_scores():
 # ---------------------------------------------------------------------------------------- tables
 
 
-def with_tables(text, lines):
-    """A page whose marked tables have the scores of these lines"""
-    tables = {}  # {table: {row: {measure: the scores of its seeds, as text}}}
+def to_tables(lines):
+    """-> {table: {row: {measure: the scores of its seeds, as text}}}"""
+    tables = {}
     for line in lines:
         row = tables.setdefault(line["table"], {}).setdefault(line["row"], {})
         row[line["measure"]] = line["scores"].split()
+    return tables
+
+
+def with_tables(text, lines):
+    """A page whose marked tables have the scores of these lines"""
+    tables = to_tables(lines)
 
     def replaced(match):
         marker, kind, content, body, end = match.groups()
