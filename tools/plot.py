@@ -10,8 +10,8 @@ Curves: a panel per term, a colour per run. The pale line shows the values, and 
 running mean over a twentieth of the run. Scores on the validation split are dotted, in the panel of
 their term. You can draw runs that are still in progress.
 
-Bars: result.json of eval_linear.py, which has intervals if it compared several backbones. The
-interval of a difference stands below the name. It decides: those of two scores may overlap although
+Bars: the first score of a result.json of eval_linear.py, with intervals if it compared several
+backbones. The interval of a difference stands below the name. It decides: those of two scores may overlap although
 one is better on nearly every draw of the same photos.
 """
 
@@ -144,46 +144,39 @@ def draw_term(panel, term, runs):
 
 
 def draw_scores(args):
-    """Bars from a result.json of eval_linear.py: a panel per metric, the best on top"""
+    """A bar per backbone from a result.json of eval_linear.py, the best on top"""
     from matplotlib.figure import Figure
 
-    path = args.runs[-1]
-    result = json.loads(Path(path).read_text())
+    result = json.loads(Path(args.runs[-1]).read_text())
     if "backbones" not in result:
-        fail(f"{path} is no result.json of eval_linear.py: it has no scores of backbones")
+        fail(f"{args.runs[-1]} is no result.json of eval_linear.py: it has no scores of backbones")
     rows = result["backbones"]
-    first = next(iter(rows.values()))
-    *means, (baseline, chance) = first["mean"].items()
-    metrics = list(first.get("interval", means[0][:1]))
-    figure = Figure(figsize=(8, 1 + (0.4 + 0.55 * len(rows)) * len(metrics)), layout="constrained")
-    panels = figure.subplots(len(metrics), squeeze=False, sharex=True).flat
-    for metric, panel in zip(metrics, panels):
-        for place, (source, row) in enumerate(rows.items()):
-            score = row["mean"][metric]
-            low, high = row.get("interval", {}).get(metric, (score, score))
-            colour = "0.7" if source in ("random", "imagenet") else "C0"
-            panel.barh(place, score, color=colour, height=0.6)
-            panel.plot((low, high), (place, place), color="black", linewidth=1.5)
-            panel.text(max(high, score), place, f" {score:.1f}", va="center")
-        panel.axvline(chance, color="black", linestyle=":", linewidth=1)
-        labels = [bar_label(source, row, metric) for source, row in rows.items()]
-        panel.set_yticks(range(len(rows)), labels, fontsize="small")
-        panel.set(xlim=(0, 100), ylim=(len(rows) - 0.5, -0.5), xlabel=f"{metric} (%)")
-        panel.spines[["top", "right"]].set_visible(False)
+    means = next(iter(rows.values()))["mean"]
+    metric, chance = next(iter(means)), list(means)[-1]
+    figure = Figure(figsize=(8, 1.4 + 0.55 * len(rows)), layout="constrained")
+    panel = figure.add_subplot()
+    labels = []
+    for place, (source, row) in enumerate(rows.items()):
+        score = row["mean"][metric]
+        low, high = row.get("interval", {}).get(metric, (score, score))
+        colour = "0.7" if source in ("random", "imagenet") else "C0"
+        panel.barh(place, score, color=colour, height=0.6)
+        panel.plot((low, high), (place, place), color="black", linewidth=1.5)
+        panel.text(max(high, score), place, f" {score:.1f}", va="center")
+        label = Path(source).parent.name if source.endswith("backbone.pth") else source
+        for other, differences in row.get("differences", {}).items():
+            points, (low, high) = differences[metric]["points"], differences[metric]["interval"]
+            label += f"\n{points:+.1f} ({low:+.1f} to {high:+.1f}) against {other}"
+        labels.append(label)
+    panel.axvline(means[chance], color="black", linestyle=":", linewidth=1)
+    panel.set_yticks(range(len(rows)), labels, fontsize="small")
+    panel.set(xlim=(0, 100), ylim=(len(rows) - 0.5, -0.5), xlabel=f"{metric} (%)")
+    panel.spines[["top", "right"]].set_visible(False)
     measured = result["args"]
     intervals = "; 95% intervals over test photos" if len(rows) > 1 else ""
     title = f"{measured['data']} {measured['root'] or ''}, {measured['protocol']}"
-    figure.suptitle(f"{title}\ndotted: {baseline}{intervals}", fontsize="medium")
-    return figure, f"{', '.join(metrics)} of {len(rows)} backbone(s)"
-
-
-def bar_label(source, row, metric):
-    """The folder of a backbone.pth, or the source; how far it is from random or another row"""
-    lines = [Path(source).parent.name if source.endswith("backbone.pth") else source]
-    for other, differences in row.get("differences", {}).items():
-        points, (low, high) = differences[metric]["points"], differences[metric]["interval"]
-        lines.append(f"{points:+.1f} ({low:+.1f} to {high:+.1f}) against {other}")
-    return "\n".join(lines)
+    figure.suptitle(f"{title}\ndotted: {chance}{intervals}", fontsize="medium")
+    return figure, f"{metric} of {len(rows)} backbone(s)"
 
 
 def draw_growth(args):

@@ -1,15 +1,15 @@
 """Write the tables of our scores into README and docs/, from docs/scores.csv
 
     python tools/tables.py
-    python tools/tables.py --add comparison "Words alone" runs/seed-*/flowers/result.json
+    python tools/tables.py --add comparison "Words alone" flowers runs/seed-*/flowers/result.json
 
 A line of scores.csv holds one measure of one run: its scores, one for each seed; the commands, in
 older lines with {a,b} for words that differ between the seeds; the seconds of each training ("?" if
 some were lost with a killed process); commit, date and machine. What is empty was not written down.
 
---add takes these from the result.json of eval_linear.py, of the first of its --weights, and from
-the args.json beside these; a measure is named after its data. With --key it takes other numbers of
-a training run's result.json, such as validation_loss.forward.
+--add takes these from each result.json of eval_linear.py, of the first of its --weights, and from
+the args.json beside these. Several results of one backbone and seed become their mean. With --key
+it takes another number of a training run's result.json, such as validation_loss.forward.
 
 On a page these lines mark a table: its measures, with headings; then its rows, if not all of them.
 
@@ -35,6 +35,7 @@ import json
 import re
 import shlex
 import statistics
+from collections import defaultdict
 from pathlib import Path
 
 from scipy import stats
@@ -51,17 +52,15 @@ def get_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("results", nargs="*", metavar="RESULT", help="with --add: the result.json of each seed")
-    add("--add", nargs=2, metavar=("TABLE", "ROW"), help="put scores into this row of scores.csv")
-    add("--key", nargs="+", default=[], help="with --add: take these numbers of each RESULT")
-    add("--mean", action="store_true", help="with --add: add the mean of these measures, too")
+    add("--add", nargs=3, metavar=("TABLE", "ROW", "MEASURE"), help="what to put into scores.csv")
+    add("--key", help="with --add: take this number of each RESULT")
     return parser.parse_args(argv)
 
 
 def main(args):
     lines = read_scores()
     if args.add:
-        for new in lines_of(args):
-            add_line(lines, new)
+        add_line(lines, line_of(args))
         with open(SCORES, "w", newline="") as file:
             writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
             writer.writeheader()
@@ -206,60 +205,32 @@ def add_line(lines, new):
           f"({', '.join(unknown)} unknown)" if unknown else "")
 
 
-def lines_of(args):
-    """The files given to --add -> [{field: text}], a line for each measure"""
-    found = {}  # {measure: [(score, circumstances of its commands) of each seed]}
-    for path in args.results:
-        for measure, score, about in seeds_in(Path(path), args.key):
-            found.setdefault(measure, []).append((score, about))
-    lines = [dict(zip(FIELDS, [*args.add, x, *texts(*zip(*seeds))])) for x, seeds in found.items()]
-    if args.mean:
-        of_seeds = zip(*([score for score, _ in seeds] for seeds in found.values()), strict=True)
-        means = " ".join(map(in_digits, map(statistics.mean, of_seeds)))
-        command = f"mean of {', '.join(found)}"
-        lines.append(lines[0] | {"measure": "mean", "scores": means, "command": command})
-    return lines
-
-
-def seeds_in(path, keys):
-    """A result.json -> [(measure, score, [what args.json or result.json says of each command])]"""
-    result = json.loads(path.read_text())
-    if keys:
-        beside = json.loads(path.with_name("args.json").read_text())
-        scores = [functools.reduce(dict.__getitem__, key.split("."), result) for key in keys]
-        return [(key, score, [beside]) for key, score in zip(keys, scores)]
-    args = result["args"]
-    measure = Path(args["root"] if args["data"] == "folder" else args["data"]).stem
-    measure += "" if args["protocol"] == "svm-virtex" else f"-{args['protocol']}"
-    measure += f"-{args['shots']}-shots" if args["shots"] else ""
-    source = args["weights"][0]
-    scores = result["backbones"][source]
-    metric = next(iter(scores["mean"]))  # mAP or top-1, before the single classes
-    beside = Path(source).with_name("args.json")
-    if beside.exists():
-        return [(measure, scores["mean"][metric], [json.loads(beside.read_text()), result])]
-    # random, of several seeds, or published weights
-    return [(measure, run[metric], [result]) for run in scores["runs"]]
-
-
-def texts(scores, abouts):
-    """Of each seed its score, and [args.json or result.json of each of its commands]
-
-    -> [scores, command, seconds, commit, date, machine]
-    """
-    commands = (shlex.join(["python", *x["command"]]) for about in abouts for x in about)
-    trainings = [about[0] for about in abouts]
-    seconds = [f"{x['seconds']:.0f}" for x in trainings if "seconds" in x]
-    rest = [
-        " ".join(dict.fromkeys(x[name] for x in trainings if x.get(name)))
-        for name in ("commit", "date", "machine")
-    ]
-    scores = " ".join(map(in_digits, scores))
-    return [scores, "; ".join(dict.fromkeys(commands)), " ".join(seconds), *rest]
-
-
-def in_digits(score):
-    return str(score) if isinstance(score, int) else f"{score:.4f}"
+def line_of(args):
+    """What --add is given -> {field: text}"""
+    scores, trainings, commands = defaultdict(list), {}, []
+    for path in map(Path, args.results):
+        result = json.loads(path.read_text())
+        if args.key:
+            seed, about = path, path.with_name("args.json")
+            score = functools.reduce(dict.__getitem__, args.key.split("."), result)
+        else:
+            weights = result["args"]["weights"][0]
+            seed, about = (weights, result["args"]["seed"]), Path(weights).with_name("args.json")
+            score = next(iter(result["backbones"][weights]["mean"].values()))  # mAP or top-1
+        scores[seed].append(score)
+        trainings[seed] = json.loads(about.read_text()) if about.exists() else result
+        commands += [trainings[seed].get("command"), result.get("command")]
+    means = [statistics.mean(values) for values in scores.values()]
+    commands = [shlex.join(["python", *command]) for command in commands if command]
+    texts = {
+        "scores": [str(x) if isinstance(x, int) else f"{x:.4f}" for x in means],
+        "command": ["; ".join(dict.fromkeys(commands))],
+        "seconds": [f"{x['seconds']:.0f}" for x in trainings.values() if "seconds" in x],
+    }
+    for name in "commit", "date", "machine":
+        texts[name] = dict.fromkeys(x[name] for x in trainings.values() if x.get(name))
+    place = dict(zip(FIELDS, args.add))
+    return place | {name: " ".join(values) for name, values in texts.items()}
 
 
 if __name__ == "__main__":
