@@ -112,7 +112,7 @@ def add_rows(file, args, several, output_folder, photos, notes):
         split = folder.name
         if split.lower() not in SPLITS:
             fail(f"{file} has no column split, and its folder is not named train, val or test: "
-                 "give --split COLUMN, or convert the files of each split with --split-name NAME")
+                 "give --split COLUMN, or --split-name NAME for the files of each split")
         print(f"{file}: split: {split}, the name of its folder")
     root = os.path.abspath(args.root or folder)
     for number, row in enumerate(rows, 1):
@@ -168,9 +168,8 @@ def read_csv(path):
             start, end = end + 1, reader.line_num
             # If a quote is not closed, its cell holds the separators of at least one row.
             if any("\n" in cell and cell.count(mark) >= header.count(mark) for cell in cells):
-                fail(f"{path}: a quote joins the lines {start} to {end}, {short(cells)}. If it is "
-                     "not closed, close it; if the text has several lines, write the table as "
-                     ".xlsx or .jsonl")
+                fail(f"{path}: a quote joins the lines {start} to {end}: close it, or write texts "
+                     f"of several lines as .xlsx or .jsonl: {short(cells)}")
             table.append(cells)
     except csv.Error as error:
         fail(f"{path}, after line {end}: {error}: quotes must be those of csv")
@@ -223,8 +222,7 @@ def read_parquet(path):
 
 def read_json(path):
     """A list of rows, a row on each line, or an object with rows. Numbers are texts as written."""
-    numbers = {"parse_int": str, "parse_float": str, "parse_constant": lambda nan: None}
-    decoder = json.JSONDecoder(**numbers)
+    decoder = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=lambda nan: None)
     text, rows, end = read_text(path).strip(), [], 0
     try:
         while end < len(text):
@@ -278,7 +276,7 @@ def read_folder(folder):
               f"archiver has added, the first: {added[0]}")
     if not any(photos and texts for photos, texts in keys.values()):
         fail(f"{folder} has neither metadata.csv or .jsonl nor KEY.txt beside KEY.jpg: name the "
-             "file that holds the captions, or put the texts beside the photos")
+             "file that holds the captions")
     for photos, texts in keys.values():
         if len(texts) > 1 or texts and len(photos) > 1:
             fail(f"which text is of which photo? {', '.join(photos + texts)}: keep one of each")
@@ -313,9 +311,8 @@ def choose_columns(file, names, args):
         elif len(found) == 1 or not found and may_lack:
             columns[what] = found
         else:
-            fail(f"{file}: give --{what} COLUMN, one of {short(', '.join(names))} (of the usual "
-                 f"{', '.join(usual)} it has {' and '.join(found) or 'none'}; the first line of a "
-                 "table names its columns)")
+            fail(f"{file}: give --{what} COLUMN, one of {short(', '.join(names))}; of the usual "
+                 f"{', '.join(usual)} its first line has {' and '.join(found) or 'none'}")
     used = sum(columns.values(), [])
     columns["not used"] = [name for name in names if name and name not in used]
     taken = [f"{what}: {short(', '.join(found))}" for what, found in columns.items() if found]
@@ -328,17 +325,16 @@ def photo_path(cells, root, ending, output_folder, where):
     found = values_in(cells[0], where) if len(cells) == 1 else [os.path.join(*map(as_text, cells))]
     if len(found) > 1:
         fail(f"{where}: {short(found)} is not the path of one photo: write a row for each photo")
-    if not found or not found[0]:
-        return ""
-    if isinstance(found[0], bytes):
+    photo = found[0] if found else ""
+    if isinstance(photo, bytes):
         # Named by its content, it never overwrites another photo. PIL looks at the content, too.
-        name = f"{hashlib.sha256(found[0]).hexdigest()[:32]}.jpg"
+        name = f"{hashlib.sha256(photo).hexdigest()[:32]}.jpg"
         path = output_folder / "parquet-photos" / name
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(found[0])
+        path.write_bytes(photo)
         return str(path)
-    name = found[0].strip().replace("\\", "/")
-    return os.path.normpath(os.path.join(root, name + ending))
+    name = photo.strip().replace("\\", "/")
+    return name and os.path.normpath(os.path.join(root, name + ending))
 
 
 def texts_of(row, columns, what, where, notes, separator=None):
@@ -379,11 +375,11 @@ def values_in(cell, where):
         known = [cell[key] for key in INSIDE if key in cell]
         if known and speaker in ("", "gpt", "assistant"):
             cell = next(filter(None, known), None)
+    if cell is None or isinstance(cell, bytes):
+        return [cell] if cell else []
     if isinstance(cell, dict | list) or LIST_AS_TEXT.fullmatch(as_text(cell)):
         fail(f"{where} holds {short(cell)}: write texts, and lists of texts in a .json")
-    if cell is None:
-        return []
-    return [cell if isinstance(cell, bytes) else str(cell)]
+    return [str(cell)]
 
 
 def as_text(cell):
@@ -397,16 +393,15 @@ def short(value):
 def write(output, photos, args, notes):
     """Write the lines; print counts of what they hold and of what is left out or doubtful."""
     if not photos:
-        fail(f"no row has a photo; that of the first is {notes['rows without a photo'][:1]}: cells "
-             "of --image must be paths that start from --root, and --ending appends .jpg, say")
+        fail(f"no row has a photo; that of the first is {notes['rows without a photo'][:1]}: see "
+             "--image, --root, and --ending, which appends .jpg, say")
     splits = Counter(photo.get("split", "no split") for photo in photos)
     folders = {os.path.dirname(photo["image"]) for photo in photos}
     inner = [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
     mixed = SPLITS.keys() & {part for path in inner for part in path.lower().split("/")}
     if len(mixed) > 1 and not args.split_name and {*splits} == {"no split"}:
         fail(f"photos are in folders {' and '.join(sorted(mixed))}, but no column says their split:"
-             " give --split COLUMN; or --split-name train, of which one in twenty is held out; or "
-             "FOLDER/train FOLDER/val instead of a FOLDER of KEY.txt")
+             " give --split COLUMN, or --split-name train, or the folders as several FILEs")
     if splits.keys() <= {"train", "no split"}:  # some will be held out
         splits = Counter({"no split": len(photos)})
         for photo in photos:
