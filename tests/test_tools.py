@@ -125,7 +125,7 @@ def test_legend(tmp_path, figures):
     for terms in ("loss", "top5"), ("loss",):
         run_here(["tools.plot", tmp_path, "--terms", *terms])
     legends = [[text.get_text() for text in figure.legends[0].get_texts()] for figure in figures]
-    assert legends == [[tmp_path.name, f"{tmp_path.name}, validation"], [tmp_path.name]]
+    assert legends == [[f"{tmp_path}", f"{tmp_path}, validation"], [f"{tmp_path}"]]
 
 
 @NEEDS_PICTURES

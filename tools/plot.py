@@ -11,8 +11,8 @@ running mean over a twentieth of the run. Scores on the validation split are dot
 their term. You can draw runs that are still in progress.
 
 Bars: the first score of a result.json of eval_linear.py, with intervals if it compared several
-backbones. The interval of a difference stands below the name. It decides: those of two scores may overlap although
-one is better on nearly every draw of the same photos.
+backbones. The interval of a difference stands below the name. It decides: those of two scores may
+overlap although one is better on nearly every draw of the same photos.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def get_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN",
-        help="--output of a training run, and its name; or the result.json of eval_linear.py")
+        help="--output of a training run; or the result.json of eval_linear.py")
     add("--terms", nargs="+", metavar="TERM", help="draw only these, such as loss images_per_s")
     add("--output", help="picture to write, a .png, .pdf or .svg (default: curves.png in the "
         "last RUN; scores.png beside result.json)")
@@ -98,9 +98,7 @@ def write_events(paths):
 def draw_curves(args):
     from matplotlib.figure import Figure  # only here: it takes a second, which --help saves
 
-    short = [Path(path).resolve().name for path in args.runs]
-    names = short if len(set(short)) == len(short) else args.runs
-    runs = {name: read_run(path) for name, path in zip(names, args.runs)}
+    runs = {path: read_run(path) for path in args.runs}
     first, *others = map(drawn_terms, runs.values())
     terms = args.terms or [term for term in first if all(term in other for other in others)]
     if not terms:
@@ -199,8 +197,8 @@ def draw_growth(args):
             panel.plot(minutes, scores, **style, label=name)
             # The seeds of the comparison, pale
             seeds = np.array(tables["comparison"][name][measure], float)
-            seen = dict(zip(steps, minutes))
-            panel.plot([seen[100_096]] * len(seeds), seeds, **style, alpha=0.3, linestyle="")
+            x = [minutes[list(steps).index(100_096)]] * len(seeds)
+            panel.plot(x, seeds, **style, alpha=0.3, linestyle="")
         random = mean_of(tables["comparison"]["Random initialisation"][measure])
         panel.axhline(random, color="grey", linestyle=":")
         panel.text(1, random, "random weights", color="grey", ha="right", va="bottom",
