@@ -132,13 +132,13 @@ def choose_defaults(args, parser):
     defaults["train_images"] = 2000 if args.data == "shapes" else None
     data = Path(args.root or "folder").resolve() if args.data == "folder" else Path(args.data)
     shots = f"-{args.shots}-shots" if args.shots else ""
-    name_of_run = f"eval_linear/{data.name.removesuffix('.jsonl')}-{args.protocol}{shots}"
-    defaults["output"] = "runs/embed" if args.embed else f"runs/{name_of_run}"
+    name_of_data = data.name.removesuffix(".jsonl")
+    defaults["output"] = f"runs/eval_linear/{name_of_data}-{args.protocol}{shots}"
+    if args.embed:
+        defaults["output"] = "runs/embed"
     for flag, value in defaults.items():
         if getattr(args, flag) is None:
             setattr(args, flag, value)
-    if args.protocol == "layers" and args.arch != "vgg16_bn":
-        parser.error(f"{name} is for VGG-16: --arch vgg16_bn")
 
 
 def main(args):
@@ -163,36 +163,43 @@ def main(args):
     report_shared(data.select(train_rows), val.select(test_rows))
     common.make_folder(args.output)
 
-    # Each run has other random weights. All runs of any other backbone share its features.
-    groups = []
-    seeds = range(args.seed, args.seed + args.runs)
     ways = [(data, val), (val, data)] if args.both_ways else [(data, val)]
+    seeds = range(args.seed, args.seed + args.runs)
+    groups = []  # Each run has other random weights. Runs of any other backbone share its features
     for source in archs:
         of_source = [[seed] for seed in seeds] if source == "random" else [seeds]
         groups += itertools.product([source], of_source, range(len(ways)))
     results = {source: [] for source in archs}
     draws = {source: [] for source in archs}  # the same photos for all, others for each way
     for source, group, way in groups:
-        learned, tested = ways[way]
+        train, test = ways[way]
+        photos = len(test)
         backbone = load_backbone(source, archs[source], group[0]).eval().requires_grad_(False)
         backbone.to(device, memory_format=torch.channels_last)
         runs = []
         for seed in group:
             flags = copy.copy(args)
             flags.seed, flags.image_size = seed, sizes[source]
-            rows = draw_photos(learned, tested, flags)
+            rows = draw_photos(train, test, flags)
             runs.append(Run(flags, protocol, source, backbone, data.names, device, *rows))
-        for run, decisions in zip(runs, decide(runs, learned, tested)):
-            if common.is_main():
-                scores = measure(decisions, run)
-                results[source].append(scores)
-                if len(archs) > 1:
-                    draws[source].append(common.extra("bootstrap").scores_of_draws(
-                        *by_metric(decisions, run), decisions.rows, len(tested),
-                        protocol.interpolated, seed=way))
-                photos = f"{len(run.train_rows)} training and {len(run.test_rows)} test photos"
-                print_main(f"{source}, seed {run.args.seed}, {photos} of {sizes[source]} px: "
-                           f"{format_scores(scores, data.names)}")
+        if protocol.trained_on == "features":  # extracted once, in place of the photos
+            train = extract_features(runs[0], train, [run.train_rows for run in runs])
+            test = extract_features(runs[0], test, [run.test_rows for run in runs])
+        for run in runs:
+            torch.manual_seed(run.args.seed)
+            learned, tested = train.select(run.train_rows), test.select(run.test_rows)
+            decisions = protocol.decide(learned, tested, run)
+            if not common.is_main():
+                continue
+            scores = measure(decisions, run)
+            results[source].append(scores)
+            if len(archs) > 1:
+                draws[source].append(common.extra("bootstrap").scores_of_draws(
+                    by_metric(decisions, run), decisions.y, decisions.rows, photos,
+                    protocol.interpolated, seed=way))
+            counts = f"{len(run.train_rows)} training and {len(run.test_rows)} test photos"
+            print_main(f"{source}, seed {run.args.seed}, {counts} of {sizes[source]} px: "
+                       f"{format_scores(scores, data.names)}")
     tested = len(data) + len(val) if args.both_ways else len(test_rows)
     if tested < 300:
         print_main(f"the scores are rough: they are of only {tested} photos")
@@ -215,19 +222,6 @@ class Run:
     device: torch.device
     train_rows: np.ndarray  # the photos, as draw_photos gives them
     test_rows: np.ndarray
-
-
-def decide(runs, data, val):
-    """Runs of one backbone -> yield the decisions of each on its test photos: Outputs, or None in
-    all processes but the first
-    """
-    protocol = runs[0].protocol
-    if protocol.trained_on == "features":  # extracted once, in place of the photos
-        data = extract_features(runs[0], data, [run.train_rows for run in runs])
-        val = extract_features(runs[0], val, [run.test_rows for run in runs])
-    for run in runs:
-        torch.manual_seed(run.args.seed)
-        yield protocol.decide(data.select(run.train_rows), val.select(run.test_rows), run)
 
 
 def run_alone():
@@ -260,7 +254,6 @@ def report(results, draws, sizes, causes, classes, args):
         references = references or [rows[0][0]]  # else the best
         verdict = common.extra("bootstrap").compare(dict(rows), draws, references)
     path = f"{args.output}/result.json"
-    replaced = ", instead of an earlier call's" if os.path.exists(path) else ""
     content = {"args": vars(args), "image_size": sizes, "backbones": dict(rows)}
     common.save(path, content | {"not_measured": causes} | common.circumstances())
 
@@ -274,7 +267,7 @@ def report(results, draws, sizes, causes, classes, args):
         print(f"{source:{width}}", *(f"{cell:>15}" for cell in cells))
     for source, cause in causes.items():
         print(f"{source:{width}} not measured: {cause}")
-    print(f"all scores, by class and run, are in {path}{replaced}", *verdict, sep="\n")
+    print(f"all scores, by class and run, are in {path}", *verdict, sep="\n")
 
 
 def over_runs(runs):
@@ -376,17 +369,13 @@ def label_data(name, root, split):
         return LabelData(*common.extra("folders").labelled(root or "datasets/folder", split))
     if name == "voc07":
         return LabelData(*common.extra("sources").voc07(root or "datasets/voc07", split))
-    shards = os.path.isdir(name) and not os.path.isdir(os.path.join(name, split))
-    if not (shards or name in ("shapes", "coco", "vg") or name.endswith(".jsonl")):
-        fail(f"no data set {name}: photos in {split}/CLASS/ are --data folder --root FOLDER, other "
-             "--data are shapes, voc07, coco, a .jsonl file or a folder of shards")
     [captioned] = common.caption_data(name, root, [split], tags=True)
     if not captioned.tag_names:
         fail(f"--data {name} has no tags to score. With a folder for each class: --data folder")
-    if not captioned.tagged.all():
-        keep = np.flatnonzero(captioned.tagged)
-        left_out = f"{len(captioned) - len(keep)} of {len(captioned)} photos are left out"
-        print_main(f'{left_out}, which have no "tags"; "tags": [] says that none fits')
+    keep = np.flatnonzero(captioned.tagged)
+    if len(keep) < len(captioned):
+        print_main(f"{len(captioned) - len(keep)} of {len(captioned)} photos are left out, which "
+                   'have no "tags"; "tags": [] says that none fits')
         captioned = captioned.select(keep)
     column = {name: k for k, name in enumerate(captioned.tag_names)}
     labels = np.zeros((len(captioned), len(column)), np.int8)
@@ -406,15 +395,15 @@ def check_same_classes(train, test):
 def report_shared(train, test):
     """Say how many test photos are training photos, too, by the bytes of their files."""
 
+    def files(images):
+        return [x for x in images if isinstance(x, str) and os.path.isfile(x)]
+
     def content(path):
         return hashlib.sha256(Path(path).read_bytes()).digest()
 
-    files = []
-    for images in (train.images, test.images[:: 1 + len(test) // 10_000]):  # at most 10,000
-        files.append([x for x in images if isinstance(x, str) and os.path.isfile(x)])
-    trained, tested = files
+    tested = files(test.images[:: 1 + len(test) // 10_000])  # at most 10,000
     sizes = {os.path.getsize(path) for path in tested}
-    similar = {content(path) for path in trained if os.path.getsize(path) in sizes}
+    similar = {content(x) for x in files(train.images) if os.path.getsize(x) in sizes}
     shared = [path for path in tested if content(path) in similar]
     if shared:
         print_main(f"{len(shared)} of {len(tested)} test photos are training photos, too, "
@@ -562,53 +551,51 @@ def embed(args, archs, sizes, device):
 
 
 def measure(decisions, run):
-    """Outputs of a run -> {metric or class: percent}, and what guesses would score
-
-    Of several linear layers: {"C-11 mAP": percent, ...}
-    """
+    """Outputs of a run -> see `score`; of several layers {"C-11 mAP": percent, ...}, no classes"""
     scores = {}
-    of_metrics, labels = by_metric(decisions, run)
-    for metric, x in of_metrics.items():
-        of_layer = score(x, labels, run.names, run.protocol.interpolated)
-        if metric not in of_layer:  # without the classes
-            of_layer = {metric: next(iter(of_layer.values()))}
-        scores |= of_layer
-    if labels.ndim == 2:  # chance, like mAP, is of classes that were learned (see svms)
-        labels = labels[:, ~x.isnan().any(0)]
-    return scores | by_chance(labels)
+    for metric, x in by_metric(decisions, run).items():
+        of_layer = score(x, decisions.y, run.names, run.protocol.interpolated)
+        first, *_, guess = of_layer
+        scores[metric] = of_layer[first]
+    return of_layer if len(scores) == 1 else scores | {guess: of_layer[guess]}
 
 
 def by_metric(decisions, run):
-    """Outputs of a run -> {"mAP", "C-11 top-1" or similar: (N, classes)}, labels as in score"""
-    protocol, labels = run.protocol, decisions.y
-    if protocol.metric == "mAP":
-        labels = torch.from_numpy(label_columns(labels.numpy(), len(run.names)))
-    metric = "top-1" if labels.ndim == 1 else "mAP"
-    names = [f"{layer} {metric}".strip() for layer in protocol.layers]
-    return dict(zip(names, decisions.x.chunk(len(names), 1))), labels
+    """Outputs of a run -> {"mAP", "C-11 top-1" or similar: (N, classes)}"""
+    metric = "top-1" if decisions.y.ndim == 1 else "mAP"
+    names = [f"{layer} {metric}".strip() for layer in run.protocol.layers]
+    return dict(zip(names, decisions.x.chunk(len(names), 1)))
 
 
 def score(decisions, labels, names, interpolated=False):
-    """-> {"top-1": percent}, with several labels {"mAP": percent, class: average precision, ...}
+    """-> {"top-1": percent, "commonest class": percent}; with several labels {"mAP": percent,
+    class: average precision, ..., "chance": percent}. The last is what guesses would score.
 
     decisions: (N, classes); those of a class may be NaN: it has no score. Neither has one that all
     or none of the photos have.  labels: (N,) or (N, classes), as in LabelData
     """
     if labels.ndim == 1:
-        return {"top-1": 100 * (decisions.argmax(1) == labels).double().mean().item()}
-    areas = {}
+        commonest = 100 * labels.bincount().max().item() / len(labels)
+        top_1 = 100 * (decisions.argmax(1) == labels).double().mean().item()
+        return {"top-1": top_1, "commonest class": commonest}
+    areas, left_out = {}, []
     for name, decision, truth in zip(names, decisions.T.numpy(), labels.T.numpy()):
         if (truth == 1).any() and (truth == 0).any() and not np.isnan(decision).any():
             counted = truth >= 0  # the others are "difficult"
             areas[name] = average_precision(decision[counted], truth[counted], interpolated)
+        else:
+            left_out.append(str(name))
     if not areas:
         fail("no class has positive and negative photos, both in training and in testing: do the "
              "splits spell their tags alike?")
-    left_out = [str(name) for name in names if name not in areas]
     if left_out:
         common.report_once(f"{len(left_out)} classes are left out, which lack training or test "
                            f"examples: {', '.join(left_out[:5])}")
-    return {"mAP": statistics.mean(areas.values()), **areas}
+    # The average precision of a random order is about the fraction of positives.
+    scored = labels[:, [name in areas for name in names]]
+    chance = (scored == 1).sum(0).double() / (scored >= 0).sum(0)
+    mean = statistics.mean(areas.values())
+    return {"mAP": mean, **areas, "chance": 100 * chance.mean().item()}
 
 
 def average_precision(decision, truth, interpolated=False):
@@ -622,18 +609,6 @@ def average_precision(decision, truth, interpolated=False):
     if interpolated:
         precision = np.maximum.accumulate(precision)
     return 100 * float(-np.sum(np.diff(recall) * precision[:-1]))
-
-
-def by_chance(labels):
-    """What guesses score: {"commonest class": percent} for top-1, {"chance": percent} for mAP
-
-    The average precision of a random order is about the fraction of positives.  labels: as in score
-    """
-    if labels.ndim == 1:
-        return {"commonest class": 100 * labels.bincount().max().item() / len(labels)}
-    fractions = (labels == 1).sum(0).double() / (labels >= 0).sum(0)
-    scored = fractions[(0 < fractions) & (fractions < 1)]
-    return {"chance": 100 * scored.mean().item()}
 
 
 # --------------- protocols on features: (train: Outputs, test: Outputs, run: Run) -> test's Outputs
@@ -665,7 +640,7 @@ def svms(train, test, run, costs):
     if learnable.any():
         decisions[:, learnable] = common.extra("svm").svm_decisions(
             train.x.numpy(), positive[:, learnable], test.x.numpy(), costs, run.device)
-    return replace(test, x=torch.from_numpy(decisions))
+    return Outputs(torch.from_numpy(decisions), torch.from_numpy(truth), test.rows)
 
 
 def knn(train, test, run):
@@ -689,12 +664,7 @@ def sgd_mct(train, test, run):
     def lr_factor(fraction):
         return 0.2 ** sum(fraction >= epoch / 60 for epoch in (30, 40, 50))
 
-    layers = common.extra("layers")
-    x, y = train.x.to(run.device), train.y.to(run.device)
-    trials = [(run.args.lr[0], 0.0)]  # no weight decay
-    [layer] = layers.train_linear(x, y, np.arange(len(x)), trials, lr_factor, run.args)
-    common.save_weights(layers.path_of(run), layer)
-    return replace(test, x=layers.predict(layer, test.x))
+    return linear_layer(run.args.lr[0], 0.0, train, test, lr_factor, run)  # no weight decay
 
 
 def logreg_icmlm(train, test, run):
@@ -715,9 +685,16 @@ def logreg_icmlm(train, test, run):
     for layer in layers.train_linear(x, y, rest, trials, cosine, run.args):
         found = layers.predict(layer, train.x[held_out]).argmax(1)
         accuracies.append((found == train.y[held_out]).double().mean().item())
-    best = trials[np.argmax(accuracies)]
-    print_main(f"chosen: learning rate {best[0]:.3g}, weight decay {best[1]:.2g}")
-    [layer] = layers.train_linear(x, y, np.arange(len(x)), [best], cosine, run.args)
+    lr, decay = trials[np.argmax(accuracies)]
+    print_main(f"chosen: learning rate {lr:.3g}, weight decay {decay:.2g}")
+    return linear_layer(lr, decay, train, test, cosine, run)
+
+
+def linear_layer(lr, decay, train, test, lr_factor, run):
+    """Train a layer on all features, and keep it in --output -> test's Outputs"""
+    layers = common.extra("layers")
+    x, y = train.x.to(run.device), train.y.to(run.device)
+    [layer] = layers.train_linear(x, y, np.arange(len(x)), [(lr, decay)], lr_factor, run.args)
     common.save_weights(layers.path_of(run), layer)
     return replace(test, x=layers.predict(layer, test.x))
 
@@ -747,7 +724,7 @@ def vgg_layers(train, test, run):
 
 
 def train_probe(probe, train, test, run, learning_rate, decay=0.0):
-    """See extras.layers.train -> Outputs, (N, layers * classes), or None: see `decide`"""
+    """See extras.layers.train -> Outputs, (N, layers * classes); only of the first process"""
 
     def decisions():
         logits_of = lambda images: torch.cat(probe(images), 1)
@@ -768,7 +745,7 @@ def train_probe(probe, train, test, run, learning_rate, decay=0.0):
 class Protocol:
     """A function and the settings of its paper"""
 
-    decide: callable  # (train, test, run) -> Outputs: decisions on the test photos
+    decide: callable  # (train, test, run) -> Outputs: decisions on the test photos; see train_probe
     trained_on: str  # "features" of central squares, extracted once, or random "crops"
     metric: str  # "mAP", "top-1", for which photos have one label, or "either", as their labels are
     flags: dict  # defaults of the flags that it takes; lr: a peak for each linear layer
@@ -778,7 +755,6 @@ class Protocol:
     grid: int = 1  # features are average-pooled to grid x grid
     unit_length: bool = False  # features are l2-normalised
     colour_jitter: float = 0.0
-    crop_min: float = 0.08  # of the area: both public codes; VirTex App. A.1 still has 20%
 
 
 PROTOCOLS = {

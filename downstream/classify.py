@@ -51,8 +51,8 @@ def main(args):
 
     labels = torch.from_numpy(data.labels[readable])
     scores = eval_linear.score(similarity.T, labels, data.names)
-    metric, score = next(iter(scores.items()))  # the others are of single classes
-    [guess] = eval_linear.by_chance(labels).values()
+    metric, *_, chance = scores  # the others are of single classes
+    score, guess = scores[metric], scores[chance]
     result = {"metric": metric, "zero-shot": score, "guessing": guess, "images": len(readable)}
     common.save(Path(args.output, "result.json"), {"args": vars(args), **result})
     print_main(f"{args.data}, {len(readable)} photos of {len(names)} classes: "

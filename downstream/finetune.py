@@ -244,7 +244,7 @@ def validate(val, model, args, device):
     logits, readable = eval_linear.run_over_photos(logits_of, squares, args, device)
     model.train()
     labels = torch.from_numpy(val.labels[readable])
-    scores = eval_linear.score(logits, labels, val.names) | eval_linear.by_chance(labels)
+    scores = eval_linear.score(logits, labels, val.names)
     print_main(f"validation: {eval_linear.format_scores(scores)}")
     return {name: round(score, 2) for name, score in scores.items()}
 

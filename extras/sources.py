@@ -23,8 +23,8 @@ def caption_data(name, root, splits):
         return read_photos(visual_genome, splits, root or "datasets/vg")
     if os.path.isdir(name):
         return [extra("shards").caption_data(name, split) for split in splits]
-    fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of shards; "
-         "python tools/to_jsonl.py FILE converts other files")
+    fail(f"no data set {name}: --data is shapes, coco, vg, a .jsonl file or a folder of shards, "
+         "where labels are scored also voc07 or folder; tools/to_jsonl.py FILE converts others")
 
 
 def visual_genome(splits, root):
@@ -33,9 +33,6 @@ def visual_genome(splits, root):
     Each region's phrase is a caption of its photo. The root holds region_descriptions.json,
     image_data.json, VG_100K/ and VG_100K_2/. Both splits come from one reading.
     """
-    for split in splits:
-        if split not in ("train", "val"):
-            fail(f"--data vg has the splits train and val, not {split}")
     paths = {}
     for row in entries(root, "image_data.json"):
         paths[row["image_id"]] = os.path.join(root, *row["url"].split("/")[-2:])
@@ -70,7 +67,7 @@ def entries(root, name):
 
 
 def voc07(root, split):
-    """ImageSets/Main/<class>_{split}.txt, photos in JPEGImages/
+    """ImageSets/Main/<class>_{split}.txt with lines such as "000012 -1", photos in JPEGImages/
 
     -> paths (N,), labels (N, classes) int8: 1 yes, 0 no, -1 "difficult"; names of the classes
     """
@@ -78,28 +75,16 @@ def voc07(root, split):
     lists = [path for f in folders for path in sorted(f.glob(f"ImageSets/Main/*_{split}.txt"))]
     if not lists:
         fail(f"{root} has no VOC2007/ImageSets/Main/<class>_{split}.txt: --root is VOCdevkit")
-    tables = [voc07_list(path) for path in lists]
-    ids = list(tables[0])
+    tables = []  # {photo: 1 yes, 0 no, -1 "difficult"} of each class
+    for path in lists:
+        lines = [line.rsplit(maxsplit=1) for line in path.read_text().splitlines() if line.strip()]
+        tables.append({photo.strip(): VOC_TRUTH[truth] for photo, truth in lines})
     columns = []
-    for path, table in zip(lists, tables):
-        if table.keys() != tables[0].keys():
-            fail(f"{path} does not list the same photos as {lists[0].name}")
-        columns.append([table[photo] for photo in ids])  # the lists' orders may differ
-    paths = [f"{lists[0].parents[2]}/JPEGImages/{photo}.jpg" for photo in ids]
+    for table in tables:
+        columns.append([table[photo] for photo in tables[0]])  # the lists' orders may differ
+    paths = [f"{lists[0].parents[2]}/JPEGImages/{photo}.jpg" for photo in tables[0]]
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing:
         fail(f"{len(missing)} of {len(paths)} photos are missing, the first is {missing[0]}")
     names = [path.name.removesuffix(f"_{split}.txt") for path in lists]
     return np.array(paths, common.STRINGS), np.array(columns, np.int8).T, names
-
-
-def voc07_list(path):
-    """Lines such as "000012 -1"; names may have spaces -> {photo: 1 yes, 0 no, -1 "difficult"}"""
-    table = {}
-    for line in path.read_text().splitlines():
-        words = line.rsplit(maxsplit=1)
-        if len(words) == 2 and words[1] in VOC_TRUTH:
-            table[words[0].strip()] = VOC_TRUTH[words[1]]
-        elif words:
-            fail(f"{path}: expected a photo's name and 1, 0 or -1, not {line!r}")
-    return table

@@ -99,13 +99,6 @@ def of_lightly(folder):
 
 
 def of_transformers(folder):
-    sizes = {"layer_type": "basic", "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2]}
-    net = transformers.ResNetForImageClassification(transformers.ResNetConfig(**sizes))
-    statistics(net).save_pretrained(folder)
-    return "model.safetensors", lambda images: net.resnet(images).last_hidden_state
-
-
-def of_transformers_50(folder):
     net = statistics(transformers.ResNetModel(transformers.ResNetConfig()))
     net.save_pretrained(folder)
     return "model.safetensors", lambda images: net(images).last_hidden_state
@@ -117,7 +110,7 @@ def of_timm(folder):
     return "vgg.pth", net.forward_features
 
 
-LIBRARIES = of_torchvision, of_safetensors, of_lightly, of_transformers, of_transformers_50, of_timm
+LIBRARIES = of_torchvision, of_safetensors, of_lightly, of_transformers, of_timm
 
 
 @torch.no_grad()

@@ -77,9 +77,6 @@ def test_voc07(tmp_path):
     assert "1 classes are left out, which lack training or test examples: cow" in output
     scores = result(tmp_path)["backbones"]["random"]["mean"]
     assert scores == {**scores, "mAP": (scores["bird"] + scores["cat"]) / 2} and len(scores) == 4
-    (lists / "cow_test.txt").write_text("000048 1\n")
-    wrong = refusal(command(tmp_path, tmp_path, data="voc07"))
-    assert "cow_test.txt does not list the same photos as bird_test.txt" in wrong
 
 
 def make_files(root, names):
@@ -104,7 +101,6 @@ def test_photos_in_folders(tmp_path):
     make_files(train, photos + others)
     (train / "b/far").rename(tmp_path / "far")
     (train / "b/far").symlink_to(tmp_path / "far")
-    (train / "b/back").symlink_to(train)
     data, output = labels_in(tmp_path)
     left_out = "2 files are left out, because their names are not those of photos, for example "
     assert f"{left_out}{train}/a/6.heic" in output
@@ -113,9 +109,6 @@ def test_photos_in_folders(tmp_path):
     assert list(data.images) == [f"{train}/{name}" for name in photos]
     assert data.labels.tolist() == [0, 0, 1, 2, 2] and data.names == ["a", "a-b", "b"]
     assert {*pictures.images_in(train).images} == {*data.images, f"{train}/9.MPO"}
-    (train / "c").mkdir()
-    wrong = refusal(command(tmp_path, tmp_path))
-    assert "train has no photos in c. Expected: train/CLASS/PHOTO: see --root" in wrong
 
 
 ADDED = "@eaDir", "#recycle", "@Recycle", "$RECYCLE.BIN", "lost+found", "__MACOSX", ".thumbs"
@@ -187,13 +180,12 @@ def test_classes_are_named(tmp_path):
         eval_linear.check_same_classes(data, other)
 
 
-@pytest.mark.parametrize("protocol", ["knn", "sgd-mct", "svm-virtex", "sgd-virtex"])
-def test_one_class_is_an_error(protocol, folder, tmp_path):
+def test_one_class_is_an_error(folder, tmp_path):
     """A --root one folder too high makes one class of all photos: every backbone would have 100."""
     for split in ("train", "val"):
         (tmp_path / split).mkdir()
         (tmp_path / split / "images").symlink_to(folder / split)
-    wrong = refusal(command(tmp_path / "out", tmp_path, f"--protocol {protocol}"))
+    wrong = refusal(command(tmp_path / "out", tmp_path, "--protocol knn"))
     assert f"{tmp_path}/train has fewer than two classes: images. Is --root a folder too" in wrong
 
 
@@ -201,7 +193,8 @@ def test_a_class_on_all_photos_has_no_score(tmp_path):
     """Neither by votes nor by SVMs"""
     truth = torch.tensor([[1, 1], [1, 0], [1, -1]], dtype=torch.int8)
     decisions = torch.tensor([[0.1, 0.9], [0.2, 0.8], [0.3, 0.7]])
-    assert eval_linear.score(decisions, truth, ["all", "some"]) == {"mAP": 100.0, "some": 100.0}
+    expected = {"mAP": 100.0, "some": 100.0, "chance": 50.0}  # chance, too, is without "all"
+    assert eval_linear.score(decisions, truth, ["all", "some"]) == expected
     with pytest.raises(SystemExit, match="no class has positive and negative photos"):
         eval_linear.score(torch.rand(3, 1), truth[:, :1], ["all"])
     x, y = np.random.default_rng(0).normal(size=(12, 4)), np.ones((12, 3), np.int8)
@@ -213,7 +206,7 @@ def test_a_class_on_all_photos_has_no_score(tmp_path):
     assert eval_linear.measure(decisions, run).keys() == {"mAP", "some", "chance"}
 
 
-@pytest.mark.parametrize("protocol", ["knn", "svm-virtex", "sgd-virtex --batch-size 16 --epochs 1"])
+@pytest.mark.parametrize("protocol", ["knn", "sgd-virtex --batch-size 16 --epochs 1"])
 def test_a_backbone_that_is_not_finite(protocol, folder, tmp_path):
     state = common.build_backbone("resnet18").state_dict()
     state["layer4.1.bn2.weight"][3] = math.nan
@@ -223,35 +216,17 @@ def test_a_backbone_that_is_not_finite(protocol, folder, tmp_path):
     assert "the outputs are not finite: the weights are broken, or try --amp off" in wrong
 
 
-def test_the_commonest_class_stands_beside_top_1(folder, tmp_path):
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    for n in range(4):
-        (tmp_path / "val" / "blue" / f"{n}.png").unlink()
-    output = run_here(command(tmp_path, tmp_path, "--protocol knn"))
-    assert result(tmp_path)["backbones"]["random"]["mean"]["commonest class"] == 100 * 16 / 28
-    assert "top-1 commonest class" in output and ", commonest class 57.14" in output
-
-
-def test_chance_stands_beside_map():
-    """The fraction of positives, mean over the classes that are scored; -1 does not count."""
-    truth = torch.tensor([[1, 1, 0], [1, 0, 0], [1, -1, 0], [1, 0, 0]], dtype=torch.int8)
-    assert eval_linear.by_chance(truth) == {"chance": pytest.approx(100 / 3)}
+def test_what_guesses_would_score():
+    """Beside mAP the fraction of positives, mean over the classes that have a score: not d, which
+    was not learned; -1 does not count. Beside top-1 the commonest class
+    """
+    truth = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 1], [1, -1, 0, 1], [1, 0, 0, 0]]).to(torch.int8)
+    decisions = torch.tensor([[0, 3.0, 0, torch.nan]]).expand(4, 4) / torch.arange(1, 5)[:, None]
+    found = eval_linear.score(decisions, truth, "abcd")
+    assert found == {"mAP": 100, "b": 100, "chance": pytest.approx(100 / 3)}
     one = torch.tensor([0, 1, 2, 1])
-    assert eval_linear.by_chance(one) == {"commonest class": 50}
-    decisions = eval_linear.Outputs(F.one_hot(one).double(), one)
-    perfect = {"mAP": 100, "a": 100, "b": 100, "c": 100, "chance": pytest.approx(100 / 3)}
-    assert eval_linear.measure(decisions, run_of("svm-virtex", "abc")) == perfect
-    perfect = {"top-1": 100, "commonest class": 50}
-    assert eval_linear.measure(decisions, run_of("sgd-mct", "abc")) == perfect
-
-
-def test_chance_is_of_the_classes_that_have_a_score():
-    """Class b was not learned: neither mAP nor chance counts it."""
-    truth = torch.tensor([[1, 1], [0, 1], [0, 1], [0, 0]], dtype=torch.int8)
-    decisions = torch.tensor([[3.0, torch.nan], [2, torch.nan], [1, torch.nan], [0, torch.nan]])
-    outputs = eval_linear.Outputs(decisions, truth)
-    expected = {"mAP": 100, "a": 100, "chance": 25}
-    assert eval_linear.measure(outputs, run_of("svm-virtex", "ab")) == expected
+    found = eval_linear.score(F.one_hot(one), one, "abc")
+    assert found == {"top-1": 100, "commonest class": 50}
 
 
 def test_each_layer_has_its_scores():
@@ -269,7 +244,7 @@ def test_each_layer_has_its_scores():
 
 
 COPIES = [  # of training photos: what becomes of them in val
-    ([("red/0.png", "red/0.png")], 1),
+    ([], 0),
     ([("red/0.png", "blue/other.png"), ("blue/3.png", "blue/x.png")], 2),
     ([(f"{name}/{n}.png", f"{name}/{n}.png") for name in ("blue", "red") for n in range(16)], 32),
 ]
@@ -288,7 +263,7 @@ def test_test_photos_that_are_training_photos_are_counted(copies, count, folder,
         val = eval_linear.label_data("folder", tmp_path, "val")
         eval_linear.report_shared(train, val)
     said = f"{count} of {len(val)} test photos are training photos, too"
-    assert said in output.getvalue()
+    assert (said in output.getvalue()) == (count > 0)
 
 
 def test_a_split_that_is_both(folder, tmp_path):
@@ -300,7 +275,6 @@ def test_a_split_that_is_both(folder, tmp_path):
     for n in range(16):
         shutil.copy(tmp_path / f"train/red/{n}.png", tmp_path / f"train/red/again{n}.png")
     assert said in run_here(command(tmp_path / "out", tmp_path, "--protocol knn --hold-out 0.5"))
-    assert said not in run_here(command(tmp_path / "out", folder, "--protocol knn"))
 
 
 def test_lines_without_tags_are_left_out(folder, tmp_path):
@@ -654,29 +628,21 @@ def test_over_runs():
     assert eval_linear.over_runs([{"mAP": 1.0}])["std"] == {"mAP": 0.0}
 
 
-def test_more_shots_than_photos(capsys):
-    """The folder of the result will be called 4-shots."""
-    labels = np.array([0, 0, 0, 0, 1, 1, 2])
-    data = eval_linear.LabelData(np.arange(7), labels, ["a", "b", "c"])
-    args = SimpleNamespace(seed=0, hold_out=0.0, shots=4, train_images=None, protocol="knn")
-    common.report_once.cache_clear()
-    assert len(eval_linear.draw_photos(data, data, args)[0]) == 7
-    assert "2 of 3 classes have fewer training photos than --shots 4" in capsys.readouterr().out
-
-
-def test_shots(folder):
-    """K photos of each class, others with another seed"""
-    data = eval_linear.label_data("folder", folder, "train")
-    args = SimpleNamespace(seed=0, hold_out=0.0, shots=5, train_images=None, protocol="knn")
+def test_shots(capsys):
+    """K photos of each class, others with another seed; a line says if a class has fewer."""
+    data = eval_linear.LabelData(np.arange(15), np.arange(15) % 3, ["a", "b", "c"])
+    args = SimpleNamespace(seed=0, hold_out=0.0, shots=4, train_images=None)
     train, test = eval_linear.draw_photos(data, data, args)
-    assert np.bincount(data.labels[train]).tolist() == [5, 5] and len(test) == len(data)
+    assert np.bincount(data.labels[train]).tolist() == [4, 4, 4] and len(test) == 15
     args.seed = 1
     assert {*eval_linear.draw_photos(data, data, args)[0]} != {*train}
+    common.report_once.cache_clear()
+    data.labels[data.labels == 2] = [2, 2, 0, 0, 0]
+    assert len(eval_linear.draw_photos(data, data, args)[0]) == 10
+    assert "1 of 3 classes have fewer training photos than --shots 4" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "protocol", ["svm-virtex", "logreg-icmlm --epochs 2", "sgd-virtex --batch-size 16 --epochs 2"]
-)
+@pytest.mark.parametrize("protocol", ["svm-virtex", "sgd-virtex --batch-size 16 --epochs 2"])
 def test_several_backbones(protocol, files, folder, tmp_path):
     """--weights A B random equals three single calls, but for comparisons; each has its line, the
     best first, and files of its layers.
@@ -700,25 +666,22 @@ def test_several_backbones(protocol, files, folder, tmp_path):
 
 def test_a_killed_training_of_layers_resumes(files, folder, tmp_path):
     """It ends with the same bits; with other flags, weights or photos it begins anew, aloud."""
-    flags = f"--protocol sgd-virtex --batch-size 16 --epochs 3 --weights {files[0]}"
+    weights = tmp_path / "weights.pth"
+    shutil.copy(files[0], weights)
+    flags = f"--protocol sgd-virtex --batch-size 16 --epochs 3 --weights {weights}"
     whole, killed = [command(tmp_path / name, folder, flags) for name in ("whole", "killed")]
     run_here(whole)
     kill_at(None, killed, common, "save")
     assert "resuming from iteration 2" in run_here(killed)
-    first, second = [torch.load(path, weights_only=True) for path in tmp_path.rglob("*.pth")]
+    first, second = [torch.load(path, weights_only=True) for path in tmp_path.glob("*/*.pth")]
     assert first["iteration"] == second["iteration"] == 6
     assert all(torch.equal(first["model"][name], second["model"][name]) for name in first["model"])
     anew = "is of other flags, photos or weights: it is trained anew"
-    assert anew in run_here([*killed, "--lr", 1])
-    run_here(killed)
-    assert "resuming from iteration 6" in run_here(killed)
-    other, date = torch.load(files[1]), os.stat(files[0])
-    copy = tmp_path / "weights.pth"
-    shutil.copy(files[0], copy)
-    killed[killed.index(files[0])] = str(copy)
-    run_here(killed)
-    torch.save(other, copy)
-    os.utime(copy, ns=(date.st_atime_ns, date.st_mtime_ns))
+    killed += ["--lr", "1"]
+    assert anew in run_here(killed)
+    date = os.stat(weights)
+    shutil.copy(files[1], weights)
+    os.utime(weights, ns=(date.st_atime_ns, date.st_mtime_ns))
     assert anew in run_here(killed)
     shutil.copytree(folder, tmp_path / "moved")
     killed[killed.index(str(folder))] = str(tmp_path / "moved")
@@ -746,15 +709,13 @@ def test_size_and_architecture_of_the_training(files, folder, tmp_path):
     assert run_here([*words, "--image-size", "24"]).count(" test photos of 24 px") == 3
 
 
-FOREIGN = ['{"arch": "ResNet-50"}', '{"image_size": [224, 224]}', '["virtex"]', '"virtex"', "null"]
-FOREIGN += ['{"script": "train.py", "arch": "r50", "image_size": 999}', '{"script": "virtex", "ar']
-FOREIGN += ['{"script": ["virtex"], "arch": "r50"}', "\ufffe\ud800", ""]
+FOREIGN = '{"image_size": [224, 224]}', '{"script": "x.py", "arch": "r50", "image_size": 9}'
 
 
 @pytest.mark.parametrize("content", FOREIGN)
 def test_args_json_of_another_program_is_as_good_as_none(content, files, tmp_path):
     shutil.copy(files[0], tmp_path / "weights.pth")
-    (tmp_path / "args.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+    (tmp_path / "args.json").write_text(content)
     path = str(tmp_path / "weights.pth")
     assert eval_linear.trained_with(path, "arch") is None
     assert eval_linear.trained_with(path, "image_size") is None
@@ -846,7 +807,7 @@ def test_rows_of_features():
     assert all_rows.select(np.arange(9)) is all_rows
 
 
-@pytest.mark.parametrize("protocol", eval_linear.PROTOCOLS)
+@pytest.mark.parametrize("protocol", ["knn", "sgd-mct", "sgd-virtex"])
 def test_products_are_made_in_full_float32(protocol, folder, tmp_path, monkeypatch):
     """On a GPU, training rounds to TF32 (init_distributed); here no product may be."""
     settings = {}
@@ -873,14 +834,13 @@ def test_products_are_made_in_full_float32(protocol, folder, tmp_path, monkeypat
         return device
 
     monkeypatch.setattr(common, "init_distributed", init_distributed)
-    small = "" if "svm" in protocol or protocol == "knn" else "--epochs 1"
-    evaluate(tmp_path, folder, f"--protocol {protocol} {small} --train-images 12 --image-size 48")
-    product = {"knn": "topk", "svm-virtex": "_conv_forward", "svm-icmlm": "_conv_forward"}
-    assert {product.get(protocol, "linear"), "_conv_forward"} <= settings.keys()
+    small = "" if protocol == "knn" else "--epochs 1"
+    evaluate(tmp_path, folder, f"--protocol {protocol} {small} --train-images 12")
+    assert {"topk" if protocol == "knn" else "linear", "_conv_forward"} <= settings.keys()
     assert set.union(*settings.values()) == {("highest", False)}
 
 
-def test_results_of_other_data_and_protocols_are_kept(folder, tmp_path):
+def test_results_of_other_data_and_protocols_are_kept(folder):
     names = []
     for flags in ("", "--shots 3", "--protocol knn"):
         words = command("", folder, flags)[3:]
@@ -890,8 +850,6 @@ def test_results_of_other_data_and_protocols_are_kept(folder, tmp_path):
     for data, root in ("a/birds.jsonl", "."), ("shards/birds/", "."):
         args = eval_linear.get_args(["--data", data, "--root", root])
         assert args.output == "runs/eval_linear/birds-svm-virtex"
-    output = [run_here(command(tmp_path, folder, "--protocol knn")) for _ in range(2)]
-    assert [", instead of an earlier call's" in text for text in output] == [False, True]
 
 
 @pytest.mark.parametrize("several", (False, True))
@@ -933,10 +891,11 @@ def test_in_a_copy(files, folder, tmp_path):
     run_here([*script, "--output", tmp_path / "here"])
     [copied], [here] = (result(tmp_path / x)["backbones"].values() for x in ("copied", "here"))
     assert copied["mean"] == pytest.approx(here["mean"])
+    lacking = "the folder extras is missing: copy it beside the script"
     ended = run_script(*command(tmp_path, folder, flags), cwd=tmp_path)
-    assert ended.returncode == 1 and "the folder extras is missing: copy it beside the script" in ended.stderr
+    assert ended.returncode == 1 and lacking in ended.stderr
     ended = run_script(*script[:3], "random", *script[3:], cwd=tmp_path)  # two are compared
-    assert ended.returncode == 1 and "the folder extras is missing: copy it beside the script" in ended.stderr
+    assert ended.returncode == 1 and lacking in ended.stderr
     assert "seed 0" not in ended.stdout
 
 
@@ -949,28 +908,20 @@ def test_in_a_copy(files, folder, tmp_path):
         ("--embed {root} --weights {A} random", "--embed writes the features of one backbone"),
         ("--embed {tmp}/train --weights {A}", "there is no photo in the folder {tmp}/train or its"),
         ("--shots 0", "--shots must be above 0, not 0"),
-        ("--train-images -5", "--train-images must be above 0, not -5"),
         ("--hold-out -0.2", "--hold-out must be at least 0 and below 1, not -0.2"),
-        ("--protocol sgd-mct --epochs 0", "--epochs must be above 0, not 0"),
-        ("--runs 0", "--runs must be above 0, not 0"),
-        ("--seed -1", "--seed must be at least 0, not -1"),
-        ("--image-size 0", "--image-size must be above 0, not 0"),
-        ("--protocol sgd-mct --lr -1", "--lr must be above 0, not -1"),
         ("--protocol sgd-virtex --steps 30 60", "--steps must be at least 0 and below 1"),
         ("--steps 0.5", "--protocol svm-virtex takes no --steps"),
         ("--root /no --data voc07", "/no has no VOC2007/ImageSets/Main/<class>_trainval.txt"),
         ("--data {tmp}/photos.jsonl --train-split val", "has no tags to score"),
         ("--protocol layers --weights {A}", "A.pth is a resnet18, not --arch vgg16_bn"),
-        ("--protocol layers --arch resnet50", "--protocol layers is for VGG-16"),
         ("--protocol layers --lr 1 2", "--protocol layers takes 3 values of --lr"),
         ("--weights none.pth", "there is no file none.pth"),
         ("--weights {A} none.pth", "not measured: none.pth; the causes stand below the table"),
         ("--protocol knn --both-ways --hold-out 0.2", "--both-ways is for svm-virtex, svm-icmlm"),
         ("--protocol sgd-mct --both-ways", "--both-ways is for svm-virtex, svm-icmlm and knn"),
         ("--hold-out 0.999", "0 training and 32 test photos"),
-        ("--data imagenet", "imagenet: photos in train/CLASS/ are --data folder --root FOLDER"),
-        ("--data {root}", "{root}: photos in train/CLASS/ are --data folder --root FOLDER"),
-        ("--output {tmp}/photos.jsonl", "{tmp}/photos.jsonl cannot be a folder: File exists"),
+        ("--data imagenet", "no data set imagenet: --data is shapes, coco, vg, a .jsonl file or"),
+        ("--data {root}", "Photos in train/CLASS/: --data folder --root {root}"),
     ],
 )
 def test_mistakes(flags, words, files, folder, tmp_path):
