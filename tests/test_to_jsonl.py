@@ -174,7 +174,7 @@ TWICE = {**COCO, "images": [{"id": 1, "file_name": name} for name in "ab"]}
 
 REFUSED = [  # {file: content}, flags, words of the message
     ({"a.xml": ""}, "", "a.xml must exist, and end in .csv, .tsv, .txt, .xlsx, .json, .jsonl, .pa"),
-    ({"a.jsonl": [ROW]}, "--output {root}/a.jsonl", "must end in .jsonl, and must not be the input"),
+    ({"a.jsonl": [ROW]}, "--output {root}/a.jsonl", "must end in .jsonl, and must not be"),
     (table("image,text", "b,a"), "--captions c", "a.csv has no column c, but image, text"),
     (table("x,text", "b,a"), "", "give --image COLUMN, one of x, text; of the usual image, fi"),
     (table("image,filename,text", "b,b,a"), "", "filename its first line has image and filename"),
@@ -189,7 +189,7 @@ REFUSED = [  # {file: content}, flags, words of the message
     (table("image,text", "3.jpg,a"), "", "photo; that of the first is ['{root}/3.jpg']: see --"),
     (table("image,text", "img/1.jpg,"), "", "no caption is left: {root}/photos.jsonl is not wr"),
     (table("image,text"), "", "a.csv has no rows below the names of its columns"),
-    ({"a.csv": "image,text\nb,ä".encode("latin-1")}, "", "a.csv is not UTF-8 text, save it as such:"),
+    ({"a.csv": "image,text\nb,ä".encode("latin-1")}, "", "a.csv is not UTF-8 text, save it as su"),
     ({"a.json": '[{"image": 1\n"b"'}, "", "not valid JSON: Expecting ',' delimiter: line 2"),
     ({"a.json": {"x": [ROW], "y": [ROW]}}, "", "a.json is one object, with x, y: write a list"),
     ({"a.json": ["img/1.jpg"]}, "", 'a.json has no rows such as {{"image": "1.jpg", "captions"'),
